@@ -1,0 +1,245 @@
+// What every kernel shares: element types, 16-byte vectors, the pointer table and its loop.
+// No CUDA header is included: NVRTC carries none, and a host compiler needs none. The same text
+// is built three times: by NVRTC for a GPU, by g++ "exact" (every block and thread of a launch in
+// turn) and by g++ "fast" (GRADREDUCE_FAST: one thread, which the compiler may vectorise).
+
+typedef long long i64;
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#if defined(__CUDACC__)
+#define DEVICE __device__ __forceinline__
+#define TABLE_ARGUMENT const __grid_constant__ Table
+#define UNROLL _Pragma("unroll")
+// From sm_100 on the compiler unrolls grid-stride loops (272 loads instead of 96, 2.5 times the
+// compile time) and gains nothing: NVRTC 12.9, 2026-11.
+#define NO_UNROLL _Pragma("unroll 1")
+#define INDEPENDENT
+#else
+#define DEVICE inline
+#define __global__ static inline
+#define TABLE_ARGUMENT const Table
+#define UNROLL _Pragma("GCC unroll 16")
+#define NO_UNROLL
+#define INDEPENDENT _Pragma("GCC ivdep")  // operands alias exactly or not at all: the launcher saw to it
+struct Dim3 { unsigned int x, y, z; };
+#if defined(GRADREDUCE_FAST)
+static constexpr Dim3 threadIdx = {0, 0, 0}, blockIdx = {0, 0, 0}, blockDim = {1, 1, 1}, gridDim = {1, 1, 1};
+#else
+static thread_local Dim3 threadIdx, blockIdx, blockDim, gridDim;
+#endif
+#endif
+
+// ---- elements ----------------------------------------------------------------------------------
+
+struct f16 { u16 bits; };   // IEEE binary16
+struct bf16 { u16 bits; };  // the upper half of a float
+
+DEVICE float widen(f16 value) {
+#if defined(__CUDACC__)
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value.bits));
+    return wide;
+#else
+    _Float16 half;
+    __builtin_memcpy(&half, &value.bits, 2);
+    return (float)half;
+#endif
+}
+
+DEVICE float widen(bf16 value) {
+    union { u32 bits; float wide; } pun;
+    pun.bits = (u32)value.bits << 16;
+    return pun.wide;
+}
+
+template <typename T> DEVICE T widen(T value) { return value; }
+
+// to<T>: rounded once, to nearest, ties to even.
+template <typename To> struct to {
+    template <typename From> static DEVICE To from(From value) { return (To)value; }
+};
+
+template <> struct to<f16> {
+    static DEVICE f16 from(float value) {
+        f16 half;
+#if defined(__CUDACC__)
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half.bits) : "f"(value));
+#else
+        _Float16 narrow = (_Float16)value;
+        __builtin_memcpy(&half.bits, &narrow, 2);
+#endif
+        return half;
+    }
+};
+
+template <> struct to<bf16> {
+    static DEVICE bf16 from(float value) {
+        union { float wide; u32 bits; } pun;
+        pun.wide = value;
+        // Add just under half a unit, and one more if the kept part is odd. A NaN must not be
+        // rounded up into an infinity, so it only keeps its upper half, made quiet.
+        u32 rounded = (pun.bits + 0x7fffu + ((pun.bits >> 16) & 1u)) >> 16;
+        u32 quiet = (pun.bits >> 16) | 0x40u;
+        bf16 half;
+        half.bits = (u16)((pun.bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+        return half;
+    }
+};
+
+// The type in which T is added.
+template <typename T> struct accumulate { typedef T type; };
+template <> struct accumulate<f16> { typedef float type; };
+template <> struct accumulate<bf16> { typedef float type; };
+
+template <typename T> struct is_float { static constexpr bool value = false; };
+template <> struct is_float<float> { static constexpr bool value = true; };
+template <> struct is_float<double> { static constexpr bool value = true; };
+
+// The narrow integers are promoted to int by C++; the cast brings the sum back modulo 2^bits.
+template <typename Acc> DEVICE Acc add(Acc left, Acc right) { return (Acc)(left + right); }
+
+// True division, never a product with 1/n; integers are never divided (the launcher refuses).
+template <typename Acc> DEVICE Acc divide(Acc value, double divisor) {
+    if constexpr (is_float<Acc>::value) {
+        if (divisor != 1.0) return value / (Acc)divisor;
+    }
+    return value;
+}
+
+// ---- vectors -----------------------------------------------------------------------------------
+
+struct alignas(16) Vector { u32 word[4]; };
+
+// Spelled out on the GPU: left to itself, NVRTC 12.9 splits a 16-byte store into four in loops
+// whose pointers it must reload (all_sum), and then a warp's stores touch four times the sectors they fill.
+DEVICE Vector load_vector(const void* from) {
+    Vector v;
+#if defined(__CUDACC__)
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+                 : "l"(from));
+#else
+    v = *(const Vector*)from;
+#endif
+    return v;
+}
+
+DEVICE void store_vector(void* into, const Vector& v) {
+#if defined(__CUDACC__)
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(into), "r"(v.word[0]),
+                 "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
+                 : "memory");
+#else
+    *(Vector*)into = v;
+#endif
+}
+
+// LANES elements, widened. LANES * sizeof(T) is a multiple of 16, or LANES is 1.
+template <typename Acc, int LANES> struct Lanes { Acc lane[LANES]; };
+
+template <typename Acc, int LANES, typename T>
+DEVICE Lanes<Acc, LANES> load(const T* from, i64 index) {
+    Lanes<Acc, LANES> loaded;
+    if constexpr (LANES == 1) {
+        loaded.lane[0] = to<Acc>::from(widen(from[index]));
+    } else {
+        constexpr int vectors = LANES * (int)sizeof(T) / 16;
+        union { Vector vector[vectors]; T element[LANES]; } pun;
+        UNROLL
+        for (int v = 0; v < vectors; ++v) pun.vector[v] = load_vector((const Vector*)(from + index) + v);
+        UNROLL
+        for (int l = 0; l < LANES; ++l) loaded.lane[l] = to<Acc>::from(widen(pun.element[l]));
+    }
+    return loaded;
+}
+
+template <typename T, typename Acc, int LANES>
+DEVICE void store(T* into, i64 index, const Lanes<Acc, LANES>& values) {
+    if constexpr (LANES == 1) {
+        into[index] = to<T>::from(values.lane[0]);
+    } else {
+        constexpr int vectors = LANES * (int)sizeof(T) / 16;
+        union { Vector vector[vectors]; T element[LANES]; } pun;
+        UNROLL
+        for (int l = 0; l < LANES; ++l) pun.element[l] = to<T>::from(values.lane[l]);
+        UNROLL
+        for (int v = 0; v < vectors; ++v) store_vector((Vector*)(into + index) + v, pun.vector[v]);
+    }
+}
+
+template <typename Acc, int LANES>
+DEVICE void add_to(Lanes<Acc, LANES>& total, const Lanes<Acc, LANES>& term) {
+    UNROLL
+    for (int l = 0; l < LANES; ++l) total.lane[l] = add<Acc>(total.lane[l], term.lane[l]);
+}
+
+// ---- the table ---------------------------------------------------------------------------------
+
+// Written by src/gradreduce/device/table.py, which explains it.
+struct Table {
+    const i64* words;
+    i64 num_rows;
+    i64 row_words;
+    i64 first_chunk;
+    i64 end_chunk;
+    i64 chunk_size;
+    i64 inline_words[448];
+};
+
+// A row: first chunk, elements, elements of the last operand, addresses.
+struct Row {
+    const i64* words;
+    DEVICE i64 first_chunk() const { return words[0]; }
+    DEVICE i64 size() const { return words[1]; }
+    DEVICE i64 last_size() const { return words[2]; }
+    template <typename T> DEVICE T* operand(i64 position) const { return (T*)words[3 + position]; }
+};
+
+// The last row whose first chunk is not behind `chunk`.
+DEVICE Row find_row(const Table& table, i64 chunk) {
+    const i64* words = table.words ? table.words : table.inline_words;
+    i64 low = 0, high = table.num_rows;
+    while (high - low > 1) {
+        i64 middle = (low + high) / 2;
+        if (words[middle * table.row_words] <= chunk) low = middle; else high = middle;
+    }
+    return Row{words + low * table.row_words};
+}
+
+DEVICE bool aligned(const Table& table, const Row& row) {
+    i64 bits = 0;
+    for (i64 word = 3; word < table.row_words; ++word) bits |= row.words[word];
+    return (bits & 15) == 0;
+}
+
+// Runs body.at<LANES>(i) for whole vectors and body.at<1>(i) for what is left, over every element
+// of every row. `Body` is made once per chunk, from its row. Blocks stride over chunks, threads
+// over the vectors of a chunk: the result is the same for any grid and block.
+template <typename Body, int LANES, typename... Arguments>
+DEVICE void elementwise(const Table& table, Arguments... arguments) {
+    NO_UNROLL
+    for (i64 chunk = table.first_chunk + blockIdx.x; chunk < table.end_chunk; chunk += gridDim.x) {
+        const Row row = find_row(table, chunk);
+        const Body body(row, arguments...);
+        const i64 begin = (chunk - row.first_chunk()) * table.chunk_size;
+        const i64 left = row.size() - begin;
+        const i64 end = begin + (left < table.chunk_size ? left : table.chunk_size);
+        i64 tail = begin;
+#if !defined(GRADREDUCE_FAST)  // the host compiler makes wider vectors of the plain loop by itself
+        if (aligned(table, row)) tail = begin + (end - begin) / LANES * LANES;
+        NO_UNROLL
+        for (i64 i = begin + (i64)threadIdx.x * LANES; i < tail; i += (i64)blockDim.x * LANES)
+            body.template at<LANES>(i);
+#endif
+        NO_UNROLL INDEPENDENT
+        for (i64 i = tail + threadIdx.x; i < end; i += blockDim.x) body.template at<1>(i);
+    }
+}
+
+// Lanes that make every operand a whole number of 16-byte vectors.
+template <typename A, typename B> struct lanes_of {
+    static constexpr int value = 16 / (int)(sizeof(A) < sizeof(B) ? sizeof(A) : sizeof(B));
+};

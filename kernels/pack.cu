@@ -1,0 +1,42 @@
+// pack: out[t][i] = in[t][i] * scale for i < size of in[t], and 0 from there to the size of out[t]
+// order    one product, one rounding to Out (both left away where they change nothing)
+// types    <Out, In>: scaled in the accumulate type of In; integers take scale 1 only
+// aliasing out and in may be the same exactly
+// launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
+// limits   none; the other way (unpack) is the same kernel with the rows turned round
+// twin     src/gradreduce/ops/pack.py, bit-equal except subnormals (CuPy builds with -ftz=true)
+// source   own
+#include "common.cuh"
+
+template <typename Out, typename In> struct Pack {
+    typedef typename accumulate<In>::type Acc;
+    Out* out;
+    const In* in;
+    i64 in_size;
+    double scale;
+
+    DEVICE Pack(const Row& row, double scale) : in_size(row.last_size()), scale(scale) {
+        out = row.operand<Out>(0);
+        in = row.operand<const In>(1);
+    }
+
+    template <int LANES> DEVICE void at(i64 i) const {
+        if (LANES > 1 && i + LANES > in_size) {  // the vector that reaches into the gap
+            for (i64 l = i; l < i + LANES; ++l) at<1>(l);
+            return;
+        }
+        Lanes<Acc, LANES> values;
+        if (LANES == 1 && i >= in_size) values.lane[0] = (Acc)0;
+        else values = load<Acc, LANES>(in, i);
+        if constexpr (is_float<Acc>::value) {
+            UNROLL
+            for (int l = 0; l < LANES; ++l)
+                if (scale != 1.0) values.lane[l] *= (Acc)scale;
+        }
+        store(out, i, values);
+    }
+};
+
+template <typename Out, typename In> __global__ void pack(TABLE_ARGUMENT table, double scale) {
+    elementwise<Pack<Out, In>, lanes_of<Out, In>::value>(table, scale);
+}

@@ -1,0 +1,1 @@
+"""Adds gradients up: terms on one device, replicas across devices, arrivals over time."""

@@ -1,0 +1,33 @@
+"""What gradreduce runs on: devices, their memory and queues. Start with README.md, then base.py."""
+
+from __future__ import annotations
+
+from .base import Collective, Device
+from .dtypes import accumulate_dtype, as_dtype, element_of
+from .journal import Journal, Record
+from .kernel import Kernel, Template
+from .memory import ALIGNMENT, Block, Buffer, FlatLayout, Mark, Queue, flat_layout
+from .mesh import FlatBuffer, Mesh, default_mesh, open_mesh
+
+__all__ = [
+    "ALIGNMENT",
+    "Block",
+    "Buffer",
+    "Collective",
+    "Device",
+    "FlatBuffer",
+    "FlatLayout",
+    "Journal",
+    "Kernel",
+    "Mark",
+    "Mesh",
+    "Queue",
+    "Record",
+    "Template",
+    "accumulate_dtype",
+    "as_dtype",
+    "default_mesh",
+    "element_of",
+    "flat_layout",
+    "open_mesh",
+]

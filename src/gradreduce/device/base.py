@@ -1,0 +1,319 @@
+"""The seam: what a device is to everything above it; never imports a backend.
+
+``README.md`` beside this file lists the promises that every backend keeps.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from gradreduce.errors import DeviceMismatchError
+
+from .dtypes import as_dtype
+from .fabric import Fabric
+from .journal import Kind, Record
+from .kernel import Kernel, Template
+from .memory import Block, Buffer, Mark, Queue, Row
+
+__all__ = ["Collective", "Device"]
+
+
+class Device(ABC):
+    """One logical device: memory, and two queues of work, ``compute`` and ``transfer``.
+
+    Several logical devices may share a physical one. A backend implements the methods with an
+    underscore; the others are the same code everywhere, so that no backend can forget a fence,
+    a check or a record.
+    """
+
+    def __init__(self, fabric: Fabric, index: int, physical: int) -> None:
+        self.fabric = fabric
+        self.index = index
+        self.physical = physical
+        self.dead: deque[tuple[Any, int, set[tuple[Device, Queue]]]] = deque()
+
+    @property
+    def name(self) -> str:
+        """``"sim:3"``: backend and logical index."""
+        return f"{self.fabric.backend}:{self.index}"
+
+    def __repr__(self) -> str:
+        return f"<device {self.name} on physical {self.physical}>"
+
+    # -- memory ---------------------------------------------------------------------------------
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype | str) -> Buffer:
+        """A Buffer of memory from this device's pool, its content undefined."""
+        self.fabric.check_open()
+        dtype = as_dtype(dtype)
+        block = self._allocate(math.prod(shape) * dtype.itemsize)
+        buffer = Buffer(block, 0, tuple(shape), dtype)
+        self._fill_fresh(buffer)
+        return buffer
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype | str) -> Buffer:
+        """As ``empty``, every element zero; the fill is on the compute queue."""
+        buffer = self.empty(shape, dtype)
+        self._fill_zero(buffer)
+        return buffer
+
+    @abstractmethod
+    def adopt(self, array: Any, stream: int | None = None) -> Buffer:
+        """A Buffer on the caller's own memory; our compute queue waits for ``stream``.
+
+        Args:
+            array: contiguous, of a dtype that can be added; its memory must be this device's.
+            stream: raw handle of the stream that filled it; None for a host array.
+
+        Raises:
+            DeviceMismatchError: the memory is not this device's.
+            ValueError: the array is not contiguous.
+        """
+
+    @abstractmethod
+    def release(self, buffer: Buffer, stream: int | None = None) -> Any:
+        """The backend's array of ``buffer``'s memory, kept alive by it; nothing is copied.
+
+        ``stream`` (raw handle; None for a host array) waits for our compute queue.
+        """
+
+    @abstractmethod
+    def put(self, array: Any) -> Buffer:
+        """``array`` as a Buffer of this device: shared where that is possible, else copied."""
+
+    def upload(self, array: np.ndarray, *, queue: Queue = "compute") -> Buffer:
+        """A Buffer with a copy of a host array; does not wait for the copy."""
+        buffer = self.empty(array.shape, array.dtype)
+        if queue != "compute":  # a recycled block belongs to its last owner until then
+            self.wait(self.mark("compute"), queue=queue)
+            buffer.block.touched.add((self, queue))
+        self._upload(buffer, array, queue)
+        self._record("upload", nbytes=buffer.nbytes, queue=queue)
+        return buffer
+
+    def download(self, buffer: Buffer) -> np.ndarray:
+        """A host copy of ``buffer``; waits for what the compute queue holds so far."""
+        self._check_reach(buffer)
+        self._record("download", nbytes=buffer.nbytes)
+        return self._download(buffer)
+
+    # -- work -----------------------------------------------------------------------------------
+
+    def copy(self, dst: Buffer, src: Buffer, *, queue: Queue = "compute") -> None:
+        """Copies ``src`` to ``dst`` (same shape and dtype) on a queue of this device.
+
+        Three fences, none for the caller to remember: the queue waits for what the source's
+        device has queued, and for what the destination's device has queued (its block may be a
+        recycled one); and the next writer of the source waits for this copy. To *read* ``dst``
+        on another queue or device, ``mark`` this one and ``wait`` there.
+
+        Raises:
+            ValueError: size or dtype differ.
+            DeviceMismatchError: neither end is this device's, or one is of another mesh.
+        """
+        self.fabric.check_open()
+        if dst.dtype != src.dtype or dst.size != src.size:
+            raise ValueError(f"copy to {dst} from {src}: sizes and dtypes must be equal")
+        if self not in (dst.device, src.device) or dst.device.fabric is not src.device.fabric:
+            raise DeviceMismatchError(f"{self.name} cannot copy to {dst} from {src}")
+        if dst.size == 0:
+            return
+        for end in (src, dst):
+            if end.device is not self or queue != "compute":
+                self.wait(end.device.mark("compute"), queue=queue)
+                end.block.touched.add((self, queue))
+        self._before_write(dst, queue)
+        self._copy(dst, src, queue)
+        if src.device is not self or queue != "compute":
+            src.block.readers.append(self.mark(queue))
+        self._record("copy", source=src.device.index, nbytes=dst.nbytes, queue=queue)
+
+    def launch(
+        self,
+        kernel: Kernel,
+        template: Template,
+        rows: Sequence[Row],
+        scalars: Sequence[int | float] = (),
+        *,
+        queue: Queue = "compute",
+    ) -> None:
+        """Runs ``kernel`` over the rows of a table, as one launch; never waits for the device.
+
+        Fences nothing but copies that still read what it writes: who changes queue or device
+        says ``mark`` and ``wait``. Operands may lie on any logical device of this physical one,
+        or of a peer if their memory is our own pool's. Rows of size zero are left out; nothing
+        is launched when none remains.
+
+        Raises:
+            DeviceMismatchError: an operand is out of reach.
+            ValueError: a row would write memory that is read-only.
+        """
+        self.fabric.check_open()
+        rows = [row for row in rows if row[0].size]
+        if not rows:
+            return
+        num_written = kernel.num_written(scalars)
+        crossing = 0
+        for row in rows:
+            for position, operand in enumerate(row):
+                self._check_reach(operand)
+                if operand.device is not self or queue != "compute":
+                    operand.block.touched.add((self, queue))
+                    if operand.device.physical != self.physical:
+                        crossing += operand.nbytes
+                if position < num_written:
+                    self._before_write(operand, queue)
+        self._launch(kernel, template, rows, scalars, queue)
+        self._record("launch", name=kernel.name, nbytes=crossing, queue=queue, num_rows=len(rows))
+
+    @abstractmethod
+    def prepare(self, kernel: Kernel, template: Template) -> None:
+        """Compiles, if anything must be compiled, so that a later launch does not (under a lock).
+
+        Raises:
+            BackendUnavailableError: the compiler is missing.
+        """
+
+    def mark(self, queue: Queue = "compute") -> Mark:
+        """Marks the end of what ``queue`` holds now."""
+        return Mark(self, queue, self._mark(queue))
+
+    def wait(self, mark: Mark, *, queue: Queue = "compute") -> None:
+        """What ``queue`` is given from now on runs after ``mark``; the host does not wait."""
+        if mark.device is not self or mark.queue != queue:
+            self._wait(mark, queue)
+
+    def synchronize(self) -> None:
+        """The host waits until both queues are empty."""
+        self.fabric.check_open()
+        self._record("sync")
+        self._synchronize()
+        self.drain()
+
+    def trim(self) -> None:
+        """Gives the pool's free memory back to the system."""
+        self.drain()
+        self._trim()
+
+    def drain(self) -> None:
+        """Takes the memory of dead blocks back into the pool; ``empty`` calls it first."""
+        while self.dead:
+            try:
+                raw, nbytes, touched = self.dead.popleft()
+            except IndexError:  # another thread was faster
+                return
+            self._recycle(raw, nbytes, touched)
+
+    # -- checks and records -----------------------------------------------------------------------
+
+    def _check_reach(self, operand: Buffer) -> None:
+        home = operand.device
+        if home is self:
+            return
+        if home.fabric is not self.fabric:
+            raise DeviceMismatchError(f"{operand} is of another mesh than {self.name}")
+        if home.physical != self.physical and not (
+            self.fabric.peers(self.physical, home.physical) and operand.block.owned
+        ):
+            why = "no peer access" if operand.block.owned else "its memory is not our pool's"
+            raise DeviceMismatchError(f"{self.name} cannot reach {operand}: {why}; copy it first")
+
+    def _before_write(self, operand: Buffer, queue: Queue) -> None:
+        block = operand.block
+        if not block.writable:
+            raise ValueError(f"{operand} is read-only")
+        if block.readers:
+            readers, block.readers = block.readers, []
+            for mark in readers:
+                self.wait(mark, queue=queue)
+
+    def _record(
+        self,
+        kind: Kind,
+        *,
+        name: str = "",
+        source: int = -1,
+        nbytes: int = 0,
+        queue: Queue = "compute",
+        num_rows: int = 0,
+    ) -> None:
+        if self.fabric.recorder.recording:
+            record = Record(kind, name, self.index, source, nbytes, queue, num_rows)
+            self.fabric.recorder.add(record)
+
+    # -- what a backend implements ----------------------------------------------------------------
+
+    @abstractmethod
+    def _allocate(self, nbytes: int) -> Block: ...
+
+    @abstractmethod
+    def _recycle(self, raw: Any, nbytes: int, touched: set[tuple[Device, Queue]]) -> None: ...
+
+    @abstractmethod
+    def _trim(self) -> None: ...
+
+    @abstractmethod
+    def _fill_fresh(self, buffer: Buffer) -> None: ...
+
+    @abstractmethod
+    def _fill_zero(self, buffer: Buffer) -> None: ...
+
+    @abstractmethod
+    def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None: ...
+
+    @abstractmethod
+    def _download(self, buffer: Buffer) -> np.ndarray: ...
+
+    @abstractmethod
+    def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None: ...
+
+    @abstractmethod
+    def _launch(
+        self,
+        kernel: Kernel,
+        template: Template,
+        rows: Sequence[Row],
+        scalars: Sequence[int | float],
+        queue: Queue,
+    ) -> None: ...
+
+    @abstractmethod
+    def _mark(self, queue: Queue) -> Any: ...
+
+    @abstractmethod
+    def _wait(self, mark: Mark, queue: Queue) -> None: ...
+
+    @abstractmethod
+    def _synchronize(self) -> None: ...
+
+
+class Collective(ABC):
+    """Collectives over one buffer of each physical device, each on that device's compute queue."""
+
+    @abstractmethod
+    def all_reduce(self, buffers: Sequence[Buffer], op: str = "sum") -> None:
+        """Every buffer becomes the sum of all, in place.
+
+        Raises:
+            CollectiveError: two buffers share a physical device, or sizes or dtypes differ.
+        """
+
+    @abstractmethod
+    def broadcast(self, buffers: Sequence[Buffer], root: int) -> None:
+        """Every buffer becomes ``buffers[root]``."""
+
+    @abstractmethod
+    def all_gather(self, outputs: Sequence[Buffer], inputs: Sequence[Buffer]) -> None:
+        """Every output becomes all inputs end to end, in order."""
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """Calls inside travel as one operation."""
+        yield

@@ -1,0 +1,89 @@
+"""Which element types exist, and in which type each is added; never touches an array.
+
+One table for the whole library. A kernel knows eight *elements*: two halves, two floats and four
+unsigned integers. Everything else is one of those looked at differently: adding int32 modulo
+2**32 is adding uint32 (and signed overflow is undefined in C++, unsigned is not), adding
+complex64 is adding pairs of float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import DTypeLike
+
+__all__ = ["BFLOAT16", "ELEMENTS", "Element", "accumulate_dtype", "as_dtype", "element_of"]
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@dataclass(frozen=True)
+class Element:
+    """How a dtype looks to a kernel.
+
+    Attributes:
+        name: the element's dtype name, a key of ``ELEMENTS``.
+        lanes: how many elements make one item of the dtype (2 for complex, else 1).
+        viewed: the dtype to look at the memory as; None if it is the array's own.
+    """
+
+    name: str
+    lanes: int = 1
+    viewed: np.dtype | None = None
+
+
+# element name -> (type in the .cu text, dtype it is added in)
+ELEMENTS: dict[str, tuple[str, str]] = {
+    "float16": ("f16", "float32"),
+    "bfloat16": ("bf16", "float32"),
+    "float32": ("float", "float32"),
+    "float64": ("double", "float64"),
+    "uint8": ("u8", "uint8"),
+    "uint16": ("u16", "uint16"),
+    "uint32": ("u32", "uint32"),
+    "uint64": ("u64", "uint64"),
+}
+
+
+def _viewed(name: str, lanes: int = 1) -> Element:
+    return Element(name, lanes, np.dtype(name))
+
+
+_ELEMENT_OF: dict[np.dtype, Element] = {
+    **{np.dtype(f"float{bits}"): Element(f"float{bits}") for bits in (16, 32, 64)},
+    **{np.dtype(f"uint{bits}"): Element(f"uint{bits}") for bits in (8, 16, 32, 64)},
+    **{np.dtype(f"int{bits}"): _viewed(f"uint{bits}") for bits in (8, 16, 32, 64)},
+    BFLOAT16: Element("bfloat16"),
+    np.dtype("complex64"): _viewed("float32", 2),
+    np.dtype("complex128"): _viewed("float64", 2),
+}
+_ACCUMULATE = {np.dtype("float16"): np.dtype("float32"), BFLOAT16: np.dtype("float32")}
+
+
+def as_dtype(dtype: DTypeLike) -> np.dtype:
+    """The NumPy dtype of a name, a type or a dtype (``"bfloat16"`` too).
+
+    Raises:
+        TypeError: not a dtype, not in native byte order, or one that cannot be added (bool,
+            strings, objects, dates).
+    """
+    try:
+        found = BFLOAT16 if isinstance(dtype, str) and dtype == "bfloat16" else np.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"dtype={dtype!r} names no NumPy dtype") from None
+    if found not in _ELEMENT_OF:
+        allowed = ", ".join(str(known) for known in _ELEMENT_OF)
+        raise TypeError(f"dtype {found} cannot be added; allowed: {allowed}")
+    return found
+
+
+def element_of(dtype: np.dtype) -> Element:
+    """The element that a kernel sees in place of ``dtype`` (a dtype from ``as_dtype``)."""
+    return _ELEMENT_OF[dtype]
+
+
+def accumulate_dtype(dtype: np.dtype) -> np.dtype:
+    """The dtype in which ``dtype`` is added: float32 for the halves, else itself."""
+    return _ACCUMULATE.get(dtype, dtype)

@@ -1,0 +1,49 @@
+"""What the devices of one mesh share; never does work itself."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from gradreduce.errors import BackendUnavailableError
+
+from .journal import Recorder
+
+__all__ = ["Fabric"]
+
+
+class Fabric:
+    """What the devices of one mesh share: the links between them, the journal, being open.
+
+    Attributes:
+        backend: ``"sim"`` or ``"cuda"``.
+        recorder: where devices write what they did.
+        launch_lock: held around each collective group and each multi-device plan, so that every
+            device sees those of all threads in one order.
+    """
+
+    def __init__(self, backend: str, *, peer_access: bool) -> None:
+        self.backend = backend
+        self.recorder = Recorder()
+        self.launch_lock = threading.RLock()
+        self._peer_access = peer_access
+        self._closed = False
+        self._pid = os.getpid()
+
+    def peers(self, physical: int, other: int) -> bool:
+        """Whether a launch on one physical device may touch the memory of the other."""
+        return physical == other or self._peer_access
+
+    def close(self) -> None:
+        """Makes every later use of its devices an error."""
+        self._closed = True
+
+    def check_open(self) -> None:
+        """Raises ``BackendUnavailableError`` for a closed mesh, or one from before a fork."""
+        if self._closed:
+            raise BackendUnavailableError(f"the mesh of this {self.backend} device was closed")
+        if self._pid != os.getpid():
+            raise BackendUnavailableError(
+                f"this {self.backend} device was opened by process {self._pid}, before a fork; "
+                "open a mesh in the new process"
+            )

@@ -1,0 +1,92 @@
+"""What a kernel is: one entry of a ``.cu`` file and its NumPy twin; never runs either.
+
+Also finds the shipped CUDA text, in a wheel, an editable install or a bare checkout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from .dtypes import ELEMENTS
+
+__all__ = ["Arrays", "Kernel", "Template", "kernel_text", "kernels_folder"]
+
+Arrays = Sequence[np.ndarray]
+Template = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """One kernel with its two faces.
+
+    A launch gives it a table of rows. A row holds the 1-D operands of one tensor, the written
+    ones first; every row of a launch has the same number of operands and the same dtypes.
+
+    Attributes:
+        name: the entry in the ``.cu`` file; the twin is ``_<name>_twin``.
+        source: stem of the file in ``kernels/`` that holds the entry.
+        twin: the NumPy face: ``twin(rows, *scalars)``. Rows may be cut anywhere along their
+            elements and handed to several threads: elementwise is part of the promise.
+        scalars: ``(name, "int64" | "float64")`` of every argument after the table, in order.
+        templates: every instantiation that a host build holds, as template arguments: names of
+            ``ELEMENTS`` and integers. NVRTC compiles what is asked for, when it is asked for.
+        writes: how many operands of each row, counted from the first, are written; or the name
+            of the scalar that says so. Everything behind them is only read.
+    """
+
+    name: str
+    source: str
+    twin: Callable[..., None]
+    scalars: tuple[tuple[str, str], ...]
+    templates: tuple[Template, ...]
+    writes: int | str = 1
+
+    def num_written(self, scalars: Sequence[int | float]) -> int:
+        """How many operands of each row a launch with these scalars writes."""
+        if isinstance(self.writes, int):
+            return self.writes
+        names = [name for name, _ in self.scalars]
+        return int(scalars[names.index(self.writes)])
+
+    def expression(self, template: Template) -> str:
+        """The C++ name of one instantiation, ``add_n<float, float, 8>``."""
+        arguments = [ELEMENTS[part][0] if isinstance(part, str) else str(part) for part in template]
+        return f"{self.name}<{', '.join(arguments)}>"
+
+
+def kernels_folder() -> Path:
+    """Where the shipped ``.cu`` files are.
+
+    Beside the package in a wheel, beside ``src/`` in a checkout (editable installs too).
+
+    Raises:
+        FileNotFoundError: neither place has them.
+    """
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package / "kernels", package.parent.parent / "kernels"):
+        if (folder / "common.cuh").is_file():
+            return folder
+    raise FileNotFoundError(
+        f"no kernels folder beside {package} nor beside its checkout: the installation is damaged"
+    )
+
+
+@cache
+def kernel_text(stem: str) -> str:
+    """The text of ``kernels/<stem>.cu`` with the shared header pasted in front.
+
+    Pasted, not included, because CuPy's on-disk cache is keyed by the source text and would miss
+    a changed header. ``#line`` makes the compiler's errors point into the shipped files.
+    """
+    folder = kernels_folder()
+    parts = []
+    for name in ("common.cuh", f"{stem}.cu"):
+        text = (folder / name).read_text(encoding="utf-8")
+        kept = [line if not line.startswith('#include "') else "" for line in text.splitlines()]
+        parts.append(f'#line 1 "kernels/{name}"\n' + "\n".join(kept) + "\n")
+    return "".join(parts)

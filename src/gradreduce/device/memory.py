@@ -1,0 +1,167 @@
+"""What memory is: a block, an array in it, and the layout of a flat buffer; never allocates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .base import Device
+
+__all__ = ["ALIGNMENT", "Block", "Buffer", "FlatLayout", "Mark", "Queue", "Row", "flat_layout"]
+
+Queue = Literal["compute", "transfer"]
+ALIGNMENT = 16  # bytes: one vector access of a kernel, and what NCCL wants of a buffer's start
+
+
+class Block:
+    """One allocation, shared by every Buffer that looks into it.
+
+    Attributes:
+        device: the logical device it is on.
+        raw: the backend's own handle; it keeps the memory alive.
+        address: of its first byte.
+        nbytes: its size.
+        owned: from our pool (True), or adopted from a caller's array (False).
+        writable: False for a caller's read-only array.
+        readers: marks of copies that still read it; the next writer waits for them.
+        touched: queues other than its home queue that used it; when the block dies with any,
+            its memory is parked until they have passed.
+    """
+
+    __slots__ = (
+        "__weakref__", "address", "device", "nbytes", "owned", "raw", "readers", "touched",
+        "writable",
+    )  # fmt: skip
+
+    def __init__(
+        self, device: Device, raw: Any, address: int, nbytes: int, *, owned: bool, writable: bool
+    ) -> None:
+        self.device = device
+        self.raw = raw
+        self.address = address
+        self.nbytes = nbytes
+        self.owned = owned
+        self.writable = writable
+        self.readers: list[Mark] = []
+        self.touched: set[tuple[Device, Queue]] = set()
+
+    def __del__(self) -> None:
+        # No lock and no driver call here: the collector runs this anywhere, in any thread.
+        if self.owned:
+            self.device.dead.append((self.raw, self.nbytes, self.touched))
+
+
+class Buffer:
+    """An array and the logical device it is on: contiguous, C order, fixed shape and dtype.
+
+    Never made by hand: ``Device.put``, ``empty``, ``zeros`` and ``upload`` make one, ``view``
+    another one on the same memory.
+
+    Attributes:
+        device: the logical ``Device``.
+        shape: of the array.
+        dtype: a NumPy dtype (bfloat16 is that of ml_dtypes).
+        size: number of elements.
+        nbytes: number of bytes.
+        address: of the first element; a device address on a GPU.
+        block: the memory it looks into.
+    """
+
+    __slots__ = (
+        "__weakref__", "address", "array", "block", "device", "dtype", "nbytes", "shape", "size",
+    )  # fmt: skip
+
+    def __init__(
+        self, block: Block, offset: int, shape: tuple[int, ...], dtype: np.dtype, array: Any = None
+    ) -> None:
+        self.block = block
+        self.device = block.device
+        self.shape = shape
+        self.dtype = dtype
+        self.size = math.prod(shape)
+        self.nbytes = self.size * dtype.itemsize
+        self.address = block.address + offset
+        self.array = array  # the backend's array of this memory, made when first asked for
+
+    def view(self, start: int, shape: tuple[int, ...], dtype: np.dtype | None = None) -> Buffer:
+        """A Buffer on a part of this memory; nothing is copied, the block lives on with it.
+
+        Args:
+            start: first element, counted in this buffer's dtype.
+            shape: of the view.
+            dtype: of the view; default this one's. Bytes are looked at anew, not converted.
+
+        Raises:
+            ValueError: the view would reach outside this buffer.
+        """
+        dtype = self.dtype if dtype is None else dtype
+        offset = start * self.dtype.itemsize
+        if start < 0 or offset + math.prod(shape) * dtype.itemsize > self.nbytes:
+            raise ValueError(
+                f"view of shape {shape} and dtype {dtype} at element {start} reaches outside a "
+                f"buffer of {self.size} elements of {self.dtype}"
+            )
+        return Buffer(self.block, self.address - self.block.address + offset, shape, dtype)
+
+    def numpy(self) -> np.ndarray:
+        """A copy in host memory; waits for the device."""
+        return self.device.download(self)
+
+    def __repr__(self) -> str:
+        return f"Buffer(shape={self.shape}, dtype={self.dtype}, device={self.device.name!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in a device's queue, which another queue can wait for.
+
+    Attributes:
+        device: whose queue.
+        queue: which of its two.
+        event: the backend's own token.
+    """
+
+    device: Device
+    queue: Queue
+    event: Any
+
+
+Row = Sequence[Buffer]
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Where tensors lie in a flat buffer, in elements; every one starts at a vector boundary.
+
+    Attributes:
+        offsets: first element of each tensor.
+        spans: elements from each tensor's start to the next one's (its size and the gap).
+        size: elements of the flat buffer; a multiple of the unit.
+    """
+
+    offsets: tuple[int, ...]
+    spans: tuple[int, ...]
+    size: int
+
+
+def flat_layout(sizes: Sequence[int], itemsize: int) -> FlatLayout:
+    """Lays tensors of ``sizes`` elements end to end, each at a 16-byte boundary.
+
+    Args:
+        sizes: elements of each tensor, in order; zero is allowed and takes no room.
+        itemsize: bytes of an element. Give the *narrower* of two dtypes to get offsets in
+            elements that are 16-byte boundaries in both.
+    """
+    unit = max(1, ALIGNMENT // itemsize)
+    spans = tuple(-(-size // unit) * unit for size in sizes)
+    offsets = []
+    end = 0
+    for span in spans:
+        offsets.append(end)
+        end += span
+    return FlatLayout(tuple(offsets), spans, end)

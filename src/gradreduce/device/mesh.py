@@ -1,0 +1,303 @@
+"""Which devices there are, how they are grouped, and which backend runs them; never does work.
+
+The only room that reads environment variables:
+
+* ``GRADREDUCE_BACKEND``: ``sim`` or ``cuda``, when ``open_mesh`` is given none.
+* ``GRADREDUCE_SIM_DEVICES``: how many simulated devices, when it is given none (default 4).
+* ``GRADREDUCE_SIM_STRICT``: ``1`` fills fresh simulated memory with NaN.
+* ``GRADREDUCE_SIM_THREADS``: host threads that run simulated launches (default: the cores).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from types import TracebackType
+
+from numpy.typing import DTypeLike
+
+from gradreduce.errors import BackendUnavailableError
+
+from .base import Collective, Device
+from .dtypes import as_dtype
+from .fabric import Fabric
+from .journal import Journal
+from .memory import Buffer, flat_layout
+from .sim import FACES, SimCollective, SimDevice, SimOptions, Workers
+
+__all__ = ["FlatBuffer", "Mesh", "default_mesh", "open_mesh"]
+
+_log = logging.getLogger("gradreduce")
+_BACKENDS = ("cuda", "sim")
+_INSTALL = "pip install 'gradreduce[cuda12]' (CUDA 12) or 'gradreduce[cuda13]' (CUDA 13)"
+
+
+@dataclass(frozen=True)
+class FlatBuffer:
+    """The same tensors on every device of a mesh, end to end in one memory each.
+
+    Attributes:
+        buffers: the flat buffer of each device, in mesh order; gaps are zero.
+        views: ``views[device][tensor]``, the tensors in it. Gradients written there are not
+            packed again by an all-reduce.
+    """
+
+    buffers: tuple[Buffer, ...]
+    views: tuple[tuple[Buffer, ...], ...]
+
+
+class Mesh:
+    """An ordered tuple of logical devices, and what they share.
+
+    A context manager: leaving it closes the mesh, after which its Buffers raise
+    ``BackendUnavailableError``. A part of a mesh (``mesh[0:2]``, ``mesh[[0, 3]]``) has the same
+    devices and is taken wherever a mesh is; closing it closes the whole.
+
+    Attributes:
+        devices: this process's logical devices, in order; as many as a ``PerReplica`` has values.
+        num_replicas: logical devices over all processes; what MEAN divides by.
+        process_index: of this process, from 0.
+        num_processes: that share the work.
+    """
+
+    def __init__(
+        self, devices: Sequence[Device], fabric: Fabric, workers: Workers, collective: Collective
+    ) -> None:
+        self.devices = tuple(devices)
+        self.num_replicas = len(self.devices)
+        self.process_index = 0
+        self.num_processes = 1
+        self.fabric = fabric
+        self.collective = collective
+        self._workers = workers
+
+    @property
+    def backend(self) -> str:
+        """``"sim"`` or ``"cuda"``."""
+        return self.fabric.backend
+
+    @cached_property
+    def by_physical(self) -> dict[int, tuple[int, ...]]:
+        """Physical device -> the places in ``devices`` of its logical ones; first seen first."""
+        places: dict[int, list[int]] = {}
+        for place, device in enumerate(self.devices):
+            places.setdefault(device.physical, []).append(place)
+        return {physical: tuple(found) for physical, found in places.items()}
+
+    def journal(self) -> AbstractContextManager[Journal]:
+        """Records what the devices do while the block runs: launches, copies, bytes, waits."""
+        return self.fabric.recorder.journal()
+
+    def flat_buffer(self, shapes: Sequence[Sequence[int]], dtype: DTypeLike) -> FlatBuffer:
+        """Zeros on every device for tensors of these shapes, laid out as a pack is.
+
+        Args:
+            shapes: of the tensors, in the order in which they will be reduced.
+            dtype: of all of them.
+        """
+        found = as_dtype(dtype)
+        sizes = [math.prod(shape) for shape in shapes]
+        layout = flat_layout(sizes, found.itemsize)
+        buffers = tuple(device.zeros((layout.size,), found) for device in self.devices)
+        views = tuple(
+            tuple(
+                flat.view(offset, tuple(shape))
+                for offset, shape in zip(layout.offsets, shapes, strict=True)
+            )
+            for flat in buffers
+        )
+        return FlatBuffer(buffers, views)
+
+    def synchronize(self) -> None:
+        """The host waits until every queue of every device is empty."""
+        for device in self.devices:
+            device.synchronize()
+
+    def trim(self) -> None:
+        """Gives the free memory of every device's pool back to the system."""
+        for device in self.devices:
+            device.trim()
+
+    def close(self) -> None:
+        """Ends the mesh and all its parts; calling it twice is fine."""
+        self.fabric.close()
+        self._workers.close()
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def __iter__(self) -> Iterator[Device]:
+        return iter(self.devices)
+
+    def __getitem__(self, part: slice | Sequence[int]) -> Mesh:
+        if isinstance(part, slice):
+            chosen = self.devices[part]
+        elif isinstance(part, int):
+            raise TypeError(f"mesh[{part}]: a part is mesh[{part}:{part + 1}], a device is "
+                            f"mesh.devices[{part}]")  # fmt: skip
+        else:
+            chosen = tuple(self.devices[place] for place in part)
+        if not chosen or len(set(chosen)) != len(chosen):
+            raise ValueError(f"mesh[{part}] must name at least one device, and none twice")
+        return Mesh(chosen, self.fabric, self._workers, self.collective)
+
+    def __repr__(self) -> str:
+        placement = [device.physical for device in self.devices]
+        return f"<Mesh {self.backend} {placement}>"
+
+
+def open_mesh(
+    devices: int | Sequence[int] | None = None,
+    *,
+    backend: str | None = None,
+    peer_access: bool = True,
+    kernels: str = "numpy",
+    strict: bool | None = None,
+) -> Mesh:
+    """Opens devices. A backend asked for by name never turns into another one.
+
+    Args:
+        devices: how many logical devices, one on each physical one; or the physical device of
+            each logical one: ``[0, 0, 1, 1]`` are four on two. Default: every visible GPU; in the
+            simulation ``GRADREDUCE_SIM_DEVICES`` (4).
+        backend: ``"sim"`` or ``"cuda"``. Default: ``GRADREDUCE_BACKEND``, else GPUs if CuPy sees
+            any, else the simulation, with one logged warning that says why.
+        peer_access: simulation only: whether a launch may touch another physical device's memory.
+            Without it every byte is copied.
+        kernels: simulation only: which face of a kernel a launch runs. ``"numpy"``, the twin;
+            ``"compiled"``, the shipped ``.cu`` text built by g++; for tests ``"exact"`` and
+            ``"sanitized"``, builds with a GPU's geometry.
+        strict: simulation only: fill fresh memory with NaN (integers: 0xA5 bytes). Default
+            ``GRADREDUCE_SIM_STRICT``, else no.
+
+    Returns:
+        A mesh of new devices; meshes work side by side and share no memory.
+
+    Raises:
+        BackendUnavailableError: the backend asked for cannot run here; the text says what to
+            install.
+        ValueError: a wrong argument or environment variable, named in the text.
+    """
+    if backend is None:
+        backend = _backend_from_environment()
+    if backend not in _BACKENDS:
+        raise ValueError(f"backend={backend!r} is not one of {_BACKENDS}")
+    if kernels not in FACES:
+        raise ValueError(f"kernels={kernels!r} is not one of {tuple(FACES)}")
+    if backend == "cuda":
+        raise BackendUnavailableError(f"backend='cuda' cannot run here: {_why_no_cuda()}")
+    return _open_sim(_placement(devices), peer_access, kernels, strict)
+
+
+def _open_sim(
+    placement: Sequence[int], peer_access: bool, kernels: str, strict: bool | None
+) -> Mesh:
+    if strict is None:
+        strict = _integer("GRADREDUCE_SIM_STRICT", 0, minimum=0) > 0
+    workers = Workers(_integer("GRADREDUCE_SIM_THREADS", _num_cores()))
+    fabric = Fabric("sim", peer_access=peer_access)
+    options = SimOptions(kernels, strict, workers)
+    made = [SimDevice(fabric, index, physical, options) for index, physical in enumerate(placement)]
+    return Mesh(made, fabric, workers, SimCollective())
+
+
+_default: list[Mesh] = []
+_default_lock = threading.Lock()
+
+
+def default_mesh() -> Mesh:
+    """The mesh that ``mesh=None`` means: ``open_mesh()``, made once and shared by all callers.
+
+    A closed one is replaced by a new one at the next call; so is one from before a fork.
+    """
+    with _default_lock:
+        if _default:
+            try:
+                _default[0].fabric.check_open()
+            except BackendUnavailableError:
+                _default.clear()
+        if not _default:
+            _default.append(open_mesh())
+        return _default[0]
+
+
+def _backend_from_environment() -> str:
+    named = os.environ.get("GRADREDUCE_BACKEND", "")
+    if named:
+        if named not in _BACKENDS:
+            raise ValueError(f"GRADREDUCE_BACKEND={named!r} is not one of {_BACKENDS}")
+        return named
+    _warn_once()
+    return "sim"
+
+
+_warned = threading.Event()
+
+
+def _warn_once() -> None:
+    if not _warned.is_set():
+        _warned.set()
+        _log.warning(
+            "gradreduce runs on simulated devices (NumPy): %s. GRADREDUCE_BACKEND=sim silences "
+            "this, GRADREDUCE_BACKEND=cuda makes it an error.",
+            _why_no_cuda(),
+        )
+
+
+def _why_no_cuda() -> str:
+    """Why no GPU is used, and what to install."""
+    if importlib.util.find_spec("cupy") is None:
+        return f"CuPy is not installed; {_INSTALL}"
+    return (
+        "CuPy is installed, but this version of gradreduce has no CUDA backend yet; the one that "
+        f"has will need {_INSTALL}"
+    )
+
+
+def _placement(devices: int | Sequence[int] | None) -> tuple[int, ...]:
+    if devices is None:
+        devices = _integer("GRADREDUCE_SIM_DEVICES", 4)
+    if isinstance(devices, int):
+        devices = range(devices)
+    placement = tuple(devices)
+    if not placement or any(
+        isinstance(physical, bool) or not isinstance(physical, int) or physical < 0
+        for physical in placement
+    ):
+        raise ValueError(f"devices={devices!r} must be a number from 1 up, or a list of physical "
+                         "device numbers from 0 up")  # fmt: skip
+    return placement
+
+
+def _integer(variable: str, default: int, *, minimum: int = 1) -> int:
+    text = os.environ.get(variable, "")
+    if not text:
+        return default
+    if not text.isdigit() or int(text) < minimum:
+        raise ValueError(f"{variable}={text!r} must be a number from {minimum} up")
+    return int(text)
+
+
+def _num_cores() -> int:
+    """Cores this process may use; all of the machine's where the system cannot tell (macOS)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,45 @@
+"""Which errors the library raises that Python does not already have; never decides when."""
+
+from __future__ import annotations
+
+__all__ = [
+    "BackendUnavailableError",
+    "CancelledError",
+    "CollectiveError",
+    "DeadlineExceededError",
+    "DeviceMismatchError",
+    "InvalidArgumentError",
+    "InvalidVariableError",
+]
+
+
+class InvalidArgumentError(ValueError):
+    """An argument has the right type and an impossible value (TensorFlow's class of that name)."""
+
+
+class CancelledError(RuntimeError):
+    """The object was closed while the call waited for it, or before the call was made."""
+
+
+class DeadlineExceededError(TimeoutError):
+    """The ``timeout`` of a blocking call ran out; the text says what was still missing."""
+
+
+class DeviceMismatchError(ValueError):
+    """An array lies on a device that this call cannot reach, or that belongs to another mesh."""
+
+
+class BackendUnavailableError(RuntimeError):
+    """The backend asked for cannot run here; the text says why and what to install."""
+
+
+class CollectiveError(RuntimeError):
+    """A collective across devices failed; the devices of its mesh may be unusable."""
+
+
+class InvalidVariableError(TypeError, ValueError):
+    """A ``var_list`` or loss is not what it must be.
+
+    Both types, because the seed names ``TypeError`` for ``compute_gradients`` and ``ValueError``
+    for ``minimize`` for the same fault.
+    """

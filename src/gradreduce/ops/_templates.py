@@ -1,0 +1,18 @@
+"""Which instantiations of a kernel exist; never launches."""
+
+from __future__ import annotations
+
+from gradreduce.device import Template
+from gradreduce.device.dtypes import ELEMENTS
+
+__all__ = ["FLOATS", "FROM_WIDE", "SAME", "TO_WIDE"]
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+# <T, T>
+SAME: tuple[Template, ...] = tuple((element, element) for element in ELEMENTS)
+# A gradient into a sum of a wider type (or, with cast=True, of another float).
+TO_WIDE: tuple[Template, ...] = tuple(
+    (total, term) for total in ("float32", "float64") for term in FLOATS if term != total
+)
+# A float32 sum into the halves it stands for.
+FROM_WIDE: tuple[Template, ...] = (("float16", "float32"), ("bfloat16", "float32"))

@@ -1,0 +1,74 @@
+"""How more terms go into a sum, in place: ``kernels/accumulate_n.cu`` and its twin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype, element_of
+from gradreduce.device.kernel import Arrays
+
+from ._check import by_dtype, check_row
+from ._templates import SAME, TO_WIDE
+
+__all__ = ["ACCUMULATE_N", "accumulate_n", "prepare_accumulate_n"]
+
+
+def _accumulate_n_twin(table: Sequence[Arrays], num_inputs: int) -> None:
+    """``total = total + in[0] + in[1] + …``, left to right, in the accumulate type of total."""
+    for total, *inputs in table:
+        wide = accumulate_dtype(total.dtype)
+        # From the second addition on, an input that is the total must be what it was.
+        late = any(np.may_share_memory(total, term) for term in inputs[1:])
+        in_place = total.dtype == wide and not late
+        running = total if in_place else total.astype(wide)
+        for term in inputs:
+            # Cast first: float64 terms of a float32 sum are rounded before they are added.
+            np.add(running, term.astype(wide, copy=False), out=running)
+        if running is not total:
+            total[...] = running
+
+
+ACCUMULATE_N = Kernel(
+    name="accumulate_n",
+    source="accumulate_n",
+    twin=_accumulate_n_twin,
+    scalars=(("num_inputs", "int64"),),
+    templates=(*SAME, *TO_WIDE),
+)
+
+
+def accumulate_n(
+    totals: Sequence[Buffer],
+    inputs: Sequence[Sequence[Buffer]],
+    *,
+    device: Device | None = None,
+    queue: Queue = "compute",
+) -> None:
+    """``totals[t] += inputs[t][0] + inputs[t][1] + …`` for every tensor t, left to right.
+
+    One launch for all tensors with the same dtypes and number of inputs.
+
+    Args:
+        totals: one per tensor; overwritten. May be one of its inputs exactly.
+        inputs: for each tensor at least one term of its size; all terms of one dtype, which is
+            the total's or a float that is cast to it.
+        device: whose queue launches; default that of ``totals[0]``. Fences nothing.
+        queue: which of its queues.
+
+    Raises:
+        ValueError: sizes or dtypes do not fit, or a total overlaps an input partly.
+    """
+    rows = []
+    for total, terms in zip(totals, inputs, strict=True):
+        check_row("accumulate_n", [total], terms)
+        rows.append(([total], list(terms)))
+    for (to, of, _, num_inputs), operands in by_dtype(rows).items():
+        device = device or totals[0].device
+        device.launch(ACCUMULATE_N, (to, of), operands, (num_inputs,), queue=queue)
+
+
+def prepare_accumulate_n(device: Device, total: np.dtype, term: np.dtype) -> None:
+    """Compiles what ``accumulate_n`` with these dtypes launches."""
+    device.prepare(ACCUMULATE_N, (element_of(total).name, element_of(term).name))

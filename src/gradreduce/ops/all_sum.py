@@ -1,0 +1,98 @@
+"""How replicas become their sum, everywhere at once: ``kernels/all_sum.cu`` and its twin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype, element_of
+from gradreduce.device.kernel import Arrays
+
+from ._check import by_dtype, check_divisor, check_row
+from ._templates import FROM_WIDE, SAME
+
+__all__ = ["ALL_SUM", "all_sum", "prepare_all_sum"]
+
+
+def _all_sum_twin(
+    table: Sequence[Arrays], num_outs: int, num_inputs: int, split: int, divisor: float
+) -> None:
+    """``(in[0] + … + in[split-1]) + (in[split] + …)``, divided, into every out."""
+    for row in table:
+        outs, inputs = row[:num_outs], row[num_outs:]
+        wide = accumulate_dtype(inputs[0].dtype)
+        total = _left_to_right(inputs[: split or num_inputs], wide)
+        if split:
+            np.add(total, _left_to_right(inputs[split:], wide), out=total)
+        if divisor != 1:
+            np.true_divide(total, wide.type(divisor), out=total)
+        for out in outs:
+            out[...] = total
+
+
+def _left_to_right(terms: Arrays, wide: np.dtype) -> np.ndarray:
+    total = terms[0].astype(wide)
+    for term in terms[1:]:
+        np.add(total, term, out=total, dtype=wide)
+    return total
+
+
+ALL_SUM = Kernel(
+    name="all_sum",
+    source="all_sum",
+    twin=_all_sum_twin,
+    scalars=(
+        ("num_outs", "int64"),
+        ("num_inputs", "int64"),
+        ("split", "int64"),
+        ("divisor", "float64"),
+    ),
+    templates=(*SAME, *FROM_WIDE),
+    writes="num_outs",
+)
+
+
+def all_sum(
+    outs: Sequence[Sequence[Buffer]],
+    inputs: Sequence[Sequence[Buffer]],
+    split: int = 0,
+    *,
+    divisor: float = 1,
+    device: Device | None = None,
+    queue: Queue = "compute",
+) -> None:
+    """Every ``outs[t][j]`` becomes ``(in[0] + … + in[split-1]) + (in[split] + … ) / divisor``.
+
+    (The division is of the whole sum.) Reads each input once and writes each out once: an
+    all-reduce of replicas that one launch can reach. One launch for all tensors with the same
+    dtypes and numbers of outs and inputs.
+
+    Args:
+        outs: for each tensor t at least one; overwritten. Each may be an input exactly.
+        inputs: for each tensor at least one; all of one dtype.
+        split: how many inputs make the first half; 0 adds all left to right.
+        divisor: of the sum, in the accumulate type, before the one rounding; 1 divides nothing.
+        device: whose queue launches; default that of ``outs[0][0]``. Fences nothing.
+        queue: which of its queues.
+
+    Raises:
+        ValueError: sizes or dtypes do not fit, an out overlaps an input partly, ``split`` leaves
+            a half empty, or integers would be divided.
+    """
+    rows = []
+    for targets, terms in zip(outs, inputs, strict=True):
+        check_row("all_sum", targets, terms)
+        check_divisor("all_sum", divisor, terms[0])
+        if split and not 0 < split < len(terms):
+            raise ValueError(f"all_sum: split={split} of {len(terms)} inputs leaves a half empty")
+        rows.append((list(targets), list(terms)))
+    for (to, of, num_outs, num_inputs), operands in by_dtype(rows).items():
+        device = device or outs[0][0].device
+        scalars = (num_outs, num_inputs, split, float(divisor))
+        device.launch(ALL_SUM, (to, of), operands, scalars, queue=queue)
+
+
+def prepare_all_sum(device: Device, out: np.dtype, term: np.dtype) -> None:
+    """Compiles what ``all_sum`` with these dtypes launches."""
+    device.prepare(ALL_SUM, (element_of(out).name, element_of(term).name))
