@@ -26,12 +26,15 @@ template <typename Out, typename In> struct Pack {
             return;
         }
         Lanes<Acc, LANES> values;
-        if (LANES == 1 && i >= in_size) values.lane[0] = (Acc)0;
-        else values = load<Acc, LANES>(in, i);
-        if constexpr (is_float<Acc>::value) {
-            UNROLL
-            for (int l = 0; l < LANES; ++l)
-                if (scale != 1.0) values.lane[l] *= (Acc)scale;
+        if (LANES == 1 && i >= in_size) {
+            values.lane[0] = (Acc)0;  // not scaled: -1 * 0 is -0, infinity * 0 is NaN
+        } else {
+            values = load<Acc, LANES>(in, i);
+            if constexpr (is_float<Acc>::value) {
+                UNROLL
+                for (int l = 0; l < LANES; ++l)
+                    if (scale != 1.0) values.lane[l] *= (Acc)scale;
+            }
         }
         store(out, i, values);
     }

@@ -1,1 +1,80 @@
-"""Adds gradients up: terms on one device, replicas across devices, arrivals over time."""
+"""Adds gradients up: terms on one device, replicas across devices, arrivals over time.
+
+Names and behaviour are those of TensorFlow's AggregationMethod, ConditionalAccumulator,
+AllReduceCrossDeviceOps and AGNOptimizer, eager and outside TensorFlow. ``gr.SyncStep`` is the
+whole flow of one training step.
+"""
+
+from __future__ import annotations
+
+from gradreduce import errors
+from gradreduce.accumulator import (
+    ConditionalAccumulator,
+    ConditionalAccumulatorBase,
+    SparseConditionalAccumulator,
+    apply_grads,
+    take_grads,
+)
+from gradreduce.aggregate import AggregationMethod, accumulate_n, add_n, aggregate
+from gradreduce.cross_device import (
+    AllReduceCrossDeviceOps,
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+    all_reduce,
+)
+from gradreduce.device import Buffer, Device, Mesh, default_mesh, open_mesh
+from gradreduce.optim import (
+    AdamOptimizer,
+    AGNCenter,
+    AGNCustomGetter,
+    AGNOptimizer,
+    GradientDescentOptimizer,
+    MomentumOptimizer,
+    Optimizer,
+)
+from gradreduce.sync_step import SyncStep
+from gradreduce.values import IndexedSlices, Mirrored, PerReplica, ReduceOp, replica
+from gradreduce.variables import Variable, get_variable
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AGNCenter",
+    "AGNCustomGetter",
+    "AGNOptimizer",
+    "AdamOptimizer",
+    "AggregationMethod",
+    "AllReduceCrossDeviceOps",
+    "Buffer",
+    "ConditionalAccumulator",
+    "ConditionalAccumulatorBase",
+    "CrossDeviceOps",
+    "Device",
+    "GradientDescentOptimizer",
+    "HierarchicalCopyAllReduce",
+    "IndexedSlices",
+    "Mesh",
+    "Mirrored",
+    "MomentumOptimizer",
+    "NcclAllReduce",
+    "Optimizer",
+    "PerReplica",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "SparseConditionalAccumulator",
+    "SyncStep",
+    "Variable",
+    "accumulate_n",
+    "add_n",
+    "aggregate",
+    "all_reduce",
+    "apply_grads",
+    "default_mesh",
+    "errors",
+    "get_variable",
+    "open_mesh",
+    "replica",
+    "take_grads",
+]

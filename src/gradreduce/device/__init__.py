@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from .base import Collective, Device
-from .dtypes import accumulate_dtype, as_dtype, element_of
+from .colocated import by_physical, gather, scatter
+from .dtypes import DType, accumulate_dtype, as_dtype, element_of
 from .journal import Journal, Record
 from .kernel import Kernel, Template
-from .memory import ALIGNMENT, Block, Buffer, FlatLayout, Mark, Queue, flat_layout
+from .memory import ALIGNMENT, Block, Buffer, FlatLayout, Mark, Queue, compatible, flat_layout
 from .mesh import FlatBuffer, Mesh, default_mesh, open_mesh
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Block",
     "Buffer",
     "Collective",
+    "DType",
     "Device",
     "FlatBuffer",
     "FlatLayout",
@@ -26,8 +28,12 @@ __all__ = [
     "Template",
     "accumulate_dtype",
     "as_dtype",
+    "by_physical",
+    "compatible",
     "default_mesh",
     "element_of",
     "flat_layout",
+    "gather",
     "open_mesh",
+    "scatter",
 ]

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from .journal import Kind, Record
 from .kernel import Kernel, Template
 from .memory import Block, Buffer, Mark, Queue, Row
 
+if TYPE_CHECKING:
+    from .mesh import Mesh
+
 __all__ = ["Collective", "Device"]
 
 
@@ -31,7 +34,16 @@ class Device(ABC):
     Several logical devices may share a physical one. A backend implements the methods with an
     underscore; the others are the same code everywhere, so that no backend can forget a fence,
     a check or a record.
+
+    Attributes:
+        fabric: what it shares with the other devices of its mesh.
+        index: logical number, the place in the whole mesh.
+        physical: number of the physical device (the GPU ordinal).
+        mesh: the whole mesh that it was opened with.
+        dead: memory of blocks that have died, until ``drain`` takes it back.
     """
+
+    mesh: Mesh
 
     def __init__(self, fabric: Fabric, index: int, physical: int) -> None:
         self.fabric = fabric
@@ -61,7 +73,9 @@ class Device(ABC):
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype | str) -> Buffer:
         """As ``empty``, every element zero; the fill is on the compute queue."""
         buffer = self.empty(shape, dtype)
-        self._fill_zero(buffer)
+        if buffer.size:
+            self._fill_zero(buffer)
+            self._record("fill", nbytes=buffer.nbytes)
         return buffer
 
     @abstractmethod
@@ -88,12 +102,28 @@ class Device(ABC):
     def put(self, array: Any) -> Buffer:
         """``array`` as a Buffer of this device: shared where that is possible, else copied."""
 
-    def upload(self, array: np.ndarray, *, queue: Queue = "compute") -> Buffer:
-        """A Buffer with a copy of a host array; does not wait for the copy."""
-        buffer = self.empty(array.shape, array.dtype)
+    def upload(
+        self, array: np.ndarray, *, out: Buffer | None = None, queue: Queue = "compute"
+    ) -> Buffer:
+        """A Buffer with a copy of a host array; does not wait for the copy.
+
+        Args:
+            array: contiguous or not; may be changed as soon as this returns.
+            out: a Buffer of this device, of the array's shape and dtype, to write into; default a
+                new one.
+            queue: which of the device's queues copies.
+
+        Raises:
+            ValueError: ``out`` has another shape or dtype, or is read-only.
+        """
+        self.fabric.check_open()
+        buffer = self.empty(array.shape, array.dtype) if out is None else out
+        if (buffer.shape, buffer.dtype) != (array.shape, as_dtype(array.dtype)):
+            raise ValueError(f"upload of {array.dtype}{array.shape} into {buffer}")
         if queue != "compute":  # a recycled block belongs to its last owner until then
             self.wait(self.mark("compute"), queue=queue)
             buffer.block.touched.add((self, queue))
+        self._before_write(buffer, queue)
         self._upload(buffer, array, queue)
         self._record("upload", nbytes=buffer.nbytes, queue=queue)
         return buffer

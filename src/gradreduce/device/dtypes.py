@@ -14,8 +14,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
-__all__ = ["BFLOAT16", "ELEMENTS", "Element", "accumulate_dtype", "as_dtype", "element_of"]
+__all__ = ["BFLOAT16", "ELEMENTS", "DType", "Element", "accumulate_dtype", "as_dtype", "element_of"]
 
+DType = np.dtype  # for rooms that name a dtype and import no array library
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 __all__ = ["Journal", "Kind", "Record", "Recorder"]
 
-Kind = Literal["launch", "copy", "collective", "upload", "download", "sync"]
+Kind = Literal["launch", "copy", "collective", "fill", "upload", "download", "sync"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Record:
     """One thing a device was asked to do.
 
     Attributes:
-        kind: ``launch``, ``copy``, ``collective``, ``upload``, ``download`` or ``sync``.
+        kind: ``launch``, ``copy``, ``collective``, ``fill``, ``upload``, ``download`` or ``sync``.
         name: the kernel or collective; empty for the rest.
         device: logical index of the device whose queue did it.
         source: logical index of the device a copy read from; -1 for everything else.

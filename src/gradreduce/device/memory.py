@@ -12,7 +12,17 @@ import numpy as np
 if TYPE_CHECKING:
     from .base import Device
 
-__all__ = ["ALIGNMENT", "Block", "Buffer", "FlatLayout", "Mark", "Queue", "Row", "flat_layout"]
+__all__ = [
+    "ALIGNMENT",
+    "Block",
+    "Buffer",
+    "FlatLayout",
+    "Mark",
+    "Queue",
+    "Row",
+    "compatible",
+    "flat_layout",
+]
 
 Queue = Literal["compute", "transfer"]
 ALIGNMENT = 16  # bytes: one vector access of a kernel, and what NCCL wants of a buffer's start
@@ -147,6 +157,13 @@ class FlatLayout:
     offsets: tuple[int, ...]
     spans: tuple[int, ...]
     size: int
+
+
+def compatible(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
+    """Whether ``shape`` is what ``wanted`` says; a None in it fits any extent."""
+    return len(shape) == len(wanted) and all(
+        known is None or extent == known for extent, known in zip(shape, wanted, strict=True)
+    )
 
 
 def flat_layout(sizes: Sequence[int], itemsize: int) -> FlatLayout:

@@ -26,6 +26,7 @@ from numpy.typing import DTypeLike
 from gradreduce.errors import BackendUnavailableError
 
 from .base import Collective, Device
+from .colocated import by_physical
 from .dtypes import as_dtype
 from .fabric import Fabric
 from .journal import Journal
@@ -86,10 +87,7 @@ class Mesh:
     @cached_property
     def by_physical(self) -> dict[int, tuple[int, ...]]:
         """Physical device -> the places in ``devices`` of its logical ones; first seen first."""
-        places: dict[int, list[int]] = {}
-        for place, device in enumerate(self.devices):
-            places.setdefault(device.physical, []).append(place)
-        return {physical: tuple(found) for physical, found in places.items()}
+        return by_physical(self.devices)
 
     def journal(self) -> AbstractContextManager[Journal]:
         """Records what the devices do while the block runs: launches, copies, bytes, waits."""
@@ -216,7 +214,10 @@ def _open_sim(
     fabric = Fabric("sim", peer_access=peer_access)
     options = SimOptions(kernels, strict, workers)
     made = [SimDevice(fabric, index, physical, options) for index, physical in enumerate(placement)]
-    return Mesh(made, fabric, workers, SimCollective())
+    mesh = Mesh(made, fabric, workers, SimCollective())
+    for device in made:
+        device.mesh = mesh
+    return mesh
 
 
 _default: list[Mesh] = []

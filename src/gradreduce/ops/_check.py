@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradreduce.device import Buffer, element_of
+from gradreduce.device import Buffer, Kernel, element_of
+from gradreduce.device.dtypes import Element
 
-__all__ = ["as_elements", "by_dtype", "check_divisor", "check_row"]
+__all__ = ["as_elements", "by_dtype", "check_apart", "check_divisor", "check_row", "check_writable"]
 
 
 def as_elements(buffers: Sequence[Buffer]) -> list[Buffer]:
@@ -55,27 +56,63 @@ def _overlap(buffer: Buffer, other: Buffer) -> bool:
     )
 
 
-def check_divisor(name: str, divisor: float, buffer: Buffer) -> None:
+def check_apart(name: str, target: Buffer, other: Buffer) -> None:
+    """Raises ``ValueError`` if the two share a byte."""
+    if _overlap(target, other):
+        raise ValueError(f"{name}: {target} overlaps {other}")
+
+
+def check_writable(name: str, written: Sequence[Buffer]) -> None:
+    """A launch would refuse it too, but an earlier launch of the same call may be out by then.
+
+    Raises:
+        ValueError: an operand is read-only.
+    """
+    for target in written:
+        if not target.block.writable:
+            raise ValueError(f"{name}: {target} is read-only")
+
+
+def check_divisor(name: str, divisor: float, terms: Sequence[Buffer]) -> None:
     """Integers are added modulo 2**bits; a quotient of that means nothing.
 
     Raises:
         ValueError: a divisor other than 1 for an integer buffer.
     """
-    if divisor != 1 and buffer.dtype.kind in "iu":
-        raise ValueError(f"{name}: {buffer.dtype} is not divided (divisor={divisor})")
+    for term in terms if divisor != 1 else ():
+        if term.dtype.kind in "iu":
+            raise ValueError(f"{name}: {term.dtype} is not divided (divisor={divisor})")
 
 
 def by_dtype(
-    rows: Sequence[tuple[list[Buffer], list[Buffer]]],
+    kernel: Kernel, rows: Sequence[tuple[list[Buffer], list[Buffer]]]
 ) -> dict[tuple[str, str, int, int], list[list[Buffer]]]:
     """Rows that one launch can serve, together.
 
     Keyed by the element of the written operands, that of the read ones, and how many of each.
+
+    Raises:
+        ValueError: a row without an out or an input, a read-only out, or a cast that the kernel
+            has no template for.
     """
     launches: dict[tuple[str, str, int, int], list[list[Buffer]]] = {}
     for written, read in rows:
-        written_element = element_of(written[0].dtype).name
-        read_element = element_of(read[0].dtype).name
-        key = (written_element, read_element, len(written), len(read))
+        if not written or not read:
+            raise ValueError(f"{kernel.name}: a tensor without an out or without an input")
+        check_writable(kernel.name, written)
+        to, of = element_of(written[0].dtype), element_of(read[0].dtype)
+        if written[0].dtype != read[0].dtype and not _casts(kernel, to, of):
+            raise ValueError(f"{kernel.name}: {read[0]} is not cast to {written[0]}")
+        key = (to.name, of.name, len(written), len(read))
         launches.setdefault(key, []).append(as_elements([*written, *read]))
     return launches
+
+
+def _casts(kernel: Kernel, to: Element, of: Element) -> bool:
+    """Whether two *different* dtypes fit: one element seen as two dtypes is never converted."""
+    pair = (to.name, of.name)
+    return (
+        to.lanes == of.lanes
+        and to.name != of.name
+        and any(template[:2] == pair for template in kernel.templates)
+    )

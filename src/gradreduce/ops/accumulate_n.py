@@ -64,7 +64,7 @@ def accumulate_n(
     for total, terms in zip(totals, inputs, strict=True):
         check_row("accumulate_n", [total], terms)
         rows.append(([total], list(terms)))
-    for (to, of, _, num_inputs), operands in by_dtype(rows).items():
+    for (to, of, _, num_inputs), operands in by_dtype(ACCUMULATE_N, rows).items():
         device = device or totals[0].device
         device.launch(ACCUMULATE_N, (to, of), operands, (num_inputs,), queue=queue)
 

@@ -80,7 +80,7 @@ def add_n(
     for out, terms in zip(outs, inputs, strict=True):
         check_row("add_n", [out], terms)
         rows.append(([out], list(terms)))
-    for (to, of, _, num_inputs), operands in by_dtype(rows).items():
+    for (to, of, _, num_inputs), operands in by_dtype(ADD_N, rows).items():
         device = device or outs[0].device
         device.launch(ADD_N, _template(to, of, num_inputs), operands, (num_inputs,), queue=queue)
 

@@ -83,11 +83,11 @@ def all_sum(
     rows = []
     for targets, terms in zip(outs, inputs, strict=True):
         check_row("all_sum", targets, terms)
-        check_divisor("all_sum", divisor, terms[0])
+        check_divisor("all_sum", divisor, terms)
         if split and not 0 < split < len(terms):
             raise ValueError(f"all_sum: split={split} of {len(terms)} inputs leaves a half empty")
         rows.append((list(targets), list(terms)))
-    for (to, of, num_outs, num_inputs), operands in by_dtype(rows).items():
+    for (to, of, num_outs, num_inputs), operands in by_dtype(ALL_SUM, rows).items():
         device = device or outs[0][0].device
         scalars = (num_outs, num_inputs, split, float(divisor))
         device.launch(ALL_SUM, (to, of), operands, scalars, queue=queue)

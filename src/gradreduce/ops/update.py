@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype, element_of
+from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype
 from gradreduce.device.kernel import Arrays
 
-from ._check import check_row
+from ._check import check_row, check_writable
 from ._templates import FLOATS
 
 __all__ = ["MOMENTUM", "NESTEROV", "SGD", "momentum", "nesterov", "sgd"]
@@ -149,7 +149,10 @@ def _update(
     for operands, grad in zip(written, grads, strict=True):
         row = [*operands, grad]
         check_row(kernel.name, row, [])
-        rows.setdefault(element_of(grad.dtype).name, []).append(row)
+        check_writable(kernel.name, operands)
+        if grad.dtype.name not in FLOATS:
+            raise ValueError(f"{kernel.name}: {grad} is not of a float dtype: {', '.join(FLOATS)}")
+        rows.setdefault(grad.dtype.name, []).append(row)
     for element, launched in rows.items():
         chosen = device or launched[0][0].device
         chosen.launch(kernel, (element,), launched, scalars, queue=queue)

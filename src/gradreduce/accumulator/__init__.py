@@ -1,0 +1,21 @@
+"""How many gradients arrived and how fresh they are: conditional accumulators."""
+
+from __future__ import annotations
+
+from .dense import (
+    ConditionalAccumulator,
+    ConditionalAccumulatorBase,
+    SparseConditionalAccumulator,
+    apply_grads,
+    take_grads,
+    take_now,
+)
+
+__all__ = [
+    "ConditionalAccumulator",
+    "ConditionalAccumulatorBase",
+    "SparseConditionalAccumulator",
+    "apply_grads",
+    "take_grads",
+    "take_now",
+]

@@ -1,0 +1,160 @@
+"""How gradients get into accumulators: one decision, then as few launches as there are GPUs.
+
+The first gradient after a take is a cast copy into new memory, later ones are added in place:
+nothing is zeroed, nothing waits for a device, and a stale gradient launches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradreduce import ops
+from gradreduce.device import (
+    Buffer,
+    Device,
+    DType,
+    accumulate_dtype,
+    by_physical,
+    compatible,
+    flat_layout,
+    gather,
+    scatter,
+)
+from gradreduce.errors import InvalidArgumentError
+from gradreduce.interop import Kind
+
+from .serve import serve_held
+from .state import AccumulatorState, Ticket, locked
+
+__all__ = ["Arrival", "apply_arrivals"]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What one call brings to one accumulator.
+
+    Attributes:
+        state: the accumulator.
+        parts: ``(place in state.devices, gradient)``; each is one gradient of the count.
+        kind: what the caller's arrays are.
+    """
+
+    state: AccumulatorState
+    parts: tuple[tuple[int, Buffer], ...]
+    kind: Kind
+
+
+def apply_arrivals(arrivals: Sequence[Arrival], local_step: int) -> tuple[bool, list[Ticket]]:
+    """Adds all arrivals or, if the step is stale for any of them, drops all.
+
+    Returns:
+        Whether they were kept; and the joint takes that may now be served, which the caller must
+        do after this call, when no lock is held.
+
+    Raises:
+        CancelledError: an accumulator was closed.
+        InvalidArgumentError: the shape differs from what a sum holds. Nothing was added.
+    """
+    states = [arrival.state for arrival in arrivals]
+    with locked(states):
+        for state in states:
+            state.check_open()
+        if any(local_step < state.step for state in states):
+            for arrival in arrivals:
+                arrival.state.num_dropped += len(arrival.parts)
+            return False, []
+        for arrival in arrivals:
+            _check_shape(arrival)
+        _launch(arrivals)
+        for arrival in arrivals:
+            state = arrival.state
+            if state.count == 0:
+                state.kind = arrival.kind
+                state.sum_shape = arrival.parts[0][1].shape
+            state.count += len(arrival.parts)
+        return True, serve_held(states)
+
+
+def _check_shape(arrival: Arrival) -> None:
+    """The sum's shape, exactly; the constructor's was checked at the door."""
+    state = arrival.state
+    shape = arrival.parts[0][1].shape
+    expected = state.sum_shape if state.count else state.shape
+    if expected is not None and not compatible(shape, expected):
+        raise InvalidArgumentError(f"Shape mismatch: expected {list(expected)}, got {list(shape)}")
+
+
+@dataclass
+class _Addition:
+    """One gradient on its way into one partial sum.
+
+    Attributes:
+        state: the accumulator.
+        place: of the device in ``state.devices``.
+        device: that device.
+        gradient: within its reach.
+        total: the partial sum; None until there is one.
+    """
+
+    state: AccumulatorState
+    place: int
+    device: Device
+    gradient: Buffer
+    total: Buffer | None
+
+
+def _launch(arrivals: Sequence[Arrival]) -> None:
+    """First arrivals are copied, later ones added; co-located devices share launches."""
+    additions = []
+    for arrival in arrivals:
+        state = arrival.state
+        for place, gradient in arrival.parts:
+            device = state.devices[place]
+            near = _bring(device, gradient)
+            additions.append(_Addition(state, place, device, near, state.totals[place]))
+    fresh = [addition for addition in additions if addition.total is None]
+    later = [addition for addition in additions if addition.total is not None]
+    _make_room(fresh)
+    for places in by_physical([addition.device for addition in additions]).values():
+        sharing = [additions[place] for place in places]
+        leader = sharing[0].device
+        involved = [addition.device for addition in sharing]
+        involved += [addition.gradient.device for addition in sharing]
+        gather(leader, involved)
+        ops.add_n(*_operands(fresh, sharing), device=leader)
+        ops.accumulate_n(*_operands(later, sharing), device=leader)
+        scatter(leader, involved)
+    for addition in fresh:
+        addition.state.totals[addition.place] = addition.total
+
+
+def _operands(
+    kind: list[_Addition], sharing: list[_Addition]
+) -> tuple[list[Buffer], list[list[Buffer]]]:
+    """Totals and gradients of those additions of a kind that share a physical device."""
+    physical = sharing[0].device.physical
+    chosen = [addition for addition in kind if addition.device.physical == physical]
+    totals = [addition.total for addition in chosen if addition.total is not None]
+    return totals, [[addition.gradient] for addition in chosen]
+
+
+def _make_room(fresh: Sequence[_Addition]) -> None:
+    """New sums, end to end in flat buffers: at a joint take they need not be packed again."""
+    together: dict[tuple[Device, DType], list[_Addition]] = {}
+    for addition in fresh:
+        together.setdefault((addition.device, addition.state.dtype), []).append(addition)
+    for (device, dtype), additions in together.items():
+        layout = flat_layout([each.gradient.size for each in additions], dtype.itemsize)
+        flat = device.empty((layout.size,), accumulate_dtype(dtype))
+        for offset, addition in zip(layout.offsets, additions, strict=True):
+            addition.total = flat.view(offset, addition.gradient.shape)
+
+
+def _bring(device: Device, gradient: Buffer) -> Buffer:
+    """The gradient, or a copy of it where the device cannot read it."""
+    if gradient.device.physical == device.physical:
+        return gradient
+    copied = device.empty(gradient.shape, gradient.dtype)
+    device.copy(copied, gradient)
+    return copied

@@ -1,0 +1,31 @@
+"""Which accumulators of the process are one: those of the same ``shared_name``."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+from .state import AccumulatorState
+
+__all__ = ["shared_state"]
+
+# Weak: dropping the last handle frees the device memory.
+_shared: weakref.WeakValueDictionary[str, AccumulatorState] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def shared_state(shared_name: str | None, state: AccumulatorState) -> AccumulatorState:
+    """The state that ``shared_name`` stands for: ``state``, if it is the first of that name.
+
+    Raises:
+        ValueError: the name stands for an accumulator of another definition.
+    """
+    if not shared_name:
+        return state
+    with _lock:
+        found = _shared.setdefault(shared_name, state)
+    for field in ("dtype", "shape", "reduction_type", "devices", "over_mesh"):
+        had, wanted = getattr(found, field), getattr(state, field)
+        if had != wanted:
+            raise ValueError(f"shared_name={shared_name!r} has {field} {had}, not {wanted}")
+    return found

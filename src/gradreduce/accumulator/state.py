@@ -1,0 +1,154 @@
+"""What an accumulator holds, and who waits for it: host integers and Buffers under one lock.
+
+Never converts an array and never reads one; the GPU is ordered by marks alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+from gradreduce.cross_device import AllReduceCrossDeviceOps
+from gradreduce.device import Buffer, Device, DType
+from gradreduce.errors import CancelledError
+from gradreduce.interop import Kind
+
+__all__ = ["AccumulatorState", "Ticket", "locked"]
+
+_log = logging.getLogger(__name__)
+_numbers = itertools.count()
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A place in the queue of every accumulator of one take.
+
+    Attributes:
+        states: whose gradients it takes together.
+        num_required: how many each must hold.
+        done: set when it has left all queues, with a result or an error.
+        taken: for each state, its gradient on each of its devices.
+        kinds: for each state, the kind of array to hand out.
+        error: what serving it raised.
+    """
+
+    states: tuple[AccumulatorState, ...]
+    num_required: int
+    done: threading.Event = field(default_factory=threading.Event)
+    taken: list[tuple[Buffer, ...]] = field(default_factory=list)
+    kinds: list[Kind] = field(default_factory=list)
+    error: BaseException | None = None
+
+    def is_ready(self) -> bool:
+        """Whether it is head of every queue and all hold enough; all locks must be held."""
+        return all(
+            state.queue and state.queue[0] is self and state.count >= self.num_required
+            for state in self.states
+        )
+
+    def leave(self) -> None:
+        """Takes it out of every queue; all locks must be held."""
+        for state in self.states:
+            if self in state.queue:
+                state.queue.remove(self)
+        self.done.set()
+
+
+class AccumulatorState:
+    """One accumulator; handles with the same ``shared_name`` share it.
+
+    Attributes:
+        number: order of creation, in which locks are taken.
+        dtype: of gradients and results.
+        shape: what gradients must fit; None for anything, None entries for any extent.
+        reduction_type: ``"MEAN"`` or ``"SUM"``.
+        devices: one partial sum is kept on each.
+        over_mesh: whether results are mirrored on all devices.
+        ops: reduces the partial sums at a take.
+        lock: guards everything below.
+        count: gradients in the sum.
+        step: gradients of an earlier one are stale.
+        num_dropped: stale ones so far.
+        sum_shape: of the gradients in the sum; None without any.
+        totals: the partial sum of each device, in the accumulate type; None where nothing came.
+        kind: of the first gradient kept since the last take.
+        queue: takes that wait, first come, first served.
+        closed: whether every further call is an error.
+    """
+
+    def __init__(
+        self,
+        dtype: DType,
+        shape: tuple[int | None, ...] | None,
+        reduction_type: str,
+        devices: tuple[Device, ...],
+        over_mesh: bool,
+        ops: AllReduceCrossDeviceOps,
+    ) -> None:
+        self.number = next(_numbers)
+        self.dtype = dtype
+        self.shape = shape
+        self.reduction_type = reduction_type
+        self.devices = devices
+        self.over_mesh = over_mesh
+        self.ops = ops
+        self.lock = threading.RLock()
+        self.count = 0
+        self.step = 0
+        self.num_dropped = 0
+        self.sum_shape: tuple[int, ...] | None = None
+        self.totals: list[Buffer | None] = [None] * len(devices)
+        self.kind: Kind = "numpy"
+        self.queue: deque[Ticket] = deque()
+        self.closed = False
+
+    def check_open(self) -> None:
+        """Raises ``CancelledError`` if the accumulator was closed; the lock must be held."""
+        if self.closed:
+            raise CancelledError("the accumulator was closed")
+
+    def set_step(self, step: int) -> None:
+        """Sets the step, with a warning if it goes back; waiting takes are not looked at."""
+        with self.lock:
+            self.check_open()
+            if step < self.step:
+                _log.warning(
+                    "Attempt to set current_global_step_ to smaller value: current %d >= new %d",
+                    self.step,
+                    step,
+                )
+            self.step = step
+
+    def emptied(self) -> None:
+        """After a take: nothing accumulated, one step on; the lock must be held."""
+        self.count = 0
+        self.step += 1
+        self.sum_shape = None
+        self.totals = [None] * len(self.devices)
+
+    def close(self) -> None:
+        """Cancels every waiting take, joint ones in all their queues."""
+        with self.lock:
+            self.closed = True
+            waiting = list(self.queue)
+        for ticket in waiting:
+            with locked(ticket.states):
+                if not ticket.done.is_set():
+                    ticket.error = CancelledError("TakeGrad operation was cancelled")
+                    ticket.leave()
+        with self.lock:
+            self.totals = [None] * len(self.devices)
+
+
+@contextmanager
+def locked(states: Sequence[AccumulatorState]) -> Iterator[None]:
+    """Holds the locks of all states, taken in the order of creation: no two callers deadlock."""
+    with ExitStack() as stack:
+        for state in sorted(set(states), key=lambda state: state.number):
+            stack.enter_context(state.lock)
+        yield

@@ -1,0 +1,37 @@
+"""Logical devices that share a physical one, and how one of them works for several.
+
+Co-located devices share launches: one of them, the leader, launches for all. It says ``gather``
+before, so that its queue comes behind theirs, and ``scatter`` after, so that theirs come behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .base import Device
+
+__all__ = ["by_physical", "gather", "scatter"]
+
+
+def by_physical(devices: Sequence[Device]) -> dict[int, tuple[int, ...]]:
+    """Physical device -> the places in ``devices`` of its logical ones; first seen first."""
+    places: dict[int, list[int]] = {}
+    for place, device in enumerate(devices):
+        places.setdefault(device.physical, []).append(place)
+    return {physical: tuple(found) for physical, found in places.items()}
+
+
+def gather(leader: Device, others: Iterable[Device]) -> None:
+    """What the leader launches from now on comes behind what the others hold so far."""
+    for other in dict.fromkeys(others):
+        if other is not leader:
+            leader.wait(other.mark())
+
+
+def scatter(leader: Device, others: Iterable[Device]) -> None:
+    """What the others launch from now on comes behind what the leader holds so far."""
+    waiting = [other for other in dict.fromkeys(others) if other is not leader]
+    if waiting:
+        mark = leader.mark()
+        for other in waiting:
+            other.wait(mark)

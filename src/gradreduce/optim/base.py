@@ -1,0 +1,265 @@
+"""How gradients reach variables: checks, slots and the launch; never differentiates.
+
+Source: tf.train.Optimizer, as agn_optimizer.md lists its members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from gradreduce.aggregate import AggregationMethod
+from gradreduce.cross_device import AllReduceCrossDeviceOps, CrossDeviceOps
+from gradreduce.device import Buffer, Device, by_physical, gather, scatter
+from gradreduce.errors import InvalidVariableError
+from gradreduce.interop import kind_of, to_buffer
+from gradreduce.values import IndexedSlices, Mirrored, PerReplica, ReduceOp
+from gradreduce.variables import Variable
+
+__all__ = ["Optimizer"]
+
+
+class Optimizer:
+    """Base class of the update rules; a subclass implements ``_update``.
+
+    Attributes:
+        GATE_NONE: gradients may be used as they come.
+        GATE_OP: all gradients of an operation before any of them is used.
+        GATE_GRAPH: all gradients before any is used. As in eager TensorFlow the three make no
+            difference: an update is one launch over all variables.
+    """
+
+    GATE_NONE = 0
+    GATE_OP = 1
+    GATE_GRAPH = 2
+
+    #: names of the slots that the rule keeps for each variable
+    _slot_names: tuple[str, ...] = ()
+
+    def __init__(self, name: str) -> None:
+        if not name:
+            raise ValueError("Must specify the optimizer name")
+        self._name = name
+        self._slots: dict[str, dict[Variable, Variable]] = {each: {} for each in self._slot_names}
+        self._cross_device_ops: CrossDeviceOps | None = None
+
+    @property
+    def cross_device_ops(self) -> CrossDeviceOps:
+        """Reduces ``PerReplica`` gradients, by MEAN; settable.
+
+        Default: ``AllReduceCrossDeviceOps()``.
+        """
+        if self._cross_device_ops is None:
+            self._cross_device_ops = AllReduceCrossDeviceOps()
+        return self._cross_device_ops
+
+    @cross_device_ops.setter
+    def cross_device_ops(self, ops: CrossDeviceOps) -> None:
+        self._cross_device_ops = ops
+
+    def get_name(self) -> str:
+        """The name given to the constructor."""
+        return self._name
+
+    def get_slot(self, var: Variable, name: str) -> Variable | None:
+        """The slot ``name`` of ``var``; None if it was not created."""
+        return self._slots.get(name, {}).get(var)
+
+    def get_slot_names(self) -> list[str]:
+        """Names of the slots that exist, sorted."""
+        return sorted(name for name, slots in self._slots.items() if slots)
+
+    def variables(self) -> list[Variable]:
+        """Every slot, sorted by name."""
+        slots = [slot for by_variable in self._slots.values() for slot in by_variable.values()]
+        return sorted(slots, key=lambda slot: slot.name)
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Variable]],
+        global_step: Variable | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Changes every variable by its gradient; one launch on each GPU serves all of them.
+
+        Args:
+            grads_and_vars: pairs. A gradient is None (the variable stays as it is), an array of
+                the variable's shape and dtype, a ``Mirrored`` on its devices, or a
+                ``PerReplica`` on them, which is reduced by MEAN first. Gradients are not written.
+            global_step: a Variable that goes up by one afterwards.
+            name: ignored; TensorFlow's name of the operation.
+
+        Raises:
+            ValueError: no pair, None for every gradient, a variable twice, or a gradient of
+                another shape, dtype or device than its variable. Nothing was changed.
+            TypeError: a gradient that is no array, or something else than a Variable.
+            NotImplementedError: IndexedSlices.
+        """
+        present = _checked_pairs(grads_and_vars)
+        if global_step is not None and not isinstance(global_step, Variable):
+            raise TypeError(f"global_step={global_step!r} is not a Variable")
+        gradients = self._near_gradients(present)
+        variables = [var for _, var in present]
+        for slot_name in self._slot_names:
+            slots = self._slots[slot_name]
+            for var in variables:
+                if var not in slots:
+                    slots[var] = Variable.zeros_like(var, f"{var.name}/{self._name}")
+        self._launch(variables, gradients)
+        if global_step is not None:
+            global_step.assign_add(1)
+
+    def compute_gradients(
+        self,
+        loss: Callable[[], Any],
+        var_list: Sequence[Variable] | None = None,
+        gate_gradients: int = GATE_OP,
+        aggregation_method: AggregationMethod | int | None = None,
+        colocate_gradients_with_ops: bool = False,
+        grad_loss: Any = None,
+    ) -> list[tuple[Any, Variable]]:
+        """Gradients of ``loss`` with respect to variables; the first half of ``minimize``.
+
+        Args:
+            loss: takes no argument, returns the value to minimize.
+            var_list: default the trainable variables that ``loss`` reads.
+            gate_gradients: ``GATE_NONE``, ``GATE_OP`` or ``GATE_GRAPH``; no effect.
+            aggregation_method: how the terms of a gradient are combined.
+            colocate_gradients_with_ops: no effect.
+            grad_loss: the gradient of ``loss`` itself.
+
+        Raises:
+            NotImplementedError: always, in this version: the tape is missing. Pass gradients of
+                your own to ``apply_gradients``.
+        """
+        raise NotImplementedError("compute_gradients needs a tape, which is not implemented yet")
+
+    def minimize(  # noqa: PLR0913  # the signature of the seed
+        self,
+        loss: Callable[[], Any],
+        global_step: Variable | None = None,
+        var_list: Sequence[Variable] | None = None,
+        gate_gradients: int = GATE_OP,
+        aggregation_method: AggregationMethod | int | None = None,
+        colocate_gradients_with_ops: bool = False,
+        name: str | None = None,
+        grad_loss: Any = None,
+    ) -> None:
+        """``compute_gradients`` and ``apply_gradients`` in one call.
+
+        Args:
+            loss: takes no argument, returns the value to minimize.
+            global_step: a Variable that goes up by one afterwards.
+            var_list: default the trainable variables that ``loss`` reads.
+            gate_gradients: no effect.
+            aggregation_method: how the terms of a gradient are combined.
+            colocate_gradients_with_ops: no effect.
+            name: ignored.
+            grad_loss: the gradient of ``loss`` itself.
+
+        Raises:
+            NotImplementedError: always, in this version: the tape is missing.
+        """
+        raise NotImplementedError("minimize needs a tape, which is not implemented yet")
+
+    def _update(
+        self,
+        variables: Sequence[Buffer],
+        slots: Sequence[Sequence[Buffer]],
+        gradients: Sequence[Buffer],
+        device: Device,
+    ) -> None:
+        """Launches the rule: ``slots[name][tensor]`` in the order of ``_slot_names``."""
+        raise NotImplementedError(f"{type(self).__name__} has no update rule")
+
+    def _near_gradients(self, present: Sequence[tuple[Any, Variable]]) -> list[tuple[Buffer, ...]]:
+        """For each variable its gradient on each of its devices; PerReplica ones reduced."""
+        for grad, var in present:
+            _check_gradient(grad, var)
+        spread = [(grad, grad) for grad, _ in present if isinstance(grad, PerReplica)]
+        reduced = iter(self.cross_device_ops.batch_reduce(ReduceOp.MEAN, spread) if spread else [])
+        found = []
+        for grad, var in present:
+            if isinstance(grad, PerReplica):
+                found.append(_in_order(next(reduced), var))
+            elif isinstance(grad, Mirrored):
+                found.append(_in_order(grad, var))
+            else:
+                found.append(_everywhere(grad, var))
+        return found
+
+    def _launch(
+        self, variables: Sequence[Variable], gradients: Sequence[tuple[Buffer, ...]]
+    ) -> None:
+        """The rule over all copies of all variables: one call for each physical device."""
+        copies = [buffer for var in variables for buffer in var.buffers]
+        near = [buffer for grads in gradients for buffer in grads]
+        slots = [
+            [buffer for var in variables for buffer in self._slots[name][var].buffers]
+            for name in self._slot_names
+        ]
+        for places in by_physical([buffer.device for buffer in copies]).values():
+            chosen = [copies[place] for place in places]
+            devices = [buffer.device for buffer in chosen]
+            devices += [near[place].device for place in places]
+            gather(devices[0], devices)
+            self._update(
+                chosen,
+                [[by_name[place] for place in places] for by_name in slots],
+                [near[place] for place in places],
+                devices[0],
+            )
+            scatter(devices[0], devices)
+
+
+def _checked_pairs(grads_and_vars: Iterable[tuple[Any, Variable]]) -> list[tuple[Any, Variable]]:
+    """The pairs that have a gradient."""
+    pairs = [_checked_pair(pair) for pair in grads_and_vars]
+    if not pairs:
+        raise ValueError("No variables provided.")
+    if len({var for _, var in pairs}) != len(pairs):
+        raise ValueError("a variable is named twice")
+    present = [(grad, var) for grad, var in pairs if grad is not None]
+    if not present:
+        raise ValueError("No gradients provided for any variable")
+    return present
+
+
+def _checked_pair(pair: Any) -> tuple[Any, Variable]:
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise TypeError(f"grads_and_vars holds {pair!r}, which is no (gradient, variable) pair")
+    if not isinstance(pair[1], Variable):
+        raise InvalidVariableError(f"{pair[1]!r} is not a Variable")
+    return pair
+
+
+def _check_gradient(grad: Any, var: Variable) -> None:
+    if isinstance(grad, IndexedSlices):
+        raise NotImplementedError("IndexedSlices (sparse gradients) are not implemented yet")
+    if isinstance(grad, PerReplica | Mirrored):
+        if set(grad.devices) != set(var.devices):
+            raise ValueError(f"the gradient of {var!r} lies on {grad.devices}")
+        buffers: Sequence[Buffer] = grad.buffers
+    else:
+        kind_of(grad)
+        buffers = [to_buffer(grad, var.devices[0], dtype=var.dtype)]
+    for buffer in buffers:
+        if (buffer.shape, buffer.dtype) != (var.shape, var.dtype):
+            raise ValueError(f"the gradient of {var!r} is {buffer.dtype}{list(buffer.shape)}")
+
+
+def _in_order(grad: Mirrored, var: Variable) -> tuple[Buffer, ...]:
+    """The gradient's copies in the order of the variable's devices."""
+    by_device = dict(zip(grad.devices, grad.buffers, strict=True))
+    return tuple(by_device[device] for device in var.devices)
+
+
+def _everywhere(grad: Any, var: Variable) -> tuple[Buffer, ...]:
+    """A plain gradient within reach of each of the variable's devices, copied where it must be."""
+    given = to_buffer(grad, var.devices[0], dtype=var.dtype)
+    near: dict[int, Buffer] = {given.device.physical: given}
+    for device in var.devices:
+        if device.physical not in near:
+            near[device.physical] = device.empty(given.shape, given.dtype)
+            device.copy(near[device.physical], given)
+    return tuple(near[device.physical] for device in var.devices)

@@ -1,0 +1,196 @@
+"""One training step, the whole flow in order; read this first.
+
+on each device                                      across devices             on each device
+terms ──aggregate──► gradient ──accumulate──► sum ──pack─► all-reduce ─►unpack─► mean ──optimize──► variable
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gradreduce.accumulator import ConditionalAccumulator, apply_grads, take_now
+from gradreduce.aggregate import AggregationMethod, aggregate_buffers, as_aggregation_method
+from gradreduce.cross_device import AllReduceCrossDeviceOps
+from gradreduce.device import Buffer, Device, by_physical, gather, scatter
+from gradreduce.interop import to_buffer
+from gradreduce.optim import Optimizer
+from gradreduce.values import PerReplica
+from gradreduce.variables import Variable
+
+__all__ = ["SyncStep"]
+
+
+class SyncStep:
+    """Synchronous data-parallel training of mirrored variables; never blocks the host.
+
+    Keeps one ``ConditionalAccumulator`` over the mesh for each variable, reduction MEAN.
+
+    Args:
+        variables: trainable, each with a copy on every device of one mesh.
+        optimizer: applies the mean gradients.
+        ops: reduces the sums across devices.
+        aggregation_method: how a replica's micro-batch gradients become its gradient.
+        num_required: arrivals before an update; one call brings one from each replica. Default:
+            the number of replicas.
+
+    Raises:
+        ValueError: no variable, one twice, one that is not trainable, variables on different
+            devices, an invalid method, or ``num_required`` less than 1.
+        TypeError: an argument of another type.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[Variable],
+        optimizer: Optimizer,
+        ops: AllReduceCrossDeviceOps,
+        *,
+        aggregation_method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
+        num_required: int | None = None,
+    ) -> None:
+        self.variables = _checked_variables(variables)
+        self.devices: tuple[Device, ...] = self.variables[0].devices
+        if not isinstance(optimizer, Optimizer) or not isinstance(ops, AllReduceCrossDeviceOps):
+            raise TypeError(
+                f"not an Optimizer and an AllReduceCrossDeviceOps: {optimizer!r}, {ops!r}"
+            )
+        self.optimizer = optimizer
+        self.ops = ops
+        self.aggregation_method = as_aggregation_method(aggregation_method)
+        self.num_required = len(self.devices) if num_required is None else num_required
+        if self.num_required < 1:
+            raise ValueError(f"num_required={num_required} must be at least 1")
+        mesh = self.devices[0].mesh
+        places = [mesh.devices.index(device) for device in self.devices]
+        self.accumulators = [
+            ConditionalAccumulator(
+                variable.dtype,
+                variable.shape,
+                name=f"{variable.name}/grad_accum",
+                device=mesh[places],
+                cross_device_ops=ops,
+            )
+            for variable in self.variables
+        ]
+
+    @property
+    def global_step(self) -> int:
+        """How many updates were made; gradients of an earlier step are stale."""
+        return self.accumulators[0].global_step
+
+    def __call__(
+        self, terms: Sequence[Sequence[Sequence[Any] | None]], local_step: int | None = None
+    ) -> bool:
+        """Brings one arrival from each replica and, if enough came, makes an update.
+
+        Args:
+            terms: ``terms[replica][variable]`` is the list of that replica's micro-batch
+                gradients for that variable, of its shape and dtype; their *sum* is one arrival.
+                None, on every replica, for a variable without a gradient. Not written.
+            local_step: the step at which they were computed. Default: ``global_step``.
+
+        Returns:
+            True if the variables were updated. False if the gradients were dropped as stale, or
+            kept while more are needed. After an update every accumulator is one step on, also
+            those of variables without a gradient.
+
+        Raises:
+            ValueError: wrong numbers of replicas or variables, a gradient of another shape or
+                dtype than its variable, None on some replicas only. Nothing was changed.
+        """
+        step = self.global_step if local_step is None else local_step
+        present, placed = self._placed(terms)
+        gradients = self._aggregate(placed)
+        accumulators = [self.accumulators[place] for place in present]
+        if not apply_grads(accumulators, gradients, step):
+            return False
+        means = take_now(self.accumulators, self.num_required)  # pack, all-reduce, unpack, divide
+        if means is None:
+            return False
+        self.optimizer.apply_gradients(list(zip(means, self.variables, strict=True)))
+        return True
+
+    def _placed(
+        self, terms: Sequence[Sequence[Sequence[Any] | None]]
+    ) -> tuple[list[int], list[list[list[Buffer]]]]:
+        """Checks everything; the variables with gradients, and ``[variable][replica]`` Buffers."""
+        if len(terms) != len(self.devices):
+            raise ValueError(f"terms of {len(terms)} replicas for {len(self.devices)} devices")
+        for replica, of_replica in enumerate(terms):
+            if len(of_replica) != len(self.variables):
+                raise ValueError(
+                    f"terms[{replica}] has {len(of_replica)} entries for {len(self.variables)} "
+                    "variables"
+                )
+        present, placed = [], []
+        for place, variable in enumerate(self.variables):
+            lists = [of_replica[place] for of_replica in terms]
+            if all(each is None for each in lists):
+                continue
+            present.append(place)
+            placed.append(
+                [
+                    _checked_terms(each, variable, replica, device)
+                    for replica, (each, device) in enumerate(zip(lists, self.devices, strict=True))
+                ]
+            )
+        if not present:
+            raise ValueError("No gradients provided for any variable")
+        return present, placed
+
+    def _aggregate(self, placed: list[list[list[Buffer]]]) -> list[PerReplica]:
+        """Each list of terms becomes a gradient; co-located replicas share the launches."""
+        made: list[list[Buffer]] = [[lists[0] for lists in of_one] for of_one in placed]
+        for replicas in by_physical(self.devices).values():
+            sharing = [self.devices[replica] for replica in replicas]
+            wanted = [(place, replica) for place in range(len(placed)) for replica in replicas]
+            leader = sharing[0]
+            gather(leader, sharing)
+            sums = aggregate_buffers(
+                [placed[place][replica] for place, replica in wanted],
+                self.aggregation_method,
+                leader,
+            )
+            scatter(leader, sharing)
+            for (place, replica), total in zip(wanted, sums, strict=True):
+                made[place][replica] = total
+        return [PerReplica.of(buffers) for buffers in made]
+
+
+def _checked_variables(variables: Sequence[Variable]) -> tuple[Variable, ...]:
+    found = tuple(variables)
+    if not found:
+        raise ValueError("No variables provided.")
+    for variable in found:
+        if not isinstance(variable, Variable):
+            raise TypeError(f"{variable!r} is not a Variable")
+        if not variable.trainable:
+            raise ValueError(f"{variable!r} is not trainable")
+        if variable.devices != found[0].devices:
+            raise ValueError(f"{variable!r} and {found[0]!r} lie on different devices")
+    if len(set(found)) != len(found):
+        raise ValueError("a variable is named twice")
+    return found
+
+
+def _checked_terms(
+    terms: Sequence[Any] | None, variable: Variable, replica: int, device: Device
+) -> list[Buffer]:
+    """The terms of one replica for one variable, as Buffers on its device."""
+    where = f"terms of replica {replica} for {variable.name!r}"
+    if not isinstance(terms, list | tuple) or not terms:
+        raise ValueError(
+            f"{where}: a list of at least one gradient is needed (or None on every replica), got "
+            f"{terms!r}"
+        )
+    placed = [to_buffer(term, device, dtype=variable.dtype) for term in terms]
+    for buffer in placed:
+        if (buffer.shape, buffer.dtype) != (variable.shape, variable.dtype):
+            raise ValueError(
+                f"{where}: {buffer.dtype}{list(buffer.shape)} instead of "
+                f"{variable.dtype}{list(variable.shape)}"
+            )
+        if buffer.device is not device:
+            raise ValueError(f"{where}: {buffer} does not lie on {device.name}")
+    return placed

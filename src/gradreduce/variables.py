@@ -1,0 +1,203 @@
+"""What is trained: named arrays that live on one device or mirrored on several; never computes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gradreduce import ops
+from gradreduce.device import Buffer, Device, DType, Mesh, as_dtype, default_mesh
+from gradreduce.interop import is_array, to_buffer
+from gradreduce.values import current_replica
+
+__all__ = ["Variable", "get_variable"]
+
+_numbers = itertools.count()
+
+
+class Variable:
+    """A named array that is changed in place, with one equal copy on each of its devices.
+
+    Args:
+        initial_value: an array, number or nested list; copied.
+        name: default ``"Variable"``, or ``"Variable_1"`` and so on.
+        trainable: whether optimizers change it; if so it must be float16, bfloat16, float32 or
+            float64. A counter such as a global step is not.
+        dtype: default that of an array; float32 for numbers with a point, int64 for integers.
+        device: a device or a whole mesh (one copy on each of its devices). Default: the device
+            of an ``initial_value`` that is a Buffer, else device 0 of ``gr.default_mesh()``.
+
+    Raises:
+        TypeError: a dtype that cannot be added, or no array.
+        ValueError: ``trainable`` with a dtype that is no float.
+    """
+
+    def __init__(
+        self,
+        initial_value: Any,
+        name: str | None = None,
+        *,
+        trainable: bool = True,
+        dtype: Any = None,
+        device: Device | Mesh | None = None,
+    ) -> None:
+        devices = _devices(device, initial_value)
+        wanted = _wanted_dtype(initial_value, dtype)
+        if trainable and wanted.kind not in "fV":  # bfloat16 is of kind V in ml_dtypes
+            raise ValueError(
+                f"Invalid type {wanted} of a trainable variable: allowed are float16, bfloat16, "
+                "float32 and float64; trainable=False takes any"
+            )
+        number = next(_numbers)
+        self.name = name or ("Variable" if number == 0 else f"Variable_{number}")
+        self.trainable = trainable
+        self._buffers = tuple(_copied(initial_value, device, wanted) for device in devices)
+
+    @classmethod
+    def zeros_like(cls, variable: Variable, name: str) -> Variable:
+        """Zeros of a variable's shape and dtype on its devices, not trainable; a slot."""
+        made = cls.__new__(cls)
+        made.name = name
+        made.trainable = False
+        made._buffers = tuple(
+            buffer.device.zeros(buffer.shape, buffer.dtype) for buffer in variable.buffers
+        )
+        return made
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """The copy on each device; what optimizers write. Not to be kept across an update."""
+        return self._buffers
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The logical devices that hold a copy."""
+        return tuple(buffer.device for buffer in self._buffers)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of each copy."""
+        return self._buffers[0].shape
+
+    @property
+    def dtype(self) -> DType:
+        """Of each copy."""
+        return self._buffers[0].dtype
+
+    def numpy(self) -> Any:
+        """A host copy, of the replica that the enclosing ``gr.replica`` names, else the first.
+
+        Waits for the device. Later updates do not change it.
+        """
+        return self._current().numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def __int__(self) -> int:
+        return int(self.numpy())
+
+    def __float__(self) -> float:
+        return float(self.numpy())
+
+    def assign(self, value: Any) -> Variable:
+        """Overwrites every copy.
+
+        Args:
+            value: of the variable's shape; a number, a list, or an array of its dtype.
+
+        Raises:
+            ValueError: another shape or dtype; nothing is changed.
+        """
+        given = [self._checked(value, buffer) for buffer in self._buffers]
+        for buffer, source in zip(self._buffers, given, strict=True):
+            buffer.device.copy(buffer, source)
+        return self
+
+    def assign_add(self, delta: Any) -> Variable:
+        """Adds ``delta`` to every copy; otherwise as ``assign``."""
+        given = [self._checked(delta, buffer) for buffer in self._buffers]
+        for buffer, source in zip(self._buffers, given, strict=True):
+            if source.device is not buffer.device:
+                near = buffer.device.empty(source.shape, source.dtype)
+                buffer.device.copy(near, source)
+                source = near
+            ops.accumulate_n([buffer], [[source]])
+        return self
+
+    def __repr__(self) -> str:
+        names = ", ".join(device.name for device in self.devices)
+        return f"<Variable {self.name!r} {self.dtype}{list(self.shape)} on {names}>"
+
+    def _current(self) -> Buffer:
+        index = current_replica()
+        if index is None or len(self._buffers) == 1:
+            return self._buffers[0]
+        if index >= len(self._buffers):
+            raise ValueError(f"replica {index} of {self!r}, which has {len(self._buffers)} copies")
+        return self._buffers[index]
+
+    def _checked(self, value: Any, buffer: Buffer) -> Buffer:
+        given = to_buffer(value, buffer.device, dtype=self.dtype)
+        if (given.shape, given.dtype) != (self.shape, self.dtype):
+            raise ValueError(
+                f"value is {given.dtype}{list(given.shape)}, the variable {self.name!r} is "
+                f"{self.dtype}{list(self.shape)}"
+            )
+        return given
+
+
+def get_variable(
+    name: str,
+    initial_value: Any,
+    *,
+    trainable: bool = True,
+    custom_getter: Callable[..., Variable] | None = None,
+) -> Variable:
+    """A new Variable, made by a custom getter where one is given (tf.get_variable).
+
+    Args:
+        name: of the variable.
+        initial_value: see ``Variable``.
+        trainable: see ``Variable``.
+        custom_getter: an ``AGNCustomGetter``.
+
+    Raises:
+        NotImplementedError: a ``custom_getter``; the one there is, AGN's, is still missing.
+    """
+    if custom_getter is not None:
+        raise NotImplementedError("custom_getter needs AGNCustomGetter, which is not implemented")
+    return Variable(initial_value, name, trainable=trainable)
+
+
+def _devices(device: Device | Mesh | None, initial_value: Any) -> Sequence[Device]:
+    if isinstance(device, Mesh):
+        return device.devices
+    if isinstance(device, Device):
+        return (device,)
+    if device is not None:
+        raise TypeError(f"device={device!r} is neither a Device nor a Mesh")
+    if isinstance(initial_value, Buffer):
+        return (initial_value.device,)
+    return default_mesh().devices[:1]
+
+
+def _wanted_dtype(initial_value: Any, dtype: Any) -> DType:
+    if dtype is not None:
+        return as_dtype(dtype)
+    if is_array(initial_value):
+        return as_dtype(initial_value.dtype)
+    found = to_buffer(initial_value, default_mesh().devices[0]).dtype
+    return as_dtype("float32") if found.kind == "f" else found
+
+
+def _copied(value: Any, device: Device, dtype: DType) -> Buffer:
+    """A Buffer of our own with ``value`` cast to ``dtype``."""
+    given = to_buffer(value, device, dtype=dtype)
+    if given.dtype != dtype:
+        given = device.upload(given.numpy().astype(dtype))
+    copied = device.empty(given.shape, dtype)
+    device.copy(copied, given)
+    return copied
