@@ -140,6 +140,9 @@ class Mirrored(DistributedValues):
     """A value that is the same on every device, such as a gradient after the all-reduce."""
 
 
+_SPARSE = "IndexedSlices (sparse gradients) are not implemented yet"
+
+
 class IndexedSlices:
     """Rows of a larger array: ``values[k]`` belongs to row ``indices[k]`` (tf.IndexedSlices).
 
@@ -153,7 +156,15 @@ class IndexedSlices:
     """
 
     def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None) -> None:
-        raise NotImplementedError("IndexedSlices (sparse gradients) are not implemented yet")
+        raise NotImplementedError(_SPARSE)
+
+    def coalesce(self) -> IndexedSlices:
+        """Rows of the same index added in a fixed order; indices sorted, each once."""
+        raise NotImplementedError(_SPARSE)
+
+    def to_dense(self) -> Any:
+        """The whole array, rows of the same index added, zeros where there is none."""
+        raise NotImplementedError(_SPARSE)
 
 
 _replica = threading.local()

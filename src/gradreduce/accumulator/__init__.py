@@ -5,11 +5,11 @@ from __future__ import annotations
 from .dense import (
     ConditionalAccumulator,
     ConditionalAccumulatorBase,
-    SparseConditionalAccumulator,
     apply_grads,
     take_grads,
     take_now,
 )
+from .sparse import SparseConditionalAccumulator
 
 __all__ = [
     "ConditionalAccumulator",

@@ -33,7 +33,6 @@ from .state import AccumulatorState, Ticket, locked
 __all__ = [
     "ConditionalAccumulator",
     "ConditionalAccumulatorBase",
-    "SparseConditionalAccumulator",
     "apply_grads",
     "take_grads",
 ]
@@ -239,29 +238,6 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             CancelledError: the accumulator was closed.
         """
         return take_grads([self], num_required, timeout=timeout)[0]
-
-
-class SparseConditionalAccumulator(ConditionalAccumulatorBase):
-    """A conditional accumulator of sparse gradients (tf.SparseConditionalAccumulator).
-
-    Args:
-        dtype: of the values.
-        shape: of the dense gradient.
-        shared_name: as for ``ConditionalAccumulator``.
-        name: of the accumulator.
-        reduction_type: ``"MEAN"`` or ``"SUM"``.
-        device: as for ``ConditionalAccumulator``.
-
-    Raises:
-        NotImplementedError: always, in this version.
-    """
-
-    def __init__(
-        self, dtype: Any, shape: Any = None, shared_name: str | None = None,
-        name: str = "sparse_conditional_accumulator", reduction_type: str = "MEAN", *,
-        device: Device | Mesh | None = None,
-    ) -> None:  # fmt: skip
-        raise NotImplementedError("SparseConditionalAccumulator is not implemented yet")
 
 
 def apply_grads(

@@ -87,14 +87,19 @@ def host_kernel(kernel: Kernel, build: str) -> HostKernel:
         BackendUnavailableError: no g++, or libasan is not preloaded for the sanitized build.
         RuntimeError: g++ refused the text; its messages point into the ``.cu`` file.
     """
+    # Asked first: libasan ends the process that loads it late.
+    if build == "sanitized" and not hasattr(ctypes.CDLL(None), "__asan_init"):
+        raise BackendUnavailableError(
+            "kernels='sanitized' needs LD_PRELOAD=$(g++ -print-file-name=libasan.so) when Python "
+            "starts"
+        )
     with _LOCK:
         path = _build(_host_text(kernel), kernel.name, build)
         try:
             return HostKernel(kernel, ctypes.CDLL(str(path)))
         except OSError as error:
             raise BackendUnavailableError(
-                f"the {build} build of {kernel.name} does not load: {error}. The sanitized build "
-                "needs LD_PRELOAD=$(g++ -print-file-name=libasan.so)"
+                f"the {build} build of {kernel.name} does not load: {error}"
             ) from error
 
 
@@ -145,7 +150,7 @@ def _build(text: str, name: str, build: str) -> Path:
         command = [compiler, *flags, "-o", str(made), str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RuntimeError(f"g++ refused kernels/{name}:\n{done.stderr}")
+            raise RuntimeError(f"g++ refused the {build} build of {name}:\n{done.stderr}")
         made.replace(path)  # atomic: another process may be building the same
     return path
 

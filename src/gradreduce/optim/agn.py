@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradreduce.device import Device, Mesh
+from gradreduce.variables import Variable
 
 from .base import Optimizer
 
@@ -42,6 +43,22 @@ class AGNCustomGetter:
     def __init__(self, worker_device: Device | Mesh, *, center: AGNCenter | None = None) -> None:
         raise NotImplementedError("AGNCustomGetter is not implemented yet")
 
+    def center_variable(self, var: Variable) -> Variable:
+        """The centre copy of a worker's variable.
+
+        Args:
+            var: a variable that came through this getter.
+        """
+        raise NotImplementedError("AGNCustomGetter is not implemented yet")
+
+    def accumulation(self, var: Variable) -> Variable:
+        """The sum of the gradients of a worker's variable since its last push.
+
+        Args:
+            var: a variable that came through this getter.
+        """
+        raise NotImplementedError("AGNCustomGetter is not implemented yet")
+
 
 class AGNOptimizer(Optimizer):
     """Accumulates gradients locally and pushes their mean to the centre once per period.
@@ -67,6 +84,11 @@ class AGNOptimizer(Optimizer):
         use_locking: bool = True,
         name: str = "AGNOptimizer",
     ) -> None:
+        raise NotImplementedError("AGNOptimizer is not implemented yet")
+
+    @property
+    def local_step(self) -> Variable:
+        """How many steps this worker has made."""
         raise NotImplementedError("AGNOptimizer is not implemented yet")
 
     def get_init_op(self, task_index: int) -> Any:

@@ -1,0 +1,283 @@
+"""The digits example keeps its promises: accuracy, equal bits, honest counts, one-line faults."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+
+pytestmark = pytest.mark.repo
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_digits.py"
+PLACEMENTS = ("0,1,2,3", "0,0,1,1", "0,1,0,1", "0,0,0,0")
+NUM_PACKS = (0, 1, 3, 7)
+STEPS = 6
+ALLOWED_S = 60.0  # the promise for the whole command on two cores
+
+# A flag, what is wrong with it, and a word of the answer that tells what is allowed.
+BAD_FLAGS = [
+    ("--devices", ["--devices", "0"], "1 to 64"),
+    ("--devices", ["--devices", "-4"], "1 to 64"),
+    ("--devices", ["--devices", "four"], "1 to 64"),
+    ("--devices", ["--devices", "2.5"], "1 to 64"),
+    ("--devices", ["--devices"], "1 to 64"),
+    ("--backend", ["--backend", "gpu"], "auto, sim, cuda"),
+    ("--placement", ["--placement", "0,0,1"], "each device"),
+    ("--placement", ["--placement", "0,0,1,1", "--devices", "3"], "each device"),
+    ("--placement", ["--placement", "0,a,1,1"], "0 to 63"),
+    ("--placement", ["--placement", "0,0,-1,1"], "0 to 63"),
+    ("--placement", ["--placement", ""], "0 to 63"),
+    ("--kernels", ["--kernels", "cuda"], "numpy, compiled"),
+    ("--micro-batches", ["--micro-batches", "0"], "1 to 64"),
+    ("--aggregation", ["--aggregation", "sum"], "add_n, tree, accumulate_n"),
+    ("--all-reduce", ["--all-reduce", "foo"], "hierarchical_copy, nccl"),
+    ("--all-reduce", ["--all-reduce", "a\nb"], "hierarchical_copy, nccl"),
+    ("--num-packs", ["--num-packs", "-1"], "0 to 1000"),
+    ("--num-packs", ["--num-packs", "1e3"], "0 to 1000"),
+    ("--steps", ["--steps", "0"], "1 to 10000"),
+    ("--learning-rate", ["--learning-rate", "nan"], "1e-6 to 10"),
+    ("--learning-rate", ["--learning-rate", "0"], "1e-6 to 10"),
+    ("--seed", ["--seed", "x"], "0 to 4294967295"),
+    ("--seed", ["--seed", "-1"], "0 to 4294967295"),
+    ("--output", ["--output", "no such folder/digits.png"], ".png"),
+    ("--output", ["--output", "."], ".png"),
+    ("--output", ["--output", "digits.jpg"], ".png"),
+    ("--save-weights", ["--save-weights", "no such folder/w.npz"], ".npz"),
+    ("--save-weights", ["--save-weights", "weights.npy"], ".npz"),
+    ("--num-pack", ["--num-pack", "1"], "--num-packs"),
+    ("--colour", ["--colour", "red"], "--num-packs"),
+    ("red", ["red"], "--num-packs"),
+]
+
+
+def load_script() -> ModuleType:
+    """The example as a module; found by its path, since examples are no package."""
+    spec = importlib.util.spec_from_file_location("example_train_digits", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look their annotations up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return load_script()
+
+
+@pytest.fixture(scope="module")
+def digits(script):
+    return script.load()
+
+
+@pytest.fixture(autouse=True)
+def plain_output(monkeypatch, tmp_path):
+    """No colours, a wide terminal, the simulation, and a current folder of the test's own."""
+    for name in ("FORCE_COLOR", "GRADREDUCE_BACKEND", "GRADREDUCE_SIM_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.chdir(tmp_path)
+
+
+def train(script, digits, *flags: str):
+    """A short training run without the report."""
+    options = script.make_parser().parse_args(["--backend", "sim", "--steps", str(STEPS), *flags])
+    with script.open_devices(options) as mesh:
+        return script.train(mesh, digits, options)
+
+
+def run(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, with the gradreduce that this one has."""
+    assert gr.__file__ is not None
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(Path(gr.__file__).parent.parent),
+        "PYTHONIOENCODING": "utf-8",
+        **environment,
+    }
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *flags],
+        env=env, capture_output=True, text=True, encoding="utf-8", timeout=4 * ALLOWED_S,
+    )  # fmt: skip
+
+
+def table(text: str) -> dict[str, str]:
+    """The rows of the closing table."""
+    rows = (line.strip("│| ").split("│") for line in text.splitlines() if line.startswith("│"))
+    return {cells[0].strip(): cells[1].strip() for cells in rows}
+
+
+def digest(weights: dict[str, np.ndarray]) -> str:
+    return hashlib.sha256(b"".join(value.tobytes() for value in weights.values())).hexdigest()[:16]
+
+
+# What it promises --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_plain_command_reaches_the_goal_in_time(tmp_path, script):
+    # Without a flag, so that the defaults are what is tested; only the backend is kept off GPUs.
+    done = run(GRADREDUCE_BACKEND="sim")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "100%" in done.stdout  # the progress bar
+    rows = table(done.stdout)
+    assert float(rows["test accuracy"]) >= script.GOAL == 0.95
+    assert float(rows["steps/s"]) > 500 / ALLOWED_S
+    picture = (tmp_path / "digits.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+    assert len(picture) > 5000
+    assert b"IEND" in picture[-12:]
+
+
+def test_a_run_that_misses_the_goal_says_so_and_exits_with_1(script, capsys):
+    assert script.main(["--backend", "sim", "--steps", "1"]) == 1
+    assert "below 0.95" in capsys.readouterr().out
+    assert Path("digits.png").is_file()
+
+
+@pytest.mark.parametrize("aggregation", ["add_n", "tree", "accumulate_n"])
+def test_hierarchical_copy_gives_the_same_bits_for_all_packs_and_placements(
+    script, digits, aggregation
+):
+    found = {
+        (placement, packs): train(
+            script, digits, "--placement", placement, "--num-packs", str(packs),
+            "--aggregation", aggregation, "--all-reduce", "hierarchical_copy",
+        ).digest
+        for placement in PLACEMENTS
+        for packs in NUM_PACKS
+    }  # fmt: skip
+    assert len(set(found.values())) == 1, found
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_nccl_gives_the_same_bits_for_all_packs_on_one_placement(script, digits, placement):
+    flags = ("--placement", placement, "--all-reduce", "nccl", "--num-packs")
+    found = {packs: train(script, digits, *flags, str(packs)).digest for packs in NUM_PACKS}
+    assert len(set(found.values())) == 1, found
+
+
+@pytest.mark.host
+def test_compiled_kernels_give_the_same_bits_as_numpy(script, digits):
+    expected = train(script, digits).digest
+    assert train(script, digits, "--kernels", "compiled").digest == expected
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 5])
+def test_other_numbers_of_devices_learn_too(script, digits, num_devices):
+    flags = ("--devices", str(num_devices), "--micro-batches", "2", "--steps", "40")
+    assert train(script, digits, *flags).accuracy > 0.7
+
+
+def test_the_seed_alone_decides_in_every_process(script, digits):
+    done = run("--steps", str(STEPS), "--seed", "3", GRADREDUCE_BACKEND="sim", PYTHONHASHSEED="7")
+    expected = train(script, digits, "--seed", "3").digest
+    assert table(done.stdout)["digest of the weights"] == expected
+    assert train(script, digits, "--seed", "4").digest != expected
+
+
+def test_saved_weights_are_those_of_the_digest(script, capsys):
+    flags = ["--backend", "sim", "--steps", "2", "--output", "a.png", "--save-weights", "w.npz"]
+    script.main(flags)
+    with np.load("w.npz") as saved:
+        weights = {name: saved[name] for name in saved.files}
+    assert list(weights) == ["hidden/kernel", "hidden/bias", "output/kernel", "output/bias"]
+    assert table(capsys.readouterr().out)["digest of the weights"] == digest(weights)
+    assert sorted(path.name for path in Path().iterdir()) == ["a.png", "w.npz"]
+
+
+@pytest.mark.parametrize("all_reduce", ["hierarchical_copy", "nccl"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_table_counts_what_the_journal_counts(
+    script, capsys, monkeypatch, all_reduce, placement
+):
+    journals = []
+    original = gr.SyncStep.__call__
+
+    def counting(step, *arguments):
+        with step.devices[0].mesh.journal() as journal:
+            journals.append(journal)
+            return original(step, *arguments)
+
+    monkeypatch.setattr(gr.SyncStep, "__call__", counting)
+    script.main(["--backend", "sim", "--steps", "4", "--all-reduce", all_reduce,
+                 "--placement", placement])  # fmt: skip
+    assert len(journals) == 4
+    rows = table(capsys.readouterr().out)
+    counted = {name: float(rows[f"{name} per step"]) for name in ("launches", "copies", "bytes")}
+    for name, count in counted.items():
+        assert count == sum(getattr(journal, name) for journal in journals) / 4
+    assert counted["launches"] > 0
+    assert (counted["bytes"] > 0) == (placement != "0,0,0,0")
+
+
+def test_the_backward_pass_is_the_derivative_of_the_forward_pass(script, digits):
+    rng = np.random.default_rng(0)
+    weights = [value.astype(float) for value in script.initial_weights(rng).values()]
+    images, labels = digits.train_images[:8].astype(float), digits.train_labels[:8]
+    _, gradients = script.backward(weights, images, labels)
+    for position, gradient in enumerate(gradients):
+        direction = rng.standard_normal(gradient.shape)
+        losses = []
+        for distance in (1e-5, -1e-5):
+            moved = list(weights)
+            moved[position] = weights[position] + distance * direction
+            losses.append(script.backward(moved, images, labels)[0])
+        slope = (losses[0] - losses[1]) / 2e-5
+        assert slope == pytest.approx(float((gradient * direction).sum()), rel=1e-6, abs=1e-9)
+
+
+# Bad flags ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("flag", "arguments", "allowed"), BAD_FLAGS)
+def test_a_bad_flag_gets_one_line_and_status_2(script, capsys, flag, arguments, allowed):
+    with pytest.raises(SystemExit) as stopped:
+        script.main(arguments)
+    assert stopped.value.code == 2
+    answer = capsys.readouterr()
+    assert answer.out == ""
+    assert re.fullmatch(r"[^\n]+\n", answer.err), answer.err
+    assert flag in answer.err
+    said = answer.err.partition("allowed: ")[2]
+    assert allowed in said
+    assert "usage" not in answer.err
+
+
+def test_every_flag_is_tried_with_a_bad_value(script):
+    assert set(script.make_parser().allowed) <= {flag for flag, _, _ in BAD_FLAGS}
+
+
+def test_a_bad_flag_in_a_process_of_its_own():
+    done = run("--all-reduce", "foo", GRADREDUCE_BACKEND="sim")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "train_digits.py: --all-reduce: got 'foo'; allowed: hierarchical_copy, nccl\n"
+    )
+
+
+@pytest.mark.parametrize("way", ["flag", "environment"])
+def test_a_backend_that_is_not_there_is_a_bad_flag(script, capsys, monkeypatch, way):
+    def refuse(*arguments, **options):
+        raise gr.errors.BackendUnavailableError("no GPU here;\ninstall one")
+
+    monkeypatch.setattr(gr, "open_mesh", refuse)
+    with pytest.raises(SystemExit) as stopped:
+        script.main(["--backend", "cuda"] if way == "flag" else [])
+    assert stopped.value.code == 2
+    answer = capsys.readouterr()
+    assert re.fullmatch(r"[^\n]*--backend[^\n]*no GPU here; install one[^\n]*\n", answer.err)
+    assert "allowed: auto, sim, cuda" in answer.err

@@ -1,0 +1,173 @@
+"""Which tests may skip: one table of needs, and a ledger that fails a run for any other skip.
+
+A pytest plugin, loaded by ``conftest.py``. Never imports CuPy unless a test that needs a GPU is
+about to run or ``--require-gpu`` was given, so that a CPU run stays quick and honest.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+NVRTC_LIBRARY = "libnvrtc.so.12"
+
+
+def count_gpus() -> tuple[int, str]:
+    """The number of CUDA devices that CuPy sees, and why there is none when that is zero."""
+    with warnings.catch_warnings():
+        # The suite makes warnings errors; what CuPy says about its own install is not our fault.
+        warnings.simplefilter("default")
+        try:
+            import cupy
+
+            count = int(cupy.cuda.runtime.getDeviceCount())
+        except (ImportError, RuntimeError) as error:  # CUDARuntimeError is a RuntimeError
+            lines = str(error).splitlines()
+            return 0, f"{type(error).__name__}: {lines[0] if lines else 'no text'}"
+    return count, "" if count else "CuPy sees no device"
+
+
+def find_nvrtc() -> Path | None:
+    """The NVRTC library of the wheel ``nvidia-cuda-nvrtc-cu12``, or None where it is not there."""
+    namespace = importlib.util.find_spec("nvidia")
+    if namespace is None:
+        return None
+    for folder in namespace.submodule_search_locations or ():
+        library = Path(folder) / "cuda_nvrtc" / "lib" / NVRTC_LIBRARY
+        if library.is_file():
+            return library
+    return None
+
+
+class SkipLedger:
+    """Skips what a marker's need forbids, counts it, and fails the run for every other skip.
+
+    Attributes:
+        require_gpu: whether a missing GPU or NCCL is a failure instead of a skip.
+        lawful: the marker for which each skipped test (by node id) was skipped.
+        unlawful: node id and reason of every skip that this ledger did not order.
+    """
+
+    def __init__(self, *, require_gpu: bool) -> None:
+        self.require_gpu = require_gpu
+        self.lawful: dict[str, str] = {}
+        self.unlawful: list[tuple[str, str]] = []
+        self._gpus: tuple[int, str] | None = None
+        # Also the order of the checks: the need that says most about the machine comes first.
+        self._needs: dict[str, Callable[[pytest.Mark], str | None]] = {
+            "gpu": self._lacks_gpu,
+            "multi_gpu": self._lacks_gpus,
+            "nccl": self._lacks_nccl,
+            "host": self._lacks_compiler,
+            "nvrtc": self._lacks_nvrtc,
+        }
+
+    @property
+    def gpus(self) -> tuple[int, str]:
+        """What ``count_gpus`` says, asked once and only when somebody needs to know."""
+        if self._gpus is None:
+            self._gpus = count_gpus()
+        return self._gpus
+
+    def _lacks_gpu(self, mark: pytest.Mark) -> str | None:
+        count, why = self.gpus
+        return None if count else f"no CUDA device ({why})"
+
+    def _lacks_gpus(self, mark: pytest.Mark) -> str | None:
+        if len(mark.args) != 1 or not isinstance(mark.args[0], int) or mark.args[0] < 2:
+            pytest.fail(f"multi_gpu takes one int of at least 2, got {mark.args}", pytrace=False)
+        count, why = self.gpus
+        if count >= mark.args[0]:
+            return None
+        return f"{count} CUDA devices, {mark.args[0]} needed" + (f" ({why})" if why else "")
+
+    def _lacks_nccl(self, mark: pytest.Mark) -> str | None:
+        lacking = self._lacks_gpu(mark)
+        if lacking:
+            return lacking
+        # CuPy imports this module with a warning, not an error, where libnccl is missing.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from cupy.cuda import nccl
+        return None if nccl.available else "CuPy finds no libnccl"
+
+    def _lacks_compiler(self, mark: pytest.Mark) -> str | None:
+        return None if shutil.which("g++") else "no g++ on PATH"
+
+    def _lacks_nvrtc(self, mark: pytest.Mark) -> str | None:
+        return None if find_nvrtc() else f"no {NVRTC_LIBRARY} of the nvidia-cuda-nvrtc-cu12 wheel"
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Skips or fails a test whose need is not met, before any of its fixtures is made."""
+        for name, lacks in self._needs.items():
+            for mark in item.iter_markers(name):
+                reason = lacks(mark)
+                if reason is None:
+                    continue
+                if self.require_gpu and name in ("gpu", "nccl"):
+                    pytest.fail(f"--require-gpu: {name}: {reason}", pytrace=False)
+                self.lawful[item.nodeid] = name
+                pytest.skip(f"{name}: {reason}")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keeps every skip that was not ordered above; an expected failure is none."""
+        if not report.skipped or hasattr(report, "wasxfail"):
+            return
+        if report.nodeid not in self.lawful:
+            self._keep(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Keeps the skip of a whole module: tests that were never seen cannot be marked."""
+        if report.skipped:
+            self._keep(report)
+
+    def _keep(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        # A skip's longrepr is (path, line, "Skipped: why").
+        reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr
+        self.unlawful.append((report.nodeid, str(reason)))
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Turns a run that passed into a failed one when something skipped that may not."""
+        if self.unlawful and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Counts the skips by need, and names the unlawful ones."""
+        if self.lawful:
+            counts = Counter(self.lawful.values())
+            text = ", ".join(f"{name} {counts[name]}" for name in self._needs if counts[name])
+            terminalreporter.write_line(f"lawful skips: {text}")
+        if self.unlawful:
+            terminalreporter.section("unlawful skips", red=True, bold=True)
+            for nodeid, reason in self.unlawful:
+                terminalreporter.write_line(f"{nodeid}: {reason}")
+            names = ", ".join(self._needs)
+            terminalreporter.write_line(
+                f"The run FAILS: {len(self.unlawful)} skipped, and only a test marked with an "
+                f"unmet need may skip ({names}).",
+                red=True,
+            )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds ``--require-gpu``."""
+    parser.addoption(
+        "--require-gpu",
+        action="store_true",
+        help="fail, instead of skipping, where a test's GPU or NCCL is missing",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Installs the ledger; with ``--require-gpu`` and no GPU the run ends here."""
+    ledger = SkipLedger(require_gpu=config.getoption("--require-gpu"))
+    if ledger.require_gpu and not ledger.gpus[0]:
+        raise pytest.UsageError(f"--require-gpu: no CUDA device ({ledger.gpus[1]})")
+    config.pluginmanager.register(ledger, "skip-ledger")

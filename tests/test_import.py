@@ -1,0 +1,62 @@
+"""``import gradreduce`` stays light: no GPU library, hardly more time than NumPy alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+ALLOWED_S = 0.15  # the promise: what importing gradreduce may add to importing NumPy
+SAMPLES = 9
+NEVER_IMPORTED = ("cupy", "cupyx", "torch", "jax", "mpi4py", "ray")
+
+TIMED = "import time; t = time.perf_counter(); import {}; print(time.perf_counter() - t)"
+LOADED = "import gradreduce, json, sys; print(json.dumps(sorted(sys.modules)))"
+
+
+def run_python(program: str, *search_path: Path) -> str:
+    """What a fresh Python prints that finds the same gradreduce as this one."""
+    spec = importlib.util.find_spec("gradreduce")
+    assert spec is not None
+    assert spec.origin is not None
+    folders = [*search_path, Path(spec.origin).parent.parent]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def added_seconds() -> float:
+    """How much longer gradreduce takes to import than NumPy: the difference of two medians.
+
+    The two take turns, so that whatever else the machine does meets both alike.
+    """
+    seconds: dict[str, list[float]] = {"numpy": [], "gradreduce": []}
+    for _ in range(SAMPLES):
+        for name, samples in seconds.items():
+            samples.append(float(run_python(TIMED.format(name))))
+    return median(seconds["gradreduce"]) - median(seconds["numpy"])
+
+
+def test_no_gpu_library_is_imported(tmp_path):
+    # Stand-ins that import without fault: an import that is tried and forgiven shows as well.
+    for name in NEVER_IMPORTED:
+        (tmp_path / f"{name}.py").touch()
+    loaded = set(json.loads(run_python(LOADED, tmp_path)))
+    assert {"gradreduce", "numpy"} <= loaded
+    assert loaded.isdisjoint(NEVER_IMPORTED)
+
+
+def test_the_import_adds_little_to_that_of_numpy():
+    for name in ("numpy", "gradreduce"):
+        run_python(TIMED.format(name))  # the first one compiles to bytecode and fills the cache
+    added = added_seconds()
+    if added > ALLOWED_S:  # once more, for a machine that was busy: one quiet try shows it
+        added = min(added, added_seconds())
+    assert added <= ALLOWED_S

@@ -1,0 +1,35 @@
+"""The README's promises that a test can keep: its commands and its example."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.repo
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+
+
+def test_the_two_commands_are_there():
+    text = README.read_text(encoding="utf-8")
+    assert 'python -m pip install ".[examples]" && python examples/train_digits.py' in text
+    assert 'python -m pip install ".[test]" && python -m pytest' in text
+
+
+def test_the_example_runs_and_prints_what_its_comments_say(capsys):
+    code = re.search(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert code is not None
+    lines = [line for line in code[1].splitlines() if line.strip()]
+    assert len(lines) <= 15
+    assert all(len(line) <= 110 for line in lines)
+    exec(compile(code[1], "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert printed == "[[1.5 1.5]\n [1.5 1.5]\n [1.5 1.5]] 6 576\n[1.5 1.5 1.5 1.5 1.5]\n"
+
+
+def test_every_file_it_names_exists():
+    text = README.read_text(encoding="utf-8") + (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    for name in re.findall(r"`((?:src|examples|bench|kernels)/[\w/.]+\.\w+)`", text):
+        assert (ROOT / name).is_file(), name
