@@ -18,7 +18,8 @@ SyncStep errors
 """.split()
 
 SIGNATURES = {
-    "open_mesh": "(devices=None, *, backend=None, peer_access=True, kernels='numpy', strict=None)",
+    "open_mesh": "(devices=None, *, backend=None, peer_access=True, kernels='numpy', strict=None, "
+    "schedule_seed=None)",
     "PerReplica": "(values, mesh=None, *, devices=None)",
     "IndexedSlices": "(values, indices, dense_shape=None)",
     "add_n": "(inputs, name=None)",

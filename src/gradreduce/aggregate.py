@@ -19,6 +19,8 @@ from gradreduce.device import (
     as_dtype,
     compatible,
     default_mesh,
+    gather,
+    scatter,
 )
 from gradreduce.interop import from_buffer, kind_of, to_buffer
 from gradreduce.values import IndexedSlices, current_replica
@@ -88,6 +90,8 @@ def add_n(inputs: Sequence[Any], name: str | None = None) -> Any:
     """
     _check_inputs(inputs, "Tensor/IndexedSlices")
     if len(inputs) == 1:
+        _refuse_sparse(inputs[0])
+        kind_of(inputs[0])
         return inputs[0]
     return _aggregate(list(inputs), AggregationMethod.ADD_N, TypeError)
 
@@ -166,7 +170,8 @@ def aggregate_buffers(
     Args:
         gradients: for each gradient its terms, at least one, all of one shape and dtype.
         method: how to combine them.
-        device: whose queue launches; it reaches all terms, and the caller fences.
+        device: whose queue launches; it reaches all terms. Comes behind the queues of the terms'
+            devices, and they behind it.
 
     Returns:
         One Buffer for each gradient, on its first term's device: a new one, or the term itself
@@ -181,6 +186,8 @@ def aggregate_buffers(
             folded.append(place)
     for place in direct:
         made[place] = _empty_like(made[place], made[place].dtype)
+    homes = [terms[0].device for terms in gradients]
+    gather(device, homes)  # always behind the allocations: a block's last user may be its home
     ops.add_n(
         [made[place] for place in direct], [gradients[place] for place in direct], device=device
     )
@@ -192,13 +199,16 @@ def aggregate_buffers(
         if total.dtype != gradients[place][0].dtype:
             made[place] = _empty_like(total, gradients[place][0].dtype)
             rounded.append((made[place], total))
+    gather(device, [out.device for out, _ in rounded])
     ops.pack([out for out, _ in rounded], [total for _, total in rounded], device=device)
+    scatter(device, homes)
     return made
 
 
 def _one_buffer(gradients: Sequence[Sequence[Buffer]], device: Device) -> list[Buffer]:
     """The first two terms make the buffer, every later one goes into it."""
     totals = [_empty_like(terms[0], accumulate_dtype(terms[0].dtype)) for terms in gradients]
+    gather(device, [total.device for total in totals])
     ops.add_n(totals, [terms[:2] for terms in gradients], device=device)
     ops.accumulate_n(totals, [terms[2:] for terms in gradients], device=device)
     return totals
@@ -215,6 +225,7 @@ def _tree(gradients: Sequence[Sequence[Buffer]], device: Device) -> list[Buffer]
         pairs = [pair for level in levels for pair in zip(level[::2], level[1::2], strict=False)]
         if first:
             sums = [_empty_like(left, accumulate_dtype(left.dtype)) for left, _ in pairs]
+            gather(device, [total.device for total in sums])
             ops.add_n(sums, pairs, device=device)
         else:
             sums = [left for left, _ in pairs]

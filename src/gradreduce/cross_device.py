@@ -139,14 +139,14 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         keys = _checked_nest(grads, mesh)
         values = [PerReplica([entry[key] for entry in grads], mesh) for key in keys]
         reduced = self.batch_reduce(op, [(value, value) for value in values])
-        results = []
-        for replica, entry in enumerate(grads):
-            arrays = [value.values[replica] for value in reduced]
-            results.append(
-                dict(zip(keys, arrays, strict=True)) if isinstance(entry, dict)
-                else type(entry)(arrays)
-            )  # fmt: skip
-        return type(grads)(results)  # type: ignore[call-arg]  # a list or tuple, checked above
+        by_key = dict(zip(keys, (value.values for value in reduced), strict=True))
+        return _nested(
+            grads,
+            [
+                _nested(entry, [by_key[key][replica] for key in _keys(entry, replica)])
+                for replica, entry in enumerate(grads)
+            ],
+        )
 
     def reduce_buffers(
         self,
@@ -316,6 +316,15 @@ def _checked_nest(grads: Any, mesh: Mesh) -> list[Any]:
         if type(grads[replica]) is not type(grads[0]) or set(found) != set(keys[0]):
             raise ValueError(f"grads[{replica}] has other tensors than grads[0]")
     return keys[0]
+
+
+def _nested(like: Any, parts: list[Any]) -> Any:
+    """``parts`` in a list, tuple, named tuple or dict like ``like``, by its own order of keys."""
+    if isinstance(like, dict):
+        return dict(zip(like, parts, strict=True))
+    if hasattr(like, "_fields"):
+        return type(like)(*parts)
+    return type(like)(parts)
 
 
 def _keys(entry: Any, replica: int) -> list[Any]:

@@ -69,7 +69,9 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
         kinds = {"f": "fiub", "c": "cfiub", "i": "iub", "u": "iub", "V": "fiub"}
         if array.size and array.dtype.kind not in kinds[dtype.kind]:
             raise ValueError(f"numbers of {array.dtype} where {dtype} is wanted")
-        array = array.astype(dtype)
+        numbers, array = array, array.astype(dtype)
+        if dtype.kind in "iu" and (array != numbers).any():
+            raise ValueError(f"numbers outside the range of {dtype}: {value!r}")
     as_dtype(array.dtype)
     return device.put(array)
 

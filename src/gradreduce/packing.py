@@ -37,7 +37,8 @@ class FlatPlan:
         dtype: of the gradients in it.
         out_dtype: of the results.
         layout: where each tensor lies, in elements; on vector boundaries in both dtypes.
-        packs: ``(start, stop)`` elements of each pack, in order, none empty.
+        packs: ``(start, stop)`` elements of each pack, in order, none empty; on vector boundaries
+            in both dtypes too.
         together: False for a tensor that travels alone and need not be moved into a flat buffer.
     """
 
@@ -86,7 +87,7 @@ def plan_packing(
             groups = _small_groups(tensors, sizes, pair[0], small_max_bytes, small_max_group)
         for group in groups:
             layout = flat_layout([sizes[tensor] for tensor in group], _narrower(pair))
-            cuts = _cut(layout.size, pair[0].itemsize, num_packs)
+            cuts = _cut(layout.size, _narrower(pair), num_packs)
             together = num_packs > 0 or len(group) > 1
             if not together:  # no gap behind a tensor that stays where it is
                 layout = FlatLayout((0,), (sizes[group[0]],), sizes[group[0]])

@@ -12,7 +12,7 @@ from typing import Any
 from gradreduce.accumulator import ConditionalAccumulator, apply_grads, take_now
 from gradreduce.aggregate import AggregationMethod, aggregate_buffers, as_aggregation_method
 from gradreduce.cross_device import AllReduceCrossDeviceOps
-from gradreduce.device import Buffer, Device, by_physical, gather, scatter
+from gradreduce.device import Buffer, Device, by_physical
 from gradreduce.interop import to_buffer
 from gradreduce.optim import Optimizer
 from gradreduce.values import PerReplica
@@ -143,16 +143,12 @@ class SyncStep:
         """Each list of terms becomes a gradient; co-located replicas share the launches."""
         made: list[list[Buffer]] = [[lists[0] for lists in of_one] for of_one in placed]
         for replicas in by_physical(self.devices).values():
-            sharing = [self.devices[replica] for replica in replicas]
             wanted = [(place, replica) for place in range(len(placed)) for replica in replicas]
-            leader = sharing[0]
-            gather(leader, sharing)
             sums = aggregate_buffers(
                 [placed[place][replica] for place, replica in wanted],
                 self.aggregation_method,
-                leader,
+                self.devices[replicas[0]],
             )
-            scatter(leader, sharing)
             for (place, replica), total in zip(wanted, sums, strict=True):
                 made[place][replica] = total
         return [PerReplica.of(buffers) for buffers in made]

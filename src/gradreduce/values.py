@@ -47,8 +47,8 @@ class DistributedValues:
 
     Raises:
         ValueError: no value, another number of values than devices, or a device named twice.
-        DeviceMismatchError: a Buffer that does not lie on its device.
-        TypeError: a value that is no array.
+        DeviceMismatchError: a Buffer that does not lie on its device, or devices of two meshes.
+        TypeError: a value that is no array, or a device that is none.
     """
 
     def __init__(
@@ -109,12 +109,12 @@ class DistributedValues:
         return from_buffer(self._buffers[0], self._kind)
 
     def get(self, device: Device | None = None) -> Any:
-        """The value on ``device``; without one, on that of the enclosing ``gr.replica``.
+        """The value on ``device``; without one, that of the replica ``gr.replica`` names.
 
-        Outside a ``gr.replica`` the first value.
+        Replica i is the i-th value. Outside a ``gr.replica`` the first value.
 
         Raises:
-            ValueError: no value lies on ``device``.
+            ValueError: no value lies on ``device``, or there are not so many replicas.
         """
         if device is None:
             index = current_replica()
@@ -204,6 +204,8 @@ def _devices(
 ) -> tuple[Device, ...]:
     if devices is not None:
         found = tuple(devices)
+        if not all(isinstance(device, Device) for device in found):
+            raise TypeError(f"devices={devices!r} must be devices of a mesh")
     elif mesh is not None:
         found = mesh.devices
     elif all(isinstance(value, Buffer) for value in values):
@@ -212,6 +214,9 @@ def _devices(
         found = default_mesh().devices
     if len(set(found)) != len(found):
         raise ValueError(f"Duplicate devices in {found}")
+    fabrics = {device.fabric for device in (*found, *(mesh or ()))}
+    if len(fabrics) > 1:
+        raise DeviceMismatchError(f"devices {found} are not all of one mesh, mesh={mesh!r}")
     return found
 
 

@@ -43,7 +43,7 @@ class Variable:
         device: Device | Mesh | None = None,
     ) -> None:
         devices = _devices(device, initial_value)
-        wanted = _wanted_dtype(initial_value, dtype)
+        wanted = _wanted_dtype(initial_value, dtype, devices[0])
         if trainable and wanted.kind not in "fV":  # bfloat16 is of kind V in ml_dtypes
             raise ValueError(
                 f"Invalid type {wanted} of a trainable variable: allowed are float16, bfloat16, "
@@ -119,11 +119,10 @@ class Variable:
     def assign_add(self, delta: Any) -> Variable:
         """Adds ``delta`` to every copy; otherwise as ``assign``."""
         given = [self._checked(delta, buffer) for buffer in self._buffers]
-        for buffer, source in zip(self._buffers, given, strict=True):
-            if source.device is not buffer.device:
-                near = buffer.device.empty(source.shape, source.dtype)
-                buffer.device.copy(near, source)
-                source = near
+        # All of them before the first addition: delta may be a copy of this very variable.
+        near = [_near(buffer.device, source) for buffer, source in
+                zip(self._buffers, given, strict=True)]  # fmt: skip
+        for buffer, source in zip(self._buffers, near, strict=True):
             ops.accumulate_n([buffer], [[source]])
         return self
 
@@ -184,13 +183,22 @@ def _devices(device: Device | Mesh | None, initial_value: Any) -> Sequence[Devic
     return default_mesh().devices[:1]
 
 
-def _wanted_dtype(initial_value: Any, dtype: Any) -> DType:
+def _wanted_dtype(initial_value: Any, dtype: Any, device: Device) -> DType:
     if dtype is not None:
         return as_dtype(dtype)
     if is_array(initial_value):
         return as_dtype(initial_value.dtype)
-    found = to_buffer(initial_value, default_mesh().devices[0]).dtype
+    found = to_buffer(initial_value, device).dtype
     return as_dtype("float32") if found.kind == "f" else found
+
+
+def _near(device: Device, source: Buffer) -> Buffer:
+    """``source``, or a copy of it if it lies on another device."""
+    if source.device is device:
+        return source
+    copied = device.empty(source.shape, source.dtype)
+    device.copy(copied, source)
+    return copied
 
 
 def _copied(value: Any, device: Device, dtype: DType) -> Buffer:

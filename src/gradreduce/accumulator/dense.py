@@ -5,7 +5,6 @@ Source: tf.ConditionalAccumulator (conditional_accumulator.md, conditional_accum
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -18,16 +17,23 @@ from gradreduce.device import (
     as_dtype,
     default_mesh,
 )
-from gradreduce.errors import InvalidArgumentError
 from gradreduce.interop import from_buffer
 from gradreduce.ops import prepare_accumulate_n, prepare_add_n, prepare_all_sum
 from gradreduce.values import Mirrored
 from gradreduce.variables import Variable
 
 from .apply import apply_arrivals
-from .door import DTYPES, arrival, as_shape, as_step, check_distinct
+from .door import (
+    DTYPES,
+    arrival,
+    as_required,
+    as_shape,
+    as_step,
+    as_timeout,
+    check_together,
+)
 from .registry import shared_state
-from .serve import await_ticket, join, serve_joint, take_held
+from .serve import await_ticket, close, join, serve_joint, take_held
 from .state import AccumulatorState, Ticket, locked
 
 __all__ = [
@@ -109,7 +115,7 @@ class ConditionalAccumulatorBase:
 
         Calling it twice is fine.
         """
-        self._state.close()
+        close(self._state)
 
     def state_dict(self) -> dict[str, Any]:
         """Step, count, dropped and partial sum.
@@ -151,11 +157,12 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         reduction_type: ``"MEAN"``, which divides by all that arrived, or ``"SUM"``.
         device: a device, or a whole mesh: then a partial sum is kept on each of its devices and
             all-reduced once, at the take. Default: device 0 of ``gr.default_mesh()``.
-        cross_device_ops: reduces the partial sums of a mesh. Default:
-            ``AllReduceCrossDeviceOps(mesh=device)``.
+        cross_device_ops: reduces the partial sums of a mesh; those of accumulators with the same
+            one travel together at a joint take. Default: one ``AllReduceCrossDeviceOps`` for all.
 
     Raises:
-        TypeError: another dtype, or ``device`` is neither a device nor a mesh.
+        TypeError: another dtype, ``device`` is neither a device nor a mesh, or
+            ``cross_device_ops`` is of another class.
         ValueError: an unknown ``reduction_type``, a negative extent, or another definition of
             the same ``shared_name``.
     """
@@ -180,11 +187,13 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         device = default_mesh().devices[0] if device is None else device
         if not isinstance(device, Device | Mesh):
             raise TypeError(f"device={device!r} is neither a Device nor a Mesh")
+        reducer = cross_device_ops
+        if reducer is not None and not isinstance(reducer, AllReduceCrossDeviceOps):
+            raise TypeError(f"cross_device_ops={reducer!r} is no AllReduceCrossDeviceOps")
         over_mesh = isinstance(device, Mesh)
         devices = device.devices if isinstance(device, Mesh) else (device,)
         for each in devices:
             _prepare(each, found)
-        reducer = cross_device_ops or AllReduceCrossDeviceOps(mesh=devices[0].mesh)
         state = AccumulatorState(found, wanted, reduction_type, devices, over_mesh, reducer)
         super().__init__(shared_state(shared_name, state), name)
 
@@ -265,7 +274,7 @@ def apply_grads(
             ``apply_grad`` raises. Nothing was added.
     """
     step = as_step("local_step", local_step)
-    check_distinct([each.accumulator_ref for each in accumulators])
+    check_together([each.accumulator_ref for each in accumulators])
     if len(accumulators) != len(grads):
         raise ValueError(f"{len(accumulators)} accumulators and {len(grads)} gradients")
     arrivals = [
@@ -302,13 +311,11 @@ def take_grads(
         DeadlineExceededError: the time ran out; nothing was taken.
         CancelledError: an accumulator was closed.
     """
-    required = operator.index(num_required)
-    if required < 1:
-        raise InvalidArgumentError(f"Argument num_required must be positive, but was {required}")
-    check_distinct([each.accumulator_ref for each in accumulators])
+    required, limit = as_required(num_required), as_timeout(timeout)
+    check_together([each.accumulator_ref for each in accumulators])
     ticket = Ticket(tuple(each.accumulator_ref for each in accumulators), required)
     join(ticket)
-    await_ticket(ticket, timeout)
+    await_ticket(ticket, limit)
     return _handed_out(ticket)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import operator
+import threading
 from collections.abc import Sequence
 from typing import Any
 
-from gradreduce.device import Buffer, compatible
+from gradreduce.device import Buffer, DType, compatible
+from gradreduce.errors import DeviceMismatchError, InvalidArgumentError
 from gradreduce.interop import is_array, kind_of, to_buffer
 from gradreduce.values import IndexedSlices, PerReplica, current_replica
 from gradreduce.variables import Variable
@@ -14,7 +17,15 @@ from gradreduce.variables import Variable
 from .apply import Arrival
 from .state import AccumulatorState
 
-__all__ = ["DTYPES", "arrival", "as_shape", "as_step", "check_distinct"]
+__all__ = [
+    "DTYPES",
+    "arrival",
+    "as_required",
+    "as_shape",
+    "as_step",
+    "as_timeout",
+    "check_together",
+]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -24,50 +35,99 @@ def arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
     if isinstance(grad, IndexedSlices):
         raise NotImplementedError("IndexedSlices (sparse gradients) are not implemented yet")
     if isinstance(grad, PerReplica):
-        if grad.devices != state.devices:
-            raise ValueError(f"the gradient lies on {grad.devices}, the sums on {state.devices}")
-        parts = tuple(enumerate(grad.buffers))
-        kind = grad.kind
+        kind, parts = grad.kind, _replicas(state, grad, cast)
     else:
         kind = kind_of(grad)
+        if is_array(grad):
+            _check_dtype(state, grad.dtype, cast)
         parts = (_placed(state, grad),)
     for _, buffer in parts:
-        if is_array(grad) or isinstance(grad, PerReplica):
-            _check_dtype(state, buffer, cast)
         if state.shape is not None and not compatible(buffer.shape, state.shape):
             raise ValueError(f"Shapes {buffer.shape} and {state.shape} are incompatible")
-        if buffer.shape != parts[0][1].shape:
-            raise ValueError(f"replicas differ in shape: {buffer.shape} and {parts[0][1].shape}")
     return Arrival(state, parts, kind)
 
 
+def _replicas(
+    state: AccumulatorState, grad: PerReplica, cast: bool
+) -> tuple[tuple[int, Buffer], ...]:
+    """One gradient for each device, all of one shape."""
+    if grad.devices != state.devices:
+        raise ValueError(f"the gradient lies on {grad.devices}, the sums on {state.devices}")
+    first = grad.buffers[0].shape
+    for buffer in grad.buffers:
+        _check_dtype(state, buffer.dtype, cast)
+        if buffer.shape != first:
+            raise ValueError(f"replicas differ in shape: {buffer.shape} and {first}")
+    return tuple(enumerate(grad.buffers))
+
+
 def _placed(state: AccumulatorState, grad: Any) -> tuple[int, Buffer]:
-    """The device whose sum a gradient goes to: where it lies, else the first."""
-    index = current_replica() or 0
+    """The device whose sum a gradient goes to: where it lies, else the first.
+
+    A host array goes where it is added at once, not by way of another device.
+    """
+    index = current_replica()
     home = state.devices[0].mesh.devices
-    device = home[index] if index < len(home) else state.devices[0]
+    device = state.devices[0]
+    if index is not None and index < len(home) and home[index] in state.devices:
+        device = home[index]
     buffer = to_buffer(grad, device, dtype=state.dtype)
     place = state.devices.index(buffer.device) if buffer.device in state.devices else 0
     return place, buffer
 
 
-def _check_dtype(state: AccumulatorState, buffer: Buffer, cast: bool) -> None:
-    if buffer.dtype == state.dtype:
+def _check_dtype(state: AccumulatorState, dtype: DType, cast: bool) -> None:
+    if dtype == state.dtype:
         return
     if not cast:
         raise ValueError(
-            f"the gradient is {buffer.dtype}, the accumulator {state.dtype}; cast=True converts"
+            f"the gradient is {dtype}, the accumulator {state.dtype}; cast=True converts"
         )
-    if buffer.dtype.name not in DTYPES:
-        raise ValueError(f"a gradient of {buffer.dtype} is not converted to {state.dtype}")
+    if dtype.name not in DTYPES:
+        raise ValueError(f"a gradient of {dtype} is not converted to {state.dtype}")
 
 
-def check_distinct(states: Sequence[AccumulatorState]) -> None:
-    """Raises ``ValueError`` if there is none, or one twice."""
+def check_together(states: Sequence[AccumulatorState]) -> None:
+    """Whether one call may be about all of them.
+
+    Raises:
+        ValueError: there is none, or one twice.
+        DeviceMismatchError: they are on devices of different meshes.
+    """
     if not states:
         raise ValueError("accumulators is empty")
     if len(set(states)) != len(states):
         raise ValueError("an accumulator is named twice")
+    if len({state.devices[0].fabric for state in states}) > 1:
+        raise DeviceMismatchError("accumulators of different meshes in one call")
+
+
+def as_timeout(timeout: float | None) -> float | None:
+    """Seconds to wait, at least 0; None for ever."""
+    if timeout is None:
+        return None
+    try:
+        if math.isnan(timeout):
+            raise ValueError("timeout=nan must be a number of seconds or None")
+    except TypeError:
+        raise TypeError(f"timeout={timeout!r} must be a number of seconds or None") from None
+    return min(max(float(timeout), 0.0), threading.TIMEOUT_MAX)
+
+
+def as_required(num_required: int) -> int:
+    """A number of gradients.
+
+    Raises:
+        TypeError: no integer.
+        InvalidArgumentError: less than 1.
+    """
+    try:
+        required = operator.index(num_required)
+    except TypeError:
+        raise TypeError(f"num_required={num_required!r} must be an integer") from None
+    if required < 1:
+        raise InvalidArgumentError(f"Argument num_required must be positive, but was {required}")
+    return required
 
 
 def as_step(name: str, step: int | Variable) -> int:

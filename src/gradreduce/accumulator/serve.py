@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 from gradreduce import ops
 from gradreduce.cross_device import AllReduceCrossDeviceOps
-from gradreduce.device import Buffer, Device, DType, accumulate_dtype
-from gradreduce.errors import DeadlineExceededError
+from gradreduce.device import Buffer, Device, accumulate_dtype, gather, scatter
+from gradreduce.errors import CancelledError, DeadlineExceededError
 
 from .state import AccumulatorState, Ticket, locked
 
-__all__ = ["join", "serve_held", "serve_joint", "take_held"]
+__all__ = ["await_ticket", "close", "join", "serve_held", "serve_joint", "take_held"]
+
+# Mesh accumulators that travel together: devices, divisor, what reduces them.
+_Batch = tuple[tuple[Device, ...], float, AllReduceCrossDeviceOps | None]
 
 
 def join(ticket: Ticket) -> None:
@@ -33,20 +35,55 @@ def join(ticket: Ticket) -> None:
 def await_ticket(ticket: Ticket, timeout: float | None) -> None:
     """Blocks until the ticket was served, cancelled, or its time ran out.
 
+    Args:
+        ticket: from ``join``.
+        timeout: seconds, from ``as_timeout``; None for ever.
+
     Raises:
-        DeadlineExceededError: not served within ``timeout`` seconds; it has left every queue and
-            taken nothing.
+        DeadlineExceededError: not served in time; it has left every queue and taken nothing.
     """
-    limit = None if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX)
-    if not ticket.done.wait(limit):
+    try:
+        ticket.done.wait(timeout)
+    finally:  # also when Ctrl-C ends the wait: a ticket that nobody waits for must not take
+        if not ticket.done.is_set():
+            _withdraw(ticket, timeout)
+    error, ticket.error = ticket.error, None
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # else its traceback, which holds this frame, would keep the sums alive
+
+
+def _withdraw(ticket: Ticket, timeout: float | None) -> None:
+    """Takes an unserved ticket out of every queue; what waited behind it is looked at."""
+    with locked(ticket.states):
+        if ticket.done.is_set():
+            return
+        ticket.error = DeadlineExceededError(_missing(ticket, timeout))
+        ticket.leave()
+        joint = serve_held(ticket.states)
+    serve_joint(joint)
+
+
+def close(state: AccumulatorState) -> None:
+    """Closes an accumulator and frees its sum; takes that wait for it are cancelled.
+
+    Joint ones leave all their queues, and what waited behind them there is looked at.
+    """
+    with state.lock:
+        state.closed = True
+        state.totals = [None] * len(state.devices)
+        waiting = list(state.queue)
+    for ticket in waiting:
         with locked(ticket.states):
             if not ticket.done.is_set():
-                ticket.error = DeadlineExceededError(_missing(ticket, timeout))
+                ticket.error = CancelledError("TakeGrad operation was cancelled")
                 ticket.leave()
-            joint = serve_held(ticket.states)  # the next head may have been waiting behind it
+    for other in dict.fromkeys(each for ticket in waiting for each in ticket.states):
+        with locked([other]):
+            joint = serve_held([other])
         serve_joint(joint)
-    if ticket.error is not None:
-        raise ticket.error
 
 
 def serve_held(states: Sequence[AccumulatorState]) -> list[Ticket]:
@@ -103,27 +140,32 @@ def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Buffer, ...]]:
     Returns:
         For each state its gradient on each of its devices; empty for one that holds none.
     """
-    results: list[tuple[Buffer, ...]] = [()] * len(states)
-    batches: dict[tuple[bool, tuple[Device, ...], float, AllReduceCrossDeviceOps], list[int]] = {}
-    for place, state in enumerate(states):
-        if state.count:
-            divisor = float(state.count if state.reduction_type == "MEAN" else 1)
-            key = (state.over_mesh, state.devices, divisor, state.ops)
-            batches.setdefault(key, []).append(place)
-    for (over_mesh, _, divisor, reducer), places in batches.items():
-        gradients = [_partials(states[place]) for place in places]
-        dtypes = [states[place].dtype for place in places]
-        if over_mesh:
-            taken = reducer.reduce_buffers(
-                gradients, divisor=divisor, out_dtypes=dtypes, consume=True
-            )
-        else:
-            taken = _on_one_device([sums[0] for sums in gradients], dtypes, divisor)
-        for place, buffers in zip(places, taken, strict=True):
-            results[place] = buffers
+    for state in states:  # a take without a launch must notice too
+        state.devices[0].fabric.check_open()
+    taken: dict[AccumulatorState, tuple[Buffer, ...]] = {}
+    alone = {state: _room(state) for state in states if state.count and not state.over_mesh}
+    batches: dict[_Batch, list[AccumulatorState]] = {}
+    for state in states:
+        if state.count and state.over_mesh:
+            key = (state.devices, _divisor(state), state.ops)
+            batches.setdefault(key, []).append(state)
+    for (_, divisor, given), together in batches.items():
+        reduced = (given or AllReduceCrossDeviceOps()).reduce_buffers(
+            [_partials(state) for state in together],
+            divisor=divisor,
+            out_dtypes=[state.dtype for state in together],
+            consume=True,
+        )
+        taken.update(zip(together, reduced, strict=True))
+    _divide(alone)
+    taken.update((state, (out,)) for state, (_, out) in alone.items())
     for state in states:
         state.emptied()
-    return results
+    return [taken.get(state, ()) for state in states]
+
+
+def _divisor(state: AccumulatorState) -> float:
+    return float(state.count if state.reduction_type == "MEAN" else 1)
 
 
 def _partials(state: AccumulatorState) -> list[Buffer]:
@@ -136,22 +178,31 @@ def _partials(state: AccumulatorState) -> list[Buffer]:
     ]
 
 
-def _on_one_device(
-    totals: Sequence[Buffer], dtypes: Sequence[DType], divisor: float
-) -> list[tuple[Buffer, ...]]:
-    """The sums divided, in place where they have the result's type already."""
-    outs = []
-    for total, dtype in zip(totals, dtypes, strict=True):
-        same = total.dtype == dtype
-        outs.append(total if same else total.device.empty(total.shape, dtype))
-    moved = [
-        place
-        for place, (out, total) in enumerate(zip(outs, totals, strict=True))
-        if divisor != 1 or out is not total
-    ]
-    ops.all_sum([[outs[place]] for place in moved], [[totals[place]] for place in moved],
-                divisor=divisor)  # fmt: skip
-    return [(out,) for out in outs]
+def _room(state: AccumulatorState) -> tuple[Buffer, Buffer]:
+    """The sum on the one device and where its result goes: the sum itself if of its type."""
+    (total,) = _partials(state)
+    same = total.dtype == state.dtype
+    return total, total if same else total.device.empty(total.shape, state.dtype)
+
+
+def _divide(alone: dict[AccumulatorState, tuple[Buffer, Buffer]]) -> None:
+    """``out = total / divisor`` for each state; co-located devices share a launch."""
+    launches: dict[tuple[int, float], list[tuple[Buffer, Buffer]]] = {}
+    for state, (total, out) in alone.items():
+        divisor = _divisor(state)
+        if divisor != 1 or out is not total:
+            key = (total.device.physical, divisor)
+            launches.setdefault(key, []).append((total, out))
+    for (_, divisor), pairs in launches.items():
+        devices = [total.device for total, _ in pairs]
+        gather(devices[0], devices)
+        ops.all_sum(
+            [[out] for _, out in pairs],
+            [[total] for total, _ in pairs],
+            divisor=divisor,
+            device=devices[0],
+        )
+        scatter(devices[0], devices)
 
 
 def _missing(ticket: Ticket, timeout: float | None) -> str:

@@ -45,9 +45,12 @@ class Ticket:
     error: BaseException | None = None
 
     def is_ready(self) -> bool:
-        """Whether it is head of every queue and all hold enough; all locks must be held."""
+        """Whether it heads every queue, all open, and all hold enough; all locks must be held."""
         return all(
-            state.queue and state.queue[0] is self and state.count >= self.num_required
+            not state.closed
+            and state.queue
+            and state.queue[0] is self
+            and state.count >= self.num_required
             for state in self.states
         )
 
@@ -69,7 +72,7 @@ class AccumulatorState:
         reduction_type: ``"MEAN"`` or ``"SUM"``.
         devices: one partial sum is kept on each.
         over_mesh: whether results are mirrored on all devices.
-        ops: reduces the partial sums at a take.
+        ops: reduces the partial sums of a mesh at a take; None for the default one.
         lock: guards everything below.
         count: gradients in the sum.
         step: gradients of an earlier one are stale.
@@ -88,7 +91,7 @@ class AccumulatorState:
         reduction_type: str,
         devices: tuple[Device, ...],
         over_mesh: bool,
-        ops: AllReduceCrossDeviceOps,
+        ops: AllReduceCrossDeviceOps | None,
     ) -> None:
         self.number = next(_numbers)
         self.dtype = dtype
@@ -116,13 +119,13 @@ class AccumulatorState:
         """Sets the step, with a warning if it goes back; waiting takes are not looked at."""
         with self.lock:
             self.check_open()
-            if step < self.step:
-                _log.warning(
-                    "Attempt to set current_global_step_ to smaller value: current %d >= new %d",
-                    self.step,
-                    step,
-                )
-            self.step = step
+            before, self.step = self.step, step
+        if step < before:  # a handler may do anything: no lock is held
+            _log.warning(
+                "Attempt to set current_global_step_ to smaller value: current %d >= new %d",
+                before,
+                step,
+            )
 
     def emptied(self) -> None:
         """After a take: nothing accumulated, one step on; the lock must be held."""
@@ -130,19 +133,6 @@ class AccumulatorState:
         self.step += 1
         self.sum_shape = None
         self.totals = [None] * len(self.devices)
-
-    def close(self) -> None:
-        """Cancels every waiting take, joint ones in all their queues."""
-        with self.lock:
-            self.closed = True
-            waiting = list(self.queue)
-        for ticket in waiting:
-            with locked(ticket.states):
-                if not ticket.done.is_set():
-                    ticket.error = CancelledError("TakeGrad operation was cancelled")
-                    ticket.leave()
-        with self.lock:
-            self.totals = [None] * len(self.devices)
 
 
 @contextmanager

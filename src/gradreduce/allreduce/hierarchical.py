@@ -56,7 +56,8 @@ def plan_slices(
     """Which device adds which part of which pack.
 
     Args:
-        packs: ``(elements, bytes of an element)`` of each pack.
+        packs: ``(elements, bytes of an element)`` of each pack; of the narrower one where inputs
+            and outs differ, so that a cut is a vector boundary in both.
         mains: the first replica on each physical device.
         slice_bytes: a pack of at least this many bytes is cut, at 16-byte boundaries, into one
             slice for each physical device; smaller ones take turns.
@@ -86,15 +87,17 @@ def hierarchical_copy(jobs: Sequence[Job]) -> None:
         return
     devices = [buffer.device for buffer in jobs[0].inputs]
     mains = [places[0] for places in by_physical(devices).values()]
-    slices = plan_slices(
-        [(job.inputs[0].size, job.inputs[0].dtype.itemsize) for job in jobs], mains
-    )
+    slices = plan_slices([(job.inputs[0].size, _narrower(job)) for job in jobs], mains)
     with devices[0].fabric.launch_lock:
         if all(_reaches(devices[main], devices) for main in mains):
             _direct(jobs, slices, devices)
         else:
             for part in slices:
                 _staged(jobs[part.job].part(part.start, part.stop), part.main, devices)
+
+
+def _narrower(job: Job) -> int:
+    return min(job.inputs[0].dtype.itemsize, job.outs[0].dtype.itemsize)
 
 
 def _reaches(main: Device, devices: Sequence[Device]) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .base import Collective, Device
+from .base import Device
+from .collective import Collective
 from .colocated import by_physical, gather, scatter
 from .dtypes import DType, accumulate_dtype, as_dtype, element_of
 from .journal import Journal, Record

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,12 +20,12 @@ from .dtypes import as_dtype
 from .fabric import Fabric
 from .journal import Kind, Record
 from .kernel import Kernel, Template
-from .memory import Block, Buffer, Mark, Queue, Row
+from .memory import Block, Buffer, Dead, Mark, Queue, Row
 
 if TYPE_CHECKING:
     from .mesh import Mesh
 
-__all__ = ["Collective", "Device"]
+__all__ = ["Device"]
 
 
 class Device(ABC):
@@ -41,15 +41,18 @@ class Device(ABC):
         physical: number of the physical device (the GPU ordinal).
         mesh: the whole mesh that it was opened with.
         dead: memory of blocks that have died, until ``drain`` takes it back.
+        defers: whether work may still be waiting when the call that gave it has returned.
     """
 
     mesh: Mesh
+    defers: bool = False
 
     def __init__(self, fabric: Fabric, index: int, physical: int) -> None:
         self.fabric = fabric
         self.index = index
         self.physical = physical
-        self.dead: deque[tuple[Any, int, set[tuple[Device, Queue]]]] = deque()
+        self.dead: deque[Dead] = deque()
+        self._parked: deque[tuple[Dead, list[Any]]] = deque()
 
     @property
     def name(self) -> str:
@@ -65,6 +68,8 @@ class Device(ABC):
         """A Buffer of memory from this device's pool, its content undefined."""
         self.fabric.check_open()
         dtype = as_dtype(dtype)
+        if min(shape, default=0) < 0:
+            raise ValueError(f"shape={shape} has a negative extent")
         block = self._allocate(math.prod(shape) * dtype.itemsize)
         buffer = Buffer(block, 0, tuple(shape), dtype)
         self._fill_fresh(buffer)
@@ -78,7 +83,6 @@ class Device(ABC):
             self._record("fill", nbytes=buffer.nbytes)
         return buffer
 
-    @abstractmethod
     def adopt(self, array: Any, stream: int | None = None) -> Buffer:
         """A Buffer on the caller's own memory; our compute queue waits for ``stream``.
 
@@ -90,13 +94,21 @@ class Device(ABC):
             DeviceMismatchError: the memory is not this device's.
             ValueError: the array is not contiguous.
         """
+        self.fabric.check_open()
+        return self._adopt(array, stream)
 
-    @abstractmethod
     def release(self, buffer: Buffer, stream: int | None = None) -> Any:
         """The backend's array of ``buffer``'s memory, kept alive by it; nothing is copied.
 
         ``stream`` (raw handle; None for a host array) waits for our compute queue.
+
+        Raises:
+            DeviceMismatchError: the buffer is another device's.
         """
+        self.fabric.check_open()
+        if buffer.device is not self:
+            raise DeviceMismatchError(f"{self.name} cannot release {buffer}")
+        return self._release(buffer, stream)
 
     @abstractmethod
     def put(self, array: Any) -> Buffer:
@@ -114,12 +126,16 @@ class Device(ABC):
             queue: which of the device's queues copies.
 
         Raises:
+            DeviceMismatchError: ``out`` is another device's.
             ValueError: ``out`` has another shape or dtype, or is read-only.
         """
         self.fabric.check_open()
         buffer = self.empty(array.shape, array.dtype) if out is None else out
+        if buffer.device is not self:
+            raise DeviceMismatchError(f"{self.name} cannot upload into {buffer}")
         if (buffer.shape, buffer.dtype) != (array.shape, as_dtype(array.dtype)):
             raise ValueError(f"upload of {array.dtype}{array.shape} into {buffer}")
+        self._check_writable(buffer)
         if queue != "compute":  # a recycled block belongs to its last owner until then
             self.wait(self.mark("compute"), queue=queue)
             buffer.block.touched.add((self, queue))
@@ -130,6 +146,7 @@ class Device(ABC):
 
     def download(self, buffer: Buffer) -> np.ndarray:
         """A host copy of ``buffer``; waits for what the compute queue holds so far."""
+        self.fabric.check_open()
         self._check_reach(buffer)
         self._record("download", nbytes=buffer.nbytes)
         return self._download(buffer)
@@ -145,7 +162,7 @@ class Device(ABC):
         on another queue or device, ``mark`` this one and ``wait`` there.
 
         Raises:
-            ValueError: size or dtype differ.
+            ValueError: size or dtype differ, or ``dst`` is read-only.
             DeviceMismatchError: neither end is this device's, or one is of another mesh.
         """
         self.fabric.check_open()
@@ -155,6 +172,7 @@ class Device(ABC):
             raise DeviceMismatchError(f"{self.name} cannot copy to {dst} from {src}")
         if dst.size == 0:
             return
+        self._check_writable(dst)
         for end in (src, dst):
             if end.device is not self or queue != "compute":
                 self.wait(end.device.mark("compute"), queue=queue)
@@ -162,7 +180,7 @@ class Device(ABC):
         self._before_write(dst, queue)
         self._copy(dst, src, queue)
         if src.device is not self or queue != "compute":
-            src.block.readers.append(self.mark(queue))
+            src.block.readers[self, queue] = self.mark(queue)
         self._record("copy", source=src.device.index, nbytes=dst.nbytes, queue=queue)
 
     def launch(
@@ -190,33 +208,36 @@ class Device(ABC):
         if not rows:
             return
         num_written = kernel.num_written(scalars)
+        self._check_rows(rows, num_written)
         crossing = 0
         for row in rows:
-            for position, operand in enumerate(row):
-                self._check_reach(operand)
+            for operand in row:
                 if operand.device is not self or queue != "compute":
                     operand.block.touched.add((self, queue))
                     if operand.device.physical != self.physical:
                         crossing += operand.nbytes
-                if position < num_written:
-                    self._before_write(operand, queue)
+            for operand in row[:num_written]:
+                self._before_write(operand, queue)
         self._launch(kernel, template, rows, scalars, queue)
         self._record("launch", name=kernel.name, nbytes=crossing, queue=queue, num_rows=len(rows))
 
-    @abstractmethod
     def prepare(self, kernel: Kernel, template: Template) -> None:
         """Compiles, if anything must be compiled, so that a later launch does not (under a lock).
 
         Raises:
             BackendUnavailableError: the compiler is missing.
         """
+        self.fabric.check_open()
+        self._prepare(kernel, template)
 
     def mark(self, queue: Queue = "compute") -> Mark:
         """Marks the end of what ``queue`` holds now."""
+        self.fabric.check_open()
         return Mark(self, queue, self._mark(queue))
 
     def wait(self, mark: Mark, *, queue: Queue = "compute") -> None:
         """What ``queue`` is given from now on runs after ``mark``; the host does not wait."""
+        self.fabric.check_open()
         if mark.device is not self or mark.queue != queue:
             self._wait(mark, queue)
 
@@ -229,17 +250,29 @@ class Device(ABC):
 
     def trim(self) -> None:
         """Gives the pool's free memory back to the system."""
+        self.fabric.check_open()
         self.drain()
         self._trim()
 
     def drain(self) -> None:
-        """Takes the memory of dead blocks back into the pool; ``empty`` calls it first."""
-        while self.dead:
-            try:
-                raw, nbytes, touched = self.dead.popleft()
-            except IndexError:  # another thread was faster
-                return
-            self._recycle(raw, nbytes, touched)
+        """Takes the memory of dead blocks back into the pool; ``empty`` calls it first.
+
+        What another queue has used waits, parked, until that queue has passed the place where it
+        is now: only then may the compute queue, in whose order the pool hands memory out, write it.
+        """
+        with suppress(IndexError):  # another thread was faster
+            while self.dead:
+                dead = self.dead.popleft()
+                users = dead.touched if dead.owned else {*dead.touched, (self, "compute")}
+                marks = [device._mark(queue) for device, queue in users]
+                self._parked.append((dead, marks))
+            for _ in range(len(self._parked)):
+                dead, marks = self._parked.popleft()
+                if all(self._passed(mark) for mark in marks):
+                    if dead.owned:
+                        self._recycle(dead.raw, dead.nbytes)
+                else:
+                    self._parked.append((dead, marks))
 
     # -- checks and records -----------------------------------------------------------------------
 
@@ -255,13 +288,22 @@ class Device(ABC):
             why = "no peer access" if operand.block.owned else "its memory is not our pool's"
             raise DeviceMismatchError(f"{self.name} cannot reach {operand}: {why}; copy it first")
 
+    def _check_rows(self, rows: Sequence[Row], num_written: int) -> None:
+        for row in rows:
+            for operand in row:
+                self._check_reach(operand)
+            for operand in row[:num_written]:
+                self._check_writable(operand)
+
+    def _check_writable(self, operand: Buffer) -> None:
+        if not operand.block.writable:
+            raise ValueError(f"{operand} is read-only")
+
     def _before_write(self, operand: Buffer, queue: Queue) -> None:
         block = operand.block
-        if not block.writable:
-            raise ValueError(f"{operand} is read-only")
         if block.readers:
-            readers, block.readers = block.readers, []
-            for mark in readers:
+            readers, block.readers = block.readers, {}
+            for mark in readers.values():
                 self.wait(mark, queue=queue)
 
     def _record(
@@ -281,10 +323,19 @@ class Device(ABC):
     # -- what a backend implements ----------------------------------------------------------------
 
     @abstractmethod
+    def _adopt(self, array: Any, stream: int | None) -> Buffer: ...
+
+    @abstractmethod
+    def _release(self, buffer: Buffer, stream: int | None) -> Any: ...
+
+    @abstractmethod
+    def _prepare(self, kernel: Kernel, template: Template) -> None: ...
+
+    @abstractmethod
     def _allocate(self, nbytes: int) -> Block: ...
 
     @abstractmethod
-    def _recycle(self, raw: Any, nbytes: int, touched: set[tuple[Device, Queue]]) -> None: ...
+    def _recycle(self, raw: Any, nbytes: int) -> None: ...
 
     @abstractmethod
     def _trim(self) -> None: ...
@@ -318,32 +369,10 @@ class Device(ABC):
     def _mark(self, queue: Queue) -> Any: ...
 
     @abstractmethod
+    def _passed(self, event: Any) -> bool: ...
+
+    @abstractmethod
     def _wait(self, mark: Mark, queue: Queue) -> None: ...
 
     @abstractmethod
     def _synchronize(self) -> None: ...
-
-
-class Collective(ABC):
-    """Collectives over one buffer of each physical device, each on that device's compute queue."""
-
-    @abstractmethod
-    def all_reduce(self, buffers: Sequence[Buffer], op: str = "sum") -> None:
-        """Every buffer becomes the sum of all, in place.
-
-        Raises:
-            CollectiveError: two buffers share a physical device, or sizes or dtypes differ.
-        """
-
-    @abstractmethod
-    def broadcast(self, buffers: Sequence[Buffer], root: int) -> None:
-        """Every buffer becomes ``buffers[root]``."""
-
-    @abstractmethod
-    def all_gather(self, outputs: Sequence[Buffer], inputs: Sequence[Buffer]) -> None:
-        """Every output becomes all inputs end to end, in order."""
-
-    @contextmanager
-    def group(self) -> Iterator[None]:
-        """Calls inside travel as one operation."""
-        yield

@@ -22,7 +22,10 @@ def by_physical(devices: Sequence[Device]) -> dict[int, tuple[int, ...]]:
 
 
 def gather(leader: Device, others: Iterable[Device]) -> None:
-    """What the leader launches from now on comes behind what the others hold so far."""
+    """What the leader launches from now on comes behind what the others hold so far.
+
+    Say it after the last allocation: memory comes in the order of its device's compute queue.
+    """
     for other in dict.fromkeys(others):
         if other is not leader:
             leader.wait(other.mark())

@@ -67,12 +67,14 @@ def as_dtype(dtype: DTypeLike) -> np.dtype:
     """The NumPy dtype of a name, a type or a dtype (``"bfloat16"`` too).
 
     Raises:
-        TypeError: not a dtype, not in native byte order, or one that cannot be added (bool,
-            strings, objects, dates).
+        TypeError: not a dtype (None is none), not in native byte order, or one that cannot be
+            added (bool, strings, objects, dates).
     """
+    if dtype is None:  # NumPy takes it for float64
+        raise TypeError("dtype=None names no NumPy dtype")
     try:
         found = BFLOAT16 if isinstance(dtype, str) and dtype == "bfloat16" else np.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError):
         raise TypeError(f"dtype={dtype!r} names no NumPy dtype") from None
     if found not in _ELEMENT_OF:
         allowed = ", ".join(str(known) for known in _ELEMENT_OF)

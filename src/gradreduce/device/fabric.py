@@ -22,7 +22,7 @@ class Fabric:
             device sees those of all threads in one order.
     """
 
-    def __init__(self, backend: str, *, peer_access: bool) -> None:
+    def __init__(self, backend: str, *, peer_access: bool | set[tuple[int, int]]) -> None:
         self.backend = backend
         self.recorder = Recorder()
         self.launch_lock = threading.RLock()
@@ -32,7 +32,11 @@ class Fabric:
 
     def peers(self, physical: int, other: int) -> bool:
         """Whether a launch on one physical device may touch the memory of the other."""
-        return physical == other or self._peer_access
+        if physical == other:
+            return True
+        if isinstance(self._peer_access, bool):
+            return self._peer_access
+        return (physical, other) in self._peer_access
 
     def close(self) -> None:
         """Makes every later use of its devices an error."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,7 @@ __all__ = [
     "ALIGNMENT",
     "Block",
     "Buffer",
+    "Dead",
     "FlatLayout",
     "Mark",
     "Queue",
@@ -38,7 +39,7 @@ class Block:
         nbytes: its size.
         owned: from our pool (True), or adopted from a caller's array (False).
         writable: False for a caller's read-only array.
-        readers: marks of copies that still read it; the next writer waits for them.
+        readers: the last copy that reads it on each queue, marked; the next writer waits.
         touched: queues other than its home queue that used it; when the block dies with any,
             its memory is parked until they have passed.
     """
@@ -57,13 +58,30 @@ class Block:
         self.nbytes = nbytes
         self.owned = owned
         self.writable = writable
-        self.readers: list[Mark] = []
+        self.readers: dict[tuple[Device, Queue], Mark] = {}
         self.touched: set[tuple[Device, Queue]] = set()
 
     def __del__(self) -> None:
         # No lock and no driver call here: the collector runs this anywhere, in any thread.
-        if self.owned:
-            self.device.dead.append((self.raw, self.nbytes, self.touched))
+        if self.owned or self.device.defers:
+            self.device.dead.append(Dead(self.raw, self.nbytes, self.touched, self.owned))
+
+
+class Dead(NamedTuple):
+    """What is left of a block whose last reference has died.
+
+    Attributes:
+        raw: the backend's handle, which still keeps the memory.
+        nbytes: its size.
+        touched: queues other than its home queue that used it.
+        owned: from our pool, whose order is that of the device's compute queue; a caller's memory
+            is in nobody's order that we know.
+    """
+
+    raw: Any
+    nbytes: int
+    touched: set[tuple[Device, Queue]]
+    owned: bool
 
 
 class Buffer:
@@ -107,15 +125,19 @@ class Buffer:
             dtype: of the view; default this one's. Bytes are looked at anew, not converted.
 
         Raises:
-            ValueError: the view would reach outside this buffer.
+            ValueError: the view would reach outside this buffer, or start between two of the
+                addresses that its dtype may have.
         """
         dtype = self.dtype if dtype is None else dtype
         offset = start * self.dtype.itemsize
-        if start < 0 or offset + math.prod(shape) * dtype.itemsize > self.nbytes:
+        outside = start < 0 or offset + math.prod(shape) * dtype.itemsize > self.nbytes
+        if outside or min(shape, default=0) < 0:
             raise ValueError(
                 f"view of shape {shape} and dtype {dtype} at element {start} reaches outside a "
                 f"buffer of {self.size} elements of {self.dtype}"
             )
+        if (self.address + offset) % dtype.alignment:
+            raise ValueError(f"view of dtype {dtype} at element {start} of {self} is misaligned")
         return Buffer(self.block, self.address - self.block.address + offset, shape, dtype)
 
     def numpy(self) -> np.ndarray:

@@ -15,23 +15,27 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
-from types import TracebackType
+from functools import cache, cached_property
+from types import ModuleType, TracebackType
 
 from numpy.typing import DTypeLike
 
 from gradreduce.errors import BackendUnavailableError
 
-from .base import Collective, Device
+from .base import Device
+from .collective import Collective
 from .colocated import by_physical
 from .dtypes import as_dtype
 from .fabric import Fabric
 from .journal import Journal
 from .memory import Buffer, flat_layout
-from .sim import FACES, SimCollective, SimDevice, SimOptions, Workers
+from .sim import FACES, SimDevice, SimOptions
+from .sim_collective import SimCollective
+from .sim_queue import RunAtOnce, Shuffled
+from .sim_workers import Workers
 
 __all__ = ["FlatBuffer", "Mesh", "default_mesh", "open_mesh"]
 
@@ -69,20 +73,33 @@ class Mesh:
     """
 
     def __init__(
-        self, devices: Sequence[Device], fabric: Fabric, workers: Workers, collective: Collective
+        self,
+        devices: Sequence[Device],
+        fabric: Fabric,
+        collective: Callable[[], Collective],
+        on_close: Callable[[], None],
     ) -> None:
         self.devices = tuple(devices)
         self.num_replicas = len(self.devices)
         self.process_index = 0
         self.num_processes = 1
         self.fabric = fabric
-        self.collective = collective
-        self._workers = workers
+        self._make_collective = collective
+        self._on_close = on_close
 
     @property
     def backend(self) -> str:
         """``"sim"`` or ``"cuda"``."""
         return self.fabric.backend
+
+    @property
+    def collective(self) -> Collective:
+        """Collectives over the physical devices; made at the first use, shared by all parts.
+
+        Raises:
+            BackendUnavailableError: NCCL is missing.
+        """
+        return self._make_collective()
 
     @cached_property
     def by_physical(self) -> dict[int, tuple[int, ...]]:
@@ -126,7 +143,7 @@ class Mesh:
     def close(self) -> None:
         """Ends the mesh and all its parts; calling it twice is fine."""
         self.fabric.close()
-        self._workers.close()
+        self._on_close()
 
     def __enter__(self) -> Mesh:
         return self
@@ -155,7 +172,7 @@ class Mesh:
             chosen = tuple(self.devices[place] for place in part)
         if not chosen or len(set(chosen)) != len(chosen):
             raise ValueError(f"mesh[{part}] must name at least one device, and none twice")
-        return Mesh(chosen, self.fabric, self._workers, self.collective)
+        return Mesh(chosen, self.fabric, self._make_collective, self._on_close)
 
     def __repr__(self) -> str:
         placement = [device.physical for device in self.devices]
@@ -169,6 +186,7 @@ def open_mesh(
     peer_access: bool = True,
     kernels: str = "numpy",
     strict: bool | None = None,
+    schedule_seed: int | None = None,
 ) -> Mesh:
     """Opens devices. A backend asked for by name never turns into another one.
 
@@ -185,6 +203,9 @@ def open_mesh(
             ``"sanitized"``, builds with a GPU's geometry.
         strict: simulation only: fill fresh memory with NaN (integers: 0xA5 bytes). Default
             ``GRADREDUCE_SIM_STRICT``, else no.
+        schedule_seed: simulation only: run the device queues in a random order that the fences
+            allow, each seed in another one (0: as late as can be, 1: as early), and turn freed
+            memory to NaN. For tests of code that queues work. Default: work runs at once.
 
     Returns:
         A mesh of new devices; meshes work side by side and share no memory.
@@ -201,23 +222,71 @@ def open_mesh(
     if kernels not in FACES:
         raise ValueError(f"kernels={kernels!r} is not one of {tuple(FACES)}")
     if backend == "cuda":
-        raise BackendUnavailableError(f"backend='cuda' cannot run here: {_why_no_cuda()}")
-    return _open_sim(_placement(devices), peer_access, kernels, strict)
-
-
-def _open_sim(
-    placement: Sequence[int], peer_access: bool, kernels: str, strict: bool | None
-) -> Mesh:
+        try:
+            return _open_cuda(devices)
+        except BackendUnavailableError as error:
+            raise BackendUnavailableError(f"backend='cuda' cannot run here: {error}") from error
     if strict is None:
         strict = _integer("GRADREDUCE_SIM_STRICT", 0, minimum=0) > 0
     workers = Workers(_integer("GRADREDUCE_SIM_THREADS", _num_cores()))
+    scheduler = RunAtOnce() if schedule_seed is None else Shuffled(schedule_seed)
+    options = SimOptions(kernels, strict, workers, scheduler)
+    return _open_sim(_placement(devices), peer_access, options)
+
+
+def _open_sim(placement: Sequence[int], peer_access: bool, options: SimOptions) -> Mesh:
     fabric = Fabric("sim", peer_access=peer_access)
-    options = SimOptions(kernels, strict, workers)
     made = [SimDevice(fabric, index, physical, options) for index, physical in enumerate(placement)]
-    mesh = Mesh(made, fabric, workers, SimCollective())
+    return _mesh(made, fabric, cache(SimCollective), options.workers.close)
+
+
+def _open_cuda(devices: int | Sequence[int] | None) -> Mesh:
+    cuda, cuda_nccl = _cuda_backend()
+    num_gpus = cuda.visible_gpus()
+    placement = _placement(num_gpus if devices is None else devices)
+    if max(placement) >= num_gpus:
+        raise BackendUnavailableError(
+            f"devices={devices!r} names GPU {max(placement)}; CuPy sees {num_gpus}"
+        )
+    physicals = tuple(dict.fromkeys(placement))
+    fabric = Fabric("cuda", peer_access=cuda.enable_peer_access(physicals))
+    made = [cuda.CudaDevice(fabric, index, gpu) for index, gpu in enumerate(placement)]
+    collective = cache(cuda_nccl.NcclCollective)
+
+    def close() -> None:
+        if collective.cache_info().currsize:
+            collective().close()
+
+    return _mesh(made, fabric, collective, close)
+
+
+def _mesh(
+    made: Sequence[Device],
+    fabric: Fabric,
+    collective: Callable[[], Collective],
+    on_close: Callable[[], None],
+) -> Mesh:
+    """The whole mesh of new devices."""
+    mesh = Mesh(made, fabric, collective, on_close)
     for device in made:
         device.mesh = mesh
     return mesh
+
+
+def _cuda_backend() -> tuple[ModuleType, ModuleType]:
+    """The two files that import CuPy: the one door to them.
+
+    Raises:
+        BackendUnavailableError: CuPy is missing or sees no GPU; says what to install.
+    """
+    if importlib.util.find_spec("cupy") is None:
+        raise BackendUnavailableError(f"CuPy is not installed; {_INSTALL}")
+    try:
+        from . import cuda, cuda_nccl
+    except ImportError as error:
+        raise BackendUnavailableError(f"CuPy does not import ({error}); {_INSTALL}") from error
+    cuda.visible_gpus()
+    return cuda, cuda_nccl
 
 
 _default: list[Mesh] = []
@@ -246,39 +315,34 @@ def _backend_from_environment() -> str:
         if named not in _BACKENDS:
             raise ValueError(f"GRADREDUCE_BACKEND={named!r} is not one of {_BACKENDS}")
         return named
-    _warn_once()
-    return "sim"
+    try:
+        _cuda_backend()
+    except BackendUnavailableError as error:
+        _warn_once(str(error))
+        return "sim"
+    return "cuda"
 
 
 _warned = threading.Event()
 
 
-def _warn_once() -> None:
+def _warn_once(why: str) -> None:
     if not _warned.is_set():
         _warned.set()
         _log.warning(
             "gradreduce runs on simulated devices (NumPy): %s. GRADREDUCE_BACKEND=sim silences "
             "this, GRADREDUCE_BACKEND=cuda makes it an error.",
-            _why_no_cuda(),
+            why,
         )
-
-
-def _why_no_cuda() -> str:
-    """Why no GPU is used, and what to install."""
-    if importlib.util.find_spec("cupy") is None:
-        return f"CuPy is not installed; {_INSTALL}"
-    return (
-        "CuPy is installed, but this version of gradreduce has no CUDA backend yet; the one that "
-        f"has will need {_INSTALL}"
-    )
 
 
 def _placement(devices: int | Sequence[int] | None) -> tuple[int, ...]:
     if devices is None:
         devices = _integer("GRADREDUCE_SIM_DEVICES", 4)
-    if isinstance(devices, int):
-        devices = range(devices)
-    placement = tuple(devices)
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        placement: tuple[int, ...] = tuple(range(devices))
+    else:
+        placement = tuple(devices) if isinstance(devices, Iterable) else ()
     if not placement or any(
         isinstance(physical, bool) or not isinstance(physical, int) or physical < 0
         for physical in placement
@@ -292,7 +356,7 @@ def _integer(variable: str, default: int, *, minimum: int = 1) -> int:
     text = os.environ.get(variable, "")
     if not text:
         return default
-    if not text.isdigit() or int(text) < minimum:
+    if not text.isdecimal() or int(text) < minimum:
         raise ValueError(f"{variable}={text!r} must be a number from {minimum} up")
     return int(text)
 

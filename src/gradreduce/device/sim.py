@@ -7,26 +7,26 @@ pool and is handed out dirty, as on a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from gradreduce.errors import CollectiveError, DeviceMismatchError
+from gradreduce.errors import DeviceMismatchError
 
-from .base import Collective, Device
+from .base import Device
 from .compiled import host_kernel
-from .dtypes import BFLOAT16, accumulate_dtype, as_dtype
+from .dtypes import BFLOAT16, as_dtype
 from .fabric import Fabric
-from .journal import Record
 from .kernel import Kernel, Template
 from .memory import Block, Buffer, Mark, Queue, Row
 from .sim_pool import SimPool
+from .sim_queue import Event, Scheduler
+from .sim_workers import Workers
 from .table import INLINE_WORDS, pack_table, row_words
 
-__all__ = ["FACES", "SimCollective", "SimDevice", "SimOptions", "Workers"]
+__all__ = ["BLOCK_SIZE", "FACES", "SimDevice", "SimOptions", "sim_device"]
 
 # kernels= -> build of the .cu text (None: the NumPy twin)
 FACES: dict[str, str | None] = {
@@ -38,33 +38,6 @@ FACES: dict[str, str | None] = {
 # Elements of a twin's block: its scratch stays in the second-level cache. 8-term add of 8M float32
 # on two cores, 2026-11: 2^14 25 ms, 2^16 18 ms, 2^19 24 ms.
 BLOCK_SIZE = 1 << 16
-# Handing work to another thread costs about 50 us: below this many elements one thread is faster.
-SPREAD_SIZE = 1 << 18
-
-
-class Workers:
-    """The host threads that stand for the cores of all simulated devices of a mesh."""
-
-    def __init__(self, num_threads: int) -> None:
-        self.num_threads = max(1, num_threads)
-        self._pool: ThreadPoolExecutor | None = None
-
-    def run(self, jobs: Sequence[Callable[[], None]]) -> None:
-        """Runs all jobs, the last one in the calling thread; raises the first failure."""
-        if len(jobs) > 1 and self._pool is None:
-            self._pool = ThreadPoolExecutor(self.num_threads - 1, "gradreduce-sim")
-        futures = [self._pool.submit(job) for job in jobs[:-1]] if self._pool else []
-        try:
-            jobs[-1]()
-        finally:
-            for future in futures:
-                future.result()
-
-    def close(self) -> None:
-        """Ends the threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +48,7 @@ class SimOptions:
         face: a key of ``FACES``: which face of a kernel a launch runs.
         strict: fill fresh memory with NaN (integers: 0xA5 bytes) instead of leaving it as it is.
         workers: the threads that run launches.
+        scheduler: runs the queues of all devices of the mesh.
         geometry: blocks and threads of a launch in the exact and sanitized builds; any must give
             the same result, so this one is odd on purpose.
     """
@@ -82,23 +56,26 @@ class SimOptions:
     face: str
     strict: bool
     workers: Workers
+    scheduler: Scheduler
     geometry: tuple[int, int] = (3, 37)
 
 
 class SimDevice(Device):
-    """A logical device in host memory. Work runs at once, in the calling thread."""
+    """A logical device in host memory. Work runs as its scheduler says: at once, or shuffled."""
 
     def __init__(self, fabric: Fabric, index: int, physical: int, options: SimOptions) -> None:
         super().__init__(fabric, index, physical)
         self.options = options
+        self.scheduler = options.scheduler
+        self.defers = options.scheduler.defers
         self._pool = SimPool()
 
     # -- memory ---------------------------------------------------------------------------------
 
-    def adopt(self, array: Any, stream: int | None = None) -> Buffer:
-        """See ``Device.adopt``; takes NumPy arrays."""
+    def _adopt(self, array: Any, stream: int | None) -> Buffer:
         if not isinstance(array, np.ndarray):
             raise DeviceMismatchError(f"{self.name} holds host arrays, not {type(array).__name__}")
+        array = np.asarray(array)  # no subclass: np.matrix has no flat view
         dtype = as_dtype(array.dtype)
         if not (array.flags.c_contiguous and array.flags.aligned):
             raise ValueError("an adopted array must be contiguous in C order and aligned")
@@ -107,15 +84,18 @@ class SimDevice(Device):
         block = Block(self, array, address, array.nbytes, owned=False, writable=writable)
         return Buffer(block, 0, array.shape, dtype, array)
 
-    def release(self, buffer: Buffer, stream: int | None = None) -> np.ndarray:
-        """See ``Device.release``; a NumPy array that keeps the memory alive."""
+    def _release(self, buffer: Buffer, stream: int | None) -> np.ndarray:
+        self.scheduler.finish((self, "compute"))  # a host array has no stream that could wait
         return self.array(buffer)
 
     def put(self, array: Any) -> Buffer:
-        """See ``Device.put``: a NumPy array is shared if contiguous and aligned, else copied."""
+        """See ``Device.put``: a NumPy array is shared if contiguous and aligned, else copied.
+
+        Copied too where work is deferred: its owner may change it as soon as the call returns.
+        """
         array = np.asarray(array)
         as_dtype(array.dtype)
-        if array.flags.c_contiguous and array.flags.aligned:
+        if array.flags.c_contiguous and array.flags.aligned and not self.defers:
             return self.adopt(array)
         return self.upload(array)
 
@@ -130,11 +110,31 @@ class SimDevice(Device):
         array: np.ndarray = buffer.array
         return array
 
+    def memory(self, buffer: Buffer) -> np.ndarray:
+        """The flat array that queued work uses.
+
+        Where work is deferred it does *not* keep the block alive: as on a GPU, memory that is
+        freed while work still uses it belongs to somebody else by then.
+        """
+        if not self.defers:
+            return self.array(buffer).reshape(-1)
+        block = buffer.block
+        start = buffer.address - block.address
+        whole = block.raw.reshape(-1).view(np.uint8)
+        if block.owned:
+            start += block.address - whole.__array_interface__["data"][0]
+        flat: np.ndarray = whole[start : start + buffer.nbytes].view(buffer.dtype)
+        return flat
+
     def _allocate(self, nbytes: int) -> Block:
         self.drain()
         return SimBlock(self, *self._pool.take(nbytes))
 
-    def _recycle(self, raw: Any, nbytes: int, touched: set[tuple[Device, Queue]]) -> None:
+    def _recycle(self, raw: Any, nbytes: int) -> None:
+        if (
+            self.defers
+        ):  # whoever uses it from here on, in the order of the compute queue, reads NaN
+            self.scheduler.submit((self, "compute"), partial(raw.fill, 0xFF))
         self._pool.give(raw, nbytes)
 
     def _trim(self) -> None:
@@ -143,28 +143,33 @@ class SimDevice(Device):
     def _fill_fresh(self, buffer: Buffer) -> None:
         if not self.options.strict:
             return
-        array = self.array(buffer)
-        if buffer.dtype.kind in "fc" or buffer.dtype == BFLOAT16:
-            array.fill(np.nan)
+        kind = buffer.dtype.kind
+        if kind in "fc" or buffer.dtype == BFLOAT16:
+            value = complex(np.nan, np.nan) if kind == "c" else np.nan
+            work = partial(self.memory(buffer).fill, value)
         else:
-            array.reshape(-1).view(np.uint8).fill(0xA5)
+            work = partial(self.memory(buffer).view(np.uint8).fill, 0xA5)
+        self.scheduler.submit((self, "compute"), work)
 
     def _fill_zero(self, buffer: Buffer) -> None:
-        self.array(buffer).fill(0)
+        self.scheduler.submit((self, "compute"), partial(self.memory(buffer).fill, 0))
 
     def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None:
-        np.copyto(self.array(dst), array)
+        source = array.copy() if self.defers else array
+        into = self.memory(dst).reshape(dst.shape)
+        self.scheduler.submit((self, queue), partial(np.copyto, into, source))
 
     def _download(self, buffer: Buffer) -> np.ndarray:
+        self.scheduler.finish((self, "compute"))
         return self.array(buffer).copy()
 
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
-        np.copyto(self.array(dst).reshape(-1), self.array(src).reshape(-1))
+        work = partial(np.copyto, sim_device(dst).memory(dst), sim_device(src).memory(src))
+        self.scheduler.submit((self, queue), work)
 
     # -- work -----------------------------------------------------------------------------------
 
-    def prepare(self, kernel: Kernel, template: Template) -> None:
-        """See ``Device.prepare``."""
+    def _prepare(self, kernel: Kernel, template: Template) -> None:
         build = FACES[self.options.face]
         if build is not None:
             host_kernel(kernel, build)
@@ -179,70 +184,69 @@ class SimDevice(Device):
     ) -> None:
         build = FACES[self.options.face]
         if build is None:
-            self._launch_twin(kernel, rows, scalars)
+            work = self._twin_work(kernel, rows, scalars)
         else:
-            self._launch_compiled(kernel, template, rows, scalars, build)
+            work = self._compiled_work(kernel, template, rows, scalars, build)
+        self.scheduler.submit((self, queue), work)
 
-    def _launch_twin(
+    def _twin_work(
         self, kernel: Kernel, rows: Sequence[Row], scalars: Sequence[int | float]
-    ) -> None:
+    ) -> Callable[[], None]:
         num_written = kernel.num_written(scalars)
         blocks: list[list[np.ndarray]] = []
         for row in rows:
-            arrays = [self.array(operand).reshape(-1) for operand in row]
+            arrays = [sim_device(operand).memory(operand) for operand in row]
             for position in range(num_written, len(arrays)):
                 arrays[position] = read_only(arrays[position])
             for start in range(0, row[0].size, BLOCK_SIZE):
                 blocks.append([array[start : start + BLOCK_SIZE] for array in arrays])
 
-        def job(part: list[list[np.ndarray]]) -> Callable[[], None]:
-            def run() -> None:
-                with np.errstate(all="ignore"):  # a GPU raises no floating-point warnings
-                    kernel.twin(part, *scalars)
+        def job(part: list[list[np.ndarray]]) -> None:
+            with np.errstate(all="ignore"):  # a GPU raises no floating-point warnings
+                kernel.twin(part, *scalars)
 
-            return run
+        workers = self.options.workers
+        shares = workers.shares(blocks, sum(row[0].size for row in rows))
+        return partial(workers.run, [partial(job, part) for part in shares])
 
-        size = sum(row[0].size for row in rows)
-        self.options.workers.run([job(part) for part in self._shares(blocks, size)])
-
-    def _launch_compiled(
+    def _compiled_work(
         self,
         kernel: Kernel,
         template: Template,
         rows: Sequence[Row],
         scalars: Sequence[int | float],
         build: str,
-    ) -> None:
+    ) -> Callable[[], None]:
         words, num_chunks = row_words(rows)
-        held = np.array(words, np.int64)
-        address = 0 if len(words) <= INLINE_WORDS else held.__array_interface__["data"][0]
+        packed = np.array(words, np.int64)
+        address = 0 if len(words) <= INLINE_WORDS else packed.__array_interface__["data"][0]
         entry = host_kernel(kernel, build)
-        geometry = self.options.geometry
+        # What must outlive the work: the words, and the memory (though not its ownership).
+        held = (packed, [operand.block.raw for row in rows for operand in row])
 
-        def job(chunks: Sequence[int]) -> Callable[[], None]:
-            table = pack_table(held, len(rows), num_chunks, address=address)
+        def job(table: np.ndarray, _held: object) -> None:
+            entry.run(template, table, scalars, self.options.geometry)
+
+        jobs = []
+        workers = self.options.workers
+        for chunks in workers.shares(range(num_chunks), sum(row[0].size for row in rows)):
+            table = pack_table(packed, len(rows), num_chunks, address=address)
             table["first_chunk"], table["end_chunk"] = chunks[0], chunks[-1] + 1
-            return lambda: entry.run(template, table, scalars, geometry)
+            jobs.append(partial(job, table, held))
+        return partial(workers.run, jobs)
 
-        size = sum(row[0].size for row in rows)
-        self.options.workers.run([job(part) for part in self._shares(range(num_chunks), size)])
+    def _mark(self, queue: Queue) -> Event:
+        return self.scheduler.record((self, queue))
 
-    def _shares(self, blocks: Sequence[Any], size: int) -> list[Any]:
-        """``blocks`` cut into one contiguous part for each thread, or left whole if small."""
-        num_parts = min(self.options.workers.num_threads, len(blocks))
-        if size < SPREAD_SIZE or num_parts == 1:
-            return [blocks]
-        cuts = [len(blocks) * part // num_parts for part in range(num_parts + 1)]
-        return [blocks[start:end] for start, end in pairwise(cuts)]
-
-    def _mark(self, queue: Queue) -> None:
-        return None  # work runs at once: every place in a queue has passed
+    def _passed(self, event: Event) -> bool:
+        return event.passed
 
     def _wait(self, mark: Mark, queue: Queue) -> None:
-        return None
+        self.scheduler.wait((self, queue), mark.event)
 
     def _synchronize(self) -> None:
-        return None
+        for queue in ("compute", "transfer"):
+            self.scheduler.finish((self, queue))
 
 
 class SimBlock(Block):
@@ -270,51 +274,8 @@ def read_only(array: np.ndarray) -> np.ndarray:
     return view
 
 
-class SimCollective(Collective):
-    """Collectives over simulated devices: added in the accumulate type, in order, rounded once."""
-
-    def all_reduce(self, buffers: Sequence[Buffer], op: str = "sum") -> None:
-        """See ``Collective.all_reduce``."""
-        if op != "sum":
-            raise NotImplementedError(f"all_reduce with op={op!r}: only 'sum' so far")
-        arrays = self._arrays("all_reduce", buffers)
-        total = arrays[0].astype(accumulate_dtype(buffers[0].dtype))
-        with np.errstate(all="ignore"):
-            for array in arrays[1:]:
-                total += array
-            for array in arrays:
-                array[...] = total
-
-    def broadcast(self, buffers: Sequence[Buffer], root: int) -> None:
-        """See ``Collective.broadcast``."""
-        arrays = self._arrays("broadcast", buffers)
-        for array in arrays:
-            if array is not arrays[root]:
-                array[...] = arrays[root]
-
-    def all_gather(self, outputs: Sequence[Buffer], inputs: Sequence[Buffer]) -> None:
-        """See ``Collective.all_gather``."""
-        gathered = np.concatenate([part.reshape(-1) for part in self._arrays("all_gather", inputs)])
-        for buffer in outputs:
-            _sim(buffer).array(buffer).reshape(-1)[...] = gathered
-
-    def _arrays(self, name: str, buffers: Sequence[Buffer]) -> list[np.ndarray]:
-        """The arrays of a call whose buffers agree, one on each physical device."""
-        first = buffers[0]
-        if len({buffer.device.physical for buffer in buffers}) != len(buffers):
-            raise CollectiveError(f"{name}: two buffers lie on one physical device: {buffers}")
-        for position, buffer in enumerate(buffers):
-            if (buffer.size, buffer.dtype) != (first.size, first.dtype):
-                raise CollectiveError(f"{name}: buffer {position} is {buffer}, buffer 0 {first}")
-            if not buffer.block.writable:
-                raise CollectiveError(f"{name}: buffer {position} is read-only")
-        recorder = first.device.fabric.recorder
-        for buffer in buffers if recorder.recording else ():
-            recorder.add(Record("collective", name, buffer.device.index, nbytes=buffer.nbytes))
-        return [_sim(buffer).array(buffer) for buffer in buffers]
-
-
-def _sim(buffer: Buffer) -> SimDevice:
+def sim_device(buffer: Buffer) -> SimDevice:
+    """The simulated device that ``buffer`` lies on."""
     if not isinstance(buffer.device, SimDevice):
         raise DeviceMismatchError(f"{buffer} does not lie on a simulated device")
     return buffer.device

@@ -37,15 +37,15 @@ class SimPool:
         """Memory for ``nbytes``: the handle to give back, its address, and ``nbytes``."""
         rounded = self._rounded(nbytes)
         with self._lock:
-            self.live_bytes += rounded
             if self._free[rounded]:
-                self.free_bytes -= rounded
                 raw = self._free[rounded].pop()
-                return raw, self._start(raw), nbytes
-            if self.free_bytes > self.live_bytes:  # sizes have changed: do not hoard the old ones
-                self._clear()
-            self.grown += 1
-        raw = np.empty(rounded + START, np.uint8)
+                self.free_bytes -= rounded
+            else:
+                if self.free_bytes > self.live_bytes + rounded:  # sizes have changed: do not hoard
+                    self._clear()
+                raw = np.empty(rounded + START, np.uint8)
+                self.grown += 1
+            self.live_bytes += rounded
         return raw, self._start(raw), nbytes
 
     def give(self, raw: np.ndarray, nbytes: int) -> None:

@@ -90,16 +90,17 @@ class Optimizer:
             name: ignored; TensorFlow's name of the operation.
 
         Raises:
-            ValueError: no pair, None for every gradient, a variable twice, or a gradient of
-                another shape, dtype or device than its variable. Nothing was changed.
+            ValueError: no pair, None for every gradient, a variable twice, a gradient of another
+                shape, dtype or device than its variable or in the memory of a variable that is
+                written, or a ``global_step`` that is no scalar. Nothing was changed.
             TypeError: a gradient that is no array, or something else than a Variable.
             NotImplementedError: IndexedSlices.
         """
         present = _checked_pairs(grads_and_vars)
-        if global_step is not None and not isinstance(global_step, Variable):
-            raise TypeError(f"global_step={global_step!r} is not a Variable")
+        _check_global_step(global_step)
         gradients = self._near_gradients(present)
         variables = [var for _, var in present]
+        self._check_apart(variables, gradients)
         for slot_name in self._slot_names:
             slots = self._slots[slot_name]
             for var in variables:
@@ -188,6 +189,19 @@ class Optimizer:
                 found.append(_everywhere(grad, var))
         return found
 
+    def _check_apart(
+        self, variables: Sequence[Variable], gradients: Sequence[tuple[Buffer, ...]]
+    ) -> None:
+        """A launch reads all gradients while it writes all variables, in no order."""
+        slots = [slots[var] for slots in self._slots.values() for var in variables if var in slots]
+        written = {buffer.block for var in (*variables, *slots) for buffer in var.buffers}
+        for var, near in zip(variables, gradients, strict=True):
+            if any(buffer.block in written for buffer in near):
+                raise ValueError(
+                    f"the gradient of {var!r} is the memory of a variable or slot that this call "
+                    "writes; pass a copy"
+                )
+
     def _launch(
         self, variables: Sequence[Variable], gradients: Sequence[tuple[Buffer, ...]]
     ) -> None:
@@ -210,6 +224,15 @@ class Optimizer:
                 devices[0],
             )
             scatter(devices[0], devices)
+
+
+def _check_global_step(global_step: Any) -> None:
+    if global_step is None:
+        return
+    if not isinstance(global_step, Variable):
+        raise TypeError(f"global_step={global_step!r} is not a Variable")
+    if global_step.shape:
+        raise ValueError(f"global_step={global_step!r} must hold one number")
 
 
 def _checked_pairs(grads_and_vars: Iterable[tuple[Any, Variable]]) -> list[tuple[Any, Variable]]:

@@ -1,0 +1,85 @@
+"""What a collective library is to everything above it; never imports one.
+
+All of it runs on the compute queues of the buffers' devices, at most one buffer on each physical
+device.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from gradreduce.errors import CollectiveError, DeviceMismatchError
+
+from .journal import Record
+from .memory import Buffer
+
+__all__ = ["Collective"]
+
+
+class Collective(ABC):
+    """Collectives over one buffer of each physical device, each on that device's compute queue."""
+
+    @abstractmethod
+    def all_reduce(self, buffers: Sequence[Buffer], op: str = "sum") -> None:
+        """Every buffer becomes the sum of all, in place.
+
+        Raises:
+            CollectiveError: no buffer, two on one physical device, one that is read-only, or
+                sizes or dtypes differ.
+            DeviceMismatchError: the buffers are of several meshes.
+        """
+
+    @abstractmethod
+    def broadcast(self, buffers: Sequence[Buffer], root: int) -> None:
+        """Every buffer becomes ``buffers[root]``; raises as ``all_reduce`` does."""
+
+    @abstractmethod
+    def all_gather(self, outputs: Sequence[Buffer], inputs: Sequence[Buffer]) -> None:
+        """Every output becomes all inputs end to end, in order; raises as ``all_reduce`` does.
+
+        Each output lies where its input does and has the size of all inputs together.
+        """
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """Calls inside travel as one operation."""
+        yield
+
+    def _check(self, name: str, buffers: Sequence[Buffer], written: Sequence[Buffer]) -> None:
+        """Raises unless the buffers agree, one on each physical device of one mesh."""
+        if len({buffer.device.physical for buffer in buffers}) != max(1, len(buffers)):
+            raise CollectiveError(f"{name}: not one buffer on each physical device: {buffers}")
+        first = buffers[0]
+        first.device.fabric.check_open()
+        for position, buffer in enumerate(buffers):
+            if buffer.device.fabric is not first.device.fabric:
+                raise DeviceMismatchError(f"{name}: buffer {position} is of another mesh")
+            if (buffer.size, buffer.dtype) != (first.size, first.dtype):
+                raise CollectiveError(f"{name}: buffer {position} is {buffer}, buffer 0 {first}")
+        for buffer in written:
+            if not buffer.block.writable:
+                raise CollectiveError(f"{name}: {buffer} is read-only")
+
+    def _check_broadcast(self, buffers: Sequence[Buffer], root: int) -> None:
+        """Raises unless ``buffers[root]`` can be copied to the others."""
+        if not 0 <= root < len(buffers):
+            raise CollectiveError(f"broadcast: root={root} is none of {len(buffers)} buffers")
+        self._check("broadcast", buffers, [*buffers[:root], *buffers[root + 1 :]])
+
+    def _check_gather(self, outputs: Sequence[Buffer], inputs: Sequence[Buffer]) -> None:
+        """Raises unless each output lies with its input and has room for all."""
+        self._check("all_gather", inputs, outputs)
+        size = sum(buffer.size for buffer in inputs)
+        if [out.device for out in outputs] != [buffer.device for buffer in inputs]:
+            raise CollectiveError(f"all_gather: {outputs} lie elsewhere than {inputs}")
+        for position, out in enumerate(outputs):
+            if (out.size, out.dtype) != (size, inputs[0].dtype):
+                raise CollectiveError(f"all_gather: output {position} is {out}, not of size {size}")
+
+    def _record(self, name: str, buffers: Sequence[Buffer]) -> None:
+        """One record for each buffer."""
+        recorder = buffers[0].device.fabric.recorder
+        for buffer in buffers if recorder.recording else ():
+            recorder.add(Record("collective", name, buffer.device.index, nbytes=buffer.nbytes))

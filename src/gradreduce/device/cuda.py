@@ -1,0 +1,230 @@
+"""A logical device on a GPU, through CuPy: streams, events, pool, copies; never knows a kernel.
+
+Two non-blocking streams, made once. Memory comes from a CuPy pool of this device's own, always
+taken on the compute stream, whose order makes a freed block safe to hand out again at once; what
+another queue has used is parked by ``Device.drain`` until that queue has passed, because CuPy's
+pool knows one stream for each block and has no ``record_stream``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+
+from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
+
+from .base import Device
+from .cuda_compile import function
+from .cuda_tables import Tables
+from .dtypes import as_dtype
+from .fabric import Fabric
+from .kernel import Kernel, Template
+from .memory import Block, Buffer, Mark, Queue, Row
+
+__all__ = ["CudaDevice", "enable_peer_access", "visible_gpus"]
+
+THREADS = 256  # of a block; a multiple of a warp that fills a multiprocessor in 8 blocks
+BLOCKS_PER_PROCESSOR = 8
+
+
+def visible_gpus() -> int:
+    """How many GPUs CuPy sees.
+
+    Raises:
+        BackendUnavailableError: no driver, or no GPU.
+    """
+    try:
+        found = int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError as error:
+        raise BackendUnavailableError(f"CuPy sees no GPU: {error}") from error
+    if not found:
+        raise BackendUnavailableError("CuPy sees no GPU")
+    return found
+
+
+def enable_peer_access(physicals: Sequence[int]) -> set[tuple[int, int]]:
+    """Lets GPUs read each other's memory where the hardware can; the pairs that do."""
+    reached = set()
+    for here in physicals:
+        for there in physicals:
+            if here != there and runtime.deviceCanAccessPeer(here, there):
+                with cupy.cuda.Device(here):
+                    try:
+                        runtime.deviceEnablePeerAccess(there)
+                    except runtime.CUDARuntimeError as error:
+                        if "PeerAccessAlreadyEnabled" not in str(error):
+                            raise
+                reached.add((here, there))
+    return reached
+
+
+class CudaDevice(Device):
+    """A logical device on the GPU ``physical``; several may share one."""
+
+    defers = True
+
+    def __init__(self, fabric: Fabric, index: int, physical: int) -> None:
+        super().__init__(fabric, index, physical)
+        self.gpu = cupy.cuda.Device(physical)
+        with self.gpu:
+            self._streams = {
+                "compute": cupy.cuda.Stream(non_blocking=True),
+                "transfer": cupy.cuda.Stream(non_blocking=True),
+            }
+            self._pool = cupy.cuda.MemoryPool()
+        self._max_blocks = BLOCKS_PER_PROCESSOR * int(self.gpu.attributes["MultiProcessorCount"])
+        self._tables = Tables(self._max_blocks)
+        self._staging: deque[tuple[Any, Any]] = deque()
+
+    def stream(self, queue: Queue = "compute") -> Any:
+        """The CuPy stream of a queue."""
+        return self._streams[queue]
+
+    # -- memory ---------------------------------------------------------------------------------
+
+    def _adopt(self, array: Any, stream: int | None) -> Buffer:
+        if not isinstance(array, cupy.ndarray):
+            raise DeviceMismatchError(f"{self.name} holds CuPy arrays, not {type(array).__name__}")
+        dtype = as_dtype(array.dtype)
+        if array.device.id != self.physical:
+            raise DeviceMismatchError(f"the array is on GPU {array.device.id}, not {self.physical}")
+        if not array.flags.c_contiguous:
+            raise ValueError("an adopted array must be contiguous in C order")
+        if stream is not None:
+            self._follow(self._streams["compute"], cupy.cuda.ExternalStream(stream, self.physical))
+        block = Block(self, array, array.data.ptr, array.nbytes, owned=False, writable=True)
+        return Buffer(block, 0, array.shape, dtype, array)
+
+    def _release(self, buffer: Buffer, stream: int | None) -> Any:
+        if stream is not None:
+            theirs = cupy.cuda.ExternalStream(stream, self.physical)
+            self._follow(theirs, self._streams["compute"])
+        if buffer.array is not None:
+            return buffer.array
+        memory = cupy.cuda.UnownedMemory(buffer.address, buffer.nbytes, buffer.block, self.physical)
+        return cupy.ndarray(buffer.shape, buffer.dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+    def put(self, array: Any) -> Buffer:
+        """See ``Device.put``: a host array is copied, a CuPy array on this GPU is shared."""
+        if isinstance(array, cupy.ndarray):
+            current = cupy.cuda.get_current_stream(array.device.id)
+            if array.device.id == self.physical and array.flags.c_contiguous:
+                return self.adopt(array, current.ptr)
+            raise DeviceMismatchError(f"{self.name} cannot share {array.device} or a strided array")
+        return self.upload(np.asarray(array))
+
+    def _allocate(self, nbytes: int) -> Block:
+        self.drain()
+        with self.gpu, self._streams["compute"]:
+            pointer = self._pool.malloc(max(1, nbytes))
+        return Block(self, pointer, pointer.ptr, nbytes, owned=True, writable=True)
+
+    def _recycle(self, raw: Any, nbytes: int) -> None:
+        """Dropping the last reference to ``raw`` gives it back to CuPy's pool."""
+
+    def _trim(self) -> None:
+        with self.gpu:
+            self._pool.free_all_blocks()
+
+    def _fill_fresh(self, buffer: Buffer) -> None:
+        """GPU memory is handed out dirty."""
+
+    def _fill_zero(self, buffer: Buffer) -> None:
+        with self.gpu:
+            runtime.memsetAsync(buffer.address, 0, buffer.nbytes, self._streams["compute"].ptr)
+
+    def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None:
+        """Through pinned memory, which stays ours until the copy has passed."""
+        if not dst.nbytes:
+            return
+        stream = self._streams[queue]
+        with self.gpu:
+            pinned = cupy.cuda.alloc_pinned_memory(dst.nbytes)
+            staged = np.frombuffer(pinned, np.uint8, dst.nbytes)
+            staged.view(dst.dtype).reshape(dst.shape)[...] = array
+            runtime.memcpyAsync(
+                dst.address, pinned.ptr, dst.nbytes, runtime.memcpyHostToDevice, stream.ptr
+            )
+            self._staging.append((pinned, self._event(stream)))
+        while self._staging and self._staging[0][1].done:
+            self._staging.popleft()
+
+    def _download(self, buffer: Buffer) -> np.ndarray:
+        host = np.empty(buffer.shape, buffer.dtype)
+        stream = self._streams["compute"]
+        with self.gpu:
+            if buffer.nbytes:
+                runtime.memcpyAsync(
+                    host.ctypes.data, buffer.address, buffer.nbytes,
+                    runtime.memcpyDeviceToHost, stream.ptr,
+                )  # fmt: skip
+            stream.synchronize()
+        return host
+
+    def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
+        stream = self._streams[queue].ptr
+        with self.gpu:
+            if dst.device.physical == src.device.physical:
+                kind = runtime.memcpyDeviceToDevice
+                runtime.memcpyAsync(dst.address, src.address, dst.nbytes, kind, stream)
+            else:
+                runtime.memcpyPeerAsync(
+                    dst.address, dst.device.physical, src.address, src.device.physical,
+                    dst.nbytes, stream,
+                )  # fmt: skip
+
+    # -- work -----------------------------------------------------------------------------------
+
+    def _prepare(self, kernel: Kernel, template: Template) -> None:
+        with self.gpu:
+            function(kernel, template, self.physical)
+
+    def _launch(
+        self,
+        kernel: Kernel,
+        template: Template,
+        rows: Sequence[Row],
+        scalars: Sequence[int | float],
+        queue: Queue,
+    ) -> None:
+        with self.gpu:
+            entry = function(kernel, template, self.physical)
+            table, num_chunks = self._tables.table(self, rows, queue)
+            kinds: dict[str, Any] = {"int64": np.int64, "float64": np.float64}
+            arguments = [
+                kinds[kind](value) for (_, kind), value in zip(kernel.scalars, scalars, strict=True)
+            ]
+            grid = (min(num_chunks, self._max_blocks),)
+            entry(grid, (THREADS,), (table, *arguments), stream=self._streams[queue])
+
+    def _mark(self, queue: Queue) -> Any:
+        with self.gpu:
+            return self._event(self._streams[queue])
+
+    def _wait(self, mark: Mark, queue: Queue) -> None:
+        with self.gpu:
+            self._streams[queue].wait_event(mark.event)
+
+    def _passed(self, event: Any) -> bool:
+        return bool(event.done)
+
+    def _synchronize(self) -> None:
+        with self.gpu:
+            for stream in self._streams.values():
+                stream.synchronize()
+        self._staging.clear()
+
+    def _event(self, stream: Any) -> Any:
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(stream)
+        return event
+
+    def _follow(self, stream: Any, other: Any) -> None:
+        """``stream`` waits for what ``other`` holds."""
+        with self.gpu:
+            stream.wait_event(self._event(other))

@@ -1,0 +1,72 @@
+"""Collectives over simulated devices: true values, in the order of the mesh; no library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from .collective import Collective
+from .dtypes import accumulate_dtype
+from .memory import Buffer
+from .sim import SimDevice, sim_device
+
+__all__ = ["SimCollective"]
+
+
+class SimCollective(Collective):
+    """Adds in the accumulate type, in mesh order, and rounds once."""
+
+    def all_reduce(self, buffers: Sequence[Buffer], op: str = "sum") -> None:
+        """See ``Collective.all_reduce``."""
+        if op != "sum":
+            raise NotImplementedError(f"all_reduce with op={op!r}: only 'sum' so far")
+        self._check("all_reduce", buffers, buffers)
+        arrays = [sim_device(buffer).memory(buffer) for buffer in buffers]
+        wide = accumulate_dtype(buffers[0].dtype)
+
+        def work() -> None:
+            total = arrays[0].astype(wide)
+            with np.errstate(all="ignore"):
+                for array in arrays[1:]:
+                    total += array
+                for array in arrays:
+                    array[...] = total
+
+        self._meet("all_reduce", buffers, work)
+
+    def broadcast(self, buffers: Sequence[Buffer], root: int) -> None:
+        """See ``Collective.broadcast``."""
+        self._check_broadcast(buffers, root)
+        arrays = [sim_device(buffer).memory(buffer) for buffer in buffers]
+
+        def work() -> None:
+            for array in arrays[:root] + arrays[root + 1 :]:
+                array[...] = arrays[root]
+
+        self._meet("broadcast", buffers, work)
+
+    def all_gather(self, outputs: Sequence[Buffer], inputs: Sequence[Buffer]) -> None:
+        """See ``Collective.all_gather``."""
+        self._check_gather(outputs, inputs)
+        sources = [sim_device(buffer).memory(buffer) for buffer in inputs]
+        targets = [sim_device(out).memory(out) for out in outputs]
+
+        def work() -> None:
+            gathered = np.concatenate(sources)
+            for target in targets:
+                target[...] = gathered
+
+        self._meet("all_gather", inputs, work)
+
+    def _meet(self, name: str, buffers: Sequence[Buffer], work: Callable[[], None]) -> None:
+        """Runs the work when every compute queue has come to it; none goes on before."""
+        devices: list[SimDevice] = [sim_device(buffer) for buffer in buffers]
+        first = devices[0]
+        for device in devices[1:]:
+            first.wait(device.mark())
+        first.scheduler.submit((first, "compute"), work)
+        done = first.mark()
+        for device in devices[1:]:
+            device.wait(done)
+        self._record(name, buffers)

@@ -1,0 +1,187 @@
+"""Devices and meshes to accumulate on, and threads that must end in time."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+from gradreduce.accumulator import dense
+from gradreduce.device import accumulate_dtype
+
+FACES = ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
+# A placement and whether its devices are peers; on one physical device that is no question.
+MESHES = [
+    ([0, 0], True),
+    ([0, 0, 1, 1], True),
+    ([0, 0, 1, 1], False),
+    ([0, 1, 1, 2, 0], True),
+    ([0, 1, 1, 2, 0], False),
+]
+LIMIT_S = 30.0  # for what takes milliseconds: only a deadlock needs so long
+
+
+@pytest.fixture(scope="session", params=FACES)
+def face(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def device(face) -> Iterator[gr.Device]:
+    """The second logical device of a GPU, strict: fresh memory is NaN."""
+    with gr.open_mesh([0, 0], backend="sim", kernels=face, strict=True) as mesh:
+        yield mesh.devices[1]
+
+
+@pytest.fixture
+def accumulator(device) -> Callable[..., gr.ConditionalAccumulator]:
+    """Makes accumulators on the device."""
+
+    def make(dtype="float32", shape=None, **options):
+        return gr.ConditionalAccumulator(dtype, shape, device=device, **options)
+
+    return make
+
+
+@pytest.fixture(
+    scope="session",
+    params=MESHES,
+    ids=lambda param: f"{''.join(map(str, param[0]))}{'' if param[1] else '-no-peers'}",
+)
+def mesh(request, face) -> Iterator[gr.Mesh]:
+    placement, peers = request.param
+    with gr.open_mesh(
+        placement, backend="sim", peer_access=peers, kernels=face, strict=True
+    ) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def combined() -> Callable[..., np.ndarray]:
+    """What a take of these gradients on one device gives: added in order, rounded once."""
+
+    def reference(grads, reduction_type="MEAN"):
+        wide = accumulate_dtype(grads[0].dtype)
+        with np.errstate(all="ignore"):
+            total = grads[0].astype(wide)
+            for grad in grads[1:]:
+                total = total + grad.astype(wide)
+            if reduction_type == "MEAN":
+                total = total / wide.type(len(grads))
+            return np.asarray(total).astype(grads[0].dtype)
+
+    return reference
+
+
+class Expiring(threading.Event):
+    """An event whose waiter's time runs out when ``expired`` is set, and not before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expired = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert self.expired.wait(LIMIT_S)
+        return self.is_set()
+
+
+class Call:
+    """A call that runs in a thread of its own.
+
+    Attributes:
+        ticket: of the take that it makes, once that has its place in the queue.
+    """
+
+    def __init__(self, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self.ticket: Any = None
+        self.queued = threading.Event()
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, args=(call, args, kwargs), daemon=True)
+
+    def _run(self, call, args, kwargs) -> None:
+        _running.call = self
+        try:
+            self._value = call(*args, **kwargs)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.queued.set()
+
+    def expire(self) -> None:
+        """Lets the time of a take from ``Crew.expiring`` run out."""
+        self.ticket.done.expired.set()
+
+    @property
+    def served(self) -> bool:
+        """Whether its take has left the queue: at once, not when its thread has noticed."""
+        return self.ticket.done.is_set()
+
+    def result(self) -> Any:
+        """What it returns or raises; it must end in time."""
+        self.thread.join(LIMIT_S)
+        assert not self.thread.is_alive(), "deadlock: a call did not end"
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class Crew:
+    """Starts calls in threads."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self._end = time.monotonic() + LIMIT_S
+
+    def start(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
+        made = Call(call, args, kwargs)
+        self.calls.append(made)
+        made.thread.start()
+        return made
+
+    def waiting(self, take: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
+        """Starts a take, and returns when it stands in its queues."""
+        made = self.start(take, *args, **kwargs)
+        assert made.queued.wait(LIMIT_S), "deadlock: a take did not even queue"
+        assert made.ticket is not None, "the take ended without a place in the queue"
+        return made
+
+    def expiring(self, take: Callable[..., Any], *args: Any) -> Call:
+        """As ``waiting``, with a timeout that runs out when the test says ``expire()``."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dense, "Ticket", functools.partial(dense.Ticket, done=Expiring()))
+            return self.waiting(take, *args, timeout=0.2)
+
+    def any_runs(self, calls: Sequence[Call]) -> bool:
+        """Whether one of the calls has not ended; they all must in time."""
+        assert time.monotonic() < self._end, "deadlock: calls did not end"
+        return any(call.thread.is_alive() for call in calls)
+
+
+_running = threading.local()
+
+
+@pytest.fixture
+def crew(monkeypatch) -> Iterator[Crew]:
+    """Threads, all of which must have ended when the test has."""
+    await_ticket = dense.await_ticket
+
+    def noted(ticket, timeout):
+        call = getattr(_running, "call", None)
+        if call is not None and call.ticket is None:
+            call.ticket = ticket
+            call.queued.set()
+        await_ticket(ticket, timeout)
+
+    monkeypatch.setattr(dense, "await_ticket", noted)
+    made = Crew()
+    yield made
+    for call in made.calls:
+        call.thread.join(LIMIT_S)
+    assert not [call for call in made.calls if call.thread.is_alive()], "threads did not end"

@@ -1,0 +1,455 @@
+"""A dense accumulator on one device, edge by edge: what is kept, counted, and handed out."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+from exact import FLOATS, random_data, same
+
+import gradreduce as gr
+from gradreduce.errors import InvalidArgumentError
+
+WARNING = "Attempt to set current_global_step_ to smaller value"
+
+
+def ones(*shape, dtype="float32"):
+    return np.ones(shape, dtype)
+
+
+def counters(acc):
+    return acc.num_accumulated(), acc.global_step, acc.num_dropped
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
+def test_a_take_includes_all_that_arrived_in_order(accumulator, combined, dtype, reduction_type):
+    acc = accumulator(dtype, reduction_type=reduction_type)
+    for turn in range(1, 7):
+        grads = list(random_data((turn, 1003), dtype, seed=turn))
+        for place, grad in enumerate(grads):
+            assert acc.apply_grad(grad, turn - 1) is True
+            assert counters(acc) == (place + 1, turn - 1, 0)
+        taken = acc.take_grad(1)
+        assert same(taken, combined(grads, reduction_type))
+        assert counters(acc) == (0, turn, 0)
+
+
+def test_mean_divides_by_the_count_not_by_what_was_required(accumulator):
+    acc = accumulator(shape=(1,))
+    for value in (1, 2, 6):
+        acc.apply_grad([value])
+    assert acc.take_grad(2).tolist() == [3.0]
+
+
+@pytest.mark.parametrize(
+    ("reduction_type", "values", "wanted"),
+    [
+        ("MEAN", [2048, 1, 1], 683.5),  # 2050 / 3 rounded once; in halves 2048 / 3 = 682.5
+        ("SUM", [2048, 1, 1], 2050),
+        ("MEAN", [60000, 60000], 60000),
+        ("SUM", [60000, 60000], np.inf),
+        ("MEAN", [1, 0, 0], 0.333251953125),
+    ],
+)
+def test_halves_are_summed_in_float32_and_rounded_once(accumulator, reduction_type, values, wanted):
+    acc = accumulator("float16", reduction_type=reduction_type)
+    for value in values:
+        acc.apply_grad(np.array([value], "float16"))
+    taken = acc.take_grad(len(values))
+    assert taken.dtype == np.float16
+    assert taken.tolist() == [wanted]
+
+
+def test_the_order_is_that_of_arrival(accumulator):
+    acc = accumulator(reduction_type="SUM")
+    for value in (1e8, 1, -1e8):
+        acc.apply_grad([value])
+    assert acc.take_grad(3).tolist() == [0.0]
+
+
+def test_nan_and_infinities_stay_in_their_element(accumulator):
+    acc = accumulator(reduction_type="SUM")
+    acc.apply_grad([np.nan, 1, np.inf, np.inf, 0])
+    acc.apply_grad([1, 1, 1, -np.inf, -0.0])
+    assert same(acc.take_grad(2), np.array([np.nan, 2, np.inf, np.nan, 0], "float32"))
+
+
+def test_a_large_gradient_is_spread_over_threads(accumulator, combined):
+    acc = accumulator("bfloat16")
+    grads = list(random_data((3, 2**18 + 13), "bfloat16"))
+    for grad in grads:
+        acc.apply_grad(grad)
+    assert same(acc.take_grad(3), combined(grads))
+
+
+def test_scalars(accumulator):
+    acc = accumulator("float64", shape=())
+    for grad in (np.array(1.0), 2, 6.0, np.float64(0)):
+        assert acc.apply_grad(grad)
+    taken = acc.take_grad(1)
+    assert (taken.shape, taken.item()) == ((), 2.25)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_gradients_without_elements_count_and_launch_nothing(accumulator, device, dtype):
+    acc = accumulator(dtype, shape=(None, 3))
+    with device.mesh.journal() as journal:
+        for _ in range(2):
+            assert acc.apply_grad(np.empty((0, 3), dtype))
+        assert acc.num_accumulated() == 2
+        taken = acc.take_grad(2)
+    assert (taken.shape, taken.dtype) == ((0, 3), dtype)
+    assert journal.launches == 0
+    acc.apply_grad(np.ones((2, 3), dtype), 1)
+    assert acc.take_grad(1).shape == (2, 3)
+
+
+def test_a_gradient_that_is_not_contiguous(accumulator):
+    acc = accumulator()
+    whole = np.arange(24, dtype="float32").reshape(4, 6)
+    acc.apply_grad(whole.T)
+    acc.apply_grad(whole.T[:, ::-1])
+    assert (acc.take_grad(2) == (whole.T + whole.T[:, ::-1]) / 2).all()
+
+
+# -- staleness ------------------------------------------------------------------------------------
+
+
+def test_only_an_earlier_step_is_stale(accumulator):
+    acc = accumulator()
+    acc.set_global_step(5)
+    kept = [acc.apply_grad([float(step)], step) for step in (4, 5, 6, 10**30, 0, -1)]
+    assert kept == [False, True, True, True, False, False]
+    assert counters(acc) == (3, 5, 3)
+
+
+def test_a_take_moves_the_step_by_one_whatever_the_local_steps(accumulator):
+    acc = accumulator(reduction_type="SUM")
+    for turn in range(3):
+        acc.apply_grad([1.0], turn + 100)
+        acc.apply_grad([1.0], turn)
+        acc.take_grad(2)
+        assert acc.global_step == turn + 1
+    assert not acc.apply_grad([1.0]), "the default step 0 is stale after a take"
+    assert counters(acc) == (0, 3, 1)
+
+
+def test_overlapping_steps_of_the_workers(accumulator):
+    acc = accumulator()
+    acc.set_global_step(1000)
+    for turn in range(4):
+        kept = [acc.apply_grad([1.0], 1000 + worker) for worker in range(5)]
+        assert kept == [worker >= turn for worker in range(5)]
+        assert acc.num_accumulated() == 5 - turn
+        acc.take_grad(1)
+    assert acc.num_dropped == 0 + 1 + 2 + 3
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32", "uint8"])
+def test_steps_may_be_variables_and_numpy_integers(accumulator, device, dtype):
+    acc = accumulator()
+    step = gr.Variable(3, trainable=False, dtype=dtype, device=device)
+    acc.set_global_step(step)
+    assert acc.global_step == 3
+    step.assign_add(1)
+    assert acc.global_step == 3, "the value is read, the Variable is not kept"
+    assert acc.apply_grad([1.0], step)
+    assert not acc.apply_grad([1.0], np.int64(2))
+    acc.set_global_step(np.array(7, dtype))
+    assert type(acc.global_step) is int
+    assert acc.global_step == 7
+
+
+@pytest.mark.parametrize("step", [0.0, 0.9, np.float32(1), "1", None, [1], np.array([1]), 1j])
+def test_a_step_that_is_no_integer(accumulator, step):
+    acc = accumulator()
+    with pytest.raises(TypeError, match="local_step"):
+        acc.apply_grad([1.0], step)
+    with pytest.raises(TypeError, match="new_global_step"):
+        acc.set_global_step(step)
+    assert counters(acc) == (0, 0, 0)
+
+
+def test_a_step_variable_that_holds_no_integer(accumulator, device):
+    acc = accumulator()
+    for value in (1.0, [1, 2]):
+        step = gr.Variable(value, trainable=False, device=device)
+        with pytest.raises(TypeError, match="new_global_step"):
+            acc.set_global_step(step)
+        with pytest.raises(TypeError, match="local_step"):
+            acc.apply_grad([1.0], step)
+    assert counters(acc) == (0, 0, 0)
+
+
+def test_a_lower_step_warns_and_takes_effect(accumulator, caplog):
+    acc = accumulator()
+    with caplog.at_level(logging.WARNING, "gradreduce"):
+        for step in (3, 3, 5):
+            acc.set_global_step(step)
+        assert caplog.records == []
+        acc.set_global_step(2)
+        acc.set_global_step(-4)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{WARNING}: current 5 >= new 2",
+        f"{WARNING}: current 2 >= new -4",
+    ]
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    assert acc.global_step == -4
+    assert acc.apply_grad([1.0], -4)
+    assert not acc.apply_grad([1.0], -5)
+
+
+def test_a_step_set_later_leaves_the_sum_alone(accumulator):
+    acc = accumulator()
+    acc.apply_grad([2.0])
+    acc.apply_grad([4.0])
+    acc.set_global_step(9)
+    assert counters(acc) == (2, 9, 0)
+    acc.apply_grad([6.0], 9)
+    assert acc.take_grad(3).tolist() == [4.0]
+    assert acc.global_step == 10
+
+
+def test_a_handler_of_the_warning_may_use_the_accumulator(accumulator, crew):
+    """It is called without a lock: even another thread gets an answer."""
+    acc = accumulator()
+    acc.set_global_step(5)
+    seen = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            seen.append(crew.start(counters, acc).result())
+
+    logger, handler = logging.getLogger("gradreduce"), Handler()
+    logger.addHandler(handler)
+    try:
+        crew.start(acc.set_global_step, 1).result()
+    finally:
+        logger.removeHandler(handler)
+    assert seen == [(0, 1, 0)]
+
+
+# -- shapes ---------------------------------------------------------------------------------------
+
+
+def test_no_shape_is_fixed_by_the_first_gradient_until_the_next_take(accumulator):
+    acc = accumulator()
+    acc.apply_grad(ones(2, 3))
+    with pytest.raises(InvalidArgumentError, match=r"expected \[2, 3\], got \[3, 2\]"):
+        acc.apply_grad(ones(3, 2))
+    with pytest.raises(InvalidArgumentError, match=r"expected \[2, 3\], got \[\]"):
+        acc.apply_grad(1.0)
+    assert counters(acc) == (1, 0, 0)
+    assert acc.take_grad(1).shape == (2, 3)
+    assert acc.apply_grad(ones(4), 1)
+    assert acc.take_grad(1).shape == (4,)
+
+
+def test_none_entries(accumulator):
+    acc = accumulator(shape=[None, 2])
+    for shape in ((2,), (1, 3), (1, 2, 1), ()):
+        with pytest.raises(ValueError, match="incompatible") as caught:
+            acc.apply_grad(ones(*shape))
+        assert not isinstance(caught.value, InvalidArgumentError)
+    assert acc.apply_grad(ones(1, 2))
+    with pytest.raises(InvalidArgumentError, match=r"expected \[1, 2\], got \[3, 2\]"):
+        acc.apply_grad(ones(3, 2))
+    assert counters(acc) == (1, 0, 0)
+    acc.take_grad(1)
+    assert acc.apply_grad(ones(3, 2), 1)
+    with pytest.raises(ValueError, match="incompatible"):
+        acc.apply_grad(ones(3, 3), 1)
+
+
+def test_the_shape_of_the_constructor_stays_in_force(accumulator):
+    acc = accumulator(shape=(3, 2))
+    for step in range(3):
+        with pytest.raises(ValueError, match=r"\(2, 2\) and \(3, 2\) are incompatible"):
+            acc.apply_grad(ones(2, 2), step)
+        assert acc.apply_grad(ones(3, 2), step)
+        acc.take_grad(1)
+
+
+def test_what_is_checked_before_staleness_and_what_after(accumulator):
+    acc = accumulator(shape=(None, 2))
+    acc.set_global_step(1)
+    acc.apply_grad(ones(3, 2), 1)
+    with pytest.raises(ValueError, match="incompatible"):
+        acc.apply_grad(ones(3, 3), 0)
+    with pytest.raises(ValueError, match="float64"):
+        acc.apply_grad(ones(3, 2, dtype="float64"), 0)
+    assert acc.num_dropped == 0
+    assert acc.apply_grad(ones(4, 2), 0) is False, "stale: its own shape is not looked at"
+    assert counters(acc) == (1, 1, 1)
+    with pytest.raises(InvalidArgumentError):
+        acc.apply_grad(ones(4, 2), 1)
+    assert counters(acc) == (1, 1, 1)
+    assert (acc.take_grad(1) == ones(3, 2)).all()
+
+
+# -- dtypes and conversion ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("wrong", ["float16", "bfloat16", "float32", "float64", "int32", "bool",
+                                   "complex64", "longdouble", ">f4"])  # fmt: skip
+def test_an_array_of_another_dtype(accumulator, device, dtype, wrong):
+    wrong = gr.device.as_dtype(wrong) if wrong == "bfloat16" else np.dtype(wrong)
+    if wrong == dtype:
+        return
+    acc = accumulator(dtype)
+    with pytest.raises(ValueError, match=f"the gradient is {wrong}, the accumulator {dtype}"):
+        acc.apply_grad(np.zeros(2, wrong))
+    if wrong in FLOATS:
+        with pytest.raises(ValueError, match="cast=True"):
+            acc.apply_grad(device.put(np.zeros(2, wrong)))
+        assert acc.apply_grad(np.zeros(2, wrong), cast=True)
+    elif wrong.kind in "ibc":
+        with pytest.raises(ValueError, match="not converted"):
+            acc.apply_grad(np.zeros(2, wrong), cast=True)
+    assert acc.num_accumulated() == (wrong in FLOATS)
+
+
+def test_a_numpy_scalar_is_an_array(accumulator):
+    acc = accumulator("float32")
+    assert acc.apply_grad(np.float32(1))
+    with pytest.raises(ValueError, match="float64"):
+        acc.apply_grad(np.float64(1))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("given", FLOATS, ids=str)
+def test_cast_converts_to_the_type_that_is_added(accumulator, dtype, given):
+    acc = accumulator(dtype, reduction_type="SUM")
+    wide = "float64" if dtype == np.float64 else "float32"
+    terms = list(random_data((3, 501), given))
+    for term in terms:
+        acc.apply_grad(term, cast=True)
+    with np.errstate(all="ignore"):
+        wanted = terms[0].astype(wide) + terms[1].astype(wide) + terms[2].astype(wide)
+        assert same(acc.take_grad(3), wanted.astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("grad", [[1, 2], (1.0, 2.0), [True, 2], [np.float64(1), 2]])
+def test_lists_and_numbers_convert(accumulator, dtype, grad):
+    acc = accumulator(dtype)
+    assert acc.apply_grad(grad)
+    taken = acc.take_grad(1)
+    assert (taken.dtype, taken.tolist()) == (dtype, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("grad", "error"),
+    [
+        (None, TypeError),
+        ("1", TypeError),
+        ({1.0}, TypeError),
+        (object(), TypeError),
+        ([1.0, "a"], ValueError),
+        ([1j], ValueError),
+        ([[1.0], [1.0, 2.0]], ValueError),
+        (np.array([None]), ValueError),
+        (np.array(["a"]), ValueError),
+    ],
+)
+def test_what_is_no_gradient(accumulator, grad, error):
+    acc = accumulator()
+    with pytest.raises(error):
+        acc.apply_grad(grad)
+    assert counters(acc) == (0, 0, 0)
+
+
+def test_values_of_other_rooms_are_no_gradients(accumulator, device):
+    acc = accumulator()
+    for grad in (gr.Variable([1.0], device=device), gr.Mirrored([[1.0]], devices=[device])):
+        with pytest.raises(TypeError, match=type(grad).__name__):
+            acc.apply_grad(grad)
+    with gr.open_mesh(1, backend="sim") as other:
+        with pytest.raises(gr.errors.DeviceMismatchError):
+            acc.apply_grad(other.devices[0].put(ones(1)))
+        with pytest.raises(ValueError, match="lies on"):
+            acc.apply_grad(gr.PerReplica([ones(1)], other))
+    assert counters(acc) == (0, 0, 0)
+
+
+def test_a_per_replica_on_the_one_device(accumulator, device):
+    acc = accumulator()
+    assert acc.apply_grad(gr.PerReplica([ones(2)], devices=[device]))
+    assert acc.num_accumulated() == 1
+    with pytest.raises(ValueError, match="lies on"):
+        acc.apply_grad(gr.PerReplica([ones(2), ones(2)], device.mesh))
+    assert acc.num_accumulated() == 1
+
+
+# -- definitions ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "str", "complex64", "nonsense", None])
+def test_a_dtype_that_is_not_accumulated(accumulator, dtype):
+    with pytest.raises(TypeError, match="dtype"):
+        accumulator(dtype)
+
+
+@pytest.mark.parametrize("reduction_type", ["mean", "Sum", "", None, "AVERAGE", gr.ReduceOp.MEAN])
+def test_reduction_types_are_two_words(accumulator, reduction_type):
+    with pytest.raises(ValueError, match='not in: "MEAN", "SUM"'):
+        accumulator(reduction_type=reduction_type)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"shape": (2, -1)}, ValueError),
+        ({"shape": (2.0,)}, TypeError),
+        ({"shape": 3}, TypeError),
+        ({"device": 0}, TypeError),
+        ({"device": "sim:0"}, TypeError),
+        ({"device": []}, TypeError),
+        ({"cross_device_ops": "nccl"}, TypeError),
+    ],
+)
+def test_wrong_definitions(device, options, error):
+    with pytest.raises(error):
+        gr.ConditionalAccumulator("float32", **{"device": device, **options})
+
+
+def test_names(accumulator):
+    assert accumulator().name == "conditional_accumulator"
+    assert accumulator(name="y").name == "y"
+    assert accumulator(name="Q/x/y").name == "y"
+    acc = accumulator("bfloat16")
+    assert acc.dtype == gr.device.as_dtype("bfloat16")
+    assert isinstance(acc, gr.ConditionalAccumulatorBase)
+    assert acc.accumulator_ref is acc.accumulator_ref
+
+
+def test_the_default_device_is_the_first_of_the_default_mesh(monkeypatch):
+    with gr.open_mesh(3, backend="sim") as mesh:
+        monkeypatch.setattr("gradreduce.accumulator.dense.default_mesh", lambda: mesh)
+        acc = gr.ConditionalAccumulator("float32")
+        assert acc.accumulator_ref.devices == mesh.devices[:1]
+
+
+@pytest.mark.parametrize("num_required", [0, -1, -(10**30), False])
+def test_less_than_one_is_never_enough(accumulator, num_required):
+    acc = accumulator()
+    acc.apply_grad([1.0])
+    with pytest.raises(InvalidArgumentError, match="num_required must be positive, but was"):
+        acc.take_grad(num_required)
+    assert counters(acc) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("num_required", [1.0, "1", None, [1], np.array([1])])
+def test_a_required_number_is_an_integer(accumulator, num_required):
+    acc = accumulator()
+    acc.apply_grad([1.0])
+    with pytest.raises(TypeError, match="num_required"):
+        acc.take_grad(num_required)
+    assert counters(acc) == (1, 0, 0)
+    assert acc.take_grad(np.int64(1)).tolist() == [1.0]

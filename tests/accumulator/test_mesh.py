@@ -1,0 +1,300 @@
+"""A dense accumulator over a mesh: a partial sum on each device, one all-reduce at the take."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from exact import FLOATS, exact_data, random_data, same
+
+import gradreduce as gr
+from gradreduce.device import accumulate_dtype
+from gradreduce.errors import InvalidArgumentError
+
+ALGORITHMS = ["nccl", "hierarchical_copy"]
+
+
+@pytest.fixture(params=ALGORITHMS)
+def algorithm(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def accumulator(mesh, algorithm):
+    """Makes accumulators over the mesh."""
+
+    def make(dtype="float32", shape=None, num_packs=1, **options):
+        ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs)
+        return gr.ConditionalAccumulator(dtype, shape, device=mesh, cross_device_ops=ops, **options)
+
+    return make
+
+
+def counters(acc):
+    return acc.num_accumulated(), acc.global_step, acc.num_dropped
+
+
+def replicas(mesh, dtype="float32", shape=(19,), seed=0):
+    return exact_data((len(mesh), *shape), dtype, num_terms=32, seed=seed)
+
+
+def divided(total, count, dtype):
+    """The mean of an exact sum: one division, one rounding."""
+    wide = accumulate_dtype(np.dtype(dtype))
+    return np.asarray(total.astype(wide) / wide.type(count)).astype(dtype)
+
+
+def check_mirrored(taken, mesh, wanted):
+    assert type(taken) is gr.Mirrored
+    assert taken.devices == mesh.devices
+    assert [buffer.device for buffer in taken.buffers] == list(mesh.devices)
+    assert all(same(buffer.numpy(), wanted) for buffer in taken.buffers)
+    assert len({buffer.address for buffer in taken.buffers}) == len(mesh)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
+def test_every_replica_counts_once(accumulator, mesh, dtype, reduction_type):
+    acc = accumulator(dtype, reduction_type=reduction_type)
+    for step, num_applies in enumerate((1, 3)):
+        values = [replicas(mesh, dtype, seed=seed) for seed in range(num_applies)]
+        for place, value in enumerate(values):
+            assert acc.apply_grad(gr.PerReplica(list(value), mesh), step)
+            assert counters(acc) == ((place + 1) * len(mesh), step, 0)
+        total = np.concatenate(values).astype(np.float64).sum(axis=0)
+        count = num_applies * len(mesh) if reduction_type == "MEAN" else 1
+        check_mirrored(acc.take_grad(1), mesh, divided(total, count, dtype))
+        assert counters(acc) == (0, step + 1, 0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("num_packs", [0, 1, 3])
+def test_any_devices_may_be_the_filled_ones(accumulator, mesh, dtype, num_packs):
+    """One, all but one, all: the others count as zeros and not as gradients."""
+    acc = accumulator(dtype, num_packs=num_packs)
+    everyone = range(len(mesh))
+    patterns = [{place} for place in everyone]
+    patterns += [set(everyone) - {place} for place in everyone] + [set(everyone)]
+    for step, pattern in enumerate(filter(None, patterns)):
+        values = replicas(mesh, dtype, seed=step)
+        for place in pattern:
+            with gr.replica(place):
+                assert acc.apply_grad(values[place], step)
+        assert acc.num_accumulated() == len(pattern)
+        total = sum(values[place].astype(np.float64) for place in pattern)
+        check_mirrored(acc.take_grad(1), mesh, divided(total, len(pattern), dtype))
+
+
+def test_a_plain_gradient_is_added_where_it_lies(accumulator, mesh):
+    acc = accumulator()
+    totals = acc.accumulator_ref.totals
+    with mesh.journal() as journal:
+        acc.apply_grad(np.ones(3, "float32"))
+        assert [total is not None for total in totals] == [True] + [False] * (len(mesh) - 1)
+        last = len(mesh) - 1
+        with gr.replica(last):
+            acc.apply_grad([3.0, 3.0, 3.0])
+            with gr.replica(0):
+                acc.apply_grad([5.0, 5.0, 5.0])
+        acc.apply_grad(mesh.devices[last].put(np.full(3, 7, "float32")))
+        with gr.replica(0):
+            acc.apply_grad(mesh.devices[last].put(np.full(3, 8, "float32")))
+    assert [total is not None for total in totals] == [
+        place in (0, last) for place in range(len(mesh))
+    ]
+    assert totals[0].numpy().tolist() == [6.0] * 3
+    assert totals[last].numpy().tolist() == [18.0] * 3
+    assert (journal.copies, journal.bytes, journal.launches) == (0, 0, 5)
+    check_mirrored(acc.take_grad(5), mesh, np.full(3, 4.8, "float32"))
+
+
+def test_a_gradient_from_outside_the_part_is_pulled_to_its_first_device(mesh):
+    part = mesh[1:]
+    acc = gr.ConditionalAccumulator("float32", device=part)
+    with mesh.journal() as journal:
+        acc.apply_grad(mesh.devices[0].put(np.full(2, 4, "float32")))
+    near = mesh.devices[0].physical == mesh.devices[1].physical
+    assert (journal.copies, journal.launches) == (0 if near else 1, 1)
+    assert acc.accumulator_ref.totals[0].numpy().tolist() == [4.0, 4.0]
+    acc.apply_grad([2.0, 2.0])
+    check_mirrored(acc.take_grad(2), part, np.full(2, 3, "float32"))
+
+
+def test_halves_cross_in_float32_and_are_rounded_once(accumulator, mesh):
+    acc = accumulator("float16", reduction_type="SUM")
+    acc.apply_grad(np.array([2048, 60000], "float16"))
+    for _ in range(2):
+        with gr.replica(1):
+            acc.apply_grad(np.array([1, 60000], "float16"))
+    acc.apply_grad(np.array([0, -60000], "float16"))
+    acc.apply_grad(np.array([0, -60000], "float16"))
+    check_mirrored(acc.take_grad(5), mesh, np.array([2050, 60000], "float16"))
+
+
+def hierarchical(partials):
+    """The order that the design fixes: two halves, each left to right."""
+    split = len(partials) // 2
+    halves = [list(itertools.accumulate(half))[-1] for half in (partials[:split], partials[split:])]
+    return halves[0] + halves[1]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_hierarchical_copy_adds_the_partial_sums_in_one_order_on_every_placement(mesh, dtype):
+    wide = accumulate_dtype(np.dtype(dtype))
+    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy")
+    acc = gr.ConditionalAccumulator(dtype, device=mesh, cross_device_ops=ops)
+    grads = [random_data((len(mesh), 507), dtype, seed=seed) for seed in range(3)]
+    for grad in grads:
+        acc.apply_grad(gr.PerReplica(list(grad), mesh))
+    with np.errstate(all="ignore"):
+        partials = [
+            (grads[0][place].astype(wide) + grads[1][place].astype(wide))
+            + grads[2][place].astype(wide)
+            for place in range(len(mesh))
+        ]
+        wanted = (hierarchical(partials) / wide.type(3 * len(mesh))).astype(dtype)
+    check_mirrored(acc.take_grad(1), mesh, wanted)
+
+
+def test_scalars_and_gradients_without_elements(accumulator, mesh):
+    acc = accumulator(shape=())
+    for grad in (gr.PerReplica([2.0] * len(mesh), mesh), 4.0):
+        acc.apply_grad(grad, cast=True)
+    total = 2.0 * len(mesh) + 4
+    wanted = np.asarray(np.float32(total) / np.float32(len(mesh) + 1))
+    check_mirrored_scalar = acc.take_grad(1)
+    assert [buffer.numpy().tolist() for buffer in check_mirrored_scalar.buffers] == [
+        wanted.tolist()
+    ] * len(mesh)
+    assert check_mirrored_scalar.primary.shape == ()
+    empty = accumulator()
+    with mesh.journal() as journal:
+        empty.apply_grad(gr.PerReplica([np.empty((0, 2), "float32")] * len(mesh), mesh))
+        taken = empty.take_grad(len(mesh))
+    assert [value.shape for value in taken.values] == [(0, 2)] * len(mesh)
+    assert journal.launches == journal.copies == 0
+
+
+def test_a_stale_per_replica_drops_every_replica_and_does_no_work(accumulator, mesh):
+    acc = accumulator()
+    acc.set_global_step(1)
+    grad = gr.PerReplica(list(replicas(mesh)), mesh)
+    with mesh.journal() as journal:
+        assert acc.apply_grad(grad, 0) is False
+    assert journal.records == []
+    assert counters(acc) == (0, 1, len(mesh))
+
+
+def test_launches_and_zeros(accumulator, mesh):
+    """One launch on each GPU for an arrival; a device without one is the only thing zeroed."""
+    acc = accumulator()
+    grad = gr.PerReplica(list(replicas(mesh)), mesh)
+    with mesh.journal() as journal:
+        acc.apply_grad(grad)
+        acc.apply_grad(grad)
+    num_physical = len(mesh.by_physical)
+    assert [record.name for record in journal.of("launch")] == (
+        ["add_n"] * num_physical + ["accumulate_n"] * num_physical
+    )
+    assert sorted({record.kind for record in journal.records}) == ["launch"]
+    with mesh.journal() as journal:
+        acc.take_grad(1)
+    assert journal.of("fill") == []
+    assert (journal.syncs, journal.uploads) == (0, 0)
+    with gr.replica(1):
+        acc.apply_grad(np.ones(19, "float32"), 1)
+    with mesh.journal() as journal:
+        acc.take_grad(1)
+    assert [record.device for record in journal.of("fill")] == [
+        place for place in range(len(mesh)) if place != 1
+    ]
+    assert (journal.syncs, journal.uploads) == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_results_are_the_callers_and_gradients_are_not_written(accumulator, mesh, dtype):
+    acc = accumulator(dtype)
+    before = replicas(mesh, dtype)
+    values = before.copy()
+    values.flags.writeable = False
+    held, wanted = [], []
+    for step in range(3):
+        for _ in range(step + 1):
+            acc.apply_grad(gr.PerReplica(list(values), mesh), step)
+            with gr.replica(1):
+                acc.apply_grad(values[0], step)
+        taken = acc.take_grad(1)
+        held.append(taken)
+        wanted.append(taken.primary.copy())
+    acc.apply_grad(values[0], 3)
+    for taken, array in zip(held, wanted, strict=True):
+        check_mirrored(taken, mesh, array)
+        for copy in taken.values:
+            copy[...] = 77
+    assert (values == before).all()
+    check_mirrored(acc.take_grad(1), mesh, before[0])
+
+
+def test_the_kind_of_a_result(accumulator, mesh):
+    acc = accumulator()
+    arrays = list(replicas(mesh))
+    buffers = [device.put(array) for device, array in zip(mesh.devices, arrays, strict=True)]
+    for step, (first, kind) in enumerate([(arrays, np.ndarray), (buffers, gr.Buffer)]):
+        acc.apply_grad(gr.PerReplica(first, mesh), step)
+        acc.apply_grad(buffers[1], step)
+        acc.apply_grad(arrays[0], step)
+        taken = acc.take_grad(1)
+        assert {type(value) for value in taken.values} == {kind}
+        assert type(taken.get(mesh.devices[1])) is kind
+
+
+def test_a_per_replica_that_does_not_fit_changes_nothing(accumulator, mesh):
+    acc = accumulator(shape=(None,))
+    values = list(replicas(mesh))
+    odd = [*values[:-1], np.ones(4, "float32")]
+    backwards = gr.PerReplica(values, devices=mesh.devices[::-1])
+    short = gr.PerReplica(values[1:], devices=mesh.devices[1:])
+    for grad, match in [
+        (gr.PerReplica(odd, mesh), "replicas differ in shape"),
+        (gr.PerReplica([value.reshape(1, -1) for value in values], mesh), "incompatible"),
+        (gr.PerReplica([*values[:-1], values[0].astype("float64")], mesh), "float64"),
+        (backwards, "lies on"),
+        (short, "lies on"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            acc.apply_grad(grad)
+    with pytest.raises(TypeError, match="Mirrored"):
+        acc.apply_grad(gr.Mirrored(values, mesh))
+    assert counters(acc) == (0, 0, 0)
+    acc.apply_grad(np.ones(4, "float32"))
+    with pytest.raises(InvalidArgumentError, match=r"expected \[4\], got \[19\]"):
+        acc.apply_grad(gr.PerReplica(values, mesh))
+    assert counters(acc) == (1, 0, 0)
+    check_mirrored(acc.take_grad(1), mesh, np.ones(4, "float32"))
+
+
+def test_a_take_waits_for_replicas(accumulator, mesh, crew):
+    acc = accumulator()
+    take = crew.waiting(acc.take_grad, len(mesh) + 1)
+    behind = crew.waiting(acc.take_grad, 1)
+    acc.apply_grad(gr.PerReplica([[1.0]] * len(mesh), mesh), cast=True)
+    assert not take.served
+    with gr.replica(1):
+        acc.apply_grad([1.0])
+    check_mirrored(take.result(), mesh, np.ones(1, "float32"))
+    assert not behind.served
+    acc.apply_grad([5.0], 1)
+    check_mirrored(behind.result(), mesh, np.full(1, 5, "float32"))
+
+
+def test_memory_does_not_grow(accumulator, mesh):
+    acc = accumulator("bfloat16")
+    for step in range(30):
+        acc.apply_grad(gr.PerReplica(list(replicas(mesh, "bfloat16", (500,))), mesh), step)
+        with gr.replica(1):
+            acc.apply_grad(np.ones(500, acc.dtype), step)
+        acc.take_grad(1)
+        if step == 2:
+            grown = [device._pool.grown for device in mesh.devices]
+    assert [device._pool.grown for device in mesh.devices] == grown

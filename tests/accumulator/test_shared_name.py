@@ -1,0 +1,118 @@
+"""``shared_name``: one accumulator in the process, checked, and freed with its last handle."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+
+
+def test_handles_of_one_name_are_one_accumulator(accumulator, crew):
+    one = accumulator(shared_name="grads", name="a/one")
+    two = accumulator(shared_name="grads", name="b/two")
+    assert one.accumulator_ref is two.accumulator_ref
+    assert (one.name, two.name) == ("one", "two")
+    take = crew.waiting(one.take_grad, 2)
+    one.apply_grad([1.0])
+    assert two.num_accumulated() == 1
+    two.apply_grad([3.0])
+    assert take.result().tolist() == [2.0]
+    assert (one.global_step, two.global_step) == (1, 1)
+    two.set_global_step(5)
+    assert not one.apply_grad([1.0], 4)
+    assert two.num_dropped == 1
+    two.close()
+    with pytest.raises(gr.errors.CancelledError):
+        one.apply_grad([1.0], 5)
+
+
+@pytest.mark.parametrize("shared_name", [None, ""])
+def test_without_one_every_accumulator_is_its_own(accumulator, shared_name):
+    one, two = (accumulator(shared_name=shared_name, name="same") for _ in range(2))
+    one.apply_grad([1.0])
+    assert one.accumulator_ref is not two.accumulator_ref
+    assert two.num_accumulated() == 0
+
+
+def test_other_names_are_other_accumulators(accumulator):
+    assert accumulator(shared_name="a").accumulator_ref is not (
+        accumulator(shared_name="b").accumulator_ref
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"dtype": "float64"}, "dtype"),
+        ({"shape": None}, "shape"),
+        ({"shape": (None, 2)}, "shape"),
+        ({"reduction_type": "SUM"}, "reduction_type"),
+    ],
+)
+def test_another_definition_is_refused(accumulator, options, field):
+    first = accumulator("float32", (3, 2), shared_name="defined")
+    wanted = {"dtype": "float32", "shape": (3, 2), **options}
+    with pytest.raises(ValueError, match=f"shared_name='defined' has {field}"):
+        accumulator(**wanted, shared_name="defined")
+    again = accumulator("float32", [3, 2], shared_name="defined")
+    assert again.accumulator_ref is first.accumulator_ref
+
+
+def test_another_place_is_refused(accumulator, device):
+    first = accumulator(shared_name="placed")
+    for place in (device.mesh.devices[0], device.mesh):
+        with pytest.raises(ValueError, match="devices"):
+            gr.ConditionalAccumulator("float32", shared_name="placed", device=place)
+    part = device.mesh[1:]
+    with pytest.raises(ValueError, match="over_mesh"):
+        gr.ConditionalAccumulator("float32", shared_name="placed", device=part)
+    assert first.num_accumulated() == 0
+
+
+def test_the_last_handle_frees_the_memory_and_the_name(accumulator, device):
+    gc.disable()  # by counting references alone
+    try:
+        device.drain()
+        before = device._pool.live_bytes
+        one, two = (accumulator(shared_name="freed") for _ in range(2))
+        one.apply_grad(np.ones(100_000, "float32"))
+        state = weakref.ref(one.accumulator_ref)
+        with pytest.raises(TimeoutError):
+            two.take_grad(2, timeout=0)
+        del one
+        assert state() is not None
+        del two
+        assert state() is None
+        device.drain()
+        assert device._pool.live_bytes == before
+        fresh = accumulator("float16", shared_name="freed")
+        assert fresh.num_accumulated() == 0
+    finally:
+        gc.enable()
+
+
+def test_a_take_that_waits_keeps_it_alive(accumulator, crew):
+    acc = accumulator(shared_name="waited for")
+    take = crew.waiting(acc.take_grad, 1)
+    del acc
+    accumulator(shared_name="waited for").apply_grad([4.0])
+    assert take.result().tolist() == [4.0]
+
+
+def test_threads_that_come_first_together_get_the_same_one(accumulator, crew):
+    start = threading.Barrier(16)
+
+    def handle():
+        start.wait(30)
+        made = accumulator(shared_name="raced for")
+        made.apply_grad([1.0])
+        return made
+
+    handles = [call.result() for call in [crew.start(handle) for _ in range(16)]]
+    assert len({made.accumulator_ref for made in handles}) == 1
+    assert handles[0].num_accumulated() == 16

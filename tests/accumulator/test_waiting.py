@@ -1,0 +1,310 @@
+"""Takes that wait: who is served when, and how waiting ends."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+from gradreduce.accumulator import dense
+from gradreduce.errors import CancelledError, DeadlineExceededError, InvalidArgumentError
+
+
+def counters(acc):
+    return acc.num_accumulated(), acc.global_step, acc.num_dropped
+
+
+def test_a_take_waits_for_enough_and_is_served_by_the_apply_that_brings_it(accumulator, crew):
+    acc = accumulator()
+    take = crew.waiting(acc.take_grad, 3)
+    for value in (1.0, 2.0):
+        assert acc.apply_grad([value])
+        assert not take.served
+    assert acc.apply_grad([6.0])
+    assert take.served
+    assert counters(acc) == (0, 1, 0)
+    assert take.result().tolist() == [3.0]
+
+
+def test_take_two_waiting_and_three_applies_of_one_step(accumulator, crew):
+    """A mean of two, and a dropped third."""
+    acc = accumulator()
+    take = crew.waiting(acc.take_grad, 2)
+    assert [acc.apply_grad([value]) for value in (1.0, 3.0, 100.0)] == [True, True, False]
+    assert take.result().tolist() == [2.0]
+    assert counters(acc) == (0, 1, 1)
+
+
+def test_a_head_that_needs_more_holds_up_one_that_needs_less(accumulator, crew):
+    acc = accumulator()
+    head = crew.waiting(acc.take_grad, 3)
+    behind = crew.waiting(acc.take_grad, 1)
+    acc.apply_grad([1.0])
+    acc.apply_grad([2.0])
+    assert not head.served
+    assert not behind.served
+    acc.apply_grad([6.0])
+    assert head.served
+    assert not behind.served, "the head got all three"
+    acc.apply_grad([7.0], 1)
+    assert head.result().tolist() == [3.0]
+    assert behind.result().tolist() == [7.0]
+
+
+def test_a_satisfied_take_does_not_overtake(accumulator, crew):
+    acc = accumulator()
+    head = crew.waiting(acc.take_grad, 2)
+    acc.apply_grad([1.0])
+    with pytest.raises(DeadlineExceededError, match="behind another take"):
+        acc.take_grad(1, timeout=0)
+    acc.apply_grad([3.0])
+    assert head.result().tolist() == [2.0]
+
+
+def test_three_takes_need_three_steps(accumulator, crew):
+    acc = accumulator()
+    takes = [crew.waiting(acc.take_grad, 1) for _ in range(3)]
+    for step in range(3):
+        assert [take.served for take in takes] == [place < step for place in range(3)]
+        assert acc.apply_grad([float(step)], step)
+        assert not acc.apply_grad([50.0], step), "of a step that is over"
+    assert [take.result().tolist() for take in takes] == [[0.0], [1.0], [2.0]]
+
+
+def test_one_apply_serves_one_take(accumulator, crew):
+    acc = accumulator()
+    takes = [crew.waiting(acc.take_grad, 1) for _ in range(4)]
+    acc.apply_grad([5.0], 100)
+    assert [take.served for take in takes] == [True, False, False, False]
+    for _ in range(3):
+        acc.apply_grad([5.0], 100)
+    assert all(take.result().tolist() == [5.0] for take in takes)
+
+
+def test_what_is_dropped_or_refused_wakes_nobody(accumulator, crew):
+    acc = accumulator()
+    acc.set_global_step(1)
+    acc.apply_grad([1.0], 1)
+    take = crew.waiting(acc.take_grad, 2)
+    assert not acc.apply_grad([1.0], 0)
+    with pytest.raises(InvalidArgumentError):
+        acc.apply_grad([1.0, 2.0], 1)
+    with pytest.raises(ValueError, match="float64"):
+        acc.apply_grad(np.ones(1), 1)
+    assert not take.served
+    assert counters(acc) == (1, 1, 1)
+    acc.apply_grad([2.0], 1)
+    assert take.result().tolist() == [1.5]
+
+
+def test_a_step_that_is_set_wakes_nobody_and_counts_for_the_next(accumulator, crew):
+    acc = accumulator()
+    acc.apply_grad([1.0])
+    take = crew.waiting(acc.take_grad, 2)
+    acc.set_global_step(7)
+    assert not take.served
+    assert not acc.apply_grad([1.0], 6)
+    assert acc.apply_grad([2.0], 7)
+    assert take.result().tolist() == [1.5]
+    assert acc.global_step == 8
+
+
+def test_the_kind_of_a_waiting_take_is_that_of_the_first_gradient(accumulator, device, crew):
+    acc = accumulator()
+    take = crew.waiting(acc.take_grad, 2)
+    acc.apply_grad(device.put(np.ones(1, "float32")))
+    acc.apply_grad([1.0])
+    assert isinstance(take.result(), gr.Buffer)
+
+
+# -- time -----------------------------------------------------------------------------------------
+
+
+def test_timeout_zero_takes_what_is_there(accumulator):
+    acc = accumulator()
+    acc.apply_grad([2.0])
+    assert acc.take_grad(1, timeout=0).tolist() == [2.0]
+
+
+@pytest.mark.parametrize("timeout", [0, -1, -np.inf, 0.001, np.float32(0)])
+def test_the_text_tells_step_count_and_how_many_are_missing(accumulator, timeout):
+    acc = accumulator()
+    acc.set_global_step(4)
+    acc.apply_grad([1.0], 3)
+    acc.apply_grad([1.0], 4)
+    with pytest.raises(DeadlineExceededError) as caught:
+        acc.take_grad(3, timeout=timeout)
+    assert isinstance(caught.value, TimeoutError)
+    text = str(caught.value)
+    for part in ("step 4", "1 of 3 gradients", "2 missing", "1 dropped"):
+        assert part in text
+    assert "behind" not in text
+    assert counters(acc) == (1, 4, 1)
+    assert len(acc.accumulator_ref.queue) == 0
+
+
+@pytest.mark.parametrize("timeout", [np.inf, 1e300, 10**30, None])
+def test_waiting_for_ever(accumulator, crew, timeout):
+    acc = accumulator()
+    take = crew.waiting(acc.take_grad, 1, timeout=timeout)
+    acc.apply_grad([2.0])
+    assert take.result().tolist() == [2.0]
+
+
+@pytest.mark.parametrize(("timeout", "error"), [("1", TypeError), ([1], TypeError),
+                                                (np.nan, ValueError)])  # fmt: skip
+def test_a_wrong_timeout_leaves_no_ghost_in_the_queue(accumulator, timeout, error):
+    acc = accumulator()
+    with pytest.raises(error, match="timeout"):
+        acc.take_grad(1, timeout=timeout)
+    acc.apply_grad([2.0])
+    assert acc.take_grad(1, timeout=0).tolist() == [2.0]
+
+
+def test_a_take_that_times_out_loses_nothing_and_the_next_head_is_served(accumulator, crew):
+    acc = accumulator()
+    acc.apply_grad([2.0])
+    head = crew.expiring(acc.take_grad, 2)
+    behind = [crew.waiting(acc.take_grad, 1) for _ in range(2)]
+    assert not behind[0].served
+    head.expire()
+    with pytest.raises(DeadlineExceededError, match=r"within 0.2 s; step 0: 1 of 2"):
+        head.result()
+    assert behind[0].served
+    assert behind[0].result().tolist() == [2.0]
+    assert not behind[1].served
+    acc.apply_grad([3.0], 1)
+    assert behind[1].result().tolist() == [3.0]
+
+
+def test_a_take_that_is_served_in_the_moment_of_its_timeout_has_its_gradient(accumulator, crew):
+    acc = accumulator()
+    take = crew.expiring(acc.take_grad, 1)
+    acc.apply_grad([2.0])
+    take.expire()
+    assert take.result().tolist() == [2.0]
+
+
+def test_a_take_in_the_middle_that_times_out(accumulator, crew):
+    acc = accumulator()
+    first = crew.waiting(acc.take_grad, 1)
+    middle = crew.waiting(acc.take_grad, 1, timeout=0.001)
+    last = crew.waiting(acc.take_grad, 1)
+    with pytest.raises(DeadlineExceededError):
+        middle.result()
+    assert not first.served
+    acc.apply_grad([1.0])
+    acc.apply_grad([2.0], 1)
+    assert first.result().tolist() == [1.0]
+    assert last.result().tolist() == [2.0]
+
+
+class Interrupted(threading.Event):
+    """An event whose waiter is hit by Ctrl-C."""
+
+    def wait(self, timeout=None):
+        raise KeyboardInterrupt
+
+
+def test_a_take_that_is_interrupted_loses_nothing(accumulator, monkeypatch):
+    acc = accumulator()
+    with monkeypatch.context() as patch:
+        patch.setattr(dense, "Ticket", functools.partial(dense.Ticket, done=Interrupted()))
+        with pytest.raises(KeyboardInterrupt):
+            acc.take_grad(1)
+    acc.apply_grad([2.0])
+    assert counters(acc) == (1, 0, 0)
+    assert acc.take_grad(1, timeout=0).tolist() == [2.0]
+
+
+def test_an_error_keeps_no_sum_alive(accumulator):
+    acc = accumulator()
+    acc.apply_grad([2.0])
+    gc.disable()
+    try:
+        with pytest.raises(DeadlineExceededError) as caught:
+            acc.take_grad(2, timeout=0)
+        alive = weakref.ref(acc.accumulator_ref)
+        del caught, acc
+        assert alive() is None, "a cycle through the traceback"
+    finally:
+        gc.enable()
+
+
+# -- close ----------------------------------------------------------------------------------------
+
+
+def test_close_cancels_everyone_who_waits(accumulator, crew):
+    acc = accumulator()
+    acc.apply_grad([1.0])
+    takes = [crew.waiting(acc.take_grad, 2 + place) for place in range(3)]
+    acc.close()
+    for take in takes:
+        assert take.served
+        with pytest.raises(CancelledError, match="cancelled"):
+            take.result()
+
+
+def test_close_serves_nobody(accumulator, crew):
+    """The second would be satisfied once the first is gone."""
+    acc = accumulator()
+    acc.apply_grad([1.0])
+    takes = [crew.waiting(acc.take_grad, num_required) for num_required in (2, 1)]
+    acc.close()
+    for take in takes:
+        with pytest.raises(CancelledError):
+            take.result()
+
+
+def test_the_block_is_left_in_another_thread(accumulator, crew):
+    acc = accumulator()
+    inside, leave = threading.Event(), threading.Event()
+
+    def worker():
+        with acc:
+            inside.set()
+            assert leave.wait(30)
+
+    closer = crew.start(worker)
+    assert inside.wait(30)
+    with acc:
+        take = crew.waiting(acc.take_grad, 1)
+        leave.set()
+        closer.result()
+        with pytest.raises(CancelledError):
+            take.result()
+        with pytest.raises(CancelledError):
+            acc.apply_grad([1.0])
+
+
+def test_close_races_with_applies_and_takes(accumulator, crew):
+    """Whoever comes first, nobody waits for ever and nothing is handed out after the end."""
+    for _ in range(50):
+        acc = accumulator(reduction_type="SUM")
+        start = threading.Barrier(3)
+
+        def apply(acc=acc, start=start):
+            start.wait(30)
+            return sum(acc.apply_grad([1.0], step) for step in range(20))
+
+        def take(acc=acc, start=start):
+            start.wait(30)
+            return [float(acc.take_grad(1)[0]) for _ in range(20)]
+
+        calls = [crew.start(apply), crew.start(take)]
+        start.wait(30)
+        acc.close()
+        for call in calls:
+            try:
+                call.result()
+            except CancelledError:
+                continue
+        with pytest.raises(CancelledError):
+            acc.num_accumulated()
+        assert not acc.accumulator_ref.queue
+        assert acc.accumulator_ref.totals == [None]

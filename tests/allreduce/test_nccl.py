@@ -1,0 +1,168 @@
+"""nccl over the simulated collective: a rank for each physical device, a group for each pack."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from exact import FLOATS, exact_data, random_data, same
+from meshes import MeshCase, collective_sum, launches_of, placement_of
+
+from gradreduce.allreduce import ALGORITHMS
+from gradreduce.device import Collective, as_dtype
+
+nccl = ALGORITHMS["nccl"]
+
+
+class Spy(Collective):
+    """Passes every call on and keeps, for each group, the buffers of its calls."""
+
+    def __init__(self, collective):
+        self.collective = collective
+        self.groups = []
+        self.open = False
+
+    def all_reduce(self, buffers, op="sum"):
+        assert self.open, "a call outside of any group"
+        assert op == "sum"
+        self.groups[-1].append(list(buffers))
+        self.collective.all_reduce(buffers, op)
+
+    def broadcast(self, buffers, root):
+        raise AssertionError("nccl broadcasts nothing")
+
+    def all_gather(self, outputs, inputs):
+        raise AssertionError("nccl gathers nothing")
+
+    @contextmanager
+    def group(self):
+        assert not self.open, "groups do not nest"
+        self.groups.append([])
+        self.open = True
+        yield
+        self.open = False
+
+
+def run(mesh, jobs):
+    """The journal, and the groups of collective calls."""
+    spy = Spy(mesh.collective)
+    with pytest.MonkeyPatch.context() as patch, mesh.journal() as journal:
+        patch.setattr(mesh, "_make_collective", lambda: spy)
+        nccl(jobs)
+    return journal, spy.groups
+
+
+def check_outs(jobs, expected):
+    for job, wanted in zip(jobs, expected, strict=True):
+        for replica, out in enumerate(job.outs):
+            assert same(out.numpy(), wanted), f"replica {replica}: {out.numpy()} is not {wanted}"
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["new", "in-place"])
+@pytest.mark.parametrize("mean", [False, True], ids=["sum", "mean"])
+@pytest.mark.parametrize("dtype", [*FLOATS, as_dtype("complex64")], ids=str)
+def test_folds_are_rounded_then_added_then_divided(
+    mesh, make_jobs, random_replicas, dtype, mean, in_place
+):
+    packs = [random_replicas(len(mesh), size, dtype) for size in (1, 67, 4099)]
+    divisor = len(mesh) if mean else 1
+    jobs = make_jobs(mesh, packs, divisor, in_place=in_place)
+    nccl(jobs)
+    placement = placement_of(mesh)
+    check_outs(jobs, [collective_sum(replicas, placement, divisor) for replicas in packs])
+    if not in_place:
+        for job, replicas in zip(jobs, packs, strict=True):
+            for buffer, array in zip(job.inputs, replicas, strict=True):
+                assert same(buffer.numpy(), array)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "complex64", "int8", "uint64"])
+def test_exact_data_is_added_exactly(mesh, make_jobs, dtype):
+    replicas = [exact_data((67,), dtype, num_terms=9, seed=seed) for seed in range(len(mesh))]
+    total = replicas[0].copy()
+    for replica in replicas[1:]:
+        total += replica
+    jobs = make_jobs(mesh, [replicas])
+    nccl(jobs)
+    check_outs(jobs, [total])
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_sums_in_the_accumulate_type_cross_in_it(mesh, make_jobs, half):
+    half = as_dtype(half)
+    replicas = [exact_data((67,), half, num_terms=9, seed=s).astype("float32") for s in
+                range(len(mesh))]  # fmt: skip
+    jobs = make_jobs(mesh, [replicas], 2, out_dtype=half)
+    _, groups = run(mesh, jobs)
+    check_outs(jobs, [(sum(replicas[1:], replicas[0]) / np.float32(2)).astype(half)])
+    assert all(b.dtype == "float32" for group in groups for call in group for b in call)
+
+
+def test_one_group_for_each_pack_and_one_rank_for_each_physical_device(numpy_mesh, make_jobs):
+    dtypes = ["float32", "float16", "int32"]
+    packs = [[np.ones(40, dtype)] * len(numpy_mesh) for dtype in dtypes]
+    journal, groups = run(numpy_mesh, make_jobs(numpy_mesh, packs))
+    ranks = [places[0] for places in numpy_mesh.by_physical.values()]
+    if len(ranks) == 1:
+        assert groups == []
+        assert journal.of("collective") == []
+        return
+    assert [[[b.device.index for b in call] for call in group] for group in groups] == [[ranks]] * 3
+    # The link carries no more bytes than the tensor has.
+    assert [record.nbytes for record in journal.of("collective")] == [
+        nbytes for nbytes in (160, 80, 160) for _ in ranks
+    ]
+    assert journal.copies == 0
+    assert all(record.nbytes == 0 for record in journal.of("launch"))
+
+
+@pytest.mark.parametrize("divisor", [1, 8])
+def test_one_physical_device_calls_no_collective(make_jobs, divisor):
+    with MeshCase((0,) * 8).open() as mesh:
+        jobs = make_jobs(mesh, [[np.ones(40, np.float32)] * 8] * 3, divisor)
+        journal, groups = run(mesh, jobs)
+    assert groups == []
+    (launch,) = journal.records
+    assert (launch.name, launch.device, launch.num_rows) == ("all_sum", 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("placement", "in_place", "divisor", "launches"),
+    [
+        ((0, 1), True, 1, 0),  # the library adds in place
+        ((0, 1), True, 2, 2),  # and the division is one more pass
+        ((0, 1), False, 1, 2),  # a copy that the library may overwrite
+        ((0, 1), False, 2, 4),
+        ((0, 0, 1, 1), True, 1, 4),  # fold, and fan out
+        ((0, 0, 1, 1), False, 4, 4),  # the division is in the pass that fans out
+        ((0, 0, 1), True, 1, 2),  # device 2 is alone
+        ((0, 0, 1), True, 3, 3),
+    ],
+    ids=str,
+)
+def test_what_the_replicas_of_a_device_cost(make_jobs, placement, in_place, divisor, launches):
+    with MeshCase(placement).open() as mesh:
+        packs = [[np.ones(40, np.float32)] * len(mesh)] * 3
+        journal, groups = run(mesh, make_jobs(mesh, packs, divisor, in_place=in_place))
+    assert len(groups) == 3
+    assert len(launches_of(journal, "all_sum")) == journal.launches == launches
+    assert all(record.num_rows == 3 for record in journal.of("launch"))
+
+
+def test_packs_do_not_change_the_bits(make_jobs):
+    size = 1000
+    for placement in ((0, 1, 1, 2, 0), (0, 0, 0), (0, 1, 2)):
+        replicas = [random_data((size,), "float16", seed=s) for s in range(len(placement))]
+        wanted = collective_sum(replicas, placement, 3)
+        with MeshCase(placement).open() as mesh:
+            for step in (1000, 500, 136, 8):
+                cuts = [slice(start, start + step) for start in range(0, size, step)]
+                jobs = make_jobs(mesh, [[r[cut] for r in replicas] for cut in cuts], 3)
+                nccl(jobs)
+                check_outs(jobs, [wanted[cut] for cut in cuts])
+
+
+def test_no_job_is_no_work(mesh):
+    journal, groups = run(mesh, [])
+    assert journal.records == groups == []

@@ -1,0 +1,36 @@
+"""The meshes that the contract tests run on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from device.contract import BACKENDS, BACKENDS_APART
+
+from gradreduce.device import Mesh
+
+
+@pytest.fixture(params=BACKENDS)
+def near(request) -> Iterator[Mesh]:
+    """Two logical devices on one physical one."""
+    with request.param([0, 0]) as mesh:
+        yield mesh
+
+
+@pytest.fixture(params=BACKENDS_APART)
+def apart(request) -> Iterator[Mesh]:
+    """Devices 0 and 1 share a physical one, device 2 has its own."""
+    with request.param([0, 0, 1]) as mesh:
+        yield mesh
+
+
+@pytest.fixture(params=BACKENDS)
+def reopen(request) -> Callable[..., Mesh]:
+    """Opens meshes of one backend; the test closes them."""
+    return request.param
+
+
+@pytest.fixture(params=BACKENDS_APART)
+def reopen_apart(request) -> Callable[..., Mesh]:
+    """The same, for meshes on several physical devices."""
+    return request.param

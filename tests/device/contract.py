@@ -1,0 +1,57 @@
+"""Which backends must keep the contract, and what its tests do with a device."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+from exact import exact_data
+
+from gradreduce.device import Buffer, Device, as_dtype, element_of, open_mesh
+from gradreduce.ops.add_n import ADD_N
+
+QUEUES = ("compute", "transfer")
+SIZE = 1003  # vectors and a tail
+FLOAT = as_dtype("float32")
+
+simulated = partial(open_mesh, backend="sim")
+# Every way to run a mesh. A backend joins by one more line, marked by what it needs.
+BACKENDS = [
+    pytest.param(partial(simulated, strict=True), id="sim"),
+    pytest.param(partial(simulated, strict=False, peer_access=False), id="sim-no_peers"),
+    pytest.param(
+        partial(simulated, strict=True, kernels="compiled"),
+        id="sim-compiled",
+        marks=pytest.mark.host,
+    ),
+    # Queued work runs as late as the fences allow, as early, and anyhow.
+    *(
+        pytest.param(partial(simulated, strict=True, schedule_seed=seed), id=f"sim-queued_{seed}")
+        for seed in range(4)
+    ),
+]
+# The same, where several physical devices are needed: a backend of GPUs is marked multi_gpu.
+BACKENDS_APART = BACKENDS
+
+
+def data(shape, dtype=FLOAT, seed=0) -> np.ndarray:
+    return exact_data((math.prod(shape),), dtype, seed=seed).reshape(shape)
+
+
+def uploaded(device: Device, seed: int, shape=(SIZE,), dtype=FLOAT) -> Buffer:
+    return device.upload(data(shape, dtype, seed))
+
+
+def adopted(device: Device, values: np.ndarray) -> Buffer:
+    """A Buffer on memory that our pool does not own."""
+    buffer = device.adopt(device.release(device.upload(values)))
+    assert not buffer.block.owned
+    return buffer
+
+
+def add(device: Device, out: Buffer, *terms: Buffer, **options) -> None:
+    """``out = terms[0] + terms[1] + …`` as one launch, unchecked by ``ops``."""
+    name = element_of(out.dtype).name
+    device.launch(ADD_N, (name, name, 0), [(out, *terms)], (len(terms),), **options)

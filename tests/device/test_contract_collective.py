@@ -1,0 +1,254 @@
+"""Every backend keeps its promises about collectives (``device/README.md``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from device.contract import BACKENDS_APART, FLOAT, SIZE, data, uploaded
+from exact import DTYPES, FLOATS, exact_data, random_data, same
+from meshes import refused
+
+from gradreduce.device import Buffer, Mesh, accumulate_dtype, as_dtype
+from gradreduce.errors import CollectiveError, DeviceMismatchError
+
+NUM = 3
+
+
+@pytest.fixture(params=BACKENDS_APART)
+def mesh(request) -> Iterator[Mesh]:
+    """Three physical devices, and a fourth logical one beside the second."""
+    with request.param([0, 1, 2, 1]) as made:
+        yield made
+
+
+def terms_of(dtype, size=SIZE, make=exact_data) -> list[np.ndarray]:
+    return [make((size,), dtype, seed=seed) for seed in range(NUM)]
+
+
+def on_each(mesh: Mesh, values) -> list[Buffer]:
+    return [device.upload(value) for device, value in zip(mesh.devices, values, strict=False)]
+
+
+@pytest.mark.parametrize("size", [1, SIZE])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_reduce_makes_every_buffer_the_sum(mesh, dtype, size):
+    terms = terms_of(dtype, size)
+    buffers = on_each(mesh, terms)
+    with mesh.journal() as journal:
+        mesh.collective.all_reduce(buffers)
+    wanted = terms[0] + terms[1] + terms[2]
+    for buffer in buffers:
+        assert same(buffer.numpy(), wanted)
+    kinds = {(record.kind, record.name, record.nbytes) for record in journal.records}
+    assert kinds == {("collective", "all_reduce", terms[0].nbytes)}
+    assert [record.device for record in journal.records] == [0, 1, 2]
+    assert (journal.launches, journal.bytes) == (0, NUM * terms[0].nbytes)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_simulated_collective_adds_in_mesh_order_and_rounds_once(mesh, dtype):
+    terms = terms_of(dtype, make=random_data)
+    buffers = on_each(mesh, terms)
+    if mesh.backend != "sim":  # NCCL promises neither
+        return
+    mesh.collective.all_reduce(buffers)
+    wide = accumulate_dtype(dtype)
+    with np.errstate(all="ignore"):
+        total = (terms[0].astype(wide) + terms[1]) + terms[2]
+        assert total.dtype == wide
+        wanted = total.astype(dtype)
+        each = ((terms[0] + terms[1]).astype(dtype) + terms[2]).astype(dtype)
+    for buffer in buffers:
+        assert same(buffer.numpy(), wanted)
+    if wide != dtype:  # the data tells the two apart
+        assert not same(wanted, each)
+
+
+def test_halves_do_not_saturate_on_the_way(mesh):
+    """60000 + 60000 - 60000 in float16: the first sum is infinite there."""
+    buffers = on_each(mesh, np.array([[60000], [60000], [-60000]], np.float16))
+    mesh.collective.all_reduce(buffers)
+    assert buffers[0].numpy() == np.float16(60000)
+
+
+@pytest.mark.parametrize("root", range(NUM))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_broadcast_makes_every_buffer_the_root(mesh, dtype, root):
+    terms = terms_of(dtype)
+    buffers = on_each(mesh, terms)
+    mesh.collective.broadcast(buffers, root)
+    for buffer in buffers:
+        assert same(buffer.numpy(), terms[root])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_gather_lays_the_inputs_end_to_end(mesh, dtype):
+    terms = terms_of(dtype)
+    inputs = on_each(mesh, terms)
+    outputs = [buffer.device.empty((NUM, SIZE), dtype) for buffer in inputs]
+    mesh.collective.all_gather(outputs, inputs)
+    for output, buffer, term in zip(outputs, inputs, terms, strict=True):
+        assert same(output.numpy(), np.stack(terms))
+        assert same(buffer.numpy(), term)
+
+
+def test_all_gather_may_write_where_it_reads(mesh):
+    terms = terms_of(FLOAT)
+    outputs = [device.zeros((NUM * SIZE,), FLOAT) for device in mesh.devices[:NUM]]
+    inputs = [output.view(place * SIZE, (SIZE,)) for place, output in enumerate(outputs)]
+    for buffer, term in zip(inputs, terms, strict=True):
+        buffer.device.upload(term, out=buffer)
+    mesh.collective.all_gather(outputs, inputs)
+    for output in outputs:
+        assert same(output.numpy(), np.concatenate(terms))
+
+
+def test_sizes_agree_shapes_need_not(mesh):
+    terms = [data(shape, seed=seed) for seed, shape in enumerate([(2, 6), (12,), (4, 3)])]
+    wanted = sum(term.reshape(-1) for term in terms)
+    buffers = on_each(mesh, terms)
+    mesh.collective.all_reduce(buffers)
+    for buffer in buffers:
+        assert same(buffer.numpy(), wanted.reshape(buffer.shape))
+    buffers = on_each(mesh, terms)
+    mesh.collective.broadcast(buffers, 2)
+    for buffer in buffers:
+        assert same(buffer.numpy(), terms[2].reshape(buffer.shape))
+
+
+def test_some_devices_of_a_mesh_are_enough(mesh):
+    alone = uploaded(mesh.devices[2], 1)
+    mesh.collective.all_reduce([alone])
+    assert same(alone.numpy(), data((SIZE,), seed=1))
+    pair = [uploaded(mesh.devices[3], 1), uploaded(mesh.devices[0], 2)]
+    mesh[[3, 0]].collective.all_reduce(pair)
+    for buffer in pair:
+        assert same(buffer.numpy(), data((SIZE,), seed=1) + data((SIZE,), seed=2))
+
+
+def test_calls_in_a_group_are_all_done_when_it_ends(mesh):
+    terms = terms_of(FLOAT)
+    first, second = on_each(mesh, terms), on_each(mesh, terms)
+    with mesh.collective.group():
+        mesh.collective.all_reduce(first)
+        mesh.collective.broadcast(second, 1)
+    for buffer in first:
+        assert same(buffer.numpy(), terms[0] + terms[1] + terms[2])
+    for buffer in second:
+        assert same(buffer.numpy(), terms[1])
+
+
+def read_only(mesh: Mesh, place: int) -> Buffer:
+    values = data((SIZE,), seed=place)
+    values.flags.writeable = False
+    return mesh.devices[place].adopt(values)
+
+
+def faulty(mesh: Mesh) -> dict[str, list[Buffer]]:
+    """Lists of buffers that no collective takes."""
+    first, second, third, beside = (uploaded(mesh.devices[place], place) for place in range(4))
+    short = uploaded(mesh.devices[2], 2, (SIZE - 1,))
+    integers = uploaded(mesh.devices[2], 2, dtype=as_dtype("int32"))
+    return {
+        "no buffer": [],
+        "one device twice": [first, second, first],
+        "one physical device twice": [first, second, third, beside],
+        "sizes": [first, second, short],
+        "dtypes": [first, second, integers],
+    }
+
+
+def contents(buffers: list[Buffer]) -> list[bytes]:
+    return [buffer.numpy().tobytes() for buffer in buffers]
+
+
+@pytest.mark.parametrize("fault", ["no buffer", "one device twice", "one physical device twice",
+                                   "sizes", "dtypes"])  # fmt: skip
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather"])
+def test_buffers_that_do_not_agree_change_nothing(mesh, name, fault):
+    buffers = faulty(mesh)[fault]
+    outputs = [buffer.device.zeros((NUM * SIZE,), FLOAT) for buffer in buffers]
+    calls = {
+        "all_reduce": lambda: mesh.collective.all_reduce(buffers),
+        "broadcast": lambda: mesh.collective.broadcast(buffers, 0),
+        "all_gather": lambda: mesh.collective.all_gather(outputs, buffers),
+    }
+    before = contents(buffers + outputs)
+    with refused(mesh, CollectiveError, name):
+        calls[name]()
+    assert contents(buffers + outputs) == before
+
+
+@pytest.mark.parametrize("root", [-1, NUM])
+def test_broadcast_needs_a_root_that_is_there(mesh, root):
+    buffers = on_each(mesh, terms_of(FLOAT))
+    before = contents(buffers)
+    with refused(mesh, CollectiveError, f"root={root}"):
+        mesh.collective.broadcast(buffers, root)
+    assert contents(buffers) == before
+
+
+def test_all_gather_checks_its_outputs(mesh):
+    inputs = on_each(mesh, terms_of(FLOAT))
+    good = [buffer.device.zeros((NUM * SIZE,), FLOAT) for buffer in inputs]
+    device = mesh.devices[2]
+    wrong = {
+        "one too few": good[:2],
+        "order": [good[0], good[2], good[1]],
+        "size": [*good[:2], device.zeros((NUM * SIZE + 1,), FLOAT)],
+        "dtype": [*good[:2], device.zeros((NUM * SIZE,), "int32")],
+        "beside": [good[0], mesh.devices[3].zeros((NUM * SIZE,), FLOAT), good[2]],
+    }
+    for outputs in wrong.values():
+        before = contents(outputs)
+        with refused(mesh, CollectiveError, "all_gather"):
+            mesh.collective.all_gather(outputs, inputs)
+        assert contents(outputs) == before
+
+
+def test_a_read_only_buffer_may_be_read_and_not_written(mesh):
+    if mesh.backend != "sim":  # no other library has read-only arrays
+        return
+    fixed = read_only(mesh, 0)
+    buffers = [fixed, *(uploaded(mesh.devices[place], place) for place in (1, 2))]
+    before = contents(buffers)
+    outputs = [buffer.device.zeros((NUM * SIZE,), FLOAT) for buffer in buffers]
+    small = [buffer.view(0, (1,)) for buffer in buffers[1:]]
+    calls = [
+        lambda: mesh.collective.all_reduce(buffers),
+        lambda: mesh.collective.broadcast(buffers, 1),
+        lambda: mesh.collective.all_gather([fixed.view(0, (3,)), *outputs[1:]], [fixed, *small]),
+        lambda: mesh.collective.all_gather(
+            [fixed.view(0, (2,)), buffers[1].view(0, (2,))], [outputs[0].view(0, (1,)), small[0]]
+        ),
+    ]
+    for call in calls:
+        with mesh.journal() as journal, pytest.raises(CollectiveError):
+            call()
+        assert journal.records == []
+    assert contents(buffers) == before
+    mesh.collective.all_gather(outputs, buffers)
+    mesh.collective.broadcast(buffers, 0)
+    assert contents(buffers) == [before[0]] * NUM
+
+
+def test_buffers_of_two_meshes_change_nothing(reopen_apart):
+    with reopen_apart([0, 1]) as mesh, reopen_apart([0, 1]) as other:
+        buffers = [uploaded(mesh.devices[0], 1), uploaded(other.devices[1], 2)]
+        before = contents(buffers)
+        outputs = [buffer.device.zeros((2 * SIZE,), FLOAT) for buffer in buffers]
+        for call in (
+            lambda: mesh.collective.all_reduce(buffers),
+            lambda: mesh.collective.broadcast(buffers, 0),
+            lambda: mesh.collective.all_gather(outputs, buffers),
+        ):
+            with refused(mesh, DeviceMismatchError, "buffer 1"):
+                call()
+        assert contents(buffers) == before
+
+
+def test_what_is_not_there_yet_says_so(mesh):
+    with pytest.raises(NotImplementedError, match="op='max'"):
+        mesh.collective.all_reduce(on_each(mesh, terms_of(FLOAT)), "max")

@@ -1,0 +1,344 @@
+"""Every backend keeps its promises for launches, queues and journals (``device/README.md``)."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from device.contract import FLOAT, QUEUES, SIZE, add, adopted, data, uploaded
+from exact import DTYPES, same
+from meshes import refused
+
+from gradreduce.device import Buffer, Device, Record, accumulate_dtype, compiled, element_of
+from gradreduce.errors import DeviceMismatchError
+from gradreduce.ops.add_n import ADD_N
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_launch_writes_its_first_operands_and_no_other(near, dtype, queue):
+    device, other = near.devices
+    terms = [uploaded(device, 1, dtype=dtype), uploaded(other, 2, dtype=dtype)]
+    device.wait(other.mark(), queue=queue)
+    out = device.empty((SIZE,), dtype)
+    if queue != "compute":
+        device.wait(device.mark(), queue=queue)
+    name, lanes = element_of(dtype).name, element_of(dtype).lanes
+    rows = [
+        [operand.view(0, (SIZE * lanes,), element_of(dtype).viewed) for operand in (out, *terms)]
+    ]
+    with near.journal() as journal:
+        device.launch(ADD_N, (name, name, 2), rows, (2,), queue=queue)
+    assert journal.records == [Record("launch", "add_n", 0, queue=queue, num_rows=1)]
+    near.synchronize()
+    values = [data((SIZE,), dtype, seed) for seed in (1, 2)]
+    wide = accumulate_dtype(dtype)
+    assert same(out.numpy(), (values[0].astype(wide) + values[1].astype(wide)).astype(dtype))
+    for term, value in zip(terms, values, strict=True):
+        assert same(term.numpy(), value)
+
+
+def test_rows_of_size_zero_are_left_out(near):
+    device = near.devices[0]
+    full = [device.zeros((4,), FLOAT), uploaded(device, 1, (4,)), uploaded(device, 2, (4,))]
+    none = [device.empty((0,), FLOAT) for _ in range(3)]
+    with near.journal() as journal:
+        device.launch(ADD_N, ("float32", "float32", 2), [none, full, none], (2,))
+        device.launch(ADD_N, ("float32", "float32", 2), [none, none], (2,))
+        device.launch(ADD_N, ("float32", "float32", 2), [], (2,))
+        device.copy(none[0], none[1])
+        device.zeros((0,), FLOAT)
+    assert [(record.kind, record.num_rows) for record in journal.records] == [("launch", 1)]
+    assert same(full[0].numpy(), data((4,), seed=1) + data((4,), seed=2))
+
+
+def test_a_launch_reaches_peers_or_says_what_to_do(apart):
+    near, _, far = apart.devices
+    out, term = uploaded(near, 3), uploaded(far, 1)
+    near.wait(far.mark())
+    if apart.fabric.peers(near.physical, far.physical):
+        with apart.journal() as journal:
+            add(near, out, term, term)
+        assert (journal.launches, journal.copies, journal.bytes) == (1, 0, 2 * term.nbytes)
+        assert same(out.numpy(), 2 * data((SIZE,), seed=1))
+        assert same(near.download(term), data((SIZE,), seed=1))
+        return
+    for call in (lambda: add(near, out, term), lambda: near.download(term)):
+        with refused(apart, DeviceMismatchError, "no peer access"):
+            call()
+    assert same(out.numpy(), data((SIZE,), seed=3))
+
+
+def test_a_launch_reaches_no_adopted_memory_elsewhere(apart):
+    near, beside, far = apart.devices
+    why = "not our pool's|no peer access"
+    theirs, out = adopted(far, data((SIZE,))), uploaded(near, 3)
+    for operands in ((out, theirs), (theirs, out)):
+        with refused(apart, DeviceMismatchError, why):
+            add(near, *operands)
+    assert same(out.numpy(), data((SIZE,), seed=3))
+    assert same(theirs.numpy(), data((SIZE,)))
+    term = adopted(beside, data((SIZE,), seed=4))
+    near.wait(beside.mark())
+    add(near, out, term)
+    assert same(out.numpy(), data((SIZE,), seed=4))
+
+
+def test_no_call_reaches_another_mesh(reopen):
+    with reopen([0, 0]) as mesh, reopen([0, 0]) as other:
+        mine, theirs = uploaded(mesh.devices[0], 1), uploaded(other.devices[0], 2)
+        device = mesh.devices[0]
+        calls = [
+            lambda: device.copy(mine, theirs),
+            lambda: device.copy(theirs, mine),
+            lambda: add(device, mine, theirs),
+            lambda: add(device, theirs, mine),
+            lambda: device.download(theirs),
+            lambda: device.release(theirs),
+            lambda: device.upload(data((SIZE,)), out=theirs),
+        ]
+        with mesh.journal() as journal, other.journal() as journal_of_other:
+            for call in calls:
+                with pytest.raises(DeviceMismatchError):
+                    call()
+        assert journal.records == journal_of_other.records == []
+        assert same(mine.numpy(), data((SIZE,), seed=1))
+        assert same(theirs.numpy(), data((SIZE,), seed=2))
+
+
+def test_read_only_memory_enters_and_is_never_written(apart):
+    near, _, far = apart.devices
+    if apart.backend != "sim":  # no other library has read-only arrays
+        return
+    values = data((SIZE,))
+    values.flags.writeable = False
+    fixed, other = near.adopt(values), uploaded(far, 1)
+    out = uploaded(near, 3)
+    add(near, out, fixed)
+    assert same(out.numpy(), values)
+    calls = [
+        lambda: add(near, fixed, out),
+        lambda: near.launch(
+            ADD_N, ("float32", "float32", 1), [[out, fixed], [fixed.view(1, (4,)), out]], (1,)
+        ),
+        lambda: near.upload(data((SIZE,), seed=1), out=fixed),
+        lambda: near.copy(fixed, out),
+        lambda: far.copy(fixed, other, queue="transfer"),
+        lambda: far.copy(fixed.view(0, (2,)), other.view(0, (2,))),
+    ]
+    out = uploaded(near, 3)
+    touched = [set(buffer.block.touched) for buffer in (fixed, out, other)]
+    for call in calls:
+        with refused(apart, ValueError, r"^Buffer\(.*\) is read-only$"):
+            call()
+    assert touched == [buffer.block.touched for buffer in (fixed, out, other)]
+    assert same(out.numpy(), data((SIZE,), seed=3))
+    assert same(fixed.numpy(), data((SIZE,)))
+    released = near.release(fixed.view(0, (3,)))
+    with pytest.raises(ValueError, match="read-only"):
+        released[...] = 0
+
+
+def test_a_call_that_raises_forgets_no_fence(apart):
+    """The next writer still waits for a copy that reads, after a launch that was refused."""
+    near, _, far = apart.devices
+    src, dst = uploaded(near, 1), far.empty((SIZE,), FLOAT)
+    far.copy(dst, src)
+    readers = dict(src.block.readers)
+    assert list(readers) == [(far, "compute")]
+    theirs = adopted(far, data((SIZE,)))
+    with refused(apart, DeviceMismatchError, "cannot reach"):
+        add(near, src, src, theirs)
+    assert src.block.readers == readers
+    add(near, src, src, src)
+    assert src.block.readers == {}
+
+
+def test_any_queue_waits_for_any_mark(apart):
+    for giver, taker in product(apart.devices, repeat=2):
+        for given, taken in product(QUEUES, repeat=2):
+            mark = giver.mark(given)
+            assert (mark.device, mark.queue) == (giver, given)
+            with apart.journal() as journal:
+                assert taker.wait(mark, queue=taken) is None
+            assert journal.records == []
+    apart.synchronize()
+
+
+def test_work_of_two_queues_is_ordered_by_a_mark(apart):
+    near, _, far = apart.devices
+    values = [uploaded(near, seed) for seed in (1, 2)]
+    out, there = near.empty((SIZE,), FLOAT), far.empty((SIZE,), FLOAT)
+    add(near, out, *values)
+    far.copy(there, out, queue="transfer")
+    far.wait(far.mark("transfer"))
+    add(far, there, there, there)
+    add(near, out, values[0])  # waits for the copy by itself
+    wanted = 2 * (data((SIZE,), seed=1) + data((SIZE,), seed=2))
+    assert same(there.numpy(), wanted)
+    assert same(out.numpy(), data((SIZE,), seed=1))
+
+
+@pytest.fixture
+def waits(apart, monkeypatch) -> list[tuple]:
+    """Every wait that a device of ``apart`` is told: who and on which queue, for whose mark."""
+    told: list[tuple] = []
+    cls = type(apart.devices[0])
+    original = cls._wait
+
+    def wait(self, mark, queue) -> None:
+        told.append((self.index, queue, mark.device.index, mark.queue))
+        original(self, mark, queue)
+
+    monkeypatch.setattr(cls, "_wait", wait)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("runner", "queue", "told", "reading"),
+    [
+        (2, "compute", [(0, "compute")], True),
+        (2, "transfer", [(0, "compute"), (2, "compute")], True),
+        (0, "compute", [(2, "compute")], False),
+        (0, "transfer", [(0, "compute"), (2, "compute")], True),
+    ],
+)
+def test_a_copy_waits_for_both_ends_and_the_next_writer_for_it(
+    apart, waits, runner, queue, told, reading
+):
+    src, dst = uploaded(apart.devices[0], 1), apart.devices[2].empty((SIZE,), FLOAT)
+    apart.devices[runner].copy(dst, src, queue=queue)
+    assert waits == [(runner, queue, *mark) for mark in told]
+    written = [(0, "compute", runner, queue)] if reading else []
+    for write in (
+        lambda: add(src.device, src, src, src),
+        lambda: src.device.upload(data((SIZE,)), out=src),
+        lambda: src.device.copy(src, uploaded(src.device, 2)),
+    ):
+        apart.devices[runner].copy(dst, src, queue=queue)
+        waits.clear()
+        write()
+        assert waits == written
+        write()  # once is enough
+        assert waits == written
+
+
+def test_a_copy_in_one_queue_waits_for_nobody(apart, waits):
+    device = apart.devices[1]
+    src, dst = uploaded(device, 1), device.empty((SIZE,), FLOAT)
+    device.copy(dst, src)
+    add(device, src, dst)
+    assert waits == []
+
+
+def test_an_upload_beside_the_compute_queue_waits_for_it(apart, waits):
+    device = apart.devices[1]
+    device.upload(data((SIZE,)))
+    assert waits == []
+    device.upload(data((SIZE,)), queue="transfer")
+    assert waits == [(1, "transfer", 1, "compute")]
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+def test_a_launch_waits_for_nothing_but_readers(apart, waits, queue):
+    device, beside, _ = apart.devices
+    terms = [uploaded(device, 1), uploaded(beside, 2)]
+    add(device, device.empty((SIZE,), FLOAT), *terms, queue=queue)
+    assert waits == []
+
+
+def test_who_touches_a_block_is_remembered(apart):
+    """So that its memory is given away only when those queues have passed."""
+    near, beside, far = apart.devices
+    block, out = uploaded(near, 1).block, uploaded(near, 2)
+    assert block.touched == out.block.touched == set()
+    src = Buffer(block, 0, (SIZE,), FLOAT)
+    add(near, out, src)
+    assert block.touched == set()
+    add(beside, out, src, queue="transfer")
+    far.copy(far.empty((SIZE,), FLOAT), src)
+    near.upload(data((SIZE,)), out=src, queue="transfer")
+    assert block.touched == {(beside, "transfer"), (far, "compute"), (near, "transfer")}
+    assert out.block.touched == {(beside, "transfer")}
+
+
+def test_what_is_prepared_is_not_compiled_again(near, monkeypatch):
+    device = near.devices[0]
+    kernel = replace(ADD_N, templates=(("float32", "float32", 1),))  # a new one
+    out, term = device.empty((SIZE,), FLOAT), uploaded(device, 1)
+    with near.journal() as journal:
+        device.prepare(kernel, kernel.templates[0])
+    assert journal.records == []
+
+    def compiles(*_) -> None:
+        raise AssertionError("a launch compiles")
+
+    monkeypatch.setattr(compiled, "_build", compiles)
+    device.launch(kernel, kernel.templates[0], [[out, term]], (1,))
+    assert same(out.numpy(), data((SIZE,), seed=1))
+
+
+def test_the_journal_counts_what_was_done(apart):
+    near, _, far = apart.devices
+    with apart.journal() as journal:
+        first, second = uploaded(near, 1), near.zeros((SIZE,), FLOAT)
+        there = far.empty((SIZE,), FLOAT)
+        add(near, second, first)
+        far.copy(there, second)
+        there.numpy()
+        apart.synchronize()
+    uploaded(near, 1)
+    kinds = ["upload", "fill", "launch", "copy", "download", "sync", "sync", "sync"]
+    assert [record.kind for record in journal.records] == kinds
+    counts = (journal.launches, journal.copies, journal.uploads, journal.syncs, journal.bytes)
+    assert counts == (1, 1, 1, 4, SIZE * 4)
+    nbytes = [record.nbytes for record in journal.records]
+    assert nbytes == [SIZE * 4, SIZE * 4, 0, SIZE * 4, SIZE * 4, 0, 0, 0]
+    assert [record.device for record in journal.of("sync")] == [0, 1, 2]
+
+
+def test_journals_nest(near):
+    device = near.devices[0]
+    with near.journal() as outer:
+        uploaded(device, 1)
+        with near.journal() as inner, near.journal() as twin:
+            uploaded(device, 2).numpy()
+        assert twin.records == inner.records
+        uploaded(device, 3)
+    assert (outer.uploads, outer.syncs) == (3, 1)
+    assert (inner.uploads, inner.syncs) == (1, 1)
+    assert outer.records[1:3] == inner.records
+
+
+def test_a_part_of_a_mesh_keeps_the_journal_and_the_numbers(apart):
+    part = apart[[2, 1]]
+    with apart.journal() as whole, part.journal() as journal:
+        uploaded(part.devices[0], 1)
+        uploaded(apart.devices[0], 1)
+    assert [record.device for record in journal.records] == [2, 0]
+    assert whole.records == journal.records
+
+
+def test_the_journal_hears_every_thread(near):
+    num_threads, num_calls = 4, 50
+    start = threading.Barrier(num_threads)
+
+    def work(device: Device) -> None:
+        start.wait(timeout=30)
+        for _ in range(num_calls):
+            uploaded(device, 1, (8,))
+
+    threads = [
+        threading.Thread(target=work, args=(near.devices[place % 2],))
+        for place in range(num_threads)
+    ]
+    with near.journal() as journal:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=30)
+    assert not any(thread.is_alive() for thread in threads)
+    assert journal.uploads == num_threads * num_calls
+    assert {record.device for record in journal.records} == {0, 1}

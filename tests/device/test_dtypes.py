@@ -1,0 +1,101 @@
+"""One table of dtypes: what enters, what is refused, and in what each is added."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from exact import DTYPES
+
+from gradreduce.device import accumulate_dtype, as_dtype, element_of
+from gradreduce.device.dtypes import BFLOAT16, ELEMENTS
+
+NAMES = [
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
+]
+
+
+def test_the_tests_know_every_dtype():
+    assert sorted(map(str, DTYPES)) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_dtype_goes_by_name_type_and_dtype(name):
+    found = as_dtype(name)
+    assert isinstance(found, np.dtype)
+    assert str(found) == found.name == name
+    assert as_dtype(found) == as_dtype(found.type) == found
+    assert as_dtype(found.newbyteorder("=")) == found
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        (float, "float64"),
+        (int, str(np.dtype(int))),
+        (complex, "complex128"),
+        ("f4", "float32"),
+        ("<f2", "float16") if np.little_endian else (">f2", "float16"),
+        (np.longlong, "int64"),
+        (ml_dtypes.bfloat16, "bfloat16"),
+    ],
+)
+def test_other_ways_to_say_it(alias, name):
+    found = as_dtype(alias)
+    assert found == as_dtype(name)
+    assert element_of(found) == element_of(as_dtype(name))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [bool, "bool", str, "U3", bytes, "S3", object, "O", "M8[s]", "m8[s]", "V4", "f4,i4", "(2,)f4",
+     "float8_e4m3", np.longdouble, np.clongdouble, [("a", "f4")]],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_added_is_refused(dtype):
+    with pytest.raises(TypeError, match=r"cannot be added; allowed: float16.*bfloat16.*complex128"):
+        as_dtype(dtype)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if np.dtype(as_dtype(name)).itemsize > 1])
+def test_foreign_byte_order_is_refused(name):
+    foreign = as_dtype(name).newbyteorder("S")
+    if foreign == as_dtype(name):  # ml_dtypes knows no other order
+        assert name == "bfloat16"
+        return
+    with pytest.raises(TypeError, match="cannot be added"):
+        as_dtype(foreign)
+
+
+@pytest.mark.parametrize(
+    "dtype", [None, "", 3, "bfloat", {"a": 1}, {"names": ["a"]}, object(), np.floating]
+)
+def test_what_is_no_dtype_is_refused(dtype):
+    with pytest.raises(TypeError, match="names no NumPy dtype"):
+        as_dtype(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_halves_are_added_in_float32_and_all_else_in_itself(dtype):
+    halves = (np.dtype("float16"), BFLOAT16)
+    assert accumulate_dtype(dtype) == (np.dtype("float32") if dtype in halves else dtype)
+    assert accumulate_dtype(accumulate_dtype(dtype)) == accumulate_dtype(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_element_has_the_bytes_and_the_sum_of_its_dtype(dtype):
+    element = element_of(dtype)
+    seen = dtype if element.viewed is None else element.viewed
+    assert seen.name == element.name
+    assert seen.itemsize * element.lanes == dtype.itemsize
+    assert ELEMENTS[element.name][1] == accumulate_dtype(seen).name
+    values = np.array([3, 250, 7, 100], np.uint8)
+    first, second = values[:2].astype(dtype), values[2:].astype(dtype)
+    added = (first.view(seen) + second.view(seen)).view(dtype)
+    with np.errstate(over="ignore"):
+        assert (added == first + second).all()
+
+
+def test_every_element_is_used():
+    assert {element_of(dtype).name for dtype in DTYPES} == set(ELEMENTS)

@@ -1,0 +1,93 @@
+"""How tensors lie in a flat buffer, for any sizes; and when a shape is what was wanted."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from exact import DTYPES
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradreduce.device import ALIGNMENT, compatible, flat_layout
+
+ITEMSIZES = sorted({dtype.itemsize for dtype in DTYPES})
+sizes = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2**40)), max_size=30)
+itemsizes = st.sampled_from(ITEMSIZES)
+
+
+def test_every_size_of_an_element_is_tried():
+    assert ITEMSIZES == [1, 2, 4, 8, 16]
+    assert ALIGNMENT == 16
+
+
+@given(sizes, itemsizes)
+def test_every_tensor_starts_at_a_vector_boundary(sizes, itemsize):
+    layout = flat_layout(sizes, itemsize)
+    assert all(offset * itemsize % ALIGNMENT == 0 for offset in layout.offsets)
+    assert layout.size * itemsize % ALIGNMENT == 0
+
+
+@given(sizes, itemsizes)
+def test_tensors_lie_in_order_and_apart(sizes, itemsize):
+    layout = flat_layout(sizes, itemsize)
+    assert len(layout.offsets) == len(layout.spans) == len(sizes)
+    ends = [offset + size for offset, size in zip(layout.offsets, sizes, strict=True)]
+    starts = [*layout.offsets, layout.size]
+    assert starts[0] == 0
+    for end, following in zip(ends, starts[1:], strict=True):
+        assert 0 <= (following - end) * itemsize < ALIGNMENT
+    assert layout.spans == tuple(end - start for start, end in pairwise(starts))
+    assert layout.size == sum(layout.spans)
+
+
+@given(st.integers(0, 30), itemsizes)
+def test_tensors_of_size_zero_take_no_room(num_tensors, itemsize):
+    assert flat_layout([0] * num_tensors, itemsize).size == 0
+    layout = flat_layout([3, *[0] * num_tensors, 5], itemsize)
+    assert layout.size == flat_layout([3, 5], itemsize).size
+    assert set(layout.offsets[1:]) == {layout.spans[0]}
+
+
+@given(sizes, sizes, itemsizes)
+def test_a_layout_goes_on_where_it_ended(first, second, itemsize):
+    whole, start = flat_layout(first + second, itemsize), flat_layout(first, itemsize)
+    rest = flat_layout(second, itemsize)
+    assert whole.offsets[: len(first)] == start.offsets
+    assert whole.offsets[len(first) :] == tuple(start.size + offset for offset in rest.offsets)
+    assert whole.size == start.size + rest.size
+
+
+@given(sizes, st.sampled_from([(2, 4), (2, 8), (4, 8), (8, 16)]))
+def test_offsets_for_the_narrower_dtype_fit_the_wider(sizes, pair):
+    narrow, wide = pair
+    assert all(offset * wide % ALIGNMENT == 0 for offset in flat_layout(sizes, narrow).offsets)
+
+
+def test_a_layout_by_hand():
+    layout = flat_layout([5, 0, 4, 1], 4)
+    assert (layout.offsets, layout.spans, layout.size) == ((0, 8, 8, 12), (8, 0, 4, 4), 16)
+    layout = flat_layout([3, 2], 16)
+    assert (layout.offsets, layout.spans, layout.size) == ((0, 3), (3, 2), 5)
+    assert flat_layout([], 4).size == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted", "fits"),
+    [
+        ((), (), True),
+        ((2, 3), (2, 3), True),
+        ((2, 3), (None, 3), True),
+        ((2, 3), (None, None), True),
+        ((0, 3), (None, 3), True),
+        ((2, 3), [2, None], True),
+        ((2, 3), (3, 2), False),
+        ((2, 3), (2,), False),
+        ((2,), (2, None), False),
+        ((), (None,), False),
+        ((2, 3), (None, 0), False),
+        ((0,), (1,), False),
+    ],
+)
+def test_compatible_shapes(shape, wanted, fits):
+    assert compatible(shape, wanted) is fits

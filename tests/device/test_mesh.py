@@ -1,0 +1,396 @@
+"""Opening meshes: every argument, every environment variable, every error; parts; flat buffers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import math
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from exact import DTYPES, same
+
+import gradreduce.device
+from gradreduce.device import (
+    ALIGNMENT,
+    as_dtype,
+    by_physical,
+    default_mesh,
+    flat_layout,
+    gather,
+    open_mesh,
+    scatter,
+)
+from gradreduce.device import mesh as module
+from gradreduce.errors import BackendUnavailableError
+
+VARIABLES = (
+    "GRADREDUCE_BACKEND",
+    "GRADREDUCE_SIM_DEVICES",
+    "GRADREDUCE_SIM_STRICT",
+    "GRADREDUCE_SIM_THREADS",
+)
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    """No variable set, no CuPy, nobody warned, no default mesh yet."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "cupy", None)  # as if it were not installed
+    monkeypatch.setattr(module, "_warned", threading.Event())
+    monkeypatch.setattr(module, "_default", [])
+
+
+def opened(*arguments, **options):
+    return open_mesh(*arguments, backend="sim", **options)
+
+
+def placement(mesh) -> list[int]:
+    return [device.physical for device in mesh.devices]
+
+
+@pytest.mark.parametrize(
+    ("devices", "placed"),
+    [
+        (1, [0]),
+        (3, [0, 1, 2]),
+        ([0, 0, 1, 1], [0, 0, 1, 1]),
+        ((2, 0, 7), [2, 0, 7]),
+        (range(2, 4), [2, 3]),
+        (iter([1, 1]), [1, 1]),
+        (None, [0, 1, 2, 3]),
+    ],
+    ids=str,
+)
+def test_devices_are_a_number_or_a_placement(devices, placed):
+    with opened(devices) as mesh:
+        assert placement(mesh) == placed
+        assert [device.index for device in mesh.devices] == list(range(len(placed)))
+        assert all(device.mesh is mesh for device in mesh.devices)
+        assert (len(mesh), mesh.num_replicas) == (len(placed), len(placed))
+        assert (mesh.process_index, mesh.num_processes, mesh.backend) == (0, 1, "sim")
+        assert list(mesh) == list(mesh.devices)
+        assert repr(mesh) == f"<Mesh sim {placed}>"
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [0, -1, True, False, [], (), "2", "", 2.0, 2.5, [0, -1], [0, True], [0, 1.0], [None], ["0"],
+     [[0]], object],
+    ids=str,
+)  # fmt: skip
+def test_other_devices_are_refused(devices):
+    text = f"devices={devices!r} must be a number from 1 up, or a list of physical device numbers"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)} from 0 up$"):
+        opened(devices)
+
+
+@pytest.mark.parametrize("backend", ["gpu", "", "SIM", 3])
+def test_other_backends_are_refused(backend):
+    text = f"backend={backend!r} is not one of ('cuda', 'sim')"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        open_mesh(1, backend=backend)
+
+
+@pytest.mark.parametrize("kernels", ["cupy", "", "fast"])
+def test_other_faces_are_refused(kernels):
+    text = f"kernels={kernels!r} is not one of ('numpy', 'compiled', 'exact', 'sanitized')"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        opened(1, kernels=kernels)
+
+
+def test_peer_access_is_between_all_physical_devices_or_none():
+    for peer_access in (True, False):
+        with opened([0, 1], peer_access=peer_access) as mesh:
+            assert mesh.fabric.peers(0, 1) is mesh.fabric.peers(1, 0) is peer_access
+            assert mesh.fabric.peers(1, 1)
+
+
+def test_strict_memory_is_an_argument_or_a_variable(monkeypatch):
+    def is_strict(**options) -> bool:
+        with opened(1, **options) as mesh:
+            return bool(np.isnan(mesh.devices[0].empty((3,), "float32").numpy()).all())
+
+    assert is_strict(strict=True)
+    monkeypatch.setenv("GRADREDUCE_SIM_STRICT", "1")
+    assert is_strict()
+    monkeypatch.setenv("GRADREDUCE_SIM_STRICT", "0")
+    with opened(1) as mesh:
+        assert mesh.devices[0].options.strict is False
+    monkeypatch.setenv("GRADREDUCE_SIM_STRICT", "1")
+    with opened(1, strict=False) as mesh:  # the argument wins
+        assert mesh.devices[0].options.strict is False
+
+
+def test_numbers_of_devices_and_threads_come_from_variables(monkeypatch):
+    monkeypatch.setenv("GRADREDUCE_SIM_DEVICES", "7")
+    monkeypatch.setenv("GRADREDUCE_SIM_THREADS", "5")
+    with opened() as mesh:
+        assert len(mesh) == 7
+        assert {device.options.workers.num_threads for device in mesh} == {5}
+    with opened(2) as mesh:  # the argument wins
+        assert len(mesh) == 2
+    for name in VARIABLES[1:]:
+        monkeypatch.setenv(name, "")  # as if it were not set
+    with opened() as mesh:
+        assert len(mesh) == 4
+        assert mesh.devices[0].options.workers.num_threads >= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "wrong"),
+    [
+        ("GRADREDUCE_SIM_DEVICES", 1, ["0", "-1", "four", "2.0", " 2", "\u00b2"]),
+        ("GRADREDUCE_SIM_THREADS", 1, ["0", "-1", "two", "1e3"]),
+        ("GRADREDUCE_SIM_STRICT", 0, ["yes", "true", "-1"]),
+    ],
+)
+def test_a_wrong_variable_is_named(monkeypatch, name, least, wrong):
+    for value in wrong:
+        monkeypatch.setenv(name, value)
+        text = f"{name}={value!r} must be a number from {least} up"
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            opened()
+
+
+def test_a_wrong_backend_variable_is_named(monkeypatch):
+    monkeypatch.setenv("GRADREDUCE_BACKEND", "gpu")
+    text = "GRADREDUCE_BACKEND='gpu' is not one of ('cuda', 'sim')"
+    for call in (open_mesh, default_mesh):
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            call()
+    with opened(1):  # who names the backend does not read the variable
+        pass
+
+
+INSTALL = re.escape("pip install 'gradreduce[cuda12]'")
+
+
+@pytest.fixture(params=["not installed", "broken", "no GPU"])
+def why(request, monkeypatch) -> str:
+    """Why there is no CUDA backend, as the error tells it."""
+    if request.param == "not installed":
+        return f"CuPy is not installed; {INSTALL}"
+    if request.param == "broken":
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+        monkeypatch.delitem(sys.modules, "gradreduce.device.cuda", raising=False)
+        monkeypatch.delattr(gradreduce.device, "cuda", raising=False)
+        return rf"CuPy does not import \(.*\); {INSTALL}"
+
+    def sees_none() -> None:
+        raise BackendUnavailableError("CuPy sees no GPU")
+
+    monkeypatch.setattr(module, "_cuda_backend", sees_none)
+    return "CuPy sees no GPU"
+
+
+def test_cuda_by_name_is_cuda_or_an_error(monkeypatch, caplog, why):
+    text = f"^backend='cuda' cannot run here: {why}"
+    for devices in (None, 2, [0, 0]):
+        with pytest.raises(BackendUnavailableError, match=text):
+            open_mesh(devices, backend="cuda")
+    monkeypatch.setenv("GRADREDUCE_BACKEND", "cuda")
+    for call in (open_mesh, default_mesh):
+        with pytest.raises(BackendUnavailableError, match=text):
+            call()
+    assert caplog.records == []
+
+
+def test_without_a_backend_the_warning_says_why(caplog, why):
+    with open_mesh(2) as mesh:
+        assert mesh.backend == "sim"
+    (record,) = caplog.records
+    assert re.search(why, record.getMessage())
+
+
+def test_without_a_backend_it_warns_once_and_simulates(caplog):
+    for _ in range(3):
+        with open_mesh(2) as mesh:
+            assert mesh.backend == "sim"
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("gradreduce", logging.WARNING)
+    text = record.getMessage()
+    for part in (
+        "simulated devices (NumPy)",
+        "CuPy is",
+        "pip install 'gradreduce[cuda12]'",
+        "GRADREDUCE_BACKEND=sim silences this",
+        "GRADREDUCE_BACKEND=cuda makes it an error",
+    ):
+        assert part in text
+
+
+def test_who_asks_for_the_simulation_is_not_warned(monkeypatch, caplog):
+    with open_mesh(1, backend="sim"):
+        pass
+    monkeypatch.setenv("GRADREDUCE_BACKEND", "sim")
+    with open_mesh(1) as mesh:
+        assert mesh.backend == "sim"
+    assert caplog.records == []
+
+
+def test_the_default_mesh_is_made_once(monkeypatch, caplog):
+    monkeypatch.setenv("GRADREDUCE_SIM_DEVICES", "3")
+    with default_mesh() as mesh:
+        assert len(mesh) == 3
+        monkeypatch.setenv("GRADREDUCE_SIM_DEVICES", "5")
+        assert default_mesh() is mesh
+    assert len(caplog.records) == 1
+    with default_mesh() as again:  # the first was closed
+        assert again is not mesh
+        assert len(again) == 5
+    assert len(caplog.records) == 1
+
+
+def test_threads_that_ask_together_get_one_default_mesh():
+    num_threads, got = 8, []
+    start = threading.Barrier(num_threads)
+
+    def ask() -> None:
+        start.wait(timeout=30)
+        got.append(default_mesh())
+
+    threads = [threading.Thread(target=ask) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert len(got) == num_threads
+    assert len(set(map(id, got))) == 1
+    got[0].close()
+
+
+def test_a_fresh_process_warns_on_stderr_and_runs():
+    program = (
+        "import json, sys; sys.modules['cupy'] = None; import gradreduce as gr;"
+        "a = gr.default_mesh(); b = gr.default_mesh();"
+        "print(json.dumps([a is b, len(a), a.backend]))"
+    )
+    folder = str(Path(gradreduce.__file__).parent.parent)
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    for backend, num_warnings in (("", 1), ("sim", 0)):
+        env = {**kept, "PYTHONPATH": folder, "GRADREDUCE_BACKEND": backend}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60,
+            check=True,
+        )  # fmt: skip
+        assert json.loads(done.stdout) == [True, 4, "sim"]
+        assert done.stderr.count("simulated devices") == num_warnings
+
+
+def test_a_part_has_the_same_devices():
+    with opened([0, 0, 1, 2]) as mesh:
+        zero, one, two, three = mesh.devices
+        for part, devices in [
+            (mesh[0:2], (zero, one)),
+            (mesh[[0, 3]], (zero, three)),
+            (mesh[(3, 1)], (three, one)),
+            (mesh[::-2], (three, one)),
+            (mesh[[-1]], (three,)),
+            (mesh[:], (zero, one, two, three)),
+            (mesh[1:][[0, 2]], (one, three)),
+        ]:
+            assert part.devices == devices
+            assert (len(part), part.num_replicas) == (len(devices), len(devices))
+            assert part.fabric is mesh.fabric
+            assert part.collective is mesh.collective
+            assert all(device.mesh is mesh for device in part)
+
+
+def test_parts_that_are_none():
+    with opened(4) as mesh:
+        for place in (1, -1, True):
+            text = f"mesh[{place}]: a part is mesh[{place}:{place + 1}], a device is "
+            with pytest.raises(TypeError, match=f"^{re.escape(text)}"):
+                mesh[place]
+        for part in ([], [1, 1], [0, -4], slice(2, 2), slice(4, None)):
+            with pytest.raises(ValueError, match="at least one device, and none twice"):
+                mesh[part]
+        with pytest.raises(IndexError):
+            mesh[[0, 4]]
+
+
+def test_places_are_grouped_by_physical_device():
+    with opened([2, 0, 2, 1, 0]) as mesh:
+        assert list(mesh.by_physical.items()) == [(2, (0, 2)), (0, (1, 4)), (1, (3,))]
+        part = mesh[[4, 3, 1]]
+        assert list(part.by_physical.items()) == [(0, (0, 2)), (1, (1,))]
+        assert by_physical(part.devices) == part.by_physical
+
+
+def test_gather_and_scatter_wait_for_each_other_device_once(monkeypatch):
+    with opened([0, 0, 0]) as mesh:
+        leader, *others = mesh.devices
+        waits = []
+        monkeypatch.setattr(
+            type(leader), "wait", lambda self, mark: waits.append((self.index, mark.device.index))
+        )
+        gather(leader, [*mesh.devices, *others])
+        assert waits == [(0, 1), (0, 2)]
+        waits.clear()
+        scatter(leader, [*mesh.devices, *others])
+        assert waits == [(1, 0), (2, 0)]
+
+
+SHAPES = [(3, 5), (), (0, 4), (7,), (16,), (1, 1, 1)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_flat_buffer_is_laid_out_as_a_pack(dtype):
+    with opened([0, 0, 1], strict=True) as mesh:
+        flat = mesh[1:].flat_buffer(SHAPES, str(dtype))
+        sizes = [math.prod(shape) for shape in SHAPES]
+        layout = flat_layout(sizes, dtype.itemsize)
+        assert [buffer.device for buffer in flat.buffers] == list(mesh.devices[1:])
+        for buffer, views in zip(flat.buffers, flat.views, strict=True):
+            assert (buffer.shape, buffer.dtype) == ((layout.size,), dtype)
+            assert [view.shape for view in views] == SHAPES
+            for view, offset in zip(views, layout.offsets, strict=True):
+                assert (view.device, view.dtype, view.block) == (buffer.device, dtype, buffer.block)
+                assert view.address == buffer.address + offset * dtype.itemsize
+                assert view.address % ALIGNMENT == 0
+
+
+def test_a_flat_buffer_is_zero_between_its_tensors():
+    with opened(2, strict=True) as mesh:
+        flat = mesh.flat_buffer(SHAPES, "float32")
+        wanted = np.zeros(flat.buffers[0].size, np.float32)
+        layout = flat_layout([math.prod(shape) for shape in SHAPES], 4)
+        for device, views in zip(mesh.devices, flat.views, strict=True):
+            for place, (view, offset) in enumerate(zip(views, layout.offsets, strict=True)):
+                device.upload(np.full(view.shape, place + 1, np.float32), out=view)
+                wanted[offset : offset + view.size] = place + 1
+        for buffer in flat.buffers:
+            assert same(buffer.numpy(), wanted)
+        assert int((wanted == 0).sum()) == layout.size - sum(map(math.prod, SHAPES)) > 0
+
+
+def test_flat_buffers_of_nothing_and_of_nonsense():
+    with opened(2) as mesh:
+        flat = mesh.flat_buffer([], "float32")
+        assert [buffer.size for buffer in flat.buffers] == [0, 0]
+        assert flat.views == ((), ())
+        with pytest.raises(TypeError, match="cannot be added"):
+            mesh.flat_buffer([(3,)], "bool")
+        with pytest.raises(ValueError, match="negative extent"):
+            mesh.flat_buffer([(3,), (-20,)], as_dtype("float32"))
+
+
+def test_a_mesh_is_a_context_manager():
+    with opened(2) as mesh:
+        assert mesh.__enter__() is mesh
+        mesh.synchronize()
+    with pytest.raises(BackendUnavailableError, match="was closed"):
+        mesh.synchronize()
+    with pytest.raises(ZeroDivisionError), opened(1) as failed:
+        raise ZeroDivisionError
+    with pytest.raises(BackendUnavailableError):
+        failed.synchronize()

@@ -1,0 +1,44 @@
+"""Every promise of ``gradreduce/device/README.md`` names tests, and all of them exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import gradreduce.device
+
+HERE = Path(__file__).parent
+FILES = {
+    "C": "test_contract.py",
+    "L": "test_contract_launch.py",
+    "T": "test_contract_lifetime.py",
+    "A": "test_contract_collective.py",
+}
+
+
+def promises() -> list[str]:
+    text = (Path(gradreduce.device.__file__).parent / "README.md").read_text(encoding="utf-8")
+    found = re.findall(r"^(\d+)\. (.*?)(?=^\d+\. |^\*\*|\Z)", text, re.M | re.S)
+    assert [int(number) for number, _ in found] == list(range(1, len(found) + 1))
+    return [promise for _, promise in found]
+
+
+def named(promise: str) -> list[tuple[str, str]]:
+    """File and test of every reference: a letter or a file, then the tests in it."""
+    references, file = [], ""
+    for letter, path, test in re.findall(
+        r"\b([CLTA]) (?=`test_)|`(\w+\.py)`|`(test_\w+)`", promise
+    ):
+        file = FILES.get(letter) or path or file
+        if test:
+            references.append((file, test))
+    return references
+
+
+def test_every_promise_names_tests_that_exist():
+    assert len(promises()) == 20
+    for promise in promises():
+        references = named(promise)
+        assert references, promise
+        for file, test in references:
+            assert f"\ndef {test}(" in (HERE / file).read_text(encoding="utf-8"), (file, test)

@@ -1,0 +1,203 @@
+"""What only a simulated device can show: its pool, its dirt, and a twin that cheats."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from device.contract import FLOAT, SIZE, add, data, simulated, uploaded
+from exact import DTYPES, same
+
+from gradreduce.device import Device, Mesh, as_dtype
+from gradreduce.device.sim_pool import GRANULE, START, SimPool
+from gradreduce.ops.add_n import ADD_N
+
+PAIR = ("float32", "float32", 1)
+
+
+@pytest.fixture(params=[True, False], ids=["strict", "lax"])
+def mesh(request) -> Iterator[Mesh]:
+    with simulated(2, strict=request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    with simulated(1, strict=True) as made:
+        yield made.devices[0]
+
+
+def numbers(array: np.ndarray) -> np.ndarray:
+    """The two parts of a complex number count each."""
+    return array.view(array.real.dtype) if array.dtype.kind == "c" else array
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (5, 7)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strict_memory_is_born_dirty(device, dtype, shape):
+    def fresh() -> np.ndarray:
+        return np.atleast_1d(device.empty(shape, dtype).numpy())
+
+    for _ in range(2):  # the second time it is memory that had been zeroed
+        if dtype.kind in "iu":
+            assert (fresh().view(np.uint8) == 0xA5).all()
+        else:
+            assert np.isnan(numbers(fresh())).all()
+        device.zeros(shape, dtype)
+
+
+def test_plain_memory_comes_back_as_it_was_left():
+    with simulated(1, strict=False) as mesh:
+        device = mesh.devices[0]
+        address = uploaded(device, 1).address
+        again = device.empty((SIZE,), FLOAT)
+        assert again.address == address
+        assert same(again.numpy(), data((SIZE,), seed=1))
+
+
+def test_memory_of_a_dead_buffer_is_used_again(mesh):
+    device, other = mesh.devices
+    address = uploaded(device, 1).address
+    assert (device._pool.grown, other._pool.grown) == (1, 0)
+    assert uploaded(device, 1).address == address
+    assert device.empty((SIZE - 1, 2), "float16").address == address
+    held = [uploaded(device, 1) for _ in range(3)]
+    assert device._pool.grown == 3
+    assert len({buffer.address for buffer in held}) == 3
+    assert device._pool.live_bytes == 3 * 4096
+
+
+def test_a_thousand_turns_do_not_grow_the_pool(mesh):
+    device = mesh.devices[0]
+    for _ in range(1000):
+        large, small = device.empty((SIZE,), FLOAT), device.empty((7,), FLOAT)
+        del small, large
+    assert device._pool.grown == 2
+    device.synchronize()
+    assert device._pool.live_bytes == 0
+    assert device._pool.free_bytes == 4096 + GRANULE
+
+
+def test_trim_gives_everything_back(mesh):
+    device = mesh.devices[0]
+    kept = uploaded(device, 1)
+    uploaded(device, 2)
+    mesh.trim()
+    assert (device._pool.free_bytes, device._pool.live_bytes) == (0, 4096)
+    uploaded(device, 2)
+    assert device._pool.grown == 3
+    assert same(kept.numpy(), data((SIZE,), seed=1))
+
+
+def test_released_memory_is_not_used_again_while_its_array_lives(mesh):
+    device = mesh.devices[0]
+    array = device.release(uploaded(device, 1))
+    addresses = {device.upload(data((SIZE,), seed=seed)).address for seed in range(5)}
+    assert array.ctypes.data not in addresses
+    assert same(array, data((SIZE,), seed=1))
+    address = array.ctypes.data
+    del array
+    held = [device.empty((SIZE,), FLOAT) for _ in range(2)]
+    assert address in {buffer.address for buffer in held}
+
+
+def test_a_dying_block_takes_no_lock(mesh):
+    """The collector may run in the thread that holds the pool's lock."""
+    device = mesh.devices[0]
+    held = [uploaded(device, 1)]
+    thread = threading.Thread(target=held.clear, daemon=True)
+    with device._pool._lock, mesh.fabric.launch_lock, mesh.fabric.recorder._lock:
+        thread.start()
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+    assert len(device.dead) == 1
+
+
+def test_memory_starts_where_a_gpu_would_start_it(device):
+    for size in (0, 1, 3, 511, 512, 513, 100_000):
+        buffer = device.empty((size,), "uint8")
+        assert buffer.address % START == 0
+        end = buffer.block.raw.ctypes.data + buffer.block.raw.nbytes
+        assert buffer.block.raw.ctypes.data <= buffer.address
+        assert buffer.address + size <= end
+
+
+def test_the_pool_does_not_hoard_sizes_that_nobody_wants():
+    pool = SimPool()
+    taken = [pool.take(GRANULE * size) for size in range(1, 20)]
+    for raw, _, nbytes in taken:
+        pool.give(raw, nbytes)
+    hoarded = pool.free_bytes
+    assert hoarded == sum(GRANULE * size for size in range(1, 20))
+    pool.take(GRANULE * 30)
+    assert (pool.free_bytes, pool.live_bytes) == (0, GRANULE * 30)
+
+
+def test_a_pool_that_cannot_grow_is_as_before():
+    pool = SimPool()
+    pool.take(8)
+    before = (pool.live_bytes, pool.free_bytes, pool.grown)
+    with pytest.raises(MemoryError):
+        pool.take(1 << 60)
+    assert (pool.live_bytes, pool.free_bytes, pool.grown) == before
+    assert pool.take(8)[2] == 8
+
+
+def test_a_twin_that_writes_what_it_reads_is_caught(device):
+    def cheat(rows, num_inputs: int) -> None:
+        for out, term in rows:
+            out[...] = term
+            term[...] = 0
+
+    out, term = device.zeros((SIZE,), FLOAT), uploaded(device, 1)
+    with pytest.raises(ValueError, match="read-only"):
+        device.launch(replace(ADD_N, twin=cheat), PAIR, [[out, term]], (1,))
+    assert same(term.numpy(), data((SIZE,), seed=1))
+
+
+def test_a_twin_writes_as_many_operands_as_its_kernel_says(device):
+    def both(rows, num_inputs: int) -> None:
+        for first, second in rows:
+            first[...] = 1
+            second[...] = 2
+
+    pair = [device.zeros((SIZE,), FLOAT), device.zeros((SIZE,), FLOAT)]
+    for writes in (2, "num_inputs"):
+        device.launch(replace(ADD_N, twin=both, writes=writes), PAIR, [pair], (2,))
+        assert [float(buffer.numpy()[-1]) for buffer in pair] == [1, 2]
+    with pytest.raises(ValueError, match="read-only"):
+        device.launch(replace(ADD_N, twin=both, writes="num_inputs"), PAIR, [pair], (1,))
+
+
+def test_a_twin_that_fails_is_not_recorded(mesh):
+    def fail(rows, num_inputs: int) -> None:
+        raise ZeroDivisionError("planted")
+
+    device = mesh.devices[0]
+    out, term = device.zeros((SIZE,), FLOAT), uploaded(device, 1)
+    with mesh.journal() as journal, pytest.raises(ZeroDivisionError, match="planted"):
+        device.launch(replace(ADD_N, twin=fail), PAIR, [[out, term]], (1,))
+    assert journal.records == []
+
+
+def test_a_twin_may_overflow_without_a_warning(device):
+    largest = np.full(4, np.finfo(np.float32).max)
+    out = device.upload(largest)
+    add(device, out, out, out)
+    assert np.isinf(out.numpy()).all()
+
+
+def test_an_adopted_subclass_is_a_plain_array(device):
+    matrix = np.arange(6, dtype=np.float32).reshape(2, 3).view(type("Own", (np.ndarray,), {}))
+    buffer = device.adopt(matrix)
+    assert type(device.release(buffer)) is np.ndarray
+    assert same(buffer.view(2, (2,)).numpy(), np.array([2, 3], np.float32))
+    assert buffer.address == matrix.ctypes.data
+
+
+def test_put_returns_the_very_array_that_came(device):
+    for array in (data((3, 4)), data((), as_dtype("bfloat16")), data((0,))):
+        assert device.release(device.put(array)) is array

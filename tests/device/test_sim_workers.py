@@ -1,0 +1,202 @@
+"""Simulated launches really use several threads, with the bits and the errors of one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from exact import random_data, same
+
+from gradreduce.device import Device, open_mesh
+from gradreduce.device.sim import BLOCK_SIZE
+from gradreduce.device.sim_workers import SPREAD_SIZE, Workers
+from gradreduce.ops.add_n import ADD_N
+
+PAIR = ("float32", "float32", 2)
+LARGE = SPREAD_SIZE + 13
+TIMEOUT = 60
+
+
+@contextmanager
+def opened(num_threads: int, face: str = "numpy") -> Iterator[Device]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRADREDUCE_SIM_THREADS", str(num_threads))
+        mesh = open_mesh(1, backend="sim", kernels=face, strict=True)
+    with mesh:
+        assert mesh.devices[0].options.workers.num_threads == num_threads
+        yield mesh.devices[0]
+
+
+def in_time(work: Callable[[], None]) -> BaseException | None:
+    """Runs ``work`` in a thread, for at most a minute; what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT)
+    assert not thread.is_alive(), "it hangs"
+    return raised[0] if raised else None
+
+
+def together(num_threads: int):
+    """A twin that goes on only when so many threads are in it at once, and who they were."""
+    barrier, seen = threading.Barrier(num_threads), set()
+
+    def twin(rows, num_inputs: int) -> None:
+        barrier.wait(TIMEOUT)
+        seen.add(threading.get_ident())
+        ADD_N.twin(rows, num_inputs)
+
+    return replace(ADD_N, twin=twin), seen
+
+
+def operands(device: Device, size: int, num_rows: int = 1) -> list:
+    return [
+        [
+            device.empty((size,), "float32"),
+            *(device.upload(random_data((size,), "float32", seed=2 * row + k)) for k in range(2)),
+        ]
+        for row in range(num_rows)
+    ]
+
+
+def test_a_large_launch_runs_in_several_threads():
+    with opened(3) as device:
+        rows = operands(device, LARGE)
+        kernel, seen = together(3)
+        assert in_time(lambda: device.launch(kernel, PAIR, rows, (2,))) is None
+        assert len(seen) == 3
+
+
+def test_many_small_rows_are_spread_too():
+    with opened(3) as device:
+        rows = operands(device, 1000, num_rows=LARGE // 1000 + 1)
+        kernel, seen = together(3)
+        assert in_time(lambda: device.launch(kernel, PAIR, rows, (2,))) is None
+        assert len(seen) == 3
+
+
+@pytest.mark.parametrize("size", [1000, SPREAD_SIZE - 1])
+def test_a_small_launch_stays_in_the_callers_thread(size):
+    with opened(3) as device:
+        rows = operands(device, size)
+        kernel, seen = together(1)
+        device.launch(kernel, PAIR, rows, (2,))
+        assert seen == {threading.get_ident()}
+
+
+def test_one_thread_is_the_callers():
+    with opened(1) as device:
+        rows = operands(device, LARGE)
+        kernel, seen = together(1)
+        device.launch(kernel, PAIR, rows, (2,))
+        assert seen == {threading.get_ident()}
+
+
+@pytest.mark.parametrize("face", ["numpy", pytest.param("compiled", marks=pytest.mark.host)])
+@pytest.mark.parametrize("size", [LARGE, 5 * BLOCK_SIZE, 5 * BLOCK_SIZE + 1])
+def test_the_bits_are_those_of_one_thread(face, size):
+    results = []
+    for num_threads in (1, 3):
+        with opened(num_threads, face) as device:
+            rows = operands(device, size, num_rows=2)
+            device.launch(ADD_N, PAIR, rows, (2,))
+            results.append([row[0].numpy() for row in rows])
+    for alone, spread in zip(*results, strict=True):
+        assert same(alone, spread)
+    terms = [random_data((size,), "float32", seed=seed) for seed in range(2)]
+    with np.errstate(all="ignore"):
+        assert same(results[0][0], terms[0] + terms[1])
+
+
+@pytest.mark.parametrize("where", ["the caller", "a worker", "everywhere"])
+def test_a_failure_reaches_the_caller(where):
+    with opened(3) as device:
+        rows = operands(device, LARGE)
+        caller: list[int] = []
+
+        def fails(rows, num_inputs: int) -> None:
+            mine = threading.get_ident() == caller[0]
+            if where == "everywhere" or mine == (where == "the caller"):
+                raise ZeroDivisionError("planted")
+
+        def launch() -> None:
+            caller.append(threading.get_ident())
+            device.launch(replace(ADD_N, twin=fails), PAIR, rows, (2,))
+
+        error = in_time(launch)
+        assert isinstance(error, ZeroDivisionError)
+        # and the threads are as good as before
+        kernel, seen = together(3)
+        assert in_time(lambda: device.launch(kernel, PAIR, rows, (2,))) is None
+        assert len(seen) == 3
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_failure_comes_when_all_jobs_have_ended(failing):
+    """Else a job could still write into memory that has been given away."""
+    workers, go, ended = Workers(3), threading.Event(), []
+
+    def job(number: int) -> Callable[[], None]:
+        def run() -> None:
+            if number == failing:
+                go.set()  # the others end after this one has begun to fail
+                raise ZeroDivisionError("planted")
+            assert go.wait(TIMEOUT)
+            for _ in range(10_000):
+                pass
+            ended.append(number)
+
+        return run
+
+    def run() -> None:
+        try:
+            workers.run([job(number) for number in range(3)])
+        finally:
+            ended.append("all")
+
+    error = in_time(run)
+    workers.close()
+    assert isinstance(error, ZeroDivisionError)
+    assert ended[-1] == "all"
+    assert sorted(ended[:-1]) == [number for number in range(3) if number != failing]
+
+
+def test_several_callers_share_the_threads():
+    with opened(2) as device:
+        all_rows = [operands(device, LARGE) for _ in range(4)]
+        errors: list[BaseException | None] = []
+
+        def launch(rows) -> None:
+            errors.append(in_time(lambda: device.launch(ADD_N, PAIR, rows, (2,))))
+
+        threads = [threading.Thread(target=launch, args=(rows,)) for rows in all_rows]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * TIMEOUT)
+        assert errors == [None] * 4
+        first = all_rows[0][0][0].numpy()
+        for rows in all_rows[1:]:
+            assert same(rows[0][0].numpy(), first)
+
+
+def test_closing_ends_the_threads():
+    before = set(threading.enumerate())
+    with opened(3) as device:
+        kernel, _ = together(3)
+        rows = operands(device, LARGE)
+        assert set(threading.enumerate()) <= before  # none is started before it is needed
+        assert in_time(lambda: device.launch(kernel, PAIR, rows, (2,))) is None
+        assert len(set(threading.enumerate()) - before) == 2
+    assert set(threading.enumerate()) <= before

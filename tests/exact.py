@@ -1,0 +1,108 @@
+"""Data that makes ``==`` a fair comparison, and the comparison itself."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+from gradreduce.device import as_dtype
+
+FLOATS = tuple(as_dtype(name) for name in ("float16", "bfloat16", "float32", "float64"))
+COMPLEX = tuple(as_dtype(name) for name in ("complex64", "complex128"))
+INTEGERS = tuple(as_dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in (8, 16, 32, 64))
+DTYPES = FLOATS + COMPLEX + INTEGERS
+
+SCALE = 2.0**-3  # exact in every float type, and makes the data no integers
+
+
+def exact_data(shape, dtype, *, num_terms: int = 32, seed: int = 0) -> np.ndarray:
+    """Values of which ``num_terms`` have the same sum in any order and any grouping.
+
+    Floats: small integers times a power of two, so that no partial sum needs rounding, not even
+    in the dtype itself (halves too). Integers: of the full range; their sums wrap.
+    """
+    dtype, rng = as_dtype(dtype), np.random.default_rng(seed)
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return rng.integers(limits.min, limits.max, shape, dtype, endpoint=True)
+    if dtype.kind == "c":
+        return _pairs(exact_data, shape, dtype, seed, num_terms=num_terms)
+    limit = 2 ** _precision(dtype) // num_terms
+    if limit < 1:
+        raise ValueError(f"no exact {dtype} data for num_terms={num_terms}")
+    return (rng.integers(-limit, limit, shape, endpoint=True) * SCALE).astype(dtype)
+
+
+def random_data(shape, dtype, *, seed: int = 0) -> np.ndarray:
+    """Values whose sums depend on the order: only for results of one order, bit by bit.
+
+    One in eight is special: zeros of both signs, subnormals, and numbers whose sum lies halfway
+    between two neighbours, at the overflow too. One in eight is so large that most of another
+    number is lost beside it, in the accumulate type too, until its opposite comes. One in a hundred
+    is NaN or infinite.
+    """
+    dtype, rng = as_dtype(dtype), np.random.default_rng(seed)
+    if dtype.kind in "iu":
+        return exact_data(shape, dtype, seed=seed)
+    if dtype.kind == "c":
+        return _pairs(random_data, shape, dtype, seed)
+    values = rng.standard_normal(shape) * np.exp2(rng.integers(-6, 7, shape))
+    luck = rng.random(shape)
+    values = np.where(luck < 2 / 8, rng.choice([1, -1], shape) * _large(dtype), values)
+    values = np.where(luck < 1 / 8, rng.choice(_specials(dtype), shape), values)
+    values = np.where(luck < 1 / 100, rng.choice([np.nan, np.inf, -np.inf], shape), values)
+    with np.errstate(all="ignore"):
+        return values.astype(dtype)
+
+
+def same(left: np.ndarray, right: np.ndarray) -> bool:
+    """Whether dtypes, shapes and all bits are equal; a NaN equals a NaN of any sign or payload.
+
+    ``-0.0`` is not ``0.0``.
+    """
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    left, right = _real(left), _real(right)
+    bits = np.dtype(f"u{left.itemsize}")
+    equal = left.view(bits) == right.view(bits)
+    if left.dtype.kind not in "iu":
+        equal |= np.isnan(left) & np.isnan(right)
+    return bool(equal.all())
+
+
+def _real(array: np.ndarray) -> np.ndarray:
+    """The array's numbers in one row; the two parts of a complex one count each."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
+
+
+def _pairs(make, shape, dtype: np.dtype, seed: int, **options) -> np.ndarray:
+    real = np.empty(0, dtype).real.dtype
+    made = np.empty(shape, dtype)
+    made.real = make(shape, real, seed=2 * seed, **options)
+    made.imag = make(shape, real, seed=2 * seed + 1, **options)
+    return made
+
+
+def _precision(dtype: np.dtype) -> int:
+    """Bits of a significand: every integer up to 2 ** precision is exact."""
+    return int(ml_dtypes.finfo(dtype).nmant) + 1
+
+
+def _large(dtype: np.dtype) -> float:
+    """Float16 has none larger; the other half and the floats are added with 24 or 53 bits."""
+    if dtype == np.float16:
+        return 2.0**15
+    return 2.0**57 if dtype == np.float64 else 2.0**28
+
+
+def _specials(dtype: np.dtype) -> np.ndarray:
+    """Finite values at which rounding, signs and small exponents show, as float64."""
+    info, precision = ml_dtypes.finfo(dtype), _precision(dtype)
+    least, normal = float(info.smallest_subnormal), float(info.smallest_normal)
+    halfway = 2.0**precision  # its neighbours are 2 apart: halfway + 1 and + 3 are ties
+    largest = float(info.max)
+    half_step = 2.0 ** (int(info.maxexp) - precision - 1)  # largest + this is a tie with infinity
+    positive = [0.0, least, 3 * least, normal, normal - least, halfway, halfway + 2, 1.0, 3.0]
+    positive += [largest, half_step]
+    return np.array([sign * value for value in positive for sign in (1.0, -1.0)])

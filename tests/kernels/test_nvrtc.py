@@ -1,0 +1,177 @@
+"""Every template of every kernel compiles for every GPU, and its code is what it was written for.
+
+Vectors travel by ``ld.global.v4`` and ``st.global.v4``, spelled out in the text. Everything else
+that touches an operand is what the compiler made of plain C++: it knows the addresses from the
+table only, so it writes the generic ``ld.f32``. Those must be the tail's alone. That cannot be read
+off one listing, so the text is compiled once more with the tail taken out: then no access to an
+element may be left but vectors.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from kernels.nvrtc import architectures, compiled
+
+from gradreduce.device.dtypes import ELEMENTS
+from gradreduce.device.kernel import kernel_text
+from gradreduce.device.table import TABLE
+from gradreduce.ops import KERNELS
+from gradreduce.ops.add_n import ADD_N
+
+pytestmark = pytest.mark.nvrtc
+
+ARCHITECTURES = (70, 80, 90, 100, 120)
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+ITEMSIZE |= {f"uint{bits}": bits // 8 for bits in (8, 16, 32, 64)}
+# Single elements, in the text: every kernel's tail, and the vector that reaches into pack's gap.
+TAILS = {
+    "body.template at<1>(i);": 1,
+    "for (i64 l = i; l < i + LANES; ++l) at<1>(l);": 0,
+}
+PER_KERNEL = [pytest.param(kernel, id=kernel.name) for kernel in KERNELS]
+PER_ARCHITECTURE = [pytest.param(arch, id=f"sm_{arch}") for arch in ARCHITECTURES]
+
+
+def without_tail(source):
+    text = kernel_text(source)
+    for tail, at_least in TAILS.items():
+        assert at_least <= text.count(tail) <= 1, f"the text has changed: {tail}"
+        text = text.replace(tail, ";")
+    assert not re.search(r"^[^/]*at<1>", text, re.MULTILINE)
+    return text
+
+
+@pytest.fixture(scope="module")
+def programs(request):
+    """(kernel, arch) -> futures of the program, and of its PTX without the tail.
+
+    What the collected tests need is compiled ahead, on all cores: NVRTC drops Python's lock.
+    """
+    wanted = {}
+    for item in request.session.items:
+        chosen = item.callspec.params if hasattr(item, "callspec") else {}
+        if item.module is request.module and {"kernel", "arch"} <= chosen.keys():
+            wanted[chosen["kernel"], chosen["arch"]] = None
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for kernel, arch in wanted:
+            names = [kernel.expression(template) for template in kernel.templates]
+            wanted[kernel, arch] = (
+                pool.submit(compiled, kernel_text(kernel.source), names, arch),
+                pool.submit(compiled, without_tail(kernel.source), names, arch, ptx_only=True),
+            )
+        yield wanted
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def program(programs, kernel, arch):
+    return programs[kernel, arch][0].result()
+
+
+@pytest.fixture
+def tailless(programs, kernel, arch):
+    return programs[kernel, arch][1].result()
+
+
+def accesses(body):
+    """How often each load and store instruction occurs; parameters left out."""
+    found = re.findall(r"\b((?:ld|st)(?:\.\w+)*\.(?:[a-z]+\d+|pred))\b", body)
+    return Counter(name for name in found if not name.startswith("ld.param"))
+
+
+def vectors(kernel, template):
+    """16-byte vectors of one turn of the vector loop: of each read operand, of each written one."""
+    types = [ITEMSIZE[part] for part in template if isinstance(part, str)]
+    lanes = 16 // min(types)
+    return lanes * types[-1] // 16, lanes * types[0] // 16
+
+
+def test_this_nvrtc_knows_every_architecture():
+    assert set(ARCHITECTURES) <= architectures()
+
+
+def test_every_element_has_a_size_here():
+    assert ITEMSIZE.keys() == ELEMENTS.keys()
+
+
+def test_messages_point_into_the_shipped_file():
+    text = kernel_text("add_n").replace("store(out, i, total);", "store(out, i, total, 5);")
+    with pytest.raises(RuntimeError, match=r"kernels/add_n\.cu\(\d+\): error"):
+        compiled(text, [ADD_N.expression(("float32", "float32", 2))], 80, ptx_only=True)
+
+
+@pytest.mark.parametrize("arch", PER_ARCHITECTURE)
+@pytest.mark.parametrize("kernel", PER_KERNEL)
+def test_nothing_is_spilled(kernel, arch, program):
+    stack = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+    assert re.findall(stack, program.log) == [("0", "0", "0")] * len(kernel.templates)
+    assert ".local" not in program.ptx
+
+
+@pytest.mark.parametrize("arch", PER_ARCHITECTURE)
+@pytest.mark.parametrize("kernel", PER_KERNEL)
+def test_threads_share_nothing_and_nothing_is_fused(kernel, arch, program):
+    assert not re.search(r"\.shared|\bbar\.|\bbarrier\.|\batom\.|\bred\.|\bshfl\.", program.ptx)
+    assert not re.search(r"\bfma\.|\bmad\.rn", program.ptx)
+    assert re.findall(r"used (\d+) barriers", program.log) == ["0"] * len(kernel.templates)
+
+
+@pytest.mark.parametrize("arch", PER_ARCHITECTURE)
+@pytest.mark.parametrize("kernel", PER_KERNEL)
+def test_parameters_are_the_table_and_the_declared_scalars(kernel, arch, program):
+    kinds = {"int64": "u64", "float64": "f64"}
+    table = f"align 8 .b8 [{TABLE.itemsize}]"
+    expected = [table, *(kinds[kind] for _, kind in kernel.scalars)]
+    for parameters, _ in program.entries.values():
+        found = re.findall(r"\.param \.(.*?) ?\w+_param_\d+(\[\d+\])?", parameters)
+        assert [" ".join(filter(None, part)) for part in found] == expected
+
+
+@pytest.mark.parametrize("arch", PER_ARCHITECTURE)
+@pytest.mark.parametrize("kernel", PER_KERNEL)
+def test_global_accesses_are_16_bytes_wide(kernel, arch, program):
+    for name, (_, body) in program.entries.items():
+        found = {access for access in accesses(body) if ".global" in access}
+        assert found == {"ld.global.v4.u32", "st.global.v4.u32"}, name
+
+
+@pytest.mark.parametrize("arch", PER_ARCHITECTURE)
+@pytest.mark.parametrize("kernel", PER_KERNEL)
+def test_every_operand_is_read_and_written_by_vectors(kernel, arch, program):
+    """Exactly, where the number of operands is known to the compiler; else at least."""
+    for template in kernel.templates:
+        found = accesses(program.entries[kernel.expression(template)][1])
+        loads, stores = found["ld.global.v4.u32"], found["st.global.v4.u32"]
+        read, written = vectors(kernel, template)
+        if kernel.name in ("sgd", "momentum", "nesterov"):
+            num_written = kernel.num_written([])
+            assert (loads, stores) == (read * (num_written + 1), written * num_written), template
+        elif kernel.name == "pack" or (kernel.name == "add_n" and template[2]):
+            num_read = template[2] if kernel.name == "add_n" else 1
+            assert (loads, stores) == (read * num_read, written), template
+        else:  # a first one and a loop over the rest
+            assert loads >= 2 * read, template
+            assert stores >= written, template
+
+
+@pytest.mark.parametrize("arch", PER_ARCHITECTURE)
+@pytest.mark.parametrize("kernel", PER_KERNEL)
+def test_only_the_tail_touches_single_elements(kernel, arch, program, tailless):
+    for template in kernel.templates:
+        name = kernel.expression(template)
+        found = accesses(tailless.entries[name][1])
+        # Addresses and sizes come from the table by 64-bit loads.
+        assert set(found) <= {"ld.global.v4.u32", "st.global.v4.u32", "ld.u64"}, template
+        whole = accesses(program.entries[name][1])
+        assert any(access.startswith("st.") and ".global" not in access for access in whole)
+        if kernel.name == "add_n" and template[2] and "uint64" not in template:
+            # The tail reads each input once, and writes the out once.
+            tail = whole - found
+            assert sum(n for access, n in tail.items() if access[:3] == "st.") == 1
+            reads = {access: n for access, n in tail.items() if access[:3] == "ld."}
+            assert sum(n for access, n in reads.items() if access != "ld.u64") == template[2]

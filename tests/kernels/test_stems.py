@@ -1,0 +1,122 @@
+"""One stem per kernel: ``.cu``, twin and test are complete, and say the same."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import gradreduce.ops
+from gradreduce.device.kernel import kernels_folder
+from gradreduce.device.table import INLINE_WORDS, TABLE
+from gradreduce.ops import KERNELS
+
+KERNELS_FOLDER = kernels_folder()
+OPS = Path(gradreduce.ops.__file__).parent
+TESTS = Path(__file__).resolve().parent.parent / "ops"
+STEMS = sorted(path.stem for path in KERNELS_FOLDER.glob("*.cu"))
+HEADER_KEYS = ["order", "types", "aliasing", "launch", "limits", "twin", "source"]
+# C type of a scalar -> its kind in Kernel.scalars
+KINDS = {"i64": "int64", "double": "float64"}
+ENTRY = re.compile(
+    r"template <(?P<template>[^>]*)>\s*__global__ void (?P<name>\w+)\((?P<arguments>[^)]*)\)"
+)
+
+
+def text_of(stem):
+    return (KERNELS_FOLDER / f"{stem}.cu").read_text(encoding="utf-8")
+
+
+def entries_of(stem):
+    text = text_of(stem)
+    found = list(ENTRY.finditer(text))
+    assert found, stem
+    assert len(found) == text.count("__global__"), f"{stem}.cu has an entry of another form"
+    return found
+
+
+ENTRIES = [(stem, entry) for stem in STEMS for entry in entries_of(stem)]
+
+
+def test_every_kernel_file_has_a_twin_and_a_test_and_the_other_way_round():
+    assert STEMS
+    assert sorted(path.stem for path in OPS.glob("[!_]*.py")) == STEMS
+    assert sorted(path.stem for path in TESTS.glob("test_*.py")) == [f"test_{s}" for s in STEMS]
+
+
+def test_every_entry_has_a_kernel_and_the_other_way_round():
+    declared = [(kernel.source, kernel.name) for kernel in KERNELS]
+    assert sorted(declared) == sorted((stem, entry["name"]) for stem, entry in ENTRIES)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_the_constant_and_the_twin_have_the_names_of_the_entry(kernel):
+    module = import_module(f"gradreduce.ops.{kernel.source}")
+    assert getattr(module, kernel.name.upper()) is kernel
+    assert kernel.twin is getattr(module, f"_{kernel.name}_twin")
+    assert callable(getattr(gradreduce.ops, kernel.name))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_scalars_are_alike_in_entry_declaration_and_twin(kernel):
+    entry = next(entry for _, entry in ENTRIES if entry["name"] == kernel.name)
+    table, *scalars = [argument.split() for argument in entry["arguments"].split(",")]
+    assert table == ["TABLE_ARGUMENT", "table"]
+    assert tuple((name, KINDS[kind]) for kind, name in scalars) == kernel.scalars
+    twin = list(inspect.signature(kernel.twin).parameters)
+    assert twin == ["table", *(name for name, _ in kernel.scalars)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_templates_are_what_the_entry_takes(kernel):
+    entry = next(entry for _, entry in ENTRIES if entry["name"] == kernel.name)
+    kinds = [argument.split()[0] for argument in entry["template"].split(",")]
+    assert len(set(kernel.templates)) == len(kernel.templates)
+    for template in kernel.templates:
+        assert ["typename" if isinstance(part, str) else "int" for part in template] == kinds
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_the_header_says_what_must_be_known(stem):
+    """At most 12 lines: a formula for each entry, then the keys, then the one include."""
+    lines = text_of(stem).splitlines()
+    end = next(place for place, line in enumerate(lines) if not line.startswith("//"))
+    header = [line.removeprefix("// ") for line in lines[:end]]
+    assert len(header) <= 12
+    assert lines[end] == '#include "common.cuh"'
+    keys = [line.split()[0] for line in header if line.split()[0] in HEADER_KEYS]
+    assert keys == HEADER_KEYS
+    formulas = header[: header.index(next(line for line in header if line.startswith("order")))]
+    assert [line.split(":")[0] for line in formulas] == [
+        entry["name"] for owner, entry in ENTRIES if owner == stem
+    ]
+    assert f"src/gradreduce/ops/{stem}.py" in next(line for line in header if "twin" in line)
+
+
+@pytest.mark.parametrize("path", sorted(KERNELS_FOLDER.glob("*.cu*")), ids=lambda path: path.name)
+def test_no_cuda_header_and_nothing_that_threads_share(path):
+    text = path.read_text(encoding="utf-8")
+    included = re.findall(r"^\s*#\s*include\s*(.*)$", text, re.MULTILINE)
+    assert included == ([] if path.name == "common.cuh" else ['"common.cuh"'])
+    assert not re.search(r"__shared__|__syncthreads|__shfl|atomic[A-Z]|curand|cuda_fp16", text)
+
+
+def test_the_folder_holds_kernels_and_their_one_header():
+    names = {path.name for path in KERNELS_FOLDER.iterdir()}
+    assert names == {"common.cuh", *(f"{stem}.cu" for stem in STEMS)}
+
+
+def test_the_table_is_one_struct_in_both_languages():
+    """Byte for byte: the host build asserts the offsets of these names once more."""
+    text = (KERNELS_FOLDER / "common.cuh").read_text(encoding="utf-8")
+    body = re.search(r"struct Table \{(.*?)\};", text, re.DOTALL)[1]
+    fields = re.findall(r"(const i64\*|i64) (\w+)(?:\[(\d+)\])?;", body)
+    assert len(fields) == body.count(";")
+    assert [name for _, name, _ in fields] == list(TABLE.names)
+    assert [int(count or 1) for _, _, count in fields] == [1] * 6 + [INLINE_WORDS]
+    offsets = [TABLE.fields[name][1] for name in TABLE.names]
+    assert offsets == [8 * place for place in range(7)]
+    assert TABLE.itemsize == 8 * (6 + INLINE_WORDS)

@@ -1,0 +1,86 @@
+"""What a kernel says it writes is what it writes, in every template and on every face."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from faces import Operand, buffers, opened
+
+from gradreduce.device import as_dtype
+from gradreduce.ops import KERNELS
+from gradreduce.ops.update import MOMENTUM
+
+SIZE = 1003  # vectors and a tail
+# kernel -> operands, scalars
+LAUNCHES = {
+    "add_n": (4, (3,)),
+    "accumulate_n": (4, (3,)),
+    "all_sum": (5, (2, 3, 1, 1.0)),
+    "pack": (2, (1.0,)),
+    "sgd": (2, (0.5,)),
+    "momentum": (3, (0.5, 0.5)),
+    "nesterov": (3, (0.5, 0.5)),
+}
+
+
+def launch(device, kernel, template):
+    """A row of 100 where the kernel writes, of 1 to 4 where it reads: no result is 100."""
+    num_operands, scalars = LAUNCHES[kernel.name]
+    if kernel.name == "add_n" and template[2]:
+        num_operands, scalars = 1 + template[2], (template[2],)
+    num_written = kernel.num_written(scalars)
+    dtypes = [as_dtype(name) for name in template if isinstance(name, str)]
+    rng = np.random.default_rng(0)
+    row = []
+    for place in range(num_operands):
+        written = place < num_written
+        values = np.full(SIZE, 100) if written else rng.integers(1, 5, SIZE)
+        row.append(Operand(device, values.astype(dtypes[0 if written else -1])))
+    device.launch(kernel, template, [buffers(row)], scalars)
+    return row, num_written
+
+
+def problems(row, num_written):
+    """The operands that are not as declared."""
+    found = []
+    for place, operand in enumerate(row):
+        if not operand.contained():
+            found.append(f"operand {place} was left")
+        if place >= num_written and not operand.unchanged():
+            found.append(f"operand {place} was written")
+        if place < num_written and (operand.array == operand.values).any():
+            found.append(f"operand {place} was not written everywhere")
+    return found
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_what_is_declared_is_written_and_nothing_else(device, kernel):
+    for template in kernel.templates:
+        assert problems(*launch(device, kernel, template)) == [], template
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_the_number_written_comes_from_the_declaration(kernel):
+    _, scalars = LAUNCHES[kernel.name]
+    assert len(scalars) == len(kernel.scalars)
+    assert kernel.num_written(scalars) == {"all_sum": 2, "momentum": 2, "nesterov": 2}.get(
+        kernel.name, 1
+    )
+
+
+def test_a_kernel_that_declares_too_little_is_caught(device, face):
+    liar = replace(MOMENTUM, writes=1)
+    if face == "numpy":  # a twin gets what it must not write as read-only views
+        with pytest.raises(ValueError, match="read-only"):
+            launch(device, liar, ("float32",))
+    else:
+        assert problems(*launch(device, liar, ("float32",))) == ["operand 1 was written"]
+
+
+def test_a_kernel_that_declares_too_much_is_caught():
+    with opened("numpy") as device:
+        liar = replace(MOMENTUM, writes=3)
+        found = problems(*launch(device, liar, ("float32",)))
+    assert found == ["operand 2 was not written everywhere"]

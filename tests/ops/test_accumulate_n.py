@@ -1,0 +1,242 @@
+"""accumulate_n on every face, against a plain reference, bit by bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from exact import DTYPES, random_data, same
+from faces import (
+    INLINE_ROWS,
+    NUM_THREADS,
+    SIZES,
+    SPREAD_SIZE,
+    Operand,
+    buffers,
+    operands,
+    random_terms,
+    recorded,
+    spread,
+    start_patterns,
+    wide_of,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradreduce.device import as_dtype
+from gradreduce.ops import accumulate_n
+from gradreduce.ops.accumulate_n import ACCUMULATE_N
+
+
+def reference(total, terms):
+    """The total first, in *its* accumulate type, to which every term is cast."""
+    wide = wide_of(total.dtype)
+    with np.errstate(all="ignore"):
+        running = total.astype(wide)
+        for term in terms:
+            running = running + term.astype(wide)
+        return running.astype(total.dtype)
+
+
+def check(device, rows, starts=None):
+    """Adds to every row's first array in one call, and looks at every byte."""
+    made = [
+        operands(device, row, places)
+        for row, places in zip(rows, starts or [None] * len(rows), strict=True)
+    ]
+    accumulate_n([row[0].buffer for row in made], [buffers(row[1:]) for row in made])
+    for (total, *inputs), (before, *terms) in zip(made, rows, strict=True):
+        assert same(total.array, reference(before, terms)), (total.buffer, starts)
+        assert total.contained()
+        assert all(operand.unchanged() for operand in inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_size_and_start(device, dtype):
+    for num_inputs in (1, 2, 5):
+        terms = random_terms(1 + num_inputs, max(SIZES), dtype)
+        for size in SIZES:
+            for starts in start_patterns(1 + num_inputs):
+                check(device, [[term[:size] for term in terms]], [starts])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_number_of_inputs(device, dtype):
+    for num_inputs in range(1, 21):
+        check(device, [random_terms(1 + num_inputs, 1003, dtype, seed=num_inputs)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_geometry(geometric_device, dtype):
+    for size in (1, 17, 255, 16_385, 40_000):
+        for starts in start_patterns(4)[:2]:
+            check(geometric_device, [random_terms(4, size, dtype)], [starts])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_input_may_be_the_total(device, dtype):
+    """It counts as it was before the launch."""
+    for num_inputs in (1, 2, 3, 9):
+        terms = random_terms(num_inputs, 20_003, dtype)
+        for place in range(num_inputs):
+            inputs = operands(device, terms)
+            total = inputs[place].buffer
+            accumulate_n([total.view(0, total.shape)], [buffers(inputs)])
+            assert same(inputs[place].array, reference(terms[place], terms))
+            assert inputs[place].contained()
+            assert all(inputs[k].unchanged() for k in range(num_inputs) if k != place)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "complex128", "uint8"])
+@pytest.mark.parametrize("shift", [-15, -1, 1, 15])
+def test_a_total_that_overlaps_partly_is_refused(device, dtype, shift):
+    memory = Operand(device, random_data((48,), dtype))
+    other = Operand(device, random_data((16,), dtype))
+    term, total = memory.buffer.view(16, (16,)), memory.buffer.view(16 + shift, (16,))
+    for row in ([term, other.buffer], [other.buffer, term]):
+        with pytest.raises(ValueError, match=r"accumulate_n: .*overlaps operand"):
+            accumulate_n([other.buffer, total], [[other.buffer], row])
+    assert memory.unchanged()
+    assert other.unchanged()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_launch_for_rows_of_all_sizes(device, dtype):
+    sizes = [1, 60_001, 0, 3, 16_384, 7, *range(40, 40 + INLINE_ROWS), 16_385, 0, 2]
+    for num_rows in (6, len(sizes)):  # the table inline, and beyond
+        rows = [random_terms(3, size, dtype, seed=size) for size in sizes[:num_rows]]
+        starts = [[row % 3, row % 2, 0] for row in range(num_rows)]
+        with recorded(device) as journal:
+            check(device, rows, starts)
+        assert journal.launches == 1
+        assert journal.records[0].num_rows == sum(size > 0 for size in sizes[:num_rows])
+
+
+def test_a_thousand_tiny_rows_are_one_launch(device):
+    with recorded(device) as journal:
+        check(device, [random_terms(2, 1 + row % 5, "float32", seed=row) for row in range(1000)])
+    assert [(record.name, record.num_rows) for record in journal.records] == [
+        ("accumulate_n", 1000)
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "uint8"])
+def test_large_rows_are_spread_over_threads(device, dtype):
+    with spread(device) as num_jobs:
+        for starts in ([0, 0, 0], [0, 1, 2]):
+            check(device, [random_terms(3, SPREAD_SIZE, dtype)], [starts])
+        check(device, [random_terms(2, size, dtype) for size in (SPREAD_SIZE // 2, 5, SPREAD_SIZE)])
+    assert num_jobs == [NUM_THREADS] * 3
+
+
+@pytest.mark.parametrize("template", ACCUMULATE_N.templates, ids=ACCUMULATE_N.expression)
+def test_every_template_and_its_cast(device, template):
+    to, of = map(as_dtype, template)
+    for num_inputs in (1, 2, 9):
+        for starts in start_patterns(1 + num_inputs):
+            terms = random_terms(num_inputs, 1003, of, seed=num_inputs)
+            values = [random_data((1003,), to, seed=99), *terms]
+            total, *inputs = operands(device, values, starts)
+            accumulate_n([total.buffer], [buffers(inputs)])
+            assert same(total.array, reference(total.values, terms))
+            assert total.contained()
+            assert all(operand.unchanged() for operand in inputs)
+
+
+def test_complex_terms_of_a_wider_total(device):
+    terms = random_terms(2, 1003, "complex64")
+    total, *inputs = operands(device, [random_data((1003,), "complex128", seed=99), *terms])
+    accumulate_n([total.buffer], [buffers(inputs)])
+    assert same(total.array, reference(total.values, terms))
+
+
+def test_each_dtype_and_number_of_inputs_is_a_launch_of_its_own(device):
+    rows = [
+        random_terms(num_operands, 100, dtype)
+        for _ in range(3)
+        for dtype, num_operands in [("float32", 2), ("float32", 3), ("float16", 2), ("int32", 2)]
+    ]
+    with recorded(device) as journal:
+        check(device, rows)
+    assert journal.launches == 4
+
+
+def test_nothing_is_launched_for_nothing(device):
+    with recorded(device) as journal:
+        accumulate_n([], [])
+        check(device, [random_terms(2, 0, "float32")] * 3)
+    assert journal.launches == 0
+
+
+MISFITS = {
+    "an input is shorter": [("float32", 16), ("float32", 16), ("float32", 15)],
+    "the total is longer": [("float32", 17), ("float32", 16), ("float32", 16)],
+    "inputs of two dtypes": [("float32", 16), ("float32", 16), ("float16", 16)],
+    "a narrower total": [("float16", 16), ("float32", 16)],
+    "an integer and a float": [("float32", 16), ("int32", 16)],
+    "two integers of a size": [("int32", 16), ("uint32", 16)],
+    "complex and real": [("complex64", 16), ("float32", 16)],
+    "complex and a real of its size": [("complex64", 16), ("float64", 16)],
+    "real and complex": [("float64", 16), ("complex64", 16)],
+    "no inputs": [("float32", 16)],
+}
+
+
+@pytest.mark.parametrize("specs", MISFITS.values(), ids=MISFITS)
+def test_operands_that_do_not_fit_change_nothing(device, specs):
+    row = [Operand(device, random_data((size,), dtype)) for dtype, size in specs]
+    good = operands(device, random_terms(2, 16, "float64"))
+    totals, inputs = [good[0].buffer, row[0].buffer], [buffers(good[1:]), buffers(row[1:])]
+    with recorded(device) as journal, pytest.raises(ValueError, match="accumulate_n"):
+        accumulate_n(totals, inputs)
+    assert journal.launches == 0
+    assert all(operand.unchanged() for operand in [*row, *good])
+
+
+def test_lists_of_different_lengths_change_nothing(device):
+    row = operands(device, random_terms(2, 16, "float32"))
+    with pytest.raises(ValueError, match="zip"):
+        accumulate_n(buffers(row[:1]), [buffers(row), buffers(row)])
+    assert all(operand.unchanged() for operand in row)
+
+
+def test_inputs_may_be_read_only(device):
+    before, *terms = random_terms(3, 1003, "float32")
+    total = Operand(device, before)
+    accumulate_n([total.buffer], [[Operand(device, t, writable=False).buffer for t in terms]])
+    assert same(total.array, reference(before, terms))
+
+
+def test_a_read_only_total_changes_nothing(device):
+    good = operands(device, random_terms(2, 16, "float64"))  # would be the first launch
+    fixed = Operand(device, random_data((16,), "float32"), writable=False)
+    with recorded(device) as journal, pytest.raises(ValueError, match="read-only"):
+        accumulate_n([good[0].buffer, fixed.buffer], [buffers(good[1:]), [fixed.buffer]])
+    assert journal.launches == 0
+    assert all(operand.unchanged() for operand in [*good, fixed])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    num_inputs=st.integers(1, 10),
+    sizes=st.lists(st.one_of(st.integers(0, 40), st.integers(0, 40_000)), min_size=1, max_size=8),
+    starts=st.lists(st.integers(0, 5), min_size=11, max_size=11),
+)
+def test_many_rows_are_as_one_launch_each(device, dtype, num_inputs, sizes, starts):
+    together, alone = (
+        [
+            operands(
+                device,
+                random_terms(1 + num_inputs, size, dtype, seed=size),
+                starts[: 1 + num_inputs],
+            )
+            for size in sizes
+        ]
+        for _ in range(2)
+    )
+    accumulate_n([row[0].buffer for row in together], [buffers(row[1:]) for row in together])
+    for total, *inputs in alone:
+        accumulate_n([total.buffer], [buffers(inputs)])
+    for row, other in zip(together, alone, strict=True):
+        assert same(row[0].array, other[0].array)
+        assert row[0].contained()

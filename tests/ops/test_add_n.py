@@ -1,0 +1,256 @@
+"""add_n on every face, against a plain reference, bit by bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from exact import DTYPES, random_data, same
+from faces import (
+    INLINE_ROWS,
+    NUM_THREADS,
+    SIZES,
+    SPREAD_SIZE,
+    Operand,
+    blank,
+    buffers,
+    operands,
+    random_terms,
+    recorded,
+    spread,
+    start_patterns,
+    wide_of,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradreduce.device import as_dtype
+from gradreduce.ops import add_n
+from gradreduce.ops.add_n import ADD_N
+
+
+def reference(terms, out=None):
+    wide = wide_of(terms[0].dtype)
+    with np.errstate(all="ignore"):
+        total = terms[0].astype(wide)
+        for term in terms[1:]:
+            total = total + term.astype(wide)
+        return total.astype(out or terms[0].dtype)
+
+
+def check(device, rows, starts=None):
+    """Adds every row in one call, and looks at every byte."""
+    outs, inputs = [], []
+    for terms, row in zip(rows, starts or [None] * len(rows), strict=True):
+        row = row or [0] * (1 + len(terms))
+        outs.append(blank(device, terms[0].size, terms[0].dtype, row[0]))
+        inputs.append(operands(device, terms, row[1:]))
+    add_n(buffers(outs), [buffers(row) for row in inputs])
+    for out, row, terms in zip(outs, inputs, rows, strict=True):
+        assert same(out.array, reference(terms)), (out.buffer, starts)
+        assert out.contained()
+        assert all(operand.unchanged() for operand in row)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_size_and_start(device, dtype):
+    for num_inputs in (1, 2, 5):
+        terms = random_terms(num_inputs, max(SIZES), dtype)
+        for size in SIZES:
+            for starts in start_patterns(1 + num_inputs):
+                check(device, [[term[:size] for term in terms]], [starts])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_number_of_inputs(device, dtype):
+    for num_inputs in range(1, 21):
+        check(device, [random_terms(num_inputs, 1003, dtype, seed=num_inputs)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_geometry(geometric_device, dtype):
+    for size in (1, 17, 255, 16_385, 40_000):
+        for num_inputs in (2, 9):
+            for starts in start_patterns(1 + num_inputs)[:2]:
+                check(geometric_device, [random_terms(num_inputs, size, dtype)], [starts])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_out_may_be_any_input(device, dtype):
+    for num_inputs in (1, 2, 3, 8, 9):
+        terms = random_terms(num_inputs, 20_003, dtype)
+        for place in range(num_inputs):
+            inputs = operands(device, terms)
+            out = inputs[place].buffer
+            add_n([out.view(0, out.shape)], [buffers(inputs)])
+            assert same(inputs[place].array, reference(terms))
+            assert inputs[place].contained()
+            assert all(inputs[k].unchanged() for k in range(num_inputs) if k != place)
+
+
+@pytest.mark.parametrize("num_inputs", [2, 3, 8, 9])
+def test_one_input_may_come_twice_and_be_the_out(device, num_inputs):
+    terms = random_terms(num_inputs, 20_003, as_dtype("float32"))
+    terms[-1] = terms[0]
+    inputs = operands(device, terms[:-1])
+    row = [*buffers(inputs), inputs[0].buffer]
+    add_n([inputs[0].buffer], [row])
+    assert same(inputs[0].array, reference(terms))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "complex128", "uint8"])
+@pytest.mark.parametrize("shift", [-15, -1, 1, 15])
+def test_an_out_that_overlaps_partly_is_refused(device, dtype, shift):
+    memory = Operand(device, random_data((48,), dtype))
+    other = Operand(device, random_data((16,), dtype))
+    term, out = memory.buffer.view(16, (16,)), memory.buffer.view(16 + shift, (16,))
+    for row in ([term, other.buffer], [other.buffer, other.buffer, term]):
+        with pytest.raises(ValueError, match=r"add_n: .*overlaps operand"):
+            add_n([other.buffer, out], [[other.buffer], row])
+    assert memory.unchanged()
+    assert other.unchanged()
+
+
+def test_neighbours_do_not_overlap(device):
+    memory = Operand(device, random_data((48,), "float32"))
+    out, left, right = (memory.buffer.view(start, (16,)) for start in (16, 0, 32))
+    add_n([out], [[left, right]])
+    expected = memory.values.copy()
+    expected[16:32] = reference([memory.values[:16], memory.values[32:]])
+    assert same(memory.array, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_launch_for_rows_of_all_sizes(device, dtype):
+    sizes = [1, 60_001, 0, 3, 16_384, 7, *range(40, 40 + INLINE_ROWS), 16_385, 0, 2]
+    for num_rows in (6, len(sizes)):  # the table inline, and beyond
+        rows = [random_terms(2, size, dtype, seed=size) for size in sizes[:num_rows]]
+        starts = [[row % 3, row % 2, 0] for row in range(num_rows)]
+        with recorded(device) as journal:
+            check(device, rows, starts)
+        assert journal.launches == 1
+        assert journal.records[0].num_rows == sum(size > 0 for size in sizes[:num_rows])
+
+
+def test_a_thousand_tiny_rows_are_one_launch(device):
+    with recorded(device) as journal:
+        check(device, [random_terms(3, 1 + row % 5, "float32", seed=row) for row in range(1000)])
+    assert [(record.name, record.num_rows) for record in journal.records] == [("add_n", 1000)]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "uint8"])
+def test_large_rows_are_spread_over_threads(device, dtype):
+    with spread(device) as num_jobs:
+        for starts in ([0, 0, 0, 0], [0, 1, 2, 3]):
+            check(device, [random_terms(3, SPREAD_SIZE, dtype)], [starts])
+        check(device, [random_terms(2, size, dtype) for size in (SPREAD_SIZE // 2, 5, SPREAD_SIZE)])
+    assert num_jobs == [NUM_THREADS] * 3
+
+
+@pytest.mark.parametrize("template", ADD_N.templates, ids=ADD_N.expression)
+def test_every_template_and_its_cast(device, template):
+    to, of, num_inputs = template
+    for count in [num_inputs] if num_inputs else [1, 2, 11]:
+        for starts in start_patterns(1 + count):
+            terms = random_terms(count, 1003, of, seed=count)
+            out = blank(device, 1003, to, starts[0])
+            inputs = operands(device, terms, starts[1:])
+            device.launch(ADD_N, template, [buffers([out, *inputs])], (count,))
+            assert same(out.array, reference(terms, as_dtype(to)))
+            assert out.contained()
+            assert all(operand.unchanged() for operand in inputs)
+
+
+@pytest.mark.parametrize(("to", "of"), [("float32", "bfloat16"), ("complex128", "complex64")])
+@pytest.mark.parametrize("num_inputs", [1, 2, 9])
+def test_a_wider_out(device, to, of, num_inputs):
+    terms = random_terms(num_inputs, 1003, of)
+    out = blank(device, 1003, to)
+    add_n([out.buffer], [buffers(operands(device, terms))])
+    assert same(out.array, reference(terms, as_dtype(to)))
+
+
+def test_each_dtype_and_number_of_inputs_is_a_launch_of_its_own(device):
+    rows = [
+        random_terms(num_inputs, 100, dtype)
+        for _ in range(3)
+        for dtype, num_inputs in [("float32", 2), ("float32", 3), ("float16", 2), ("int32", 2)]
+    ]
+    with recorded(device) as journal:
+        check(device, rows)
+    assert journal.launches == 4
+
+
+def test_nothing_is_launched_for_nothing(device):
+    with recorded(device) as journal:
+        add_n([], [])
+        check(device, [random_terms(2, 0, "float32")] * 3)
+    assert journal.launches == 0
+
+
+MISFITS = {
+    "an input is shorter": [("float32", 16), ("float32", 16), ("float32", 15)],
+    "the out is longer": [("float32", 17), ("float32", 16), ("float32", 16)],
+    "inputs of two dtypes": [("float32", 16), ("float32", 16), ("float16", 16)],
+    "a narrower out": [("float16", 16), ("float32", 16), ("float32", 16)],
+    "an integer and a float": [("float32", 16), ("int32", 16), ("int32", 16)],
+    "two integers of a size": [("int32", 16), ("uint32", 16), ("uint32", 16)],
+    "complex and real": [("complex64", 16), ("float32", 16), ("float32", 16)],
+    "complex and a real of its size": [("complex64", 16), ("float64", 16), ("float64", 16)],
+    "real and complex": [("float64", 16), ("complex64", 16), ("complex64", 16)],
+    "no inputs": [("float32", 16)],
+}
+
+
+@pytest.mark.parametrize("specs", MISFITS.values(), ids=MISFITS)
+def test_operands_that_do_not_fit_change_nothing(device, specs):
+    row = [Operand(device, random_data((size,), dtype)) for dtype, size in specs]
+    good = operands(device, random_terms(2, 16, "float64"))
+    outs, inputs = [good[0].buffer, row[0].buffer], [buffers(good), buffers(row[1:])]
+    with recorded(device) as journal, pytest.raises(ValueError, match="add_n"):
+        add_n(outs, inputs)
+    assert journal.launches == 0
+    assert all(operand.unchanged() for operand in [*row, *good])
+
+
+def test_lists_of_different_lengths_change_nothing(device):
+    row = operands(device, random_terms(2, 16, "float32"))
+    with pytest.raises(ValueError, match="zip"):
+        add_n(buffers(row[:1]), [buffers(row), buffers(row)])
+    assert all(operand.unchanged() for operand in row)
+
+
+def test_inputs_may_be_read_only(device):
+    terms = random_terms(3, 1003, "float32")
+    out = blank(device, 1003, "float32")
+    inputs = [Operand(device, term, writable=False) for term in terms]
+    add_n([out.buffer], [buffers(inputs)])
+    assert same(out.array, reference(terms))
+
+
+def test_a_read_only_out_changes_nothing(device):
+    good = operands(device, random_terms(2, 16, "float64"))  # would be the first launch
+    fixed = Operand(device, random_data((16,), "float32"), writable=False)
+    with recorded(device) as journal, pytest.raises(ValueError, match="read-only"):
+        add_n([good[0].buffer, fixed.buffer], [buffers(good), [fixed.buffer, fixed.buffer]])
+    assert journal.launches == 0
+    assert all(operand.unchanged() for operand in [*good, fixed])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    num_inputs=st.integers(1, 10),
+    sizes=st.lists(st.one_of(st.integers(0, 40), st.integers(0, 40_000)), min_size=1, max_size=8),
+    starts=st.lists(st.integers(0, 5), min_size=11, max_size=11),
+)
+def test_many_rows_are_as_one_launch_each(device, dtype, num_inputs, sizes, starts):
+    rows = [random_terms(num_inputs, size, dtype, seed=size) for size in sizes]
+    together = [blank(device, size, dtype, starts[0]) for size in sizes]
+    alone = [blank(device, size, dtype, starts[0]) for size in sizes]
+    inputs = [operands(device, terms, starts[1 : 1 + num_inputs]) for terms in rows]
+    add_n(buffers(together), [buffers(row) for row in inputs])
+    for one, row in zip(alone, inputs, strict=True):
+        add_n([one.buffer], [buffers(row)])
+    for one, other in zip(together, alone, strict=True):
+        assert same(one.array, other.array)
+        assert one.contained()

@@ -1,0 +1,296 @@
+"""all_sum on every face, against a plain reference, bit by bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from exact import COMPLEX, DTYPES, FLOATS, random_data, same
+from faces import (
+    INLINE_ROWS,
+    NUM_THREADS,
+    SIZES,
+    SPREAD_SIZE,
+    Operand,
+    blank,
+    buffers,
+    operands,
+    random_terms,
+    recorded,
+    spread,
+    start_patterns,
+    wide_of,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradreduce.device import as_dtype
+from gradreduce.ops import all_sum
+from gradreduce.ops.all_sum import ALL_SUM
+
+
+def left_to_right(terms, wide):
+    total = terms[0].astype(wide)
+    for term in terms[1:]:
+        total = total + term.astype(wide)
+    return total
+
+
+def reference(terms, split=0, divisor=1, out=None):
+    wide = wide_of(terms[0].dtype)
+    with np.errstate(all="ignore"):
+        if split:
+            total = left_to_right(terms[:split], wide) + left_to_right(terms[split:], wide)
+        else:
+            total = left_to_right(terms, wide)
+        if divisor != 1:
+            parts = total.view(total.real.dtype)  # a complex number's parts are divided alone
+            total = (parts / parts.dtype.type(divisor)).view(wide)
+        return total.astype(out or terms[0].dtype)
+
+
+def check(device, rows, num_outs=1, split=0, divisor=1, starts=None):
+    """Sums every row in one call, and looks at every byte."""
+    outs, inputs = [], []
+    for terms, row in zip(rows, starts or [None] * len(rows), strict=True):
+        row = row or [0] * (num_outs + len(terms))
+        blanks = [blank(device, terms[0].size, terms[0].dtype, start) for start in row[:num_outs]]
+        outs.append(blanks)
+        inputs.append(operands(device, terms, row[num_outs:]))
+    all_sum(list(map(buffers, outs)), list(map(buffers, inputs)), split, divisor=divisor)
+    for made, row, terms in zip(outs, inputs, rows, strict=True):
+        expected = reference(terms, split, divisor)
+        for out in made:
+            assert same(out.array, expected), (out.buffer, split, divisor, starts)
+            assert out.contained()
+        assert all(operand.unchanged() for operand in row)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_size_and_start(device, dtype):
+    for num_outs, num_inputs, split in ((1, 2, 0), (2, 4, 2)):
+        terms = random_terms(num_inputs, max(SIZES), dtype)
+        for size in SIZES:
+            for starts in start_patterns(num_outs + num_inputs):
+                row = [term[:size] for term in terms]
+                check(device, [row], num_outs, split, starts=[starts])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_number_of_inputs_and_split(device, dtype):
+    for num_inputs in range(1, 9):
+        terms = random_terms(num_inputs, 203, dtype, seed=num_inputs)
+        for split in range(num_inputs):
+            check(device, [terms], 1 + split % 3, split)
+
+
+@pytest.mark.parametrize("dtype", FLOATS + COMPLEX, ids=str)
+@pytest.mark.parametrize("divisor", [1, 2, 3, 7.3, -1, 0, 1e-320, float("inf"), float("nan")])
+def test_the_sum_is_divided_before_it_is_rounded(device, dtype, divisor):
+    for split in (0, 2):
+        check(device, [random_terms(5, 1003, dtype, seed=split)], 2, split, divisor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_geometry(geometric_device, dtype):
+    divisor = 1 if dtype.kind in "iu" else 3
+    for size in (1, 17, 255, 16_385, 40_000):
+        for starts in start_patterns(5)[:2]:
+            check(geometric_device, [random_terms(3, size, dtype)], 2, 1, divisor, [starts])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_in_place(device, dtype):
+    """Every out is an input: its own, or another one's."""
+    for num_inputs in (1, 2, 3, 8):
+        terms = random_terms(num_inputs, 20_003, dtype)
+        expected = reference(terms, num_inputs // 2)
+        for turn in range(num_inputs):
+            inputs = operands(device, terms)
+            row = buffers(inputs)
+            outs = [out.view(0, out.shape) for out in row[turn:] + row[:turn]]
+            all_sum([outs], [row], num_inputs // 2)
+            for operand in inputs:
+                assert same(operand.array, expected)
+                assert operand.contained()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_out_is_one_input(device, dtype):
+    terms = random_terms(3, 20_003, dtype)
+    for place in range(3):
+        inputs, other = operands(device, terms), blank(device, 20_003, dtype)
+        all_sum([[other.buffer, inputs[place].buffer]], [buffers(inputs)], 1)
+        assert same(inputs[place].array, reference(terms, 1))
+        assert same(other.array, reference(terms, 1))
+        assert all(inputs[k].unchanged() for k in range(3) if k != place)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "complex128", "uint8"])
+@pytest.mark.parametrize("shift", [-15, -1, 1, 15])
+def test_an_out_that_overlaps_partly_is_refused(device, dtype, shift):
+    memory = Operand(device, random_data((48,), dtype))
+    other = Operand(device, random_data((16,), dtype))
+    one, two = memory.buffer.view(16, (16,)), memory.buffer.view(16 + shift, (16,))
+    rows = [
+        ([one], [other.buffer, two]),
+        ([other.buffer, one], [other.buffer, two]),
+        ([one, two], [other.buffer]),
+        ([one, one], [other.buffer]),  # not even exactly: an out is written once
+    ]
+    for outs, inputs in rows:
+        with pytest.raises(ValueError, match=r"all_sum: .*overlaps operand"):
+            all_sum([[other.buffer], outs], [[other.buffer], inputs])
+    assert memory.unchanged()
+    assert other.unchanged()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_launch_for_rows_of_all_sizes(device, dtype):
+    sizes = [1, 60_001, 0, 3, 16_384, 7, *range(40, 40 + INLINE_ROWS), 16_385, 0, 2]
+    for num_rows in (6, len(sizes)):  # the table inline, and beyond
+        rows = [random_terms(3, size, dtype, seed=size) for size in sizes[:num_rows]]
+        starts = [[row % 3, row % 2, 0, 0, 0] for row in range(num_rows)]
+        with recorded(device) as journal:
+            check(device, rows, 2, 1, starts=starts)
+        assert journal.launches == 1
+        assert journal.records[0].num_rows == sum(size > 0 for size in sizes[:num_rows])
+
+
+def test_a_thousand_tiny_rows_are_one_launch(device):
+    rows = [random_terms(2, 1 + row % 5, "float32", seed=row) for row in range(1000)]
+    with recorded(device) as journal:
+        check(device, rows, 2, 1, 2)
+    assert [(record.name, record.num_rows) for record in journal.records] == [("all_sum", 1000)]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "uint8"])
+def test_large_rows_are_spread_over_threads(device, dtype):
+    with spread(device) as num_jobs:
+        for starts in ([0] * 5, [0, 1, 2, 3, 4]):
+            check(device, [random_terms(3, SPREAD_SIZE, dtype)], 2, 2, starts=[starts])
+        check(device, [random_terms(2, size, dtype) for size in (SPREAD_SIZE // 2, 5, SPREAD_SIZE)])
+    assert num_jobs == [NUM_THREADS] * 3
+
+
+@pytest.mark.parametrize("template", ALL_SUM.templates, ids=ALL_SUM.expression)
+def test_every_template_and_its_cast(device, template):
+    to, of = map(as_dtype, template)
+    for divisor in (1,) if of.kind == "u" else (1, 3):
+        for starts in start_patterns(5):
+            terms = random_terms(3, 1003, of)
+            outs = [blank(device, 1003, to, start) for start in starts[:2]]
+            inputs = operands(device, terms, starts[2:])
+            all_sum([buffers(outs)], [buffers(inputs)], 1, divisor=divisor)
+            for out in outs:
+                assert same(out.array, reference(terms, 1, divisor, to))
+                assert out.contained()
+            assert all(operand.unchanged() for operand in inputs)
+
+
+def test_each_dtype_and_number_of_operands_is_a_launch_of_its_own(device):
+    outs, inputs = [], []
+    for _ in range(3):
+        for dtype, num_outs, num_inputs in (
+            ("float32", 1, 2),
+            ("float32", 2, 2),
+            ("float32", 1, 3),
+            ("float16", 1, 2),
+            ("int32", 1, 2),
+        ):
+            outs.append([blank(device, 100, dtype) for _ in range(num_outs)])
+            inputs.append(operands(device, random_terms(num_inputs, 100, dtype)))
+    with recorded(device) as journal:
+        all_sum(list(map(buffers, outs)), list(map(buffers, inputs)))
+    assert journal.launches == 5
+    for made, row in zip(outs, inputs, strict=True):
+        expected = reference([operand.values for operand in row])
+        assert all(same(out.array, expected) for out in made)
+
+
+def test_nothing_is_launched_for_nothing(device):
+    with recorded(device) as journal:
+        all_sum([], [])
+        check(device, [random_terms(2, 0, "float32")] * 3, 2)
+    assert journal.launches == 0
+
+
+# outs, inputs, split, divisor
+MISFITS = {
+    "an input is shorter": ([("float32", 16)], [("float32", 16), ("float32", 15)], 0, 1),
+    "an out is longer": ([("float32", 16), ("float32", 17)], [("float32", 16)] * 2, 0, 1),
+    "inputs of two dtypes": ([("float32", 16)], [("float32", 16), ("float16", 16)], 0, 1),
+    "outs of two dtypes": ([("float32", 16), ("float16", 16)], [("float32", 16)] * 2, 0, 1),
+    "a wider out": ([("float32", 16)], [("float16", 16)] * 2, 0, 1),
+    "an integer and a float": ([("float32", 16)], [("int32", 16)] * 2, 0, 1),
+    "two integers of a size": ([("int32", 16)], [("uint32", 16)] * 2, 0, 1),
+    "complex and real": ([("complex64", 16)], [("float32", 16)] * 2, 0, 1),
+    "real and complex": ([("float32", 16)], [("complex64", 16)] * 2, 0, 1),
+    "no outs": ([], [("float32", 16)] * 2, 0, 1),
+    "no inputs": ([("float32", 16)], [], 0, 1),
+    "integers divided": ([("int32", 16)], [("int32", 16)] * 2, 0, 2),
+    "no second half": ([("float32", 16)], [("float32", 16)] * 2, 2, 1),
+    "a split beyond the inputs": ([("float32", 16)], [("float32", 16)] * 2, 3, 1),
+    "a split before the inputs": ([("float32", 16)], [("float32", 16)] * 2, -1, 1),
+}
+
+
+@pytest.mark.parametrize(("outs", "inputs", "split", "divisor"), MISFITS.values(), ids=MISFITS)
+def test_arguments_that_do_not_fit_change_nothing(device, outs, inputs, split, divisor):
+    made = [Operand(device, random_data((size,), dtype)) for dtype, size in outs]
+    row = [Operand(device, random_data((size,), dtype)) for dtype, size in inputs]
+    good = operands(device, random_terms(2, 16, "float64"))
+    targets, terms = [[good[0].buffer], buffers(made)], [buffers(good), buffers(row)]
+    with recorded(device) as journal, pytest.raises(ValueError, match="all_sum"):
+        all_sum(targets, terms, split, divisor=divisor)
+    assert journal.launches == 0
+    assert all(operand.unchanged() for operand in [*made, *row, *good])
+
+
+def test_lists_of_different_lengths_change_nothing(device):
+    row = operands(device, random_terms(2, 16, "float32"))
+    with pytest.raises(ValueError, match="zip"):
+        all_sum([buffers(row[:1])], [buffers(row), buffers(row)])
+    assert all(operand.unchanged() for operand in row)
+
+
+def test_inputs_may_be_read_only(device):
+    terms = random_terms(3, 1003, "float32")
+    out = blank(device, 1003, "float32")
+    all_sum([[out.buffer]], [[Operand(device, term, writable=False).buffer for term in terms]], 1)
+    assert same(out.array, reference(terms, 1))
+
+
+def test_a_read_only_out_changes_nothing(device):
+    good = operands(device, random_terms(2, 16, "float64"))  # would be the first launch
+    row = operands(device, random_terms(2, 16, "float32"))
+    fixed = Operand(device, random_data((16,), "float32"), writable=False)
+    outs = [[good[0].buffer], [row[0].buffer, fixed.buffer]]
+    with recorded(device) as journal, pytest.raises(ValueError, match="read-only"):
+        all_sum(outs, [buffers(good), buffers(row)])
+    assert journal.launches == 0
+    assert all(operand.unchanged() for operand in [*good, *row, fixed])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    num_outs=st.integers(1, 3),
+    num_inputs=st.integers(1, 6),
+    data=st.data(),
+    sizes=st.lists(st.one_of(st.integers(0, 40), st.integers(0, 40_000)), min_size=1, max_size=8),
+    starts=st.lists(st.integers(0, 5), min_size=9, max_size=9),
+)
+def test_many_rows_are_as_one_launch_each(device, dtype, num_outs, num_inputs, data, sizes, starts):
+    split = data.draw(st.integers(0, num_inputs - 1), "split")
+    rows = [random_terms(num_inputs, size, dtype, seed=size) for size in sizes]
+    inputs = [buffers(operands(device, terms, starts[num_outs:][:num_inputs])) for terms in rows]
+    together, alone = (
+        [[blank(device, size, dtype, start) for start in starts[:num_outs]] for size in sizes]
+        for _ in range(2)
+    )
+    all_sum(list(map(buffers, together)), inputs, split)
+    for outs, row in zip(alone, inputs, strict=True):
+        all_sum([buffers(outs)], [row], split)
+    for outs, others in zip(together, alone, strict=True):
+        assert all(same(outs[0].array, out.array) for out in (*outs, *others))
+        assert all(out.contained() for out in outs)

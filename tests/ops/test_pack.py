@@ -1,0 +1,292 @@
+"""pack on every face, against a plain reference, bit by bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from exact import COMPLEX, DTYPES, FLOATS, random_data, same
+from faces import (
+    INLINE_ROWS,
+    NUM_THREADS,
+    SIZES,
+    SPREAD_SIZE,
+    Operand,
+    blank,
+    operands,
+    random_terms,
+    recorded,
+    spread,
+    start_patterns,
+    wide_of,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradreduce.device import as_dtype, flat_layout
+from gradreduce.ops import pack
+from gradreduce.ops.pack import PACK
+
+GAPS = (0, 1, 7, 16, 40_000)
+
+
+def reference(term, gap=0, scale=1, out=None):
+    filled = term
+    if scale != 1:
+        wide = wide_of(term.dtype)
+        parts = term.astype(wide)
+        parts = parts.view(parts.real.dtype)  # a complex number's parts are scaled alone
+        with np.errstate(all="ignore"):
+            filled = (parts * parts.dtype.type(scale)).view(wide)
+    with np.errstate(all="ignore"):
+        filled = filled.astype(out or term.dtype)
+    return np.concatenate([filled, np.zeros(gap, filled.dtype)])
+
+
+def check(device, terms, gaps, scale=1, starts=None):
+    """Packs every term in one call, and looks at every byte."""
+    starts = starts or [(0, 0)] * len(terms)
+    outs, inputs = [], []
+    for term, gap, (to, of) in zip(terms, gaps, starts, strict=True):
+        outs.append(blank(device, term.size + gap, term.dtype, to))
+        inputs.append(Operand(device, term, of))
+    pack([out.buffer for out in outs], [row.buffer for row in inputs], scale=scale)
+    for out, operand, term, gap in zip(outs, inputs, terms, gaps, strict=True):
+        assert same(out.array, reference(term, gap, scale)), (out.buffer, gap, scale, starts)
+        assert out.contained()
+        assert operand.unchanged()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_size_gap_and_start(device, dtype):
+    term = random_data((max(SIZES),), dtype)
+    for size in SIZES:
+        for gap in GAPS if size < 16_383 else GAPS[:4]:
+            for starts in start_patterns(2):
+                check(device, [term[:size]], [gap], starts=[starts])
+
+
+@pytest.mark.parametrize("dtype", FLOATS + COMPLEX, ids=str)
+@pytest.mark.parametrize("scale", [1, -1, 0.5, 1 / 3, 0, -0.0, 1e-320, float("inf"), float("nan")])
+def test_the_values_are_scaled_and_the_gap_is_not(device, dtype, scale):
+    """It holds 0.0: not -0.0, and not NaN, whatever the scale."""
+    for size, gap in ((0, 5), (5, 3), (1003, 21), (16, 32)):
+        for starts in start_patterns(2):
+            check(device, [random_data((size,), dtype)], [gap], scale, [starts])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_geometry(geometric_device, dtype):
+    scale = 1 if dtype.kind in "iu" else -3
+    for size in (1, 17, 255, 16_385, 40_000):
+        for gap in (0, 5, 700):
+            for starts in start_patterns(2)[:2]:
+                check(geometric_device, [random_data((size,), dtype)], [gap], scale, [starts])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_in_place(device, dtype):
+    """The out may be the input, and longer."""
+    scale = 1 if dtype.kind in "iu" else -3
+    for gap in (0, 5, 40_000):
+        values = random_data((20_003 + gap,), dtype)
+        memory = Operand(device, values)
+        pack([memory.buffer], [memory.buffer.view(0, (20_003,))], scale=scale)
+        assert same(memory.array, reference(values[:20_003], gap, scale))
+        assert memory.contained()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "complex128", "uint8"])
+@pytest.mark.parametrize(
+    ("out", "term"),
+    [
+        ((16, 16), (15, 16)),
+        ((16, 16), (17, 16)),
+        ((16, 16), (1, 16)),
+        ((16, 16), (31, 16)),
+        ((16, 24), (15, 16)),
+        ((16, 24), (17, 16)),
+        ((16, 24), (33, 4)),  # in the gap only
+        ((16, 24), (39, 4)),
+        ((16, 24), (17, 4)),
+    ],
+)
+def test_an_out_that_overlaps_partly_is_refused(device, dtype, out, term):
+    memory = Operand(device, random_data((48,), dtype))
+    other = operands(device, random_terms(2, 16, dtype))
+    views = [memory.buffer.view(start, (size,)) for start, size in (out, term)]
+    with recorded(device) as journal, pytest.raises(ValueError, match=r"pack: .*overlaps"):
+        pack([other[0].buffer, views[0]], [other[1].buffer, views[1]])
+    assert journal.launches == 0
+    assert all(operand.unchanged() for operand in [memory, *other])
+
+
+def test_a_flat_buffer_and_back(device):
+    """Every tensor at its vector boundary, with zeros behind it; unpacking turns the rows round."""
+    sizes = [5, 0, 16, 1, 40_000, 3]
+    layout = flat_layout(sizes, 4)
+    flat = blank(device, layout.size, "float32")
+    terms = [Operand(device, random_data((size,), "float32", seed=size)) for size in sizes]
+    places = list(zip(layout.offsets, layout.spans, strict=True))
+    pack([flat.buffer.view(at, (span,)) for at, span in places], [term.buffer for term in terms])
+    gaps = [span - size for span, size in zip(layout.spans, sizes, strict=True)]
+    expected = [reference(term.values, gap) for term, gap in zip(terms, gaps, strict=True)]
+    assert same(flat.array, np.concatenate(expected))
+
+    back = [blank(device, size, "float32") for size in sizes]
+    inputs = [
+        flat.buffer.view(offset, (size,))
+        for offset, size in zip(layout.offsets, sizes, strict=True)
+    ]
+    pack([out.buffer for out in back], inputs)
+    for out, term in zip(back, terms, strict=True):
+        assert same(out.array, term.values)
+        assert out.contained()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_launch_for_rows_of_all_sizes(device, dtype):
+    sizes = [1, 60_001, 0, 3, 16_384, 7, *range(40, 40 + INLINE_ROWS), 16_385, 0, 2]
+    for num_rows in (6, len(sizes)):  # the table inline, and beyond
+        terms = [random_data((size,), dtype, seed=size) for size in sizes[:num_rows]]
+        gaps = [row % 4 for row in range(num_rows)]
+        starts = [(row % 3, row % 2) for row in range(num_rows)]
+        with recorded(device) as journal:
+            check(device, terms, gaps, starts=starts)
+        assert journal.launches == 1
+        written = [size + gap for size, gap in zip(sizes, gaps, strict=False)]
+        assert journal.records[0].num_rows == sum(size > 0 for size in written)
+
+
+def test_a_thousand_tiny_rows_are_one_launch(device):
+    terms = [random_data((1 + row % 5,), "float32", seed=row) for row in range(1000)]
+    with recorded(device) as journal:
+        check(device, terms, [row % 3 for row in range(1000)], -3)
+    assert [(record.name, record.num_rows) for record in journal.records] == [("pack", 1000)]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "uint8"])
+def test_large_rows_are_spread_over_threads(device, dtype):
+    with spread(device) as num_jobs:
+        for starts in start_patterns(2):
+            check(device, [random_data((SPREAD_SIZE,), dtype)], [9], starts=[starts])
+        sizes = (SPREAD_SIZE // 2, 5, SPREAD_SIZE)
+        check(device, [random_data((size,), dtype) for size in sizes], [SPREAD_SIZE, 0, 1])
+    assert num_jobs == [NUM_THREADS] * 5
+
+
+@pytest.mark.parametrize("template", PACK.templates, ids=PACK.expression)
+def test_every_template_and_its_cast(device, template):
+    to, of = map(as_dtype, template)
+    for scale in (1,) if of.kind == "u" else (1, -1 / 3):
+        for to_start, of_start in start_patterns(2):
+            for size in (1003, 16, 3):
+                term = Operand(device, random_data((size,), of), of_start)
+                out = blank(device, size + 9, to, to_start)
+                pack([out.buffer], [term.buffer], scale=scale)
+                assert same(out.array, reference(term.values, 9, scale, to))
+                assert out.contained()
+                assert term.unchanged()
+
+
+def test_complex_terms_of_a_wider_out(device):
+    term, out = (
+        Operand(device, random_data((1003,), "complex64")),
+        blank(device, 1010, "complex128"),
+    )
+    pack([out.buffer], [term.buffer], scale=3)
+    assert same(out.array, reference(term.values, 7, 3, as_dtype("complex128")))
+
+
+def test_each_dtype_is_a_launch_of_its_own(device):
+    terms = [
+        random_data((100,), dtype) for _ in range(3) for dtype in ("float32", "int32", "float16")
+    ]
+    with recorded(device) as journal:
+        check(device, terms, [2] * 9)
+    assert journal.launches == 3
+
+
+def test_nothing_is_launched_for_nothing(device):
+    with recorded(device) as journal:
+        pack([], [])
+        check(device, random_terms(3, 0, "float32"), [0, 0, 0])
+    assert journal.launches == 0
+
+
+# out, input, scale
+MISFITS = {
+    "a shorter out": (("float32", 15), ("float32", 16), 1),
+    "an integer and a float": (("float32", 16), ("int32", 16), 1),
+    "two integers of a size": (("int32", 16), ("uint32", 16), 1),
+    "two halves": (("bfloat16", 16), ("float16", 16), 1),
+    "complex and real": (("complex64", 16), ("float32", 16), 1),
+    "complex and a real of its size": (("complex64", 16), ("float64", 16), 1),
+    "real and complex": (("float64", 32), ("complex64", 16), 1),
+    "integers scaled": (("int32", 16), ("int32", 16), 2),
+}
+
+
+@pytest.mark.parametrize(("out", "term", "scale"), MISFITS.values(), ids=MISFITS)
+def test_arguments_that_do_not_fit_change_nothing(device, out, term, scale):
+    row = [Operand(device, random_data((size,), dtype)) for dtype, size in (out, term)]
+    good = operands(device, random_terms(2, 16, "float64"))
+    targets, terms = [good[0].buffer, row[0].buffer], [good[1].buffer, row[1].buffer]
+    with recorded(device) as journal, pytest.raises(ValueError, match="pack"):
+        pack(targets, terms, scale=scale)
+    assert journal.launches == 0
+    assert all(operand.unchanged() for operand in [*row, *good])
+
+
+def test_lists_of_different_lengths_change_nothing(device):
+    row = operands(device, random_terms(3, 16, "float32"))
+    with pytest.raises(ValueError, match="zip"):
+        pack([row[0].buffer], [row[1].buffer, row[2].buffer])
+    assert all(operand.unchanged() for operand in row)
+
+
+def test_an_input_may_be_read_only(device):
+    term = Operand(device, random_data((1003,), "float32"), writable=False)
+    out = blank(device, 1005, "float32")
+    pack([out.buffer], [term.buffer])
+    assert same(out.array, reference(term.values, 2))
+
+
+def test_a_read_only_out_changes_nothing(device):
+    good = operands(device, random_terms(2, 16, "float64"))  # would be the first launch
+    term, fixed = (
+        Operand(device, random_data((16,), "float32"), writable=writable)
+        for writable in (True, False)
+    )
+    with recorded(device) as journal, pytest.raises(ValueError, match="read-only"):
+        pack([good[0].buffer, fixed.buffer], [good[1].buffer, term.buffer])
+    assert journal.launches == 0
+    assert all(operand.unchanged() for operand in [*good, term, fixed])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    rows=st.lists(
+        st.tuples(
+            st.one_of(st.integers(0, 40), st.integers(0, 40_000)),  # size
+            st.one_of(st.integers(0, 5), st.integers(0, 20_000)),  # gap
+            st.integers(0, 3),  # starts
+            st.integers(0, 3),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+)
+def test_many_rows_are_as_one_launch_each(device, dtype, rows):
+    terms = [
+        Operand(device, random_data((size,), dtype, seed=size), start) for size, _, _, start in rows
+    ]
+    together, alone = (
+        [blank(device, size + gap, dtype, start) for size, gap, start, _ in rows] for _ in range(2)
+    )
+    pack([out.buffer for out in together], [term.buffer for term in terms])
+    for out, term in zip(alone, terms, strict=True):
+        pack([out.buffer], [term.buffer])
+    for out, other in zip(together, alone, strict=True):
+        assert same(out.array, other.array)
+        assert out.contained()

@@ -1,0 +1,29 @@
+"""Meshes to train on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import gradreduce as gr
+
+FACES = ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
+MESHES = [([0, 0], True), ([0, 1, 1, 2, 0], True), ([0, 1, 1, 2, 0], False)]
+
+
+@pytest.fixture(scope="session", params=FACES)
+def face(request) -> str:
+    return request.param
+
+
+@pytest.fixture(
+    scope="session",
+    params=MESHES,
+    ids=lambda param: f"{''.join(map(str, param[0]))}{'' if param[1] else '-no-peers'}",
+)
+def mesh(request, face) -> Iterator[gr.Mesh]:
+    placement, peers = request.param
+    options = {"peer_access": peers, "kernels": face, "strict": True}
+    with gr.open_mesh(placement, backend="sim", **options) as made:
+        yield made

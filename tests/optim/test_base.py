@@ -1,0 +1,415 @@
+"""How gradients reach variables: what is taken in, what is refused, and what is launched."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from exact import exact_data, same
+
+import gradreduce as gr
+from gradreduce.errors import BackendUnavailableError, InvalidVariableError
+
+
+def ones(*shape, dtype="float32"):
+    return np.ones(shape, dtype)
+
+
+class Planted(RuntimeError):
+    """The failure that a test plants."""
+
+
+class Model:
+    """Two mirrored variables, one on one device, their slots, and what all of them hold."""
+
+    def __init__(self, mesh):
+        self.variables = [
+            gr.Variable(np.full((2, 3), 1.0), "w", dtype="float32", device=mesh),
+            gr.Variable(np.full(3, 2.0), "b", dtype="float16", device=mesh),
+            gr.Variable(3.0, "s", device=mesh.devices[1]),
+        ]
+        self.step = gr.Variable(0, "global_step", trainable=False, device=mesh)
+        self.optimizer = gr.MomentumOptimizer(1.0, 0.5)
+        self.grads = [np.ones(v.shape, v.dtype) for v in self.variables]
+        self.optimizer.apply_gradients(self.pairs(), self.step)
+
+    def pairs(self, *grads):
+        return list(zip(grads or self.grads, self.variables, strict=False))
+
+    def state(self):
+        return [
+            [buffer.numpy().tolist() for buffer in variable.buffers]
+            for variable in (*self.variables, *self.optimizer.variables(), self.step)
+        ]
+
+
+@pytest.fixture
+def model(mesh):
+    return Model(mesh)
+
+
+# -- gradients ------------------------------------------------------------------------------------
+
+
+def test_plain_mirrored_and_per_replica_gradients_do_the_same(mesh):
+    value = exact_data((5,), "float32")
+    alone = gr.Mirrored([value] * len(mesh), mesh)
+    apart = gr.PerReplica([value * place for place in range(len(mesh))], mesh)
+    mean = value * np.float32((len(mesh) - 1) / 2)
+    for grad, wanted in [(value, value), (alone, value), (apart, mean),
+                         (mesh.devices[1].put(value), value), (value.tolist(), value)]:  # fmt: skip
+        variable = gr.Variable(np.zeros(5, "float32"), device=mesh)
+        gr.GradientDescentOptimizer(1.0).apply_gradients([(grad, variable)])
+        assert all((buffer.numpy() == -wanted).all() for buffer in variable.buffers)
+
+
+@pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
+def test_per_replica_gradients_are_reduced_by_the_ops_that_are_set(mesh, algorithm):
+    class Counted(gr.AllReduceCrossDeviceOps):
+        def batch_reduce(self, reduce_op, value_destination_pairs):
+            batches.append((reduce_op, len(value_destination_pairs)))
+            return super().batch_reduce(reduce_op, value_destination_pairs)
+
+    batches = []
+    optimizer = gr.GradientDescentOptimizer(1.0)
+    assert type(optimizer.cross_device_ops) is gr.AllReduceCrossDeviceOps
+    assert optimizer.cross_device_ops is optimizer.cross_device_ops
+    optimizer.cross_device_ops = Counted(algorithm)
+    variables = [gr.Variable(np.zeros(4, "float32"), device=mesh) for _ in range(3)]
+    grads = [gr.PerReplica([ones(4) * (place + 1)] * len(mesh), mesh) for place in range(3)]
+    grads[1] = ones(4)
+    optimizer.apply_gradients(zip(grads, variables, strict=True))
+    assert [variable.numpy().tolist() for variable in variables] == [[-1] * 4, [-1] * 4, [-3] * 4]
+    assert batches == [(gr.ReduceOp.MEAN, 2)], "one batch for all of them"
+
+
+@pytest.mark.parametrize("kind", [gr.Mirrored, gr.PerReplica])
+def test_a_gradient_in_another_order_of_devices(mesh, kind):
+    optimizer = gr.GradientDescentOptimizer(1.0)
+    variable = gr.Variable(np.zeros(2, "float32"), device=mesh)
+    backwards = mesh.devices[::-1]
+    grad = kind([np.full(2, device.index, "float32") for device in backwards], devices=backwards)
+    optimizer.apply_gradients([(grad, variable)])
+    mean = sum(range(len(mesh))) / len(mesh)
+    for place, buffer in enumerate(variable.buffers):
+        wanted = place if kind is gr.Mirrored else mean
+        assert buffer.numpy().tolist() == [-wanted, -wanted], "each device its own copy"
+
+
+def test_a_variable_on_a_part_of_the_mesh(mesh):
+    part = mesh[[1, 0]]
+    variable = gr.Variable([0.0], device=part)
+    optimizer = gr.GradientDescentOptimizer(1.0)
+    spread = gr.PerReplica([ones(1), ones(1) * 3], part)
+    outside = mesh.devices[-1].put(ones(1))
+    for grad, wanted in [([2.0], [-2.0]), (spread, [-4.0]), (outside, [-5.0])]:
+        optimizer.apply_gradients([(grad, variable)])
+        assert [buffer.numpy().tolist() for buffer in variable.buffers] == [wanted] * 2
+
+
+def test_gradients_are_not_written_and_not_kept(mesh, model):
+    value = ones(2, 3)
+    value.flags.writeable = False
+    spread = gr.PerReplica([ones(3, dtype="float16") * place for place in range(len(mesh))], mesh)
+    before = [array.copy() for array in spread.values]
+    buffer = mesh.devices[0].put(np.float32(1))
+    model.optimizer.apply_gradients(model.pairs(value, spread, buffer))
+    after = model.state()
+    assert (value == 1).all()
+    assert all(same(left, right) for left, right in zip(spread.values, before, strict=True))
+    assert buffer.numpy() == 1
+    for array in spread.values:
+        array[...] = 9
+    assert model.state() == after
+
+
+def test_one_gradient_may_serve_two_variables(mesh):
+    variables = [gr.Variable([0.0, 0.0], device=mesh) for _ in range(2)]
+    grad = gr.Mirrored([ones(2)] * len(mesh), mesh)
+    gr.MomentumOptimizer(1.0, 0.5).apply_gradients([(grad, var) for var in variables])
+    assert [var.numpy().tolist() for var in variables] == [[-1.0, -1.0]] * 2
+
+
+def test_none_is_skipped(mesh):
+    first, second = (gr.Variable([1.0], device=mesh) for _ in range(2))
+    optimizer = gr.MomentumOptimizer(1.0, 0.5)
+    optimizer.apply_gradients([(None, first), ([1.0], second)])
+    assert (first.numpy().tolist(), second.numpy().tolist()) == ([1.0], [0.0])
+    assert optimizer.get_slot(first, "momentum") is None
+    assert optimizer.get_slot(second, "momentum") is not None
+
+
+def test_iterators_are_fine(mesh):
+    variables = [gr.Variable([1.0], device=mesh) for _ in range(3)]
+    optimizer = gr.GradientDescentOptimizer(0.5)
+    assert optimizer.apply_gradients(zip([[1.0]] * 3, variables, strict=True)) is None
+    assert optimizer.apply_gradients(([1.0], variable) for variable in variables) is None
+    assert [variable.numpy().tolist() for variable in variables] == [[0.0]] * 3
+
+
+def test_scalars_and_variables_without_elements(mesh):
+    empty = gr.Variable(np.empty((0, 2), "float32"), device=mesh)
+    scalar = gr.Variable(1.0, device=mesh)
+    optimizer = gr.MomentumOptimizer(1.0, 0.5)
+    grads = [gr.PerReplica([np.empty((0, 2), "float32")] * len(mesh), mesh), 1]
+    optimizer.apply_gradients(zip(grads, [empty, scalar], strict=True))
+    assert scalar.numpy() == 0
+    assert empty.numpy().shape == (0, 2)
+
+
+def test_global_step_counts_updates(mesh, model):
+    for turn in range(3):
+        assert int(model.step) == turn + 1
+        model.optimizer.apply_gradients(model.pairs(), global_step=model.step)
+    assert [buffer.numpy() for buffer in model.step.buffers] == [4] * len(mesh)
+
+
+# -- slots ----------------------------------------------------------------------------------------
+
+
+def test_slots(mesh):
+    weights = gr.Variable(ones(2, 3), "weights", device=mesh)
+    bias = gr.Variable(ones(3, dtype="float16"), "bias", device=mesh.devices[1])
+    optimizer = gr.MomentumOptimizer(1.0, 0.5)
+    assert optimizer.get_name() == "Momentum"
+    assert (optimizer.get_slot_names(), optimizer.variables()) == ([], [])
+    assert optimizer.get_slot(weights, "momentum") is None
+    optimizer.apply_gradients([(ones(2, 3), weights)])
+    slot = optimizer.get_slot(weights, "momentum")
+    assert isinstance(slot, gr.Variable)
+    assert (slot.shape, slot.dtype, slot.devices) == ((2, 3), np.float32, mesh.devices)
+    assert slot.trainable is False
+    assert slot.numpy().tolist() == [[1.0] * 3] * 2
+    assert optimizer.get_slot_names() == ["momentum"]
+    optimizer.apply_gradients([(ones(2, 3), weights), (ones(3, dtype="float16"), bias)])
+    assert optimizer.get_slot(weights, "momentum") is slot
+    assert slot.numpy().tolist() == [[1.5] * 3] * 2
+    assert [each.name for each in optimizer.variables()] == ["bias/Momentum", "weights/Momentum"]
+    assert optimizer.get_slot(bias, "momentum").devices == bias.devices
+    for name in ("Momentum", "", "m"):
+        assert optimizer.get_slot(weights, name) is None
+    other = gr.MomentumOptimizer(1.0, 0.5, name="other")
+    assert other.get_slot(weights, "momentum") is None
+    assert other.get_name() == "other"
+
+
+def test_the_plain_rule_has_no_slots(mesh):
+    optimizer = gr.GradientDescentOptimizer(1.0)
+    variable = gr.Variable([1.0], device=mesh)
+    optimizer.apply_gradients([([1.0], variable)])
+    assert (optimizer.get_slot_names(), optimizer.variables()) == ([], [])
+    assert optimizer.get_slot(variable, "momentum") is None
+    assert optimizer.get_name() == "GradientDescent"
+
+
+@pytest.mark.parametrize("name", ["", None])
+def test_an_optimizer_has_a_name(name):
+    with pytest.raises(ValueError, match="Must specify the optimizer name"):
+        gr.MomentumOptimizer(1.0, 0.5, name=name)
+    with pytest.raises(ValueError, match="Must specify the optimizer name"):
+        gr.GradientDescentOptimizer(1.0, name)
+
+
+# -- launches -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_one_launch_for_each_gpu_and_dtype(mesh, nesterov):
+    variables = [gr.Variable(np.zeros(3 + place), dtype=dtype, device=mesh)
+                 for place, dtype in enumerate(["float32", "float16"] * 4)]  # fmt: skip
+    grads = [gr.Mirrored([np.ones(var.shape, var.dtype)] * len(mesh), mesh) for var in variables]
+    optimizer = gr.MomentumOptimizer(1.0, 0.5, nesterov)
+    optimizer.apply_gradients(zip(grads, variables, strict=True))  # makes the slots
+    with mesh.journal() as journal:
+        optimizer.apply_gradients(zip(grads, variables, strict=True))
+    sharing = mesh.by_physical.values()
+    assert [(record.name, record.num_rows) for record in journal.records] == [
+        ("nesterov" if nesterov else "momentum", 4 * len(places))
+        for places in sharing
+        for _ in ("float32", "float16")
+    ]
+
+
+def test_a_plain_gradient_travels_once_to_each_other_gpu(mesh):
+    variable = gr.Variable(np.zeros(8, "float32"), device=mesh)
+    optimizer = gr.GradientDescentOptimizer(1.0)
+    with mesh.journal() as journal:
+        optimizer.apply_gradients([(mesh.devices[0].put(ones(8)), variable)])
+    assert journal.launches == len(mesh.by_physical)
+    assert journal.copies == len(mesh.by_physical) - 1
+    assert journal.bytes == 32 * journal.copies
+    assert (journal.syncs, journal.uploads) == (0, 0)
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def test_nothing_to_do(model):
+    before = model.state()
+    for pairs in ([], (), iter([]), zip(strict=True)):
+        with pytest.raises(ValueError, match=r"No variables provided\."):
+            model.optimizer.apply_gradients(pairs, model.step)
+    for variables in (model.variables, model.variables[:1]):
+        with pytest.raises(ValueError, match="No gradients provided for any variable"):
+            model.optimizer.apply_gradients([(None, var) for var in variables], model.step)
+    assert model.state() == before
+
+
+def test_a_variable_twice(model):
+    before = model.state()
+    variable = model.variables[0]
+    for grads in ((ones(2, 3), ones(2, 3)), (ones(2, 3), None), (None, None)):
+        with pytest.raises(ValueError, match="twice"):
+            model.optimizer.apply_gradients([(grad, variable) for grad in grads], model.step)
+    assert model.state() == before
+
+
+@pytest.mark.parametrize(
+    ("pair", "error"),
+    [
+        ([1.0, 2.0], TypeError),
+        (([1.0],), TypeError),
+        (([1.0], None, None), TypeError),
+        (None, TypeError),
+        (3, TypeError),
+        ("gv", TypeError),
+        (([1.0], None), InvalidVariableError),
+        (([1.0], np.ones(1)), InvalidVariableError),
+        ((None, "w"), InvalidVariableError),
+    ],
+)
+def test_what_is_no_pair(model, pair, error):
+    before = model.state()
+    for pairs in ([pair], [*model.pairs(), pair], [pair, *model.pairs()]):
+        with pytest.raises(error) as caught:
+            model.optimizer.apply_gradients(pairs, model.step)
+        assert isinstance(caught.value, TypeError)
+    assert issubclass(InvalidVariableError, ValueError)
+    assert model.state() == before
+
+
+def test_what_is_no_gradient_for_the_variable(mesh, model):
+    """The wrong one comes last: nothing of the others is done either."""
+    before = model.state()
+    fine = model.grads[1:]
+    spread, part = [ones(2, 3)] * len(mesh), mesh[1:]
+    with gr.open_mesh(len(mesh), backend="sim") as other:
+        for grad, error in [
+            (ones(3, 2), ValueError),
+            (ones(6), ValueError),
+            (1.0, ValueError),
+            (ones(2, 3, dtype="float64"), ValueError),
+            (ones(2, 3, dtype="int32"), ValueError),
+            (np.ones((2, 3), bool), TypeError),
+            ([[1.0] * 3, [1j] * 3], ValueError),
+            ("grad", TypeError),
+            (object(), TypeError),
+            (gr.Variable(ones(2, 3), device=mesh), TypeError),
+            (gr.Mirrored([ones(3, 2)] * len(mesh), mesh), ValueError),
+            (gr.PerReplica([*spread[1:], ones(3, 2)], mesh), ValueError),
+            (gr.PerReplica([*spread[1:], ones(2, 3, dtype="float64")], mesh), ValueError),
+            (gr.PerReplica(spread[1:], part), ValueError),
+            (gr.Mirrored(spread[1:], part), ValueError),
+            (gr.Mirrored(spread, other), ValueError),
+            (gr.PerReplica(spread, other), ValueError),
+            (other.devices[0].put(ones(2, 3)), ValueError),
+            (gr.IndexedSlices.__new__(gr.IndexedSlices), NotImplementedError),
+        ]:
+            variables = [*model.variables[1:], model.variables[0]]
+            with pytest.raises(error):
+                pairs = zip([*fine, grad], variables, strict=True)
+                model.optimizer.apply_gradients(pairs, model.step)
+            assert model.state() == before, grad
+
+
+def test_a_refused_call_makes_no_slots(mesh):
+    optimizer = gr.MomentumOptimizer(1.0, 0.5)
+    variables = [gr.Variable([1.0], device=mesh) for _ in range(2)]
+    with pytest.raises(ValueError, match="is float64"):
+        optimizer.apply_gradients(zip([ones(1), np.ones(1)], variables, strict=True))
+    assert (optimizer.variables(), optimizer.get_slot_names()) == ([], [])
+
+
+def test_a_wrong_global_step_changes_nothing(mesh, model):
+    before = model.state()
+    vector = gr.Variable([0, 0], trainable=False, device=mesh)
+    for step, error in [(0, TypeError), (np.int64(0), TypeError), ("step", TypeError),
+                        (vector, ValueError)]:  # fmt: skip
+        with pytest.raises(error, match="global_step"):
+            model.optimizer.apply_gradients(model.pairs(), step)
+    assert model.state() == before
+    assert vector.numpy().tolist() == [0, 0]
+
+
+def test_the_memory_of_a_variable_is_no_gradient(mesh):
+    """A launch reads gradients while it writes variables: no order makes that right."""
+    first, second = variables = [gr.Variable([1.0], device=mesh) for _ in range(2)]
+    optimizer = gr.MomentumOptimizer(1.0, 0.5)
+    optimizer.apply_gradients(zip([[1.0], [1.0]], variables, strict=True))
+    slot = optimizer.get_slot(second, "momentum")
+    for buffers in (first.buffers, second.buffers, slot.buffers):
+        for grad in (buffers[-1], gr.Mirrored(buffers)):
+            with pytest.raises(ValueError, match="the memory of a variable or slot"):
+                optimizer.apply_gradients([(grad, first), ([1.0], second)])
+    values = [buffer.numpy().tolist() for var in variables for buffer in var.buffers]
+    assert values == [[0.0]] * (2 * len(mesh))
+    plain = gr.GradientDescentOptimizer(0.5)
+    first.assign([4.0])
+    plain.apply_gradients([(first.buffers[0], second)])  # it is only read
+    plain.apply_gradients([(gr.PerReplica(first.buffers), first)])  # reduced to new memory
+    assert [var.numpy().tolist() for var in variables] == [[2.0], [-2.0]]
+
+
+@pytest.mark.parametrize("method", ["_launch", "_allocate"])
+def test_a_failure_before_the_first_launch_changes_nothing(mesh, model, monkeypatch, method):
+    before = model.state()
+
+    def failing(*args):
+        raise Planted
+
+    spread = gr.PerReplica([ones(2, 3)] * len(mesh), mesh)
+    with monkeypatch.context() as patch:
+        for device in mesh.devices:
+            patch.setattr(device, method, failing)
+        with pytest.raises(Planted):
+            model.optimizer.apply_gradients(model.pairs(spread, *model.grads[1:]), model.step)
+    assert model.state() == before
+
+
+def test_a_closed_mesh_says_so():
+    with gr.open_mesh(2, backend="sim") as mesh:
+        variable = gr.Variable([1.0], device=mesh)
+    with pytest.raises(BackendUnavailableError):
+        gr.MomentumOptimizer(1.0, 0.5).apply_gradients([(ones(1), variable)])
+
+
+# -- what is missing ------------------------------------------------------------------------------
+
+
+def test_what_is_missing_says_so(mesh):
+    optimizer = gr.MomentumOptimizer(1.0, 0.5)
+    variable = gr.Variable([1.0], device=mesh)
+    for call, match in [
+        (lambda: optimizer.compute_gradients(lambda: 0.0), "compute_gradients needs a tape"),
+        (lambda: optimizer.compute_gradients(lambda: 0.0, [variable]), "tape"),
+        (lambda: optimizer.minimize(lambda: 0.0), "minimize needs a tape"),
+        (gr.AdamOptimizer, "AdamOptimizer"),
+        (gr.AGNCenter, "AGNCenter"),
+        (lambda: gr.AGNCustomGetter(mesh.devices[0]), "AGNCustomGetter"),
+        (lambda: gr.AGNOptimizer(optimizer, 1, None), "AGNOptimizer"),
+    ]:
+        with pytest.raises(NotImplementedError, match=match):
+            call()
+
+
+def test_the_gates():
+    assert (gr.Optimizer.GATE_NONE, gr.Optimizer.GATE_OP, gr.Optimizer.GATE_GRAPH) == (0, 1, 2)
+    assert gr.MomentumOptimizer.GATE_GRAPH == 2
+
+
+def test_a_rule_of_ones_own(mesh):
+    class SignDescent(gr.Optimizer):
+        pass
+
+    variable = gr.Variable([1.0], device=mesh)
+    with pytest.raises(NotImplementedError, match="SignDescent has no update rule"):
+        SignDescent("sign").apply_gradients([([1.0], variable)])

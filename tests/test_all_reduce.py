@@ -1,0 +1,175 @@
+"""all_reduce: nests of arrays come back as they came, and all of them travel in one batch."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import meshes
+import numpy as np
+import pytest
+from exact import exact_data, same
+from meshes import MeshCase, hierarchical_sum, launches_of, owned, unchanged
+
+import gradreduce as gr
+from gradreduce.device import Buffer
+
+mesh = meshes.mesh
+numpy_mesh = meshes.numpy_mesh
+
+SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
+ALGORITHMS = ("hierarchical_copy", "nccl")
+Layer = namedtuple("Layer", ["weight", "bias"])
+
+
+def arrays_of(replica):
+    return [
+        exact_data((3, 4), "float32", seed=replica),
+        exact_data((4,), "bfloat16", seed=replica),
+        exact_data((), "float64", seed=replica),
+    ]
+
+
+def sums(num_replicas, divisor=1):
+    replicas = [arrays_of(replica) for replica in range(num_replicas)]
+    return [hierarchical_sum(of_one, divisor) for of_one in zip(*replicas, strict=True)]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("outer", [list, tuple])
+@pytest.mark.parametrize("inner", [list, tuple])
+def test_lists_and_tuples(mesh, inner, outer, algorithm):
+    ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
+    grads = outer(inner(arrays_of(replica)) for replica in range(len(mesh)))
+    with unchanged(*(array for entry in grads for array in entry)):
+        results = ops.all_reduce(grads, SUM)
+    assert type(results) is outer
+    assert [type(entry) for entry in results] == [inner] * len(mesh)
+    for entry in results:
+        assert all(same(x, y) for x, y in zip(entry, sums(len(mesh)), strict=True))
+
+
+def test_dicts_come_back_in_the_order_of_their_own_keys(mesh):
+    names = ["w", "b", 3]
+    grads = [
+        dict(sorted(zip(names, arrays_of(replica), strict=True), key=lambda item: str(item[0])))
+        if replica % 2
+        else dict(zip(names, arrays_of(replica), strict=True))
+        for replica in range(len(mesh))
+    ]
+    wanted = dict(zip(names, sums(len(mesh)), strict=True))
+    results = gr.HierarchicalCopyAllReduce(mesh=mesh).all_reduce(grads, SUM)
+    assert type(results) is list
+    for entry, given in zip(results, grads, strict=True):
+        assert type(entry) is dict
+        assert list(entry) == list(given)
+        assert all(same(entry[name], wanted[name]) for name in names)
+
+
+def test_named_tuples(numpy_mesh):
+    grads = [Layer(*arrays_of(replica)[:2]) for replica in range(len(numpy_mesh))]
+    results = gr.HierarchicalCopyAllReduce(mesh=numpy_mesh).all_reduce(grads, SUM)
+    for entry in results:
+        assert type(entry) is Layer
+        assert same(entry.weight, sums(len(numpy_mesh))[0])
+        assert same(entry.bias, sums(len(numpy_mesh))[1])
+
+
+def test_the_mean_unless_the_sum_is_asked_for(mesh):
+    grads = [arrays_of(replica) for replica in range(len(mesh))]
+    wanted = sums(len(mesh), len(mesh))
+    for entry in gr.HierarchicalCopyAllReduce(mesh=mesh).all_reduce(grads):
+        assert all(same(x, y) for x, y in zip(entry, wanted, strict=True))
+
+
+def test_buffers_come_back_as_buffers(mesh):
+    grads = [
+        [owned(device, array) for array in arrays_of(replica)]
+        for replica, device in enumerate(mesh)
+    ]
+    results = gr.HierarchicalCopyAllReduce(mesh=mesh).all_reduce(grads, SUM)
+    for entry, device in zip(results, mesh, strict=True):
+        for buffer, wanted in zip(entry, sums(len(mesh)), strict=True):
+            assert isinstance(buffer, Buffer)
+            assert buffer.device is device
+            assert same(buffer.numpy(), wanted)
+
+
+def test_numbers_come_back_as_arrays(numpy_mesh):
+    count = len(numpy_mesh)
+    grads = [(1.5, [1.0, 2.0]) for _ in range(count)]
+    for number, array in gr.HierarchicalCopyAllReduce(mesh=numpy_mesh).all_reduce(grads, SUM):
+        assert same(number, np.array(1.5 * count))
+        assert same(array, np.array([1.0 * count, 2.0 * count]))
+
+
+def test_nothing_comes_back_as_nothing(numpy_mesh):
+    ops = gr.HierarchicalCopyAllReduce(mesh=numpy_mesh)
+    count = len(numpy_mesh)
+    with numpy_mesh.journal() as journal:
+        assert ops.all_reduce([[]] * count) == [[]] * count
+        assert ops.all_reduce(({},) * count) == ({},) * count
+    assert journal.records == []
+
+
+def test_the_one_line_call(monkeypatch):
+    grads = [{"w": np.full(2, replica, np.float32)} for replica in range(4)]
+    with MeshCase((0, 1, 1, 2)).open() as mesh:
+        results = gr.all_reduce(grads, mesh=mesh)
+        assert all(same(entry["w"], np.full(2, 1.5, np.float32)) for entry in results)
+        monkeypatch.setattr("gradreduce.device.mesh._default", [mesh])
+        results = gr.all_reduce(grads, SUM)
+        assert all(same(entry["w"], np.full(2, 6, np.float32)) for entry in results)
+
+
+def test_a_part_of_a_mesh(numpy_mesh):
+    part = numpy_mesh[-1:]
+    results = gr.all_reduce([[np.ones(3, np.float32)]], mesh=part)
+    assert same(results[0][0], np.ones(3, np.float32))
+
+
+def test_results_belong_to_the_caller(numpy_mesh):
+    ops = gr.HierarchicalCopyAllReduce(mesh=numpy_mesh)
+    first = ops.all_reduce([arrays_of(replica) for replica in range(len(numpy_mesh))], SUM)
+    for seed in (100, 200):
+        ops.all_reduce([arrays_of(seed + replica) for replica in range(len(numpy_mesh))], SUM)
+    for entry in first:
+        assert all(same(x, y) for x, y in zip(entry, sums(len(numpy_mesh)), strict=True))
+
+
+# Three tensors of float32 and two of float16, in one batch: launches by kernel, and collectives.
+# hierarchical_copy: one pack launch for each physical device and dtype; two small packs, in turn.
+# nccl: one pack launch the same; a fold and a fan-out for each physical device and dtype.
+@pytest.mark.parametrize(
+    ("placement", "algorithm", "packs", "sums", "collectives"),
+    [
+        ((0,) * 4, "hierarchical_copy", 2, 2, 0),
+        ((0,) * 4, "nccl", 2, 2, 0),
+        ((0, 0, 1, 1), "hierarchical_copy", 4, 2, 0),
+        ((0, 0, 1, 1), "nccl", 4, 8, 4),
+        ((0, 1, 2, 3), "hierarchical_copy", 8, 2, 0),
+        ((0, 1, 2, 3), "nccl", 8, 8, 8),
+    ],
+    ids=str,
+)
+def test_all_tensors_travel_in_one_batch(placement, algorithm, packs, sums, collectives):
+    dtypes = ["float32", "float16", "float32", "float32", "float16"]
+    grads = [[np.ones(5, dtype) for dtype in dtypes] for _ in placement]
+    with MeshCase(placement).open() as mesh, mesh.journal() as journal:
+        gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh).all_reduce(grads)
+    assert len(launches_of(journal, "pack")) == packs
+    assert len(launches_of(journal, "all_sum")) == sums
+    assert len(journal.of("collective")) == collectives
+    assert len(journal.records) == packs + sums + collectives  # no copy, no upload, no sync
+
+
+@pytest.mark.parametrize(
+    ("placement", "crossing"), [((0,) * 4, 0), ((0, 0, 1, 1), 4), ((0, 1, 2, 3), 6)], ids=str
+)
+def test_gradients_in_a_flat_buffer_are_reduced_in_one_launch(placement, crossing):
+    with MeshCase(placement).open() as mesh:
+        flat = mesh.flat_buffer([(5, 3), (7,), ()], "float32")
+        with mesh.journal() as journal:
+            gr.HierarchicalCopyAllReduce(mesh=mesh).all_reduce(flat.views)
+        (launch,) = journal.records
+    assert (launch.name, launch.num_rows) == ("all_sum", 1)
+    assert launch.nbytes == crossing * flat.buffers[0].nbytes == crossing * 4 * (16 + 8 + 4)

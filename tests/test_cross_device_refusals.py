@@ -1,0 +1,240 @@
+"""What cross_device refuses: every bad argument, by name, before a device is asked for anything."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from meshes import MeshCase, owned, per_replica, refused, unchanged
+
+import gradreduce as gr
+from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
+
+SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
+ALGORITHMS = ("hierarchical_copy", "nccl")
+
+
+@pytest.fixture
+def mesh():
+    with MeshCase((0, 0, 1)).open() as opened:
+        yield opened
+
+
+@pytest.fixture(params=ALGORITHMS)
+def ops(request, mesh):
+    return gr.AllReduceCrossDeviceOps(request.param, mesh=mesh)
+
+
+@pytest.fixture
+def value(mesh):
+    return per_replica(mesh, lambda replica: np.full(4, replica, np.float32))
+
+
+@pytest.mark.parametrize("name", ["NCCL", "", "ring", None, 0])
+def test_an_unknown_algorithm(name):
+    with pytest.raises(ValueError, match=r"all_reduce_alg=.* is not one of \['nccl', 'hierarch"):
+        gr.AllReduceCrossDeviceOps(name)
+
+
+@pytest.mark.parametrize("number", [-1, True, False, 1.0, "1", None])
+@pytest.mark.parametrize(
+    "name", ["num_packs", "agg_small_grads_max_bytes", "agg_small_grads_max_group"]
+)
+def test_a_number_that_is_none_from_0_up(name, number):
+    with pytest.raises(ValueError, match=f"{name}={number!r} must be an integer from 0 up"):
+        gr.AllReduceCrossDeviceOps(**{name: number})
+
+
+@pytest.mark.parametrize("preset", [gr.NcclAllReduce, gr.HierarchicalCopyAllReduce])
+def test_presets_check_their_number_too(preset, value):
+    with pytest.raises(ValueError, match="num_packs=-2"):
+        preset(-2)
+    assert preset().num_packs == 1
+    assert preset(0).num_packs == 0
+    assert preset(3).reduce(SUM, value, value).values[1][0] == 3
+
+
+def test_presets_choose_the_algorithm():
+    assert gr.NcclAllReduce().all_reduce_alg == "nccl"
+    assert gr.HierarchicalCopyAllReduce().all_reduce_alg == "hierarchical_copy"
+    assert gr.AllReduceCrossDeviceOps().all_reduce_alg == "nccl"
+    assert isinstance(gr.NcclAllReduce(), gr.CrossDeviceOps)
+
+
+@pytest.mark.parametrize("op", ["sum", "SUM", "MEAN", None, 0, gr.ReduceOp])
+def test_a_wrong_operation(mesh, ops, value, op):
+    with refused(mesh, ValueError, r"reduce_op=.* must be ReduceOp\.SUM or ReduceOp\.MEAN"):
+        ops.reduce(op, value, value)
+    with refused(mesh, ValueError, "reduce_op="):
+        ops.batch_reduce(op, [])
+    with refused(mesh, ValueError, "reduce_op="):
+        ops.all_reduce([[np.ones(2)]] * 3, op)
+
+
+@pytest.mark.parametrize("wrong", ["list", "three", "one", "no tuple", "none"])
+def test_a_wrong_pair(mesh, ops, value, wrong):
+    pair = {
+        "list": [value, value], "three": (value, value, value), "one": (value,),
+        "no tuple": value, "none": None,
+    }[wrong]  # fmt: skip
+    with refused(mesh, ValueError, r"value_destination_pairs\[1\] must be a tuple of size 2"):
+        ops.batch_reduce(SUM, [(value, value), pair])
+
+
+@pytest.mark.parametrize("wrong", ["none", "value", "dict", "generator"])
+def test_pairs_are_a_list_or_a_tuple(mesh, ops, value, wrong):
+    given = {"none": None, "value": value, "dict": {value: value}, "generator": iter([])}[wrong]
+    with refused(mesh, ValueError, "must be a list or a tuple of pairs, not"):
+        ops.batch_reduce(SUM, given)
+
+
+@pytest.mark.parametrize(
+    "destination", [None, "", [], (), 0, np.zeros(3), ["sim:0"], [None]], ids=repr
+)
+def test_a_destination_that_names_no_device(mesh, ops, value, destination):
+    with refused(mesh, ValueError, "destination 0 is .* and not empty"):
+        ops.reduce(SUM, value, destination)
+    with refused(mesh, ValueError, "destination 1 is "):
+        ops.batch_reduce(SUM, [(value, value), (value, destination)])
+
+
+@pytest.mark.parametrize("wrong", [None, 1.0, "sim:0", [np.ones(4)] * 3, np.ones(4)], ids=repr)
+def test_a_value_that_is_none(mesh, ops, value, wrong):
+    with refused(mesh, ValueError, r"value 1 is \w+, neither a PerReplica nor a Buffer"):
+        ops.batch_reduce(SUM, [(value, value), (wrong, value)])
+
+
+def test_a_mirrored_value(mesh, ops, value):
+    mirrored = gr.Mirrored(value.values, mesh)
+    with refused(mesh, ValueError, "value 0 is Mirrored, neither"):
+        ops.reduce(SUM, mirrored, value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "text"),
+    [
+        ((4, 1), "float32", r"float32\[4, 1\]"),
+        ((5,), "float32", r"float32\[5\]"),
+        ((), "float32", r"float32\[\]"),
+        ((4,), "float16", r"float16\[4\]"),
+        ((4,), "int32", r"int32\[4\]"),
+    ],
+)
+def test_replicas_that_differ(mesh, ops, value, shape, dtype, text):
+    arrays = [np.ones(4, np.float32), np.ones(4, np.float32), np.ones(shape, dtype)]
+    odd = gr.PerReplica(arrays, mesh)
+    with (
+        unchanged(*arrays),
+        refused(mesh, ValueError, rf"value 1: replica 2 is {text}, replica 0 is float32\[4\]"),
+    ):
+        ops.batch_reduce(SUM, [(value, value), (odd, value)])
+    with refused(mesh, ValueError, "value 0: replica 2 is"):
+        ops.all_reduce([[array] for array in arrays])
+
+
+def test_replicas_are_compared_with_the_first(mesh, ops):
+    odd = gr.PerReplica([np.ones(3), np.ones(4), np.ones(4)], mesh)
+    with refused(mesh, ValueError, r"replica 1 is float64\[4\], replica 0 is float64\[3\]"):
+        ops.reduce(SUM, odd, odd)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 4])
+def test_as_many_entries_as_devices(mesh, ops, count):
+    with refused(mesh, ValueError, "one entry for each of 3 devices"):
+        ops.all_reduce([[np.ones(2)]] * count)
+
+
+@pytest.mark.parametrize("grads", [None, {0: [1.0]}, 3, np.ones((3, 2)), "abc"], ids=repr)
+def test_entries_in_a_list_or_tuple(mesh, ops, grads):
+    with refused(mesh, ValueError, "grads must be a list or tuple"):
+        ops.all_reduce(grads)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [[np.ones(2)], [np.ones(2)] * 3, (np.ones(2),) * 2, {0: np.ones(2), 1: np.ones(2)}],
+    ids=["short", "long", "tuple", "dict"],
+)
+def test_entries_that_differ(mesh, ops, odd):
+    grads = [[np.ones(2)] * 2, [np.ones(2)] * 2, odd]
+    with refused(mesh, ValueError, r"grads\[2\] has other tensors than grads\[0\]"):
+        ops.all_reduce(grads)
+
+
+def test_dicts_that_differ(mesh, ops):
+    grads = [{"a": np.ones(2)}, {"b": np.ones(2)}, {"a": np.ones(2)}]
+    with refused(mesh, ValueError, r"grads\[1\] has other tensors than grads\[0\]"):
+        ops.all_reduce(grads)
+
+
+@pytest.mark.parametrize("entry", [None, 1.0, np.ones(2), {1.0}], ids=repr)
+def test_an_entry_that_is_no_nest(mesh, ops, entry):
+    with refused(mesh, ValueError, r"grads\[1\] must be a list, tuple or dict of arrays"):
+        ops.all_reduce([[np.ones(2)], entry, [np.ones(2)]])
+
+
+def test_buffers_on_the_wrong_device(mesh, ops):
+    buffers = [owned(device, np.ones(2)) for device in mesh]
+    with refused(mesh, DeviceMismatchError, "is the value for sim:0"):
+        ops.all_reduce([[buffer] for buffer in buffers[::-1]])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_closed_mesh(algorithm):
+    with MeshCase((0, 1)).open() as mesh:
+        value = per_replica(mesh, lambda replica: np.ones(2, np.float32))
+        ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
+    with refused(mesh, BackendUnavailableError, "was closed"):
+        ops.reduce(SUM, value, value)
+    with refused(mesh, BackendUnavailableError, "was closed"):
+        ops.all_reduce([[np.ones(2)]] * 2)
+
+
+def test_a_closed_mesh_stops_a_batch_before_an_open_one_is_used(mesh, ops, value):
+    with MeshCase((0, 1)).open() as other:
+        late = per_replica(other, lambda replica: np.ones(2, np.float32))
+    with refused(mesh, BackendUnavailableError, "was closed"):
+        ops.batch_reduce(SUM, [(value, value), (late, late)])
+
+
+# What a later version does, and this one says it does not.
+
+
+@pytest.mark.parametrize("destination", ["sim:0", "gpu:1", "/device:GPU:1"])
+def test_device_strings_are_still_missing(mesh, ops, value, destination):
+    with refused(mesh, NotImplementedError, f"destination 0 is a device string .'{destination}'"):
+        ops.reduce(SUM, value, destination)
+
+
+@pytest.mark.parametrize("places", [[0], [0, 1], [2, 1]])
+def test_other_destinations_are_still_missing(mesh, ops, value, places):
+    devices = [mesh.devices[place] for place in places]
+    with refused(mesh, NotImplementedError, "only reducing to the value's own devices"):
+        ops.reduce(SUM, value, devices)
+    part = per_replica(mesh[places], lambda replica: np.ones(2, np.float32))
+    with refused(mesh, NotImplementedError, "value 1 lies on"):
+        ops.batch_reduce(SUM, [(value, value), (part, value)])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "int32", "uint64"])
+def test_means_of_integers_are_still_missing(mesh, ops, value, dtype):
+    counts = per_replica(mesh, lambda replica: np.ones(2, dtype))
+    with refused(mesh, NotImplementedError, rf"value 1: MEAN of integers \({dtype}\)"):
+        ops.batch_reduce(MEAN, [(value, value), (counts, counts)])
+
+
+def test_sparse_values_are_still_missing(mesh, ops, value):
+    sparse = object.__new__(gr.IndexedSlices)  # the constructor refuses too
+    with refused(mesh, NotImplementedError, "IndexedSlices"):
+        ops.batch_reduce(SUM, [(value, value), (sparse, value)])
+
+
+def test_broadcast_and_reduction_to_one_device_are_still_missing(mesh, ops):
+    with refused(mesh, NotImplementedError, "broadcast is not implemented yet"):
+        ops.broadcast(np.ones(2), mesh.devices)
+    with refused(mesh, NotImplementedError, "ReductionToOneDevice is not implemented yet"):
+        gr.ReductionToOneDevice()
+
+
+def test_the_base_class_reduces_nothing(mesh, value):
+    with refused(mesh, NotImplementedError, "CrossDeviceOps does not reduce"):
+        gr.CrossDeviceOps().reduce(SUM, value, value)

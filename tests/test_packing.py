@@ -1,0 +1,389 @@
+"""Which tensors travel together, as pure plans; and that moving them in and out loses nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import meshes
+import numpy as np
+import pytest
+from exact import random_data, same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meshes import adopted, launches_of, owned, placement_of, unchanged
+
+from gradreduce.device import as_dtype
+from gradreduce.packing import FlatPlan, pack, plan_packing, unpack
+
+mesh = meshes.mesh
+
+LAWS = settings(deadline=None, max_examples=150)
+FLOAT32, FLOAT64 = as_dtype("float32"), as_dtype("float64")
+PAIRS = [(dtype, dtype) for dtype in map(as_dtype, ("float32", "float16", "float64", "complex128"))]
+# A sum of halves in its accumulate type, and the result.
+PAIRS += [(FLOAT32, as_dtype(half)) for half in ("float16", "bfloat16")]
+
+
+def batches(max_size: int = 40):
+    """(sizes, dtypes) of a batch."""
+    tensor = st.tuples(st.integers(0, max_size), st.sampled_from(PAIRS))
+    return st.lists(tensor, max_size=12).map(
+        lambda tensors: (tuple(t[0] for t in tensors), tuple(t[1] for t in tensors))
+    )
+
+
+def narrower(plan: FlatPlan) -> int:
+    return min(plan.dtype.itemsize, plan.out_dtype.itemsize)
+
+
+def units(plan: FlatPlan) -> int:
+    """How many ranges of 16 bytes (in the narrower dtype) there are to share out."""
+    return -(-plan.layout.size * narrower(plan) // 16)
+
+
+@LAWS
+@given(batches(), st.integers(0, 20), st.integers(0, 64), st.integers(0, 4))
+def test_every_tensor_is_in_exactly_one_plan_of_its_dtypes(batch, num_packs, limit, group):
+    sizes, dtypes = batch
+    plans = plan_packing(sizes, dtypes, num_packs, limit, group)
+    assert sorted(tensor for plan in plans for tensor in plan.tensors) == list(range(len(sizes)))
+    for plan in plans:
+        assert list(plan.tensors) == sorted(plan.tensors)
+        assert {dtypes[tensor] for tensor in plan.tensors} == {(plan.dtype, plan.out_dtype)}
+
+
+@LAWS
+@given(batches(), st.integers(0, 20), st.integers(0, 64), st.integers(0, 4))
+def test_tensors_lie_end_to_end_at_vector_boundaries(batch, num_packs, limit, group):
+    sizes, dtypes = batch
+    for plan in plan_packing(sizes, dtypes, num_packs, limit, group):
+        ends = [0]
+        for tensor, offset, span in zip(
+            plan.tensors, plan.layout.offsets, plan.layout.spans, strict=True
+        ):
+            assert offset == ends[-1]
+            for dtype in (plan.dtype, plan.out_dtype):
+                assert offset * dtype.itemsize % 16 == 0
+            gap = span - sizes[tensor]
+            assert 0 <= gap * narrower(plan) < 16
+            assert plan.together or gap == 0
+            ends.append(offset + span)
+        assert plan.layout.size == ends[-1]
+
+
+@LAWS
+@given(batches(), st.integers(0, 20), st.integers(0, 64), st.integers(0, 4))
+def test_packs_cover_the_flat_buffer_in_order_and_none_is_empty(batch, num_packs, limit, group):
+    sizes, dtypes = batch
+    for plan in plan_packing(sizes, dtypes, num_packs, limit, group):
+        edges = [0, *(stop for _, stop in plan.packs)]
+        assert plan.packs == tuple(pairwise(edges))
+        assert edges[-1] == plan.layout.size
+        assert all(start < stop for start, stop in plan.packs)
+        assert len(plan.packs) == min(max(1, num_packs), units(plan))
+
+
+@LAWS
+@given(batches(max_size=3000), st.integers(1, 30))
+def test_packs_are_equal_to_within_sixteen_bytes_and_cut_at_vector_boundaries(batch, num_packs):
+    for plan in plan_packing(*batch, num_packs):
+        nbytes = [(stop - start) * narrower(plan) for start, stop in plan.packs]
+        assert not nbytes or max(nbytes) - min(nbytes) <= 16
+        for start, _ in plan.packs:
+            assert start * plan.dtype.itemsize % 16 == 0
+            assert start * plan.out_dtype.itemsize % 16 == 0
+
+
+@LAWS
+@given(batches(), st.integers(1, 20), st.integers(0, 1000), st.integers(0, 20))
+def test_packs_make_one_flat_buffer_of_each_dtype_whatever_is_small(batch, num_packs, limit, group):
+    plans = plan_packing(*batch, num_packs, limit, group)
+    assert plans == plan_packing(*batch, num_packs)
+    assert len(plans) == len(set(batch[1]))
+    assert all(plan.together for plan in plans)
+
+
+@LAWS
+@given(batches(), st.integers(0, 1000), st.integers(0, 20))
+def test_without_packs_and_limits_every_tensor_travels_alone(batch, limit, group):
+    for settings_of_one in ((0, 0), (limit, 0), (0, group)):
+        plans = plan_packing(*batch, 0, *settings_of_one)
+        assert len(plans) == len(batch[0])
+        assert not any(plan.together for plan in plans)
+
+
+@LAWS
+@given(batches(), st.integers(1, 200), st.integers(1, 5))
+def test_small_tensors_are_grouped_by_dtype_in_batch_order(batch, limit, group):
+    sizes, dtypes = batch
+    plans = plan_packing(sizes, dtypes, 0, limit, group)
+    for pair in set(dtypes):
+        small = [
+            tensor
+            for tensor, size in enumerate(sizes)
+            if dtypes[tensor] == pair and 0 < size * pair[0].itemsize <= limit
+        ]
+        wanted = [tuple(small[start : start + group]) for start in range(0, len(small), group)]
+        found = [plan for plan in plans if set(plan.tensors) & set(small)]
+        assert [plan.tensors for plan in found] == wanted
+        assert [plan.together for plan in found] == [len(tensors) > 1 for tensors in wanted]
+    for plan in plans:
+        assert plan.together == (len(plan.tensors) > 1)
+
+
+def plan32(sizes, *settings_of_one):
+    """Plans of a batch of float32."""
+    return plan_packing(tuple(sizes), ((FLOAT32, FLOAT32),) * len(sizes), *settings_of_one)
+
+
+def test_the_small_limit_is_inclusive():
+    assert [plan.tensors for plan in plan32([4, 4, 5], 0, 16, 10)] == [(0, 1), (2,)]
+    assert [plan.tensors for plan in plan32([4, 4, 5], 0, 15, 10)] == [(0,), (1,), (2,)]
+    assert [plan.tensors for plan in plan32([4, 4, 5], 0, 20, 10)] == [(0, 1, 2)]
+
+
+def test_small_tensors_that_are_not_neighbours_are_grouped_too():
+    plans = plan32([1, 900, 1, 0, 1, 1], 0, 16, 3)
+    assert [plan.tensors for plan in plans] == [(0, 2, 4), (1,), (3,), (5,)]
+    assert [plan.together for plan in plans] == [True, False, False, False]
+
+
+def test_a_group_holds_no_more_than_it_may():
+    plans = plan32([1] * 7, 0, 16, 3)
+    assert [plan.tensors for plan in plans] == [(0, 1, 2), (3, 4, 5), (6,)]
+    assert not plans[-1].together
+
+
+def test_twelve_elements_in_five_and_in_thirteen_packs():
+    # TensorFlow makes 2, 2, 2, 2, 4 elements, and twelve empty packs and one of 12.
+    (plan,) = plan_packing((12,), ((FLOAT64, FLOAT64),), 5)
+    assert plan.packs == ((0, 2), (2, 4), (4, 6), (6, 8), (8, 12))
+    (plan,) = plan_packing((12,), ((FLOAT64, FLOAT64),), 13)
+    assert plan.packs == ((0, 2), (2, 4), (4, 6), (6, 8), (8, 10), (10, 12))
+
+
+def test_a_tensor_may_lie_across_packs_and_a_pack_may_hold_several():
+    (plan,) = plan32([3, 1, 20], 2)
+    assert plan.layout.offsets == (0, 4, 8)
+    assert plan.packs == ((0, 12), (12, 28))
+
+
+def test_tensors_of_no_elements_take_no_room():
+    (plan,) = plan32([0, 5, 0], 3)
+    assert plan.layout.offsets == (0, 0, 8)
+    assert plan.packs == ((0, 4), (4, 8))
+    assert plan32([0, 0], 3)[0].packs == ()
+    assert [plan.packs for plan in plan32([0, 5, 0], 0)] == [(), ((0, 5),), ()]
+
+
+def test_an_empty_batch_has_no_plan():
+    assert plan_packing((), (), 1) == ()
+
+
+def test_a_plan_is_made_once():
+    sizes, dtypes = (3, 8), ((FLOAT32, FLOAT32),) * 2
+    plan = plan_packing(sizes, dtypes, 2, 16, 10)
+    assert plan_packing((3, 8), ((FLOAT32, FLOAT32),) * 2, 2, 16, 10) is plan
+    for other in (
+        plan_packing((8, 3), dtypes, 2, 16, 10),
+        plan_packing(sizes, ((FLOAT64, FLOAT64),) * 2, 2, 16, 10),
+        plan_packing(sizes, dtypes, 3, 16, 10),
+        plan_packing(sizes, dtypes, 0, 32, 10),
+        plan_packing(sizes, dtypes, 0, 32, 1),
+    ):
+        assert other != plan
+    assert hash(plan) == hash(plan)
+    assert "tensors=(0, 1)" in repr(plan)
+
+
+# Shapes of a batch, with a scalar, nothing at all, and a size on each side of a vector.
+SHAPES = [(3,), (), (0, 4), (5, 7), (16,), (1,), (2, 2, 2)]
+SETTINGS = [(0,), (1,), (3,), (1000,), (0, 16, 2), (0, 200, 10)]
+
+
+def gradients_of(mesh, shapes, dtypes, place):
+    """``gradients[tensor][replica]``, and the arrays in them."""
+    arrays = [
+        [random_data(shape, dtype, seed=97 * tensor + replica) for replica in range(len(mesh))]
+        for tensor, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+    ]
+    buffers = [
+        [place(device, array) for device, array in zip(mesh, replicas, strict=True)]
+        for replicas in arrays
+    ]
+    return buffers, arrays
+
+
+def plans_of(buffers, *settings_of_one, out_dtypes=None):
+    dtypes = [replicas[0].dtype for replicas in buffers]
+    return plan_packing(
+        tuple(replicas[0].size for replicas in buffers),
+        tuple(zip(dtypes, out_dtypes or dtypes, strict=True)),
+        *settings_of_one,
+    )
+
+
+def check_round_trip(mesh, flats, arrays):
+    """Unpacking what was packed gives every array back."""
+    back = unpack(
+        [replace(flat, outs=flat.inputs) for flat in flats], [of[0].shape for of in arrays]
+    )
+    for replicas, expected in zip(back, arrays, strict=True):
+        assert [buffer.device for buffer in replicas] == list(mesh.devices)
+        for buffer, array in zip(replicas, expected, strict=True):
+            assert same(buffer.numpy(), array)
+
+
+@pytest.mark.parametrize("place", [adopted, owned])
+@pytest.mark.parametrize("settings_of_one", SETTINGS, ids=str)
+def test_unpack_undoes_pack(mesh, settings_of_one, place):
+    dtypes = ["float32", "bfloat16", "float32", "float32", "complex64", "bfloat16", "int8"]
+    buffers, arrays = gradients_of(mesh, SHAPES, dtypes, place)
+    with unchanged(*(array for replicas in arrays for array in replicas)):
+        flats = pack(plans_of(buffers, *settings_of_one), buffers, mesh.devices, consume=False)
+    check_round_trip(mesh, flats, arrays)
+    for flat in flats:
+        for out, device in zip(flat.outs, mesh, strict=True):
+            assert out.device is device
+            assert out.block.owned
+            assert (out.size, out.dtype) == (flat.plan.layout.size, flat.plan.out_dtype)
+            assert all(out.block is not b.block for replicas in buffers for b in replicas)
+
+
+def test_gaps_between_packed_tensors_are_zeros(mesh):
+    buffers, _ = gradients_of(mesh, [(3,), (6,), (1,)], ["float32"] * 3, owned)
+    (flats,) = pack(plans_of(buffers, 1), buffers, mesh.devices, consume=False)
+    for flat in flats.inputs:
+        content = flat.numpy()
+        assert content.size == 16
+        assert not content[[3, 10, 11, 13, 14, 15]].any()
+
+
+def test_colocated_devices_share_one_pack_launch_for_each_dtype(mesh):
+    dtypes = ["float32", "float16", "float32", "int32", "float16"]
+    buffers, _ = gradients_of(mesh, [(3,)] * 5, dtypes, adopted)
+    plans = plans_of(buffers, 2)
+    with mesh.journal() as journal:
+        pack(plans, buffers, mesh.devices, consume=False)
+    launches = launches_of(journal, "pack")
+    assert journal.launches == len(journal.records) == len(launches)
+    found = sorted((record.device, record.num_rows) for record in launches)
+    assert found == sorted(
+        (places[0], num_tensors * len(places))
+        for places in mesh.by_physical.values()
+        for num_tensors in (2, 2, 1)
+    )
+    assert journal.bytes == 0
+
+
+@pytest.mark.parametrize("num_packs", [1, 2, 5])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex128"])
+def test_what_lies_in_a_flat_buffer_is_not_moved(mesh, dtype, num_packs):
+    flat = mesh.flat_buffer(SHAPES, dtype)
+    buffers = [list(replicas) for replicas in zip(*flat.views, strict=True)]
+    with mesh.journal() as journal:
+        (flats,) = pack(plans_of(buffers, num_packs), buffers, mesh.devices, consume=False)
+    assert journal.records == []
+    assert [b.address for b in flats.inputs] == [b.address for b in flat.buffers]
+    for out, buffer in zip(flats.outs, flat.buffers, strict=True):
+        assert out.block is not buffer.block  # not ours to overwrite
+
+
+def test_a_flat_buffer_is_known_by_its_first_tensors_and_by_part_of_a_mesh(mesh):
+    views = mesh[-1:].flat_buffer(SHAPES, "float32").views
+    buffers = [[view] for view in views[0][:4]]
+    with mesh.journal() as journal:
+        pack(plans_of(buffers, 1), buffers, mesh.devices[-1:], consume=False)
+    assert journal.records == []
+
+
+@pytest.mark.parametrize("change", ["swapped", "one replaced", "the middle one left out"])
+def test_what_lies_otherwise_is_moved(mesh, change):
+    shapes = [(3,), (3,), (5,)]
+    flat = mesh.flat_buffer(shapes, "float32")
+    buffers = [list(replicas) for replicas in zip(*flat.views, strict=True)]
+    if change == "swapped":
+        buffers[0], buffers[1] = buffers[1], buffers[0]
+    elif change == "one replaced":
+        buffers[1] = [device.empty((3,), "float32") for device in mesh]
+    else:
+        buffers = [buffers[0], buffers[2]]
+    arrays = [
+        [
+            random_data(buffer.shape, "float32", seed=place + 10 * k)
+            for place, buffer in enumerate(r)
+        ]
+        for k, r in enumerate(buffers)
+    ]
+    for replicas, contents in zip(buffers, arrays, strict=True):
+        for buffer, content in zip(replicas, contents, strict=True):
+            buffer.device.upload(content, out=buffer)
+    with mesh.journal() as journal:
+        flats = pack(plans_of(buffers, 1), buffers, mesh.devices, consume=False)
+    assert journal.launches == len(mesh.by_physical)
+    check_round_trip(mesh, flats, arrays)
+
+
+def test_only_the_replicas_that_lie_otherwise_are_moved(mesh):
+    flat = mesh.flat_buffer([(4,), (4,)], "float32")
+    buffers = [list(replicas) for replicas in zip(*flat.views, strict=True)]
+    buffers[0][-1] = mesh.devices[-1].zeros((4,), "float32")
+    with mesh.journal() as journal:
+        (flats,) = pack(plans_of(buffers, 1), buffers, mesh.devices, consume=False)
+    assert [(r.device, r.num_rows) for r in journal.records] == [(len(mesh) - 1, 2)]
+    kept = [a.block is b.block for a, b in zip(flats.inputs, flat.buffers, strict=True)]
+    assert kept == [True] * (len(mesh) - 1) + [False]
+
+
+@pytest.mark.parametrize("settings_of_one", [(0,), (0, 8, 10)], ids=str)
+def test_tensors_that_travel_alone_stay_where_they_are(mesh, settings_of_one):
+    buffers, arrays = gradients_of(mesh, [(3,), (0,), (5, 7)], ["float32"] * 3, owned)
+    with mesh.journal() as journal:
+        flats = pack(plans_of(buffers, *settings_of_one), buffers, mesh.devices, consume=False)
+    assert journal.records == []
+    for flat, replicas in zip(flats, buffers, strict=True):
+        assert [b.address for b in flat.inputs] == [b.address for b in replicas]
+    check_round_trip(mesh, flats, arrays)
+
+
+def test_a_peer_reads_no_memory_but_our_own(mesh):
+    buffers, arrays = gradients_of(mesh, [(4,), (8,)], ["float32"] * 2, adopted)
+    several = len(mesh.by_physical) > 1
+    for num_packs in (0, 1):
+        with mesh.journal() as journal:
+            flats = pack(plans_of(buffers, num_packs), buffers, mesh.devices, consume=False)
+        if several:
+            assert all(buffer.block.owned for flat in flats for buffer in flat.inputs)
+        assert journal.launches == (len(mesh.by_physical) if several or num_packs else 0)
+        check_round_trip(mesh, flats, arrays)
+
+
+def test_consumed_gradients_become_the_outs_where_the_dtype_stays(mesh):
+    buffers, _ = gradients_of(mesh, [(4,), (3,)], ["float32"] * 2, owned)
+    half = as_dtype("float16")
+    plans = plans_of(buffers, 0, out_dtypes=[FLOAT32, half])
+    kept, cast = pack(plans, buffers, mesh.devices, consume=True)
+    assert [b.address for b in kept.outs] == [b.address for b in buffers[0]]
+    assert all(out is flat for out, flat in zip(kept.outs, kept.inputs, strict=True))
+    assert [out.dtype for out in cast.outs] == [half] * len(mesh)
+    assert all(out.block is not b.block for out, b in zip(cast.outs, buffers[1], strict=True))
+
+
+def test_three_hundred_tensors_travel_in_one_launch_a_device(mesh):
+    shapes = [(place % 7,) for place in range(300)]
+    buffers, arrays = gradients_of(mesh, shapes, ["float32"] * 300, owned)
+    with mesh.journal() as journal:
+        flats = pack(plans_of(buffers, 3), buffers, mesh.devices, consume=False)
+    assert journal.launches == len(set(placement_of(mesh)))
+    check_round_trip(mesh, flats, arrays)
+
+
+def test_the_same_memory_may_be_given_twice(mesh):
+    arrays = [np.arange(6, dtype=np.float32)] * len(mesh)
+    replicas = [adopted(device, array) for device, array in zip(mesh, arrays, strict=True)]
+    overlapping = [buffer.view(2, (4,)) for buffer in replicas]
+    buffers = [replicas, replicas, overlapping]
+    for num_packs in (0, 1, 2):
+        flats = pack(plans_of(buffers, num_packs), buffers, mesh.devices, consume=False)
+        check_round_trip(mesh, flats, [arrays, arrays, [array[2:] for array in arrays]])

@@ -1,0 +1,291 @@
+"""The queued simulator: no legal order changes a bit, and every planted fault shows.
+
+Seed 0 runs as late as the host allows, seed 1 as early, the others mix.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+from gradreduce.allreduce import ALGORITHMS, Job
+from gradreduce.device import base, memory
+from gradreduce.device.sim_queue import Shuffled
+
+# By full name: functions of the same name hide `gradreduce.aggregate` and `allreduce.nccl`.
+packing, aggregation, optimizer, arrivals, hierarchical, nccl_room = (
+    importlib.import_module(f"gradreduce.{name}")
+    for name in (
+        "packing", "aggregate", "optim.base", "accumulator.apply", "allreduce.hierarchical",
+        "allreduce.nccl",
+    )
+)  # fmt: skip
+
+PLACEMENTS = ([0, 1], [0, 0, 1, 1], [0, 1, 1, 2, 0])
+SHAPES = [(33, 7), (5,), (), (40, 45)]
+METHODS = tuple(gr.AggregationMethod)
+
+
+def data(rng, shape):
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def train(placement, algorithm, seed, *, peer_access=True, num_packs=1, method=METHODS[0]):
+    """Two steps of the whole flow; the bytes of every copy of every variable."""
+    rng = np.random.default_rng(5)
+    with gr.open_mesh(
+        placement, backend="sim", strict=True, peer_access=peer_access, schedule_seed=seed
+    ) as mesh:
+        variables = [gr.Variable(data(rng, shape), device=mesh) for shape in SHAPES]
+        ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs, mesh=mesh)
+        step = gr.SyncStep(
+            variables, gr.MomentumOptimizer(0.1, 0.9), ops, aggregation_method=method
+        )
+        for _ in range(2):
+            terms = [[[data(rng, shape) for _ in range(3)] for shape in SHAPES] for _ in placement]
+            assert step(terms)
+        copies = []
+        for replica in range(len(placement)):
+            with gr.replica(replica):
+                copies += [variable.numpy().tobytes() for variable in variables]
+        return copies
+
+
+def reduce_and_free(placement, algorithm, seed, peer_access=True):
+    """An all-reduce whose inputs die while it is queued, and new tensors in their place."""
+    rng = np.random.default_rng(6)
+    results = []
+    with gr.open_mesh(
+        placement, backend="sim", strict=True, peer_access=peer_access, schedule_seed=seed
+    ) as mesh:
+        ops = gr.AllReduceCrossDeviceOps(algorithm, 2, mesh=mesh)
+        kept = []
+        for _ in range(3):
+            values = [
+                gr.PerReplica([device.upload(data(rng, shape)) for device in mesh], mesh)
+                for shape in SHAPES
+            ]
+            kept.append(ops.batch_reduce(gr.ReduceOp.MEAN, [(value, value) for value in values]))
+            del values
+        for reduced in kept:
+            results += [buffer.numpy().tobytes() for value in reduced for buffer in value.buffers]
+    return results
+
+
+CASES = list(itertools.product(PLACEMENTS, (True, False), (0, 1, 3)))
+
+
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_training_has_the_same_bits_in_every_legal_order(algorithm):
+    for seed in range(216):
+        placement, peers, num_packs = CASES[seed % len(CASES)]
+        method = METHODS[seed % len(METHODS)]
+        options = {"peer_access": peers, "num_packs": num_packs, "method": method}
+        expected = train(placement, algorithm, None, **options)
+        assert train(placement, algorithm, seed, **options) == expected, (seed, options)
+
+
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_buffers_that_die_early_are_not_reused_early(algorithm):
+    for seed in range(60):
+        placement, peers, _ = CASES[seed % len(CASES)]
+        expected = reduce_and_free(placement, algorithm, None, peers)
+        assert reduce_and_free(placement, algorithm, seed, peers) == expected, seed
+
+
+def over_the_transfer_queue(seed):
+    """Uploads and copies on the transfer queue, beside launches on the compute queue."""
+    rng = np.random.default_rng(7)
+    with gr.open_mesh([0, 1], backend="sim", strict=True, schedule_seed=seed) as mesh:
+        here, there = mesh.devices
+        results = []
+        for _ in range(4):
+            source = here.upload(data(rng, (64,)), queue="transfer")
+            here.wait(here.mark("transfer"))
+            landed = there.empty((64,), np.float32)
+            here.copy(landed, source, queue="transfer")
+            source.device.upload(data(rng, (64,)), out=source)  # must wait for the copy
+            there.wait(here.mark("transfer"))
+            total = gr.add_n([landed, landed])
+            results += [total.numpy().tobytes(), source.numpy().tobytes()]
+        return results
+
+
+def overwrite(buffers, rng):
+    """New values on each buffer's own queue: whoever still reads the old ones must be fenced."""
+    for buffer in buffers:
+        buffer.device.upload(data(rng, buffer.shape), out=buffer)
+
+
+class Scene:
+    """Three replicas on two devices, data from one generator, and what was read back."""
+
+    def __init__(self, seed):
+        self.rng = np.random.default_rng(8)
+        self.mesh = gr.open_mesh([0, 0, 1], backend="sim", strict=True, schedule_seed=seed)
+        self.results = []
+
+    def fresh(self, shape=(37,)):
+        return [device.upload(data(self.rng, shape)) for device in self.mesh]
+
+    def overwrite(self, *lists):
+        overwrite([buffer for buffers in lists for buffer in buffers], self.rng)
+
+    def keep(self, buffers):
+        self.results.extend(buffer.numpy().tobytes() for buffer in buffers)
+
+
+def packing_alone(scene):
+    gradients = [scene.fresh(), scene.fresh((5, 3))]
+    plans = packing.plan_packing((37, 15), ((gradients[0][0].dtype,) * 2,) * 2, 1)
+    flats = packing.pack(plans, gradients, scene.mesh.devices, consume=False)
+    scene.overwrite(*gradients)
+    scene.keep(flats[0].inputs)
+
+
+def all_reduce_alone(scene):
+    for algorithm in ALGORITHMS.values():
+        inputs, outs = scene.fresh(), scene.fresh()
+        algorithm([Job(tuple(inputs), tuple(outs), 3.0)])
+        scene.overwrite(inputs)
+        scene.keep(outs)
+
+
+def aggregate_alone(scene):
+    terms = [scene.fresh()[:2], scene.fresh()[:2], scene.fresh()[:2]]
+    by_replica = [[term[replica] for term in terms] for replica in range(2)]
+    sums = aggregation.aggregate_buffers(by_replica, METHODS[0], scene.mesh.devices[0])
+    scene.overwrite(*terms)
+    scene.keep(sums)
+
+
+def optimizer_alone(scene):
+    variable = gr.Variable(data(scene.rng, (37,)), device=scene.mesh)
+    value = data(scene.rng, (37,))
+    gradient = gr.Mirrored([device.upload(value) for device in scene.mesh], scene.mesh)
+    gr.GradientDescentOptimizer(0.5).apply_gradients([(gradient, variable)])
+    scene.overwrite(gradient.buffers)
+    scene.keep(variable.buffers)
+
+
+def accumulator_alone(scene):
+    accumulator = gr.ConditionalAccumulator("float32", device=scene.mesh)
+    for _ in range(2):
+        gradient = gr.PerReplica(scene.fresh(), scene.mesh)
+        accumulator.apply_grad(gradient)
+        scene.overwrite(gradient.buffers)
+    scene.keep(accumulator.take_grad(6).buffers)
+
+
+def each_room_alone(seed):
+    """Every room leaves the queues so that its inputs may be overwritten and its results read."""
+    scene = Scene(seed)
+    with scene.mesh:
+        packing_alone(scene)
+        all_reduce_alone(scene)
+        aggregate_alone(scene)
+        optimizer_alone(scene)
+        accumulator_alone(scene)
+    return scene.results
+
+
+def copied_then_freed(seed):
+    """A block that another device's queue still reads, freed and asked for again at once."""
+    rng = np.random.default_rng(9)
+    with gr.open_mesh([0, 1], backend="sim", strict=True, schedule_seed=seed) as mesh:
+        here, there = mesh.devices
+        landed = []
+        for _ in range(4):
+            source = here.upload(data(rng, (64,)))
+            landed.append(there.empty((64,), np.float32))
+            there.copy(landed[-1], source)
+            del source
+        return [buffer.numpy().tobytes() for buffer in landed]
+
+
+SCENES = (over_the_transfer_queue, each_room_alone, copied_then_freed)
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_small_scenes_have_the_same_bits_in_every_legal_order(scene):
+    expected = scene(None)
+    for seed in range(60):
+        assert scene(seed) == expected, seed
+
+
+# ---- planted faults ------------------------------------------------------------------------------
+
+
+def no_fence(*_arguments):
+    return None
+
+
+def forget(module, name):
+    return lambda patch: patch.setattr(module, name, no_fence)
+
+
+def forget_touched(patch):
+    """A block no longer remembers which queues used it, so that it is never parked."""
+    original = memory.Block.__del__
+
+    def dies(self):
+        self.touched.clear()
+        original(self)
+
+    patch.setattr(memory.Block, "__del__", dies)
+
+
+def forget_readers(patch):
+    """The next writer of a copy's source does not wait for the copy."""
+
+    def before_write(self, operand, queue):
+        operand.block.readers.clear()
+
+    patch.setattr(base.Device, "_before_write", before_write)
+
+
+def forget_waits(patch):
+    patch.setattr(base.Device, "wait", lambda self, mark, **_options: None)
+
+
+def everything(seed):
+    return [
+        *train([0, 0, 1, 1], "hierarchical_copy", seed),
+        *train([0, 1, 0, 1], "nccl", seed),
+        *train([0, 1, 1, 2, 0], "hierarchical_copy", seed, peer_access=False),
+        *reduce_and_free([0, 0, 1], "hierarchical_copy", seed),
+        *reduce_and_free([0, 1, 1], "hierarchical_copy", seed, peer_access=False),
+        *(result for scene in SCENES for result in scene(seed)),
+    ]
+
+
+FAULTS = {
+    "no waits at all": forget_waits,
+    **{
+        f"{room.__name__}: no {fence}": forget(room, fence)
+        for room in (packing, aggregation, optimizer, arrivals, hierarchical, nccl_room)
+        for fence in ("gather", "scatter")
+    },
+    "a dying block forgets its users": forget_touched,
+    "a writer forgets the readers": forget_readers,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(fault, monkeypatch):
+    expected = everything(None)
+    FAULTS[fault](monkeypatch)
+    assert any(everything(seed) != expected for seed in range(40)), f"{fault}: not seen"
+
+
+def test_a_wait_that_nothing_passes_is_a_deadlock_not_a_hang():
+    scheduler = Shuffled(3)
+    other = Shuffled(0)
+    scheduler.wait("a", other.record("b"))
+    scheduler.submit("a", no_fence)
+    with pytest.raises(RuntimeError, match="deadlock: a waits"):
+        scheduler.finish("a")
