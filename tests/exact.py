@@ -39,7 +39,7 @@ def random_data(shape, dtype, *, seed: int = 0) -> np.ndarray:
     One in eight is special: zeros of both signs, subnormals, and numbers whose sum lies halfway
     between two neighbours, at the overflow too. One in eight is so large that most of another
     number is lost beside it, in the accumulate type too, until its opposite comes. One in a hundred
-    is NaN or infinite.
+    is infinite or NaN, with no payload or with all its bits set.
     """
     dtype, rng = as_dtype(dtype), np.random.default_rng(seed)
     if dtype.kind in "iu":
@@ -52,7 +52,10 @@ def random_data(shape, dtype, *, seed: int = 0) -> np.ndarray:
     values = np.where(luck < 1 / 8, rng.choice(_specials(dtype), shape), values)
     values = np.where(luck < 1 / 100, rng.choice([np.nan, np.inf, -np.inf], shape), values)
     with np.errstate(all="ignore"):
-        return values.astype(dtype)
+        values = values.astype(dtype)
+    bits = values.view(f"u{dtype.itemsize}")
+    bits[np.isnan(values) & (luck < 1 / 200)] = np.iinfo(bits.dtype).max
+    return values
 
 
 def same(left: np.ndarray, right: np.ndarray) -> bool:

@@ -50,12 +50,14 @@ class SkipLedger:
 
     Attributes:
         require_gpu: whether a missing GPU or NCCL is a failure instead of a skip.
+        required: markers whose unmet need is a failure instead of a skip.
         lawful: the marker for which each skipped test (by node id) was skipped.
         unlawful: node id and reason of every skip that this ledger did not order.
     """
 
-    def __init__(self, *, require_gpu: bool) -> None:
+    def __init__(self, *, require_gpu: bool, required: tuple[str, ...] = ()) -> None:
         self.require_gpu = require_gpu
+        self.required = (*required, *(("gpu", "nccl") if require_gpu else ()))
         self.lawful: dict[str, str] = {}
         self.unlawful: list[tuple[str, str]] = []
         self._gpus: tuple[int, str] | None = None
@@ -66,6 +68,8 @@ class SkipLedger:
             "nccl": self._lacks_nccl,
             "host": self._lacks_compiler,
             "nvrtc": self._lacks_nvrtc,
+            "torch": self._lacks_library,
+            "jax": self._lacks_library,
         }
 
     @property
@@ -103,6 +107,9 @@ class SkipLedger:
     def _lacks_nvrtc(self, mark: pytest.Mark) -> str | None:
         return None if find_nvrtc() else f"no {NVRTC_LIBRARY} of the nvidia-cuda-nvrtc-cu12 wheel"
 
+    def _lacks_library(self, mark: pytest.Mark) -> str | None:
+        return None if importlib.util.find_spec(mark.name) else f"{mark.name} is not installed"
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Skips or fails a test whose need is not met, before any of its fixtures is made."""
@@ -111,8 +118,9 @@ class SkipLedger:
                 reason = lacks(mark)
                 if reason is None:
                     continue
-                if self.require_gpu and name in ("gpu", "nccl"):
-                    pytest.fail(f"--require-gpu: {name}: {reason}", pytrace=False)
+                if name in self.required:
+                    option = "-gpu: " + name if name in ("gpu", "nccl") else f"={name}"
+                    pytest.fail(f"--require{option}: {reason}", pytrace=False)
                 self.lawful[item.nodeid] = name
                 pytest.skip(f"{name}: {reason}")
 
@@ -157,17 +165,27 @@ class SkipLedger:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds ``--require-gpu``."""
+    """Adds ``--require-gpu`` and ``--require``."""
     parser.addoption(
         "--require-gpu",
         action="store_true",
         help="fail, instead of skipping, where a test's GPU or NCCL is missing",
     )
+    parser.addoption(
+        "--require",
+        action="append",
+        default=[],
+        metavar="MARKER",
+        help="fail, instead of skipping, where the need of this marker is not met (torch, jax, …)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Installs the ledger; with ``--require-gpu`` and no GPU the run ends here."""
-    ledger = SkipLedger(require_gpu=config.getoption("--require-gpu"))
+    ledger = SkipLedger(
+        require_gpu=config.getoption("--require-gpu"),
+        required=tuple(config.getoption("--require")),
+    )
     if ledger.require_gpu and not ledger.gpus[0]:
         raise pytest.UsageError(f"--require-gpu: no CUDA device ({ledger.gpus[1]})")
     config.pluginmanager.register(ledger, "skip-ledger")

@@ -112,15 +112,15 @@ def test_a_mixed_batch_on_random_data_has_the_same_bits_however_packed(
         check_mirrored(result, expected_of(algorithm, replicas, placement_of(mesh), divisor))
 
 
-@pytest.mark.parametrize("packing", SETTINGS, ids=str)
-def test_every_placement_gives_the_same_bits_however_packed_and_sliced(packing):
+@pytest.mark.parametrize("num_packs", [0, 1, 2, 3, 7, 1000])
+def test_every_placement_gives_the_same_bits_however_packed_and_sliced(num_packs):
     batch = [((5,), "float32"), ((16_401,), "float32"), ((40_000,), "float16"), ((3,), "float16")]
     bits = None
     for placement in ((0, 0, 0, 0), (0, 1, 0, 1), (0, 1, 2, 3), (2, 1, 1, 0)):
         for peer_access in (True, False):
             with MeshCase(placement, peer_access).open() as mesh:
                 values, arrays = random_batch(mesh, batch)
-                ops = gr.HierarchicalCopyAllReduce(packing[0])
+                ops = gr.HierarchicalCopyAllReduce(num_packs)
                 found = [result.values[-1] for result in ops.batch_reduce(MEAN, pairs(values))]
                 bits = bits or [hierarchical_sum(replicas, 4) for replicas in arrays]
                 assert all(same(x, y) for x, y in zip(found, bits, strict=True))
@@ -274,7 +274,7 @@ def test_batches_of_odd_sizes(numpy_mesh, packing, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("packing", [(0,), (3,), (0, 12, 10)], ids=str)
+@pytest.mark.parametrize("packing", [(3,), (0, 12, 10)], ids=str)
 def test_three_hundred_tensors(mesh, packing, algorithm):
     ends = np.cumsum([place % 5 for place in range(300)])
     blocks = [random_data((int(ends[-1]),), "float32", seed=r) for r in range(len(mesh))]

@@ -175,10 +175,7 @@ def test_tensors_of_no_elements_take_no_room():
     assert plan.packs == ((0, 4), (4, 8))
     assert plan32([0, 0], 3)[0].packs == ()
     assert [plan.packs for plan in plan32([0, 5, 0], 0)] == [(), ((0, 5),), ()]
-
-
-def test_an_empty_batch_has_no_plan():
-    assert plan_packing((), (), 1) == ()
+    assert plan32([], 1) == ()
 
 
 def test_a_plan_is_made_once():
@@ -323,6 +320,19 @@ def test_what_lies_otherwise_is_moved(mesh, change):
         flats = pack(plans_of(buffers, 1), buffers, mesh.devices, consume=False)
     assert journal.launches == len(mesh.by_physical)
     check_round_trip(mesh, flats, arrays)
+
+
+def test_what_starts_off_a_vector_boundary_is_moved(mesh):
+    arrays = [[random_data((8,), "float32", seed=replica) for replica in range(len(mesh))]]
+    blocks = [device.zeros((12,), "float32") for device in mesh]
+    buffers = [[block.view(1, (8,)) for block in blocks]]
+    for buffer, array in zip(buffers[0], arrays[0], strict=True):
+        buffer.device.upload(array, out=buffer)
+    for num_packs, launches in ((1, len(mesh.by_physical)), (0, 0)):  # alone it may lie anywhere
+        with mesh.journal() as journal:
+            flats = pack(plans_of(buffers, num_packs), buffers, mesh.devices, consume=False)
+        assert journal.launches == launches
+        check_round_trip(mesh, flats, arrays)
 
 
 def test_only_the_replicas_that_lie_otherwise_are_moved(mesh):

@@ -22,9 +22,9 @@ SIGNATURES = {
     "schedule_seed=None)",
     "PerReplica": "(values, mesh=None, *, devices=None)",
     "IndexedSlices": "(values, indices, dense_shape=None)",
-    "add_n": "(inputs, name=None)",
-    "accumulate_n": "(inputs, shape=None, tensor_dtype=None, name=None)",
-    "aggregate": "(terms, method=<AggregationMethod.ADD_N: 0>)",
+    "add_n": "(inputs, name=None, *, as_kind=None)",
+    "accumulate_n": "(inputs, shape=None, tensor_dtype=None, name=None, *, as_kind=None)",
+    "aggregate": "(terms, method=<AggregationMethod.ADD_N: 0>, *, as_kind=None)",
     "AllReduceCrossDeviceOps": "(all_reduce_alg='nccl', num_packs=1, agg_small_grads_max_bytes=0, "
     "agg_small_grads_max_group=10, *, mesh=None)",
     "ReductionToOneDevice": "(reduce_to_device=None, accumulation_fn=None)",

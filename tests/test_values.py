@@ -33,7 +33,7 @@ def test_one_array_on_each_device_in_mesh_order(mesh, make):
     assert value.devices == mesh.devices
     assert [buffer.device for buffer in value.buffers] == list(mesh.devices)
     assert value.mesh is mesh
-    assert value.kind == "numpy"
+    assert value.kind == "native"
     for found, array in zip(value.values, given, strict=True):
         assert np.array_equal(found, array)
         assert np.shares_memory(found, array)  # shared, not copied
@@ -78,7 +78,7 @@ def test_without_a_mesh_the_default_one(monkeypatch):
 
 def test_numbers_lists_and_strided_arrays_become_arrays(mesh):
     value = gr.PerReplica([1.5, [1, 2], np.arange(6, dtype=np.int8)[::2]], mesh)
-    assert value.kind == "numpy"
+    assert value.kind == "native"
     assert [(b.shape, str(b.dtype)) for b in value.buffers] == [
         ((), "float64"), ((2,), "int64"), ((3,), "int8"),
     ]  # fmt: skip
@@ -94,7 +94,7 @@ def test_the_kind_is_that_of_the_first_value(mesh):
     given = arrays()
     mixed = [given[0], owned(mesh.devices[1], given[1]), given[2]]
     value = gr.PerReplica(mixed, mesh)
-    assert value.kind == "numpy"
+    assert value.kind == "native"
     assert all(isinstance(found, np.ndarray) for found in value.values)
     assert gr.PerReplica([owned(mesh.devices[0], given[0]), *given[1:]], mesh).kind == "buffer"
 

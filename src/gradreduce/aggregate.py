@@ -22,7 +22,7 @@ from gradreduce.device import (
     gather,
     scatter,
 )
-from gradreduce.interop import from_buffer, kind_of, to_buffer
+from gradreduce.interop import as_result_kind, from_buffer, kind_of, to_buffer
 from gradreduce.values import IndexedSlices, current_replica
 
 __all__ = [
@@ -70,7 +70,7 @@ def as_aggregation_method(method: AggregationMethod | int | None) -> Aggregation
         ) from None
 
 
-def add_n(inputs: Sequence[Any], name: str | None = None) -> Any:
+def add_n(inputs: Sequence[Any], name: str | None = None, *, as_kind: str | None = None) -> Any:
     """The sum of ``inputs``, left to right (tf.add_n).
 
     Halves are added in float32 and rounded once.
@@ -79,6 +79,8 @@ def add_n(inputs: Sequence[Any], name: str | None = None) -> Any:
         inputs: list or tuple of arrays of one shape and dtype (nothing is broadcast), on one
             device. A single one is returned itself.
         name: ignored; TensorFlow's name of the operation.
+        as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the result
+            is instead of the kind of the first input.
 
     Returns:
         A new array of the kind of the first input; no input is written.
@@ -93,7 +95,7 @@ def add_n(inputs: Sequence[Any], name: str | None = None) -> Any:
         _refuse_sparse(inputs[0])
         kind_of(inputs[0])
         return inputs[0]
-    return _aggregate(list(inputs), AggregationMethod.ADD_N, TypeError)
+    return _aggregate(list(inputs), AggregationMethod.ADD_N, TypeError, as_kind)
 
 
 def accumulate_n(
@@ -101,6 +103,8 @@ def accumulate_n(
     shape: Sequence[int | None] | None = None,
     tensor_dtype: Any = None,
     name: str | None = None,
+    *,
+    as_kind: str | None = None,
 ) -> Any:
     """The sum of ``inputs`` in one buffer, in the order of the list (tf.accumulate_n).
 
@@ -110,6 +114,8 @@ def accumulate_n(
         shape: what their shape must be; None entries fit any extent.
         tensor_dtype: what their dtype must be.
         name: ignored; TensorFlow's name of the operation.
+        as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the result
+            is instead of the kind of the first input.
 
     Returns:
         A new array of the kind of the first input; no input is written.
@@ -129,11 +135,15 @@ def accumulate_n(
         raise TypeError(f"tensor_dtype is {tensor_dtype}, the inputs are {buffers[0].dtype}")
     if len(inputs) == 1:
         return inputs[0]
-    return _aggregate(list(inputs), AggregationMethod.EXPERIMENTAL_ACCUMULATE_N, ValueError)
+    method = AggregationMethod.EXPERIMENTAL_ACCUMULATE_N
+    return _aggregate(list(inputs), method, ValueError, as_kind)
 
 
 def aggregate(
-    terms: Iterable[Any], method: AggregationMethod | int | None = AggregationMethod.DEFAULT
+    terms: Iterable[Any],
+    method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
+    *,
+    as_kind: str | None = None,
 ) -> Any:
     """The gradient that ``terms`` make, combined by an aggregation method.
 
@@ -141,6 +151,7 @@ def aggregate(
         terms: arrays of one shape and dtype, on one device; ``None`` among them is left out. An
             iterable is read to its end first.
         method: an ``AggregationMethod``, its number, or None for DEFAULT.
+        as_kind: what the result is instead of the kind of the first term; see ``add_n``.
 
     Returns:
         A new array of the kind of the first term; a single term itself; None without any.
@@ -159,7 +170,7 @@ def aggregate(
         kind_of(term)
     if len(present) == 1:
         return present[0]
-    return _aggregate(present, method, TypeError)
+    return _aggregate(present, method, TypeError, as_kind)
 
 
 def aggregate_buffers(
@@ -239,7 +250,12 @@ def _tree(gradients: Sequence[Sequence[Buffer]], device: Device) -> list[Buffer]
     return [level[0] for level in levels]
 
 
-def _aggregate(terms: list[Any], method: AggregationMethod, dtype_error: type[Exception]) -> Any:
+def _aggregate(
+    terms: list[Any],
+    method: AggregationMethod,
+    dtype_error: type[Exception],
+    as_kind: str | None,
+) -> Any:
     """The door of the public calls: arrays of one shape and dtype in, one array out."""
     buffers = [_on_current_device(term) for term in terms]
     first = buffers[0]
@@ -259,7 +275,8 @@ def _aggregate(terms: list[Any], method: AggregationMethod, dtype_error: type[Ex
                 f"terms on several devices: input 0 on {first.device.name}, input {place} on "
                 f"{buffer.device.name}"
             )
-    return from_buffer(aggregate_buffers([buffers], method, first.device)[0], kind_of(terms[0]))
+    kind = as_result_kind(as_kind, kind_of(terms[0]))
+    return from_buffer(aggregate_buffers([buffers], method, first.device)[0], kind)
 
 
 def _on_current_device(term: Any) -> Buffer:

@@ -10,6 +10,7 @@ from typing import Any
 
 from gradreduce.allreduce import ALGORITHMS, Job
 from gradreduce.device import Buffer, Device, DType, Mesh, default_mesh
+from gradreduce.interop import as_result_kind
 from gradreduce.packing import Flats, pack, plan_packing, unpack
 from gradreduce.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, ReduceOp
 from gradreduce.variables import Variable
@@ -30,12 +31,24 @@ class CrossDeviceOps:
     Checks arguments; a subclass implements ``_reduce_batch``.
     """
 
-    def reduce(self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any) -> Mirrored:
+    def reduce(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: Any,
+        destinations: Any,
+        *,
+        as_kind: str | None = None,
+    ) -> Mirrored:
         """Combines the replicas of one value; see ``batch_reduce``."""
-        return self.batch_reduce(reduce_op, [(per_replica_value, destinations)])[0]
+        pairs = [(per_replica_value, destinations)]
+        return self.batch_reduce(reduce_op, pairs, as_kind=as_kind)[0]
 
     def batch_reduce(
-        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[Any, Any]]
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        *,
+        as_kind: str | None = None,
     ) -> list[Mirrored]:
         """Combines the replicas of each value, all values of the same devices in one batch.
 
@@ -45,6 +58,8 @@ class CrossDeviceOps:
                 replicas agree in shape and dtype, or a Buffer, which is its own only replica. A
                 destination names devices: a ``PerReplica``, ``Mirrored``, ``Variable``, ``Mesh``,
                 device or list of devices; it must be the value's, in any order.
+            as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the
+                arrays of the results are instead of the kind of the value's.
 
         Returns:
             One ``Mirrored`` for each pair, in order, on the value's devices in the value's
@@ -64,7 +79,9 @@ class CrossDeviceOps:
             _check_replicas(value, place, reduce_op)
             _check_destination(value, pair[1], place)
             values.append(value)
-        return self._reduce_batch(reduce_op, values)
+        kinds = [as_result_kind(as_kind, value.kind) for value in values]
+        reduced = self._reduce_batch(reduce_op, values)
+        return [Mirrored.of(*each) for each in zip(reduced, kinds, strict=True)]
 
     def broadcast(self, tensor: Any, destinations: Any) -> Mirrored:
         """Copies ``tensor`` to every destination.
@@ -74,7 +91,9 @@ class CrossDeviceOps:
         """
         raise NotImplementedError("broadcast is not implemented yet")
 
-    def _reduce_batch(self, reduce_op: ReduceOp, values: list[PerReplica]) -> list[Mirrored]:
+    def _reduce_batch(
+        self, reduce_op: ReduceOp, values: list[PerReplica]
+    ) -> list[tuple[Buffer, ...]]:
         raise NotImplementedError(f"{type(self).__name__} does not reduce")
 
 
@@ -120,13 +139,21 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         self.agg_small_grads_max_group = agg_small_grads_max_group
         self.mesh = mesh
 
-    def all_reduce(self, grads: Sequence[Any], op: ReduceOp = ReduceOp.MEAN) -> Any:
+    def all_reduce(
+        self,
+        grads: Sequence[Any],
+        op: ReduceOp = ReduceOp.MEAN,
+        *,
+        as_kind: str | None = None,
+    ) -> Any:
         """Combines ``grads[device][tensor]``, one batch for all; the same nesting comes back.
 
         Args:
             grads: for each device of the mesh, in order, a list, tuple or dict of arrays; all
                 alike. Arrays that are no Buffers lie on their device's logical device.
             op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``.
+            as_kind: what the results are instead of the kind of each tensor's first array; see
+                ``batch_reduce``.
 
         Returns:
             The combined arrays, ``[device][tensor]``, nested as they came. New memory.
@@ -138,7 +165,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         mesh = self.mesh or default_mesh()
         keys = _checked_nest(grads, mesh)
         values = [PerReplica([entry[key] for entry in grads], mesh) for key in keys]
-        reduced = self.batch_reduce(op, [(value, value) for value in values])
+        pairs = [(value, value) for value in values]
+        reduced = self.batch_reduce(op, pairs, as_kind=as_kind)
         by_key = dict(zip(keys, (value.values for value in reduced), strict=True))
         return _nested(
             grads,
@@ -184,8 +212,10 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         ALGORITHMS[self.all_reduce_alg](_jobs(flats, divisor))
         return unpack(flats, shapes)
 
-    def _reduce_batch(self, reduce_op: ReduceOp, values: list[PerReplica]) -> list[Mirrored]:
-        results: list[Mirrored | None] = [None] * len(values)
+    def _reduce_batch(
+        self, reduce_op: ReduceOp, values: list[PerReplica]
+    ) -> list[tuple[Buffer, ...]]:
+        results: list[tuple[Buffer, ...]] = [()] * len(values)
         by_devices: dict[tuple[Device, ...], list[int]] = {}
         for place, value in enumerate(values):
             by_devices.setdefault(value.devices, []).append(place)
@@ -194,8 +224,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             gradients = [values[place].buffers for place in places]
             reduced = self.reduce_buffers(gradients, divisor=divisor)
             for place, buffers in zip(places, reduced, strict=True):
-                results[place] = Mirrored.of(buffers, values[place].kind)
-        return [result for result in results if result is not None]
+                results[place] = buffers
+        return results
 
 
 class NcclAllReduce(AllReduceCrossDeviceOps):
@@ -228,10 +258,14 @@ class ReductionToOneDevice(CrossDeviceOps):
 
 
 def all_reduce(
-    grads: Sequence[Any], op: ReduceOp = ReduceOp.MEAN, *, mesh: Mesh | None = None
+    grads: Sequence[Any],
+    op: ReduceOp = ReduceOp.MEAN,
+    *,
+    mesh: Mesh | None = None,
+    as_kind: str | None = None,
 ) -> Any:
     """``AllReduceCrossDeviceOps(mesh=mesh).all_reduce(grads, op)``, in one line."""
-    return AllReduceCrossDeviceOps(mesh=mesh).all_reduce(grads, op)
+    return AllReduceCrossDeviceOps(mesh=mesh).all_reduce(grads, op, as_kind=as_kind)
 
 
 def _jobs(flats: Sequence[Flats], divisor: float) -> list[Job]:

@@ -1,69 +1,136 @@
 """How a caller's array becomes a Buffer, and a Buffer the caller's array; never copies needlessly.
 
 The only room that knows other array libraries. It never imports one: an array of theirs exists
-only if the caller has.
+only if the caller has, so they are found in ``sys.modules``. On the simulation arrays cross as
+NumPy arrays on the same host memory, on GPUs as CuPy arrays, by DLPack, with the stream that is
+current in the array's own library: nothing else in gradreduce looks at a foreign stream.
+
+bfloat16 crosses as a 16-bit view: neither NumPy's DLPack nor PyTorch's ``numpy()`` knows it.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Literal
 
 import numpy as np
 
 from gradreduce.device import Buffer, Device, as_dtype
+from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.errors import DeviceMismatchError
 
-__all__ = ["Kind", "from_buffer", "is_array", "kind_of", "to_buffer"]
+__all__ = ["Kind", "as_result_kind", "from_buffer", "is_array", "kind_of", "to_buffer"]
 
-Kind = Literal["numpy", "buffer"]
-_FOREIGN = {"cupy": "CuPy", "torch": "PyTorch", "jax": "JAX", "jaxlib": "JAX"}
+# "native": NumPy arrays and numbers; such results are NumPy on the simulation, CuPy on GPUs.
+Kind = Literal["native", "numpy", "cupy", "torch", "jax", "buffer"]
+_AS_KINDS = ("numpy", "cupy", "torch", "jax", "buffer")
+_INT16 = np.dtype("int16")
+_MODULES: dict[str, Kind] = {"cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
+# A class is looked at once: subclasses and tracers of a library are its arrays too.
+_kinds: dict[type, Kind] = {
+    Buffer: "buffer",
+    **dict.fromkeys((np.ndarray, int, float, complex, list, tuple), "native"),
+}
 
 
 def kind_of(value: Any) -> Kind:
-    """Which kind of array a result for ``value`` is: a Buffer stays one, numbers become NumPy's.
+    """Which kind of array a result for ``value`` is.
 
     Raises:
-        NotImplementedError: an array of CuPy, PyTorch or JAX.
         TypeError: nothing that can be an array.
     """
-    if isinstance(value, Buffer):
-        return "buffer"
-    if isinstance(value, np.ndarray | np.generic | int | float | complex | list | tuple):
-        return "numpy"
-    library = _FOREIGN.get(type(value).__module__.partition(".")[0])
-    if library is not None:
-        raise NotImplementedError(
-            f"arrays of {library} are not taken in by this version: pass a NumPy array"
-        )
-    raise TypeError(f"{type(value).__name__} is not an array, a list of numbers or a Buffer")
+    found = _kinds.get(type(value))
+    if found is None:
+        found = _kinds[type(value)] = _kind_of_class(type(value))
+    return found
+
+
+def _kind_of_class(cls: type) -> Kind:
+    if issubclass(cls, np.ndarray | np.generic | int | float | complex | list | tuple):
+        return "native"
+    for ancestor in cls.__mro__:
+        kind = _MODULES.get(ancestor.__module__.partition(".")[0])
+        if kind is not None:
+            return kind
+    raise TypeError(f"{cls.__name__} is not an array, a list of numbers or a Buffer")
+
+
+def as_result_kind(as_kind: str | None, kind: Kind) -> Kind:
+    """``as_kind``, if a caller named one, else ``kind``.
+
+    Raises:
+        ValueError: an unknown name, or a library that is not imported.
+    """
+    if as_kind is None:
+        return kind
+    if as_kind not in _AS_KINDS:
+        raise ValueError(f"as_kind={as_kind!r} is not one of {_AS_KINDS}")
+    if as_kind in ("cupy", "torch", "jax") and as_kind not in sys.modules:
+        raise ValueError(f"as_kind={as_kind!r}: {as_kind} is not imported")
+    return as_kind  # type: ignore[return-value]  # one of the literals, checked above
 
 
 def is_array(value: Any) -> bool:
     """Whether ``value`` has a dtype of its own; lists and Python numbers take what is wanted."""
-    return isinstance(value, Buffer | np.ndarray | np.generic)
+    return hasattr(value, "dtype")
 
 
 def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> Buffer:
     """``value`` as a Buffer: shared where that is possible.
 
     Args:
-        value: a Buffer, which stays where it is; or a NumPy array, number or nested list, which
-            goes to ``device``.
-        device: where a value that is no Buffer goes.
+        value: a Buffer, which stays where it is; an array of NumPy, CuPy, PyTorch or JAX; a
+            number or nested list. One that is not contiguous is copied; one that is read-only is
+            an input and never written.
+        device: where a value in host memory goes. A GPU array stays on its GPU: on ``device`` if
+            that is there, else on the first logical device that is.
         dtype: what numbers and lists become; arrays keep theirs. Default: NumPy's choice.
 
     Raises:
-        DeviceMismatchError: a Buffer of another mesh than ``device``'s.
+        DeviceMismatchError: a Buffer of another mesh, or an array on a GPU outside the mesh.
         TypeError: a dtype that cannot be added, or no array at all.
-        ValueError: a nested list that is ragged, or numbers that are not of ``dtype``.
+        ValueError: a tensor that needs grad, a nested list that is ragged, or numbers that are
+            not of ``dtype``.
     """
-    if kind_of(value) == "buffer":
-        if value.device.fabric is not device.fabric:
-            raise DeviceMismatchError(f"{value} is of another mesh than {device.name}")
-        buffer: Buffer = value
+    kind = kind_of(value)
+    if kind == "native":
+        return device.put(value) if is_array(value) else device.put(_numbers(value, dtype))
+    if kind == "torch":
+        return _from_torch(value, device)
+    if kind == "jax":
+        return _from_jax(value, device)
+    if kind == "cupy":
+        return _adopt(value, device, sys.modules["cupy"].cuda.get_current_stream(value.device.id))
+    if value.device.fabric is not device.fabric:
+        raise DeviceMismatchError(f"{value} is of another mesh than {device.name}")
+    buffer: Buffer = value
+    return buffer
+
+
+def from_buffer(buffer: Buffer, kind: Kind) -> Any:
+    """``buffer`` as an array of ``kind``, on the same memory where there is a way.
+
+    Copied are: NumPy arrays of a GPU's memory, and JAX arrays where JAX itself copies (bfloat16,
+    memory that is not aligned as it likes, 64-bit types without its x64 mode).
+
+    Raises:
+        ValueError: a CuPy array of simulated memory.
+    """
+    if kind == "buffer":
         return buffer
-    if is_array(value):
-        return device.put(value)
+    device = buffer.device
+    if device.fabric.backend != "sim":
+        return _from_gpu(buffer, kind)
+    if kind == "cupy":
+        raise ValueError(f"{buffer} lies in host memory: it cannot be a CuPy array")
+    array = device.release(buffer)
+    if kind == "torch":
+        return _to_torch(array)
+    return _to_jax(array) if kind == "jax" else array
+
+
+def _numbers(value: Any, dtype: np.dtype | None) -> np.ndarray:
+    """Numbers and nested lists as an array of ``dtype``."""
     array = np.asarray(value)
     if dtype is not None:
         kinds = {"f": "fiub", "c": "cfiub", "i": "iub", "u": "iub", "V": "fiub"}
@@ -73,9 +140,101 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
         if dtype.kind in "iu" and (array != numbers).any():
             raise ValueError(f"numbers outside the range of {dtype}: {value!r}")
     as_dtype(array.dtype)
-    return device.put(array)
+    return array
 
 
-def from_buffer(buffer: Buffer, kind: Kind) -> Any:
-    """``buffer`` as an array of ``kind``, on the same memory."""
-    return buffer if kind == "buffer" else buffer.device.release(buffer)
+# ---- PyTorch -------------------------------------------------------------------------------------
+
+
+def _from_torch(tensor: Any, device: Device) -> Buffer:
+    torch = sys.modules["torch"]
+    if tensor.requires_grad:
+        raise ValueError("the tensor needs grad: pass tensor.detach()")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"a tensor of layout {tensor.layout} is not an array")
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    halves = tensor.dtype is torch.bfloat16
+    if halves:
+        tensor = tensor.view(torch.int16)
+    if tensor.is_cuda:
+        array = sys.modules["cupy"].from_dlpack(tensor)
+        stream = torch.cuda.current_stream(tensor.device)
+        return _adopt(array.view(BFLOAT16) if halves else array, device, stream)
+    if tensor.device.type != "cpu":
+        raise DeviceMismatchError(f"the tensor is on {tensor.device}")
+    array = tensor.numpy()
+    return device.put(array.view(BFLOAT16) if halves else array)
+
+
+def _to_torch(array: Any) -> Any:
+    """A host array as a tensor on the same memory."""
+    torch = sys.modules["torch"]
+    if array.dtype == BFLOAT16:
+        return torch.from_numpy(array.view(_INT16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+# ---- JAX -----------------------------------------------------------------------------------------
+
+
+def _from_jax(array: Any, device: Device) -> Buffer:
+    places = array.devices()
+    if len(places) != 1:
+        raise ValueError(f"the JAX array is spread over {len(places)} devices")
+    (place,) = places
+    if place.platform == "cpu":
+        return device.put(np.asarray(array))
+    if place.platform not in ("gpu", "cuda"):
+        raise DeviceMismatchError(f"the JAX array is on {place}")
+    # JAX shows no stream; its DLPack makes CuPy's current stream wait instead.
+    cupy = sys.modules["cupy"]
+    shared = cupy.from_dlpack(array)
+    return _adopt(shared, device, cupy.cuda.get_current_stream(shared.device.id))
+
+
+def _to_jax(array: Any) -> Any:
+    """A host array as a JAX array, on the same memory if JAX takes it."""
+    jax = sys.modules["jax"]
+    if array.dtype == BFLOAT16 or not array.flags.writeable:
+        return jax.numpy.asarray(array)
+    return jax.dlpack.from_dlpack(array)
+
+
+# ---- GPU memory ----------------------------------------------------------------------------------
+
+
+def _adopt(array: Any, device: Device, stream: Any) -> Buffer:
+    """A CuPy array as a Buffer on its own GPU; our queue waits for ``stream``."""
+    gpu = int(array.device.id)
+    if device.fabric.backend != "cuda":
+        raise DeviceMismatchError(f"the array is on GPU {gpu}, {device.name} is simulated")
+    near = [device, *device.mesh.devices]
+    home = next((each for each in near if each.physical == gpu), None)
+    if home is None:
+        raise DeviceMismatchError(f"the array is on GPU {gpu}, outside the mesh {device.mesh}")
+    handle = int(stream.cuda_stream if hasattr(stream, "cuda_stream") else stream.ptr)
+    contiguous = array if array.flags.c_contiguous else array.copy()
+    return home.adopt(contiguous, handle)
+
+
+def _from_gpu(buffer: Buffer, kind: Kind) -> Any:
+    """GPU memory as an array of ``kind``; the stream current in its library waits for ours."""
+    if kind == "numpy":
+        return buffer.numpy()
+    gpu = buffer.device.physical
+    cupy = sys.modules["cupy"]
+    if kind == "torch":
+        torch = sys.modules["torch"]
+        shared = buffer.device.release(buffer, torch.cuda.current_stream(gpu).cuda_stream)
+        if buffer.dtype == BFLOAT16:
+            return torch.from_dlpack(shared.view(_INT16)).view(torch.bfloat16)
+        return torch.from_dlpack(shared)
+    shared = buffer.device.release(buffer, cupy.cuda.get_current_stream(gpu).ptr)
+    if kind != "jax":
+        return shared
+    jax = sys.modules["jax"]
+    if buffer.dtype == BFLOAT16:
+        halves = jax.dlpack.from_dlpack(shared.view(_INT16))
+        return jax.lax.bitcast_convert_type(halves, jax.numpy.bfloat16)
+    return jax.dlpack.from_dlpack(shared)

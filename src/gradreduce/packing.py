@@ -162,7 +162,7 @@ def pack(
         plans: from ``plan_packing``.
         gradients: ``gradients[tensor][replica]``.
         devices: of the replicas.
-        consume: the gradients may be overwritten.
+        consume: the gradients may be overwritten, and what lies between them in a flat buffer.
 
     Returns:
         Flat buffers, in the order of ``plans``.

@@ -186,10 +186,8 @@ def _devices(device: Device | Mesh | None, initial_value: Any) -> Sequence[Devic
 def _wanted_dtype(initial_value: Any, dtype: Any, device: Device) -> DType:
     if dtype is not None:
         return as_dtype(dtype)
-    if is_array(initial_value):
-        return as_dtype(initial_value.dtype)
     found = to_buffer(initial_value, device).dtype
-    return as_dtype("float32") if found.kind == "f" else found
+    return as_dtype("float32") if found.kind == "f" and not is_array(initial_value) else found
 
 
 def _near(device: Device, source: Buffer) -> Buffer:

@@ -15,7 +15,7 @@ from meshes import (
 )
 
 import gradreduce as gr
-from gradreduce.device import as_dtype
+from gradreduce.device import Device, as_dtype
 
 ALGORITHMS = ("hierarchical_copy", "nccl")
 
@@ -88,6 +88,28 @@ def test_sums_in_the_accumulate_type_become_halves(mesh, num_packs, consume, hal
     )
     wanted = [hierarchical_sum(of_one, 3, out=half) for of_one in arrays]
     check(results, [*wanted, hierarchical_sum(arrays[0], 3)])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("dtypes", ["float32 float16", "float32 float32", "complex64 complex64"])
+def test_packs_and_slices_start_at_vector_boundaries(numpy_mesh, monkeypatch, dtypes, algorithm):
+    given, out = map(as_dtype, dtypes.split())
+    starts = []
+    launch = Device.launch
+
+    def noted(device, kernel, template, rows, *rest, **options):
+        starts.extend(operand.address for row in rows for operand in row)
+        launch(device, kernel, template, rows, *rest, **options)
+
+    monkeypatch.setattr(Device, "launch", noted)
+    for num_packs in (0, 1, 3, 7):
+        buffers = [
+            [device.zeros((size,), given) for device in numpy_mesh] for size in (33_333, 7, 1001)
+        ]
+        ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs)
+        ops.reduce_buffers(buffers, divisor=2, out_dtypes=[out] * 3)
+    assert starts
+    assert not any(start % 16 for start in starts)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)

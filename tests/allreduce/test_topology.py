@@ -145,11 +145,14 @@ def test_without_peers_no_launch_touches_another_device(make_jobs, placement, dt
 
 
 def test_without_peers_every_physical_device_adds_its_slice(make_jobs):
-    journal = journal_on((0, 0, 1, 1, 2), make_jobs, [LARGE], peer_access=False)
-    assert [record.device for record in launches_of(journal, "all_sum")] == [0, 2, 4]
-    # The other half of slices 0, 1 and 2 is added on its k-th replica, modulo its size:
-    # main 0 is first of (0, 1): 2; mains 2 and 4 are first and last of (2, 3, 4): 0, and 2 % 2.
-    assert [record.device for record in launches_of(journal, "add_n")] == [0, 2, 2, 0, 4, 0]
+    journal = journal_on((0, 1, 2, 3, 4), make_jobs, [LARGE], peer_access=False)
+    assert [record.device for record in launches_of(journal, "all_sum")] == [0, 1, 2, 3, 4]
+    # A main device that is the k-th of its half has the other half added by the k-th of that,
+    # modulo its size: the halves are (0, 1) and (2, 3, 4).
+    halves = [record.device for record in launches_of(journal, "add_n")]
+    assert list(zip(halves[::2], halves[1::2], strict=True)) == [
+        (0, 2), (1, 3), (2, 0), (3, 1), (4, 0),
+    ]  # fmt: skip
 
 
 def test_without_peers_small_packs_rotate_too(make_jobs):

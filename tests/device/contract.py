@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -32,8 +34,13 @@ BACKENDS = [
         for seed in range(4)
     ),
 ]
-# The same, where several physical devices are needed: a backend of GPUs is marked multi_gpu.
-BACKENDS_APART = BACKENDS
+on_gpus = partial(open_mesh, backend="cuda")
+# The same, where several physical devices are needed, and a collective library between them.
+BACKENDS_APART = [
+    *BACKENDS,
+    pytest.param(on_gpus, id="cuda", marks=(pytest.mark.multi_gpu(3), pytest.mark.nccl)),
+]
+BACKENDS = [*BACKENDS, pytest.param(on_gpus, id="cuda", marks=pytest.mark.gpu)]
 
 
 def data(shape, dtype=FLOAT, seed=0) -> np.ndarray:
@@ -42,6 +49,16 @@ def data(shape, dtype=FLOAT, seed=0) -> np.ndarray:
 
 def uploaded(device: Device, seed: int, shape=(SIZE,), dtype=FLOAT) -> Buffer:
     return device.upload(data(shape, dtype, seed))
+
+
+@contextmanager
+def in_order(device: Device) -> Iterator[None]:
+    """What is done to the backend's own arrays inside is done on the device's compute queue."""
+    if device.fabric.backend == "sim":
+        yield
+        return
+    with device.gpu, device.stream("compute"):
+        yield
 
 
 def adopted(device: Device, values: np.ndarray) -> Buffer:

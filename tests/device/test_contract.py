@@ -10,7 +10,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from device.contract import FLOAT, QUEUES, SIZE, add, adopted, data, uploaded
+from device.contract import FLOAT, QUEUES, SIZE, add, adopted, data, in_order, uploaded
 from exact import DTYPES, same
 from meshes import refused
 
@@ -48,9 +48,11 @@ def test_shapes_and_dtypes_are_checked(near):
         with pytest.raises(TypeError, match="dtype"):
             device.empty((3,), dtype)
     for array in (np.zeros(3, bool), np.zeros(3, ">f4")):
-        for call in (device.upload, device.put, device.adopt):
+        for call in (device.upload, device.put):
             with pytest.raises(TypeError, match="dtype"):
                 call(array)
+        with pytest.raises((TypeError, DeviceMismatchError)):  # a GPU adopts no host array at all
+            device.adopt(array)
 
 
 @pytest.mark.parametrize("queue", QUEUES)
@@ -94,6 +96,17 @@ def test_put_shares_an_array_that_is_in_one_piece(near):
             assert same(buffer.numpy(), array)
 
 
+def test_what_is_put_may_be_changed_at_once_where_work_is_queued(near):
+    device = near.devices[0]
+    array = data((SIZE,))
+    buffer, out = device.put(array), device.empty((SIZE,), FLOAT)
+    add(device, out, buffer)
+    if device.defers:
+        array[...] = 3
+    assert same(out.numpy(), data((SIZE,)))
+    assert same(buffer.numpy(), data((SIZE,)))
+
+
 @pytest.mark.parametrize("cut", [np.s_[::2], np.s_[:, 1:3], np.s_[::-1]], ids=str)
 def test_put_copies_an_array_in_pieces_and_leaves_it_alone(near, cut):
     whole = data((6, 8))
@@ -120,11 +133,12 @@ def test_adopted_memory_is_shared(near):
     buffer = device.adopt(theirs)
     assert (buffer.device, buffer.shape, buffer.dtype) == (device, (5, 7), FLOAT)
     assert same(buffer.numpy(), data((5, 7), seed=1))
-    theirs[...] = 3
-    assert (buffer.numpy() == 3).all()
-    add(device, buffer, buffer, buffer)
-    device.synchronize()
-    assert (theirs == 6).all()
+    with in_order(device):
+        theirs[...] = 3
+        assert (buffer.numpy() == 3).all()
+        add(device, buffer, buffer, buffer)
+        device.synchronize()
+        assert (theirs == 6).all()
 
 
 def test_what_is_downloaded_is_a_copy(near):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from device.contract import BACKENDS_APART, FLOAT, SIZE, data, uploaded
+from device.contract import BACKENDS_APART, FLOAT, SIZE, data, on_gpus, uploaded
 from exact import DTYPES, FLOATS, exact_data, random_data, same
 from meshes import refused
 
@@ -36,6 +36,10 @@ def on_each(mesh: Mesh, values) -> list[Buffer]:
 def test_all_reduce_makes_every_buffer_the_sum(mesh, dtype, size):
     terms = terms_of(dtype, size)
     buffers = on_each(mesh, terms)
+    if mesh.backend == "cuda" and dtype in ("int16", "uint16"):
+        with refused(mesh, CollectiveError, f"NCCL has no sum of {dtype}"):
+            mesh.collective.all_reduce(buffers)
+        return
     with mesh.journal() as journal:
         mesh.collective.all_reduce(buffers)
     wanted = terms[0] + terms[1] + terms[2]
@@ -250,5 +254,30 @@ def test_buffers_of_two_meshes_change_nothing(reopen_apart):
 
 
 def test_what_is_not_there_yet_says_so(mesh):
-    with pytest.raises(NotImplementedError, match="op='max'"):
-        mesh.collective.all_reduce(on_each(mesh, terms_of(FLOAT)), "max")
+    buffers = on_each(mesh, terms_of(FLOAT))
+    with pytest.raises((NotImplementedError, CollectiveError), match="op='median'"):
+        mesh.collective.all_reduce(buffers, "median")
+    if mesh.backend == "sim":
+        with pytest.raises(NotImplementedError, match="op='max'"):
+            mesh.collective.all_reduce(buffers, "max")
+
+
+@pytest.mark.multi_gpu(3)
+@pytest.mark.nccl
+@pytest.mark.parametrize("dtype", ["int32", "float16", "uint8", "complex64", "int16"])
+def test_nccl_multiplies_and_compares_what_it_can(dtype):
+    terms = [np.array(values, dtype) for values in ([1, 2], [3, 1], [2, 2])]
+    with on_gpus(3) as mesh:
+        for op, wanted in {"prod": [6, 4], "max": [3, 2], "min": [1, 1]}.items():
+            buffers = on_each(mesh, terms)
+            if dtype in ("complex64", "int16"):
+                with refused(mesh, CollectiveError, f"no {op} of {dtype}"):
+                    mesh.collective.all_reduce(buffers, op)
+                continue
+            mesh.collective.all_reduce(buffers, op)
+            for buffer in buffers:
+                assert same(buffer.numpy(), np.array(wanted, dtype))
+        if dtype == "int32":
+            buffers = on_each(mesh, [np.array([-1], dtype)] * 3)
+            mesh.collective.all_reduce(buffers, "max")
+            assert buffers[0].numpy() == -1

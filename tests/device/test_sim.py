@@ -104,6 +104,21 @@ def test_released_memory_is_not_used_again_while_its_array_lives(mesh):
     assert address in {buffer.address for buffer in held}
 
 
+def test_parked_memory_comes_back_when_the_queues_that_used_it_have_passed():
+    with simulated(1, schedule_seed=0) as mesh:  # nothing runs before the host waits
+        (device,) = mesh.devices
+        out, source = device.empty((SIZE,), FLOAT), uploaded(device, 1)
+        device.copy(out, source, queue="transfer")
+        address = source.address
+        del source
+        early = [device.empty((SIZE,), FLOAT) for _ in range(3)]
+        assert address not in {buffer.address for buffer in early}
+        num_grown = device._pool.grown
+        mesh.synchronize()
+        assert device.empty((SIZE,), FLOAT).address == address
+        assert device._pool.grown == num_grown
+
+
 def test_a_dying_block_takes_no_lock(mesh):
     """The collector may run in the thread that holds the pool's lock."""
     device = mesh.devices[0]

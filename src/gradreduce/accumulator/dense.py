@@ -17,7 +17,7 @@ from gradreduce.device import (
     as_dtype,
     default_mesh,
 )
-from gradreduce.interop import from_buffer
+from gradreduce.interop import as_result_kind, from_buffer
 from gradreduce.ops import prepare_accumulate_n, prepare_add_n, prepare_all_sum
 from gradreduce.values import Mirrored
 from gradreduce.variables import Variable
@@ -225,7 +225,12 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         return apply_grads([self], [grad], local_step, cast=cast)
 
     def take_grad(
-        self, num_required: int, name: str | None = None, *, timeout: float | None = None
+        self,
+        num_required: int,
+        name: str | None = None,
+        *,
+        timeout: float | None = None,
+        as_kind: str | None = None,
     ) -> Any:
         """Blocks until ``num_required`` gradients are in, then hands out their mean or sum.
 
@@ -236,6 +241,8 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             num_required: at least 1.
             name: ignored; TensorFlow's name of the operation.
             timeout: seconds to wait; None for ever.
+            as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the
+                result is instead of the kind of the first gradient.
 
         Returns:
             An array of the kind of the first gradient in it, on the accumulator's device; over a
@@ -246,7 +253,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             DeadlineExceededError: the time ran out; nothing was taken.
             CancelledError: the accumulator was closed.
         """
-        return take_grads([self], num_required, timeout=timeout)[0]
+        return take_grads([self], num_required, timeout=timeout, as_kind=as_kind)[0]
 
 
 def apply_grads(
@@ -291,6 +298,7 @@ def take_grads(
     num_required: int,
     *,
     timeout: float | None = None,
+    as_kind: str | None = None,
 ) -> list[Any]:
     """Takes from all accumulators together, when each holds ``num_required`` gradients.
 
@@ -301,6 +309,7 @@ def take_grads(
         accumulators: each at most once.
         num_required: of each, at least 1.
         timeout: seconds to wait; None for ever.
+        as_kind: as there.
 
     Returns:
         One gradient for each accumulator, as ``ConditionalAccumulator.take_grad`` gives it.
@@ -312,11 +321,12 @@ def take_grads(
         CancelledError: an accumulator was closed.
     """
     required, limit = as_required(num_required), as_timeout(timeout)
+    as_result_kind(as_kind, "native")  # a wrong name must not cost a gradient
     check_together([each.accumulator_ref for each in accumulators])
     ticket = Ticket(tuple(each.accumulator_ref for each in accumulators), required)
     join(ticket)
     await_ticket(ticket, limit)
-    return _handed_out(ticket)
+    return _handed_out(ticket, as_kind)
 
 
 def take_now(accumulators: Sequence[ConditionalAccumulator], num_required: int) -> list[Any] | None:
@@ -338,10 +348,11 @@ def take_now(accumulators: Sequence[ConditionalAccumulator], num_required: int) 
     return _handed_out(ticket)
 
 
-def _handed_out(ticket: Ticket) -> list[Any]:
+def _handed_out(ticket: Ticket, as_kind: str | None = None) -> list[Any]:
     """The taken Buffers as what callers get."""
     given: list[Any] = []
-    for state, buffers, kind in zip(ticket.states, ticket.taken, ticket.kinds, strict=True):
+    for state, buffers, first in zip(ticket.states, ticket.taken, ticket.kinds, strict=True):
+        kind = as_result_kind(as_kind, first)
         if not buffers:
             given.append(None)
         elif state.over_mesh:

@@ -38,9 +38,11 @@ def arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
         kind, parts = grad.kind, _replicas(state, grad, cast)
     else:
         kind = kind_of(grad)
-        if is_array(grad):
+        if is_array(grad) and kind in ("native", "buffer"):
             _check_dtype(state, grad.dtype, cast)
         parts = (_placed(state, grad),)
+        if is_array(grad):  # a dtype of another library is known when it has come in
+            _check_dtype(state, parts[0][1].dtype, cast)
     for _, buffer in parts:
         if state.shape is not None and not compatible(buffer.shape, state.shape):
             raise ValueError(f"Shapes {buffer.shape} and {state.shape} are incompatible")

@@ -106,7 +106,7 @@ class AccumulatorState:
         self.num_dropped = 0
         self.sum_shape: tuple[int, ...] | None = None
         self.totals: list[Buffer | None] = [None] * len(devices)
-        self.kind: Kind = "numpy"
+        self.kind: Kind = "native"
         self.queue: deque[Ticket] = deque()
         self.closed = False
 

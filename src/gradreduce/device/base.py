@@ -108,6 +108,7 @@ class Device(ABC):
         self.fabric.check_open()
         if buffer.device is not self:
             raise DeviceMismatchError(f"{self.name} cannot release {buffer}")
+        self._before_write(buffer, "compute")  # whoever gets the array may write it
         return self._release(buffer, stream)
 
     @abstractmethod

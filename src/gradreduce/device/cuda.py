@@ -8,6 +8,7 @@ pool knows one stream for each block and has no ``record_stream``.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -79,11 +80,19 @@ class CudaDevice(Device):
             self._pool = cupy.cuda.MemoryPool()
         self._max_blocks = BLOCKS_PER_PROCESSOR * int(self.gpu.attributes["MultiProcessorCount"])
         self._tables = Tables(self._max_blocks)
+        # Pinned memory and the event behind the copy that reads it; pinned memory that is dropped
+        # is handed out again at once.
         self._staging: deque[tuple[Any, Any]] = deque()
+        self._staging_lock = threading.Lock()
 
     def stream(self, queue: Queue = "compute") -> Any:
         """The CuPy stream of a queue."""
         return self._streams[queue]
+
+    def close(self) -> None:
+        """The host waits for what is queued: memory that work still uses must not go elsewhere."""
+        self._synchronize()
+        self.drain()
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -110,13 +119,19 @@ class CudaDevice(Device):
         return cupy.ndarray(buffer.shape, buffer.dtype, cupy.cuda.MemoryPointer(memory, 0))
 
     def put(self, array: Any) -> Buffer:
-        """See ``Device.put``: a host array is copied, a CuPy array on this GPU is shared."""
-        if isinstance(array, cupy.ndarray):
-            current = cupy.cuda.get_current_stream(array.device.id)
-            if array.device.id == self.physical and array.flags.c_contiguous:
-                return self.adopt(array, current.ptr)
-            raise DeviceMismatchError(f"{self.name} cannot share {array.device} or a strided array")
-        return self.upload(np.asarray(array))
+        """See ``Device.put``: a CuPy array of this GPU is shared if contiguous, else copied.
+
+        In the order of CuPy's current stream. A host array is copied.
+
+        Raises:
+            DeviceMismatchError: the array is on another GPU.
+        """
+        if not isinstance(array, cupy.ndarray):
+            return self.upload(np.asarray(array))
+        if array.device.id == self.physical and not array.flags.c_contiguous:
+            with self.gpu:
+                array = cupy.ascontiguousarray(array)
+        return self.adopt(array, cupy.cuda.get_current_stream(array.device.id).ptr)
 
     def _allocate(self, nbytes: int) -> Block:
         self.drain()
@@ -150,9 +165,10 @@ class CudaDevice(Device):
             runtime.memcpyAsync(
                 dst.address, pinned.ptr, dst.nbytes, runtime.memcpyHostToDevice, stream.ptr
             )
-            self._staging.append((pinned, self._event(stream)))
-        while self._staging and self._staging[0][1].done:
-            self._staging.popleft()
+            with self._staging_lock:
+                self._staging.append((pinned, self._event(stream)))
+                while self._staging and self._staging[0][1].done:
+                    self._staging.popleft()
 
     def _download(self, buffer: Buffer) -> np.ndarray:
         host = np.empty(buffer.shape, buffer.dtype)

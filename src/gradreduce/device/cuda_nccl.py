@@ -6,8 +6,9 @@ Drives ``cupy.cuda.nccl`` directly: ``cupyx.distributed`` knows no bfloat16 and 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from gradreduce.errors import BackendUnavailableError, CollectiveError, DeviceMismatchError
@@ -15,7 +16,6 @@ from gradreduce.errors import BackendUnavailableError, CollectiveError, DeviceMi
 from .collective import Collective
 from .cuda import CudaDevice
 from .dtypes import element_of
-from .journal import Record
 from .memory import Buffer
 
 __all__ = ["NcclCollective"]
@@ -34,117 +34,203 @@ _OPS = {"sum": "NCCL_SUM", "prod": "NCCL_PROD", "max": "NCCL_MAX", "min": "NCCL_
 ABORT_SECONDS = 10.0
 
 
-class NcclCollective(Collective):
-    """One communicator for each physical device of a mesh, made at the first call.
+@dataclass(frozen=True)
+class _Call:
+    """One collective, not yet sent.
 
-    Args:
-        physicals: the GPUs, in the order of their ranks.
+    Attributes:
+        name: of the collective, for the journal.
+        method: of a communicator.
+        buffers: whose devices are the ranks, in order; also keeps their memory.
+        arguments: of each rank, all but the stream.
+    """
+
+    name: str
+    method: str
+    buffers: tuple[Buffer, ...]
+    arguments: tuple[tuple[int, ...], ...]
+
+    @property
+    def physicals(self) -> tuple[int, ...]:
+        return tuple(buffer.device.physical for buffer in self.buffers)
+
+
+class _Open(threading.local):
+    """The calls of a thread's open group; None outside of any."""
+
+    calls: list[_Call] | None = None
+
+
+class NcclCollective(Collective):
+    """One communicator for each physical device of a call, made at the first such call.
+
+    A group's calls are kept until it ends and sent together: communicators that are made inside
+    an NCCL group are not ready before it ends, and a block that raises must have sent nothing.
 
     Raises:
         BackendUnavailableError: CuPy finds no libnccl; the text names the wheel to install.
     """
 
-    def __init__(self, physicals: Sequence[int]) -> None:
+    def __init__(self) -> None:
         self._nccl = _nccl()
-        self._physicals = tuple(physicals)
         self._lock = threading.Lock()
-        self._communicators: dict[int, Any] = {}
-        self._depth = threading.local()
+        # GPUs in the order of their ranks -> their communicators
+        self._cliques: dict[tuple[int, ...], list[Any]] = {}
+        self._open = _Open()
 
     def all_reduce(self, buffers: Sequence[Buffer], op: str = "sum") -> None:
-        """See ``Collective.all_reduce``."""
+        """See ``Collective.all_reduce``; complex products, maxima and minima there are none.
+
+        Raises:
+            CollectiveError: beside the others: NCCL has no such operation, or not for this dtype.
+        """
         if op not in _OPS:
             raise CollectiveError(f"all_reduce: op={op!r} is not one of {list(_OPS)}")
         self._check("all_reduce", buffers, buffers)
+        count, kind = self._typed(buffers[0], op)
         number = getattr(self._nccl, _OPS[op])
-        with self.group():
-            for buffer in buffers:
-                count, kind = self._typed(buffer)
-                self._call(
-                    "all_reduce", buffer, "allReduce",
-                    buffer.address, buffer.address, count, kind, number,
-                )  # fmt: skip
+        self._add(
+            "all_reduce",
+            "allReduce",
+            buffers,
+            [(buffer.address, buffer.address, count, kind, number) for buffer in buffers],
+        )
 
     def broadcast(self, buffers: Sequence[Buffer], root: int) -> None:
         """See ``Collective.broadcast``."""
         self._check_broadcast(buffers, root)
-        rank = self._physicals.index(buffers[root].device.physical)
-        with self.group():
-            for buffer in buffers:
-                count, kind = self._typed(buffer)
-                self._call(
-                    "broadcast", buffer, "broadcast",
-                    buffer.address, buffer.address, count, kind, rank,
-                )  # fmt: skip
+        count, kind = self._as_bytes(buffers[0])
+        self._add(
+            "broadcast",
+            "broadcast",
+            buffers,
+            [(buffer.address, buffer.address, count, kind, root) for buffer in buffers],
+        )
 
     def all_gather(self, outputs: Sequence[Buffer], inputs: Sequence[Buffer]) -> None:
         """See ``Collective.all_gather``."""
         self._check_gather(outputs, inputs)
-        with self.group():
-            for out, buffer in zip(outputs, inputs, strict=True):
-                count, kind = self._typed(buffer)
-                self._call(
-                    "all_gather", buffer, "allGather", buffer.address, out.address, count, kind
-                )
+        count, kind = self._as_bytes(inputs[0])
+        addresses = [(of.address, to.address) for to, of in zip(outputs, inputs, strict=True)]
+        self._add(
+            "all_gather",
+            "allGather",
+            inputs,
+            [(source, target, count, kind) for source, target in addresses],
+        )
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """One NCCL group; nests. Without it a single process that drives many GPUs deadlocks."""
-        self._run("groupStart", self._nccl.groupStart)
+        """Calls inside are sent as one NCCL group when the outermost block ends; nests."""
+        if self._open.calls is not None:
+            yield
+            return
+        calls: list[_Call] = []
+        self._open.calls = calls
         try:
             yield
         finally:
-            self._run("groupEnd", self._nccl.groupEnd)
+            self._open.calls = None
+        self._send(calls)
 
     def close(self) -> None:
         """Ends the communicators, off the caller's thread: NCCL's abort can hang."""
         with self._lock:
-            communicators, self._communicators = list(self._communicators.values()), {}
-        if not communicators:
+            cliques, self._cliques = list(self._cliques.values()), {}
+        if not cliques:
             return
 
         def abort() -> None:
-            for communicator in communicators:
-                communicator.abort()
+            for communicators in cliques:
+                for communicator in communicators:
+                    communicator.abort()
 
         worker = threading.Thread(target=abort, name="gradreduce-nccl-abort", daemon=True)
         worker.start()
         worker.join(ABORT_SECONDS)
 
-    def _typed(self, buffer: Buffer) -> tuple[int, int]:
-        """Count and NCCL type of a buffer as its elements: complex as pairs."""
-        element = element_of(buffer.dtype)
-        name = _TYPES.get(element.name)
-        if name is None:
-            raise CollectiveError(f"NCCL knows no {buffer.dtype}")
-        return buffer.size * element.lanes, getattr(self._nccl, name)
+    # -- sending ----------------------------------------------------------------------------------
 
-    def _call(self, name: str, buffer: Buffer, method: str, *arguments: int) -> None:
-        device = buffer.device
-        if not isinstance(device, CudaDevice):
-            raise DeviceMismatchError(f"{buffer} does not lie on a GPU")
-        communicator = self._communicator(device.physical)
-        with device.gpu:
-            call = getattr(communicator, method)
-            self._run(name, call, *arguments, device.stream("compute").ptr)
-        recorder = device.fabric.recorder
-        if recorder.recording:
-            recorder.add(Record("collective", name, device.index, nbytes=buffer.nbytes))
+    def _add(
+        self,
+        name: str,
+        method: str,
+        buffers: Sequence[Buffer],
+        arguments: Sequence[tuple[int, ...]],
+    ) -> None:
+        call = _Call(name, method, tuple(buffers), tuple(arguments))
+        if self._open.calls is None:
+            self._send([call])
+        else:
+            self._open.calls.append(call)
 
-    def _communicator(self, physical: int) -> Any:
-        with self._lock:
-            if not self._communicators:
-                made = self._run(
-                    "initAll", self._nccl.NcclCommunicator.initAll, list(self._physicals)
-                )
-                self._communicators = dict(zip(self._physicals, made, strict=True))
-            return self._communicators[physical]
+    def _send(self, calls: Sequence[_Call]) -> None:
+        """One NCCL group. Without it a single process that drives many GPUs deadlocks."""
+        if not calls:
+            return
+        with self._lock:  # every GPU sees the groups of all threads in one order
+            for call in calls:
+                self._make_clique(call.physicals)
+            self._run("groupStart", self._nccl.groupStart)
+            try:
+                for call in calls:
+                    self._call(call)
+            finally:
+                self._run("groupEnd", self._nccl.groupEnd)
+        for call in calls:
+            self._record(call.name, call.buffers)
 
-    def _run(self, name: str, call: Any, *arguments: Any) -> Any:
+    def _call(self, call: _Call) -> None:
+        communicators = self._cliques[call.physicals]
+        for communicator, buffer, arguments in zip(
+            communicators, call.buffers, call.arguments, strict=True
+        ):
+            device = cuda_device(buffer)
+            with device.gpu:
+                stream = device.stream("compute").ptr
+                self._run(call.name, getattr(communicator, call.method), *arguments, stream)
+
+    def _make_clique(self, physicals: tuple[int, ...]) -> None:
+        if physicals not in self._cliques:
+            make = self._nccl.NcclCommunicator.initAll
+            self._cliques[physicals] = self._run("initAll", make, list(physicals))
+
+    def _run(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return call(*arguments)
         except self._nccl.NcclError as error:
             raise CollectiveError(f"NCCL {name}: {error}") from error
+
+    # -- dtypes -----------------------------------------------------------------------------------
+
+    def _typed(self, buffer: Buffer, op: str) -> tuple[int, int]:
+        """Count and NCCL type of a buffer as its elements: complex as pairs, int as unsigned.
+
+        Both are right for a sum alone.
+        """
+        cuda_device(buffer)
+        element = element_of(buffer.dtype)
+        name = _TYPES.get(element.name)
+        if op != "sum" and element.viewed is not None:
+            signed = buffer.dtype.kind == "i" and op != "prod"
+            name = None if element.lanes > 1 else name
+            if signed and name is not None:
+                name = name.replace("UINT", "INT")
+        if name is None:
+            raise CollectiveError(f"NCCL has no {op} of {buffer.dtype}")
+        return buffer.size * element.lanes, getattr(self._nccl, name)
+
+    def _as_bytes(self, buffer: Buffer) -> tuple[int, int]:
+        """Count and NCCL type for what moves and is not added: any dtype will do."""
+        cuda_device(buffer)
+        return buffer.nbytes, self._nccl.NCCL_UINT8
+
+
+def cuda_device(buffer: Buffer) -> CudaDevice:
+    """The GPU device that ``buffer`` lies on."""
+    if not isinstance(buffer.device, CudaDevice):
+        raise DeviceMismatchError(f"{buffer} does not lie on a GPU")
+    return buffer.device
 
 
 def _nccl() -> Any:

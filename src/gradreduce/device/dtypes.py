@@ -70,6 +70,8 @@ def as_dtype(dtype: DTypeLike) -> np.dtype:
         TypeError: not a dtype (None is none), not in native byte order, or one that cannot be
             added (bool, strings, objects, dates).
     """
+    if isinstance(dtype, np.dtype) and dtype in _ELEMENT_OF:
+        return dtype
     if dtype is None:  # NumPy takes it for float64
         raise TypeError("dtype=None names no NumPy dtype")
     try:

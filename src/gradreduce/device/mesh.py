@@ -253,7 +253,13 @@ def _open_cuda(devices: int | Sequence[int] | None) -> Mesh:
     made = [cuda.CudaDevice(fabric, index, gpu) for index, gpu in enumerate(placement)]
     collective = cache(cuda_nccl.NcclCollective)
 
+    opened_by = os.getpid()
+
     def close() -> None:
+        if os.getpid() != opened_by:
+            return  # nothing of CUDA works in a forked child
+        for device in made:
+            device.close()
         if collective.cache_info().currsize:
             collective().close()
 

@@ -77,11 +77,12 @@ class SimDevice(Device):
             raise DeviceMismatchError(f"{self.name} holds host arrays, not {type(array).__name__}")
         array = np.asarray(array)  # no subclass: np.matrix has no flat view
         dtype = as_dtype(array.dtype)
-        if not (array.flags.c_contiguous and array.flags.aligned):
+        flags = array.flags
+        if not (flags.c_contiguous and flags.aligned):
             raise ValueError("an adopted array must be contiguous in C order and aligned")
-        address = array.__array_interface__["data"][0]
-        writable = bool(array.flags.writeable)
-        block = Block(self, array, address, array.nbytes, owned=False, writable=writable)
+        address, read_only = array.__array_interface__["data"]
+        nbytes, writable = array.nbytes, not read_only
+        block = Block(self, array, address, nbytes, owned=False, writable=writable)
         return Buffer(block, 0, array.shape, dtype, array)
 
     def _release(self, buffer: Buffer, stream: int | None) -> np.ndarray:
@@ -93,10 +94,12 @@ class SimDevice(Device):
 
         Copied too where work is deferred: its owner may change it as soon as the call returns.
         """
+        self.fabric.check_open()
         array = np.asarray(array)
+        flags = array.flags
+        if flags.c_contiguous and flags.aligned and not self.defers:
+            return self._adopt(array, None)
         as_dtype(array.dtype)
-        if array.flags.c_contiguous and array.flags.aligned and not self.defers:
-            return self.adopt(array)
         return self.upload(array)
 
     def array(self, buffer: Buffer) -> np.ndarray:

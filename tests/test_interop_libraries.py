@@ -1,0 +1,214 @@
+"""PyTorch's and JAX's own arrays through the door and through every public call, on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+
+import numpy as np
+import pytest
+from exact import exact_data, same
+
+import gradreduce as gr
+from gradreduce.device import as_dtype, open_mesh
+from gradreduce.interop import from_buffer, kind_of, to_buffer
+
+TORCH = pytest.param("torch", marks=pytest.mark.torch)
+JAX = pytest.param("jax", marks=pytest.mark.jax)
+SHAPES = [(), (1,), (0,), (3, 5), (2, 0, 3), (1000,)]
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    with open_mesh(2, backend="sim", strict=True) as opened:
+        yield opened
+
+
+@pytest.fixture
+def device(mesh):
+    return mesh.devices[1]
+
+
+class Library:
+    """What a test needs of a library: arrays from NumPy's and back, by the library's own means."""
+
+    def __init__(self, name):
+        self.name = name
+        self.module = importlib.import_module("jax.numpy" if name == "jax" else name)
+
+    def dtypes(self):
+        common = ["float16", "bfloat16", "float32", "int8", "uint8", "int16", "int32", "complex64"]
+        wide = ["float64", "int64", "complex128"]  # JAX has them only in its x64 mode
+        return common + (wide if self.name == "torch" else [])
+
+    def array(self, array):
+        if self.name == "jax":
+            return self.module.asarray(array)
+        if array.dtype == as_dtype("bfloat16"):
+            return self.module.from_numpy(array.view(np.int16).copy()).view(self.module.bfloat16)
+        return self.module.from_numpy(array.copy())
+
+    def numpy(self, array):
+        if self.name == "torch" and array.dtype is self.module.bfloat16:
+            return array.view(self.module.int16).numpy().view(as_dtype("bfloat16"))
+        return np.asarray(array)
+
+    def address(self, array):
+        return array.data_ptr() if self.name == "torch" else array.unsafe_buffer_pointer()
+
+
+@pytest.fixture(params=[TORCH, JAX])
+def library(request):
+    return Library(request.param)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_round_trip_keeps_shape_dtype_and_values(library, device, shape):
+    for dtype in library.dtypes():
+        values = np.asarray(exact_data(shape, as_dtype(dtype)))
+        theirs = library.array(values)
+        assert kind_of(theirs) == library.name
+        buffer = to_buffer(theirs, device)
+        assert (buffer.shape, buffer.dtype, buffer.device) == (shape, as_dtype(dtype), device)
+        assert same(buffer.numpy(), values)
+        own = device.upload(values)
+        back = from_buffer(own, library.name)
+        assert kind_of(back) == library.name
+        assert tuple(back.shape) == shape
+        assert same(library.numpy(back), values)
+
+
+def test_nothing_is_copied_on_the_way_in(library, device):
+    for dtype in library.dtypes():
+        theirs = library.array(np.arange(64).astype(as_dtype(dtype)))
+        assert to_buffer(theirs, device).address == library.address(theirs), dtype
+
+
+def test_nothing_is_copied_on_the_way_out(library, device):
+    for dtype in library.dtypes():
+        own = device.upload(np.arange(64).astype(as_dtype(dtype)))
+        shared = library.address(from_buffer(own, library.name)) == own.address
+        assert shared == (library.name == "torch" or dtype != "bfloat16"), dtype
+
+
+def test_an_array_that_went_out_keeps_its_memory(library, device):
+    own = device.upload(np.full(5000, 3, np.float32))
+    theirs = from_buffer(own, library.name)
+    del own
+    for _ in range(3):
+        device.upload(np.full(5000, 9, np.float32))
+    assert (library.numpy(theirs) == 3).all()
+
+
+@pytest.mark.torch
+def test_tensors_that_are_no_plain_arrays(device):
+    torch = Library("torch").module
+    needing = torch.zeros(3, requires_grad=True)
+    with pytest.raises(ValueError, match=r"pass tensor\.detach\(\)"):
+        to_buffer(needing, device)
+    assert to_buffer(needing.detach(), device).address == needing.data_ptr()
+    with pytest.raises(ValueError, match=r"pass tensor\.detach\(\)"):
+        to_buffer(torch.nn.Parameter(torch.zeros(3)), device)
+    with pytest.raises(TypeError, match=r"layout torch\.sparse_coo"):
+        to_buffer(torch.eye(3).to_sparse(), device)
+    with pytest.raises(TypeError, match="cannot be added"):
+        to_buffer(torch.zeros(3, dtype=torch.bool), device)
+    conjugate = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    assert same(to_buffer(conjugate, device).numpy(), np.array([1 - 2j, 3 + 1j], np.complex64))
+
+
+@pytest.mark.torch
+def test_a_strided_tensor_is_copied_and_unchanged(device):
+    torch = Library("torch").module
+    tensor = torch.arange(12.0).reshape(3, 4).T
+    buffer = to_buffer(tensor, device)
+    assert buffer.block.owned
+    assert same(buffer.numpy(), np.arange(12, dtype=np.float32).reshape(3, 4).T)
+    assert tensor.stride() == (1, 4)
+
+
+@pytest.mark.torch
+def test_a_meta_tensor_is_on_no_device(device):
+    torch = Library("torch").module
+    with pytest.raises(gr.errors.DeviceMismatchError, match="the tensor is on meta"):
+        to_buffer(torch.zeros(3, device="meta"), device)
+
+
+@pytest.mark.jax
+def test_jax_arrays_are_read_only_inputs(device):
+    theirs = Library("jax").array(np.zeros(3, np.float32))
+    buffer = to_buffer(theirs, device)
+    assert not buffer.block.writable
+    with pytest.raises(ValueError, match="read-only"):
+        device.upload(np.ones(3, np.float32), out=buffer)
+    assert same(np.asarray(from_buffer(buffer, "jax")), np.zeros(3, np.float32))
+
+
+@pytest.mark.jax
+def test_a_traced_array_is_no_array(device):
+    jax = importlib.import_module("jax")
+
+    def traced(x):
+        to_buffer(x, device)
+        return x
+
+    with pytest.raises(TypeError):
+        jax.jit(traced)(Library("jax").array(np.zeros(3, np.float32)))
+
+
+def terms(library, seeds=(1, 2, 3)):
+    return [library.array(np.full((2, 3), seed, np.float32)) for seed in seeds]
+
+
+def test_results_are_of_the_kind_of_the_first_array(library, mesh, monkeypatch):
+    monkeypatch.setattr("gradreduce.device.mesh._default", [mesh])
+    inputs = terms(library)
+    expected = np.full((2, 3), 6, np.float32)
+    for result in (
+        gr.add_n(inputs),
+        gr.accumulate_n(inputs),
+        gr.aggregate(inputs, 1),
+        gr.add_n([inputs[0], np.full((2, 3), 2, np.float32), inputs[2]]),
+    ):
+        assert kind_of(result) == library.name
+        assert same(library.numpy(result), expected)
+    assert isinstance(gr.add_n(inputs, as_kind="numpy"), np.ndarray)
+    assert isinstance(gr.add_n(inputs, as_kind="buffer"), gr.Buffer)
+    given = [np.full(2, 1.5, np.float32), np.full(2, 1.5, np.float32)]
+    assert kind_of(gr.add_n(given, as_kind=library.name)) == library.name
+
+
+def test_an_all_reduce_gives_the_same_nesting_back(library, mesh):
+    grads = [{"w": term, "b": term[0]} for term in terms(library, (1, 3))]
+    for ops in (gr.HierarchicalCopyAllReduce(mesh=mesh), gr.NcclAllReduce(mesh=mesh)):
+        for entry in ops.all_reduce(grads):
+            assert list(entry) == ["w", "b"]
+            assert kind_of(entry["w"]) == library.name
+            assert same(library.numpy(entry["w"]), np.full((2, 3), 2, np.float32))
+        assert isinstance(ops.all_reduce(grads, as_kind="numpy")[0]["b"], np.ndarray)
+    value = gr.PerReplica(terms(library, (1, 3)), mesh)
+    reduced = gr.NcclAllReduce().reduce(gr.ReduceOp.SUM, value, value)
+    assert kind_of(reduced.primary) == library.name
+    as_numpy = gr.NcclAllReduce().reduce(gr.ReduceOp.SUM, value, value, as_kind="numpy")
+    assert isinstance(as_numpy.primary, np.ndarray)
+
+
+def test_an_accumulator_hands_out_the_kind_of_its_first_gradient(library, mesh):
+    accumulator = gr.ConditionalAccumulator("float32", device=mesh.devices[0])
+    accumulator.apply_grad(terms(library)[0])
+    accumulator.apply_grad(np.full((2, 3), 3, np.float32))
+    mean = accumulator.take_grad(2)
+    assert kind_of(mean) == library.name
+    assert same(library.numpy(mean), np.full((2, 3), 2, np.float32))
+    accumulator.apply_grad(np.full((2, 3), 3, np.float32), local_step=1)
+    assert isinstance(accumulator.take_grad(1), np.ndarray)  # the next one starts anew
+    accumulator.apply_grad(terms(library)[0], local_step=2)
+    assert isinstance(accumulator.take_grad(1, as_kind="numpy"), np.ndarray)
+
+
+def test_a_step_takes_their_gradients(library, mesh):
+    variable = gr.Variable(terms(library)[0], device=mesh)
+    step = gr.SyncStep(
+        [variable], gr.GradientDescentOptimizer(0.5), gr.HierarchicalCopyAllReduce(mesh=mesh)
+    )
+    assert step([[terms(library)], [terms(library, (2, 2, 6))]])
+    assert same(variable.numpy(), np.full((2, 3), 1 - 0.5 * 8, np.float32))
