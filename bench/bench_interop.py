@@ -1,0 +1,63 @@
+"""What the door costs: one array in and out, beside the library's own conversion.
+
+Budgets: 5 us an array, in and out, for NumPy and PyTorch; for JAX 1.2 times JAX's own conversion.
+Libraries that are not installed are left out, visibly.
+
+    python bench/bench_interop.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import timeit
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import gradreduce as gr
+from gradreduce.interop import from_buffer, to_buffer
+
+REPEATS = 9
+
+
+def microseconds(call: Callable[[], Any], number: int) -> float:
+    """The best of several loops: what the call costs when nothing disturbs it."""
+    return min(timeit.repeat(call, number=number, repeat=REPEATS)) / number * 1e6
+
+
+def measure(kind: str, array: Any, own: Callable[[Any], Any], number: int) -> None:
+    mesh = gr.open_mesh(1, backend="sim")
+    device = mesh.devices[0]
+    result = device.upload(np.zeros(100, np.float32))  # what goes out is our own memory
+    ours = microseconds(lambda: to_buffer(array, device), number)
+    ours += microseconds(lambda: from_buffer(result, kind), number)
+    theirs = microseconds(lambda: own(array), number)
+    print(f"{kind:8} {ours:8.2f} us in and out   own conversion {theirs:8.2f} us   "
+          f"ratio {ours / theirs:5.2f}")  # fmt: skip
+
+
+def main() -> None:
+    host = np.zeros(100, np.float32)
+    measure("numpy", host, np.asarray, 20_000)
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        measure("torch", torch.zeros(100), lambda t: torch.from_numpy(t.numpy()), 20_000)
+    else:
+        print("torch    not installed")
+    if importlib.util.find_spec("jax"):
+        import jax
+        import jax.numpy as jnp
+
+        def own(array: Any) -> Any:
+            np.asarray(array)
+            return jax.dlpack.from_dlpack(host)
+
+        measure("jax", jnp.zeros(100), own, 1_000)
+    else:
+        print("jax      not installed")
+
+
+if __name__ == "__main__":
+    main()
