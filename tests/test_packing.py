@@ -190,7 +190,6 @@ def test_a_plan_is_made_once():
         plan_packing(sizes, dtypes, 0, 32, 1),
     ):
         assert other != plan
-    assert hash(plan) == hash(plan)
     assert "tensors=(0, 1)" in repr(plan)
 
 
@@ -381,8 +380,13 @@ def test_consumed_gradients_become_the_outs_where_the_dtype_stays(mesh):
 
 
 def test_three_hundred_tensors_travel_in_one_launch_a_device(mesh):
-    shapes = [(place % 7,) for place in range(300)]
-    buffers, arrays = gradients_of(mesh, shapes, ["float32"] * 300, owned)
+    ends = np.cumsum([place % 7 for place in range(300)])
+    block = random_data((int(ends[-1]),), "float32")
+    arrays = [[part] * len(mesh) for part in np.split(block, ends[:-1])]
+    buffers = [
+        [owned(device, array) for device, array in zip(mesh, replicas, strict=True)]
+        for replicas in arrays
+    ]
     with mesh.journal() as journal:
         flats = pack(plans_of(buffers, 3), buffers, mesh.devices, consume=False)
     assert journal.launches == len(set(placement_of(mesh)))

@@ -8,12 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gradreduce import ops
 from gradreduce.allreduce import ALGORITHMS, Job
-from gradreduce.device import Buffer, Device, DType, Mesh, default_mesh
+from gradreduce.device import Buffer, Device, DType, Mesh, accumulate_dtype, default_mesh
 from gradreduce.interop import as_result_kind
 from gradreduce.packing import Flats, pack, plan_packing, unpack
-from gradreduce.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, ReduceOp
-from gradreduce.variables import Variable
+from gradreduce.reduce_arguments import (
+    as_per_replica,
+    check_destination,
+    check_replicas,
+    checked_nest,
+    checked_pairs,
+    keys_of,
+    nested,
+)
+from gradreduce.values import Mirrored, PerReplica, ReduceOp
 
 __all__ = [
     "AllReduceCrossDeviceOps",
@@ -74,10 +83,10 @@ class CrossDeviceOps:
         if not isinstance(reduce_op, ReduceOp):
             raise ValueError(f"reduce_op={reduce_op!r} must be ReduceOp.SUM or ReduceOp.MEAN")
         values = []
-        for place, pair in enumerate(_checked_pairs(value_destination_pairs)):
-            value = _as_per_replica(pair[0], place)
-            _check_replicas(value, place, reduce_op)
-            _check_destination(value, pair[1], place)
+        for place, pair in enumerate(checked_pairs(value_destination_pairs)):
+            value = as_per_replica(pair[0], place)
+            check_replicas(value, place, reduce_op)
+            check_destination(value, pair[1], place)
             values.append(value)
         kinds = [as_result_kind(as_kind, value.kind) for value in values]
         reduced = self._reduce_batch(reduce_op, values)
@@ -138,6 +147,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         self.agg_small_grads_max_bytes = agg_small_grads_max_bytes
         self.agg_small_grads_max_group = agg_small_grads_max_group
         self.mesh = mesh
+        self._prepared: set[tuple[tuple[Device, ...], DType, DType]] = set()
 
     def all_reduce(
         self,
@@ -163,15 +173,15 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 keys, or what ``batch_reduce`` raises.
         """
         mesh = self.mesh or default_mesh()
-        keys = _checked_nest(grads, mesh)
+        keys = checked_nest(grads, mesh)
         values = [PerReplica([entry[key] for entry in grads], mesh) for key in keys]
         pairs = [(value, value) for value in values]
         reduced = self.batch_reduce(op, pairs, as_kind=as_kind)
         by_key = dict(zip(keys, (value.values for value in reduced), strict=True))
-        return _nested(
+        return nested(
             grads,
             [
-                _nested(entry, [by_key[key][replica] for key in _keys(entry, replica)])
+                nested(entry, [by_key[key][replica] for key in keys_of(entry, replica)])
                 for replica, entry in enumerate(grads)
             ],
         )
@@ -208,9 +218,32 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             self.agg_small_grads_max_bytes,
             self.agg_small_grads_max_group,
         )
+        for plan in plans:
+            self.prepare(devices, plan.dtype, plan.out_dtype)
         flats = pack(plans, gradients, devices, consume=consume)
         ALGORITHMS[self.all_reduce_alg](_jobs(flats, divisor))
         return unpack(flats, shapes)
+
+    def prepare(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
+        """Compiles all that ``reduce_buffers`` may launch: locks are never held while compiling.
+
+        Args:
+            devices: of the replicas.
+            dtype: of the gradients.
+            out_dtype: of the results.
+        """
+        key = (tuple(devices), dtype, out_dtype)
+        if key in self._prepared:
+            return
+        wide = accumulate_dtype(dtype)
+        half = len(devices) // 2
+        for device in devices:
+            ops.prepare_pack(device, dtype, dtype)
+            for out, term in ((out_dtype, dtype), (dtype, dtype), (out_dtype, wide)):
+                ops.prepare_all_sum(device, out, term)
+            for count in {half, len(devices) - half} - {0}:
+                ops.prepare_add_n(device, wide, dtype, count)
+        self._prepared.add(key)
 
     def _reduce_batch(
         self, reduce_op: ReduceOp, values: list[PerReplica]
@@ -275,95 +308,3 @@ def _jobs(flats: Sequence[Flats], divisor: float) -> list[Job]:
         for flat in flats
         for start, stop in flat.plan.packs
     ]
-
-
-def _checked_pairs(pairs: Any) -> Sequence[tuple[Any, Any]]:
-    if not isinstance(pairs, list | tuple):
-        kind = type(pairs).__name__
-        raise ValueError(f"value_destination_pairs must be a list or a tuple of pairs, not {kind}")
-    for place, pair in enumerate(pairs):
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            raise ValueError(
-                f"value_destination_pairs[{place}] must be a tuple of size 2: {pair!r}"
-            )
-    return pairs
-
-
-def _as_per_replica(value: Any, place: int) -> PerReplica:
-    if isinstance(value, IndexedSlices):
-        raise NotImplementedError("IndexedSlices (sparse gradients) are not implemented yet")
-    if isinstance(value, Buffer):
-        return PerReplica([value])
-    if not isinstance(value, PerReplica):
-        raise ValueError(
-            f"value {place} is {type(value).__name__}, neither a PerReplica nor a Buffer"
-        )
-    return value
-
-
-def _check_replicas(value: PerReplica, place: int, reduce_op: ReduceOp) -> None:
-    first = value.buffers[0]
-    if reduce_op is ReduceOp.MEAN and first.dtype.kind in "iu":
-        raise NotImplementedError(f"value {place}: MEAN of integers ({first.dtype})")
-    for replica, buffer in enumerate(value.buffers):
-        if (buffer.shape, buffer.dtype) != (first.shape, first.dtype):
-            raise ValueError(
-                f"value {place}: replica {replica} is {buffer.dtype}{list(buffer.shape)}, replica "
-                f"0 is {first.dtype}{list(first.shape)}"
-            )
-        buffer.device.fabric.check_open()
-
-
-def _check_destination(value: PerReplica, destination: Any, place: int) -> None:
-    devices = _destination_devices(destination, place)
-    if set(devices) != set(value.devices):
-        raise NotImplementedError(
-            f"value {place} lies on {value.devices}, its destination is {devices}: only reducing "
-            "to the value's own devices is implemented"
-        )
-
-
-def _destination_devices(destination: Any, place: int) -> Sequence[Device]:
-    if isinstance(destination, DistributedValues | Variable | Mesh):
-        return destination.devices
-    if isinstance(destination, Device):
-        return (destination,)
-    if isinstance(destination, str) and destination:
-        raise NotImplementedError(f"destination {place} is a device string ({destination!r})")
-    listed = isinstance(destination, list | tuple) and len(destination) > 0
-    if listed and all(isinstance(device, Device) for device in destination):
-        return tuple(destination)
-    raise ValueError(
-        f"destination {place} is {destination!r}: it must be a PerReplica, Mirrored, Variable, "
-        "Mesh, device, or list of devices, and not empty"
-    )
-
-
-def _checked_nest(grads: Any, mesh: Mesh) -> list[Any]:
-    """The keys (or places) of the tensors, equal for every device."""
-    if not isinstance(grads, list | tuple) or len(grads) != len(mesh.devices):
-        raise ValueError(
-            f"grads must be a list or tuple with one entry for each of {len(mesh.devices)} devices"
-        )
-    keys = [_keys(entry, replica) for replica, entry in enumerate(grads)]
-    for replica, found in enumerate(keys):
-        if type(grads[replica]) is not type(grads[0]) or set(found) != set(keys[0]):
-            raise ValueError(f"grads[{replica}] has other tensors than grads[0]")
-    return keys[0]
-
-
-def _nested(like: Any, parts: list[Any]) -> Any:
-    """``parts`` in a list, tuple, named tuple or dict like ``like``, by its own order of keys."""
-    if isinstance(like, dict):
-        return dict(zip(like, parts, strict=True))
-    if hasattr(like, "_fields"):
-        return type(like)(*parts)
-    return type(like)(parts)
-
-
-def _keys(entry: Any, replica: int) -> list[Any]:
-    if isinstance(entry, dict):
-        return list(entry)
-    if isinstance(entry, list | tuple):
-        return list(range(len(entry)))
-    raise ValueError(f"grads[{replica}] must be a list, tuple or dict of arrays")

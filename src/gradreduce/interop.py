@@ -46,6 +46,8 @@ def kind_of(value: Any) -> Kind:
 
 
 def _kind_of_class(cls: type) -> Kind:
+    if issubclass(cls, np.ma.MaskedArray):
+        raise TypeError("a masked array would lose its mask: pass .filled(0)")
     if issubclass(cls, np.ndarray | np.generic | int | float | complex | list | tuple):
         return "native"
     for ancestor in cls.__mro__:

@@ -167,6 +167,18 @@ class Crew:
 _running = threading.local()
 
 
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch) -> None:
+    """A take of the test's own thread never waits for ever: it would hang the whole run."""
+    await_ticket = dense.await_ticket
+
+    def limited(ticket, timeout):
+        own = threading.current_thread() is threading.main_thread()
+        await_ticket(ticket, LIMIT_S if own and timeout is None else timeout)
+
+    monkeypatch.setattr(dense, "await_ticket", limited)
+
+
 @pytest.fixture
 def crew(monkeypatch) -> Iterator[Crew]:
     """Threads, all of which must have ended when the test has."""

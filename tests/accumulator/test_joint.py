@@ -9,7 +9,7 @@ import pytest
 from exact import exact_data, same
 
 import gradreduce as gr
-from gradreduce.accumulator import take_now
+from gradreduce.accumulator import serve, take_now
 from gradreduce.errors import CancelledError, DeadlineExceededError, InvalidArgumentError
 
 
@@ -284,6 +284,27 @@ def test_close_of_one_cancels_the_joint_take_and_frees_the_queues_of_the_others(
             call()
     assert counters(second) == [(0, 2, 0)]
     assert queues(second, third) == [0, 0]
+
+
+def test_an_apply_while_one_is_being_closed_serves_nobody(several, crew, monkeypatch):
+    """Closed already, and its takes not cancelled yet: they are as good as gone."""
+    first, second = several(2)
+    first.apply_grad([1.0])
+    joint = crew.waiting(gr.take_grads, [first, second], 1)
+    locked, kept = serve.locked, []
+
+    def late(states):
+        if not kept:
+            kept.append(None)
+            kept.append(crew.start(second.apply_grad, [2.0]).result())
+        return locked(states)
+
+    monkeypatch.setattr(serve, "locked", late)
+    first.close()
+    assert kept == [None, True]
+    with pytest.raises(CancelledError):
+        joint.result()
+    assert second.take_grad(1, timeout=0).tolist() == [2.0]
 
 
 def test_opposite_orders_never_deadlock(several, crew):

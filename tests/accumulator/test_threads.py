@@ -148,3 +148,20 @@ def test_sixteen_threads_on_two_accumulators_together(accumulator, crew):
     run = JointRun(crew, [accumulator(reduction_type="SUM") for _ in range(2)])
     run.check()
     assert all((left == right).all() for left, right in run.taken)
+
+
+def test_a_waiting_take_gets_no_more_than_it_needs_from_applies_of_one_step(accumulator, crew):
+    """It is served by the call that satisfies it, in one step with that: the third is stale."""
+    acc = accumulator(reduction_type="SUM")
+    for step in range(60):
+        take = crew.waiting(acc.take_grad, 2)
+        start = threading.Barrier(3)
+
+        def apply(start=start, step=step):
+            start.wait(30)
+            return acc.apply_grad([1.0], step)
+
+        kept = [call.result() for call in [crew.start(apply) for _ in range(3)]]
+        assert sorted(kept) == [False, True, True]
+        assert take.result().tolist() == [2.0]
+        assert (acc.num_accumulated(), acc.num_dropped) == (0, step + 1)

@@ -141,14 +141,39 @@ def test_memory_starts_where_a_gpu_would_start_it(device):
 
 
 def test_the_pool_does_not_hoard_sizes_that_nobody_wants():
+    """Free memory of more than twice the most that was ever in use goes back to the system."""
     pool = SimPool()
-    taken = [pool.take(GRANULE * size) for size in range(1, 20)]
-    for raw, _, nbytes in taken:
-        pool.give(raw, nbytes)
-    hoarded = pool.free_bytes
-    assert hoarded == sum(GRANULE * size for size in range(1, 20))
-    pool.take(GRANULE * 30)
-    assert (pool.free_bytes, pool.live_bytes) == (0, GRANULE * 30)
+    for size in (1, 3, 7, 15, 31):  # none serves the next: each is more than twice the last
+        raw, _, _ = pool.take(GRANULE * size)
+        pool.give(raw)
+    assert pool.free_bytes == GRANULE * (1 + 3 + 7 + 15 + 31)
+    for _ in range(4):
+        held = [pool.take(GRANULE)[0] for _ in range(20)]
+        for raw in held:
+            pool.give(raw)
+    assert pool.free_bytes == GRANULE * (1 + 3 + 7 + 15 + 31 + 19) > 2 * GRANULE * 31
+    pool.take(GRANULE * 100)
+    assert pool.free_bytes == 0
+
+
+def test_falling_sizes_settle():
+    pool = SimPool()
+    for turn in range(10):
+        for size in (40, 24, 12):
+            pool.give(pool.take(GRANULE * size)[0])
+        if turn == 0:
+            grown = pool.grown
+    assert pool.grown == grown
+
+
+def test_a_block_at_most_twice_as_large_serves():
+    pool = SimPool()
+    raw, address, _ = pool.take(GRANULE * 8)
+    pool.give(raw)
+    assert pool.take(GRANULE * 3)[1] != address
+    again = pool.take(GRANULE * 4)
+    assert again[1] == address
+    assert pool.live_bytes == GRANULE * (3 + 8)
 
 
 def test_a_pool_that_cannot_grow_is_as_before():

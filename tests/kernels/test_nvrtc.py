@@ -48,21 +48,23 @@ def without_tail(source):
 
 @pytest.fixture(scope="module")
 def programs(request):
-    """(kernel, arch) -> futures of the program, and of its PTX without the tail.
+    """(fixture, kernel, arch) -> the future of its program.
 
     What the collected tests need is compiled ahead, on all cores: NVRTC drops Python's lock.
     """
     wanted = {}
     for item in request.session.items:
-        chosen = item.callspec.params if hasattr(item, "callspec") else {}
-        if item.module is request.module and {"kernel", "arch"} <= chosen.keys():
-            wanted[chosen["kernel"], chosen["arch"]] = None
+        if item.module is request.module and "programs" in item.fixturenames:
+            chosen = item.callspec.params["kernel"], item.callspec.params["arch"]
+            for fixture in {"program", "tailless"} & set(item.fixturenames):
+                wanted[fixture, *chosen] = None
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for kernel, arch in wanted:
+        for fixture, kernel, arch in wanted:
             names = [kernel.expression(template) for template in kernel.templates]
-            wanted[kernel, arch] = (
-                pool.submit(compiled, kernel_text(kernel.source), names, arch),
-                pool.submit(compiled, without_tail(kernel.source), names, arch, ptx_only=True),
+            whole = fixture == "program"
+            text = kernel_text(kernel.source) if whole else without_tail(kernel.source)
+            wanted[fixture, kernel, arch] = pool.submit(
+                compiled, text, names, arch, ptx_only=not whole
             )
         yield wanted
         pool.shutdown(cancel_futures=True)
@@ -70,12 +72,12 @@ def programs(request):
 
 @pytest.fixture
 def program(programs, kernel, arch):
-    return programs[kernel, arch][0].result()
+    return programs["program", kernel, arch].result()
 
 
 @pytest.fixture
 def tailless(programs, kernel, arch):
-    return programs[kernel, arch][1].result()
+    return programs["tailless", kernel, arch].result()
 
 
 def accesses(body):
@@ -162,7 +164,9 @@ def test_every_operand_is_read_and_written_by_vectors(kernel, arch, program):
             assert stores >= written, template
 
 
-@pytest.mark.parametrize("arch", PER_ARCHITECTURE)
+@pytest.mark.parametrize(
+    "arch", PER_ARCHITECTURE[2:4]
+)  # up to sm_90 the PTX is the same, and from sm_100
 @pytest.mark.parametrize("kernel", PER_KERNEL)
 def test_only_the_tail_touches_single_elements(kernel, arch, program, tailless):
     for template in kernel.templates:

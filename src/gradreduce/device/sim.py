@@ -138,7 +138,7 @@ class SimDevice(Device):
             self.defers
         ):  # whoever uses it from here on, in the order of the compute queue, reads NaN
             self.scheduler.submit((self, "compute"), partial(raw.fill, 0xFF))
-        self._pool.give(raw, nbytes)
+        self._pool.give(raw)
 
     def _trim(self) -> None:
         self._pool.clear()

@@ -7,7 +7,7 @@ which forgets to fill a buffer meets the last owner's values, not zeros.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from bisect import bisect_left, insort
 
 import numpy as np
 
@@ -20,6 +20,9 @@ START = 256  # bytes; cudaMalloc aligns to at least this
 class SimPool:
     """Free lists by size. Counters are for tests: *allocates nothing* means ``grown`` stays.
 
+    A request takes the smallest free block that holds it and is at most twice as large. Free
+    memory is given back to the system when it comes to more than twice what was ever in use.
+
     Attributes:
         live_bytes: handed out and not yet back.
         free_bytes: kept for later.
@@ -27,47 +30,58 @@ class SimPool:
     """
 
     def __init__(self) -> None:
-        self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+        self._free: dict[int, list[np.ndarray]] = {}
+        self._sizes: list[int] = []  # sorted: which sizes have had a free block
         self._lock = threading.Lock()
+        self._peak_bytes = 0
         self.live_bytes = 0
         self.free_bytes = 0
         self.grown = 0
 
     def take(self, nbytes: int) -> tuple[np.ndarray, int, int]:
         """Memory for ``nbytes``: the handle to give back, its address, and ``nbytes``."""
-        rounded = self._rounded(nbytes)
+        wanted = max(1, -(-nbytes // GRANULE)) * GRANULE
         with self._lock:
-            if self._free[rounded]:
-                raw = self._free[rounded].pop()
-                self.free_bytes -= rounded
-            else:
-                if self.free_bytes > self.live_bytes + rounded:  # sizes have changed: do not hoard
+            raw = self._found(wanted)
+            if raw is None:
+                if self.free_bytes > 2 * self._peak_bytes:  # sizes have changed: do not hoard
                     self._clear()
-                raw = np.empty(rounded + START, np.uint8)
+                raw = np.empty(wanted + START, np.uint8)
                 self.grown += 1
-            self.live_bytes += rounded
+            self.live_bytes += raw.nbytes - START
+            self._peak_bytes = max(self._peak_bytes, self.live_bytes)
         return raw, self._start(raw), nbytes
 
-    def give(self, raw: np.ndarray, nbytes: int) -> None:
+    def give(self, raw: np.ndarray) -> None:
         """Takes memory back."""
-        rounded = self._rounded(nbytes)
+        size = raw.nbytes - START
         with self._lock:
-            self.live_bytes -= rounded
-            self.free_bytes += rounded
-            self._free[rounded].append(raw)
+            self.live_bytes -= size
+            self.free_bytes += size
+            if size not in self._free:
+                self._free[size] = []
+                insort(self._sizes, size)
+            self._free[size].append(raw)
 
     def clear(self) -> None:
         """Gives everything that is free back to the system."""
         with self._lock:
             self._clear()
 
+    def _found(self, wanted: int) -> np.ndarray | None:
+        for place in range(bisect_left(self._sizes, wanted), len(self._sizes)):
+            size = self._sizes[place]
+            if size > 2 * wanted:
+                return None
+            if self._free[size]:
+                self.free_bytes -= size
+                return self._free[size].pop()
+        return None
+
     def _clear(self) -> None:
         self._free.clear()
+        self._sizes.clear()
         self.free_bytes = 0
-
-    @staticmethod
-    def _rounded(nbytes: int) -> int:
-        return max(1, -(-nbytes // GRANULE)) * GRANULE
 
     @staticmethod
     def _start(raw: np.ndarray) -> int:

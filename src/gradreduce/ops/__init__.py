@@ -5,7 +5,7 @@ from __future__ import annotations
 from .accumulate_n import ACCUMULATE_N, accumulate_n, prepare_accumulate_n
 from .add_n import ADD_N, add_n, prepare_add_n
 from .all_sum import ALL_SUM, all_sum, prepare_all_sum
-from .pack import PACK, pack
+from .pack import PACK, pack, prepare_pack
 from .update import MOMENTUM, NESTEROV, SGD, momentum, nesterov, sgd
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "prepare_accumulate_n",
     "prepare_add_n",
     "prepare_all_sum",
+    "prepare_pack",
     "sgd",
 ]
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype
+from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype, element_of
 from gradreduce.device.kernel import Arrays
 
 from ._check import by_dtype, check_apart, check_divisor, check_row
 from ._templates import FROM_WIDE, SAME, TO_WIDE
 
-__all__ = ["PACK", "pack"]
+__all__ = ["PACK", "pack", "prepare_pack"]
 
 
 def _pack_twin(table: Sequence[Arrays], scale: float) -> None:
@@ -74,3 +74,8 @@ def pack(
     for (to, of, _, _), operands in by_dtype(PACK, rows).items():
         device = device or outs[0].device
         device.launch(PACK, (to, of), operands, (float(scale),), queue=queue)
+
+
+def prepare_pack(device: Device, out: np.dtype, term: np.dtype) -> None:
+    """Compiles what ``pack`` with these dtypes launches."""
+    device.prepare(PACK, (element_of(out).name, element_of(term).name))
