@@ -164,9 +164,8 @@ def test_every_operand_is_read_and_written_by_vectors(kernel, arch, program):
             assert stores >= written, template
 
 
-@pytest.mark.parametrize(
-    "arch", PER_ARCHITECTURE[2:4]
-)  # up to sm_90 the PTX is the same, and from sm_100
+# NVRTC 12.9 writes the same PTX up to sm_90, and the same from sm_100 on: 2026-11.
+@pytest.mark.parametrize("arch", PER_ARCHITECTURE[2:4])
 @pytest.mark.parametrize("kernel", PER_KERNEL)
 def test_only_the_tail_touches_single_elements(kernel, arch, program, tailless):
     for template in kernel.templates:
