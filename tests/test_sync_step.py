@@ -212,7 +212,9 @@ def test_stale_gradients_are_dropped_and_launch_no_update():
         variables, step = make_step(mesh)
         assert step(make_terms())
         before = [variable.numpy() for variable in variables]
-        assert step(make_terms(seed=1), local_step=0) is False
+        with mesh.journal() as journal:
+            assert step(make_terms(seed=1), local_step=0) is False
+        assert journal.records == []
         assert step.global_step == 1
         assert [accumulator.num_dropped for accumulator in step.accumulators] == [4] * 4
         for variable, value in zip(variables, before, strict=True):
@@ -260,6 +262,30 @@ def test_plain_steps_do_not_grow_the_pool():
         for _ in range(50):
             step(terms)
         assert [device._pool.grown for device in mesh.devices] == grown
+
+
+@pytest.mark.host
+def test_nothing_is_compiled_while_a_lock_is_held(monkeypatch):
+    """Neither by an apply, nor by a take of a mesh, nor by the update that follows."""
+    from gradreduce.device.sim import SimDevice
+
+    asked = []
+    with open_sim([0, 1, 2], kernels="compiled", peer_access=False) as mesh:
+        variable = gr.Variable(np.zeros(3, np.float16), device=mesh)
+        ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+        step = gr.SyncStep([variable], gr.MomentumOptimizer(0.1, 0.9), ops)
+        (accumulator,) = step.accumulators
+        original = SimDevice._prepare
+
+        def prepare(self, *arguments):
+            asked.append(accumulator.accumulator_ref.lock._is_owned())
+            original(self, *arguments)
+
+        monkeypatch.setattr(SimDevice, "_prepare", prepare)
+        accumulator.apply_grad(np.ones(3), cast=True)
+        assert step([[[np.ones(3, np.float16)]]] * 3)
+    assert asked
+    assert not any(asked)
 
 
 def spoiled(change):
@@ -330,7 +356,9 @@ def test_bad_construction():
             gr.SyncStep([np.zeros(1)], optimizer, ops)
         with pytest.raises(TypeError, match="AllReduceCrossDeviceOps"):
             gr.SyncStep([here], ops, optimizer)
-        with pytest.raises(ValueError, match="num_required=0"):
+        with pytest.raises(ValueError, match="num_required must be positive, but was 0"):
             gr.SyncStep([here], optimizer, ops, num_required=0)
+        with pytest.raises(TypeError, match=r"num_required=2\.5 must be an integer"):
+            gr.SyncStep([here], optimizer, ops, num_required=2.5)
         with pytest.raises(ValueError, match="Invalid aggregation_method"):
             gr.SyncStep([here], optimizer, ops, aggregation_method=3)

@@ -301,9 +301,10 @@ def test_the_text_names_both(place, method):
     variable = gr.Variable([1.0, 2.0], "w", device=place)
     with pytest.raises(ValueError, match=r"float64\[3\].*'w' is float32\[2\]"):
         getattr(variable, method)(np.ones(3))
-    other = gr.Variable([1.0, 2.0], device=place)
-    with pytest.raises(TypeError, match="Variable"):
-        getattr(variable, method)(other)
+    other = gr.Variable([5.0, 2.0], device=place)
+    getattr(variable, method)(other)  # another Variable is a value like any other
+    check(variable, np.array([5, 2] if method == "assign" else [6, 4], "float32"))
+    check(other, np.array([5, 2], "float32"))
     with gr.open_mesh(1, backend="sim") as mesh, pytest.raises(gr.errors.DeviceMismatchError):
         getattr(variable, method)(mesh.devices[0].put(np.ones(2, "float32")))
     step = gr.Variable(1, trainable=False, device=place)

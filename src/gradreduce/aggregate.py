@@ -41,10 +41,10 @@ class AggregationMethod(enum.IntEnum):
     Attributes:
         ADD_N: all terms in one operation, which needs all of them at once.
         DEFAULT: the same as ``ADD_N``.
-        EXPERIMENTAL_TREE: in pairs; terms may be released early, at most ceil(log2 n) + 1 buffers
-            live, and the error grows with log n instead of n.
-        EXPERIMENTAL_ACCUMULATE_N: into a single buffer, in the order of arrival; a term may be
-            released at once.
+        EXPERIMENTAL_TREE: in pairs, and pairs of pairs: the error grows with log n instead of n.
+            (This version reads all terms first.)
+        EXPERIMENTAL_ACCUMULATE_N: into a single buffer, in the order of arrival. (This version
+            reads all terms first.)
     """
 
     ADD_N = 0

@@ -5,11 +5,13 @@ Source: tf.contrib.distribute.AllReduceCrossDeviceOps (all_reduce_cross_device_o
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from gradreduce import ops
-from gradreduce.allreduce import ALGORITHMS, Job
+from gradreduce.allreduce import ALGORITHMS, Job, works_in_place
 from gradreduce.device import Buffer, Device, DType, Mesh, accumulate_dtype, default_mesh
 from gradreduce.interop import as_result_kind
 from gradreduce.packing import Flats, pack, plan_packing, unpack
@@ -132,7 +134,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         *,
         mesh: Mesh | None = None,
     ) -> None:
-        if all_reduce_alg not in ALGORITHMS:
+        if not isinstance(all_reduce_alg, str) or all_reduce_alg not in ALGORITHMS:
             raise ValueError(f"all_reduce_alg={all_reduce_alg!r} is not one of {list(ALGORITHMS)}")
         numbers = {
             "num_packs": num_packs,
@@ -140,14 +142,13 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             "agg_small_grads_max_group": agg_small_grads_max_group,
         }
         for name, number in numbers.items():
-            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            if isinstance(number, bool) or not hasattr(number, "__index__") or number < 0:
                 raise ValueError(f"{name}={number!r} must be an integer from 0 up")
         self.all_reduce_alg = all_reduce_alg
-        self.num_packs = num_packs
-        self.agg_small_grads_max_bytes = agg_small_grads_max_bytes
-        self.agg_small_grads_max_group = agg_small_grads_max_group
+        self.num_packs = operator.index(num_packs)
+        self.agg_small_grads_max_bytes = operator.index(agg_small_grads_max_bytes)
+        self.agg_small_grads_max_group = operator.index(agg_small_grads_max_group)
         self.mesh = mesh
-        self._prepared: set[tuple[tuple[Device, ...], DType, DType]] = set()
 
     def all_reduce(
         self,
@@ -220,7 +221,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         )
         for plan in plans:
             self.prepare(devices, plan.dtype, plan.out_dtype)
-        flats = pack(plans, gradients, devices, consume=consume)
+        staged = self.all_reduce_alg == "hierarchical_copy" and not works_in_place(devices)
+        flats = pack(plans, gradients, devices, consume=consume and not staged)
         ALGORITHMS[self.all_reduce_alg](_jobs(flats, divisor))
         return unpack(flats, shapes)
 
@@ -232,8 +234,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             dtype: of the gradients.
             out_dtype: of the results.
         """
-        key = (tuple(devices), dtype, out_dtype)
-        if key in self._prepared:
+        prepared = devices[0].fabric.prepared
+        key = ("reduce", tuple(device.index for device in devices), dtype, out_dtype)
+        if key in prepared:
             return
         wide = accumulate_dtype(dtype)
         half = len(devices) // 2
@@ -243,7 +246,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 ops.prepare_all_sum(device, out, term)
             for count in {half, len(devices) - half} - {0}:
                 ops.prepare_add_n(device, wide, dtype, count)
-        self._prepared.add(key)
+        prepared.add(key)
 
     def _reduce_batch(
         self, reduce_op: ReduceOp, values: list[PerReplica]
@@ -290,6 +293,12 @@ class ReductionToOneDevice(CrossDeviceOps):
         raise NotImplementedError("ReductionToOneDevice is not implemented yet")
 
 
+@cache
+def shared_ops() -> AllReduceCrossDeviceOps:
+    """The one that those use who were given none; what shares it can travel together."""
+    return AllReduceCrossDeviceOps()
+
+
 def all_reduce(
     grads: Sequence[Any],
     op: ReduceOp = ReduceOp.MEAN,
@@ -297,7 +306,20 @@ def all_reduce(
     mesh: Mesh | None = None,
     as_kind: str | None = None,
 ) -> Any:
-    """``AllReduceCrossDeviceOps(mesh=mesh).all_reduce(grads, op)``, in one line."""
+    """``AllReduceCrossDeviceOps(mesh=mesh).all_reduce(grads, op)``, in one line.
+
+    Args:
+        grads: ``grads[device][tensor]``, lists, tuples or dicts of arrays.
+        op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``.
+        mesh: whose devices. Default: ``gr.default_mesh()``.
+        as_kind: what the results are instead of the kind of each tensor's first array.
+
+    Returns:
+        The combined arrays, nested as they came. New memory.
+
+    Raises:
+        ValueError: what ``AllReduceCrossDeviceOps.all_reduce`` raises.
+    """
     return AllReduceCrossDeviceOps(mesh=mesh).all_reduce(grads, op, as_kind=as_kind)
 
 

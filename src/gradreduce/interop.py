@@ -19,7 +19,7 @@ from gradreduce.device import Buffer, Device, as_dtype
 from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.errors import DeviceMismatchError
 
-__all__ = ["Kind", "as_result_kind", "from_buffer", "is_array", "kind_of", "to_buffer"]
+__all__ = ["Kind", "as_result_kind", "converted", "from_buffer", "is_array", "kind_of", "to_buffer"]
 
 # "native": NumPy arrays and numbers; such results are NumPy on the simulation, CuPy on GPUs.
 Kind = Literal["native", "numpy", "cupy", "torch", "jax", "buffer"]
@@ -138,11 +138,17 @@ def _numbers(value: Any, dtype: np.dtype | None) -> np.ndarray:
         kinds = {"f": "fiub", "c": "cfiub", "i": "iub", "u": "iub", "V": "fiub"}
         if array.size and array.dtype.kind not in kinds[dtype.kind]:
             raise ValueError(f"numbers of {array.dtype} where {dtype} is wanted")
-        numbers, array = array, array.astype(dtype)
+        numbers, array = array, converted(array, dtype)
         if dtype.kind in "iu" and (array != numbers).any():
             raise ValueError(f"numbers outside the range of {dtype}: {value!r}")
     as_dtype(array.dtype)
     return array
+
+
+def converted(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A host array in another dtype; what is too large for it becomes infinite."""
+    with np.errstate(over="ignore"):
+        return array.astype(dtype)
 
 
 # ---- PyTorch -------------------------------------------------------------------------------------
@@ -216,8 +222,10 @@ def _adopt(array: Any, device: Device, stream: Any) -> Buffer:
     if home is None:
         raise DeviceMismatchError(f"the array is on GPU {gpu}, outside the mesh {device.mesh}")
     handle = int(stream.cuda_stream if hasattr(stream, "cuda_stream") else stream.ptr)
-    contiguous = array if array.flags.c_contiguous else array.copy()
-    return home.adopt(contiguous, handle)
+    if not array.flags.c_contiguous:
+        with array.device:  # CuPy copies to the current GPU, in the order of its current stream
+            array, handle = array.copy(), sys.modules["cupy"].cuda.get_current_stream(gpu).ptr
+    return home.adopt(array, handle)
 
 
 def _from_gpu(buffer: Buffer, kind: Kind) -> Any:

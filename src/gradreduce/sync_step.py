@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradreduce.accumulator import ConditionalAccumulator, apply_grads, take_now
+from gradreduce.accumulator.door import as_required
 from gradreduce.aggregate import AggregationMethod, aggregate_buffers, as_aggregation_method
 from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.device import Buffer, Device, by_physical
@@ -58,9 +59,7 @@ class SyncStep:
         self.optimizer = optimizer
         self.ops = ops
         self.aggregation_method = as_aggregation_method(aggregation_method)
-        self.num_required = len(self.devices) if num_required is None else num_required
-        if self.num_required < 1:
-            raise ValueError(f"num_required={num_required} must be at least 1")
+        self.num_required = len(self.devices) if num_required is None else as_required(num_required)
         mesh = self.devices[0].mesh
         places = [mesh.devices.index(device) for device in self.devices]
         self.accumulators = [
@@ -73,6 +72,7 @@ class SyncStep:
             )
             for variable in self.variables
         ]
+        optimizer.prepare(self.variables)
 
     @property
     def global_step(self) -> int:
@@ -100,8 +100,9 @@ class SyncStep:
                 dtype than its variable, None on some replicas only. Nothing was changed.
         """
         step = self.global_step if local_step is None else local_step
+        self.optimizer.prepare(self.variables)  # what can fail does so before a gradient is taken
         present, placed = self._placed(terms)
-        gradients = self._aggregate(placed)
+        gradients = self._aggregate(placed, stale=step < self.global_step)
         accumulators = [self.accumulators[place] for place in present]
         if not apply_grads(accumulators, gradients, step):
             return False
@@ -139,9 +140,14 @@ class SyncStep:
             raise ValueError("No gradients provided for any variable")
         return present, placed
 
-    def _aggregate(self, placed: list[list[list[Buffer]]]) -> list[PerReplica]:
-        """Each list of terms becomes a gradient; co-located replicas share the launches."""
+    def _aggregate(self, placed: list[list[list[Buffer]]], *, stale: bool) -> list[PerReplica]:
+        """Each list of terms becomes a gradient; co-located replicas share the launches.
+
+        Stale ones will be dropped: the first terms stand for them, and nothing is launched.
+        """
         made: list[list[Buffer]] = [[lists[0] for lists in of_one] for of_one in placed]
+        if stale:
+            return [PerReplica.of(buffers) for buffers in made]
         for replicas in by_physical(self.devices).values():
             wanted = [(place, replica) for place in range(len(placed)) for replica in replicas]
             sums = aggregate_buffers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import operator
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -183,10 +184,10 @@ def replica(index: int) -> Iterator[None]:
     Raises:
         ValueError: ``index`` is not an integer from 0 up.
     """
-    if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+    if isinstance(index, bool) or not hasattr(index, "__index__") or index < 0:
         raise ValueError(f"replica index {index!r} must be an integer from 0 up")
     before = current_replica()
-    _replica.index = index
+    _replica.index = operator.index(index)
     try:
         yield
     finally:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gradreduce import ops
-from gradreduce.device import Buffer, Device, DType, Mesh, as_dtype, default_mesh
-from gradreduce.interop import is_array, to_buffer
+from gradreduce.device import Buffer, Device, DType, Mesh, as_dtype, default_mesh, overlap
+from gradreduce.interop import converted, is_array, to_buffer
 from gradreduce.values import current_replica
 
 __all__ = ["Variable", "get_variable"]
@@ -93,6 +93,8 @@ class Variable:
         return self._current().numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        if copy is False:
+            raise ValueError("a Variable is copied to the host: copy=False cannot be had")
         array = self.numpy()
         return array if dtype is None else array.astype(dtype)
 
@@ -106,29 +108,44 @@ class Variable:
         """Overwrites every copy.
 
         Args:
-            value: of the variable's shape; a number, a list, or an array of its dtype.
+            value: of the variable's shape; a number, a list, an array of its dtype, or another
+                Variable.
 
         Raises:
             ValueError: another shape or dtype; nothing is changed.
         """
         given = [self._checked(value, buffer) for buffer in self._buffers]
-        for buffer, source in zip(self._buffers, given, strict=True):
-            buffer.device.copy(buffer, source)
+        near = [self._apart(source) for source in given]
+        with self._buffers[0].device.fabric.launch_lock:  # all copies, or another thread's turn
+            for buffer, source in zip(self._buffers, near, strict=True):
+                buffer.device.copy(buffer, source)
         return self
 
     def assign_add(self, delta: Any) -> Variable:
         """Adds ``delta`` to every copy; otherwise as ``assign``."""
         given = [self._checked(delta, buffer) for buffer in self._buffers]
-        # All of them before the first addition: delta may be a copy of this very variable.
-        near = [_near(buffer.device, source) for buffer, source in
-                zip(self._buffers, given, strict=True)]  # fmt: skip
-        for buffer, source in zip(self._buffers, near, strict=True):
-            ops.accumulate_n([buffer], [[source]])
+        near = [
+            _near(buffer.device, self._apart(source))
+            for buffer, source in zip(self._buffers, given, strict=True)
+        ]
+        for buffer in self._buffers:
+            ops.prepare_accumulate_n(buffer.device, self.dtype, self.dtype)
+        with self._buffers[0].device.fabric.launch_lock:
+            for buffer, source in zip(self._buffers, near, strict=True):
+                ops.accumulate_n([buffer], [[source]])
         return self
 
     def __repr__(self) -> str:
         names = ", ".join(device.name for device in self.devices)
         return f"<Variable {self.name!r} {self.dtype}{list(self.shape)} on {names}>"
+
+    def _apart(self, source: Buffer) -> Buffer:
+        """``source``, or a copy of it where it is this variable's own memory."""
+        if not any(overlap(source, buffer) for buffer in self._buffers):
+            return source
+        copied = source.device.empty(source.shape, source.dtype)
+        source.device.copy(copied, source)
+        return copied
 
     def _current(self) -> Buffer:
         index = current_replica()
@@ -139,6 +156,8 @@ class Variable:
         return self._buffers[index]
 
     def _checked(self, value: Any, buffer: Buffer) -> Buffer:
+        if isinstance(value, Variable):
+            value = next((b for b in value.buffers if b.device is buffer.device), value.buffers[0])
         given = to_buffer(value, buffer.device, dtype=self.dtype)
         if (given.shape, given.dtype) != (self.shape, self.dtype):
             raise ValueError(
@@ -203,7 +222,7 @@ def _copied(value: Any, device: Device, dtype: DType) -> Buffer:
     """A Buffer of our own with ``value`` cast to ``dtype``."""
     given = to_buffer(value, device, dtype=dtype)
     if given.dtype != dtype:
-        given = device.upload(given.numpy().astype(dtype))
+        given = device.upload(converted(given.numpy(), dtype))
     copied = device.empty(given.shape, dtype)
     device.copy(copied, given)
     return copied

@@ -27,7 +27,7 @@ from gradreduce.interop import Kind
 from .serve import serve_held
 from .state import AccumulatorState, Ticket, locked
 
-__all__ = ["Arrival", "apply_arrivals"]
+__all__ = ["Arrival", "apply_arrivals", "prepare_arrivals"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,20 @@ class Arrival:
     state: AccumulatorState
     parts: tuple[tuple[int, Buffer], ...]
     kind: Kind
+
+
+def prepare_arrivals(devices: Sequence[Device], dtype: DType, gradient: DType) -> None:
+    """Compiles what gradients of one dtype launch: locks are never held while compiling.
+
+    Args:
+        devices: of the partial sums.
+        dtype: of the accumulator.
+        gradient: of the gradients.
+    """
+    wide = accumulate_dtype(dtype)
+    for device in devices:
+        ops.prepare_add_n(device, wide, gradient, 1)
+        ops.prepare_accumulate_n(device, wide, gradient)
 
 
 def apply_arrivals(arrivals: Sequence[Arrival], local_step: int) -> tuple[bool, list[Ticket]]:

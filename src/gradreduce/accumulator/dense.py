@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from gradreduce.cross_device import AllReduceCrossDeviceOps
+from gradreduce.cross_device import AllReduceCrossDeviceOps, shared_ops
 from gradreduce.device import (
     Device,
     Mesh,
@@ -18,11 +18,11 @@ from gradreduce.device import (
     default_mesh,
 )
 from gradreduce.interop import as_result_kind, from_buffer
-from gradreduce.ops import prepare_accumulate_n, prepare_add_n, prepare_all_sum
+from gradreduce.ops import prepare_all_sum
 from gradreduce.values import Mirrored
 from gradreduce.variables import Variable
 
-from .apply import apply_arrivals
+from .apply import apply_arrivals, prepare_arrivals
 from .door import (
     DTYPES,
     arrival,
@@ -33,7 +33,7 @@ from .door import (
     check_together,
 )
 from .registry import shared_state
-from .serve import await_ticket, close, join, serve_joint, take_held
+from .serve import await_ticket, cancel_waiting, close, join, serve_joint, take_held
 from .state import AccumulatorState, Ticket, locked
 
 __all__ = [
@@ -53,7 +53,7 @@ class ConditionalAccumulatorBase:
 
     def __init__(self, state: AccumulatorState, name: str) -> None:
         self._state = state
-        self._name = name.rpartition("/")[2]
+        self._name = str(name).rpartition("/")[2]
 
     @property
     def accumulator_ref(self) -> AccumulatorState:
@@ -187,14 +187,18 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         device = default_mesh().devices[0] if device is None else device
         if not isinstance(device, Device | Mesh):
             raise TypeError(f"device={device!r} is neither a Device nor a Mesh")
-        reducer = cross_device_ops
-        if reducer is not None and not isinstance(reducer, AllReduceCrossDeviceOps):
+        reducer = shared_ops() if cross_device_ops is None else cross_device_ops
+        if not isinstance(reducer, AllReduceCrossDeviceOps):
             raise TypeError(f"cross_device_ops={reducer!r} is no AllReduceCrossDeviceOps")
         over_mesh = isinstance(device, Mesh)
         devices = device.devices if isinstance(device, Mesh) else (device,)
+        prepare_arrivals(devices, found, found)
         for each in devices:
-            _prepare(each, found)
+            prepare_all_sum(each, found, accumulate_dtype(found))
+        if over_mesh:
+            reducer.prepare(devices, accumulate_dtype(found), found)
         state = AccumulatorState(found, wanted, reduction_type, devices, over_mesh, reducer)
+        devices[0].fabric.on_close[state] = cancel_waiting
         super().__init__(shared_state(shared_name, state), name)
 
     def apply_grad(
@@ -281,6 +285,7 @@ def apply_grads(
             ``apply_grad`` raises. Nothing was added.
     """
     step = as_step("local_step", local_step)
+    accumulators, grads = tuple(accumulators), tuple(grads)
     check_together([each.accumulator_ref for each in accumulators])
     if len(accumulators) != len(grads):
         raise ValueError(f"{len(accumulators)} accumulators and {len(grads)} gradients")
@@ -321,6 +326,7 @@ def take_grads(
         CancelledError: an accumulator was closed.
     """
     required, limit = as_required(num_required), as_timeout(timeout)
+    accumulators = tuple(accumulators)
     as_result_kind(as_kind, "native")  # a wrong name must not cost a gradient
     check_together([each.accumulator_ref for each in accumulators])
     ticket = Ticket(tuple(each.accumulator_ref for each in accumulators), required)
@@ -360,11 +366,3 @@ def _handed_out(ticket: Ticket, as_kind: str | None = None) -> list[Any]:
         else:
             given.append(from_buffer(buffers[0], kind))
     return given
-
-
-def _prepare(device: Device, dtype: Any) -> None:
-    """Compiles what this accumulator will launch: locks are never held while compiling."""
-    wide = accumulate_dtype(dtype)
-    prepare_add_n(device, wide, dtype, 1)
-    prepare_accumulate_n(device, wide, dtype)
-    prepare_all_sum(device, dtype, wide)

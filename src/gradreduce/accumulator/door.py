@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import threading
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from gradreduce.interop import is_array, kind_of, to_buffer
 from gradreduce.values import IndexedSlices, PerReplica, current_replica
 from gradreduce.variables import Variable
 
-from .apply import Arrival
+from .apply import Arrival, prepare_arrivals
 from .state import AccumulatorState
 
 __all__ = [
@@ -46,6 +45,8 @@ def arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
     for _, buffer in parts:
         if state.shape is not None and not compatible(buffer.shape, state.shape):
             raise ValueError(f"Shapes {buffer.shape} and {state.shape} are incompatible")
+    if parts[0][1].dtype != state.dtype:  # cast: what that launches was not prepared before
+        prepare_arrivals(state.devices, state.dtype, parts[0][1].dtype)
     return Arrival(state, parts, kind)
 
 
@@ -109,11 +110,12 @@ def as_timeout(timeout: float | None) -> float | None:
     if timeout is None:
         return None
     try:
-        if math.isnan(timeout):
-            raise ValueError("timeout=nan must be a number of seconds or None")
+        limited = float(min(max(timeout, 0.0), threading.TIMEOUT_MAX))
     except TypeError:
         raise TypeError(f"timeout={timeout!r} must be a number of seconds or None") from None
-    return min(max(float(timeout), 0.0), threading.TIMEOUT_MAX)
+    if timeout != timeout:
+        raise ValueError("timeout=nan must be a number of seconds or None")
+    return limited
 
 
 def as_required(num_required: int) -> int:

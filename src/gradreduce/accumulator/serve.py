@@ -14,7 +14,7 @@ from .state import AccumulatorState, Ticket, locked
 __all__ = ["await_ticket", "close", "join", "serve_held", "serve_joint", "take_held"]
 
 # Mesh accumulators that travel together: devices, divisor, what reduces them.
-_Batch = tuple[tuple[Device, ...], float, AllReduceCrossDeviceOps | None]
+_Batch = tuple[tuple[Device, ...], float, AllReduceCrossDeviceOps]
 
 
 def join(ticket: Ticket) -> None:
@@ -22,10 +22,12 @@ def join(ticket: Ticket) -> None:
 
     Raises:
         CancelledError: an accumulator was closed.
+        BackendUnavailableError: its mesh was closed, or is from before a fork.
     """
     with locked(ticket.states):
         for state in ticket.states:
             state.check_open()
+            state.devices[0].fabric.check_open()  # nobody could ever serve it
         for state in ticket.states:
             state.queue.append(ticket)
         joint = serve_held(ticket.states)
@@ -74,6 +76,12 @@ def close(state: AccumulatorState) -> None:
     with state.lock:
         state.closed = True
         state.totals = [None] * len(state.devices)
+    cancel_waiting(state)
+
+
+def cancel_waiting(state: AccumulatorState) -> None:
+    """Cancels the takes that wait for an accumulator; its mesh was closed, or it itself."""
+    with state.lock:
         waiting = list(state.queue)
     for ticket in waiting:
         with locked(ticket.states):
@@ -149,8 +157,8 @@ def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Buffer, ...]]:
         if state.count and state.over_mesh:
             key = (state.devices, _divisor(state), state.ops)
             batches.setdefault(key, []).append(state)
-    for (_, divisor, given), together in batches.items():
-        reduced = (given or AllReduceCrossDeviceOps()).reduce_buffers(
+    for (_, divisor, reducer), together in batches.items():
+        reduced = reducer.reduce_buffers(
             [_partials(state) for state in together],
             divisor=divisor,
             out_dtypes=[state.dtype for state in together],

@@ -91,7 +91,7 @@ class AccumulatorState:
         reduction_type: str,
         devices: tuple[Device, ...],
         over_mesh: bool,
-        ops: AllReduceCrossDeviceOps | None,
+        ops: AllReduceCrossDeviceOps,
     ) -> None:
         self.number = next(_numbers)
         self.dtype = dtype

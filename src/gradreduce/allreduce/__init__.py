@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .hierarchical import hierarchical_copy
+from .hierarchical import hierarchical_copy, works_in_place
 from .job import Job
 from .nccl import nccl
 
-__all__ = ["ALGORITHMS", "Job"]
+__all__ = ["ALGORITHMS", "Job", "works_in_place"]
 
 ALGORITHMS: dict[str, Callable[[Sequence[Job]], None]] = {
     "nccl": nccl,

@@ -26,7 +26,7 @@ from gradreduce.device import (
 
 from .job import Job
 
-__all__ = ["SLICE_BYTES", "Slice", "hierarchical_copy", "plan_slices"]
+__all__ = ["SLICE_BYTES", "Slice", "hierarchical_copy", "plan_slices", "works_in_place"]
 
 # A pack of at least this is cut into a slice for each physical device, so that every link works;
 # below it, one device for a whole pack saves launches. From the design, to be measured on links.
@@ -98,6 +98,15 @@ def hierarchical_copy(jobs: Sequence[Job]) -> None:
 
 def _narrower(job: Job) -> int:
     return min(job.inputs[0].dtype.itemsize, job.outs[0].dtype.itemsize)
+
+
+def works_in_place(devices: Sequence[Device]) -> bool:
+    """Whether a failure on the way leaves the inputs as they were, outs being inputs or not.
+
+    Where every device reaches every other nothing is allocated after the first launch. Staged,
+    something is, and may fail when a part has been reduced already.
+    """
+    return all(_reaches(device, devices) for device in devices)
 
 
 def _reaches(main: Device, devices: Sequence[Device]) -> bool:

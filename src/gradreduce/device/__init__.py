@@ -8,7 +8,17 @@ from .colocated import by_physical, gather, scatter
 from .dtypes import DType, accumulate_dtype, as_dtype, element_of
 from .journal import Journal, Record
 from .kernel import Kernel, Template
-from .memory import ALIGNMENT, Block, Buffer, FlatLayout, Mark, Queue, compatible, flat_layout
+from .memory import (
+    ALIGNMENT,
+    Block,
+    Buffer,
+    FlatLayout,
+    Mark,
+    Queue,
+    compatible,
+    flat_layout,
+    overlap,
+)
 from .mesh import FlatBuffer, Mesh, default_mesh, open_mesh
 
 __all__ = [
@@ -36,5 +46,6 @@ __all__ = [
     "flat_layout",
     "gather",
     "open_mesh",
+    "overlap",
     "scatter",
 ]

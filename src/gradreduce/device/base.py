@@ -252,6 +252,10 @@ class Device(ABC):
     def trim(self) -> None:
         """Gives the pool's free memory back to the system."""
         self.fabric.check_open()
+        self.drop_free_memory()
+
+    def drop_free_memory(self) -> None:
+        """As ``trim``, of a closed mesh too."""
         self.drain()
         self._trim()
 

@@ -28,7 +28,7 @@ from gradreduce.errors import BackendUnavailableError
 from .kernel import Kernel, Template, kernel_text
 from .table import TABLE
 
-__all__ = ["BUILDS", "HostKernel", "host_kernel"]
+__all__ = ["BUILDS", "HostKernel", "find_compiler", "host_kernel"]
 
 _COMMON = ("-std=c++17", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas")
 # -ffp-contract=off: g++ would fuse w -= rate*g into one rounding and differ from NumPy in 1 to 9 %
@@ -130,14 +130,25 @@ def _host_text(kernel: Kernel) -> str:
     return "".join(parts)
 
 
-def _build(text: str, name: str, build: str) -> Path:
-    """The shared object of ``text``, from the cache if text, flags and compiler are the same."""
+def find_compiler(build: str) -> str:
+    """The path of g++.
+
+    Raises:
+        BackendUnavailableError: there is none.
+    """
     compiler = shutil.which("g++")
     if compiler is None:
+        face = "compiled" if build == "fast" else build
         raise BackendUnavailableError(
-            f"kernels={build!r} builds the CUDA text for the CPU and needs g++, which is not on "
+            f"kernels={face!r} builds the CUDA text for the CPU and needs g++, which is not on "
             "PATH; install g++, or use kernels='numpy'"
         )
+    return compiler
+
+
+def _build(text: str, name: str, build: str) -> Path:
+    """The shared object of ``text``, from the cache if text, flags and compiler are the same."""
+    compiler = find_compiler(build)
     flags = BUILDS[build]
     key = "\0".join([text, *flags, _target(compiler)])
     folder = _cache_folder()

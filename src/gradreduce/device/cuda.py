@@ -8,9 +8,11 @@ pool knows one stream for each block and has no ``record_stream``.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import cupy
@@ -71,6 +73,10 @@ class CudaDevice(Device):
 
     def __init__(self, fabric: Fabric, index: int, physical: int) -> None:
         super().__init__(fabric, index, physical)
+        # Pinned memory and the event behind the copy that reads it; pinned memory that is dropped
+        # is handed out again at once.
+        self._staging: deque[tuple[Any, Any]] = deque()
+        self._staging_lock = threading.Lock()
         self.gpu = cupy.cuda.Device(physical)
         with self.gpu:
             self._streams = {
@@ -80,10 +86,6 @@ class CudaDevice(Device):
             self._pool = cupy.cuda.MemoryPool()
         self._max_blocks = BLOCKS_PER_PROCESSOR * int(self.gpu.attributes["MultiProcessorCount"])
         self._tables = Tables(self._max_blocks)
-        # Pinned memory and the event behind the copy that reads it; pinned memory that is dropped
-        # is handed out again at once.
-        self._staging: deque[tuple[Any, Any]] = deque()
-        self._staging_lock = threading.Lock()
 
     def stream(self, queue: Queue = "compute") -> Any:
         """The CuPy stream of a queue."""
@@ -93,6 +95,13 @@ class CudaDevice(Device):
         """The host waits for what is queued: memory that work still uses must not go elsewhere."""
         self._synchronize()
         self.drain()
+
+    def __del__(self) -> None:
+        """A mesh that nobody closed: what its queues still use must not be given away."""
+        if not sys.is_finalizing() and (self._staging or self.dead or self._parked):
+            with suppress(BackendUnavailableError):  # closed, or from before a fork
+                self.fabric.check_open()
+                self._synchronize()
 
     # -- memory ---------------------------------------------------------------------------------
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Hashable
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from gradreduce.errors import BackendUnavailableError
 
@@ -29,6 +32,9 @@ class Fabric:
 
     Attributes:
         backend: ``"sim"`` or ``"cuda"``.
+        prepared: what was compiled for its devices, so that nobody asks twice.
+        on_close: what to call, with the key, when the mesh is closed: who waits for work on its
+            devices would wait for ever.
         recorder: where devices write what they did.
         launch_lock: held around each collective group and each multi-device plan, so that every
             device sees those of all threads in one order.
@@ -37,6 +43,8 @@ class Fabric:
     def __init__(self, backend: str, *, peer_access: bool | set[tuple[int, int]]) -> None:
         self.backend = backend
         self.recorder = Recorder()
+        self.prepared: set[Hashable] = set()
+        self.on_close: WeakKeyDictionary[Any, Callable[[Any], None]] = WeakKeyDictionary()
         self.launch_lock = threading.RLock()
         self._peer_access = peer_access
         self._closed = False
@@ -54,6 +62,8 @@ class Fabric:
     def close(self) -> None:
         """Makes every later use of its devices an error."""
         self._closed = True
+        for waiting, wake in list(self.on_close.items()):
+            wake(waiting)
 
     def check_open(self) -> None:
         """Raises ``BackendUnavailableError`` for a closed mesh, or one from before a fork."""

@@ -23,6 +23,7 @@ __all__ = [
     "Row",
     "compatible",
     "flat_layout",
+    "overlap",
 ]
 
 Queue = Literal["compute", "transfer"]
@@ -63,6 +64,8 @@ class Block:
 
     def __del__(self) -> None:
         # No lock and no driver call here: the collector runs this anywhere, in any thread.
+        if not hasattr(self, "touched"):  # half made: copied by a module that does not know it
+            return
         if self.owned or self.device.defers:
             self.device.dead.append(Dead(self.raw, self.nbytes, self.touched, self.owned))
 
@@ -179,6 +182,14 @@ class FlatLayout:
     offsets: tuple[int, ...]
     spans: tuple[int, ...]
     size: int
+
+
+def overlap(buffer: Buffer, other: Buffer) -> bool:
+    """Whether the two share a byte, on whichever device they were given to."""
+    return (
+        buffer.address < other.address + other.nbytes
+        and other.address < buffer.address + buffer.nbytes
+    )
 
 
 def compatible(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:

@@ -28,6 +28,7 @@ from gradreduce.errors import BackendUnavailableError
 from .base import Device
 from .collective import Collective
 from .colocated import by_physical
+from .compiled import find_compiler
 from .dtypes import as_dtype
 from .fabric import Fabric
 from .journal import Journal
@@ -144,6 +145,8 @@ class Mesh:
         """Ends the mesh and all its parts; calling it twice is fine."""
         self.fabric.close()
         self._on_close()
+        for device in self.devices[0].mesh.devices:
+            device.drop_free_memory()
 
     def __enter__(self) -> Mesh:
         return self
@@ -228,6 +231,9 @@ def open_mesh(
             raise BackendUnavailableError(f"backend='cuda' cannot run here: {error}") from error
     if strict is None:
         strict = _integer("GRADREDUCE_SIM_STRICT", 0, minimum=0) > 0
+    build = FACES[kernels]
+    if build is not None:
+        find_compiler(build)
     workers = Workers(_integer("GRADREDUCE_SIM_THREADS", _num_cores()))
     scheduler = RunAtOnce() if schedule_seed is None else Shuffled(schedule_seed)
     options = SimOptions(kernels, strict, workers, scheduler)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
 
 __all__ = ["Event", "RunAtOnce", "Scheduler", "Shuffled"]
@@ -59,14 +59,18 @@ class Scheduler(ABC):
 
 
 class RunAtOnce(Scheduler):
-    """Work runs when it is given."""
+    """Work runs when it is given, in the thread that gives it, one at a time in each queue."""
 
     defers = False
     _passed = Event(passed=True)
 
+    def __init__(self) -> None:
+        self._locks: defaultdict[Hashable, threading.Lock] = defaultdict(threading.Lock)
+
     def submit(self, queue: Hashable, work: Work) -> None:
         """See ``Scheduler.submit``."""
-        work()
+        with self._locks[queue]:
+            work()
 
     def record(self, queue: Hashable) -> Event:
         """See ``Scheduler.record``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import pairwise
 from typing import Any
 
@@ -23,8 +23,13 @@ class Workers:
 
     def run(self, jobs: Sequence[Callable[[], None]]) -> None:
         """Runs all jobs, the last one in the calling thread; raises a failure once all ended."""
-        futures = [self._pool.submit(job) for job in jobs[:-1]]
+        futures: list[Future[None]] = []
         try:
+            for job in jobs[:-1]:
+                try:
+                    futures.append(self._pool.submit(job))
+                except RuntimeError:  # the interpreter is ending, and no thread starts any more
+                    job()
             jobs[-1]()
         finally:
             wait(futures)  # a job that still runs writes memory which the caller may give away

@@ -6,7 +6,7 @@ from .accumulate_n import ACCUMULATE_N, accumulate_n, prepare_accumulate_n
 from .add_n import ADD_N, add_n, prepare_add_n
 from .all_sum import ALL_SUM, all_sum, prepare_all_sum
 from .pack import PACK, pack, prepare_pack
-from .update import MOMENTUM, NESTEROV, SGD, momentum, nesterov, sgd
+from .update import MOMENTUM, NESTEROV, SGD, momentum, nesterov, prepare_update, sgd
 
 __all__ = [
     "KERNELS",
@@ -20,6 +20,7 @@ __all__ = [
     "prepare_add_n",
     "prepare_all_sum",
     "prepare_pack",
+    "prepare_update",
     "sgd",
 ]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradreduce.device import Buffer, Kernel, element_of
+from gradreduce.device import Buffer, Kernel, element_of, overlap
 from gradreduce.device.dtypes import Element
 
 __all__ = ["as_elements", "by_dtype", "check_apart", "check_divisor", "check_row", "check_writable"]
@@ -41,7 +41,7 @@ def check_row(name: str, written: Sequence[Buffer], read: Sequence[Buffer]) -> N
     for place, target in enumerate(written):
         for other_place, other in enumerate(operands):
             allowed = other_place == place or (other_place >= len(written) and _same(target, other))
-            if not allowed and _overlap(target, other):
+            if not allowed and overlap(target, other):
                 raise ValueError(f"{name}: {target} overlaps operand {other_place}, {other}")
 
 
@@ -49,16 +49,9 @@ def _same(buffer: Buffer, other: Buffer) -> bool:
     return buffer.address == other.address and buffer.nbytes == other.nbytes
 
 
-def _overlap(buffer: Buffer, other: Buffer) -> bool:
-    return (
-        buffer.address < other.address + other.nbytes
-        and other.address < buffer.address + buffer.nbytes
-    )
-
-
 def check_apart(name: str, target: Buffer, other: Buffer) -> None:
     """Raises ``ValueError`` if the two share a byte."""
-    if _overlap(target, other):
+    if overlap(target, other):
         raise ValueError(f"{name}: {target} overlaps {other}")
 
 

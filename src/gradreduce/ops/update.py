@@ -12,7 +12,7 @@ from gradreduce.device.kernel import Arrays
 from ._check import check_row, check_writable
 from ._templates import FLOATS
 
-__all__ = ["MOMENTUM", "NESTEROV", "SGD", "momentum", "nesterov", "sgd"]
+__all__ = ["MOMENTUM", "NESTEROV", "SGD", "momentum", "nesterov", "prepare_update", "sgd"]
 
 
 def _sgd_twin(table: Sequence[Arrays], rate: float) -> None:
@@ -135,6 +135,12 @@ def nesterov(
     """
     written = [[var, mom] for var, mom in zip(variables, moments, strict=True)]
     _update(NESTEROV, written, grads, (float(rate), float(decay)), device, queue)
+
+
+def prepare_update(rule: str, device: Device, dtype: np.dtype) -> None:
+    """Compiles what ``sgd``, ``momentum`` or ``nesterov`` launches for variables of a dtype."""
+    kernel = {"sgd": SGD, "momentum": MOMENTUM, "nesterov": NESTEROV}[rule]
+    device.prepare(kernel, (dtype.name,))
 
 
 def _update(

@@ -5,12 +5,13 @@ Source: tf.train.Optimizer, as agn_optimizer.md lists its members.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gradreduce.aggregate import AggregationMethod
 from gradreduce.cross_device import AllReduceCrossDeviceOps, CrossDeviceOps
-from gradreduce.device import Buffer, Device, by_physical, gather, scatter
+from gradreduce.device import Buffer, Device, DType, by_physical, gather, scatter
 from gradreduce.errors import InvalidVariableError
 from gradreduce.interop import kind_of, to_buffer
 from gradreduce.values import IndexedSlices, Mirrored, PerReplica, ReduceOp
@@ -101,11 +102,7 @@ class Optimizer:
         gradients = self._near_gradients(present)
         variables = [var for _, var in present]
         self._check_apart(variables, gradients)
-        for slot_name in self._slot_names:
-            slots = self._slots[slot_name]
-            for var in variables:
-                if var not in slots:
-                    slots[var] = Variable.zeros_like(var, f"{var.name}/{self._name}")
+        self.prepare(variables)
         self._launch(variables, gradients)
         if global_step is not None:
             global_step.assign_add(1)
@@ -163,6 +160,23 @@ class Optimizer:
         """
         raise NotImplementedError("minimize needs a tape, which is not implemented yet")
 
+    def prepare(self, variables: Sequence[Variable]) -> None:
+        """Compiles what an update of these variables launches, and makes their slots.
+
+        ``apply_gradients`` does it too; a caller who may not fail half-way does it before.
+        """
+        for var in variables:
+            for device in var.devices:
+                self._prepare(device, var.dtype)
+        for slot_name in self._slot_names:
+            slots = self._slots[slot_name]
+            for var in variables:
+                if var not in slots:
+                    slots[var] = Variable.zeros_like(var, f"{var.name}/{self._name}")
+
+    def _prepare(self, device: Device, dtype: DType) -> None:
+        """Compiles the rule for variables of a dtype."""
+
     def _update(
         self,
         variables: Sequence[Buffer],
@@ -194,9 +208,14 @@ class Optimizer:
     ) -> None:
         """A launch reads all gradients while it writes all variables, in no order."""
         slots = [slots[var] for slots in self._slots.values() for var in variables if var in slots]
-        written = {buffer.block for var in (*variables, *slots) for buffer in var.buffers}
+        written = sorted(
+            (buffer.address, buffer.nbytes)
+            for var in (*variables, *slots)
+            for buffer in var.buffers
+        )
+        starts = [start for start, _ in written]
         for var, near in zip(variables, gradients, strict=True):
-            if any(buffer.block in written for buffer in near):
+            if any(_touches(buffer, written, starts) for buffer in near):
                 raise ValueError(
                     f"the gradient of {var!r} is the memory of a variable or slot that this call "
                     "writes; pass a copy"
@@ -212,6 +231,12 @@ class Optimizer:
             [buffer for var in variables for buffer in self._slots[name][var].buffers]
             for name in self._slot_names
         ]
+        with copies[0].device.fabric.launch_lock:  # all copies, or another thread's turn
+            self._launch_copies(copies, slots, near)
+
+    def _launch_copies(
+        self, copies: list[Buffer], slots: list[list[Buffer]], near: list[Buffer]
+    ) -> None:
         for places in by_physical([buffer.device for buffer in copies]).values():
             chosen = [copies[place] for place in places]
             devices = [buffer.device for buffer in chosen]
@@ -224,6 +249,12 @@ class Optimizer:
                 devices[0],
             )
             scatter(devices[0], devices)
+
+
+def _touches(buffer: Buffer, written: list[tuple[int, int]], starts: list[int]) -> bool:
+    """Whether a gradient shares a byte with one of the sorted ranges, which are disjoint."""
+    place = bisect_left(starts, buffer.address + buffer.nbytes)
+    return place > 0 and buffer.nbytes > 0 and buffer.address < sum(written[place - 1])
 
 
 def _check_global_step(global_step: Any) -> None:

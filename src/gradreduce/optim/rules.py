@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradreduce import ops
-from gradreduce.device import Buffer, Device
+from gradreduce.device import Buffer, Device, DType
 
 from .base import Optimizer
 
@@ -23,6 +23,10 @@ class GradientDescentOptimizer(Optimizer):
     def __init__(self, learning_rate: float, name: str = "GradientDescent") -> None:
         super().__init__(name)
         self.learning_rate = float(learning_rate)
+
+    def _prepare(self, device: Device, dtype: DType) -> None:
+        float(self.learning_rate)  # a caller may have set it to anything: fail before, not after
+        ops.prepare_update("sgd", device, dtype)
 
     def _update(
         self,
@@ -61,6 +65,10 @@ class MomentumOptimizer(Optimizer):
         self.learning_rate = float(learning_rate)
         self.momentum = float(momentum)
         self.use_nesterov = bool(use_nesterov)
+
+    def _prepare(self, device: Device, dtype: DType) -> None:
+        float(self.learning_rate), float(self.momentum)  # fail before an update, not in it
+        ops.prepare_update("nesterov" if self.use_nesterov else "momentum", device, dtype)
 
     def _update(
         self,

@@ -1,0 +1,248 @@
+"""What only a CUDA device does: streams and arrays of others, pinned memory, GPUs that are not."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import cupy
+import numpy as np
+import pytest
+from device.contract import FLOAT, SIZE, add, data, uploaded
+from exact import same
+from fake_cupy import surface
+from fake_cupy.machine import Machine
+
+import gradreduce as gr
+from gradreduce.device import Mesh, cuda, cuda_compile, open_mesh
+from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
+from gradreduce.ops.add_n import ADD_N
+
+pytestmark = pytest.mark.fake_cupy
+SEEDS = (0, 1, 2, 3)
+
+
+@pytest.fixture(params=SEEDS)
+def here(request, new_machine) -> Machine:
+    return new_machine(request.param, num_gpus=3)
+
+
+@pytest.fixture
+def mesh(here) -> Iterator[Mesh]:
+    with open_mesh([0, 0, 1], backend="cuda") as made:
+        yield made
+
+
+def on_gpu(physical: int, values: np.ndarray):
+    with cupy.cuda.Device(physical):
+        return cupy.asarray(values)
+
+
+def test_an_array_is_shared_in_the_order_of_its_stream(mesh):
+    device = mesh.devices[2]
+    array = on_gpu(1, data((SIZE,)))
+    buffer = device.put(array)
+    assert buffer.address == array.data.ptr
+    assert not buffer.block.owned
+    assert device.release(buffer) is array
+    assert same(buffer.numpy(), data((SIZE,)))
+
+
+def test_another_stream_is_waited_for_when_it_is_current(mesh):
+    device = mesh.devices[0]
+    theirs = cupy.cuda.Stream(non_blocking=True)
+    with theirs:
+        array = cupy.asarray(data((SIZE,)))
+        buffer = device.put(array)
+    assert same(buffer.numpy(), data((SIZE,)))
+    out = device.empty((SIZE,), FLOAT)
+    add(device, out, buffer, buffer)
+    released = device.release(out, theirs.ptr)
+    with theirs:
+        released[3:5] = 7
+        assert (released.get()[3:5] == 7).all()
+        assert same(released.get()[5:], 2 * data((SIZE,))[5:])
+
+
+def test_a_strided_array_is_copied_and_left_alone(mesh):
+    whole = on_gpu(0, data((6, 8)))
+    buffer = mesh.devices[1].put(whole[::2, 1:4])
+    assert buffer.address != whole.data.ptr
+    add(buffer.device, buffer, buffer, buffer)
+    assert same(buffer.numpy(), 2 * data((6, 8))[::2, 1:4])
+    assert same(whole.get(), data((6, 8)))
+    with pytest.raises(ValueError, match="contiguous"):
+        mesh.devices[1].adopt(whole[:, 1:])
+
+
+def test_what_is_on_another_gpu_or_on_the_host_is_not_adopted(mesh):
+    with pytest.raises(DeviceMismatchError, match="on GPU 1, not 0"):
+        mesh.devices[0].put(on_gpu(1, data((4,))))
+    with pytest.raises(DeviceMismatchError, match="holds CuPy arrays, not ndarray"):
+        mesh.devices[0].adopt(data((4,)))
+
+
+def test_a_users_array_lives_until_our_work_has_passed(mesh):
+    device = mesh.devices[0]
+    for _ in range(5):
+        buffer = device.put(on_gpu(0, data((SIZE,))))
+        out = device.empty((SIZE,), FLOAT)
+        device.wait(device.mark(), queue="transfer")
+        add(device, out, buffer, queue="transfer")
+        del buffer
+        on_gpu(0, np.zeros(SIZE, FLOAT))  # CuPy's pool would give it the same memory
+        device.wait(device.mark("transfer"))
+        assert same(out.numpy(), data((SIZE,)))
+
+
+def test_pinned_memory_comes_back(mesh, here):
+    device = mesh.devices[0]
+    kept = [uploaded(device, seed) for seed in range(20)]
+    device.synchronize()
+    assert not device._staging
+    assert same(kept[7].numpy(), data((SIZE,), seed=7))
+
+
+def test_a_steady_state_asks_cuda_for_nothing_new(mesh, here):
+    device = mesh.devices[0]
+
+    def turn() -> None:
+        out = device.zeros((SIZE,), FLOAT)
+        add(device, out, uploaded(device, 1))
+        device.synchronize()
+
+    turn()
+    slots = sum(map(len, here.heap._slots.values()))
+    for _ in range(10):
+        turn()
+    assert sum(map(len, here.heap._slots.values())) == slots
+
+
+def test_memory_is_used_again_without_waiting_in_its_own_queue(mesh):
+    device = mesh.devices[0]
+    first = uploaded(device, 1)
+    address = first.address
+    del first
+    device.drain()
+    assert device.empty((SIZE,), FLOAT).address == address
+
+
+def test_trim_gives_free_memory_back(mesh, here):
+    mesh.trim()
+    assert here.counts["free_all_blocks"] == 3
+
+
+def test_devices_may_go_with_their_mesh(here):
+    with open_mesh([0, 1], backend="cuda") as mesh:
+        for device in mesh:
+            buffer = device.put(on_gpu(device.physical, data((SIZE,))))
+            add(device, uploaded(device, 2), buffer, queue="compute")
+    del mesh, device, buffer
+    gc.collect()
+
+
+def test_every_visible_gpu_is_the_default(here):
+    with gr.open_mesh(backend="cuda") as mesh:
+        assert [device.physical for device in mesh.devices] == [0, 1, 2]
+    with pytest.raises(BackendUnavailableError, match="names GPU 3; CuPy sees 3"):
+        gr.open_mesh([0, 3], backend="cuda")
+
+
+def test_no_gpu_or_no_driver_says_so(monkeypatch):
+    runtime = sys.modules["cupy.cuda.runtime"]
+    monkeypatch.setattr(runtime, "getDeviceCount", lambda: 0)
+    with pytest.raises(BackendUnavailableError, match="sees no GPU"):
+        cuda.visible_gpus()
+
+    def refuses() -> int:
+        raise surface.CUDARuntimeError("cudaErrorInsufficientDriver: too old")
+
+    monkeypatch.setattr(runtime, "getDeviceCount", refuses)
+    with pytest.raises(BackendUnavailableError, match="cudaErrorInsufficientDriver"):
+        gr.open_mesh(backend="cuda")
+
+
+def test_peer_access_is_enabled_where_there_is_any(new_machine, monkeypatch):
+    pairs = {(0, 1), (1, 0)}
+    assert cuda.enable_peer_access([0, 1]) == pairs
+    assert cuda.enable_peer_access([0, 1]) == pairs  # a second mesh
+    new_machine(3, peers=False)
+    assert cuda.enable_peer_access([0, 1]) == set()
+
+    def refuses(device) -> None:
+        raise surface.CUDARuntimeError("cudaErrorUnknown: unknown error")
+
+    new_machine(3)
+    monkeypatch.setattr(sys.modules["cupy.cuda.runtime"], "deviceEnablePeerAccess", refuses)
+    with pytest.raises(surface.CUDARuntimeError, match="unknown error"):
+        cuda.enable_peer_access([0, 1])
+
+
+def test_without_peers_nothing_reaches_over(new_machine):
+    new_machine(3, peers=False)
+    with open_mesh([0, 1], backend="cuda") as mesh:
+        near, far = mesh.devices
+        with pytest.raises(DeviceMismatchError, match="no peer access"):
+            add(near, uploaded(near, 1), uploaded(far, 2))
+
+
+def test_a_refused_text_points_into_the_file(mesh, monkeypatch):
+    monkeypatch.setattr(
+        cuda_compile, "kernel_text", lambda stem: '#line 7 "kernels/add_n.cu"\nno C++\n'
+    )
+    kernel = replace(ADD_N, templates=(("float32", "float32", 1),))
+    with pytest.raises(RuntimeError, match=r"(?s)NVRTC refused add_n<float, float, 1>.*add_n.cu:7"):
+        mesh.devices[0].prepare(kernel, kernel.templates[0])
+
+
+def test_what_is_prepared_is_compiled_on_each_gpu_once(mesh, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        cuda_compile, "_compile", lambda kernel, template: made.append(template) or "entry"
+    )
+    kernel = replace(ADD_N)
+    for device in (*mesh.devices, *mesh.devices):
+        device.prepare(kernel, ("float32", "float32", 2))
+    assert len(made) == 2
+
+
+def test_two_meshes_have_their_own_streams(here):
+    with open_mesh([0, 0], backend="cuda") as one, open_mesh([0, 0], backend="cuda") as other:
+        streams = {device.stream(queue).ptr for mesh in (one, other)
+                   for device in mesh for queue in ("compute", "transfer")}  # fmt: skip
+        assert len(streams) == 8
+
+
+@pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
+def test_cupy_arrays_go_in_and_come_out(here, algorithm):
+    with open_mesh([0, 1, 1], backend="cuda") as mesh:
+        ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
+        whole = [on_gpu(gpu, data((6, 8), seed=place)) for place, gpu in enumerate((0, 1, 1))]
+        for cut in (np.s_[:, :], np.s_[::2, 1:4]):
+            reduced = ops.all_reduce([[array[cut]] for array in whole], op=gr.ReduceOp.SUM)
+            wanted = sum(data((6, 8), seed=place)[cut] for place in range(3))
+            for (array,), gpu in zip(reduced, (0, 1, 1), strict=True):
+                assert isinstance(array, cupy.ndarray)
+                assert array.device.id == gpu
+                assert same(array.get(), wanted)
+        for place, array in enumerate(whole):
+            assert same(array.get(), data((6, 8), seed=place))
+
+
+def test_host_arrays_come_back_as_cupys(here):
+    with open_mesh([0, 1], backend="cuda") as mesh:
+        terms = [data((5, 7), seed=place) for place in range(2)]
+        reduced = gr.AllReduceCrossDeviceOps(mesh=mesh).all_reduce([[term] for term in terms])
+        for (array,) in reduced:
+            assert isinstance(array, cupy.ndarray)
+            assert same(array.get(), (terms[0] + terms[1]) / np.float32(2))
+
+
+def test_a_mesh_that_nobody_closes_gives_nothing_away_too_early(here):
+    mesh = open_mesh([0, 1], backend="cuda")
+    for device in mesh:
+        add(device, uploaded(device, 1), device.put(on_gpu(device.physical, data((SIZE,)))))
+    del mesh, device
+    gc.collect()

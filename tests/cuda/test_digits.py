@@ -1,0 +1,51 @@
+"""The digits example trains on the CUDA backend to the same bits as on the simulation."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+pytestmark = [pytest.mark.fake_cupy, pytest.mark.repo]
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_digits.py"
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_digits_on_cuda", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses ask for it
+    spec.loader.exec_module(module)
+    return module
+
+
+def weights(example, folder: Path, backend: str, *flags: str) -> dict[str, np.ndarray]:
+    path = folder / f"{backend}.npz"
+    example.main([
+        "--backend", backend, "--steps", str(STEPS), "--output", str(folder / "digits.png"),
+        "--save-weights", str(path), *flags,
+    ])  # fmt: skip
+    with np.load(path) as saved:
+        return dict(saved)
+
+
+@pytest.mark.parametrize("seed", [0, 6])
+@pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
+@pytest.mark.parametrize("placement", ["0,0,0,0", "0,0,1,1", "0,1,2,3"])
+def test_the_weights_are_those_of_the_simulation(
+    example, new_machine, tmp_path, monkeypatch, placement, algorithm, seed
+):
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    new_machine(seed)
+    flags = ("--placement", placement, "--all-reduce", algorithm)
+    found = weights(example, tmp_path, "cuda", *flags)
+    wanted = weights(example, tmp_path, "sim", *flags)
+    assert found.keys() == wanted.keys()
+    for name, array in found.items():
+        assert (array == wanted[name]).all(), name

@@ -1,0 +1,144 @@
+"""How the NCCL driver calls the library."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from fake_cupy import nccl
+from fake_cupy.machine import Fault, Machine
+
+from gradreduce.device import Buffer, Mesh, cuda_nccl, open_mesh
+from gradreduce.errors import BackendUnavailableError, CollectiveError, DeviceMismatchError
+
+pytestmark = pytest.mark.fake_cupy
+
+
+@pytest.fixture
+def here(new_machine) -> Machine:
+    return new_machine(3)
+
+
+@pytest.fixture
+def mesh(here) -> Iterator[Mesh]:
+    with open_mesh([0, 1, 2, 1], backend="cuda") as made:
+        yield made
+
+
+def ones(mesh: Mesh, places=(0, 1, 2)) -> list[Buffer]:
+    return [mesh.devices[place].upload(np.full(9, 1.0 + place, np.float32)) for place in places]
+
+
+def test_communicators_are_made_once_for_each_set_of_gpus(mesh, here):
+    for _ in range(2):
+        mesh.collective.all_reduce(ones(mesh))
+    assert here.counts["initAll"] == 1
+    mesh.collective.all_reduce(ones(mesh, (0, 3)))
+    mesh[[3, 0]].collective.all_reduce(ones(mesh, (3, 0)))
+    assert here.counts["initAll"] == 3
+
+
+def test_a_group_is_sent_when_the_outermost_block_ends(mesh, here):
+    first, second = ones(mesh), ones(mesh)
+    with mesh.journal() as journal, mesh.collective.group():
+        with mesh.collective.group():
+            mesh.collective.all_reduce(first)
+        assert "allReduce" not in here.counts
+        mesh.collective.broadcast(second, 2)
+        assert journal.records == []
+    assert (here.counts["allReduce"], here.counts["broadcast"]) == (1, 1)
+    assert len(journal.records) == 6
+    assert (first[1].numpy() == 6).all()
+    assert (second[0].numpy() == 3).all()
+
+
+def test_a_group_of_nothing_sends_nothing(mesh, here):
+    with mesh.collective.group():
+        pass
+    assert "initAll" not in here.counts
+
+
+def test_a_group_that_raises_sends_nothing(mesh, here):
+    buffers = ones(mesh)
+    with pytest.raises(KeyError), mesh.collective.group():
+        mesh.collective.all_reduce(buffers)
+        raise KeyError
+    assert "allReduce" not in here.counts
+    mesh.collective.all_reduce(buffers)
+    assert (buffers[0].numpy() == 6).all()
+
+
+def test_memory_of_a_group_lives_until_it_is_sent(mesh):
+    with mesh.collective.group():
+        for _ in range(4):
+            mesh.collective.all_reduce(ones(mesh))
+    mesh.synchronize()
+
+
+def test_errors_have_the_text_of_nccl(mesh, monkeypatch):
+    def refuses(*_):
+        raise nccl.NcclError("NCCL_ERROR_INTERNAL_ERROR: internal error")
+
+    monkeypatch.setattr(nccl.NcclCommunicator, "initAll", refuses)
+    with pytest.raises(CollectiveError, match="initAll: NCCL_ERROR_INTERNAL_ERROR"):
+        mesh.collective.all_reduce(ones(mesh))
+
+
+def test_a_failing_call_still_ends_the_group(mesh, monkeypatch):
+    def refuses(*_):
+        raise nccl.NcclError("NCCL_ERROR_INVALID_ARGUMENT: invalid argument")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nccl.NcclCommunicator, "allReduce", refuses)
+        with pytest.raises(CollectiveError, match="all_reduce: NCCL_ERROR_INVALID_ARGUMENT"):
+            mesh.collective.all_reduce(ones(mesh))
+    mesh.synchronize()
+    assert nccl.open_group() is None
+
+
+def test_closing_aborts_what_was_made(here):
+    with open_mesh([0, 1], backend="cuda") as mesh:
+        mesh.collective.all_reduce(ones(mesh, (0, 1)))
+        made = [comm for clique in mesh.collective._cliques.values() for comm in clique]
+    assert [comm._ended for comm in made] == ["abort", "abort"]
+    mesh.close()
+    with open_mesh([0, 1], backend="cuda") as mesh:
+        assert mesh.collective._cliques == {}
+    with pytest.raises(Fault, match="after abort"):
+        made[0].check_async_error()
+    here.faults.clear()
+
+
+def test_a_missing_library_names_the_wheel(monkeypatch, here):
+    monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", False)
+    with pytest.raises(BackendUnavailableError, match="nvidia-nccl-cu12"):
+        cuda_nccl.NcclCollective()
+
+
+def test_simulated_buffers_are_refused(here):
+    collective = cuda_nccl.NcclCollective()
+    with open_mesh([0, 1], backend="sim") as sim:
+        buffers = ones(sim, (0, 1))
+        outputs = [device.empty((18,), "float32") for device in sim.devices]
+        for call in (
+            lambda: collective.all_reduce(buffers),
+            lambda: collective.broadcast(buffers, 0),
+            lambda: collective.all_gather(outputs, buffers),
+        ):
+            with pytest.raises(DeviceMismatchError, match="not lie on a GPU"):
+                call()
+
+
+def test_unknown_operations_are_named(mesh):
+    with pytest.raises(CollectiveError, match="op='mean'"):
+        mesh.collective.all_reduce(ones(mesh), "mean")
+
+
+def test_one_rank_is_fine(mesh):
+    (alone,) = ones(mesh, (2,))
+    out = alone.device.empty((9,), "float32")
+    mesh.collective.all_reduce([alone])
+    mesh.collective.all_gather([out], [alone])
+    assert (out.numpy() == 3).all()

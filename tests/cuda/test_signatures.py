@@ -1,0 +1,51 @@
+"""The fake is called as CuPy 14.2 is."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from fake_cupy import surface
+from fake_cupy.signatures import (
+    NOT_COMPARED,
+    PROBES,
+    RECORD,
+    differences,
+    offered,
+    parameters,
+    probed,
+)
+
+pytestmark = pytest.mark.fake_cupy
+
+
+def test_the_fake_is_as_recorded():
+    assert differences() == []
+
+
+def test_the_record_and_the_list_hold_the_same_names():
+    assert sorted(RECORD) == sorted(offered())
+    assert set(NOT_COMPARED) <= set(RECORD)
+
+
+def test_a_signature_is_read_from_its_line():
+    assert parameters("f(self, intptr_t ptr, *, int device=-1, tuple x=()) -> int") == [
+        ("ptr", None),
+        ("device", "-1"),
+        ("x", "()"),
+    ]
+    assert parameters("A dictionary (of attributes).") is None
+
+
+def test_another_parameter_is_seen(monkeypatch):
+    def record(self, queue=None):
+        raise AssertionError
+
+    monkeypatch.setattr(surface.Event, "record", record)
+    assert [text.split()[0] for text in differences()] == ["cupy.cuda.Event.record"]
+    assert "queue" in inspect.signature(surface.Event.record).parameters
+
+
+@pytest.mark.parametrize("expression", PROBES)
+def test_arguments_are_taken_as_cupy_takes_them(expression):
+    assert probed(expression) == PROBES[expression]

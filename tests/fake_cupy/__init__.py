@@ -1,0 +1,28 @@
+"""A stand-in for CuPy and NCCL that runs the CUDA backend's own code without a GPU.
+
+Used by a pytest process of its own: ``python -m pytest -p fake_cupy.plugin tests/cuda``, with this
+folder's parent on ``PYTHONPATH``. The rooms:
+
+* ``memory``: where device and pinned memory lies, who owns which bytes, who used them last.
+* ``machine``: the queues of the streams, in a seeded random legal order; happens-before clocks.
+* ``recorder``: which bytes a launch reads and writes, from the shipped text built by g++.
+* ``kernels``: ``RawModule`` and ``Function``; checks of arguments.
+* ``surface``: ``Device``, ``Stream``, ``Event``; ``arrays``: pools, pinned memory, copies, a
+  minimal ``ndarray``.
+* ``nccl``: communicators and groups.
+* ``plugin``: puts it in CuPy's place, one machine for each test module.
+* ``programs``: random programs with every fence that they need; ``planted``, ``mutants``: faults
+  in our own source that they must find.
+* ``signatures``: what CuPy 14.2 takes, recorded; compared with the fake, and with CuPy itself.
+
+It detects a missing fence, memory reused or freed while a queue still uses it, an access out of
+bounds or without peer access, a write that ``Kernel.writes`` does not declare, arguments that do
+not fit the kernel, a wrong current device, an event never recorded; and for NCCL a missing group,
+unequal counts or dtypes, a wrong stream, a rank left out, use after destroy.
+
+It does not show: speed, overlap, NVRTC's dialect, ``-ftz``, inline PTX, races between the threads
+of one launch, out-of-memory, CuPy's splitting of pool blocks, implicit synchronisation by the
+legacy default stream (blocking streams are refused), graph capture, NCCL's order and its hangs.
+A copy to pageable host memory waits, as CUDA documents it, so a wait left out after it is no fault.
+All host threads have one clock, so a race between two of them is seen only by what it does.
+"""

@@ -1,0 +1,291 @@
+"""Device memory as CuPy hands it out: pools, pointers, pinned memory, and a minimal ndarray."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from functools import cache
+from types import SimpleNamespace
+
+import numpy as np
+
+from .machine import READ, WRITE, Call, current
+from .memory import PINNED, REGION
+from .surface import Device, check_addresses, getDevice, queue_of
+
+__all__ = [
+    "MemoryPointer",
+    "MemoryPool",
+    "UnownedMemory",
+    "alloc_pinned_memory",
+    "asarray",
+    "ascontiguousarray",
+    "copy_async",
+    "memset_async",
+    "ndarray",
+    "peer_copy_async",
+]
+
+
+class _Memory:
+    """An allocation; it goes back to its pool when nobody holds it."""
+
+    def __init__(self, pool, size: int) -> None:
+        self._machine = machine = current()
+        self._pool = pool
+        self._home = queue_of(machine, None)
+        self.device_id = getDevice()
+        if self._home.gpu != self.device_id:
+            machine.fail(f"wrong device: memory of GPU {self.device_id} in the order of another")
+        # By stream, as CuPy's arenas are.
+        self._arena = (id(pool), self._home)
+        self._slot = machine.allocate(self._arena, self.device_id, size, self._home)
+        self.ptr = self._slot.start
+        self.size = size
+
+    def __del__(self) -> None:
+        if hasattr(self, "_slot"):
+            self._machine.free_later(self._arena, self._slot, self._home)
+
+
+class UnownedMemory:
+    """Somebody else's memory, whose owner it keeps alive."""
+
+    def __init__(self, ptr, size, owner, device_id=-1):
+        check_addresses(ptr)
+        self.ptr = ptr
+        self.size = size
+        self._owner = owner
+        place = REGION.place(ptr)
+        if size and place != (getDevice() if device_id < 0 else device_id):
+            current().fail(f"wrong device: UnownedMemory of GPU {device_id} lies on {place}")
+        self.device_id = place if size else device_id
+
+
+class MemoryPointer:
+    """An address inside some memory."""
+
+    def __init__(self, mem, offset):
+        self.mem = mem
+        self.ptr = mem.ptr + offset
+        self.device_id = mem.device_id
+
+    @property
+    def device(self):
+        return Device(self.device_id)
+
+
+class MemoryPool:
+    """Free lists for each stream: memory comes back in the order of the stream it was taken on."""
+
+    def __init__(self, allocator=None):
+        self._sizes = weakref.WeakSet()
+
+    def malloc(self, size):
+        with current().entered() as machine:
+            machine.count("malloc")
+            memory = _Memory(self, size)
+            self._sizes.add(memory)
+            return MemoryPointer(memory, 0)
+
+    def free_all_blocks(self, stream=None):
+        with current().entered() as machine:
+            machine.count("free_all_blocks")
+
+    def used_bytes(self):
+        return sum(memory.size for memory in self._sizes)
+
+
+_default_pool = MemoryPool()
+
+
+@cache
+def _pinned_class(size: int) -> type:
+    """Of one size, because the buffer protocol is for Python types of ctypes to give."""
+
+    def ends(self) -> None:
+        if hasattr(self, "_slot"):
+            self._machine.free_later("pinned", self._slot, None)
+
+    return type("PinnedMemoryPointer", (ctypes.c_ubyte * size,), {"__del__": ends})
+
+
+def alloc_pinned_memory(size):
+    with current().entered() as machine:
+        slot = machine.allocate("pinned", PINNED, size, None)
+        pinned = _pinned_class(size).from_buffer(REGION.map, slot.start - REGION.start)
+        pinned.ptr, pinned._machine, pinned._slot = slot.start, machine, slot
+        return pinned
+
+
+# -- the copies of cupy.cuda.runtime --------------------------------------------------------------
+
+HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
+
+
+def _on_device(place: int) -> bool:
+    return 0 <= place < PINNED
+
+
+def copy_async(dst, src, size, kind, stream):
+    """``runtime.memcpyAsync``."""
+    check_addresses(dst, src, stream)
+    if size < 0:
+        raise OverflowError("can't convert negative value to size_t")
+    with current().entered() as machine:
+        queue = _checked_queue(machine, "memcpyAsync", stream)
+        to, of = REGION.place(dst), REGION.place(src)
+        wanted = {HOST_TO_DEVICE: (False, True), DEVICE_TO_HOST: (True, False),
+                  DEVICE_TO_DEVICE: (True, True)}.get(kind)  # fmt: skip
+        if wanted != (_on_device(of), _on_device(to)):
+            machine.fail(f"memcpyAsync of kind {kind} from place {of} to {to}")
+        if kind == DEVICE_TO_DEVICE and to != of:
+            machine.fail("memcpyAsync between two GPUs; that is memcpyPeerAsync's")
+        pageable = ctypes.string_at(src, size) if of < 0 else None
+
+        def work(call: Call) -> None:
+            accesses = [] if of < 0 else [(src, src + size, READ)]
+            accesses += [] if to < 0 else [(dst, dst + size, WRITE)]
+            machine.check(call, accesses if size else [])
+            ctypes.memmove(dst, src if pageable is None else pageable, size)
+
+        machine.count("memcpy")
+        call = machine.submit(queue, "memcpyAsync", work)
+        if to < 0:  # pageable host memory: CUDA returns when the copy is over
+            machine.finish(call)
+
+
+def peer_copy_async(dst, dstDevice, src, srcDevice, size, stream):
+    """``runtime.memcpyPeerAsync``; needs no peer access."""
+    check_addresses(dst, src, stream)
+    with current().entered() as machine:
+        queue = _checked_queue(machine, "memcpyPeerAsync", stream)
+        if (REGION.place(dst), REGION.place(src)) != (dstDevice, srcDevice):
+            machine.fail(f"memcpyPeerAsync: the memory is not of GPUs {dstDevice}, {srcDevice}")
+
+        def work(call: Call) -> None:
+            accesses = [(src, src + size, READ), (dst, dst + size, WRITE)]
+            machine.check(call, accesses, peers_matter=False)
+            ctypes.memmove(dst, src, size)
+
+        machine.count("memcpyPeer")
+        machine.submit(queue, "memcpyPeerAsync", work)
+
+
+def memset_async(ptr, value, size, stream):
+    """``runtime.memsetAsync``."""
+    check_addresses(ptr, stream)
+    with current().entered() as machine:
+        queue = _checked_queue(machine, "memsetAsync", stream)
+
+        def work(call: Call) -> None:
+            machine.check(call, [(ptr, ptr + size, WRITE)])
+            ctypes.memset(ptr, value, size)
+
+        machine.submit(queue, "memsetAsync", work)
+
+
+def _checked_queue(machine, what: str, stream):
+    """CUDA is lenient with the current device of some copies; ours always sets it."""
+    queue = queue_of(machine, stream)
+    if queue.gpu != getDevice():
+        machine.fail(
+            f"wrong device: {what} on {queue} of GPU {queue.gpu}, current is {getDevice()}"
+        )
+    return queue
+
+
+class ndarray:
+    """As little of ``cupy.ndarray`` as our files and tests use: views, fills, copies.
+
+    What it does, it does in the order of the current stream.
+    """
+
+    def __init__(self, shape, dtype=float, memptr=None, strides=None, order="C"):
+        self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        self.dtype = np.dtype(dtype)
+        self.size = int(np.prod(self.shape))
+        self.nbytes = self.size * self.dtype.itemsize
+        self.data = _default_pool.malloc(self.nbytes) if memptr is None else memptr
+        whole = _row_major(self.shape, self.dtype.itemsize)
+        self.strides = whole if strides is None else strides
+        self.flags = SimpleNamespace(c_contiguous=self.strides == whole or self.size == 0)
+
+    @property
+    def device(self):
+        return self.data.device
+
+    def __getitem__(self, key):
+        view = self._memory()[key]
+        offset = view.__array_interface__["data"][0] - self.data.mem.ptr
+        return ndarray(view.shape, self.dtype, MemoryPointer(self.data.mem, offset), view.strides)
+
+    def __setitem__(self, key, value):
+        view = self[key]
+        view._submit("fill", WRITE, lambda memory: np.copyto(memory, value))
+
+    def __eq__(self, other):
+        return self.get() == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def get(self):
+        """A host copy, for which the host waits."""
+        host = np.empty(self.shape, self.dtype)
+        call = self._submit("get", READ, lambda memory: np.copyto(host, memory))
+        with current().entered() as machine:
+            machine.finish(call)
+        return host
+
+    def copy(self):
+        """On the *current* GPU, wherever the array is; as CuPy does."""
+        made = ndarray(self.shape, self.dtype)
+        source = self._memory()
+        self._submit("read", READ, lambda memory: None)
+        made._submit("copy", WRITE, lambda memory: np.copyto(memory, source))
+        return made
+
+    def _memory(self) -> np.ndarray:
+        """Its memory as the host sees it."""
+        if not self.size:
+            return np.empty(self.shape, self.dtype)
+        extent = sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
+        raw = (ctypes.c_ubyte * (extent + self.dtype.itemsize)).from_address(self.data.ptr)
+        return np.ndarray(self.shape, self.dtype, raw, strides=self.strides)
+
+    def _submit(self, what: str, kind: int, use) -> Call:
+        memory = self._memory()
+        base = memory.__array_interface__["data"][0]
+        width = self.dtype.itemsize
+        if self.flags.c_contiguous:
+            accesses = [(base, base + self.nbytes, kind)] if self.size else []
+        else:
+            starts = [base + int(np.dot(place, self.strides)) for place in np.ndindex(self.shape)]
+            accesses = [(start, start + width, kind) for start in starts]
+
+        def work(call: Call) -> None:
+            machine.check(call, accesses)
+            use(memory)
+
+        with current().entered() as machine, self.device:
+            return machine.submit(queue_of(machine, None), f"cupy {what}", work)
+
+
+def _row_major(shape: tuple, itemsize: int) -> tuple:
+    strides, step = [], itemsize
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))
+
+
+def asarray(host):
+    """A CuPy array of the current GPU with a copy of a host array, on the current stream."""
+    made = ndarray(host.shape, host.dtype)
+    made[...] = host.copy()
+    return made
+
+
+def ascontiguousarray(array):
+    """A copy in one piece, on the current GPU and stream."""
+    return array.copy()

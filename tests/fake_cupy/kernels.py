@@ -1,0 +1,252 @@
+"""``RawModule``, ``RawKernel`` and ``Function``: the shipped text, run on the fake GPUs.
+
+Takes what CuPy 14.2 takes as an argument and, unlike CUDA, checks it against the kernel.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .machine import READ, WRITE, Access, Call, Machine, current
+from .recorder import Entry, Refused, entry, layout_faults
+
+__all__ = ["CompileException", "Declared", "Function", "RawKernel", "RawModule", "declared"]
+
+MAX_THREADS = 1024
+MAX_ARGUMENT_BYTES = 4096
+# What ours must ask NVRTC for: without it the compiler fuses multiply and add.
+NEEDED_OPTIONS = ("-std=c++17", "-fmad=false")
+_PYTHON_TYPES = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
+
+
+class CompileException(Exception):
+    """NVRTC refused a text."""
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What the caller says a launch touches.
+
+    Attributes:
+        written: byte ranges ``(start, end)`` that it may write.
+        read: byte ranges that it may read, beside those.
+    """
+
+    written: tuple[tuple[int, int], ...]
+    read: tuple[tuple[int, int], ...]
+
+
+_local = threading.local()
+
+
+@contextmanager
+def declared(what: Declared):
+    """Launches inside are held to ``what``."""
+    _local.declared = what
+    try:
+        yield
+    finally:
+        _local.declared = None
+
+
+class RawModule:
+    """CUDA text and the instantiations that are wanted of it."""
+
+    def __init__(  # noqa: PLR0913  # CuPy's
+        self,
+        code=None,
+        *,
+        path=None,
+        options=(),
+        backend="nvrtc",
+        translate_cucomplex=False,
+        enable_cooperative_groups=False,
+        name_expressions=None,
+        jitify=None,
+    ):
+        if not isinstance(code, str):
+            raise TypeError(f"code must be a str, got {type(code).__name__}")
+        if not isinstance(options, tuple):
+            raise TypeError(f"Expected tuple, got {type(options).__name__}")
+        if backend != "nvrtc" or path is not None:
+            raise NotImplementedError("only NVRTC, from a text")
+        for option in NEEDED_OPTIONS:
+            if option not in options:
+                current().fail(f"options: {option} is missing in {options}")
+        self.code = code
+        self.name_expressions = tuple(name_expressions or ())
+
+    def get_function(self, name):
+        if name not in self.name_expressions:
+            raise CompileException(f"{name} is not among {self.name_expressions}")
+        with current().entered() as machine:
+            if _device() not in range(machine.num_gpus):
+                machine.fail(f"no GPU {_device()}")
+        try:
+            return RawKernel(entry(self.code, name), self.code, name)
+        except Refused as error:
+            raise CompileException(str(error)) from error
+
+
+class RawKernel:
+    """A kernel that is loaded on a GPU when it is first wanted there."""
+
+    def __init__(self, made: Entry, text: str, name: str) -> None:
+        self._made = (made, text, name)
+
+    @property
+    def kernel(self):
+        return Function(*self._made, gpu=_device())
+
+    def __call__(self, grid, block, args, **kwargs):
+        self.kernel(grid, block, args, **kwargs)
+
+
+class Function:
+    """A kernel loaded on one GPU."""
+
+    def __init__(self, made: Entry, text: str, name: str, *, gpu: int) -> None:
+        self._entry = made
+        self._text = text
+        self._name = name
+        self._gpu = gpu
+
+    def __call__(
+        self, grid, block, args, shared_mem=0, stream=None, enable_cooperative_groups=False
+    ):
+        for shape in (grid, block):
+            if not isinstance(shape, tuple):
+                raise TypeError(f"Expected tuple, got {type(shape).__name__}")
+        with current().entered() as machine:
+            queue = _queue(machine, stream)
+            self._check_place(machine, queue)
+            self._check_shape(machine, grid, block)
+            packed = [packed_argument(argument) for argument in args]
+            self._check_arguments(machine, packed)
+            contents = [content for _, content, _ in packed]
+            promised = getattr(_local, "declared", None)
+            tables = _tables(machine, contents)
+
+            def work(call: Call) -> None:
+                # Before it runs, because a kernel that follows a dead table ends the process.
+                machine.check(call, [(start, start + 8, READ) for start, _ in tables])
+                touched, wild = self._entry.run(contents, grid[0], block[0])
+                if wild:
+                    machine.fail(f"out of bounds: {call.what} touches {wild:#x}, of no GPU")
+                if promised is not None:
+                    _check_declared(machine, call, touched, promised, tables)
+                machine.check(call, touched)
+
+            machine.count("launch")
+            machine.submit(queue, self._name, work)
+
+    def _check_place(self, machine: Machine, queue: Any) -> None:
+        here = _device()
+        if self._gpu != here:
+            machine.fail(
+                f"wrong device: {self._name} was loaded on GPU {self._gpu}, current is {here}"
+            )
+        if queue.gpu != here:
+            machine.fail(
+                f"wrong device: {self._name} on {queue} of GPU {queue.gpu}, current is {here}"
+            )
+
+    def _check_shape(self, machine: Machine, grid: tuple, block: tuple) -> None:
+        blocks, threads = int(np.prod(grid)), int(np.prod(block))
+        if not (1 <= threads <= MAX_THREADS and 1 <= blocks < 2**31):
+            machine.fail(f"invalid configuration: {self._name} with {grid} of {block}")
+        if blocks != grid[0] or threads != block[0]:
+            machine.fail(f"{self._name}: only one dimension is known here: {grid}, {block}")
+
+    def _check_arguments(self, machine: Machine, packed: Sequence[tuple]) -> None:
+        """CUDA checks none of this: it reads as many bytes as the kernel wants."""
+        wanted = self._entry.parameters
+        if len(packed) != len(wanted):
+            machine.fail(f"arguments: {self._name} takes {len(wanted)}, got {len(packed)}")
+        if sum(len(content) for _, content, _ in packed) > MAX_ARGUMENT_BYTES:
+            machine.fail(f"arguments: more than {MAX_ARGUMENT_BYTES} bytes for {self._name}")
+        for position, ((kind, content, dtype), (needed, size)) in enumerate(
+            zip(packed, wanted, strict=True)
+        ):
+            if (kind, len(content)) != (needed, size):
+                machine.fail(
+                    f"arguments: {self._name} wants {needed}{size} at {position}, "
+                    f"got {kind}{len(content)}"
+                )
+            if kind == "s":
+                wrong = layout_faults(self._text, self._name, position, dtype)
+                if wrong:
+                    machine.fail(f"arguments: {self._name}: struct layout at {position}: {wrong}")
+
+
+def packed_argument(argument: Any) -> tuple[str, bytes, np.dtype | None]:
+    """Kind, bytes and dtype of an argument, as CuPy would pass it.
+
+    Raises:
+        TypeError: CuPy takes no such argument.
+    """
+    if argument is None:
+        return "p", bytes(8), None
+    address = getattr(getattr(argument, "data", argument), "ptr", None)
+    if address is not None:
+        return "p", int(address).to_bytes(8, "little"), None
+    argument = _PYTHON_TYPES.get(type(argument), lambda same: same)(argument)
+    if isinstance(argument, np.ndarray) and argument.size != 1:
+        raise TypeError(f"array with size {argument.size} (expected 1) is passed to a kernel")
+    if not isinstance(argument, (np.ndarray, np.generic)):
+        raise TypeError(f"Unsupported type {type(argument)}")
+    dtype = argument.dtype
+    kind = {"b": "i", "u": "i", "i": "i", "f": "f"}.get(dtype.kind, "s")
+    return kind, argument.tobytes(), dtype
+
+
+def _tables(machine: Machine, contents: Sequence[bytes]) -> list[tuple[int, int]]:
+    """Device memory that a struct argument names in its first word: read, though no operand."""
+    found = []
+    for content in contents:
+        slot = machine.heap.find(int.from_bytes(content[:8], "little"))
+        if len(content) > 8 and slot is not None:
+            found.append((slot.start, slot.start + slot.capacity))
+    return found
+
+
+def _check_declared(
+    machine: Machine,
+    call: Call,
+    touched: Sequence[Access],
+    promised: Declared,
+    tables: list[tuple[int, int]],
+) -> None:
+    readable = [*promised.read, *promised.written, *tables]
+    for start, end, kind in touched:
+        for wanted, allowed in ((WRITE, promised.written), (READ, readable)):
+            if kind & wanted and not _covered(start, end, allowed):
+                verb = "writes" if wanted == WRITE else "reads"
+                machine.fail(f"undeclared: {call.what} {verb} {start:#x} to {end:#x}")
+
+
+def _covered(start: int, end: int, allowed: Sequence[tuple[int, int]]) -> bool:
+    for low, high in sorted(allowed):
+        if low <= start < high:
+            start = high
+        if start >= end:
+            return True
+    return False
+
+
+def _device() -> int:
+    from . import surface
+
+    return surface.getDevice()
+
+
+def _queue(machine: Machine, stream: Any) -> Any:
+    from . import surface
+
+    return surface.queue_of(machine, stream)

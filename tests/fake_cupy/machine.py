@@ -1,0 +1,348 @@
+"""In which order the streams of the fake GPUs run, and which of their uses of memory are ordered.
+
+Every call that queues work has a *clock*: for each queue, how many of its calls are sure to be
+over before this one begins (stream order, event waits, waits of the host). Two uses of the same
+bytes, one of them a write, are a fault unless one's clock covers the other. That is found whatever
+order the seed happened to choose; the order is for what clocks cannot see.
+
+A fault is kept and raised again by every later call and by ``settle``, because Python swallows
+what is raised while an object dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+
+from .memory import NUM_GPUS, PINNED, REGION, Cell, Generation, Heap, Slot
+
+__all__ = ["Access", "Call", "Fault", "Machine", "Queue", "current", "install"]
+
+HOST = "host"
+READ, WRITE = 1, 2
+# (first address, one past the last, READ | WRITE)
+Access = tuple[int, int, int]
+Clock = dict[object, int]
+
+
+class Fault(AssertionError):
+    """What the code under test did wrong."""
+
+
+class Call:
+    """One piece of work in a queue.
+
+    Attributes:
+        queue: that holds it.
+        index: its number in the queue, from 1.
+        number: its number among all calls of the machine.
+        clock: what is sure to be over before it begins, and itself.
+        what: it is, for messages.
+        passed: whether it has run.
+        blocker: a call that must have run first, if it is a wait.
+    """
+
+    def __init__(self, queue: Queue, index: int, number: int, clock: Clock, what: str) -> None:
+        self.queue = queue
+        self.index = index
+        self.number = number
+        self.clock = clock
+        self.what = what
+        self.passed = False
+        self.work: Callable[[Call], None] | None = None
+        self.blocker: Call | None = None
+
+
+class Queue:
+    """A stream: its calls run in order.
+
+    Attributes:
+        handle: what CUDA calls the stream's handle.
+        gpu: that it is on.
+        waiting: calls that have not run.
+        clock: of its last call.
+    """
+
+    def __init__(self, handle: int, gpu: int, name: str) -> None:
+        self.handle = handle
+        self.gpu = gpu
+        self.name = name
+        self.waiting: deque[Call] = deque()
+        self.clock: Clock = {}
+        self.count = 0
+        self.last: Call | None = None
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Machine:
+    """Some GPUs.
+
+    Args:
+        seed: of the order. 0 is fully lazy: nothing runs before the host waits. 1 is eager: after
+            each call everything that can run does. Others mix.
+        num_gpus: how many there are.
+        peers: the pairs that could access each other's memory; default all.
+    """
+
+    def __init__(self, seed: int = 2, num_gpus: int = NUM_GPUS, peers: bool = True) -> None:
+        self.seed = seed
+        self.num_gpus = num_gpus
+        self.can_peer = peers
+        self.peers: set[tuple[int, int]] = set()
+        self.faults: list[str] = []
+        self.lock = threading.RLock()
+        self.queues: dict[int, Queue] = {}
+        self.heap = Heap()
+        self.host: Clock = {HOST: 0}
+        self.counts: dict[str, int] = {}
+        self.retired = False
+        self.ordered = True  # whether unordered uses are faults
+        self.at_sync: list[Callable[[], str | None]] = []  # each says what is wrong, if anything
+        self._random = random.Random(seed)
+        self._early = {0: 0.0, 1: 1.0}.get(seed, self._random.choice((0.1, 0.3, 0.6, 0.8)))
+        self._number = 0
+        self._pending = 0
+        self._dying: deque[tuple[object, Slot, Queue | None]] = deque()
+        for gpu in range(num_gpus):
+            self.add_queue(gpu, f"null:{gpu}")
+
+    # -- faults -----------------------------------------------------------------------------------
+
+    def fail(self, text: str) -> None:
+        """Keeps a fault and raises it."""
+        self.faults.append(text)
+        raise Fault(text)
+
+    @contextmanager
+    def entered(self):
+        """Around every call from outside: one thread at a time, and none after a fault."""
+        with self.lock:
+            if self.retired:
+                raise Fault("a call on a fake GPU of a test that has ended")
+            if self.faults:
+                raise Fault(self.faults[0])
+            self._bury()
+            yield self
+
+    # -- queues -----------------------------------------------------------------------------------
+
+    def add_queue(self, gpu: int, name: str) -> Queue:
+        """A new stream; the handles of null streams are the numbers of their GPUs."""
+        handle = len(self.queues) if len(self.queues) < self.num_gpus else 4096 + len(self.queues)
+        self.queues[handle] = Queue(handle, gpu, f"{name}#{handle}")
+        return self.queues[handle]
+
+    def submit(self, queue: Queue, what: str, work: Callable[[Call], None] | None = None) -> Call:
+        """Puts work at the end of a queue; it may run at once, or only when the host waits."""
+        queue.count += 1
+        self._number += 1
+        clock = joined(queue.clock, self.host)
+        clock[queue] = queue.count
+        queue.clock = clock
+        call = Call(queue, queue.count, self._number, clock, f"{what} on {queue}")
+        call.work = work
+        queue.waiting.append(call)
+        queue.last = call
+        self._pending += 1
+        while self._random.random() < self._early and self._run_one():
+            pass
+        return call
+
+    def wait(self, queue: Queue, call: Call) -> None:
+        """What comes into the queue from now on runs after ``call``."""
+        queue.clock = joined(queue.clock, call.clock)
+        if not call.passed:
+            waiting = Call(queue, queue.count, self._number, queue.clock, f"wait on {queue}")
+            waiting.blocker = call
+            queue.waiting.append(waiting)
+            self._pending += 1
+
+    def finish(self, call: Call | None) -> None:
+        """The host waits for a call."""
+        for check in self.at_sync:
+            wrong = check()
+            if wrong:
+                self.fail(wrong)
+        while call is not None and not call.passed:
+            if self.seed == 0:
+                self._run_needed(call)
+            elif not self._run_one():
+                self.fail(f"deadlock: {call.what} never runs")
+        if call is not None:
+            self.host = joined(self.host, call.clock)
+
+    def polled(self, call: Call) -> bool:
+        """Whether a call has run; if so the host knows it."""
+        if not call.passed and self.seed != 0 and self._random.random() < self._early:
+            self._run_one()
+        if call.passed:
+            self.host = joined(self.host, call.clock)
+        return call.passed
+
+    def settle(self) -> None:
+        """Runs what is left, then raises the first fault, if there was one."""
+        with self.lock:
+            if not self.faults:
+                try:
+                    self._bury()
+                    for queue in list(self.queues.values()):
+                        self.finish(queue.last)
+                except Fault:
+                    pass
+            if self.faults:
+                raise Fault("\n".join(self.faults))
+
+    def _run_needed(self, call: Call) -> None:
+        """Runs a call and no other than those that it waits for; the laziest legal order."""
+        todo = [call]
+        while todo:
+            wanted = todo[-1]
+            if wanted.passed:
+                todo.pop()
+                continue
+            head = wanted.queue.waiting[0]
+            if head.blocker is not None and not head.blocker.passed:
+                if len(todo) > 10_000:
+                    self.fail(f"deadlock: {call.what} never runs")
+                todo.append(head.blocker)
+            else:
+                self._run(wanted.queue)
+
+    def _run_one(self) -> bool:
+        """Runs the head of a random queue that can go on; False if none can."""
+        ready = [
+            queue
+            for queue in self.queues.values()
+            if queue.waiting
+            and (queue.waiting[0].blocker is None or queue.waiting[0].blocker.passed)
+        ]
+        if not ready:
+            return False
+        self._run(self._random.choice(ready))
+        return True
+
+    def _run(self, queue: Queue) -> None:
+        call = queue.waiting.popleft()
+        self._pending -= 1
+        if call.work is not None and not self.faults:
+            call.work(call)
+        call.passed = True
+        call.work = None
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def allocate(self, pool: object, place: int, nbytes: int, home: Queue | None) -> Slot:
+        """Memory in the order of the queue ``home`` (None: of the host); its content is NaN."""
+        slot, new = self.heap.take(pool, place, nbytes)
+        self._number += 1
+        if not self._pending:
+            slot.generations.clear()
+        slot.generations.append(Generation(nbytes, self._number))
+        if new:
+            self._dirty(slot, home, "fresh memory")
+        return slot
+
+    def free_later(self, pool: object, slot: Slot, home: Queue | None) -> None:
+        """Called while an object dies, so without a lock: the next call from outside frees it."""
+        self._dying.append((pool, slot, home))
+
+    def _bury(self) -> None:
+        while self._dying:
+            pool, slot, home = self._dying.popleft()
+            self._number += 1
+            slot.generations[-1].died = self._number
+            self._dirty(slot, home, "the memory's end")
+            self.heap.give(pool, slot)
+
+    def _dirty(self, slot: Slot, home: Queue | None, why: str) -> None:
+        """NaN in every float, as one write of the whole slot."""
+
+        def work(call: Call) -> None:
+            self._use(call, slot, slot.start, slot.start + slot.capacity, WRITE)
+            slot.cells = [Cell(slot.start, slot.start + slot.capacity, (call.queue, call.index,
+                                                                        call.what))]  # fmt: skip
+            ctypes.memset(slot.start, 0xFF, slot.capacity)
+
+        what = f"{why} at {slot.start:#x}"
+        if home is not None:
+            self.submit(home, what, work)
+            return
+        self.host = {**self.host, HOST: self.host[HOST] + 1}
+        queue = Queue(-1, PINNED, HOST)
+        call = Call(queue, self.host[HOST], self._number, self.host, f"{what} by the host")
+        call.queue = HOST  # type: ignore[assignment]  # the host is no queue, but has a clock
+        work(call)
+
+    def check(self, call: Call, accesses: Iterable[Access], *, peers_matter: bool = True) -> None:
+        """Checks what a call touches: bounds, life, peer access, and order.
+
+        What is alive is what was when the call was *made*: CUDA frees in stream order.
+        """
+        for start, end, kind in accesses:
+            slot = self.heap.find(start)
+            verb = "writes" if kind & WRITE else "reads"
+            owner = slot and slot.owner(call.number)
+            if slot is None or owner is None or end > slot.start + owner.nbytes:
+                bounds = f"{slot.start:#x} + {owner.nbytes}" if slot and owner else "nothing alive"
+                self.fail(f"out of bounds: {call.what} {verb} {start:#x} to {end:#x}, in {bounds}")
+            near = slot.place in (call.queue.gpu, PINNED) or not peers_matter
+            if not near and (call.queue.gpu, slot.place) not in self.peers:
+                self.fail(f"no peer access: {call.what} {verb} memory of GPU {slot.place}")
+            self._use(call, slot, start, end, kind)
+
+    def _use(self, call: Call, slot: Slot, start: int, end: int, kind: int) -> None:
+        """One access: unordered with an earlier one it is a fault, else it is remembered."""
+        user = (call.queue, call.index, call.what)
+        for cell in slot.cut(start, end):
+            earlier = [cell.write] if cell.write else []
+            if kind & WRITE:
+                earlier += cell.reads.values()
+            for queue, index, what in earlier:
+                if self.ordered and call.clock.get(queue, 0) < index:
+                    verb = "writes" if kind & WRITE else "reads"
+                    self.fail(
+                        f"unordered: {call.what} {verb} {cell.start:#x} to {cell.end:#x}, which "
+                        f"{what} used; no fence between them"
+                    )
+            if kind & WRITE:
+                cell.write, cell.reads = user, {}
+            else:
+                cell.reads[call.queue] = user
+
+    def count(self, what: str) -> None:
+        """Counts a call, for tests."""
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+
+def joined(clock: Clock, other: Clock) -> Clock:
+    """What either clock covers."""
+    both = dict(clock)
+    for queue, index in other.items():
+        if both.get(queue, 0) < index:
+            both[queue] = index
+    return both
+
+
+_current: list[Machine] = []
+
+
+def current() -> Machine:
+    """The machine whose GPUs the fake CuPy sees now."""
+    if not _current:
+        _current.append(Machine())
+    return _current[0]
+
+
+def install(machine: Machine) -> Machine:
+    """Puts a new machine in the place of the old one, whose objects are dead from now on."""
+    for old in _current:
+        old.retired = True
+    _current[:] = [machine]
+    REGION.forget()
+    return machine

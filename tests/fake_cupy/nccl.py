@@ -1,0 +1,263 @@
+"""``cupy.cuda.nccl``: communicators of one process, and the rules of their groups.
+
+The sum is made in the accumulate type, in the order of the ranks, and rounded once, as the
+simulated collective does; NCCL promises no order. A fault is what would hang, or mix up data.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .machine import READ, WRITE, Call, Machine, Queue, current
+from .surface import check_addresses, getDevice, queue_of
+
+__all__ = ["CONSTANTS", "NcclCommunicator", "NcclError", "get_version", "groupEnd", "groupStart"]
+
+CONSTANTS = {
+    "NCCL_SUM": 0, "NCCL_PROD": 1, "NCCL_MAX": 2, "NCCL_MIN": 3, "NCCL_AVG": 4,
+    "NCCL_INT8": 0, "NCCL_CHAR": 0, "NCCL_UINT8": 1, "NCCL_INT32": 2, "NCCL_INT": 2,
+    "NCCL_UINT32": 3, "NCCL_INT64": 4, "NCCL_UINT64": 5, "NCCL_FLOAT16": 6, "NCCL_HALF": 6,
+    "NCCL_FLOAT32": 7, "NCCL_FLOAT": 7, "NCCL_FLOAT64": 8, "NCCL_DOUBLE": 8, "NCCL_BFLOAT16": 9,
+}  # fmt: skip
+_DTYPES = {
+    0: "int8", 1: "uint8", 2: "int32", 3: "uint32", 4: "int64", 5: "uint64",
+    6: "float16", 7: "float32", 8: "float64", 9: ml_dtypes.bfloat16,
+}  # fmt: skip
+_OPS = {0: np.add, 1: np.multiply, 2: np.maximum, 3: np.minimum}
+
+
+class NcclError(RuntimeError):
+    """As CuPy's: ``NCCL_ERROR_…: text``."""
+
+
+@dataclass
+class _Asked:
+    """One rank's part of a collective."""
+
+    comm: NcclCommunicator
+    name: str
+    send: int
+    recv: int
+    count: int
+    datatype: int
+    extra: int  # operation or root
+    queue: Queue
+
+    @property
+    def agrees(self) -> tuple:
+        return (self.name, self.count, self.datatype, self.extra)
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.depth = 0
+        self.asked: list[_Asked] = []
+
+
+_local = _Local()
+
+
+def forget() -> None:
+    """A new machine begins outside of any group."""
+    _local.__init__()
+
+
+def open_group() -> str | None:
+    """What is wrong where the host waits: a group that was never ended."""
+    return "an NCCL group is open" if _local.depth else None
+
+
+def get_version():
+    return 23203
+
+
+def groupStart():
+    with current().entered() as machine:
+        if open_group not in machine.at_sync:
+            machine.at_sync.append(open_group)
+        _local.depth += 1
+
+
+def groupEnd():
+    with current().entered() as machine:
+        if not _local.depth:
+            raise NcclError("NCCL_ERROR_INVALID_USAGE: invalid usage")
+        _local.depth -= 1
+        if not _local.depth:
+            asked, _local.asked = _local.asked, []
+            _run_group(machine, asked)
+
+
+class NcclCommunicator:
+    """One rank of a clique."""
+
+    def __init__(self, ndev, commId, rank, config=None):
+        raise NotImplementedError("the fake NCCL knows initAll only")
+
+    @staticmethod
+    def initAll(devices):
+        if not isinstance(devices, (int, list)):
+            raise ValueError('"devices" should be an int or a list of int.')
+        ordinals = list(range(devices)) if isinstance(devices, int) else list(devices)
+        with current().entered() as machine:
+            if _local.depth:
+                machine.fail("NCCL: initAll inside a group: its communicators are not ready in it")
+            if len(set(ordinals)) != len(ordinals) or not ordinals:
+                raise NcclError("NCCL_ERROR_INVALID_USAGE: Duplicate GPU detected")
+            machine.count("initAll")
+            clique: list[NcclCommunicator] = []
+            for rank, gpu in enumerate(ordinals):
+                made = NcclCommunicator.__new__(NcclCommunicator)
+                made._set(machine, clique, rank, gpu)
+                clique.append(made)
+            return list(clique)
+
+    def _set(self, machine: Machine, clique: list, rank: int, gpu: int) -> None:
+        self._machine, self._clique, self._rank, self._gpu = machine, clique, rank, gpu
+        self._ended = ""
+
+    def size(self):
+        return len(self._clique)
+
+    def rank_id(self):
+        return self._rank
+
+    def device_id(self):
+        return self._gpu
+
+    def check_async_error(self):
+        self._live("check_async_error")
+
+    def abort(self):
+        self._end("abort")
+
+    def destroy(self):
+        self._end("destroy")
+
+    def allReduce(self, sendbuf, recvbuf, count, datatype, op, stream):
+        self._ask("allReduce", (sendbuf, recvbuf), count, datatype, op, stream)
+
+    def broadcast(self, sendbuff, recvbuff, count, datatype, root, stream):
+        self._ask("broadcast", (sendbuff, recvbuff), count, datatype, root, stream)
+
+    def allGather(self, sendbuf, recvbuf, count, datatype, stream):
+        self._ask("allGather", (sendbuf, recvbuf), count, datatype, 0, stream)
+
+    def _end(self, how: str) -> None:
+        with self._machine.lock:
+            if self._ended and not self._machine.retired:
+                self._machine.fail(f"NCCL: {how} of a communicator after {self._ended}")
+            self._ended = how
+
+    def _live(self, name: str) -> None:
+        if self._ended:
+            self._machine.fail(f"NCCL: {name} on a communicator after {self._ended}")
+
+    def _ask(
+        self, name: str, buffers: tuple, count: int, datatype: int, extra: int, stream: int
+    ) -> None:
+        check_addresses(*buffers, stream)
+        with self._machine.entered() as machine:
+            self._live(name)
+            queue = queue_of(machine, stream)
+            if queue.gpu != self._gpu:
+                machine.fail(f"NCCL: {name} of GPU {self._gpu} on {queue} of GPU {queue.gpu}")
+            if getDevice() != self._gpu:
+                machine.fail(f"wrong device: NCCL {name} of GPU {self._gpu} on {getDevice()}")
+            if datatype not in _DTYPES or (name == "allReduce" and extra not in _OPS):
+                raise NcclError("NCCL_ERROR_INVALID_ARGUMENT: invalid argument")
+            asked = _Asked(self, name, *buffers, count, datatype, extra, queue)
+            if _local.depth:
+                _local.asked.append(asked)
+            elif len(self._clique) > 1:
+                machine.fail(f"NCCL: {name} of one of {self.size()} ranks outside a group hangs")
+            else:
+                _run_group(machine, [asked])
+
+
+def _run_group(machine: Machine, asked: list[_Asked]) -> None:
+    """Each rank's calls, in order; the first of all ranks belong together, then the second."""
+    by_clique: dict[int, dict[int, list[_Asked]]] = {}
+    for one in asked:
+        ranks = by_clique.setdefault(id(one.comm._clique), {})
+        ranks.setdefault(one.comm._rank, []).append(one)
+    rounds = []
+    for ranks in by_clique.values():
+        clique = next(iter(ranks.values()))[0].comm._clique
+        numbers = [len(ranks.get(rank, [])) for rank in range(len(clique))]
+        if len(set(numbers)) != 1:
+            machine.fail(f"NCCL: a rank is left out: calls of each rank {numbers}")
+        for turn in range(numbers[0]):
+            rounds.append([ranks[rank][turn] for rank in range(len(clique))])
+    for parts in rounds:
+        if len({one.agrees for one in parts}) != 1:
+            machine.fail(f"NCCL: the ranks disagree: {[one.agrees for one in parts]}")
+    _meet(machine, rounds)
+
+
+def _meet(machine: Machine, rounds: list[list[_Asked]]) -> None:
+    """All streams of a group meet at one point, the work runs, and all go on behind it."""
+    queues = list(dict.fromkeys(one.queue for parts in rounds for one in parts))
+    if not queues:
+        return
+    arrivals = [machine.submit(queue, "nccl begins") for queue in queues]
+    for arrival in arrivals:
+        machine.wait(queues[0], arrival)
+    call = None
+    for parts in rounds:
+        machine.count(parts[0].name)
+        call = machine.submit(queues[0], f"nccl {parts[0].name}", _work(machine, parts))
+    for queue in queues[1:]:
+        machine.wait(queue, call)
+
+
+def _work(machine: Machine, parts: list[_Asked]) -> Any:
+    dtype = np.dtype(_DTYPES[parts[0].datatype])
+    count, name = parts[0].count, parts[0].name
+    factor = len(parts) if name == "allGather" else 1
+    nbytes = count * dtype.itemsize
+
+    def work(call: Call) -> None:
+        for one in parts:
+            accesses = [(one.send, one.send + nbytes, READ)] if _reads(one) else []
+            accesses.append((one.recv, one.recv + nbytes * factor, WRITE))
+            for start, _, _ in accesses:
+                slot = machine.heap.find(start)
+                if slot is not None and slot.place != one.comm._gpu:
+                    machine.fail(f"NCCL: {name}: rank {one.comm._rank} has a buffer elsewhere")
+            machine.check(call, accesses, peers_matter=False)
+        sources = [_array(one.send, count, dtype).copy() if _reads(one) else None for one in parts]
+        result = _result(name, sources, parts[0].extra)
+        with np.errstate(all="ignore"):
+            for one in parts:
+                _array(one.recv, count * factor, dtype)[...] = result
+
+    return work
+
+
+def _reads(one: _Asked) -> bool:
+    return one.name != "broadcast" or one.comm._rank == one.extra
+
+
+def _result(name: str, sources: list, extra: int) -> np.ndarray:
+    if name == "broadcast":
+        return sources[extra]
+    if name == "allGather":
+        return np.concatenate(sources)
+    wide = np.float32 if sources[0].dtype.itemsize == 2 else sources[0].dtype
+    total = sources[0].astype(wide)
+    with np.errstate(all="ignore"):
+        for source in sources[1:]:
+            total = _OPS[extra](total, source.astype(wide))
+    return total
+
+
+def _array(address: int, size: int, dtype: np.dtype) -> np.ndarray:
+    raw = (ctypes.c_ubyte * (size * dtype.itemsize)).from_address(address)
+    return np.frombuffer(raw, dtype)

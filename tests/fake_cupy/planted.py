@@ -1,0 +1,261 @@
+"""What is planted in our own source to see the fake find it, and by which words it must say so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["FAULTS", "Planted"]
+
+BASE = "gradreduce.device.base"
+CUDA = "gradreduce.device.cuda"
+NCCL = "gradreduce.device.cuda_nccl"
+TABLES = "gradreduce.device.cuda_tables"
+COMPILE = "gradreduce.device.cuda_compile"
+MEMORY = "gradreduce.device.memory"
+COLOCATED = "gradreduce.device.colocated"
+HIERARCHICAL = "gradreduce.allreduce.hierarchical"
+FOLD = "gradreduce.allreduce.nccl"
+
+
+@dataclass(frozen=True)
+class Planted:
+    """One fault.
+
+    Attributes:
+        says: words of the machine's message.
+        changes: module or kernel, the text there, what it becomes.
+    """
+
+    says: str
+    changes: tuple[tuple[str, str, str], ...]
+
+
+def _one(says: str, where: str, old: str, new: str = "pass") -> Planted:
+    return Planted(says, ((where, old, new),))
+
+
+_FENCES = {
+    "a copy waits for neither end": _one(
+        "unordered", BASE, 'self.wait(end.device.mark("compute"), queue=queue)'
+    ),
+    "a copy waits for its source only": _one(
+        "unordered", BASE, "for end in (src, dst):", "for end in (src,):"
+    ),
+    "a copy waits for its destination only": _one(
+        "unordered", BASE, "for end in (src, dst):", "for end in (dst,):"
+    ),
+    "a copy's reading is not marked": _one(
+        "unordered", BASE, "src.block.readers[self, queue] = self.mark(queue)"
+    ),
+    "a writer does not wait for readers": _one(
+        "unordered", BASE, "for mark in readers.values():", "for mark in ():"
+    ),
+    "a release does not wait for readers": _one(
+        "unordered", BASE, 'self._before_write(buffer, "compute")  # whoever', "pass  # whoever"
+    ),
+    "an upload beside compute has no fence": _one(
+        "unordered", BASE, 'self.wait(self.mark("compute"), queue=queue)'
+    ),
+    "an array is adopted without its stream": _one(
+        "unordered", CUDA, 'self._follow(self._streams["compute"], cupy', "(cupy"
+    ),
+    "an array is released without its stream": _one(
+        "unordered", CUDA, 'self._follow(theirs, self._streams["compute"])'
+    ),
+    "a wait is forgotten": _one("unordered", CUDA, "self._streams[queue].wait_event(mark.event)"),
+    "a device table on transfer has no fence": _one(
+        "unordered", TABLES, 'device.wait(device.mark("compute"), queue=queue)'
+    ),
+    "a leader does not gather": _one("unordered", COLOCATED, "leader.wait(other.mark())"),
+    "a leader does not scatter": _one("unordered", COLOCATED, "other.wait(mark)"),
+    "direct sums do not gather": _one(
+        "unordered", HIERARCHICAL, "        gather(leader, devices)\n", "        pass\n"
+    ),
+    "direct sums do not scatter": _one(
+        "unordered", HIERARCHICAL, "        scatter(leader, devices)\n", "        pass\n"
+    ),
+    "folds do not gather": _one("unordered", FOLD, "    gather(leader, sharing)\n", "    pass\n"),
+    "finished sums do not scatter": _one(
+        "unordered", FOLD, "    scatter(leader, devices)", "    pass"
+    ),
+}
+_LIVES = {
+    "a dead block is not parked": _one(
+        "unordered", BASE, "if all(self._passed(mark) for mark in marks):", "if True:"
+    ),
+    "a dead adopted array is not held for compute": _one(
+        "unordered",
+        BASE,
+        'users = dead.touched if dead.owned else {*dead.touched, (self, "compute")}',
+        "users = dead.touched",
+    ),
+    "an adopted array's death is not seen": _one(
+        "unordered", MEMORY, "if self.owned or self.device.defers:", "if self.owned:"
+    ),
+    "a launch forgets what it touched": _one(
+        "unordered",
+        BASE,
+        "operand.block.touched.add((self, queue))",
+        "(self, queue)",
+    ),
+    "a copy forgets what it touched": _one(
+        "unordered", BASE, "end.block.touched.add((self, queue))"
+    ),
+    "an upload forgets what it touched": _one(
+        "unordered", BASE, "buffer.block.touched.add((self, queue))"
+    ),
+    "a device table forgets who touched it": _one(
+        "unordered", TABLES, "held.block.touched.add((device, queue))"
+    ),
+    "a device table is not held": _one(
+        "", TABLES, "return table, num_chunks, held\n\n    def _chunk", "return table, num_chunks, "
+        "None\n\n    def _chunk"
+    ),
+    "pinned memory is not kept": _one(
+        "the host", CUDA, "self._staging.append((pinned, self._event(stream)))"
+    ),
+    "pinned memory is not kept long enough": _one(
+        "the host",
+        CUDA,
+        "while self._staging and self._staging[0][1].done:",
+        "while self._staging:",
+    ),
+    "memory is taken in another stream's order": _one(
+        "unordered", CUDA, 'with self.gpu, self._streams["compute"]:', "with self.gpu:"
+    ),
+    "half the memory": _one(
+        "out of bounds", CUDA, "malloc(max(1, nbytes))", "malloc(max(1, nbytes // 2))"
+    ),
+    "a fill of one byte too many": _one(
+        "out of bounds", CUDA, "buffer.address, 0, buffer.nbytes,",
+        "buffer.address, 0, buffer.nbytes + 1,",
+    ),
+    "a released array does not hold its block": _one(
+        "", CUDA, "buffer.nbytes, buffer.block, self", "buffer.nbytes, None, self"
+    ),
+    "a mesh closes without waiting": _one(
+        "", CUDA, "self._synchronize()\n        self.drain()", "self.drain()"
+    ),
+    "synchronize does not wait": _one(
+        "the host", CUDA, "            for stream in self._streams.values():\n                "
+        "stream.synchronize()\n", "            pass\n"
+    ),
+}  # fmt: skip
+_DEVICES = {
+    "a launch on whatever device is current": _one(
+        "wrong device", CUDA, "with self.gpu:\n            entry", "if True:\n            entry"
+    ),
+    "a fill on whatever device is current": _one(
+        "wrong device", CUDA, "with self.gpu:\n            runtime.memset",
+        "if True:\n            runtime.memset",
+    ),
+    "an upload on whatever device is current": _one(
+        "wrong device", CUDA, "with self.gpu:\n            pinned", "if True:\n            pinned"
+    ),
+    "a copy on whatever device is current": _one(
+        "wrong device", CUDA, "with self.gpu:\n            if dst", "if True:\n            if dst"
+    ),
+    "a mark on whatever device is current": _one(
+        "wrong device", CUDA, "with self.gpu:\n            return self._event",
+        "if True:\n            return self._event",
+    ),
+    "a function of another GPU": _one(
+        "wrong device", COMPILE, "key = (kernel, template, ordinal)",
+        "key = (kernel, template, 0)",
+    ),
+    "an event never recorded": _one("never recorded", CUDA, "event.record(stream)"),
+    "a blocking stream": _one(
+        "blocking", CUDA, '"transfer": cupy.cuda.Stream(non_blocking=True)',
+        '"transfer": cupy.cuda.Stream()',
+    ),
+    "peer access is not enabled": _one(
+        "no peer access", CUDA, "runtime.deviceEnablePeerAccess(there)"
+    ),
+    "peer access is taken for granted": _one(
+        "no peer access", "gradreduce.device.fabric",
+        "return (physical, other) in self._peer_access", "return True",
+    ),
+    "a copy between GPUs as one inside": _one(
+        "memcpyPeerAsync", CUDA, "if dst.device.physical == src.device.physical:", "if True:"
+    ),
+    "a copy from the wrong GPU": _one(
+        "not of GPUs", CUDA, "src.address, src.device.physical,", "src.address, self.physical,"
+    ),
+}  # fmt: skip
+_KERNELS = {
+    "a scalar is left out": _one("takes", CUDA, "(table, *arguments)", "(table, *arguments[1:])"),
+    "a scalar too many": _one("takes", CUDA, "(table, *arguments)", "(table, *arguments, 0)"),
+    "an integer too short": _one("wants i8", CUDA, '"int64": np.int64', '"int64": np.int32'),
+    "a float too short": _one("wants f8", CUDA, '"float64": np.float64', '"float64": np.float32'),
+    "a float for an integer": _one("wants i8", CUDA, '"int64": np.int64', '"int64": np.float64'),
+    "a struct of other fields": _one(
+        "struct layout", "gradreduce.device.table",
+        '("num_rows", np.int64),\n        ("row_words", np.int64),',
+        '("row_words", np.int64),\n        ("num_rows", np.int64),',
+    ),
+    "a struct too short": _one(
+        "wants s", "gradreduce.device.table", "INLINE_WORDS = 448", "INLINE_WORDS = 440"
+    ),
+    "a write that is not declared": _one(
+        "undeclared", "gradreduce.ops.all_sum", 'writes="num_outs"', "writes=1"
+    ),
+    "fused multiply-add": _one("-fmad=false", COMPILE, ' "-fmad=false")', ")"),
+    "a table of the wrong size": _one(
+        "", TABLES, "key = (chunk_size, len(rows), *words)", "key = (chunk_size, len(rows))"
+    ),
+    "an element too many": _one(
+        "", "kernels/common.cuh", "i < end; i += blockDim.x) body.template at<1>(i);",
+        "i < end + 1; i += blockDim.x) body.template at<1>(i);",
+    ),
+    "an element read too many": _one(
+        "reads", "kernels/add_n.cu", "store(out, i, total);",
+        "store(out, i, total); (void)*(const volatile In*)(in[0] + i + 1);",
+    ),
+}  # fmt: skip
+_NCCL = {
+    "no group": Planted("outside a group", (
+        (NCCL, 'self._run("groupStart", self._nccl.groupStart)', "pass"),
+        (NCCL, 'self._run("groupEnd", self._nccl.groupEnd)', "pass"),
+    )),
+    "a group that does not end": _one(
+        "group", NCCL, 'self._run("groupEnd", self._nccl.groupEnd)'
+    ),
+    "communicators made inside a group": Planted("inside a group", (
+        (NCCL, "                self._make_clique(call.physicals)\n", "                pass\n"),
+        (NCCL, "communicators = self._cliques[call.physicals]",
+         "self._make_clique(call.physicals)\n        "
+         "communicators = self._cliques[call.physicals]"),
+    )),
+    "a rank is left out": _one(
+        "left out", NCCL, "            with device.gpu:\n",
+        "            if buffer is call.buffers[-1] and len(call.buffers) > 1:\n"
+        "                break\n            with device.gpu:\n",
+    ),
+    "unequal counts": _one(
+        "disagree", NCCL, "buffer.address, count, kind, number)",
+        "buffer.address, count - (buffer is buffers[-1]), kind, number)",
+    ),
+    "unequal dtypes": _one(
+        "disagree", NCCL, "buffer.address, count, kind, number)",
+        "buffer.address, count, kind - (buffer is buffers[-1]), number)",
+    ),
+    "unequal roots": _one(
+        "disagree", NCCL, "count, kind, root)", "count, kind, root * (buffer is buffers[-1]))"
+    ),
+    "the stream of another GPU": _one(
+        "NCCL", NCCL, 'device.stream("compute").ptr',
+        'cuda_device(call.buffers[0]).stream("compute").ptr',
+    ),
+    "the other stream": _one(
+        "unordered", NCCL, 'device.stream("compute").ptr', 'device.stream("transfer").ptr'
+    ),
+    "the count of bytes": _one(
+        "", NCCL, "return buffer.size * element.lanes,", "return buffer.nbytes * element.lanes,"
+    ),
+}  # fmt: skip
+_NCCL["use after abort"] = Planted("after abort", (
+    (NCCL, "list(self._cliques.values()), {}", "list(self._cliques.values()), self._cliques"),
+    (NCCL, "            self._record(call.name, call.buffers)",
+     "            self._record(call.name, call.buffers)\n        self.close()"),
+))  # fmt: skip
+FAULTS: dict[str, Planted] = {**_FENCES, **_LIVES, **_DEVICES, **_KERNELS, **_NCCL}

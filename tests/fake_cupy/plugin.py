@@ -1,0 +1,178 @@
+"""A pytest plugin that puts the fake in CuPy's place: ``-p fake_cupy.plugin``.
+
+One machine for each test module, because meshes may live as long; after every test its queues are
+run and its faults raised. A test that wants another takes ``new_machine``.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import sys
+import types
+
+import pytest
+
+from . import arrays, kernels, machine, nccl, surface
+from .kernels import Declared, declared
+from .machine import Machine, install
+
+__all__ = ["fresh"]
+
+# Tests that use memory without a fence, to see that nobody adds one: their own doing, no fault.
+UNFENCED = {
+    "test_a_launch_waits_for_nothing_but_readers",
+    "test_who_touches_a_block_is_remembered",
+    "test_nothing_grows_with_use",
+}
+SEED = int(os.environ.get("GRADREDUCE_FAKE_SEED", "2"))
+
+
+def _module(name: str, **content) -> types.ModuleType:
+    made = types.ModuleType(name)
+    made.__spec__ = importlib.util.spec_from_loader(name, loader=None)
+    made.__path__ = []
+    made.__dict__.update(content)
+    return made
+
+
+def _runtime() -> types.ModuleType:
+    def getDeviceCount():
+        return machine.current().num_gpus
+
+    def deviceCanAccessPeer(device, peerDevice):
+        return int(machine.current().can_peer and device != peerDevice)
+
+    def deviceEnablePeerAccess(peerDevice):
+        pair = (surface.getDevice(), peerDevice)
+        if pair in machine.current().peers:
+            raise surface.CUDARuntimeError(
+                "cudaErrorPeerAccessAlreadyEnabled: peer access is already enabled"
+            )
+        if not deviceCanAccessPeer(*pair):
+            raise surface.CUDARuntimeError(
+                "cudaErrorPeerAccessUnsupported: peer access is not supported between these two "
+                "devices"
+            )
+        machine.current().peers.add(pair)
+
+    return _module(
+        "cupy.cuda.runtime",
+        CUDARuntimeError=surface.CUDARuntimeError,
+        getDevice=surface.getDevice,
+        setDevice=surface.setDevice,
+        getDeviceCount=getDeviceCount,
+        deviceCanAccessPeer=deviceCanAccessPeer,
+        deviceEnablePeerAccess=deviceEnablePeerAccess,
+        memcpyAsync=arrays.copy_async,
+        memcpyPeerAsync=arrays.peer_copy_async,
+        memsetAsync=arrays.memset_async,
+        memcpyHostToDevice=arrays.HOST_TO_DEVICE,
+        memcpyDeviceToHost=arrays.DEVICE_TO_HOST,
+        memcpyDeviceToDevice=arrays.DEVICE_TO_DEVICE,
+    )
+
+
+def inject() -> None:
+    """Makes ``import cupy`` give the fake, whether or not CuPy is installed."""
+    runtime = _runtime()
+    arrays.ndarray.__module__ = "cupy"  # by which interop.py knows it
+    nccl_module = _module(
+        "cupy.cuda.nccl",
+        available=True,
+        NcclCommunicator=nccl.NcclCommunicator,
+        NcclError=nccl.NcclError,
+        groupStart=nccl.groupStart,
+        groupEnd=nccl.groupEnd,
+        get_version=nccl.get_version,
+        **nccl.CONSTANTS,
+    )
+    compiler = _module("cupy.cuda.compiler", CompileException=kernels.CompileException)
+    cuda = _module(
+        "cupy.cuda",
+        runtime=runtime,
+        compiler=compiler,
+        Device=surface.Device,
+        Stream=surface.Stream,
+        ExternalStream=surface.ExternalStream,
+        Event=surface.Event,
+        Function=kernels.Function,
+        MemoryPool=arrays.MemoryPool,
+        MemoryPointer=arrays.MemoryPointer,
+        UnownedMemory=arrays.UnownedMemory,
+        alloc_pinned_memory=arrays.alloc_pinned_memory,
+        get_current_stream=surface.get_current_stream,
+        is_available=lambda: True,
+    )
+    cupy = _module(
+        "cupy",
+        FAKE=True,
+        cuda=cuda,
+        ndarray=arrays.ndarray,
+        asarray=arrays.asarray,
+        ascontiguousarray=arrays.ascontiguousarray,
+        RawModule=kernels.RawModule,
+        RawKernel=kernels.RawKernel,
+    )
+    for made in (cupy, cuda, runtime, compiler, nccl_module):
+        sys.modules[made.__name__] = made
+    sys.modules["cupyx"] = None  # type: ignore[assignment]  # importing it fails
+
+
+def declare_launches() -> None:
+    """Holds every launch of the CUDA backend to what ``Kernel.writes`` says."""
+    from gradreduce.device.cuda import CudaDevice
+
+    launch = CudaDevice._launch
+
+    def held(self, kernel, template, rows, scalars, queue):
+        num_written = kernel.num_written(scalars)
+        spans = [[(one.address, one.address + one.nbytes) for one in row] for row in rows]
+        what = Declared(
+            tuple(span for row in spans for span in row[:num_written]),
+            tuple(span for row in spans for span in row[num_written:]),
+        )
+        with declared(what):
+            launch(self, kernel, template, rows, scalars, queue)
+
+    CudaDevice._launch = held
+
+
+def fresh(seed: int = SEED, **options) -> Machine:
+    """A new machine in the place of the old one, whose last faults are not raised."""
+    gc.collect()
+    surface.forget()
+    nccl.forget()
+    return install(Machine(seed, **options))
+
+
+inject()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "fake_cupy: needs the fake CuPy in CuPy's place")
+    declare_launches()
+    fresh()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    machine.current().ordered = getattr(item, "originalname", "") not in UNFENCED
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Runs what is left of the test's work; a fault fails the test."""
+    here = machine.current()
+    try:
+        here.settle()
+    finally:
+        other = nextitem is None or nextitem.path != item.path
+        if here.faults or other:
+            fresh()
+
+
+@pytest.fixture
+def new_machine():
+    """Makes a machine for this test: ``new_machine(seed, num_gpus=…, peers=…)``."""
+    return fresh

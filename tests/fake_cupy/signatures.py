@@ -1,0 +1,226 @@
+"""Whether the fake is called as CuPy is: signatures recorded from CuPy 14.2, compared both ways.
+
+The first line of the docstring of CuPy's compiled callables holds their C-typed signature.
+``python -m fake_cupy.signatures`` with the real CuPy compares it with the record;
+``--write`` records it anew. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+__all__ = ["PROBES", "RECORD", "differences", "offered", "parameters", "probed", "recorded_now"]
+
+_FILE = Path(__file__).with_name("signatures.json")
+# What the fake offers: modules and classes, and the names in them.
+OFFERED = {
+    "cupy": "ndarray asarray ascontiguousarray RawModule RawKernel",
+    "cupy.RawModule": "get_function",
+    "cupy.RawKernel": "kernel __call__",
+    "cupy.ndarray": "device get copy",
+    "cupy.cuda": (
+        "Device Stream ExternalStream Event Function MemoryPool MemoryPointer UnownedMemory "
+        "alloc_pinned_memory get_current_stream is_available"
+    ),
+    "cupy.cuda.Device": "id attributes use synchronize",
+    "cupy.cuda.Stream": "__init__ synchronize wait_event record done use",
+    "cupy.cuda.ExternalStream": "__init__ synchronize wait_event record done use",
+    "cupy.cuda.Event": "__init__ record done synchronize",
+    "cupy.cuda.MemoryPool": "malloc free_all_blocks used_bytes",
+    "cupy.cuda.MemoryPointer": "device",
+    "cupy.cuda.compiler": "CompileException",
+    "cupy.cuda.runtime": (
+        "CUDARuntimeError getDevice setDevice getDeviceCount deviceCanAccessPeer "
+        "deviceEnablePeerAccess memcpyAsync memcpyPeerAsync memsetAsync memcpyHostToDevice "
+        "memcpyDeviceToHost memcpyDeviceToDevice"
+    ),
+    "cupy.cuda.nccl": (
+        "available NcclCommunicator NcclError groupStart groupEnd get_version NCCL_SUM NCCL_PROD "
+        "NCCL_MAX NCCL_MIN NCCL_AVG NCCL_INT8 NCCL_CHAR NCCL_UINT8 NCCL_INT32 NCCL_INT "
+        "NCCL_UINT32 NCCL_INT64 NCCL_UINT64 NCCL_FLOAT16 NCCL_HALF NCCL_FLOAT32 NCCL_FLOAT "
+        "NCCL_FLOAT64 NCCL_DOUBLE NCCL_BFLOAT16"
+    ),
+    "cupy.cuda.nccl.NcclCommunicator": (
+        "initAll allReduce broadcast allGather abort destroy check_async_error device_id rank_id "
+        "size"
+    ),
+}
+# The fake says less than CuPy, or CuPy says nothing true: its parameters are not compared.
+NOT_COMPARED = {
+    "cupy.RawKernel": "the fake's are made by RawModule only",
+    "cupy.cuda.Function": "the fake's are made by RawKernel only",
+    "cupy.cuda.Stream": "the docstring is prose; __init__ is compared",
+    "cupy.cuda.ExternalStream": "the docstring is prose; __init__ is compared",
+    "cupy.cuda.Event": "the docstring is prose; __init__ is compared",
+    "cupy.RawKernel.__call__": "CuPy takes **kwargs there, and its Function what the fake takes",
+    "cupy.ndarray.get": "CuPy's own arguments are not used",
+    "cupy.ndarray.copy": "CuPy's own argument is not used",
+    "cupy.asarray": "a Python function of CuPy's, used in tests only",
+    "cupy.ascontiguousarray": "a Python function of CuPy's, used with one argument",
+    "cupy.cuda.is_available": "no docstring",
+}
+
+
+def offered() -> list[str]:
+    """Every dotted name."""
+    return [f"{place}.{name}" for place, names in OFFERED.items() for name in names.split()]
+
+
+def found(name: str) -> Any:
+    """The object of a dotted name, in whichever CuPy is imported."""
+    parts = name.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        try:
+            holder = importlib.import_module(".".join(parts[:count]))
+        except ImportError:
+            continue
+        for part in parts[count:]:
+            holder = getattr(holder, part)
+        return holder
+    raise ImportError(name)
+
+
+def described(name: str) -> str | int | bool:
+    """A constant as it is; ``property``; of anything else the first line of its docstring."""
+    what = found(name)
+    if isinstance(what, (bool, int)):
+        return what
+    if not callable(what):
+        return "property"
+    text = getattr(what, "__doc__", None) or ""
+    return text.strip().splitlines()[0].strip() if text.strip() else ""
+
+
+def recorded_now() -> dict[str, str | int | bool]:
+    """The record of the CuPy that is imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what CuPy says about its own install
+        made = {}
+        for name in offered():
+            if name in ("cupy.cuda.Device.id", "cupy.cuda.nccl.available"):
+                made[name] = ""  # of an object, and of the machine
+            else:
+                made[name] = described(name)
+        return made
+
+
+RECORD: dict[str, str | int | bool] = json.loads(_FILE.read_text()) if _FILE.exists() else {}
+
+
+def parameters(line: str) -> list[tuple[str, str | None]] | None:
+    """Names and defaults in ``name(int a, b=1) -> int``; None if it is no signature."""
+    head, bracket, rest = line.partition("(")
+    if not bracket or " " in head.strip():
+        return None
+    made = []
+    for part in rest.rpartition(")")[0].split(","):
+        left, _, default = part.strip().partition("=")
+        words = left.split()
+        if words and words[-1] not in ("self", "*"):
+            made.append((words[-1], default or None))
+    return made
+
+
+def differences() -> list[str]:
+    """Where the fake that is imported is called otherwise than the record says."""
+    wrong = [f"{name} is not recorded" for name in offered() if name not in RECORD]
+    wrong += [f"{name} is not offered" for name in RECORD if name not in offered()]
+    for name, line in RECORD.items():
+        if isinstance(line, (bool, int)):
+            if found(name) != line:
+                wrong.append(f"{name} is {found(name)}, not {line}")
+            continue
+        if line and (line == "property") == callable(found(name)):
+            wrong.append(f"{name} is a property in one of the two only")
+        wanted = parameters(line)
+        if name not in NOT_COMPARED and wanted is not None:
+            wrong += _compared(name, wanted)
+    return wrong
+
+
+def _compared(name: str, wanted: list[tuple[str, str | None]]) -> list[str]:
+    """The fake's parameters are the first of CuPy's, and what is left has defaults."""
+    what = found(name)
+    mine = [
+        (one.name, None if one.default is one.empty else _spelled(one.default))
+        for one in inspect.signature(what).parameters.values()
+        if one.name != "self"
+    ]
+    if mine != wanted[: len(mine)] or any(default is None for _, default in wanted[len(mine) :]):
+        return [f"{name} takes {mine}, CuPy {wanted}"]
+    return []
+
+
+def _spelled(default: Any) -> str:
+    return default.__name__ if isinstance(default, type) else repr(default)
+
+
+# An expression -> the exception that CuPy's own check of arguments raises; "" if it takes them.
+# Without a GPU the real CuPy gets as far as the driver, or NCCL, and fails there.
+PROBES = {
+    "runtime.memcpyAsync(np.int64(4096), 4096, 4, 1, 0)": "TypeError",
+    "runtime.memcpyAsync(4096.0, 4096, 4, 1, 0)": "TypeError",
+    "runtime.memcpyAsync(4096, 4096, -4, 1, 0)": "OverflowError",
+    "runtime.memcpyAsync(4096, 4096, 4, 1, None)": "TypeError",
+    "runtime.memcpyPeerAsync(4096, 0, np.int64(4096), 1, 4, 0)": "TypeError",
+    "runtime.memsetAsync(np.int64(4096), 0, 4, 0)": "TypeError",
+    "runtime.deviceCanAccessPeer(0, 1)": "",
+    "cuda.UnownedMemory(np.int64(4096), 4, None, 0)": "TypeError",
+    "cuda.UnownedMemory(4096.0, 4, None, 0)": "TypeError",
+    "cuda.UnownedMemory(4096, 0, None, 0)": "",
+    "cuda.ExternalStream(5, 0)": "",
+    "cuda.Device(1)": "",
+    "cuda.Event(disable_timing=True)": "",
+    "cuda.Stream(non_blocking=True)": "",
+    "cuda.MemoryPool().malloc(8)": "",
+    "cuda.MemoryPool().malloc(np.int64(8))": "",
+    "cuda.alloc_pinned_memory(8)": "",
+    "cuda.get_current_stream(0)": "",
+    "cupy.RawModule(code='x', options=['-std=c++17', '-fmad=false'])": "TypeError",
+    "cupy.RawModule(code=b'x', options=('-std=c++17', '-fmad=false'))": "TypeError",
+    "cupy.RawModule(code='x', options=('-std=c++17', '-fmad=false'), name_expressions=('x',))": "",
+    "cupy.ndarray((2,), ml_dtypes.bfloat16, "
+    "cuda.MemoryPointer(cuda.UnownedMemory(4096, 0, None, 0), 0))": "",
+    "nccl.NcclCommunicator.initAll((0,))": "ValueError",
+    "nccl.NcclCommunicator.initAll([0])": "",
+    "nccl.NcclCommunicator.initAll(1)": "",
+    "nccl.groupEnd()": "",
+}
+
+
+def probed(expression: str) -> str:
+    """How the CuPy that is imported takes an expression."""
+    cupy = importlib.import_module("cupy")
+    names = {
+        "cupy": cupy,
+        "np": importlib.import_module("numpy"),
+        "ml_dtypes": importlib.import_module("ml_dtypes"),
+        "nccl": importlib.import_module("cupy.cuda.nccl"),
+        "cuda": cupy.cuda,
+        "runtime": cupy.cuda.runtime,
+    }
+    try:
+        eval(expression, names)
+    except (names["runtime"].CUDARuntimeError, names["nccl"].NcclError):
+        return ""
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    now = recorded_now() | {name: probed(name) for name in PROBES}
+    RECORD = {**RECORD, **PROBES}
+    if "--write" in sys.argv:
+        kept = {name: now[name] for name in offered()}
+        _FILE.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    wrong_now = [name for name in now if now[name] != RECORD.get(name, "")]
+    sys.stdout.write("".join(f"{name}: {now[name]!r}\n" for name in wrong_now))
+    sys.exit(bool(wrong_now) and "--write" not in sys.argv)

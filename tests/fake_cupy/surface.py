@@ -1,0 +1,247 @@
+"""What our CUDA files use of ``cupy`` and ``cupy.cuda``, on the machine of the moment.
+
+Objects remember their machine: one that is used after its machine has ended is a fault.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from .machine import Call, Machine, Queue, current
+
+__all__ = [
+    "CUDARuntimeError",
+    "Device",
+    "Event",
+    "ExternalStream",
+    "Stream",
+    "check_addresses",
+    "getDevice",
+    "get_current_stream",
+    "queue_of",
+    "stream_now",
+]
+
+
+class CUDARuntimeError(RuntimeError):
+    """As CuPy's: the text begins with CUDA's own name of the error."""
+
+
+def check_addresses(*values):
+    """CuPy's ``intptr_t`` parameters take Python integers, and none of NumPy's."""
+    for value in values:
+        if not isinstance(value, int):
+            raise TypeError("an integer is required")
+
+
+class _Local(threading.local):
+    """What CUDA and CuPy keep for each host thread."""
+
+    def __init__(self) -> None:
+        self.gpu = 0
+        self.devices: list[int] = []
+        self.streams: dict[int, Any] = {}
+        self.stack: list[tuple[int, Any]] = []
+
+
+_local = _Local()
+
+
+def forget() -> None:
+    """A new machine has no current streams of the old one (in the thread that runs tests)."""
+    _local.__init__()
+
+
+def getDevice():
+    return _local.gpu
+
+
+def setDevice(device):
+    if not 0 <= device < current().num_gpus:
+        raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
+    _local.gpu = device
+
+
+class Device:
+    """A GPU; ``with`` makes it the current one of the thread."""
+
+    def __init__(self, device=None):
+        self.id = getDevice() if device is None else int(device)
+
+    def __int__(self):
+        return self.id
+
+    def __eq__(self, other):
+        return isinstance(other, Device) and self.id == other.id
+
+    def __hash__(self):
+        return hash(self.id)
+
+    def __repr__(self):
+        return f"<CUDA Device {self.id}>"
+
+    def __enter__(self):
+        _local.devices.append(_local.gpu)
+        setDevice(self.id)
+        return self
+
+    def __exit__(self, *exc):
+        _local.gpu = _local.devices.pop()
+
+    def use(self):
+        setDevice(self.id)
+
+    def synchronize(self):
+        with current().entered() as machine:
+            for queue in list(machine.queues.values()):
+                if queue.gpu == self.id:
+                    machine.finish(queue.last)
+
+    @property
+    def attributes(self):
+        return {"MultiProcessorCount": 4, "MaxThreadsPerBlock": 1024}
+
+
+class _BaseStream:
+    """A stream: what ``Stream`` and ``ExternalStream`` share."""
+
+    ptr: int
+    device_id: int
+    _machine: Machine
+
+    def __eq__(self, other):
+        return isinstance(other, _BaseStream) and self.ptr == other.ptr
+
+    def __hash__(self):
+        return hash(self.ptr)
+
+    def __enter__(self):
+        gpu = _local.gpu
+        queue = queue_of(current(), self)
+        if queue.gpu != gpu:
+            current().fail(f"wrong device: {queue} of GPU {queue.gpu} made current on GPU {gpu}")
+        _local.stack.append((gpu, _local.streams.get(gpu)))
+        _local.streams[gpu] = self
+        return self
+
+    def __exit__(self, *exc):
+        gpu, before = _local.stack.pop()
+        _local.streams[gpu] = before
+
+    def use(self):
+        _local.streams[_local.gpu] = self
+        return self
+
+    @property
+    def done(self):
+        with self._machine.entered() as machine:
+            last = queue_of(machine, self).last
+            return last is None or machine.polled(last)
+
+    def synchronize(self):
+        with self._machine.entered() as machine:
+            machine.count("synchronize")
+            machine.finish(queue_of(machine, self).last)
+
+    def wait_event(self, event):
+        with self._machine.entered() as machine:
+            if event._call is None:
+                machine.fail(f"{queue_of(machine, self)} waits for an event never recorded")
+            if event._machine is not machine:
+                machine.fail("an event of a machine that has ended")
+            machine.wait(queue_of(machine, self), event._call)
+
+    def record(self, event=None):
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+
+class Stream(_BaseStream):
+    """A stream of the current GPU. Blocking ones are refused: they wait for the null stream."""
+
+    def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
+        self._machine = current()
+        self.device_id = getDevice()
+        with self._machine.entered() as machine:
+            if null:
+                self.ptr = 0
+            elif not non_blocking:
+                machine.fail("a blocking stream waits for the null stream; say non_blocking=True")
+            else:
+                self.ptr = machine.add_queue(self.device_id, "stream").handle
+
+
+class ExternalStream(_BaseStream):
+    """A stream that somebody else made, by its handle."""
+
+    def __init__(self, ptr, device_id=-1):
+        self._machine = current()
+        self.ptr = ptr
+        self.device_id = getDevice() if device_id < 0 else device_id
+
+
+class Event:
+    """A place in a stream, once recorded. It belongs to the GPU that was current when made."""
+
+    def __init__(self, block=False, disable_timing=False, interprocess=False):
+        self._machine = current()
+        self._gpu = getDevice()
+        self._call: Call | None = None
+
+    def record(self, stream=None):
+        with self._machine.entered() as machine:
+            queue = queue_of(machine, stream)
+            if queue.gpu != self._gpu:
+                machine.fail(
+                    f"wrong device: an event of GPU {self._gpu} recorded on {queue} of GPU "
+                    f"{queue.gpu}"
+                )
+            self._call = machine.submit(queue, "event")
+
+    @property
+    def done(self):
+        with self._machine.entered() as machine:
+            if self._call is None:
+                machine.fail("asked whether an event never recorded has passed")
+            return machine.polled(self._call)
+
+    def synchronize(self):
+        with self._machine.entered() as machine:
+            if self._call is None:
+                machine.fail("waited for an event never recorded")
+            machine.finish(self._call)
+
+
+def get_current_stream(device_id=-1):
+    gpu = getDevice() if device_id < 0 else device_id
+    found = _local.streams.get(gpu)
+    if found is None:
+        found = ExternalStream(0, gpu)
+    return found
+
+
+def stream_now() -> Any:
+    """The current stream of the current GPU."""
+    return get_current_stream(-1)
+
+
+def queue_of(machine: Machine, stream: Any) -> Queue:
+    """The queue of a CuPy stream, a raw handle, or (None) of the current stream.
+
+    The handle 0 is the null stream of the stream's GPU, or of the current one.
+    """
+    if stream is None:
+        stream = stream_now()
+    if isinstance(stream, _BaseStream):
+        if stream._machine is not machine:
+            machine.fail("a stream of a machine that has ended")
+        handle, gpu = stream.ptr, stream.device_id
+    else:
+        handle, gpu = int(stream), getDevice()
+    if handle == 0:
+        handle = gpu
+    elif handle < machine.num_gpus or handle not in machine.queues:
+        machine.fail(f"there is no stream {handle:#x}")
+    return machine.queues[handle]

@@ -1,0 +1,96 @@
+"""The CUDA backend's own code, run without a GPU: pytest processes with the fake CuPy in them.
+
+They are processes of their own because our modules keep what they imported. Their results are
+those of ``tests/cuda`` and of every test elsewhere that is marked as needing GPUs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradreduce
+
+HERE = Path(__file__).parent
+# The fake keeps a clock for every use of memory, and counts of those grow.
+DESELECTED = "tests/device/test_contract_lifetime.py::test_nothing_grows_with_use"
+SHARED = "(gpu or multi_gpu) and not slow"
+OWN = "fake_cupy and not slow"
+
+
+def run(*arguments: str, **changed: str) -> subprocess.CompletedProcess[str]:
+    folders = [HERE, Path(gradreduce.__file__).parent.parent]
+    path = os.pathsep.join(map(str, folders))
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=HERE.parent,
+        env={**os.environ, "PYTHONPATH": path, "GRADREDUCE_BACKEND": "sim", **changed},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+
+
+def passes(*arguments: str, **changed: str) -> None:
+    done = run("-m", "pytest", "-p", "fake_cupy.plugin", "-q", *arguments, **changed)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr
+    counted = done.stdout.strip().splitlines()[-1]
+    assert " passed" in counted, counted
+    assert "skipped" not in counted, counted
+
+
+@pytest.mark.repo
+@pytest.mark.host
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "part",
+    "device digits flows nccl planted_faults programs signatures tables".split(),
+)
+def test_the_cuda_backend_passes_on_the_fake(part):
+    passes(f"tests/cuda/test_{part}.py", "-m", OWN)
+
+
+@pytest.mark.host
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", ["0", "2"])  # fully lazy; as chance will have it
+def test_tests_that_need_gpus_pass_on_the_fake(seed):
+    passes("tests/device", "-m", SHARED, "--deselect", DESELECTED, GRADREDUCE_FAKE_SEED=seed)
+
+
+@pytest.mark.host
+def test_a_fault_fails_a_test(tmp_path):
+    test = tmp_path / "test_unordered.py"
+    test.write_text(
+        "from gradreduce.device import open_mesh\n"
+        "from gradreduce import ops\n"
+        "def test_it():\n"
+        "    with open_mesh([0, 0], backend='cuda') as mesh:\n"
+        "        first, second = (device.zeros((4,), 'float32') for device in mesh.devices)\n"
+        "        ops.add_n([first], [[second]])\n"
+        "def test_the_next_one_has_a_new_machine():\n"
+        "    with open_mesh(1, backend='cuda') as mesh:\n"
+        "        assert (mesh.devices[0].zeros((4,), 'float32').numpy() == 0).all()\n",
+        encoding="utf-8",
+    )
+    done = run("-m", "pytest", "-p", "fake_cupy.plugin", "-q", str(test))
+    assert done.returncode == 1, done.stdout
+    assert "Fault: unordered: " in done.stdout
+    assert "1 failed, 1 passed, 1 error" in done.stdout
+
+
+def test_the_record_is_that_of_the_installed_cupy():
+    """Where CuPy is installed; without a GPU too."""
+    if importlib.util.find_spec("cupy") is not None:
+        done = run("-m", "fake_cupy.signatures")
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_nothing_of_it_is_collected_without_the_plugin():
+    done = run("-m", "pytest", "-q", "--collect-only", "tests/cuda")
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout

@@ -1,0 +1,163 @@
+"""What hard use once broke: threads, aliases, closing, iterators and failures half-way."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+from gradreduce.device.sim import SimDevice
+
+DEADLINE = 60.0
+
+
+def in_threads(*works):
+    """Runs all at once; none may hang or fail."""
+    failures = []
+
+    def run(work):
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE)
+        assert not thread.is_alive(), "a thread hangs"
+    assert failures == []
+
+
+def test_no_addition_of_several_threads_is_lost():
+    with gr.open_mesh(2, backend="sim") as mesh:
+        variable = gr.Variable(np.zeros(50_000, np.float32), device=mesh)
+        ones = np.ones(50_000, np.float32)
+        sgd = gr.GradientDescentOptimizer(1.0)
+
+        def add():
+            for _ in range(10):
+                variable.assign_add(ones)
+                sgd.apply_gradients([(ones, variable)])
+                variable.assign_add(ones)
+
+        in_threads(*[add] * 6)
+        for replica in range(2):
+            with gr.replica(replica):
+                assert (variable.numpy() == 60).all()
+
+
+def test_copies_of_a_variable_never_part():
+    with gr.open_mesh(4, backend="sim") as mesh:
+        variable = gr.Variable(np.zeros(20_000, np.float32), device=mesh)
+        meet = threading.Barrier(4)
+
+        def assign(number):
+            value = np.full(20_000, number, np.float32)
+            meet.wait(DEADLINE)
+            for _ in range(5):
+                variable.assign(value)
+
+        in_threads(*[lambda number=number: assign(number) for number in range(4)])
+        copies = [buffer.numpy() for buffer in variable.buffers]
+        assert all(np.array_equal(copy, copies[0]) for copy in copies)
+
+
+def test_a_host_alias_of_a_copy_is_added_to_all_copies_alike():
+    with gr.open_mesh(2, backend="sim") as mesh:
+        variable = gr.Variable([1.0, 1.0], device=mesh)
+        variable.assign_add(mesh.devices[0].release(variable.buffers[0]))
+        assert [buffer.numpy().tolist() for buffer in variable.buffers] == [[2.0, 2.0]] * 2
+        alias = mesh.devices[0].release(variable.buffers[0])
+        with pytest.raises(ValueError, match="memory of a variable"):
+            gr.GradientDescentOptimizer(1.0).apply_gradients([(alias, variable)])
+
+
+def test_iterators_of_accumulators_and_gradients_are_read_once():
+    with gr.open_mesh(1, backend="sim") as mesh:
+        accumulators = [gr.ConditionalAccumulator("float32", device=mesh.devices[0]) for _ in "ab"]
+        assert gr.apply_grads((each for each in accumulators), iter([[1.0], [2.0]]))
+        taken = gr.take_grads((each for each in accumulators), 1, timeout=DEADLINE)
+        assert [array.tolist() for array in taken] == [[1.0], [2.0]]
+
+
+def test_closing_a_mesh_wakes_who_waits_for_it():
+    mesh = gr.open_mesh(2, backend="sim")
+    accumulator = gr.ConditionalAccumulator("float32", device=mesh)
+    waiting = threading.Event()
+
+    def take():
+        waiting.set()
+        with pytest.raises(gr.errors.CancelledError):
+            accumulator.take_grad(1)
+
+    def close():
+        assert waiting.wait(DEADLINE)
+        while not accumulator.accumulator_ref.queue:
+            pass
+        mesh.close()
+
+    in_threads(take, close)
+    with pytest.raises(gr.errors.BackendUnavailableError, match="was closed"):
+        accumulator.take_grad(1, timeout=DEADLINE)
+
+
+def test_a_closed_mesh_keeps_no_free_memory():
+    ops = gr.HierarchicalCopyAllReduce()
+    mesh = gr.open_mesh(2, backend="sim")
+    value = gr.PerReplica([np.ones(10_000, np.float32)] * 2, mesh)
+    reduced = ops.reduce(gr.ReduceOp.SUM, value, value)
+    assert (reduced.primary == 2).all()
+    del reduced
+    mesh.close()
+    assert [device._pool.free_bytes for device in mesh.devices] == [0, 0]
+
+
+@pytest.mark.parametrize("fails_at", range(1, 9))
+def test_a_take_that_fails_half_way_leaves_the_sums(fails_at, monkeypatch):
+    with gr.open_mesh(3, backend="sim", peer_access=False) as mesh:
+        accumulator = gr.ConditionalAccumulator(
+            "float32", reduction_type="SUM", device=mesh,
+            cross_device_ops=gr.HierarchicalCopyAllReduce(2),
+        )  # fmt: skip
+        accumulator.apply_grad(gr.PerReplica([np.full(40_000, 2, np.float32)] * 3, mesh))
+        requests = []
+        original = SimDevice._allocate
+
+        def allocate(self, nbytes):
+            requests.append(nbytes)
+            if len(requests) == fails_at:
+                raise MemoryError("planted")
+            return original(self, nbytes)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(SimDevice, "_allocate", allocate)
+            with pytest.raises(MemoryError, match="planted"):
+                accumulator.take_grad(3)
+        assert (accumulator.num_accumulated(), accumulator.global_step) == (3, 0)
+        assert (accumulator.take_grad(3).primary == 6).all()
+
+
+def test_a_step_whose_optimizer_cannot_work_takes_nothing():
+    with gr.open_mesh(2, backend="sim") as mesh:
+        variable = gr.Variable([1.0, 1.0], device=mesh)
+        optimizer = gr.MomentumOptimizer(0.5, 0.9)
+        step = gr.SyncStep([variable], optimizer, gr.HierarchicalCopyAllReduce(mesh=mesh))
+        terms = [[[np.ones(2, np.float32)]]] * 2
+        optimizer.learning_rate = "x"
+        with pytest.raises(ValueError, match="could not convert"):
+            step(terms)
+        assert step.global_step == step.accumulators[0].num_accumulated() == 0
+        optimizer.learning_rate = 0.5
+        assert step(terms)
+        assert variable.numpy().tolist() == [0.5, 0.5]
+
+
+def test_numpy_integers_are_integers():
+    with gr.open_mesh(2, backend="sim") as mesh, gr.replica(np.int64(1)):
+        assert gr.NcclAllReduce(np.int64(2), mesh=mesh).num_packs == 2
+    with pytest.raises(ValueError, match=r"\['nccl'\] is not one of"):
+        gr.AllReduceCrossDeviceOps(["nccl"])
