@@ -14,7 +14,7 @@ ALLOWED_S = 0.15  # the promise: what importing gradreduce may add to importing 
 SAMPLES = 9
 NEVER_IMPORTED = ("cupy", "cupyx", "torch", "jax", "mpi4py", "ray")
 
-TIMED = "import time; t = time.{clock}(); import {}; print(time.{clock}() - t)"
+TIMED = "import time; t = time.perf_counter(); import {}; print(time.perf_counter() - t)"
 LOADED = "import gradreduce, json, sys; print(json.dumps(sorted(sys.modules)))"
 
 
@@ -32,7 +32,7 @@ def run_python(program: str, *search_path: Path) -> str:
     return result.stdout
 
 
-def added_seconds(clock: str = "perf_counter") -> float:
+def added_seconds() -> float:
     """How much longer gradreduce takes to import than NumPy: the difference of two medians.
 
     The two take turns, so that whatever else the machine does meets both alike.
@@ -40,7 +40,7 @@ def added_seconds(clock: str = "perf_counter") -> float:
     seconds: dict[str, list[float]] = {"numpy": [], "gradreduce": []}
     for _ in range(SAMPLES):
         for name, samples in seconds.items():
-            samples.append(float(run_python(TIMED.format(name, clock=clock))))
+            samples.append(float(run_python(TIMED.format(name))))
     return median(seconds["gradreduce"]) - median(seconds["numpy"])
 
 
@@ -55,10 +55,9 @@ def test_no_gpu_library_is_imported(tmp_path):
 
 def test_the_import_adds_little_to_that_of_numpy():
     for name in ("numpy", "gradreduce"):
-        run_python(
-            TIMED.format(name, clock="perf_counter")
-        )  # the first one compiles to bytecode and fills the cache
-    added = added_seconds()
-    if added > ALLOWED_S:  # a busy machine: then what it costs the processor, not the clock
-        added = min(added, added_seconds("process_time"))
-    assert added <= ALLOWED_S
+        run_python(TIMED.format(name))  # the first one compiles to bytecode and fills the cache
+    # Other work on the machine only ever adds: the best of a few medians is the nearest to the truth.
+    tries = []
+    while not tries or (tries[-1] > ALLOWED_S and len(tries) < 5):
+        tries.append(added_seconds())
+    assert min(tries) <= ALLOWED_S, tries

@@ -15,6 +15,7 @@ from meshes import (
 )
 
 import gradreduce as gr
+from gradreduce.allreduce import works_in_place
 from gradreduce.device import Device, as_dtype
 
 ALGORITHMS = ("hierarchical_copy", "nccl")
@@ -50,6 +51,14 @@ def test_consumed_gradients_become_the_results(mesh, num_packs, algorithm):
     flat, views, arrays = filled_flat(mesh, [(40,), (3, 5), (), (0,)])
     results = ops.reduce_buffers(views, divisor=3, consume=True)
     check(results, expected_of(algorithm, arrays, mesh, 3))
+    # In stages something may fail when a part has been reduced: then the gradients are left alone.
+    if algorithm == "hierarchical_copy" and not works_in_place(mesh.devices):
+        assert all(
+            same(view.numpy(), array)
+            for of_view, of_array in zip(views, arrays, strict=True)
+            for view, array in zip(of_view, of_array, strict=True)
+        )
+        return
     for buffers, given in zip(results, views, strict=True):
         assert [b.address for b in buffers] == [b.address for b in given]
     if num_packs:  # the gaps are zeros as before
