@@ -56,7 +56,7 @@ def test_no_gpu_library_is_imported(tmp_path):
 def test_the_import_adds_little_to_that_of_numpy():
     for name in ("numpy", "gradreduce"):
         run_python(TIMED.format(name))  # the first one compiles to bytecode and fills the cache
-    # Other work on the machine only ever adds: the best of a few medians is the nearest to the truth.
+    # Other work on the machine only ever adds: the best of a few medians is nearest to the truth.
     tries = []
     while not tries or (tries[-1] > ALLOWED_S and len(tries) < 5):
         tries.append(added_seconds())
