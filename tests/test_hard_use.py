@@ -9,6 +9,7 @@ import pytest
 
 import gradreduce as gr
 from gradreduce.device.sim import SimDevice
+from gradreduce.device.sim_queue import RunAtOnce
 
 DEADLINE = 60.0
 
@@ -48,6 +49,24 @@ def test_no_addition_of_several_threads_is_lost():
         for replica in range(2):
             with gr.replica(replica):
                 assert (variable.numpy() == 60).all()
+
+
+def test_one_piece_of_work_at_a_time_in_a_queue():
+    scheduler = RunAtOnce()
+    started, ran, ran_elsewhere = threading.Event(), threading.Event(), threading.Event()
+
+    def first():
+        started.set()
+        assert ran_elsewhere.wait(DEADLINE)  # another queue goes on
+        assert not ran.wait(0.2)  # this one does not, though the next work was given long ago
+
+    def second():
+        assert started.wait(DEADLINE)
+        scheduler.submit("b", ran_elsewhere.set)
+        scheduler.submit("a", ran.set)
+
+    in_threads(lambda: scheduler.submit("a", first), second)
+    assert ran.is_set()
 
 
 def test_copies_of_a_variable_never_part():
@@ -113,7 +132,8 @@ def test_a_closed_mesh_keeps_no_free_memory():
     assert (reduced.primary == 2).all()
     del reduced
     mesh.close()
-    assert [device._pool.free_bytes for device in mesh.devices] == [0, 0]
+    for device in mesh.devices:
+        assert (device._pool.live_bytes, device._pool.free_bytes, len(device.dead)) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("fails_at", range(1, 9))
