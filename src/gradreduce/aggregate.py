@@ -22,7 +22,7 @@ from gradreduce.device import (
     gather,
     scatter,
 )
-from gradreduce.interop import as_result_kind, from_buffer, kind_of, to_buffer
+from gradreduce.interop import OneCall, as_result_kind, from_buffer, kind_of, to_buffer
 from gradreduce.values import IndexedSlices, current_replica
 
 __all__ = [
@@ -257,7 +257,8 @@ def _aggregate(
     as_kind: str | None,
 ) -> Any:
     """The door of the public calls: arrays of one shape and dtype in, one array out."""
-    buffers = [_on_current_device(term) for term in terms]
+    with OneCall():
+        buffers = [_on_current_device(term) for term in terms]
     first = buffers[0]
     for place, buffer in enumerate(buffers):
         if buffer.dtype != first.dtype:

@@ -13,7 +13,7 @@ from typing import Any
 from gradreduce import ops
 from gradreduce.allreduce import ALGORITHMS, Job, works_in_place
 from gradreduce.device import Buffer, Device, DType, Mesh, accumulate_dtype, default_mesh
-from gradreduce.interop import as_result_kind
+from gradreduce.interop import OneCall, as_result_kind
 from gradreduce.packing import Flats, pack, plan_packing, unpack
 from gradreduce.reduce_arguments import (
     as_per_replica,
@@ -175,10 +175,12 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         """
         mesh = self.mesh or default_mesh()
         keys = checked_nest(grads, mesh)
-        values = [PerReplica([entry[key] for entry in grads], mesh) for key in keys]
+        with OneCall():
+            values = [PerReplica([entry[key] for entry in grads], mesh) for key in keys]
         pairs = [(value, value) for value in values]
         reduced = self.batch_reduce(op, pairs, as_kind=as_kind)
-        by_key = dict(zip(keys, (value.values for value in reduced), strict=True))
+        with OneCall():
+            by_key = dict(zip(keys, [value.values for value in reduced], strict=True))
         return nested(
             grads,
             [

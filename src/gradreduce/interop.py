@@ -1,9 +1,8 @@
 """How a caller's array becomes a Buffer, and a Buffer the caller's array; never copies needlessly.
 
-The only room that knows other array libraries. It never imports one: an array of theirs exists
-only if the caller has, so they are found in ``sys.modules``. On the simulation arrays cross as
-NumPy arrays on the same host memory, on GPUs as CuPy arrays, by DLPack, with the stream that is
-current in the array's own library: nothing else in gradreduce looks at a foreign stream.
+The only room that knows other array libraries, with ``interop_gpu.py`` for arrays on GPUs. It
+never imports one: an array of theirs exists only if the caller has, so they are found in
+``sys.modules``. On the simulation arrays cross as NumPy arrays on the same host memory.
 
 bfloat16 crosses as a 16-bit view: neither NumPy's DLPack nor PyTorch's ``numpy()`` knows it.
 """
@@ -11,18 +10,26 @@ bfloat16 crosses as a 16-bit view: neither NumPy's DLPack nor PyTorch's ``numpy(
 from __future__ import annotations
 
 import sys
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from gradreduce.device import Buffer, Device, as_dtype
 from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.errors import DeviceMismatchError
+from gradreduce.interop_gpu import Kind, OneCall, adopt_cupy, adopt_foreign, from_gpu
 
-__all__ = ["Kind", "as_result_kind", "converted", "from_buffer", "is_array", "kind_of", "to_buffer"]
+__all__ = [
+    "Kind",
+    "OneCall",
+    "as_result_kind",
+    "converted",
+    "from_buffer",
+    "is_array",
+    "kind_of",
+    "to_buffer",
+]
 
-# "native": NumPy arrays and numbers; such results are NumPy on the simulation, CuPy on GPUs.
-Kind = Literal["native", "numpy", "cupy", "torch", "jax", "buffer"]
 _AS_KINDS = ("numpy", "cupy", "torch", "jax", "buffer")
 _INT16 = np.dtype("int16")
 _MODULES: dict[str, Kind] = {"cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
@@ -54,6 +61,8 @@ def _kind_of_class(cls: type) -> Kind:
         kind = _MODULES.get(ancestor.__module__.partition(".")[0])
         if kind is not None:
             return kind
+    if hasattr(cls, "__cuda_array_interface__"):  # Numba, RMM, ...: what CuPy would make of it
+        return "cuda"
     raise TypeError(f"{cls.__name__} is not an array, a list of numbers or a Buffer")
 
 
@@ -102,7 +111,9 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
     if kind == "jax":
         return _from_jax(value, device)
     if kind == "cupy":
-        return _adopt(value, device, sys.modules["cupy"].cuda.get_current_stream(value.device.id))
+        return adopt_cupy(value, device)
+    if kind == "cuda":
+        return adopt_foreign(value, device)
     if value.device.fabric is not device.fabric:
         raise DeviceMismatchError(f"{value} is of another mesh than {device.name}")
     buffer: Buffer = value
@@ -122,8 +133,8 @@ def from_buffer(buffer: Buffer, kind: Kind) -> Any:
         return buffer
     device = buffer.device
     if device.fabric.backend != "sim":
-        return _from_gpu(buffer, kind)
-    if kind == "cupy":
+        return from_gpu(buffer, kind)
+    if kind in ("cupy", "cuda"):
         raise ValueError(f"{buffer} lies in host memory: it cannot be a CuPy array")
     array = device.release(buffer)
     if kind == "torch":
@@ -155,24 +166,32 @@ def converted(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _from_torch(tensor: Any, device: Device) -> Buffer:
-    torch = sys.modules["torch"]
     if tensor.requires_grad:
         raise ValueError("the tensor needs grad: pass tensor.detach()")
+    try:
+        array = tensor.numpy()
+    except (TypeError, RuntimeError):  # whatever is not plain host memory that NumPy knows
+        return _from_special_torch(tensor, device)
+    return device.put(array, tensor.data_ptr())
+
+
+def _from_special_torch(tensor: Any, device: Device) -> Buffer:
+    """A tensor that PyTorch does not show as a NumPy array: on a GPU, bfloat16, a lazy view."""
+    torch = sys.modules["torch"]
     if tensor.layout is not torch.strided:
         raise TypeError(f"a tensor of layout {tensor.layout} is not an array")
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
+    if not tensor.is_cuda and tensor.device.type != "cpu":
+        raise DeviceMismatchError(f"the tensor is on {tensor.device}")
     halves = tensor.dtype is torch.bfloat16
     if halves:
         tensor = tensor.view(torch.int16)
     if tensor.is_cuda:
-        array = sys.modules["cupy"].from_dlpack(tensor)
-        stream = torch.cuda.current_stream(tensor.device)
-        return _adopt(array.view(BFLOAT16) if halves else array, device, stream)
-    if tensor.device.type != "cpu":
-        raise DeviceMismatchError(f"the tensor is on {tensor.device}")
+        stream = torch.cuda.current_stream(tensor.device).cuda_stream
+        return adopt_foreign(tensor, device, stream, dtype=BFLOAT16 if halves else None)
     array = tensor.numpy()
-    return device.put(array.view(BFLOAT16) if halves else array)
+    return device.put(array.view(BFLOAT16) if halves else array, tensor.data_ptr())
 
 
 def _to_torch(array: Any) -> Any:
@@ -195,10 +214,7 @@ def _from_jax(array: Any, device: Device) -> Buffer:
         return device.put(np.asarray(array))
     if place.platform not in ("gpu", "cuda"):
         raise DeviceMismatchError(f"the JAX array is on {place}")
-    # JAX shows no stream; its DLPack makes CuPy's current stream wait instead.
-    cupy = sys.modules["cupy"]
-    shared = cupy.from_dlpack(array)
-    return _adopt(shared, device, cupy.cuda.get_current_stream(shared.device.id))
+    return adopt_foreign(array, device, writable=False)  # JAX shows no stream
 
 
 def _to_jax(array: Any) -> Any:
@@ -207,44 +223,3 @@ def _to_jax(array: Any) -> Any:
     if array.dtype == BFLOAT16 or not array.flags.writeable:
         return jax.numpy.asarray(array)
     return jax.dlpack.from_dlpack(array)
-
-
-# ---- GPU memory ----------------------------------------------------------------------------------
-
-
-def _adopt(array: Any, device: Device, stream: Any) -> Buffer:
-    """A CuPy array as a Buffer on its own GPU; our queue waits for ``stream``."""
-    gpu = int(array.device.id)
-    if device.fabric.backend != "cuda":
-        raise DeviceMismatchError(f"the array is on GPU {gpu}, {device.name} is simulated")
-    near = [device, *device.mesh.devices]
-    home = next((each for each in near if each.physical == gpu), None)
-    if home is None:
-        raise DeviceMismatchError(f"the array is on GPU {gpu}, outside the mesh {device.mesh}")
-    handle = int(stream.cuda_stream if hasattr(stream, "cuda_stream") else stream.ptr)
-    if not array.flags.c_contiguous:
-        with array.device:  # CuPy copies to the current GPU, in the order of its current stream
-            array, handle = array.copy(), sys.modules["cupy"].cuda.get_current_stream(gpu).ptr
-    return home.adopt(array, handle)
-
-
-def _from_gpu(buffer: Buffer, kind: Kind) -> Any:
-    """GPU memory as an array of ``kind``; the stream current in its library waits for ours."""
-    if kind == "numpy":
-        return buffer.numpy()
-    gpu = buffer.device.physical
-    cupy = sys.modules["cupy"]
-    if kind == "torch":
-        torch = sys.modules["torch"]
-        shared = buffer.device.release(buffer, torch.cuda.current_stream(gpu).cuda_stream)
-        if buffer.dtype == BFLOAT16:
-            return torch.from_dlpack(shared.view(_INT16)).view(torch.bfloat16)
-        return torch.from_dlpack(shared)
-    shared = buffer.device.release(buffer, cupy.cuda.get_current_stream(gpu).ptr)
-    if kind != "jax":
-        return shared
-    jax = sys.modules["jax"]
-    if buffer.dtype == BFLOAT16:
-        halves = jax.dlpack.from_dlpack(shared.view(_INT16))
-        return jax.lax.bitcast_convert_type(halves, jax.numpy.bfloat16)
-    return jax.dlpack.from_dlpack(shared)

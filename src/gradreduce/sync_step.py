@@ -14,7 +14,7 @@ from gradreduce.accumulator.door import as_required
 from gradreduce.aggregate import AggregationMethod, aggregate_buffers, as_aggregation_method
 from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.device import Buffer, Device, by_physical
-from gradreduce.interop import to_buffer
+from gradreduce.interop import OneCall, to_buffer
 from gradreduce.optim import Optimizer
 from gradreduce.values import PerReplica
 from gradreduce.variables import Variable
@@ -101,7 +101,8 @@ class SyncStep:
         """
         step = self.global_step if local_step is None else local_step
         self.optimizer.prepare(self.variables)  # what can fail does so before a gradient is taken
-        present, placed = self._placed(terms)
+        with OneCall():
+            present, placed = self._placed(terms)
         gradients = self._aggregate(placed, stale=step < self.global_step)
         accumulators = [self.accumulators[place] for place in present]
         if not apply_grads(accumulators, gradients, step):

@@ -11,7 +11,7 @@ from typing import Any
 
 from gradreduce.device import Buffer, Device, Mesh, default_mesh
 from gradreduce.errors import DeviceMismatchError
-from gradreduce.interop import Kind, from_buffer, kind_of, to_buffer
+from gradreduce.interop import Kind, OneCall, from_buffer, kind_of, to_buffer
 
 __all__ = [
     "DistributedValues",
@@ -66,9 +66,10 @@ class DistributedValues:
         if len(values) != len(self._devices):
             raise ValueError(f"{len(values)} values for {len(self._devices)} devices")
         self._kind = kind_of(values[0])
-        self._buffers = tuple(
-            _placed(value, device) for value, device in zip(values, self._devices, strict=True)
-        )
+        with OneCall():
+            self._buffers = tuple(
+                _placed(value, device) for value, device in zip(values, self._devices, strict=True)
+            )
 
     @classmethod
     def of(cls, buffers: Sequence[Buffer], kind: Kind = "buffer") -> Any:
@@ -102,7 +103,8 @@ class DistributedValues:
     @property
     def values(self) -> tuple[Any, ...]:
         """One array for each device, of the caller's kind, on the Buffers' own memory."""
-        return tuple(from_buffer(buffer, self._kind) for buffer in self._buffers)
+        with OneCall():
+            return tuple(from_buffer(buffer, self._kind) for buffer in self._buffers)
 
     @property
     def primary(self) -> Any:

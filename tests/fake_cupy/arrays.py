@@ -11,7 +11,7 @@ import numpy as np
 
 from .machine import READ, WRITE, Call, current
 from .memory import PINNED, REGION
-from .surface import Device, check_addresses, getDevice, queue_of
+from .surface import Device, check_addresses, get_current_stream, getDevice, queue_of
 
 __all__ = [
     "MemoryPointer",
@@ -21,9 +21,11 @@ __all__ = [
     "asarray",
     "ascontiguousarray",
     "copy_async",
+    "from_dlpack",
     "memset_async",
     "ndarray",
     "peer_copy_async",
+    "pointer_attributes",
 ]
 
 
@@ -121,6 +123,8 @@ def alloc_pinned_memory(size):
 # -- the copies of cupy.cuda.runtime --------------------------------------------------------------
 
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
+CUDA_DLPACK = 2  # kDLCUDA
+LEGACY_STREAM = 1  # how DLPack calls the null stream, whose handle is 0
 
 
 def _on_device(place: int) -> bool:
@@ -229,6 +233,12 @@ class ndarray:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def view(self, dtype=None):
+        """The same bytes as another dtype of the same width."""
+        if np.dtype(dtype).itemsize != self.dtype.itemsize:
+            raise NotImplementedError("the fake views dtypes of one width")
+        return ndarray(self.shape, dtype, self.data, self.strides)
+
     def get(self):
         """A host copy, for which the host waits."""
         host = np.empty(self.shape, self.dtype)
@@ -289,3 +299,21 @@ def asarray(host):
 def ascontiguousarray(array):
     """A copy in one piece, on the current GPU and stream."""
     return array.copy()
+
+
+def from_dlpack(array, *, device=None, copy=None):
+    """What another library shares, ordered with the current stream by that library.
+
+    In the fake an exchange capsule is an ``ndarray`` on the shared memory.
+    """
+    kind, gpu = array.__dlpack_device__()
+    if kind != CUDA_DLPACK:
+        raise BufferError("CPU arrays cannot be directly imported to CuPy.")
+    with Device(gpu):
+        return array.__dlpack__(stream=get_current_stream().ptr or LEGACY_STREAM)
+
+
+def pointer_attributes(ptr):
+    """``runtime.pointerGetAttributes``."""
+    check_addresses(ptr)
+    return SimpleNamespace(device=REGION.place(ptr))

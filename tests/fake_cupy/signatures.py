@@ -20,10 +20,10 @@ __all__ = ["PROBES", "RECORD", "differences", "offered", "parameters", "probed",
 _FILE = Path(__file__).with_name("signatures.json")
 # What the fake offers: modules and classes, and the names in them.
 OFFERED = {
-    "cupy": "ndarray asarray ascontiguousarray RawModule RawKernel",
+    "cupy": "ndarray asarray ascontiguousarray from_dlpack RawModule RawKernel",
     "cupy.RawModule": "get_function",
     "cupy.RawKernel": "kernel __call__",
-    "cupy.ndarray": "device get copy",
+    "cupy.ndarray": "device get copy view",
     "cupy.cuda": (
         "Device Stream ExternalStream Event Function MemoryPool MemoryPointer UnownedMemory "
         "alloc_pinned_memory get_current_stream is_available"
@@ -38,7 +38,7 @@ OFFERED = {
     "cupy.cuda.runtime": (
         "CUDARuntimeError getDevice setDevice getDeviceCount deviceCanAccessPeer "
         "deviceEnablePeerAccess memcpyAsync memcpyPeerAsync memsetAsync memcpyHostToDevice "
-        "memcpyDeviceToHost memcpyDeviceToDevice"
+        "memcpyDeviceToHost memcpyDeviceToDevice pointerGetAttributes"
     ),
     "cupy.cuda.nccl": (
         "available NcclCommunicator NcclError groupStart groupEnd get_version NCCL_SUM NCCL_PROD "

@@ -198,6 +198,7 @@ class Event:
                     f"wrong device: an event of GPU {self._gpu} recorded on {queue} of GPU "
                     f"{queue.gpu}"
                 )
+            machine.count("record")
             self._call = machine.submit(queue, "event")
 
     @property
@@ -230,7 +231,8 @@ def stream_now() -> Any:
 def queue_of(machine: Machine, stream: Any) -> Queue:
     """The queue of a CuPy stream, a raw handle, or (None) of the current stream.
 
-    The handle 0 is the null stream of the stream's GPU, or of the current one.
+    The handle 0 is the null stream of the stream's GPU, or of the current one; so is 1, which
+    CUDA calls the legacy one.
     """
     if stream is None:
         stream = stream_now()
@@ -240,7 +242,7 @@ def queue_of(machine: Machine, stream: Any) -> Queue:
         handle, gpu = stream.ptr, stream.device_id
     else:
         handle, gpu = int(stream), getDevice()
-    if handle == 0:
+    if handle in (0, 1):
         handle = gpu
     elif handle < machine.num_gpus or handle not in machine.queues:
         machine.fail(f"there is no stream {handle:#x}")

@@ -17,7 +17,7 @@ from gradreduce.device import (
     as_dtype,
     default_mesh,
 )
-from gradreduce.interop import as_result_kind, from_buffer
+from gradreduce.interop import OneCall, as_result_kind, from_buffer
 from gradreduce.ops import prepare_all_sum
 from gradreduce.values import Mirrored
 from gradreduce.variables import Variable
@@ -289,10 +289,11 @@ def apply_grads(
     check_together([each.accumulator_ref for each in accumulators])
     if len(accumulators) != len(grads):
         raise ValueError(f"{len(accumulators)} accumulators and {len(grads)} gradients")
-    arrivals = [
-        arrival(accumulator.accumulator_ref, grad, cast)
-        for accumulator, grad in zip(accumulators, grads, strict=True)
-    ]
+    with OneCall():
+        arrivals = [
+            arrival(accumulator.accumulator_ref, grad, cast)
+            for accumulator, grad in zip(accumulators, grads, strict=True)
+        ]
     kept, joint = apply_arrivals(arrivals, step)
     serve_joint(joint)
     return kept
@@ -357,12 +358,13 @@ def take_now(accumulators: Sequence[ConditionalAccumulator], num_required: int) 
 def _handed_out(ticket: Ticket, as_kind: str | None = None) -> list[Any]:
     """The taken Buffers as what callers get."""
     given: list[Any] = []
-    for state, buffers, first in zip(ticket.states, ticket.taken, ticket.kinds, strict=True):
-        kind = as_result_kind(as_kind, first)
-        if not buffers:
-            given.append(None)
-        elif state.over_mesh:
-            given.append(Mirrored.of(buffers, kind))
-        else:
-            given.append(from_buffer(buffers[0], kind))
+    with OneCall():
+        for state, buffers, first in zip(ticket.states, ticket.taken, ticket.kinds, strict=True):
+            kind = as_result_kind(as_kind, first)
+            if not buffers:
+                given.append(None)
+            elif state.over_mesh:
+                given.append(Mirrored.of(buffers, kind))
+            else:
+                given.append(from_buffer(buffers[0], kind))
     return given

@@ -112,8 +112,14 @@ class Device(ABC):
         return self._release(buffer, stream)
 
     @abstractmethod
-    def put(self, array: Any) -> Buffer:
-        """``array`` as a Buffer of this device: shared where that is possible, else copied."""
+    def put(self, array: Any, address: int | None = None) -> Buffer:
+        """``array`` as a Buffer of this device: shared where that is possible, else copied.
+
+        Args:
+            array: in host memory, or on this device's GPU.
+            address: of its first element, from a caller who knows it: a library may tell faster
+                than NumPy does.
+        """
 
     def upload(
         self, array: np.ndarray, *, out: Buffer | None = None, queue: Queue = "compute"

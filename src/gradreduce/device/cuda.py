@@ -127,7 +127,7 @@ class CudaDevice(Device):
         memory = cupy.cuda.UnownedMemory(buffer.address, buffer.nbytes, buffer.block, self.physical)
         return cupy.ndarray(buffer.shape, buffer.dtype, cupy.cuda.MemoryPointer(memory, 0))
 
-    def put(self, array: Any) -> Buffer:
+    def put(self, array: Any, address: int | None = None) -> Buffer:
         """See ``Device.put``: a CuPy array of this GPU is shared if contiguous, else copied.
 
         In the order of CuPy's current stream. A host array is copied.

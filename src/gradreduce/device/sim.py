@@ -76,20 +76,22 @@ class SimDevice(Device):
         if not isinstance(array, np.ndarray):
             raise DeviceMismatchError(f"{self.name} holds host arrays, not {type(array).__name__}")
         array = np.asarray(array)  # no subclass: np.matrix has no flat view
-        dtype = as_dtype(array.dtype)
         flags = array.flags
         if not (flags.c_contiguous and flags.aligned):
             raise ValueError("an adopted array must be contiguous in C order and aligned")
-        address, read_only = array.__array_interface__["data"]
-        nbytes, writable = array.nbytes, not read_only
-        block = Block(self, array, address, nbytes, owned=False, writable=writable)
+        return self._share(array, address_of(array))
+
+    def _share(self, array: np.ndarray, address: int) -> Buffer:
+        dtype = as_dtype(array.dtype)
+        writable = array.flags.writeable
+        block = Block(self, array, address, array.nbytes, owned=False, writable=writable)
         return Buffer(block, 0, array.shape, dtype, array)
 
     def _release(self, buffer: Buffer, stream: int | None) -> np.ndarray:
         self.scheduler.finish((self, "compute"))  # a host array has no stream that could wait
         return self.array(buffer)
 
-    def put(self, array: Any) -> Buffer:
+    def put(self, array: Any, address: int | None = None) -> Buffer:
         """See ``Device.put``: a NumPy array is shared if contiguous and aligned, else copied.
 
         Copied too where work is deferred: its owner may change it as soon as the call returns.
@@ -98,7 +100,7 @@ class SimDevice(Device):
         array = np.asarray(array)
         flags = array.flags
         if flags.c_contiguous and flags.aligned and not self.defers:
-            return self._adopt(array, None)
+            return self._share(array, address_of(array) if address is None else address)
         as_dtype(array.dtype)
         return self.upload(array)
 
@@ -268,6 +270,12 @@ class SimBlock(Block):
             "typestr": "|u1",
             "data": (self.address, False),
         }
+
+
+def address_of(array: np.ndarray) -> int:
+    """Of the first element. NumPy takes a microsecond to say it."""
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def read_only(array: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from gradreduce.aggregate import AggregationMethod
 from gradreduce.cross_device import AllReduceCrossDeviceOps, CrossDeviceOps
 from gradreduce.device import Buffer, Device, DType, by_physical, gather, scatter
 from gradreduce.errors import InvalidVariableError
-from gradreduce.interop import kind_of, to_buffer
+from gradreduce.interop import OneCall, kind_of, to_buffer
 from gradreduce.values import IndexedSlices, Mirrored, PerReplica, ReduceOp
 from gradreduce.variables import Variable
 
@@ -99,7 +99,8 @@ class Optimizer:
         """
         present = _checked_pairs(grads_and_vars)
         _check_global_step(global_step)
-        gradients = self._near_gradients(present)
+        with OneCall():
+            gradients = self._near_gradients(present)
         variables = [var for _, var in present]
         self._check_apart(variables, gradients)
         self.prepare(variables)

@@ -1,0 +1,214 @@
+"""Arrays in GPU memory through the door: shared by DLPack, fenced with their library's stream.
+
+The only room that looks at a foreign stream. Imports no array library: a GPU array exists only if
+its library is in ``sys.modules``, and CuPy is there on every CUDA mesh.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+
+from gradreduce.device import Buffer, Device
+from gradreduce.device.dtypes import BFLOAT16
+from gradreduce.errors import DeviceMismatchError
+
+__all__ = ["Kind", "OneCall", "adopt_cupy", "adopt_foreign", "from_gpu"]
+
+# "native": NumPy arrays and numbers; such results are NumPy on the simulation, CuPy on GPUs.
+# "cuda": arrays of any other library that shows __cuda_array_interface__; results are CuPy's.
+Kind = Literal["native", "numpy", "cupy", "cuda", "torch", "jax", "buffer"]
+_INT16 = np.dtype("int16")
+
+
+class _Fenced(threading.local):
+    """What this thread has fenced in its open ``OneCall``; None outside any."""
+
+    places: set[tuple[bool, Device, int]] | None = None
+
+
+_fenced = _Fenced()
+
+
+class OneCall:
+    """Inside, this thread fences each foreign stream once per device and direction; nests.
+
+    A fence is two driver calls, and a call may bring hundreds of arrays. One serves those that
+    come in, because all of them were given before the call began, and one those that go out, if
+    all work is queued before the first leaves: so neither user code nor a launch belongs inside.
+    """
+
+    def __enter__(self) -> None:
+        self._outer = _fenced.places
+        if self._outer is None:
+            _fenced.places = set()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _fenced.places = self._outer
+
+
+def _unfenced(device: Device, stream: int | None, *, leaving: bool) -> int | None:
+    """``stream``, or None if this call has fenced it already."""
+    places = _fenced.places
+    if places is None or stream is None:
+        return stream
+    if (leaving, device, stream) in places:
+        return None
+    places.add((leaving, device, stream))
+    return stream
+
+
+# ---- in ------------------------------------------------------------------------------------------
+
+
+def adopt_cupy(array: Any, device: Device) -> Buffer:
+    """A CuPy array as a Buffer on its own GPU; our queue waits for CuPy's current stream."""
+    return _adopt(array, device, _current(int(array.device.id)))
+
+
+def adopt_foreign(
+    array: Any,
+    device: Device,
+    stream: int | None = None,
+    *,
+    dtype: np.dtype | None = None,
+    writable: bool = True,
+) -> Buffer:
+    """Another library's GPU array as a Buffer on its own GPU.
+
+    Shared by DLPack where the library speaks it, else by ``__cuda_array_interface__``.
+
+    Args:
+        array: of PyTorch, JAX, or whatever shows one of the two.
+        device: preferred among the logical devices of that GPU.
+        stream: raw handle of its library's current stream. None for a library that shows none:
+            its DLPack makes CuPy's current stream wait, and ours waits for that one; the
+            interface names its stream itself.
+        dtype: the true dtype, where the array shows a view of the same width.
+        writable: False where its library promises that it never changes.
+
+    Raises:
+        DeviceMismatchError: it is on a GPU outside the mesh, or the mesh is simulated.
+        TypeError: it is shared in neither way.
+    """
+    if device.fabric.backend != "cuda":
+        raise DeviceMismatchError(f"the array is on a GPU, {device.name} is simulated")
+    shared, after = _by_dlpack(array) or _by_interface(array)
+    shared = shared if dtype is None else shared.view(dtype)
+    buffer = _adopt(shared, device, after if stream is None else stream)
+    if not writable or _says_read_only(array):
+        buffer.block.writable = False
+    return buffer
+
+
+def _by_dlpack(array: Any) -> tuple[Any, int | None] | None:
+    """The array, and the stream that waits for it; None if it is not shared like this."""
+    if not hasattr(array, "__dlpack__"):
+        return None
+    try:
+        shared = sys.modules["cupy"].from_dlpack(array)
+    except (BufferError, RuntimeError):  # a read-only array, say, before DLPack 1.0
+        return None
+    return shared, _current(int(shared.device.id))
+
+
+def _by_interface(array: Any) -> tuple[Any, int | None]:
+    """``__cuda_array_interface__`` version 3: the array, and the stream to wait for, if any.
+
+    CuPy's own conversion would make the *host* wait for that stream.
+    """
+    shown = getattr(array, "__cuda_array_interface__", None)
+    if shown is None:
+        raise TypeError(f"{type(array).__name__} shares its GPU memory in no way that we know")
+    if shown.get("mask") is not None:
+        raise TypeError("a masked array would lose its mask")
+    cupy = sys.modules["cupy"]
+    dtype, shape, strides = np.dtype(shown["typestr"]), shown["shape"], shown.get("strides")
+    address = shown["data"][0]
+    gpu = int(cupy.cuda.runtime.pointerGetAttributes(address).device) if address else 0
+    nbytes = math.prod(shape) * dtype.itemsize
+    if strides is not None and nbytes:  # the last byte that a step of each extent can reach
+        steps = ((extent - 1) * max(0, step) for extent, step in zip(shape, strides, strict=True))
+        nbytes = sum(steps) + dtype.itemsize
+    memory = cupy.cuda.UnownedMemory(address, nbytes, array, gpu)
+    pointer = cupy.cuda.MemoryPointer(memory, 0)
+    return cupy.ndarray(shape, dtype, pointer, strides), shown.get("stream")
+
+
+def _says_read_only(array: Any) -> bool:
+    shown = getattr(array, "__cuda_array_interface__", None)
+    return shown is not None and bool(shown["data"][1])
+
+
+def _adopt(array: Any, device: Device, stream: int | None) -> Buffer:
+    """A CuPy array as a Buffer of the mesh; its queue waits for ``stream``."""
+    gpu = int(array.device.id)
+    if device.fabric.backend != "cuda":
+        raise DeviceMismatchError(f"the array is on GPU {gpu}, {device.name} is simulated")
+    near = [device, *device.mesh.devices]
+    home = next((each for each in near if each.physical == gpu), None)
+    if home is None:
+        raise DeviceMismatchError(f"the array is on GPU {gpu}, outside the mesh {device.mesh}")
+    if array.flags.c_contiguous:
+        return home.adopt(array, _unfenced(home, stream, leaving=False))
+    current = sys.modules["cupy"].cuda.get_current_stream(gpu)
+    with array.device:  # CuPy copies to the current GPU, in the order of its current stream
+        if stream is not None and stream != current.ptr:
+            _wait(current, stream, gpu)
+        array = array.copy()
+    return home.adopt(array, int(current.ptr))  # never fenced before: the copy is younger
+
+
+def _wait(stream: Any, other: int, gpu: int) -> None:
+    """A CuPy stream waits for what the stream with the handle ``other`` holds."""
+    cuda = sys.modules["cupy"].cuda
+    event = cuda.Event(disable_timing=True)
+    event.record(cuda.ExternalStream(other, gpu))
+    stream.wait_event(event)
+
+
+def _current(gpu: int) -> int:
+    """The handle of CuPy's current stream on a GPU."""
+    return int(sys.modules["cupy"].cuda.get_current_stream(gpu).ptr)
+
+
+# ---- out -----------------------------------------------------------------------------------------
+
+
+def from_gpu(buffer: Buffer, kind: Kind) -> Any:
+    """GPU memory as an array of ``kind``; the stream current in its library waits for ours."""
+    if kind == "numpy":
+        return buffer.numpy()
+    gpu = buffer.device.physical
+    if kind == "torch":
+        return _to_torch(buffer, gpu)
+    shared = _released(buffer, _current(gpu))
+    if kind != "jax":
+        return shared
+    jax = sys.modules["jax"]
+    if buffer.dtype == BFLOAT16:
+        halves = jax.dlpack.from_dlpack(shared.view(_INT16))
+        return jax.lax.bitcast_convert_type(halves, jax.numpy.bfloat16)
+    return jax.dlpack.from_dlpack(shared)
+
+
+def _to_torch(buffer: Buffer, gpu: int) -> Any:
+    torch = sys.modules["torch"]
+    shared = _released(buffer, torch.cuda.current_stream(gpu).cuda_stream)
+    if buffer.dtype == BFLOAT16:
+        return torch.from_dlpack(shared.view(_INT16)).view(torch.bfloat16)
+    return torch.from_dlpack(shared)
+
+
+def _released(buffer: Buffer, stream: int) -> Any:
+    return buffer.device.release(buffer, _unfenced(buffer.device, stream, leaving=True))

@@ -1,0 +1,285 @@
+"""GPU arrays of other libraries come in and go out on their own memory, in the right order.
+
+PyTorch and JAX cannot be had on a machine without a GPU; what stands for them shows what the
+door looks at: a current stream, DLPack, ``__cuda_array_interface__``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+
+import cupy
+import numpy as np
+import pytest
+from device.contract import data
+from exact import same
+from fake_cupy import machine
+from fake_cupy.machine import Machine
+
+import gradreduce as gr
+from gradreduce import interop_gpu
+from gradreduce.device import Mesh, as_dtype, open_mesh
+from gradreduce.errors import DeviceMismatchError
+from gradreduce.interop import OneCall, from_buffer, kind_of, to_buffer
+
+pytestmark = pytest.mark.fake_cupy
+SEEDS = (0, 1, 2, 3)
+SHAPE = (7, 30)
+
+
+@pytest.fixture(params=SEEDS)
+def here(request, new_machine) -> Machine:
+    return new_machine(request.param, num_gpus=2)
+
+
+@pytest.fixture
+def mesh(here) -> Iterator[Mesh]:
+    with open_mesh([0, 0, 1], backend="cuda") as made:
+        yield made
+
+
+class Tensor:
+    """What the door looks at in a ``torch.Tensor`` on a GPU."""
+
+    requires_grad = False
+    is_cuda = True
+    layout = "strided"
+
+    def __init__(self, array, dtype: str | None = None) -> None:
+        self.array = array
+        self.dtype = dtype or str(array.dtype)
+        self.device = SimpleNamespace(type="cuda", index=array.device.id)
+
+    def numpy(self):
+        raise TypeError("can't convert cuda tensor to numpy")
+
+    def is_conj(self) -> bool:
+        return False
+
+    is_neg = is_conj
+
+    def view(self, dtype: str) -> Tensor:
+        as_numpy = {"bfloat16": as_dtype("bfloat16")}.get(dtype, dtype)
+        return Tensor(self.array.view(as_numpy), dtype)
+
+    def __dlpack_device__(self):
+        return 2, self.array.device.id
+
+    def __dlpack__(self, stream):
+        assert self.dtype != "bfloat16", "DLPack of 16-bit views only"
+        if stream > 2:  # the consumer's stream waits for the producer's
+            event = cupy.cuda.Event()
+            event.record(sys.modules["torch"].stream)
+            cupy.cuda.ExternalStream(stream, self.array.device.id).wait_event(event)
+        return self.array
+
+
+Tensor.__module__ = "torch"
+
+
+@pytest.fixture
+def torch(mesh, monkeypatch) -> ModuleType:
+    """A PyTorch whose current stream on GPU 0 is one of its own."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    handle = SimpleNamespace(cuda_stream=stream.ptr)
+    module = ModuleType("torch")
+    module.__dict__.update(
+        strided="strided", bfloat16="bfloat16", int16="int16", stream=stream, from_dlpack=Tensor,
+        cuda=SimpleNamespace(current_stream=lambda device: handle),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "torch", module)
+    return module
+
+
+class Shown:
+    """An array of a library that shows nothing but ``__cuda_array_interface__``."""
+
+    def __init__(self, array, **changed) -> None:
+        self.array = array
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": array.shape,
+            "typestr": array.dtype.str,
+            "data": (array.data.ptr, False),
+            "strides": array.strides,
+            **changed,
+        }
+
+    __cuda_array_interface__ = None
+
+
+def made_on(stream, values: np.ndarray):
+    with stream:
+        return cupy.asarray(values)
+
+
+def test_a_tensor_is_shared_in_the_order_of_pytorchs_stream(mesh, torch):
+    array = made_on(torch.stream, data(SHAPE))
+    buffer = to_buffer(Tensor(array), mesh.devices[1])
+    assert buffer.device is mesh.devices[1]
+    assert buffer.address == array.data.ptr
+    assert same(mesh.devices[1].download(buffer), data(SHAPE))
+
+
+def test_a_tensor_that_nobody_fenced_is_a_fault(new_machine, monkeypatch):
+    here = new_machine(2)
+    monkeypatch.setattr(interop_gpu, "_unfenced", lambda device, stream, leaving: None)
+    refused = pytest.raises(machine.Fault, match="unordered: ")
+    with refused, open_mesh(1, backend="cuda") as mesh:  # whose close meets a stopped machine
+        stream = cupy.cuda.Stream(non_blocking=True)
+        array = made_on(stream, data(SHAPE))
+        to_buffer(Shown(array, stream=stream.ptr), mesh.devices[0]).numpy()
+    assert "unordered: " in here.faults[0]
+    new_machine()  # whose faults are not those
+
+
+def test_bfloat16_crosses_as_a_view(mesh, torch):
+    values = data(SHAPE).astype(as_dtype("bfloat16"))
+    tensor = Tensor(made_on(torch.stream, values), "bfloat16")
+    buffer = to_buffer(tensor, mesh.devices[0])
+    assert buffer.dtype == values.dtype
+    back = from_buffer(buffer, "torch")
+    assert back.dtype == "bfloat16"
+    assert back.array.data.ptr == buffer.address
+    with torch.stream:
+        assert same(back.array.get(), values)
+
+
+def test_a_result_is_ready_for_pytorchs_stream(mesh, torch):
+    total = gr.aggregate([Tensor(made_on(torch.stream, data(SHAPE))) for _ in range(1)])
+    assert isinstance(total, Tensor)
+    buffers = [mesh.devices[0].upload(data(SHAPE)) for _ in range(3)]
+    total = gr.add_n(buffers, as_kind="torch")
+    with torch.stream:
+        assert same(total.array.get(), data(SHAPE) * 3)
+
+
+def test_a_tensor_on_a_gpu_outside_the_mesh_or_on_another_backend_is_refused(here, torch):
+    array = made_on(torch.stream, data(SHAPE))
+    with (
+        open_mesh([1], backend="cuda") as other,
+        pytest.raises(DeviceMismatchError, match="GPU 0, outside the mesh"),
+    ):
+        to_buffer(Tensor(array), other.devices[0])
+    with (
+        open_mesh(1, backend="sim") as sim,
+        pytest.raises(DeviceMismatchError, match="sim:0 is simulated"),
+    ):
+        to_buffer(Tensor(array), sim.devices[0])
+
+
+def test_a_tensor_in_pieces_is_copied_behind_pytorchs_stream(mesh, torch):
+    array = made_on(torch.stream, data(SHAPE))
+    with OneCall():
+        to_buffer(Tensor(array), mesh.devices[0])
+        buffer = to_buffer(Tensor(array[:, ::2]), mesh.devices[0])
+    assert not array.data.ptr <= buffer.address < array.data.ptr + array.nbytes
+    assert same(buffer.numpy(), np.ascontiguousarray(data(SHAPE)[:, ::2]))
+
+
+def records(here, call) -> int:
+    """How many events the call records."""
+    before = here.counts.get("record", 0)
+    call()
+    return here.counts.get("record", 0) - before
+
+
+def test_one_call_fences_a_stream_once_in_and_once_out(mesh, here):
+    def arrays(count: int):
+        return [[cupy.asarray(data(SHAPE)) for _ in range(count)] for _ in range(2)]
+
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh[0:2])
+    few, many = arrays(1), arrays(40)
+    ops.all_reduce(few)
+    wanted = records(here, lambda: ops.all_reduce(few))
+    results = []
+    assert records(here, lambda: results.append(ops.all_reduce(many))) == wanted
+    for row in results[0]:
+        for array in row:
+            assert same(array.get(), data(SHAPE))
+
+
+def test_calls_nest_and_a_later_one_fences_anew(mesh, here):
+    arrays = [cupy.asarray(data(SHAPE)) for _ in range(3)]
+    device = mesh.devices[0]
+
+    def nested():
+        with OneCall(), OneCall():
+            for array in arrays:
+                to_buffer(array, device)
+
+    assert records(here, nested) == 1
+    assert records(here, nested) == 1
+    assert records(here, lambda: [to_buffer(array, device) for array in arrays]) == 3
+
+
+def test_the_interface_is_the_second_way(mesh):
+    theirs = cupy.cuda.Stream(non_blocking=True)
+    array = made_on(theirs, data(SHAPE))
+    shown = Shown(array, stream=theirs.ptr)
+    assert kind_of(shown) == "cuda"
+    buffer = to_buffer(shown, mesh.devices[0])
+    assert buffer.address == array.data.ptr
+    assert same(buffer.numpy(), data(SHAPE))
+    assert from_buffer(buffer, "cuda").data.ptr == array.data.ptr
+
+
+def test_the_interface_is_taken_where_dlpack_refuses(mesh, torch, monkeypatch):
+    def refuse(self, stream):
+        raise BufferError("Cannot export readonly array since signalling readonly is unsupported")
+
+    array = made_on(torch.stream, data(SHAPE))
+    monkeypatch.setattr(Tensor, "__dlpack__", refuse)
+    tensor = Tensor(array)
+    shown = {"shape": SHAPE, "typestr": "<f4", "data": (array.data.ptr, True), "version": 2}
+    monkeypatch.setattr(Tensor, "__cuda_array_interface__", shown, raising=False)
+    buffer = to_buffer(tensor, mesh.devices[0])
+    assert buffer.address == array.data.ptr
+    assert not buffer.block.writable
+    assert same(buffer.numpy(), data(SHAPE))
+
+
+def test_strides_are_taken_and_nothing_at_all_too(mesh):
+    stream = cupy.cuda.Stream(non_blocking=True)
+    array = made_on(stream, data(SHAPE))[:, 1::3]
+    buffer = to_buffer(Shown(array, stream=stream.ptr), mesh.devices[0])
+    assert same(buffer.numpy(), np.ascontiguousarray(data(SHAPE)[:, 1::3]))
+    nothing = Shown(cupy.ndarray((0, 3), "float32"), data=(0, False))
+    assert to_buffer(nothing, mesh.devices[0]).shape == (0, 3)
+
+
+def test_a_read_only_array_is_an_input_and_never_an_output(mesh):
+    array = cupy.asarray(data(SHAPE))
+    buffer = to_buffer(Shown(array, data=(array.data.ptr, True), stream=1), mesh.devices[0])
+    with pytest.raises(ValueError, match="read-only"):
+        mesh.devices[0].copy(buffer, mesh.devices[0].upload(data(SHAPE)))
+
+
+def test_what_is_shared_in_no_way_is_refused(mesh):
+    array = cupy.asarray(data(SHAPE))
+    with pytest.raises(TypeError, match="mask"):
+        to_buffer(Shown(array, mask=array), mesh.devices[0])
+    nothing = type("Nothing", (), {"__cuda_array_interface__": None})()
+    with pytest.raises(TypeError, match="Nothing shares its GPU memory in no way that we know"):
+        to_buffer(nothing, mesh.devices[0])
+    with (
+        open_mesh(1, backend="sim") as sim,
+        pytest.raises(DeviceMismatchError, match="sim:0 is simulated"),
+    ):
+        to_buffer(Shown(array), sim.devices[0])
+
+
+def test_a_jax_array_is_shared_behind_cupys_stream_and_stays_as_it_is(mesh, torch):
+    class Array(Tensor):  # which shows no stream, but waits for its own in DLPack
+        def devices(self):
+            return (SimpleNamespace(platform="gpu"),)
+
+    Array.__module__ = "jaxlib"
+    with cupy.cuda.Stream(non_blocking=True):
+        array = made_on(torch.stream, data(SHAPE))
+        buffer = to_buffer(Array(array), mesh.devices[0])
+        assert buffer.address == array.data.ptr
+        assert not buffer.block.writable
+        assert same(buffer.numpy(), data(SHAPE))

@@ -1,0 +1,115 @@
+"""Real PyTorch tensors on a real GPU: shared both ways, and ordered with PyTorch's own streams.
+
+The same on stand-ins, with every fence checked: ``tests/cuda/test_foreign.py``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from exact import exact_data, same
+
+import gradreduce as gr
+from gradreduce.device import as_dtype
+from gradreduce.errors import DeviceMismatchError
+from gradreduce.interop import from_buffer, to_buffer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.torch]
+DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "int8", "int64")
+LARGE = 1 << 24  # elements: work that is still running when the next call is made
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    with gr.open_mesh([0, 0, 0, 0], backend="cuda") as opened:
+        yield opened
+
+
+def host(tensor) -> np.ndarray:
+    import torch
+
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).cpu().numpy().view(as_dtype("bfloat16"))
+    return tensor.cpu().numpy()
+
+
+def tensor_of(array: np.ndarray):
+    import torch
+
+    if array.dtype == as_dtype("bfloat16"):
+        return torch.from_numpy(array.view(np.int16)).cuda().view(torch.bfloat16)
+    return torch.from_numpy(array).cuda()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tensor_crosses_on_its_own_memory_both_ways(mesh, dtype):
+    array = exact_data((33, 5), dtype, seed=3)
+    tensor = tensor_of(array)
+    buffer = to_buffer(tensor, mesh.devices[2])
+    assert buffer.device is mesh.devices[2]
+    assert buffer.address == tensor.data_ptr()
+    assert same(buffer.numpy(), array)
+    back = from_buffer(buffer, "torch")
+    assert (back.data_ptr(), back.dtype, back.device) == (
+        tensor.data_ptr(), tensor.dtype, tensor.device,
+    )  # fmt: skip
+    assert same(host(back), array)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["default stream", "own stream"])
+def test_calls_are_ordered_with_the_current_stream(mesh, own):
+    import torch
+
+    stream = torch.cuda.Stream() if own else torch.cuda.current_stream()
+    for turn in range(20):
+        with torch.cuda.stream(stream):
+            terms = [torch.full((LARGE,), float(turn), device="cuda") for _ in range(3)]
+            for term in terms:
+                term.mul_(2).add_(1)  # still running when the sum is launched
+            total = gr.add_n([to_buffer(term, mesh.devices[0]) for term in terms], as_kind="torch")
+            total = total * 2  # of PyTorch's stream, behind our sum
+            assert bool((total == 3 * (2 * turn + 1) * 2).all())
+
+
+def test_an_all_reduce_of_tensors(mesh):
+    import torch
+
+    arrays = [[exact_data((50, 3), "float32", seed=10 * d + t) for t in range(5)] for d in range(4)]
+    tensors = [[tensor_of(array) for array in row] for row in arrays]
+    for algorithm in ("nccl", "hierarchical_copy"):
+        ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
+        results = ops.all_reduce(tensors, gr.ReduceOp.SUM)
+        for row in results:
+            for place, tensor in enumerate(row):
+                assert isinstance(tensor, torch.Tensor)
+                assert same(host(tensor), sum(arrays[d][place] for d in range(4)))
+
+
+def test_pieces_conjugates_and_graphs(mesh):
+    import torch
+
+    tensor = torch.arange(60, device="cuda", dtype=torch.float32).reshape(6, 10)
+    assert same(to_buffer(tensor[:, ::2], mesh.devices[0]).numpy(), host(tensor)[:, ::2].copy())
+    lazy = torch.tensor([1 + 2j, 3 - 1j], device="cuda").conj()
+    assert same(to_buffer(lazy, mesh.devices[0]).numpy(), np.array([1 - 2j, 3 + 1j], np.complex64))
+    with pytest.raises(ValueError, match=r"pass tensor\.detach\(\)"):
+        to_buffer(torch.ones(3, device="cuda", requires_grad=True), mesh.devices[0])
+
+
+def test_simulated_devices_take_no_tensor_of_a_gpu(mesh):
+    with (
+        gr.open_mesh(1, backend="sim") as sim,
+        pytest.raises(DeviceMismatchError, match="on a GPU"),
+    ):
+        to_buffer(tensor_of(np.zeros(3, np.float32)), sim.devices[0])
+
+
+def test_an_accumulator_of_tensors_on_eight_logical_devices():
+    with gr.open_mesh([0] * 8, backend="cuda") as mesh:
+        accumulator = gr.ConditionalAccumulator("float32", shape=(LARGE // 64,), device=mesh)
+        for replica in range(8):
+            with gr.replica(replica):
+                accumulator.apply_grad(tensor_of(np.full(LARGE // 64, replica, np.float32)))
+        mean = accumulator.take_grad(8, as_kind="torch")
+        for each in mean.values:
+            assert same(host(each), np.full(LARGE // 64, 3.5, np.float32))
