@@ -50,7 +50,7 @@ def passes(*arguments: str, **changed: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "part",
-    "device digits flows foreign nccl planted_faults programs signatures tables".split(),
+    "device digits flows foreign lost nccl planted_faults programs signatures tables".split(),
 )
 def test_the_cuda_backend_passes_on_the_fake(part):
     passes(f"tests/cuda/test_{part}.py", "-m", OWN)

@@ -58,7 +58,7 @@ def check_replicas(value: PerReplica, place: int, reduce_op: ReduceOp) -> None:
                 f"value {place}: replica {replica} is {buffer.dtype}{list(buffer.shape)}, replica "
                 f"0 is {first.dtype}{list(first.shape)}"
             )
-        buffer.device.fabric.check_open()
+        buffer.device.fabric.check_usable(buffer.device)
 
 
 def check_destination(value: PerReplica, destination: Any, place: int) -> None:

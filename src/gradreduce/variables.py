@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from gradreduce import ops
@@ -116,7 +117,7 @@ class Variable:
         """
         given = [self._checked(value, buffer) for buffer in self._buffers]
         near = [self._apart(source) for source in given]
-        with self._buffers[0].device.fabric.launch_lock:  # all copies, or another thread's turn
+        with self._all_copies():
             for buffer, source in zip(self._buffers, near, strict=True):
                 buffer.device.copy(buffer, source)
         return self
@@ -130,7 +131,7 @@ class Variable:
         ]
         for buffer in self._buffers:
             ops.prepare_accumulate_n(buffer.device, self.dtype, self.dtype)
-        with self._buffers[0].device.fabric.launch_lock:
+        with self._all_copies():
             for buffer, source in zip(self._buffers, near, strict=True):
                 ops.accumulate_n([buffer], [[source]])
         return self
@@ -138,6 +139,13 @@ class Variable:
     def __repr__(self) -> str:
         names = ", ".join(device.name for device in self.devices)
         return f"<Variable {self.name!r} {self.dtype}{list(self.shape)} on {names}>"
+
+    @contextmanager
+    def _all_copies(self) -> Iterator[None]:
+        """Inside, all copies are written, or none; then another thread's turn."""
+        fabric = self._buffers[0].device.fabric
+        with fabric.launch_lock, fabric.whole_or_lost(self.devices):
+            yield
 
     def _apart(self, source: Buffer) -> Buffer:
         """``source``, or a copy of it where it is this variable's own memory."""

@@ -103,6 +103,7 @@ class Machine:
         self.counts: dict[str, int] = {}
         self.retired = False
         self.ordered = True  # whether unordered uses are faults
+        self.dead: dict[int, Exception] = {}  # GPUs that answer every call with this error
         self.at_sync: list[Callable[[], str | None]] = []  # each says what is wrong, if anything
         self._random = random.Random(seed)
         self._early = {0: 0.0, 1: 1.0}.get(seed, self._random.choice((0.1, 0.3, 0.6, 0.8)))
@@ -140,6 +141,7 @@ class Machine:
 
     def submit(self, queue: Queue, what: str, work: Callable[[Call], None] | None = None) -> Call:
         """Puts work at the end of a queue; it may run at once, or only when the host waits."""
+        self._check_alive(queue)
         queue.count += 1
         self._number += 1
         clock = joined(queue.clock, self.host)
@@ -169,6 +171,8 @@ class Machine:
             wrong = check()
             if wrong:
                 self.fail(wrong)
+        if call is not None:
+            self._check_alive(call.queue)
         while call is not None and not call.passed:
             if self.seed == 0:
                 self._run_needed(call)
@@ -176,6 +180,10 @@ class Machine:
                 self.fail(f"deadlock: {call.what} never runs")
         if call is not None:
             self.host = joined(self.host, call.clock)
+
+    def _check_alive(self, queue: Queue) -> None:
+        if queue.gpu in self.dead:
+            raise self.dead[queue.gpu]
 
     def polled(self, call: Call) -> bool:
         """Whether a call has run; if so the host knows it."""
@@ -192,7 +200,8 @@ class Machine:
                 try:
                     self._bury()
                     for queue in list(self.queues.values()):
-                        self.finish(queue.last)
+                        if queue.gpu not in self.dead:
+                            self.finish(queue.last)
                 except Fault:
                     pass
             if self.faults:

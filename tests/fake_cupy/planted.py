@@ -12,6 +12,7 @@ NCCL = "gradreduce.device.cuda_nccl"
 TABLES = "gradreduce.device.cuda_tables"
 COMPILE = "gradreduce.device.cuda_compile"
 MEMORY = "gradreduce.device.memory"
+PARKING = "gradreduce.device.parking"
 COLOCATED = "gradreduce.device.colocated"
 HIERARCHICAL = "gradreduce.allreduce.hierarchical"
 FOLD = "gradreduce.allreduce.nccl"
@@ -81,12 +82,12 @@ _FENCES = {
 }
 _LIVES = {
     "a dead block is not parked": _one(
-        "unordered", BASE, "if all(self._passed(mark) for mark in marks):", "if True:"
+        "unordered", PARKING, "if all(home._passed(mark) for mark in marks):", "if True:"
     ),
     "a dead adopted array is not held for compute": _one(
         "unordered",
-        BASE,
-        'users = dead.touched if dead.owned else {*dead.touched, (self, "compute")}',
+        PARKING,
+        'users = dead.touched if dead.owned else {*dead.touched, (home, "compute")}',
         "users = dead.touched",
     ),
     "an adopted array's death is not seen": _one(
@@ -134,7 +135,7 @@ _LIVES = {
         "", CUDA, "buffer.nbytes, buffer.block, self", "buffer.nbytes, None, self"
     ),
     "a mesh closes without waiting": _one(
-        "", CUDA, "self._synchronize()\n        self.drain()", "self.drain()"
+        "", CUDA, "self._synchronize()\n            self.drain()", "self.drain()"
     ),
     "synchronize does not wait": _one(
         "the host", CUDA, "            for stream in self._streams.values():\n                "

@@ -25,7 +25,11 @@ __all__ = [
 
 
 class CUDARuntimeError(RuntimeError):
-    """As CuPy's: the text begins with CUDA's own name of the error."""
+    """As CuPy's: the text begins with CUDA's own name of the error, ``status`` is its number."""
+
+    def __init__(self, text: str, status: int = 1) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 def check_addresses(*values):

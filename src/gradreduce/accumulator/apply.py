@@ -6,7 +6,7 @@ nothing is zeroed, nothing waits for a device, and a stale gradient launches not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gradreduce import ops
@@ -130,27 +130,25 @@ def _launch(arrivals: Sequence[Arrival]) -> None:
     fresh = [addition for addition in additions if addition.total is None]
     later = [addition for addition in additions if addition.total is not None]
     _make_room(fresh)
-    for places in by_physical([addition.device for addition in additions]).values():
-        sharing = [additions[place] for place in places]
-        leader = sharing[0].device
-        involved = [addition.device for addition in sharing]
-        involved += [addition.gradient.device for addition in sharing]
-        gather(leader, involved)
-        ops.add_n(*_operands(fresh, sharing), device=leader)
-        ops.accumulate_n(*_operands(later, sharing), device=leader)
-        scatter(leader, involved)
+    _add(ops.add_n, fresh)
+    if later:
+        devices = [addition.device for addition in later]
+        with devices[0].fabric.whole_or_lost(devices):
+            _add(ops.accumulate_n, later)
     for addition in fresh:
         addition.state.totals[addition.place] = addition.total
 
 
-def _operands(
-    kind: list[_Addition], sharing: list[_Addition]
-) -> tuple[list[Buffer], list[list[Buffer]]]:
-    """Totals and gradients of those additions of a kind that share a physical device."""
-    physical = sharing[0].device.physical
-    chosen = [addition for addition in kind if addition.device.physical == physical]
-    totals = [addition.total for addition in chosen if addition.total is not None]
-    return totals, [[addition.gradient] for addition in chosen]
+def _add(kernel: Callable[..., None], additions: Sequence[_Addition]) -> None:
+    """One launch for each physical device."""
+    for places in by_physical([addition.device for addition in additions]).values():
+        sharing = [additions[place] for place in places]
+        involved = [addition.device for addition in sharing]
+        involved += [addition.gradient.device for addition in sharing]
+        gather(involved[0], involved)
+        totals = [addition.total for addition in sharing]
+        kernel(totals, [[addition.gradient] for addition in sharing], device=involved[0])
+        scatter(involved[0], involved)
 
 
 def _make_room(fresh: Sequence[_Addition]) -> None:

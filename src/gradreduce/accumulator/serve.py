@@ -22,12 +22,12 @@ def join(ticket: Ticket) -> None:
 
     Raises:
         CancelledError: an accumulator was closed.
-        BackendUnavailableError: its mesh was closed, or is from before a fork.
+        BackendUnavailableError: its mesh was closed, is from before a fork, or lost a device.
     """
     with locked(ticket.states):
         for state in ticket.states:
             state.check_open()
-            state.devices[0].fabric.check_open()  # nobody could ever serve it
+            state.check_devices()  # nobody could ever serve it
         for state in ticket.states:
             state.queue.append(ticket)
         joint = serve_held(ticket.states)
@@ -149,7 +149,7 @@ def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Buffer, ...]]:
         For each state its gradient on each of its devices; empty for one that holds none.
     """
     for state in states:  # a take without a launch must notice too
-        state.devices[0].fabric.check_open()
+        state.check_devices()
     taken: dict[AccumulatorState, tuple[Buffer, ...]] = {}
     alone = {state: _room(state) for state in states if state.count and not state.over_mesh}
     batches: dict[_Batch, list[AccumulatorState]] = {}

@@ -115,6 +115,11 @@ class AccumulatorState:
         if self.closed:
             raise CancelledError("the accumulator was closed")
 
+    def check_devices(self) -> None:
+        """Raises ``BackendUnavailableError`` if the mesh was closed or a device lost."""
+        for device in self.devices:
+            device.fabric.check_usable(device)
+
     def set_step(self, step: int) -> None:
         """Sets the step, with a warning if it goes back; waiting takes are not looked at."""
         with self.lock:

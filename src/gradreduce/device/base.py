@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +18,8 @@ from .dtypes import as_dtype
 from .fabric import Fabric
 from .journal import Kind, Record
 from .kernel import Kernel, Template
-from .memory import Block, Buffer, Dead, Mark, Queue, Row
+from .memory import Block, Buffer, Mark, Queue, Row
+from .parking import Parking
 
 if TYPE_CHECKING:
     from .mesh import Mesh
@@ -51,8 +50,8 @@ class Device(ABC):
         self.fabric = fabric
         self.index = index
         self.physical = physical
-        self.dead: deque[Dead] = deque()
-        self._parked: deque[tuple[Dead, list[Any]]] = deque()
+        self._parking = Parking()
+        self.dead = self._parking.dead
 
     @property
     def name(self) -> str:
@@ -66,7 +65,7 @@ class Device(ABC):
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype | str) -> Buffer:
         """A Buffer of memory from this device's pool, its content undefined."""
-        self.fabric.check_open()
+        self.fabric.check_usable(self)
         dtype = as_dtype(dtype)
         if min(shape, default=0) < 0:
             raise ValueError(f"shape={shape} has a negative extent")
@@ -94,7 +93,7 @@ class Device(ABC):
             DeviceMismatchError: the memory is not this device's.
             ValueError: the array is not contiguous.
         """
-        self.fabric.check_open()
+        self.fabric.check_usable(self)
         return self._adopt(array, stream)
 
     def release(self, buffer: Buffer, stream: int | None = None) -> Any:
@@ -105,7 +104,7 @@ class Device(ABC):
         Raises:
             DeviceMismatchError: the buffer is another device's.
         """
-        self.fabric.check_open()
+        self.fabric.check_usable(self)
         if buffer.device is not self:
             raise DeviceMismatchError(f"{self.name} cannot release {buffer}")
         self._before_write(buffer, "compute")  # whoever gets the array may write it
@@ -136,7 +135,7 @@ class Device(ABC):
             DeviceMismatchError: ``out`` is another device's.
             ValueError: ``out`` has another shape or dtype, or is read-only.
         """
-        self.fabric.check_open()
+        self.fabric.check_usable(self)
         buffer = self.empty(array.shape, array.dtype) if out is None else out
         if buffer.device is not self:
             raise DeviceMismatchError(f"{self.name} cannot upload into {buffer}")
@@ -153,10 +152,17 @@ class Device(ABC):
 
     def download(self, buffer: Buffer) -> np.ndarray:
         """A host copy of ``buffer``; waits for what the compute queue holds so far."""
-        self.fabric.check_open()
+        self.fabric.check_usable(self)
         self._check_reach(buffer)
         self._record("download", nbytes=buffer.nbytes)
         return self._download(buffer)
+
+    def lose(self, reason: str) -> None:
+        """Makes every later use of it, and of Buffers on it, a ``BackendUnavailableError``.
+
+        Of its physical device, that is: the logical ones on it share their fate.
+        """
+        self.fabric.lose(self.physical, reason)
 
     # -- work -----------------------------------------------------------------------------------
 
@@ -172,7 +178,7 @@ class Device(ABC):
             ValueError: size or dtype differ, or ``dst`` is read-only.
             DeviceMismatchError: neither end is this device's, or one is of another mesh.
         """
-        self.fabric.check_open()
+        self.fabric.check_usable(self)
         if dst.dtype != src.dtype or dst.size != src.size:
             raise ValueError(f"copy to {dst} from {src}: sizes and dtypes must be equal")
         if self not in (dst.device, src.device) or dst.device.fabric is not src.device.fabric:
@@ -186,6 +192,7 @@ class Device(ABC):
                 end.block.touched.add((self, queue))
         self._before_write(dst, queue)
         self._copy(dst, src, queue)
+        self.fabric.issued()
         if src.device is not self or queue != "compute":
             src.block.readers[self, queue] = self.mark(queue)
         self._record("copy", source=src.device.index, nbytes=dst.nbytes, queue=queue)
@@ -210,7 +217,7 @@ class Device(ABC):
             DeviceMismatchError: an operand is out of reach.
             ValueError: a row would write memory that is read-only.
         """
-        self.fabric.check_open()
+        self.fabric.check_usable(self)
         rows = [row for row in rows if row[0].size]
         if not rows:
             return
@@ -226,6 +233,7 @@ class Device(ABC):
             for operand in row[:num_written]:
                 self._before_write(operand, queue)
         self._launch(kernel, template, rows, scalars, queue)
+        self.fabric.issued()
         self._record("launch", name=kernel.name, nbytes=crossing, queue=queue, num_rows=len(rows))
 
     def prepare(self, kernel: Kernel, template: Template) -> None:
@@ -234,30 +242,30 @@ class Device(ABC):
         Raises:
             BackendUnavailableError: the compiler is missing.
         """
-        self.fabric.check_open()
+        self.fabric.check_usable(self)
         self._prepare(kernel, template)
 
     def mark(self, queue: Queue = "compute") -> Mark:
         """Marks the end of what ``queue`` holds now."""
-        self.fabric.check_open()
+        self.fabric.check_usable(self)
         return Mark(self, queue, self._mark(queue))
 
     def wait(self, mark: Mark, *, queue: Queue = "compute") -> None:
         """What ``queue`` is given from now on runs after ``mark``; the host does not wait."""
-        self.fabric.check_open()
+        self.fabric.check_usable(self)
         if mark.device is not self or mark.queue != queue:
             self._wait(mark, queue)
 
     def synchronize(self) -> None:
         """The host waits until both queues are empty."""
-        self.fabric.check_open()
+        self.fabric.check_usable(self)
         self._record("sync")
         self._synchronize()
         self.drain()
 
     def trim(self) -> None:
         """Gives the pool's free memory back to the system."""
-        self.fabric.check_open()
+        self.fabric.check_usable(self)
         self.drop_free_memory()
 
     def drop_free_memory(self) -> None:
@@ -266,24 +274,8 @@ class Device(ABC):
         self._trim()
 
     def drain(self) -> None:
-        """Takes the memory of dead blocks back into the pool; ``empty`` calls it first.
-
-        What another queue has used waits, parked, until that queue has passed the place where it
-        is now: only then may the compute queue, in whose order the pool hands memory out, write it.
-        """
-        with suppress(IndexError):  # another thread was faster
-            while self.dead:
-                dead = self.dead.popleft()
-                users = dead.touched if dead.owned else {*dead.touched, (self, "compute")}
-                marks = [device._mark(queue) for device, queue in users]
-                self._parked.append((dead, marks))
-            for _ in range(len(self._parked)):
-                dead, marks = self._parked.popleft()
-                if all(self._passed(mark) for mark in marks):
-                    if dead.owned:
-                        self._recycle(dead.raw, dead.nbytes)
-                else:
-                    self._parked.append((dead, marks))
+        """Takes the memory of dead blocks back into the pool; ``empty`` calls it first."""
+        self._parking.drain(self)
 
     # -- checks and records -----------------------------------------------------------------------
 
@@ -293,6 +285,8 @@ class Device(ABC):
             return
         if home.fabric is not self.fabric:
             raise DeviceMismatchError(f"{operand} is of another mesh than {self.name}")
+        if self.fabric.lost:
+            self.fabric.check_usable(home)
         if home.physical != self.physical and not (
             self.fabric.peers(self.physical, home.physical) and operand.block.owned
         ):

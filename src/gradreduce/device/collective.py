@@ -52,10 +52,10 @@ class Collective(ABC):
         if len({buffer.device.physical for buffer in buffers}) != max(1, len(buffers)):
             raise CollectiveError(f"{name}: not one buffer on each physical device: {buffers}")
         first = buffers[0]
-        first.device.fabric.check_open()
         for position, buffer in enumerate(buffers):
             if buffer.device.fabric is not first.device.fabric:
                 raise DeviceMismatchError(f"{name}: buffer {position} is of another mesh")
+            buffer.device.fabric.check_usable(buffer.device)
             if (buffer.size, buffer.dtype) != (first.size, first.dtype):
                 raise CollectiveError(f"{name}: buffer {position} is {buffer}, buffer 0 {first}")
         for buffer in written:

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from types import TracebackType
 from typing import Any
 
 import cupy
@@ -66,6 +67,53 @@ def enable_peer_access(physicals: Sequence[int]) -> set[tuple[int, int]]:
     return reached
 
 
+# After these CUDA answers every later call of the process with the same error, or the device is
+# gone; the numbers are those of the runtime and of the driver.
+FATAL = frozenset({
+    4,  # the driver shuts down
+    46,  # the device is busy or unavailable
+    214, 220,  # an uncorrectable error of memory or NVLink
+    226, 700, 702, 714, 715, 716, 717, 718, 719, 721,  # a kernel did what it must not
+    709,  # the context is destroyed
+    999,  # unknown
+})  # fmt: skip
+
+
+class Gpu:
+    """Makes a GPU the current one while inside; a fault that it does not survive loses it.
+
+    Every driver call of ours is inside of one.
+    """
+
+    def __init__(self, owner: Device) -> None:
+        self._owner = owner
+        self._device = cupy.cuda.Device(owner.physical)
+
+    @property
+    def attributes(self) -> Any:
+        """See ``cupy.cuda.Device``."""
+        return self._device.attributes
+
+    def __enter__(self) -> None:
+        self._device.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._device.__exit__()
+            return
+        with suppress(runtime.CUDARuntimeError):  # a dead device is not left, either
+            self._device.__exit__()
+        if getattr(error, "status", 0) in FATAL:
+            self._owner.lose(str(error))
+            text = f"device {self._owner.name} was lost: {error}"
+            raise BackendUnavailableError(text) from error
+
+
 class CudaDevice(Device):
     """A logical device on the GPU ``physical``; several may share one."""
 
@@ -77,7 +125,7 @@ class CudaDevice(Device):
         # is handed out again at once.
         self._staging: deque[tuple[Any, Any]] = deque()
         self._staging_lock = threading.Lock()
-        self.gpu = cupy.cuda.Device(physical)
+        self.gpu = Gpu(self)
         with self.gpu:
             self._streams = {
                 "compute": cupy.cuda.Stream(non_blocking=True),
@@ -93,14 +141,15 @@ class CudaDevice(Device):
 
     def close(self) -> None:
         """The host waits for what is queued: memory that work still uses must not go elsewhere."""
-        self._synchronize()
-        self.drain()
+        with suppress(BackendUnavailableError):  # a lost device has nothing left to wait for
+            self._synchronize()
+            self.drain()
 
     def __del__(self) -> None:
         """A mesh that nobody closed: what its queues still use must not be given away."""
-        if not sys.is_finalizing() and (self._staging or self.dead or self._parked):
-            with suppress(BackendUnavailableError):  # closed, or from before a fork
-                self.fabric.check_open()
+        if not sys.is_finalizing() and (self._staging or self._parking):
+            with suppress(BackendUnavailableError):  # closed, lost, or from before a fork
+                self.fabric.check_usable(self)
                 self._synchronize()
 
     # -- memory ---------------------------------------------------------------------------------

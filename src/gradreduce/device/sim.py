@@ -96,7 +96,7 @@ class SimDevice(Device):
 
         Copied too where work is deferred: its owner may change it as soon as the call returns.
         """
-        self.fabric.check_open()
+        self.fabric.check_usable(self)
         array = np.asarray(array)
         flags = array.flags
         if flags.c_contiguous and flags.aligned and not self.defers:

@@ -232,7 +232,8 @@ class Optimizer:
             [buffer for var in variables for buffer in self._slots[name][var].buffers]
             for name in self._slot_names
         ]
-        with copies[0].device.fabric.launch_lock:  # all copies, or another thread's turn
+        fabric, devices = copies[0].device.fabric, [copy.device for copy in copies]
+        with fabric.launch_lock, fabric.whole_or_lost(devices):  # all, or another thread's turn
             self._launch_copies(copies, slots, near)
 
     def _launch_copies(

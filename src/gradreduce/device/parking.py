@@ -1,0 +1,57 @@
+"""Where the memory of dead blocks waits until every queue that used it has passed; never frees."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from .memory import Dead
+
+if TYPE_CHECKING:
+    from .base import Device
+
+__all__ = ["Parking"]
+
+
+class Parking:
+    """The dead blocks of one device.
+
+    Takes no lock: blocks die anywhere, in any thread, and ``deque`` is atomic where it matters.
+
+    Attributes:
+        dead: memory of blocks that have died since the last ``drain``.
+    """
+
+    def __init__(self) -> None:
+        self.dead: deque[Dead] = deque()
+        self._parked: deque[tuple[Dead, list[Any]]] = deque()
+        self._kept: list[Dead] = []
+
+    def __bool__(self) -> bool:
+        """Whether anything waits."""
+        return bool(self.dead or self._parked)
+
+    def drain(self, home: Device) -> None:
+        """Gives back to the pool of ``home`` what nobody uses any more.
+
+        What another queue has used waits, parked, until that queue has passed the place where it
+        is now: only then may the compute queue, in whose order the pool hands memory out, write it.
+        """
+        with suppress(IndexError):  # another thread was faster
+            while self.dead:
+                self._park(self.dead.popleft(), home)
+            for _ in range(len(self._parked)):
+                dead, marks = self._parked.popleft()
+                if all(home._passed(mark) for mark in marks):
+                    if dead.owned:
+                        home._recycle(dead.raw, dead.nbytes)
+                else:
+                    self._parked.append((dead, marks))
+
+    def _park(self, dead: Dead, home: Device) -> None:
+        users = dead.touched if dead.owned else {*dead.touched, (home, "compute")}
+        if any(device.physical in home.fabric.lost for device, _ in users):
+            self._kept.append(dead)  # a lost device never says that it is done
+            return
+        self._parked.append((dead, [device._mark(queue) for device, queue in users]))

@@ -1,0 +1,184 @@
+"""A device that is lost says so at every use, and takes nobody else with it."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import numpy as np
+import pytest
+from device.contract import FLOAT, SIZE, add, data, uploaded
+from exact import same
+
+import gradreduce as gr
+from gradreduce.errors import BackendUnavailableError
+
+from .contract import BACKENDS_APART
+
+REASON = "it fell off the bus"
+
+
+@pytest.fixture(params=BACKENDS_APART)
+def mesh(request):
+    with request.param([0, 0, 1, 2]) as opened:
+        yield opened
+
+
+def says(name: str):
+    return pytest.raises(BackendUnavailableError, match=re.escape(f"{name} was lost: {REASON}"))
+
+
+def test_every_use_of_a_lost_device_says_which_and_why(mesh):
+    device = mesh.devices[2]
+    buffer, other = uploaded(device, 1), uploaded(device, 2)
+    device.synchronize()
+    device.lose(REASON)
+    uses = [
+        lambda: device.empty((2,), FLOAT),
+        lambda: device.zeros((2,), FLOAT),
+        lambda: device.put(np.zeros(2, np.float32)),
+        lambda: device.upload(data((SIZE,)), out=buffer),
+        lambda: device.release(buffer),
+        lambda: device.copy(buffer, other),
+        lambda: add(device, buffer, other),
+        lambda: device.mark(),
+        lambda: device.wait(mark),
+        lambda: device.trim(),
+        device.synchronize,
+        buffer.numpy,
+    ]
+    mark = mesh.devices[3].mark()
+    for use in uses:
+        with says(device.name):
+            use()
+
+
+def test_a_buffer_on_a_lost_device_is_refused_by_the_others(mesh):
+    lost, device = mesh.devices[2], mesh.devices[0]
+    far, near = uploaded(lost, 1), uploaded(device, 2)
+    lost.synchronize()
+    lost.lose(REASON)
+    uses = [
+        lambda: device.copy(near, far),
+        lambda: device.copy(far, near),
+        lambda: add(device, near, near, far),
+        lambda: device.download(far),
+        lambda: gr.add_n([far, far]),
+    ]
+    for use in uses:
+        with says(lost.name):
+            use()
+    assert same(near.numpy(), data((SIZE,), seed=2))
+
+
+def test_the_logical_devices_of_a_lost_one_share_its_fate_and_others_go_on(mesh):
+    mesh.devices[0].lose(REASON)
+    mesh.devices[1].lose("later reasons do not count")
+    with says(mesh.devices[1].name):
+        mesh.devices[1].empty((2,), FLOAT)
+    total = gr.add_n([uploaded(mesh.devices[2], seed) for seed in (1, 2)], as_kind="buffer")
+    assert same(total.numpy(), data((SIZE,), seed=1) + data((SIZE,), seed=2))
+
+
+def test_an_all_reduce_over_a_lost_device_launches_nothing(mesh):
+    rows = [[uploaded(device, place)] for place, device in enumerate(mesh.devices)]
+    mesh.devices[3].lose(REASON)
+    with mesh.journal() as journal:
+        for algorithm in ("hierarchical_copy", "nccl"):
+            ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
+            with says(mesh.devices[3].name):
+                ops.all_reduce(rows)
+    assert (journal.launches, journal.copies) == (0, 0)
+
+
+def test_memory_that_a_lost_device_may_still_use_is_never_handed_out(mesh):
+    device, other = mesh.devices[0], mesh.devices[2]
+    buffer = uploaded(device, 1)
+    other.copy(uploaded(other, 2), buffer)
+    other.synchronize()
+    address = buffer.address
+    other.lose(REASON)
+    del buffer
+    later = [device.empty((SIZE,), FLOAT) for _ in range(4)]
+    assert address not in [each.address for each in later]
+
+
+def test_who_waits_for_a_lost_device_is_woken(mesh):
+    waiting = gr.ConditionalAccumulator("float32", device=mesh.devices[2])
+    healthy = gr.ConditionalAccumulator("float32", device=mesh.devices[3])
+    outcomes: list[BaseException] = []
+
+    def take() -> None:
+        try:
+            waiting.take_grad(1, timeout=60)
+        except BaseException as error:
+            outcomes.append(error)
+
+    taker = threading.Thread(target=take)
+    taker.start()
+    while not waiting.accumulator_ref.queue:  # the thread's deadline is the take's
+        assert taker.is_alive()
+    mesh.devices[2].lose(REASON)
+    taker.join(60)
+    assert isinstance(outcomes[0], gr.errors.CancelledError)
+    with says(mesh.devices[2].name):
+        waiting.take_grad(1)
+    healthy.apply_grad(np.ones(3, np.float32))
+    assert same(np.asarray(healthy.take_grad(1, as_kind="numpy")), np.ones(3, np.float32))
+
+
+def test_a_failure_half_way_through_an_update_loses_the_devices(mesh, monkeypatch):
+    variable = gr.Variable(np.zeros(5, np.float32), device=mesh[2:4])
+    optimizer = gr.GradientDescentOptimizer(1.0)
+    grads = [(np.ones(5, np.float32), variable)]
+    optimizer.apply_gradients(grads)
+    device = mesh.devices[3]
+
+    def fail(*arguments):
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(device, "_launch", fail)
+    with pytest.raises(RuntimeError, match="no more") as caught:
+        optimizer.apply_gradients(grads)
+    names = f"{mesh.devices[2].name}, {device.name}"
+    assert caught.value.__notes__ == [
+        f"This came half way through: {names} cannot be used any more."
+    ]
+    for lost in mesh.devices[2:4]:
+        with pytest.raises(BackendUnavailableError, match="a call failed half way: RuntimeError"):
+            lost.empty((1,), FLOAT)
+    assert mesh.devices[0].zeros((1,), FLOAT).numpy() == 0
+
+
+def test_a_failure_before_the_first_launch_loses_nothing(mesh, monkeypatch):
+    variable = gr.Variable(np.zeros(5, np.float32), device=mesh[2:4])
+    optimizer = gr.GradientDescentOptimizer(1.0)
+    device = mesh.devices[2]
+
+    def fail(*arguments):
+        raise RuntimeError("no more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "_launch", fail)
+        with pytest.raises(RuntimeError, match="no more") as caught:
+            optimizer.apply_gradients([(np.ones(5, np.float32), variable)])
+    assert not hasattr(caught.value, "__notes__")
+    optimizer.apply_gradients([(np.ones(5, np.float32), variable)])
+    assert same(variable.numpy(), np.full(5, -1, np.float32))
+
+
+def test_a_failure_half_way_through_an_accumulation_loses_the_devices(mesh, monkeypatch):
+    accumulator = gr.ConditionalAccumulator("float32", device=mesh)
+    gradient = gr.PerReplica([np.ones(7, np.float32)] * 4, mesh)
+    accumulator.apply_grad(gradient)
+    device = mesh.devices[3]
+
+    def fail(*arguments):
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(device, "_launch", fail)
+    with pytest.raises(RuntimeError, match="no more"):
+        accumulator.apply_grad(gradient)
+    with pytest.raises(BackendUnavailableError, match="a call failed half way"):
+        accumulator.take_grad(4, timeout=0)
+    assert accumulator.num_accumulated() == 4
