@@ -20,7 +20,7 @@ from gradreduce.device.sim_queue import Shuffled
 packing, aggregation, optimizer, arrivals, hierarchical, nccl_room = (
     importlib.import_module(f"gradreduce.{name}")
     for name in (
-        "packing", "aggregate", "optim.base", "accumulator.apply", "allreduce.hierarchical",
+        "packing", "aggregators", "optim.base", "accumulator.apply", "allreduce.hierarchical",
         "allreduce.nccl",
     )
 )  # fmt: skip
@@ -158,7 +158,7 @@ def all_reduce_alone(scene):
 def aggregate_alone(scene):
     terms = [scene.fresh()[:2], scene.fresh()[:2], scene.fresh()[:2]]
     by_replica = [[term[replica] for term in terms] for replica in range(2)]
-    sums = aggregation.aggregate_buffers(by_replica, METHODS[0], scene.mesh.devices[0])
+    sums = aggregation.aggregate_buffers(by_replica, scene.mesh.devices[0])
     scene.overwrite(*terms)
     scene.keep(sums)
 

@@ -10,19 +10,16 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from gradreduce import ops
-from gradreduce.device import (
-    Buffer,
-    Device,
-    DType,
-    accumulate_dtype,
-    as_dtype,
-    compatible,
-    default_mesh,
-    gather,
-    scatter,
+from gradreduce.aggregators import (
+    AddN,
+    Aggregator,
+    OneBuffer,
+    Spread,
+    Tree,
+    aggregate_buffers,
 )
-from gradreduce.interop import OneCall, as_result_kind, from_buffer, kind_of, to_buffer
+from gradreduce.device import Buffer, as_dtype, compatible, default_mesh
+from gradreduce.interop import Kind, OneCall, as_result_kind, from_buffer, kind_of, to_buffer
 from gradreduce.values import IndexedSlices, current_replica
 
 __all__ = [
@@ -30,7 +27,6 @@ __all__ = [
     "accumulate_n",
     "add_n",
     "aggregate",
-    "aggregate_buffers",
     "as_aggregation_method",
 ]
 
@@ -41,10 +37,10 @@ class AggregationMethod(enum.IntEnum):
     Attributes:
         ADD_N: all terms in one operation, which needs all of them at once.
         DEFAULT: the same as ``ADD_N``.
-        EXPERIMENTAL_TREE: in pairs, and pairs of pairs: the error grows with log n instead of n.
-            (This version reads all terms first.)
-        EXPERIMENTAL_ACCUMULATE_N: into a single buffer, in the order of arrival. (This version
-            reads all terms first.)
+        EXPERIMENTAL_TREE: in pairs, and pairs of pairs: the error grows with log n instead of n,
+            and so does the memory: at most ⌈log2 n⌉ + 1 buffers at a time.
+        EXPERIMENTAL_ACCUMULATE_N: into a single buffer, in the order of arrival; each term is
+            dropped at once.
     """
 
     ADD_N = 0
@@ -76,8 +72,8 @@ def add_n(inputs: Sequence[Any], name: str | None = None, *, as_kind: str | None
     Halves are added in float32 and rounded once.
 
     Args:
-        inputs: list or tuple of arrays of one shape and dtype (nothing is broadcast), on one
-            device. A single one is returned itself.
+        inputs: list or tuple of arrays of one shape and dtype (nothing is broadcast). A single
+            one is returned itself. Those on several devices are added per device first.
         name: ignored; TensorFlow's name of the operation.
         as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the result
             is instead of the kind of the first input.
@@ -109,8 +105,8 @@ def accumulate_n(
     """The sum of ``inputs`` in one buffer, in the order of the list (tf.accumulate_n).
 
     Args:
-        inputs: list or tuple of arrays of one shape and dtype, on one device. A single one is
-            returned itself.
+        inputs: list or tuple of arrays of one shape and dtype. A single one is returned itself.
+            Those on several devices are added per device first.
         shape: what their shape must be; None entries fit any extent.
         tensor_dtype: what their dtype must be.
         name: ignored; TensorFlow's name of the operation.
@@ -148,8 +144,10 @@ def aggregate(
     """The gradient that ``terms`` make, combined by an aggregation method.
 
     Args:
-        terms: arrays of one shape and dtype, on one device; ``None`` among them is left out. An
-            iterable is read to its end first.
+        terms: arrays of one shape and dtype; ``None`` among them is left out. What is no list or
+            tuple is read as it comes, so that a generator's terms live no longer than the method
+            needs them. Those of one device are added there, the partial sums on the device of
+            the first term.
         method: an ``AggregationMethod``, its number, or None for DEFAULT.
         as_kind: what the result is instead of the kind of the first term; see ``add_n``.
 
@@ -162,6 +160,8 @@ def aggregate(
         NotImplementedError: IndexedSlices.
     """
     method = as_aggregation_method(method)
+    if not isinstance(terms, list | tuple):
+        return _aggregate_lazily(terms, method, as_kind)
     present = [term for term in terms if term is not None]
     if not present:
         return None
@@ -173,124 +173,61 @@ def aggregate(
     return _aggregate(present, method, TypeError, as_kind)
 
 
-def aggregate_buffers(
-    gradients: Sequence[Sequence[Buffer]], method: AggregationMethod, device: Device
-) -> list[Buffer]:
-    """Each list of terms becomes one gradient; the same launches serve all of them.
-
-    Args:
-        gradients: for each gradient its terms, at least one, all of one shape and dtype.
-        method: how to combine them.
-        device: whose queue launches; it reaches all terms. Comes behind the queues of the terms'
-            devices, and they behind it.
-
-    Returns:
-        One Buffer for each gradient, on its first term's device: a new one, or the term itself
-        where there is only one.
-    """
-    made = [terms[0] for terms in gradients]
-    direct, folded = [], []
-    for place, terms in enumerate(gradients):
-        if len(terms) == 2 or (len(terms) > 2 and method is AggregationMethod.ADD_N):
-            direct.append(place)
-        elif len(terms) > 2:
-            folded.append(place)
-    for place in direct:
-        made[place] = _empty_like(made[place], made[place].dtype)
-    homes = [terms[0].device for terms in gradients]
-    gather(device, homes)  # always behind the allocations: a block's last user may be its home
-    ops.add_n(
-        [made[place] for place in direct], [gradients[place] for place in direct], device=device
-    )
-    fold = _tree if method is AggregationMethod.EXPERIMENTAL_TREE else _one_buffer
-    totals = fold([gradients[place] for place in folded], device)
-    rounded = []
-    for place, total in zip(folded, totals, strict=True):
-        made[place] = total
-        if total.dtype != gradients[place][0].dtype:
-            made[place] = _empty_like(total, gradients[place][0].dtype)
-            rounded.append((made[place], total))
-    gather(device, [out.device for out, _ in rounded])
-    ops.pack([out for out, _ in rounded], [total for _, total in rounded], device=device)
-    scatter(device, homes)
-    return made
-
-
-def _one_buffer(gradients: Sequence[Sequence[Buffer]], device: Device) -> list[Buffer]:
-    """The first two terms make the buffer, every later one goes into it."""
-    totals = [_empty_like(terms[0], accumulate_dtype(terms[0].dtype)) for terms in gradients]
-    gather(device, [total.device for total in totals])
-    ops.add_n(totals, [terms[:2] for terms in gradients], device=device)
-    ops.accumulate_n(totals, [terms[2:] for terms in gradients], device=device)
-    return totals
-
-
-def _tree(gradients: Sequence[Sequence[Buffer]], device: Device) -> list[Buffer]:
-    """Pairs, then pairs of pairs; the launches of a level serve all gradients.
-
-    A pair of terms makes a new buffer; a later pair goes into its left one, which is ours.
-    """
-    levels = [list(terms) for terms in gradients]
-    first = True
-    while any(len(level) > 1 for level in levels):
-        pairs = [pair for level in levels for pair in zip(level[::2], level[1::2], strict=False)]
-        if first:
-            sums = [_empty_like(left, accumulate_dtype(left.dtype)) for left, _ in pairs]
-            gather(device, [total.device for total in sums])
-            ops.add_n(sums, pairs, device=device)
-        else:
-            sums = [left for left, _ in pairs]
-            ops.accumulate_n(sums, [[right] for _, right in pairs], device=device)
-        first = False
-        remaining = iter(sums)
-        levels = [
-            [next(remaining) for _ in range(len(level) // 2)] + level[len(level) // 2 * 2 :]
-            for level in levels
-        ]
-    return [level[0] for level in levels]
-
-
 def _aggregate(
     terms: list[Any],
     method: AggregationMethod,
     dtype_error: type[Exception],
     as_kind: str | None,
 ) -> Any:
-    """The door of the public calls: arrays of one shape and dtype in, one array out."""
+    """Two terms or more, all there: checked before anything is launched."""
     with OneCall():
         buffers = [_on_current_device(term) for term in terms]
-    first = buffers[0]
-    for place, buffer in enumerate(buffers):
-        if buffer.dtype != first.dtype:
-            raise dtype_error(
-                f"inputs have dtypes that don't all match: input 0 is {first.dtype}, input "
-                f"{place} is {buffer.dtype}"
-            )
-        if buffer.shape != first.shape:
-            raise ValueError(
-                "inputs must have the same size and shape (nothing is broadcast). Input 0: "
-                f"{list(first.shape)} != input {place}: {list(buffer.shape)}"
-            )
-        if buffer.device is not first.device:
-            raise NotImplementedError(
-                f"terms on several devices: input 0 on {first.device.name}, input {place} on "
-                f"{buffer.device.name}"
-            )
     kind = as_result_kind(as_kind, kind_of(terms[0]))
-    return from_buffer(aggregate_buffers([buffers], method, first.device)[0], kind)
+    spread = Spread(_AGGREGATORS[method], dtype_error)
+    for buffer in buffers:
+        spread.check(buffer)
+    home = buffers[0].device
+    if all(buffer.device is home for buffer in buffers):
+        tree = method is AggregationMethod.EXPERIMENTAL_TREE
+        return from_buffer(aggregate_buffers([buffers], home, tree=tree)[0], kind)
+    for buffer in buffers:
+        spread.push(buffer)
+    return from_buffer(spread.result(), kind)
+
+
+def _aggregate_lazily(terms: Iterable[Any], method: AggregationMethod, as_kind: str | None) -> Any:
+    """As they come: no reference to a term outlives what the method needs of it."""
+    spread = Spread(_AGGREGATORS[method])
+    kind: Kind = "native"
+    first: list[Any] = []  # itself, which a lone term is
+    for term in terms:
+        if term is None:
+            continue
+        _refuse_sparse(term)
+        if not first and not spread.count:
+            kind = as_result_kind(as_kind, kind_of(term))
+            first.append(term)
+        else:
+            if first:
+                spread.push_checked(_on_current_device(first.pop()))
+            spread.push_checked(_on_current_device(term))
+        del term  # before the next one is made
+    if first:
+        return first[0]
+    return from_buffer(spread.result(), kind) if spread.count else None
 
 
 def _on_current_device(term: Any) -> Buffer:
     """``term`` on the device of the enclosing ``gr.replica``, else on device 0; Buffers stay."""
-    _refuse_sparse(term)
-    if isinstance(term, Buffer):
+    if type(term) is Buffer:
         return term
+    _refuse_sparse(term)
     kind_of(term)
-    mesh = default_mesh()
+    devices = default_mesh().devices
     index = current_replica() or 0
-    if index >= len(mesh.devices):
-        raise ValueError(f"replica {index} of a mesh of {len(mesh.devices)} devices")
-    return to_buffer(term, mesh.devices[index])
+    if index >= len(devices):
+        raise ValueError(f"replica {index} of a mesh of {len(devices)} devices")
+    return to_buffer(term, devices[index])
 
 
 def _check_inputs(inputs: Any, what: str) -> None:
@@ -306,5 +243,8 @@ def _refuse_sparse(term: Any) -> None:
         raise NotImplementedError("IndexedSlices (sparse gradients) are not implemented yet")
 
 
-def _empty_like(buffer: Buffer, dtype: DType) -> Buffer:
-    return buffer.device.empty(buffer.shape, dtype)
+_AGGREGATORS: dict[AggregationMethod, type[Aggregator]] = {
+    AggregationMethod.ADD_N: AddN,
+    AggregationMethod.EXPERIMENTAL_TREE: Tree,
+    AggregationMethod.EXPERIMENTAL_ACCUMULATE_N: OneBuffer,
+}

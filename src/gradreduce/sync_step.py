@@ -11,7 +11,8 @@ from typing import Any
 
 from gradreduce.accumulator import ConditionalAccumulator, apply_grads, take_now
 from gradreduce.accumulator.door import as_required
-from gradreduce.aggregate import AggregationMethod, aggregate_buffers, as_aggregation_method
+from gradreduce.aggregate import AggregationMethod, as_aggregation_method
+from gradreduce.aggregators import aggregate_buffers
 from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.device import Buffer, Device, by_physical
 from gradreduce.interop import OneCall, to_buffer
@@ -153,8 +154,8 @@ class SyncStep:
             wanted = [(place, replica) for place in range(len(placed)) for replica in replicas]
             sums = aggregate_buffers(
                 [placed[place][replica] for place, replica in wanted],
-                self.aggregation_method,
                 self.devices[replicas[0]],
+                tree=self.aggregation_method is AggregationMethod.EXPERIMENTAL_TREE,
             )
             for (place, replica), total in zip(wanted, sums, strict=True):
                 made[place][replica] = total

@@ -1,0 +1,288 @@
+"""How terms become one gradient as they come, or many gradients at once; knows no user array.
+
+The order of additions is a method's alone: ADD_N and ACCUMULATE_N add left to right, TREE in pairs,
+and pairs of pairs, as a binary counter carries: after 6 terms it holds (t0..t3) and (t4+t5).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from gradreduce import ops
+from gradreduce.device import Buffer, Device, DType, accumulate_dtype, gather, scatter
+
+__all__ = ["AddN", "Aggregator", "OneBuffer", "Spread", "Tree", "aggregate_buffers"]
+
+
+class Aggregator(ABC):
+    """Terms of one shape and dtype on one device, pushed one by one.
+
+    A term is borrowed: it is never written, and dropped as soon as it is added. Sums are of the
+    accumulate type until the end.
+    """
+
+    @abstractmethod
+    def push(self, term: Buffer) -> None:
+        """Takes the next term."""
+
+    @abstractmethod
+    def total(self, dtype: DType) -> Buffer:
+        """The sum, rounded once to ``dtype``; a lone term itself. At least one was pushed."""
+
+
+class AddN(Aggregator):
+    """All terms in one launch, which needs all of them at once."""
+
+    def __init__(self) -> None:
+        self._terms: list[Buffer] = []
+
+    def push(self, term: Buffer) -> None:
+        """See ``Aggregator.push``; held until the end."""
+        self._terms.append(term)
+
+    def total(self, dtype: DType) -> Buffer:
+        """See ``Aggregator.total``."""
+        terms = self._terms
+        if len(terms) == 1:
+            return terms[0]
+        made = _empty_like(terms[0], dtype)
+        ops.add_n([made], [terms])
+        return made
+
+
+class OneBuffer(Aggregator):
+    """Into a single buffer: at most three are alive, while the second term makes it."""
+
+    def __init__(self) -> None:
+        self._first: Buffer | None = None
+        self._total: Buffer | None = None
+
+    def push(self, term: Buffer) -> None:
+        """See ``Aggregator.push``; the first is held until the second comes."""
+        if self._total is not None:
+            ops.accumulate_n([self._total], [[term]])
+        elif self._first is None:
+            self._first = term
+        else:
+            first, self._first = self._first, None
+            self._total = _empty_like(first, accumulate_dtype(first.dtype))
+            if first.dtype == term.dtype:
+                ops.add_n([self._total], [[first, term]])
+            else:  # partial sums of several devices, of which one had but one term
+                ops.pack([self._total], [first])
+                ops.accumulate_n([self._total], [[term]])
+
+    def total(self, dtype: DType) -> Buffer:
+        """See ``Aggregator.total``."""
+        if self._total is None:
+            assert self._first is not None
+            return self._first
+        return _rounded(self._total, dtype)
+
+
+class Tree(Aggregator):
+    """In pairs, and pairs of pairs: the error grows with log n, and so does the memory.
+
+    With n terms at most ⌈log2 n⌉ + 1 buffers of the accumulate type are alive, the term just
+    pushed included: a pair goes into the sum of the pair before it, unless there is none.
+    """
+
+    def __init__(self) -> None:
+        # [k]: the sum of 2**k terms, ours from k = 1 on; [0]: a term that waits for the next
+        self._sums: list[Buffer | None] = [None, None]
+
+    def push(self, term: Buffer) -> None:
+        """See ``Aggregator.push``; every second one is held until the next comes."""
+        sums = self._sums
+        if sums[0] is None:
+            sums[0] = term
+            return
+        left, sums[0] = sums[0], None
+        wide = accumulate_dtype(term.dtype)
+        carried = sums[1]
+        if carried is not None and term.dtype == wide:
+            ops.all_sum([[carried]], [[carried, left, term]], split=1)
+            sums[1] = None
+            level = 2
+        else:
+            carried = _empty_like(term, wide)
+            ops.add_n([carried], [[left, term]])
+            level = 1
+        while level < len(sums) and (older := sums[level]) is not None:
+            ops.accumulate_n([older], [[carried]])
+            carried, sums[level] = older, None
+            level += 1
+        if level == len(sums):
+            sums.append(None)
+        sums[level] = carried
+
+    def total(self, dtype: DType) -> Buffer:
+        """See ``Aggregator.total``; what is left is joined from the small end."""
+        left = [held for held in self._sums if held is not None]
+        total = left[0]
+        for older in left[1:]:
+            ops.accumulate_n([older], [[total]])
+            total = older
+        return total if self._sums[0] is total else _rounded(total, dtype)
+
+
+class Spread:
+    """The terms of one gradient, wherever they lie.
+
+    Those of one device are added there; the partial sums are pulled to the device of the first
+    term and added in the order in which their devices appeared.
+
+    Args:
+        aggregator: adds those of one device.
+        dtype_error: what ``check`` raises for a term of another dtype.
+
+    Attributes:
+        count: terms so far.
+    """
+
+    def __init__(
+        self, aggregator: type[Aggregator], dtype_error: type[Exception] = TypeError
+    ) -> None:
+        self.count = 0
+        self._aggregator = aggregator
+        self._dtype_error = dtype_error
+        self._like: tuple[tuple[int, ...], DType] | None = None
+        self._checked = 0
+        self._parts: dict[Device, Aggregator] = {}
+
+    def check(self, term: Buffer) -> None:
+        """Raises unless it is as the first one was."""
+        if self._like is None:
+            self._like = (term.shape, term.dtype)
+        shape, dtype = self._like
+        if term.dtype != dtype:
+            raise self._dtype_error(
+                f"inputs have dtypes that don't all match: input 0 is {dtype}, input "
+                f"{self._checked} is {term.dtype}"
+            )
+        if term.shape != shape:
+            raise ValueError(
+                "inputs must have the same size and shape (nothing is broadcast). Input 0: "
+                f"{list(shape)} != input {self._checked}: {list(term.shape)}"
+            )
+        self._checked += 1
+
+    def push_checked(self, term: Buffer) -> None:
+        """Checks it, then adds it."""
+        self.check(term)
+        self.push(term)
+
+    def push(self, term: Buffer) -> None:
+        """Adds it on its own device."""
+        part = self._parts.get(term.device)
+        if part is None:
+            part = self._parts[term.device] = self._aggregator()
+        part.push(term)
+        self.count += 1
+
+    def result(self) -> Buffer:
+        """The sum, on the device of the first term."""
+        (home, first), *others = self._parts.items()
+        assert self._like is not None
+        dtype = self._like[1]
+        if not others:
+            return first.total(dtype)
+        joined = OneBuffer()
+        wide = accumulate_dtype(dtype)
+        joined.push(first.total(wide))
+        for device, part in others:
+            joined.push(_pulled(home, part.total(wide)))
+            scatter(home, [device])
+        return joined.total(dtype)
+
+
+def aggregate_buffers(
+    gradients: Sequence[Sequence[Buffer]], device: Device, *, tree: bool = False
+) -> list[Buffer]:
+    """Each list of terms becomes one gradient; the same launches serve all of them.
+
+    All terms are there, so adding them left to right is one pass whatever the method.
+
+    Args:
+        gradients: for each gradient its terms, at least one, all of one shape and dtype.
+        device: whose queue launches; it reaches all terms. Comes behind the queues of the terms'
+            devices, and they behind it.
+        tree: add in pairs instead of left to right.
+
+    Returns:
+        One Buffer for each gradient, on its first term's device: a new one, or the term itself
+        where there is only one.
+    """
+    made = [terms[0] for terms in gradients]
+    direct, folded = [], []
+    for place, terms in enumerate(gradients):
+        if len(terms) > 2 and tree:
+            folded.append(place)
+        elif len(terms) > 1:
+            direct.append(place)
+            made[place] = _empty_like(made[place], made[place].dtype)
+    homes = [terms[0].device for terms in gradients]
+    gather(device, homes)  # always behind the allocations: a block's last user may be its home
+    ops.add_n(
+        [made[place] for place in direct], [gradients[place] for place in direct], device=device
+    )
+    rounded = []
+    totals = _sum_tree([gradients[place] for place in folded], device) if folded else []
+    for place, total in zip(folded, totals, strict=True):
+        made[place] = total
+        if total.dtype != gradients[place][0].dtype:
+            made[place] = _empty_like(total, gradients[place][0].dtype)
+            rounded.append((made[place], total))
+    gather(device, [out.device for out, _ in rounded])
+    ops.pack([out for out, _ in rounded], [total for _, total in rounded], device=device)
+    scatter(device, homes)
+    return made
+
+
+def _sum_tree(gradients: Sequence[Sequence[Buffer]], device: Device) -> list[Buffer]:
+    """Pairs, then pairs of pairs; the launches of a level serve all gradients.
+
+    A pair of terms makes a new buffer; a later pair goes into its left one, which is ours. The
+    additions are those of ``Tree``, level by level. Sums stay in the accumulate type.
+    """
+    levels = [list(terms) for terms in gradients]
+    first = True
+    while any(len(level) > 1 for level in levels):
+        pairs = [pair for level in levels for pair in zip(level[::2], level[1::2], strict=False)]
+        if first:
+            sums = [_empty_like(left, accumulate_dtype(left.dtype)) for left, _ in pairs]
+            gather(device, [total.device for total in sums])
+            ops.add_n(sums, pairs, device=device)
+        else:
+            sums = [left for left, _ in pairs]
+            ops.accumulate_n(sums, [[right] for _, right in pairs], device=device)
+        first = False
+        remaining = iter(sums)
+        levels = [
+            [next(remaining) for _ in range(len(level) // 2)] + level[len(level) // 2 * 2 :]
+            for level in levels
+        ]
+    return [level[0] for level in levels]
+
+
+def _pulled(home: Device, total: Buffer) -> Buffer:
+    """``total`` where ``home`` reads it: itself on the same physical device, else a copy."""
+    if total.device.physical == home.physical:
+        gather(home, [total.device])
+        return total
+    near = home.empty(total.shape, total.dtype)
+    home.copy(near, total)
+    return near
+
+
+def _rounded(total: Buffer, dtype: DType) -> Buffer:
+    if total.dtype == dtype:
+        return total
+    made = _empty_like(total, dtype)
+    ops.pack([made], [total])
+    return made
+
+
+def _empty_like(buffer: Buffer, dtype: DType) -> Buffer:
+    return buffer.device.empty(buffer.shape, dtype)
