@@ -135,8 +135,8 @@ def test_memory_starts_where_a_gpu_would_start_it(device):
     for size in (0, 1, 3, 511, 512, 513, 100_000):
         buffer = device.empty((size,), "uint8")
         assert buffer.address % START == 0
-        end = buffer.block.raw.ctypes.data + buffer.block.raw.nbytes
-        assert buffer.block.raw.ctypes.data <= buffer.address
+        end = buffer.block.raw.address + buffer.block.raw.bytes.nbytes
+        assert buffer.block.raw.bytes.ctypes.data == buffer.block.raw.address <= buffer.address
         assert buffer.address + size <= end
 
 
@@ -144,13 +144,12 @@ def test_the_pool_does_not_hoard_sizes_that_nobody_wants():
     """Free memory of more than twice the most that was ever in use goes back to the system."""
     pool = SimPool()
     for size in (1, 3, 7, 15, 31):  # none serves the next: each is more than twice the last
-        raw, _, _ = pool.take(GRANULE * size)
-        pool.give(raw)
+        pool.give(pool.take(GRANULE * size))
     assert pool.free_bytes == GRANULE * (1 + 3 + 7 + 15 + 31)
     for _ in range(4):
-        held = [pool.take(GRANULE)[0] for _ in range(20)]
-        for raw in held:
-            pool.give(raw)
+        held = [pool.take(GRANULE) for _ in range(20)]
+        for memory in held:
+            pool.give(memory)
     assert pool.free_bytes == GRANULE * (1 + 3 + 7 + 15 + 31 + 19) > 2 * GRANULE * 31
     pool.take(GRANULE * 100)
     assert pool.free_bytes == 0
@@ -160,7 +159,7 @@ def test_falling_sizes_settle():
     pool = SimPool()
     for turn in range(10):
         for size in (40, 24, 12):
-            pool.give(pool.take(GRANULE * size)[0])
+            pool.give(pool.take(GRANULE * size))
         if turn == 0:
             grown = pool.grown
     assert pool.grown == grown
@@ -168,11 +167,10 @@ def test_falling_sizes_settle():
 
 def test_a_block_at_most_twice_as_large_serves():
     pool = SimPool()
-    raw, address, _ = pool.take(GRANULE * 8)
-    pool.give(raw)
-    assert pool.take(GRANULE * 3)[1] != address
-    again = pool.take(GRANULE * 4)
-    assert again[1] == address
+    memory = pool.take(GRANULE * 8)
+    pool.give(memory)
+    assert pool.take(GRANULE * 3) is not memory
+    assert pool.take(GRANULE * 4) is memory
     assert pool.live_bytes == GRANULE * (3 + 8)
 
 
@@ -183,7 +181,7 @@ def test_a_pool_that_cannot_grow_is_as_before():
     with pytest.raises(MemoryError):
         pool.take(1 << 60)
     assert (pool.live_bytes, pool.free_bytes, pool.grown) == before
-    assert pool.take(8)[2] == 8
+    assert pool.take(8).bytes.nbytes == GRANULE
 
 
 def test_a_twin_that_writes_what_it_reads_is_caught(device):

@@ -110,6 +110,10 @@ class Device(ABC):
         self._before_write(buffer, "compute")  # whoever gets the array may write it
         return self._release(buffer, stream)
 
+    def address_of(self, raw: Any) -> int:
+        """Of the first byte of a block's ``raw``; only where blocks are made without it."""
+        raise NotImplementedError(f"{self.name} tells no address of {raw!r}")
+
     @abstractmethod
     def put(self, array: Any, address: int | None = None) -> Buffer:
         """``array`` as a Buffer of this device: shared where that is possible, else copied.

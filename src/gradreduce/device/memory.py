@@ -36,7 +36,8 @@ class Block:
     Attributes:
         device: the logical device it is on.
         raw: the backend's own handle; it keeps the memory alive.
-        address: of its first byte.
+        address: of its first byte; None at first where only the device can tell, which is asked
+            by whoever needs it: NumPy takes a microsecond to say it, and a small sum never does.
         nbytes: its size.
         owned: from our pool (True), or adopted from a caller's array (False).
         writable: False for a caller's read-only array.
@@ -50,17 +51,34 @@ class Block:
         "writable",
     )  # fmt: skip
 
+    address: int
+
     def __init__(
-        self, device: Device, raw: Any, address: int, nbytes: int, *, owned: bool, writable: bool
+        self,
+        device: Device,
+        raw: Any,
+        address: int | None,
+        nbytes: int,
+        *,
+        owned: bool,
+        writable: bool,
     ) -> None:
         self.device = device
         self.raw = raw
-        self.address = address
+        if address is not None:
+            self.address = address
         self.nbytes = nbytes
         self.owned = owned
         self.writable = writable
         self.readers: dict[tuple[Device, Queue], Mark] = {}
         self.touched: set[tuple[Device, Queue]] = set()
+
+    def __getattr__(self, name: str) -> int:
+        """Of a slot that is empty: the address, once."""
+        if name != "address" or not hasattr(self, "raw"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        self.address = self.device.address_of(self.raw)
+        return self.address
 
     def __del__(self) -> None:
         # No lock and no driver call here: the collector runs this anywhere, in any thread.
@@ -101,11 +119,15 @@ class Buffer:
         nbytes: number of bytes.
         address: of the first element; a device address on a GPU.
         block: the memory it looks into.
+        offset: of the first element in the block, in bytes.
     """
 
     __slots__ = (
-        "__weakref__", "address", "array", "block", "device", "dtype", "nbytes", "shape", "size",
+        "__weakref__", "address", "array", "block", "device", "dtype", "nbytes", "offset", "shape",
+        "size",
     )  # fmt: skip
+
+    address: int
 
     def __init__(
         self, block: Block, offset: int, shape: tuple[int, ...], dtype: np.dtype, array: Any = None
@@ -116,8 +138,15 @@ class Buffer:
         self.dtype = dtype
         self.size = math.prod(shape)
         self.nbytes = self.size * dtype.itemsize
-        self.address = block.address + offset
+        self.offset = offset
         self.array = array  # the backend's array of this memory, made when first asked for
+
+    def __getattr__(self, name: str) -> int:
+        """Of a slot that is empty: the address, once."""
+        if name != "address" or not hasattr(self, "offset"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        self.address = self.block.address + self.offset
+        return self.address
 
     def view(self, start: int, shape: tuple[int, ...], dtype: np.dtype | None = None) -> Buffer:
         """A Buffer on a part of this memory; nothing is copied, the block lives on with it.
@@ -141,7 +170,7 @@ class Buffer:
             )
         if (self.address + offset) % dtype.alignment:
             raise ValueError(f"view of dtype {dtype} at element {start} of {self} is misaligned")
-        return Buffer(self.block, self.address - self.block.address + offset, shape, dtype)
+        return Buffer(self.block, self.offset + offset, shape, dtype)
 
     def numpy(self) -> np.ndarray:
         """A copy in host memory; waits for the device."""

@@ -21,7 +21,7 @@ from .dtypes import BFLOAT16, as_dtype
 from .fabric import Fabric
 from .kernel import Kernel, Template
 from .memory import Block, Buffer, Mark, Queue, Row
-from .sim_pool import SimPool
+from .sim_pool import Memory, SimPool
 from .sim_queue import Event, Scheduler
 from .sim_workers import Workers
 from .table import INLINE_WORDS, pack_table, row_words
@@ -79,9 +79,9 @@ class SimDevice(Device):
         flags = array.flags
         if not (flags.c_contiguous and flags.aligned):
             raise ValueError("an adopted array must be contiguous in C order and aligned")
-        return self._share(array, address_of(array))
+        return self._share(array, None)
 
-    def _share(self, array: np.ndarray, address: int) -> Buffer:
+    def _share(self, array: np.ndarray, address: int | None) -> Buffer:
         dtype = as_dtype(array.dtype)
         writable = array.flags.writeable
         block = Block(self, array, address, array.nbytes, owned=False, writable=writable)
@@ -100,46 +100,48 @@ class SimDevice(Device):
         array = np.asarray(array)
         flags = array.flags
         if flags.c_contiguous and flags.aligned and not self.defers:
-            return self._share(array, address_of(array) if address is None else address)
+            return self._share(array, address)
         as_dtype(array.dtype)
         return self.upload(array)
+
+    def address_of(self, raw: np.ndarray) -> int:
+        """See ``Device.address_of``: of a caller's array."""
+        address: int = raw.__array_interface__["data"][0]
+        return address
 
     def array(self, buffer: Buffer) -> np.ndarray:
         """The NumPy array of ``buffer``'s memory; it keeps the block alive."""
         if buffer.array is None:
             block = buffer.block
-            offset = buffer.address - block.address
             whole = np.asarray(block) if block.owned else block.raw.reshape(-1).view(np.uint8)
-            part = whole[offset : offset + buffer.nbytes]
+            part = whole[buffer.offset : buffer.offset + buffer.nbytes]
             buffer.array = part.view(buffer.dtype).reshape(buffer.shape)
         array: np.ndarray = buffer.array
         return array
 
     def memory(self, buffer: Buffer) -> np.ndarray:
-        """The flat array that queued work uses.
+        """The flat array that work uses. It does *not* keep the block alive.
 
-        Where work is deferred it does *not* keep the block alive: as on a GPU, memory that is
-        freed while work still uses it belongs to somebody else by then.
+        As on a GPU: memory that is freed while work still uses it belongs to somebody else by
+        then.
         """
-        if not self.defers:
-            return self.array(buffer).reshape(-1)
         block = buffer.block
-        start = buffer.address - block.address
-        whole = block.raw.reshape(-1).view(np.uint8)
-        if block.owned:
-            start += block.address - whole.__array_interface__["data"][0]
-        flat: np.ndarray = whole[start : start + buffer.nbytes].view(buffer.dtype)
-        return flat
+        if not block.owned:
+            if buffer.array is block.raw:
+                flat: np.ndarray = block.raw.reshape(-1)
+                return flat
+            whole: np.ndarray = block.raw.reshape(-1).view(np.uint8)
+            return whole[buffer.offset : buffer.offset + buffer.nbytes].view(buffer.dtype)
+        return np.ndarray(buffer.size, buffer.dtype, block.raw.bytes, buffer.offset)
 
     def _allocate(self, nbytes: int) -> Block:
         self.drain()
-        return SimBlock(self, *self._pool.take(nbytes))
+        memory = self._pool.take(nbytes)
+        return SimBlock(self, memory, memory.address, nbytes)
 
     def _recycle(self, raw: Any, nbytes: int) -> None:
-        if (
-            self.defers
-        ):  # whoever uses it from here on, in the order of the compute queue, reads NaN
-            self.scheduler.submit((self, "compute"), partial(raw.fill, 0xFF))
+        if self.defers:  # who uses it from here on, in the order of the compute queue, reads NaN
+            self.scheduler.submit((self, "compute"), partial(raw.bytes.fill, 0xFF))
         self._pool.give(raw)
 
     def _trim(self) -> None:
@@ -259,7 +261,7 @@ class SimBlock(Block):
 
     __slots__ = ()
 
-    def __init__(self, device: Device, raw: np.ndarray, address: int, nbytes: int) -> None:
+    def __init__(self, device: Device, raw: Memory, address: int, nbytes: int) -> None:
         super().__init__(device, raw, address, nbytes, owned=True, writable=True)
 
     @property
@@ -270,12 +272,6 @@ class SimBlock(Block):
             "typestr": "|u1",
             "data": (self.address, False),
         }
-
-
-def address_of(array: np.ndarray) -> int:
-    """Of the first element. NumPy takes a microsecond to say it."""
-    address: int = array.__array_interface__["data"][0]
-    return address
 
 
 def read_only(array: np.ndarray) -> np.ndarray:

@@ -11,10 +11,27 @@ from bisect import bisect_left, insort
 
 import numpy as np
 
-__all__ = ["SimPool"]
+__all__ = ["Memory", "SimPool"]
 
 GRANULE = 512  # bytes; CuPy's pool rounds to the same
 START = 256  # bytes; cudaMalloc aligns to at least this
+
+
+class Memory:
+    """A piece of host memory that a pool owns.
+
+    Attributes:
+        bytes: all of it, from an aligned address on.
+        address: of its first byte.
+    """
+
+    __slots__ = ("address", "bytes")
+
+    def __init__(self, nbytes: int) -> None:
+        raw = np.empty(nbytes + START, np.uint8)
+        begin: int = raw.__array_interface__["data"][0]
+        self.address = -(-begin // START) * START
+        self.bytes = raw[self.address - begin :][:nbytes]
 
 
 class SimPool:
@@ -30,7 +47,7 @@ class SimPool:
     """
 
     def __init__(self) -> None:
-        self._free: dict[int, list[np.ndarray]] = {}
+        self._free: dict[int, list[Memory]] = {}
         self._sizes: list[int] = []  # sorted: which sizes have had a free block
         self._lock = threading.Lock()
         self._peak_bytes = 0
@@ -38,37 +55,37 @@ class SimPool:
         self.free_bytes = 0
         self.grown = 0
 
-    def take(self, nbytes: int) -> tuple[np.ndarray, int, int]:
-        """Memory for ``nbytes``: the handle to give back, its address, and ``nbytes``."""
+    def take(self, nbytes: int) -> Memory:
+        """At least ``nbytes``."""
         wanted = max(1, -(-nbytes // GRANULE)) * GRANULE
         with self._lock:
-            raw = self._found(wanted)
-            if raw is None:
+            memory = self._found(wanted)
+            if memory is None:
                 if self.free_bytes > 2 * self._peak_bytes:  # sizes have changed: do not hoard
                     self._clear()
-                raw = np.empty(wanted + START, np.uint8)
+                memory = Memory(wanted)
                 self.grown += 1
-            self.live_bytes += raw.nbytes - START
+            self.live_bytes += memory.bytes.nbytes
             self._peak_bytes = max(self._peak_bytes, self.live_bytes)
-        return raw, self._start(raw), nbytes
+        return memory
 
-    def give(self, raw: np.ndarray) -> None:
+    def give(self, memory: Memory) -> None:
         """Takes memory back."""
-        size = raw.nbytes - START
+        size = memory.bytes.nbytes
         with self._lock:
             self.live_bytes -= size
             self.free_bytes += size
             if size not in self._free:
                 self._free[size] = []
                 insort(self._sizes, size)
-            self._free[size].append(raw)
+            self._free[size].append(memory)
 
     def clear(self) -> None:
         """Gives everything that is free back to the system."""
         with self._lock:
             self._clear()
 
-    def _found(self, wanted: int) -> np.ndarray | None:
+    def _found(self, wanted: int) -> Memory | None:
         for place in range(bisect_left(self._sizes, wanted), len(self._sizes)):
             size = self._sizes[place]
             if size > 2 * wanted:
@@ -82,8 +99,3 @@ class SimPool:
         self._free.clear()
         self._sizes.clear()
         self.free_bytes = 0
-
-    @staticmethod
-    def _start(raw: np.ndarray) -> int:
-        address: int = raw.__array_interface__["data"][0]
-        return -(-address // START) * START
