@@ -151,7 +151,6 @@ inject()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "fake_cupy: needs the fake CuPy in CuPy's place")
     declare_launches()
     fresh()
 
