@@ -85,6 +85,7 @@ def inject() -> None:
         NcclError=nccl.NcclError,
         groupStart=nccl.groupStart,
         groupEnd=nccl.groupEnd,
+        get_unique_id=nccl.get_unique_id,
         get_version=nccl.get_version,
         **nccl.CONSTANTS,
     )
