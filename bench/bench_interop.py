@@ -3,14 +3,17 @@
 Budgets: 5 us an array, in and out, for NumPy and PyTorch; for JAX 1.2 times JAX's own conversion.
 Libraries that are not installed are left out, visibly.
 
-    python bench/bench_interop.py
+    python bench/bench_interop.py [--json FILE] [--quick]
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import json
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +29,7 @@ def microseconds(call: Callable[[], Any], number: int) -> float:
     return min(timeit.repeat(call, number=number, repeat=REPEATS)) / number * 1e6
 
 
-def measure(kind: str, array: Any, own: Callable[[Any], Any], number: int) -> None:
+def measure(kind: str, array: Any, own: Callable[[Any], Any], number: int) -> dict[str, float]:
     mesh = gr.open_mesh(1, backend="sim")
     device = mesh.devices[0]
     result = device.upload(np.zeros(100, np.float32))  # what goes out is our own memory
@@ -35,15 +38,29 @@ def measure(kind: str, array: Any, own: Callable[[Any], Any], number: int) -> No
     theirs = microseconds(lambda: own(array), number)
     print(f"{kind:8} {ours:8.2f} us in and out   own conversion {theirs:8.2f} us   "
           f"ratio {ours / theirs:5.2f}")  # fmt: skip
+    return {"in_and_out_us": ours, "own_conversion_us": theirs, "ratio": ours / theirs}
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--quick", action="store_true", help="few calls: only shows that it runs")
+    options = parser.parse_args(arguments)
+    figures = measured(100 if options.quick else 1)
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures), encoding="utf-8")
+
+
+def measured(fewer: int) -> dict[str, dict[str, float]]:
+    """Library -> its figures, from so many times fewer calls than a measurement needs."""
     host = np.zeros(100, np.float32)
-    measure("numpy", host, np.asarray, 20_000)
+    figures = {"numpy": measure("numpy", host, np.asarray, 20_000 // fewer)}
     if importlib.util.find_spec("torch"):
         import torch
 
-        measure("torch", torch.zeros(100), lambda t: torch.from_numpy(t.numpy()), 20_000)
+        figures["torch"] = measure(
+            "torch", torch.zeros(100), lambda t: torch.from_numpy(t.numpy()), 20_000 // fewer
+        )
     else:
         print("torch    not installed")
     if importlib.util.find_spec("jax"):
@@ -54,9 +71,10 @@ def main() -> None:
             np.asarray(array)
             return jax.dlpack.from_dlpack(host)
 
-        measure("jax", jnp.zeros(100), own, 1_000)
+        figures["jax"] = measure("jax", jnp.zeros(100), own, 1_000 // fewer)
     else:
         print("jax      not installed")
+    return figures
 
 
 if __name__ == "__main__":

@@ -58,6 +58,22 @@ def random_data(shape, dtype, *, seed: int = 0) -> np.ndarray:
     return values
 
 
+def unflushed_data(shape, dtype, *, seed: int = 0) -> np.ndarray:
+    """``random_data`` for what runs on a GPU: no sum, product or quotient of it is subnormal.
+
+    CuPy builds with ``-ftz=true``, which makes a zero of every subnormal float32 that is read or
+    computed. In place of what is near is a one with its sign; of 16 bits and 64 all are kept,
+    but bfloat16 has the exponents of float32.
+    """
+    values = random_data(shape, dtype, seed=seed)
+    parts = values.view(values.real.dtype) if values.dtype.kind == "c" else values
+    if parts.dtype in (np.dtype(np.float32), as_dtype("bfloat16")):
+        with np.errstate(invalid="ignore"):
+            tiny = (parts != 0) & (np.abs(parts.astype(np.float64)) < 2.0**-90)
+        parts[tiny] = np.copysign(1, parts[tiny].astype(np.float32)).astype(parts.dtype)
+    return values
+
+
 def same(left: np.ndarray, right: np.ndarray) -> bool:
     """Whether dtypes, shapes and all bits are equal; a NaN equals a NaN of any sign or payload.
 

@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 # The fake keeps a clock for every use of memory, and counts of those grow.
 DESELECTED = "tests/device/test_contract_lifetime.py::test_nothing_grows_with_use"
 SHARED = "(gpu or multi_gpu) and not slow"
-OWN = "fake_cupy and not slow"
+OWN = "not slow"
 
 
 def run(*arguments: str, **changed: str) -> subprocess.CompletedProcess[str]:
@@ -50,7 +50,8 @@ def passes(*arguments: str, **changed: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "part",
-    "device digits flows foreign lost nccl planted_faults programs signatures tables".split(),
+    "arrays device digits flows foreign lost nccl ops planted_faults programs signatures "
+    "tables".split(),
 )
 def test_the_cuda_backend_passes_on_the_fake(part):
     passes(f"tests/cuda/test_{part}.py", "-m", OWN)
@@ -91,6 +92,7 @@ def test_the_record_is_that_of_the_installed_cupy():
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_nothing_of_it_is_collected_without_the_plugin():
-    done = run("-m", "pytest", "-q", "--collect-only", "tests/cuda")
+def test_without_the_plugin_only_what_needs_gpus_is_collected():
+    rest = "not gpu and not multi_gpu"
+    done = run("-m", "pytest", "-q", "--collect-only", "tests/cuda", "-m", rest)
     assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout

@@ -142,3 +142,21 @@ def test_one_rank_is_fine(mesh):
     mesh.collective.all_reduce([alone])
     mesh.collective.all_gather([out], [alone])
     assert (out.numpy() == 3).all()
+
+
+def test_two_ranks_share_a_gpu_only_where_nccl_is_told_so(here, monkeypatch):
+    make = nccl.NcclCommunicator.initAll
+    with pytest.raises(nccl.NcclError, match="Duplicate GPU"):
+        make([0, 0])
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert [communicator.rank_id() for communicator in make([0, 0])] == [0, 1]
+
+
+def test_a_rank_of_its_own_process_is_alone_on_the_fake(here):
+    identity = nccl.get_unique_id()
+    assert nccl.NcclCommunicator(1, identity, 0).size() == 1
+    with pytest.raises(NotImplementedError, match="share nothing"):
+        nccl.NcclCommunicator(2, identity, 0)
+    for arguments in ((1, identity, 1), (1, identity[:-1], 0)):
+        with pytest.raises(nccl.NcclError, match="INVALID_ARGUMENT"):
+            nccl.NcclCommunicator(*arguments)

@@ -11,6 +11,7 @@ folder's parent on ``PYTHONPATH``. The rooms:
   minimal ``ndarray``.
 * ``nccl``: communicators and groups.
 * ``plugin``: puts it in CuPy's place, one machine for each test module.
+* ``__main__``: ``python -m fake_cupy SCRIPT`` runs any program so.
 * ``programs``: random programs with every fence that they need; ``planted``, ``mutants``: faults
   in our own source that they must find.
 * ``signatures``: what CuPy 14.2 takes, recorded; compared with the fake, and with CuPy itself.

@@ -7,6 +7,7 @@ simulated collective does; NCCL promises no order. A fault is what would hang, o
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,15 @@ import numpy as np
 from .machine import READ, WRITE, Call, Machine, Queue, current
 from .surface import check_addresses, getDevice, queue_of
 
-__all__ = ["CONSTANTS", "NcclCommunicator", "NcclError", "get_version", "groupEnd", "groupStart"]
+__all__ = [
+    "CONSTANTS",
+    "NcclCommunicator",
+    "NcclError",
+    "get_unique_id",
+    "get_version",
+    "groupEnd",
+    "groupStart",
+]
 
 CONSTANTS = {
     "NCCL_SUM": 0, "NCCL_PROD": 1, "NCCL_MAX": 2, "NCCL_MIN": 3, "NCCL_AVG": 4,
@@ -29,6 +38,9 @@ _DTYPES = {
     0: "int8", 1: "uint8", 2: "int32", 3: "uint32", 4: "int64", 5: "uint64",
     6: "float16", 7: "float32", 8: "float64", 9: ml_dtypes.bfloat16,
 }  # fmt: skip
+UNIQUE_ID_BYTES = 128
+# From NCCL 2.30 on it lets two ranks share a GPU.
+SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
 _OPS = {0: np.add, 1: np.multiply, 2: np.maximum, 3: np.minimum}
 
 
@@ -77,6 +89,10 @@ def get_version():
     return 23203
 
 
+def get_unique_id():
+    return bytes(UNIQUE_ID_BYTES)
+
+
 def groupStart():
     with current().entered() as machine:
         if open_group not in machine.at_sync:
@@ -98,7 +114,12 @@ class NcclCommunicator:
     """One rank of a clique."""
 
     def __init__(self, ndev, commId, rank, config=None):
-        raise NotImplementedError("the fake NCCL knows initAll only")
+        if len(commId) != UNIQUE_ID_BYTES or not 0 <= rank < ndev:
+            raise NcclError("NCCL_ERROR_INVALID_ARGUMENT: invalid argument")
+        if ndev != 1:
+            raise NotImplementedError("the fakes of several processes share nothing")
+        with current().entered() as machine:
+            self._set(machine, [self], rank, getDevice())
 
     @staticmethod
     def initAll(devices):
@@ -108,7 +129,8 @@ class NcclCommunicator:
         with current().entered() as machine:
             if _local.depth:
                 machine.fail("NCCL: initAll inside a group: its communicators are not ready in it")
-            if len(set(ordinals)) != len(ordinals) or not ordinals:
+            shared = len(set(ordinals)) != len(ordinals) and os.environ.get(SHARED_GPU) != "1"
+            if shared or not ordinals:
                 raise NcclError("NCCL_ERROR_INVALID_USAGE: Duplicate GPU detected")
             machine.count("initAll")
             clique: list[NcclCommunicator] = []

@@ -86,6 +86,7 @@ def inject() -> None:
         NcclError=nccl.NcclError,
         groupStart=nccl.groupStart,
         groupEnd=nccl.groupEnd,
+        get_unique_id=nccl.get_unique_id,
         get_version=nccl.get_version,
         **nccl.CONSTANTS,
     )
@@ -153,7 +154,6 @@ inject()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "fake_cupy: needs the fake CuPy in CuPy's place")
     declare_launches()
     fresh()
 

@@ -41,10 +41,10 @@ OFFERED = {
         "memcpyDeviceToHost memcpyDeviceToDevice pointerGetAttributes"
     ),
     "cupy.cuda.nccl": (
-        "available NcclCommunicator NcclError groupStart groupEnd get_version NCCL_SUM NCCL_PROD "
-        "NCCL_MAX NCCL_MIN NCCL_AVG NCCL_INT8 NCCL_CHAR NCCL_UINT8 NCCL_INT32 NCCL_INT "
-        "NCCL_UINT32 NCCL_INT64 NCCL_UINT64 NCCL_FLOAT16 NCCL_HALF NCCL_FLOAT32 NCCL_FLOAT "
-        "NCCL_FLOAT64 NCCL_DOUBLE NCCL_BFLOAT16"
+        "available NcclCommunicator NcclError groupStart groupEnd get_version get_unique_id "
+        "NCCL_SUM NCCL_PROD NCCL_MAX NCCL_MIN NCCL_AVG NCCL_INT8 NCCL_CHAR NCCL_UINT8 NCCL_INT32 "
+        "NCCL_INT NCCL_UINT32 NCCL_INT64 NCCL_UINT64 NCCL_FLOAT16 NCCL_HALF NCCL_FLOAT32 "
+        "NCCL_FLOAT NCCL_FLOAT64 NCCL_DOUBLE NCCL_BFLOAT16"
     ),
     "cupy.cuda.nccl.NcclCommunicator": (
         "initAll allReduce broadcast allGather abort destroy check_async_error device_id rank_id "

@@ -1,0 +1,132 @@
+"""The command line of ``bench/gpu_check.sh``: which sections, and where their files go."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from .child import Stop
+from .identify import FAKE, commit, find, sources
+from .record import FAILED, STOPPED, Record
+from .run_bench import bench
+from .run_example import example
+from .run_nccl import nccl
+from .run_sanitize import sanitize
+from .run_tests import tests
+from .section import Section, run_section
+from .setting import ROOT, Gpu, Setting
+
+SECTIONS: Mapping[str, Section] = {
+    "tests": tests,
+    "nccl": nccl,
+    "example": example,
+    "bench": bench,
+    "sanitize": sanitize,
+}
+LIMIT_SECONDS = 480.0
+FAILURE, NO_GPU, SIGNALLED = 1, 3, 128  # exit statuses; the last plus the signal's number
+
+
+def positive(text: str) -> float:
+    """Reads a number of seconds."""
+    seconds = float(text)
+    if not seconds > 0:
+        raise ValueError
+    return seconds
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The flags; a wrong one ends the program with status 2."""
+    parser = argparse.ArgumentParser(
+        prog="bench/gpu_check.sh", description="Runs everything that needs a GPU.",
+    )  # fmt: skip
+    every = ", ".join(SECTIONS)
+    own = os.environ.get("GRADREDUCE_CHECK_LIMIT") or LIMIT_SECONDS
+    flag = parser.add_argument
+    flag("sections", nargs="*", metavar="SECTION", help=f"{every}; all of them by default")
+    flag("--fake", action="store_true", help="try the command itself, without a GPU, on the "
+         "stand-in for CuPy of the tests")  # fmt: skip
+    flag("--limit", type=positive, metavar="SECONDS", default=own, help="of each section; default "
+         f"GRADREDUCE_CHECK_LIMIT, or {LIMIT_SECONDS:g}")  # fmt: skip
+    flag("--benches", type=Path, metavar="FOLDER", default=ROOT / "bench",
+         help="whose bench_*.py the section bench runs; default bench")  # fmt: skip
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.sections if name not in SECTIONS]
+    if unknown:
+        parser.error(f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
+    return options
+
+
+def headed(name: str, gpu: Gpu, limit: float) -> dict[str, Any]:
+    """What the record of a section says before anything has run."""
+    return {
+        "section": name,
+        "gpu": gpu.name,
+        "num_gpus": gpu.count,
+        "details": dict(gpu.details),
+        "versions": dict(gpu.versions),
+        "commit": commit(),
+        "sources": sources(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": ["bench/gpu_check.sh", *sys.argv[1:]],
+        "limit_seconds": limit,
+    }
+
+
+def opened(names: Sequence[str], gpu: Gpu, limit: float) -> dict[str, Record]:
+    """A record for each section, all there before the first begins."""
+    folder = Path(os.environ.get("OUT") or ROOT / "bench" / "results")
+    folder.mkdir(parents=True, exist_ok=True)
+    slug = "-".join("".join(c if c.isalnum() else " " for c in gpu.name.lower()).split())
+    stem = f"{slug}-{time.strftime('%Y-%m-%d-%H%M%S', time.gmtime())}"
+    return {
+        name: Record(folder / f"{stem}-{name}.json", headed(name, gpu, limit)) for name in names
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the sections; 0 if none failed or was stopped."""
+    options = parse(arguments)
+    names = [name for name in SECTIONS if name in (options.sections or SECTIONS)]
+    stop = Stop()
+    stop.listen()
+    with tempfile.TemporaryDirectory(prefix="gpu_check-") as scratch:
+        work = Path(scratch)
+        gpu = FAKE if options.fake else find(work, stop)
+        records = opened(names, gpu, options.limit)
+        setting = Setting(options.fake, gpu, work, options.benches.resolve())
+        print(f"{gpu.name}: {gpu.missing or dict(gpu.versions)}", flush=True)
+        for name, record in records.items():
+            print(f"\n=== {name}", flush=True)
+            if stop.reason:
+                record.finish(f"{stop.reason} before it began")
+            elif gpu.missing:
+                record.skip(gpu.missing)
+            else:
+                run_section(SECTIONS[name], record, setting, options.limit, stop)
+    return summary(records.values(), gpu, stop)
+
+
+def summary(records: Collection[Record], gpu: Gpu, stop: Stop) -> int:
+    """Prints how each section ended, and where its file is; the exit status."""
+    print("\n=== sections", flush=True)
+    for record in records:
+        print(f"{record.status:<8} {record.path}  {record.reason}".rstrip(), flush=True)
+    if stop.number:
+        return SIGNALLED + stop.number
+    if gpu.missing:
+        words = f"No section has run: {gpu.missing}. --fake tries the command itself."
+        print(words, file=sys.stderr)
+        return NO_GPU
+    return FAILURE if {record.status for record in records} & {FAILED, STOPPED} else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

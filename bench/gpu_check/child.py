@@ -1,0 +1,117 @@
+"""How one command is run: in a process group of its own, until a deadline; never what it shows."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+__all__ = ["Ended", "Stop", "run"]
+
+LOOK_SECONDS = 0.1  # between two looks at the deadline and at the signals
+GRACE_SECONDS = 3.0  # from SIGTERM to SIGKILL
+
+
+class Stop:
+    """Whether somebody asked this program to end.
+
+    A flag, not an exception: raised between the start of a child and the line that keeps it, an
+    exception would leave the child to itself.
+
+    Attributes:
+        number: of the signal that came, or 0.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    @property
+    def reason(self) -> str:
+        """The signal's name; empty as long as none came."""
+        return signal.Signals(self.number).name if self.number else ""
+
+    def listen(self) -> None:
+        """From now on SIGTERM, SIGINT and SIGHUP set the flag and do nothing else."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._heard)
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended.
+
+    Attributes:
+        status: its exit status; negative if a signal ended it.
+        seconds: that it took.
+        finished: whether it ended by itself.
+        output: its standard output and standard error, in one.
+    """
+
+    status: int
+    seconds: float
+    finished: bool
+    output: str
+
+
+def run(
+    command: Sequence[str],
+    *,
+    log: Path,
+    cwd: Path,
+    environment: Mapping[str, str],
+    deadline: float,
+    stop: Stop,
+) -> Ended:
+    """Runs a command and waits for it.
+
+    Args:
+        command: the program and its arguments.
+        log: a file for the output. No pipe: a grandchild that keeps one open would be waited for.
+        cwd: its current folder.
+        environment: all of its environment.
+        deadline: the moment, by ``time.monotonic``, at which it and its children are killed.
+        stop: ends it early.
+    """
+    start = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            cwd=cwd, env=environment, start_new_session=True,
+        )  # fmt: skip
+    try:
+        finished = _wait(process, deadline, stop)
+    finally:
+        _end(process)
+    text = log.read_text(encoding="utf-8", errors="replace")
+    return Ended(process.returncode, time.monotonic() - start, finished, text)
+
+
+def _wait(process: subprocess.Popen[bytes], deadline: float, stop: Stop) -> bool:
+    """Whether the command has ended by itself, in time."""
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(LOOK_SECONDS)
+            return True
+        if stop.number or time.monotonic() >= deadline:
+            return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends the whole group: what the command started may outlive it."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

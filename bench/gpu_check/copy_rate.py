@@ -1,0 +1,64 @@
+"""How fast the GPU copies its own memory: the line that other figures are read beside.
+
+    python -m gpu_check.copy_rate [--json FILE] [--quick]
+
+Counts the bytes that are read and those that are written. Times by the host's clock around many
+copies, all queued before the first has ended, so that the host has no part in the figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import cupy
+from cupy.cuda import runtime
+
+NBYTES, QUICK_NBYTES = 2**30, 2**16  # far more than any cache holds
+COPIES = 40  # of one round, some 0.02 s on a GPU of 4 TB/s
+ROUNDS = 5
+
+
+def rates(nbytes: int) -> list[float]:
+    """GB/s of each round, read and written bytes together."""
+    pool = cupy.cuda.MemoryPool()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        source, target = pool.malloc(nbytes), pool.malloc(nbytes)
+    runtime.memsetAsync(source.ptr, 1, nbytes, stream.ptr)
+    made = []
+    for _ in range(1 + ROUNDS):
+        stream.synchronize()
+        start = time.perf_counter()
+        for _ in range(COPIES):
+            kind = runtime.memcpyDeviceToDevice
+            runtime.memcpyAsync(target.ptr, source.ptr, nbytes, kind, stream.ptr)
+        stream.synchronize()
+        made.append(2 * COPIES * nbytes / (time.perf_counter() - start) / 1e9)
+    return made[1:]  # the first was the warm-up
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures, prints and keeps the figures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--quick", action="store_true", help="a tiny size: only shows that it runs")
+    options = parser.parse_args(arguments)
+    nbytes = QUICK_NBYTES if options.quick else NBYTES
+    found = sorted(rates(nbytes))
+    figures = {
+        "nbytes": nbytes,
+        "copies": COPIES,
+        "median_gigabytes_per_second": found[len(found) // 2],
+        "best_gigabytes_per_second": found[-1],
+    }
+    print(json.dumps(figures))
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

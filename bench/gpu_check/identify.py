@@ -1,0 +1,120 @@
+"""Which GPU there is, and which versions drive it; as a program it looks, with CuPy.
+
+``python -m gpu_check.identify FILE`` writes what it found to FILE; exit status 1 if there is no
+GPU, with the reason there. It runs as a child because a broken driver may never answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from .child import Stop, run
+from .setting import ROOT, Gpu, environment, python
+
+__all__ = ["FAKE", "commit", "find", "sources"]
+
+LOOK_SECONDS = 120.0  # CuPy's first import on a cold disk, and the driver's start
+FAKE = Gpu("fake", versions={"python": platform.python_version()})
+
+
+def find(work: Path, stop: Stop) -> Gpu:
+    """The GPU of this machine, or why there is none.
+
+    Args:
+        work: a scratch folder.
+        stop: ends the search early.
+    """
+    report = work / "gpu.json"
+    ended = run(
+        python("-m", "gpu_check.identify", str(report), fake=False),
+        log=work / "gpu.log",
+        cwd=ROOT,
+        environment=environment(fake=False, work=work),
+        deadline=time.monotonic() + LOOK_SECONDS,
+        stop=stop,
+    )
+    if report.is_file():
+        return Gpu(**json.loads(report.read_text(encoding="utf-8")))
+    last = (ended.output.strip().splitlines() or ["no output"])[-1]
+    return Gpu(
+        "none", 0, stop.reason or f"looking for one ended with status {ended.status}: {last}"
+    )
+
+
+def commit() -> str | None:
+    """The commit of the repository, with ``+`` behind it if files have changed since."""
+    try:
+        head = _git("rev-parse", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None  # no git, or a copy without its history
+    return head + "+" * bool(changed)
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.strip()
+
+
+def sources() -> str:
+    """Sixteen hexadecimal digits that change with any byte of ``src`` and ``kernels``.
+
+    They say what ran also where a commit does not: in a copy, or with changed files.
+    """
+    digest = hashlib.sha256()
+    for folder, pattern in (("kernels", "*.cu*"), ("src", "*.py")):
+        for path in sorted((ROOT / folder).rglob(pattern)):
+            digest.update(f"{path.relative_to(ROOT).as_posix()}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _look() -> dict[str, Any]:
+    """What CuPy says of GPU 0, as the arguments of ``Gpu``."""
+    # CuPy warns of its own install: a library that is not found, a second copy of itself.
+    warnings.simplefilter("ignore")
+    try:
+        import cupy
+        import numpy as np
+        from cupy.cuda import nccl, runtime
+
+        count = int(runtime.getDeviceCount())
+        if not count:
+            return {"name": "none", "count": 0, "missing": "CuPy sees no device"}
+        properties = runtime.getDeviceProperties(0)
+    except (ImportError, RuntimeError) as error:  # CUDARuntimeError is a RuntimeError
+        first = (str(error).splitlines() or ["no text"])[0]
+        missing = f"no CUDA device ({type(error).__name__}: {first})"
+        return {"name": "none", "count": 0, "missing": missing}
+    return {
+        "name": properties["name"].decode(),
+        "count": count,
+        "details": {
+            "memory_bytes": int(properties["totalGlobalMem"]),
+            "compute_capability": f"{properties['major']}.{properties['minor']}",
+            "multiprocessors": int(properties["multiProcessorCount"]),
+        },
+        "versions": {
+            "driver": int(runtime.driverGetVersion()),
+            "runtime": int(runtime.runtimeGetVersion()),
+            "cupy": str(cupy.__version__),
+            "nccl": int(nccl.get_version()) if nccl.available else None,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+if __name__ == "__main__":
+    found = _look()
+    Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
+    sys.exit(0 if found["count"] else 1)

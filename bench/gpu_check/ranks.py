@@ -1,0 +1,285 @@
+"""Several NCCL ranks on one GPU, in one process or in several, with values that are known.
+
+    python -m gpu_check.ranks version|together|apart NUM_RANKS REPORT [--quick]
+
+Everything goes through our own ``NcclCollective``, whose dtypes, counts and calls are what is
+tried; taken away are only its checks that a rank has a GPU to itself. ``apart`` starts itself once
+more for each rank; those processes find each other by an id that the first writes into a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import numpy as np
+
+from gradreduce.device import Buffer, Device, as_dtype, open_mesh
+from gradreduce.device.cuda_nccl import NcclCollective
+from gradreduce.errors import CollectiveError
+
+from .setting import python
+
+# Sums of small whole numbers: exact in every dtype, in whatever order NCCL adds.
+DTYPES = (
+    "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
+    "int8", "uint8", "int32", "uint32", "int64", "uint64",
+)  # fmt: skip
+NOT_NCCLS = ("int16", "uint16")
+# One element, an odd tail, more than NCCL's buffer of 4 MiB holds.
+SIZES, QUICK_SIZES = (1, 1003, 1_200_007), (1, 1003, 20_011)
+LOOK_SECONDS = 0.02
+WAIT_SECONDS = 60.0  # for the file with the id
+APART = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What a way is asked for.
+
+    Attributes:
+        count: of the ranks.
+        report: a file for the figures.
+        sizes: of the arrays, in elements.
+    """
+
+    count: int
+    report: Path
+    sizes: tuple[int, ...]
+
+    def write(self, compared: int) -> None:
+        """Keeps how many results were compared, all of them right."""
+        _write(self.report, {"ranks": self.count, "compared": compared, "dtypes": DTYPES})
+
+
+class SharingCollective(NcclCollective):
+    """Ours, on ranks that it refuses as a rule: several on one GPU, or in other processes.
+
+    Args:
+        communicator: of the one rank that this process has; None if it has all of them.
+    """
+
+    def __init__(self, communicator: Any = None) -> None:
+        super().__init__()
+        if communicator is not None:
+            self._cliques[(0,)] = [communicator]
+
+    def _check(self, name: str, buffers: Sequence[Buffer], written: Sequence[Buffer]) -> None:
+        """Two buffers on one GPU are two ranks here."""
+
+    def _check_broadcast(self, buffers: Sequence[Buffer], root: int) -> None:
+        """The root may be a rank of another process."""
+
+    def _check_gather(self, outputs: Sequence[Buffer], inputs: Sequence[Buffer]) -> None:
+        """The outputs have room for the inputs of other processes too."""
+
+
+def values(size: int, dtype: str, rank: int) -> np.ndarray[Any, Any]:
+    """What a rank brings: whole numbers from 0 to 7; complex ones have two different parts."""
+    row = (np.arange(size) + rank) % 8
+    made = row - 1j * (row % 3) if dtype.startswith("complex") else row
+    return made.astype(as_dtype(dtype))
+
+
+def compare(
+    collective: NcclCollective, devices: Sequence[Device], ours: Sequence[int], ranks: Ranks
+) -> int:
+    """Every collective, dtype and size, with ``==``; how many results were compared.
+
+    Args:
+        collective: that is tried.
+        devices: of this process, one for each of its ranks.
+        ours: the ranks of this process.
+        ranks: all of them.
+    """
+    compared = 0
+    for dtype in DTYPES:
+        for size in ranks.sizes:
+            terms = [values(size, dtype, rank) for rank in range(ranks.count)]
+            brought = [terms[rank] for rank in ours]
+            total = np.sum(terms, axis=0, dtype=terms[0].dtype)
+            _all_reduce(collective, devices, brought, total)
+            for root in range(ranks.count):
+                _broadcast(collective, devices, brought, root, terms[root])
+            _all_gather(collective, devices, brought, np.concatenate(terms))
+            compared += (2 + ranks.count + 1) * len(ours)
+    _refusals(collective, devices)
+    return compared
+
+
+def _all_reduce(
+    collective: NcclCollective, devices: Sequence[Device], brought: Any, total: Any
+) -> None:
+    """Two in one group, as an all-reduce of two packs sends them."""
+    first, second = (_uploaded(devices, brought) for _ in range(2))
+    with collective.group():
+        collective.all_reduce(first)
+        collective.all_reduce(second)
+    _equal(first + second, total, "all_reduce")
+
+
+def _broadcast(
+    collective: NcclCollective, devices: Sequence[Device], brought: Any, root: int, wanted: Any
+) -> None:
+    buffers = _uploaded(devices, brought)
+    collective.broadcast(buffers, root)
+    _equal(buffers, wanted, f"broadcast from {root}")
+
+
+def _all_gather(
+    collective: NcclCollective, devices: Sequence[Device], brought: Any, wanted: Any
+) -> None:
+    outputs = [device.zeros(wanted.shape, wanted.dtype) for device in devices]
+    collective.all_gather(outputs, _uploaded(devices, brought))
+    _equal(outputs, wanted, "all_gather")
+
+
+def _refusals(collective: NcclCollective, devices: Sequence[Device]) -> None:
+    """A dtype that NCCL does not have is refused by name, before anything is sent."""
+    for dtype in NOT_NCCLS:
+        buffers = _uploaded(devices, [values(4, dtype, 0)] * len(devices))
+        try:
+            collective.all_reduce(buffers)
+        except CollectiveError as error:
+            if dtype in str(error):
+                continue
+        raise AssertionError(f"all_reduce of {dtype} was not refused by name")
+
+
+def _uploaded(devices: Sequence[Device], arrays: Sequence[Any]) -> list[Buffer]:
+    return [device.upload(array) for device, array in zip(devices, arrays, strict=True)]
+
+
+def _equal(buffers: Sequence[Buffer], wanted: Any, name: str) -> None:
+    for place, buffer in enumerate(buffers):
+        found = buffer.numpy()
+        if not np.array_equal(found, wanted):
+            what = f"{name} of {wanted.size} {wanted.dtype}, buffer {place}"
+            raise AssertionError(f"{what}: {found[:8]} is not {wanted[:8]}")
+
+
+# The ways -----------------------------------------------------------------------------------------
+
+
+def together(ranks: Ranks) -> int:
+    """All ranks in this process, on GPU 0."""
+    with open_mesh([0] * ranks.count, backend="cuda") as mesh:
+        collective = SharingCollective()
+        compared = compare(collective, mesh.devices, range(ranks.count), ranks)
+        mesh.synchronize()
+        collective.close()
+    ranks.write(compared)
+    return 0
+
+
+def apart(ranks: Ranks) -> int:
+    """Starts the ranks; when one fails the others, which would wait for it, are ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        reports = [Path(folder) / f"{rank}.json" for rank in range(ranks.count)]
+        started: list[Popen[bytes]] = []
+        try:
+            for rank, report in enumerate(reports):
+                started.append(_started(rank, replace(ranks, report=report)))
+            while None in (states := [one.poll() for one in started]) and not any(states):
+                time.sleep(LOOK_SECONDS)
+        finally:
+            for one in started:
+                one.kill()
+                one.wait()
+        if any(one.returncode for one in started):
+            print("exit statuses of the ranks:", [one.returncode for one in started])
+            return 1
+        ranks.write(sum(json.loads(path.read_text())["compared"] for path in reports))
+    return 0
+
+
+def _started(rank: int, ranks: Ranks) -> Popen[bytes]:
+    """A process for one rank, which NCCL takes for a host of its own."""
+    import cupy
+
+    quick = ("--quick",) if ranks.sizes == QUICK_SIZES else ()
+    words = ("-m", "gpu_check.ranks", f"rank-{rank}", str(ranks.count), str(ranks.report), *quick)
+    changed = {**APART, "NCCL_HOSTID": f"gradreduce-{rank}"}
+    command = python(*words, fake=getattr(cupy, "FAKE", False))
+    return Popen(command, env={**os.environ, **changed})
+
+
+def one_rank(rank: int, ranks: Ranks) -> int:
+    """One rank of several processes."""
+    from cupy.cuda import nccl
+
+    identity = _identity(ranks.report.parent / "id", rank)
+    with open_mesh([0], backend="cuda") as mesh:
+        (device,) = mesh.devices
+        with device.gpu:  # type: ignore[attr-defined]  # a CudaDevice
+            communicator = nccl.NcclCommunicator(ranks.count, identity, rank)
+        compared = compare(SharingCollective(communicator), [device], [rank], ranks)
+        mesh.synchronize()
+        # Not aborted, as our own close() does: destroy lets what other ranks still read go out.
+        communicator.destroy()
+    ranks.write(compared)
+    return 0
+
+
+def _identity(path: Path, rank: int) -> bytes:
+    """NCCL's id of the ranks' meeting: rank 0 makes it, the others wait for it."""
+    from cupy.cuda import nccl
+
+    if rank == 0:
+        part = path.with_suffix(".part")
+        part.write_bytes(bytes(nccl.get_unique_id()))
+        part.replace(path)
+    end = time.monotonic() + WAIT_SECONDS
+    while not path.is_file():
+        if time.monotonic() > end:
+            raise TimeoutError(f"rank {rank}: no id from rank 0 in {WAIT_SECONDS:g} s")
+        time.sleep(LOOK_SECONDS)
+    return path.read_bytes()
+
+
+def version(ranks: Ranks) -> int:
+    """Which NCCL CuPy has found."""
+    from cupy.cuda import nccl
+
+    if not nccl.available:
+        print("CuPy finds no libnccl")
+        return 1
+    _write(ranks.report, {"version": int(nccl.get_version())})
+    return 0
+
+
+def _write(report: Path, figures: dict[str, Any]) -> None:
+    report.write_text(json.dumps(figures), encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Goes one of the ways; 1 if a rank failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("way", help="version, together or apart")
+    parser.add_argument("num_ranks", type=int)
+    parser.add_argument("report", type=Path, help="the file for the figures")
+    parser.add_argument("--quick", action="store_true", help="small sizes only")
+    options = parser.parse_args(arguments)
+    sizes = QUICK_SIZES if options.quick else SIZES
+    ranks = Ranks(options.num_ranks, options.report, sizes)
+    if options.way.startswith("rank-"):
+        return one_rank(int(options.way.removeprefix("rank-")), ranks)
+    return {"version": version, "together": together, "apart": apart}[options.way](ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

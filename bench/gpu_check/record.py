@@ -1,0 +1,106 @@
+"""The JSON file of a section, true at every moment; never runs anything.
+
+It is written before the section begins and after every step of it, each time as a whole: a run
+that is killed leaves what was known by then, with the status ``stopped``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FAILED", "PASSED", "SKIPPED", "STOPPED", "Record", "Result"]
+
+PASSED, FAILED, STOPPED, SKIPPED = "passed", "failed", "stopped", "skipped"
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one check ended.
+
+    Attributes:
+        name: of the check.
+        outcome: passed, failed, stopped or skipped.
+        seconds: that it took.
+        figures: what it measured or counted.
+        reason: why it did not pass; empty if it did.
+        tail: the end of its output, if it failed or was stopped.
+    """
+
+    name: str
+    outcome: str
+    seconds: float = 0.0
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    reason: str = ""
+    tail: str = ""
+
+
+class Record:
+    """What one section has shown so far.
+
+    Args:
+        path: the file.
+        header: what does not change while the section runs.
+    """
+
+    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+        self.path = path
+        self.status = STOPPED
+        self.reason = "it has not begun"
+        self.results: list[Result] = []
+        self._header = dict(header)
+        self._start: float | None = None
+        self._seconds = 0.0
+        self._save()
+
+    def begin(self, name: str) -> None:
+        """A check has been started: should the run be killed now, it is what was stopped."""
+        if self._start is None:
+            self._start = time.monotonic()
+        self.reason = f"the run ended during {name!r}"
+        self._save([Result(name, STOPPED, reason="the run ended during it")])
+
+    def add(self, result: Result) -> None:
+        """A check has ended."""
+        self.results.append(result)
+        self.reason = f"the run ended after {result.name!r}"
+        self._save()
+
+    def skip(self, reason: str) -> None:
+        """The section cannot run here."""
+        self.status, self.reason = SKIPPED, reason
+        self._save()
+
+    def finish(self, stopped: str = "") -> None:
+        """The section has ended; ``stopped`` says why, if it was before all checks had."""
+        outcomes = [result.outcome for result in self.results]
+        self.status = next((one for one in (FAILED, STOPPED, PASSED) if one in outcomes), SKIPPED)
+        self.reason = next(
+            (
+                f"{result.name}: {result.reason}"
+                for result in self.results
+                if result.outcome == self.status and result.reason
+            ),
+            "",
+        )
+        if stopped:
+            self.status, self.reason = STOPPED, stopped
+        self._save()
+
+    def _save(self, running: list[Result] | None = None) -> None:
+        if self._start is not None:
+            self._seconds = time.monotonic() - self._start
+        content = {
+            **self._header,
+            "status": self.status,
+            "reason": self.reason,
+            "seconds": round(self._seconds, 3),
+            "results": [asdict(result) for result in (*self.results, *(running or ()))],
+        }
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        part.replace(self.path)  # in one step: nobody reads half a file

@@ -1,0 +1,79 @@
+"""Section ``example``: the digits, on eight logical devices of one GPU and of the simulation.
+
+The networks must end with the same bits: ``hierarchical_copy`` adds in an order that the number of
+replicas fixes, and with one GPU ``nccl`` adds what shares it in mesh order, without the library.
+The gradients are NumPy's in both runs. What may differ is a subnormal: CuPy builds with -ftz=true.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .record import FAILED, PASSED
+from .section import Check, Checks, Verdict, scratch, skipped
+from .setting import ROOT, Setting
+
+__all__ = ["example"]
+
+SCRIPT = ROOT / "examples" / "train_digits.py"
+NEEDED = ("sklearn", "matplotlib", "rich")
+ALGORITHMS = ("hierarchical_copy", "nccl")
+NUM_DEVICES = 8
+FAKE_STEPS = 4
+BELOW_GOAL = 1  # the example's exit status when the accuracy is below its goal
+
+
+def example(setting: Setting) -> Checks:
+    """Trains with each algorithm on either backend, and compares the two."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        yield skipped("the digits", f"not installed: {', '.join(missing)}")
+        return
+    for algorithm in ALGORITHMS[:1] if setting.fake else ALGORITHMS:
+        wanted = yield _training(setting, algorithm, "sim")
+        found = yield _training(setting, algorithm, "cuda")
+        if wanted.outcome == found.outcome == PASSED:
+            yield _comparison(algorithm, found.figures, wanted.figures)
+
+
+def _training(setting: Setting, algorithm: str, backend: str) -> Check:
+    name = f"{algorithm} on {backend}"
+    flags = {
+        "--backend": backend,
+        "--devices": str(NUM_DEVICES),
+        "--placement": ",".join("0" * NUM_DEVICES),
+        "--all-reduce": algorithm,
+        "--output": str(scratch(setting, name, ".png")),
+    }
+    if setting.fake:
+        flags["--steps"] = str(FAKE_STEPS)
+    words = [word for pair in flags.items() for word in pair]
+    # So few steps reach no goal.
+    passes = frozenset({0, BELOW_GOAL} if setting.fake else {0})
+    return Check(name, setting.python(str(SCRIPT), *words), read=table_of, passes=passes)
+
+
+def table_of(output: str) -> Mapping[str, Any]:
+    """What the example's closing table says of the training."""
+    rows = dict(re.findall(r"^│\s*(\S.*?)\s*│\s*(\S.*?)\s*│$", output, re.MULTILINE))
+    return {
+        "accuracy": float(rows["test accuracy"]),
+        "digest": rows["digest of the weights"],
+        "steps_per_second": float(rows["steps/s"]),
+        "launches_per_step": float(rows["launches per step"]),
+    }
+
+
+def _comparison(algorithm: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Verdict:
+    figures = {
+        "same_bits": found["digest"] == wanted["digest"],
+        "accuracy_difference": found["accuracy"] - wanted["accuracy"],
+    }
+    name = f"{algorithm}: cuda and sim agree"
+    if figures["same_bits"]:
+        return Verdict(name, PASSED, figures)
+    reason = f"digests {found['digest']} and {wanted['digest']} differ"
+    return Verdict(name, FAILED, figures, reason)

@@ -1,0 +1,73 @@
+"""Section ``nccl``: real NCCL with several ranks, though there is one GPU.
+
+NCCL refuses two ranks on one GPU ("Duplicate GPU detected"), but for two ways:
+
+* ``one process``: from NCCL 2.30 on ``NCCL_MULTI_RANK_GPU_ENABLE=1`` allows it, as an experiment:
+  about two ranks with the defaults, more with fewer CTAs, without NVLS. It hangs if the GPU's
+  resources run out.
+* ``processes``: with every version, one process for each rank, each with a host name of its own
+  and no way to the others but a socket of the loopback device. For correctness only, never speed.
+
+Every check has its own deadline, and a hang ends that check alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from .section import Check, Checks, scratch, skipped
+from .setting import Setting
+
+__all__ = ["nccl"]
+
+SECONDS = 75.0  # six of them fit a section
+FIRST_TO_SHARE = 23000  # NCCL 2.30.0, as get_version() spells it
+SHARED_GPU = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "4",
+    "NCCL_DEBUG": "WARN",
+}
+NUM_RANKS = (2, 4)
+
+
+def nccl(setting: Setting) -> Checks:
+    """Asks NCCL for its version, then goes the ways that this version has."""
+    version = yield _check(setting, "version", "version")
+    yield _check(setting, "one process, 1 rank", "together", 1)
+    for num_ranks in NUM_RANKS:
+        name = f"one process, {num_ranks} ranks on one GPU"
+        if version.figures.get("version", 0) >= FIRST_TO_SHARE:
+            yield _check(setting, name, "together", num_ranks, SHARED_GPU)
+        else:
+            yield skipped(name, f"NCCL {version.figures.get('version')} is below {FIRST_TO_SHARE}")
+    if setting.fake:
+        # Its communicators live in one process; one rank shows that the program works.
+        yield _check(setting, "a process for each of 1 rank", "apart", 1)
+        yield skipped("a process for each rank", "the fakes of two processes share nothing")
+        return
+    for num_ranks in NUM_RANKS:
+        yield _check(setting, f"a process for each of {num_ranks} ranks", "apart", num_ranks)
+
+
+def _check(
+    setting: Setting,
+    name: str,
+    way: str,
+    num_ranks: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> Check:
+    report = scratch(setting, name, ".json")
+    quick = ("--quick",) if setting.fake else ()
+    command = setting.python("-m", "gpu_check.ranks", way, str(num_ranks), str(report), *quick)
+    read = partial(_reported, report)
+    return Check(name, command, SECONDS, environment or {"NCCL_DEBUG": "WARN"}, read)
+
+
+def _reported(report: Path, output: str) -> Mapping[str, Any]:
+    figures: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
+    return figures

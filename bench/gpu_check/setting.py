@@ -1,0 +1,85 @@
+"""What a section is told: fake or real, which GPU, how to start Python; never runs anything."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ROOT", "Gpu", "Setting", "environment", "python"]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The first GPU, and what drives it.
+
+    Attributes:
+        name: as the driver gives it; ``fake`` for the stand-in, ``none`` where there is no GPU.
+        count: how many GPUs there are.
+        missing: why there is none; empty if there is one.
+        details: memory in bytes, compute capability, number of multiprocessors.
+        versions: of driver, runtime, cupy, nccl, numpy and python; None where it is not known.
+    """
+
+    name: str
+    count: int = 1
+    missing: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One run.
+
+    Attributes:
+        fake: whether the stand-in of ``tests/fake_cupy`` is CuPy.
+        gpu: that the run is on.
+        work: a folder for what the checks leave; it is gone after the run.
+        benches: the folder of the benchmarks.
+    """
+
+    fake: bool
+    gpu: Gpu
+    work: Path
+    benches: Path
+
+    def python(self, *arguments: str) -> tuple[str, ...]:
+        """See ``python``."""
+        return python(*arguments, fake=self.fake)
+
+    def pytest(self, *arguments: str) -> tuple[str, ...]:
+        """The command of a pytest run in which a missing GPU is a failure."""
+        plugin = ("-p", "fake_cupy.plugin") if self.fake else ()
+        plain = ("-q", "-p", "no:cacheprovider", "--require-gpu")
+        return (sys.executable, "-P", "-m", "pytest", *plugin, *plain, *arguments)
+
+
+def python(*arguments: str, fake: bool) -> tuple[str, ...]:
+    """The command of a Python process; ``arguments`` begin with a script, or with ``-m``."""
+    stand_in = ("-m", "fake_cupy") if fake else ()
+    return (sys.executable, "-P", *stand_in, *arguments)
+
+
+def environment(*, fake: bool, work: Path) -> dict[str, str]:
+    """Of every child: the caller's, without what would change a result."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GRADREDUCE_")}
+    path = kept.get("PYTHONPATH", "")
+    if fake:
+        path = os.pathsep.join(filter(None, (str(ROOT / "tests"), path)))
+    return {
+        **kept,
+        "PYTHONPATH": path,
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONIOENCODING": "utf-8",
+        # The plugins of whatever else is installed have no part in these tests.
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "HYPOTHESIS_STORAGE_DIRECTORY": str(work / "hypothesis"),
+        "NO_COLOR": "1",
+        "COLUMNS": "100",
+    }
