@@ -16,6 +16,7 @@ from fake_cupy import surface
 from fake_cupy.machine import Machine, current
 
 import gradreduce as gr
+from gradreduce import ops
 from gradreduce.device import Mesh, cuda, cuda_compile, open_mesh
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 from gradreduce.ops.add_n import ADD_N
@@ -181,3 +182,13 @@ def test_a_step_waits_for_nothing_and_uploads_nothing_twice(new_machine):
         assert here.counts["synchronize"] == before["synchronize"]
         assert len(kept) == 4
         assert current() is here
+
+
+def test_zeros_of_both_signs_are_different_arguments(mesh):
+    """The cached arguments of a launch are found by equality, and 0.0 == -0.0."""
+    device = mesh.devices[0]
+    outs = [device.empty((SIZE,), FLOAT) for _ in range(2)]
+    for out, scale in zip(outs, (0.0, -0.0), strict=True):
+        ops.pack([out], [device.upload(np.ones(SIZE, np.float32))], scale=scale)
+    assert not np.signbit(outs[0].numpy()).any()
+    assert np.signbit(outs[1].numpy()).all()

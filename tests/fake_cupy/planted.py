@@ -184,8 +184,8 @@ _DEVICES = {
     ),
 }  # fmt: skip
 _KERNELS = {
-    "a scalar is left out": _one("takes", CUDA, "(table, *arguments)", "(table, *arguments[1:])"),
-    "a scalar too many": _one("takes", CUDA, "(table, *arguments)", "(table, *arguments, 0)"),
+    "a scalar is left out": _one("takes", CUDA, "arguments, stream=", "arguments[:-1], stream="),
+    "a scalar too many": _one("takes", CUDA, "arguments, stream=", "(*arguments, 0), stream="),
     "an integer too short": _one("wants i8", CUDA, '"int64": np.int64', '"int64": np.int32'),
     "a float too short": _one("wants f8", CUDA, '"float64": np.float64', '"float64": np.float32'),
     "a float for an integer": _one("wants i8", CUDA, '"int64": np.int64', '"int64": np.float64'),

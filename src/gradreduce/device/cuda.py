@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import lru_cache
 from types import TracebackType
 from typing import Any
 
@@ -112,6 +113,16 @@ class Gpu:
             self._owner.lose(str(error))
             text = f"device {self._owner.name} was lost: {error}"
             raise BackendUnavailableError(text) from error
+
+
+@lru_cache(maxsize=1024)
+def _scalar_arguments(
+    kernel: Kernel, scalars: tuple[int | float, ...], exact: str
+) -> tuple[Any, ...]:
+    """As CuPy wants them: it takes a Python int for a long long whatever the kernel says."""
+    kinds: dict[str, Any] = {"int64": np.int64, "float64": np.float64}
+    declared = zip(kernel.scalars, scalars, strict=True)
+    return tuple(kinds[kind](value) for (_, kind), value in declared)
 
 
 class CudaDevice(Device):
@@ -269,12 +280,11 @@ class CudaDevice(Device):
         with self.gpu:
             entry = function(kernel, template, self.physical)
             table, num_chunks = self._tables.table(self, rows, queue)
-            kinds: dict[str, Any] = {"int64": np.int64, "float64": np.float64}
-            arguments = [
-                kinds[kind](value) for (_, kind), value in zip(kernel.scalars, scalars, strict=True)
-            ]
+            # 0.0 == -0.0, but a product with it is not: such scalars are told apart by their text.
+            exact = repr(scalars) if 0 in scalars else ""
+            arguments = (table, *_scalar_arguments(kernel, tuple(scalars), exact))
             grid = (min(num_chunks, self._max_blocks),)
-            entry(grid, (THREADS,), (table, *arguments), stream=self._streams[queue])
+            entry(grid, (THREADS,), arguments, stream=self._streams[queue])
 
     def _mark(self, queue: Queue) -> Any:
         with self.gpu:
