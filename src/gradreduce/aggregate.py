@@ -184,10 +184,12 @@ def _aggregate(
         buffers = [_on_current_device(term) for term in terms]
     kind = as_result_kind(as_kind, kind_of(terms[0]))
     spread = Spread(_AGGREGATORS[method], dtype_error)
+    home = buffers[0].device
+    together = True
     for buffer in buffers:
         spread.check(buffer)
-    home = buffers[0].device
-    if all(buffer.device is home for buffer in buffers):
+        together = together and buffer.device is home
+    if together:
         tree = method is AggregationMethod.EXPERIMENTAL_TREE
         return from_buffer(aggregate_buffers([buffers], home, tree=tree)[0], kind)
     for buffer in buffers:

@@ -103,6 +103,8 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
         ValueError: a tensor that needs grad, a nested list that is ragged, or numbers that are
             not of ``dtype``.
     """
+    if type(value) is np.ndarray:
+        return device.put(value)
     kind = kind_of(value)
     if kind == "native":
         return device.put(value) if is_array(value) else device.put(_numbers(value, dtype))

@@ -227,15 +227,7 @@ class Device(ABC):
             return
         num_written = kernel.num_written(scalars)
         self._check_rows(rows, num_written)
-        crossing = 0
-        for row in rows:
-            for operand in row:
-                if operand.device is not self or queue != "compute":
-                    operand.block.touched.add((self, queue))
-                    if operand.device.physical != self.physical:
-                        crossing += operand.nbytes
-            for operand in row[:num_written]:
-                self._before_write(operand, queue)
+        crossing = self._enter(rows, num_written, queue)
         self._launch(kernel, template, rows, scalars, queue)
         self.fabric.issued()
         self._record("launch", name=kernel.name, nbytes=crossing, queue=queue, num_rows=len(rows))
@@ -300,9 +292,23 @@ class Device(ABC):
     def _check_rows(self, rows: Sequence[Row], num_written: int) -> None:
         for row in rows:
             for operand in row:
-                self._check_reach(operand)
+                if operand.device is not self:
+                    self._check_reach(operand)
             for operand in row[:num_written]:
                 self._check_writable(operand)
+
+    def _enter(self, rows: Sequence[Row], num_written: int, queue: Queue) -> int:
+        """Remembers who touches what, and waits for readers; the bytes that cross a link."""
+        crossing = 0
+        for row in rows:
+            for operand in row:
+                if operand.device is not self or queue != "compute":
+                    operand.block.touched.add((self, queue))
+                    if operand.device.physical != self.physical:
+                        crossing += operand.nbytes
+            for operand in row[:num_written]:
+                self._before_write(operand, queue)
+        return crossing
 
     def _check_writable(self, operand: Buffer) -> None:
         if not operand.block.writable:

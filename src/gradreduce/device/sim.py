@@ -26,7 +26,7 @@ from .sim_queue import Event, Scheduler
 from .sim_workers import Workers
 from .table import INLINE_WORDS, pack_table, row_words
 
-__all__ = ["BLOCK_SIZE", "FACES", "SimDevice", "SimOptions", "sim_device"]
+__all__ = ["BLOCK_SIZE", "FACES", "SimDevice", "SimOptions", "memory_of", "sim_device"]
 
 # kernels= -> build of the .cu text (None: the NumPy twin)
 FACES: dict[str, str | None] = {
@@ -119,21 +119,6 @@ class SimDevice(Device):
         array: np.ndarray = buffer.array
         return array
 
-    def memory(self, buffer: Buffer) -> np.ndarray:
-        """The flat array that work uses. It does *not* keep the block alive.
-
-        As on a GPU: memory that is freed while work still uses it belongs to somebody else by
-        then.
-        """
-        block = buffer.block
-        if not block.owned:
-            if buffer.array is block.raw:
-                flat: np.ndarray = block.raw.reshape(-1)
-                return flat
-            whole: np.ndarray = block.raw.reshape(-1).view(np.uint8)
-            return whole[buffer.offset : buffer.offset + buffer.nbytes].view(buffer.dtype)
-        return np.ndarray(buffer.size, buffer.dtype, block.raw.bytes, buffer.offset)
-
     def _allocate(self, nbytes: int) -> Block:
         self.drain()
         memory = self._pool.take(nbytes)
@@ -153,17 +138,17 @@ class SimDevice(Device):
         kind = buffer.dtype.kind
         if kind in "fc" or buffer.dtype == BFLOAT16:
             value = complex(np.nan, np.nan) if kind == "c" else np.nan
-            work = partial(self.memory(buffer).fill, value)
+            work = partial(memory_of(buffer).fill, value)
         else:
-            work = partial(self.memory(buffer).view(np.uint8).fill, 0xA5)
+            work = partial(memory_of(buffer).view(np.uint8).fill, 0xA5)
         self.scheduler.submit((self, "compute"), work)
 
     def _fill_zero(self, buffer: Buffer) -> None:
-        self.scheduler.submit((self, "compute"), partial(self.memory(buffer).fill, 0))
+        self.scheduler.submit((self, "compute"), partial(memory_of(buffer).fill, 0))
 
     def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None:
         source = array.copy() if self.defers else array
-        into = self.memory(dst).reshape(dst.shape)
+        into = memory_of(dst).reshape(dst.shape)
         self.scheduler.submit((self, queue), partial(np.copyto, into, source))
 
     def _download(self, buffer: Buffer) -> np.ndarray:
@@ -171,7 +156,7 @@ class SimDevice(Device):
         return self.array(buffer).copy()
 
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
-        work = partial(np.copyto, sim_device(dst).memory(dst), sim_device(src).memory(src))
+        work = partial(np.copyto, memory_of(dst), memory_of(src))
         self.scheduler.submit((self, queue), work)
 
     # -- work -----------------------------------------------------------------------------------
@@ -201,20 +186,20 @@ class SimDevice(Device):
     ) -> Callable[[], None]:
         num_written = kernel.num_written(scalars)
         blocks: list[list[np.ndarray]] = []
+        size = 0
         for row in rows:
-            arrays = [sim_device(operand).memory(operand) for operand in row]
-            for position in range(num_written, len(arrays)):
-                arrays[position] = read_only(arrays[position])
+            arrays = [memory_of(operand) for operand in row]
+            if self.options.strict:
+                arrays[num_written:] = map(read_only, arrays[num_written:])
+            size += row[0].size
+            if row[0].size <= BLOCK_SIZE:
+                blocks.append(arrays)
+                continue
             for start in range(0, row[0].size, BLOCK_SIZE):
                 blocks.append([array[start : start + BLOCK_SIZE] for array in arrays])
-
-        def job(part: list[list[np.ndarray]]) -> None:
-            with np.errstate(all="ignore"):  # a GPU raises no floating-point warnings
-                kernel.twin(part, *scalars)
-
         workers = self.options.workers
-        shares = workers.shares(blocks, sum(row[0].size for row in rows))
-        return partial(workers.run, [partial(job, part) for part in shares])
+        jobs = [partial(_run, kernel, part, scalars) for part in workers.shares(blocks, size)]
+        return partial(workers.run, jobs)
 
     def _compiled_work(
         self,
@@ -272,6 +257,26 @@ class SimBlock(Block):
             "typestr": "|u1",
             "data": (self.address, False),
         }
+
+
+def _run(kernel: Kernel, rows: list[list[np.ndarray]], scalars: Sequence[int | float]) -> None:
+    with np.errstate(all="ignore"):  # a GPU raises no floating-point warnings
+        kernel.twin(rows, *scalars)
+
+
+def memory_of(buffer: Buffer) -> np.ndarray:
+    """The flat array that work uses. It does *not* keep the block alive.
+
+    As on a GPU: memory that is freed while work still uses it belongs to somebody else by then.
+    """
+    block = buffer.block
+    if block.owned:
+        return np.ndarray(buffer.size, buffer.dtype, block.raw.bytes, buffer.offset)
+    whole: np.ndarray = block.raw.reshape(-1)
+    if buffer.array is block.raw:
+        return whole
+    part = whole.view(np.uint8)[buffer.offset : buffer.offset + buffer.nbytes]
+    return part.view(buffer.dtype)
 
 
 def read_only(array: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ import numpy as np
 from .collective import Collective
 from .dtypes import accumulate_dtype
 from .memory import Buffer
-from .sim import SimDevice, sim_device
+from .sim import SimDevice, memory_of, sim_device
 
 __all__ = ["SimCollective"]
 
@@ -22,7 +22,7 @@ class SimCollective(Collective):
         if op != "sum":
             raise NotImplementedError(f"all_reduce with op={op!r}: only 'sum' so far")
         self._check("all_reduce", buffers, buffers)
-        arrays = [sim_device(buffer).memory(buffer) for buffer in buffers]
+        arrays = [memory_of(buffer) for buffer in buffers]
         wide = accumulate_dtype(buffers[0].dtype)
 
         def work() -> None:
@@ -38,7 +38,7 @@ class SimCollective(Collective):
     def broadcast(self, buffers: Sequence[Buffer], root: int) -> None:
         """See ``Collective.broadcast``."""
         self._check_broadcast(buffers, root)
-        arrays = [sim_device(buffer).memory(buffer) for buffer in buffers]
+        arrays = [memory_of(buffer) for buffer in buffers]
 
         def work() -> None:
             for array in arrays[:root] + arrays[root + 1 :]:
@@ -49,8 +49,8 @@ class SimCollective(Collective):
     def all_gather(self, outputs: Sequence[Buffer], inputs: Sequence[Buffer]) -> None:
         """See ``Collective.all_gather``."""
         self._check_gather(outputs, inputs)
-        sources = [sim_device(buffer).memory(buffer) for buffer in inputs]
-        targets = [sim_device(out).memory(out) for out in outputs]
+        sources = [memory_of(buffer) for buffer in inputs]
+        targets = [memory_of(out) for out in outputs]
 
         def work() -> None:
             gathered = np.concatenate(sources)

@@ -23,6 +23,9 @@ class Workers:
 
     def run(self, jobs: Sequence[Callable[[], None]]) -> None:
         """Runs all jobs, the last one in the calling thread; raises a failure once all ended."""
+        if len(jobs) == 1:
+            jobs[0]()
+            return
         futures: list[Future[None]] = []
         try:
             for job in jobs[:-1]:

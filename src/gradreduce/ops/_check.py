@@ -93,11 +93,15 @@ def by_dtype(
         if not written or not read:
             raise ValueError(f"{kernel.name}: a tensor without an out or without an input")
         check_writable(kernel.name, written)
-        to, of = element_of(written[0].dtype), element_of(read[0].dtype)
-        if written[0].dtype != read[0].dtype and not _casts(kernel, to, of):
-            raise ValueError(f"{kernel.name}: {read[0]} is not cast to {written[0]}")
+        to = of = element_of(written[0].dtype)
+        if written[0].dtype != read[0].dtype:
+            of = element_of(read[0].dtype)
+            if not _casts(kernel, to, of):
+                raise ValueError(f"{kernel.name}: {read[0]} is not cast to {written[0]}")
         key = (to.name, of.name, len(written), len(read))
-        launches.setdefault(key, []).append(as_elements([*written, *read]))
+        viewed = to.viewed is not None or of.viewed is not None
+        row = [*written, *read]
+        launches.setdefault(key, []).append(as_elements(row) if viewed else row)
     return launches
 
 
