@@ -9,6 +9,7 @@ from fake_cupy import machine
 
 import gradreduce as gr
 from gradreduce.device import Mesh
+from gradreduce.ops import plan_segments, segment_sum
 
 pytestmark = pytest.mark.fake_cupy
 
@@ -90,6 +91,32 @@ def test_training_steps_are_those_of_the_simulation(placement, algorithm, new_ma
     ):
         for array, wanted in zip(trained(mesh, algorithm), trained(sim, algorithm), strict=True):
             assert same(array, wanted)
+
+
+@pytest.mark.parametrize("queue", ["compute", "transfer"])
+def test_a_segment_sum_is_that_of_the_simulation(queue, new_machine):
+    """Twice: the plans of the first call die while its launch may still wait."""
+    new_machine(3)
+    indices = np.random.default_rng(0).integers(0, 40, 300)
+    plan = plan_segments(indices)
+    found = []
+    with (
+        gr.open_mesh([0], backend="cuda") as mesh,
+        gr.open_mesh([0], backend="sim", strict=True) as sim,
+    ):
+        for device in (mesh.devices[0], sim.devices[0]):
+            outs, values = [], []
+            for seed, (dtype, width) in enumerate([("float32", 7), ("float16", 16)] * 2):
+                values.append(device.upload(random_data((300, width), dtype, seed=seed)))
+                outs.append(device.zeros((40, width), dtype))
+            device.wait(device.mark(), queue=queue)
+            for divisor in (3, 1.0 + np.arange(plan.num_segments)):
+                segment_sum(
+                    outs, values, [plan] * 4, into=[plan.indices] * 4, divisor=divisor, queue=queue
+                )
+            device.wait(device.mark(queue))
+            found.append([out.numpy() for out in outs])
+    assert all(same(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_an_accumulator_over_a_mesh(new_machine):

@@ -268,7 +268,8 @@ class CudaDevice(Device):
     ) -> None:
         with self.gpu:
             entry = function(kernel, template, self.physical)
-            table, num_chunks = self._tables.table(self, rows, queue)
+            items = [kernel.num_items(row) for row in rows]
+            table, num_chunks = self._tables.table(self, rows, items, queue)
             kinds: dict[str, Any] = {"int64": np.int64, "float64": np.float64}
             arguments = [
                 kinds[kind](value) for (_, kind), value in zip(kernel.scalars, scalars, strict=True)

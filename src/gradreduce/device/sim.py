@@ -203,6 +203,9 @@ class SimDevice(Device):
             arrays = [sim_device(operand).memory(operand) for operand in row]
             for position in range(num_written, len(arrays)):
                 arrays[position] = read_only(arrays[position])
+            if kernel.items is not None:
+                blocks.append(arrays)
+                continue
             for start in range(0, row[0].size, BLOCK_SIZE):
                 blocks.append([array[start : start + BLOCK_SIZE] for array in arrays])
 
@@ -211,7 +214,7 @@ class SimDevice(Device):
                 kernel.twin(part, *scalars)
 
         workers = self.options.workers
-        shares = workers.shares(blocks, sum(row[0].size for row in rows))
+        shares = workers.shares(blocks, sum(map(kernel.num_items, rows)))
         return partial(workers.run, [partial(job, part) for part in shares])
 
     def _compiled_work(
@@ -222,7 +225,8 @@ class SimDevice(Device):
         scalars: Sequence[int | float],
         build: str,
     ) -> Callable[[], None]:
-        words, num_chunks = row_words(rows)
+        items = [kernel.num_items(row) for row in rows]
+        words, num_chunks = row_words(rows, items)
         packed = np.array(words, np.int64)
         address = 0 if len(words) <= INLINE_WORDS else packed.__array_interface__["data"][0]
         entry = host_kernel(kernel, build)
@@ -234,7 +238,7 @@ class SimDevice(Device):
 
         jobs = []
         workers = self.options.workers
-        for chunks in workers.shares(range(num_chunks), sum(row[0].size for row in rows)):
+        for chunks in workers.shares(range(num_chunks), sum(items)):
             table = pack_table(packed, len(rows), num_chunks, address=address)
             table["first_chunk"], table["end_chunk"] = chunks[0], chunks[-1] + 1
             jobs.append(partial(job, table, held))
