@@ -119,6 +119,39 @@ def test_a_segment_sum_is_that_of_the_simulation(queue, new_machine):
     assert all(same(one, other) for one, other in zip(*found, strict=True))
 
 
+def test_sparse_rows_on_gpus(new_machine):
+    """CuPy's arrays keep their kind, and their indices are the only thing that is waited for."""
+    import cupy
+
+    here = new_machine(5)
+    values = random_data((6, 5), "float32")
+    with (
+        gr.open_mesh([0, 1], backend="cuda") as mesh,
+        gr.open_mesh([0, 0], backend="sim", strict=True) as sim,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        results = []
+        for opened in (sim, mesh):
+            patch.setattr("gradreduce.device.mesh._default", [opened])
+            slices = gr.IndexedSlices(values, [3, 1, 3, 0, 1, 3], (4, 5))
+            merged = slices.coalesce(as_kind="buffer")
+            results.append((merged.values.numpy(), slices.to_dense(as_kind="numpy")))
+        assert all(same(one, other) for one, other in zip(*results, strict=True))
+        with cupy.cuda.Device(1):
+            theirs = cupy.asarray(values)
+            indices = cupy.asarray(np.array([3, 1, 3, 0, 1, 3], np.int32))
+        slices = gr.IndexedSlices(theirs, indices, (4, 5))
+        assert (slices.kind, slices.values, slices.device) == ("cupy", theirs, None)
+        before = here.counts["synchronize"]
+        merged, dense = slices.coalesce(), slices.to_dense()
+        assert here.counts["synchronize"] == before
+        assert isinstance(merged.values, cupy.ndarray)
+        assert dense.device.id == 1
+        for made, wanted in zip((merged.values, dense), results[0], strict=True):
+            with made.device:
+                assert same(made.get(), wanted)
+
+
 def test_an_accumulator_over_a_mesh(new_machine):
     new_machine(0)
     with gr.open_mesh([0, 0, 1], backend="cuda") as mesh:

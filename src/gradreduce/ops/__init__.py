@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from ._segments import Segments, joined_indices, plan_segments
+from ._segments import Indices, Segments, joined_indices, plan_segments
 from .accumulate_n import ACCUMULATE_N, accumulate_n, prepare_accumulate_n
 from .add_n import ADD_N, add_n, prepare_add_n
 from .all_sum import ALL_SUM, all_sum, prepare_all_sum
 from .pack import PACK, pack, prepare_pack
-from .segment_sum import SEGMENT_SUM, prepare_segment_sum, segment_sum
+from .segment_sum import SEGMENT_SUM, Divisor, prepare_segment_sum, segment_sum
 from .update import MOMENTUM, NESTEROV, SGD, momentum, nesterov, prepare_update, sgd
 
 __all__ = [
     "KERNELS",
+    "Divisor",
+    "Indices",
     "Segments",
     "accumulate_n",
     "add_n",

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Segments", "joined_indices", "plan_segments"]
+__all__ = ["Indices", "Segments", "joined_indices", "plan_segments"]
+
+Indices = np.ndarray  # for rooms that hold indices and import no array library
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,14 +23,14 @@ from ._check import as_elements, check_apart, check_divisor, check_writable, ele
 from ._segments import Segments
 from ._templates import FROM_WIDE, SAME, TO_WIDE
 
-__all__ = ["SEGMENT_SUM", "prepare_segment_sum", "segment_sum"]
+__all__ = ["SEGMENT_SUM", "Divisor", "prepare_segment_sum", "segment_sum"]
 
 # The twin adds the k-th rows of all segments at once while k is below this, and then the rest of
 # each long segment by itself: neither a few long nor many short ones make many NumPy calls.
 LEVELS = 128
 PART_SIZE = 1 << 16  # elements of a long segment at a time: the scratch stays in the cache
 
-Divisor = float | np.ndarray
+Divisor = float | np.ndarray  # of every segment, or float64 with one for each
 _Key = tuple[str, str, int, int, float]
 
 
