@@ -189,7 +189,7 @@ struct Table {
     i64 inline_words[448];
 };
 
-// A row: first chunk, elements, elements of the last operand, addresses.
+// A row: first chunk, items of work, elements of the last operand, addresses.
 struct Row {
     const i64* words;
     DEVICE i64 first_chunk() const { return words[0]; }
@@ -215,8 +215,8 @@ DEVICE bool aligned(const Table& table, const Row& row) {
     return (bits & 15) == 0;
 }
 
-// Runs body.at<LANES>(i) for whole vectors and body.at<1>(i) for what is left, over every element
-// of every row. `Body` is made once per chunk, from its row. Blocks stride over chunks, threads
+// Runs body.at<LANES>(i) for whole vectors and body.at<1>(i) for what is left, over every item of
+// every row: an element of the first operand, unless Kernel.items says otherwise. `Body` is made once per chunk, from its row. Blocks stride over chunks, threads
 // over the vectors of a chunk: the result is the same for any grid and block.
 template <typename Body, int LANES, typename... Arguments>
 DEVICE void elementwise(const Table& table, Arguments... arguments) {

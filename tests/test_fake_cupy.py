@@ -50,7 +50,7 @@ def passes(*arguments: str, **changed: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "part",
-    "arrays device digits flows foreign lost nccl ops planted_faults programs signatures "
+    "arrays device digits flows foreign lost nccl ops planted_faults programs segments signatures "
     "tables".split(),
 )
 def test_the_cuda_backend_passes_on_the_fake(part):

@@ -212,3 +212,36 @@ def test_a_step_takes_their_gradients(library, mesh):
     )
     assert step([[terms(library)], [terms(library, (2, 2, 6))]])
     assert same(variable.numpy(), np.full((2, 3), 1 - 0.5 * 8, np.float32))
+
+
+def test_sparse_rows_keep_their_kind(library, mesh, monkeypatch):
+    monkeypatch.setattr("gradreduce.device.mesh._default", [mesh])
+    indices = library.array(np.array([2, 0, 2], np.int32))
+    for dtype in library.dtypes():
+        values = np.arange(6).reshape(3, 2).astype(as_dtype(dtype))
+        slices = gr.IndexedSlices(library.array(values), indices, (4, 2))
+        assert (slices.dtype, slices.kind) == (as_dtype(dtype), library.name)
+        assert slices.indices.tolist() == [2, 0, 2]
+        merged, dense = slices.coalesce(), slices.to_dense()
+        assert kind_of(merged.values) == kind_of(dense) == library.name
+        assert same(library.numpy(merged.values), np.array([[2, 3], [4, 6]], values.dtype))
+        expected = np.array([[2, 3], [0, 0], [4, 6], [0, 0]], values.dtype)
+        assert same(library.numpy(dense), expected)
+        assert isinstance(slices.to_dense(as_kind="numpy"), np.ndarray)
+    shape = library.array(np.array([4, 2], np.int32))
+    assert gr.IndexedSlices(library.array(values), indices, shape).dense_shape == (4, 2)
+    for wrong in ("float32", "bfloat16"):
+        with pytest.raises(TypeError, match="indices must be integers"):
+            gr.IndexedSlices(values, library.array(np.zeros(3, as_dtype(wrong))))
+
+
+@pytest.mark.torch
+def test_sparse_rows_that_are_no_plain_arrays():
+    torch = Library("torch").module
+    with pytest.raises(TypeError, match="bool cannot be added"):
+        gr.IndexedSlices(torch.zeros(3, dtype=torch.bool), [0, 1, 2])
+    with pytest.raises(TypeError, match="indices must be integers, got bool"):
+        gr.IndexedSlices(torch.zeros(3), torch.tensor([True, False, True]))
+    needing = gr.IndexedSlices(torch.zeros(3, requires_grad=True), [0, 1, 2], torch.Size([3]))
+    with pytest.raises(ValueError, match=r"pass tensor\.detach\(\)"):
+        needing.to_dense()

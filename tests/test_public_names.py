@@ -49,7 +49,7 @@ MEMBERS = {
     "AGNOptimizer": "compute_gradients apply_gradients minimize get_init_op "
     "make_session_run_hook get_name get_slot get_slot_names variables local_step",
     "AGNCustomGetter": "center_variable accumulation",
-    "IndexedSlices": "coalesce to_dense",
+    "IndexedSlices": "values indices dense_shape dtype shape device coalesce to_dense",
     "Mirrored": "values primary get devices",
     "PerReplica": "values devices mesh",
     "Variable": "numpy assign assign_add",
@@ -112,7 +112,6 @@ def mesh():
 
 
 UNFINISHED = {
-    "IndexedSlices": lambda mesh: gr.IndexedSlices([[1.0]], [0]),
     "SparseConditionalAccumulator": lambda mesh: gr.SparseConditionalAccumulator("float32"),
     "ReductionToOneDevice": lambda mesh: gr.ReductionToOneDevice(),
     "AdamOptimizer": lambda mesh: gr.AdamOptimizer(),

@@ -266,8 +266,3 @@ def test_the_text_names_devices_dtypes_and_shapes(mesh):
 
 def test_the_operations_are_sum_and_mean():
     assert [op.value for op in gr.ReduceOp] == ["SUM", "MEAN"]
-
-
-def test_sparse_values_are_still_missing():
-    with pytest.raises(NotImplementedError, match="IndexedSlices"):
-        gr.IndexedSlices(np.zeros((1, 2)), [0])

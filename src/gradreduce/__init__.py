@@ -25,6 +25,7 @@ from gradreduce.cross_device import (
     all_reduce,
 )
 from gradreduce.device import Buffer, Device, Mesh, default_mesh, open_mesh
+from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.optim import (
     AdamOptimizer,
     AGNCenter,
@@ -35,7 +36,7 @@ from gradreduce.optim import (
     Optimizer,
 )
 from gradreduce.sync_step import SyncStep
-from gradreduce.values import IndexedSlices, Mirrored, PerReplica, ReduceOp, replica
+from gradreduce.values import Mirrored, PerReplica, ReduceOp, replica
 from gradreduce.variables import Variable, get_variable
 
 __version__ = "0.1.0"

@@ -19,8 +19,9 @@ from gradreduce.aggregators import (
     aggregate_buffers,
 )
 from gradreduce.device import Buffer, as_dtype, compatible, default_mesh
+from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import Kind, OneCall, as_result_kind, from_buffer, kind_of, to_buffer
-from gradreduce.values import IndexedSlices, current_replica
+from gradreduce.values import current_replica
 
 __all__ = [
     "AggregationMethod",

@@ -17,7 +17,14 @@ import numpy as np
 from gradreduce.device import Buffer, Device, as_dtype
 from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.errors import DeviceMismatchError
-from gradreduce.interop_gpu import Kind, OneCall, adopt_cupy, adopt_foreign, from_gpu
+from gradreduce.interop_gpu import (
+    Kind,
+    OneCall,
+    adopt_cupy,
+    adopt_foreign,
+    download_foreign,
+    from_gpu,
+)
 
 __all__ = [
     "Kind",
@@ -25,8 +32,10 @@ __all__ = [
     "as_result_kind",
     "converted",
     "from_buffer",
+    "host_array",
     "is_array",
     "kind_of",
+    "shape_and_dtype",
     "to_buffer",
 ]
 
@@ -84,6 +93,41 @@ def as_result_kind(as_kind: str | None, kind: Kind) -> Kind:
 def is_array(value: Any) -> bool:
     """Whether ``value`` has a dtype of its own; lists and Python numbers take what is wanted."""
     return hasattr(value, "dtype")
+
+
+def shape_and_dtype(array: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """Of an array of any library, or a Buffer; the dtype in NumPy's word.
+
+    Raises:
+        TypeError: no array, or a dtype that cannot be added.
+    """
+    kind = kind_of(array)
+    if kind == "cuda":
+        shown = array.__cuda_array_interface__
+        return tuple(shown["shape"]), as_dtype(shown["typestr"])
+    dtype = str(array.dtype).removeprefix("torch.") if kind == "torch" else array.dtype
+    return tuple(array.shape), as_dtype(dtype)
+
+
+def host_array(value: Any) -> np.ndarray:
+    """``value`` in host memory, of any dtype; maybe the caller's own memory, so only read it.
+
+    Waits for the device of a Buffer or a GPU array.
+
+    Raises:
+        TypeError: no array, number or nested list.
+        ValueError: a nested list that is ragged.
+    """
+    kind = kind_of(value)
+    if kind == "buffer":
+        value = value.numpy()
+    elif kind in ("cupy", "cuda"):
+        value = download_foreign(value)
+    elif kind == "torch":
+        value = value.detach().cpu()
+        if value.dtype is sys.modules["torch"].bfloat16:
+            value = value.float()  # NumPy knows no half of PyTorch's
+    return np.asarray(value)
 
 
 def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> Buffer:

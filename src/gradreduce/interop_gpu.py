@@ -18,7 +18,7 @@ from gradreduce.device import Buffer, Device
 from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.errors import DeviceMismatchError
 
-__all__ = ["Kind", "OneCall", "adopt_cupy", "adopt_foreign", "from_gpu"]
+__all__ = ["Kind", "OneCall", "adopt_cupy", "adopt_foreign", "download_foreign", "from_gpu"]
 
 # "native": NumPy arrays and numbers; such results are NumPy on the simulation, CuPy on GPUs.
 # "cuda": arrays of any other library that shows __cuda_array_interface__; results are CuPy's.
@@ -109,6 +109,25 @@ def adopt_foreign(
     if not writable or _says_read_only(array):
         buffer.block.writable = False
     return buffer
+
+
+def download_foreign(array: Any) -> np.ndarray:
+    """A host copy of a GPU array of CuPy, or of a library that is shared as CuPy's; waits for it.
+
+    Needs no mesh.
+
+    Raises:
+        TypeError: it is shared in no way that we know.
+    """
+    cupy = sys.modules["cupy"]
+    if isinstance(array, cupy.ndarray):
+        return np.asarray(array.get())
+    shared, after = _by_dlpack(array) or _by_interface(array)
+    gpu = int(shared.device.id)
+    current = cupy.cuda.get_current_stream(gpu)
+    if after is not None and after != current.ptr:
+        _wait(current, after, gpu)
+    return np.asarray(shared.get())
 
 
 def _by_dlpack(array: Any) -> tuple[Any, int | None] | None:

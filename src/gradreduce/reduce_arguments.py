@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradreduce.device import Buffer, Device, Mesh
+from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import is_array
-from gradreduce.values import DistributedValues, IndexedSlices, PerReplica, ReduceOp
+from gradreduce.values import DistributedValues, PerReplica, ReduceOp
 from gradreduce.variables import Variable
 
 __all__ = [

@@ -15,11 +15,11 @@ from gradreduce.interop import Kind, OneCall, from_buffer, kind_of, to_buffer
 
 __all__ = [
     "DistributedValues",
-    "IndexedSlices",
     "Mirrored",
     "PerReplica",
     "ReduceOp",
     "current_replica",
+    "on_current_device",
     "replica",
 ]
 
@@ -143,33 +143,6 @@ class Mirrored(DistributedValues):
     """A value that is the same on every device, such as a gradient after the all-reduce."""
 
 
-_SPARSE = "IndexedSlices (sparse gradients) are not implemented yet"
-
-
-class IndexedSlices:
-    """Rows of a larger array: ``values[k]`` belongs to row ``indices[k]`` (tf.IndexedSlices).
-
-    Args:
-        values: the rows, shape ``(num_rows, …)``.
-        indices: the row number of each, int64, duplicates allowed.
-        dense_shape: of the whole array; None if unknown.
-
-    Raises:
-        NotImplementedError: sparse gradients come with a later version.
-    """
-
-    def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None) -> None:
-        raise NotImplementedError(_SPARSE)
-
-    def coalesce(self) -> IndexedSlices:
-        """Rows of the same index added in a fixed order; indices sorted, each once."""
-        raise NotImplementedError(_SPARSE)
-
-    def to_dense(self) -> Any:
-        """The whole array, rows of the same index added, zeros where there is none."""
-        raise NotImplementedError(_SPARSE)
-
-
 _replica = threading.local()
 
 
@@ -200,6 +173,25 @@ def current_replica() -> int | None:
     """The index of the innermost ``gr.replica`` of this thread; None outside any."""
     index: int | None = getattr(_replica, "index", None)
     return index
+
+
+def on_current_device(value: Any) -> Buffer:
+    """``value`` on the device of the enclosing ``gr.replica``, else on device 0; Buffers stay.
+
+    Of ``gr.default_mesh()``; a GPU array stays on its GPU, see ``interop.to_buffer``.
+
+    Raises:
+        TypeError: no array.
+        ValueError: the mesh has not so many replicas.
+    """
+    if isinstance(value, Buffer):
+        return value
+    kind_of(value)  # before a mesh is opened for what is no array
+    devices = default_mesh().devices
+    index = current_replica() or 0
+    if index >= len(devices):
+        raise ValueError(f"replica {index} of a mesh of {len(devices)} devices")
+    return to_buffer(value, devices[index])
 
 
 def _devices(

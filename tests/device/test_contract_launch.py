@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 from device.contract import FLOAT, QUEUES, SIZE, add, adopted, data, uploaded
 from exact import DTYPES, same
@@ -13,6 +14,7 @@ from meshes import refused
 
 from gradreduce.device import Buffer, Device, Record, accumulate_dtype, compiled, element_of
 from gradreduce.errors import DeviceMismatchError
+from gradreduce.ops import plan_segments, segment_sum
 from gradreduce.ops.add_n import ADD_N
 
 
@@ -52,6 +54,23 @@ def test_rows_of_size_zero_are_left_out(near):
         device.zeros((0,), FLOAT)
     assert [(record.kind, record.num_rows) for record in journal.records] == [("launch", 1)]
     assert same(full[0].numpy(), data((4,), seed=1) + data((4,), seed=2))
+
+
+def test_a_row_has_the_work_that_its_kernel_says(near):
+    """One item for each column of a segment: more than its plan has elements, or none at all."""
+    device = near.devices[0]
+    segments = plan_segments(np.array([4, 1, 4]))
+    wide, none = (uploaded(device, 1, (3, width)) for width in (5000, 0))
+    out, nothing = device.zeros((5, 5000), FLOAT), device.zeros((5, 0), FLOAT)
+    with near.journal() as journal:
+        segment_sum([nothing, out], [none, wide], [segments] * 2, into=[segments.indices] * 2)
+    assert [(record.kind, record.num_rows) for record in journal.records] == [
+        ("upload", 0),
+        ("launch", 1),
+    ]
+    rows, expected = data((3, 5000), seed=1), np.zeros((5, 5000), FLOAT)
+    expected[1], expected[4] = rows[1], rows[0] + rows[2]
+    assert same(out.numpy(), expected)
 
 
 def test_a_launch_reaches_peers_or_says_what_to_do(apart):

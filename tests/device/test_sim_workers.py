@@ -86,6 +86,21 @@ def test_many_small_rows_are_spread_too():
         assert len(seen) == 3
 
 
+def test_rows_that_are_not_elementwise_come_whole():
+    """In several threads, though the small one weighs as much as the large."""
+    seen = []
+
+    def twin(rows, num_inputs: int) -> None:
+        seen.append([[array.size for array in row] for row in rows])
+
+    whole = replace(ADD_N, twin=twin, items=lambda sizes: sizes[0])
+    with opened(2) as device:
+        rows = [operands(device, size)[0] for size in (LARGE, 5)]
+        device.launch(whole, PAIR, rows, (2,))
+        device.launch(whole, PAIR, rows[:1], (2,))
+    assert sorted(seen) == [[[5] * 3], [[LARGE] * 3], [[LARGE] * 3]]
+
+
 @pytest.mark.parametrize("size", [1000, SPREAD_SIZE - 1])
 def test_a_small_launch_stays_in_the_callers_thread(size):
     with opened(3) as device:

@@ -133,7 +133,9 @@ def test_a_table_may_lie_outside_the_parameters(face, num_rows):
         rows = [operands(device, random_terms(1, 20, "float32", seed=k)) for k in range(num_rows)]
         outs = [blank(device, 20, "float32") for _ in range(num_rows)]
         table = [buffers([out, *row]) for out, row in zip(outs, rows, strict=True)]
-        assert (len(row_words(table)[0]) > INLINE_WORDS) == (num_rows > INLINE_ROWS)
+        assert (len(row_words(table, [20] * num_rows)[0]) > INLINE_WORDS) == (
+            num_rows > INLINE_ROWS
+        )
         device.launch(ADD_N, ("float32", "float32", 1), table, (1,))
     assert all(same(out.array, row[0].values) for out, row in zip(outs, rows, strict=True))
 

@@ -24,25 +24,36 @@ def row(*sizes, address=4096):
 
 
 def test_a_row_is_first_chunk_sizes_and_addresses():
-    words, num_chunks = row_words([row(5, 3), row(16, 16, address=64)], chunk_size=4)
+    words, num_chunks = row_words([row(5, 3), row(16, 16, address=64)], [5, 16], chunk_size=4)
     assert words == [0, 5, 3, 4096, 4097, 2, 16, 16, 64, 65]
     assert num_chunks == 2 + 4
 
 
+def test_the_items_need_not_be_the_elements_of_an_operand():
+    words, num_chunks = row_words([row(100, 3), row(7, 2)], [9, 1], chunk_size=4)
+    assert words == [0, 9, 3, 4096, 4097, 3, 1, 2, 4096, 4097]
+    assert num_chunks == 4
+
+
 def test_no_rows_make_no_chunks():
-    assert row_words([]) == ([], 0)
+    assert row_words([], []) == ([], 0)
+
+
+def test_every_row_has_its_items():
+    with pytest.raises(ValueError, match="zip"):
+        row_words([row(5, 5)], [])
 
 
 @pytest.mark.parametrize(
     ("size", "num_chunks"), [(1, 1), (CHUNK_SIZE, 1), (CHUNK_SIZE + 1, 2), (3 * CHUNK_SIZE, 3)]
 )
 def test_the_last_chunk_of_a_row_may_be_short(size, num_chunks):
-    assert row_words([row(size, size)])[1] == num_chunks
+    assert row_words([row(size, size)], [size])[1] == num_chunks
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=50), st.integers(1, 40))
 def test_every_element_is_in_one_chunk_of_one_row(sizes, chunk_size):
-    words, num_chunks = row_words([row(size, size) for size in sizes], chunk_size)
+    words, num_chunks = row_words([row(size, size) for size in sizes], sizes, chunk_size)
     firsts = words[:: ROW_HEADER + 2]
     seen = []
     for chunk in range(num_chunks):

@@ -19,25 +19,39 @@ LAUNCHES = {
     "accumulate_n": (4, (3,)),
     "all_sum": (5, (2, 3, 1, 1.0)),
     "pack": (2, (1.0,)),
+    "segment_sum": (4, (0, 0, 1.0)),
     "sgd": (2, (0.5,)),
     "momentum": (3, (0.5, 0.5)),
     "nesterov": (3, (0.5, 0.5)),
 }
 
 
+# of segment_sum: 31 segments of two rows, each a whole number of vectors
+ORDER, BOUNDS, WIDTH = np.arange(62)[::-1].copy(), np.arange(0, 63, 2), 16
+
+
+def row_of(device, kernel, template, num_operands, num_written):
+    """100 where the kernel writes, 1 to 4 where it reads: no result is 100."""
+    sizes, plan = [SIZE] * num_operands, []
+    if kernel.name == "segment_sum":
+        sizes = [WIDTH * (BOUNDS.size - 1), WIDTH * ORDER.size]
+        plan = [Operand(device, part) for part in (ORDER, BOUNDS)]
+    dtypes = [as_dtype(name) for name in template if isinstance(name, str)]
+    rng = np.random.default_rng(0)
+    row = []
+    for place, size in enumerate(sizes):
+        written = place < num_written
+        values = np.full(size, 100) if written else rng.integers(1, 5, size)
+        row.append(Operand(device, values.astype(dtypes[0 if written else -1])))
+    return row + plan
+
+
 def launch(device, kernel, template):
-    """A row of 100 where the kernel writes, of 1 to 4 where it reads: no result is 100."""
     num_operands, scalars = LAUNCHES[kernel.name]
     if kernel.name == "add_n" and template[2]:
         num_operands, scalars = 1 + template[2], (template[2],)
     num_written = kernel.num_written(scalars)
-    dtypes = [as_dtype(name) for name in template if isinstance(name, str)]
-    rng = np.random.default_rng(0)
-    row = []
-    for place in range(num_operands):
-        written = place < num_written
-        values = np.full(SIZE, 100) if written else rng.integers(1, 5, SIZE)
-        row.append(Operand(device, values.astype(dtypes[0 if written else -1])))
+    row = row_of(device, kernel, template, num_operands, num_written)
     device.launch(kernel, template, [buffers(row)], scalars)
     return row, num_written
 

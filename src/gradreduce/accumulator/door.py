@@ -9,8 +9,9 @@ from typing import Any
 
 from gradreduce.device import Buffer, DType, compatible
 from gradreduce.errors import DeviceMismatchError, InvalidArgumentError
+from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import is_array, kind_of, to_buffer
-from gradreduce.values import IndexedSlices, PerReplica, current_replica
+from gradreduce.values import PerReplica, current_replica
 from gradreduce.variables import Variable
 
 from .apply import Arrival, prepare_arrivals

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradreduce.device import Device, Mesh
-from gradreduce.values import IndexedSlices
+from gradreduce.indexed_slices import IndexedSlices
 
 from .dense import ConditionalAccumulatorBase
 

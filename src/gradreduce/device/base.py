@@ -214,15 +214,15 @@ class Device(ABC):
 
         Fences nothing but copies that still read what it writes: who changes queue or device
         says ``mark`` and ``wait``. Operands may lie on any logical device of this physical one,
-        or of a peer if their memory is our own pool's. Rows of size zero are left out; nothing
-        is launched when none remains.
+        or of a peer if their memory is our own pool's. Rows without work (size zero, as a rule)
+        are left out; nothing is launched when none remains.
 
         Raises:
             DeviceMismatchError: an operand is out of reach.
             ValueError: a row would write memory that is read-only.
         """
         self.fabric.check_usable(self)
-        rows = [row for row in rows if row[0].size]
+        rows = [row for row in rows if kernel.num_items(row)]
         if not rows:
             return
         num_written = kernel.num_written(scalars)

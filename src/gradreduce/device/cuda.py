@@ -279,7 +279,8 @@ class CudaDevice(Device):
     ) -> None:
         with self.gpu:
             entry = function(kernel, template, self.physical)
-            table, num_chunks = self._tables.table(self, rows, queue)
+            items = [kernel.num_items(row) for row in rows]
+            table, num_chunks = self._tables.table(self, rows, items, queue)
             # 0.0 == -0.0, but a product with it is not: such scalars are told apart by their text.
             exact = repr(scalars) if 0 in scalars else ""
             arguments = (table, *_scalar_arguments(kernel, tuple(scalars), exact))

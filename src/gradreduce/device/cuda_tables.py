@@ -40,12 +40,18 @@ class Tables:
         self._cache = OrderedDict()
 
     def table(
-        self, device: CudaDevice, rows: Sequence[Row], queue: Queue
+        self, device: CudaDevice, rows: Sequence[Row], items: Sequence[int], queue: Queue
     ) -> tuple[np.ndarray, int]:
-        """The struct that a kernel takes by value, and the number of chunks in it."""
-        size = sum(row[0].size for row in rows)
-        chunk_size = self._chunk_size(size)
-        words, num_chunks = row_words(rows, chunk_size)
+        """The struct that a kernel takes by value, and the number of chunks in it.
+
+        Args:
+            device: whose table it is; it uploads a large one.
+            rows: the operands of each row.
+            items: of each row, the items of work.
+            queue: which of the device's queues launches.
+        """
+        chunk_size = self._chunk_size(sum(items))
+        words, num_chunks = row_words(rows, items, chunk_size)
         key = (chunk_size, len(rows), *words)
         with self._lock:
             found = self._cache.get(key)

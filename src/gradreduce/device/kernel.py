@@ -9,10 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .dtypes import ELEMENTS
+
+if TYPE_CHECKING:
+    from .memory import Row
 
 __all__ = ["Arrays", "Kernel", "Template", "kernel_text", "kernels_folder"]
 
@@ -25,18 +29,24 @@ class Kernel:
     """One kernel with its two faces.
 
     A launch gives it a table of rows. A row holds the 1-D operands of one tensor, the written
-    ones first; every row of a launch has the same number of operands and the same dtypes.
+    ones first; every row of a launch has the same number of operands and the same dtypes. An
+    *elementwise* kernel makes element i of what it writes from elements i of what it reads, and
+    the operands of a row have as many elements each. Any other one says in ``items`` how much
+    work a row is; its operands may have different sizes.
 
     Attributes:
         name: the entry in the ``.cu`` file; the twin is ``_<name>_twin``.
         source: stem of the file in ``kernels/`` that holds the entry.
-        twin: the NumPy face: ``twin(rows, *scalars)``. Rows may be cut anywhere along their
-            elements and handed to several threads: elementwise is part of the promise.
+        twin: the NumPy face: ``twin(rows, *scalars)``. The rows of an elementwise kernel may be
+            cut anywhere along their elements; all others come whole. Several threads may call it,
+            each with rows of its own.
         scalars: ``(name, "int64" | "float64")`` of every argument after the table, in order.
         templates: every instantiation that a host build holds, as template arguments: names of
             ``ELEMENTS`` and integers. NVRTC compiles what is asked for, when it is asked for.
         writes: how many operands of each row, counted from the first, are written; or the name
             of the scalar that says so. Everything behind them is only read.
+        items: the items of work that operands of these sizes make: what the chunks of the table
+            count. None: elementwise, one for each element of the first operand.
     """
 
     name: str
@@ -45,6 +55,7 @@ class Kernel:
     scalars: tuple[tuple[str, str], ...]
     templates: tuple[Template, ...]
     writes: int | str = 1
+    items: Callable[[Sequence[int]], int] | None = None
 
     def num_written(self, scalars: Sequence[int | float]) -> int:
         """How many operands of each row a launch with these scalars writes."""
@@ -52,6 +63,12 @@ class Kernel:
             return self.writes
         names = [name for name, _ in self.scalars]
         return int(scalars[names.index(self.writes)])
+
+    def num_items(self, row: Row) -> int:
+        """Items of work that a row makes; none of a row without any is launched."""
+        if self.items is None:
+            return row[0].size
+        return self.items([operand.size for operand in row])
 
     def expression(self, template: Template) -> str:
         """The C++ name of one instantiation, ``add_n<float, float, 8>``."""

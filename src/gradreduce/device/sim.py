@@ -191,8 +191,8 @@ class SimDevice(Device):
             arrays = [memory_of(operand) for operand in row]
             if self.options.strict:
                 arrays[num_written:] = map(read_only, arrays[num_written:])
-            size += row[0].size
-            if row[0].size <= BLOCK_SIZE:
+            size += kernel.num_items(row)
+            if kernel.items is not None or row[0].size <= BLOCK_SIZE:
                 blocks.append(arrays)
                 continue
             for start in range(0, row[0].size, BLOCK_SIZE):
@@ -209,7 +209,8 @@ class SimDevice(Device):
         scalars: Sequence[int | float],
         build: str,
     ) -> Callable[[], None]:
-        words, num_chunks = row_words(rows)
+        items = [kernel.num_items(row) for row in rows]
+        words, num_chunks = row_words(rows, items)
         packed = np.array(words, np.int64)
         address = 0 if len(words) <= INLINE_WORDS else packed.__array_interface__["data"][0]
         entry = host_kernel(kernel, build)
@@ -221,7 +222,7 @@ class SimDevice(Device):
 
         jobs = []
         workers = self.options.workers
-        for chunks in workers.shares(range(num_chunks), sum(row[0].size for row in rows)):
+        for chunks in workers.shares(range(num_chunks), sum(items)):
             table = pack_table(packed, len(rows), num_chunks, address=address)
             table["first_chunk"], table["end_chunk"] = chunks[0], chunks[-1] + 1
             jobs.append(partial(job, table, held))

@@ -1,13 +1,15 @@
 """How the rows of a launch reach a kernel: the words of its pointer table; never launches.
 
 One launch serves many tensors, so its arguments are a table. Row t holds the operands of tensor
-t, and the work is cut into chunks of ``chunk_size`` elements numbered through all rows:
+t, and the work is cut into chunks of ``chunk_size`` items numbered through all rows. An item is an
+element of the first operand, unless the kernel says otherwise (``Kernel.items``):
 
-    words of a row:  first chunk │ elements │ elements of the last operand │ address, address, …
+    words of a row:  first chunk │ items │ elements of the last operand │ address, address, …
 
 A block takes a chunk, finds its row by binary search over the first words (all threads of a block
 search alike, so nothing diverges), and so one huge and many tiny tensors share the blocks evenly.
-``elements of the last operand`` differs from ``elements`` only where a kernel pads (pack).
+``elements of the last operand`` differs from ``items`` only where a kernel pads (pack) or is not
+elementwise (segment_sum).
 
 The struct below is ``Table`` in ``kernels/common.cuh``, byte for byte; a test compares the two.
 """
@@ -26,7 +28,7 @@ __all__ = ["CHUNK_SIZE", "INLINE_WORDS", "ROW_HEADER", "TABLE", "pack_table", "r
 # the table's head and the scalars. 448 words are 89 rows of two operands.
 INLINE_WORDS = 448
 ROW_HEADER = 3
-# Elements. A multiple of every vector's lanes, and enough work for a block of 256 threads to
+# Items. A multiple of every vector's lanes, and enough work for a block of 256 threads to
 # make 4 to 16 vector loads each.
 CHUNK_SIZE = 16_384
 
@@ -44,14 +46,22 @@ TABLE = np.dtype(
 )
 
 
-def row_words(rows: Sequence[Row], chunk_size: int = CHUNK_SIZE) -> tuple[list[int], int]:
-    """The words of all rows, and the number of chunks they make; no row may be empty."""
+def row_words(
+    rows: Sequence[Row], items: Sequence[int], chunk_size: int = CHUNK_SIZE
+) -> tuple[list[int], int]:
+    """The words of all rows, and the number of chunks they make.
+
+    Args:
+        rows: the operands of each row.
+        items: of each row, not zero; ``Kernel.num_items`` says how many.
+        chunk_size: items of a chunk.
+    """
     words: list[int] = []
     chunk = 0
-    for row in rows:
-        words += (chunk, row[0].size, row[-1].size)
+    for row, num_items in zip(rows, items, strict=True):
+        words += (chunk, num_items, row[-1].size)
         words += [operand.address for operand in row]
-        chunk += -(-row[0].size // chunk_size)
+        chunk += -(-num_items // chunk_size)
     return words, chunk
 
 
@@ -65,7 +75,7 @@ def pack_table(
         num_rows: rows in it.
         num_chunks: chunks in it.
         address: where the device sees the words; 0 puts them inline, where they must fit.
-        chunk_size: elements of a chunk.
+        chunk_size: items of a chunk.
     """
     table = np.zeros(1, TABLE)
     head = table[0]

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+from ._segments import Indices, Segments, joined_indices, plan_segments
 from .accumulate_n import ACCUMULATE_N, accumulate_n, prepare_accumulate_n
 from .add_n import ADD_N, add_n, prepare_add_n
 from .all_sum import ALL_SUM, all_sum, prepare_all_sum
 from .pack import PACK, pack, prepare_pack
+from .segment_sum import SEGMENT_SUM, Divisor, prepare_segment_sum, segment_sum
 from .update import MOMENTUM, NESTEROV, SGD, momentum, nesterov, prepare_update, sgd
 
 __all__ = [
     "KERNELS",
+    "Divisor",
+    "Indices",
+    "Segments",
     "accumulate_n",
     "add_n",
     "all_sum",
+    "joined_indices",
     "momentum",
     "nesterov",
     "pack",
+    "plan_segments",
     "prepare_accumulate_n",
     "prepare_add_n",
     "prepare_all_sum",
     "prepare_pack",
+    "prepare_segment_sum",
     "prepare_update",
+    "segment_sum",
     "sgd",
 ]
 
-KERNELS = (ADD_N, ACCUMULATE_N, ALL_SUM, PACK, SGD, MOMENTUM, NESTEROV)
+KERNELS = (ADD_N, ACCUMULATE_N, ALL_SUM, PACK, SEGMENT_SUM, SGD, MOMENTUM, NESTEROV)

@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from gradreduce.device import Buffer, Kernel, element_of, overlap
 from gradreduce.device.dtypes import Element
 
-__all__ = ["as_elements", "by_dtype", "check_apart", "check_divisor", "check_row", "check_writable"]
+__all__ = [
+    "as_elements",
+    "by_dtype",
+    "check_apart",
+    "check_divisor",
+    "check_row",
+    "check_writable",
+    "elements",
+]
 
 
 def as_elements(buffers: Sequence[Buffer]) -> list[Buffer]:
@@ -93,16 +101,23 @@ def by_dtype(
         if not written or not read:
             raise ValueError(f"{kernel.name}: a tensor without an out or without an input")
         check_writable(kernel.name, written)
-        to = of = element_of(written[0].dtype)
-        if written[0].dtype != read[0].dtype:
-            of = element_of(read[0].dtype)
-            if not _casts(kernel, to, of):
-                raise ValueError(f"{kernel.name}: {read[0]} is not cast to {written[0]}")
-        key = (to.name, of.name, len(written), len(read))
-        viewed = to.viewed is not None or of.viewed is not None
+        key = (*elements(kernel, written[0], read[0]), len(written), len(read))
         row = [*written, *read]
+        viewed = any(element_of(end.dtype).viewed is not None for end in (written[0], read[0]))
         launches.setdefault(key, []).append(as_elements(row) if viewed else row)
     return launches
+
+
+def elements(kernel: Kernel, written: Buffer, read: Buffer) -> tuple[str, str]:
+    """The elements of an out and of an input, for a template.
+
+    Raises:
+        ValueError: a cast that the kernel has no template for.
+    """
+    to, of = element_of(written.dtype), element_of(read.dtype)
+    if written.dtype != read.dtype and not _casts(kernel, to, of):
+        raise ValueError(f"{kernel.name}: {read} is not cast to {written}")
+    return to.name, of.name
 
 
 def _casts(kernel: Kernel, to: Element, of: Element) -> bool:

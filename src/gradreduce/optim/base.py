@@ -13,8 +13,9 @@ from gradreduce.aggregate import AggregationMethod
 from gradreduce.cross_device import AllReduceCrossDeviceOps, CrossDeviceOps
 from gradreduce.device import Buffer, Device, DType, by_physical, gather, scatter
 from gradreduce.errors import InvalidVariableError
+from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import OneCall, kind_of, to_buffer
-from gradreduce.values import IndexedSlices, Mirrored, PerReplica, ReduceOp
+from gradreduce.values import Mirrored, PerReplica, ReduceOp
 from gradreduce.variables import Variable
 
 __all__ = ["Optimizer"]

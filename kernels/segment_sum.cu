@@ -1,0 +1,55 @@
+// segment_sum: out[t][into[s]] = (values[t][order[b]] + … + values[t][order[e-1]]) / divisors[s]
+// order    left to right from b = bounds[s] to e = bounds[s+1], b < e; one rounding per add in the
+//          accumulate type of In; divided (truly) there if not by 1; one rounding at the store
+// types    <Out, In>: halves accumulate in float; integers take divisor 1 only; indices are i64
+// aliasing none: out shares no byte with what is read, and no value of into comes twice
+// launch   1-D, any grid and block; blocks stride over chunks of (segment, column); 64-bit indices
+// limits   none; without has_into into[s] is s, without has_divisors divisors[s] is divisor
+// twin     src/gradreduce/ops/segment_sum.py, bit-equal except subnormals (-ftz=true)
+// source   own; tf.IndexedSlices and the unsorted segment sum that makes one dense
+#include "common.cuh"
+
+template <typename Out, typename In> struct SegmentSum {
+    typedef typename accumulate<In>::type Acc;
+    Out* out;
+    const In* values;
+    const i64 *order, *into, *bounds;
+    const double* divisors;
+    double divisor;
+    i64 width;
+
+    DEVICE SegmentSum(const Row& row, i64 has_into, i64 has_divisors, double divisor)
+        : divisor(divisor) {
+        out = row.operand<Out>(0);
+        values = row.operand<const In>(1);
+        order = row.operand<const i64>(2);
+        into = has_into ? row.operand<const i64>(3) : nullptr;
+        divisors = has_divisors ? row.operand<const double>(3 + has_into) : nullptr;
+        bounds = row.operand<const i64>(3 + has_into + has_divisors);
+        width = row.size() / (row.last_size() - 1);  // an item is a column of a segment
+    }
+
+    template <int LANES> DEVICE void at(i64 i) const {
+        if (LANES > 1 && width % LANES) {  // a vector would reach into the next row
+            for (i64 l = i; l < i + LANES; ++l) at<1>(l);
+            return;
+        }
+        const i64 segment = i / width, column = i % width, end = bounds[segment + 1];
+        i64 k = bounds[segment];
+        Lanes<Acc, LANES> total = load<Acc, LANES>(values, order[k] * width + column);
+        while (++k < end) add_to(total, load<Acc, LANES>(values, order[k] * width + column));
+        if constexpr (is_float<Acc>::value) {
+            const double by = divisors ? divisors[segment] : divisor;
+            UNROLL
+            for (int l = 0; l < LANES; ++l) total.lane[l] = divide(total.lane[l], by);
+        }
+        store(out, (into ? into[segment] : segment) * width + column, total);
+    }
+};
+
+template <typename Out, typename In>
+__global__ void segment_sum(
+    TABLE_ARGUMENT table, i64 has_into, i64 has_divisors, double divisor) {
+    elementwise<SegmentSum<Out, In>, lanes_of<Out, In>::value>(
+        table, has_into, has_divisors, divisor);
+}

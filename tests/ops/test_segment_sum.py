@@ -1,0 +1,400 @@
+"""segment_sum on every face, against a loop over the rows, bit by bit; and the plan it follows."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from exact import COMPLEX, DTYPES, FLOATS, INTEGERS, exact_data, random_data, same
+from faces import (
+    INLINE_ROWS,
+    NUM_THREADS,
+    SPREAD_SIZE,
+    Operand,
+    blank,
+    recorded,
+    spread,
+    start_patterns,
+    wide_of,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradreduce.device import as_dtype
+from gradreduce.ops import joined_indices, plan_segments, prepare_segment_sum, segment_sum
+from gradreduce.ops.segment_sum import LEVELS, PART_SIZE, SEGMENT_SUM
+
+# Around vectors of 1 to 16 elements; odd ones, and ones that some dtypes take as whole vectors.
+WIDTHS = (0, 1, 2, 3, 4, 7, 8, 16, 17, 32, 255)
+INDICES = np.array([3, 9, 3, 0, 3, 9, 5, 2**40, 0, 3])
+
+
+def sums(values, indices, divisors=1, out=None):
+    """Row by row in a plain loop: the sums in the order of their indices."""
+    wide, found = wide_of(values.dtype), {}
+    with np.errstate(all="ignore"):
+        for index, row in zip(indices.tolist(), values.astype(wide), strict=True):
+            found[index] = found[index] + row if index in found else row
+        rows = np.array([found[index] for index in sorted(found)], wide)
+        rows = rows.reshape(len(found), *values.shape[1:])
+        if np.any(np.not_equal(divisors, 1)):
+            parts = rows.view(rows.real.dtype)  # a complex number's parts are divided alone
+            by = np.broadcast_to(np.asarray(divisors, "float64"), (len(found),))
+            rows = (parts / by.astype(parts.dtype)[:, None]).view(wide)
+        return rows.astype(out or values.dtype)
+
+
+class Rows:
+    """The operands of one tensor: its rows, and an out for their sums or for the whole array."""
+
+    def __init__(self, device, values, indices, starts=(0, 0), num_rows=None, out=None):
+        self.plan, self.indices, self.values = plan_segments(indices), indices, values
+        dtype = as_dtype(out or values.dtype)
+        self.term = Operand(device, values.reshape(-1), starts[1])
+        self.rows = self.plan.num_segments if num_rows is None else num_rows
+        self.width = math.prod(values.shape[1:])
+        self.made = blank(device, self.rows * self.width, dtype, starts[0])
+        self.into = None if num_rows is None else self.plan.indices
+        self.out = self.made.buffer.view(0, (self.rows, self.width))
+        self.buffer = self.term.buffer.view(0, values.shape)
+
+    def right(self, divisors=1):
+        """Whether the out is the loop's, all that is no row of it as before, and no input too."""
+        expected = self.made.values.reshape(self.out.shape).copy()
+        made = sums(self.values, self.indices, divisors, self.out.dtype)
+        expected[slice(None) if self.into is None else self.into] = made.reshape(
+            len(made), self.width
+        )
+        found = self.made.array.reshape(self.out.shape)
+        return same(found, expected) and self.made.contained() and self.term.unchanged()
+
+
+def check(device, *tensors, divisor=1):
+    """Adds all tensors in one call."""
+    into = [tensor.into for tensor in tensors]
+    segment_sum(
+        [tensor.out for tensor in tensors],
+        [tensor.buffer for tensor in tensors],
+        [tensor.plan for tensor in tensors],
+        into=into,
+        divisor=divisor,
+    )
+    each = divisor if isinstance(divisor, list) else [divisor] * len(tensors)
+    for tensor, by in zip(tensors, each, strict=True):
+        assert tensor.right(by), (tensor.out, tensor.buffer, tensor.indices, by)
+
+
+def indices_of(lengths, seed=0):
+    """Segments of these lengths, their rows shuffled."""
+    return np.random.default_rng(seed).permutation(np.repeat(np.arange(len(lengths)) * 3, lengths))
+
+
+# -- the plan -------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.sampled_from([0, 1, 2, 3, 7, 2**40, 2**62]), max_size=60))
+def test_a_plan_is_a_stable_sort(indices):
+    plan = plan_segments(np.array(indices, np.int64))
+    assert plan.indices.tolist() == sorted(set(indices))
+    wanted = sorted(range(len(indices)), key=lambda row: indices[row])
+    assert plan.order.tolist() == wanted
+    assert (plan.num_rows, plan.num_segments) == (len(indices), len(set(indices)))
+    starts = plan.bounds.tolist()
+    assert (starts[0], starts[-1], len(starts)) == (0, len(indices), len(set(indices)) + 1)
+    for index, start, end in zip(plan.indices, starts, starts[1:], strict=False):
+        assert start < end
+        assert {indices[row] for row in plan.order[start:end]} == {index}
+    assert {part.dtype for part in (plan.indices, plan.order, plan.bounds)} == {np.dtype("int64")}
+
+
+def test_indices_are_joined_in_order():
+    parts = [np.array([3, 1]), np.array([], np.int64), np.array([1])]
+    assert joined_indices(parts).tolist() == [3, 1, 1]
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_width_and_start(device, dtype):
+    for width in WIDTHS:
+        values = random_data((INDICES.size, width), dtype, seed=width)
+        for starts in start_patterns(2):
+            check(device, Rows(device, values, INDICES, starts))
+            check(device, Rows(device, values, INDICES % 11, starts, num_rows=11))
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 5), (6, 2, 3), (6, 2, 0, 3), (6, 1, 1, 4)], ids=str)
+def test_a_row_is_all_behind_the_first_dimension(device, shape):
+    values = random_data(shape, "float32")
+    check(device, Rows(device, values, INDICES[:6]))
+    check(device, Rows(device, values, INDICES[:6], num_rows=10))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 4, 5])
+def test_segments_of_every_length(device, dtype, width):
+    lengths = [1, 2, 3, 8, LEVELS - 1, LEVELS, LEVELS + 1, 3 * LEVELS + 5]
+    indices = indices_of(lengths)
+    check(device, Rows(device, random_data((indices.size, width), dtype), indices))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "uint8"])
+def test_segments_longer_than_the_twin_takes_at_a_time(device, dtype):
+    size = PART_SIZE + LEVELS + 3
+    check(device, Rows(device, random_data((size, 1), dtype), np.full(size, 7)))
+    check(device, Rows(device, random_data((64, PART_SIZE + 1), dtype), np.full(64, 7)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_exact_sums_are_those_of_numpy(device, dtype):
+    indices = indices_of([1, 5, 0, 20, 3])
+    values = exact_data((indices.size, 6), dtype)
+    tensor = Rows(device, values, indices, num_rows=13)
+    device.upload(np.zeros((13, 6), dtype), out=tensor.out)
+    segment_sum([tensor.out], [tensor.buffer], [tensor.plan], into=[tensor.into])
+    expected = np.zeros((13, 6), dtype)
+    np.add.at(expected, indices, values)
+    assert same(tensor.out.numpy(), expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS + COMPLEX, ids=str)
+@pytest.mark.parametrize("divisor", [1, 2, 3, 7.3, -1, 0, 1e-320, float("inf"), float("nan")])
+def test_the_sum_is_divided_before_it_is_rounded(device, dtype, divisor):
+    for width in (3, 16):
+        values = random_data((INDICES.size, width), dtype, seed=width)
+        check(device, Rows(device, values, INDICES), divisor=divisor)
+
+
+@pytest.mark.parametrize("dtype", FLOATS + COMPLEX, ids=str)
+def test_every_segment_has_a_divisor_of_its_own(device, dtype):
+    by = np.array([1, 3, 7.3, -1, 2**24 + 1.0])
+    for width in (3, 16):
+        values = random_data((INDICES.size, width), dtype, seed=width)
+        check(device, Rows(device, values, INDICES), divisor=[by])
+        check(device, Rows(device, values, INDICES % 11, num_rows=11), divisor=[by])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_geometry(geometric_device, dtype):
+    by = 1 if dtype.kind in "iu" else 3
+    for width in (1, 16, 17):
+        indices = indices_of([1 + k % 5 for k in range(1100)])
+        values = random_data((indices.size, width), dtype)
+        for starts in start_patterns(2)[:2]:
+            tensor = Rows(geometric_device, values, indices, starts, num_rows=3300)
+            check(geometric_device, tensor, divisor=by)
+
+
+@pytest.mark.parametrize("template", SEGMENT_SUM.templates, ids=SEGMENT_SUM.expression)
+def test_every_template_and_its_cast(device, template):
+    to, of = map(as_dtype, template)
+    for width in (3, 16):
+        values = random_data((INDICES.size, width), of)
+        for starts in start_patterns(2):
+            check(device, Rows(device, values, INDICES, starts, out=to))
+
+
+def test_complex_rows_of_a_wider_out(device):
+    values = random_data((INDICES.size, 5), "complex64")
+    check(device, Rows(device, values, INDICES, out="complex128"), divisor=3)
+
+
+# -- the order is fixed ---------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    width=st.integers(0, 20),
+    indices=st.lists(st.integers(0, 6), max_size=40),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_only_the_order_inside_a_segment_counts(device, dtype, width, indices, seed):
+    """The segments may be woven into each other in any way: same bits, every time."""
+    indices = np.array(indices, np.int64)
+    values = random_data((indices.size, width), dtype, seed=seed)
+    first = Rows(device, values, indices)
+    check(device, first)
+    luck = np.random.default_rng(seed)
+    keys = luck.random(indices.size)
+    for index in set(indices.tolist()):
+        keys[indices == index] = np.sort(keys[indices == index])
+    woven = np.argsort(keys, kind="stable")
+    for order in (slice(None), woven):
+        again = Rows(device, values[order], indices[order])
+        check(device, again)
+        assert same(again.made.array, first.made.array)
+
+
+# -- launches -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_launch_and_one_upload_for_tensors_of_all_sizes(device, dtype):
+    sizes = [1, 700, 0, 3, 40, *range(1, 1 + INLINE_ROWS // 2), 7]
+    for num_tensors in (5, len(sizes)):  # the table inline, and beyond
+        tensors = [
+            Rows(
+                device,
+                random_data((size, width % 20), dtype, seed=size),
+                indices_of([1 + k % 4 for k in range(size)])[:size],
+                starts=(width % 3, width % 2),
+            )
+            for width, size in enumerate(sizes[:num_tensors], 1)
+        ]
+        with recorded(device) as journal:
+            check(device, *tensors)
+        assert (journal.launches, journal.uploads) == (1, 1)
+        launched = sum(tensor.values.size > 0 for tensor in tensors)
+        assert [each.num_rows for each in journal.records if each.kind == "launch"] == [launched]
+
+
+def test_what_cannot_be_one_launch_is_still_one_upload(device):
+    """Another dtype, another divisor, divisors of its own, rows of a whole array."""
+    by = np.array([1.0, 2, 3, 4, 5])
+    kinds = [("float32", 1, 0), ("float16", 1, 0), ("float32", 2, 0), ("float32", by, 0),
+             ("float32", 1, 11), ("float32", by, 11)]  # fmt: skip
+    tensors, divisors = [], []
+    for dtype, divisor, num_rows in kinds * 2:
+        values = random_data((INDICES.size, 3), dtype, seed=len(tensors))
+        tensors.append(Rows(device, values, INDICES % 11, num_rows=num_rows or None))
+        divisors.append(divisor)
+    with recorded(device) as journal:
+        check(device, *tensors, divisor=divisors)
+    assert (journal.launches, journal.uploads) == (len(kinds), 1)
+
+
+def test_nothing_is_launched_for_nothing(device):
+    with recorded(device) as journal:
+        segment_sum([], [], [])
+        empty = np.zeros(0, np.int64)
+        check(device, Rows(device, random_data((0, 3), "float32"), empty))
+        check(device, Rows(device, random_data((0, 3), "float32"), empty, num_rows=5))
+        check(device, Rows(device, random_data((3, 0), "float32"), INDICES[:3]))
+    assert (journal.launches, journal.uploads) == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "uint8"])
+def test_tensors_are_spread_over_threads(device, dtype):
+    """The host builds cut anywhere; a twin gets whole tensors."""
+    size = SPREAD_SIZE // 17
+    indices = np.arange(size) // 2 * 2
+    tensors = [Rows(device, random_data((size, 40), dtype, seed=k), indices) for k in range(5)]
+    with spread(device) as num_jobs:
+        check(device, *tensors)
+        check(device, tensors[0])
+    whole = device.options.face == "numpy"
+    assert num_jobs == [NUM_THREADS, 1 if whole else NUM_THREADS]
+
+
+def test_another_queue_launches(device):
+    values = random_data((INDICES.size, 4), "float32")
+    tensor = Rows(device, values, INDICES)
+    with recorded(device) as journal:
+        segment_sum([tensor.out], [tensor.buffer], [tensor.plan], queue="transfer")
+    assert {record.queue for record in journal.records} == {"transfer"}
+    assert tensor.right()
+
+
+def test_preparing_launches_nothing(device):
+    with recorded(device) as journal:
+        prepare_segment_sum(device, as_dtype("float32"), as_dtype("bfloat16"))
+    assert journal.records == []
+
+
+# -- what does not fit ----------------------------------------------------------------------------
+
+PLAN = plan_segments(INDICES % 11)
+OUT, ARRAY, TERM = ("float32", (5, 3)), ("float32", (9, 3)), ("float32", (10, 3))
+INTEGER_OUT, INTEGER_TERM = ("int32", (5, 3)), ("int32", (10, 3))
+# out, values, options
+MISFITS = {
+    "more rows than the plan": (OUT, ("float32", (11, 3)), {}),
+    "fewer": (OUT, ("float32", (9, 3)), {}),
+    "no rows at all": (OUT, ("float32", ()), {}),
+    "an out without rows": (("float32", ()), ("float32", (10, 1)), {}),
+    "another width": (OUT, ("float32", (10, 4)), {}),
+    "too many rows of the out": (("float32", (6, 3)), TERM, {}),
+    "too few": (("float32", (4, 3)), TERM, {}),
+    "a cast that there is not": (OUT, INTEGER_TERM, {}),
+    "two halves": (("bfloat16", (5, 3)), ("float16", (10, 3)), {}),
+    "complex and real": (("complex64", (5, 3)), TERM, {}),
+    "integers divided": (INTEGER_OUT, INTEGER_TERM, {"divisor": 2}),
+    "integers divided one by one": (INTEGER_OUT, INTEGER_TERM, {"divisor": [1, np.ones(5)]}),
+    "too few divisors": (OUT, TERM, {"divisor": [1, np.ones(4)]}),
+    "divisors of another dtype": (OUT, TERM, {"divisor": [1, np.ones(5, "float32")]}),
+    "into too few": (ARRAY, TERM, {"into": [None, np.arange(4)]}),
+    "into twice": (ARRAY, TERM, {"into": [None, np.array([0, 1, 1, 2, 3])]}),
+    "into falling": (ARRAY, TERM, {"into": [None, np.array([4, 3, 2, 1, 0])]}),
+    "into below": (ARRAY, TERM, {"into": [None, np.arange(-1, 4)]}),
+    "into beyond": (ARRAY, TERM, {"into": [None, np.arange(5, 10)]}),
+    "into of another dtype": (ARRAY, TERM, {"into": [None, np.arange(5, dtype="int32")]}),
+}
+
+
+@pytest.mark.parametrize(("out", "term", "options"), MISFITS.values(), ids=MISFITS)
+def test_arguments_that_do_not_fit_change_nothing(device, out, term, options):
+    good = Rows(device, random_data((INDICES.size, 3), "float64"), INDICES)
+    row = [Operand(device, random_data((math.prod(shape),), dtype)) for dtype, shape in (out, term)]
+    views = [one.buffer.view(0, shape) for one, (_, shape) in zip(row, (out, term), strict=True)]
+    with recorded(device) as journal, pytest.raises(ValueError, match="segment_sum"):
+        segment_sum([good.out, views[0]], [good.buffer, views[1]], [good.plan, PLAN], **options)
+    assert journal.records == []
+    assert all(operand.unchanged() for operand in [*row, good.term, good.made])
+
+
+@pytest.mark.parametrize("start", [1, 14, 15, 30, 44])
+def test_an_out_that_shares_memory_with_its_values_is_refused(device, start):
+    memory = Operand(device, random_data((60,), "float32"))
+    values, out = memory.buffer.view(15, (10, 3)), memory.buffer.view(start, (5, 3))
+    with recorded(device) as journal, pytest.raises(ValueError, match=r"segment_sum: .*overlaps"):
+        segment_sum([out], [values], [PLAN])
+    assert journal.records == []
+    assert memory.unchanged()
+
+
+def test_an_out_beside_its_values_is_not(device):
+    memory = Operand(device, random_data((60,), "float32"))
+    for start in (0, 45):
+        out = memory.buffer.view(start, (5, 3))
+        segment_sum([out], [memory.buffer.view(15, (10, 3))], [PLAN])
+        expected = sums(memory.values[15:45].reshape(10, 3), INDICES % 11)
+        assert same(out.numpy(), expected)
+
+
+def test_lists_of_different_lengths_change_nothing(device):
+    one = Rows(device, random_data((INDICES.size, 3), "float32"), INDICES)
+    whole = [one.out], [one.buffer], [one.plan]
+    for place in range(3):
+        lists = [part * (1 + (position == place)) for position, part in enumerate(whole)]
+        with pytest.raises(ValueError, match="zip"):
+            segment_sum(*lists)
+    for options in ({"into": []}, {"divisor": []}):
+        with pytest.raises(ValueError, match="zip"):
+            segment_sum(*whole, **options)
+    assert one.made.unchanged()
+
+
+def test_an_input_may_be_read_only_and_an_out_may_not(device):
+    values = random_data((30,), "float32")
+    fixed = Operand(device, values, writable=False)
+    one = Rows(device, values.reshape(10, 3), INDICES % 11)
+    segment_sum([one.out], [fixed.buffer.view(0, (10, 3))], [one.plan])
+    assert one.right()
+    other = Rows(device, values.reshape(10, 3), INDICES % 11)
+    with recorded(device) as journal, pytest.raises(ValueError, match="read-only"):
+        segment_sum([other.out, fixed.buffer.view(0, (5, 3))], [one.buffer] * 2, [one.plan] * 2)
+    assert journal.records == []
+    assert other.made.unchanged()
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_integers_wrap(device, dtype):
+    values = np.full((3, 2), np.iinfo(dtype).max, dtype)
+    tensor = Rows(device, values, np.zeros(3, np.int64))
+    check(device, tensor)
+    limits = np.iinfo(dtype)
+    wrapped = (3 * limits.max - limits.min) % 2**limits.bits + limits.min
+    assert set(tensor.made.array.tolist()) == {wrapped}
