@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import weakref
 from collections.abc import Iterator
 
@@ -31,7 +30,7 @@ def mesh(request) -> Iterator[gr.Mesh]:
 @pytest.fixture(autouse=True)
 def default(mesh, monkeypatch):
     """Host arrays lie on this mesh."""
-    monkeypatch.setattr(sys.modules["gradreduce.aggregate"], "default_mesh", lambda: mesh)
+    monkeypatch.setattr("gradreduce.values.default_mesh", lambda: mesh)
 
 
 @pytest.fixture(params=METHODS, ids=NAMES.get)

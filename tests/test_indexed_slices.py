@@ -298,7 +298,10 @@ def test_many_tensors_share_launches(mesh):
     parts = [slices_of(dtype, width=3 + k, seed=k)
              for k, dtype in enumerate(["float32", "float16", "float32", "float32"])]  # fmt: skip
     homes = [first, first, first, third]
-    placed = [part.placed(home.put(part.values)) for part, home in zip(parts, homes, strict=True)]
+    placed = [
+        gr.IndexedSlices(home.put(part.values), part.indices, part.dense_shape)
+        for part, home in zip(parts, homes, strict=True)
+    ]
     with mesh.journal() as journal:
         made = densified(placed)
     assert (journal.launches, journal.uploads) == (3, 2)

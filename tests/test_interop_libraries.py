@@ -228,6 +228,10 @@ def test_sparse_rows_keep_their_kind(library, mesh, monkeypatch):
         expected = np.array([[2, 3], [0, 0], [4, 6], [0, 0]], values.dtype)
         assert same(library.numpy(dense), expected)
         assert isinstance(slices.to_dense(as_kind="numpy"), np.ndarray)
+        joined = gr.aggregate([slices, slices.coalesce()])
+        assert joined.kind == library.name
+        assert joined.indices.tolist() == [2, 0, 2, 0, 2]
+        assert kind_of(gr.aggregate([slices, dense])) == kind_of(gr.add_n([slices])) == library.name
     shape = library.array(np.array([4, 2], np.int32))
     assert gr.IndexedSlices(library.array(values), indices, shape).dense_shape == (4, 2)
     for wrong in ("float32", "bfloat16"):

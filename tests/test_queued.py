@@ -17,11 +17,11 @@ from gradreduce.device import base, memory
 from gradreduce.device.sim_queue import Shuffled
 
 # By full name: functions of the same name hide `gradreduce.aggregate` and `allreduce.nccl`.
-packing, aggregation, optimizer, arrivals, hierarchical, nccl_room = (
+packing, aggregation, sparse, optimizer, arrivals, hierarchical, nccl_room = (
     importlib.import_module(f"gradreduce.{name}")
     for name in (
-        "packing", "aggregators", "optim.base", "accumulator.apply", "allreduce.hierarchical",
-        "allreduce.nccl",
+        "packing", "aggregators", "aggregate_sparse", "optim.base", "accumulator.apply",
+        "allreduce.hierarchical", "allreduce.nccl",
     )
 )  # fmt: skip
 
@@ -163,6 +163,16 @@ def aggregate_alone(scene):
     scene.keep(sums)
 
 
+def sparse_alone(scene):
+    """Rows of several devices joined and merged, and made dense among arrays."""
+    for dense in ([], scene.fresh((4, 5))):
+        rows = scene.fresh((6, 5))
+        terms = [gr.IndexedSlices(buffer, [3, 1, 3, 0, 1, 3], (4, 5)) for buffer in rows]
+        made = gr.aggregate([*terms, *dense])
+        scene.overwrite(rows, dense)
+        scene.keep([made if dense else made.coalesce().values])
+
+
 def optimizer_alone(scene):
     variable = gr.Variable(data(scene.rng, (37,)), device=scene.mesh)
     value = data(scene.rng, (37,))
@@ -188,6 +198,7 @@ def each_room_alone(seed):
         packing_alone(scene)
         all_reduce_alone(scene)
         aggregate_alone(scene)
+        sparse_alone(scene)
         optimizer_alone(scene)
         accumulator_alone(scene)
     return scene.results
@@ -267,7 +278,7 @@ FAULTS = {
     "no waits at all": forget_waits,
     **{
         f"{room.__name__}: no {fence}": forget(room, fence)
-        for room in (packing, aggregation, optimizer, arrivals, hierarchical, nccl_room)
+        for room in (packing, aggregation, sparse, optimizer, arrivals, hierarchical, nccl_room)
         for fence in ("gather", "scatter")
     },
     "a dying block forgets its users": forget_touched,

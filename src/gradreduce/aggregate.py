@@ -10,6 +10,13 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from gradreduce.aggregate_sparse import (
+    all_sparse,
+    concatenated,
+    kind_of_term,
+    known_shape,
+    with_dense,
+)
 from gradreduce.aggregators import (
     AddN,
     Aggregator,
@@ -18,10 +25,10 @@ from gradreduce.aggregators import (
     Tree,
     aggregate_buffers,
 )
-from gradreduce.device import Buffer, as_dtype, compatible, default_mesh
+from gradreduce.device import Buffer, as_dtype, compatible
 from gradreduce.indexed_slices import IndexedSlices
-from gradreduce.interop import Kind, OneCall, as_result_kind, from_buffer, kind_of, to_buffer
-from gradreduce.values import current_replica
+from gradreduce.interop import Kind, OneCall, as_result_kind, from_buffer, kind_of
+from gradreduce.values import on_current_device
 
 __all__ = [
     "AggregationMethod",
@@ -75,6 +82,7 @@ def add_n(inputs: Sequence[Any], name: str | None = None, *, as_kind: str | None
     Args:
         inputs: list or tuple of arrays of one shape and dtype (nothing is broadcast). A single
             one is returned itself. Those on several devices are added per device first.
+            IndexedSlices are made dense, a single one too.
         name: ignored; TensorFlow's name of the operation.
         as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the result
             is instead of the kind of the first input.
@@ -83,13 +91,13 @@ def add_n(inputs: Sequence[Any], name: str | None = None, *, as_kind: str | None
         A new array of the kind of the first input; no input is written.
 
     Raises:
-        ValueError: not a list or tuple, an empty one, ``None`` in it, or shapes differ.
-        TypeError: dtypes differ, or one that cannot be added.
-        NotImplementedError: IndexedSlices.
+        ValueError: not a list or tuple, an empty one, ``None`` in it, shapes differ, or a single
+            IndexedSlices without ``dense_shape``.
+        TypeError: dtypes differ, one that cannot be added, or IndexedSlices without
+            ``dense_shape`` among several inputs.
     """
     _check_inputs(inputs, "Tensor/IndexedSlices")
-    if len(inputs) == 1:
-        _refuse_sparse(inputs[0])
+    if len(inputs) == 1 and not all_sparse(inputs):
         kind_of(inputs[0])
         return inputs[0]
     return _aggregate(list(inputs), AggregationMethod.ADD_N, TypeError, as_kind)
@@ -119,12 +127,13 @@ def accumulate_n(
 
     Raises:
         ValueError: not a list or tuple, an empty one, ``None`` in it, dtypes or shapes differ, or
-            a shape other than ``shape``.
+            a shape other than ``shape``, or IndexedSlices.
         TypeError: a dtype other than ``tensor_dtype``, or one that cannot be added.
-        NotImplementedError: IndexedSlices.
     """
     _check_inputs(inputs, "Tensor")
-    buffers = [_on_current_device(term) for term in inputs]
+    if any(isinstance(term, IndexedSlices) for term in inputs):
+        raise ValueError("accumulate_n takes no IndexedSlices; add_n does, or pass .to_dense()")
+    buffers = [on_current_device(term) for term in inputs]
     for buffer in buffers:
         if shape is not None and not compatible(buffer.shape, shape):
             raise ValueError(f"Shapes {buffer.shape} and {tuple(shape)} are not compatible")
@@ -148,17 +157,20 @@ def aggregate(
         terms: arrays of one shape and dtype; ``None`` among them is left out. What is no list or
             tuple is read as it comes, so that a generator's terms live no longer than the method
             needs them. Those of one device are added there, the partial sums on the device of
-            the first term.
+            the first term. IndexedSlices among arrays are made dense, then added like them.
         method: an ``AggregationMethod``, its number, or None for DEFAULT.
         as_kind: what the result is instead of the kind of the first term; see ``add_n``.
 
     Returns:
-        A new array of the kind of the first term; a single term itself; None without any.
+        A new array of the kind of the first term; a single term itself; None without any. Of
+        IndexedSlices alone: new ones with the rows of all, one term after the other (``coalesce``
+        merges them), with the ``dense_shape`` of the first; the method has no part in it.
 
     Raises:
-        ValueError: an invalid method (even for a single term), or shapes differ.
-        TypeError: dtypes differ, or a term that is no array.
-        NotImplementedError: IndexedSlices.
+        ValueError: an invalid method (even for a single term), shapes differ, or an index beyond
+            the ``dense_shape`` of the first term.
+        TypeError: dtypes differ, a term that is no array, or IndexedSlices without
+            ``dense_shape`` among arrays.
     """
     method = as_aggregation_method(method)
     if not isinstance(terms, list | tuple):
@@ -166,11 +178,11 @@ def aggregate(
     present = [term for term in terms if term is not None]
     if not present:
         return None
-    for term in present:
-        _refuse_sparse(term)
-        kind_of(term)
+    kinds = [kind_of_term(term) for term in present]
     if len(present) == 1:
         return present[0]
+    if all_sparse(present):
+        return concatenated(present, as_result_kind(as_kind, kinds[0]))
     return _aggregate(present, method, TypeError, as_kind)
 
 
@@ -180,15 +192,17 @@ def _aggregate(
     dtype_error: type[Exception],
     as_kind: str | None,
 ) -> Any:
-    """Two terms or more, all there: checked before anything is launched."""
+    """All terms there: checked before anything is launched."""
     with OneCall():
-        buffers = [_on_current_device(term) for term in terms]
-    kind = as_result_kind(as_kind, kind_of(terms[0]))
+        placed = [_on_current_device(term) for term in terms]
+    kind = as_result_kind(as_kind, kind_of_term(terms[0]))
     spread = Spread(_AGGREGATORS[method], dtype_error)
+    for term in placed:
+        spread.check(known_shape(term, alone=len(placed) == 1), term.dtype)
+    buffers = with_dense(placed)
     home = buffers[0].device
     together = True
     for buffer in buffers:
-        spread.check(buffer)
         together = together and buffer.device is home
     if together:
         tree = method is AggregationMethod.EXPERIMENTAL_TREE
@@ -202,35 +216,38 @@ def _aggregate_lazily(terms: Iterable[Any], method: AggregationMethod, as_kind: 
     """As they come: no reference to a term outlives what the method needs of it."""
     spread = Spread(_AGGREGATORS[method])
     kind: Kind = "native"
-    first: list[Any] = []  # itself, which a lone term is
+    held: list[Any] = []  # the first term, which is itself if alone; sparse ones, while all are
     for term in terms:
         if term is None:
             continue
-        _refuse_sparse(term)
-        if not first and not spread.count:
-            kind = as_result_kind(as_kind, kind_of(term))
-            first.append(term)
+        found = kind_of_term(term)
+        if not held and not spread.count:
+            kind = as_result_kind(as_kind, found)
+            held.append(term)
+        elif held and all_sparse([held[0], term]):
+            held.append(term)
         else:
-            if first:
-                spread.push_checked(_on_current_device(first.pop()))
-            spread.push_checked(_on_current_device(term))
+            while held:
+                _push(spread, held.pop(0))
+            _push(spread, term)
         del term  # before the next one is made
-    if first:
-        return first[0]
+    if len(held) == 1:
+        return held[0]
+    if held:
+        return concatenated(held, kind)
     return from_buffer(spread.result(), kind) if spread.count else None
 
 
-def _on_current_device(term: Any) -> Buffer:
-    """``term`` on the device of the enclosing ``gr.replica``, else on device 0; Buffers stay."""
-    if type(term) is Buffer:
-        return term
-    _refuse_sparse(term)
-    kind_of(term)
-    devices = default_mesh().devices
-    index = current_replica() or 0
-    if index >= len(devices):
-        raise ValueError(f"replica {index} of a mesh of {len(devices)} devices")
-    return to_buffer(term, devices[index])
+def _push(spread: Spread, term: Any) -> None:
+    """Checks one of several terms, then adds it."""
+    placed = _on_current_device(term)
+    spread.check(known_shape(placed), placed.dtype)
+    spread.push(with_dense([placed])[0])
+
+
+def _on_current_device(term: Any) -> Buffer | IndexedSlices:
+    """See ``values.on_current_device``; IndexedSlices stay what they are, with a Buffer."""
+    return term.placed() if isinstance(term, IndexedSlices) else on_current_device(term)
 
 
 def _check_inputs(inputs: Any, what: str) -> None:
@@ -239,11 +256,6 @@ def _check_inputs(inputs: Any, what: str) -> None:
             f"inputs must be a list of at least one {what} with the same dtype and shape, got "
             f"{inputs!r}"
         )
-
-
-def _refuse_sparse(term: Any) -> None:
-    if isinstance(term, IndexedSlices):
-        raise NotImplementedError("IndexedSlices (sparse gradients) are not implemented yet")
 
 
 _AGGREGATORS: dict[AggregationMethod, type[Aggregator]] = {

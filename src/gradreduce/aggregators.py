@@ -146,27 +146,22 @@ class Spread:
         self._checked = 0
         self._parts: dict[Device, Aggregator] = {}
 
-    def check(self, term: Buffer) -> None:
-        """Raises unless it is as the first one was."""
+    def check(self, shape: tuple[int, ...], dtype: DType) -> None:
+        """Raises unless a term of this shape and dtype is as the first one was."""
         if self._like is None:
-            self._like = (term.shape, term.dtype)
-        shape, dtype = self._like
-        if term.dtype != dtype:
+            self._like = (shape, dtype)
+        wanted_shape, wanted_dtype = self._like
+        if dtype != wanted_dtype:
             raise self._dtype_error(
-                f"inputs have dtypes that don't all match: input 0 is {dtype}, input "
-                f"{self._checked} is {term.dtype}"
+                f"inputs have dtypes that don't all match: input 0 is {wanted_dtype}, input "
+                f"{self._checked} is {dtype}"
             )
-        if term.shape != shape:
+        if shape != wanted_shape:
             raise ValueError(
                 "inputs must have the same size and shape (nothing is broadcast). Input 0: "
-                f"{list(shape)} != input {self._checked}: {list(term.shape)}"
+                f"{list(wanted_shape)} != input {self._checked}: {list(shape)}"
             )
         self._checked += 1
-
-    def push_checked(self, term: Buffer) -> None:
-        """Checks it, then adds it."""
-        self.check(term)
-        self.push(term)
 
     def push(self, term: Buffer) -> None:
         """Adds it on its own device."""

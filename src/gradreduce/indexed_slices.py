@@ -102,6 +102,11 @@ class IndexedSlices:
         return self._dense_shape
 
     @property
+    def is_known(self) -> bool:
+        """Whether the shape of the whole array is known."""
+        return self._dense_shape is not None and UNKNOWN not in self._dense_shape
+
+    @property
     def dtype(self) -> DType:
         """The NumPy dtype of the values."""
         return self._dtype
@@ -132,7 +137,7 @@ class IndexedSlices:
         """
         kind = as_result_kind(as_kind, self.kind)
         segments = plan_segments(self._indices)
-        (rows,) = coalesced([on_current_device(self._values)], [segments])
+        (rows,) = coalesced([self.placed().values], [segments])
         return IndexedSlices.of(from_buffer(rows, kind), segments.indices, self._dense_shape)
 
     def to_dense(self, *, as_kind: str | None = None) -> Any:
@@ -148,11 +153,11 @@ class IndexedSlices:
             ValueError: ``dense_shape`` is unknown.
         """
         kind = as_result_kind(as_kind, self.kind)
-        return from_buffer(densified([self.placed(on_current_device(self._values))])[0], kind)
+        return from_buffer(densified([self.placed()])[0], kind)
 
-    def placed(self, values: Buffer) -> IndexedSlices:
-        """The same with its values in a Buffer: ``values``, which holds them."""
-        return IndexedSlices.of(values, self._indices, self._dense_shape)
+    def placed(self) -> IndexedSlices:
+        """The same rows as a Buffer: an array's on the device of ``gr.replica``, else the first."""
+        return IndexedSlices.of(on_current_device(self._values), self._indices, self._dense_shape)
 
     def __repr__(self) -> str:
         shown = ", ".join(map(str, self._indices[:6].tolist()))
@@ -195,7 +200,7 @@ def densified(slices: Sequence[IndexedSlices]) -> list[Buffer]:
         ValueError: a ``dense_shape`` is unknown.
     """
     for each in slices:
-        if each.dense_shape is None or UNKNOWN in each.dense_shape:
+        if not each.is_known:
             raise ValueError(f"dense_shape of {each} is unknown: it says how large an array is")
     outs = [each.values.device.zeros(each.dense_shape, each.dtype) for each in slices]
     segments = [plan_segments(each.indices) for each in slices]

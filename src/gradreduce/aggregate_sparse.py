@@ -1,0 +1,112 @@
+"""What becomes of IndexedSlices among the terms of one gradient; never adds dense arrays.
+
+All terms sparse: one IndexedSlices of all their rows, one term after the other; what has the same
+index stays apart until ``coalesce()``. Some sparse: each of those is made dense, a term like any
+other. Source: TensorFlow's aggregation of gradients and add_n, from 2.x on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+from gradreduce import ops
+from gradreduce.device import Buffer, gather, scatter
+from gradreduce.indexed_slices import IndexedSlices, check_indices, densified
+from gradreduce.interop import Kind, OneCall, from_buffer, kind_of
+
+__all__ = ["all_sparse", "concatenated", "kind_of_term", "known_shape", "with_dense"]
+
+
+def kind_of_term(term: Any) -> Kind:
+    """Which kind of array a result for ``term`` is: of IndexedSlices, that of the values.
+
+    Raises:
+        TypeError: neither IndexedSlices nor an array.
+    """
+    return term.kind if isinstance(term, IndexedSlices) else kind_of(term)
+
+
+def all_sparse(terms: Sequence[Any]) -> TypeGuard[Sequence[IndexedSlices]]:
+    """Whether no term is a dense array."""
+    return all(isinstance(term, IndexedSlices) for term in terms)
+
+
+def known_shape(term: Buffer | IndexedSlices, *, alone: bool = False) -> tuple[int, ...]:
+    """The shape of a term, made dense if it is sparse.
+
+    Raises:
+        ValueError: it is the only term and its ``dense_shape`` is unknown.
+        TypeError: it is one of several. (Two types for one fault, because TensorFlow has them.)
+    """
+    if isinstance(term, Buffer):
+        return term.shape
+    if term.dense_shape is None or not term.is_known:
+        error = ValueError if alone else TypeError
+        raise error(f"dense_shape of {term} is unknown: it says how large the sum is")
+    return term.dense_shape
+
+
+def with_dense(terms: Sequence[Buffer | IndexedSlices]) -> list[Buffer]:
+    """The terms in their order, those that are sparse made dense, all of them together.
+
+    Args:
+        terms: Buffers, and IndexedSlices of Buffers whose ``dense_shape`` is known.
+    """
+    sparse = [term for term in terms if isinstance(term, IndexedSlices)]
+    made = iter(densified(sparse) if sparse else ())
+    return [next(made) if isinstance(term, IndexedSlices) else term for term in terms]
+
+
+def concatenated(terms: Sequence[IndexedSlices], kind: Kind) -> IndexedSlices:
+    """The rows of all terms, one term after the other, on the device of the first one.
+
+    One launch copies those of one GPU. ``dense_shape`` is that of the first term; the others' are
+    not compared with it, but no index may leave it.
+
+    Args:
+        terms: at least one.
+        kind: which kind of array the values of the result are.
+
+    Raises:
+        TypeError: dtypes differ.
+        ValueError: shapes of a row differ, or an index is not below the first ``dense_shape[0]``.
+    """
+    with OneCall():
+        placed = [term.placed() for term in terms]
+    parts: list[Buffer] = [term.values for term in placed]
+    for place, part in enumerate(parts):
+        if part.dtype != parts[0].dtype:
+            raise TypeError(
+                f"inputs have dtypes that don't all match: input 0 is {parts[0].dtype}, input "
+                f"{place} is {part.dtype}"
+            )
+        if part.shape[1:] != parts[0].shape[1:]:
+            raise ValueError(
+                "inputs must have rows of the same shape. Input 0: "
+                f"{list(parts[0].shape[1:])} != input {place}: {list(part.shape[1:])}"
+            )
+    indices = ops.joined_indices([term.indices for term in placed])
+    check_indices(indices, placed[0].dense_shape)
+    return IndexedSlices.of(from_buffer(_joined(parts), kind), indices, placed[0].dense_shape)
+
+
+def _joined(parts: Sequence[Buffer]) -> Buffer:
+    """New memory on the device of the first part that holds them all, one behind the other."""
+    home = parts[0].device
+    num_rows = sum(part.shape[0] for part in parts)
+    whole = home.empty((num_rows, *parts[0].shape[1:]), parts[0].dtype)
+    near: list[tuple[Buffer, Buffer]] = []
+    far: list[tuple[Buffer, Buffer]] = []
+    start = 0
+    for part in parts:
+        reached = near if part.device.physical == home.physical else far
+        reached.append((whole.view(start, part.shape), part))
+        start += part.size
+    others = [part.device for _, part in near]
+    gather(home, others)
+    ops.pack([view for view, _ in near], [part for _, part in near], device=home)
+    scatter(home, others)
+    for view, part in far:
+        home.copy(view, part)
+    return whole
