@@ -10,7 +10,7 @@ import math
 import sys
 import threading
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -40,7 +40,8 @@ class OneCall:
 
     A fence is two driver calls, and a call may bring hundreds of arrays. One serves those that
     come in, because all of them were given before the call began, and one those that go out, if
-    all work is queued before the first leaves: so neither user code nor a launch belongs inside.
+    all work is queued before the first leaves: so no user code belongs inside, and no launch
+    between two that go out. Not so where only the sharing itself makes a stream wait (JAX's).
     """
 
     def __enter__(self) -> None:
@@ -103,10 +104,13 @@ def adopt_foreign(
     """
     if device.fabric.backend != "cuda":
         raise DeviceMismatchError(f"the array is on a GPU, {device.name} is simulated")
-    shared, after = _by_dlpack(array) or _by_interface(array)
-    shared = shared if dtype is None else shared.view(dtype)
-    buffer = _adopt(shared, device, after if stream is None else stream)
-    if not writable or _says_read_only(array):
+    shared = _by_dlpack(array) or _by_interface(array)
+    given = shared.array if dtype is None else shared.array.view(dtype)
+    if stream is None:
+        buffer = _adopt(given, device, shared.stream, once=shared.once)
+    else:
+        buffer = _adopt(given, device, stream)
+    if not writable or shared.read_only:
         buffer.block.writable = False
     return buffer
 
@@ -122,27 +126,44 @@ def download_foreign(array: Any) -> np.ndarray:
     cupy = sys.modules["cupy"]
     if isinstance(array, cupy.ndarray):
         return np.asarray(array.get())
-    shared, after = _by_dlpack(array) or _by_interface(array)
-    gpu = int(shared.device.id)
+    shared = _by_dlpack(array) or _by_interface(array)
+    gpu = int(shared.array.device.id)
     current = cupy.cuda.get_current_stream(gpu)
-    if after is not None and after != current.ptr:
-        _wait(current, after, gpu)
-    return np.asarray(shared.get())
+    if shared.stream is not None and shared.stream != current.ptr:
+        _wait(current, shared.stream, gpu)
+    return np.asarray(shared.array.get())
 
 
-def _by_dlpack(array: Any) -> tuple[Any, int | None] | None:
-    """The array, and the stream that waits for it; None if it is not shared like this."""
+class _Shared(NamedTuple):
+    """A foreign array as CuPy sees it.
+
+    Attributes:
+        array: a CuPy array on the same memory.
+        stream: behind whose present end it is ready; None if it is already.
+        once: whether one fence with that stream serves all arrays of a call. Not after DLPack,
+            which made the stream wait for this very array only now.
+        read_only: whether its library says so.
+    """
+
+    array: Any
+    stream: int | None
+    once: bool
+    read_only: bool
+
+
+def _by_dlpack(array: Any) -> _Shared | None:
+    """None if it is not shared like this."""
     if not hasattr(array, "__dlpack__"):
         return None
     try:
         shared = sys.modules["cupy"].from_dlpack(array)
     except (BufferError, RuntimeError):  # a read-only array, say, before DLPack 1.0
         return None
-    return shared, _current(int(shared.device.id))
+    return _Shared(shared, _current(int(shared.device.id)), once=False, read_only=False)
 
 
-def _by_interface(array: Any) -> tuple[Any, int | None]:
-    """``__cuda_array_interface__`` version 3: the array, and the stream to wait for, if any.
+def _by_interface(array: Any) -> _Shared:
+    """``__cuda_array_interface__`` version 3, which names the stream to wait for, if any.
 
     CuPy's own conversion would make the *host* wait for that stream.
     """
@@ -153,7 +174,7 @@ def _by_interface(array: Any) -> tuple[Any, int | None]:
         raise TypeError("a masked array would lose its mask")
     cupy = sys.modules["cupy"]
     dtype, shape, strides = np.dtype(shown["typestr"]), shown["shape"], shown.get("strides")
-    address = shown["data"][0]
+    address, read_only = shown["data"]
     gpu = int(cupy.cuda.runtime.pointerGetAttributes(address).device) if address else 0
     nbytes = math.prod(shape) * dtype.itemsize
     if strides is not None and nbytes:  # the last byte that a step of each extent can reach
@@ -161,16 +182,12 @@ def _by_interface(array: Any) -> tuple[Any, int | None]:
         nbytes = sum(steps) + dtype.itemsize
     memory = cupy.cuda.UnownedMemory(address, nbytes, array, gpu)
     pointer = cupy.cuda.MemoryPointer(memory, 0)
-    return cupy.ndarray(shape, dtype, pointer, strides), shown.get("stream")
+    made = cupy.ndarray(shape, dtype, pointer, strides)
+    return _Shared(made, shown.get("stream"), once=True, read_only=bool(read_only))
 
 
-def _says_read_only(array: Any) -> bool:
-    shown = getattr(array, "__cuda_array_interface__", None)
-    return shown is not None and bool(shown["data"][1])
-
-
-def _adopt(array: Any, device: Device, stream: int | None) -> Buffer:
-    """A CuPy array as a Buffer of the mesh; its queue waits for ``stream``."""
+def _adopt(array: Any, device: Device, stream: int | None, *, once: bool = True) -> Buffer:
+    """A CuPy array as a Buffer of the mesh; its queue waits for ``stream``, ``once`` a call."""
     gpu = int(array.device.id)
     if device.fabric.backend != "cuda":
         raise DeviceMismatchError(f"the array is on GPU {gpu}, {device.name} is simulated")
@@ -179,7 +196,7 @@ def _adopt(array: Any, device: Device, stream: int | None) -> Buffer:
     if home is None:
         raise DeviceMismatchError(f"the array is on GPU {gpu}, outside the mesh {device.mesh}")
     if array.flags.c_contiguous:
-        return home.adopt(array, _unfenced(home, stream, leaving=False))
+        return home.adopt(array, _unfenced(home, stream, leaving=False) if once else stream)
     current = sys.modules["cupy"].cuda.get_current_stream(gpu)
     with array.device:  # CuPy copies to the current GPU, in the order of its current stream
         if stream is not None and stream != current.ptr:

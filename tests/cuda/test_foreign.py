@@ -19,7 +19,7 @@ from fake_cupy import machine
 from fake_cupy.machine import Machine
 
 import gradreduce as gr
-from gradreduce import interop_gpu
+from gradreduce import interop_gpu, ops
 from gradreduce.device import Mesh, as_dtype, open_mesh
 from gradreduce.errors import DeviceMismatchError
 from gradreduce.interop import OneCall, from_buffer, kind_of, to_buffer
@@ -283,3 +283,32 @@ def test_a_jax_array_is_shared_behind_cupys_stream_and_stays_as_it_is(mesh, torc
         assert buffer.address == array.data.ptr
         assert not buffer.block.writable
         assert same(buffer.numpy(), data(SHAPE))
+
+
+def test_each_jax_array_of_a_call_is_waited_for(mesh, torch):
+    """CuPy's current stream begins to wait for an array when it comes in: no fence serves two."""
+
+    class Array(Tensor):
+        def __init__(self, stream) -> None:
+            super().__init__(made_on(stream, data(SHAPE)))
+            self.stream = stream
+
+        def devices(self):
+            return (SimpleNamespace(platform="gpu"),)
+
+        def __dlpack__(self, stream):
+            event = cupy.cuda.Event()
+            event.record(self.stream)
+            cupy.cuda.ExternalStream(stream, 0).wait_event(event)
+            return self.array
+
+    Array.__module__ = "jaxlib"
+    with cupy.cuda.Stream(non_blocking=True):
+        arrays = [Array(cupy.cuda.Stream(non_blocking=True)) for _ in range(3)]
+        total = gr.PerReplica([arrays[0], arrays[1]], mesh[0:2])
+        with OneCall():
+            buffers = [to_buffer(array, mesh.devices[0]) for array in arrays]
+        out = mesh.devices[0].empty(SHAPE, "float32")
+        ops.add_n([out], [buffers])
+        assert same(out.numpy(), data(SHAPE) * 3)
+        assert len(total.buffers) == 2
