@@ -100,7 +100,8 @@ def add_n(inputs: Sequence[Any], name: str | None = None, *, as_kind: str | None
     if len(inputs) == 1 and not all_sparse(inputs):
         kind_of(inputs[0])
         return inputs[0]
-    return _aggregate(list(inputs), AggregationMethod.ADD_N, TypeError, as_kind)
+    kind = as_result_kind(as_kind, kind_of_term(inputs[0]))
+    return _aggregate(list(inputs), AggregationMethod.ADD_N, TypeError, kind)
 
 
 def accumulate_n(
@@ -133,7 +134,8 @@ def accumulate_n(
     _check_inputs(inputs, "Tensor")
     if any(isinstance(term, IndexedSlices) for term in inputs):
         raise ValueError("accumulate_n takes no IndexedSlices; add_n does, or pass .to_dense()")
-    buffers = [on_current_device(term) for term in inputs]
+    with OneCall():
+        buffers = [on_current_device(term) for term in inputs]
     for buffer in buffers:
         if shape is not None and not compatible(buffer.shape, shape):
             raise ValueError(f"Shapes {buffer.shape} and {tuple(shape)} are not compatible")
@@ -142,7 +144,7 @@ def accumulate_n(
     if len(inputs) == 1:
         return inputs[0]
     method = AggregationMethod.EXPERIMENTAL_ACCUMULATE_N
-    return _aggregate(list(inputs), method, ValueError, as_kind)
+    return _aggregate(buffers, method, ValueError, as_result_kind(as_kind, kind_of_term(inputs[0])))
 
 
 def aggregate(
@@ -183,19 +185,18 @@ def aggregate(
         return present[0]
     if all_sparse(present):
         return concatenated(present, as_result_kind(as_kind, kinds[0]))
-    return _aggregate(present, method, TypeError, as_kind)
+    return _aggregate(present, method, TypeError, as_result_kind(as_kind, kinds[0]))
 
 
 def _aggregate(
     terms: list[Any],
     method: AggregationMethod,
     dtype_error: type[Exception],
-    as_kind: str | None,
+    kind: Kind,
 ) -> Any:
-    """All terms there: checked before anything is launched."""
+    """All terms there: checked before anything is launched. The result is of ``kind``."""
     with OneCall():
         placed = [_on_current_device(term) for term in terms]
-    kind = as_result_kind(as_kind, kind_of_term(terms[0]))
     spread = Spread(_AGGREGATORS[method], dtype_error)
     for term in placed:
         spread.check(known_shape(term, alone=len(placed) == 1), term.dtype)
