@@ -189,30 +189,30 @@ struct Table {
     i64 inline_words[448];
 };
 
-// A row: first chunk, items of work, elements of the last operand, addresses.
+// A row: first chunk, items of work, elements of the last operand, whether all is aligned, addresses.
 struct Row {
     const i64* words;
     DEVICE i64 first_chunk() const { return words[0]; }
     DEVICE i64 size() const { return words[1]; }
     DEVICE i64 last_size() const { return words[2]; }
-    template <typename T> DEVICE T* operand(i64 position) const { return (T*)words[3 + position]; }
+    DEVICE bool aligned() const { return words[3] != 0; }
+    template <typename T> DEVICE T* operand(i64 position) const { return (T*)words[4 + position]; }
 };
 
-// The last row whose first chunk is not behind `chunk`.
+// The last row whose first chunk is not behind `chunk`. Inline words are constant memory, the same
+// for all threads of a block, and cheap to search; in device memory each step of a search would wait
+// for a load, so a map lies behind the rows there: the row of every chunk.
 DEVICE Row find_row(const Table& table, i64 chunk) {
-    const i64* words = table.words ? table.words : table.inline_words;
+    if (table.words) {
+        const i64 row = table.words[table.num_rows * table.row_words + chunk];
+        return Row{table.words + row * table.row_words};
+    }
     i64 low = 0, high = table.num_rows;
     while (high - low > 1) {
         i64 middle = (low + high) / 2;
-        if (words[middle * table.row_words] <= chunk) low = middle; else high = middle;
+        if (table.inline_words[middle * table.row_words] <= chunk) low = middle; else high = middle;
     }
-    return Row{words + low * table.row_words};
-}
-
-DEVICE bool aligned(const Table& table, const Row& row) {
-    i64 bits = 0;
-    for (i64 word = 3; word < table.row_words; ++word) bits |= row.words[word];
-    return (bits & 15) == 0;
+    return Row{table.inline_words + low * table.row_words};
 }
 
 // Runs body.at<LANES>(i) for whole vectors and body.at<1>(i) for what is left, over every item of
@@ -229,7 +229,7 @@ DEVICE void elementwise(const Table& table, Arguments... arguments) {
         const i64 end = begin + (left < table.chunk_size ? left : table.chunk_size);
         i64 tail = begin;
 #if !defined(GRADREDUCE_FAST)  // the host compiler makes wider vectors of the plain loop by itself
-        if (aligned(table, row)) tail = begin + (end - begin) / LANES * LANES;
+        if (row.aligned()) tail = begin + (end - begin) / LANES * LANES;
         NO_UNROLL
         for (i64 i = begin + (i64)threadIdx.x * LANES; i < tail; i += (i64)blockDim.x * LANES)
             body.template at<LANES>(i);

@@ -191,7 +191,7 @@ def test_one_call_fences_a_stream_once_in_and_once_out(mesh, here):
         return [[cupy.asarray(data(SHAPE)) for _ in range(count)] for _ in range(2)]
 
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh[0:2])
-    few, many = arrays(1), arrays(40)
+    few, many = arrays(1), arrays(30)
     ops.all_reduce(few)
     wanted = records(here, lambda: ops.all_reduce(few))
     results = []

@@ -9,7 +9,7 @@ __all__ = ["FAULTS", "Planted"]
 BASE = "gradreduce.device.base"
 CUDA = "gradreduce.device.cuda"
 NCCL = "gradreduce.device.cuda_nccl"
-TABLES = "gradreduce.device.cuda_tables"
+TABLES = "gradreduce.device.tables"
 COMPILE = "gradreduce.device.cuda_compile"
 MEMORY = "gradreduce.device.memory"
 PARKING = "gradreduce.device.parking"
@@ -65,7 +65,7 @@ _FENCES = {
     ),
     "a wait is forgotten": _one("unordered", CUDA, "self._streams[queue].wait_event(mark.event)"),
     "a device table on transfer has no fence": _one(
-        "unordered", TABLES, 'device.wait(device.mark("compute"), queue=queue)'
+        "unordered", CUDA, 'self.wait(self.mark("compute"), queue=queue)'
     ),
     "a leader does not gather": _one("unordered", COLOCATED, "leader.wait(other.mark())"),
     "a leader does not scatter": _one("unordered", COLOCATED, "other.wait(mark)"),
@@ -106,11 +106,10 @@ _LIVES = {
         "unordered", BASE, "buffer.block.touched.add((self, queue))"
     ),
     "a device table forgets who touched it": _one(
-        "unordered", TABLES, "held.block.touched.add((device, queue))"
+        "unordered", CUDA, "table.held.block.touched.add((self, queue))"
     ),
     "a device table is not held": _one(
-        "", TABLES, "return table, num_chunks, held\n\n    def _chunk", "return table, num_chunks, "
-        "None\n\n    def _chunk"
+        "", TABLES, "return Table(made, num_chunks, held)", "return Table(made, num_chunks, None)"
     ),
     "pinned memory is not kept": _one(
         "the host", CUDA, "self._staging.append((pinned, self._event(stream)))"
@@ -202,7 +201,8 @@ _KERNELS = {
     ),
     "fused multiply-add": _one("-fmad=false", COMPILE, ' "-fmad=false")', ")"),
     "a table of the wrong size": _one(
-        "", TABLES, "key = (chunk_size, len(rows), *words)", "key = (chunk_size, len(rows))"
+        "", TABLES, "key = (chunk_size, len(rows), looked.tobytes())",
+        "key = (chunk_size, len(rows), b'')",
     ),
     "an element too many": _one(
         "", "kernels/common.cuh", "i < end; i += blockDim.x) body.template at<1>(i);",

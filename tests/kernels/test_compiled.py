@@ -15,7 +15,7 @@ from faces import EXACT, INLINE_ROWS, blank, buffers, opened, operands, random_t
 
 from gradreduce.device import compiled
 from gradreduce.device.kernel import kernel_text
-from gradreduce.device.table import INLINE_WORDS, row_words
+from gradreduce.device.table import CHUNK_SIZE
 from gradreduce.errors import BackendUnavailableError
 from gradreduce.ops import KERNELS
 from gradreduce.ops.add_n import ADD_N
@@ -133,10 +133,9 @@ def test_a_table_may_lie_outside_the_parameters(face, num_rows):
         rows = [operands(device, random_terms(1, 20, "float32", seed=k)) for k in range(num_rows)]
         outs = [blank(device, 20, "float32") for _ in range(num_rows)]
         table = [buffers([out, *row]) for out, row in zip(outs, rows, strict=True)]
-        assert (len(row_words(table, [20] * num_rows)[0]) > INLINE_WORDS) == (
-            num_rows > INLINE_ROWS
-        )
         device.launch(ADD_N, ("float32", "float32", 1), table, (1,))
+        made = device._tables.find(table, [20] * num_rows, CHUNK_SIZE)
+        assert (made.held is not None) == (num_rows > INLINE_ROWS)
     assert all(same(out.array, row[0].values) for out, row in zip(outs, rows, strict=True))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,51 +12,65 @@ from gradreduce.device.table import (
     INLINE_WORDS,
     ROW_HEADER,
     TABLE,
-    pack_table,
+    row_map,
     row_words,
+    struct,
 )
 
 
-def row(*sizes, address=4096):
-    return [SimpleNamespace(size=size, address=address + place) for place, size in enumerate(sizes)]
+def words_of(items, last_sizes=None, addresses=None, **options):
+    """Rows of two operands, by default aligned and of the size of their items."""
+    last_sizes = items if last_sizes is None else last_sizes
+    addresses = [[4096, 8192]] * len(items) if addresses is None else addresses
+    parts = [np.array(part, np.int64) for part in (items, last_sizes, addresses)]
+    return row_words(parts[0], parts[1], parts[2].reshape(len(items), 2), **options)
 
 
-def test_a_row_is_first_chunk_sizes_and_addresses():
-    words, num_chunks = row_words([row(5, 3), row(16, 16, address=64)], [5, 16], chunk_size=4)
-    assert words == [0, 5, 3, 4096, 4097, 2, 16, 16, 64, 65]
+def test_a_row_is_first_chunk_sizes_alignment_and_addresses():
+    words, num_chunks = words_of([5, 16], [3, 16], [[4096, 4112], [64, 65]], chunk_size=4)
+    assert words.tolist() == [[0, 5, 3, 1, 4096, 4112], [2, 16, 16, 0, 64, 65]]
+    assert words.dtype == np.int64
     assert num_chunks == 2 + 4
 
 
 def test_the_items_need_not_be_the_elements_of_an_operand():
-    words, num_chunks = row_words([row(100, 3), row(7, 2)], [9, 1], chunk_size=4)
-    assert words == [0, 9, 3, 4096, 4097, 3, 1, 2, 4096, 4097]
+    words, num_chunks = words_of([9, 1], [3, 2], chunk_size=4)
+    assert words[:, :3].tolist() == [[0, 9, 3], [3, 1, 2]]
     assert num_chunks == 4
 
 
+@pytest.mark.parametrize("off", [1, 2, 4, 8, 15])
+@pytest.mark.parametrize("operand", [0, 1])
+def test_one_misaligned_operand_is_enough(off, operand):
+    addresses = [[1 << 40, 4096], [1 << 40, 4096]]
+    addresses[1][operand] += off
+    assert words_of([1, 1], addresses=addresses)[0][:, 3].tolist() == [1, 0]
+
+
 def test_no_rows_make_no_chunks():
-    assert row_words([], []) == ([], 0)
-
-
-def test_every_row_has_its_items():
-    with pytest.raises(ValueError, match="zip"):
-        row_words([row(5, 5)], [])
+    words, num_chunks = words_of([])
+    assert (words.shape, num_chunks) == ((0, ROW_HEADER + 2), 0)
 
 
 @pytest.mark.parametrize(
-    ("size", "num_chunks"), [(1, 1), (CHUNK_SIZE, 1), (CHUNK_SIZE + 1, 2), (3 * CHUNK_SIZE, 3)]
+    ("size", "num_chunks"),
+    [(1, 1), (CHUNK_SIZE, 1), (CHUNK_SIZE + 1, 2), (3 * CHUNK_SIZE, 3), (2**40, 2**26)],
 )
 def test_the_last_chunk_of_a_row_may_be_short(size, num_chunks):
-    assert row_words([row(size, size)], [size])[1] == num_chunks
+    assert words_of([size])[1] == num_chunks
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=50), st.integers(1, 40))
-def test_every_element_is_in_one_chunk_of_one_row(sizes, chunk_size):
-    words, num_chunks = row_words([row(size, size) for size in sizes], sizes, chunk_size)
-    firsts = words[:: ROW_HEADER + 2]
+def test_every_item_is_in_one_chunk_of_one_row(sizes, chunk_size):
+    words, num_chunks = words_of(sizes, chunk_size=chunk_size)
+    firsts = words[:, 0]
+    mapped = row_map(words, num_chunks)
+    assert (mapped.dtype, mapped.shape) == (np.int64, (num_chunks,))
     seen = []
     for chunk in range(num_chunks):
         found = int(np.searchsorted(firsts, chunk, side="right")) - 1
-        begin = (chunk - firsts[found]) * chunk_size
+        assert mapped[chunk] == found
+        begin = (chunk - int(firsts[found])) * chunk_size
         end = min(begin + chunk_size, sizes[found])
         assert begin < end
         seen += [(found, element) for element in range(begin, end)]
@@ -70,27 +82,27 @@ def test_a_chunk_is_whole_vectors_of_every_element():
 
 
 def test_words_that_fit_are_inline():
-    words = np.arange(INLINE_WORDS, dtype=np.int64)
-    table = pack_table(words, 64, 1000, address=0)
+    words = np.arange(INLINE_WORDS, dtype=np.int64).reshape(64, 7)
+    table = struct(words, 1000, address=0)
     assert (table.dtype, table.shape) == (TABLE, (1,))
     head = table[0]
     assert head["words"] == 0
     assert (head["num_rows"], head["row_words"]) == (64, 7)
     assert (head["first_chunk"], head["end_chunk"], head["chunk_size"]) == (0, 1000, CHUNK_SIZE)
-    assert head["inline_words"].tolist() == words.tolist()
+    assert head["inline_words"].tolist() == list(range(INLINE_WORDS))
 
 
 def test_words_that_lie_elsewhere_are_not():
-    words = np.arange(1, 1001, dtype=np.int64)
-    head = pack_table(words, 200, 300, address=4096, chunk_size=8)[0]
-    assert (head["words"], head["num_rows"], head["row_words"]) == (4096, 200, 5)
+    words = np.arange(1, 1201, dtype=np.int64).reshape(200, 6)
+    head = struct(words, 300, address=4096, chunk_size=8)[0]
+    assert (head["words"], head["num_rows"], head["row_words"]) == (4096, 200, 6)
     assert (head["end_chunk"], head["chunk_size"]) == (300, 8)
     assert not head["inline_words"].any()
 
 
 def test_too_many_words_do_not_fit_inline():
     with pytest.raises(ValueError, match="broadcast"):
-        pack_table(np.zeros(INLINE_WORDS + 1, np.int64), 1, 1, address=0)
+        struct(np.zeros((1, INLINE_WORDS + 1), np.int64), 1, address=0)
 
 
 def test_a_launch_fits_into_the_parameters_of_every_architecture():

@@ -25,16 +25,14 @@ from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 
 from .base import Device
 from .cuda_compile import function
-from .cuda_tables import Tables
+from .cuda_geometry import Geometry
 from .dtypes import as_dtype
 from .fabric import Fabric
 from .kernel import Kernel, Template
 from .memory import Block, Buffer, Mark, Queue, Row
+from .tables import Tables
 
 __all__ = ["CudaDevice", "enable_peer_access", "visible_gpus"]
-
-THREADS = 256  # of a block; a multiple of a warp that fills a multiprocessor in 8 blocks
-BLOCKS_PER_PROCESSOR = 8
 
 
 def visible_gpus() -> int:
@@ -125,6 +123,11 @@ def _scalar_arguments(
     return tuple(kinds[kind](value) for (_, kind), value in declared)
 
 
+def _narrowest(row: Row) -> int:
+    """Bytes of an element of the narrowest operand that is worked on element by element."""
+    return min(operand.dtype.itemsize for operand in row)
+
+
 class CudaDevice(Device):
     """A logical device on the GPU ``physical``; several may share one."""
 
@@ -143,8 +146,8 @@ class CudaDevice(Device):
                 "transfer": cupy.cuda.Stream(non_blocking=True),
             }
             self._pool = cupy.cuda.MemoryPool()
-        self._max_blocks = BLOCKS_PER_PROCESSOR * int(self.gpu.attributes["MultiProcessorCount"])
-        self._tables = Tables(self._max_blocks)
+        self._geometry = Geometry.of(self.gpu.attributes)
+        self._tables = Tables(self._place)
 
     def stream(self, queue: Queue = "compute") -> Any:
         """The CuPy stream of a queue."""
@@ -280,12 +283,20 @@ class CudaDevice(Device):
         with self.gpu:
             entry = function(kernel, template, self.physical)
             items = [kernel.num_items(row) for row in rows]
-            table, num_chunks = self._tables.table(self, rows, items, queue)
+            total, itemsize = sum(items), _narrowest(rows[0])
+            table = self._tables.find(rows, items, self._geometry.chunk_size(total, itemsize))
+            if table.held is not None and queue != "compute":  # on which it was uploaded
+                table.held.block.touched.add((self, queue))
+                self.wait(self.mark("compute"), queue=queue)
             # 0.0 == -0.0, but a product with it is not: such scalars are told apart by their text.
             exact = repr(scalars) if 0 in scalars else ""
-            arguments = (table, *_scalar_arguments(kernel, tuple(scalars), exact))
-            grid = (min(num_chunks, self._max_blocks),)
-            entry(grid, (THREADS,), arguments, stream=self._streams[queue])
+            arguments = (table.struct, *_scalar_arguments(kernel, tuple(scalars), exact))
+            block = self._geometry.block(total, table.num_chunks, itemsize)
+            entry((table.num_chunks,), (block,), arguments, stream=self._streams[queue])
+
+    def _place(self, words: np.ndarray) -> tuple[int, Buffer]:
+        held = self.upload(words)
+        return held.address, held
 
     def _mark(self, queue: Queue) -> Any:
         with self.gpu:

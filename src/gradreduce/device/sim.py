@@ -24,7 +24,8 @@ from .memory import Block, Buffer, Mark, Queue, Row
 from .sim_pool import Memory, SimPool
 from .sim_queue import Event, Scheduler
 from .sim_workers import Workers
-from .table import INLINE_WORDS, pack_table, row_words
+from .table import CHUNK_SIZE
+from .tables import Tables
 
 __all__ = ["BLOCK_SIZE", "FACES", "SimDevice", "SimOptions", "memory_of", "sim_device"]
 
@@ -69,6 +70,7 @@ class SimDevice(Device):
         self.scheduler = options.scheduler
         self.defers = options.scheduler.defers
         self._pool = SimPool()
+        self._tables = Tables(lambda words: (words.__array_interface__["data"][0], words))
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -210,22 +212,20 @@ class SimDevice(Device):
         build: str,
     ) -> Callable[[], None]:
         items = [kernel.num_items(row) for row in rows]
-        words, num_chunks = row_words(rows, items)
-        packed = np.array(words, np.int64)
-        address = 0 if len(words) <= INLINE_WORDS else packed.__array_interface__["data"][0]
+        table = self._tables.find(rows, items, CHUNK_SIZE)
         entry = host_kernel(kernel, build)
         # What must outlive the work: the words, and the memory (though not its ownership).
-        held = (packed, [operand.block.raw for row in rows for operand in row])
+        held = (table.held, [operand.block.raw for row in rows for operand in row])
 
-        def job(table: np.ndarray, _held: object) -> None:
-            entry.run(template, table, scalars, self.options.geometry)
+        def job(part: np.ndarray, _held: object) -> None:
+            entry.run(template, part, scalars, self.options.geometry)
 
         jobs = []
         workers = self.options.workers
-        for chunks in workers.shares(range(num_chunks), sum(items)):
-            table = pack_table(packed, len(rows), num_chunks, address=address)
-            table["first_chunk"], table["end_chunk"] = chunks[0], chunks[-1] + 1
-            jobs.append(partial(job, table, held))
+        for chunks in workers.shares(range(table.num_chunks), sum(items)):
+            part = table.struct.copy()
+            part["first_chunk"], part["end_chunk"] = chunks[0], chunks[-1] + 1
+            jobs.append(partial(job, part, held))
         return partial(workers.run, jobs)
 
     def _mark(self, queue: Queue) -> Event:

@@ -4,37 +4,37 @@ One launch serves many tensors, so its arguments are a table. Row t holds the op
 t, and the work is cut into chunks of ``chunk_size`` items numbered through all rows. An item is an
 element of the first operand, unless the kernel says otherwise (``Kernel.items``):
 
-    words of a row:  first chunk │ items │ elements of the last operand │ address, address, …
+    words of a row:  first chunk │ items │ elements of the last operand │ aligned │ address, …
 
-A block takes a chunk, finds its row by binary search over the first words (all threads of a block
-search alike, so nothing diverges), and so one huge and many tiny tensors share the blocks evenly.
-``elements of the last operand`` differs from ``items`` only where a kernel pads (pack) or is not
-elementwise (segment_sum).
+A block takes a chunk and finds its row: among words that came with the launch by binary search
+over the first words (all threads of a block search alike, so nothing diverges); in a table in
+device memory, where a search would be a chain of loads that wait for each other, by one look into
+the map behind the rows, which holds the row of every chunk. So one huge and many tiny tensors
+share the blocks evenly. ``elements of the last operand`` differs from ``items`` only where a kernel
+pads (pack) or is not elementwise (segment_sum); ``aligned`` is 1 where every address is a whole
+number of vectors, else 0.
 
 The struct below is ``Table`` in ``kernels/common.cuh``, byte for byte; a test compares the two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from .memory import Row
+from .memory import ALIGNMENT
 
-__all__ = ["CHUNK_SIZE", "INLINE_WORDS", "ROW_HEADER", "TABLE", "pack_table", "row_words"]
+__all__ = ["CHUNK_SIZE", "INLINE_WORDS", "ROW_HEADER", "TABLE", "row_map", "row_words", "struct"]
 
 # Kernel parameters are limited to 4 KiB before CUDA 12.1 and sm_70; this leaves 400 bytes for
-# the table's head and the scalars. 448 words are 89 rows of two operands.
+# the table's head and the scalars. 448 words are 74 rows of two operands.
 INLINE_WORDS = 448
-ROW_HEADER = 3
-# Items. A multiple of every vector's lanes, and enough work for a block of 256 threads to
-# make 4 to 16 vector loads each.
+ROW_HEADER = 4
+# Items, on the simulation. A multiple of every vector's lanes.
 CHUNK_SIZE = 16_384
 
 TABLE = np.dtype(
     [
-        ("words", np.int64),  # address of the words, or 0: they are inline
+        ("words", np.int64),  # address of rows and map, or 0: the rows are inline, without a map
         ("num_rows", np.int64),
         ("row_words", np.int64),
         ("first_chunk", np.int64),
@@ -47,43 +47,51 @@ TABLE = np.dtype(
 
 
 def row_words(
-    rows: Sequence[Row], items: Sequence[int], chunk_size: int = CHUNK_SIZE
-) -> tuple[list[int], int]:
-    """The words of all rows, and the number of chunks they make.
+    items: np.ndarray, last_sizes: np.ndarray, addresses: np.ndarray, chunk_size: int = CHUNK_SIZE
+) -> tuple[np.ndarray, int]:
+    """The words of all rows, ``(num_rows, row_words)``, and the number of chunks they make.
 
     Args:
-        rows: the operands of each row.
-        items: of each row, not zero; ``Kernel.num_items`` says how many.
+        items: int64, ``(num_rows,)``: of each row, not zero; ``Kernel.num_items`` says how many.
+        last_sizes: int64, ``(num_rows,)``: elements of each row's last operand.
+        addresses: int64, ``(num_rows, num_operands)``.
         chunk_size: items of a chunk.
     """
-    words: list[int] = []
-    chunk = 0
-    for row, num_items in zip(rows, items, strict=True):
-        words += (chunk, num_items, row[-1].size)
-        words += [operand.address for operand in row]
-        chunk += -(-num_items // chunk_size)
-    return words, chunk
+    words = np.empty((len(items), ROW_HEADER + addresses.shape[1]), np.int64)
+    ends = np.cumsum(-(-items // chunk_size))
+    words[:1, 0] = 0
+    words[1:, 0] = ends[:-1]
+    words[:, 1] = items
+    words[:, 2] = last_sizes
+    words[:, 3] = np.bitwise_or.reduce(addresses, axis=1) % ALIGNMENT == 0
+    words[:, ROW_HEADER:] = addresses
+    return words, int(ends[-1]) if len(ends) else 0
 
 
-def pack_table(
-    words: np.ndarray, num_rows: int, num_chunks: int, *, address: int, chunk_size: int = CHUNK_SIZE
+def row_map(words: np.ndarray, num_chunks: int) -> np.ndarray:
+    """The row of every chunk, int64, ``(num_chunks,)``, from what ``row_words`` gave."""
+    chunks = np.diff(words[:, 0], append=num_chunks)
+    return np.repeat(np.arange(len(words)), chunks)
+
+
+def struct(
+    words: np.ndarray, num_chunks: int, *, address: int, chunk_size: int = CHUNK_SIZE
 ) -> np.ndarray:
     """The struct that a kernel takes by value, as an array of one element.
 
     Args:
-        words: int64, ``(num_rows * row_words,)``.
-        num_rows: rows in it.
+        words: int64, ``(num_rows, row_words)``, at least one row.
         num_chunks: chunks in it.
-        address: where the device sees the words; 0 puts them inline, where they must fit.
+        address: where the device sees the words and the map behind them; 0 puts the words inline,
+            where they must fit.
         chunk_size: items of a chunk.
     """
     table = np.zeros(1, TABLE)
     head = table[0]
     head["words"] = address
-    head["num_rows"] = num_rows
-    head["row_words"] = len(words) // num_rows
+    head["num_rows"], head["row_words"] = words.shape
     head["end_chunk"] = num_chunks
     head["chunk_size"] = chunk_size
     if not address:
-        head["inline_words"][: len(words)] = words
+        head["inline_words"][: words.size] = words.reshape(-1)
     return table

@@ -1,0 +1,69 @@
+"""How much of a launch each block and thread of a GPU gets, from what the GPU says of itself.
+
+Source: own. One block for each chunk, so that the hardware's own scheduler shares them out: a
+block that meets a short row ends early and makes room for the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["Geometry"]
+
+VECTOR = 16  # bytes, what a thread loads and stores at once
+# Blocks that fill a multiprocessor: when one of them ends, an eighth of it waits for the next.
+BLOCKS_PER_PROCESSOR = 8
+# Vectors of a thread, in chunks that are many: enough to pay for finding the row, few enough for
+# the last blocks of a launch to end together.
+VECTORS = 4
+# Chunks for each block that fits on the GPU at once, at most: it bounds the table's map.
+WAVES = 64
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The shape of launches on one GPU.
+
+    Attributes:
+        warp: threads that run in step.
+        threads: of a full block.
+        resident: full blocks that fit on the GPU at once.
+    """
+
+    warp: int
+    threads: int
+    resident: int
+
+    @classmethod
+    def of(cls, attributes: Mapping[str, int]) -> Geometry:
+        """From ``cupy.cuda.Device.attributes``."""
+        warp = attributes["WarpSize"]
+        share = attributes["MaxThreadsPerMultiProcessor"] // BLOCKS_PER_PROCESSOR
+        threads = min(share, attributes["MaxThreadsPerBlock"]) // warp * warp
+        return cls(warp, threads, BLOCKS_PER_PROCESSOR * attributes["MultiProcessorCount"])
+
+    def chunk_size(self, num_items: int, itemsize: int) -> int:
+        """Items of a chunk: whole vectors for every thread of a block.
+
+        Args:
+            num_items: in all rows together.
+            itemsize: bytes of an item in the narrowest operand.
+        """
+        unit = self.threads * (VECTOR // itemsize)
+        chunk = VECTORS * unit
+        while chunk > unit and num_items // chunk < self.resident:  # small work feeds all blocks
+            chunk //= 2
+        while num_items // chunk > WAVES * self.resident:
+            chunk *= 2
+        return chunk
+
+    def block(self, num_items: int, num_chunks: int, itemsize: int) -> int:
+        """Threads of a block: as many as the chunks have vectors on average, in whole warps.
+
+        A launch of many tiny rows would leave most threads of a full block without work, and so
+        the multiprocessor without loads in flight.
+        """
+        vectors = -(-num_items * itemsize // (num_chunks * VECTOR))
+        warps = -(-vectors // self.warp)
+        return min(self.threads, warps * self.warp)
