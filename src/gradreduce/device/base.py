@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -222,12 +222,20 @@ class Device(ABC):
             ValueError: a row would write memory that is read-only.
         """
         self.fabric.check_usable(self)
-        rows = [row for row in rows if kernel.num_items(row)]
+        if kernel.items is None:
+            rows = [row for row in rows if row[0].size]
+        else:
+            rows = [row for row in rows if kernel.num_items(row)]
         if not rows:
             return
+        away = [operand for row in rows for operand in row if operand.device is not self]
+        for operand in away:
+            self._check_reach(operand)
         num_written = kernel.num_written(scalars)
-        self._check_rows(rows, num_written)
-        crossing = self._enter(rows, num_written, queue)
+        written = {operand.block: operand for row in rows for operand in row[:num_written]}
+        for operand in written.values():
+            self._check_writable(operand)
+        crossing = self._enter(rows if queue != "compute" else [away], written.values(), queue)
         self._launch(kernel, template, rows, scalars, queue)
         self.fabric.issued()
         self._record("launch", name=kernel.name, nbytes=crossing, queue=queue, num_rows=len(rows))
@@ -289,25 +297,22 @@ class Device(ABC):
             why = "no peer access" if operand.block.owned else "its memory is not our pool's"
             raise DeviceMismatchError(f"{self.name} cannot reach {operand}: {why}; copy it first")
 
-    def _check_rows(self, rows: Sequence[Row], num_written: int) -> None:
-        for row in rows:
-            for operand in row:
-                if operand.device is not self:
-                    self._check_reach(operand)
-            for operand in row[:num_written]:
-                self._check_writable(operand)
+    def _enter(self, rows: Iterable[Row], written: Iterable[Buffer], queue: Queue) -> int:
+        """Remembers who touches what, and waits for readers; the bytes that cross a link.
 
-    def _enter(self, rows: Sequence[Row], num_written: int, queue: Queue) -> int:
-        """Remembers who touches what, and waits for readers; the bytes that cross a link."""
+        Args:
+            rows: every operand that is not touched by its own device's compute queue, at least.
+            written: one for each block that is.
+            queue: which of our queues works.
+        """
         crossing = 0
         for row in rows:
             for operand in row:
-                if operand.device is not self or queue != "compute":
-                    operand.block.touched.add((self, queue))
-                    if operand.device.physical != self.physical:
-                        crossing += operand.nbytes
-            for operand in row[:num_written]:
-                self._before_write(operand, queue)
+                operand.block.touched.add((self, queue))
+                if operand.device.physical != self.physical:
+                    crossing += operand.nbytes
+        for operand in written:
+            self._before_write(operand, queue)
         return crossing
 
     def _check_writable(self, operand: Buffer) -> None:

@@ -273,7 +273,9 @@ def memory_of(buffer: Buffer) -> np.ndarray:
     block = buffer.block
     if block.owned:
         return np.ndarray(buffer.size, buffer.dtype, block.raw.bytes, buffer.offset)
-    whole: np.ndarray = block.raw.reshape(-1)
+    whole: np.ndarray = block.raw
+    if whole.ndim != 1:
+        whole = whole.reshape(-1)
     if buffer.array is block.raw:
         return whole
     part = whole.view(np.uint8)[buffer.offset : buffer.offset + buffer.nbytes]

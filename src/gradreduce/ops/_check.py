@@ -5,20 +5,27 @@ Also looks at operands as the kernels do: complex as pairs, signed integers as u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from gradreduce.device import Buffer, Kernel, element_of, overlap
 from gradreduce.device.dtypes import Element
+from gradreduce.device.memory import Row
 
 __all__ = [
     "as_elements",
     "by_dtype",
     "check_apart",
     "check_divisor",
-    "check_row",
+    "check_rows",
     "check_writable",
     "elements",
 ]
+
+
+# Rows from which on NumPy looks at all of them at once: below, its calls cost more than the looks.
+MANY = 12
 
 
 def as_elements(buffers: Sequence[Buffer]) -> list[Buffer]:
@@ -32,13 +39,30 @@ def as_elements(buffers: Sequence[Buffer]) -> list[Buffer]:
     return viewed
 
 
-def check_row(name: str, written: Sequence[Buffer], read: Sequence[Buffer]) -> None:
-    """Checks one row of a launch.
+def check_rows(name: str, rows: Sequence[Row], num_written: int, *, padded: bool = False) -> None:
+    """Checks rows of one launch, all at once where they are many.
+
+    Args:
+        name: the kernel's, for messages.
+        rows: of as many operands each, the written ones first.
+        num_written: how many of each row are.
+        padded: the one written operand may be longer than the one that is read.
 
     Raises:
-        ValueError: sizes differ, the dtypes of ``written`` or of ``read`` differ among
+        ValueError: sizes differ, the dtypes of the written or of the read operands differ among
             themselves, or a written operand overlaps another one without being exactly it.
     """
+    if len(rows) >= MANY and _all_fit(rows, num_written, padded=padded):
+        return
+    for row in rows:
+        written, read = row[:num_written], row[num_written:]
+        if padded and written[0].size != read[0].size:
+            _check_padded(name, written[0], read[0])
+        else:
+            _check_row(name, written, read)
+
+
+def _check_row(name: str, written: Row, read: Row) -> None:
     operands = (*written, *read)
     for place, operand in enumerate(operands):
         leader = written[0] if place < len(written) else read[0]
@@ -53,8 +77,41 @@ def check_row(name: str, written: Sequence[Buffer], read: Sequence[Buffer]) -> N
                 raise ValueError(f"{name}: {target} overlaps operand {other_place}, {other}")
 
 
+def _check_padded(name: str, out: Buffer, term: Buffer) -> None:
+    if out.size < term.size:
+        raise ValueError(f"{name}: {out} is shorter than {term}")
+    _check_row(name, [out.view(0, term.shape)], [term])
+    check_apart(name, out.view(term.size, (out.size - term.size,)), term)
+
+
 def _same(buffer: Buffer, other: Buffer) -> bool:
     return buffer.address == other.address and buffer.nbytes == other.nbytes
+
+
+def _all_fit(rows: Sequence[Row], num_written: int, *, padded: bool) -> bool:
+    """Whether no row can have a fault; if not, one has, or only a look at each row can tell."""
+    columns = list(zip(*rows, strict=True))
+    starts, ends, sizes = [], [], []
+    for place, column in enumerate(columns):
+        dtype = columns[0 if place < num_written else num_written][0].dtype
+        if [operand.dtype for operand in column].count(dtype) != len(column):
+            return False
+        sizes.append(np.array([operand.size for operand in column], np.int64))
+        starts.append(np.array([operand.address for operand in column], np.int64))
+        ends.append(starts[-1] + dtype.itemsize * sizes[-1])
+        shorter = sizes[-1] <= sizes[0] if padded else sizes[-1] == sizes[0]
+        if not shorter.all():
+            return False
+    for target in range(num_written):
+        for other in range(target + 1, len(columns)):
+            apart = (starts[target] >= ends[other]) | (starts[other] >= ends[target])
+            if other >= num_written:  # the very same, or (padded) a cast to as many bytes
+                apart |= (starts[target] == starts[other]) & (
+                    ends[target] - starts[target] == ends[other] - starts[other]
+                )
+            if not apart.all():
+                return False
+    return True
 
 
 def check_apart(name: str, target: Buffer, other: Buffer) -> None:
@@ -86,25 +143,48 @@ def check_divisor(name: str, divisor: float, terms: Sequence[Buffer]) -> None:
 
 
 def by_dtype(
-    kernel: Kernel, rows: Sequence[tuple[list[Buffer], list[Buffer]]]
-) -> dict[tuple[str, str, int, int], list[list[Buffer]]]:
-    """Rows that one launch can serve, together.
+    kernel: Kernel,
+    rows: Iterable[tuple[Row, Row]],
+    *,
+    padded: bool = False,
+    fresh: bool = False,
+) -> dict[tuple[str, str, int, int], list[Row]]:
+    """Rows that one launch can serve, together; checked, all of them.
 
-    Keyed by the element of the written operands, that of the read ones, and how many of each.
+    Args:
+        kernel: launched for them.
+        rows: of each tensor what is written and what is read.
+        padded: see ``check_rows``.
+        fresh: the caller has just made what is written, after operands that agree: nothing but
+            the cast is checked.
+
+    Returns:
+        Keyed by the element of the written operands, that of the read ones, and how many of each.
 
     Raises:
-        ValueError: a row without an out or an input, a read-only out, or a cast that the kernel
-            has no template for.
+        ValueError: what ``check_rows`` says, a row without an out or an input, a read-only out,
+            or a cast that the kernel has no template for.
     """
-    launches: dict[tuple[str, str, int, int], list[list[Buffer]]] = {}
+    groups: dict[tuple[int, int, int, int], list[Row]] = {}  # by id: hashing a dtype is slow
     for written, read in rows:
         if not written or not read:
             raise ValueError(f"{kernel.name}: a tensor without an out or without an input")
-        check_writable(kernel.name, written)
-        key = (*elements(kernel, written[0], read[0]), len(written), len(read))
-        row = [*written, *read]
-        viewed = any(element_of(end.dtype).viewed is not None for end in (written[0], read[0]))
-        launches.setdefault(key, []).append(as_elements(row) if viewed else row)
+        key = (id(written[0].dtype), id(read[0].dtype), len(written), len(read))
+        group = groups.get(key)
+        if group is None:
+            group = groups[key] = []
+        group.append((*written, *read))
+    launches: dict[tuple[str, str, int, int], list[Row]] = {}
+    for (_, _, num_written, num_read), group in groups.items():
+        out, term = group[0][0], group[0][num_written]
+        if not fresh:
+            check_rows(kernel.name, group, num_written, padded=padded)
+            for place in range(num_written):
+                check_writable(kernel.name, [row[place] for row in group])
+        names = elements(kernel, out, term)
+        viewed = any(element_of(end.dtype).viewed is not None for end in (out, term))
+        rows_of_key = [as_elements(row) for row in group] if viewed else group
+        launches.setdefault((*names, num_written, num_read), []).extend(rows_of_key)
     return launches
 
 

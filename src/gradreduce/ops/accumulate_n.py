@@ -9,7 +9,7 @@ import numpy as np
 from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype, element_of
 from gradreduce.device.kernel import Arrays
 
-from ._check import by_dtype, check_row
+from ._check import by_dtype
 from ._templates import SAME, TO_WIDE
 
 __all__ = ["ACCUMULATE_N", "accumulate_n", "prepare_accumulate_n"]
@@ -60,10 +60,7 @@ def accumulate_n(
     Raises:
         ValueError: sizes or dtypes do not fit, or a total overlaps an input partly.
     """
-    rows = []
-    for total, terms in zip(totals, inputs, strict=True):
-        check_row("accumulate_n", [total], terms)
-        rows.append(([total], list(terms)))
+    rows = zip(zip(totals), inputs, strict=True)
     for (to, of, _, num_inputs), operands in by_dtype(ACCUMULATE_N, rows).items():
         device = device or totals[0].device
         device.launch(ACCUMULATE_N, (to, of), operands, (num_inputs,), queue=queue)

@@ -9,7 +9,7 @@ import numpy as np
 from gradreduce.device import Buffer, Device, Kernel, Queue, Template, accumulate_dtype, element_of
 from gradreduce.device.kernel import Arrays
 
-from ._check import by_dtype, check_row
+from ._check import by_dtype
 from ._templates import SAME, TO_WIDE
 
 __all__ = ["ADD_N", "add_n", "prepare_add_n"]
@@ -80,12 +80,9 @@ def add_n(
     Raises:
         ValueError: sizes or dtypes do not fit, or an out overlaps an input partly.
     """
-    rows = []
-    for out, terms in zip(outs, inputs, strict=True):
-        if not fresh:
-            check_row("add_n", [out], terms)
-        rows.append(([out], list(terms)))
-    for (to, of, _, num_inputs), operands in by_dtype(ADD_N, rows).items():
+    rows = zip(zip(outs), inputs, strict=True)
+    launches = by_dtype(ADD_N, rows, fresh=fresh)
+    for (to, of, _, num_inputs), operands in launches.items():
         device = device or outs[0].device
         device.launch(ADD_N, _template(to, of, num_inputs), operands, (num_inputs,), queue=queue)
 

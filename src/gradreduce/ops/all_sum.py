@@ -9,7 +9,7 @@ import numpy as np
 from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype, element_of
 from gradreduce.device.kernel import Arrays
 
-from ._check import by_dtype, check_divisor, check_row
+from ._check import by_dtype, check_divisor
 from ._templates import FROM_WIDE, SAME
 
 __all__ = ["ALL_SUM", "all_sum", "prepare_all_sum"]
@@ -80,13 +80,11 @@ def all_sum(
         ValueError: sizes or dtypes do not fit, an out overlaps an input partly, ``split`` leaves
             a half empty, or integers would be divided.
     """
-    rows = []
-    for targets, terms in zip(outs, inputs, strict=True):
-        check_row("all_sum", targets, terms)
+    for terms in inputs:
         check_divisor("all_sum", divisor, terms)
         if split and not 0 < split < len(terms):
             raise ValueError(f"all_sum: split={split} of {len(terms)} inputs leaves a half empty")
-        rows.append((list(targets), list(terms)))
+    rows = zip(outs, inputs, strict=True)
     for (to, of, num_outs, num_inputs), operands in by_dtype(ALL_SUM, rows).items():
         device = device or outs[0][0].device
         scalars = (num_outs, num_inputs, split, float(divisor))

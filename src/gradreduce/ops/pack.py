@@ -9,7 +9,7 @@ import numpy as np
 from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype, element_of
 from gradreduce.device.kernel import Arrays
 
-from ._check import by_dtype, check_apart, check_divisor, check_row
+from ._check import by_dtype, check_divisor
 from ._templates import FROM_WIDE, SAME, TO_WIDE
 
 __all__ = ["PACK", "pack", "prepare_pack"]
@@ -60,18 +60,9 @@ def pack(
         ValueError: an out is shorter than its input, overlaps it partly, or integers would be
             scaled.
     """
-    rows = []
-    for out, term in zip(outs, inputs, strict=True):
-        if out.size < term.size:
-            raise ValueError(f"pack: {out} is shorter than {term}")
-        check_divisor("pack", scale, [term])
-        if out.size == term.size:
-            check_row("pack", [out], [term])
-        else:
-            check_row("pack", [out.view(0, term.shape)], [term])
-            check_apart("pack", out.view(term.size, (out.size - term.size,)), term)
-        rows.append(([out], [term]))
-    for (to, of, _, _), operands in by_dtype(PACK, rows).items():
+    check_divisor("pack", scale, inputs)
+    rows = zip(zip(outs), zip(inputs), strict=True)
+    for (to, of, _, _), operands in by_dtype(PACK, rows, padded=True).items():
         device = device or outs[0].device
         device.launch(PACK, (to, of), operands, (float(scale),), queue=queue)
 

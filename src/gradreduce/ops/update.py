@@ -8,8 +8,9 @@ import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype
 from gradreduce.device.kernel import Arrays
+from gradreduce.device.memory import Row
 
-from ._check import check_row, check_writable
+from ._check import check_rows, check_writable
 from ._templates import FLOATS
 
 __all__ = ["MOMENTUM", "NESTEROV", "SGD", "momentum", "nesterov", "prepare_update", "sgd"]
@@ -151,14 +152,15 @@ def _update(
     device: Device | None,
     queue: Queue,
 ) -> None:
-    rows: dict[str, list[list[Buffer]]] = {}
+    rows: dict[str, list[Row]] = {}
     for operands, grad in zip(written, grads, strict=True):
-        row = [*operands, grad]
-        check_row(kernel.name, row, [])
-        check_writable(kernel.name, operands)
         if grad.dtype.name not in FLOATS:
             raise ValueError(f"{kernel.name}: {grad} is not of a float dtype: {', '.join(FLOATS)}")
-        rows.setdefault(grad.dtype.name, []).append(row)
+        rows.setdefault(grad.dtype.name, []).append((*operands, grad))
+    for launched in rows.values():
+        check_rows(kernel.name, launched, len(launched[0]))  # nothing may overlap, grads neither
+    for operands in written:
+        check_writable(kernel.name, operands)
     for element, launched in rows.items():
         chosen = device or launched[0][0].device
         chosen.launch(kernel, (element,), launched, scalars, queue=queue)
