@@ -10,6 +10,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from gradreduce import ops
 from gradreduce.aggregate_sparse import (
     all_sparse,
     concatenated,
@@ -28,7 +29,7 @@ from gradreduce.aggregators import (
 from gradreduce.device import Buffer, as_dtype, compatible
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import Kind, OneCall, as_result_kind, from_buffer, kind_of
-from gradreduce.values import on_current_device
+from gradreduce.values import current_device, on_current_devices
 
 __all__ = [
     "AggregationMethod",
@@ -135,7 +136,7 @@ def accumulate_n(
     if any(isinstance(term, IndexedSlices) for term in inputs):
         raise ValueError("accumulate_n takes no IndexedSlices; add_n does, or pass .to_dense()")
     with OneCall():
-        buffers = [on_current_device(term) for term in inputs]
+        buffers = on_current_devices(inputs)
     for buffer in buffers:
         if shape is not None and not compatible(buffer.shape, shape):
             raise ValueError(f"Shapes {buffer.shape} and {tuple(shape)} are not compatible")
@@ -195,19 +196,32 @@ def _aggregate(
     kind: Kind,
 ) -> Any:
     """All terms there: checked before anything is launched. The result is of ``kind``."""
-    with OneCall():
-        placed = [_on_current_device(term) for term in terms]
-    spread = Spread(_AGGREGATORS[method], dtype_error)
-    for term in placed:
-        spread.check(known_shape(term, alone=len(placed) == 1), term.dtype)
-    buffers = with_dense(placed)
-    home = buffers[0].device
-    together = True
+    tree = method is AggregationMethod.EXPERIMENTAL_TREE
+    if kind == "native" and not tree and len(terms) > 1:
+        made = ops.added_on_host(terms, current_device())
+        if made is not None:
+            return made
+    spread: Spread | None = None
+    if [term for term in terms if isinstance(term, IndexedSlices)]:
+        spread = Spread(_AGGREGATORS[method], dtype_error)
+        with OneCall():
+            placed = [_on_current_device(term) for term in terms]
+        for term in placed:
+            spread.check(known_shape(term, alone=len(placed) == 1), term.dtype)
+        buffers = with_dense(placed)
+    else:
+        with OneCall():
+            buffers = on_current_devices(terms)
+    home, shape, dtype = buffers[0].device, buffers[0].shape, buffers[0].dtype
     for buffer in buffers:
-        together = together and buffer.device is home
-    if together:
-        tree = method is AggregationMethod.EXPERIMENTAL_TREE
+        if buffer.device is not home or buffer.dtype is not dtype or buffer.shape != shape:
+            break
+    else:  # the usual case
         return from_buffer(aggregate_buffers([buffers], home, tree=tree)[0], kind)
+    if spread is None:
+        spread = Spread(_AGGREGATORS[method], dtype_error)
+        for buffer in buffers:
+            spread.check(buffer.shape, buffer.dtype)
     for buffer in buffers:
         spread.push(buffer)
     return from_buffer(spread.result(), kind)
@@ -247,12 +261,12 @@ def _push(spread: Spread, term: Any) -> None:
 
 
 def _on_current_device(term: Any) -> Buffer | IndexedSlices:
-    """See ``values.on_current_device``; IndexedSlices stay what they are, with a Buffer."""
-    return term.placed() if isinstance(term, IndexedSlices) else on_current_device(term)
+    """See ``values.on_current_devices``; IndexedSlices stay what they are, with a Buffer."""
+    return term.placed() if isinstance(term, IndexedSlices) else on_current_devices([term])[0]
 
 
 def _check_inputs(inputs: Any, what: str) -> None:
-    if not isinstance(inputs, list | tuple) or not inputs or any(term is None for term in inputs):
+    if not isinstance(inputs, list | tuple) or not inputs or [t for t in inputs if t is None]:
         raise ValueError(
             f"inputs must be a list of at least one {what} with the same dtype and shape, got "
             f"{inputs!r}"

@@ -43,7 +43,7 @@ class AddN(Aggregator):
 
     def total(self, dtype: DType) -> Buffer:
         """See ``Aggregator.total``."""
-        return _added(self._terms, dtype)
+        return self._terms[0] if len(self._terms) == 1 else ops.added(self._terms, dtype)
 
 
 class OneBuffer(Aggregator):
@@ -204,8 +204,10 @@ def aggregate_buffers(
         One Buffer for each gradient, on its first term's device: a new one, or the term itself
         where there is only one.
     """
-    if len(gradients) == 1 and not tree and all(term.device is device for term in gradients[0]):
-        return [_added(gradients[0], gradients[0][0].dtype)]
+    if len(gradients) == 1 and not tree:
+        terms = gradients[0]
+        if not [term for term in terms if term.device is not device]:
+            return [terms[0] if len(terms) == 1 else ops.added(terms, terms[0].dtype)]
     made = [terms[0] for terms in gradients]
     direct, folded = [], []
     for place, terms in enumerate(gradients):
@@ -266,15 +268,6 @@ def _pulled(home: Device, total: Buffer) -> Buffer:
     near = home.empty(total.shape, total.dtype)
     home.copy(near, total)
     return near
-
-
-def _added(terms: Sequence[Buffer], dtype: DType) -> Buffer:
-    """Left to right in one launch; a lone term itself."""
-    if len(terms) == 1:
-        return terms[0]
-    made = _empty_like(terms[0], dtype)
-    ops.add_n([made], [terms], fresh=True)
-    return made
 
 
 def _rounded(total: Buffer, dtype: DType) -> Buffer:

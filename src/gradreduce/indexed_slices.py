@@ -23,7 +23,7 @@ from gradreduce.interop import (
     shape_and_dtype,
 )
 from gradreduce.ops import Divisor, Indices, Segments, plan_segments
-from gradreduce.values import on_current_device
+from gradreduce.values import on_current_devices
 
 __all__ = ["IndexedSlices", "check_indices", "coalesced", "densified"]
 
@@ -157,7 +157,9 @@ class IndexedSlices:
 
     def placed(self) -> IndexedSlices:
         """The same rows as a Buffer: an array's on the device of ``gr.replica``, else the first."""
-        return IndexedSlices.of(on_current_device(self._values), self._indices, self._dense_shape)
+        return IndexedSlices.of(
+            on_current_devices([self._values])[0], self._indices, self._dense_shape
+        )
 
     def __repr__(self) -> str:
         shown = ", ".join(map(str, self._indices[:6].tolist()))

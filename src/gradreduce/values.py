@@ -18,8 +18,9 @@ __all__ = [
     "Mirrored",
     "PerReplica",
     "ReduceOp",
+    "current_device",
     "current_replica",
-    "on_current_device",
+    "on_current_devices",
     "replica",
 ]
 
@@ -175,23 +176,38 @@ def current_replica() -> int | None:
     return index
 
 
-def on_current_device(value: Any) -> Buffer:
-    """``value`` on the device of the enclosing ``gr.replica``, else on device 0; Buffers stay.
+def on_current_devices(values: Sequence[Any]) -> list[Buffer]:
+    """Each on the device of the enclosing ``gr.replica``, else on device 0; Buffers stay.
 
     Of ``gr.default_mesh()``; a GPU array stays on its GPU, see ``interop.to_buffer``.
 
     Raises:
-        TypeError: no array.
+        TypeError: one is no array.
         ValueError: the mesh has not so many replicas.
     """
-    if isinstance(value, Buffer):
-        return value
-    kind_of(value)  # before a mesh is opened for what is no array
+    device: Device | None = None
+    placed = []
+    for value in values:
+        if not isinstance(value, Buffer):
+            if device is None:
+                kind_of(value)  # before a mesh is opened for what is no array
+                device = current_device()
+            value = to_buffer(value, device)
+        placed.append(value)
+    return placed
+
+
+def current_device() -> Device:
+    """That of the enclosing ``gr.replica`` in ``gr.default_mesh()``, else its first.
+
+    Raises:
+        ValueError: the mesh has not so many replicas.
+    """
     devices = default_mesh().devices
     index = current_replica() or 0
     if index >= len(devices):
         raise ValueError(f"replica {index} of a mesh of {len(devices)} devices")
-    return to_buffer(value, devices[index])
+    return devices[index]
 
 
 def _devices(

@@ -29,7 +29,7 @@ from .cuda_geometry import Geometry
 from .dtypes import as_dtype
 from .fabric import Fabric
 from .kernel import Kernel, Template
-from .memory import Block, Buffer, Mark, Queue, Row
+from .memory import Block, Buffer, Mark, Queue, Row, TrackedBlock
 from .tables import Tables
 
 __all__ = ["CudaDevice", "enable_peer_access", "visible_gpus"]
@@ -178,7 +178,7 @@ class CudaDevice(Device):
             raise ValueError("an adopted array must be contiguous in C order")
         if stream is not None:
             self._follow(self._streams["compute"], cupy.cuda.ExternalStream(stream, self.physical))
-        block = Block(self, array, array.data.ptr, array.nbytes, owned=False, writable=True)
+        block = TrackedBlock(self, array, array.data.ptr, array.nbytes, owned=False, writable=True)
         return Buffer(block, 0, array.shape, dtype, array)
 
     def _release(self, buffer: Buffer, stream: int | None) -> Any:
@@ -209,7 +209,7 @@ class CudaDevice(Device):
         self.drain()
         with self.gpu, self._streams["compute"]:
             pointer = self._pool.malloc(max(1, nbytes))
-        return Block(self, pointer, pointer.ptr, nbytes, owned=True, writable=True)
+        return TrackedBlock(self, pointer, pointer.ptr, nbytes, owned=True, writable=True)
 
     def _recycle(self, raw: Any, nbytes: int) -> None:
         """Dropping the last reference to ``raw`` gives it back to CuPy's pool."""

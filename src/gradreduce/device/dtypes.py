@@ -14,7 +14,16 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
-__all__ = ["BFLOAT16", "ELEMENTS", "DType", "Element", "accumulate_dtype", "as_dtype", "element_of"]
+__all__ = [
+    "BFLOAT16",
+    "ELEMENTS",
+    "DType",
+    "Element",
+    "accumulate_dtype",
+    "as_dtype",
+    "element_of",
+    "is_known",
+]
 
 DType = np.dtype  # for rooms that name a dtype and import no array library
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -82,6 +91,11 @@ def as_dtype(dtype: DTypeLike) -> np.dtype:
         allowed = ", ".join(str(known) for known in _ELEMENT_OF)
         raise TypeError(f"dtype {found} cannot be added; allowed: {allowed}")
     return found
+
+
+def is_known(dtype: np.dtype) -> bool:
+    """Whether arrays of ``dtype`` can be added."""
+    return dtype in _ELEMENT_OF
 
 
 def element_of(dtype: np.dtype) -> Element:

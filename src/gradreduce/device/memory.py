@@ -21,6 +21,7 @@ __all__ = [
     "Mark",
     "Queue",
     "Row",
+    "TrackedBlock",
     "compatible",
     "flat_layout",
     "overlap",
@@ -80,12 +81,17 @@ class Block:
         self.address = self.device.address_of(self.raw)
         return self.address
 
+
+class TrackedBlock(Block):
+    """A block whose device hears of its end: pool memory, and all memory of deferred work."""
+
+    __slots__ = ()
+
     def __del__(self) -> None:
         # No lock and no driver call here: the collector runs this anywhere, in any thread.
         if not hasattr(self, "touched"):  # half made: copied by a module that does not know it
             return
-        if self.owned or self.device.defers:
-            self.device.dead.append(Dead(self.raw, self.nbytes, self.touched, self.owned))
+        self.device.dead.append(Dead(self.raw, self.nbytes, self.touched, self.owned))
 
 
 class Dead(NamedTuple):

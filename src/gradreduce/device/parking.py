@@ -40,7 +40,11 @@ class Parking:
         """
         with suppress(IndexError):  # another thread was faster
             while self.dead:
-                self._park(self.dead.popleft(), home)
+                dead = self.dead.popleft()
+                if dead.owned and not dead.touched:  # only its home queue knew it
+                    home._recycle(dead.raw, dead.nbytes)
+                else:
+                    self._park(dead, home)
             for _ in range(len(self._parked)):
                 dead, marks = self._parked.popleft()
                 if all(home._passed(mark) for mark in marks):

@@ -19,9 +19,9 @@ from .base import Device
 from .compiled import host_kernel
 from .dtypes import BFLOAT16, as_dtype
 from .fabric import Fabric
-from .kernel import Kernel, Template
-from .memory import Block, Buffer, Mark, Queue, Row
-from .sim_pool import Memory, SimPool
+from .kernel import Arrays, Kernel, Template
+from .memory import Block, Buffer, Mark, Queue, Row, TrackedBlock
+from .sim_pool import SimPool
 from .sim_queue import Event, Scheduler
 from .sim_workers import Workers
 from .table import CHUNK_SIZE
@@ -85,8 +85,10 @@ class SimDevice(Device):
 
     def _share(self, array: np.ndarray, address: int | None) -> Buffer:
         dtype = as_dtype(array.dtype)
-        writable = array.flags.writeable
-        block = Block(self, array, address, array.nbytes, owned=False, writable=writable)
+        made = TrackedBlock if self.defers else Block
+        block = made(
+            self, array, address, array.nbytes, owned=False, writable=array.flags.writeable
+        )
         return Buffer(block, 0, array.shape, dtype, array)
 
     def _release(self, buffer: Buffer, stream: int | None) -> np.ndarray:
@@ -99,7 +101,8 @@ class SimDevice(Device):
         Copied too where work is deferred: its owner may change it as soon as the call returns.
         """
         self.fabric.check_usable(self)
-        array = np.asarray(array)
+        if type(array) is not np.ndarray:
+            array = np.asarray(array)
         flags = array.flags
         if flags.c_contiguous and flags.aligned and not self.defers:
             return self._share(array, address)
@@ -115,16 +118,20 @@ class SimDevice(Device):
         """The NumPy array of ``buffer``'s memory; it keeps the block alive."""
         if buffer.array is None:
             block = buffer.block
-            whole = np.asarray(block) if block.owned else block.raw.reshape(-1).view(np.uint8)
-            part = whole[buffer.offset : buffer.offset + buffer.nbytes]
-            buffer.array = part.view(buffer.dtype).reshape(buffer.shape)
+            if block.owned:
+                shown = np.asarray(_Shown(buffer))
+                buffer.array = shown if shown.dtype is buffer.dtype else shown.view(buffer.dtype)
+            else:
+                whole = block.raw.reshape(-1).view(np.uint8)
+                part = whole[buffer.offset : buffer.offset + buffer.nbytes]
+                buffer.array = part.view(buffer.dtype).reshape(buffer.shape)
         array: np.ndarray = buffer.array
         return array
 
     def _allocate(self, nbytes: int) -> Block:
         self.drain()
         memory = self._pool.take(nbytes)
-        return SimBlock(self, memory, memory.address, nbytes)
+        return TrackedBlock(self, memory, memory.address, nbytes, owned=True, writable=True)
 
     def _recycle(self, raw: Any, nbytes: int) -> None:
         if self.defers:  # who uses it from here on, in the order of the compute queue, reads NaN
@@ -187,21 +194,23 @@ class SimDevice(Device):
         self, kernel: Kernel, rows: Sequence[Row], scalars: Sequence[int | float]
     ) -> Callable[[], None]:
         num_written = kernel.num_written(scalars)
+        strict, whole = self.options.strict, kernel.items is not None
         blocks: list[list[np.ndarray]] = []
-        size = 0
+        total = 0
         for row in rows:
             arrays = [memory_of(operand) for operand in row]
-            if self.options.strict:
+            if strict:
                 arrays[num_written:] = map(read_only, arrays[num_written:])
-            size += kernel.num_items(row)
-            if kernel.items is not None or row[0].size <= BLOCK_SIZE:
+            size = kernel.num_items(row)
+            total += size
+            if whole or size <= BLOCK_SIZE:
                 blocks.append(arrays)
                 continue
-            for start in range(0, row[0].size, BLOCK_SIZE):
+            for start in range(0, size, BLOCK_SIZE):
                 blocks.append([array[start : start + BLOCK_SIZE] for array in arrays])
         workers = self.options.workers
-        jobs = [partial(_run, kernel, part, scalars) for part in workers.shares(blocks, size)]
-        return partial(workers.run, jobs)
+        jobs = [partial(_run, kernel, part, scalars) for part in workers.shares(blocks, total)]
+        return jobs[0] if len(jobs) == 1 else partial(workers.run, jobs)
 
     def _compiled_work(
         self,
@@ -228,6 +237,18 @@ class SimDevice(Device):
             jobs.append(partial(job, part, held))
         return partial(workers.run, jobs)
 
+    def run_on_host(
+        self, kernel: Kernel, row: Sequence[np.ndarray], scalars: Sequence[int | float]
+    ) -> bool:
+        """See ``Device.run_on_host``: by the twin, where work is neither deferred nor watched."""
+        if self.defers or self.options.strict or self.options.face != "numpy":
+            return False
+        self.fabric.check_usable(self)
+        self.scheduler.submit((self, "compute"), partial(_run, kernel, [row], scalars))
+        self.fabric.issued()
+        self._record("launch", name=kernel.name, num_rows=1)
+        return True
+
     def _mark(self, queue: Queue) -> Event:
         return self.scheduler.record((self, queue))
 
@@ -242,25 +263,22 @@ class SimDevice(Device):
             self.scheduler.finish((self, queue))
 
 
-class SimBlock(Block):
-    """Pool memory that a NumPy array can hold on to, so that it outlives its Buffers."""
+class _Shown:
+    """What NumPy makes an array of, and keeps as its base: with it the array keeps the block."""
 
-    __slots__ = ()
+    __slots__ = ("__array_interface__", "block")
 
-    def __init__(self, device: Device, raw: Memory, address: int, nbytes: int) -> None:
-        super().__init__(device, raw, address, nbytes, owned=True, writable=True)
-
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        return {
+    def __init__(self, buffer: Buffer) -> None:
+        self.block = buffer.block
+        self.__array_interface__ = {
             "version": 3,
-            "shape": (self.nbytes,),
-            "typestr": "|u1",
-            "data": (self.address, False),
+            "shape": buffer.shape,
+            "typestr": buffer.dtype.str,
+            "data": (buffer.address, False),
         }
 
 
-def _run(kernel: Kernel, rows: list[list[np.ndarray]], scalars: Sequence[int | float]) -> None:
+def _run(kernel: Kernel, rows: Sequence[Arrays], scalars: Sequence[int | float]) -> None:
     with np.errstate(all="ignore"):  # a GPU raises no floating-point warnings
         kernel.twin(rows, *scalars)
 

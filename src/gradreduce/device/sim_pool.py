@@ -23,15 +23,17 @@ class Memory:
     Attributes:
         bytes: all of it, from an aligned address on.
         address: of its first byte.
+        nbytes: their number.
     """
 
-    __slots__ = ("address", "bytes")
+    __slots__ = ("address", "bytes", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         raw = np.empty(nbytes + START, np.uint8)
         begin: int = raw.__array_interface__["data"][0]
         self.address = -(-begin // START) * START
         self.bytes = raw[self.address - begin :][:nbytes]
+        self.nbytes = nbytes
 
 
 class SimPool:
@@ -57,7 +59,7 @@ class SimPool:
 
     def take(self, nbytes: int) -> Memory:
         """At least ``nbytes``."""
-        wanted = max(1, -(-nbytes // GRANULE)) * GRANULE
+        wanted = -(-nbytes // GRANULE) * GRANULE or GRANULE
         with self._lock:
             memory = self._found(wanted)
             if memory is None:
@@ -65,13 +67,14 @@ class SimPool:
                     self._clear()
                 memory = Memory(wanted)
                 self.grown += 1
-            self.live_bytes += memory.bytes.nbytes
-            self._peak_bytes = max(self._peak_bytes, self.live_bytes)
+            self.live_bytes += memory.nbytes
+            if self.live_bytes > self._peak_bytes:
+                self._peak_bytes = self.live_bytes
         return memory
 
     def give(self, memory: Memory) -> None:
         """Takes memory back."""
-        size = memory.bytes.nbytes
+        size = memory.nbytes
         with self._lock:
             self.live_bytes -= size
             self.free_bytes += size
@@ -86,6 +89,10 @@ class SimPool:
             self._clear()
 
     def _found(self, wanted: int) -> Memory | None:
+        exact = self._free.get(wanted)
+        if exact:
+            self.free_bytes -= wanted
+            return exact.pop()
         for place in range(bisect_left(self._sizes, wanted), len(self._sizes)):
             size = self._sizes[place]
             if size > 2 * wanted:

@@ -50,8 +50,8 @@ class Workers:
             blocks: of about the same amount of work each.
             size: elements in all of them.
         """
-        num_parts = min(self.num_threads, len(blocks))
-        if size < SPREAD_SIZE or num_parts == 1:
+        if size < SPREAD_SIZE or self.num_threads == 1 or len(blocks) == 1:
             return [blocks]
+        num_parts = min(self.num_threads, len(blocks))
         cuts = [len(blocks) * part // num_parts for part in range(num_parts + 1)]
         return [blocks[start:end] for start, end in pairwise(cuts)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ._segments import Indices, Segments, joined_indices, plan_segments
 from .accumulate_n import ACCUMULATE_N, accumulate_n, prepare_accumulate_n
-from .add_n import ADD_N, add_n, prepare_add_n
+from .add_n import ADD_N, add_n, added, added_on_host, prepare_add_n
 from .all_sum import ALL_SUM, all_sum, prepare_all_sum
 from .pack import PACK, pack, prepare_pack
 from .segment_sum import SEGMENT_SUM, Divisor, prepare_segment_sum, segment_sum
@@ -17,6 +17,8 @@ __all__ = [
     "Segments",
     "accumulate_n",
     "add_n",
+    "added",
+    "added_on_host",
     "all_sum",
     "joined_indices",
     "momentum",

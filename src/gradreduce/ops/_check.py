@@ -147,7 +147,6 @@ def by_dtype(
     rows: Iterable[tuple[Row, Row]],
     *,
     padded: bool = False,
-    fresh: bool = False,
 ) -> dict[tuple[str, str, int, int], list[Row]]:
     """Rows that one launch can serve, together; checked, all of them.
 
@@ -155,8 +154,6 @@ def by_dtype(
         kernel: launched for them.
         rows: of each tensor what is written and what is read.
         padded: see ``check_rows``.
-        fresh: the caller has just made what is written, after operands that agree: nothing but
-            the cast is checked.
 
     Returns:
         Keyed by the element of the written operands, that of the read ones, and how many of each.
@@ -177,10 +174,9 @@ def by_dtype(
     launches: dict[tuple[str, str, int, int], list[Row]] = {}
     for (_, _, num_written, num_read), group in groups.items():
         out, term = group[0][0], group[0][num_written]
-        if not fresh:
-            check_rows(kernel.name, group, num_written, padded=padded)
-            for place in range(num_written):
-                check_writable(kernel.name, [row[place] for row in group])
+        check_rows(kernel.name, group, num_written, padded=padded)
+        for place in range(num_written):
+            check_writable(kernel.name, [row[place] for row in group])
         names = elements(kernel, out, term)
         viewed = any(element_of(end.dtype).viewed is not None for end in (out, term))
         rows_of_key = [as_elements(row) for row in group] if viewed else group

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel, Queue, Template, accumulate_dtype, element_of
+from gradreduce.device.dtypes import is_known
 from gradreduce.device.kernel import Arrays
 
-from ._check import by_dtype
+from ._check import as_elements, by_dtype
 from ._templates import SAME, TO_WIDE
 
-__all__ = ["ADD_N", "add_n", "prepare_add_n"]
+__all__ = ["ADD_N", "add_n", "added", "added_on_host", "prepare_add_n"]
 
 # Input counts that are compiled in, so that all loads of a vector are in flight together.
 UNROLLED = 8
+SMALL = 4096  # elements: twice as many take as long to add as a Buffer takes to make
 
 
 def _add_n_twin(table: Sequence[Arrays], num_inputs: int) -> None:
@@ -62,7 +65,6 @@ def add_n(
     *,
     device: Device | None = None,
     queue: Queue = "compute",
-    fresh: bool = False,
 ) -> None:
     """``outs[t] = inputs[t][0] + inputs[t][1] + …`` for every tensor t, left to right.
 
@@ -75,16 +77,66 @@ def add_n(
             the out's or one that it accumulates.
         device: whose queue launches; default that of ``outs[0]``. Fences nothing.
         queue: which of its queues.
-        fresh: the caller has just made the outs after terms that agree: nothing is checked.
 
     Raises:
         ValueError: sizes or dtypes do not fit, or an out overlaps an input partly.
     """
     rows = zip(zip(outs), inputs, strict=True)
-    launches = by_dtype(ADD_N, rows, fresh=fresh)
-    for (to, of, _, num_inputs), operands in launches.items():
+    for (to, of, _, num_inputs), operands in by_dtype(ADD_N, rows).items():
         device = device or outs[0].device
         device.launch(ADD_N, _template(to, of, num_inputs), operands, (num_inputs,), queue=queue)
+
+
+def added(terms: Sequence[Buffer], dtype: np.dtype) -> Buffer:
+    """A new Buffer with the sum of ``terms``, left to right, on the device of the first.
+
+    As ``add_n`` with nothing left to check: the host's time for a small sum is all its time.
+
+    Args:
+        terms: at least one; of one size and dtype, and on that device.
+        dtype: of the sum: the terms', or one that accumulates them.
+    """
+    device = terms[0].device
+    out = device.empty(terms[0].shape, dtype)
+    row = [out, *terms]
+    to, of = element_of(dtype), element_of(terms[0].dtype)
+    if to.viewed is not None:
+        row = as_elements(row)
+    template = _template(to.name, of.name, len(terms))
+    device.launch(ADD_N, template, [row], (len(terms),))
+    return out
+
+
+def added_on_host(terms: Sequence[Any], device: Device) -> Any:
+    """The sum of small host arrays, left to right, as a new array; None where it is not made so.
+
+    Not where ``device`` does not do that, and not where a term is no NumPy array, is larger than
+    ``SMALL``, differs from the others or is not as kernels take it: ``added`` takes what is good
+    of these, and its callers refuse the rest.
+
+    Args:
+        terms: at least two of anything.
+        device: on which a launch is counted.
+    """
+    if type(terms[0]) is not np.ndarray:
+        return None
+    shape, dtype = terms[0].shape, terms[0].dtype
+    for term in terms:
+        if type(term) is not np.ndarray or term.dtype is not dtype or term.shape != shape:
+            return None
+        flags = term.flags
+        if not (flags.c_contiguous and flags.aligned and 0 < term.size <= SMALL):
+            return None
+    if not is_known(dtype):
+        return None
+    out = np.empty(shape, dtype)
+    row = [out, *terms]
+    if out.ndim != 1:
+        row = [array.reshape(-1) for array in row]
+    viewed = element_of(dtype).viewed
+    if viewed is not None:
+        row = [array.view(viewed) for array in row]
+    return out if device.run_on_host(ADD_N, row, (len(terms),)) else None
 
 
 def prepare_add_n(device: Device, out: np.dtype, term: np.dtype, num_inputs: int) -> None:
