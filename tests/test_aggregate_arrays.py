@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from exact import DTYPES, finite_data, random_data, same
-from meshes import unchanged
+from meshes import refused, unchanged
 from test_aggregate import TREE, reference
 
 import gradreduce as gr
@@ -150,3 +150,55 @@ def test_tree_and_the_others_differ_here():
     """Else the methods of these tests would not be told apart."""
     values = list(finite_data((1000, 5), "float32"))
     assert not same(reference(values, TREE), reference(values, 0))
+
+
+# -- what a result is -----------------------------------------------------------------------------
+
+
+CALLS = {
+    "add_n": gr.add_n,
+    "accumulate_n": gr.accumulate_n,
+    "aggregate a list": gr.aggregate,
+    "aggregate": lambda terms, **options: gr.aggregate(iter(terms), **options),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_single_term_is_itself_unless_another_kind_is_wanted(call, mesh):
+    """A copy then, on the same device."""
+    array, device = random_data((3, 5), "float32"), mesh.devices[1]
+    buffer = device.upload(array)
+    assert call([array], as_kind="numpy") is array
+    assert call([buffer], as_kind="buffer") is buffer
+    made = call([buffer], as_kind="numpy")
+    assert same(made, array)
+    made[...] = 1
+    assert same(buffer.numpy(), array)
+    before = array.copy()
+    with gr.replica(1):
+        held = call([array], as_kind="buffer")
+    assert (type(held), held.device) == (gr.Buffer, device)
+    array[...] = 1
+    assert same(held.numpy(), before)
+    assert same(call([[1.0, 2.0]], as_kind="numpy"), np.array([1.0, 2.0]))
+
+
+def test_single_sparse_rows_are_themselves_unless_another_kind_is_wanted(mesh):
+    rows = gr.IndexedSlices(mesh.devices[1].upload(np.ones((2, 3), "float32")), [4, 4], (5, 3))
+    for form in (list, iter):
+        assert gr.aggregate(form([rows]), as_kind="buffer") is rows
+        made = gr.aggregate(form([rows]), as_kind="numpy")
+        assert same(made.values, np.ones((2, 3), "float32"))
+        assert (made.indices.tolist(), made.dense_shape) == ([4, 4], (5, 3))
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("num_terms", [1, 2])
+def test_an_unknown_kind_is_refused(call, num_terms, mesh):
+    term = np.ones(3, "float32")
+    for wrong in ("tensor", "", "native"):
+        with refused(mesh, ValueError, f"as_kind='{wrong}' is not one of"):
+            call([term] * num_terms, as_kind=wrong)
+        with refused(mesh, ValueError, f"as_kind='{wrong}' is not one of"):
+            gr.aggregate([None], as_kind=wrong)
+    assert (term == 1).all()

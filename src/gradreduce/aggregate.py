@@ -27,7 +27,7 @@ from gradreduce.aggregators import (
 )
 from gradreduce.device import Buffer, as_dtype, compatible
 from gradreduce.indexed_slices import IndexedSlices
-from gradreduce.interop import Kind, OneCall, as_result_kind, from_buffer, kind_of
+from gradreduce.interop import Kind, OneCall, as_result_kind, from_buffer, is_array
 from gradreduce.values import on_current_device
 
 __all__ = [
@@ -81,8 +81,9 @@ def add_n(inputs: Sequence[Any], name: str | None = None, *, as_kind: str | None
 
     Args:
         inputs: list or tuple of arrays of one shape and dtype (nothing is broadcast). A single
-            one is returned itself. Those on several devices are added per device first.
-            IndexedSlices are made dense, a single one too.
+            one is returned itself (a copy, if ``as_kind`` asks for another kind). Those on
+            several devices are added per device first. IndexedSlices are made dense, a single
+            one too.
         name: ignored; TensorFlow's name of the operation.
         as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the result
             is instead of the kind of the first input.
@@ -91,15 +92,14 @@ def add_n(inputs: Sequence[Any], name: str | None = None, *, as_kind: str | None
         A new array of the kind of the first input; no input is written.
 
     Raises:
-        ValueError: not a list or tuple, an empty one, ``None`` in it, shapes differ, or a single
-            IndexedSlices without ``dense_shape``.
+        ValueError: not a list or tuple, an empty one, ``None`` in it, shapes differ, a single
+            IndexedSlices without ``dense_shape``, or an unknown ``as_kind``.
         TypeError: dtypes differ, one that cannot be added, or IndexedSlices without
             ``dense_shape`` among several inputs.
     """
     _check_inputs(inputs, "Tensor/IndexedSlices")
     if len(inputs) == 1 and not all_sparse(inputs):
-        kind_of(inputs[0])
-        return inputs[0]
+        return _alone(inputs[0], as_kind)
     kind = as_result_kind(as_kind, kind_of_term(inputs[0]))
     return _aggregate(list(inputs), AggregationMethod.ADD_N, TypeError, kind)
 
@@ -115,8 +115,9 @@ def accumulate_n(
     """The sum of ``inputs`` in one buffer, in the order of the list (tf.accumulate_n).
 
     Args:
-        inputs: list or tuple of arrays of one shape and dtype. A single one is returned itself.
-            Those on several devices are added per device first.
+        inputs: list or tuple of arrays of one shape and dtype. A single one is returned itself
+            (a copy, if ``as_kind`` asks for another kind). Those on several devices are added
+            per device first.
         shape: what their shape must be; None entries fit any extent.
         tensor_dtype: what their dtype must be.
         name: ignored; TensorFlow's name of the operation.
@@ -128,7 +129,7 @@ def accumulate_n(
 
     Raises:
         ValueError: not a list or tuple, an empty one, ``None`` in it, dtypes or shapes differ, or
-            a shape other than ``shape``, or IndexedSlices.
+            a shape other than ``shape``, IndexedSlices, or an unknown ``as_kind``.
         TypeError: a dtype other than ``tensor_dtype``, or one that cannot be added.
     """
     _check_inputs(inputs, "Tensor")
@@ -142,7 +143,7 @@ def accumulate_n(
     if tensor_dtype is not None and buffers[0].dtype != as_dtype(tensor_dtype):
         raise TypeError(f"tensor_dtype is {tensor_dtype}, the inputs are {buffers[0].dtype}")
     if len(inputs) == 1:
-        return inputs[0]
+        return _alone(inputs[0], as_kind)
     method = AggregationMethod.EXPERIMENTAL_ACCUMULATE_N
     return _aggregate(buffers, method, ValueError, as_result_kind(as_kind, kind_of_term(inputs[0])))
 
@@ -164,17 +165,19 @@ def aggregate(
         as_kind: what the result is instead of the kind of the first term; see ``add_n``.
 
     Returns:
-        A new array of the kind of the first term; a single term itself; None without any. Of
+        A new array of the kind of the first term; a single term itself (a copy, if ``as_kind``
+        asks for another kind); None without any. Of
         IndexedSlices alone: new ones with the rows of all, one term after the other (``coalesce``
         merges them), with the ``dense_shape`` of the first; the method has no part in it.
 
     Raises:
-        ValueError: an invalid method (even for a single term), shapes differ, or an index beyond
-            the ``dense_shape`` of the first term.
+        ValueError: an invalid method or ``as_kind`` (even for a single term), shapes differ, or an
+            index beyond the ``dense_shape`` of the first term.
         TypeError: dtypes differ, a term that is no array, or IndexedSlices without
             ``dense_shape`` among arrays.
     """
     method = as_aggregation_method(method)
+    as_result_kind(as_kind, "native")  # a wrong name must not cost a term
     if not isinstance(terms, list | tuple):
         return _aggregate_lazily(terms, method, as_kind)
     present = [term for term in terms if term is not None]
@@ -182,7 +185,7 @@ def aggregate(
         return None
     kinds = [kind_of_term(term) for term in present]
     if len(present) == 1:
-        return present[0]
+        return _alone(present[0], as_kind)
     if all_sparse(present):
         return concatenated(present, as_result_kind(as_kind, kinds[0]))
     return _aggregate(present, method, TypeError, as_result_kind(as_kind, kinds[0]))
@@ -233,10 +236,25 @@ def _aggregate_lazily(terms: Iterable[Any], method: AggregationMethod, as_kind: 
             _push(spread, term)
         del term  # before the next one is made
     if len(held) == 1:
-        return held[0]
+        return _alone(held[0], as_kind)
     if held:
         return concatenated(held, kind)
     return from_buffer(spread.result(), kind) if spread.count else None
+
+
+def _alone(term: Any, as_kind: str | None) -> Any:
+    """A single term itself; a copy, if ``as_kind`` names another kind than it is of."""
+    kind = kind_of_term(term)
+    wanted = as_result_kind(as_kind, kind)
+    if wanted == kind or (kind == "native" and wanted == "numpy" and is_array(term)):
+        return term
+    if isinstance(term, IndexedSlices):
+        return concatenated([term], wanted)
+    with OneCall():
+        buffer = on_current_device(term)
+    made = buffer.device.empty(buffer.shape, buffer.dtype)
+    buffer.device.copy(made, buffer)
+    return from_buffer(made, wanted)
 
 
 def _push(spread: Spread, term: Any) -> None:
