@@ -202,3 +202,22 @@ def test_an_unknown_kind_is_refused(call, num_terms, mesh):
         with refused(mesh, ValueError, f"as_kind='{wrong}' is not one of"):
             gr.aggregate([None], as_kind=wrong)
     assert (term == 1).all()
+
+
+# what -> shape=, the error
+NO_SHAPES = {
+    "a number": (3, TypeError),
+    "floats": ((3.0,), TypeError),
+    "a text": ("3", TypeError),
+    "bools": ((True, 3), TypeError),
+    "negative": ((-1,), ValueError),
+    "another": ((4,), ValueError),
+    "of another rank": ((3, 1), ValueError),
+}
+
+
+@pytest.mark.parametrize(("shape", "error"), NO_SHAPES.values(), ids=NO_SHAPES)
+@pytest.mark.parametrize("num_terms", [1, 2])
+def test_a_shape_that_is_none_or_another_is_refused(shape, error, num_terms, mesh):
+    with refused(mesh, error, "shape=|not compatible"):
+        gr.accumulate_n([np.ones(3, "float32")] * num_terms, shape)

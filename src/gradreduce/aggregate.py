@@ -7,6 +7,7 @@ the order open, it is fixed here: ADD_N and ACCUMULATE_N add left to right, TREE
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -118,7 +119,7 @@ def accumulate_n(
         inputs: list or tuple of arrays of one shape and dtype. A single one is returned itself
             (a copy, if ``as_kind`` asks for another kind). Those on several devices are added
             per device first.
-        shape: what their shape must be; None entries fit any extent.
+        shape: what their shape must be, a list of integers; None entries fit any extent.
         tensor_dtype: what their dtype must be.
         name: ignored; TensorFlow's name of the operation.
         as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the result
@@ -130,16 +131,18 @@ def accumulate_n(
     Raises:
         ValueError: not a list or tuple, an empty one, ``None`` in it, dtypes or shapes differ, or
             a shape other than ``shape``, IndexedSlices, or an unknown ``as_kind``.
-        TypeError: a dtype other than ``tensor_dtype``, or one that cannot be added.
+        TypeError: a dtype other than ``tensor_dtype``, one that cannot be added, or a ``shape``
+            that is no list of integers.
     """
     _check_inputs(inputs, "Tensor")
     if any(isinstance(term, IndexedSlices) for term in inputs):
         raise ValueError("accumulate_n takes no IndexedSlices; add_n does, or pass .to_dense()")
+    wanted = None if shape is None else _as_shape(shape)
     with OneCall():
         buffers = [on_current_device(term) for term in inputs]
     for buffer in buffers:
-        if shape is not None and not compatible(buffer.shape, shape):
-            raise ValueError(f"Shapes {buffer.shape} and {tuple(shape)} are not compatible")
+        if wanted is not None and not compatible(buffer.shape, wanted):
+            raise ValueError(f"Shapes {buffer.shape} and {wanted} are not compatible")
     if tensor_dtype is not None and buffers[0].dtype != as_dtype(tensor_dtype):
         raise TypeError(f"tensor_dtype is {tensor_dtype}, the inputs are {buffers[0].dtype}")
     if len(inputs) == 1:
@@ -267,6 +270,17 @@ def _push(spread: Spread, term: Any) -> None:
 def _on_current_device(term: Any) -> Buffer | IndexedSlices:
     """See ``values.on_current_device``; IndexedSlices stay what they are, with a Buffer."""
     return term.placed() if isinstance(term, IndexedSlices) else on_current_device(term)
+
+
+def _as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
+    """Raises ``TypeError`` unless it is a sequence of integers and Nones."""
+    try:
+        entries = tuple(shape)
+        if any(isinstance(entry, bool) for entry in entries):
+            raise TypeError
+        return tuple(None if entry is None else operator.index(entry) for entry in entries)
+    except TypeError:
+        raise TypeError(f"shape={shape!r} must be a list of integers and None, or None") from None
 
 
 def _check_inputs(inputs: Any, what: str) -> None:
