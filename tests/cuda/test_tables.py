@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from exact import exact_data, same
 from faces import INLINE_ROWS
+from fake_cupy import surface
+from fake_cupy.kernels import Function
 
 from gradreduce import ops
 from gradreduce.device import Mesh, cuda_tables, open_mesh
@@ -120,6 +122,32 @@ def test_old_tables_are_given_up(mesh, monkeypatch):
     assert counts == [1, 1, 1, 0, 1]
     assert len(device._tables._cache) == 2
     assert same(out.numpy(), values)
+
+
+@pytest.mark.parametrize(("processors", "threads"), [(1, 1024), (4, 1536), (7, 2048)])
+def test_a_launch_has_as_many_blocks_as_the_gpu_holds(
+    new_machine, monkeypatch, processors, threads
+):
+    """At most: little work has fewer."""
+    attributes = {"MultiProcessorCount": processors, "MaxThreadsPerMultiProcessor": threads}
+    monkeypatch.setattr(surface.Device, "attributes", attributes)
+    shapes, call = [], Function.__call__
+
+    def noted(self, grid, block, *arguments, **options):
+        shapes.append((grid, block))
+        call(self, grid, block, *arguments, **options)
+
+    monkeypatch.setattr(Function, "__call__", noted)
+    new_machine(5)
+    with open_mesh([0], backend="cuda") as made:
+        device = made.devices[0]
+        for size in (SIZE, 200_000):
+            values = exact_data((size,), "float32")
+            out = device.zeros((size,), "float32")
+            ops.add_n([out], [[device.upload(values)]])
+            assert same(out.numpy(), values)
+    assert {block for _, block in shapes} == {(256,)}
+    assert [grid for grid, _ in shapes] == [(1,), (processors * threads // 256,)]
 
 
 def test_small_work_is_cut_finer(mesh):

@@ -104,7 +104,11 @@ class Device:
 
     @property
     def attributes(self):
-        return {"MultiProcessorCount": 4, "MaxThreadsPerBlock": 1024}
+        return {
+            "MultiProcessorCount": 4,
+            "MaxThreadsPerBlock": 1024,
+            "MaxThreadsPerMultiProcessor": 2048,
+        }
 
 
 class _BaseStream:

@@ -33,8 +33,7 @@ from .memory import Block, Buffer, Mark, Queue, Row
 
 __all__ = ["CudaDevice", "enable_peer_access", "visible_gpus"]
 
-THREADS = 256  # of a block; a multiple of a warp that fills a multiprocessor in 8 blocks
-BLOCKS_PER_PROCESSOR = 8
+THREADS = 256  # of a block; divides what a multiprocessor holds at a time, 1024 to 2048 by GPU
 
 
 def visible_gpus() -> int:
@@ -143,7 +142,9 @@ class CudaDevice(Device):
                 "transfer": cupy.cuda.Stream(non_blocking=True),
             }
             self._pool = cupy.cuda.MemoryPool()
-        self._max_blocks = BLOCKS_PER_PROCESSOR * int(self.gpu.attributes["MultiProcessorCount"])
+        attributes = self.gpu.attributes
+        resident = int(attributes["MaxThreadsPerMultiProcessor"]) // THREADS
+        self._max_blocks = resident * int(attributes["MultiProcessorCount"])
         self._tables = Tables(self._max_blocks)
 
     def stream(self, queue: Queue = "compute") -> Any:
