@@ -329,9 +329,18 @@ def test_nothing_is_broadcast(call, shapes):
         call([np.ones(shape) for shape in shapes])
 
 
-@pytest.mark.parametrize("call", SUMS)
-def test_mixed_dtypes(call):
-    error = ValueError if call is gr.accumulate_n else TypeError
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (gr.add_n, TypeError),
+        (gr.accumulate_n, ValueError),
+        *((lambda terms, m=m: gr.aggregate(terms, m), TypeError) for m in METHODS),
+        # TensorFlow 1.x: as its accumulate_n
+        (lambda terms: gr.aggregate(terms, ACCUMULATE_N), ValueError),
+        (lambda terms: gr.aggregate(iter(terms), ACCUMULATE_N), ValueError),
+    ],
+)
+def test_mixed_dtypes(call, error):
     for left, right in [("float32", "float64"), ("int32", "uint32"), ("float16", "bfloat16")]:
         terms = [np.ones(2, gr.device.as_dtype(dtype)) for dtype in (left, left, right)]
         with pytest.raises(error, match="all match"):

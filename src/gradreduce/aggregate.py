@@ -27,6 +27,7 @@ from gradreduce.aggregators import (
     aggregate_buffers,
 )
 from gradreduce.device import Buffer, as_dtype, compatible
+from gradreduce.errors import MixedDtypesError
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import Kind, OneCall, as_result_kind, from_buffer, is_array
 from gradreduce.values import on_current_device
@@ -176,8 +177,8 @@ def aggregate(
     Raises:
         ValueError: an invalid method or ``as_kind`` (even for a single term), shapes differ, or an
             index beyond the ``dense_shape`` of the first term.
-        TypeError: dtypes differ, a term that is no array, or IndexedSlices without
-            ``dense_shape`` among arrays.
+        TypeError: dtypes differ (for ACCUMULATE_N a ``ValueError`` too), a term that is no array,
+            or IndexedSlices without ``dense_shape`` among arrays.
     """
     method = as_aggregation_method(method)
     as_result_kind(as_kind, "native")  # a wrong name must not cost a term
@@ -191,7 +192,7 @@ def aggregate(
         return _alone(present[0], as_kind)
     if all_sparse(present):
         return concatenated(present, as_result_kind(as_kind, kinds[0]))
-    return _aggregate(present, method, TypeError, as_result_kind(as_kind, kinds[0]))
+    return _aggregate(present, method, _dtype_error(method), as_result_kind(as_kind, kinds[0]))
 
 
 def _aggregate(
@@ -221,7 +222,7 @@ def _aggregate(
 
 def _aggregate_lazily(terms: Iterable[Any], method: AggregationMethod, as_kind: str | None) -> Any:
     """As they come: no reference to a term outlives what the method needs of it."""
-    spread = Spread(_AGGREGATORS[method])
+    spread = Spread(_AGGREGATORS[method], _dtype_error(method))
     kind: Kind = "native"
     held: list[Any] = []  # the first term, which is itself if alone; sparse ones, while all are
     for term in terms:
@@ -281,6 +282,12 @@ def _as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
         return tuple(None if entry is None else operator.index(entry) for entry in entries)
     except TypeError:
         raise TypeError(f"shape={shape!r} must be a list of integers and None, or None") from None
+
+
+def _dtype_error(method: AggregationMethod) -> type[Exception]:
+    """What terms of several dtypes raise."""
+    accumulated = method is AggregationMethod.EXPERIMENTAL_ACCUMULATE_N
+    return MixedDtypesError if accumulated else TypeError
 
 
 def _check_inputs(inputs: Any, what: str) -> None:
