@@ -138,6 +138,8 @@ def accumulate_n(
     _check_inputs(inputs, "Tensor")
     if any(isinstance(term, IndexedSlices) for term in inputs):
         raise ValueError("accumulate_n takes no IndexedSlices; add_n does, or pass .to_dense()")
+    if len(inputs) == 1 and shape is None and tensor_dtype is None:
+        return _alone(inputs[0], as_kind)
     wanted = None if shape is None else _as_shape(shape)
     with OneCall():
         buffers = [on_current_device(term) for term in inputs]
