@@ -58,6 +58,19 @@ def random_data(shape, dtype, *, seed: int = 0) -> np.ndarray:
     return values
 
 
+def finite_data(shape, dtype, *, seed: int = 0) -> np.ndarray:
+    """As ``random_data``, for sums of a thousand, which a few infinities would make all NaN.
+
+    Ordinary numbers alone, of sizes far enough apart that the order of additions shows.
+    """
+    dtype, rng = as_dtype(dtype), np.random.default_rng(seed)
+    if dtype.kind in "iu":
+        return exact_data(shape, dtype, seed=seed)
+    if dtype.kind == "c":
+        return _pairs(finite_data, shape, dtype, seed)
+    return (rng.standard_normal(shape) * np.exp2(rng.integers(-6, 7, shape))).astype(dtype)
+
+
 def unflushed_data(shape, dtype, *, seed: int = 0) -> np.ndarray:
     """``random_data`` for what runs on a GPU: no sum, product or quotient of it is subnormal.
 

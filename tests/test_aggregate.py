@@ -135,12 +135,11 @@ def test_none_is_left_out_and_nothing_gives_none(method):
 
 
 def test_a_single_term_is_passed_through(method, mesh):
-    flag = np.array([True])
+    flag = np.array([True])  # not even its dtype is looked at
     for term in (np.ones(2), [1.0, 2.0], 3.0, mesh.devices[1].put(np.ones(2)), flag):
         assert gr.aggregate([term], method) is term
         assert gr.add_n([term]) is term
-        if term is not flag:
-            assert gr.accumulate_n([term]) is term
+        assert gr.accumulate_n([term]) is term
 
 
 def test_an_iterable_is_read_to_its_end(method):
@@ -329,9 +328,18 @@ def test_nothing_is_broadcast(call, shapes):
         call([np.ones(shape) for shape in shapes])
 
 
-@pytest.mark.parametrize("call", SUMS)
-def test_mixed_dtypes(call):
-    error = ValueError if call is gr.accumulate_n else TypeError
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (gr.add_n, TypeError),
+        (gr.accumulate_n, ValueError),
+        *((lambda terms, m=m: gr.aggregate(terms, m), TypeError) for m in METHODS),
+        # TensorFlow 1.x: as its accumulate_n
+        (lambda terms: gr.aggregate(terms, ACCUMULATE_N), ValueError),
+        (lambda terms: gr.aggregate(iter(terms), ACCUMULATE_N), ValueError),
+    ],
+)
+def test_mixed_dtypes(call, error):
     for left, right in [("float32", "float64"), ("int32", "uint32"), ("float16", "bfloat16")]:
         terms = [np.ones(2, gr.device.as_dtype(dtype)) for dtype in (left, left, right)]
         with pytest.raises(error, match="all match"):

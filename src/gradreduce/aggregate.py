@@ -7,6 +7,7 @@ the order open, it is fixed here: ADD_N and ACCUMULATE_N add left to right, TREE
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,8 +28,9 @@ from gradreduce.aggregators import (
     aggregate_buffers,
 )
 from gradreduce.device import Buffer, as_dtype, compatible
+from gradreduce.errors import MixedDtypesError
 from gradreduce.indexed_slices import IndexedSlices
-from gradreduce.interop import Kind, OneCall, as_result_kind, from_buffer, kind_of
+from gradreduce.interop import Kind, OneCall, as_result_kind, from_buffer, is_array
 from gradreduce.values import current_device, on_current_devices
 
 __all__ = [
@@ -82,8 +84,9 @@ def add_n(inputs: Sequence[Any], name: str | None = None, *, as_kind: str | None
 
     Args:
         inputs: list or tuple of arrays of one shape and dtype (nothing is broadcast). A single
-            one is returned itself. Those on several devices are added per device first.
-            IndexedSlices are made dense, a single one too.
+            one is returned itself (a copy, if ``as_kind`` asks for another kind). Those on
+            several devices are added per device first. IndexedSlices are made dense, a single
+            one too.
         name: ignored; TensorFlow's name of the operation.
         as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the result
             is instead of the kind of the first input.
@@ -92,15 +95,14 @@ def add_n(inputs: Sequence[Any], name: str | None = None, *, as_kind: str | None
         A new array of the kind of the first input; no input is written.
 
     Raises:
-        ValueError: not a list or tuple, an empty one, ``None`` in it, shapes differ, or a single
-            IndexedSlices without ``dense_shape``.
+        ValueError: not a list or tuple, an empty one, ``None`` in it, shapes differ, a single
+            IndexedSlices without ``dense_shape``, or an unknown ``as_kind``.
         TypeError: dtypes differ, one that cannot be added, or IndexedSlices without
             ``dense_shape`` among several inputs.
     """
     _check_inputs(inputs, "Tensor/IndexedSlices")
     if len(inputs) == 1 and not all_sparse(inputs):
-        kind_of(inputs[0])
-        return inputs[0]
+        return _alone(inputs[0], as_kind)
     kind = as_result_kind(as_kind, kind_of_term(inputs[0]))
     return _aggregate(list(inputs), AggregationMethod.ADD_N, TypeError, kind)
 
@@ -116,9 +118,10 @@ def accumulate_n(
     """The sum of ``inputs`` in one buffer, in the order of the list (tf.accumulate_n).
 
     Args:
-        inputs: list or tuple of arrays of one shape and dtype. A single one is returned itself.
-            Those on several devices are added per device first.
-        shape: what their shape must be; None entries fit any extent.
+        inputs: list or tuple of arrays of one shape and dtype. A single one is returned itself
+            (a copy, if ``as_kind`` asks for another kind). Those on several devices are added
+            per device first.
+        shape: what their shape must be, a list of integers; None entries fit any extent.
         tensor_dtype: what their dtype must be.
         name: ignored; TensorFlow's name of the operation.
         as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the result
@@ -129,23 +132,24 @@ def accumulate_n(
 
     Raises:
         ValueError: not a list or tuple, an empty one, ``None`` in it, dtypes or shapes differ, or
-            a shape other than ``shape``, or IndexedSlices.
-        TypeError: a dtype other than ``tensor_dtype``, or one that cannot be added.
+            a shape other than ``shape``, IndexedSlices, or an unknown ``as_kind``.
+        TypeError: a dtype other than ``tensor_dtype``, one that cannot be added, or a ``shape``
+            that is no list of integers.
     """
     _check_inputs(inputs, "Tensor")
     if any(isinstance(term, IndexedSlices) for term in inputs):
         raise ValueError("accumulate_n takes no IndexedSlices; add_n does, or pass .to_dense()")
-    with OneCall():
-        buffers = on_current_devices(inputs)
-    for buffer in buffers:
-        if shape is not None and not compatible(buffer.shape, shape):
-            raise ValueError(f"Shapes {buffer.shape} and {tuple(shape)} are not compatible")
-    if tensor_dtype is not None and buffers[0].dtype != as_dtype(tensor_dtype):
-        raise TypeError(f"tensor_dtype is {tensor_dtype}, the inputs are {buffers[0].dtype}")
+    if len(inputs) == 1 and shape is None and tensor_dtype is None:
+        return _alone(inputs[0], as_kind)
+    kind = as_result_kind(as_kind, kind_of_term(inputs[0]))
+    terms = list(inputs)
+    if shape is not None or tensor_dtype is not None:
+        with OneCall():
+            terms = on_current_devices(inputs)
+        _check_promised(terms, shape, tensor_dtype)
     if len(inputs) == 1:
-        return inputs[0]
-    method = AggregationMethod.EXPERIMENTAL_ACCUMULATE_N
-    return _aggregate(buffers, method, ValueError, as_result_kind(as_kind, kind_of_term(inputs[0])))
+        return _alone(inputs[0], as_kind)
+    return _aggregate(terms, AggregationMethod.EXPERIMENTAL_ACCUMULATE_N, ValueError, kind)
 
 
 def aggregate(
@@ -165,17 +169,19 @@ def aggregate(
         as_kind: what the result is instead of the kind of the first term; see ``add_n``.
 
     Returns:
-        A new array of the kind of the first term; a single term itself; None without any. Of
-        IndexedSlices alone: new ones with the rows of all, one term after the other (``coalesce``
-        merges them), with the ``dense_shape`` of the first; the method has no part in it.
+        A new array of the kind of the first term; a single term itself (a copy, if ``as_kind``
+        asks for another kind); None without any. Of IndexedSlices alone: new ones with the rows
+        of all, one term after the other (``coalesce`` merges them), with the ``dense_shape`` of
+        the first; the method has no part in it.
 
     Raises:
-        ValueError: an invalid method (even for a single term), shapes differ, or an index beyond
-            the ``dense_shape`` of the first term.
-        TypeError: dtypes differ, a term that is no array, or IndexedSlices without
-            ``dense_shape`` among arrays.
+        ValueError: an invalid method or ``as_kind`` (even for a single term), shapes differ, or an
+            index beyond the ``dense_shape`` of the first term.
+        TypeError: dtypes differ (for ACCUMULATE_N a ``ValueError`` too), a term that is no array,
+            or IndexedSlices without ``dense_shape`` among arrays.
     """
     method = as_aggregation_method(method)
+    as_result_kind(as_kind, "native")  # a wrong name must not cost a term
     if not isinstance(terms, list | tuple):
         return _aggregate_lazily(terms, method, as_kind)
     present = [term for term in terms if term is not None]
@@ -183,10 +189,10 @@ def aggregate(
         return None
     kinds = [kind_of_term(term) for term in present]
     if len(present) == 1:
-        return present[0]
+        return _alone(present[0], as_kind)
     if all_sparse(present):
         return concatenated(present, as_result_kind(as_kind, kinds[0]))
-    return _aggregate(present, method, TypeError, as_result_kind(as_kind, kinds[0]))
+    return _aggregate(present, method, _dtype_error(method), as_result_kind(as_kind, kinds[0]))
 
 
 def _aggregate(
@@ -197,39 +203,38 @@ def _aggregate(
 ) -> Any:
     """All terms there: checked before anything is launched. The result is of ``kind``."""
     tree = method is AggregationMethod.EXPERIMENTAL_TREE
-    if kind == "native" and not tree and len(terms) > 1:
+    if kind == "native" and not tree:
         made = ops.added_on_host(terms, current_device())
         if made is not None:
             return made
-    spread: Spread | None = None
-    if [term for term in terms if isinstance(term, IndexedSlices)]:
-        spread = Spread(_AGGREGATORS[method], dtype_error)
-        with OneCall():
-            placed = [_on_current_device(term) for term in terms]
-        for term in placed:
-            spread.check(known_shape(term, alone=len(placed) == 1), term.dtype)
-        buffers = with_dense(placed)
-    else:
-        with OneCall():
-            buffers = on_current_devices(terms)
-    home, shape, dtype = buffers[0].device, buffers[0].shape, buffers[0].dtype
-    for buffer in buffers:
-        if buffer.device is not home or buffer.dtype is not dtype or buffer.shape != shape:
-            break
-    else:  # the usual case
+    spread = Spread(_AGGREGATORS[method], dtype_error)
+    buffers = _checked(terms, spread)
+    home = buffers[0].device
+    if not [buffer for buffer in buffers if buffer.device is not home]:
         return from_buffer(aggregate_buffers([buffers], home, tree=tree)[0], kind)
-    if spread is None:
-        spread = Spread(_AGGREGATORS[method], dtype_error)
-        for buffer in buffers:
-            spread.check(buffer.shape, buffer.dtype)
     for buffer in buffers:
         spread.push(buffer)
     return from_buffer(spread.result(), kind)
 
 
+def _checked(terms: Sequence[Any], spread: Spread) -> list[Buffer]:
+    """All terms as Buffers, once they agree; sparse ones made dense."""
+    if [term for term in terms if isinstance(term, IndexedSlices)]:
+        with OneCall():
+            placed = [_on_current_device(term) for term in terms]
+        for term in placed:
+            spread.check(known_shape(term, alone=len(placed) == 1), term.dtype)
+        return with_dense(placed)
+    with OneCall():
+        buffers = on_current_devices(terms)
+    for buffer in buffers:
+        spread.check(buffer.shape, buffer.dtype)
+    return buffers
+
+
 def _aggregate_lazily(terms: Iterable[Any], method: AggregationMethod, as_kind: str | None) -> Any:
     """As they come: no reference to a term outlives what the method needs of it."""
-    spread = Spread(_AGGREGATORS[method])
+    spread = Spread(_AGGREGATORS[method], _dtype_error(method))
     kind: Kind = "native"
     held: list[Any] = []  # the first term, which is itself if alone; sparse ones, while all are
     for term in terms:
@@ -247,10 +252,25 @@ def _aggregate_lazily(terms: Iterable[Any], method: AggregationMethod, as_kind: 
             _push(spread, term)
         del term  # before the next one is made
     if len(held) == 1:
-        return held[0]
+        return _alone(held[0], as_kind)
     if held:
         return concatenated(held, kind)
     return from_buffer(spread.result(), kind) if spread.count else None
+
+
+def _alone(term: Any, as_kind: str | None) -> Any:
+    """A single term itself; a copy, if ``as_kind`` names another kind than it is of."""
+    kind = kind_of_term(term)
+    wanted = as_result_kind(as_kind, kind)
+    if wanted == kind or (kind == "native" and wanted == "numpy" and is_array(term)):
+        return term
+    if isinstance(term, IndexedSlices):
+        return concatenated([term], wanted)
+    with OneCall():
+        (buffer,) = on_current_devices([term])
+    made = buffer.device.empty(buffer.shape, buffer.dtype)
+    buffer.device.copy(made, buffer)
+    return from_buffer(made, wanted)
 
 
 def _push(spread: Spread, term: Any) -> None:
@@ -263,6 +283,35 @@ def _push(spread: Spread, term: Any) -> None:
 def _on_current_device(term: Any) -> Buffer | IndexedSlices:
     """See ``values.on_current_devices``; IndexedSlices stay what they are, with a Buffer."""
     return term.placed() if isinstance(term, IndexedSlices) else on_current_devices([term])[0]
+
+
+def _check_promised(
+    terms: Sequence[Buffer], shape: Sequence[int | None] | None, dtype: Any
+) -> None:
+    """Raises if a shape is not ``shape``, or the dtype of the first not ``dtype``."""
+    wanted = None if shape is None else _as_shape(shape)
+    for term in terms:
+        if wanted is not None and not compatible(term.shape, wanted):
+            raise ValueError(f"Shapes {term.shape} and {wanted} are not compatible")
+    if dtype is not None and terms[0].dtype != as_dtype(dtype):
+        raise TypeError(f"tensor_dtype is {dtype}, the inputs are {terms[0].dtype}")
+
+
+def _as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
+    """Raises ``TypeError`` unless it is a sequence of integers and Nones."""
+    try:
+        entries = tuple(shape)
+        if any(isinstance(entry, bool) for entry in entries):
+            raise TypeError
+        return tuple(None if entry is None else operator.index(entry) for entry in entries)
+    except TypeError:
+        raise TypeError(f"shape={shape!r} must be a list of integers and None, or None") from None
+
+
+def _dtype_error(method: AggregationMethod) -> type[Exception]:
+    """What terms of several dtypes raise."""
+    accumulated = method is AggregationMethod.EXPERIMENTAL_ACCUMULATE_N
+    return MixedDtypesError if accumulated else TypeError
 
 
 def _check_inputs(inputs: Any, what: str) -> None:

@@ -10,6 +10,7 @@ __all__ = [
     "DeviceMismatchError",
     "InvalidArgumentError",
     "InvalidVariableError",
+    "MixedDtypesError",
 ]
 
 
@@ -42,4 +43,12 @@ class InvalidVariableError(TypeError, ValueError):
 
     Both types, because the seed names ``TypeError`` for ``compute_gradients`` and ``ValueError``
     for ``minimize`` for the same fault.
+    """
+
+
+class MixedDtypesError(TypeError, ValueError):
+    """The terms of a gradient, to be added by ACCUMULATE_N, are of several dtypes.
+
+    Both types, because TensorFlow 1.x raises ``ValueError`` there, as its ``accumulate_n`` does,
+    and later versions ``TypeError``, as ``add_n`` does for every other method.
     """

@@ -4,40 +4,44 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from exact import random_data, same
+from exact import DTYPES, random_data, same, unflushed_data
 
 import gradreduce as gr
 from gradreduce.ops import plan_segments, segment_sum
 
-pytestmark = pytest.mark.fake_cupy
 
-
+@pytest.mark.gpu
 @pytest.mark.parametrize("queue", ["compute", "transfer"])
-def test_a_segment_sum_is_that_of_the_simulation(queue, new_machine):
-    """Twice: the plans of the first call die while its launch may still wait."""
-    new_machine(3)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_segment_sum_is_that_of_the_simulation(queue, dtype, gpus):
+    """Again and again: the plans of one call die while its launch may still wait."""
+    gpus(3)
     indices = np.random.default_rng(0).integers(0, 40, 300)
     plan = plan_segments(indices)
+    divisors = [1] if dtype.kind in "iu" else [1, 3, 1.0 + np.arange(plan.num_segments)]
     found = []
     with (
         gr.open_mesh([0], backend="cuda") as mesh,
         gr.open_mesh([0], backend="sim", strict=True) as sim,
     ):
         for device in (mesh.devices[0], sim.devices[0]):
-            outs, values = [], []
-            for seed, (dtype, width) in enumerate([("float32", 7), ("float16", 16)] * 2):
-                values.append(device.upload(random_data((300, width), dtype, seed=seed)))
-                outs.append(device.zeros((40, width), dtype))
-            device.wait(device.mark(), queue=queue)
-            for divisor in (3, 1.0 + np.arange(plan.num_segments)):
+            made, values = [], []
+            for seed, width in enumerate((1, 7, 16, 33)):
+                terms = unflushed_data((300, width), dtype, seed=seed)
+                values.append(device.upload(terms))
+            for divisor in divisors:
+                outs = [device.zeros((40, *rows.shape[1:]), dtype) for rows in values]
+                device.wait(device.mark(), queue=queue)
                 segment_sum(
                     outs, values, [plan] * 4, into=[plan.indices] * 4, divisor=divisor, queue=queue
                 )
+                made += outs
             device.wait(device.mark(queue))
-            found.append([out.numpy() for out in outs])
+            found.append([out.numpy() for out in made])
     assert all(same(one, other) for one, other in zip(*found, strict=True))
 
 
+@pytest.mark.fake_cupy
 def test_sparse_rows_on_gpus(new_machine):
     """CuPy's arrays keep their kind, and their indices are the only thing that is waited for."""
     import cupy

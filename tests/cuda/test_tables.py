@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 from exact import exact_data, same
 from faces import INLINE_ROWS
+from fake_cupy import surface
+from fake_cupy.kernels import Function
 
 from gradreduce import ops
 from gradreduce.device import Mesh, open_mesh, tables
@@ -59,6 +61,41 @@ def test_a_large_table_is_uploaded_once_and_a_small_one_never(mesh):
     assert same(out.numpy(), values)
 
 
+def test_a_thousand_inputs_are_one_launch_and_one_upload(mesh):
+    device = mesh.devices[0]
+    values = exact_data((1000, SIZE), "int32")
+    terms, out = rows_of(device.upload(values), 1000), device.zeros((SIZE,), "int32")
+    counts = []
+    for _ in range(2):
+        with mesh.journal() as journal:
+            ops.add_n([out], [terms])
+        counts.append((journal.launches, journal.uploads))
+    assert counts == [(1, 1), (1, 0)]
+    assert same(out.numpy(), values.sum(0, dtype="int32"))
+
+
+@pytest.mark.parametrize("what", ["out", "input", "size"])
+def test_one_other_address_or_size_is_another_table(mesh, what):
+    """Each is uploaded when it first comes."""
+    device = mesh.devices[0]
+    values = exact_data((SIZE * 200,), "float32")
+    term, out = device.upload(values), device.zeros(values.shape, "float32")
+    spare = device.upload(values)
+    rows = [[one, other] for one, other in zip(rows_of(out, 200), rows_of(term, 200), strict=True)]
+    changed = [list(row) for row in rows]
+    if what == "size":
+        changed[150] = [operand.view(0, (SIZE - 1,)) for operand in changed[150]]
+    else:
+        changed[150][what == "input"] = spare.view(SIZE * 150, (SIZE,))
+    counts = []
+    for table in (rows, changed, rows, changed):
+        with mesh.journal() as journal:
+            ops.add_n([row[0] for row in table], [row[1:] for row in table])
+        counts.append(journal.uploads)
+    assert counts == [1, 1, 0, 0]
+    assert same(out.numpy(), values)
+
+
 def test_two_devices_keep_their_own_tables(mesh):
     first, second = mesh.devices
     values = exact_data((SIZE * 200,), "float32")
@@ -84,3 +121,27 @@ def test_old_tables_are_given_up(mesh, monkeypatch):
     assert counts == [1, 1, 1, 0, 1]
     assert len(device._tables._made) == 2
     assert same(out.numpy(), values)
+
+
+@pytest.mark.parametrize(("threads", "block"), [(1024, 128), (1536, 192), (2048, 256)])
+def test_a_launch_has_the_shape_that_the_gpu_asks_for(new_machine, monkeypatch, threads, block):
+    """Blocks as large as its multiprocessors make them, but for little work; one for each chunk."""
+    attributes = {**surface.Device(0).attributes, "MaxThreadsPerMultiProcessor": threads}
+    monkeypatch.setattr(surface.Device, "attributes", attributes)
+    shapes, call = [], Function.__call__
+
+    def noted(self, grid, block, *arguments, **options):
+        shapes.append((grid, block))
+        call(self, grid, block, *arguments, **options)
+
+    monkeypatch.setattr(Function, "__call__", noted)
+    new_machine(5)
+    with open_mesh([0], backend="cuda") as made:
+        device = made.devices[0]
+        for size in (SIZE, 200_000):
+            values = exact_data((size,), "float32")
+            out = device.empty((size,), "float32")
+            ops.add_n([out], [[device.upload(values)]])
+            assert same(out.numpy(), values)
+    chunk = 4 * 4 * block  # four vectors of four floats for each thread
+    assert shapes == [((1,), (32,)), ((-(-200_000 // chunk),), (block,))]

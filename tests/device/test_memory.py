@@ -1,15 +1,16 @@
-"""How tensors lie in a flat buffer, for any sizes; and when a shape is what was wanted."""
+"""How tensors lie in a flat buffer, when two overlap, and when a shape is what was wanted."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from exact import DTYPES
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradreduce.device import ALIGNMENT, compatible, flat_layout
+from gradreduce.device import ALIGNMENT, compatible, flat_layout, overlap
 
 ITEMSIZES = sorted({dtype.itemsize for dtype in DTYPES})
 sizes = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2**40)), max_size=30)
@@ -91,3 +92,14 @@ def test_a_layout_by_hand():
 )
 def test_compatible_shapes(shape, wanted, fits):
     assert compatible(shape, wanted) is fits
+
+
+spans = st.tuples(st.integers(100, 112), st.integers(0, 8))
+
+
+@given(spans, spans)
+def test_two_overlap_where_they_share_a_byte(one, other):
+    """One that is empty shares none, wherever it lies."""
+    left, right = (SimpleNamespace(address=start, nbytes=size) for start, size in (one, other))
+    shared = {*range(one[0], sum(one))} & {*range(other[0], sum(other))}
+    assert overlap(left, right) == overlap(right, left) == bool(shared)

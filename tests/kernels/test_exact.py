@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from exact import DTYPES, FLOATS, exact_data, random_data, same, unflushed_data
+from exact import DTYPES, FLOATS, exact_data, finite_data, random_data, same, unflushed_data
 from faces import wide_of
 
 from gradreduce.device import as_dtype
@@ -63,6 +63,19 @@ def test_the_order_of_random_data_shows(dtype):
     with np.errstate(all="ignore"):
         forward, backward = (terms[0] + terms[1]) + terms[2], (terms[2] + terms[1]) + terms[0]
         assert not same(forward.astype(dtype), backward.astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d.kind not in "iu"], ids=str)
+def test_a_thousand_finite_terms_have_a_finite_sum_whose_order_shows(dtype):
+    terms = finite_data((1000, 50), dtype).astype(wide_of(dtype))
+    sums = []
+    for order in (terms, terms[::-1]):
+        total = order[0]
+        for term in order[1:]:
+            total = total + term
+        assert np.isfinite(total.astype(dtype)).all()
+        sums.append(total)
+    assert not same(*sums)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

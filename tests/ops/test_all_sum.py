@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 from exact import COMPLEX, DTYPES, FLOATS, random_data, same
@@ -22,8 +24,10 @@ from faces import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meshes import MeshCase
 
 from gradreduce.device import as_dtype
+from gradreduce.errors import DeviceMismatchError
 from gradreduce.ops import all_sum
 from gradreduce.ops.all_sum import ALL_SUM
 
@@ -77,7 +81,7 @@ def test_every_size_and_start(device, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_number_of_inputs_and_split(device, dtype):
-    for num_inputs in range(1, 9):
+    for num_inputs in range(1, 10):
         terms = random_terms(num_inputs, 203, dtype, seed=num_inputs)
         for split in range(num_inputs):
             check(device, [terms], 1 + split % 3, split)
@@ -123,6 +127,37 @@ def test_one_out_is_one_input(device, dtype):
         assert same(inputs[place].array, reference(terms, 1))
         assert same(other.array, reference(terms, 1))
         assert all(inputs[k].unchanged() for k in range(3) if k != place)
+
+
+@contextmanager
+def replicas(face, peer_access):
+    """Four, two of them on one physical device; what they hold, and where."""
+    terms = random_terms(4, 1003, "bfloat16")
+    with MeshCase((0, 0, 1, 2), peer_access, face).open() as mesh:
+        yield mesh, terms, [device.upload(one) for device, one in zip(mesh, terms, strict=True)]
+
+
+@pytest.mark.parametrize("split", range(4))
+def test_replicas_beside_and_on_peers_in_one_launch(face, split):
+    """Each out on another device than its input, and in place."""
+    with replicas(face, True) as (mesh, terms, inputs):
+        outs = [device.empty((1003,), "bfloat16") for device in mesh.devices[::-1]]
+        for made in (outs, inputs):
+            for device in mesh:
+                mesh.devices[1].wait(device.mark())
+            with mesh.journal() as journal:
+                all_sum([made], [inputs], split, device=mesh.devices[1])
+            assert [(record.name, record.device) for record in journal.records] == [("all_sum", 1)]
+            assert all(same(out.numpy(), reference(terms, split)) for out in made)
+
+
+def test_replicas_out_of_reach_are_refused_and_unchanged(face):
+    with replicas(face, False) as (mesh, terms, inputs):
+        for outs, read in ((inputs[:1], inputs), (inputs, inputs[:2])):
+            with mesh.journal() as journal, pytest.raises(DeviceMismatchError, match="peer access"):
+                all_sum([outs], [read], 1)
+            assert journal.records == []
+        assert all(same(one.numpy(), term) for one, term in zip(inputs, terms, strict=True))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "complex128", "uint8"])

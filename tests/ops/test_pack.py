@@ -120,6 +120,14 @@ def test_an_out_that_overlaps_partly_is_refused(device, dtype, out, term):
     assert all(operand.unchanged() for operand in [memory, *other])
 
 
+def test_an_empty_input_may_lie_anywhere_in_the_out(device):
+    memory = Operand(device, random_data((16,), "float32"))
+    for start in (0, 7, 16):
+        pack([memory.buffer], [memory.buffer.view(start, (0,))])
+        assert same(memory.array, np.zeros(16, "float32"))
+        assert memory.contained()
+
+
 def test_a_flat_buffer_and_back(device):
     """Every tensor at its vector boundary, with zeros behind it; unpacking turns the rows round."""
     sizes = [5, 0, 16, 1, 40_000, 3]

@@ -224,6 +224,7 @@ def overlap(buffer: Buffer, other: Buffer) -> bool:
     return (
         buffer.address < other.address + other.nbytes
         and other.address < buffer.address + buffer.nbytes
+        and buffer.nbytes > 0 < other.nbytes  # an empty one inside the other shares none
     )
 
 

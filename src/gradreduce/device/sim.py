@@ -210,7 +210,7 @@ class SimDevice(Device):
                 blocks.append([array[start : start + BLOCK_SIZE] for array in arrays])
         workers = self.options.workers
         jobs = [partial(_run, kernel, part, scalars) for part in workers.shares(blocks, total)]
-        return jobs[0] if len(jobs) == 1 else partial(workers.run, jobs)
+        return partial(workers.run, jobs)
 
     def _compiled_work(
         self,

@@ -110,15 +110,15 @@ def added(terms: Sequence[Buffer], dtype: np.dtype) -> Buffer:
 def added_on_host(terms: Sequence[Any], device: Device) -> Any:
     """The sum of small host arrays, left to right, as a new array; None where it is not made so.
 
-    Not where ``device`` does not do that, and not where a term is no NumPy array, is larger than
-    ``SMALL``, differs from the others or is not as kernels take it: ``added`` takes what is good
-    of these, and its callers refuse the rest.
+    Not where ``device`` does not do that, and not where there are less than two terms, or one is
+    no NumPy array, is larger than ``SMALL``, differs from the others or is not as kernels take
+    it: ``added`` takes what is good of these, and its callers refuse the rest.
 
     Args:
-        terms: at least two of anything.
+        terms: of anything.
         device: on which a launch is counted.
     """
-    if type(terms[0]) is not np.ndarray:
+    if len(terms) < 2 or type(terms[0]) is not np.ndarray:
         return None
     shape, dtype = terms[0].shape, terms[0].dtype
     for term in terms:

@@ -1,0 +1,156 @@
+"""Elements beyond 2**32 in every kernel, without the memory for them.
+
+The operands are reserved addresses: the system gives a page when it is touched, and a launch here
+does the last of its work only. 2**32, not 2**31, because an index cut to 32 bits, signed or not,
+then falls on the first elements, where it shows, and not outside the operand.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from exact import random_data, same
+from faces import ASKED, EXACT, opened
+
+from gradreduce.device import Buffer, Device, compiled
+from gradreduce.device.kernel import Kernel, Template, kernel_text
+from gradreduce.ops import KERNELS, plan_segments
+
+BEHIND = 100  # elements behind 2**32: vectors and a tail
+SIZE = 2**32 + BEHIND
+GAP = 37  # of pack
+NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's; Python names it from 3.13 on
+LAST = 3  # chunks, or blocks of a twin, that are run: the small row, and the end of the large one
+# kernel -> template, operands, scalars
+LAUNCHES: dict[str, tuple[Template, int, tuple]] = {
+    "add_n": (("uint8", "uint8", 2), 3, (2,)),
+    "accumulate_n": (("uint8", "uint8"), 3, (2,)),
+    "all_sum": (("uint8", "uint8"), 5, (2, 3, 1, 1.0)),
+    "pack": (("uint8", "uint8"), 2, (1.0,)),
+    "sgd": (("float16",), 2, (0.1,)),
+    "momentum": (("float16",), 3, (0.1, 0.9)),
+    "nesterov": (("float16",), 3, (0.1, 0.9)),
+}
+ELEMENTWISE = [kernel for kernel in KERNELS if kernel.items is None]
+(SEGMENT_SUM,) = (kernel for kernel in KERNELS if kernel.items is not None)
+
+
+def reserved(size: int, dtype: str) -> np.ndarray:
+    """Zeros that take no memory until they are touched."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+    return np.frombuffer(mmap.mmap(-1, size * np.dtype(dtype).itemsize, flags=flags), dtype)
+
+
+def launch(device: Device, kernel: Kernel, template: Template, rows, scalars) -> None:
+    """The last pieces of the work that a launch would be cut into."""
+    cut = []
+
+    def last(blocks, size):
+        cut.append(len(blocks))
+        return [blocks[-LAST:]]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device.options.workers, "shares", last)
+        device.launch(kernel, template, rows, scalars)
+    assert cut[0] > 1000  # nearly all of it was left out
+
+
+def row_of(device: Device, kernel: Kernel, size: int) -> tuple[list[np.ndarray], list[Buffer]]:
+    """Operands that hold data at their end and zeros before it."""
+    template, num_operands, _ = LAUNCHES[kernel.name]
+    arrays = []
+    for place in range(num_operands):
+        short = GAP if kernel.name == "pack" and place else 0
+        array = reserved(size - short, template[0])
+        end = min(size, BEHIND) - short
+        array[array.size - end :] = random_data((end,), template[0], seed=place)
+        arrays.append(array)
+    return arrays, [device.adopt(array) for array in arrays]
+
+
+def ends(arrays: list[np.ndarray], size: int) -> list[np.ndarray]:
+    """The last elements of each operand."""
+    return [array[max(0, size - BEHIND) :].copy() for array in arrays]
+
+
+def right(device: Device, kernel: Kernel) -> bool:
+    """Whether the ends of both rows are what the twin makes of them, and the beginning is not."""
+    template, _, scalars = LAUNCHES[kernel.name]
+    sizes = (SIZE, BEHIND)
+    rows = [row_of(device, kernel, size) for size in sizes]
+    expected = [ends(arrays, size) for (arrays, _), size in zip(rows, sizes, strict=True)]
+    with np.errstate(all="ignore"):
+        kernel.twin(expected, *scalars)
+    launch(device, kernel, template, [buffers for _, buffers in rows], scalars)
+    found = [ends(arrays, size) for (arrays, _), size in zip(rows, sizes, strict=True)]
+    large, small = (all(map(same, one, other)) for one, other in zip(found, expected, strict=True))
+    return large and small and not any(array[:BEHIND].any() for array in rows[0][0])
+
+
+@pytest.mark.parametrize("kernel", ELEMENTWISE, ids=lambda kernel: kernel.name)
+def test_the_end_of_a_large_row_and_the_row_behind_it(device, kernel):
+    assert right(device, kernel)
+
+
+@pytest.fixture(params=[ASKED] if ASKED else ["compiled", "exact"])
+def host_device(request) -> Iterator[Device]:
+    """One that runs the shipped text."""
+    with opened(request.param) as made:
+        yield made
+
+
+# Indices cut to 32 bits: in the loop over single elements, and in the one over vectors, which the
+# fast build leaves out.
+FAULTS = {
+    "body.template at<1>(i);": ("compiled", EXACT),
+    "body.template at<LANES>(i);": (EXACT,),
+}
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("sound", FAULTS)
+@pytest.mark.parametrize("kernel", ELEMENTWISE, ids=lambda kernel: kernel.name)
+def test_an_index_of_32_bits_shows(host_device, kernel, sound, monkeypatch):
+    text = kernel_text(kernel.source)
+    assert text.count(sound) == 1, f"the text has changed: {sound}"
+    cut = text.replace(sound, sound.replace("(i)", "((u32)i)"))
+    monkeypatch.setattr(compiled, "kernel_text", lambda stem: cut)
+    # A new kernel: builds are kept by kernel.
+    planted = replace(kernel, templates=(LAUNCHES[kernel.name][0],))
+    caught = not right(host_device, planted)
+    assert caught == (host_device.options.face in FAULTS[sound])
+
+
+# Of the shipped text alone: a twin adds whole tensors.
+@pytest.mark.host
+def test_rows_of_more_columns(host_device):
+    values, out = reserved(2 * SIZE, "uint8"), reserved(SIZE, "uint8")
+    tail = random_data((2, BEHIND), "uint8")
+    values.reshape(2, SIZE)[:, -BEHIND:] = tail
+    plan = plan_segments(np.array([5, 5]))
+    add_segments(host_device, out, values, plan.order, plan.bounds)
+    assert same(out[-BEHIND:], tail[0] + tail[1])
+    assert not out[:BEHIND].any()
+
+
+@pytest.mark.host
+def test_more_segments(host_device):
+    """Row k goes into segment k, but the last ones the other way round."""
+    values, out = reserved(SIZE, "uint8"), reserved(SIZE, "uint8")
+    order, bounds = reserved(SIZE, "int64"), reserved(SIZE + 1, "int64")
+    values[-BEHIND:] = random_data((BEHIND,), "uint8")
+    order[-BEHIND:] = np.arange(SIZE - 1, SIZE - 1 - BEHIND, -1)
+    near = 2**20  # far more than the pieces that are run
+    bounds[-near:] = np.arange(SIZE + 1 - near, SIZE + 1)
+    add_segments(host_device, out, values, order, bounds)
+    assert same(out[-BEHIND:], values[-BEHIND:][::-1].copy())
+    assert not out[:BEHIND].any()
+
+
+def add_segments(device: Device, *row: np.ndarray) -> None:
+    buffers = [device.adopt(array) for array in row]
+    launch(device, SEGMENT_SUM, ("uint8", "uint8"), [buffers], (0, 0, 1.0))

@@ -1,0 +1,108 @@
+"""Ten thousand tensors in one launch, and a thousand inputs of one, on every face."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from exact import finite_data, random_data, same
+from faces import Operand, buffers, recorded, wide_of
+
+from gradreduce.device import Buffer, as_dtype
+from gradreduce.ops import accumulate_n, add_n, all_sum, pack
+
+NUM_TENSORS, NUM_BYTES = 10_000, 1024
+NUM_INPUTS = 1000
+DTYPES = ["bfloat16", "float32", "complex64", "int8"]
+
+
+def tensors(device, values) -> list[Buffer]:
+    """Each row of ``values`` as a Buffer of its own."""
+    whole = device.adopt(values)
+    num_elements = values.shape[1]
+    return [whole.view(num_elements * row, (num_elements,)) for row in range(len(values))]
+
+
+def terms_of(count: int) -> list[np.ndarray]:
+    shape = (NUM_TENSORS, NUM_BYTES // 4)
+    return [random_data(shape, "float32", seed=seed) for seed in range(count)]
+
+
+def added(terms) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        total = terms[0].astype(wide_of(terms[0].dtype))
+        for term in terms[1:]:
+            total = total + term.astype(total.dtype)
+        return total.astype(terms[0].dtype)
+
+
+def launches(journal) -> list[tuple[str, int]]:
+    return [(record.name, record.num_rows) for record in journal.records]
+
+
+def test_ten_thousand_tensors_are_added_by_one_launch(device):
+    terms = terms_of(3)
+    out, first = np.empty_like(terms[0]), terms[0].copy()
+    rows = list(zip(*(tensors(device, term) for term in terms), strict=True))
+    totals = tensors(device, first)
+    with recorded(device) as journal:
+        add_n(tensors(device, out), rows)
+        accumulate_n(totals, [row[1:] for row in rows])
+    assert launches(journal) == [("add_n", NUM_TENSORS), ("accumulate_n", NUM_TENSORS)]
+    assert same(out, added(terms))
+    assert same(first, added(terms))
+
+
+def test_ten_thousand_replicas_are_added_by_one_launch(device):
+    terms = terms_of(2)
+    rows = list(zip(*(tensors(device, term) for term in terms), strict=True))
+    expected = added(terms)
+    with recorded(device) as journal:
+        all_sum(rows, rows, 1)
+    assert launches(journal) == [("all_sum", NUM_TENSORS)]
+    assert all(same(term, expected) for term in terms)
+
+
+@pytest.mark.parametrize("scale", [1, 0.1])
+def test_ten_thousand_tensors_are_packed_and_unpacked_by_one_launch_each(device, scale):
+    """Into one flat buffer, with a gap behind each, and out of it into given arrays."""
+    (values,) = terms_of(1)
+    num_elements = NUM_BYTES // 4
+    flat, back = np.ones((NUM_TENSORS, num_elements + 4), "float32"), np.ones_like(values)
+    spans = tensors(device, flat)
+    with recorded(device) as journal:
+        pack(spans, tensors(device, values), scale=scale)
+        inner = [span.view(0, (num_elements,)) for span in spans]
+        pack(tensors(device, back), inner)
+    assert launches(journal) == [("pack", NUM_TENSORS)] * 2
+    with np.errstate(all="ignore"):
+        expected = values if scale == 1 else values * np.float32(scale)
+    assert same(back, expected)
+    assert same(np.ascontiguousarray(flat[:, :num_elements]), expected)
+    assert not flat[:, num_elements:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("start", [0, 1])
+def test_a_thousand_inputs(device, dtype, start):
+    """One row that is longer than the inline table."""
+    terms = list(finite_data((NUM_INPUTS, 37), dtype, seed=1))
+    inputs = [Operand(device, term, start) for term in terms]
+    outs = [Operand(device, terms[0], start) for _ in range(3)]
+    out, total, mean = outs
+    with recorded(device) as journal:
+        add_n([out.buffer], [buffers(inputs)])
+        accumulate_n([total.buffer], [buffers(inputs[1:])])
+        all_sum([[mean.buffer]], [buffers(inputs)], 500)
+    assert launches(journal) == [("add_n", 1), ("accumulate_n", 1), ("all_sum", 1)]
+    assert same(out.array, added(terms))
+    assert same(total.array, added(terms))
+    halves = [sums_of(part) for part in (terms[:500], terms[500:])]
+    with np.errstate(all="ignore"):
+        assert same(mean.array, (halves[0] + halves[1]).astype(as_dtype(dtype)))
+    assert all(operand.contained() for operand in outs)
+    assert all(operand.unchanged() for operand in inputs)
+
+
+def sums_of(terms) -> np.ndarray:
+    """As ``added``, not rounded."""
+    return added([term.astype(wide_of(term.dtype)) for term in terms])

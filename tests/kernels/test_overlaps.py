@@ -1,0 +1,111 @@
+"""Every written operand of every kernel against every other one: what overlaps partly is refused.
+
+That an operand may be another one exactly, and where, each kernel's own tests show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+from exact import random_data
+from faces import Operand, buffers, operands, random_terms, recorded
+
+from gradreduce import ops
+from gradreduce.device import Buffer, as_dtype
+
+SIZE = 16
+
+
+class Call(NamedTuple):
+    """One launcher.
+
+    Attributes:
+        launch: with rows of operands, the written ones first.
+        num_written: of each row.
+        num_read: of each row.
+        casts: dtypes of what is written and of what is read.
+    """
+
+    launch: Callable[[list[list[Buffer]]], None]
+    num_written: int
+    num_read: int
+    casts: tuple[tuple[str, str], ...]
+
+
+SAME = (("bfloat16", "bfloat16"), ("float32", "float32"), ("complex128", "complex128"))
+UPDATED = (("float16", "float16"), ("float64", "float64"))
+WIDER, NARROWER = ("float32", "bfloat16"), ("float16", "float32")
+CALLS = {
+    "add_n": Call(
+        lambda rows: ops.add_n([row[0] for row in rows], [row[1:] for row in rows]),
+        1, 4, (*SAME, WIDER),
+    ),
+    "accumulate_n": Call(
+        lambda rows: ops.accumulate_n([row[0] for row in rows], [row[1:] for row in rows]),
+        1, 4, (*SAME, WIDER),
+    ),
+    "all_sum": Call(
+        lambda rows: ops.all_sum([row[:3] for row in rows], [row[3:] for row in rows], 1),
+        3, 3, (*SAME, NARROWER),
+    ),
+    "pack": Call(
+        lambda rows: ops.pack([row[0] for row in rows], [row[1] for row in rows]),
+        1, 1, (*SAME, WIDER, NARROWER),
+    ),
+    "sgd": Call(
+        lambda rows: ops.sgd([row[0] for row in rows], [row[1] for row in rows], rate=1),
+        1, 1, UPDATED,
+    ),
+    "momentum": Call(
+        lambda rows: ops.momentum(*map(list, zip(*rows, strict=True)), rate=1, decay=1),
+        2, 1, UPDATED,
+    ),
+    "nesterov": Call(
+        lambda rows: ops.nesterov(*map(list, zip(*rows, strict=True)), rate=1, decay=1),
+        2, 1, UPDATED,
+    ),
+}  # fmt: skip
+
+
+def test_every_elementwise_kernel_is_here():
+    """segment_sum, whose operands have sizes of their own, has tests of its own."""
+    assert CALLS.keys() == {kernel.name for kernel in ops.KERNELS if kernel.items is None}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_no_pair_overlaps_partly(device, call):
+    """By any number of elements, in front or behind; and not with another dtype at one place."""
+    num_operands = call.num_written + call.num_read
+    for to, of in call.casts:
+        dtypes = [as_dtype(to)] * call.num_written + [as_dtype(of)] * call.num_read
+        for written in range(call.num_written):
+            for other in set(range(num_operands)) - {written}:
+                size, other_size = (dtypes[place].itemsize for place in (written, other))
+                step = max(size, other_size)
+                near = [0] if size != other_size else []
+                for shift in (*near, -step, step, step - SIZE * other_size, SIZE * size - step):
+                    refuse(device, call, dtypes, (written, other), shift)
+
+
+def refuse(device, call: Call, dtypes, pair: tuple[int, int], shift: int) -> None:
+    """Asserts that a row is refused, and the row in front of it with it.
+
+    Args:
+        device: that launches.
+        call: what is launched.
+        dtypes: of the operands of a row.
+        pair: the two that overlap.
+        shift: how far the second of them lies behind the first, in bytes.
+    """
+    memory = Operand(device, random_data((1024,), "uint8"))
+    good = operands(device, random_terms(len(dtypes), SIZE, dtypes[0]))
+    bad = [Operand(device, random_data((SIZE,), dtype)) for dtype in dtypes]
+    row = buffers(bad)
+    for place, start in zip(pair, (512, 512 + shift), strict=True):
+        row[place] = memory.buffer.view(start, (SIZE,), dtypes[place])
+    with recorded(device) as journal, pytest.raises(ValueError, match="overlaps"):
+        call.launch([buffers(good), row])
+    assert journal.records == []
+    assert all(operand.unchanged() for operand in [memory, *good, *bad])

@@ -1,0 +1,150 @@
+"""What a launch moves: every element is read once and written once, whatever the geometry.
+
+g++ -fsanitize=thread puts a call before every access to memory. Here those calls add up the bytes
+of each operand, in the place of the ThreadSanitizer that would answer them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from exact import random_data
+from faces import Operand, blank, buffers, opened, operands, random_terms, start_patterns
+
+from gradreduce.device import Device, compiled
+from gradreduce.device.kernel import Kernel
+from gradreduce.ops import KERNELS, plan_segments
+from gradreduce.ops.all_sum import ALL_SUM
+from gradreduce.ops.segment_sum import SEGMENT_SUM
+
+pytestmark = pytest.mark.host
+
+MOST = 32  # operands
+COUNTER = """
+struct Operand { unsigned long start, end, read, written; };
+extern "C" { Operand counted[MOST]; int num_counted = 0; }
+#define PLAIN __attribute__((no_sanitize("thread")))
+PLAIN static void count(void* at, unsigned long size, bool written) {
+    const unsigned long address = (unsigned long)at;
+    for (int k = 0; k < num_counted; ++k)
+        if (counted[k].start <= address && address < counted[k].end)
+            (written ? counted[k].written : counted[k].read) += size;
+}
+#define ACCESS(size) \\
+    PLAIN void __tsan_read##size(void* at) { count(at, size, false); } \\
+    PLAIN void __tsan_write##size(void* at) { count(at, size, true); } \\
+    PLAIN void __tsan_unaligned_read##size(void* at) { count(at, size, false); } \\
+    PLAIN void __tsan_unaligned_write##size(void* at) { count(at, size, true); }
+extern "C" {
+ACCESS(1) ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)
+PLAIN void __tsan_read_range(void* at, unsigned long size) { count(at, size, false); }
+PLAIN void __tsan_write_range(void* at, unsigned long size) { count(at, size, true); }
+PLAIN void __tsan_init() {}
+}
+""".replace("MOST", str(MOST))
+FLAGS = ("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-nostdlib")
+SIZE = 40_003  # more than a chunk, vectors and a tail
+
+
+class _Counted(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_ulong) for name in ("start", "end", "read", "written"))
+
+
+@dataclass(frozen=True)
+class Counter:
+    """A device on which the accesses of each launch are counted."""
+
+    device: Device
+    built: list[str]
+
+    def moved(self, kernel: Kernel, template, row: list[Operand], scalars) -> list[tuple[int, int]]:
+        """How often each byte of each operand was read and written, by one launch."""
+        planted = replace(kernel, templates=(template,))  # a new one: builds are kept by kernel
+        self.device.prepare(planted, template)
+        library = ctypes.CDLL(self.built[-1])
+        counted = (_Counted * MOST).in_dll(library, "counted")
+        for place, operand in enumerate(row):
+            start = operand.buffer.address
+            counted[place] = _Counted(start, start + operand.buffer.nbytes, 0, 0)
+        ctypes.c_int.in_dll(library, "num_counted").value = len(row)
+        self.device.launch(planted, template, [buffers(row)], scalars)
+        sizes = [operand.buffer.nbytes for operand in row]
+        found = zip(counted, sizes, strict=False)
+        return [(one.read / size, one.written / size) for one, size in found]
+
+
+@pytest.fixture
+def counter(monkeypatch) -> Iterator[Counter]:
+    text, build, built = compiled._host_text, compiled._build, []
+
+    def kept(*arguments):
+        built.append(str(build(*arguments)))
+        return built[-1]
+
+    flags = (*compiled.BUILDS["exact"], *FLAGS)
+    monkeypatch.setitem(compiled.BUILDS, "exact", flags)
+    monkeypatch.setattr(compiled, "_host_text", lambda kernel: text(kernel) + COUNTER)
+    monkeypatch.setattr(compiled, "_build", kept)
+    with opened("exact") as device:
+        yield Counter(device, built)
+
+
+READ, WRITTEN, BOTH = (1, 0), (0, 1), (1, 1)
+# kernel -> template, scalars, how often each operand is read and written
+MOVED = {
+    "add_n": (("bfloat16", "bfloat16", 3), (3,), [WRITTEN, READ, READ, READ]),
+    "accumulate_n": (("float32", "bfloat16"), (2,), [BOTH, READ, READ]),
+    "all_sum": (("bfloat16", "float32"), (2, 3, 1, 3.0), [WRITTEN] * 2 + [READ] * 3),
+    "pack": (("float32", "bfloat16"), (0.5,), [WRITTEN, READ]),
+    "sgd": (("float32",), (0.1,), [BOTH, READ]),
+    "momentum": (("float32",), (0.1, 0.9), [BOTH, BOTH, READ]),
+    "nesterov": (("bfloat16",), (0.1, 0.9), [BOTH, BOTH, READ]),
+}
+
+
+def test_every_elementwise_kernel_is_here():
+    assert MOVED.keys() == {kernel.name for kernel in KERNELS if kernel.items is None}
+
+
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k.items is None], ids=lambda k: k.name)
+def test_every_element_is_moved_once(counter, kernel):
+    template, scalars, expected = MOVED[kernel.name]
+    dtypes = [template[0] if written else template[-1 if len(template) < 3 else 1]
+              for _, written in expected]  # fmt: skip
+    for starts in start_patterns(len(expected))[:3]:
+        row = [
+            Operand(counter.device, random_data((SIZE,), dtype, seed=place), start)
+            for place, (dtype, start) in enumerate(zip(dtypes, starts, strict=True))
+        ]
+        assert counter.moved(kernel, template, row, scalars) == expected
+
+
+@pytest.mark.parametrize("num_inputs", range(1, 10))
+def test_n_replicas_are_read_once_and_n_written_once(counter, num_inputs):
+    """Whatever the split, into other memory and in place."""
+    template = ("float32", "float32")
+    terms = random_terms(num_inputs, 1003, "float32")
+    for split in range(num_inputs):
+        scalars = (num_inputs, num_inputs, split, 1.0)
+        outs = [blank(counter.device, 1003, "float32") for _ in terms]
+        row = [*outs, *operands(counter.device, terms)]
+        expected = [WRITTEN] * num_inputs + [READ] * num_inputs
+        assert counter.moved(ALL_SUM, template, row, scalars) == expected
+    inputs = operands(counter.device, terms)
+    in_place = counter.moved(ALL_SUM, template, [*inputs, *inputs], scalars)
+    assert in_place == [BOTH] * 2 * num_inputs
+
+
+@pytest.mark.parametrize("width", [7, 8])
+def test_every_row_of_a_segment_is_read_once(counter, width):
+    plan = plan_segments(np.random.default_rng(0).integers(0, 300, 2000))
+    values = Operand(counter.device, random_data((2000 * width,), "float32"))
+    out = blank(counter.device, plan.num_segments * width, "float32")
+    rest = [Operand(counter.device, part) for part in (plan.order, plan.bounds)]
+    moved = counter.moved(SEGMENT_SUM, ("float32", "float32"), [out, values, *rest], (0, 0, 1.0))
+    assert moved[:2] == [WRITTEN, READ]
+    assert [written for _, written in moved[2:]] == [0, 0]
