@@ -19,11 +19,12 @@ __all__ = ["sanitize"]
 TOOL = "compute-sanitizer"
 USUAL_FOLDER = "/usr/local/cuda/bin"
 FOUND_FAULTS = 86  # the exit status that we ask for, unlike any of pytest's
-OPS, LAUNCHES = "tests/cuda/test_ops.py", "tests/device/test_contract_launch.py"
+OPS, SEGMENTS = "tests/cuda/test_ops.py", "tests/cuda/test_segments.py"
+LAUNCHES = "tests/device/test_contract_launch.py"
 # tool -> which tests, and how long
 RUNS: dict[str, tuple[tuple[str, ...], float]] = {
-    "memcheck": ((OPS, LAUNCHES), 200.0),
-    "initcheck": ((OPS, "-k", "float32"), 120.0),
+    "memcheck": ((OPS, SEGMENTS, LAUNCHES), 200.0),
+    "initcheck": ((OPS, SEGMENTS, "-k", "float32"), 120.0),
     "racecheck": ((OPS, "-k", "float32 and add_n"), 100.0),
 }
 
