@@ -9,6 +9,7 @@
 #include "common.cuh"
 
 template <typename Total, typename In> struct AccumulateN {
+    static constexpr bool GROUPED = true;
     typedef typename accumulate<Total>::type Acc;
     Total* total;
     const In* first;

@@ -10,6 +10,7 @@
 #include "common.cuh"
 
 template <typename Out, typename In, int N> struct AddN {
+    static constexpr bool GROUPED = N == 0;
     typedef typename accumulate<In>::type Acc;
     Out* out;
     const In* in[N ? N : 1];

@@ -10,6 +10,7 @@
 #include "common.cuh"
 
 template <typename Out, typename In> struct AllSum {
+    static constexpr bool GROUPED = true;
     typedef typename accumulate<In>::type Acc;
     Row row;
     i64 num_outs, num_inputs, split;

@@ -137,14 +137,20 @@ DEVICE void store_vector(void* into, const Vector& v) {
 #endif
 }
 
+// In the fast build a GROUPED body works on as many elements at a time. So does one that branches, or
+// loops over operands whose number it does not know: g++ vectorises the innermost loops only, and
+// these are then the ones over the lanes. (all_sum of 8 x 8M float32: 46 ms plain, 11 ms grouped.)
+static constexpr int HOST_LANES = 32;
+
 // LANES elements, widened. LANES * sizeof(T) is a multiple of 16, or LANES is 1.
 template <typename Acc, int LANES> struct Lanes { Acc lane[LANES]; };
 
 template <typename Acc, int LANES, typename T>
 DEVICE Lanes<Acc, LANES> load(const T* from, i64 index) {
     Lanes<Acc, LANES> loaded;
-    if constexpr (LANES == 1) {
-        loaded.lane[0] = to<Acc>::from(widen(from[index]));
+    if constexpr (LANES == 1 || LANES == HOST_LANES) {
+        INDEPENDENT
+        for (int l = 0; l < LANES; ++l) loaded.lane[l] = to<Acc>::from(widen(from[index + l]));
     } else {
         constexpr int vectors = LANES * (int)sizeof(T) / 16;
         union { Vector vector[vectors]; T element[LANES]; } pun;
@@ -158,8 +164,9 @@ DEVICE Lanes<Acc, LANES> load(const T* from, i64 index) {
 
 template <typename T, typename Acc, int LANES>
 DEVICE void store(T* into, i64 index, const Lanes<Acc, LANES>& values) {
-    if constexpr (LANES == 1) {
-        into[index] = to<T>::from(values.lane[0]);
+    if constexpr (LANES == 1 || LANES == HOST_LANES) {
+        INDEPENDENT
+        for (int l = 0; l < LANES; ++l) into[index + l] = to<T>::from(values.lane[l]);
     } else {
         constexpr int vectors = LANES * (int)sizeof(T) / 16;
         union { Vector vector[vectors]; T element[LANES]; } pun;
@@ -216,8 +223,9 @@ DEVICE Row find_row(const Table& table, i64 chunk) {
 }
 
 // Runs body.at<LANES>(i) for whole vectors and body.at<1>(i) for what is left, over every item of
-// every row: an element of the first operand, unless Kernel.items says otherwise. `Body` is made once per chunk, from its row. Blocks stride over chunks, threads
-// over the vectors of a chunk: the result is the same for any grid and block.
+// every row: an element of the first operand, unless Kernel.items says otherwise. A `Body` is made
+// once per chunk, from its row. Blocks stride over chunks, threads over the vectors of a chunk: the
+// result is the same for any grid and block. Body::GROUPED: see HOST_LANES.
 template <typename Body, int LANES, typename... Arguments>
 DEVICE void elementwise(const Table& table, Arguments... arguments) {
     NO_UNROLL
@@ -228,7 +236,10 @@ DEVICE void elementwise(const Table& table, Arguments... arguments) {
         const i64 left = row.size() - begin;
         const i64 end = begin + (left < table.chunk_size ? left : table.chunk_size);
         i64 tail = begin;
-#if !defined(GRADREDUCE_FAST)  // the host compiler makes wider vectors of the plain loop by itself
+#if defined(GRADREDUCE_FAST)
+        if constexpr (Body::GROUPED)
+            for (; tail + HOST_LANES <= end; tail += HOST_LANES) body.template at<HOST_LANES>(tail);
+#else
         if (row.aligned()) tail = begin + (end - begin) / LANES * LANES;
         NO_UNROLL
         for (i64 i = begin + (i64)threadIdx.x * LANES; i < tail; i += (i64)blockDim.x * LANES)

@@ -9,6 +9,7 @@
 #include "common.cuh"
 
 template <typename Out, typename In> struct Pack {
+    static constexpr bool GROUPED = true;
     typedef typename accumulate<In>::type Acc;
     Out* out;
     const In* in;

@@ -10,6 +10,7 @@
 #include "common.cuh"
 
 template <typename Out, typename In> struct SegmentSum {
+    static constexpr bool GROUPED = true;
     typedef typename accumulate<In>::type Acc;
     Out* out;
     const In* values;

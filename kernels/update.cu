@@ -11,6 +11,7 @@
 #include "common.cuh"
 
 template <typename T> struct Sgd {
+    static constexpr bool GROUPED = false;
     typedef typename accumulate<T>::type Acc;
     T* var;
     const T* grad;
@@ -34,6 +35,7 @@ template <typename T> __global__ void sgd(TABLE_ARGUMENT table, double rate) {
 }
 
 template <typename T> struct Momentum {
+    static constexpr bool GROUPED = false;
     typedef typename accumulate<T>::type Acc;
     T* var;
     T* mom;

@@ -26,7 +26,7 @@ from gradreduce.ops import joined_indices, plan_segments, prepare_segment_sum, s
 from gradreduce.ops.segment_sum import LEVELS, PART_SIZE, SEGMENT_SUM
 
 # Around vectors of 1 to 16 elements; odd ones, and ones that some dtypes take as whole vectors.
-WIDTHS = (0, 1, 2, 3, 4, 7, 8, 16, 17, 32, 255)
+WIDTHS = (0, 1, 2, 3, 4, 7, 8, 16, 17, 32, 64, 255)
 INDICES = np.array([3, 9, 3, 0, 3, 9, 5, 2**40, 0, 3])
 
 
