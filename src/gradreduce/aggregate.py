@@ -49,7 +49,8 @@ class AggregationMethod(enum.IntEnum):
         ADD_N: all terms in one operation, which needs all of them at once.
         DEFAULT: the same as ``ADD_N``.
         EXPERIMENTAL_TREE: in pairs, and pairs of pairs: the error grows with log n instead of n,
-            and so does the memory: at most ⌈log2 n⌉ + 1 buffers at a time.
+            and so does the memory: at most ⌈log2 n⌉ + 1 buffers at a time (of two terms: both
+            and their sum).
         EXPERIMENTAL_ACCUMULATE_N: into a single buffer, in the order of arrival; each term is
             dropped at once.
     """

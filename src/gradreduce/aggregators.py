@@ -79,7 +79,7 @@ class OneBuffer(Aggregator):
 class Tree(Aggregator):
     """In pairs, and pairs of pairs: the error grows with log n, and so does the memory.
 
-    With n terms at most ⌈log2 n⌉ + 1 buffers of the accumulate type are alive, the term just
+    With n > 2 terms at most ⌈log2 n⌉ + 1 buffers of the accumulate type are alive, the term just
     pushed included: a pair goes into the sum of the pair before it, unless there is none.
     """
 

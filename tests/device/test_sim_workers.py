@@ -206,6 +206,26 @@ def test_several_callers_share_the_threads():
             assert same(rows[0][0].numpy(), first)
 
 
+@pytest.mark.parametrize(
+    ("costs", "num_threads", "sizes"),
+    [
+        ([5] * 6, 3, [2, 2, 2]),
+        ([5] * 5, 2, [2, 3]),
+        ([100, *[1] * 100], 2, [1, 100]),
+        ([*[1] * 100, 100], 2, [100, 1]),
+        ([1, 1, 100, 1, 1], 3, [2, 1, 2]),
+        ([100, 1, 1], 3, [1, 2]),  # nobody gets nothing to do
+        ([7], 3, [1]),
+        ([1, 1], 8, [1, 1]),
+    ],
+)
+def test_blocks_are_shared_out_by_what_they_cost(costs, num_threads, sizes):
+    blocks = list(range(len(costs)))
+    parts = Workers(num_threads).shares(blocks, SPREAD_SIZE, costs)
+    assert [len(part) for part in parts] == sizes
+    assert [block for part in parts for block in part] == blocks
+
+
 def test_closing_ends_the_threads():
     before = set(threading.enumerate())
     with opened(3) as device:

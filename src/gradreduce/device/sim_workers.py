@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 __all__ = ["SPREAD_SIZE", "Workers"]
@@ -43,15 +44,20 @@ class Workers:
         """Ends the threads."""
         self._pool.shutdown()
 
-    def shares(self, blocks: Sequence[Any], size: int) -> list[Any]:
-        """``blocks`` cut into one contiguous part for each thread, or left whole if small.
+    def shares(self, blocks: Sequence[Any], size: int, costs: Sequence[int]) -> list[Any]:
+        """``blocks`` cut into contiguous parts, one for each thread at most; whole if small.
 
         Args:
-            blocks: of about the same amount of work each.
+            blocks: of work, in their order.
             size: elements in all of them.
+            costs: of each block, in elements or what takes as long.
         """
-        if size < SPREAD_SIZE or self.num_threads == 1 or len(blocks) == 1:
+        if self.num_threads == 1 or len(blocks) == 1 or size < SPREAD_SIZE:
             return [blocks]
+        ends = list(accumulate(costs))
+        middles = [end - cost / 2 for end, cost in zip(ends, costs, strict=True)]
         num_parts = min(self.num_threads, len(blocks))
-        cuts = [len(blocks) * part // num_parts for part in range(num_parts + 1)]
-        return [blocks[start:end] for start, end in pairwise(cuts)]
+        goals = [ends[-1] * part / num_parts for part in range(num_parts)]
+        cuts = [bisect_left(middles, goal) for goal in goals]
+        parts = [blocks[start:end] for start, end in pairwise([*cuts, len(blocks)])]
+        return [part for part in parts if len(part)]
