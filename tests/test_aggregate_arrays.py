@@ -25,7 +25,7 @@ def mesh(request) -> Iterator[gr.Mesh]:
 @pytest.fixture(autouse=True)
 def default(mesh, monkeypatch):
     """Host arrays lie on this mesh."""
-    monkeypatch.setattr("gradreduce.values.default_mesh", lambda: mesh)
+    monkeypatch.setattr("gradreduce.replica_context.default_mesh", lambda: mesh)
 
 
 # what -> the call, and the method whose order of additions it has

@@ -25,7 +25,7 @@ CALLS = {
 @pytest.fixture
 def mesh(monkeypatch):
     with gr.open_mesh(2, backend="sim", strict=False) as made:
-        monkeypatch.setattr("gradreduce.values.default_mesh", lambda: made)
+        monkeypatch.setattr("gradreduce.replica_context.default_mesh", lambda: made)
         yield made
 
 
@@ -92,7 +92,7 @@ def test_everything_else_takes_the_usual_way(mesh, lane, case):
 @pytest.mark.parametrize("options", [{"strict": True}, {"schedule_seed": 3}])
 def test_watched_and_deferred_work_takes_the_usual_way(monkeypatch, lane, options):
     with gr.open_mesh(1, backend="sim", **options) as mesh:
-        monkeypatch.setattr("gradreduce.values.default_mesh", lambda: mesh)
+        monkeypatch.setattr("gradreduce.replica_context.default_mesh", lambda: mesh)
         assert same(gr.add_n([np.ones(3)] * 3), np.full(3, 3.0))
     assert lane == [False]
 

@@ -10,7 +10,8 @@ from meshes import MeshCase, owned, unchanged
 
 import gradreduce as gr
 from gradreduce.errors import DeviceMismatchError
-from gradreduce.values import DistributedValues, current_replica
+from gradreduce.replica_context import current_replica
+from gradreduce.values import DistributedValues
 
 BOTH = pytest.mark.parametrize("make", [gr.PerReplica, gr.Mirrored])
 

@@ -35,8 +35,9 @@ from gradreduce.optim import (
     MomentumOptimizer,
     Optimizer,
 )
+from gradreduce.replica_context import replica
 from gradreduce.sync_step import SyncStep
-from gradreduce.values import Mirrored, PerReplica, ReduceOp, replica
+from gradreduce.values import Mirrored, PerReplica, ReduceOp
 from gradreduce.variables import Variable, get_variable
 
 __version__ = "0.1.0"

@@ -31,7 +31,7 @@ from gradreduce.device import Buffer, as_dtype, compatible
 from gradreduce.errors import MixedDtypesError
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import Kind, OneCall, as_result_kind, from_buffer, is_array
-from gradreduce.values import current_device, on_current_devices
+from gradreduce.replica_context import current_device, on_current_devices
 
 __all__ = [
     "AggregationMethod",

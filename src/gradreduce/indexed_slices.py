@@ -23,7 +23,7 @@ from gradreduce.interop import (
     shape_and_dtype,
 )
 from gradreduce.ops import Divisor, Indices, Segments, plan_segments
-from gradreduce.values import on_current_devices
+from gradreduce.replica_context import on_current_devices
 
 __all__ = ["IndexedSlices", "check_indices", "coalesced", "densified"]
 

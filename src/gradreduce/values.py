@@ -1,28 +1,27 @@
-"""What crosses rooms: one Buffer on each device of several; never adds or moves one."""
+"""What crosses rooms: one array on each device of several; never adds or moves one."""
 
 from __future__ import annotations
 
 import enum
-import operator
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from gradreduce.device import Buffer, Device, Mesh, default_mesh
 from gradreduce.errors import DeviceMismatchError
+from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import Kind, OneCall, from_buffer, kind_of, to_buffer
+from gradreduce.replica_context import current_replica
 
 __all__ = [
     "DistributedValues",
     "Mirrored",
+    "Part",
     "PerReplica",
     "ReduceOp",
-    "current_device",
-    "current_replica",
-    "on_current_devices",
-    "replica",
+    "device_of",
 ]
+
+Part = Buffer | IndexedSlices  # what lies on one device; the values of the second are a Buffer
 
 
 class ReduceOp(enum.Enum):
@@ -41,8 +40,8 @@ class DistributedValues:
     """One array on each of several devices; the base of ``PerReplica`` and ``Mirrored``.
 
     Args:
-        values: one array for each device: NumPy arrays, numbers, nested lists, or Buffers. Shared,
-            not copied, where they can be.
+        values: one for each device: arrays of any library, numbers, nested lists, Buffers, or
+            IndexedSlices of these. Shared, not copied, where they can be.
         mesh: whose devices, in order. Default: that of ``values`` if they are Buffers, else
             ``gr.default_mesh()``.
         devices: on these devices of the mesh instead of all.
@@ -66,25 +65,42 @@ class DistributedValues:
         self._devices = _devices(values, mesh, devices)
         if len(values) != len(self._devices):
             raise ValueError(f"{len(values)} values for {len(self._devices)} devices")
-        self._kind = kind_of(values[0])
+        first = values[0]
+        self._kind = first.kind if isinstance(first, IndexedSlices) else kind_of(first)
         with OneCall():
-            self._buffers = tuple(
+            self._parts: tuple[Part, ...] = tuple(
                 _placed(value, device) for value, device in zip(values, self._devices, strict=True)
             )
 
     @classmethod
-    def of(cls, buffers: Sequence[Buffer], kind: Kind = "buffer") -> Any:
-        """Wraps Buffers that already lie on one device each."""
+    def of(cls, parts: Sequence[Part], kind: Kind = "buffer") -> Any:
+        """Wraps Buffers, or IndexedSlices of Buffers, that already lie on one device each."""
         made = cls.__new__(cls)
-        made._buffers = tuple(buffers)
-        made._devices = tuple(buffer.device for buffer in buffers)
+        made._parts = tuple(parts)
+        made._devices = tuple(device_of(part) for part in parts)
         made._kind = kind
         return made
 
     @property
+    def parts(self) -> tuple[Part, ...]:
+        """The Buffer, or IndexedSlices of a Buffer, on each device, in the order of ``devices``."""
+        return self._parts
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether any value is IndexedSlices."""
+        return any(isinstance(part, IndexedSlices) for part in self._parts)
+
+    @property
     def buffers(self) -> tuple[Buffer, ...]:
-        """The Buffer on each device, in the order of ``devices``."""
-        return self._buffers
+        """The Buffer on each device, in the order of ``devices``.
+
+        Raises:
+            TypeError: a value is IndexedSlices; see ``parts``.
+        """
+        if self.is_sparse:
+            raise TypeError(f"{self} holds IndexedSlices, whose rows have indices")
+        return self._parts  # type: ignore[return-value]  # all dense: seen just now
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -105,12 +121,12 @@ class DistributedValues:
     def values(self) -> tuple[Any, ...]:
         """One array for each device, of the caller's kind, on the Buffers' own memory."""
         with OneCall():
-            return tuple(from_buffer(buffer, self._kind) for buffer in self._buffers)
+            return tuple(self._shown(part) for part in self._parts)
 
     @property
     def primary(self) -> Any:
         """The first value."""
-        return from_buffer(self._buffers[0], self._kind)
+        return self._shown(self._parts[0])
 
     def get(self, device: Device | None = None) -> Any:
         """The value on ``device``; without one, that of the replica ``gr.replica`` names.
@@ -129,11 +145,22 @@ class DistributedValues:
             device = self._devices[index]
         if device not in self._devices:
             raise ValueError(f"Device {device!r} not found in {self._devices}")
-        return from_buffer(self._buffers[self._devices.index(device)], self._kind)
+        return self._shown(self._parts[self._devices.index(device)])
+
+    def _shown(self, part: Part) -> Any:
+        """As the caller's kind of array."""
+        if isinstance(part, Buffer):
+            return from_buffer(part, self._kind)
+        shown = from_buffer(part.values, self._kind)
+        return IndexedSlices.of(shown, part.indices, part.dense_shape)
 
     def __repr__(self) -> str:
-        parts = ", ".join(f"{b.device.name}: {b.dtype}{list(b.shape)}" for b in self._buffers)
-        return f"{type(self).__name__}({parts})"
+        shown = []
+        for part, device in zip(self._parts, self._devices, strict=True):
+            rows = "" if isinstance(part, Buffer) else f"{len(part.indices)} rows of "
+            shape = "[?]" if part.shape is None else list(part.shape)
+            shown.append(f"{device.name}: {rows}{part.dtype}{shape}")
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 class PerReplica(DistributedValues):
@@ -142,72 +169,6 @@ class PerReplica(DistributedValues):
 
 class Mirrored(DistributedValues):
     """A value that is the same on every device, such as a gradient after the all-reduce."""
-
-
-_replica = threading.local()
-
-
-@contextmanager
-def replica(index: int) -> Iterator[None]:
-    """Inside, this thread works for replica ``index``: reads of mirrored values give its copy.
-
-    An array that is no Buffer lies on this replica's device. Nests; other threads are not
-    affected.
-
-    Args:
-        index: place of the device in the mesh, from 0.
-
-    Raises:
-        ValueError: ``index`` is not an integer from 0 up.
-    """
-    if isinstance(index, bool) or not hasattr(index, "__index__") or index < 0:
-        raise ValueError(f"replica index {index!r} must be an integer from 0 up")
-    before = current_replica()
-    _replica.index = operator.index(index)
-    try:
-        yield
-    finally:
-        _replica.index = before
-
-
-def current_replica() -> int | None:
-    """The index of the innermost ``gr.replica`` of this thread; None outside any."""
-    index: int | None = getattr(_replica, "index", None)
-    return index
-
-
-def on_current_devices(values: Sequence[Any]) -> list[Buffer]:
-    """Each on the device of the enclosing ``gr.replica``, else on device 0; Buffers stay.
-
-    Of ``gr.default_mesh()``; a GPU array stays on its GPU, see ``interop.to_buffer``.
-
-    Raises:
-        TypeError: one is no array.
-        ValueError: the mesh has not so many replicas.
-    """
-    device: Device | None = None
-    placed = []
-    for value in values:
-        if not isinstance(value, Buffer):
-            if device is None:
-                kind_of(value)  # before a mesh is opened for what is no array
-                device = current_device()
-            value = to_buffer(value, device)
-        placed.append(value)
-    return placed
-
-
-def current_device() -> Device:
-    """That of the enclosing ``gr.replica`` in ``gr.default_mesh()``, else its first.
-
-    Raises:
-        ValueError: the mesh has not so many replicas.
-    """
-    devices = default_mesh().devices
-    index = current_replica() or 0
-    if index >= len(devices):
-        raise ValueError(f"replica {index} of a mesh of {len(devices)} devices")
-    return devices[index]
 
 
 def _devices(
@@ -219,8 +180,8 @@ def _devices(
             raise TypeError(f"devices={devices!r} must be devices of a mesh")
     elif mesh is not None:
         found = mesh.devices
-    elif all(isinstance(value, Buffer) for value in values):
-        found = tuple(value.device for value in values)
+    elif all(_own_device(value) is not None for value in values):
+        found = tuple(_own_device(value) for value in values)
     else:
         found = default_mesh().devices
     if len(set(found)) != len(found):
@@ -231,7 +192,26 @@ def _devices(
     return found
 
 
-def _placed(value: Any, device: Device) -> Buffer:
+def device_of(part: Part) -> Device:
+    """Where a Buffer, or IndexedSlices of a Buffer, lies."""
+    device = part.device
+    assert device is not None
+    return device
+
+
+def _own_device(value: Any) -> Any:
+    """That of a Buffer or of a Buffer's rows; None of an array, which is put on one."""
+    return value.device if isinstance(value, Buffer | IndexedSlices) else None
+
+
+def _placed(value: Any, device: Device) -> Part:
+    if isinstance(value, IndexedSlices):
+        rows = _placed_array(value.values, device)
+        return IndexedSlices.of(rows, value.indices, value.dense_shape)
+    return _placed_array(value, device)
+
+
+def _placed_array(value: Any, device: Device) -> Buffer:
     buffer = to_buffer(value, device)
     if buffer.device is not device:
         raise DeviceMismatchError(f"{buffer} is the value for {device.name}")

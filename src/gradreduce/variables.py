@@ -10,7 +10,7 @@ from typing import Any
 from gradreduce import ops
 from gradreduce.device import Buffer, Device, DType, Mesh, as_dtype, default_mesh, overlap
 from gradreduce.interop import converted, is_array, to_buffer
-from gradreduce.values import current_replica
+from gradreduce.replica_context import current_replica
 
 __all__ = ["Variable", "get_variable"]
 

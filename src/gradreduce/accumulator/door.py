@@ -11,7 +11,8 @@ from gradreduce.device import Buffer, DType, compatible
 from gradreduce.errors import DeviceMismatchError, InvalidArgumentError
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import is_array, kind_of, to_buffer
-from gradreduce.values import PerReplica, current_replica
+from gradreduce.replica_context import current_replica
+from gradreduce.values import PerReplica
 from gradreduce.variables import Variable
 
 from .apply import Arrival, prepare_arrivals

@@ -1,0 +1,79 @@
+"""Which replica a thread works for, and where its arrays lie; never adds or moves one."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from gradreduce.device import Buffer, Device, default_mesh
+from gradreduce.interop import kind_of, to_buffer
+
+__all__ = ["current_device", "current_replica", "on_current_devices", "replica"]
+
+_replica = threading.local()
+
+
+@contextmanager
+def replica(index: int) -> Iterator[None]:
+    """Inside, this thread works for replica ``index``: reads of mirrored values give its copy.
+
+    An array that is no Buffer lies on this replica's device. Nests; other threads are not
+    affected.
+
+    Args:
+        index: place of the device in the mesh, from 0.
+
+    Raises:
+        ValueError: ``index`` is not an integer from 0 up.
+    """
+    if isinstance(index, bool) or not hasattr(index, "__index__") or index < 0:
+        raise ValueError(f"replica index {index!r} must be an integer from 0 up")
+    before = current_replica()
+    _replica.index = operator.index(index)
+    try:
+        yield
+    finally:
+        _replica.index = before
+
+
+def current_replica() -> int | None:
+    """The index of the innermost ``gr.replica`` of this thread; None outside any."""
+    index: int | None = getattr(_replica, "index", None)
+    return index
+
+
+def on_current_devices(values: Sequence[Any]) -> list[Buffer]:
+    """Each on the device of the enclosing ``gr.replica``, else on device 0; Buffers stay.
+
+    Of ``gr.default_mesh()``; a GPU array stays on its GPU, see ``interop.to_buffer``.
+
+    Raises:
+        TypeError: one is no array.
+        ValueError: the mesh has not so many replicas.
+    """
+    device: Device | None = None
+    placed = []
+    for value in values:
+        if not isinstance(value, Buffer):
+            if device is None:
+                kind_of(value)  # before a mesh is opened for what is no array
+                device = current_device()
+            value = to_buffer(value, device)
+        placed.append(value)
+    return placed
+
+
+def current_device() -> Device:
+    """That of the enclosing ``gr.replica`` in ``gr.default_mesh()``, else its first.
+
+    Raises:
+        ValueError: the mesh has not so many replicas.
+    """
+    devices = default_mesh().devices
+    index = current_replica() or 0
+    if index >= len(devices):
+        raise ValueError(f"replica {index} of a mesh of {len(devices)} devices")
+    return devices[index]
