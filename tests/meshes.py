@@ -166,6 +166,12 @@ def hierarchical_sum(
         return _finished(total, divisor, replicas[0], out)
 
 
+def one_device_sum(replicas: Sequence[np.ndarray], divisor: float = 1) -> np.ndarray:
+    """All left to right, divided, rounded once: what reduction to one device must give."""
+    with np.errstate(all="ignore"):
+        return _finished(_left_to_right(replicas), divisor, replicas[0])
+
+
 def collective_sum(
     replicas: Sequence[np.ndarray], placement: Sequence[int], divisor: float = 1
 ) -> np.ndarray:

@@ -27,7 +27,7 @@ SIGNATURES = {
     "aggregate": "(terms, method=<AggregationMethod.ADD_N: 0>, *, as_kind=None)",
     "AllReduceCrossDeviceOps": "(all_reduce_alg='nccl', num_packs=1, agg_small_grads_max_bytes=0, "
     "agg_small_grads_max_group=10, *, mesh=None)",
-    "ReductionToOneDevice": "(reduce_to_device=None, accumulation_fn=None)",
+    "ReductionToOneDevice": "(reduce_to_device=None, accumulation_fn=None, *, mesh=None)",
     "ConditionalAccumulator": "(dtype, shape=None, shared_name=None, "
     "name='conditional_accumulator', reduction_type='MEAN', *, device=None, "
     "cross_device_ops=None)",
@@ -113,14 +113,12 @@ def mesh():
 
 UNFINISHED = {
     "SparseConditionalAccumulator": lambda mesh: gr.SparseConditionalAccumulator("float32"),
-    "ReductionToOneDevice": lambda mesh: gr.ReductionToOneDevice(),
     "AdamOptimizer": lambda mesh: gr.AdamOptimizer(),
     "AGNCenter": lambda mesh: gr.AGNCenter(mesh),
     "AGNCustomGetter": lambda mesh: gr.AGNCustomGetter(mesh.devices[0]),
     "AGNOptimizer": lambda mesh: gr.AGNOptimizer(gr.GradientDescentOptimizer(0.1), 1, None),
     "compute_gradients": lambda mesh: gr.MomentumOptimizer(0.1, 0.9).compute_gradients(lambda: 0),
     "minimize": lambda mesh: gr.MomentumOptimizer(0.1, 0.9).minimize(lambda: 0),
-    "broadcast": lambda mesh: gr.NcclAllReduce().broadcast([1.0], mesh),
     "state_dict": lambda mesh: gr.ConditionalAccumulator(
         "float32", device=mesh.devices[0]
     ).state_dict(),

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 from gradreduce import ops
-from gradreduce.device import Buffer, gather, scatter
+from gradreduce.device import Buffer, Device, gather, scatter
 from gradreduce.indexed_slices import IndexedSlices, check_indices, densified
-from gradreduce.interop import Kind, OneCall, from_buffer, kind_of
+from gradreduce.interop import Kind, OneCall, kind_of
 
-__all__ = ["all_sparse", "concatenated", "kind_of_term", "known_shape", "with_dense"]
+__all__ = ["all_sparse", "concatenated", "joined", "kind_of_term", "known_shape", "with_dense"]
 
 
 def kind_of_term(term: Any) -> Kind:
@@ -74,6 +74,11 @@ def concatenated(terms: Sequence[IndexedSlices], kind: Kind) -> IndexedSlices:
     """
     with OneCall():
         placed = [term.placed() for term in terms]
+    return joined(placed, placed[0].values.device).shown(kind)
+
+
+def joined(placed: Sequence[IndexedSlices], home: Device) -> IndexedSlices:
+    """As ``concatenated``, of IndexedSlices of Buffers; new memory on ``home``."""
     parts: list[Buffer] = [term.values for term in placed]
     for place, part in enumerate(parts):
         if part.dtype != parts[0].dtype:
@@ -88,12 +93,11 @@ def concatenated(terms: Sequence[IndexedSlices], kind: Kind) -> IndexedSlices:
             )
     indices = ops.joined_indices([term.indices for term in placed])
     check_indices(indices, placed[0].dense_shape)
-    return IndexedSlices.of(from_buffer(_joined(parts), kind), indices, placed[0].dense_shape)
+    return IndexedSlices.of(_joined(parts, home), indices, placed[0].dense_shape)
 
 
-def _joined(parts: Sequence[Buffer]) -> Buffer:
-    """New memory on the device of the first part that holds them all, one behind the other."""
-    home = parts[0].device
+def _joined(parts: Sequence[Buffer], home: Device) -> Buffer:
+    """New memory on ``home`` that holds them all, one behind the other."""
     num_rows = sum(part.shape[0] for part in parts)
     whole = home.empty((num_rows, *parts[0].shape[1:]), parts[0].dtype)
     near: list[tuple[Buffer, Buffer]] = []

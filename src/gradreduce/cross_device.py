@@ -12,19 +12,12 @@ from typing import Any
 
 from gradreduce import ops
 from gradreduce.allreduce import ALGORITHMS, Job, works_in_place
+from gradreduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice, reduce_to_one
 from gradreduce.device import Buffer, Device, DType, Mesh, accumulate_dtype, default_mesh
-from gradreduce.interop import OneCall, as_result_kind
+from gradreduce.interop import OneCall
 from gradreduce.packing import Flats, pack, plan_packing, unpack
-from gradreduce.reduce_arguments import (
-    as_per_replica,
-    check_destination,
-    check_replicas,
-    checked_nest,
-    checked_pairs,
-    keys_of,
-    nested,
-)
-from gradreduce.values import Mirrored, PerReplica, ReduceOp
+from gradreduce.reduce_arguments import Request, checked_nest, keys_of, nested
+from gradreduce.values import Part, PerReplica, ReduceOp
 
 __all__ = [
     "AllReduceCrossDeviceOps",
@@ -34,78 +27,6 @@ __all__ = [
     "ReductionToOneDevice",
     "all_reduce",
 ]
-
-
-class CrossDeviceOps:
-    """Base of what combines values across devices (tf.distribute.CrossDeviceOps).
-
-    Checks arguments; a subclass implements ``_reduce_batch``.
-    """
-
-    def reduce(
-        self,
-        reduce_op: ReduceOp,
-        per_replica_value: Any,
-        destinations: Any,
-        *,
-        as_kind: str | None = None,
-    ) -> Mirrored:
-        """Combines the replicas of one value; see ``batch_reduce``."""
-        pairs = [(per_replica_value, destinations)]
-        return self.batch_reduce(reduce_op, pairs, as_kind=as_kind)[0]
-
-    def batch_reduce(
-        self,
-        reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[tuple[Any, Any]],
-        *,
-        as_kind: str | None = None,
-    ) -> list[Mirrored]:
-        """Combines the replicas of each value, all values of the same devices in one batch.
-
-        Args:
-            reduce_op: ``ReduceOp.SUM`` or ``ReduceOp.MEAN``.
-            value_destination_pairs: list or tuple of pairs. A value is a ``PerReplica`` whose
-                replicas agree in shape and dtype, or a Buffer, which is its own only replica. A
-                destination names devices: a ``PerReplica``, ``Mirrored``, ``Variable``, ``Mesh``,
-                device or list of devices; it must be the value's, in any order.
-            as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the
-                arrays of the results are instead of the kind of the value's.
-
-        Returns:
-            One ``Mirrored`` for each pair, in order, on the value's devices in the value's
-            order. Its memory is new and the caller's; no input is written.
-
-        Raises:
-            ValueError: a wrong operation, pair or destination, or replicas that differ in shape
-                or dtype (named). Nothing was launched.
-            NotImplementedError: destinations other than the value's devices, device strings,
-                IndexedSlices, MEAN of integers.
-        """
-        if not isinstance(reduce_op, ReduceOp):
-            raise ValueError(f"reduce_op={reduce_op!r} must be ReduceOp.SUM or ReduceOp.MEAN")
-        values = []
-        for place, pair in enumerate(checked_pairs(value_destination_pairs)):
-            value = as_per_replica(pair[0], place)
-            check_replicas(value, place, reduce_op)
-            check_destination(value, pair[1], place)
-            values.append(value)
-        kinds = [as_result_kind(as_kind, value.kind) for value in values]
-        reduced = self._reduce_batch(reduce_op, values)
-        return [Mirrored.of(*each) for each in zip(reduced, kinds, strict=True)]
-
-    def broadcast(self, tensor: Any, destinations: Any) -> Mirrored:
-        """Copies ``tensor`` to every destination.
-
-        Raises:
-            NotImplementedError: always, in this version.
-        """
-        raise NotImplementedError("broadcast is not implemented yet")
-
-    def _reduce_batch(
-        self, reduce_op: ReduceOp, values: list[PerReplica]
-    ) -> list[tuple[Buffer, ...]]:
-        raise NotImplementedError(f"{type(self).__name__} does not reduce")
 
 
 class AllReduceCrossDeviceOps(CrossDeviceOps):
@@ -155,14 +76,16 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         grads: Sequence[Any],
         op: ReduceOp = ReduceOp.MEAN,
         *,
+        coalesce: bool = False,
         as_kind: str | None = None,
     ) -> Any:
         """Combines ``grads[device][tensor]``, one batch for all; the same nesting comes back.
 
         Args:
-            grads: for each device of the mesh, in order, a list, tuple or dict of arrays; all
-                alike. Arrays that are no Buffers lie on their device's logical device.
+            grads: for each device of the mesh, in order, a list, tuple or dict of arrays or
+                IndexedSlices; all alike. Host arrays lie on the device of their place.
             op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``.
+            coalesce: add rows of the same index of IndexedSlices.
             as_kind: what the results are instead of the kind of each tensor's first array; see
                 ``batch_reduce``.
 
@@ -178,7 +101,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         with OneCall():
             values = [PerReplica([entry[key] for entry in grads], mesh) for key in keys]
         pairs = [(value, value) for value in values]
-        reduced = self.batch_reduce(op, pairs, as_kind=as_kind)
+        reduced = self.batch_reduce(op, pairs, coalesce=coalesce, as_kind=as_kind)
         with OneCall():
             by_key = dict(zip(keys, [value.values for value in reduced], strict=True))
         return nested(
@@ -251,15 +174,20 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         prepared.add(key)
 
     def _reduce_batch(
-        self, reduce_op: ReduceOp, values: list[PerReplica]
-    ) -> list[tuple[Buffer, ...]]:
-        results: list[tuple[Buffer, ...]] = [()] * len(values)
+        self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
+    ) -> list[tuple[Part, ...]]:
+        """All dense values of the same devices in one batch; one by one what goes elsewhere."""
+        results: list[tuple[Part, ...]] = [()] * len(requests)
         by_devices: dict[tuple[Device, ...], list[int]] = {}
-        for place, value in enumerate(values):
-            by_devices.setdefault(value.devices, []).append(place)
+        for place, request in enumerate(requests):
+            if request.matches and not request.value.is_sparse:
+                by_devices.setdefault(request.devices, []).append(place)
+            else:
+                home = request.devices[0]
+                results[place] = reduce_to_one(reduce_op, request, home, coalesce=coalesce)
         for devices, places in by_devices.items():
             divisor = len(devices) if reduce_op is ReduceOp.MEAN else 1
-            gradients = [values[place].buffers for place in places]
+            gradients = [requests[place].value.buffers for place in places]
             reduced = self.reduce_buffers(gradients, divisor=divisor)
             for place, buffers in zip(places, reduced, strict=True):
                 results[place] = buffers
@@ -280,21 +208,6 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
         super().__init__("hierarchical_copy", num_packs, mesh=mesh)
 
 
-class ReductionToOneDevice(CrossDeviceOps):
-    """Adds all replicas on one device and copies the result out (tf.distribute's of that name).
-
-    Args:
-        reduce_to_device: where to add; default the first destination.
-        accumulation_fn: how; default ``gr.add_n``.
-
-    Raises:
-        NotImplementedError: always, in this version.
-    """
-
-    def __init__(self, reduce_to_device: Any = None, accumulation_fn: Any = None) -> None:
-        raise NotImplementedError("ReductionToOneDevice is not implemented yet")
-
-
 @cache
 def shared_ops() -> AllReduceCrossDeviceOps:
     """The one that those use who were given none; what shares it can travel together."""
@@ -306,14 +219,16 @@ def all_reduce(
     op: ReduceOp = ReduceOp.MEAN,
     *,
     mesh: Mesh | None = None,
+    coalesce: bool = False,
     as_kind: str | None = None,
 ) -> Any:
     """``AllReduceCrossDeviceOps(mesh=mesh).all_reduce(grads, op)``, in one line.
 
     Args:
-        grads: ``grads[device][tensor]``, lists, tuples or dicts of arrays.
+        grads: ``grads[device][tensor]``, lists, tuples or dicts of arrays or IndexedSlices.
         op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``.
         mesh: whose devices. Default: ``gr.default_mesh()``.
+        coalesce: add rows of the same index of IndexedSlices.
         as_kind: what the results are instead of the kind of each tensor's first array.
 
     Returns:
@@ -322,7 +237,8 @@ def all_reduce(
     Raises:
         ValueError: what ``AllReduceCrossDeviceOps.all_reduce`` raises.
     """
-    return AllReduceCrossDeviceOps(mesh=mesh).all_reduce(grads, op, as_kind=as_kind)
+    ops_of_mesh = AllReduceCrossDeviceOps(mesh=mesh)
+    return ops_of_mesh.all_reduce(grads, op, coalesce=coalesce, as_kind=as_kind)
 
 
 def _jobs(flats: Sequence[Flats], divisor: float) -> list[Job]:

@@ -161,6 +161,11 @@ class IndexedSlices:
             on_current_devices([self._values])[0], self._indices, self._dense_shape
         )
 
+    def shown(self, kind: Kind) -> IndexedSlices:
+        """The same rows, a Buffer, as an array of ``kind``."""
+        rows = from_buffer(self._values, kind)
+        return IndexedSlices.of(rows, self._indices, self._dense_shape)
+
     def __repr__(self) -> str:
         shown = ", ".join(map(str, self._indices[:6].tolist()))
         more = ", …" if len(self._indices) > 6 else ""

@@ -3,23 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from gradreduce.device import Buffer, Device, Mesh
-from gradreduce.indexed_slices import IndexedSlices
-from gradreduce.interop import is_array
-from gradreduce.values import DistributedValues, PerReplica, ReduceOp
+from gradreduce.device import Buffer, Device, DType, Mesh, device_named
+from gradreduce.errors import DeviceMismatchError, InvalidArgumentError
+from gradreduce.indexed_slices import IndexedSlices, check_indices
+from gradreduce.interop import Kind, OneCall, is_array, kind_of, to_buffer
+from gradreduce.replica_context import current_device
+from gradreduce.values import DistributedValues, Mirrored, Part, PerReplica, ReduceOp, device_of
 from gradreduce.variables import Variable
 
 __all__ = [
-    "as_per_replica",
-    "check_destination",
-    "check_replicas",
+    "Request",
     "checked_nest",
-    "checked_pairs",
+    "checked_requests",
+    "destination_devices",
     "keys_of",
+    "named_mesh",
     "nested",
+    "single_part",
 ]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One value of a batch and where its result goes, checked.
+
+    Attributes:
+        value: its replicas, alike.
+        devices: of the result, in its order.
+        matches: whether these are the value's own devices.
+    """
+
+    value: DistributedValues
+    devices: tuple[Device, ...]
+    matches: bool
+
+
+def checked_requests(pairs: Any, reduce_op: ReduceOp, mesh: Mesh | None) -> list[Request]:
+    """Every pair, after all of them have been checked; see ``CrossDeviceOps.batch_reduce``."""
+    if not isinstance(reduce_op, ReduceOp):
+        raise ValueError(f"reduce_op={reduce_op!r} must be ReduceOp.SUM or ReduceOp.MEAN")
+    requests = []
+    with OneCall():
+        for place, pair in enumerate(checked_pairs(pairs)):
+            value = _as_distributed(pair[0], place, mesh or named_mesh(pair[1]))
+            _check_replicas(value, place, reduce_op)
+            devices = destination_devices(pair[1], place, value.mesh)
+            matches = set(devices) == set(value.devices)
+            requests.append(Request(value, value.devices if matches else devices, matches))
+    return requests
 
 
 def checked_pairs(pairs: Any) -> Sequence[tuple[Any, Any]]:
@@ -35,59 +69,130 @@ def checked_pairs(pairs: Any) -> Sequence[tuple[Any, Any]]:
     return pairs
 
 
-def as_per_replica(value: Any, place: int) -> PerReplica:
-    """The value of a pair; a Buffer is its own only replica, anything else a ``ValueError``."""
+def _as_distributed(value: Any, place: int, mesh: Mesh | None) -> DistributedValues:
+    """The value of a pair; an array is its own only replica, anything else a ``ValueError``."""
+    if isinstance(value, DistributedValues):
+        return value
+    return PerReplica.of(*_placed(value, f"value {place}", mesh))
+
+
+def single_part(tensor: Any, mesh: Mesh | None) -> tuple[Part, Kind]:
+    """What ``broadcast`` copies, where it lies now, and which kind of array it was.
+
+    Raises:
+        ValueError: no array, or several replicas that may differ.
+    """
+    if isinstance(tensor, Mirrored) or (
+        isinstance(tensor, DistributedValues) and len(tensor.devices) == 1
+    ):
+        return tensor.parts[0], tensor.kind
+    parts, kind = _placed(tensor, "tensor", mesh)
+    return parts[0], kind
+
+
+def _placed(value: Any, what: str, mesh: Mesh | None) -> tuple[list[Part], Kind]:
+    """An array on its own device: a host array on that of ``gr.replica``, else the first."""
     if isinstance(value, IndexedSlices):
-        raise NotImplementedError("IndexedSlices (sparse gradients) are not implemented yet")
+        if isinstance(value.values, Buffer):
+            return [value], "buffer"
+        rows = to_buffer(value.values, current_device(mesh))
+        return [IndexedSlices.of(rows, value.indices, value.dense_shape)], value.kind
     if isinstance(value, Buffer):
-        return PerReplica([value])
-    if not isinstance(value, PerReplica):
+        return [value], "buffer"
+    if not is_array(value):
         raise ValueError(
-            f"value {place} is {type(value).__name__}, neither a PerReplica nor a Buffer"
+            f"{what} is {type(value).__name__}, neither a PerReplica, an array nor IndexedSlices"
         )
-    return value
+    kind = kind_of(value)
+    return [to_buffer(value, current_device(mesh))], kind
 
 
-def check_replicas(value: PerReplica, place: int, reduce_op: ReduceOp) -> None:
+def _check_replicas(value: DistributedValues, place: int, reduce_op: ReduceOp) -> None:
     """Raises ``ValueError`` for replicas that differ, naming value and replica."""
-    first = value.buffers[0]
+    first = value.parts[0]
     if reduce_op is ReduceOp.MEAN and first.dtype.kind in "iu":
         raise NotImplementedError(f"value {place}: MEAN of integers ({first.dtype})")
-    for replica, buffer in enumerate(value.buffers):
-        if (buffer.shape, buffer.dtype) != (first.shape, first.dtype):
+    wanted = _outline(first, value)
+    for replica, part in enumerate(value.parts):
+        found = _outline(part, value)
+        if found != wanted:
             raise ValueError(
-                f"value {place}: replica {replica} is {buffer.dtype}{list(buffer.shape)}, replica "
-                f"0 is {first.dtype}{list(first.shape)}"
+                f"value {place}: replica {replica} is {_written(found)}, replica 0 is "
+                f"{_written(wanted)}"
             )
-        buffer.device.fabric.check_usable(buffer.device)
+        if isinstance(part, IndexedSlices):
+            _check_indices(part, first, f"value {place}: replica {replica}")
+        device = device_of(part)
+        device.fabric.check_usable(device)
 
 
-def check_destination(value: PerReplica, destination: Any, place: int) -> None:
-    """Raises unless the destination names the value's devices, in any order."""
-    devices = _destination_devices(destination, place)
-    if set(devices) != set(value.devices):
-        raise NotImplementedError(
-            f"value {place} lies on {value.devices}, its destination is {devices}: only reducing "
-            "to the value's own devices is implemented"
-        )
+def _check_indices(part: IndexedSlices, first: Part, what: str) -> None:
+    try:
+        check_indices(part.indices, first.shape)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{what}: {error}") from None
 
 
-def _destination_devices(destination: Any, place: int) -> Sequence[Device]:
+def _outline(part: Part, value: DistributedValues) -> tuple[DType, tuple[int, ...] | None, str]:
+    """In what all replicas must agree: of IndexedSlices alone, in the shape of a row."""
+    if isinstance(part, Buffer):
+        return part.dtype, part.shape, ""
+    if all(isinstance(other, IndexedSlices) for other in value.parts):
+        return part.dtype, part.values.shape[1:], " rows"
+    if not part.is_known:
+        return part.dtype, None, " rows of an array"
+    return part.dtype, part.dense_shape, ""
+
+
+def _written(outline: tuple[DType, tuple[int, ...] | None, str]) -> str:
+    dtype, shape, rows = outline
+    return f"{dtype}{'[?]' if shape is None else list(shape)}{rows}"
+
+
+def destination_devices(destination: Any, place: int, mesh: Mesh) -> tuple[Device, ...]:
+    """The devices that a destination names, in its order.
+
+    Raises:
+        ValueError: it names none, one twice, or one that ``mesh`` has not.
+    """
     if isinstance(destination, DistributedValues | Variable | Mesh):
-        return destination.devices
-    if isinstance(destination, Device):
-        return (destination,)
-    if isinstance(destination, str) and destination:
-        raise NotImplementedError(f"destination {place} is a device string ({destination!r})")
-    listed = isinstance(destination, list | tuple) and len(destination) > 0
-    if listed and all(isinstance(device, Device) for device in destination):
-        if len(set(destination)) == len(destination):
-            return tuple(destination)
-        raise ValueError(f"destination {place} names a device twice: {destination}")
-    raise ValueError(
-        f"destination {place} is {destination!r}: it must be a PerReplica, Mirrored, Variable, "
-        "Mesh, device, or list of devices, and not empty"
-    )
+        devices = tuple(destination.devices)
+    else:
+        listed = destination if isinstance(destination, list | tuple) else [destination]
+        named = [each for each in listed if isinstance(each, Device | str) and each != ""]
+        if not named or len(named) != len(listed):
+            raise ValueError(
+                f"destination {place} is {destination!r}: it must be a PerReplica, Mirrored, "
+                "Variable, Mesh, device, name of a device, or list of these two, and not empty"
+            )
+        devices = tuple(_device(each, place, mesh) for each in named)
+        if len(set(devices)) != len(devices):
+            raise ValueError(f"destination {place} names a device twice: {destination}")
+    for device in devices:
+        if device.fabric is not mesh.fabric:
+            raise DeviceMismatchError(f"destination {place}: {device} is of another mesh")
+        device.fabric.check_usable(device)
+    return devices
+
+
+def named_mesh(destination: Any) -> Mesh | None:
+    """Whose devices it names, before it is checked; None for names alone."""
+    listed = destination if isinstance(destination, list | tuple) else [destination]
+    for each in listed:
+        if isinstance(each, DistributedValues | Variable | Mesh):
+            return next(iter(each.devices)).mesh
+        if isinstance(each, Device):
+            return each.mesh
+    return None
+
+
+def _device(named: Device | str, place: int, mesh: Mesh) -> Device:
+    if isinstance(named, Device):
+        return named
+    try:
+        return device_named(named, mesh)
+    except ValueError as error:
+        raise ValueError(f"destination {place}: {error}") from None
 
 
 def checked_nest(grads: Any, mesh: Mesh) -> list[Any]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from gradreduce.device import Buffer, Device, default_mesh
+from gradreduce.device import Buffer, Device, Mesh, default_mesh
 from gradreduce.interop import kind_of, to_buffer
 
 __all__ = ["current_device", "current_replica", "on_current_devices", "replica"]
@@ -66,13 +66,16 @@ def on_current_devices(values: Sequence[Any]) -> list[Buffer]:
     return placed
 
 
-def current_device() -> Device:
-    """That of the enclosing ``gr.replica`` in ``gr.default_mesh()``, else its first.
+def current_device(mesh: Mesh | None = None) -> Device:
+    """That of the enclosing ``gr.replica`` in ``mesh``, else its first.
+
+    Args:
+        mesh: default ``gr.default_mesh()``.
 
     Raises:
         ValueError: the mesh has not so many replicas.
     """
-    devices = default_mesh().devices
+    devices = (mesh or default_mesh()).devices
     index = current_replica() or 0
     if index >= len(devices):
         raise ValueError(f"replica {index} of a mesh of {len(devices)} devices")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from gradreduce.device import Buffer, Device, Mesh, default_mesh
 from gradreduce.errors import DeviceMismatchError
@@ -73,7 +73,7 @@ class DistributedValues:
             )
 
     @classmethod
-    def of(cls, parts: Sequence[Part], kind: Kind = "buffer") -> Any:
+    def of(cls, parts: Sequence[Part], kind: Kind = "buffer") -> Self:
         """Wraps Buffers, or IndexedSlices of Buffers, that already lie on one device each."""
         made = cls.__new__(cls)
         made._parts = tuple(parts)
@@ -151,8 +151,7 @@ class DistributedValues:
         """As the caller's kind of array."""
         if isinstance(part, Buffer):
             return from_buffer(part, self._kind)
-        shown = from_buffer(part.values, self._kind)
-        return IndexedSlices.of(shown, part.indices, part.dense_shape)
+        return part.shown(self._kind)
 
     def __repr__(self) -> str:
         shown = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .base import Device
 from .collective import Collective
-from .colocated import by_physical, gather, scatter
+from .colocated import bring, by_physical, gather, scatter
 from .dtypes import DType, accumulate_dtype, as_dtype, element_of
 from .journal import Journal, Record
 from .kernel import Kernel, Template
@@ -20,6 +20,7 @@ from .memory import (
     overlap,
 )
 from .mesh import FlatBuffer, Mesh, default_mesh, open_mesh
+from .names import device_named
 
 __all__ = [
     "ALIGNMENT",
@@ -39,9 +40,11 @@ __all__ = [
     "Template",
     "accumulate_dtype",
     "as_dtype",
+    "bring",
     "by_physical",
     "compatible",
     "default_mesh",
+    "device_named",
     "element_of",
     "flat_layout",
     "gather",

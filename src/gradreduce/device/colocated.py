@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from .base import Device
+from .memory import Buffer
 
-__all__ = ["by_physical", "gather", "scatter"]
+__all__ = ["bring", "by_physical", "gather", "scatter"]
 
 
 def by_physical(devices: Sequence[Device]) -> dict[int, tuple[int, ...]]:
@@ -38,3 +39,15 @@ def scatter(leader: Device, others: Iterable[Device]) -> None:
         mark = leader.mark()
         for other in waiting:
             other.wait(mark)
+
+
+def bring(device: Device, buffer: Buffer) -> Buffer:
+    """``buffer`` where launches of ``device`` read it: itself if co-located, else a copy.
+
+    ``gather`` afterwards, with the device of what this returns.
+    """
+    if buffer.device.physical == device.physical:
+        return buffer
+    copied = device.empty(buffer.shape, buffer.dtype)
+    device.copy(copied, buffer)
+    return copied

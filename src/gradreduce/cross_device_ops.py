@@ -1,0 +1,183 @@
+"""What every reduction across devices takes and gives; one device at a time, it adds by itself.
+
+Sources: tf.distribute.CrossDeviceOps and ReductionToOneDevice (all_reduce_cross_device_ops.md).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from gradreduce.device import Device, Mesh
+from gradreduce.interop import as_result_kind
+from gradreduce.one_device import Accumulate, added_on, copied_to, handed_out
+from gradreduce.reduce_arguments import (
+    Request,
+    checked_requests,
+    destination_devices,
+    named_mesh,
+    single_part,
+)
+from gradreduce.values import Mirrored, Part, ReduceOp, device_of
+
+__all__ = ["CrossDeviceOps", "ReductionToOneDevice"]
+
+
+class CrossDeviceOps(ABC):
+    """Base of what combines values across devices (tf.distribute.CrossDeviceOps).
+
+    Checks arguments; a subclass implements ``_reduce_batch``.
+
+    Attributes:
+        mesh: where host arrays are put that come without a device. None: the mesh of the devices
+            that the destination names, else ``gr.default_mesh()``.
+    """
+
+    mesh: Mesh | None = None
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: Any,
+        destinations: Any,
+        *,
+        coalesce: bool = False,
+        as_kind: str | None = None,
+    ) -> Mirrored:
+        """Combines the replicas of one value; see ``batch_reduce``."""
+        pairs = [(per_replica_value, destinations)]
+        return self.batch_reduce(reduce_op, pairs, coalesce=coalesce, as_kind=as_kind)[0]
+
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        *,
+        coalesce: bool = False,
+        as_kind: str | None = None,
+    ) -> list[Mirrored]:
+        """Combines the replicas of each value.
+
+        Args:
+            reduce_op: ``ReduceOp.SUM`` or ``ReduceOp.MEAN``. MEAN is true division by the number
+                of replicas, in the accumulate type, before the one rounding; integers of 8 and 16
+                bits become float32, of 32 and 64 bits float64.
+            value_destination_pairs: list or tuple of pairs. A value is a ``PerReplica`` or
+                ``Mirrored`` whose replicas agree in shape and dtype, or one array of any library,
+                Buffer or IndexedSlices, which is its own only replica. A destination only names
+                devices: a ``PerReplica``, ``Mirrored``, ``Variable``, ``Mesh``, device, name of a
+                device (``"gpu:1"``, ``"sim:0"``, ``"/device:GPU:1"``), or list of these two.
+            coalesce: add rows of the same index, where all replicas are IndexedSlices. Otherwise
+                the rows of all replicas stand one after the other, and MEAN divides each of them.
+            as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the
+                arrays of the results are instead of the kind of the value's.
+
+        Returns:
+            One ``Mirrored`` for each pair, in order; on the value's devices in the value's order
+            if the destination names just these, else on the destination's in its order. Its
+            memory is new and the caller's; no input is written.
+
+        Raises:
+            ValueError: a wrong operation, pair or destination, or replicas that differ in shape
+                or dtype (named). Nothing was launched.
+            DeviceMismatchError: (a ``ValueError``) value and destination are of two meshes.
+            TypeError: a dtype that cannot be added.
+        """
+        requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
+        kinds = [as_result_kind(as_kind, request.value.kind) for request in requests]
+        reduced = self._reduce_batch(reduce_op, requests, coalesce=coalesce)
+        return [Mirrored.of(*each) for each in zip(reduced, kinds, strict=True)]
+
+    def broadcast(self, tensor: Any, destinations: Any, *, as_kind: str | None = None) -> Mirrored:
+        """Copies ``tensor`` to every destination.
+
+        Args:
+            tensor: an array of any library, a Buffer, IndexedSlices, or a ``Mirrored``.
+            destinations: see ``batch_reduce``.
+            as_kind: what the arrays of the result are instead of the kind of ``tensor``.
+
+        Returns:
+            A ``Mirrored`` on the destination's devices, in its order, in new memory on each of
+            them, also where ``tensor`` lies.
+
+        Raises:
+            ValueError: a wrong destination, or what is no array. Nothing was launched.
+        """
+        part, kind = single_part(tensor, self.mesh or named_mesh(destinations))
+        devices = destination_devices(destinations, 0, device_of(part).mesh)
+        wanted = as_result_kind(as_kind, kind)
+        return Mirrored.of(copied_to(part, devices), wanted)
+
+    @abstractmethod
+    def _reduce_batch(
+        self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
+    ) -> list[tuple[Part, ...]]:
+        """For each request an array on each of its devices, in new memory."""
+
+
+class ReductionToOneDevice(CrossDeviceOps):
+    """Adds all replicas on one device, left to right, and copies the result out.
+
+    For values of few devices, and where there are no links to speak of
+    (tf.distribute.ReductionToOneDevice).
+
+    Args:
+        reduce_to_device: where to add, a device or the name of one; default the first destination.
+        accumulation_fn: how: called with the list of a value's replicas, arrays of its own kind
+            on that device, and gives their sum, an array of their shape and dtype; it changes
+            none. Default: ``gr.add_n``'s own sum. Not called for IndexedSlices.
+        mesh: where host arrays are put that come without a device.
+    """
+
+    def __init__(
+        self,
+        reduce_to_device: Device | str | None = None,
+        accumulation_fn: Accumulate | None = None,
+        *,
+        mesh: Mesh | None = None,
+    ) -> None:
+        if reduce_to_device is not None and not isinstance(reduce_to_device, Device | str):
+            raise ValueError(f"reduce_to_device={reduce_to_device!r} is no device and no name")
+        if accumulation_fn is not None and not callable(accumulation_fn):
+            raise ValueError(f"accumulation_fn={accumulation_fn!r} cannot be called")
+        self.reduce_to_device = reduce_to_device
+        self.accumulation_fn = accumulation_fn
+        self.mesh = mesh
+
+    def _reduce_batch(
+        self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
+    ) -> list[tuple[Part, ...]]:
+        homes = [self._home(request, place) for place, request in enumerate(requests)]
+        return [
+            reduce_to_one(
+                reduce_op, request, home, coalesce=coalesce, accumulate=self.accumulation_fn
+            )
+            for request, home in zip(requests, homes, strict=True)
+        ]
+
+    def _home(self, request: Request, place: int) -> Device:
+        if self.reduce_to_device is None:
+            return request.devices[0]
+        return destination_devices(self.reduce_to_device, place, request.value.mesh)[0]
+
+
+def reduce_to_one(
+    reduce_op: ReduceOp,
+    request: Request,
+    home: Device,
+    *,
+    coalesce: bool,
+    accumulate: Accumulate | None = None,
+) -> tuple[Part, ...]:
+    """Adds one value on ``home`` and hands the result out to the request's devices."""
+    value = request.value
+    total = added_on(
+        home,
+        value.parts,
+        divisor=len(value.devices) if reduce_op is ReduceOp.MEAN else 1,
+        coalesce=coalesce,
+        accumulate=accumulate,
+        kind=value.kind,
+    )
+    return handed_out(total, request.devices)

@@ -1,0 +1,132 @@
+"""How the replicas of a value are added on one device, and one array is handed out to many.
+
+The way of whatever cannot be all-reduced: destinations other than the value's own devices, and
+IndexedSlices, whose rows have no common place. Source: tf.distribute.ReductionToOneDevice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gradreduce import ops
+from gradreduce.aggregate_sparse import joined, with_dense
+from gradreduce.device import Buffer, Device, bring, by_physical, gather, scatter
+from gradreduce.indexed_slices import IndexedSlices, coalesced
+from gradreduce.interop import Kind, from_buffer, kind_of, to_buffer
+from gradreduce.ops import plan_segments
+from gradreduce.values import Part
+
+__all__ = ["Accumulate", "added_on", "copied_to", "handed_out"]
+
+Accumulate = Callable[[list[Any]], Any]
+
+
+def added_on(
+    device: Device,
+    parts: Sequence[Part],
+    *,
+    divisor: float = 1,
+    coalesce: bool = False,
+    accumulate: Accumulate | None = None,
+    kind: Kind = "buffer",
+) -> Part:
+    """The sum of one value's replicas, left to right, divided; new memory on ``device``.
+
+    Of IndexedSlices alone: the rows of all replicas, one after the other.
+
+    Args:
+        device: where it is added; what lies on another GPU is copied there first.
+        parts: the replicas, in order; alike.
+        divisor: of the sum: of every row, where all are IndexedSlices.
+        coalesce: add rows of the same index, if all are IndexedSlices.
+        accumulate: adds arrays instead, given as a list; ``device`` is where they lie.
+        kind: of the arrays that it gets.
+
+    Raises:
+        ValueError: what ``accumulate`` gave is not of the replicas' shape and dtype.
+    """
+    sparse = [part for part in parts if isinstance(part, IndexedSlices)]
+    if len(sparse) == len(parts):
+        return _rows_on(device, sparse, divisor, coalesce=coalesce)
+    buffers = [bring(device, buffer) for buffer in with_dense(parts)]
+    if accumulate is not None:
+        buffers = [_accumulated(device, buffers, accumulate, kind)]
+    total = device.empty(buffers[0].shape, buffers[0].dtype)
+    _write([total], buffers, divisor, device)
+    return total
+
+
+def handed_out(part: Part, devices: Sequence[Device]) -> tuple[Part, ...]:
+    """Equal arrays on each of ``devices``: ``part`` itself on its own, copies elsewhere."""
+    if isinstance(part, Buffer):
+        return _copies(part, devices, keep=True)
+    return _with_rows(part, _copies(part.values, devices, keep=True))
+
+
+def copied_to(part: Part, devices: Sequence[Device]) -> tuple[Part, ...]:
+    """Equal arrays on each of ``devices``, in new memory everywhere."""
+    if isinstance(part, Buffer):
+        return _copies(part, devices, keep=False)
+    return _with_rows(part, _copies(part.values, devices, keep=False))
+
+
+def _with_rows(slices: IndexedSlices, copies: Sequence[Buffer]) -> tuple[Part, ...]:
+    """The same indices, which are host data and nobody's to change, for each copy of the rows."""
+    return tuple(IndexedSlices.of(rows, slices.indices, slices.dense_shape) for rows in copies)
+
+
+def _copies(source: Buffer, devices: Sequence[Device], *, keep: bool) -> tuple[Buffer, ...]:
+    """One copy crosses to each other GPU; one launch serves what shares one."""
+    outs = [
+        source if keep and device is source.device else device.empty(source.shape, source.dtype)
+        for device in devices
+    ]
+    for physical, places in by_physical(devices).items():
+        rest = [outs[place] for place in places if outs[place] is not source]
+        near = source
+        if rest and physical != source.device.physical:
+            near = rest.pop(0)
+            near.device.copy(near, source)
+        if rest:
+            _write(rest, [near], 1, near.device)
+    return tuple(outs)
+
+
+def _write(
+    outs: Sequence[Buffer], inputs: Sequence[Buffer], divisor: float, device: Device
+) -> None:
+    """Every out becomes the sum of the inputs, divided: one launch by ``device``."""
+    sharing = [buffer.device for buffer in (*outs, *inputs)]
+    gather(device, sharing)
+    ops.all_sum([outs], [inputs], divisor=divisor, device=device)
+    scatter(device, sharing)
+
+
+def _rows_on(
+    device: Device, parts: Sequence[IndexedSlices], divisor: float, *, coalesce: bool
+) -> IndexedSlices:
+    rows = joined(parts, device)
+    if coalesce:
+        segments = plan_segments(rows.indices)
+        (made,) = coalesced([rows.values], [segments], divisors=[divisor])
+        return IndexedSlices.of(made, segments.indices, rows.dense_shape)
+    if divisor != 1:
+        _write([rows.values], [rows.values], divisor, device)
+    return rows
+
+
+def _accumulated(
+    device: Device, buffers: Sequence[Buffer], accumulate: Accumulate, kind: Kind
+) -> Buffer:
+    """What the caller's function makes of the replicas, where launches of ``device`` read it."""
+    like = buffers[0]
+    made = accumulate([from_buffer(buffer, kind) for buffer in buffers])
+    kind_of(made)
+    total = to_buffer(made, device)
+    if (total.shape, total.dtype) != (like.shape, like.dtype):
+        raise ValueError(
+            f"accumulation_fn made {total.dtype}{list(total.shape)} of "
+            f"{like.dtype}{list(like.shape)}"
+        )
+    return bring(device, total)

@@ -1,0 +1,193 @@
+"""Where a reduction puts its result: every way to name devices, and the way by one device."""
+
+from __future__ import annotations
+
+import meshes
+import numpy as np
+import pytest
+from exact import exact_data, random_data, same
+from meshes import (
+    MeshCase,
+    check_mirrored,
+    hierarchical_sum,
+    one_device_sum,
+    owned,
+    per_replica,
+    unchanged,
+)
+
+import gradreduce as gr
+from gradreduce.device import device_named
+
+SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
+SHAPE = (3, 5)
+
+numpy_mesh = meshes.numpy_mesh
+
+
+@pytest.fixture
+def mesh():
+    with MeshCase((0, 0, 1, 1)).open() as opened:
+        yield opened
+
+
+def data(replica: int, dtype="float32") -> np.ndarray:
+    return random_data(SHAPE, dtype, seed=replica)
+
+
+NAMES = ["sim:2", "SIM:2", "gpu:2", "/gpu:2", "cuda:2", "/device:GPU:2", "device:gpu:2",
+         "/job:worker/replica:0/task:3/device:GPU:2", "/replica:0/task:0/gpu:2"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_a_device(mesh, name):
+    assert device_named(name, mesh) is mesh.devices[2]
+    assert device_named(name, mesh[0:1]) is mesh.devices[2]  # of the whole mesh
+    value = per_replica(mesh, data)
+    found = gr.HierarchicalCopyAllReduce().reduce(SUM, value, name)
+    assert found.devices == (mesh.devices[2],)
+
+
+DESTINATIONS = {
+    "per replica": lambda mesh, places: gr.PerReplica(
+        [np.zeros(1)] * len(places), devices=[mesh.devices[p] for p in places]
+    ),
+    "mirrored": lambda mesh, places: gr.Mirrored(
+        [np.zeros(1)] * len(places), devices=[mesh.devices[p] for p in places]
+    ),
+    "variable": lambda mesh, places: gr.Variable(np.zeros(1), device=mesh[places]),
+    "mesh": lambda mesh, places: mesh[places],
+    "devices": lambda mesh, places: tuple(mesh.devices[p] for p in places),
+    "names": lambda mesh, places: [f"gpu:{p}" for p in places],
+    "both": lambda mesh, places: [mesh.devices[p] if p % 2 else f"sim:{p}" for p in places],
+}
+
+
+@pytest.mark.parametrize("name", DESTINATIONS)
+@pytest.mark.parametrize("places", [[0], [3], [2, 1], [3, 1, 0], [1, 0, 3, 2], [0, 1, 2, 3]])
+def test_whatever_names_devices_is_a_destination(mesh, name, places):
+    arrays = [data(replica) for replica in range(4)]
+    value = gr.PerReplica(arrays, mesh)
+    destination = DESTINATIONS[name](mesh, places)
+    matches = len(places) == 4
+    with unchanged(*arrays):
+        found = gr.HierarchicalCopyAllReduce(mesh=mesh).reduce(SUM, value, destination)
+    wanted = range(4) if matches else places  # the value's order where they match
+    assert found.devices == tuple(mesh.devices[place] for place in wanted)
+    check_mirrored(found, hierarchical_sum(arrays) if matches else one_device_sum(arrays))
+    if isinstance(destination, gr.Variable):
+        assert destination.numpy() == [0]
+
+
+@pytest.mark.parametrize("op", [SUM, MEAN])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "float64"])
+def test_one_device_adds_left_to_right_and_rounds_once(numpy_mesh, dtype, op):
+    arrays = [random_data(SHAPE, dtype, seed=replica) for replica in range(len(numpy_mesh))]
+    value = gr.PerReplica(arrays, numpy_mesh)
+    expected = one_device_sum(arrays, len(arrays) if op is MEAN else 1)
+    for place in {0, len(arrays) // 2, len(arrays) - 1}:
+        with unchanged(*arrays):
+            found = gr.ReductionToOneDevice().reduce(op, value, f"sim:{place}")
+        assert found.devices == (numpy_mesh.devices[place],)
+        check_mirrored(found, expected)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "int32", "uint64"])
+def test_one_device_adds_integers(numpy_mesh, dtype):
+    arrays = [random_data(SHAPE, dtype, seed=replica) for replica in range(len(numpy_mesh))]
+    found = gr.ReductionToOneDevice().reduce(SUM, gr.PerReplica(arrays, numpy_mesh), "sim:0")
+    check_mirrored(found, one_device_sum(arrays))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,)])
+def test_scalars_and_nothing(mesh, shape):
+    value = per_replica(mesh, lambda replica: np.full(shape, replica, np.float32))
+    for destination in ("sim:1", ["sim:3", "sim:0"], mesh):
+        found = gr.NcclAllReduce().reduce(MEAN, value, destination)
+        check_mirrored(found, np.full(shape, 1.5, np.float32))
+
+
+def test_a_batch_takes_every_pair_its_own_way(mesh):
+    arrays = [data(replica) for replica in range(4)]
+    value = gr.PerReplica(arrays, mesh)
+    half = gr.PerReplica(arrays[:2], devices=mesh.devices[2:])
+    destinations = [value, "sim:1", mesh, ["sim:3", "sim:2"], half]
+    values = [value, value, half, half, value]
+    found = gr.HierarchicalCopyAllReduce(mesh=mesh).batch_reduce(
+        SUM, list(zip(values, destinations, strict=True))
+    )
+    assert [[device.index for device in each.devices] for each in found] == [
+        [0, 1, 2, 3], [1], [0, 1, 2, 3], [2, 3], [2, 3],
+    ]  # fmt: skip
+    expected = [
+        hierarchical_sum(arrays), one_device_sum(arrays), one_device_sum(arrays[:2]),
+        hierarchical_sum(arrays[:2]), one_device_sum(arrays),
+    ]  # fmt: skip
+    for each, numbers in zip(found, expected, strict=True):
+        check_mirrored(each, numbers)
+
+
+@pytest.mark.parametrize("destination", ["sim:0", "sim:1", ["sim:2", "sim:0"], "all"])
+def test_the_result_is_new_memory_everywhere(mesh, destination):
+    buffers = [owned(device, exact_data(SHAPE, "float32", seed=k)) for k, device in enumerate(mesh)]
+    before = [buffer.numpy() for buffer in buffers]
+    value = gr.PerReplica(buffers)
+    ops = gr.AllReduceCrossDeviceOps()
+    target = mesh if destination == "all" else destination
+    first = ops.reduce(SUM, value, target)
+    kept = [buffer.numpy() for buffer in first.buffers]
+    alone = ops.reduce(SUM, buffers[0], target)
+    spread = ops.broadcast(buffers[0], target)
+    blocks = {id(b.block) for b in (*first.buffers, *alone.buffers, *spread.buffers)}
+    assert not blocks & {id(buffer.block) for buffer in buffers}
+    ops.reduce(SUM, first.buffers[0], target)
+    assert all(map(same, kept, [buffer.numpy() for buffer in first.buffers]))
+    assert all(map(same, before, [buffer.numpy() for buffer in buffers]))
+    for made in (alone, spread):
+        check_mirrored(made, before[0])
+
+
+def test_a_mirrored_value_is_a_value_of_as_many_replicas(mesh):
+    mirrored = gr.Mirrored([np.full(3, 2, np.float32)] * 4, mesh)
+    for ops in (gr.NcclAllReduce(), gr.HierarchicalCopyAllReduce(), gr.ReductionToOneDevice()):
+        check_mirrored(ops.reduce(SUM, mirrored, mesh), np.full(3, 8, np.float32))
+        check_mirrored(ops.reduce(MEAN, mirrored, "sim:2"), np.full(3, 2, np.float32))
+
+
+def test_an_array_is_its_own_only_replica(mesh):
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    array = data(0)
+    with gr.replica(1), unchanged(array):
+        here = ops.reduce(MEAN, array, "sim:1")
+        there = ops.reduce(SUM, array, mesh)
+    for found, wanted in ((here, [1]), (there, [0, 1, 2, 3])):
+        assert [device.index for device in found.devices] == wanted
+        check_mirrored(found, array)
+        assert not any(np.may_share_memory(each, array) for each in found.values)
+
+
+@pytest.mark.parametrize("as_kind", [None, "buffer", "numpy"])
+def test_results_are_of_the_kind_asked_for(mesh, as_kind):
+    value = per_replica(mesh, data)
+    found = gr.NcclAllReduce().reduce(SUM, value, "sim:1", as_kind=as_kind)
+    wanted = gr.device.Buffer if as_kind == "buffer" else np.ndarray
+    assert isinstance(found.primary, wanted)
+    assert isinstance(gr.NcclAllReduce().broadcast(data(0), mesh, as_kind=as_kind).primary, wanted)
+
+
+@pytest.mark.parametrize(
+    ("destination", "launches", "copies"),
+    [
+        (["sim:0"], 1, 2),  # two replicas cross, one launch adds
+        (["sim:3"], 1, 2),
+        (["sim:0", "sim:1"], 2, 2),  # and one hands out
+        (["sim:2", "sim:0", "sim:1"], 2, 3),  # one copy crosses back, one launch serves the second
+    ],
+)
+def test_the_bytes_take_the_short_way(mesh, destination, launches, copies):
+    value = per_replica(mesh, data, owned)
+    with mesh.journal() as journal:
+        gr.ReductionToOneDevice().reduce(MEAN, value, destination)
+    assert (journal.launches, len(journal.of("copy"))) == (launches, copies)
+    assert {record.nbytes for record in journal.of("copy")} == {data(0).nbytes}
+    assert not journal.of("sync")
