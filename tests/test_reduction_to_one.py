@@ -1,0 +1,133 @@
+"""ReductionToOneDevice: where it adds, and how a caller's own sum takes the place of add_n."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from exact import exact_data, random_data
+from meshes import MeshCase, check_mirrored, one_device_sum, per_replica, refused, unchanged
+
+import gradreduce as gr
+from gradreduce.device import Buffer
+
+SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
+
+
+@pytest.fixture(params=[True, False], ids=["peers", "copies"])
+def mesh(request):
+    with MeshCase((0, 1, 1, 2), peer_access=request.param).open() as opened:
+        yield opened
+
+
+@pytest.fixture
+def arrays():
+    return [random_data((4, 3), "float16", seed=replica) for replica in range(4)]
+
+
+@pytest.fixture
+def value(mesh, arrays):
+    return gr.PerReplica(arrays, mesh)
+
+
+@pytest.mark.parametrize("op", [SUM, MEAN])
+@pytest.mark.parametrize("where", [None, 0, 2, "sim:3", "/gpu:1"])
+@pytest.mark.parametrize("destination", [["sim:2"], ["sim:1", "sim:3"], None])
+def test_where_it_adds_changes_no_bit(mesh, arrays, value, where, destination, op):
+    device = mesh.devices[where] if isinstance(where, int) else where
+    ops = gr.ReductionToOneDevice(device)
+    with mesh.journal() as journal, unchanged(*arrays):
+        found = ops.reduce(op, value, mesh if destination is None else destination)
+    check_mirrored(found, one_device_sum(arrays, 4 if op is MEAN else 1))
+    adds = [record for record in journal.of("launch") if record.name == "all_sum"]
+    index = {0: 0, 2: 2, "sim:3": 3, "/gpu:1": 1}.get(where, found.devices[0].index)
+    assert adds[0].device == index
+
+
+def test_it_is_never_an_all_reduce(mesh, value):
+    with mesh.journal() as journal:
+        gr.ReductionToOneDevice().reduce(SUM, value, value)
+    assert not journal.of("collective")
+    assert len(journal.of("copy")) == 3 + 2  # in from two GPUs, out to them
+
+
+@pytest.mark.parametrize("as_buffers", [False, True])
+def test_a_function_of_the_callers_adds(mesh, arrays, value, as_buffers):
+    seen = []
+
+    def largest(terms):
+        seen.append(terms)
+        if as_buffers:
+            return gr.add_n(terms)
+        return np.maximum.reduce(terms)
+
+    given = gr.PerReplica(value.buffers) if as_buffers else value
+    with unchanged(*arrays):
+        found = gr.ReductionToOneDevice("sim:1", largest).reduce(SUM, given, "sim:0")
+    assert [type(term) for term in seen[0]] == [Buffer if as_buffers else np.ndarray] * 4
+    if as_buffers:
+        assert {term.device.physical for term in seen[0]} == {1}
+        check_mirrored(found, one_device_sum(arrays))
+    else:
+        check_mirrored(found, np.maximum.reduce(arrays))
+
+
+def test_mean_divides_what_the_function_gave(mesh):
+    value = per_replica(mesh, lambda replica: exact_data(7, "float32", seed=replica))
+    ops = gr.ReductionToOneDevice(accumulation_fn=lambda terms: terms[0])
+    expected = (exact_data(7, "float32") / np.float32(4)).astype(np.float32)
+    check_mirrored(ops.reduce(MEAN, value, mesh), expected)
+
+
+@pytest.mark.parametrize(
+    ("made", "error"),
+    [
+        (lambda terms: terms[0][:2], ValueError),
+        (lambda terms: terms[0].astype(np.float32), ValueError),
+        (lambda terms: None, TypeError),
+        (lambda terms: [1, 2], ValueError),
+    ],
+)
+def test_a_function_that_gives_something_else(mesh, value, arrays, made, error):
+    with pytest.raises(error, match=r"accumulation_fn made|is not an array"), unchanged(*arrays):
+        gr.ReductionToOneDevice(accumulation_fn=made).reduce(SUM, value, mesh)
+
+
+def test_a_function_that_fails_changes_nothing(mesh, value, arrays):
+    def fails(terms):
+        raise OSError("tested")
+
+    with pytest.raises(OSError, match="tested"), unchanged(*arrays):
+        gr.ReductionToOneDevice(accumulation_fn=fails).reduce(SUM, value, mesh)
+
+
+@pytest.mark.parametrize("wrong", [3, 1.0, ["sim:0"], b"sim:0"], ids=repr)
+def test_a_device_that_is_none(wrong):
+    with pytest.raises(ValueError, match="is no device and no name"):
+        gr.ReductionToOneDevice(wrong)
+
+
+@pytest.mark.parametrize("wrong", [3, "add_n"])
+def test_a_function_that_is_none(wrong):
+    with pytest.raises(ValueError, match="cannot be called"):
+        gr.ReductionToOneDevice(accumulation_fn=wrong)
+
+
+def test_a_device_of_no_such_name_or_of_another_mesh(mesh, value):
+    with refused(mesh, ValueError, "'sim:9' is no device of"):
+        gr.ReductionToOneDevice("sim:9").batch_reduce(SUM, [(value, value), (value, value)])
+    with MeshCase((0,)).open() as other, refused(mesh, ValueError, "is of another mesh"):
+        gr.ReductionToOneDevice(other.devices[0]).reduce(SUM, value, value)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8", "complex64", "bfloat16"])
+@pytest.mark.parametrize("destination", ["sim:2", ["sim:3", "sim:0", "sim:2"], "all"])
+def test_broadcast_copies_everywhere(mesh, dtype, destination):
+    array = random_data((2, 3), dtype)
+    target = mesh if destination == "all" else destination
+    for ops in (gr.NcclAllReduce(mesh=mesh), gr.ReductionToOneDevice(mesh=mesh)):
+        with unchanged(array), mesh.journal() as journal:
+            found = ops.broadcast(array, target)
+        check_mirrored(found, array)
+        names = {"sim:2": [2], "all": [0, 1, 2, 3]}.get(str(destination), [3, 0, 2])
+        assert [device.index for device in found.devices] == names
+        assert len(journal.of("copy")) == len({mesh.devices[k].physical for k in names} - {0})
