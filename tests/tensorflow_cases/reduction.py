@@ -27,12 +27,7 @@ def _per_replica(world: World, step: dict[str, Any]) -> Any:
         for encoded, device in zip(step["values"], devices, strict=True)
     ]
     kind = gr.Mirrored if step.get("mirrored") else gr.PerReplica
-    try:
-        return kind(values, devices=devices)
-    except TypeError as error:
-        if any(map(is_sparse, step["values"])):
-            raise NotImplementedError(f"IndexedSlices in a {kind.__name__}: {error}") from error
-        raise
+    return kind(values, devices=devices)
 
 
 def _tensor(world: World, step: dict[str, Any]) -> Any:

@@ -37,9 +37,6 @@ TAPE = not_built("gradients of a loss (compute_gradients)")
 AGN = not_built("AGNOptimizer")
 ADAM = not_built("AdamOptimizer")
 SPARSE_ACCUMULATOR = not_built("SparseConditionalAccumulator")
-SPARSE_REPLICAS = not_built("all-reduce of IndexedSlices")
-OTHER_DEVICES = not_built("reducing to other devices than the value's")
-ONE_DEVICE = not_built("ReductionToOneDevice")
 
 WAIVED: dict[str, Waiver] = {
     "ACCN-025": TAPE,
@@ -56,7 +53,6 @@ WAIVED: dict[str, Waiver] = {
     "AGN-021": AGN,
     "AGN-022": AGN,
     "AGN-025": AGN,
-    "BC-002": not_built("broadcast"),
     "CA-049": Waiver(
         "A step is an integer here, and a float is a TypeError.",
         instead=refuses(1, 4, 6, a=0, b=0, c=0),
@@ -87,18 +83,6 @@ WAIVED: dict[str, Waiver] = {
     "SCA-025": SPARSE_ACCUMULATOR,
     "SCA-026": SPARSE_ACCUMULATOR,
     "SCA-028": SPARSE_ACCUMULATOR,
-    "XD-006": OTHER_DEVICES,
-    "XD-013": OTHER_DEVICES,
-    "XD-030": SPARSE_REPLICAS,
-    "XD-031": SPARSE_REPLICAS,
-    "XD-040": SPARSE_REPLICAS,
-    "XD-051": SPARSE_REPLICAS,
-    "XD-061": SPARSE_REPLICAS,
-    "XD-062": SPARSE_REPLICAS,
-    "XD-063": SPARSE_REPLICAS,
-    "XD-082": ONE_DEVICE,
-    "XD-084": ONE_DEVICE,
-    "XD-085": ONE_DEVICE,
     "XD-090": Waiver(
         "Only TensorFlow's distribution strategies have values that are not distributed."
     ),
