@@ -102,7 +102,7 @@ template <> struct is_float<double> { static constexpr bool value = true; };
 template <typename Acc> DEVICE Acc add(Acc left, Acc right) { return (Acc)(left + right); }
 
 // True division, never a product with 1/n; integers are never divided (the launcher refuses).
-template <typename Acc> DEVICE Acc divide(Acc value, double divisor) {
+template <typename Acc> DEVICE Acc quotient(Acc value, double divisor) {
     if constexpr (is_float<Acc>::value) {
         if (divisor != 1.0) return value / (Acc)divisor;
     }
