@@ -30,7 +30,7 @@ template <typename Out, typename In> struct AllSum {
         Lanes<Acc, LANES> total = sum<LANES>(0, split ? split : num_inputs, i);
         if (split) add_to(total, sum<LANES>(split, num_inputs, i));
         UNROLL
-        for (int l = 0; l < LANES; ++l) total.lane[l] = divide(total.lane[l], divisor);
+        for (int l = 0; l < LANES; ++l) total.lane[l] = quotient(total.lane[l], divisor);
         for (i64 j = 0; j < num_outs; ++j) store(row.operand<Out>(j), i, total);
     }
 };

@@ -3,6 +3,9 @@
 // is built three times: by NVRTC for a GPU, by g++ "exact" (every block and thread of a launch in
 // turn) and by g++ "fast" (GRADREDUCE_FAST: one thread, which the compiler may vectorise).
 
+typedef signed char i8;
+typedef short i16;
+typedef int i32;
 typedef long long i64;
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -101,8 +104,9 @@ template <> struct is_float<double> { static constexpr bool value = true; };
 // The narrow integers are promoted to int by C++; the cast brings the sum back modulo 2^bits.
 template <typename Acc> DEVICE Acc add(Acc left, Acc right) { return (Acc)(left + right); }
 
-// True division, never a product with 1/n; integers are never divided (the launcher refuses).
-template <typename Acc> DEVICE Acc divide(Acc value, double divisor) {
+// True division, never a product with 1/n; integers are not divided here (the launcher
+// refuses), but by divide.cu when they have been added.
+template <typename Acc> DEVICE Acc quotient(Acc value, double divisor) {
     if constexpr (is_float<Acc>::value) {
         if (divisor != 1.0) return value / (Acc)divisor;
     }

@@ -42,7 +42,7 @@ template <typename Out, typename In> struct SegmentSum {
         if constexpr (is_float<Acc>::value) {
             const double by = divisors ? divisors[segment] : divisor;
             UNROLL
-            for (int l = 0; l < LANES; ++l) total.lane[l] = divide(total.lane[l], by);
+            for (int l = 0; l < LANES; ++l) total.lane[l] = quotient(total.lane[l], by);
         }
         store(out, (into ? into[segment] : segment) * width + column, total);
     }

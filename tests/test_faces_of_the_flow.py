@@ -8,7 +8,7 @@ from exact import random_data, same
 
 import gradreduce as gr
 from gradreduce.device import sim
-from gradreduce.ops import KERNELS
+from gradreduce.ops import KERNELS, divide
 
 SHAPES = [(33, 7), (5,), (), (300,)]
 PLACEMENT = [0, 0, 1]
@@ -44,12 +44,14 @@ def steps(mesh: gr.Mesh) -> list[np.ndarray]:
 
 
 def sums(mesh: gr.Mesh) -> list[np.ndarray]:
-    """Terms as they come, and sparse ones."""
+    """Terms as they come, and sparse ones; and a mean of integers."""
     device = mesh.devices[1]
     terms = [device.upload(term) for term in random_data((9, 40, 5), "float16")]
     rows = gr.IndexedSlices(terms[0], np.arange(40) % 7, (40, 5))
     made = [gr.aggregate(iter(terms), method) for method in gr.AggregationMethod]
     made += [gr.add_n([rows, *terms]), rows.coalesce().values, gr.aggregate([rows, rows]).values]
+    made.append(device.empty((300,), "float64"))
+    divide(made[-1:], [device.upload(random_data((300,), "int64"))], 3)
     return [buffer.numpy() for buffer in made]
 
 

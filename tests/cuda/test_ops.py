@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from exact import COMPLEX, DTYPES, FLOATS, same, unflushed_data
+from exact import COMPLEX, DTYPES, FLOATS, INTEGERS, same, unflushed_data
 
 from gradreduce import ops
-from gradreduce.device import Buffer, Device, as_dtype, open_mesh
+from gradreduce.device import Buffer, Device, as_dtype, mean_dtype, open_mesh
 
 pytestmark = pytest.mark.gpu
 
@@ -27,11 +27,13 @@ class Launch(NamedTuple):
         call: with the columns of the table: ``columns[operand][tensor]``.
         num_operands: of one tensor; those that are written come first.
         dtypes: that it is tried with.
+        out: the dtype of the first operand, made of that of all others.
     """
 
     call: Callable[[list[list[Buffer]]], None]
     num_operands: int
     dtypes: tuple[np.dtype, ...] = DTYPES
+    out: Callable[[np.dtype], np.dtype] = as_dtype
 
 
 def rows(columns: list[list[Buffer]]) -> list[list[Buffer]]:
@@ -49,6 +51,7 @@ LAUNCHES = {
     ),
     "pack": Launch(lambda of: ops.pack(of[0], of[1]), 2),
     "pack scaled": Launch(lambda of: ops.pack(of[0], of[1], scale=0.1), 2, FLOATS + COMPLEX),
+    "divide": Launch(lambda of: ops.divide(of[0], of[1], 3), 2, INTEGERS, mean_dtype),
     "sgd": Launch(lambda of: ops.sgd(*of, rate=0.1), 2, FLOATS),
     "momentum": Launch(lambda of: ops.momentum(*of, rate=0.1, decay=0.9), 3, FLOATS),
     "nesterov": Launch(lambda of: ops.nesterov(*of, rate=0.1, decay=0.9), 3, FLOATS),
@@ -76,15 +79,15 @@ def after(
     Args:
         device: that launches.
         launch: what is launched.
-        dtype: of all operands.
+        dtype: of all operands, but for the first of those that are cast.
         start: elements by which operands miss a 16-byte boundary, each one more than the last.
         sizes: of the tensors.
     """
     memory, columns = [], []
     for operand in range(launch.num_operands):
-        column = []
+        column, kind = [], dtype if operand else launch.out(dtype)
         for size in sizes:
-            values = unflushed_data((size + 2 * AROUND,), dtype, seed=100 * operand + size)
+            values = unflushed_data((size + 2 * AROUND,), kind, seed=100 * operand + size)
             memory.append(device.upload(values))
             column.append(memory[-1].view((start * operand) % AROUND, (size,)))
         columns.append(column)

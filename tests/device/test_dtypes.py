@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from exact import DTYPES
 
-from gradreduce.device import accumulate_dtype, as_dtype, element_of
-from gradreduce.device.dtypes import BFLOAT16, ELEMENTS
+from gradreduce.device import accumulate_dtype, as_dtype, element_of, mean_dtype
+from gradreduce.device.dtypes import BFLOAT16, C_TYPES, ELEMENTS
 
 NAMES = [
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
@@ -84,6 +84,17 @@ def test_halves_are_added_in_float32_and_all_else_in_itself(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_mean_of_integers_is_a_float_as_in_tensorflow(dtype):
+    """And that of all else of its own dtype."""
+    means = {
+        **dict.fromkeys(("int8", "uint8", "int16", "uint16"), "float32"),
+        **dict.fromkeys(("int32", "uint32", "int64", "uint64"), "float64"),
+    }
+    assert mean_dtype(dtype).name == means.get(dtype.name, dtype.name)
+    assert mean_dtype(mean_dtype(dtype)) == mean_dtype(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_element_has_the_bytes_and_the_sum_of_its_dtype(dtype):
     element = element_of(dtype)
     seen = dtype if element.viewed is None else element.viewed
@@ -99,3 +110,9 @@ def test_an_element_has_the_bytes_and_the_sum_of_its_dtype(dtype):
 
 def test_every_element_is_used():
     assert {element_of(dtype).name for dtype in DTYPES} == set(ELEMENTS)
+
+
+def test_a_kernel_can_be_told_the_sign_of_an_integer():
+    signed = {f"int{bits}": f"i{bits}" for bits in (8, 16, 32, 64)}
+    assert {name: c_type for name, c_type in C_TYPES.items() if name not in ELEMENTS} == signed
+    assert len(set(C_TYPES.values())) == len(C_TYPES)

@@ -31,6 +31,7 @@ LAUNCHES: dict[str, tuple[Template, int, tuple]] = {
     "accumulate_n": (("uint8", "uint8"), 3, (2,)),
     "all_sum": (("uint8", "uint8"), 5, (2, 3, 1, 1.0)),
     "pack": (("uint8", "uint8"), 2, (1.0,)),
+    "divide": (("float32", "int8"), 2, (3.0,)),
     "sgd": (("float16",), 2, (0.1,)),
     "momentum": (("float16",), 3, (0.1, 0.9)),
     "nesterov": (("float16",), 3, (0.1, 0.9)),
@@ -49,7 +50,7 @@ def launch(device: Device, kernel: Kernel, template: Template, rows, scalars) ->
     """The last pieces of the work that a launch would be cut into."""
     cut = []
 
-    def last(blocks, size):
+    def last(blocks, size, costs):
         cut.append(len(blocks))
         return [blocks[-LAST:]]
 
@@ -61,13 +62,15 @@ def launch(device: Device, kernel: Kernel, template: Template, rows, scalars) ->
 
 def row_of(device: Device, kernel: Kernel, size: int) -> tuple[list[np.ndarray], list[Buffer]]:
     """Operands that hold data at their end and zeros before it."""
-    template, num_operands, _ = LAUNCHES[kernel.name]
+    template, num_operands, scalars = LAUNCHES[kernel.name]
+    dtypes = [part for part in template if isinstance(part, str)]
     arrays = []
     for place in range(num_operands):
         short = GAP if kernel.name == "pack" and place else 0
-        array = reserved(size - short, template[0])
+        dtype = dtypes[0 if place < kernel.num_written(scalars) else -1]
+        array = reserved(size - short, dtype)
         end = min(size, BEHIND) - short
-        array[array.size - end :] = random_data((end,), template[0], seed=place)
+        array[array.size - end :] = random_data((end,), dtype, seed=place)
         arrays.append(array)
     return arrays, [device.adopt(array) for array in arrays]
 

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from kernels.nvrtc import architectures, compiled
 
-from gradreduce.device.dtypes import ELEMENTS
+from gradreduce.device.dtypes import C_TYPES
 from gradreduce.device.kernel import kernel_text
 from gradreduce.device.table import TABLE
 from gradreduce.ops import KERNELS
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.nvrtc
 
 ARCHITECTURES = (70, 80, 90, 100, 120)
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-ITEMSIZE |= {f"uint{bits}": bits // 8 for bits in (8, 16, 32, 64)}
+ITEMSIZE |= {f"{kind}{bits}": bits // 8 for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 # Single elements, in the text: every kernel's tail, and the vector that reaches into pack's gap or
 # into the next row of segment_sum.
 TAILS = {
@@ -99,8 +99,8 @@ def test_this_nvrtc_knows_every_architecture():
     assert set(ARCHITECTURES) <= architectures()
 
 
-def test_every_element_has_a_size_here():
-    assert ITEMSIZE.keys() == ELEMENTS.keys()
+def test_every_type_has_a_size_here():
+    assert ITEMSIZE.keys() == C_TYPES.keys()
 
 
 def test_messages_point_into_the_shipped_file():
@@ -160,7 +160,7 @@ def test_every_operand_is_read_and_written_by_vectors(kernel, arch, program):
         if kernel.name in ("sgd", "momentum", "nesterov"):
             num_written = kernel.num_written([])
             assert (loads, stores) == (read * (num_written + 1), written * num_written), template
-        elif kernel.name == "pack" or (kernel.name == "add_n" and template[2]):
+        elif kernel.name in ("pack", "divide") or (kernel.name == "add_n" and template[2]):
             num_read = template[2] if kernel.name == "add_n" else 1
             assert (loads, stores) == (read * num_read, written), template
         else:  # a first one and a loop over the rest

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 from exact import random_data
-from faces import Operand, buffers, operands, random_terms, recorded
+from faces import Operand, buffers, recorded
 
 from gradreduce import ops
 from gradreduce.device import Buffer, as_dtype
@@ -35,6 +35,7 @@ class Call(NamedTuple):
 
 
 SAME = (("bfloat16", "bfloat16"), ("float32", "float32"), ("complex128", "complex128"))
+MEANS = (("float32", "uint8"), ("float32", "int16"), ("float64", "uint32"), ("float64", "int64"))
 UPDATED = (("float16", "float16"), ("float64", "float64"))
 WIDER, NARROWER = ("float32", "bfloat16"), ("float16", "float32")
 CALLS = {
@@ -53,6 +54,10 @@ CALLS = {
     "pack": Call(
         lambda rows: ops.pack([row[0] for row in rows], [row[1] for row in rows]),
         1, 1, (*SAME, WIDER, NARROWER),
+    ),
+    "divide": Call(
+        lambda rows: ops.divide([row[0] for row in rows], [row[1] for row in rows], 3),
+        1, 1, MEANS,
     ),
     "sgd": Call(
         lambda rows: ops.sgd([row[0] for row in rows], [row[1] for row in rows], rate=1),
@@ -100,7 +105,8 @@ def refuse(device, call: Call, dtypes, pair: tuple[int, int], shift: int) -> Non
         shift: how far the second of them lies behind the first, in bytes.
     """
     memory = Operand(device, random_data((1024,), "uint8"))
-    good = operands(device, random_terms(len(dtypes), SIZE, dtypes[0]))
+    kinds = [call.casts[0][place >= call.num_written] for place in range(len(dtypes))]
+    good = [Operand(device, random_data((SIZE,), kind)) for kind in kinds]
     bad = [Operand(device, random_data((SIZE,), dtype)) for dtype in dtypes]
     row = buffers(bad)
     for place, start in zip(pair, (512, 512 + shift), strict=True):

@@ -37,7 +37,7 @@ FAULTS = {
     "the divisor of the first": ("divisors[segment]", "divisors[0]"),
     "into read for the divisors": ("row.operand<const double>(3 + has_into)",
                                    "row.operand<const double>(3)"),
-    "a product with the reciprocal": ("divide(total.lane[l], by)",
+    "a product with the reciprocal": ("quotient(total.lane[l], by)",
                                       "total.lane[l] * (Acc)(1 / by)"),
 }  # fmt: skip
 # Seen where rows end inside a vector or group.

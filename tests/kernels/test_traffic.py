@@ -100,6 +100,7 @@ MOVED = {
     "accumulate_n": (("float32", "bfloat16"), (2,), [BOTH, READ, READ]),
     "all_sum": (("bfloat16", "float32"), (2, 3, 1, 3.0), [WRITTEN] * 2 + [READ] * 3),
     "pack": (("float32", "bfloat16"), (0.5,), [WRITTEN, READ]),
+    "divide": (("float32", "int8"), (3.0,), [WRITTEN, READ]),
     "sgd": (("float32",), (0.1,), [BOTH, READ]),
     "momentum": (("float32",), (0.1, 0.9), [BOTH, BOTH, READ]),
     "nesterov": (("bfloat16",), (0.1, 0.9), [BOTH, BOTH, READ]),

@@ -19,6 +19,7 @@ LAUNCHES = {
     "accumulate_n": (4, (3,)),
     "all_sum": (5, (2, 3, 1, 1.0)),
     "pack": (2, (1.0,)),
+    "divide": (2, (0.5,)),
     "segment_sum": (4, (0, 0, 1.0)),
     "sgd": (2, (0.5,)),
     "momentum": (3, (0.5, 0.5)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .base import Device
 from .collective import Collective
 from .colocated import bring, by_physical, gather, scatter
-from .dtypes import DType, accumulate_dtype, as_dtype, element_of
+from .dtypes import DType, accumulate_dtype, as_dtype, element_of, mean_dtype
 from .journal import Journal, Record
 from .kernel import Kernel, Template
 from .memory import (
@@ -48,6 +48,7 @@ __all__ = [
     "element_of",
     "flat_layout",
     "gather",
+    "mean_dtype",
     "open_mesh",
     "overlap",
     "scatter",

@@ -3,7 +3,7 @@
 One table for the whole library. A kernel knows eight *elements*: two halves, two floats and four
 unsigned integers. Everything else is one of those looked at differently: adding int32 modulo
 2**32 is adding uint32 (and signed overflow is undefined in C++, unsigned is not), adding
-complex64 is adding pairs of float32.
+complex64 is adding pairs of float32. Only where integers are divided does the sign count.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from numpy.typing import DTypeLike
 
 __all__ = [
     "BFLOAT16",
+    "C_TYPES",
     "ELEMENTS",
     "DType",
     "Element",
@@ -23,6 +24,7 @@ __all__ = [
     "as_dtype",
     "element_of",
     "is_known",
+    "mean_dtype",
 ]
 
 DType = np.dtype  # for rooms that name a dtype and import no array library
@@ -54,6 +56,12 @@ ELEMENTS: dict[str, tuple[str, str]] = {
     "uint16": ("u16", "uint16"),
     "uint32": ("u32", "uint32"),
     "uint64": ("u64", "uint64"),
+}
+# What a template argument may be named -> its type in the .cu text. The signed integers are no
+# elements: a kernel that is not told otherwise sees unsigned ones in their place.
+C_TYPES: dict[str, str] = {
+    **{name: c_type for name, (c_type, _) in ELEMENTS.items()},
+    **{f"int{bits}": f"i{bits}" for bits in (8, 16, 32, 64)},
 }
 
 
@@ -106,3 +114,13 @@ def element_of(dtype: np.dtype) -> Element:
 def accumulate_dtype(dtype: np.dtype) -> np.dtype:
     """The dtype in which ``dtype`` is added: float32 for the halves, else itself."""
     return _ACCUMULATE.get(dtype, dtype)
+
+
+def mean_dtype(dtype: np.dtype) -> np.dtype:
+    """The dtype of a mean of ``dtype``, as ``tf.math.truediv`` has it.
+
+    float32 for integers of 8 and 16 bits, float64 for those of 32 and 64, else ``dtype`` itself.
+    """
+    if dtype.kind not in "iu":
+        return dtype
+    return np.dtype(np.float32 if dtype.itemsize < 4 else np.float64)

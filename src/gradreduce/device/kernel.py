@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .dtypes import ELEMENTS
+from .dtypes import C_TYPES
 
 if TYPE_CHECKING:
     from .memory import Row
@@ -42,7 +42,7 @@ class Kernel:
             each with rows of its own.
         scalars: ``(name, "int64" | "float64")`` of every argument after the table, in order.
         templates: every instantiation that a host build holds, as template arguments: names of
-            ``ELEMENTS`` and integers. NVRTC compiles what is asked for, when it is asked for.
+            ``C_TYPES`` and integers. NVRTC compiles what is asked for, when it is asked for.
         writes: how many operands of each row, counted from the first, are written; or the name
             of the scalar that says so. Everything behind them is only read.
         items: the items of work that operands of these sizes make: what the chunks of the table
@@ -72,7 +72,7 @@ class Kernel:
 
     def expression(self, template: Template) -> str:
         """The C++ name of one instantiation, ``add_n<float, float, 8>``."""
-        arguments = [ELEMENTS[part][0] if isinstance(part, str) else str(part) for part in template]
+        arguments = [C_TYPES[part] if isinstance(part, str) else str(part) for part in template]
         return f"{self.name}<{', '.join(arguments)}>"
 
 

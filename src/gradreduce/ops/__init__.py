@@ -6,6 +6,7 @@ from ._segments import Indices, Segments, joined_indices, plan_segments
 from .accumulate_n import ACCUMULATE_N, accumulate_n, prepare_accumulate_n
 from .add_n import ADD_N, add_n, added, added_on_host, prepare_add_n
 from .all_sum import ALL_SUM, all_sum, prepare_all_sum
+from .divide import DIVIDE, divide, prepare_divide
 from .pack import PACK, pack, prepare_pack
 from .segment_sum import SEGMENT_SUM, Divisor, prepare_segment_sum, segment_sum
 from .update import MOMENTUM, NESTEROV, SGD, momentum, nesterov, prepare_update, sgd
@@ -20,6 +21,7 @@ __all__ = [
     "added",
     "added_on_host",
     "all_sum",
+    "divide",
     "joined_indices",
     "momentum",
     "nesterov",
@@ -28,6 +30,7 @@ __all__ = [
     "prepare_accumulate_n",
     "prepare_add_n",
     "prepare_all_sum",
+    "prepare_divide",
     "prepare_pack",
     "prepare_segment_sum",
     "prepare_update",
@@ -35,4 +38,4 @@ __all__ = [
     "sgd",
 ]
 
-KERNELS = (ADD_N, ACCUMULATE_N, ALL_SUM, PACK, SEGMENT_SUM, SGD, MOMENTUM, NESTEROV)
+KERNELS = (ADD_N, ACCUMULATE_N, ALL_SUM, PACK, DIVIDE, SEGMENT_SUM, SGD, MOMENTUM, NESTEROV)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from gradreduce.device import Template
+import numpy as np
+
+from gradreduce.device import Template, mean_dtype
 from gradreduce.device.dtypes import ELEMENTS
 
-__all__ = ["FLOATS", "FROM_WIDE", "SAME", "TO_WIDE"]
+__all__ = ["FLOATS", "FROM_WIDE", "MEAN", "SAME", "TO_WIDE"]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 # <T, T>
@@ -16,3 +18,8 @@ TO_WIDE: tuple[Template, ...] = tuple(
 )
 # A float32 sum into the halves it stands for.
 FROM_WIDE: tuple[Template, ...] = (("float16", "float32"), ("bfloat16", "float32"))
+# Integers into their mean; the only templates that tell signed from unsigned.
+MEAN: tuple[Template, ...] = tuple(
+    (mean_dtype(np.dtype(name)).name, name)
+    for name in (f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))
+)

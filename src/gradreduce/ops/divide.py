@@ -1,0 +1,87 @@
+"""How sums of integers become their means: ``kernels/divide.cu`` and its twin.
+
+Floats are divided in the pass of their last addition, or by ``pack``; integers are added modulo
+2**bits in their own type, and only the whole sum becomes a float.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gradreduce.device import Buffer, Device, Kernel, Queue, mean_dtype
+from gradreduce.device.kernel import Arrays
+from gradreduce.device.memory import Row
+
+from ._check import check_rows, check_writable
+from ._templates import MEAN
+
+__all__ = ["DIVIDE", "divide", "prepare_divide"]
+
+
+def _divide_twin(table: Sequence[Arrays], divisor: float) -> None:
+    """``out = in / divisor``, in the out's dtype."""
+    for out, term in table:
+        np.true_divide(term, out.dtype.type(divisor), out=out, dtype=out.dtype)
+
+
+DIVIDE = Kernel(
+    name="divide",
+    source="divide",
+    twin=_divide_twin,
+    scalars=(("divisor", "float64"),),
+    templates=MEAN,
+)
+
+
+def divide(
+    outs: Sequence[Buffer],
+    inputs: Sequence[Buffer],
+    divisor: float,
+    *,
+    device: Device | None = None,
+    queue: Queue = "compute",
+) -> None:
+    """``outs[t] = inputs[t] / divisor`` for every tensor t of integers: true division.
+
+    One launch for all tensors of the same dtypes.
+
+    Args:
+        outs: one per tensor, of its size and of ``mean_dtype`` of its dtype; overwritten. Of 64
+            bits it may be its input exactly.
+        inputs: one per tensor, of any integer dtype; only read.
+        divisor: rounded to the out's dtype; 0, infinities and NaN as IEEE 754 has them.
+        device: whose queue launches; default that of ``outs[0]``. Fences nothing.
+        queue: which of its queues.
+
+    Raises:
+        ValueError: an input is of no integer dtype, an out is of another dtype than its mean, of
+            another size or read-only, or overlaps its input partly.
+    """
+    groups: dict[tuple[int, int], list[Row]] = {}  # by id: hashing a dtype is slow
+    for row in zip(outs, inputs, strict=True):
+        groups.setdefault((id(row[0].dtype), id(row[1].dtype)), []).append(row)
+    launches: dict[tuple[str, str], list[Row]] = {}
+    for group in groups.values():
+        template = _template(*group[0])
+        check_rows("divide", group, 1)
+        launches.setdefault(template, []).extend(group)
+    check_writable("divide", outs)
+    for template, launched in launches.items():
+        device = device or outs[0].device
+        device.launch(DIVIDE, template, launched, (float(divisor),), queue=queue)
+
+
+def prepare_divide(device: Device, dtype: np.dtype) -> None:
+    """Compiles what ``divide`` launches for inputs of an integer dtype."""
+    device.prepare(DIVIDE, (mean_dtype(dtype).name, dtype.name))
+
+
+def _template(out: Buffer, term: Buffer) -> tuple[str, str]:
+    if term.dtype.kind not in "iu":
+        raise ValueError(f"divide: {term} is not of an integer dtype")
+    mean = mean_dtype(term.dtype)
+    if out.dtype != mean:
+        raise ValueError(f"divide: the mean of {term} is {mean}, and not of the dtype of {out}")
+    return mean.name, term.dtype.name

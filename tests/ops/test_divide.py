@@ -1,0 +1,300 @@
+"""divide on every face, against a plain reference, bit by bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from exact import INTEGERS, random_data, same
+from faces import (
+    INLINE_ROWS,
+    NUM_THREADS,
+    SIZES,
+    SPREAD_SIZE,
+    Operand,
+    blank,
+    operands,
+    recorded,
+    spread,
+    start_patterns,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradreduce.device import as_dtype
+from gradreduce.ops import divide
+from gradreduce.ops.divide import DIVIDE
+
+LONG = [dtype for dtype in INTEGERS if dtype.itemsize == 8]
+
+
+def out_of(dtype):
+    """The dtype of a mean; the tests' own word for it."""
+    return np.dtype({1: "float32", 2: "float32", 4: "float64", 8: "float64"}[dtype.itemsize])
+
+
+def reference(term, divisor=3):
+    wide = out_of(term.dtype)
+    with np.errstate(all="ignore"):
+        return term.astype(wide) / wide.type(divisor)
+
+
+def check(device, terms, divisor=3, starts=None):
+    """Divides every term in one call, and looks at every byte."""
+    starts = starts or [(0, 0)] * len(terms)
+    outs, inputs = [], []
+    for term, (to, of) in zip(terms, starts, strict=True):
+        outs.append(blank(device, term.size, out_of(term.dtype), to))
+        inputs.append(Operand(device, term, of))
+    divide([out.buffer for out in outs], [row.buffer for row in inputs], divisor)
+    for out, operand, term in zip(outs, inputs, terms, strict=True):
+        assert same(out.array, reference(term, divisor)), (out.buffer, divisor, starts)
+        assert out.contained()
+        assert operand.unchanged()
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_every_size_and_start(device, dtype):
+    term = random_data((max(SIZES),), dtype)
+    for size in SIZES:
+        for starts in start_patterns(2):
+            check(device, [term[:size]], starts=[starts])
+
+
+def extremes(dtype):
+    """The ends of the range, what is near zero, and where a conversion to float64 rounds."""
+    limits = np.iinfo(dtype)
+    found = {limits.min, limits.min + 1, limits.max, limits.max - 1, -3, -1, 0, 1, 3}
+    for power in (24, 31, 32, 53, 54, 55, 62, 63):  # ties to the even neighbour below and above
+        for near in (-1, 0, 1):
+            step = 2 ** max(0, power - 53)  # half the distance of two float64 there
+            found |= {sign * (2**power + k * step + near) for k in range(8) for sign in (1, -1)}
+    for near in (-1025, -1024, -1023, -513, -512, -511):  # halfway to 2**64 or 2**63, and beside
+        found |= {2**64 + near, 2**63 + near, -(2**63) - near}
+    return [value for value in sorted(found) if limits.min <= value <= limits.max]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@pytest.mark.parametrize("divisor", [1, 2, 3, -7, 10, 0.1, 2**24 + 1, 1e300])
+def test_the_ends_of_the_range_are_rounded_once(device, dtype, divisor):
+    """Against Python's numbers, whose conversion and division round to nearest.
+
+    The quotient of two float32 may be rounded to float64 first: it has more than twice the bits.
+    """
+    values = extremes(dtype)
+    term, wide = np.array(values, dtype), out_of(dtype)
+    with np.errstate(over="ignore"):
+        by = float(wide.type(divisor))
+        expected = np.array([float(value) / by for value in values]).astype(wide)
+    for starts in start_patterns(2):
+        out, read = blank(device, term.size, wide, starts[0]), Operand(device, term, starts[1])
+        divide([out.buffer], [read.buffer], divisor)
+        assert same(out.array, expected)
+        assert out.contained()
+
+
+@pytest.mark.parametrize("bits", [8, 16, 32, 64])
+def test_signed_integers_are_divided_by_their_value(device, bits):
+    """The same bytes make two different means."""
+    signed, unsigned = np.array([-1, 5], f"int{bits}"), np.array([-1, 5], f"int{bits}")
+    unsigned = unsigned.view(f"uint{bits}")
+    check(device, [signed, unsigned], 4)
+    out = blank(device, 2, out_of(signed.dtype))
+    divide([out.buffer], [device.adopt(signed)], 4)
+    assert out.array.tolist() == [-0.25, 1.25]
+    divide([out.buffer], [device.adopt(unsigned)], 4)
+    assert out.array.tolist() == [float(out.array.dtype.type(2**bits - 1)) / 4, 1.25]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@pytest.mark.parametrize(
+    "divisor", [0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-320, -1e-320, 1e300, 1e-30]
+)
+def test_any_divisor_is_as_ieee_has_it(device, dtype, divisor):
+    term = np.concatenate([np.array(extremes(dtype), dtype), random_data((1003,), dtype)])
+    for starts in start_patterns(2):
+        check(device, [term], divisor, [starts])
+
+
+def test_zeros_have_signs_and_zero_by_zero_is_nan(device):
+    out, term = blank(device, 4, "float64"), Operand(device, np.array([0, 0, 1, -1], "int32"))
+    divide([out.buffer], [term.buffer], -2)
+    assert np.signbit(out.array).tolist() == [True, True, True, False]
+    divide([out.buffer], [term.buffer], -0.0)
+    assert np.isnan(out.array[:2]).all()
+    assert out.array[2:].tolist() == [-np.inf, np.inf]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_any_geometry(geometric_device, dtype):
+    for size in (1, 17, 255, 16_385, 40_000):
+        for starts in start_patterns(2)[:2]:
+            check(geometric_device, [random_data((size,), dtype)], -3, [starts])
+
+
+@pytest.mark.parametrize("dtype", LONG, ids=str)
+def test_in_place(device, dtype):
+    """The mean may lie where its sum lay, if they are of a size."""
+    for size in (1, 16, 1003, 40_003):
+        for start in (0, 1):
+            memory = Operand(device, random_data((size,), dtype), start)
+            divide([memory.buffer.view(0, (size,), as_dtype("float64"))], [memory.buffer], 3)
+            assert same(memory.array.view("float64"), reference(memory.values))
+            assert memory.contained()
+
+
+# of the out and the input: first byte and size
+OVERLAPS = {
+    "int8": [((64, 16), (64, 16)), ((64, 16), (127, 16)), ((64, 16), (49, 16)), ((64, 4), (64, 4))],
+    "uint16": [((64, 16), (64, 16)), ((64, 16), (126, 16)), ((64, 16), (34, 16))],
+    "int32": [((64, 16), (64, 16)), ((64, 16), (188, 16)), ((64, 16), (4, 16))],
+    "uint64": [((64, 16), (72, 16)), ((64, 16), (56, 16)), ((64, 8), (120, 8)), ((64, 8), (8, 8))],
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out", "term"),
+    [(dtype, *pair) for dtype, pairs in OVERLAPS.items() for pair in pairs],
+)
+def test_an_out_that_overlaps_partly_is_refused(device, dtype, out, term):
+    """One of another size overlaps partly even where it begins at the same place."""
+    memory = Operand(device, random_data((512,), "uint8"))
+    dtypes = (out_of(as_dtype(dtype)), as_dtype(dtype))
+    good = [Operand(device, random_data((16,), kind)) for kind in dtypes]
+    views = [
+        memory.buffer.view(start, (size,), kind)
+        for (start, size), kind in zip((out, term), dtypes, strict=True)
+    ]
+    with recorded(device) as journal, pytest.raises(ValueError, match=r"divide: .*overlaps"):
+        divide([good[0].buffer, views[0]], [good[1].buffer, views[1]], 3)
+    assert journal.launches == 0
+    assert all(operand.unchanged() for operand in [memory, *good])
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_one_launch_for_rows_of_all_sizes(device, dtype):
+    sizes = [1, 60_001, 0, 3, 16_384, 7, *range(40, 40 + INLINE_ROWS), 16_385, 0, 2]
+    for num_rows in (6, len(sizes)):  # the table inline, and beyond
+        terms = [random_data((size,), dtype, seed=size) for size in sizes[:num_rows]]
+        starts = [(row % 3, row % 2) for row in range(num_rows)]
+        with recorded(device) as journal:
+            check(device, terms, starts=starts)
+        assert journal.launches == 1
+        assert journal.records[0].num_rows == sum(size > 0 for size in sizes[:num_rows])
+
+
+def test_a_thousand_tiny_rows_are_one_launch(device):
+    terms = [random_data((1 + row % 5,), "int16", seed=row) for row in range(1000)]
+    with recorded(device) as journal:
+        check(device, terms)
+    assert [(record.name, record.num_rows) for record in journal.records] == [("divide", 1000)]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_large_rows_are_spread_over_threads(device, dtype):
+    with spread(device) as num_jobs:
+        for starts in start_patterns(2):
+            check(device, [random_data((SPREAD_SIZE,), dtype)], starts=[starts])
+        sizes = (SPREAD_SIZE // 2, 5, SPREAD_SIZE)
+        check(device, [random_data((size,), dtype) for size in sizes])
+    assert num_jobs == [NUM_THREADS] * 5
+
+
+def test_there_is_a_template_for_every_integer_and_no_other():
+    expected = [(out_of(dtype).name, dtype.name) for dtype in INTEGERS]
+    assert sorted(DIVIDE.templates) == sorted(expected)
+
+
+def test_each_dtype_is_a_launch_of_its_own(device):
+    """Signed and unsigned ones too."""
+    kinds = ("int8", "uint8", "int64", "uint16")
+    with recorded(device) as journal:
+        check(device, [random_data((100,), kind) for _ in range(3) for kind in kinds])
+    assert journal.launches == 4
+
+
+def test_equal_dtypes_are_one_launch_whichever_their_objects(device):
+    other = np.dtype("int16").newbyteorder("=")
+    assert other is not np.dtype("int16")
+    terms = operands(device, [random_data((100,), "int16")] * 2)
+    outs = [blank(device, 100, "float32") for _ in terms]
+    inputs = [terms[0].buffer, terms[1].buffer.view(0, (100,), other)]
+    with recorded(device) as journal:
+        divide([out.buffer for out in outs], inputs, 3)
+    assert [record.num_rows for record in journal.records] == [2]
+    assert all(same(out.array, reference(terms[0].values)) for out in outs)
+
+
+def test_nothing_is_launched_for_nothing(device):
+    with recorded(device) as journal:
+        divide([], [], 3)
+        check(device, [np.zeros(0, "int32")] * 3)
+    assert journal.launches == 0
+
+
+# out, input
+MISFITS = {
+    "a shorter out": (("float64", 15), ("int32", 16), "sizes differ"),
+    "a longer out": (("float64", 17), ("int32", 16), "sizes differ"),
+    "a narrower out": (("float32", 16), ("int32", 16), "is float64, and not"),
+    "a wider out": (("float64", 16), ("uint16", 16), "is float32, and not"),
+    "a half": (("float16", 16), ("int8", 16), "is float32, and not"),
+    "an integer out": (("int32", 16), ("int32", 16), "is float64, and not"),
+    "a complex out": (("complex64", 16), ("int64", 16), "is float64, and not"),
+    "a float": (("float32", 16), ("float32", 16), "not of an integer dtype"),
+    "a half input": (("float32", 16), ("bfloat16", 16), "not of an integer dtype"),
+    "a complex input": (("complex64", 16), ("complex64", 16), "not of an integer dtype"),
+}
+
+
+@pytest.mark.parametrize(("out", "term", "says"), MISFITS.values(), ids=MISFITS)
+def test_arguments_that_do_not_fit_change_nothing(device, out, term, says):
+    row = [Operand(device, random_data((size,), dtype)) for dtype, size in (out, term)]
+    good = operands(device, [random_data((16,), dtype) for dtype in ("float32", "int8")])
+    targets, terms = [good[0].buffer, row[0].buffer], [good[1].buffer, row[1].buffer]
+    with recorded(device) as journal, pytest.raises(ValueError, match=f"divide: .*({says})"):
+        divide(targets, terms, 3)
+    assert journal.launches == 0
+    assert all(operand.unchanged() for operand in [*row, *good])
+
+
+def test_lists_of_different_lengths_change_nothing(device):
+    out, *terms = (Operand(device, np.ones(16, dtype)) for dtype in ("float64", "int32", "int32"))
+    with pytest.raises(ValueError, match="zip"):
+        divide([out.buffer], [term.buffer for term in terms], 3)
+    assert all(operand.unchanged() for operand in [out, *terms])
+
+
+def test_an_input_may_be_read_only(device):
+    term = Operand(device, random_data((1003,), "int16"), writable=False)
+    out = blank(device, 1003, "float32")
+    divide([out.buffer], [term.buffer], 3)
+    assert same(out.array, reference(term.values))
+
+
+def test_a_read_only_out_changes_nothing(device):
+    good = operands(device, [random_data((16,), dtype) for dtype in ("float32", "int8")])
+    term = Operand(device, random_data((16,), "int32"))
+    fixed = Operand(device, random_data((16,), "float64"), writable=False)
+    with recorded(device) as journal, pytest.raises(ValueError, match=r"divide: .*read-only"):
+        divide([good[0].buffer, fixed.buffer], [good[1].buffer, term.buffer], 3)
+    assert journal.launches == 0
+    assert all(operand.unchanged() for operand in [*good, term, fixed])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    dtype=st.sampled_from(INTEGERS),
+    divisor=st.one_of(st.integers(1, 64), st.floats()),
+    rows=st.lists(
+        st.tuples(
+            st.one_of(st.integers(0, 40), st.integers(0, 40_000)),  # size
+            st.integers(0, 3),  # starts
+            st.integers(0, 3),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+)
+def test_any_rows_by_any_divisor(device, dtype, divisor, rows):
+    terms = [random_data((size,), dtype, seed=size) for size, _, _ in rows]
+    check(device, terms, divisor, [starts for _, *starts in rows])
