@@ -224,16 +224,6 @@ def test_a_closed_mesh_stops_a_batch_before_an_open_one_is_used(mesh, ops, value
         ops.batch_reduce(SUM, [(value, value), (late, late)])
 
 
-# What a later version does, and this one says it does not.
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint16", "int32", "uint64"])
-def test_means_of_integers_are_still_missing(mesh, ops, value, dtype):
-    counts = per_replica(mesh, lambda replica: np.ones(2, dtype))
-    with refused(mesh, NotImplementedError, rf"value 1: MEAN of integers \({dtype}\)"):
-        ops.batch_reduce(MEAN, [(value, value), (counts, counts)])
-
-
 def test_the_base_class_reduces_nothing():
     with pytest.raises(TypeError, match="abstract"):
         gr.CrossDeviceOps()

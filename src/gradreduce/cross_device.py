@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from functools import cache
+from itertools import islice
 from typing import Any
 
 from gradreduce import ops
@@ -15,8 +16,9 @@ from gradreduce.allreduce import ALGORITHMS, Job, works_in_place
 from gradreduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice, reduce_to_one
 from gradreduce.device import Buffer, Device, DType, Mesh, accumulate_dtype, default_mesh
 from gradreduce.interop import OneCall
+from gradreduce.one_device import quotients
 from gradreduce.packing import Flats, pack, plan_packing, unpack
-from gradreduce.reduce_arguments import Request, checked_nest, keys_of, nested
+from gradreduce.reduce_arguments import Request, batches_of, checked_nest, keys_of, nested
 from gradreduce.values import Part, PerReplica, ReduceOp
 
 __all__ = [
@@ -178,20 +180,30 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     ) -> list[tuple[Part, ...]]:
         """All dense values of the same devices in one batch; one by one what goes elsewhere."""
         results: list[tuple[Part, ...]] = [()] * len(requests)
-        by_devices: dict[tuple[Device, ...], list[int]] = {}
-        for place, request in enumerate(requests):
-            if request.matches and not request.value.is_sparse:
-                by_devices.setdefault(request.devices, []).append(place)
-            else:
-                home = request.devices[0]
-                results[place] = reduce_to_one(reduce_op, request, home, coalesce=coalesce)
-        for devices, places in by_devices.items():
-            divisor = len(devices) if reduce_op is ReduceOp.MEAN else 1
+        for places in batches_of(requests, reduce_op):
             gradients = [requests[place].value.buffers for place in places]
-            reduced = self.reduce_buffers(gradients, divisor=divisor)
+            reduced = self._reduce_dense(reduce_op, gradients)
             for place, buffers in zip(places, reduced, strict=True):
                 results[place] = buffers
+        for place, request in enumerate(requests):
+            if not request.is_all_reduced:
+                home = request.devices[0]
+                results[place] = reduce_to_one(reduce_op, request, home, coalesce=coalesce)
         return results
+
+    def _reduce_dense(
+        self, reduce_op: ReduceOp, gradients: list[tuple[Buffer, ...]]
+    ) -> list[tuple[Buffer, ...]]:
+        """One batch. The means of integers are floats: they are added, then divided."""
+        num_replicas = len(gradients[0])
+        mean = reduce_op is ReduceOp.MEAN
+        counts = mean and gradients[0][0].dtype.kind in "iu"
+        divisor = num_replicas if mean and not counts else 1
+        reduced = self.reduce_buffers(gradients, divisor=divisor)
+        if not counts:
+            return reduced
+        means = iter(quotients([total for totals in reduced for total in totals], num_replicas))
+        return [tuple(islice(means, num_replicas)) for _ in reduced]
 
 
 class NcclAllReduce(AllReduceCrossDeviceOps):

@@ -175,7 +175,7 @@ def reduce_to_one(
     total = added_on(
         home,
         value.parts,
-        divisor=len(value.devices) if reduce_op is ReduceOp.MEAN else 1,
+        mean=reduce_op is ReduceOp.MEAN,
         coalesce=coalesce,
         accumulate=accumulate,
         kind=value.kind,

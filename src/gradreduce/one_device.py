@@ -11,13 +11,13 @@ from typing import Any
 
 from gradreduce import ops
 from gradreduce.aggregate_sparse import joined, with_dense
-from gradreduce.device import Buffer, Device, bring, by_physical, gather, scatter
+from gradreduce.device import Buffer, Device, bring, by_physical, gather, mean_dtype, scatter
 from gradreduce.indexed_slices import IndexedSlices, coalesced
 from gradreduce.interop import Kind, from_buffer, kind_of, to_buffer
 from gradreduce.ops import plan_segments
 from gradreduce.values import Part
 
-__all__ = ["Accumulate", "added_on", "copied_to", "handed_out"]
+__all__ = ["Accumulate", "added_on", "copied_to", "handed_out", "quotients"]
 
 Accumulate = Callable[[list[Any]], Any]
 
@@ -26,19 +26,19 @@ def added_on(
     device: Device,
     parts: Sequence[Part],
     *,
-    divisor: float = 1,
+    mean: bool = False,
     coalesce: bool = False,
     accumulate: Accumulate | None = None,
     kind: Kind = "buffer",
 ) -> Part:
-    """The sum of one value's replicas, left to right, divided; new memory on ``device``.
+    """The sum or mean of one value's replicas, left to right; new memory on ``device``.
 
     Of IndexedSlices alone: the rows of all replicas, one after the other.
 
     Args:
         device: where it is added; what lies on another GPU is copied there first.
         parts: the replicas, in order; alike.
-        divisor: of the sum: of every row, where all are IndexedSlices.
+        mean: divide by their number: every row, where all are IndexedSlices.
         coalesce: add rows of the same index, if all are IndexedSlices.
         accumulate: adds arrays instead, given as a list; ``device`` is where they lie.
         kind: of the arrays that it gets.
@@ -47,14 +47,35 @@ def added_on(
         ValueError: what ``accumulate`` gave is not of the replicas' shape and dtype.
     """
     sparse = [part for part in parts if isinstance(part, IndexedSlices)]
+    divisor = len(parts) if mean else 1
+    counts = mean and parts[0].dtype.kind in "iu"  # whose mean is of another dtype
     if len(sparse) == len(parts):
-        return _rows_on(device, sparse, divisor, coalesce=coalesce)
+        rows = _rows_on(device, sparse, 1 if counts else divisor, coalesce=coalesce)
+        return _quotient_of_rows(rows, divisor) if counts else rows
     buffers = [bring(device, buffer) for buffer in with_dense(parts)]
     if accumulate is not None:
         buffers = [_accumulated(device, buffers, accumulate, kind)]
     total = device.empty(buffers[0].shape, buffers[0].dtype)
-    _write([total], buffers, divisor, device)
-    return total
+    _write([total], buffers, 1 if counts else divisor, device)
+    return quotients([total], divisor)[0] if counts else total
+
+
+def quotients(sums: Sequence[Buffer], divisor: float) -> list[Buffer]:
+    """The true quotients of integers, floats in new memory; co-located ones share a launch."""
+    outs = [total.device.empty(total.shape, mean_dtype(total.dtype)) for total in sums]
+    devices = [total.device for total in sums]
+    for places in by_physical(devices).values():
+        leader = devices[places[0]]
+        sharing = [devices[place] for place in places]
+        gather(leader, sharing)
+        ops.divide(
+            [outs[place] for place in places],
+            [sums[place] for place in places],
+            divisor,
+            device=leader,
+        )
+        scatter(leader, sharing)
+    return outs
 
 
 def handed_out(part: Part, devices: Sequence[Device]) -> tuple[Part, ...]:
@@ -114,6 +135,11 @@ def _rows_on(
     if divisor != 1:
         _write([rows.values], [rows.values], divisor, device)
     return rows
+
+
+def _quotient_of_rows(rows: IndexedSlices, divisor: float) -> IndexedSlices:
+    (made,) = quotients([rows.values], divisor)
+    return IndexedSlices.of(made, rows.indices, rows.dense_shape)
 
 
 def _accumulated(

@@ -16,6 +16,7 @@ from gradreduce.variables import Variable
 
 __all__ = [
     "Request",
+    "batches_of",
     "checked_nest",
     "checked_requests",
     "destination_devices",
@@ -40,6 +41,25 @@ class Request:
     devices: tuple[Device, ...]
     matches: bool
 
+    @property
+    def is_all_reduced(self) -> bool:
+        """Whether it can be: IndexedSlices have no common place for a row."""
+        return self.matches and not self.value.is_sparse
+
+
+def batches_of(requests: Sequence[Request], reduce_op: ReduceOp) -> list[list[int]]:
+    """Places of the requests that are all-reduced, those together that can be.
+
+    They have the same devices; and the means of integers are apart, since they are divided after
+    their addition, not in it.
+    """
+    batches: dict[tuple[tuple[Device, ...], bool], list[int]] = {}
+    for place, request in enumerate(requests):
+        if request.is_all_reduced:
+            counts = reduce_op is ReduceOp.MEAN and request.value.parts[0].dtype.kind in "iu"
+            batches.setdefault((request.devices, counts), []).append(place)
+    return list(batches.values())
+
 
 def checked_requests(pairs: Any, reduce_op: ReduceOp, mesh: Mesh | None) -> list[Request]:
     """Every pair, after all of them have been checked; see ``CrossDeviceOps.batch_reduce``."""
@@ -49,7 +69,7 @@ def checked_requests(pairs: Any, reduce_op: ReduceOp, mesh: Mesh | None) -> list
     with OneCall():
         for place, pair in enumerate(checked_pairs(pairs)):
             value = _as_distributed(pair[0], place, mesh or named_mesh(pair[1]))
-            _check_replicas(value, place, reduce_op)
+            _check_replicas(value, place)
             devices = destination_devices(pair[1], place, value.mesh)
             matches = set(devices) == set(value.devices)
             requests.append(Request(value, value.devices if matches else devices, matches))
@@ -107,11 +127,9 @@ def _placed(value: Any, what: str, mesh: Mesh | None) -> tuple[list[Part], Kind]
     return [to_buffer(value, current_device(mesh))], kind
 
 
-def _check_replicas(value: DistributedValues, place: int, reduce_op: ReduceOp) -> None:
+def _check_replicas(value: DistributedValues, place: int) -> None:
     """Raises ``ValueError`` for replicas that differ, naming value and replica."""
     first = value.parts[0]
-    if reduce_op is ReduceOp.MEAN and first.dtype.kind in "iu":
-        raise NotImplementedError(f"value {place}: MEAN of integers ({first.dtype})")
     wanted = _outline(first, value)
     for replica, part in enumerate(value.parts):
         found = _outline(part, value)

@@ -173,7 +173,7 @@ _DEVICES = {
     ),
     "peer access is taken for granted": _one(
         "no peer access", "gradreduce.device.fabric",
-        "return (physical, other) in self._peer_access", "return True",
+        "return (physical, other) in self.peer_access", "return True",
     ),
     "a copy between GPUs as one inside": _one(
         "memcpyPeerAsync", CUDA, "if dst.device.physical == src.device.physical:", "if True:"

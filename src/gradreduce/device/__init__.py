@@ -6,6 +6,7 @@ from .base import Device
 from .collective import Collective
 from .colocated import bring, by_physical, gather, scatter
 from .dtypes import DType, accumulate_dtype, as_dtype, element_of, mean_dtype
+from .ghost import Ghosts, MeshOutline, Outline, mesh_outline, outline_of
 from .journal import Journal, Record
 from .kernel import Kernel, Template
 from .memory import (
@@ -31,10 +32,13 @@ __all__ = [
     "Device",
     "FlatBuffer",
     "FlatLayout",
+    "Ghosts",
     "Journal",
     "Kernel",
     "Mark",
     "Mesh",
+    "MeshOutline",
+    "Outline",
     "Queue",
     "Record",
     "Template",
@@ -49,7 +53,9 @@ __all__ = [
     "flat_layout",
     "gather",
     "mean_dtype",
+    "mesh_outline",
     "open_mesh",
+    "outline_of",
     "overlap",
     "scatter",
 ]

@@ -42,6 +42,8 @@ class Fabric:
 
     Attributes:
         backend: ``"sim"`` or ``"cuda"``.
+        peer_access: for all pairs of physical devices or none, or the pairs that have it; see
+            ``peers``.
         prepared: what was compiled for its devices, so that nobody asks twice.
         on_close: what to call, with the key, when the mesh is closed or one of the key's
             ``devices`` is lost: who waits for work on them would wait for ever.
@@ -59,7 +61,7 @@ class Fabric:
         self.launch_lock = threading.RLock()
         self.lost: dict[int, str] = {}
         self._issued = _Issued()
-        self._peer_access = peer_access
+        self.peer_access = peer_access
         self._closed = False
         self._pid = os.getpid()
         self._forks = _forks[0]
@@ -68,9 +70,9 @@ class Fabric:
         """Whether a launch on one physical device may touch the memory of the other."""
         if physical == other:
             return True
-        if isinstance(self._peer_access, bool):
-            return self._peer_access
-        return (physical, other) in self._peer_access
+        if isinstance(self.peer_access, bool):
+            return self.peer_access
+        return (physical, other) in self.peer_access
 
     def close(self) -> None:
         """Makes every later use of its devices an error."""

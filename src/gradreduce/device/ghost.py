@@ -1,0 +1,171 @@
+"""Devices that do nothing and record everything: what a flow *would* launch, copy and gather.
+
+The flow itself runs, on Buffers without memory, so its plan is what it does, by construction: no
+second description of it could grow out of date. Nothing is allocated, compiled or waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from functools import cache
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from gradreduce.errors import DeviceMismatchError
+
+from .base import Device
+from .collective import Collective
+from .fabric import Fabric
+from .kernel import Kernel, Template
+from .memory import Block, Buffer, Mark, Queue, Row
+from .mesh import Mesh
+
+__all__ = ["Ghosts", "MeshOutline", "Outline", "mesh_outline", "outline_of"]
+
+_GRANULE = 4096  # bytes: how an address is aligned is known from what it leaves over this
+_ROOM = 44  # bits: blocks of up to 16 TiB lie this far apart
+
+# Logical devices' physical ones, backend, and peer access: all that a flow asks of a mesh.
+MeshOutline = tuple[tuple[int, ...], str, Hashable]
+# Of a Buffer: device, block, whether that is our pool's, its bytes, the offset in it, what its
+# address leaves over a granule, shape, dtype.
+Outline = tuple[int, int, bool, int, int, int, tuple[int, ...], np.dtype]
+
+
+def mesh_outline(mesh: Mesh) -> MeshOutline:
+    """All of a mesh that a plan depends on."""
+    whole = mesh.devices[0].mesh
+    access = whole.fabric.peer_access
+    peers: Hashable = access if isinstance(access, bool) else frozenset(access)
+    return tuple(device.physical for device in whole.devices), whole.backend, peers
+
+
+def outline_of(buffer: Buffer, blocks: dict[int, int]) -> Outline:
+    """All of a Buffer that a plan depends on.
+
+    Args:
+        buffer: any.
+        blocks: the numbers that blocks were given so far; a new block gets the next.
+    """
+    block = buffer.block
+    number = blocks.setdefault(id(block), len(blocks))
+    start = block.address % _GRANULE
+    return (
+        buffer.device.index, number, block.owned, block.nbytes, buffer.offset, start,
+        buffer.shape, buffer.dtype,
+    )  # fmt: skip
+
+
+class Ghosts:
+    """A mesh of ghosts like another, and Buffers on it like others.
+
+    Attributes:
+        mesh: as many devices, on the same physical ones, with the same peer access.
+    """
+
+    def __init__(self, outline: MeshOutline) -> None:
+        placement, backend, peers = outline
+        access = peers if isinstance(peers, bool) else set(peers)  # type: ignore[call-overload]
+        fabric = Fabric(backend, peer_access=access)
+        starts = count(1)
+        made = [GhostDevice(fabric, *each, starts) for each in enumerate(placement)]
+        self.mesh = Mesh(made, fabric, cache(GhostCollective), lambda: None)
+        for device in made:
+            device.mesh = self.mesh
+        self._blocks: dict[int, Block] = {}
+
+    def buffer(self, outline: Outline) -> Buffer:
+        """A Buffer of this outline; those that shared a block share one here."""
+        index, number, owned, nbytes, offset, start, shape, dtype = outline
+        if number not in self._blocks:
+            device = self.mesh.devices[index]
+            assert isinstance(device, GhostDevice)
+            self._blocks[number] = device.block(nbytes, start=start, owned=owned)
+        return Buffer(self._blocks[number], offset, shape, dtype)
+
+
+class GhostDevice(Device):
+    """Checks and records as every device does; has neither memory nor queues."""
+
+    def __init__(self, fabric: Fabric, index: int, physical: int, starts: Iterator[int]) -> None:
+        super().__init__(fabric, index, physical)
+        self._starts = starts
+
+    def block(self, nbytes: int, *, start: int = 0, owned: bool = True) -> Block:
+        """A block that no other of its mesh overlaps."""
+        address = (next(self._starts) << _ROOM) + start
+        return Block(self, None, address, nbytes, owned=owned, writable=True)
+
+    def put(self, array: Any, address: int | None = None) -> Buffer:
+        """Refuses: there is no memory."""
+        raise DeviceMismatchError(f"{self.name} of a plan holds no {type(array).__name__}")
+
+    def _adopt(self, array: Any, stream: int | None) -> Buffer:
+        return self.put(array)
+
+    def _release(self, buffer: Buffer, stream: int | None) -> Any:
+        raise DeviceMismatchError(f"{buffer} of a plan has no memory")
+
+    def _download(self, buffer: Buffer) -> np.ndarray:
+        raise DeviceMismatchError(f"{buffer} of a plan has no memory")
+
+    def _allocate(self, nbytes: int) -> Block:
+        return self.block(nbytes)
+
+    def _mark(self, queue: Queue) -> Any:
+        return None
+
+    def _passed(self, event: Any) -> bool:
+        return True
+
+    def _prepare(self, kernel: Kernel, template: Template) -> None:
+        """Nothing is compiled."""
+
+    def _recycle(self, raw: Any, nbytes: int) -> None:
+        """Nothing was taken."""
+
+    def _trim(self) -> None:
+        """Nothing is kept."""
+
+    def _fill_fresh(self, buffer: Buffer) -> None:
+        """There is nothing to fill; nor below to write or wait for."""
+
+    def _fill_zero(self, buffer: Buffer) -> None: ...
+
+    def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None: ...
+
+    def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None: ...
+
+    def _launch(
+        self,
+        kernel: Kernel,
+        template: Template,
+        rows: Sequence[Row],
+        scalars: Sequence[int | float],
+        queue: Queue,
+    ) -> None: ...
+
+    def _wait(self, mark: Mark, queue: Queue) -> None: ...
+
+    def _synchronize(self) -> None: ...
+
+
+class GhostCollective(Collective):
+    """Checks and records as every collective does."""
+
+    def all_reduce(self, buffers: Sequence[Buffer], op: str = "sum") -> None:
+        """See ``Collective.all_reduce``."""
+        self._check("all_reduce", buffers, buffers)
+        self._record("all_reduce", buffers)
+
+    def broadcast(self, buffers: Sequence[Buffer], root: int) -> None:
+        """See ``Collective.broadcast``."""
+        self._check_broadcast(buffers, root)
+        self._record("broadcast", buffers)
+
+    def all_gather(self, outputs: Sequence[Buffer], inputs: Sequence[Buffer]) -> None:
+        """See ``Collective.all_gather``."""
+        self._check_gather(outputs, inputs)
+        self._record("all_gather", inputs)

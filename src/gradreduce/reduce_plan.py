@@ -1,0 +1,191 @@
+"""What a reduction will do, told before it is done: which tensors travel together, and how.
+
+A plan is a value. It comes of the flow itself, run over ghosts (``device/ghost.py``), and depends
+on shapes, dtypes, settings and mesh, and on which tensors already lie in one flat buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradreduce.device import (
+    Buffer,
+    DType,
+    Ghosts,
+    Journal,
+    MeshOutline,
+    Outline,
+    outline_of,
+)
+from gradreduce.indexed_slices import IndexedSlices
+from gradreduce.packing import FlatPlan
+from gradreduce.reduce_arguments import Request
+from gradreduce.values import Part, PerReplica
+
+__all__ = [
+    "PlannedPack",
+    "ReducePlan",
+    "RequestOutline",
+    "ghost_requests",
+    "outlines_of",
+    "packs_of",
+]
+
+# Rows, their number and the dense shape of IndexedSlices; None of a dense array.
+_Rows = tuple[int, tuple[int, ...] | None] | None
+
+
+@dataclass(frozen=True)
+class PlannedPack:
+    """What travels as one.
+
+    Attributes:
+        tensors: places in the batch of the tensors that lie in it, in order; the first and the
+            last may lie in the neighbouring pack too.
+        dtype: of all of them.
+        nbytes: of one replica's pack, gaps between tensors included.
+        way: ``"hierarchical_copy"``, ``"nccl"`` or ``"one device"``.
+        devices: logical indices of those whose replicas are added.
+    """
+
+    tensors: tuple[int, ...]
+    dtype: DType
+    nbytes: int
+    way: str
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ReducePlan:
+    """What one ``batch_reduce`` does; ``print`` it.
+
+    Attributes:
+        packs: in the order in which they are reduced, as far as there is one.
+        launches: kernel launches, on all devices together.
+        copies: copies from one device to another.
+        collectives: calls of the collective library, one for each pack, on every device that has
+            a part in it one rank.
+        bytes: that leave a device for another: by copy, collective, or a launch that reads or
+            writes a peer's memory.
+        mesh: the physical device of each logical one.
+        backend: of the mesh.
+    """
+
+    packs: tuple[PlannedPack, ...]
+    launches: int
+    copies: int
+    collectives: int
+    bytes: int
+    mesh: tuple[int, ...]
+    backend: str
+
+    @classmethod
+    def of(cls, packs: Sequence[PlannedPack], journal: Journal, mesh: MeshOutline) -> ReducePlan:
+        """From what the ghosts recorded."""
+        ranks = len(journal.of("collective"))
+        return cls(
+            tuple(packs), journal.launches, journal.copies, ranks, journal.bytes, mesh[0], mesh[1]
+        )
+
+    def __str__(self) -> str:
+        lines = [
+            f"{len(self.packs)} packs on {self.backend} {list(self.mesh)}: {self.launches} "
+            f"launches, {self.copies} copies, {self.collectives} collective ranks, "
+            f"{self.bytes:,} bytes leave a device"
+        ]
+        for place, pack in enumerate(self.packs):
+            lines.append(
+                f"  {place:4} {pack.way:18}{pack.dtype!s:10}{pack.nbytes:14,} bytes of each of "
+                f"{len(pack.devices)} replicas: tensors {_ranges(pack.tensors)}"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class RequestOutline:
+    """All of a request that a plan depends on.
+
+    Attributes:
+        parts: of each replica, its Buffer (of IndexedSlices, that of the rows) and, of
+            IndexedSlices, the number of rows and the dense shape.
+        devices: logical indices of the result's.
+        matches: see ``Request``.
+    """
+
+    parts: tuple[tuple[Outline, _Rows], ...]
+    devices: tuple[int, ...]
+    matches: bool
+
+
+def outlines_of(requests: Sequence[Request]) -> tuple[RequestOutline, ...]:
+    """The outline of each request; those that share memory do so in their outlines."""
+    blocks: dict[int, int] = {}
+    made = []
+    for request in requests:
+        parts = tuple(_outline(part, blocks) for part in request.value.parts)
+        devices = tuple(device.index for device in request.devices)
+        made.append(RequestOutline(parts, devices, request.matches))
+    return tuple(made)
+
+
+def _outline(part: Part, blocks: dict[int, int]) -> tuple[Outline, _Rows]:
+    if isinstance(part, Buffer):
+        return outline_of(part, blocks), None
+    return outline_of(part.values, blocks), (len(part.indices), part.dense_shape)
+
+
+def ghost_requests(ghosts: Ghosts, outlines: Sequence[RequestOutline]) -> list[Request]:
+    """Requests of these outlines, over ghosts."""
+    made = []
+    for outline in outlines:
+        parts = [_ghost(ghosts, *part) for part in outline.parts]
+        devices = tuple(ghosts.mesh.devices[index] for index in outline.devices)
+        made.append(Request(PerReplica.of(parts), devices, outline.matches))
+    return made
+
+
+def _ghost(ghosts: Ghosts, outline: Outline, rows: _Rows) -> Part:
+    buffer = ghosts.buffer(outline)
+    if rows is None:
+        return buffer
+    number, dense_shape = rows
+    return IndexedSlices(buffer, [0] * number, dense_shape)
+
+
+def packs_of(
+    plans: Sequence[FlatPlan], places: Sequence[int], way: str, devices: Sequence[int]
+) -> list[PlannedPack]:
+    """The packs of flat buffers.
+
+    Args:
+        plans: of the tensors of one batch.
+        places: of each of these tensors in the whole call.
+        way: see ``PlannedPack``.
+        devices: see ``PlannedPack``.
+    """
+    made = []
+    for plan in plans:
+        layout = plan.layout
+        for start, stop in plan.packs:
+            inside = [
+                places[tensor]
+                for tensor, offset, span in zip(
+                    plan.tensors, layout.offsets, layout.spans, strict=True
+                )
+                if offset < stop and offset + span > start
+            ]
+            nbytes = (stop - start) * plan.dtype.itemsize
+            made.append(PlannedPack(tuple(inside), plan.dtype, nbytes, way, tuple(devices)))
+    return made
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``0-3, 7``: many tensors are named shortly."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][1] + 1 == number:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
