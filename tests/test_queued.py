@@ -241,13 +241,13 @@ def forget(module, name):
 
 def forget_touched(patch):
     """A block no longer remembers which queues used it, so that it is never parked."""
-    original = memory.Block.__del__
+    original = memory.TrackedBlock.__del__
 
     def dies(self):
         self.touched.clear()
         original(self)
 
-    patch.setattr(memory.Block, "__del__", dies)
+    patch.setattr(memory.TrackedBlock, "__del__", dies)
 
 
 def forget_readers(patch):
