@@ -151,19 +151,24 @@ def launches_of(journal: Journal, name: str) -> list:
 
 
 def hierarchical_sum(
-    replicas: Sequence[np.ndarray], divisor: float = 1, out: np.dtype | None = None
+    replicas: Sequence[np.ndarray],
+    divisor: float = 1,
+    out: np.dtype | None = None,
+    halves: Sequence[Sequence[int]] | None = None,
 ) -> np.ndarray:
     """What hierarchical_copy must give, computed apart from it.
 
-    The first half of the replicas left to right, the rest likewise, then the two; divided. All in
-    the accumulate type until the one rounding to ``out`` (default: as they came).
+    The first half of the replicas (of ``halves``, if given) left to right, the rest likewise, then
+    the two; divided. All in the accumulate type until the one rounding to ``out`` (default: as
+    they came).
     """
     split = len(replicas) // 2
+    parts = [replicas[:split], replicas[split:]]
+    if halves is not None:
+        parts = [[replicas[number] for number in half] for half in halves]
     with np.errstate(all="ignore"):
-        total = _left_to_right(replicas[split:])
-        if split:
-            total = _left_to_right(replicas[:split]) + total
-        return _finished(total, divisor, replicas[0], out)
+        sums = [_left_to_right(part) for part in parts if len(part)]
+        return _finished(sum(sums[1:], sums[0]), divisor, replicas[0], out)
 
 
 def one_device_sum(replicas: Sequence[np.ndarray], divisor: float = 1) -> np.ndarray:

@@ -26,7 +26,7 @@ SIGNATURES = {
     "accumulate_n": "(inputs, shape=None, tensor_dtype=None, name=None, *, as_kind=None)",
     "aggregate": "(terms, method=<AggregationMethod.ADD_N: 0>, *, as_kind=None)",
     "AllReduceCrossDeviceOps": "(all_reduce_alg='nccl', num_packs=1, agg_small_grads_max_bytes=0, "
-    "agg_small_grads_max_group=10, *, mesh=None)",
+    "agg_small_grads_max_group=10, *, mesh=None, topology=None)",
     "ReductionToOneDevice": "(reduce_to_device=None, accumulation_fn=None, *, mesh=None)",
     "ConditionalAccumulator": "(dtype, shape=None, shared_name=None, "
     "name='conditional_accumulator', reduction_type='MEAN', *, device=None, "

@@ -55,14 +55,14 @@ def train(placement, algorithm, seed, *, peer_access=True, num_packs=1, method=M
         return copies
 
 
-def reduce_and_free(placement, algorithm, seed, peer_access=True):
+def reduce_and_free(placement, algorithm, seed, peer_access=True, **options):
     """An all-reduce whose inputs die while it is queued, and new tensors in their place."""
     rng = np.random.default_rng(6)
     results = []
     with gr.open_mesh(
         placement, backend="sim", strict=True, peer_access=peer_access, schedule_seed=seed
     ) as mesh:
-        ops = gr.AllReduceCrossDeviceOps(algorithm, 2, mesh=mesh)
+        ops = gr.AllReduceCrossDeviceOps(algorithm, 2, mesh=mesh, **options)
         kept = []
         for _ in range(3):
             values = [
@@ -95,6 +95,18 @@ def test_buffers_that_die_early_are_not_reused_early(algorithm):
         placement, peers, _ = CASES[seed % len(CASES)]
         expected = reduce_and_free(placement, algorithm, None, peers)
         assert reduce_and_free(placement, algorithm, seed, peers) == expected, seed
+
+
+HALVES = {2: ((1, 0), ()), 4: ((2, 0), (1, 3)), 5: ((3, 0), (4, 2, 1))}
+
+
+def test_other_halves_have_the_same_bits_in_every_legal_order():
+    for seed in range(60):
+        placement, peers, _ = CASES[seed % len(CASES)]
+        halves = HALVES[len(placement)]
+        expected = reduce_and_free(placement, "hierarchical_copy", None, peers, topology=halves)
+        found = reduce_and_free(placement, "hierarchical_copy", seed, peers, topology=halves)
+        assert found == expected, seed
 
 
 def over_the_transfer_queue(seed):
@@ -241,13 +253,13 @@ def forget(module, name):
 
 def forget_touched(patch):
     """A block no longer remembers which queues used it, so that it is never parked."""
-    original = memory.Block.__del__
+    original = memory.TrackedBlock.__del__
 
     def dies(self):
         self.touched.clear()
         original(self)
 
-    patch.setattr(memory.Block, "__del__", dies)
+    patch.setattr(memory.TrackedBlock, "__del__", dies)
 
 
 def forget_readers(patch):

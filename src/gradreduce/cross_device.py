@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from gradreduce import ops
-from gradreduce.allreduce import ALGORITHMS, Job, works_in_place
+from gradreduce.allreduce import ALGORITHMS, Job, as_topology, halves_of, works_in_place
 from gradreduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice, reduce_to_one
 from gradreduce.device import Buffer, Device, DType, Mesh, accumulate_dtype, default_mesh
 from gradreduce.interop import OneCall
@@ -43,9 +43,16 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             of at most this many bytes are reduced in groups.
         agg_small_grads_max_group: how many tensors a group has at most.
         mesh: where ``all_reduce`` puts its arrays. Default: ``gr.default_mesh()``.
+        topology: of ``"hierarchical_copy"``: two lists of replica numbers, in place of its
+            halves. Replica i lies on the i-th of a value's devices. The first list is added left
+            to right, the second likewise, then the two sums; islands of devices with fast links
+            inside make good lists. One of them may be empty. Every value must have exactly the
+            replicas named. Default: the first n // 2 of n replicas, and the rest.
 
     Raises:
-        ValueError: an unknown algorithm, or a number that is negative or no integer.
+        ValueError: an unknown algorithm, a number that is negative or no integer, or a topology
+            that is none, leaves a replica out, names one twice or is meant for NCCL, which
+            chooses its own.
     """
 
     def __init__(
@@ -56,6 +63,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         agg_small_grads_max_group: int = 10,
         *,
         mesh: Mesh | None = None,
+        topology: Sequence[Sequence[int]] | None = None,
     ) -> None:
         if not isinstance(all_reduce_alg, str) or all_reduce_alg not in ALGORITHMS:
             raise ValueError(f"all_reduce_alg={all_reduce_alg!r} is not one of {list(ALGORITHMS)}")
@@ -72,6 +80,12 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         self.agg_small_grads_max_bytes = operator.index(agg_small_grads_max_bytes)
         self.agg_small_grads_max_group = operator.index(agg_small_grads_max_group)
         self.mesh = mesh
+        if topology is not None and all_reduce_alg != "hierarchical_copy":
+            raise ValueError(
+                f"topology={topology!r} is for 'hierarchical_copy': {all_reduce_alg!r} chooses its "
+                "own"
+            )
+        self.topology = None if topology is None else as_topology(topology)
 
     def all_reduce(
         self,
@@ -100,6 +114,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         """
         mesh = self.mesh or default_mesh()
         keys = checked_nest(grads, mesh)
+        self._check_devices(mesh.devices)
         with OneCall():
             values = [PerReplica([entry[key] for entry in grads], mesh) for key in keys]
         pairs = [(value, value) for value in values]
@@ -133,6 +148,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
         Returns:
             ``[tensor][replica]``, all replicas of a tensor equal.
+
+        Raises:
+            ValueError: what ``prepare`` raises, before anything is launched.
         """
         if not gradients:
             return []
@@ -150,7 +168,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             self.prepare(devices, plan.dtype, plan.out_dtype)
         staged = self.all_reduce_alg == "hierarchical_copy" and not works_in_place(devices)
         flats = pack(plans, gradients, devices, consume=consume and not staged)
-        ALGORITHMS[self.all_reduce_alg](_jobs(flats, divisor))
+        options = {} if self.topology is None else {"topology": self.topology}
+        ALGORITHMS[self.all_reduce_alg](_jobs(flats, divisor), **options)
         return unpack(flats, shapes)
 
     def prepare(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
@@ -160,27 +179,39 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             devices: of the replicas.
             dtype: of the gradients.
             out_dtype: of the results.
+
+        Raises:
+            ValueError: the topology is one of another number of replicas.
         """
         prepared = devices[0].fabric.prepared
-        key = ("reduce", tuple(device.index for device in devices), dtype, out_dtype)
+        places = tuple(device.index for device in devices)
+        key = ("reduce", places, dtype, out_dtype, self.topology)
         if key in prepared:
             return
+        self._check_devices(devices)
         wide = accumulate_dtype(dtype)
-        half = len(devices) // 2
+        counts = {len(half) for half in halves_of(len(devices), self.topology)} - {0}
         for device in devices:
             ops.prepare_pack(device, dtype, dtype)
             for out, term in ((out_dtype, dtype), (dtype, dtype), (out_dtype, wide)):
                 ops.prepare_all_sum(device, out, term)
-            for count in {half, len(devices) - half} - {0}:
+            for count in counts:
                 ops.prepare_add_n(device, wide, dtype, count)
         prepared.add(key)
+
+    def _check_devices(self, devices: Sequence[Device]) -> None:
+        """Raises unless the replicas on these devices can be reduced; launches nothing."""
+        halves_of(len(devices), self.topology)
 
     def _reduce_batch(
         self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
     ) -> list[tuple[Part, ...]]:
         """All dense values of the same devices in one batch; one by one what goes elsewhere."""
         results: list[tuple[Part, ...]] = [()] * len(requests)
-        for places in batches_of(requests, reduce_op):
+        batches = batches_of(requests, reduce_op)
+        for places in batches:  # all of them, before the first is launched
+            self._check_devices(requests[places[0]].devices)
+        for places in batches:
             gradients = [requests[place].value.buffers for place in places]
             reduced = self._reduce_dense(reduce_op, gradients)
             for place, buffers in zip(places, reduced, strict=True):
@@ -214,10 +245,20 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
 
 
 class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
-    """``AllReduceCrossDeviceOps`` by hierarchical copy, with ``num_packs`` packs (at least 0)."""
+    """``AllReduceCrossDeviceOps`` by hierarchical copy, with ``num_packs`` packs (at least 0).
 
-    def __init__(self, num_packs: int = 1, *, mesh: Mesh | None = None) -> None:
-        super().__init__("hierarchical_copy", num_packs, mesh=mesh)
+    ``topology``, two lists of replica numbers, names other halves than the first n // 2 replicas
+    and the rest; see ``AllReduceCrossDeviceOps``.
+    """
+
+    def __init__(
+        self,
+        num_packs: int = 1,
+        *,
+        mesh: Mesh | None = None,
+        topology: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        super().__init__("hierarchical_copy", num_packs, mesh=mesh, topology=topology)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""nccl over the simulated collective: a rank for each physical device, a group for each pack."""
+"""nccl over the simulated collective: a rank for each physical device, small packs in a group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 from exact import FLOATS, exact_data, random_data, same
 from meshes import MeshCase, collective_sum, launches_of, placement_of
 
+import gradreduce as gr
 from gradreduce.allreduce import ALGORITHMS
+from gradreduce.allreduce.nccl import SHARED_GROUP_BYTES, plan_groups
 from gradreduce.device import Collective, as_dtype
 
 nccl = ALGORITHMS["nccl"]
@@ -99,7 +101,7 @@ def test_sums_in_the_accumulate_type_cross_in_it(mesh, make_jobs, half):
     assert all(b.dtype == "float32" for group in groups for call in group for b in call)
 
 
-def test_one_group_for_each_pack_and_one_rank_for_each_physical_device(numpy_mesh, make_jobs):
+def test_one_group_for_small_packs_and_one_rank_for_each_physical_device(numpy_mesh, make_jobs):
     dtypes = ["float32", "float16", "int32"]
     packs = [[np.ones(40, dtype)] * len(numpy_mesh) for dtype in dtypes]
     journal, groups = run(numpy_mesh, make_jobs(numpy_mesh, packs))
@@ -108,13 +110,68 @@ def test_one_group_for_each_pack_and_one_rank_for_each_physical_device(numpy_mes
         assert groups == []
         assert journal.of("collective") == []
         return
-    assert [[[b.device.index for b in call] for call in group] for group in groups] == [[ranks]] * 3
+    assert [[[b.device.index for b in call] for call in group] for group in groups] == [[ranks] * 3]
     # The link carries no more bytes than the tensor has.
     assert [record.nbytes for record in journal.of("collective")] == [
         nbytes for nbytes in (160, 80, 160) for _ in ranks
     ]
     assert journal.copies == 0
     assert all(record.nbytes == 0 for record in journal.of("launch"))
+
+
+SMALL, LARGE = SHARED_GROUP_BYTES - 1, SHARED_GROUP_BYTES
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "groups"),
+    [
+        ([], []),
+        ([SMALL], [[0]]),
+        ([LARGE], [[0]]),
+        ([0, SMALL, 16], [[0, 1, 2]]),
+        ([LARGE, LARGE], [[0], [1]]),
+        ([LARGE, 16, LARGE, SMALL, 10 * LARGE, 1], [[0], [1, 3, 5], [2], [4]]),
+        ([16, LARGE, 16], [[0, 2], [1]]),
+    ],
+    ids=str,
+)
+def test_small_packs_share_the_group_of_the_first_of_them(nbytes, groups):
+    assert SHARED_GROUP_BYTES == 2**20
+    assert plan_groups(nbytes) == groups
+
+
+@pytest.mark.parametrize("placement", [(0, 1), (0, 0, 1, 1), (0, 1, 1, 2, 0)], ids=str)
+def test_the_bytes_of_a_rank_decide_and_not_the_elements(make_jobs, placement):
+    # 2**19 elements: 1 MiB of float16, which is large; one element less is small, and so are as
+    # many bytes of uint8 as there are halves; float32 is large from half as many on.
+    sizes = [("float16", 2**19), ("float16", 2**19 - 1), ("uint8", 2**19), ("float32", 2**18)]
+    with MeshCase(placement).open() as mesh:
+        packs = [[np.ones(size, dtype)] * len(mesh) for dtype, size in sizes]
+        jobs = make_jobs(mesh, packs)
+        journal, groups = run(mesh, jobs)
+        for job in jobs:
+            assert all((out.numpy() == len(mesh)).all() for out in job.outs)
+    found = [[(str(call[0].dtype), call[0].size) for call in group] for group in groups]
+    assert found == [[sizes[0]], [sizes[1], sizes[2]], [sizes[3]]]
+    num_ranks = len(set(placement))
+    assert len(journal.of("collective")) == 4 * num_ranks
+
+
+@pytest.mark.parametrize("num_packs", [0, 1, 3, 7])
+def test_the_packs_of_a_batch_share_their_group(numpy_mesh, num_packs):
+    """All of them, of whatever dtype, as long as they are small."""
+    ops = gr.NcclAllReduce(num_packs, mesh=numpy_mesh)
+    grads = [
+        [np.ones(size, dtype) for dtype in ("float32", "bfloat16") for size in (300, 5, 40)]
+        for _ in numpy_mesh
+    ]
+    spy = Spy(numpy_mesh.collective)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numpy_mesh.devices[0].mesh, "_make_collective", lambda: spy)
+        reduced = ops.all_reduce(grads, gr.ReduceOp.SUM)
+    assert all((array == len(numpy_mesh)).all() for row in reduced for array in row)
+    calls = {0: 6}.get(num_packs, 2 * num_packs)
+    assert [len(group) for group in spy.groups] == [calls] * (len(numpy_mesh.by_physical) > 1)
 
 
 @pytest.mark.parametrize("divisor", [1, 8])
@@ -145,7 +202,7 @@ def test_what_the_replicas_of_a_device_cost(make_jobs, placement, in_place, divi
     with MeshCase(placement).open() as mesh:
         packs = [[np.ones(40, np.float32)] * len(mesh)] * 3
         journal, groups = run(mesh, make_jobs(mesh, packs, divisor, in_place=in_place))
-    assert len(groups) == 3
+    assert [len(group) for group in groups] == [3]
     assert len(launches_of(journal, "all_sum")) == journal.launches == launches
     assert all(record.num_rows == 3 for record in journal.of("launch"))
 

@@ -90,8 +90,9 @@ def reduced(mesh: Mesh, dtype, algorithm: str, **options) -> list[np.ndarray]:
     return [buffer.numpy() for row in results for buffer in row]
 
 
-def check_all_reduce(placement, algorithm) -> None:
+def check_all_reduce(placement, algorithm, **more) -> None:
     packings = ({}, {"num_packs": 2}, {"num_packs": 0, "agg_small_grads_max_bytes": 99})
+    packings = [{**options, **more} for options in packings]
     with opened(placement) as (mesh, sim):
         for dtype in DTYPES:
             for options in packings:
@@ -112,6 +113,28 @@ def test_an_all_reduce_is_that_of_the_simulation(placement, algorithm, gpus):
 def test_without_peer_access_too(placement, algorithm, gpus):
     gpus(len(placement), peers=False)
     check_all_reduce(placement, algorithm)
+
+
+@pytest.mark.parametrize(
+    ("placement", "halves"),
+    [
+        pytest.param([0], ([0], []), marks=pytest.mark.gpu),
+        pytest.param([0] * 8, ([7, 0, 3], [1, 2, 6, 5, 4]), marks=pytest.mark.gpu),
+        pytest.param([0, 0, 1, 1], ([0, 2], [1, 3]), marks=pytest.mark.multi_gpu(2)),
+        pytest.param([0, 1, 1, 2, 0], ([3, 0], [4, 2, 1]), marks=pytest.mark.multi_gpu(3)),
+        pytest.param([0, 1, 1, 2, 0], ([], [4, 0, 3, 1, 2]), marks=pytest.mark.multi_gpu(3)),
+    ],
+    ids=str,
+)
+def test_other_halves_give_what_they_do_in_the_simulation(placement, halves, gpus):
+    gpus(20 + len(placement))
+    check_all_reduce(placement, "hierarchical_copy", topology=halves)
+
+
+@pytest.mark.fake_cupy
+def test_other_halves_without_peer_access_too(gpus):
+    gpus(30, peers=False)
+    check_all_reduce([0, 1, 1, 2, 0], "hierarchical_copy", topology=([3, 0], [4, 2, 1]))
 
 
 def trained(mesh: Mesh, algorithm: str) -> list[np.ndarray]:

@@ -10,6 +10,7 @@ import pytest
 from fake_cupy import nccl
 from fake_cupy.machine import Fault, Machine
 
+import gradreduce as gr
 from gradreduce.device import Buffer, Mesh, cuda_nccl, open_mesh
 from gradreduce.errors import BackendUnavailableError, CollectiveError, DeviceMismatchError
 
@@ -75,6 +76,26 @@ def test_memory_of_a_group_lives_until_it_is_sent(mesh):
         for _ in range(4):
             mesh.collective.all_reduce(ones(mesh))
     mesh.synchronize()
+
+
+def test_small_packs_of_a_reduction_share_one_group(mesh, here, monkeypatch):
+    """1 MiB goes alone; what is smaller travels together, each dtype as a call of its own."""
+    groups = []
+    send = cuda_nccl.NcclCollective._send
+
+    def noted(collective, calls):
+        groups.append([call.buffers[0].nbytes for call in calls])
+        send(collective, calls)
+
+    monkeypatch.setattr(cuda_nccl.NcclCollective, "_send", noted)
+    ops = gr.NcclAllReduce(0, mesh=mesh)
+    sizes = [40, 2**18, 7, 2**18 + 4, 2**18 - 4]
+    grads = [[np.full(size, 1 + replica, np.float32) for size in sizes] for replica in range(4)]
+    reduced = ops.all_reduce(grads, gr.ReduceOp.SUM)
+    assert all((array == 10).all() for row in reduced for array in row)
+    assert groups == [[160, 28, 2**20 - 16], [2**20], [2**20 + 16]]
+    assert here.counts["allReduce"] == 5
+    assert here.counts["initAll"] == 1
 
 
 def test_errors_have_the_text_of_nccl(mesh, monkeypatch):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from .halves import Halves, as_topology, halves_of
 from .hierarchical import hierarchical_copy, works_in_place
 from .job import Job
 from .nccl import nccl
 
-__all__ = ["ALGORITHMS", "Job", "works_in_place"]
+__all__ = ["ALGORITHMS", "Halves", "Job", "as_topology", "halves_of", "works_in_place"]
 
-ALGORITHMS: dict[str, Callable[[Sequence[Job]], None]] = {
+# Each takes the jobs and, if it takes a topology at all, one from `as_topology`.
+ALGORITHMS: dict[str, Callable[..., None]] = {
     "nccl": nccl,
     "hierarchical_copy": hierarchical_copy,
 }

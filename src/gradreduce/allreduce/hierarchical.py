@@ -2,7 +2,8 @@
 
 The order of additions is a function of the number n of replicas alone: the first n // 2 replicas
 in mesh order make one half, the rest the other, each is added left to right, then the two halves
-(n = 5: (r0+r1) + ((r2+r3)+r4)). Everything else here decides how bytes travel.
+(n = 5: (r0+r1) + ((r2+r3)+r4)). A topology names other halves, and their order. Everything else
+here decides how bytes travel.
 
 Source: hierarchical copy of tf.contrib.distribute.AllReduceCrossDeviceOps, which leaves out the
 last replica of an odd number; here any number works.
@@ -24,6 +25,7 @@ from gradreduce.device import (
     scatter,
 )
 
+from .halves import Halves, halves_of
 from .job import Job
 
 __all__ = ["SLICE_BYTES", "Slice", "hierarchical_copy", "plan_slices", "works_in_place"]
@@ -77,23 +79,31 @@ def plan_slices(
     return slices
 
 
-def hierarchical_copy(jobs: Sequence[Job]) -> None:
+def hierarchical_copy(jobs: Sequence[Job], topology: Halves | None = None) -> None:
     """Reduces every job; the same bits on every placement, whatever the packs and slices.
 
     Where all replicas are within reach of each other, each main device reads all inputs of its
     slices and writes all outs, in one launch. Where not, halves are added apart and copied.
+
+    Args:
+        jobs: on the same devices, all of them.
+        topology: the halves, in place of the first n // 2 replicas and the rest.
+
+    Raises:
+        ValueError: the topology is one of another number of replicas. Nothing was launched.
     """
     if not jobs:
         return
     devices = [buffer.device for buffer in jobs[0].inputs]
+    halves = halves_of(len(devices), topology)
     mains = [places[0] for places in by_physical(devices).values()]
     slices = plan_slices([(job.inputs[0].size, _narrower(job)) for job in jobs], mains)
     with devices[0].fabric.launch_lock:
         if all(_reaches(devices[main], devices) for main in mains):
-            _direct(jobs, slices, devices)
+            _direct(jobs, slices, devices, halves)
         else:
             for part in slices:
-                _staged(jobs[part.job].part(part.start, part.stop), part.main, devices)
+                _staged(jobs[part.job].part(part.start, part.stop), part.main, devices, halves)
 
 
 def _narrower(job: Job) -> int:
@@ -113,8 +123,12 @@ def _reaches(main: Device, devices: Sequence[Device]) -> bool:
     return all(main.fabric.peers(main.physical, device.physical) for device in devices)
 
 
-def _direct(jobs: Sequence[Job], slices: Sequence[Slice], devices: Sequence[Device]) -> None:
+def _direct(
+    jobs: Sequence[Job], slices: Sequence[Slice], devices: Sequence[Device], halves: Halves
+) -> None:
     """One launch for each main device and divisor: read n, write n."""
+    order = [*halves[0], *halves[1]]
+    split = len(halves[0]) if all(halves) else 0
     by_main: dict[tuple[int, float], list[Job]] = {}
     for part in slices:
         job = jobs[part.job].part(part.start, part.stop)
@@ -125,8 +139,8 @@ def _direct(jobs: Sequence[Job], slices: Sequence[Slice], devices: Sequence[Devi
     for (main, divisor), parts in by_main.items():
         ops.all_sum(
             [job.outs for job in parts],
-            [job.inputs for job in parts],
-            len(devices) // 2,
+            [[job.inputs[replica] for replica in order] for job in parts],
+            split,
             divisor=divisor,
             device=devices[main],
         )
@@ -134,15 +148,13 @@ def _direct(jobs: Sequence[Job], slices: Sequence[Slice], devices: Sequence[Devi
         scatter(leader, devices)
 
 
-def _staged(job: Job, main: int, devices: Sequence[Device]) -> None:
+def _staged(job: Job, main: int, devices: Sequence[Device], halves: Halves) -> None:
     """The halves on two devices, the sum on the main one, and back, every crossing a copy.
 
     The main device adds the half of its own replica, the k-th of that half; the other half is
     added on the device of *its* k-th replica (k modulo its size).
     """
-    num_replicas = len(devices)
-    split = num_replicas // 2
-    half, other = list(range(split)), list(range(split, num_replicas))
+    half, other = halves
     if main not in half:
         half, other = other, half
     leader = devices[main]
@@ -151,8 +163,7 @@ def _staged(job: Job, main: int, devices: Sequence[Device]) -> None:
         partner = devices[other[half.index(main) % len(other)]]
         partial = _half_sum(partner, [job.inputs[replica] for replica in other])
         partials.append(_bring(leader, partial))
-    near = [replica for replica in range(num_replicas)
-            if devices[replica].physical == leader.physical]  # fmt: skip
+    near = by_physical(devices)[leader.physical]
     sharing = [devices[replica] for replica in near]
     gather(leader, sharing)
     ops.all_sum(

@@ -15,11 +15,39 @@ from gradreduce.device import Buffer, by_physical, gather, scatter
 
 from .job import Job
 
-__all__ = ["nccl"]
+__all__ = ["SHARED_GROUP_BYTES", "nccl", "plan_groups"]
+
+# Packs of less than this, in the bytes of one rank's buffer, share a group call: a call costs a
+# launch on every GPU and a round of messages, whatever it carries, and with packs as short as this
+# that is most of what they cost. A larger one fills the links by itself and gains nothing by
+# company. From the design, to be measured on links.
+SHARED_GROUP_BYTES = 1024 * 1024
+
+
+def plan_groups(nbytes: Sequence[int]) -> list[list[int]]:
+    """Which packs share a group call.
+
+    Args:
+        nbytes: of each pack, one rank's buffer.
+
+    Returns:
+        The places of the packs of each group: each large one alone, in order; all small ones
+        together, where the first of them stands.
+    """
+    groups: list[list[int]] = []
+    small: list[int] = []
+    for job, size in enumerate(nbytes):
+        if size >= SHARED_GROUP_BYTES:
+            groups.append([job])
+            continue
+        if not small:
+            groups.append(small)
+        small.append(job)
+    return groups
 
 
 def nccl(jobs: Sequence[Job]) -> None:
-    """Reduces every job through the mesh's collective, one group call for each pack."""
+    """Reduces every job through the mesh's collective; ``plan_groups`` says in which calls."""
     if not jobs:
         return
     devices = [buffer.device for buffer in jobs[0].inputs]
@@ -30,9 +58,10 @@ def nccl(jobs: Sequence[Job]) -> None:
             return
         folded = [_fold(jobs, places) for places in sharing]
         collective = devices[0].mesh.collective
-        for ranks in zip(*folded, strict=True):
+        for group in plan_groups([total.nbytes for total in folded[0]]):
             with collective.group():
-                collective.all_reduce(ranks)
+                for place in group:
+                    collective.all_reduce([totals[place] for totals in folded])
         for places, sums in zip(sharing, folded, strict=True):
             finished = [(job, (total,)) for job, total in zip(jobs, sums, strict=True)]
             _finish(finished, places)
