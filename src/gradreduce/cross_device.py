@@ -12,13 +12,35 @@ from itertools import islice
 from typing import Any
 
 from gradreduce import ops
-from gradreduce.allreduce import ALGORITHMS, Job, as_topology, halves_of, works_in_place
+from gradreduce.allreduce import (
+    ALGORITHMS,
+    Halves,
+    Job,
+    as_topology,
+    halves_of,
+    works_in_place,
+)
 from gradreduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice, reduce_to_one
-from gradreduce.device import Buffer, Device, DType, Mesh, accumulate_dtype, default_mesh
+from gradreduce.device import (
+    Buffer,
+    Device,
+    DType,
+    Mesh,
+    accumulate_dtype,
+    default_mesh,
+)
 from gradreduce.interop import OneCall
 from gradreduce.one_device import quotients
-from gradreduce.packing import Flats, pack, plan_packing, unpack
-from gradreduce.reduce_arguments import Request, batches_of, checked_nest, keys_of, nested
+from gradreduce.packing import FlatPlan, Flats, pack, plan_packing, unpack
+from gradreduce.reduce_arguments import (
+    Request,
+    batches_of,
+    checked_nest,
+    checked_requests,
+    keys_of,
+    nested,
+)
+from gradreduce.reduce_plan import ReducePlan, plan_of
 from gradreduce.values import Part, PerReplica, ReduceOp
 
 __all__ = [
@@ -155,15 +177,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         if not gradients:
             return []
         shapes = [replicas[0].shape for replicas in gradients]
-        dtypes = [replicas[0].dtype for replicas in gradients]
         devices = [buffer.device for buffer in gradients[0]]
-        plans = plan_packing(
-            tuple(replicas[0].size for replicas in gradients),
-            tuple(zip(dtypes, out_dtypes or dtypes, strict=True)),
-            self.num_packs,
-            self.agg_small_grads_max_bytes,
-            self.agg_small_grads_max_group,
-        )
+        plans = self.flat_plans(gradients, out_dtypes)
         for plan in plans:
             self.prepare(devices, plan.dtype, plan.out_dtype)
         staged = self.all_reduce_alg == "hierarchical_copy" and not works_in_place(devices)
@@ -171,6 +186,55 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         options = {} if self.topology is None else {"topology": self.topology}
         ALGORITHMS[self.all_reduce_alg](_jobs(flats, divisor), **options)
         return unpack(flats, shapes)
+
+    def plan(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        *,
+        coalesce: bool = False,
+    ) -> ReducePlan:
+        """What ``batch_reduce`` of the same arguments would do: print it, or count with it.
+
+        Nothing is launched, copied or compiled. Equal shapes, dtypes, settings and meshes give
+        the same plan, which is remembered; so does the same place of tensors in a flat buffer.
+
+        Args:
+            reduce_op: see ``batch_reduce``.
+            value_destination_pairs: see ``batch_reduce``; at least one.
+            coalesce: see ``batch_reduce``.
+
+        Raises:
+            ValueError: what ``batch_reduce`` raises, no pair, or values of several meshes.
+            BackendUnavailableError: NCCL is needed, and is missing.
+        """
+        requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
+        for request in requests:
+            if request.is_all_reduced:
+                self._check_devices(request.devices)
+        settings = (
+            self.all_reduce_alg,
+            self.num_packs,
+            self.agg_small_grads_max_bytes,
+            self.agg_small_grads_max_group,
+            self.topology,
+        )
+        return plan_of(_with_settings, settings, reduce_op, requests, coalesce=coalesce)
+
+    def flat_plans(
+        self,
+        gradients: Sequence[Sequence[Buffer]],
+        out_dtypes: Sequence[DType] | None = None,
+    ) -> tuple[FlatPlan, ...]:
+        """Which tensors of one batch share a flat buffer, and its packs; see ``plan_packing``."""
+        dtypes = [replicas[0].dtype for replicas in gradients]
+        return plan_packing(
+            tuple(replicas[0].size for replicas in gradients),
+            tuple(zip(dtypes, out_dtypes or dtypes, strict=True)),
+            self.num_packs,
+            self.agg_small_grads_max_bytes,
+            self.agg_small_grads_max_group,
+        )
 
     def prepare(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
         """Compiles all that ``reduce_buffers`` may launch: locks are never held while compiling.
@@ -203,7 +267,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         """Raises unless the replicas on these devices can be reduced; launches nothing."""
         halves_of(len(devices), self.topology)
 
-    def _reduce_batch(
+    def reduce_batch(
         self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
     ) -> list[tuple[Part, ...]]:
         """All dense values of the same devices in one batch; one by one what goes elsewhere."""
@@ -292,6 +356,12 @@ def all_reduce(
     """
     ops_of_mesh = AllReduceCrossDeviceOps(mesh=mesh)
     return ops_of_mesh.all_reduce(grads, op, coalesce=coalesce, as_kind=as_kind)
+
+
+def _with_settings(
+    alg: str, num_packs: int, max_bytes: int, max_group: int, topology: Halves | None
+) -> AllReduceCrossDeviceOps:
+    return AllReduceCrossDeviceOps(alg, num_packs, max_bytes, max_group, topology=topology)
 
 
 def _jobs(flats: Sequence[Flats], divisor: float) -> list[Job]:

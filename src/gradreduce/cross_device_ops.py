@@ -27,7 +27,7 @@ __all__ = ["CrossDeviceOps", "ReductionToOneDevice"]
 class CrossDeviceOps(ABC):
     """Base of what combines values across devices (tf.distribute.CrossDeviceOps).
 
-    Checks arguments; a subclass implements ``_reduce_batch``.
+    Checks arguments; a subclass implements ``reduce_batch``.
 
     Attributes:
         mesh: where host arrays are put that come without a device. None: the mesh of the devices
@@ -86,7 +86,7 @@ class CrossDeviceOps(ABC):
         """
         requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
         kinds = [as_result_kind(as_kind, request.value.kind) for request in requests]
-        reduced = self._reduce_batch(reduce_op, requests, coalesce=coalesce)
+        reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
         return [Mirrored.of(*each) for each in zip(reduced, kinds, strict=True)]
 
     def broadcast(self, tensor: Any, destinations: Any, *, as_kind: str | None = None) -> Mirrored:
@@ -110,7 +110,7 @@ class CrossDeviceOps(ABC):
         return Mirrored.of(copied_to(part, devices), wanted)
 
     @abstractmethod
-    def _reduce_batch(
+    def reduce_batch(
         self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
     ) -> list[tuple[Part, ...]]:
         """For each request an array on each of its devices, in new memory."""
@@ -145,9 +145,10 @@ class ReductionToOneDevice(CrossDeviceOps):
         self.accumulation_fn = accumulation_fn
         self.mesh = mesh
 
-    def _reduce_batch(
+    def reduce_batch(
         self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
     ) -> list[tuple[Part, ...]]:
+        """See ``CrossDeviceOps.reduce_batch``."""
         homes = [self._home(request, place) for place, request in enumerate(requests)]
         return [
             reduce_to_one(

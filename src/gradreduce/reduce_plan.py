@@ -6,8 +6,11 @@ on shapes, dtypes, settings and mesh, and on which tensors already lie in one fl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
 
 from gradreduce.device import (
     Buffer,
@@ -16,24 +19,19 @@ from gradreduce.device import (
     Journal,
     MeshOutline,
     Outline,
+    mesh_outline,
     outline_of,
 )
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.packing import FlatPlan
-from gradreduce.reduce_arguments import Request
-from gradreduce.values import Part, PerReplica
+from gradreduce.reduce_arguments import Request, batches_of
+from gradreduce.values import Part, PerReplica, ReduceOp
 
-__all__ = [
-    "PlannedPack",
-    "ReducePlan",
-    "RequestOutline",
-    "ghost_requests",
-    "outlines_of",
-    "packs_of",
-]
+__all__ = ["PlannedPack", "ReducePlan", "plan_of"]
 
-# Rows, their number and the dense shape of IndexedSlices; None of a dense array.
-_Rows = tuple[int, tuple[int, ...] | None] | None
+# The indices (int64, in bytes; only their number where no plan depends on more) and the dense shape
+# of IndexedSlices; None of a dense array.
+_Rows = tuple[bytes | int, tuple[int, ...] | None] | None
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ class RequestOutline:
 
     Attributes:
         parts: of each replica, its Buffer (of IndexedSlices, that of the rows) and, of
-            IndexedSlices, the number of rows and the dense shape.
+            IndexedSlices, what tells its indices and the dense shape.
         devices: logical indices of the result's.
         matches: see ``Request``.
     """
@@ -118,24 +116,97 @@ class RequestOutline:
     matches: bool
 
 
-def outlines_of(requests: Sequence[Request]) -> tuple[RequestOutline, ...]:
+class Planner(Protocol):
+    """What can be run over ghosts: ``AllReduceCrossDeviceOps``, which is above this room."""
+
+    def reduce_batch(
+        self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
+    ) -> list[tuple[Part, ...]]:
+        """The flow."""
+
+    def flat_plans(self, gradients: Sequence[Sequence[Buffer]]) -> tuple[FlatPlan, ...]:
+        """Which tensors of one batch travel together."""
+
+
+def plan_of(
+    make: Callable[..., Planner],
+    settings: tuple[Any, ...],
+    reduce_op: ReduceOp,
+    requests: Sequence[Request],
+    *,
+    coalesce: bool,
+) -> ReducePlan:
+    """What a reduction of these requests would do.
+
+    Args:
+        make: called with ``settings`` gives what reduces.
+        settings: hashable; the first is the algorithm's name.
+        reduce_op: see ``batch_reduce``.
+        requests: checked.
+        coalesce: see ``batch_reduce``.
+
+    Raises:
+        ValueError: there is none, or they are of several meshes.
+    """
+    meshes = {request.value.mesh.fabric: request.value.mesh for request in requests}
+    if len(meshes) != 1:
+        raise ValueError(f"a plan is of values of one mesh: these are of {len(meshes)}")
+    (mesh,) = meshes.values()
+    outlines = _outlines_of(requests, coalesce=coalesce)
+    return _planned(make, settings, reduce_op, mesh_outline(mesh), outlines, coalesce=coalesce)
+
+
+@lru_cache(maxsize=64)
+def _planned(
+    make: Callable[..., Planner],
+    settings: tuple[Any, ...],
+    reduce_op: ReduceOp,
+    mesh: MeshOutline,
+    outlines: tuple[RequestOutline, ...],
+    *,
+    coalesce: bool,
+) -> ReducePlan:
+    ghosts = Ghosts(mesh)
+    planner = make(*settings)
+    requests = _ghost_requests(ghosts, outlines)
+    packs = []
+    for places in batches_of(requests, reduce_op):
+        gradients = [requests[place].value.buffers for place in places]
+        indices = [device.index for device in requests[places[0]].devices]
+        packs += _packs_of(planner.flat_plans(gradients), places, settings[0], indices)
+    packs += [
+        _pack_of_one(request, place)
+        for place, request in enumerate(requests)
+        if not request.is_all_reduced
+    ]
+    with ghosts.mesh.journal() as journal:
+        planner.reduce_batch(reduce_op, requests, coalesce=coalesce)
+    return ReducePlan.of(packs, journal, mesh)
+
+
+def _outlines_of(requests: Sequence[Request], *, coalesce: bool) -> tuple[RequestOutline, ...]:
     """The outline of each request; those that share memory do so in their outlines."""
     blocks: dict[int, int] = {}
     made = []
     for request in requests:
-        parts = tuple(_outline(part, blocks) for part in request.value.parts)
+        parts = tuple(_outline(part, blocks, coalesce) for part in request.value.parts)
         devices = tuple(device.index for device in request.devices)
         made.append(RequestOutline(parts, devices, request.matches))
     return tuple(made)
 
 
-def _outline(part: Part, blocks: dict[int, int]) -> tuple[Outline, _Rows]:
+def _outline(
+    part: Part,
+    blocks: dict[int, int],
+    coalesce: bool,  # handed on
+) -> tuple[Outline, _Rows]:
     if isinstance(part, Buffer):
         return outline_of(part, blocks), None
-    return outline_of(part.values, blocks), (len(part.indices), part.dense_shape)
+    told = part.indices.tobytes() if coalesce else len(part.indices)
+    return outline_of(part.values, blocks), (told, part.dense_shape)
 
 
-def ghost_requests(ghosts: Ghosts, outlines: Sequence[RequestOutline]) -> list[Request]:
+def _ghost_requests(ghosts: Ghosts, outlines: Sequence[RequestOutline]) -> list[Request]:
     """Requests of these outlines, over ghosts."""
     made = []
     for outline in outlines:
@@ -149,11 +220,12 @@ def _ghost(ghosts: Ghosts, outline: Outline, rows: _Rows) -> Part:
     buffer = ghosts.buffer(outline)
     if rows is None:
         return buffer
-    number, dense_shape = rows
-    return IndexedSlices(buffer, [0] * number, dense_shape)
+    told, dense_shape = rows
+    indices = [0] * told if isinstance(told, int) else array("q", told).tolist()
+    return IndexedSlices(buffer, indices, dense_shape)
 
 
-def packs_of(
+def _packs_of(
     plans: Sequence[FlatPlan], places: Sequence[int], way: str, devices: Sequence[int]
 ) -> list[PlannedPack]:
     """The packs of flat buffers.
@@ -173,11 +245,19 @@ def packs_of(
                 for tensor, offset, span in zip(
                     plan.tensors, layout.offsets, layout.spans, strict=True
                 )
-                if offset < stop and offset + span > start
+                if span and offset < stop and offset + span > start
             ]
             nbytes = (stop - start) * plan.dtype.itemsize
             made.append(PlannedPack(tuple(inside), plan.dtype, nbytes, way, tuple(devices)))
     return made
+
+
+def _pack_of_one(request: Request, place: int) -> PlannedPack:
+    """A value that is added on one device and travels alone."""
+    part = request.value.parts[0]
+    rows = part if isinstance(part, Buffer) else part.values
+    indices = tuple(device.index for device in request.value.devices)
+    return PlannedPack((place,), rows.dtype, rows.nbytes, "one device", indices)
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -19,18 +19,17 @@ from .base import Device
 from .collective import Collective
 from .fabric import Fabric
 from .kernel import Kernel, Template
-from .memory import Block, Buffer, Mark, Queue, Row
+from .memory import ALIGNMENT, Block, Buffer, Mark, Queue, Row
 from .mesh import Mesh
 
 __all__ = ["Ghosts", "MeshOutline", "Outline", "mesh_outline", "outline_of"]
 
-_GRANULE = 4096  # bytes: how an address is aligned is known from what it leaves over this
 _ROOM = 44  # bits: blocks of up to 16 TiB lie this far apart
 
 # Logical devices' physical ones, backend, and peer access: all that a flow asks of a mesh.
 MeshOutline = tuple[tuple[int, ...], str, Hashable]
-# Of a Buffer: device, block, whether that is our pool's, its bytes, the offset in it, what its
-# address leaves over a granule, shape, dtype.
+# Of a Buffer: device, block, whether that is our pool's, its bytes, the offset in it, how far its
+# address is behind a 16-byte boundary, shape, dtype.
 Outline = tuple[int, int, bool, int, int, int, tuple[int, ...], np.dtype]
 
 
@@ -51,7 +50,7 @@ def outline_of(buffer: Buffer, blocks: dict[int, int]) -> Outline:
     """
     block = buffer.block
     number = blocks.setdefault(id(block), len(blocks))
-    start = block.address % _GRANULE
+    start = block.address % ALIGNMENT
     return (
         buffer.device.index, number, block.owned, block.nbytes, buffer.offset, start,
         buffer.shape, buffer.dtype,
