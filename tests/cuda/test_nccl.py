@@ -98,6 +98,16 @@ def test_small_packs_of_a_reduction_share_one_group(mesh, here, monkeypatch):
     assert here.counts["initAll"] == 1
 
 
+def test_memory_that_a_group_gathers_into_lives_until_it_is_sent(mesh):
+    with mesh.collective.group():
+        for _ in range(4):
+            buffers = ones(mesh)
+            outs = [buffer.device.empty((27,), "float32") for buffer in buffers]
+            mesh.collective.all_gather(outs, buffers)
+            del buffers, outs
+    mesh.synchronize()
+
+
 def test_errors_have_the_text_of_nccl(mesh, monkeypatch):
     def refuses(*_):
         raise nccl.NcclError("NCCL_ERROR_INTERNAL_ERROR: internal error")

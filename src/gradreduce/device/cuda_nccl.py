@@ -43,12 +43,14 @@ class _Call:
         method: of a communicator.
         buffers: whose devices are the ranks, in order; also keeps their memory.
         arguments: of each rank, all but the stream.
+        outputs: what is written, where that is other memory: kept too until the call is sent.
     """
 
     name: str
     method: str
     buffers: tuple[Buffer, ...]
     arguments: tuple[tuple[int, ...], ...]
+    outputs: tuple[Buffer, ...] = ()
 
     @property
     def physicals(self) -> tuple[int, ...]:
@@ -117,6 +119,7 @@ class NcclCollective(Collective):
             "allGather",
             inputs,
             [(source, target, count, kind) for source, target in addresses],
+            outputs,
         )
 
     @contextmanager
@@ -157,8 +160,9 @@ class NcclCollective(Collective):
         method: str,
         buffers: Sequence[Buffer],
         arguments: Sequence[tuple[int, ...]],
+        outputs: Sequence[Buffer] = (),
     ) -> None:
-        call = _Call(name, method, tuple(buffers), tuple(arguments))
+        call = _Call(name, method, tuple(buffers), tuple(arguments), tuple(outputs))
         if self._open.calls is None:
             self._send([call])
         else:
