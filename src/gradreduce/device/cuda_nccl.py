@@ -20,7 +20,7 @@ from .memory import Buffer
 
 __all__ = ["NcclCollective"]
 
-# element -> NCCL's number for it; the 16-bit integers are not NCCL's
+# element -> NCCL's number for it; NCCL has no 16-bit integers: who adds them gathers them
 _TYPES = {
     "float16": "NCCL_FLOAT16",
     "bfloat16": "NCCL_BFLOAT16",
@@ -238,11 +238,12 @@ def cuda_device(buffer: Buffer) -> CudaDevice:
 
 
 def _nccl() -> Any:
-    """CuPy's NCCL module."""
+    """CuPy's NCCL module, which is there, unavailable, where libnccl is not."""
     from cupy.cuda import nccl
 
     if not nccl.available:
         raise BackendUnavailableError(
-            "CuPy finds no libnccl: pip install nvidia-nccl-cu12 (or -cu13, as your CuPy)"
+            "CuPy finds no libnccl, which two GPUs or more need for 'nccl' ('hierarchical_copy' "
+            "does not): pip install nvidia-nccl-cu12 (or -cu13, as your CuPy)"
         )
     return nccl
