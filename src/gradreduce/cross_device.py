@@ -11,7 +11,14 @@ from functools import cache
 from typing import Any
 
 from gradreduce import ops
-from gradreduce.allreduce import ALGORITHMS, Job, as_topology, halves_of, works_in_place
+from gradreduce.allreduce import (
+    ALGORITHMS,
+    Job,
+    as_topology,
+    check_library,
+    halves_of,
+    works_in_place,
+)
 from gradreduce.device import Buffer, Device, DType, Mesh, accumulate_dtype, default_mesh
 from gradreduce.interop import OneCall, as_result_kind
 from gradreduce.packing import Flats, pack, plan_packing, unpack
@@ -79,6 +86,8 @@ class CrossDeviceOps:
         Raises:
             ValueError: a wrong operation, pair or destination, replicas that differ in shape or
                 dtype (named), or are not those of the topology. Nothing was launched.
+            BackendUnavailableError: NCCL is needed, on two physical GPUs or more, and missing.
+                Nothing was launched.
             NotImplementedError: destinations other than the value's devices, device strings,
                 IndexedSlices, MEAN of integers.
         """
@@ -113,7 +122,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
     Args:
         all_reduce_alg: ``"nccl"`` or ``"hierarchical_copy"``. The second gives the same bits on
-            every placement of the same number of replicas; NCCL promises no order of additions.
+            every placement of the same number of replicas; NCCL promises no order of additions,
+            and is needed on two physical GPUs or more.
         num_packs: if not 0, all tensors of a dtype lie end to end in one flat buffer that is
             reduced in this many packs.
         agg_small_grads_max_bytes: if this and the next are above 0 and ``num_packs`` is 0, tensors
@@ -225,7 +235,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             ``[tensor][replica]``, all replicas of a tensor equal.
 
         Raises:
-            ValueError: what ``prepare`` raises, before anything is launched.
+            ValueError, BackendUnavailableError: what ``prepare`` raises, before any launch.
         """
         if not gradients:
             return []
@@ -257,10 +267,11 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
         Raises:
             ValueError: the topology is one of another number of replicas.
+            BackendUnavailableError: NCCL is needed, on two physical GPUs or more, and missing.
         """
         prepared = devices[0].fabric.prepared
         places = tuple(device.index for device in devices)
-        key = ("reduce", places, dtype, out_dtype, self.topology)
+        key = ("reduce", self.all_reduce_alg, places, dtype, out_dtype, self.topology)
         if key in prepared:
             return
         self._check_devices(devices)
@@ -277,6 +288,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     def _check_devices(self, devices: Sequence[Device]) -> None:
         """Raises unless the replicas on these devices can be reduced; launches nothing."""
         halves_of(len(devices), self.topology)
+        if self.all_reduce_alg == "nccl":
+            check_library(devices)
 
     def _reduce_batch(
         self, reduce_op: ReduceOp, values: list[PerReplica]
