@@ -109,6 +109,36 @@ def test_other_halves_have_the_same_bits_in_every_legal_order():
         assert found == expected, seed
 
 
+def gathered(placement, seed):
+    """16-bit integers by NCCL's way: what is gathered dies when the call returns, still queued."""
+    rng = np.random.default_rng(10)
+    results = []
+    with gr.open_mesh(placement, backend="sim", strict=True, schedule_seed=seed) as mesh:
+        for num_packs in (1, 0, 3):
+            ops = gr.NcclAllReduce(num_packs, mesh=mesh)
+            for shapes in (SHAPES, SHAPES[::-1]):
+                grads = [
+                    [device.upload(rng.integers(0, 2**16, shape, np.uint16)) for shape in shapes]
+                    for device in mesh
+                ]
+                reduced = ops.all_reduce(grads, gr.ReduceOp.SUM)
+                overwrite_integers([buffer for row in grads for buffer in row])
+                results += [buffer for row in reduced for buffer in row]
+        return [buffer.numpy().tobytes() for buffer in results]
+
+
+def overwrite_integers(buffers):
+    for buffer in buffers:
+        buffer.device.upload(np.full(buffer.shape, 7, buffer.dtype), out=buffer)
+
+
+def test_integers_that_are_gathered_have_the_same_bits_in_every_legal_order():
+    expected = {tuple(placement): gathered(placement, None) for placement in PLACEMENTS}
+    for seed in range(200):
+        placement = PLACEMENTS[seed % len(PLACEMENTS)]
+        assert gathered(placement, seed) == expected[tuple(placement)], seed
+
+
 def over_the_transfer_queue(seed):
     """Uploads and copies on the transfer queue, beside launches on the compute queue."""
     rng = np.random.default_rng(7)

@@ -17,6 +17,7 @@ from gradreduce.allreduce import (
     Halves,
     Job,
     as_topology,
+    check_library,
     halves_of,
     works_in_place,
 )
@@ -58,7 +59,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
     Args:
         all_reduce_alg: ``"nccl"`` or ``"hierarchical_copy"``. The second gives the same bits on
-            every placement of the same number of replicas; NCCL promises no order of additions.
+            every placement of the same number of replicas; NCCL promises no order of additions,
+            and is needed on two physical GPUs or more.
         num_packs: if not 0, all tensors of a dtype lie end to end in one flat buffer that is
             reduced in this many packs.
         agg_small_grads_max_bytes: if this and the next are above 0 and ``num_packs`` is 0, tensors
@@ -172,7 +174,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             ``[tensor][replica]``, all replicas of a tensor equal.
 
         Raises:
-            ValueError: what ``prepare`` raises, before anything is launched.
+            ValueError, BackendUnavailableError: what ``prepare`` raises, before any launch.
         """
         if not gradients:
             return []
@@ -246,10 +248,11 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
         Raises:
             ValueError: the topology is one of another number of replicas.
+            BackendUnavailableError: NCCL is needed, on two physical GPUs or more, and missing.
         """
         prepared = devices[0].fabric.prepared
         places = tuple(device.index for device in devices)
-        key = ("reduce", places, dtype, out_dtype, self.topology)
+        key = ("reduce", self.all_reduce_alg, places, dtype, out_dtype, self.topology)
         if key in prepared:
             return
         self._check_devices(devices)
@@ -266,6 +269,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     def _check_devices(self, devices: Sequence[Device]) -> None:
         """Raises unless the replicas on these devices can be reduced; launches nothing."""
         halves_of(len(devices), self.topology)
+        if self.all_reduce_alg == "nccl":
+            check_library(devices)
 
     def reduce_batch(
         self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool

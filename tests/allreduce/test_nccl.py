@@ -6,19 +6,21 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from exact import FLOATS, exact_data, random_data, same
+from exact import DTYPES, FLOATS, exact_data, random_data, same
 from meshes import MeshCase, collective_sum, launches_of, placement_of
 
 import gradreduce as gr
 from gradreduce.allreduce import ALGORITHMS
 from gradreduce.allreduce.nccl import SHARED_GROUP_BYTES, plan_groups
-from gradreduce.device import Collective, as_dtype
+from gradreduce.device import Collective, Device, as_dtype
 
 nccl = ALGORITHMS["nccl"]
 
+GATHERED = ("int16", "uint16")  # NCCL adds none of these
+
 
 class Spy(Collective):
-    """Passes every call on and keeps, for each group, the buffers of its calls."""
+    """Passes every call on and keeps, for each group, what its calls read."""
 
     def __init__(self, collective):
         self.collective = collective
@@ -28,6 +30,7 @@ class Spy(Collective):
     def all_reduce(self, buffers, op="sum"):
         assert self.open, "a call outside of any group"
         assert op == "sum"
+        assert buffers[0].dtype not in GATHERED, "NCCL has no such type"
         self.groups[-1].append(list(buffers))
         self.collective.all_reduce(buffers, op)
 
@@ -35,7 +38,10 @@ class Spy(Collective):
         raise AssertionError("nccl broadcasts nothing")
 
     def all_gather(self, outputs, inputs):
-        raise AssertionError("nccl gathers nothing")
+        assert self.open, "a call outside of any group"
+        assert inputs[0].dtype in GATHERED, "this the library adds"
+        self.groups[-1].append(list(inputs))
+        self.collective.all_gather(outputs, inputs)
 
     @contextmanager
     def group(self):
@@ -79,7 +85,7 @@ def test_folds_are_rounded_then_added_then_divided(
                 assert same(buffer.numpy(), array)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "complex64", "int8", "uint64"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_exact_data_is_added_exactly(mesh, make_jobs, dtype):
     replicas = [exact_data((67,), dtype, num_terms=9, seed=seed) for seed in range(len(mesh))]
     total = replicas[0].copy()
@@ -223,3 +229,90 @@ def test_packs_do_not_change_the_bits(make_jobs):
 def test_no_job_is_no_work(mesh):
     journal, groups = run(mesh, [])
     assert journal.records == groups == []
+
+
+# -- 16-bit integers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["new", "in-place"])
+@pytest.mark.parametrize("dtype", GATHERED)
+def test_integers_that_are_gathered_wrap(mesh, make_jobs, dtype, in_place):
+    packs = [
+        [exact_data((size,), dtype, seed=10 * size + replica) for replica in range(len(mesh))]
+        for size in (1, 67, 4099)
+    ]
+    jobs = make_jobs(mesh, packs, in_place=in_place)
+    journal, groups = run(mesh, jobs)
+    check_outs(jobs, [np.sum(replicas, axis=0, dtype=dtype) for replicas in packs])
+    if not in_place:
+        for job, replicas in zip(jobs, packs, strict=True):
+            assert all(same(buffer.numpy(), array)
+                       for buffer, array in zip(job.inputs, replicas, strict=True))  # fmt: skip
+    num_ranks = len(mesh.by_physical)
+    assert [len(group) for group in groups] == [3] * (num_ranks > 1)
+    assert len(journal.of("collective")) == 3 * num_ranks * (num_ranks > 1)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["new", "in-place"])
+@pytest.mark.parametrize(
+    ("placement", "launches"),
+    [
+        ((0,), 0),
+        ((0,) * 8, 1),
+        ((0, 1), 2),  # nothing is folded: what is gathered is added where it must be
+        ((0, 0, 1, 1), 4),
+        ((0, 0, 1), 3),  # device 2 is alone
+        ((0, 1, 1, 2, 0), 5),
+        (tuple(range(9)), 9),
+    ],
+    ids=str,
+)
+def test_what_gathering_costs(make_jobs, monkeypatch, placement, launches, in_place):
+    sizes, rooms = [40, 1, 1003], []
+    empty = Device.empty
+
+    def noted(device, shape, dtype):
+        rooms.append((device.index, shape))
+        return empty(device, shape, dtype)
+
+    with MeshCase(placement).open() as mesh:
+        packs = [[np.ones(size, "uint16")] * len(mesh) for size in sizes]
+        jobs = make_jobs(mesh, packs, in_place=in_place)
+        monkeypatch.setattr(Device, "empty", noted)
+        journal, groups = run(mesh, jobs)
+    ranks = [placement.index(physical) for physical in sorted(set(placement))]
+    crossing = sizes if len(ranks) > 1 else []
+    assert rooms == [(rank, (len(ranks), size)) for rank in ranks for size in crossing]
+    assert [(r.name, r.device, r.nbytes) for r in journal.of("collective")] == [
+        ("all_gather", rank, 2 * size) for size in crossing for rank in ranks
+    ]
+    assert journal.bytes == 2 * sum(crossing) * len(ranks)
+    assert journal.launches == launches or (placement == (0,) and not in_place)
+    assert {record.num_rows for record in journal.of("launch")} <= {3}
+    assert len(journal.records) == journal.launches + len(journal.of("collective"))
+    assert len(groups) == (len(ranks) > 1)
+
+
+def test_what_is_gathered_travels_with_the_others(make_jobs):
+    with MeshCase((0, 1, 1)).open() as mesh:
+        dtypes = ("float32", "int16", "int32", "uint16")
+        jobs = make_jobs(mesh, [[np.full(9, 3, dtype)] * 3 for dtype in dtypes])
+        journal, groups = run(mesh, jobs)
+        check_outs(jobs, [np.full(9, 9, dtype) for dtype in dtypes])
+    assert [[str(call[0].dtype) for call in group] for group in groups] == [list(dtypes)]
+    names = [record.name for record in journal.of("collective")]
+    assert names[::2] == ["all_reduce", "all_gather"] * 2
+
+
+@pytest.mark.parametrize("num_packs", [0, 1, 3])
+@pytest.mark.parametrize("dtype", GATHERED)
+def test_integers_that_are_gathered_through_the_door(mesh, dtype, num_packs):
+    shapes = [(33, 7), (), (0,), (5,)]
+    grads = [
+        [exact_data(shape, dtype, seed=10 * replica + turn) for turn, shape in enumerate(shapes)]
+        for replica in range(len(mesh))
+    ]
+    reduced = gr.NcclAllReduce(num_packs, mesh=mesh).all_reduce(grads, gr.ReduceOp.SUM)
+    for turn, column in enumerate(zip(*grads, strict=True)):
+        wanted = np.sum(column, axis=0, dtype=dtype).reshape(shapes[turn])
+        assert all(same(row[turn], wanted) for row in reduced)

@@ -7,13 +7,12 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from exact import same, unflushed_data
+from exact import DTYPES, same, unflushed_data
 
 import gradreduce as gr
 from gradreduce.device import Mesh
 
 ALGORITHMS = ("nccl", "hierarchical_copy")
-DTYPES = ("float32", "float16", "bfloat16", "float64", "complex64", "int32")
 SHAPES = ((3, 5), (1003,), (), (40, 70))
 NUM_STEPS = 3
 
@@ -81,7 +80,7 @@ def variables_on(mesh: Mesh) -> list[gr.Variable]:
 
 def reduced(mesh: Mesh, dtype, algorithm: str, **options) -> list[np.ndarray]:
     ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh, **options)
-    op = gr.ReduceOp.SUM if dtype == "int32" else gr.ReduceOp.MEAN
+    op = gr.ReduceOp.SUM if dtype.kind in "iu" else gr.ReduceOp.MEAN
     rows = [
         [device.upload(array) for array in row]
         for device, row in zip(mesh.devices, gradients(mesh, dtype, 7), strict=True)
@@ -113,6 +112,14 @@ def test_an_all_reduce_is_that_of_the_simulation(placement, algorithm, gpus):
 def test_without_peer_access_too(placement, algorithm, gpus):
     gpus(len(placement), peers=False)
     check_all_reduce(placement, algorithm)
+
+
+@pytest.mark.fake_cupy
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("peers", [True, False])
+def test_nine_gpus(algorithm, peers, gpus):
+    gpus(9, num_gpus=9, peers=peers)
+    check_all_reduce(list(range(9)), algorithm)
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from exact import DTYPES, exact_data, same
 from fake_cupy import nccl
 from fake_cupy.machine import Fault, Machine
+from meshes import refused
 
 import gradreduce as gr
 from gradreduce.device import Buffer, Mesh, cuda_nccl, open_mesh
@@ -96,6 +98,88 @@ def test_small_packs_of_a_reduction_share_one_group(mesh, here, monkeypatch):
     assert groups == [[160, 28, 2**20 - 16], [2**20], [2**20 + 16]]
     assert here.counts["allReduce"] == 5
     assert here.counts["initAll"] == 1
+
+
+def test_memory_that_a_group_gathers_into_lives_until_it_is_sent(mesh):
+    with mesh.collective.group():
+        for _ in range(4):
+            buffers = ones(mesh)
+            outs = [buffer.device.empty((27,), "float32") for buffer in buffers]
+            mesh.collective.all_gather(outs, buffers)
+            del buffers, outs
+    mesh.synchronize()
+
+
+@pytest.mark.parametrize("dtype", ["int16", "uint16"])
+@pytest.mark.parametrize(
+    ("placement", "launches"), [([0, 1], 2), ([0, 0, 1, 1], 4), ([0, 1, 1, 2, 0], 5)], ids=str
+)
+def test_integers_of_16_bits_are_gathered_and_added_by_us(here, placement, launches, dtype):
+    arrays = [exact_data((1003,), dtype, seed=seed) for seed in range(len(placement))]
+    num_gpus = len(set(placement))
+    with open_mesh(placement, backend="cuda") as mesh:
+        value = gr.PerReplica(
+            [device.upload(array) for device, array in zip(mesh, arrays, strict=True)], mesh
+        )
+        ops = gr.NcclAllReduce(0, mesh=mesh)
+        with mesh.journal() as journal:
+            reduced = ops.reduce(gr.ReduceOp.SUM, value, value)
+        wanted = np.sum(arrays, axis=0, dtype=dtype)
+        assert all(same(buffer.numpy(), wanted) for buffer in reduced.buffers)
+        assert all(same(b.numpy(), a) for b, a in zip(value.buffers, arrays, strict=True))
+    assert here.counts["allGather"] == 1
+    assert "allReduce" not in here.counts
+    assert [record.nbytes for record in journal.of("collective")] == [2006] * num_gpus
+    assert (journal.launches, journal.bytes) == (launches, 2006 * num_gpus)
+
+
+@pytest.fixture
+def no_nccl(here, monkeypatch) -> None:
+    monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", False)
+
+
+def all_that_reduces(mesh: Mesh, ops: gr.AllReduceCrossDeviceOps) -> list[Callable[[], object]]:
+    """Calls by which a mesh reduces, on values that lie there already."""
+    arrays = [np.full(40, 1, np.float32) for _ in mesh]
+    value = gr.PerReplica(
+        [device.upload(array) for device, array in zip(mesh, arrays, strict=True)], mesh
+    )
+    variable = gr.Variable(arrays[0], device=mesh)
+    optimizer = gr.GradientDescentOptimizer(1)
+    optimizer.cross_device_ops = ops
+    return [
+        lambda: ops.reduce(gr.ReduceOp.SUM, value, value),
+        lambda: ops.all_reduce([[array] for array in arrays]),
+        lambda: gr.ConditionalAccumulator("float32", device=mesh, cross_device_ops=ops),
+        lambda: gr.SyncStep([variable], optimizer, ops)([[[array]] for array in arrays]),
+        lambda: optimizer.apply_gradients([(value, variable)]),
+    ]
+
+
+@pytest.mark.parametrize("placement", [[0], [0, 0], [1] * 8], ids=str)
+def test_one_gpu_needs_no_nccl(here, no_nccl, placement):
+    with open_mesh(placement, backend="cuda") as mesh:
+        for call in all_that_reduces(mesh, gr.NcclAllReduce(mesh=mesh)):
+            call()
+        for dtype in DTYPES:
+            grads = [[np.ones(5, dtype)] for _ in mesh]
+            reduced = gr.all_reduce(grads, gr.ReduceOp.SUM, mesh=mesh)
+            assert (reduced[-1][0] == np.full(5, len(mesh)).astype(dtype)).all()
+    assert not {"initAll", "allReduce", "allGather"} & set(here.counts)
+
+
+@pytest.mark.parametrize("placement", [[0, 1], [0, 1, 1, 2, 0]], ids=str)
+def test_without_nccl_two_gpus_are_refused_before_a_launch(no_nccl, monkeypatch, placement):
+    with open_mesh(placement, backend="cuda") as mesh:
+        ops = gr.NcclAllReduce(mesh=mesh)
+        for call in all_that_reduces(mesh, ops):
+            with refused(mesh, BackendUnavailableError, "nvidia-nccl-cu12"):
+                call()
+        for call in all_that_reduces(mesh, gr.HierarchicalCopyAllReduce(mesh=mesh)):
+            call()  # which needs none
+        monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", True)
+        for call in all_that_reduces(mesh, ops):
+            call()
 
 
 def test_errors_have_the_text_of_nccl(mesh, monkeypatch):

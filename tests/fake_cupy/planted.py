@@ -11,7 +11,6 @@ CUDA = "gradreduce.device.cuda"
 NCCL = "gradreduce.device.cuda_nccl"
 TABLES = "gradreduce.device.tables"
 COMPILE = "gradreduce.device.cuda_compile"
-MEMORY = "gradreduce.device.memory"
 PARKING = "gradreduce.device.parking"
 COLOCATED = "gradreduce.device.colocated"
 HIERARCHICAL = "gradreduce.allreduce.hierarchical"
@@ -91,7 +90,7 @@ _LIVES = {
         "users = dead.touched",
     ),
     "an adopted array's death is not seen": _one(
-        "unordered", MEMORY, "if self.owned or self.device.defers:", "if self.owned:"
+        "unordered", CUDA, "TrackedBlock(self, array,", "Block(self, array,"
     ),
     "a launch forgets what it touched": _one(
         "unordered",

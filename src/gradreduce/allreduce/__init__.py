@@ -7,9 +7,17 @@ from collections.abc import Callable
 from .halves import Halves, as_topology, halves_of
 from .hierarchical import hierarchical_copy, works_in_place
 from .job import Job
-from .nccl import nccl
+from .nccl import check_library, nccl
 
-__all__ = ["ALGORITHMS", "Halves", "Job", "as_topology", "halves_of", "works_in_place"]
+__all__ = [
+    "ALGORITHMS",
+    "Halves",
+    "Job",
+    "as_topology",
+    "check_library",
+    "halves_of",
+    "works_in_place",
+]
 
 # Each takes the jobs and, if it takes a topology at all, one from `as_topology`.
 ALGORITHMS: dict[str, Callable[..., None]] = {

@@ -4,18 +4,23 @@ Replicas that share a physical device are folded into one buffer first, in mesh 
 the tensor's dtype so that the link carries no more bytes than the tensor has; the library adds
 those; then the sum is divided and fanned out in one pass. With one physical device the library
 is not called. It promises no order of additions.
+
+NCCL knows no 16-bit integers. It carries what each device has folded to all others, and the pass
+that fans out adds, in the order of the ranks, modulo 2**16. For n devices that is n buffers of
+memory on each while it lasts, and n - 1 over each link instead of 2 * (n - 1) / n.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from gradreduce import ops
-from gradreduce.device import Buffer, by_physical, gather, scatter
+from gradreduce.device import Buffer, Collective, Device, DType, by_physical, gather, scatter
 
 from .job import Job
 
-__all__ = ["SHARED_GROUP_BYTES", "nccl", "plan_groups"]
+__all__ = ["SHARED_GROUP_BYTES", "check_library", "nccl", "plan_groups"]
 
 # Packs of less than this, in the bytes of one rank's buffer, share a group call: a call costs a
 # launch on every GPU and a round of messages, whatever it carries, and with packs as short as this
@@ -46,8 +51,38 @@ def plan_groups(nbytes: Sequence[int]) -> list[list[int]]:
     return groups
 
 
+@dataclass(frozen=True)
+class _Part:
+    """One job on one physical device.
+
+    Attributes:
+        folded: the sum of the replicas there, on the device of the first; what the library is
+            given. It may overwrite it, unless it is gathered.
+        gathered: room for what all physical devices have folded, a row for each rank; None where
+            the library adds.
+    """
+
+    folded: Buffer
+    gathered: Buffer | None
+
+    @property
+    def terms(self) -> tuple[Buffer, ...]:
+        """What is still to be added when the library is done, in the order of the ranks."""
+        if self.gathered is None:
+            return (self.folded,)
+        num_ranks, size = self.gathered.shape
+        return tuple(self.gathered.view(rank * size, (size,)) for rank in range(num_ranks))
+
+
 def nccl(jobs: Sequence[Job]) -> None:
-    """Reduces every job through the mesh's collective; ``plan_groups`` says in which calls."""
+    """Reduces every job through the mesh's collective; ``plan_groups`` says in which calls.
+
+    All memory is asked for, and the library looked for, before the first launch: where that
+    fails nothing was changed.
+
+    Raises:
+        BackendUnavailableError: several physical devices, and no library.
+    """
     if not jobs:
         return
     devices = [buffer.device for buffer in jobs[0].inputs]
@@ -56,32 +91,65 @@ def nccl(jobs: Sequence[Job]) -> None:
         if len(sharing) == 1:
             _finish([(job, job.inputs) for job in jobs], sharing[0])
             return
-        folded = [_fold(jobs, places) for places in sharing]
         collective = devices[0].mesh.collective
-        for group in plan_groups([total.nbytes for total in folded[0]]):
+        parts = [[_part(job, places, len(sharing)) for job in jobs] for places in sharing]
+        for places, near in zip(sharing, parts, strict=True):
+            _fold(jobs, near, places)
+        for group in plan_groups([part.folded.nbytes for part in parts[0]]):
             with collective.group():
                 for place in group:
-                    collective.all_reduce([totals[place] for totals in folded])
-        for places, sums in zip(sharing, folded, strict=True):
-            finished = [(job, (total,)) for job, total in zip(jobs, sums, strict=True)]
-            _finish(finished, places)
+                    _cross(collective, [near[place] for near in parts])
+        for places, near in zip(sharing, parts, strict=True):
+            _finish([(job, part.terms) for job, part in zip(jobs, near, strict=True)], places)
 
 
-def _fold(jobs: Sequence[Job], places: Sequence[int]) -> list[Buffer]:
-    """One buffer for each job on the device of ``places[0]``: what the library may overwrite."""
-    leader = jobs[0].inputs[places[0]].device
+def check_library(devices: Sequence[Device]) -> None:
+    """Raises ``BackendUnavailableError`` where a library is needed and missing.
+
+    For those who launch something before they call ``nccl``.
+    """
+    if len(by_physical(devices)) > 1:
+        _ = devices[0].mesh.collective
+
+
+def _is_gathered(dtype: DType) -> bool:
+    """Whether the library only carries it: NCCL has no 16-bit integers, so we add them."""
+    return dtype.kind in "iu" and dtype.itemsize == 2
+
+
+def _part(job: Job, places: Sequence[int], num_ranks: int) -> _Part:
+    """The memory for one job on the device of ``places[0]``; launches nothing."""
+    first, out = job.inputs[places[0]], job.outs[places[0]]
+    gathers = _is_gathered(first.dtype)
+    gathered = first.device.empty((num_ranks, first.size), first.dtype) if gathers else None
+    if gathers and len(places) == 1:
+        return _Part(first, gathered)  # which nobody overwrites
+    if out.dtype == first.dtype:
+        return _Part(out, gathered)
+    return _Part(first.device.empty(first.shape, first.dtype), gathered)
+
+
+def _fold(jobs: Sequence[Job], parts: Sequence[_Part], places: Sequence[int]) -> None:
+    """Adds the replicas on one physical device, where they are several, or copies the one."""
     sharing = [jobs[0].inputs[place].device for place in places]
-    folded, outs, inputs = [], [], []
-    for job in jobs:
-        first, out = job.inputs[places[0]], job.outs[places[0]]
-        total = out if out.dtype == first.dtype else leader.empty(first.shape, first.dtype)
-        if len(places) > 1 or total.address != first.address:
-            outs.append([total])
+    leader = sharing[0]
+    outs, inputs = [], []
+    for job, part in zip(jobs, parts, strict=True):
+        if len(places) > 1 or part.folded.address != job.inputs[places[0]].address:
+            outs.append([part.folded])
             inputs.append([job.inputs[place] for place in places])
-        folded.append(total)
     gather(leader, sharing)
     ops.all_sum(outs, inputs, device=leader)
-    return folded
+
+
+def _cross(collective: Collective, ranks: Sequence[_Part]) -> None:
+    """One job over all physical devices."""
+    folded = [part.folded for part in ranks]
+    gathered = [part.gathered for part in ranks if part.gathered is not None]
+    if gathered:
+        collective.all_gather(gathered, folded)
+    else:
+        collective.all_reduce(folded)
 
 
 def _finish(finished: Sequence[tuple[Job, tuple[Buffer, ...]]], places: Sequence[int]) -> None:

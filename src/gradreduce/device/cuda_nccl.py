@@ -20,7 +20,7 @@ from .memory import Buffer
 
 __all__ = ["NcclCollective"]
 
-# element -> NCCL's number for it; the 16-bit integers are not NCCL's
+# element -> NCCL's number for it; NCCL has no 16-bit integers: who adds them gathers them
 _TYPES = {
     "float16": "NCCL_FLOAT16",
     "bfloat16": "NCCL_BFLOAT16",
@@ -43,12 +43,14 @@ class _Call:
         method: of a communicator.
         buffers: whose devices are the ranks, in order; also keeps their memory.
         arguments: of each rank, all but the stream.
+        outputs: what is written, where that is other memory: kept too until the call is sent.
     """
 
     name: str
     method: str
     buffers: tuple[Buffer, ...]
     arguments: tuple[tuple[int, ...], ...]
+    outputs: tuple[Buffer, ...] = ()
 
     @property
     def physicals(self) -> tuple[int, ...]:
@@ -117,6 +119,7 @@ class NcclCollective(Collective):
             "allGather",
             inputs,
             [(source, target, count, kind) for source, target in addresses],
+            outputs,
         )
 
     @contextmanager
@@ -157,8 +160,9 @@ class NcclCollective(Collective):
         method: str,
         buffers: Sequence[Buffer],
         arguments: Sequence[tuple[int, ...]],
+        outputs: Sequence[Buffer] = (),
     ) -> None:
-        call = _Call(name, method, tuple(buffers), tuple(arguments))
+        call = _Call(name, method, tuple(buffers), tuple(arguments), tuple(outputs))
         if self._open.calls is None:
             self._send([call])
         else:
@@ -234,11 +238,12 @@ def cuda_device(buffer: Buffer) -> CudaDevice:
 
 
 def _nccl() -> Any:
-    """CuPy's NCCL module."""
+    """CuPy's NCCL module, which is there, unavailable, where libnccl is not."""
     from cupy.cuda import nccl
 
     if not nccl.available:
         raise BackendUnavailableError(
-            "CuPy finds no libnccl: pip install nvidia-nccl-cu12 (or -cu13, as your CuPy)"
+            "CuPy finds no libnccl, which two GPUs or more need for 'nccl' ('hierarchical_copy' "
+            "does not): pip install nvidia-nccl-cu12 (or -cu13, as your CuPy)"
         )
     return nccl
