@@ -18,6 +18,7 @@ from gradreduce.allreduce import (
     Job,
     as_topology,
     check_library,
+    connect,
     halves_of,
     works_in_place,
 )
@@ -239,7 +240,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         )
 
     def prepare(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
-        """Compiles all that ``reduce_buffers`` may launch: locks are never held while compiling.
+        """Compiles all that ``reduce_buffers`` may launch, and connects the devices for NCCL.
+
+        Not done while a lock is held; and what fails here has launched nothing.
 
         Args:
             devices: of the replicas.
@@ -249,6 +252,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         Raises:
             ValueError: the topology is one of another number of replicas.
             BackendUnavailableError: NCCL is needed, on two physical GPUs or more, and missing.
+            CollectiveError: NCCL cannot connect them.
         """
         prepared = devices[0].fabric.prepared
         places = tuple(device.index for device in devices)
@@ -258,6 +262,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         self._check_devices(devices)
         wide = accumulate_dtype(dtype)
         counts = {len(half) for half in halves_of(len(devices), self.topology)} - {0}
+        if self.all_reduce_alg == "nccl":
+            counts = set()
+            connect(devices)
         for device in devices:
             ops.prepare_pack(device, dtype, dtype)
             for out, term in ((out_dtype, dtype), (dtype, dtype), (out_dtype, wide)):

@@ -191,6 +191,28 @@ def test_errors_have_the_text_of_nccl(mesh, monkeypatch):
         mesh.collective.all_reduce(ones(mesh))
 
 
+def test_gpus_that_nccl_cannot_connect_are_refused_before_a_launch(here, monkeypatch):
+    """Else the fold would have overwritten what an accumulator has summed."""
+
+    def refuses(*_):
+        raise nccl.NcclError("NCCL_ERROR_SYSTEM_ERROR: unhandled system error")
+
+    with open_mesh([0, 1, 1], backend="cuda") as mesh:
+        ops = gr.NcclAllReduce(mesh=mesh)
+        with monkeypatch.context() as patch:
+            patch.setattr(nccl.NcclCommunicator, "initAll", refuses)
+            for call in all_that_reduces(mesh, ops):
+                with (
+                    mesh.journal() as journal,
+                    pytest.raises(CollectiveError, match="initAll: NCCL_ERROR_SYSTEM_ERROR"),
+                ):
+                    call()
+                assert journal.launches == 0  # a host array has been uploaded by then
+        for call in all_that_reduces(mesh, ops):
+            call()
+        assert here.counts["initAll"] == 1
+
+
 def test_a_failing_call_still_ends_the_group(mesh, monkeypatch):
     def refuses(*_):
         raise nccl.NcclError("NCCL_ERROR_INVALID_ARGUMENT: invalid argument")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from .halves import Halves, as_topology, halves_of
 from .hierarchical import hierarchical_copy, works_in_place
 from .job import Job
-from .nccl import check_library, nccl
+from .nccl import check_library, connect, nccl
 
 __all__ = [
     "ALGORITHMS",
@@ -15,6 +15,7 @@ __all__ = [
     "Job",
     "as_topology",
     "check_library",
+    "connect",
     "halves_of",
     "works_in_place",
 ]

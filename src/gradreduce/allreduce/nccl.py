@@ -20,7 +20,7 @@ from gradreduce.device import Buffer, Collective, Device, DType, by_physical, ga
 
 from .job import Job
 
-__all__ = ["SHARED_GROUP_BYTES", "check_library", "nccl", "plan_groups"]
+__all__ = ["SHARED_GROUP_BYTES", "check_library", "connect", "nccl", "plan_groups"]
 
 # Packs of less than this, in the bytes of one rank's buffer, share a group call: a call costs a
 # launch on every GPU and a round of messages, whatever it carries, and with packs as short as this
@@ -110,6 +110,13 @@ def check_library(devices: Sequence[Device]) -> None:
     """
     if len(by_physical(devices)) > 1:
         _ = devices[0].mesh.collective
+
+
+def connect(devices: Sequence[Device]) -> None:
+    """Makes ready what ``nccl`` calls for replicas on these devices; may take seconds, once."""
+    places = by_physical(devices).values()
+    if len(places) > 1:
+        devices[0].mesh.collective.connect([devices[first] for first, *_ in places])
 
 
 def _is_gathered(dtype: DType) -> bool:

@@ -9,11 +9,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from gradreduce.errors import CollectiveError, DeviceMismatchError
 
 from .journal import Record
 from .memory import Buffer
+
+if TYPE_CHECKING:
+    from .base import Device
 
 __all__ = ["Collective"]
 
@@ -40,6 +44,12 @@ class Collective(ABC):
         """Every output becomes all inputs end to end, in order; raises as ``all_reduce`` does.
 
         Each output lies where its input does and has the size of all inputs together.
+        """
+
+    def connect(self, devices: Sequence[Device]) -> None:  # noqa: B027  # not every one must
+        """Makes ready what calls over these devices need, one on each physical device, in order.
+
+        A call does it too; but whoever launches something first wants to fail before that.
         """
 
     @contextmanager

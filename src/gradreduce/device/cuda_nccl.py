@@ -13,6 +13,7 @@ from typing import Any
 
 from gradreduce.errors import BackendUnavailableError, CollectiveError, DeviceMismatchError
 
+from .base import Device
 from .collective import Collective
 from .cuda import CudaDevice
 from .dtypes import element_of
@@ -121,6 +122,15 @@ class NcclCollective(Collective):
             [(source, target, count, kind) for source, target in addresses],
             outputs,
         )
+
+    def connect(self, devices: Sequence[Device]) -> None:
+        """See ``Collective.connect``.
+
+        Raises:
+            CollectiveError: NCCL cannot connect them, with its own text.
+        """
+        with self._lock:
+            self._make_clique(tuple(device.physical for device in devices))
 
     @contextmanager
     def group(self) -> Iterator[None]:
