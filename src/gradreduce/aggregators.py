@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from gradreduce import ops
-from gradreduce.device import Buffer, Device, DType, accumulate_dtype, gather, scatter
+from gradreduce.device import Buffer, Device, DType, accumulate_dtype, bring, gather, scatter
 
 __all__ = ["AddN", "Aggregator", "OneBuffer", "Spread", "Tree", "aggregate_buffers"]
 
@@ -182,7 +182,9 @@ class Spread:
         wide = accumulate_dtype(dtype)
         joined.push(first.total(wide))
         for device, part in others:
-            joined.push(_pulled(home, part.total(wide)))
+            near = bring(home, part.total(wide))
+            gather(home, [near.device])
+            joined.push(near)
             scatter(home, [device])
         return joined.total(dtype)
 
@@ -258,16 +260,6 @@ def _sum_tree(gradients: Sequence[Sequence[Buffer]], device: Device) -> list[Buf
             for level in levels
         ]
     return [level[0] for level in levels]
-
-
-def _pulled(home: Device, total: Buffer) -> Buffer:
-    """``total`` where ``home`` reads it: itself on the same physical device, else a copy."""
-    if total.device.physical == home.physical:
-        gather(home, [total.device])
-        return total
-    near = home.empty(total.shape, total.dtype)
-    home.copy(near, total)
-    return near
 
 
 def _rounded(total: Buffer, dtype: DType) -> Buffer:

@@ -15,6 +15,7 @@ from gradreduce.device import (
     Device,
     DType,
     accumulate_dtype,
+    bring,
     by_physical,
     compatible,
     flat_layout,
@@ -125,7 +126,7 @@ def _launch(arrivals: Sequence[Arrival]) -> None:
         state = arrival.state
         for place, gradient in arrival.parts:
             device = state.devices[place]
-            near = _bring(device, gradient)
+            near = bring(device, gradient)
             additions.append(_Addition(state, place, device, near, state.totals[place]))
     fresh = [addition for addition in additions if addition.total is None]
     later = [addition for addition in additions if addition.total is not None]
@@ -161,12 +162,3 @@ def _make_room(fresh: Sequence[_Addition]) -> None:
         flat = device.empty((layout.size,), accumulate_dtype(dtype))
         for offset, addition in zip(layout.offsets, additions, strict=True):
             addition.total = flat.view(offset, addition.gradient.shape)
-
-
-def _bring(device: Device, gradient: Buffer) -> Buffer:
-    """The gradient, or a copy of it where the device cannot read it."""
-    if gradient.device.physical == device.physical:
-        return gradient
-    copied = device.empty(gradient.shape, gradient.dtype)
-    device.copy(copied, gradient)
-    return copied

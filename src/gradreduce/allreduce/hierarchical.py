@@ -20,6 +20,7 @@ from gradreduce.device import (
     Buffer,
     Device,
     accumulate_dtype,
+    bring,
     by_physical,
     gather,
     scatter,
@@ -162,7 +163,7 @@ def _staged(job: Job, main: int, devices: Sequence[Device], halves: Halves) -> N
     if other:
         partner = devices[other[half.index(main) % len(other)]]
         partial = _half_sum(partner, [job.inputs[replica] for replica in other])
-        partials.append(_bring(leader, partial))
+        partials.append(bring(leader, partial))
     near = by_physical(devices)[leader.physical]
     sharing = [devices[replica] for replica in near]
     gather(leader, sharing)
@@ -184,7 +185,7 @@ def _staged(job: Job, main: int, devices: Sequence[Device], halves: Halves) -> N
 
 def _half_sum(device: Device, inputs: Sequence[Buffer]) -> Buffer:
     """The inputs added left to right on ``device``, in the accumulate type."""
-    near = [_bring(device, buffer) for buffer in inputs]
+    near = [bring(device, buffer) for buffer in inputs]
     wide = accumulate_dtype(inputs[0].dtype)
     if len(near) == 1 and near[0].dtype == wide:
         return near[0]
@@ -194,12 +195,3 @@ def _half_sum(device: Device, inputs: Sequence[Buffer]) -> Buffer:
     ops.add_n([total], [near], device=device)
     scatter(device, sharing)
     return total
-
-
-def _bring(device: Device, buffer: Buffer) -> Buffer:
-    """``buffer``, or a copy of it on ``device`` if that cannot reach it."""
-    if buffer.device.physical == device.physical:
-        return buffer
-    copied = device.empty(buffer.shape, buffer.dtype)
-    device.copy(copied, buffer)
-    return copied
