@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,12 @@ import numpy as np
 
 from gradreduce.errors import DeviceMismatchError
 
+from .backend import Backend
 from .dtypes import as_dtype
 from .fabric import Fabric
 from .journal import Kind, Record
 from .kernel import Kernel, Template
-from .memory import Block, Buffer, Mark, Queue, Row
+from .memory import Buffer, Mark, Queue, Row
 from .parking import Parking
 
 if TYPE_CHECKING:
@@ -27,12 +28,11 @@ if TYPE_CHECKING:
 __all__ = ["Device"]
 
 
-class Device(ABC):
+class Device(Backend):
     """One logical device: memory, and two queues of work, ``compute`` and ``transfer``.
 
-    Several logical devices may share a physical one. A backend implements the methods with an
-    underscore; the others are the same code everywhere, so that no backend can forget a fence,
-    a check or a record.
+    Several logical devices may share a physical one. A backend implements what ``Backend`` names;
+    the rest is the same code everywhere: no backend can forget a fence, a check or a record.
 
     Attributes:
         fabric: what it shares with the other devices of its mesh.
@@ -352,60 +352,3 @@ class Device(ABC):
         if self.fabric.recorder.recording:
             record = Record(kind, name, self.index, source, nbytes, queue, num_rows)
             self.fabric.recorder.add(record)
-
-    # -- what a backend implements ----------------------------------------------------------------
-
-    @abstractmethod
-    def _adopt(self, array: Any, stream: int | None) -> Buffer: ...
-
-    @abstractmethod
-    def _release(self, buffer: Buffer, stream: int | None) -> Any: ...
-
-    @abstractmethod
-    def _prepare(self, kernel: Kernel, template: Template) -> None: ...
-
-    @abstractmethod
-    def _allocate(self, nbytes: int) -> Block: ...
-
-    @abstractmethod
-    def _recycle(self, raw: Any, nbytes: int) -> None: ...
-
-    @abstractmethod
-    def _trim(self) -> None: ...
-
-    @abstractmethod
-    def _fill_fresh(self, buffer: Buffer) -> None: ...
-
-    @abstractmethod
-    def _fill_zero(self, buffer: Buffer) -> None: ...
-
-    @abstractmethod
-    def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None: ...
-
-    @abstractmethod
-    def _download(self, buffer: Buffer) -> np.ndarray: ...
-
-    @abstractmethod
-    def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None: ...
-
-    @abstractmethod
-    def _launch(
-        self,
-        kernel: Kernel,
-        template: Template,
-        rows: Sequence[Row],
-        scalars: Sequence[int | float],
-        queue: Queue,
-    ) -> None: ...
-
-    @abstractmethod
-    def _mark(self, queue: Queue) -> Any: ...
-
-    @abstractmethod
-    def _passed(self, event: Any) -> bool: ...
-
-    @abstractmethod
-    def _wait(self, mark: Mark, queue: Queue) -> None: ...
-
-    @abstractmethod
-    def _synchronize(self) -> None: ...

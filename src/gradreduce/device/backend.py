@@ -1,0 +1,92 @@
+"""What a backend implements, and nothing else does: ``Device`` calls these and is called by all.
+
+Whoever calls one of them has checked its arguments, and fences and records around it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .kernel import Kernel, Template
+from .memory import Block, Buffer, Mark, Queue, Row
+
+__all__ = ["Backend"]
+
+
+class Backend(ABC):
+    """The part of a device that knows its memory and its queues."""
+
+    @abstractmethod
+    def _adopt(self, array: Any, stream: int | None) -> Buffer:
+        """See ``Device.adopt``."""
+
+    @abstractmethod
+    def _release(self, buffer: Buffer, stream: int | None) -> Any:
+        """See ``Device.release``."""
+
+    @abstractmethod
+    def _prepare(self, kernel: Kernel, template: Template) -> None:
+        """Compiles, under a lock, what is not compiled yet."""
+
+    @abstractmethod
+    def _allocate(self, nbytes: int) -> Block:
+        """A block of the pool, to be used in the order of the compute queue."""
+
+    @abstractmethod
+    def _recycle(self, raw: Any, nbytes: int) -> None:
+        """Takes back what a dead block of the pool held; no queue uses it any more."""
+
+    @abstractmethod
+    def _trim(self) -> None:
+        """Gives the pool's free memory to the system."""
+
+    @abstractmethod
+    def _fill_fresh(self, buffer: Buffer) -> None:
+        """Makes what is read unwritten show, where that is asked for; on the compute queue."""
+
+    @abstractmethod
+    def _fill_zero(self, buffer: Buffer) -> None:
+        """Queues zeros, on the compute queue."""
+
+    @abstractmethod
+    def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None:
+        """Queues a copy of a host array, which is read before this returns."""
+
+    @abstractmethod
+    def _download(self, buffer: Buffer) -> np.ndarray:
+        """A host copy, once the compute queue is empty."""
+
+    @abstractmethod
+    def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
+        """Queues a copy; one end is this device's."""
+
+    @abstractmethod
+    def _launch(
+        self,
+        kernel: Kernel,
+        template: Template,
+        rows: Sequence[Row],
+        scalars: Sequence[int | float],
+        queue: Queue,
+    ) -> None:
+        """Queues a kernel over rows that all have work."""
+
+    @abstractmethod
+    def _mark(self, queue: Queue) -> Any:
+        """The backend's token for the end of what ``queue`` holds."""
+
+    @abstractmethod
+    def _passed(self, event: Any) -> bool:
+        """Whether a queue has come by that token; never waits."""
+
+    @abstractmethod
+    def _wait(self, mark: Mark, queue: Queue) -> None:
+        """Queues a wait for another queue's mark."""
+
+    @abstractmethod
+    def _synchronize(self) -> None:
+        """The host waits for both queues."""
