@@ -5,7 +5,6 @@ Source: tf.contrib.distribute.AllReduceCrossDeviceOps (all_reduce_cross_device_o
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from functools import cache
 from itertools import islice
@@ -34,8 +33,10 @@ from gradreduce.device import (
 from gradreduce.interop import OneCall
 from gradreduce.one_device import quotients
 from gradreduce.packing import FlatPlan, Flats, pack, plan_packing, unpack
+from gradreduce.prepared import PreparedStep, check_preparable
 from gradreduce.reduce_arguments import (
     Request,
+    as_count,
     batches_of,
     checked_nest,
     checked_requests,
@@ -92,18 +93,14 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     ) -> None:
         if not isinstance(all_reduce_alg, str) or all_reduce_alg not in ALGORITHMS:
             raise ValueError(f"all_reduce_alg={all_reduce_alg!r} is not one of {list(ALGORITHMS)}")
-        numbers = {
-            "num_packs": num_packs,
-            "agg_small_grads_max_bytes": agg_small_grads_max_bytes,
-            "agg_small_grads_max_group": agg_small_grads_max_group,
-        }
-        for name, number in numbers.items():
-            if isinstance(number, bool) or not hasattr(number, "__index__") or number < 0:
-                raise ValueError(f"{name}={number!r} must be an integer from 0 up")
         self.all_reduce_alg = all_reduce_alg
-        self.num_packs = operator.index(num_packs)
-        self.agg_small_grads_max_bytes = operator.index(agg_small_grads_max_bytes)
-        self.agg_small_grads_max_group = operator.index(agg_small_grads_max_group)
+        self.num_packs = as_count("num_packs", num_packs)
+        self.agg_small_grads_max_bytes = as_count(
+            "agg_small_grads_max_bytes", agg_small_grads_max_bytes
+        )
+        self.agg_small_grads_max_group = as_count(
+            "agg_small_grads_max_group", agg_small_grads_max_group
+        )
         self.mesh = mesh
         if topology is not None and all_reduce_alg != "hierarchical_copy":
             raise ValueError(
@@ -175,7 +172,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             ``[tensor][replica]``, all replicas of a tensor equal.
 
         Raises:
-            ValueError, BackendUnavailableError: what ``prepare`` raises, before any launch.
+            ValueError, BackendUnavailableError: what ``compile_for`` raises, before any launch.
         """
         if not gradients:
             return []
@@ -183,7 +180,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         devices = [buffer.device for buffer in gradients[0]]
         plans = self.flat_plans(gradients, out_dtypes)
         for plan in plans:
-            self.prepare(devices, plan.dtype, plan.out_dtype)
+            self.compile_for(devices, plan.dtype, plan.out_dtype)
         staged = self.all_reduce_alg == "hierarchical_copy" and not works_in_place(devices)
         flats = pack(plans, gradients, devices, consume=consume and not staged)
         options = {} if self.topology is None else {"topology": self.topology}
@@ -215,13 +212,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         for request in requests:
             if request.is_all_reduced:
                 self._check_devices(request.devices)
-        settings = (
-            self.all_reduce_alg,
-            self.num_packs,
-            self.agg_small_grads_max_bytes,
-            self.agg_small_grads_max_group,
-            self.topology,
-        )
+        limits = (self.agg_small_grads_max_bytes, self.agg_small_grads_max_group)
+        settings = (self.all_reduce_alg, self.num_packs, *limits, self.topology)
         return plan_of(_with_settings, settings, reduce_op, requests, coalesce=coalesce)
 
     def flat_plans(
@@ -239,7 +231,29 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             self.agg_small_grads_max_group,
         )
 
-    def prepare(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
+    def prepare(
+        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[Any, Any]]
+    ) -> PreparedStep:
+        """Works a ``batch_reduce`` out once, to be done many times at little cost to the host.
+
+        Does it once, too. See ``PreparedStep`` for what its calls read and overwrite.
+
+        Args:
+            reduce_op: see ``batch_reduce``.
+            value_destination_pairs: see ``batch_reduce``; at least one, of dense Buffers, all of
+                one mesh.
+
+        Raises:
+            ValueError: what ``batch_reduce`` raises, no pair, values of several meshes, or what
+                is no Buffer.
+        """
+        requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
+        check_preparable(requests)
+        return PreparedStep(
+            requests, lambda: self.reduce_batch(reduce_op, requests, coalesce=False)
+        )
+
+    def compile_for(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
         """Compiles all that ``reduce_buffers`` may launch, and connects the devices for NCCL.
 
         Not done while a lock is held; and what fails here has launched nothing.

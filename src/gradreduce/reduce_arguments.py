@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from gradreduce.variables import Variable
 
 __all__ = [
     "Request",
+    "as_count",
     "batches_of",
     "checked_nest",
     "checked_requests",
@@ -74,6 +76,13 @@ def checked_requests(pairs: Any, reduce_op: ReduceOp, mesh: Mesh | None) -> list
             matches = set(devices) == set(value.devices)
             requests.append(Request(value, value.devices if matches else devices, matches))
     return requests
+
+
+def as_count(name: str, number: Any) -> int:
+    """An integer from 0 up, of any library; anything else is a ``ValueError``."""
+    if isinstance(number, bool) or not hasattr(number, "__index__") or number < 0:
+        raise ValueError(f"{name}={number!r} must be an integer from 0 up")
+    return operator.index(number)
 
 
 def checked_pairs(pairs: Any) -> Sequence[tuple[Any, Any]]:

@@ -207,7 +207,7 @@ def test_what_was_prepared_for_other_halves_is_not_taken_for_these(halves):
     with MeshCase((0, 1, 2), peer_access=False).open() as mesh:
         for topology in (None, halves, ([], [0, 1, 2])):
             ops = gr.HierarchicalCopyAllReduce(topology=topology)
-            ops.prepare(mesh.devices, as_dtype("float16"), as_dtype("float16"))
+            ops.compile_for(mesh.devices, as_dtype("float16"), as_dtype("float16"))
         assert len(mesh.fabric.prepared) == 3
 
 

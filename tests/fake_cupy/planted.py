@@ -142,7 +142,8 @@ _LIVES = {
 }  # fmt: skip
 _DEVICES = {
     "a launch on whatever device is current": _one(
-        "wrong device", CUDA, "with self.gpu:\n            entry", "if True:\n            entry"
+        "wrong device", CUDA, "with self.gpu:\n                entry",
+        "if True:\n                entry",
     ),
     "a fill on whatever device is current": _one(
         "wrong device", CUDA, "with self.gpu:\n            runtime.memset",

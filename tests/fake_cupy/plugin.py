@@ -137,7 +137,7 @@ def declare_launches() -> None:
             tuple(span for row in spans for span in row[num_written:]),
         )
         with declared(what):
-            launch(self, kernel, template, rows, scalars, queue)
+            return launch(self, kernel, template, rows, scalars, queue)
 
     CudaDevice._launch = held
 

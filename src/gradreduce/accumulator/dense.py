@@ -196,7 +196,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         for each in devices:
             prepare_all_sum(each, found, accumulate_dtype(found))
         if over_mesh:
-            reducer.prepare(devices, accumulate_dtype(found), found)
+            reducer.compile_for(devices, accumulate_dtype(found), found)
         state = AccumulatorState(found, wanted, reduction_type, devices, over_mesh, reducer)
         devices[0].fabric.on_close[state] = cancel_waiting
         super().__init__(shared_state(shared_name, state), name)

@@ -22,6 +22,7 @@ from .memory import (
 )
 from .mesh import FlatBuffer, Mesh, default_mesh, open_mesh
 from .names import device_named
+from .tape import Tape
 
 __all__ = [
     "ALIGNMENT",
@@ -41,6 +42,7 @@ __all__ = [
     "Outline",
     "Queue",
     "Record",
+    "Tape",
     "Template",
     "accumulate_dtype",
     "as_dtype",

@@ -13,6 +13,7 @@ import numpy as np
 
 from .kernel import Kernel, Template
 from .memory import Block, Buffer, Mark, Queue, Row
+from .tape import Issue
 
 __all__ = ["Backend"]
 
@@ -65,15 +66,18 @@ class Backend(ABC):
         """Queues a copy; one end is this device's."""
 
     @abstractmethod
-    def _launch(
+    def _resolved(
         self,
         kernel: Kernel,
         template: Template,
         rows: Sequence[Row],
         scalars: Sequence[int | float],
         queue: Queue,
-    ) -> None:
-        """Queues a kernel over rows that all have work."""
+    ) -> Issue:
+        """What queues a kernel over rows that all have work, each time it is called.
+
+        It keeps what it needs to be called again, but not the operands' blocks.
+        """
 
     @abstractmethod
     def _mark(self, queue: Queue) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from .journal import Kind, Record
 from .kernel import Kernel, Template
 from .memory import Buffer, Mark, Queue, Row
 from .parking import Parking
+from .tape import Issue
 
 if TYPE_CHECKING:
     from .mesh import Mesh
@@ -79,7 +81,8 @@ class Device(Backend):
         buffer = self.empty(shape, dtype)
         if buffer.size:
             self._fill_zero(buffer)
-            self._record("fill", nbytes=buffer.nbytes)
+            record = Record("fill", "", self.index, nbytes=buffer.nbytes)
+            self._noted(record, partial(self._fill_zero, buffer), [buffer])
         return buffer
 
     def adopt(self, array: Any, stream: int | None = None) -> Buffer:
@@ -197,9 +200,11 @@ class Device(Backend):
         self._before_write(dst, queue)
         self._copy(dst, src, queue)
         self.fabric.issued()
+        if self.fabric.watched:
+            record = Record("copy", "", self.index, src.device.index, dst.nbytes, queue)
+            self._noted(record, partial(self._copy, dst, src, queue), (dst, src))
         if src.device is not self or queue != "compute":
             src.block.readers[self, queue] = self.mark(queue)
-        self._record("copy", source=src.device.index, nbytes=dst.nbytes, queue=queue)
 
     def launch(
         self,
@@ -239,9 +244,11 @@ class Device(Backend):
         crossing = self._touch(touched, queue) if touched != [[]] else 0
         for operand in written.values():
             self._before_write(operand, queue)
-        self._launch(kernel, template, rows, scalars, queue)
+        issue = self._launch(kernel, template, rows, scalars, queue)
         self.fabric.issued()
-        self._record("launch", name=kernel.name, nbytes=crossing, queue=queue, num_rows=len(rows))
+        if self.fabric.watched:
+            record = Record("launch", kernel.name, self.index, -1, crossing, queue, len(rows))
+            self._noted(record, issue, [operand for row in rows for operand in row])
 
     def run_on_host(
         self, kernel: Kernel, row: Sequence[np.ndarray], scalars: Sequence[int | float]
@@ -273,13 +280,20 @@ class Device(Backend):
     def mark(self, queue: Queue = "compute") -> Mark:
         """Marks the end of what ``queue`` holds now."""
         self.fabric.check_usable(self)
-        return Mark(self, queue, self._mark(queue))
+        mark = Mark(self, queue, self._mark(queue))
+        tape = self.fabric.tape
+        if tape is not None:
+            tape.marked(mark)
+        return mark
 
     def wait(self, mark: Mark, *, queue: Queue = "compute") -> None:
         """What ``queue`` is given from now on runs after ``mark``; the host does not wait."""
         self.fabric.check_usable(self)
         if mark.device is not self or mark.queue != queue:
             self._wait(mark, queue)
+            tape = self.fabric.tape
+            if tape is not None:
+                tape.waited(self, mark, queue)
 
     def synchronize(self) -> None:
         """The host waits until both queues are empty."""
@@ -338,6 +352,27 @@ class Device(Backend):
             readers, block.readers = block.readers, {}
             for mark in readers.values():
                 self.wait(mark, queue=queue)
+
+    def _launch(
+        self,
+        kernel: Kernel,
+        template: Template,
+        rows: Sequence[Row],
+        scalars: Sequence[int | float],
+        queue: Queue,
+    ) -> Issue:
+        """Queues a kernel; what queues it again."""
+        issue = self._resolved(kernel, template, rows, scalars, queue)
+        issue()
+        return issue
+
+    def _noted(self, record: Record, issue: Issue, operands: Iterable[Buffer]) -> None:
+        """In the open journals, and on this thread's tape."""
+        if self.fabric.recorder.recording:
+            self.fabric.recorder.add(record)
+        tape = self.fabric.tape
+        if tape is not None:
+            tape.add(issue, (record,), operands)
 
     def _record(
         self,

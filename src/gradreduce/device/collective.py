@@ -15,6 +15,7 @@ from gradreduce.errors import CollectiveError, DeviceMismatchError
 
 from .journal import Record
 from .memory import Buffer
+from .tape import Issue
 
 if TYPE_CHECKING:
     from .base import Device
@@ -88,8 +89,26 @@ class Collective(ABC):
             if (out.size, out.dtype) != (size, inputs[0].dtype):
                 raise CollectiveError(f"all_gather: output {position} is {out}, not of size {size}")
 
-    def _record(self, name: str, buffers: Sequence[Buffer]) -> None:
-        """One record for each buffer."""
-        recorder = buffers[0].device.fabric.recorder
-        for buffer in buffers if recorder.recording else ():
-            recorder.add(Record("collective", name, buffer.device.index, nbytes=buffer.nbytes))
+    def _give(
+        self, issue: Issue, calls: Sequence[tuple[str, Sequence[Buffer]]], kept: Sequence[Buffer]
+    ) -> None:
+        """Gives a group of calls to the devices; one record for each buffer of each call.
+
+        Args:
+            issue: gives them, each time it is called.
+            calls: name and buffers of each; at least one buffer in all.
+            kept: whatever memory they use beside these.
+        """
+        buffers = [buffer for _, each in calls for buffer in each]
+        fabric = buffers[0].device.fabric
+        with fabric.taped(None):  # its fences are its own
+            issue()
+        records = tuple(
+            Record("collective", name, buffer.device.index, nbytes=buffer.nbytes)
+            for name, each in calls
+            for buffer in each
+        )
+        for record in records if fabric.recorder.recording else ():
+            fabric.recorder.add(record)
+        if fabric.tape is not None:
+            fabric.tape.add(issue, records, [*buffers, *kept])

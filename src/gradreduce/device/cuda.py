@@ -31,6 +31,7 @@ from .fabric import Fabric
 from .kernel import Kernel, Template
 from .memory import Block, Buffer, Mark, Queue, Row, TrackedBlock
 from .tables import Tables
+from .tape import Issue
 
 __all__ = ["CudaDevice", "enable_peer_access", "visible_gpus"]
 
@@ -272,15 +273,15 @@ class CudaDevice(Device):
         with self.gpu:
             function(kernel, template, self.physical)
 
-    def _launch(
+    def _resolved(
         self,
         kernel: Kernel,
         template: Template,
         rows: Sequence[Row],
         scalars: Sequence[int | float],
         queue: Queue,
-    ) -> None:
-        with self.gpu:
+    ) -> Issue:
+        with self.gpu, self.fabric.taped(None):  # a table is uploaded once, however often used
             entry = function(kernel, template, self.physical)
             items = [kernel.num_items(row) for row in rows]
             total, itemsize = sum(items), _narrowest(rows[0])
@@ -291,8 +292,14 @@ class CudaDevice(Device):
             # 0.0 == -0.0, but a product with it is not: such scalars are told apart by their text.
             exact = repr(scalars) if 0 in scalars else ""
             arguments = (table.struct, *_scalar_arguments(kernel, tuple(scalars), exact))
-            block = self._geometry.block(total, table.num_chunks, itemsize)
-            entry((table.num_chunks,), (block,), arguments, stream=self._streams[queue])
+        block = self._geometry.block(total, table.num_chunks, itemsize)
+        shape, stream, held = ((table.num_chunks,), (block,)), self._streams[queue], table.held
+
+        def issue(_held: object = held) -> None:
+            with self.gpu:
+                entry(*shape, arguments, stream=stream)
+
+        return issue
 
     def _place(self, words: np.ndarray) -> tuple[int, Buffer]:
         held = self.upload(words)

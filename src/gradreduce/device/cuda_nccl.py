@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from gradreduce.errors import BackendUnavailableError, CollectiveError, DeviceMismatchError
@@ -182,6 +183,10 @@ class NcclCollective(Collective):
         """One NCCL group. Without it a single process that drives many GPUs deadlocks."""
         if not calls:
             return
+        kept = [buffer for call in calls for buffer in call.outputs]
+        self._give(partial(self._group, calls), [(call.name, call.buffers) for call in calls], kept)
+
+    def _group(self, calls: Sequence[_Call]) -> None:
         with self._lock:  # every GPU sees the groups of all threads in one order
             for call in calls:
                 self._make_clique(call.physicals)
@@ -191,8 +196,6 @@ class NcclCollective(Collective):
                     self._call(call)
             finally:
                 self._run("groupEnd", self._nccl.groupEnd)
-        for call in calls:
-            self._record(call.name, call.buffers)
 
     def _call(self, call: _Call) -> None:
         communicators = self._cliques[call.physicals]

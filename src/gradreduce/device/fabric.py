@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 from gradreduce.errors import BackendUnavailableError
 
 from .journal import Recorder
+from .tape import Tape
 
 if TYPE_CHECKING:
     from .base import Device
@@ -32,9 +33,10 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
 
 
 class _Issued(threading.local):
-    """How many launches and copies a thread has given to the devices."""
+    """How many launches and copies a thread has given to the devices, and its open tape."""
 
     count: int = 0
+    tape: Tape | None = None
 
 
 class Fabric:
@@ -92,6 +94,25 @@ class Fabric:
             target=self._wake, args=(physical,), name="gradreduce-lost", daemon=True
         )
         worker.start()
+
+    @property
+    def tape(self) -> Tape | None:
+        """Where this thread keeps what it gives to the devices; None: nowhere."""
+        return self._issued.tape
+
+    @property
+    def watched(self) -> bool:
+        """Whether anybody wants to know what this thread gives to the devices."""
+        return self.recorder.recording or self._issued.tape is not None
+
+    @contextmanager
+    def taped(self, tape: Tape | None) -> Iterator[None]:
+        """Inside, this thread keeps what it does on ``tape``; nowhere with None."""
+        before, self._issued.tape = self._issued.tape, tape
+        try:
+            yield
+        finally:
+            self._issued.tape = before
 
     def issued(self) -> None:
         """Counts a launch or copy of this thread, for ``whole_or_lost``."""

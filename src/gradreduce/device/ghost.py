@@ -21,6 +21,7 @@ from .fabric import Fabric
 from .kernel import Kernel, Template
 from .memory import ALIGNMENT, Block, Buffer, Mark, Queue, Row
 from .mesh import Mesh
+from .tape import Issue
 
 __all__ = ["Ghosts", "MeshOutline", "Outline", "mesh_outline", "outline_of"]
 
@@ -137,14 +138,15 @@ class GhostDevice(Device):
 
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None: ...
 
-    def _launch(
+    def _resolved(
         self,
         kernel: Kernel,
         template: Template,
         rows: Sequence[Row],
         scalars: Sequence[int | float],
         queue: Queue,
-    ) -> None: ...
+    ) -> Issue:
+        return lambda: None
 
     def _wait(self, mark: Mark, queue: Queue) -> None: ...
 
@@ -157,14 +159,14 @@ class GhostCollective(Collective):
     def all_reduce(self, buffers: Sequence[Buffer], op: str = "sum") -> None:
         """See ``Collective.all_reduce``."""
         self._check("all_reduce", buffers, buffers)
-        self._record("all_reduce", buffers)
+        self._give(lambda: None, [("all_reduce", buffers)], ())
 
     def broadcast(self, buffers: Sequence[Buffer], root: int) -> None:
         """See ``Collective.broadcast``."""
         self._check_broadcast(buffers, root)
-        self._record("broadcast", buffers)
+        self._give(lambda: None, [("broadcast", buffers)], ())
 
     def all_gather(self, outputs: Sequence[Buffer], inputs: Sequence[Buffer]) -> None:
         """See ``Collective.all_gather``."""
         self._check_gather(outputs, inputs)
-        self._record("all_gather", inputs)
+        self._give(lambda: None, [("all_gather", inputs)], ())

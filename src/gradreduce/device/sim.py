@@ -26,6 +26,7 @@ from .sim_queue import Event, Scheduler
 from .sim_workers import Workers
 from .table import CHUNK_SIZE
 from .tables import Tables
+from .tape import Issue
 
 __all__ = ["BLOCK_SIZE", "FACES", "SimDevice", "SimOptions", "memory_of", "sim_device"]
 
@@ -177,20 +178,20 @@ class SimDevice(Device):
         if build is not None:
             host_kernel(kernel, build)
 
-    def _launch(
+    def _resolved(
         self,
         kernel: Kernel,
         template: Template,
         rows: Sequence[Row],
         scalars: Sequence[int | float],
         queue: Queue,
-    ) -> None:
+    ) -> Issue:
         build = FACES[self.options.face]
         if build is None:
             work = self._twin_work(kernel, rows, scalars)
         else:
             work = self._compiled_work(kernel, template, rows, scalars, build)
-        self.scheduler.submit((self, queue), work)
+        return partial(self.scheduler.submit, (self, queue), work)
 
     def _twin_work(
         self, kernel: Kernel, rows: Sequence[Row], scalars: Sequence[int | float]

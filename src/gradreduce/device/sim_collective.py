@@ -57,16 +57,25 @@ class SimCollective(Collective):
             for target in targets:
                 target[...] = gathered
 
-        self._meet("all_gather", inputs, work)
+        self._meet("all_gather", inputs, work, outputs)
 
-    def _meet(self, name: str, buffers: Sequence[Buffer], work: Callable[[], None]) -> None:
+    def _meet(
+        self,
+        name: str,
+        buffers: Sequence[Buffer],
+        work: Callable[[], None],
+        kept: Sequence[Buffer] = (),
+    ) -> None:
         """Runs the work when every compute queue has come to it; none goes on before."""
         devices: list[SimDevice] = [sim_device(buffer) for buffer in buffers]
         first = devices[0]
-        for device in devices[1:]:
-            first.wait(device.mark())
-        first.scheduler.submit((first, "compute"), work)
-        done = first.mark()
-        for device in devices[1:]:
-            device.wait(done)
-        self._record(name, buffers)
+
+        def issue() -> None:
+            for device in devices[1:]:
+                first.wait(device.mark())
+            first.scheduler.submit((first, "compute"), work)
+            done = first.mark()
+            for device in devices[1:]:
+                device.wait(done)
+
+        self._give(issue, [(name, buffers)], kept)

@@ -1,0 +1,228 @@
+"""Prepared steps: the same bits, launches and copies as the plain call, and nothing else."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import meshes
+import numpy as np
+import pytest
+from exact import random_data, same
+from meshes import MeshCase, num_grown, refused
+from scenes import dense, table
+
+import gradreduce as gr
+from gradreduce.device import as_dtype
+from gradreduce.errors import BackendUnavailableError
+
+SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
+SHAPES = [((40, 7), "float32"), ((), "float16"), ((0, 2), "float32"), ((9,), "int16"),
+          ((30_000,), "float32"), ((5,), "complex64"), ((33,), "bfloat16")]  # fmt: skip
+
+numpy_mesh = meshes.numpy_mesh
+mesh = meshes.mesh
+
+
+def values_of(mesh, seed=0):
+    return [dense(mesh, shape, dtype, seed + place) for place, (shape, dtype) in enumerate(SHAPES)]
+
+
+def refill(values, seed):
+    """Other numbers in the same memory; the arrays that went in."""
+    for place, value in enumerate(values):
+        for replica, buffer in enumerate(value.buffers):
+            numbers = random_data(buffer.shape, buffer.dtype, seed=seed + 10 * place + replica)
+            buffer.device.upload(np.asarray(numbers), out=buffer)
+
+
+def pairs_of(mesh, values):
+    """Most to their own devices; one to the last, one to the last and the first."""
+    ends = list(dict.fromkeys([mesh.devices[-1], mesh.devices[0]]))
+    targets = [*values[:-2], ends[:1], ends]
+    return list(zip(values, targets, strict=True))
+
+
+def arrays_of(results):
+    return [buffer.numpy() for result in results for buffer in result.buffers]
+
+
+SETTINGS = {
+    "nccl": {"all_reduce_alg": "nccl"},
+    "three packs": {"all_reduce_alg": "hierarchical_copy", "num_packs": 3},
+    "no packs": {"all_reduce_alg": "hierarchical_copy", "num_packs": 0},
+}
+
+
+@pytest.mark.parametrize("op", [SUM, MEAN])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_each_call_is_a_batch_reduce_of_what_the_arrays_hold(mesh, settings, op):
+    ops = gr.AllReduceCrossDeviceOps(mesh=mesh, **settings)
+    values = values_of(mesh)
+    pairs = pairs_of(mesh, values)
+    step = ops.prepare(op, pairs)
+    for seed in (100, 200, 300):
+        refill(values, seed)
+        before = [buffer.numpy() for value in values for buffer in value.buffers]
+        with mesh.journal() as journal:
+            found = step()
+        plain = ops.batch_reduce(op, pairs)
+        assert all(map(same, arrays_of(found), arrays_of(plain)))
+        assert [each.devices for each in found] == [each.devices for each in plain]
+        plan = ops.plan(op, pairs)
+        assert (journal.launches, journal.copies) == (plan.launches, plan.copies)
+        assert len(journal.of("collective")) == plan.collectives
+        assert (journal.bytes, journal.uploads, journal.syncs) == (plan.bytes, 0, 0)
+        after = [buffer.numpy() for value in values for buffer in value.buffers]
+        assert all(map(same, after, before))
+
+
+def test_a_call_asks_for_no_memory_and_gives_the_same_arrays(numpy_mesh):
+    values = values_of(numpy_mesh)
+    step = gr.HierarchicalCopyAllReduce().prepare(MEAN, pairs_of(numpy_mesh, values))
+    grown, live = num_grown(numpy_mesh), live_bytes(numpy_mesh)
+    first = step()
+    kept = [buffer.address for result in first for buffer in result.buffers]
+    for _ in range(5):
+        again = step()
+        assert again is first is step.results
+    assert [buffer.address for result in again for buffer in result.buffers] == kept
+    assert (num_grown(numpy_mesh), live_bytes(numpy_mesh)) == (grown, live)
+
+
+def live_bytes(mesh):
+    for device in mesh.devices:
+        device.drain()
+    return sum(device._pool.live_bytes for device in mesh.devices)
+
+
+def test_its_memory_is_its_own_and_ends_with_it(numpy_mesh):
+    values = values_of(numpy_mesh)
+    gc.collect()
+    before = live_bytes(numpy_mesh)
+    ops = gr.HierarchicalCopyAllReduce(2)
+    step = ops.prepare(SUM, pairs_of(numpy_mesh, values))
+    step()
+    wanted = arrays_of(step.results)
+    others = [ops.batch_reduce(SUM, [(value, value) for value in values]) for _ in range(3)]
+    del others
+    gc.collect()
+    step()
+    assert all(map(same, arrays_of(step.results), wanted))
+    del step
+    gc.collect()
+    assert live_bytes(numpy_mesh) == before
+
+
+def test_what_it_reads_stays_alive(numpy_mesh):
+    values = values_of(numpy_mesh)
+    wanted = arrays_of(gr.HierarchicalCopyAllReduce().batch_reduce(SUM, [(v, v) for v in values]))
+    step = gr.HierarchicalCopyAllReduce().prepare(SUM, [(v, v) for v in values])
+    del values
+    gc.collect()
+    for device in numpy_mesh.devices:
+        device.drain()
+        device.upload(np.full(40 * 7, np.nan, np.float32))
+    assert all(map(same, arrays_of(step()), wanted))
+
+
+def test_views_of_a_flat_buffer_need_no_packing():
+    with MeshCase((0, 0, 1, 1)).open() as mesh:
+        flat = mesh.flat_buffer([(3, 2), (50,)], "float32")
+        values = [gr.PerReplica(views) for views in zip(*flat.views, strict=True)]
+        step = gr.HierarchicalCopyAllReduce().prepare(SUM, [(value, value) for value in values])
+        refill(values, 5)
+        with mesh.journal() as journal:
+            found = step()
+        plain = gr.HierarchicalCopyAllReduce().batch_reduce(SUM, [(v, v) for v in values])
+        assert journal.launches == 1
+        assert all(map(same, arrays_of(found), arrays_of(plain)))
+
+
+def test_threads_take_turns():
+    with MeshCase((0, 1, 1)).open() as mesh:
+        values = values_of(mesh)
+        pairs = [(value, value) for value in values]
+        ops = gr.HierarchicalCopyAllReduce()
+        steps = [ops.prepare(SUM, pairs), ops.prepare(MEAN, pairs)]
+        barrier, failed = threading.Barrier(6), []
+
+        def work(step):
+            try:
+                barrier.wait(10)
+                for _ in range(50):
+                    step()
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=work, args=(steps[k % 2],)) for k in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert not failed
+        for step, op in zip(steps, (SUM, MEAN), strict=True):
+            assert all(map(same, arrays_of(step.results), arrays_of(ops.batch_reduce(op, pairs))))
+
+
+@pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
+def test_every_legal_order_has_the_same_bits(algorithm):
+    def played(seed, placement, peers):
+        with gr.open_mesh(placement, backend="sim", strict=True, peer_access=peers,
+                          schedule_seed=seed) as mesh:  # fmt: skip
+            values = values_of(mesh)
+            ops = gr.AllReduceCrossDeviceOps(algorithm, 2, mesh=mesh)
+            step = ops.prepare(MEAN, pairs_of(mesh, values))
+            bits = []
+            for turn in range(3):
+                refill(values, turn)
+                for result in step()[::-1]:
+                    bits += [buffer.numpy().tobytes() for buffer in result.buffers[::-1]]
+            step()
+            step()  # at once: the second must come behind the first
+            return bits + [array.tobytes() for array in arrays_of(step.results)]
+
+    cases = [(placement, peers) for placement in ([0, 0, 1, 1], [0, 1, 1, 2, 0])
+             for peers in (True, False)]  # fmt: skip
+    expected = [played(None, *case) for case in cases]
+    for seed in range(104):
+        place = seed % len(cases)
+        assert played(seed, *cases[place]) == expected[place], (seed, cases[place])
+
+
+def test_a_lost_device_or_a_closed_mesh_stops_it():
+    with MeshCase((0, 1)).open() as mesh:
+        value = dense(mesh, (4,), "float32", 1)
+        step = gr.HierarchicalCopyAllReduce().prepare(SUM, [(value, value)])
+        mesh.devices[1].lose("tested")
+        with refused(mesh, BackendUnavailableError, "sim:1 was lost"):
+            step()
+    with pytest.raises(BackendUnavailableError, match="closed"):
+        step()
+
+
+def test_what_cannot_be_read_again_is_refused():
+    with MeshCase((0, 1)).open() as mesh, MeshCase((0, 1)).open() as other:
+        ops = gr.NcclAllReduce(mesh=mesh)
+        value = dense(mesh, (4,), "float32", 1)
+        arrays = gr.PerReplica([np.ones(3)] * 2, mesh)
+        sparse = gr.PerReplica([table(device, 1) for device in mesh])
+        apart = dense(other, (4,), "float32", 1)
+        for pairs, text in (
+            ([], "a step is of values of one mesh: these are of 0"),
+            ([(value, value), (apart, apart)], "these are of 2"),
+            ([(value, value), (arrays, arrays)], "value 1 is of arrays of kind 'native'"),
+            ([(sparse, sparse)], "value 0 holds IndexedSlices"),
+            ([(value, "sim:8")], "destination 0"),
+        ):
+            with refused(mesh, ValueError, text):
+                ops.prepare(SUM, pairs)
+        with refused(mesh, ValueError, "reduce_op="):
+            ops.prepare("sum", [(value, value)])
+
+
+def test_dtypes_of_the_results_are_those_of_the_plain_call():
+    with MeshCase((0, 0)).open() as mesh:
+        value = dense(mesh, (4,), "int16", 1)
+        step = gr.NcclAllReduce().prepare(MEAN, [(value, value)])
+        assert step()[0].buffers[0].dtype == as_dtype("float32")
