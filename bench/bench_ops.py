@@ -55,13 +55,16 @@ SMALL, MEMORY = "small", "memory"
 HOST_PEERS = ("numpy", "torch", "tensorflow")
 NOT_YET = "nothing yet: no GPU was there, 2026-11"
 CPU_FLOORS = (
-    Floor("numpy face over the fastest peer", ADD_32, times_the_fastest_peer("numpy"),
-          ">=", 1.2, "?", HOST_PEERS),
-    Floor("compiled face over the fastest peer", ADD_32, times_the_fastest_peer("compiled"),
-          ">=", 1.6, "?", HOST_PEERS),
-    Floor("numpy face: MiB beside the output", MEMORY, counted("numpy MiB"), "<=", 4, "?"),
-    Floor("compiled face: MiB beside the output", MEMORY, counted("compiled MiB"), "<=", 4, "?"),
-    Floor("us over the NumPy calls, 3 x 100", SMALL, counted("us over the peer"), "<=", 15, "?"),
+    Floor("numpy face over the fastest peer", ADD_32, times_the_fastest_peer("numpy"), ">=", 1.2,
+          "0.84 over tf.add_n, 1.63 over the next; 2 cores, 2026-11", HOST_PEERS),
+    Floor("compiled face over the fastest peer", ADD_32, times_the_fastest_peer("compiled"), ">=",
+          1.6, "0.92 to 1.00 over tf.add_n, 1.78 over the next; 2 cores, 2026-11", HOST_PEERS),
+    Floor("numpy face: MiB beside the output", MEMORY, counted("numpy MiB"), "<=", 4,
+          "0.07; 2 cores, 2026-11"),
+    Floor("compiled face: MiB beside the output", MEMORY, counted("compiled MiB"), "<=", 4,
+          "0.02; 2 cores, 2026-11"),
+    Floor("us over the NumPy calls, 3 x 100", SMALL, counted("us over the peer"), "<=", 15,
+          "7.0; 2 cores, 2026-11"),
 )  # fmt: skip
 GPU_FLOORS = (
     Floor("add_n float32, of the copy", ADD_32, of_the_copy("cuda"), ">=", 0.95, NOT_YET),
