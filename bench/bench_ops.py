@@ -1,9 +1,9 @@
-"""How fast many arrays are added and packed on one device, beside a copy and beside the peers.
+"""How fast arrays are added, packed and merged on one device, beside a copy and beside the peers.
 
-On a GPU where CuPy sees one, else on both faces of a simulated device. Every line says how many
-bytes the operation must move, what it took, and which part of the rate of a plain copy (bytes read
-and written alike, measured in the same rounds) that is. All candidates of a case are called in
-turns, and the medians are compared. Peers that are not installed are left out, visibly.
+On a GPU where CuPy sees one, else on both faces of a simulated device. Every line says what the
+operation took, and which part of the rate of a plain copy (bytes read and written alike, measured
+in the same rounds) that is. Peers that are not installed are left out, visibly. Exit status 1 if a
+floor is broken.
 
     python bench/bench_ops.py [--json FILE] [--quick]
 """
@@ -13,22 +13,71 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import statistics
-import time
+import os
+import sys
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from measure.case import OURS, Case
+from measure.clock import Call, clock_of, host_seconds
+from measure.floors import (
+    Floor,
+    counted,
+    kept,
+    of_the_copy,
+    over_the_copy,
+    times_the_fastest_peer,
+    times_the_peer,
+)
+from measure.peers import SPLIT, find_peers
 
 import gradreduce as gr
 from gradreduce import ops
-from gradreduce.device import Mesh, as_dtype, flat_layout
+from gradreduce.device import Buffer, Device, Mesh, as_dtype, flat_layout
 
-Calls = dict[str, Callable[[], Any]]
 NUM_TERMS = 8
-ROUNDS = 15
+MANY, MANY_SIZE = 10_000, 256  # tensors of 1 KB
+ROWS, WIDTH, INDICES = 1_000_000, 64, 100_000  # of a segment_sum
+CPU_SIZE, GPU_SIZE = 2**23, 2**26  # float32 elements: 32 MiB, 256 MiB
+QUICK_SIZE, QUICK_MANY, QUICK_ROWS = 2**10, 10, 100
+
+ADD_32, ADD_16 = f"add_n {NUM_TERMS} float32", f"add_n {NUM_TERMS} bfloat16"
+ACCUMULATE, ALL_SUM, SEGMENTS = "accumulate_n", "all_sum", "segment_sum"
+PACK, UNPACK, SCALE = "pack ResNet-50", "unpack ResNet-50", "scale ResNet-50"
+PACK_MANY, ADD_MANY = "pack many", f"add_n {NUM_TERMS} many"
+SMALL, MEMORY = "small", "memory"
+
+HOST_PEERS = ("numpy", "torch", "tensorflow")
+NOT_YET = "nothing yet: no GPU was there, 2026-11"
+CPU_FLOORS = (
+    Floor("numpy face over the fastest peer", ADD_32, times_the_fastest_peer("numpy"), ">=", 1.2,
+          "0.84 over tf.add_n, 1.63 over the next; 2 cores, 2026-11", HOST_PEERS),
+    Floor("compiled face over the fastest peer", ADD_32, times_the_fastest_peer("compiled"), ">=",
+          1.6, "0.92 to 1.00 over tf.add_n, 1.78 over the next; 2 cores, 2026-11", HOST_PEERS),
+    Floor("numpy face: MiB beside the output", MEMORY, counted("numpy MiB"), "<=", 4,
+          "0.07; 2 cores, 2026-11"),
+    Floor("compiled face: MiB beside the output", MEMORY, counted("compiled MiB"), "<=", 4,
+          "0.02; 2 cores, 2026-11"),
+    Floor("us over the NumPy calls, 3 x 100", SMALL, counted("us over the peer"), "<=", 15,
+          "7.0; 2 cores, 2026-11"),
+)  # fmt: skip
+GPU_FLOORS = (
+    Floor("add_n float32, of the copy", ADD_32, of_the_copy("cuda"), ">=", 0.95, NOT_YET),
+    Floor("add_n bfloat16, of the copy", ADD_16, of_the_copy("cuda"), ">=", 0.90, NOT_YET),
+    Floor("add_n float32 over the CuPy chain", ADD_32, times_the_peer("cupy chain", "cuda"),
+          ">=", 2.2, NOT_YET, ("cupy",)),
+    Floor("accumulate_n, of the copy", ACCUMULATE, of_the_copy("cuda"), ">=", 0.93, NOT_YET),
+    Floor("pack ResNet-50, launches", PACK, counted("launches"), "<=", 1, NOT_YET),
+    Floor("pack ResNet-50, copies' time", PACK, over_the_copy("cuda"), "<=", 1.25, NOT_YET),
+    Floor("pack 10,000 x 1 KB, GPU us", PACK_MANY, counted("us"), "<=", 15, NOT_YET),
+    Floor("add_n 8 x (10,000 x 1 KB), copies' time", ADD_MANY, over_the_copy("cuda"),
+          "<=", 1.5, NOT_YET),
+)  # fmt: skip
 
 
 def resnet50() -> list[tuple[int, ...]]:
@@ -50,248 +99,223 @@ def resnet50() -> list[tuple[int, ...]]:
     return [*shapes, (1000, 2048), (1000,)]
 
 
-def seconds(calls: Calls, wait: Callable[[], None], rounds: int) -> dict[str, float]:
-    """The median of each candidate, all called in turns after a warm-up."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 2):
-        for name, call in calls.items():
-            wait()
-            start = time.perf_counter()
-            call()
-            wait()
-            if turn >= 2:
-                taken[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times) for name, times in taken.items()}
-
-
-def report(case: str, nbytes: int, took: dict[str, float], line: float) -> dict[str, Any]:
-    """Prints a case and gives it back as data; ``line`` is the copy's rate in bytes a second."""
-    print(f"\n{case}: {nbytes / 1e6:.1f} MB to move; copy {line / 1e9:.1f} GB/s")
-    for name, duration in sorted(took.items(), key=lambda item: item[1]):
-        print(f"  {name:28} {duration * 1e3:9.3f} ms {nbytes / duration / 1e9:8.1f} GB/s "
-              f"{nbytes / duration / line:6.2f} of the copy")  # fmt: skip
-    return {"case": case, "bytes": nbytes, "copy_bytes_per_second": line, "seconds": took}
+def hosts(count: int, size: int, dtype: str = "float32") -> list[np.ndarray]:
+    """Arrays of random numbers, each in memory of its own."""
+    pattern = np.random.default_rng(0).standard_normal(min(size, 2**16)).astype(as_dtype(dtype))
+    return [np.resize(pattern, size) for _ in range(count)]
 
 
 class Bench:
-    """One device, its faces, and what is measured on it."""
+    """One device, its faces, its peers, and what is measured on it."""
 
     def __init__(self, meshes: dict[str, Mesh], *, quick: bool) -> None:
         self.meshes = meshes
-        self.on_gpu = any(mesh.backend == "cuda" for mesh in meshes.values())
+        self.on_gpu = "cuda" in meshes
         self.quick = quick
-        self.found: list[dict[str, Any]] = []
+        self.clock = clock_of(next(iter(meshes.values())), quick=quick)
+        self.peers, self.absent = find_peers(on_gpu=self.on_gpu)
+        self.cases: dict[str, Case] = {}
 
-    def wait(self) -> None:
-        """Until the device has done what it was given, by whichever library."""
+    def devices(self) -> Iterator[tuple[str, Device]]:
+        """The name of each face, and its device."""
+        for face, mesh in self.meshes.items():
+            yield OURS + face, mesh.devices[0]
+
+    def case(self, name: str, size: str, nbytes: int, ours: dict[str, Call],
+             operation: str, *operands: Sequence[np.ndarray]) -> None:  # fmt: skip
+        """Measures our candidates, the peers' and a copy of as many bytes, in turns."""
+        calls = dict(ours)
+        for peer in self.peers:
+            calls |= peer.calls(operation, *operands)
+        took = self.clock.measure(calls, nbytes)
+        figures = {}
         if self.on_gpu:
-            import cupy
+            (mesh,) = self.meshes.values()
+            with mesh.journal() as journal:
+                ours[OURS + "cuda"]()
+            figures = {"launches": journal.launches, "us": took[OURS + "cuda"].seconds * 1e6}
+        self.keep(Case(name, size, nbytes, took, figures))
 
-            cupy.cuda.runtime.deviceSynchronize()
-
-    def case(
-        self, name: str, nbytes: int, calls: Calls, copy: tuple[Callable[[], Any], int]
-    ) -> None:
-        """Measures the candidates and, in the same rounds, a copy of so many bytes."""
-        took = seconds({**calls, "copy": copy[0]}, self.wait, 3 if self.quick else ROUNDS)
-        line = copy[1] / took.pop("copy")
-        self.found.append(report(name, nbytes, took, line))
-
-    def arrays(self, count: int, size: int, dtype: str) -> list[Any]:
-        """Of the device's own library."""
-        rng = np.random.default_rng(0)
-        made = [rng.standard_normal(size, np.float32).astype(as_dtype(dtype)) for _ in range(count)]
-        if not self.on_gpu:
-            return made
-        import cupy
-
-        return [cupy.asarray(array) for array in made]
-
-    def copy(self, size: int, dtype: str) -> tuple[Callable[[], Any], int]:
-        """A copy of one array by the device's own library, and its bytes read and written."""
-        source, target = self.arrays(2, size, dtype)
-        if not self.on_gpu:
-            return lambda: np.copyto(target, source), 2 * source.nbytes
-        return lambda: target.data.copy_from_device_async(source.data, source.nbytes), (
-            2 * source.nbytes
-        )
+    def keep(self, case: Case) -> None:
+        """Prints a case and remembers it."""
+        case.show()
+        self.cases[case.name] = case
 
     # -- cases ------------------------------------------------------------------------------------
 
-    def add_n(self, size: int, dtype: str = "float32") -> None:
+    def add_n(self, name: str, size: int, dtype: str) -> None:
         """One large sum, inputs left as they are."""
-        arrays = self.arrays(NUM_TERMS, size, dtype)
-        calls: Calls = {}
-        for face, mesh in self.meshes.items():
-            terms = [mesh.devices[0].put(array) for array in arrays]
-            calls[f"gradreduce {face}"] = lambda terms=terms: gr.add_n(terms)  # type: ignore[misc]
-        if dtype != "bfloat16":
-            calls["array chain"] = lambda: chain(arrays)
-            if self.on_gpu:
-                calls["array stack-sum"] = lambda: stack_sum(arrays)
-        calls |= torch_calls(arrays, dtype, self.on_gpu)
-        if not self.on_gpu:
-            calls |= tensorflow_calls(arrays)
+        arrays = hosts(NUM_TERMS, size, dtype)
+        ours: dict[str, Call] = {}
+        for face, device in self.devices():
+            ours[face] = partial(gr.add_n, [device.put(array) for array in arrays])
         nbytes = (NUM_TERMS + 1) * arrays[0].nbytes
-        self.case(f"add_n {NUM_TERMS} x {size} {dtype}", nbytes, calls, self.copy(size, dtype))
+        self.case(name, f"{NUM_TERMS} x {size} {dtype}", nbytes, ours, "add_n", arrays)
 
     def accumulate_n(self, size: int) -> None:
         """One term into a sum, in place."""
-        total, term = self.arrays(2, size, "float32")
-        calls: Calls = {}
-        for face, mesh in self.meshes.items():
-            into, taken = (mesh.devices[0].put(array) for array in (total, term))
-            calls[f"gradreduce {face}"] = lambda into=into, taken=taken: ops.accumulate_n(  # type: ignore[misc]
-                [into], [[taken]]
-            )
-        calls["array +="] = lambda: total.__iadd__(term)
-        copy = self.copy(size, "float32")
-        self.case(f"accumulate_n {size} float32", 3 * total.nbytes, calls, copy)
+        arrays = hosts(2, size)
+        ours: dict[str, Call] = {}
+        for face, device in self.devices():
+            total, term = (device.put(array) for array in arrays)
+            ours[face] = partial(ops.accumulate_n, [total], [[term]])
+        nbytes = 3 * arrays[0].nbytes
+        self.case(ACCUMULATE, f"{size} float32", nbytes, ours, "accumulate", arrays)
+
+    def all_sum(self, size: int) -> None:
+        """The sum of all into all, in two halves."""
+        inputs, outs = hosts(NUM_TERMS, size), hosts(NUM_TERMS, size)
+        ours: dict[str, Call] = {}
+        for face, device in self.devices():
+            mine = [[device.put(array) for array in arrays] for arrays in (outs, inputs)]
+            ours[face] = partial(ops.all_sum, mine[:1], mine[1:], SPLIT)
+        nbytes = 2 * NUM_TERMS * inputs[0].nbytes
+        words = f"{NUM_TERMS} x {size} float32, split {SPLIT}"
+        self.case(ALL_SUM, words, nbytes, ours, "all_sum", outs, inputs)
 
     def pack(self, name: str, sizes: Sequence[int]) -> None:
         """Many tensors into one flat buffer, by one launch."""
-        arrays = [self.arrays(1, size, "float32")[0] for size in sizes]
-        layout = flat_layout(sizes, 4)
-        calls: Calls = {}
-        for face, mesh in self.meshes.items():
-            device = mesh.devices[0]
-            flat = device.zeros((layout.size,), "float32")
-            outs = [flat.view(offset, (span,)) for offset, span
-                    in zip(layout.offsets, layout.spans, strict=True)]  # fmt: skip
-            terms = [device.put(array) for array in arrays]
-            calls[f"gradreduce {face}"] = lambda outs=outs, terms=terms: ops.pack(outs, terms)  # type: ignore[misc]
-        calls["array concatenate"] = lambda: concatenate(arrays)
-        nbytes = 2 * 4 * sum(sizes)
-        self.case(f"pack {name}", nbytes, calls, self.copy(layout.size, "float32"))
+        arrays = [hosts(1, size)[0] for size in sizes]
+        ours: dict[str, Call] = {}
+        for face, device in self.devices():
+            parts, tensors = self._flat(device, arrays)
+            ours[face] = partial(ops.pack, parts, tensors)
+        flat = hosts(1, sum(sizes))
+        self.case(name, *self._moved(sizes), ours, "pack", flat, arrays)
 
-    def many(self, count: int, size: int) -> None:
+    def unpack(self, sizes: Sequence[int]) -> None:
+        """A flat buffer into given tensors, by one launch."""
+        arrays = [hosts(1, size)[0] for size in sizes]
+        ours: dict[str, Call] = {}
+        for face, device in self.devices():
+            parts, tensors = self._flat(device, arrays)
+            inputs = [part.view(0, (size,)) for part, size in zip(parts, sizes, strict=True)]
+            ours[face] = partial(ops.pack, tensors, inputs)
+        flat = hosts(1, sum(sizes))
+        self.case(UNPACK, *self._moved(sizes), ours, "unpack", flat, arrays)
+
+    def scale(self, sizes: Sequence[int]) -> None:
+        """Every tensor times a number, in place, by one launch."""
+        arrays = [hosts(1, size)[0] for size in sizes]
+        ours: dict[str, Call] = {}
+        for face, device in self.devices():
+            tensors = [device.put(array) for array in arrays]
+            ours[face] = partial(ops.pack, tensors, tensors, scale=-1.0)
+        self.case(SCALE, *self._moved(sizes), ours, "scale", arrays)
+
+    def _moved(self, sizes: Sequence[int]) -> tuple[str, int]:
+        """In words what float32 tensors of these sizes are; bytes to read and write them once."""
+        return f"{len(sizes)} tensors, {sum(sizes)} float32", 2 * 4 * sum(sizes)
+
+    def _flat(self, device: Device, arrays: Sequence[np.ndarray]) -> tuple[list[Buffer], ...]:
+        """The parts of a flat buffer, and the tensors that belong there."""
+        layout = flat_layout([array.size for array in arrays], 4)
+        flat = device.zeros((layout.size,), "float32")
+        places = zip(layout.offsets, layout.spans, strict=True)
+        parts = [flat.view(offset, (span,)) for offset, span in places]
+        return parts, [device.put(array) for array in arrays]
+
+    def many(self, count: int) -> None:
         """Many small sums, by one launch."""
-        columns = [self.arrays(count, size, "float32") for _ in range(NUM_TERMS)]
-        calls: Calls = {}
-        for face, mesh in self.meshes.items():
-            device = mesh.devices[0]
+        columns = [hosts(count, MANY_SIZE) for _ in range(NUM_TERMS)]
+        ours: dict[str, Call] = {}
+        for face, device in self.devices():
             terms = [[device.put(array) for array in row] for row in zip(*columns, strict=True)]
-            outs = [device.empty((size,), "float32") for _ in terms]
-            calls[f"gradreduce {face}"] = lambda outs=outs, terms=terms: ops.add_n(outs, terms)  # type: ignore[misc]
-        calls["array chains"] = lambda: [chain(row) for row in zip(*columns, strict=True)]
-        nbytes = (NUM_TERMS + 1) * 4 * count * size
-        name = f"add_n {NUM_TERMS} x ({count} x {4 * size} bytes)"
-        self.case(name, nbytes, calls, self.copy(count * size, "float32"))
+            outs = [device.empty((MANY_SIZE,), "float32") for _ in terms]
+            ours[face] = partial(ops.add_n, outs, terms)
+        nbytes = (NUM_TERMS + 1) * 4 * count * MANY_SIZE
+        words = f"{NUM_TERMS} x ({count} x {4 * MANY_SIZE} bytes)"
+        self.case(ADD_MANY, words, nbytes, ours, "many", *columns)
+
+    def segment_sum(self, rows: int) -> None:
+        """Rows of a sparse gradient that have the same index; with the plan and without."""
+        num_indices = rows * INDICES // ROWS
+        values = hosts(1, rows * WIDTH)[0].reshape(rows, WIDTH)
+        indices = np.random.default_rng(1).integers(0, num_indices, rows)
+        out = np.zeros((num_indices, WIDTH), np.float32)
+        segments = ops.plan_segments(indices)
+        ours: dict[str, Call] = {}
+        for face, device in self.devices():
+            placed = device.put(values)
+            shape = (segments.num_segments, WIDTH)
+            planned = partial(ops.segment_sum, [device.empty(shape, "float32")], [placed])
+            ours[face] = partial(planned, [segments])
+            slices = gr.IndexedSlices(placed, indices, out.shape)
+            ours[f"{face} with its plan"] = slices.coalesce
+        nbytes = values.nbytes + out.nbytes + indices.nbytes
+        words = f"{rows} rows of {WIDTH} float32 over {num_indices} indices"
+        self.case(SEGMENTS, words, nbytes, ours, "segment_sum", [values], [indices], [out])
 
     def small(self) -> None:
         """What a call costs the host when there is next to nothing to add."""
-        arrays = self.arrays(3, 100, "float32")
-        mesh = next(iter(self.meshes.values()))
-        number = 10 if self.quick else 2000
-        calls: Calls = {
-            "gradreduce": lambda: [gr.add_n([mesh.devices[0].put(array) for array in arrays])
-                                   for _ in range(number)],
-            "array chain": lambda: [chain(arrays) for _ in range(number)],
-        }  # fmt: skip
-        took = seconds(calls, self.wait, 3 if self.quick else 9)
-        each = {name: duration / number * 1e6 for name, duration in took.items()}
-        print("\nadd_n 3 x 100 float32, host time of a call")
-        for name, microseconds in each.items():
-            print(f"  {name:28} {microseconds:9.2f} us")
-        self.found.append({"case": "small", "microseconds": each})
+        arrays = hosts(3, 100)
+        peer = self.peers[0] if self.peers else None
+        calls: dict[str, Call] = peer.calls("add_n", arrays) if peer else {}
+        theirs = list(calls)[:1]
+        mine = [peer.take(array) for array in arrays] if peer else arrays
+        calls[OURS + "arrays"] = partial(gr.add_n, mine)  # on the default mesh
+        for face, device in self.devices():
+            calls[f"{face}, Buffers"] = partial(gr.add_n, [device.put(array) for array in arrays])
+        seconds = host_seconds(calls, 10 if self.quick else 2000, quick=self.quick)
+        if self.on_gpu:
+            self.meshes["cuda"].synchronize()
+        figures = {f"{name}, us": taken * 1e6 for name, taken in seconds.items()}
+        for name in theirs:
+            figures["us over the peer"] = (seconds[OURS + "arrays"] - seconds[name]) * 1e6
+        self.keep(Case(SMALL, "add_n 3 x 100 float32", figures=figures))
 
     def memory(self, size: int) -> None:
-        """What a sum on the host takes beside its output."""
-        arrays = self.arrays(NUM_TERMS, size, "float32")
+        """What a sum on the host takes beside its output, in MiB."""
+        arrays = hosts(NUM_TERMS, size)
+        figures = {}
         for face, mesh in self.meshes.items():
             terms = [mesh.devices[0].put(array) for array in arrays]
-            gr.add_n(terms)  # compiled, and the pool warm
+            gr.add_n(terms)  # what is made once is made
             mesh.devices[0].trim()
             tracemalloc.start()
             total = gr.add_n(terms, as_kind="buffer")
             _, peak = tracemalloc.get_traced_memory()
             tracemalloc.stop()
-            extra = peak - total.nbytes
-            print(f"\nmemory beside the output, {face}: {extra / 2**20:.2f} MiB")
-            self.found.append({"case": f"memory {face}", "extra_bytes": extra})
+            figures[f"{face} MiB"] = (peak - total.nbytes) / 2**20
+        self.keep(Case(MEMORY, f"add_n {NUM_TERMS} x {size} float32", figures=figures))
 
 
-# -- peers -----------------------------------------------------------------------------------------
-
-
-def chain(arrays: Sequence[Any]) -> Any:
-    """One addition after the other, the first into a new array."""
-    total = arrays[0] + arrays[1]
-    for array in arrays[2:]:
-        total += array
-    return total
-
-
-def stack_sum(arrays: Sequence[Any]) -> Any:
-    """CuPy's other way: one array of all, summed over its first axis."""
-    import cupy
-
-    return cupy.stack(arrays).sum(axis=0)
-
-
-def concatenate(arrays: Sequence[Any]) -> Any:
-    """By the arrays' own library."""
-    if isinstance(arrays[0], np.ndarray):
-        return np.concatenate(arrays)
-    import cupy
-
-    return cupy.concatenate(arrays)
-
-
-def torch_calls(arrays: Sequence[Any], dtype: str, on_gpu: bool) -> Calls:
-    """PyTorch's two ways that leave the inputs as they are."""
-    if not importlib.util.find_spec("torch"):
-        print("torch    not installed")
-        return {}
-    import torch
-
-    wanted = getattr(torch, dtype)
-    place = "cuda" if on_gpu else "cpu"
-    tensors = [torch.empty(array.size, dtype=wanted, device=place).normal_() for array in arrays]
-
-    def in_place() -> Any:
-        total = tensors[0].clone()
-        for tensor in tensors[1:]:
-            total.add_(tensor)
-        return total
-
-    calls: Calls = {"torch copy + add_": in_place}
-    if on_gpu:
-
-        def foreach() -> Any:
-            totals = [tensors[0].clone()]
-            for tensor in tensors[1:]:
-                torch._foreach_add_(totals, [tensor])
-            return totals
-
-        calls["torch._foreach_add_"] = foreach
-    return calls
-
-
-def tensorflow_calls(arrays: Sequence[Any]) -> Calls:
-    """TensorFlow's own AddN."""
-    if not importlib.util.find_spec("tensorflow"):
-        print("tensorflow not installed")
-        return {}
-    import tensorflow as tf
-
-    tensors = [tf.constant(array) for array in arrays]
-    return {"tf.add_n": lambda: tf.add_n(tensors).numpy()}
+def all_cases(bench: Bench) -> list[Callable[[], None]]:
+    """In the order in which they run; each frees its arrays when it ends."""
+    large = GPU_SIZE if bench.on_gpu else CPU_SIZE
+    half, count, rows = CPU_SIZE, MANY, ROWS
+    if bench.quick:
+        large = half = QUICK_SIZE
+        count, rows = QUICK_MANY, QUICK_ROWS
+    sizes = [min(int(np.prod(shape)), large) for shape in resnet50()]
+    cases = [partial(bench.add_n, ADD_32, large, "float32")]
+    if bench.on_gpu:
+        cases.append(partial(bench.add_n, ADD_16, 2 * large, "bfloat16"))
+    cases += [
+        partial(bench.accumulate_n, large),
+        partial(bench.all_sum, half),
+        partial(bench.pack, PACK, sizes),
+        partial(bench.unpack, sizes),
+        partial(bench.scale, sizes),
+        partial(bench.pack, PACK_MANY, [MANY_SIZE] * count),
+        partial(bench.many, count),
+        partial(bench.segment_sum, rows),
+    ]
+    host = [bench.small] if bench.on_gpu else [bench.small, partial(bench.memory, large)]
+    return [*cases, *host]
 
 
 # -- the run ---------------------------------------------------------------------------------------
 
 
 def meshes() -> dict[str, Mesh]:
-    """The GPU, or both faces of a simulated device.
-
-    A CuPy that cannot do arithmetic is the stand-in of the tests: there is no peer to compare with.
-    """
+    """The GPU, or both faces of a simulated device."""
     if importlib.util.find_spec("cupy") is not None:
         import cupy
 
-        if hasattr(cupy, "concatenate") and cupy.cuda.is_available():
+        if cupy.cuda.is_available():
             return {"cuda": gr.open_mesh(1, backend="cuda")}
+    os.environ.setdefault("GRADREDUCE_BACKEND", "sim")  # of the default mesh, without a warning
     return {
         "numpy": gr.open_mesh(1, backend="sim", strict=False),
         "compiled": gr.open_mesh(1, backend="sim", kernels="compiled", strict=False),
@@ -303,24 +327,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="where the figures go")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: only shows that it runs")
     options = parser.parse_args(arguments)
-    bench = Bench(meshes(), quick=options.quick)
-    large = 2**26 if bench.on_gpu else 2**23
-    if options.quick:
-        large = 2**10
-    bench.add_n(large)
-    if bench.on_gpu:
-        bench.add_n(2 * large, "bfloat16")
-    bench.accumulate_n(large)
-    sizes = [int(np.prod(shape)) for shape in resnet50()]
-    bench.pack("ResNet-50", [min(size, large) for size in sizes])
-    count = 10 if options.quick else 10_000
-    bench.pack(f"{count} x 1 KB", [256] * count)
-    bench.many(count // 10 if not bench.on_gpu else count, 256)
-    bench.small()
-    if not bench.on_gpu:
-        bench.memory(large)
+    with ExitStack() as stack:
+        found = meshes()
+        for mesh in found.values():
+            stack.enter_context(mesh)
+        report = measured(found, quick=options.quick)
     if options.json is not None:
-        options.json.write_text(json.dumps(bench.found), encoding="utf-8")
+        options.json.write_text(json.dumps(report), encoding="utf-8")
+    broken = [one["floor"] for one in report["floors"] if one["holds"] is False]
+    if broken:
+        sys.exit(f"broken floors: {', '.join(broken)}")
+
+
+def measured(found: dict[str, Mesh], *, quick: bool) -> dict[str, Any]:
+    """Runs all cases; what there is to report, as JSON knows it."""
+    load = os.getloadavg()[0]
+    bench = Bench(found, quick=quick)
+    print(f"{', '.join(found)}; load average {load:.2f}")
+    for library, why in bench.absent.items():
+        print(f"{library}: {why}")
+    for case in all_cases(bench):
+        case()
+    floors = GPU_FLOORS if bench.on_gpu else CPU_FLOORS
+    return {
+        "faces": list(found),
+        "load_average": load,
+        "absent": bench.absent,
+        "cases": [case.as_json() for case in bench.cases.values()],
+        "floors": [] if quick else kept(floors, bench.cases, bench.absent),
+    }
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pytest
 from device.contract import FLOAT, SIZE, add, data, uploaded
 from exact import same
 from fake_cupy import surface
-from fake_cupy.machine import Machine, current
+from fake_cupy.machine import Fault, Machine, current
 
 import gradreduce as gr
 from gradreduce import ops
@@ -192,3 +192,27 @@ def test_zeros_of_both_signs_are_different_arguments(mesh):
         ops.pack([out], [device.upload(np.ones(SIZE, np.float32))], scale=scale)
     assert not np.signbit(outs[0].numpy()).any()
     assert np.signbit(outs[1].numpy()).all()
+
+
+def test_the_time_between_two_events_is_told_when_both_have_passed(mesh):
+    device = mesh.devices[0]
+    stream = device.stream("compute")
+    with device.gpu:
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        begin.record(stream)
+        device.zeros((8,), "float32")
+        end.record(stream)
+        end.synchronize()
+        assert cupy.cuda.get_elapsed_time(begin, end) >= 0
+
+
+@pytest.mark.parametrize("options", [{}, {"disable_timing": True}])
+def test_an_event_that_tells_no_time_is_a_fault(new_machine, options):
+    here = new_machine(0)  # nothing runs before somebody waits
+    event = cupy.cuda.Event(**options)
+    event.record(cupy.cuda.Stream(non_blocking=True))
+    if options:
+        event.synchronize()
+    with pytest.raises(Fault, match="the time of an event"):
+        cupy.cuda.get_elapsed_time(event, event)
+    here.faults.clear()

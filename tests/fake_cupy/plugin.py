@@ -105,6 +105,7 @@ def inject() -> None:
         UnownedMemory=arrays.UnownedMemory,
         alloc_pinned_memory=arrays.alloc_pinned_memory,
         get_current_stream=surface.get_current_stream,
+        get_elapsed_time=surface.get_elapsed_time,
         is_available=lambda: True,
     )
     cupy = _module(

@@ -26,7 +26,7 @@ OFFERED = {
     "cupy.ndarray": "device get copy view",
     "cupy.cuda": (
         "Device Stream ExternalStream Event Function MemoryPool MemoryPointer UnownedMemory "
-        "alloc_pinned_memory get_current_stream is_available"
+        "alloc_pinned_memory get_current_stream get_elapsed_time is_available"
     ),
     "cupy.cuda.Device": "id attributes use synchronize",
     "cupy.cuda.Stream": "__init__ synchronize wait_event record done use",

@@ -6,6 +6,7 @@ Objects remember their machine: one that is used after its machine has ended is 
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 from .machine import Call, Machine, Queue, current
@@ -19,6 +20,7 @@ __all__ = [
     "check_addresses",
     "getDevice",
     "get_current_stream",
+    "get_elapsed_time",
     "queue_of",
     "stream_now",
 ]
@@ -198,6 +200,8 @@ class Event:
         self._machine = current()
         self._gpu = getDevice()
         self._call: Call | None = None
+        self._timed = not disable_timing
+        self._reached = 0.0  # when its call ran, by the host's clock
 
     def record(self, stream=None):
         with self._machine.entered() as machine:
@@ -208,7 +212,10 @@ class Event:
                     f"{queue.gpu}"
                 )
             machine.count("record")
-            self._call = machine.submit(queue, "event")
+            self._call = machine.submit(queue, "event", self._reach)
+
+    def _reach(self, call):
+        self._reached = time.perf_counter()
 
     @property
     def done(self):
@@ -222,6 +229,17 @@ class Event:
             if self._call is None:
                 machine.fail("waited for an event never recorded")
             machine.finish(self._call)
+
+
+def get_elapsed_time(start_event, end_event):
+    """Milliseconds from one event to another; what the host took to run the fake's work."""
+    with current().entered() as machine:
+        for event in (start_event, end_event):
+            if event._call is None or not event._call.passed:
+                machine.fail("the time of an event that has not passed")
+            if not event._timed:
+                machine.fail("the time of an event made with disable_timing=True")
+    return (end_event._reached - start_event._reached) * 1e3
 
 
 def get_current_stream(device_id=-1):

@@ -1,0 +1,202 @@
+"""How long a call takes, in turns with others and with a copy of as many bytes.
+
+On a GPU the time is the GPU's: events around calls queued back to back, behind copies that keep
+the GPU busy until the host has queued them all. A host that needs longer to give work than the GPU
+to do it would else be what is measured.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from gradreduce.device import Buffer, Mesh
+
+__all__ = ["Call", "Clock", "Took", "clock_of", "host_seconds"]
+
+Call = Callable[[], Any]
+
+HOST_ROUNDS, GPU_ROUNDS, QUICK_ROUNDS = 25, 9, 2
+WARM_UPS = 2
+# Threads of another library may still spin when its call has returned; they are waited for.
+PAUSE_SECONDS = 0.005
+
+LAUNCHES, QUICK_LAUNCHES = 20, 2  # of one round, back to back
+FILL_BYTES, QUICK_FILL_BYTES = 2**30, 2**12  # of a copy that keeps the GPU busy
+FILL_SECONDS = 0.3  # that the GPU is kept busy, at most
+MARGIN = 1.5  # times the host's own time
+
+
+@dataclass(frozen=True)
+class Took:
+    """The time of one call.
+
+    Attributes:
+        seconds: until its work was done, on whatever does it.
+        host_seconds: until it returned.
+        host_bound: the GPU has waited for the host, and ``seconds`` says so little of the GPU.
+    """
+
+    seconds: float
+    host_seconds: float
+    host_bound: bool = False
+
+
+class Clock(Protocol):
+    """Of the host, or of a GPU."""
+
+    def measure(self, calls: Mapping[str, Call], nbytes: int) -> dict[str, Took]:
+        """The median of every candidate and of ``copy``, all called in turns after a warm-up.
+
+        Args:
+            calls: the candidates.
+            nbytes: that the copy reads and writes, together.
+        """
+
+
+def clock_of(mesh: Mesh, *, quick: bool) -> Clock:
+    """The clock for work on the first device of a mesh."""
+    return GpuClock(mesh.devices[0], quick=quick) if mesh.backend == "cuda" else HostClock(quick)
+
+
+def host_seconds(calls: Mapping[str, Call], number: int, *, quick: bool) -> dict[str, float]:
+    """The host's time of one call of each candidate: the best of several loops of ``number`` calls.
+
+    The best, not the median: a few microseconds are doubled by whatever else the machine does.
+    """
+
+    def loop(call: Call) -> None:
+        for _ in range(number):
+            call()
+
+    loops = {name: partial(loop, call) for name, call in calls.items()}
+    taken = HostClock(quick).in_turns(loops)
+    return {name: min(times) / number for name, times in taken.items()}
+
+
+class HostClock:
+    """Of work that is done when the call returns."""
+
+    def __init__(self, quick: bool) -> None:
+        self._rounds = QUICK_ROUNDS if quick else HOST_ROUNDS
+
+    def measure(self, calls: Mapping[str, Call], nbytes: int) -> dict[str, Took]:
+        """See ``Clock``."""
+        taken = self.in_turns({**calls, "copy": HostCopy(nbytes)})
+        medians = {name: statistics.median(times) for name, times in taken.items()}
+        return {name: Took(seconds, seconds) for name, seconds in medians.items()}
+
+    def in_turns(self, calls: Mapping[str, Call]) -> dict[str, list[float]]:
+        """The seconds of every round of each candidate, all called in turns."""
+        taken: dict[str, list[float]] = {name: [] for name in calls}
+        for turn in range(WARM_UPS + self._rounds):
+            for name, call in calls.items():
+                time.sleep(PAUSE_SECONDS)
+                start = time.perf_counter()
+                call()
+                if turn >= WARM_UPS:
+                    taken[name].append(time.perf_counter() - start)
+        return taken
+
+
+class HostCopy:
+    """A plain copy, by as many threads as there are cores; half of ``nbytes`` is read."""
+
+    def __init__(self, nbytes: int) -> None:
+        threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        source, target = (np.zeros(max(1, nbytes // 2), np.uint8) for _ in range(2))
+        source += 1  # memory that was never written is all one page
+        parts = zip(np.array_split(target, threads), np.array_split(source, threads), strict=True)
+        self._parts = list(parts)
+        self._pool = ThreadPoolExecutor(threads)
+
+    def __call__(self) -> None:
+        list(self._pool.map(np.copyto, *zip(*self._parts, strict=True)))
+
+
+class GpuClock:
+    """Of the compute stream of a device, in whose order all candidates work.
+
+    CuPy's current stream is that stream while they are called; who uses another library has it
+    use the stream too.
+    """
+
+    def __init__(self, device: Any, *, quick: bool) -> None:
+        import cupy
+
+        self._cuda = cupy.cuda
+        self._device = device
+        self._rounds = QUICK_ROUNDS if quick else GPU_ROUNDS
+        self._launches = QUICK_LAUNCHES if quick else LAUNCHES
+        nbytes = QUICK_FILL_BYTES if quick else FILL_BYTES
+        self._fill = self._copy_of(2 * nbytes)
+        self._most_fills = 1
+        self._fill_seconds = max(1e-6, self._batch(self._fill, self._launches, 1).seconds)
+        self._most_fills = math.ceil(FILL_SECONDS / self._fill_seconds) if not quick else 2
+
+    def measure(self, calls: Mapping[str, Call], nbytes: int) -> dict[str, Took]:
+        """See ``Clock``."""
+        candidates = {**calls, "copy": self._copy_of(nbytes)}
+        self._cuda.Device(self._device.physical).synchronize()  # operands come on other streams
+        plans = {name: self._plan(call) for name, call in candidates.items()}
+        taken: dict[str, list[Took]] = {name: [] for name in candidates}
+        for _ in range(self._rounds):
+            for name, call in candidates.items():
+                number, fills = plans[name]
+                took = self._batch(call, number, fills)
+                taken[name].append(took)
+                if took.host_bound:
+                    plans[name] = (number, min(2 * fills, self._most_fills))
+        return {name: _median(batches) for name, batches in taken.items()}
+
+    def _copy_of(self, nbytes: int) -> Call:
+        """From the device to itself; half of ``nbytes`` is read."""
+        source: Buffer = self._device.zeros((max(1, nbytes // 2),), "uint8")
+        target: Buffer = self._device.zeros((max(1, nbytes // 2),), "uint8")
+        return partial(self._device.copy, target, source)
+
+    def _plan(self, call: Call) -> tuple[int, int]:
+        """How often a candidate is called back to back, and behind how many copies."""
+        for _ in range(WARM_UPS):
+            self._batch(call, 1, 0)
+        host = self._batch(call, 1, 1).host_seconds
+        number = max(1, min(self._launches, int(FILL_SECONDS / MARGIN / host)))
+        fills = math.ceil(MARGIN * host * number / self._fill_seconds) + 1
+        return number, min(fills, self._most_fills)
+
+    def _batch(self, call: Call, number: int, fills: int) -> Took:
+        """One call of ``number`` back to back."""
+        stream = self._device.stream("compute")
+        with self._cuda.Device(self._device.physical), stream:
+            begin, end = self._cuda.Event(), self._cuda.Event()
+            for _ in range(fills):
+                self._fill()
+            begin.record(stream)
+            start = time.perf_counter()
+            for _ in range(number):
+                call()
+            host = time.perf_counter() - start
+            waited = bool(begin.done)  # the copies were over before all was queued
+            end.record(stream)
+            end.synchronize()
+        seconds = self._cuda.get_elapsed_time(begin, end) / 1e3
+        return Took(seconds / number, host / number, waited)
+
+
+def _median(batches: Sequence[Took]) -> Took:
+    """Of those for which the GPU never waited, if there are any."""
+    chosen = [took for took in batches if not took.host_bound] or batches
+    return Took(
+        statistics.median(took.seconds for took in chosen),
+        statistics.median(took.host_seconds for took in chosen),
+        chosen[0].host_bound,
+    )

@@ -1,0 +1,124 @@
+"""The bounds that a benchmark keeps: each defined once, and checked against what was measured."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .case import OURS, Case
+
+__all__ = [
+    "Floor",
+    "counted",
+    "kept",
+    "of_the_copy",
+    "over_the_copy",
+    "times_the_fastest_peer",
+    "times_the_peer",
+]
+
+Figure = Callable[[Case], float | None]
+SIGNS: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": operator.le}
+
+
+@dataclass(frozen=True)
+class Floor:
+    """A promise about one figure of one case.
+
+    Attributes:
+        name: what is promised.
+        case: the name of the case.
+        figure: taken from the case; None where a peer that it needs was left out.
+        sign: ``>=`` or ``<=``.
+        bound: beyond which the floor is broken.
+        measured: the figure that was measured, with chip and date.
+        peers: the libraries that it is a comparison with.
+    """
+
+    name: str
+    case: str
+    figure: Figure
+    sign: str
+    bound: float
+    measured: str
+    peers: tuple[str, ...] = ()
+
+    def check(self, cases: Mapping[str, Case], absent: Mapping[str, str]) -> dict[str, Any]:
+        """As an object for JSON: the floor, the figure, and whether it ``holds``.
+
+        ``holds`` is None where there is nothing to compare with; ``without`` are those of its
+        peers that were left out.
+        """
+        case = cases.get(self.case)
+        figure = None if case is None else self.figure(case)
+        holds = None if figure is None else SIGNS[self.sign](figure, self.bound)
+        return {
+            "floor": self.name, "case": self.case, "figure": figure, "sign": self.sign,
+            "bound": self.bound, "measured": self.measured, "holds": holds,
+            "without": [f"{peer}: {absent[peer]}" for peer in self.peers if peer in absent],
+        }  # fmt: skip
+
+
+def kept(
+    floors: tuple[Floor, ...], cases: Mapping[str, Case], absent: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Checks and prints all floors; ``absent`` are the libraries that were left out, and why."""
+    print("\nfloors")
+    found = [floor.check(cases, absent) for floor in floors]
+    for one in found:
+        word = {True: "holds", False: "BROKEN", None: "not checked"}[one["holds"]]
+        figure = "nothing" if one["figure"] is None else f"{one['figure']:.3g}"
+        bound = f"{one['sign']} {one['bound']:g}"
+        print(f"  {word:12} {one['floor']}: {figure}, {bound} (measured: {one['measured']})")
+        for text in one["without"]:
+            print(f"  {'':12} without {text}")
+    return found
+
+
+# -- figures ---------------------------------------------------------------------------------------
+
+
+def times_the_fastest_peer(face: str) -> Figure:
+    """How many times as fast as the fastest peer that is there our face is."""
+
+    def figure(case: Case) -> float | None:
+        ours, peers = case.seconds(OURS + face), case.peers
+        return min(peers.values()) / ours if ours and peers else None
+
+    return figure
+
+
+def times_the_peer(peer: str, face: str) -> Figure:
+    """How many times as fast as one peer our face is."""
+
+    def figure(case: Case) -> float | None:
+        ours, theirs = case.seconds(OURS + face), case.seconds(peer)
+        return theirs / ours if ours and theirs else None
+
+    return figure
+
+
+def of_the_copy(face: str) -> Figure:
+    """Our rate as a part of the rate of a copy that moves as many bytes."""
+    return times_the_peer("copy", face)
+
+
+def over_the_copy(face: str) -> Figure:
+    """Our time in times of a copy that moves as many bytes."""
+
+    def figure(case: Case) -> float | None:
+        rate = of_the_copy(face)(case)
+        return None if rate is None else 1 / rate
+
+    return figure
+
+
+def counted(name: str) -> Figure:
+    """What the case has counted."""
+
+    def figure(case: Case) -> float | None:
+        return case.figures.get(name)
+
+    return figure
