@@ -256,7 +256,6 @@ _NCCL = {
 }  # fmt: skip
 _NCCL["use after abort"] = Planted("after abort", (
     (NCCL, "list(self._cliques.values()), {}", "list(self._cliques.values()), self._cliques"),
-    (NCCL, "            self._record(call.name, call.buffers)",
-     "            self._record(call.name, call.buffers)\n        self.close()"),
+    (NCCL, "for call in calls], kept)", "for call in calls], kept)\n        self.close()"),
 ))  # fmt: skip
 FAULTS: dict[str, Planted] = {**_FENCES, **_LIVES, **_DEVICES, **_KERNELS, **_NCCL}
