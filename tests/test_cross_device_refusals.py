@@ -7,7 +7,7 @@ import pytest
 from meshes import MeshCase, owned, per_replica, refused, unchanged
 
 import gradreduce as gr
-from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
+from gradreduce.errors import BackendUnavailableError, DeviceMismatchError, about
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 ALGORITHMS = ("hierarchical_copy", "nccl")
@@ -159,6 +159,52 @@ def test_replicas_that_differ(mesh, ops, value, shape, dtype, text):
         ops.all_reduce([[array] for array in arrays])
 
 
+UNFIT = {
+    "truth values": (np.ones(4, bool), TypeError, "dtype bool cannot be added"),
+    "objects": (np.array([None]), TypeError, "dtype object cannot be added"),
+    "another byte order": (np.ones(4, ">f4"), TypeError, "dtype >f4 cannot be added"),
+    "none": (None, TypeError, "NoneType is not an array"),
+    "text": ("1", TypeError, "str is not an array"),
+    "a masked array": (np.ma.masked_array(np.ones(4)), TypeError, "would lose its mask"),
+    "a ragged list": ([1.0, [2.0]], ValueError, "inhomogeneous"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+@pytest.mark.parametrize("replica", range(3))
+def test_what_cannot_be_reduced_is_named_by_replica_and_position(mesh, ops, name, replica):
+    odd, error, text = UNFIT[name]
+    good = np.ones(4, np.float32)
+    grads = [{"a": good, "b": good} for _ in mesh]
+    grads[replica]["b"] = odd
+    with refused(mesh, error, f"^value 1: replica {replica}: .*{text}"):
+        ops.all_reduce(grads)
+    with refused(mesh, error, f"^replica {replica}: .*{text}"):
+        gr.PerReplica([entry["b"] for entry in grads], mesh)
+
+
+@pytest.mark.parametrize("name", ["truth values", "objects", "another byte order"])
+def test_an_array_that_cannot_be_reduced_is_named_by_its_position(mesh, ops, value, name):
+    odd, error, text = UNFIT[name]
+    with refused(mesh, error, f"^value 1: {text}"):
+        ops.batch_reduce(SUM, [(value, value), (odd, value)])
+    with refused(mesh, error, f"^tensor: {text}"):
+        ops.broadcast(odd, mesh)
+
+
+def test_an_error_of_a_class_that_is_not_ours_keeps_its_text():
+    """A library's own class may take anything but a text."""
+
+    class ForeignError(TypeError):
+        def __init__(self, tracer, context):
+            super().__init__(f"{tracer} {context}")
+
+    foreign = ForeignError("a", "b")
+    assert about("value 1", foreign) is foreign
+    named = about("value 1", DeviceMismatchError("elsewhere"))
+    assert (type(named), str(named)) == (DeviceMismatchError, "value 1: elsewhere")
+
+
 def test_replicas_are_compared_with_the_first(mesh, ops):
     odd = gr.PerReplica([np.ones(3), np.ones(4), np.ones(4)], mesh)
     with refused(mesh, ValueError, r"replica 1 is float64\[4\], replica 0 is float64\[3\]"):
@@ -202,7 +248,7 @@ def test_an_entry_that_is_no_nest(mesh, ops, entry):
 
 def test_buffers_on_the_wrong_device(mesh, ops):
     buffers = [owned(device, np.ones(2)) for device in mesh]
-    with refused(mesh, DeviceMismatchError, "is the value for sim:0"):
+    with refused(mesh, DeviceMismatchError, "^value 0: replica 0: .* is the value for sim:0"):
         ops.all_reduce([[buffer] for buffer in buffers[::-1]])
 
 

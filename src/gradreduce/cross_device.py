@@ -31,6 +31,7 @@ from gradreduce.device import (
     accumulate_dtype,
     default_mesh,
 )
+from gradreduce.errors import about
 from gradreduce.interop import OneCall
 from gradreduce.one_device import quotients
 from gradreduce.packing import FlatPlan, Flats, pack, plan_packing, unpack
@@ -140,8 +141,13 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         mesh = self.mesh or default_mesh()
         keys = checked_nest(grads, mesh)
         self._check_devices(mesh.devices)
+        values = []
         with OneCall():
-            values = [PerReplica([entry[key] for entry in grads], mesh) for key in keys]
+            for place, key in enumerate(keys):
+                try:
+                    values.append(PerReplica([entry[key] for entry in grads], mesh))
+                except (TypeError, ValueError) as error:
+                    raise about(f"value {place}", error) from None
         pairs = [(value, value) for value in values]
         reduced = self.batch_reduce(op, pairs, coalesce=coalesce, as_kind=as_kind)
         with OneCall():
