@@ -98,8 +98,10 @@ def test_a_destination_that_names_no_device(mesh, ops, value, destination):
 
 
 @pytest.mark.parametrize(
-    "name", ["sim:3", "gpu:3", "/device:GPU:99", "cpu:0", "gpu", "gpu:-1", "sim:0 ", "sim:x"]
-)
+    "name",
+    ["sim:3", "gpu:3", "/device:GPU:99", "cpu:0", "gpu", "gpu:-1", "sim:0 ", "sim:x",
+     "/task:0gpu:1", "/job:workergpu:1", "//gpu:1", "/device:/gpu:1"],
+)  # fmt: skip
 @pytest.mark.parametrize("listed", [False, True])
 def test_a_name_of_no_device(mesh, ops, value, name, listed):
     destination = ["sim:0", name] if listed else name
