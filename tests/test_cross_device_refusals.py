@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import numpy as np
 import pytest
 from meshes import MeshCase, owned, per_replica, refused, unchanged
@@ -270,6 +273,21 @@ def test_a_closed_mesh_stops_a_batch_before_an_open_one_is_used(mesh, ops, value
         late = per_replica(other, lambda replica: np.ones(2, np.float32))
     with refused(mesh, BackendUnavailableError, "was closed"):
         ops.batch_reduce(SUM, [(value, value), (late, late)])
+
+
+@pytest.mark.parametrize("name", ["tensor", "", 3, "cupy"])
+def test_a_kind_of_array_that_no_result_can_be(mesh, ops, value, name, monkeypatch):
+    if name == "cupy":  # even where it is there: a simulated device is host memory
+        monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
+    for call in (
+        lambda: ops.reduce(SUM, value, value, as_kind=name),
+        lambda: ops.batch_reduce(SUM, [(value, value), (value, "sim:1")], as_kind=name),
+        lambda: ops.all_reduce([[np.ones(2)]] * 3, as_kind=name),
+        lambda: ops.broadcast(value.parts[0], mesh, as_kind=name),
+        lambda: gr.ReductionToOneDevice().reduce(SUM, value, value, as_kind=name),
+    ):
+        with refused(mesh, ValueError, f"as_kind={name!r}"):
+            call()
 
 
 def test_the_base_class_reduces_nothing():

@@ -85,7 +85,9 @@ class CrossDeviceOps(ABC):
             TypeError: a dtype that cannot be added.
         """
         requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
-        kinds = [as_result_kind(as_kind, request.value.kind) for request in requests]
+        kinds = [
+            as_result_kind(as_kind, request.value.kind, request.devices[0]) for request in requests
+        ]
         reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
         return [Mirrored.of(*each) for each in zip(reduced, kinds, strict=True)]
 
@@ -106,7 +108,7 @@ class CrossDeviceOps(ABC):
         """
         part, kind = single_part(tensor, self.mesh or named_mesh(destinations))
         devices = destination_devices(destinations, 0, device_of(part).mesh)
-        wanted = as_result_kind(as_kind, kind)
+        wanted = as_result_kind(as_kind, kind, devices[0])
         return Mirrored.of(copied_to(part, devices), wanted)
 
     @abstractmethod
