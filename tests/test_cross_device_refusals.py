@@ -63,6 +63,20 @@ def test_presets_choose_the_algorithm():
     assert isinstance(gr.NcclAllReduce(), gr.CrossDeviceOps)
 
 
+@pytest.mark.parametrize("given", [3, "sim:0", [0, 1], "device"], ids=repr)
+def test_a_mesh_that_is_none(mesh, given):
+    wrong = mesh.devices[0] if given == "device" else given
+    for make in (
+        gr.AllReduceCrossDeviceOps,
+        gr.NcclAllReduce,
+        gr.HierarchicalCopyAllReduce,
+        gr.ReductionToOneDevice,
+        lambda mesh: gr.all_reduce([[1.0]] * 3, mesh=mesh),
+    ):
+        with refused(mesh, ValueError, "^mesh=.* is no mesh of devices"):
+            make(mesh=wrong)
+
+
 @pytest.mark.parametrize("op", ["sum", "SUM", "MEAN", None, 0, gr.ReduceOp])
 def test_a_wrong_operation(mesh, ops, value, op):
     with refused(mesh, ValueError, r"reduce_op=.* must be ReduceOp\.SUM or ReduceOp\.MEAN"):

@@ -38,6 +38,7 @@ from gradreduce.packing import FlatPlan, Flats, pack, plan_packing, unpack
 from gradreduce.reduce_arguments import (
     Request,
     batches_of,
+    checked_mesh,
     checked_nest,
     checked_requests,
     keys_of,
@@ -76,9 +77,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             replicas named. Default: the first n // 2 of n replicas, and the rest.
 
     Raises:
-        ValueError: an unknown algorithm, a number that is negative or no integer, or a topology
-            that is none, leaves a replica out, names one twice or is meant for NCCL, which
-            chooses its own.
+        ValueError: an unknown algorithm, a number that is negative or no integer, a ``mesh`` that
+            is none, or a topology that is none, leaves a replica out, names one twice or is meant
+            for NCCL, which chooses its own.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         self.num_packs = operator.index(num_packs)
         self.agg_small_grads_max_bytes = operator.index(agg_small_grads_max_bytes)
         self.agg_small_grads_max_group = operator.index(agg_small_grads_max_group)
-        self.mesh = mesh
+        self.mesh = checked_mesh(mesh)
         if topology is not None and all_reduce_alg != "hierarchical_copy":
             raise ValueError(
                 f"topology={topology!r} is for 'hierarchical_copy': {all_reduce_alg!r} chooses its "

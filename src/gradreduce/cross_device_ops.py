@@ -14,6 +14,7 @@ from gradreduce.interop import as_result_kind
 from gradreduce.one_device import Accumulate, added_on, copied_to, handed_out
 from gradreduce.reduce_arguments import (
     Request,
+    checked_mesh,
     checked_requests,
     destination_devices,
     named_mesh,
@@ -141,11 +142,17 @@ class ReductionToOneDevice(CrossDeviceOps):
     ) -> None:
         if reduce_to_device is not None and not isinstance(reduce_to_device, Device | str):
             raise ValueError(f"reduce_to_device={reduce_to_device!r} is no device and no name")
+
+    Raises:
+        ValueError: ``reduce_to_device`` is no device and no name, ``accumulation_fn`` cannot be
+            called, or ``mesh`` is none. A call also raises it, before anything is launched, for
+            a name that the value's mesh has not; and, when it has added other values of the
+            batch already, for a sum by ``accumulation_fn`` of another shape or dtype.
         if accumulation_fn is not None and not callable(accumulation_fn):
             raise ValueError(f"accumulation_fn={accumulation_fn!r} cannot be called")
         self.reduce_to_device = reduce_to_device
         self.accumulation_fn = accumulation_fn
-        self.mesh = mesh
+        self.mesh = checked_mesh(mesh)
 
     def reduce_batch(
         self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool

@@ -17,6 +17,7 @@ from gradreduce.variables import Variable
 __all__ = [
     "Request",
     "batches_of",
+    "checked_mesh",
     "checked_nest",
     "checked_requests",
     "destination_devices",
@@ -74,6 +75,13 @@ def checked_requests(pairs: Any, reduce_op: ReduceOp, mesh: Mesh | None) -> list
             matches = set(devices) == set(value.devices)
             requests.append(Request(value, value.devices if matches else devices, matches))
     return requests
+
+
+def checked_mesh(mesh: Any) -> Mesh | None:
+    """A mesh, or None where it is left open."""
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh={mesh!r} is no mesh of devices")
+    return mesh
 
 
 def checked_pairs(pairs: Any) -> Sequence[tuple[Any, Any]]:
