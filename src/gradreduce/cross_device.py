@@ -133,11 +133,15 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 ``batch_reduce``.
 
         Returns:
-            The combined arrays, ``[device][tensor]``, nested as they came. New memory.
+            The combined arrays, ``[device][tensor]``, nested as they came. New memory. Waits for
+            no device, unless NumPy arrays are asked for, ``as_kind="numpy"``, of what lies on
+            GPUs.
 
         Raises:
-            ValueError: another number of entries than devices, entries of different length or
-                keys, or what ``batch_reduce`` raises.
+            ValueError: another number of entries than devices, or entries of different length or
+                keys.
+            ValueError, TypeError, BackendUnavailableError, CollectiveError: what ``batch_reduce``
+                raises; "value" is the place of the tensor in ``grads[0]``.
         """
         mesh = self.mesh or default_mesh()
         keys = checked_nest(grads, mesh)
@@ -371,7 +375,8 @@ def all_reduce(
         The combined arrays, nested as they came. New memory.
 
     Raises:
-        ValueError: what ``AllReduceCrossDeviceOps.all_reduce`` raises.
+        ValueError, TypeError, BackendUnavailableError, CollectiveError: what
+            ``AllReduceCrossDeviceOps.all_reduce`` raises.
     """
     ops_of_mesh = AllReduceCrossDeviceOps(mesh=mesh)
     return ops_of_mesh.all_reduce(grads, op, coalesce=coalesce, as_kind=as_kind)
