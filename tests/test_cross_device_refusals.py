@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import numpy as np
 import pytest
 from meshes import MeshCase, owned, per_replica, refused, unchanged
 
 import gradreduce as gr
-from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
+from gradreduce.errors import BackendUnavailableError, DeviceMismatchError, about
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 ALGORITHMS = ("hierarchical_copy", "nccl")
@@ -60,6 +63,20 @@ def test_presets_choose_the_algorithm():
     assert isinstance(gr.NcclAllReduce(), gr.CrossDeviceOps)
 
 
+@pytest.mark.parametrize("given", [3, "sim:0", [0, 1], "device"], ids=repr)
+def test_a_mesh_that_is_none(mesh, given):
+    wrong = mesh.devices[0] if given == "device" else given
+    for make in (
+        gr.AllReduceCrossDeviceOps,
+        gr.NcclAllReduce,
+        gr.HierarchicalCopyAllReduce,
+        gr.ReductionToOneDevice,
+        lambda mesh: gr.all_reduce([[1.0]] * 3, mesh=mesh),
+    ):
+        with refused(mesh, ValueError, "^mesh=.* is no mesh of devices"):
+            make(mesh=wrong)
+
+
 @pytest.mark.parametrize("op", ["sum", "SUM", "MEAN", None, 0, gr.ReduceOp])
 def test_a_wrong_operation(mesh, ops, value, op):
     with refused(mesh, ValueError, r"reduce_op=.* must be ReduceOp\.SUM or ReduceOp\.MEAN"):
@@ -98,8 +115,10 @@ def test_a_destination_that_names_no_device(mesh, ops, value, destination):
 
 
 @pytest.mark.parametrize(
-    "name", ["sim:3", "gpu:3", "/device:GPU:99", "cpu:0", "gpu", "gpu:-1", "sim:0 ", "sim:x"]
-)
+    "name",
+    ["sim:3", "gpu:3", "/device:GPU:99", "cpu:0", "gpu", "gpu:-1", "sim:0 ", "sim:x",
+     "/task:0gpu:1", "/job:workergpu:1", "//gpu:1", "/device:/gpu:1"],
+)  # fmt: skip
 @pytest.mark.parametrize("listed", [False, True])
 def test_a_name_of_no_device(mesh, ops, value, name, listed):
     destination = ["sim:0", name] if listed else name
@@ -159,6 +178,52 @@ def test_replicas_that_differ(mesh, ops, value, shape, dtype, text):
         ops.all_reduce([[array] for array in arrays])
 
 
+UNFIT = {
+    "truth values": (np.ones(4, bool), TypeError, "dtype bool cannot be added"),
+    "objects": (np.array([None]), TypeError, "dtype object cannot be added"),
+    "another byte order": (np.ones(4, ">f4"), TypeError, "dtype >f4 cannot be added"),
+    "none": (None, TypeError, "NoneType is not an array"),
+    "text": ("1", TypeError, "str is not an array"),
+    "a masked array": (np.ma.masked_array(np.ones(4)), TypeError, "would lose its mask"),
+    "a ragged list": ([1.0, [2.0]], ValueError, "inhomogeneous"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+@pytest.mark.parametrize("replica", range(3))
+def test_what_cannot_be_reduced_is_named_by_replica_and_position(mesh, ops, name, replica):
+    odd, error, text = UNFIT[name]
+    good = np.ones(4, np.float32)
+    grads = [{"a": good, "b": good} for _ in mesh]
+    grads[replica]["b"] = odd
+    with refused(mesh, error, f"^value 1: replica {replica}: .*{text}"):
+        ops.all_reduce(grads)
+    with refused(mesh, error, f"^replica {replica}: .*{text}"):
+        gr.PerReplica([entry["b"] for entry in grads], mesh)
+
+
+@pytest.mark.parametrize("name", ["truth values", "objects", "another byte order"])
+def test_an_array_that_cannot_be_reduced_is_named_by_its_position(mesh, ops, value, name):
+    odd, error, text = UNFIT[name]
+    with refused(mesh, error, f"^value 1: {text}"):
+        ops.batch_reduce(SUM, [(value, value), (odd, value)])
+    with refused(mesh, error, f"^tensor: {text}"):
+        ops.broadcast(odd, mesh)
+
+
+def test_an_error_of_a_class_that_is_not_ours_keeps_its_text():
+    """A library's own class may take anything but a text."""
+
+    class ForeignError(TypeError):
+        def __init__(self, tracer, context):
+            super().__init__(f"{tracer} {context}")
+
+    foreign = ForeignError("a", "b")
+    assert about("value 1", foreign) is foreign
+    named = about("value 1", DeviceMismatchError("elsewhere"))
+    assert (type(named), str(named)) == (DeviceMismatchError, "value 1: elsewhere")
+
+
 def test_replicas_are_compared_with_the_first(mesh, ops):
     odd = gr.PerReplica([np.ones(3), np.ones(4), np.ones(4)], mesh)
     with refused(mesh, ValueError, r"replica 1 is float64\[4\], replica 0 is float64\[3\]"):
@@ -202,7 +267,7 @@ def test_an_entry_that_is_no_nest(mesh, ops, entry):
 
 def test_buffers_on_the_wrong_device(mesh, ops):
     buffers = [owned(device, np.ones(2)) for device in mesh]
-    with refused(mesh, DeviceMismatchError, "is the value for sim:0"):
+    with refused(mesh, DeviceMismatchError, "^value 0: replica 0: .* is the value for sim:0"):
         ops.all_reduce([[buffer] for buffer in buffers[::-1]])
 
 
@@ -222,6 +287,21 @@ def test_a_closed_mesh_stops_a_batch_before_an_open_one_is_used(mesh, ops, value
         late = per_replica(other, lambda replica: np.ones(2, np.float32))
     with refused(mesh, BackendUnavailableError, "was closed"):
         ops.batch_reduce(SUM, [(value, value), (late, late)])
+
+
+@pytest.mark.parametrize("name", ["tensor", "", 3, "cupy"])
+def test_a_kind_of_array_that_no_result_can_be(mesh, ops, value, name, monkeypatch):
+    if name == "cupy":  # even where it is there: a simulated device is host memory
+        monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
+    for call in (
+        lambda: ops.reduce(SUM, value, value, as_kind=name),
+        lambda: ops.batch_reduce(SUM, [(value, value), (value, "sim:1")], as_kind=name),
+        lambda: ops.all_reduce([[np.ones(2)]] * 3, as_kind=name),
+        lambda: ops.broadcast(value.parts[0], mesh, as_kind=name),
+        lambda: gr.ReductionToOneDevice().reduce(SUM, value, value, as_kind=name),
+    ):
+        with refused(mesh, ValueError, f"as_kind={name!r}"):
+            call()
 
 
 def test_the_base_class_reduces_nothing():

@@ -9,7 +9,7 @@ from exact import exact_data, random_data, same
 from meshes import MeshCase, check_mirrored, hierarchical_sum, refused
 
 import gradreduce as gr
-from gradreduce.device import accumulate_dtype
+from gradreduce.device import accumulate_dtype, mean_dtype
 from gradreduce.errors import InvalidArgumentError
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
@@ -51,9 +51,10 @@ def value_of(mesh, dtype="float32"):
 
 
 def divided(rows, count):
-    wide = accumulate_dtype(rows.dtype)
+    made = mean_dtype(rows.dtype)
+    wide = accumulate_dtype(made)
     with np.errstate(all="ignore"):
-        return (rows.astype(wide) / wide.type(count)).astype(rows.dtype)
+        return (rows.astype(wide) / wide.type(count)).astype(made)
 
 
 def same_rows(part, rows, indices, dense_shape=(ROWS, 3)):
@@ -64,7 +65,9 @@ def same_rows(part, rows, indices, dense_shape=(ROWS, 3)):
 
 
 @pytest.mark.parametrize("op", [SUM, MEAN])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(
+    "dtype", ["float16", "bfloat16", "float32", "float64", "int8", "uint16", "int64", "uint32"]
+)
 def test_rows_stand_one_replica_after_the_other(numpy_mesh, ops, dtype, op):
     count = len(numpy_mesh)
     all_rows = [rows_of(replica, dtype) for replica in range(count)]
@@ -95,6 +98,43 @@ def test_coalesce_adds_rows_of_the_same_index_in_replica_order(numpy_mesh, ops, 
             sums.append(total / np.float32(len(numpy_mesh)) if op is MEAN else total)
         expected = np.array(sums).astype(np.float16)
     assert all(same_rows(part, expected, indices) for part in found.parts)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "int64", "uint32"])
+def test_integers_of_the_same_index_wrap_and_are_then_divided(numpy_mesh, ops, dtype):
+    arrays = [exact_data((2, 3), dtype, seed=replica) for replica in range(len(numpy_mesh))]
+    value = gr.PerReplica([gr.IndexedSlices(rows, [2, 2], (4, 3)) for rows in arrays], numpy_mesh)
+    total = np.sum(np.concatenate(arrays), axis=0, dtype=dtype, keepdims=True)
+    for op, wanted in ((SUM, total), (MEAN, divided(total, len(numpy_mesh)))):
+        found = ops.reduce(op, value, numpy_mesh, coalesce=True)
+        assert all(same_rows(part, wanted, [2], (4, 3)) for part in found.parts)
+
+
+def test_no_result_is_an_input_nor_written_by_a_later_call(numpy_mesh, ops):
+    """Also where one replica has all rows, and where rows are only copied."""
+    mesh, kept = numpy_mesh, []
+    for rich in {0, len(mesh) - 1}:
+        rows = [
+            device.upload(random_data((3 if device is mesh.devices[rich] else 0, 2), "float32"))
+            for device in mesh
+        ]
+        before = [buffer.numpy() for buffer in rows]
+        value = gr.PerReplica(
+            [gr.IndexedSlices(b, [1, 0, 1][: b.shape[0]], (4, 2)) for b in rows], mesh
+        )
+        found = [
+            ops.reduce(op, value, destination, coalesce=coalesce)
+            for op in (SUM, MEAN)
+            for destination in (mesh, mesh.devices[rich], mesh.devices[0])
+            for coalesce in (False, True)
+        ]
+        found += [ops.broadcast(value.parts[rich], mesh), ops.reduce(SUM, value.parts[rich], mesh)]
+        blocks = [id(part.values.block) for each in found for part in each.parts]
+        assert len({*blocks, *(id(buffer.block) for buffer in rows)}) == len(blocks) + len(rows)
+        assert all(same(buffer.numpy(), array) for buffer, array in zip(rows, before, strict=True))
+        parts = [part.values for each in found for part in each.parts]
+        kept += [(part, part.numpy()) for part in parts]
+    assert all(same(part.numpy(), array) for part, array in kept)
 
 
 def test_a_batch_of_both_comes_back_in_order(numpy_mesh, ops):

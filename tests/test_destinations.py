@@ -154,6 +154,25 @@ def test_a_mirrored_value_is_a_value_of_as_many_replicas(mesh):
         check_mirrored(ops.reduce(MEAN, mirrored, "sim:2"), np.full(3, 2, np.float32))
 
 
+@pytest.mark.parametrize(
+    "make", [gr.NcclAllReduce, gr.HierarchicalCopyAllReduce, gr.ReductionToOneDevice]
+)
+def test_the_order_is_the_values_where_the_devices_match_whatever_the_way(mesh, make):
+    """Dense and sparse, all-reduced and added on one device."""
+    backwards = mesh.devices[::-1]
+    arrays = [exact_data(SHAPE, "float32", seed=replica) for replica in range(4)]
+    tables = [gr.IndexedSlices(array, [0, 1, 0], (2, 5)) for array in arrays]
+    for parts in (arrays, tables, [tables[0], *[array[:2] for array in arrays[1:]]]):
+        value = gr.PerReplica(parts, devices=backwards)
+        for destination, wanted in (
+            (mesh, backwards),
+            ([f"sim:{place}" for place in (2, 0, 3, 1)], backwards),
+            (["sim:2", "sim:0"], [mesh.devices[2], mesh.devices[0]]),
+        ):
+            found = make(mesh=mesh).reduce(SUM, value, destination)
+            assert list(found.devices) == list(wanted)
+
+
 def test_an_array_is_its_own_only_replica(mesh):
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
     array = data(0)

@@ -192,6 +192,31 @@ def test_an_all_reduce_gives_the_same_nesting_back(library, mesh):
     assert isinstance(as_numpy.primary, np.ndarray)
 
 
+def test_a_bad_gradient_of_theirs_is_named_and_nothing_is_launched(library, mesh):
+    good, other = terms(library, (1, 3))
+    text = r"replica 1 is float32\[1, 3\], replica 0 is float32\[2, 3\]"
+    misfits = {
+        text: (other[:1], ValueError),
+        "replica 1: dtype bool cannot be added": (library.array(np.ones((2, 3), bool)), TypeError),
+        r"replica 1 is float16\[2, 3\], replica 0 is float32": (
+            library.array(np.ones((2, 3), np.float16)), ValueError,
+        ),
+    }  # fmt: skip
+    if library.name == "torch":
+        needy = library.module.ones((2, 3), requires_grad=True)
+        misfits["replica 1: the tensor needs grad"] = (needy, ValueError)
+    for named, (odd, error) in misfits.items():
+        for make in (gr.HierarchicalCopyAllReduce, gr.NcclAllReduce, gr.ReductionToOneDevice):
+            with mesh.journal() as journal, pytest.raises(error, match=f"^(value .: )?{named}"):
+                if make is gr.ReductionToOneDevice:
+                    value = gr.PerReplica([good, odd], mesh)
+                    make().reduce(gr.ReduceOp.SUM, value, mesh)
+                else:
+                    make(mesh=mesh).all_reduce([{"a": good, "b": good}, {"a": good, "b": odd}])
+            assert journal.launches == 0
+    assert same(library.numpy(good), np.full((2, 3), 1, np.float32))
+
+
 def test_an_accumulator_hands_out_the_kind_of_its_first_gradient(library, mesh):
     accumulator = gr.ConditionalAccumulator("float32", device=mesh.devices[0])
     accumulator.apply_grad(terms(library)[0])

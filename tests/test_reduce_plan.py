@@ -73,8 +73,9 @@ def test_the_journal_agrees_on_whatever_a_batch_may_hold(numpy_mesh, coalesce):
         numpy_mesh,
     )
     value, counted = dense(numpy_mesh, (4, 2), "float32"), dense(numpy_mesh, (9,), "int8")
+    both = gr.PerReplica([table.parts[0], *value.buffers[1:]])
     pairs = [(value, value), (table, table), (value, last), (counted, value), (table, "sim:0"),
-             (counted, [last]), (value, numpy_mesh)]  # fmt: skip
+             (counted, [last]), (value, numpy_mesh), (both, last), (both, both)]  # fmt: skip
     for algorithm in ("nccl", "hierarchical_copy"):
         for op in (SUM, MEAN):
             ops = ops_of(algorithm, numpy_mesh)
@@ -83,7 +84,9 @@ def test_the_journal_agrees_on_whatever_a_batch_may_hold(numpy_mesh, coalesce):
             # Where there is but one device, whatever goes to one is all-reduced.
             many = len(numpy_mesh) > 1
             reduced, alone = (
-                ([(0, 6), (3,)], [1, 2, 4, 5]) if many else ([(0, 2, 6), (3, 5)], [1, 4])
+                ([(0, 6), (3,)], [1, 2, 4, 5, 7, 8])
+                if many
+                else ([(0, 2, 6), (3, 5)], [1, 4, 7, 8])
             )
             assert {ways[tensors] for tensors in reduced} == {algorithm}
             assert {ways[place,] for place in alone} == {"one device"}

@@ -30,6 +30,7 @@ from gradreduce.device import (
     accumulate_dtype,
     default_mesh,
 )
+from gradreduce.errors import about
 from gradreduce.interop import OneCall
 from gradreduce.one_device import quotients
 from gradreduce.packing import FlatPlan, Flats, pack, plan_packing, unpack
@@ -38,6 +39,7 @@ from gradreduce.reduce_arguments import (
     Request,
     as_count,
     batches_of,
+    checked_mesh,
     checked_nest,
     checked_requests,
     keys_of,
@@ -76,9 +78,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             replicas named. Default: the first n // 2 of n replicas, and the rest.
 
     Raises:
-        ValueError: an unknown algorithm, a number that is negative or no integer, or a topology
-            that is none, leaves a replica out, names one twice or is meant for NCCL, which
-            chooses its own.
+        ValueError: an unknown algorithm, a number that is negative or no integer, a ``mesh`` that
+            is none, or a topology that is none, leaves a replica out, names one twice or is meant
+            for NCCL, which chooses its own.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         self.agg_small_grads_max_group = as_count(
             "agg_small_grads_max_group", agg_small_grads_max_group
         )
-        self.mesh = mesh
+        self.mesh = checked_mesh(mesh)
         if topology is not None and all_reduce_alg != "hierarchical_copy":
             raise ValueError(
                 f"topology={topology!r} is for 'hierarchical_copy': {all_reduce_alg!r} chooses its "
@@ -128,17 +130,26 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 ``batch_reduce``.
 
         Returns:
-            The combined arrays, ``[device][tensor]``, nested as they came. New memory.
+            The combined arrays, ``[device][tensor]``, nested as they came. New memory. Waits for
+            no device, unless NumPy arrays are asked for, ``as_kind="numpy"``, of what lies on
+            GPUs.
 
         Raises:
-            ValueError: another number of entries than devices, entries of different length or
-                keys, or what ``batch_reduce`` raises.
+            ValueError: another number of entries than devices, or entries of different length or
+                keys.
+            ValueError, TypeError, BackendUnavailableError, CollectiveError: what ``batch_reduce``
+                raises; "value" is the place of the tensor in ``grads[0]``.
         """
         mesh = self.mesh or default_mesh()
         keys = checked_nest(grads, mesh)
         self._check_devices(mesh.devices)
+        values = []
         with OneCall():
-            values = [PerReplica([entry[key] for entry in grads], mesh) for key in keys]
+            for place, key in enumerate(keys):
+                try:
+                    values.append(PerReplica([entry[key] for entry in grads], mesh))
+                except (TypeError, ValueError) as error:
+                    raise about(f"value {place}", error) from None
         pairs = [(value, value) for value in values]
         reduced = self.batch_reduce(op, pairs, coalesce=coalesce, as_kind=as_kind)
         with OneCall():
@@ -378,7 +389,8 @@ def all_reduce(
         The combined arrays, nested as they came. New memory.
 
     Raises:
-        ValueError: what ``AllReduceCrossDeviceOps.all_reduce`` raises.
+        ValueError, TypeError, BackendUnavailableError, CollectiveError: what
+            ``AllReduceCrossDeviceOps.all_reduce`` raises.
     """
     ops_of_mesh = AllReduceCrossDeviceOps(mesh=mesh)
     return ops_of_mesh.all_reduce(grads, op, coalesce=coalesce, as_kind=as_kind)

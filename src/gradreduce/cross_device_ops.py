@@ -14,6 +14,7 @@ from gradreduce.interop import as_result_kind
 from gradreduce.one_device import Accumulate, added_on, copied_to, handed_out
 from gradreduce.reduce_arguments import (
     Request,
+    checked_mesh,
     checked_requests,
     destination_devices,
     named_mesh,
@@ -59,6 +60,9 @@ class CrossDeviceOps(ABC):
     ) -> list[Mirrored]:
         """Combines the replicas of each value.
 
+        Waits for no device: it returns when all has been launched. The first call for a dtype
+        compiles, and connects the GPUs where NCCL is needed, which may take seconds.
+
         Args:
             reduce_op: ``ReduceOp.SUM`` or ``ReduceOp.MEAN``. MEAN is true division by the number
                 of replicas, in the accumulate type, before the one rounding; integers of 8 and 16
@@ -75,25 +79,33 @@ class CrossDeviceOps(ABC):
 
         Returns:
             One ``Mirrored`` for each pair, in order; on the value's devices in the value's order
-            if the destination names just these, else on the destination's in its order. Its
-            memory is new and the caller's; no input is written.
+            if the destination names just these, else on the destination's in its order. Of the
+            shape of a replica and, but for means of integers, its dtype. Its memory is new and
+            the caller's, though results of one call may be parts of one allocation; no input is
+            written.
 
         Raises:
             ValueError: a wrong operation, pair or destination, or replicas that differ in shape
                 or dtype (named). Nothing was launched.
             DeviceMismatchError: (a ``ValueError``) value and destination are of two meshes.
             TypeError: a dtype that cannot be added.
+            BackendUnavailableError: NCCL is needed, on two physical GPUs or more, and missing,
+                or the mesh was closed. Nothing was launched.
+            CollectiveError: NCCL failed.
         """
         requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
-        kinds = [as_result_kind(as_kind, request.value.kind) for request in requests]
+        kinds = [
+            as_result_kind(as_kind, request.value.kind, request.devices[0]) for request in requests
+        ]
         reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
         return [Mirrored.of(*each) for each in zip(reduced, kinds, strict=True)]
 
     def broadcast(self, tensor: Any, destinations: Any, *, as_kind: str | None = None) -> Mirrored:
-        """Copies ``tensor`` to every destination.
+        """Copies ``tensor`` to every destination; waits for no device.
 
         Args:
-            tensor: an array of any library, a Buffer, IndexedSlices, or a ``Mirrored``.
+            tensor: an array of any library, a Buffer, IndexedSlices, a ``Mirrored``, or a
+                ``PerReplica`` of one device. Not written.
             destinations: see ``batch_reduce``.
             as_kind: what the arrays of the result are instead of the kind of ``tensor``.
 
@@ -103,10 +115,12 @@ class CrossDeviceOps(ABC):
 
         Raises:
             ValueError: a wrong destination, or what is no array. Nothing was launched.
+            TypeError: a dtype that cannot be added.
+            BackendUnavailableError: the mesh was closed.
         """
         part, kind = single_part(tensor, self.mesh or named_mesh(destinations))
         devices = destination_devices(destinations, 0, device_of(part).mesh)
-        wanted = as_result_kind(as_kind, kind)
+        wanted = as_result_kind(as_kind, kind, devices[0])
         return Mirrored.of(copied_to(part, devices), wanted)
 
     @abstractmethod
@@ -128,6 +142,12 @@ class ReductionToOneDevice(CrossDeviceOps):
             on that device, and gives their sum, an array of their shape and dtype; it changes
             none. Default: ``gr.add_n``'s own sum. Not called for IndexedSlices.
         mesh: where host arrays are put that come without a device.
+
+    Raises:
+        ValueError: ``reduce_to_device`` is no device and no name, ``accumulation_fn`` cannot be
+            called, or ``mesh`` is none. A call also raises it, before anything is launched, for
+            a name that the value's mesh has not; and, when it has added other values of the
+            batch already, for a sum by ``accumulation_fn`` of another shape or dtype.
     """
 
     def __init__(
@@ -143,7 +163,7 @@ class ReductionToOneDevice(CrossDeviceOps):
             raise ValueError(f"accumulation_fn={accumulation_fn!r} cannot be called")
         self.reduce_to_device = reduce_to_device
         self.accumulation_fn = accumulation_fn
-        self.mesh = mesh
+        self.mesh = checked_mesh(mesh)
 
     def reduce_batch(
         self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool

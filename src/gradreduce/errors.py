@@ -11,6 +11,7 @@ __all__ = [
     "InvalidArgumentError",
     "InvalidVariableError",
     "MixedDtypesError",
+    "about",
 ]
 
 
@@ -52,3 +53,12 @@ class MixedDtypesError(TypeError, ValueError):
     Both types, because TensorFlow 1.x raises ``ValueError`` there, as its ``accumulate_n`` does,
     and later versions ``TypeError``, as ``add_n`` does for every other method.
     """
+
+
+def about(what: str, error: TypeError | ValueError) -> TypeError | ValueError:
+    """The same error, told of ``what``; one of a foreign class, whose text is not ours, as it is.
+
+    Write ``raise about("replica 1", error) from None``.
+    """
+    ours = type(error) in (TypeError, ValueError, DeviceMismatchError, InvalidArgumentError)
+    return type(error)(f"{what}: {error}") if ours else error

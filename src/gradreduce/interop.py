@@ -75,11 +75,12 @@ def _kind_of_class(cls: type) -> Kind:
     raise TypeError(f"{cls.__name__} is not an array, a list of numbers or a Buffer")
 
 
-def as_result_kind(as_kind: str | None, kind: Kind) -> Kind:
+def as_result_kind(as_kind: str | None, kind: Kind, device: Device | None = None) -> Kind:
     """``as_kind``, if a caller named one, else ``kind``.
 
     Raises:
-        ValueError: an unknown name, or a library that is not imported.
+        ValueError: an unknown name, a library that is not imported, or CuPy for what will lie on
+            ``device``, in host memory.
     """
     if as_kind is None:
         return kind
@@ -87,6 +88,8 @@ def as_result_kind(as_kind: str | None, kind: Kind) -> Kind:
         raise ValueError(f"as_kind={as_kind!r} is not one of {_AS_KINDS}")
     if as_kind in ("cupy", "torch", "jax") and as_kind not in sys.modules:
         raise ValueError(f"as_kind={as_kind!r}: {as_kind} is not imported")
+    if as_kind == "cupy" and device is not None and device.fabric.backend == "sim":
+        raise ValueError(f"as_kind='cupy': {device.name} is simulated, in host memory")
     return as_kind  # type: ignore[return-value]  # one of the literals, checked above
 
 

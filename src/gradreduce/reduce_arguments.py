@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradreduce.device import Buffer, Device, DType, Mesh, device_named
-from gradreduce.errors import DeviceMismatchError, InvalidArgumentError
+from gradreduce.errors import DeviceMismatchError, InvalidArgumentError, about
 from gradreduce.indexed_slices import IndexedSlices, check_indices
 from gradreduce.interop import Kind, OneCall, is_array, kind_of, to_buffer
 from gradreduce.replica_context import current_device
@@ -19,6 +19,7 @@ __all__ = [
     "Request",
     "as_count",
     "batches_of",
+    "checked_mesh",
     "checked_nest",
     "checked_requests",
     "destination_devices",
@@ -85,6 +86,13 @@ def as_count(name: str, number: Any) -> int:
     return operator.index(number)
 
 
+def checked_mesh(mesh: Any) -> Mesh | None:
+    """A mesh, or None where it is left open."""
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh={mesh!r} is no mesh of devices")
+    return mesh
+
+
 def checked_pairs(pairs: Any) -> Sequence[tuple[Any, Any]]:
     """A list or tuple of 2-tuples; anything else is a ``ValueError``."""
     if not isinstance(pairs, list | tuple):
@@ -110,6 +118,7 @@ def single_part(tensor: Any, mesh: Mesh | None) -> tuple[Part, Kind]:
 
     Raises:
         ValueError: no array, or several replicas that may differ.
+        TypeError: a dtype that cannot be added.
     """
     if isinstance(tensor, Mirrored) or (
         isinstance(tensor, DistributedValues) and len(tensor.devices) == 1
@@ -121,19 +130,23 @@ def single_part(tensor: Any, mesh: Mesh | None) -> tuple[Part, Kind]:
 
 def _placed(value: Any, what: str, mesh: Mesh | None) -> tuple[list[Part], Kind]:
     """An array on its own device: a host array on that of ``gr.replica``, else the first."""
-    if isinstance(value, IndexedSlices):
-        if isinstance(value.values, Buffer):
-            return [value], "buffer"
-        rows = to_buffer(value.values, current_device(mesh))
-        return [IndexedSlices.of(rows, value.indices, value.dense_shape)], value.kind
     if isinstance(value, Buffer):
         return [value], "buffer"
-    if not is_array(value):
+    sparse = isinstance(value, IndexedSlices)
+    if sparse and isinstance(value.values, Buffer):
+        return [value], "buffer"
+    if not sparse and not is_array(value):
         raise ValueError(
             f"{what} is {type(value).__name__}, neither a PerReplica, an array nor IndexedSlices"
         )
-    kind = kind_of(value)
-    return [to_buffer(value, current_device(mesh))], kind
+    array = value.values if sparse else value
+    try:
+        kind, buffer = kind_of(array), to_buffer(array, current_device(mesh))
+    except (TypeError, ValueError) as error:
+        raise about(what, error) from None
+    if sparse:
+        return [IndexedSlices.of(buffer, value.indices, value.dense_shape)], kind
+    return [buffer], kind
 
 
 def _check_replicas(value: DistributedValues, place: int) -> None:
@@ -157,7 +170,7 @@ def _check_indices(part: IndexedSlices, first: Part, what: str) -> None:
     try:
         check_indices(part.indices, first.shape)
     except InvalidArgumentError as error:
-        raise InvalidArgumentError(f"{what}: {error}") from None
+        raise about(what, error) from None
 
 
 def _outline(part: Part, value: DistributedValues) -> tuple[DType, tuple[int, ...] | None, str]:
@@ -219,7 +232,7 @@ def _device(named: Device | str, place: int, mesh: Mesh) -> Device:
     try:
         return device_named(named, mesh)
     except ValueError as error:
-        raise ValueError(f"destination {place}: {error}") from None
+        raise about(f"destination {place}", error) from None
 
 
 def checked_nest(grads: Any, mesh: Mesh) -> list[Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from gradreduce.device import Buffer, Device, Mesh, default_mesh
-from gradreduce.errors import DeviceMismatchError
+from gradreduce.errors import DeviceMismatchError, about
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import Kind, OneCall, from_buffer, kind_of, to_buffer
 from gradreduce.replica_context import current_replica
@@ -49,7 +49,8 @@ class DistributedValues:
     Raises:
         ValueError: no value, another number of values than devices, or a device named twice.
         DeviceMismatchError: a Buffer that does not lie on its device, or devices of two meshes.
-        TypeError: a value that is no array, or a device that is none.
+        TypeError: a value that is no array or cannot be added, or a device that is none.
+            What is wrong with one value is told with its replica's number.
     """
 
     def __init__(
@@ -65,12 +66,16 @@ class DistributedValues:
         self._devices = _devices(values, mesh, devices)
         if len(values) != len(self._devices):
             raise ValueError(f"{len(values)} values for {len(self._devices)} devices")
+        parts = []
+        with OneCall():
+            for replica, value in enumerate(values):
+                try:
+                    parts.append(_placed(value, self._devices[replica]))
+                except (TypeError, ValueError) as error:
+                    raise about(f"replica {replica}", error) from None
+        self._parts: tuple[Part, ...] = tuple(parts)
         first = values[0]
         self._kind = first.kind if isinstance(first, IndexedSlices) else kind_of(first)
-        with OneCall():
-            self._parts: tuple[Part, ...] = tuple(
-                _placed(value, device) for value, device in zip(values, self._devices, strict=True)
-            )
 
     @classmethod
     def of(cls, parts: Sequence[Part], kind: Kind = "buffer") -> Self:

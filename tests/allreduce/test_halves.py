@@ -289,6 +289,7 @@ def test_a_topology_of_other_replicas_is_refused_at_the_call(topology, says):
             for call in (
                 lambda: ops.reduce(SUM, value, value),
                 lambda: ops.batch_reduce(MEAN, [(value, mesh)] * 2),
+                lambda: ops.plan(MEAN, [(value, mesh)]),
                 lambda: ops.all_reduce([[array] for array in arrays]),
                 lambda: ops.reduce_buffers([value.buffers], consume=True),
                 lambda: gr.ConditionalAccumulator("float32", device=mesh, cross_device_ops=ops),

@@ -87,6 +87,7 @@ def test_where_the_library_is_missing_nothing_is_changed(numpy_mesh, monkeypatch
         lambda: ops.reduce(gr.ReduceOp.SUM, value, value),
         lambda: ops.batch_reduce(gr.ReduceOp.SUM, [(other, other), (value, value)]),
         lambda: ops.all_reduce([[array] for array in arrays]),
+        lambda: ops.plan(gr.ReduceOp.SUM, [(other, other), (value, value)]),
         lambda: ops.reduce_buffers([value.buffers]),
         lambda: gr.ConditionalAccumulator("float32", device=mesh),
         lambda: gr.SyncStep([variable], optimizer, ops),

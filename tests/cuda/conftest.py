@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
-SHARED = {"test_arrays.py", "test_digits.py", "test_flows.py", "test_ops.py", "test_segments.py"}
+SHARED = {
+    f"test_{name}.py" for name in ("arrays", "digits", "flows", "ops", "reductions", "segments")
+}
 FAKE = getattr(sys.modules.get("cupy"), "FAKE", False)
 # The others import the fake, or CuPy, when they are read.
 collect_ignore = [

@@ -175,6 +175,9 @@ def test_without_nccl_two_gpus_are_refused_before_a_launch(no_nccl, monkeypatch,
         for call in all_that_reduces(mesh, ops):
             with refused(mesh, BackendUnavailableError, "nvidia-nccl-cu12"):
                 call()
+        value = gr.PerReplica([device.zeros((3,), "float32") for device in mesh], mesh)
+        with refused(mesh, BackendUnavailableError, "nvidia-nccl-cu12"):
+            ops.plan(gr.ReduceOp.SUM, [(value, value)])
         for call in all_that_reduces(mesh, gr.HierarchicalCopyAllReduce(mesh=mesh)):
             call()  # which needs none
         monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", True)

@@ -13,7 +13,8 @@ __all__ = ["device_named"]
 
 # "gpu:1", "cuda:1", "sim:1", "/gpu:1", "/device:GPU:1", "/job:worker/replica:0/task:3/device:GPU:1"
 _NAME = re.compile(
-    r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?(gpu|cuda|sim):(\d+)", re.IGNORECASE
+    r"(?:(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/)?(?:device:)?(gpu|cuda|sim):(\d+)",
+    re.IGNORECASE,
 )
 
 
