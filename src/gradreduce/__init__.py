@@ -16,14 +16,8 @@ from gradreduce.accumulator import (
     take_grads,
 )
 from gradreduce.aggregate import AggregationMethod, accumulate_n, add_n, aggregate
-from gradreduce.cross_device import (
-    AllReduceCrossDeviceOps,
-    CrossDeviceOps,
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
-    ReductionToOneDevice,
-    all_reduce,
-)
+from gradreduce.cross_device import AllReduceCrossDeviceOps
+from gradreduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from gradreduce.device import Buffer, Device, Mesh, default_mesh, open_mesh
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.optim import (
@@ -35,6 +29,7 @@ from gradreduce.optim import (
     MomentumOptimizer,
     Optimizer,
 )
+from gradreduce.presets import HierarchicalCopyAllReduce, NcclAllReduce, all_reduce
 from gradreduce.replica_context import replica
 from gradreduce.sync_step import SyncStep
 from gradreduce.values import Mirrored, PerReplica, ReduceOp

@@ -6,7 +6,6 @@ Source: tf.contrib.distribute.AllReduceCrossDeviceOps (all_reduce_cross_device_o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -21,7 +20,7 @@ from gradreduce.allreduce import (
     halves_of,
     works_in_place,
 )
-from gradreduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice, reduce_to_one
+from gradreduce.cross_device_ops import CrossDeviceOps, reduce_to_one
 from gradreduce.device import (
     Buffer,
     Device,
@@ -48,14 +47,7 @@ from gradreduce.reduce_arguments import (
 from gradreduce.reduce_plan import ReducePlan, plan_of
 from gradreduce.values import Part, PerReplica, ReduceOp
 
-__all__ = [
-    "AllReduceCrossDeviceOps",
-    "CrossDeviceOps",
-    "HierarchicalCopyAllReduce",
-    "NcclAllReduce",
-    "ReductionToOneDevice",
-    "all_reduce",
-]
+__all__ = ["AllReduceCrossDeviceOps"]
 
 
 class AllReduceCrossDeviceOps(CrossDeviceOps):
@@ -336,64 +328,6 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             return reduced
         means = iter(quotients([total for totals in reduced for total in totals], num_replicas))
         return [tuple(islice(means, num_replicas)) for _ in reduced]
-
-
-class NcclAllReduce(AllReduceCrossDeviceOps):
-    """``AllReduceCrossDeviceOps`` by NCCL, with ``num_packs`` packs (at least 0)."""
-
-    def __init__(self, num_packs: int = 1, *, mesh: Mesh | None = None) -> None:
-        super().__init__("nccl", num_packs, mesh=mesh)
-
-
-class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
-    """``AllReduceCrossDeviceOps`` by hierarchical copy, with ``num_packs`` packs (at least 0).
-
-    ``topology``, two lists of replica numbers, names other halves than the first n // 2 replicas
-    and the rest; see ``AllReduceCrossDeviceOps``.
-    """
-
-    def __init__(
-        self,
-        num_packs: int = 1,
-        *,
-        mesh: Mesh | None = None,
-        topology: Sequence[Sequence[int]] | None = None,
-    ) -> None:
-        super().__init__("hierarchical_copy", num_packs, mesh=mesh, topology=topology)
-
-
-@cache
-def shared_ops() -> AllReduceCrossDeviceOps:
-    """The one that those use who were given none; what shares it can travel together."""
-    return AllReduceCrossDeviceOps()
-
-
-def all_reduce(
-    grads: Sequence[Any],
-    op: ReduceOp = ReduceOp.MEAN,
-    *,
-    mesh: Mesh | None = None,
-    coalesce: bool = False,
-    as_kind: str | None = None,
-) -> Any:
-    """``AllReduceCrossDeviceOps(mesh=mesh).all_reduce(grads, op)``, in one line.
-
-    Args:
-        grads: ``grads[device][tensor]``, lists, tuples or dicts of arrays or IndexedSlices.
-        op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``.
-        mesh: whose devices. Default: ``gr.default_mesh()``.
-        coalesce: add rows of the same index of IndexedSlices.
-        as_kind: what the results are instead of the kind of each tensor's first array.
-
-    Returns:
-        The combined arrays, nested as they came. New memory.
-
-    Raises:
-        ValueError, TypeError, BackendUnavailableError, CollectiveError: what
-            ``AllReduceCrossDeviceOps.all_reduce`` raises.
-    """
-    ops_of_mesh = AllReduceCrossDeviceOps(mesh=mesh)
-    return ops_of_mesh.all_reduce(grads, op, coalesce=coalesce, as_kind=as_kind)
 
 
 def _with_settings(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from gradreduce.cross_device import AllReduceCrossDeviceOps, shared_ops
+from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.device import (
     Device,
     Mesh,
@@ -19,6 +19,7 @@ from gradreduce.device import (
 )
 from gradreduce.interop import OneCall, as_result_kind, from_buffer
 from gradreduce.ops import prepare_all_sum
+from gradreduce.presets import shared_ops
 from gradreduce.values import Mirrored
 from gradreduce.variables import Variable
 

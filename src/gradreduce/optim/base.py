@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gradreduce.aggregate import AggregationMethod
-from gradreduce.cross_device import AllReduceCrossDeviceOps, CrossDeviceOps
+from gradreduce.cross_device import AllReduceCrossDeviceOps
+from gradreduce.cross_device_ops import CrossDeviceOps
 from gradreduce.device import Buffer, Device, DType, by_physical, gather, scatter
 from gradreduce.errors import InvalidVariableError
 from gradreduce.indexed_slices import IndexedSlices
