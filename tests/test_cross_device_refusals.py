@@ -276,10 +276,17 @@ def test_a_closed_mesh(algorithm):
     with MeshCase((0, 1)).open() as mesh:
         value = per_replica(mesh, lambda replica: np.ones(2, np.float32))
         ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
-    with refused(mesh, BackendUnavailableError, "was closed"):
-        ops.reduce(SUM, value, value)
-    with refused(mesh, BackendUnavailableError, "was closed"):
-        ops.all_reduce([[np.ones(2)]] * 2)
+    for call in (
+        lambda: ops.reduce(SUM, value, value),
+        lambda: ops.reduce(SUM, value, "sim:1"),
+        lambda: ops.all_reduce([[np.ones(2)]] * 2),
+        lambda: ops.plan(SUM, [(value, value)]),
+        lambda: ops.broadcast(value.parts[0], mesh),
+        lambda: ops.broadcast(np.ones(2), "sim:1"),
+        lambda: gr.ReductionToOneDevice().reduce(SUM, value, value),
+    ):
+        with refused(mesh, BackendUnavailableError, "was closed"):
+            call()
 
 
 def test_a_closed_mesh_stops_a_batch_before_an_open_one_is_used(mesh, ops, value):
