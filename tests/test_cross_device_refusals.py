@@ -289,6 +289,29 @@ def test_a_closed_mesh(algorithm):
             call()
 
 
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_lost_device_stops_a_batch_before_the_others_are_asked(mesh, ops, lost):
+    """Whether a replica lies there or a result should."""
+    value = per_replica(mesh, lambda replica: np.ones(4, np.float32), owned)
+    near = gr.PerReplica([value.buffers[2 - lost]])
+    mesh.synchronize()
+    mesh.devices[lost].lose("tested")
+    one = gr.ReductionToOneDevice()
+    for call in (
+        lambda: ops.batch_reduce(SUM, [(near, near), (value, near)]),
+        lambda: ops.batch_reduce(SUM, [(near, near), (near, mesh)]),
+        lambda: ops.batch_reduce(SUM, [(near, near), (value, value)]),
+        lambda: one.batch_reduce(SUM, [(near, near), (value, near)]),
+        lambda: one.batch_reduce(SUM, [(near, near), (near, mesh.devices[lost])]),
+        lambda: ops.broadcast(near.parts[0], mesh),
+        lambda: ops.broadcast(value.parts[lost], near),
+        lambda: ops.plan(SUM, [(near, near), (value, near)]),
+    ):
+        with refused(mesh, BackendUnavailableError, f"sim:{lost} was lost: tested"):
+            call()
+    assert (ops.reduce(SUM, near, near).buffers[0].numpy() == 1).all()
+
+
 def test_a_closed_mesh_stops_a_batch_before_an_open_one_is_used(mesh, ops, value):
     with MeshCase((0, 1)).open() as other:
         late = per_replica(other, lambda replica: np.ones(2, np.float32))
