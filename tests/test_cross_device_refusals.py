@@ -276,10 +276,40 @@ def test_a_closed_mesh(algorithm):
     with MeshCase((0, 1)).open() as mesh:
         value = per_replica(mesh, lambda replica: np.ones(2, np.float32))
         ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
-    with refused(mesh, BackendUnavailableError, "was closed"):
-        ops.reduce(SUM, value, value)
-    with refused(mesh, BackendUnavailableError, "was closed"):
-        ops.all_reduce([[np.ones(2)]] * 2)
+    for call in (
+        lambda: ops.reduce(SUM, value, value),
+        lambda: ops.reduce(SUM, value, "sim:1"),
+        lambda: ops.all_reduce([[np.ones(2)]] * 2),
+        lambda: ops.plan(SUM, [(value, value)]),
+        lambda: ops.broadcast(value.parts[0], mesh),
+        lambda: ops.broadcast(np.ones(2), "sim:1"),
+        lambda: gr.ReductionToOneDevice().reduce(SUM, value, value),
+    ):
+        with refused(mesh, BackendUnavailableError, "was closed"):
+            call()
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_lost_device_stops_a_batch_before_the_others_are_asked(mesh, ops, lost):
+    """Whether a replica lies there or a result should."""
+    value = per_replica(mesh, lambda replica: np.ones(4, np.float32), owned)
+    near = gr.PerReplica([value.buffers[2 - lost]])
+    mesh.synchronize()
+    mesh.devices[lost].lose("tested")
+    one = gr.ReductionToOneDevice()
+    for call in (
+        lambda: ops.batch_reduce(SUM, [(near, near), (value, near)]),
+        lambda: ops.batch_reduce(SUM, [(near, near), (near, mesh)]),
+        lambda: ops.batch_reduce(SUM, [(near, near), (value, value)]),
+        lambda: one.batch_reduce(SUM, [(near, near), (value, near)]),
+        lambda: one.batch_reduce(SUM, [(near, near), (near, mesh.devices[lost])]),
+        lambda: ops.broadcast(near.parts[0], mesh),
+        lambda: ops.broadcast(value.parts[lost], near),
+        lambda: ops.plan(SUM, [(near, near), (value, near)]),
+    ):
+        with refused(mesh, BackendUnavailableError, f"sim:{lost} was lost: tested"):
+            call()
+    assert (ops.reduce(SUM, near, near).buffers[0].numpy() == 1).all()
 
 
 def test_a_closed_mesh_stops_a_batch_before_an_open_one_is_used(mesh, ops, value):

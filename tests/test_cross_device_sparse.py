@@ -195,6 +195,8 @@ def test_a_single_one_is_its_own_replica(mesh):
         assert all(same_rows(part, table.values, table.indices) for part in found.parts)
         spread = gr.NcclAllReduce(mesh=mesh).broadcast(given, mesh)
         assert len(spread.parts) == 3
+        kind = type(given.values)  # an array or a Buffer, and so are the results
+        assert all(type(each.values) is kind for each in (*found.values, *spread.values))
         assert all(same_rows(part, table.values, table.indices) for part in spread.parts)
 
 

@@ -185,6 +185,20 @@ def test_an_array_is_its_own_only_replica(mesh):
         assert not any(np.may_share_memory(each, array) for each in found.values)
 
 
+@pytest.mark.parametrize("name", DESTINATIONS)
+def test_an_array_goes_to_the_mesh_that_its_destination_names(mesh, name):
+    """Not to the default one, where nobody has named a mesh; a name alone names none."""
+    destination = DESTINATIONS[name](mesh, [2, 1])
+    array = exact_data(SHAPE, "float32")
+    table = gr.IndexedSlices(array, [0, 1, 0], (2, 5))
+    names = name == "names"
+    for make in (gr.NcclAllReduce, gr.HierarchicalCopyAllReduce, gr.ReductionToOneDevice):
+        ops = make(mesh=mesh if names else None)
+        for value in (array, table):
+            for found in (ops.reduce(SUM, value, destination), ops.broadcast(value, destination)):
+                assert found.devices == (mesh.devices[2], mesh.devices[1])
+
+
 @pytest.mark.parametrize("as_kind", [None, "buffer", "numpy"])
 def test_results_are_of_the_kind_asked_for(mesh, as_kind):
     value = per_replica(mesh, data)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from exact import exact_data, random_data
-from meshes import MeshCase, check_mirrored, one_device_sum, per_replica, refused, unchanged
+from meshes import (
+    MeshCase,
+    check_mirrored,
+    one_device_sum,
+    owned,
+    per_replica,
+    refused,
+    unchanged,
+)
 
 import gradreduce as gr
 from gradreduce.device import Buffer
@@ -69,6 +77,24 @@ def test_a_function_of_the_callers_adds(mesh, arrays, value, as_buffers):
         check_mirrored(found, one_device_sum(arrays))
     else:
         check_mirrored(found, np.maximum.reduce(arrays))
+
+
+def test_the_function_adds_what_is_dense_and_never_rows_alone(mesh):
+    seen = []
+
+    def add(terms):
+        seen.append([term.tolist() for term in terms])
+        return np.sum(terms, axis=0)
+
+    table = gr.IndexedSlices(np.array([[1.0], [2.0]]), [1, 1], (2, 1))
+    ones = np.ones((2, 1))
+    ops = gr.ReductionToOneDevice("sim:1", add)
+    rows = ops.reduce(SUM, gr.PerReplica([table] * 4, mesh), mesh, coalesce=True)
+    assert [part.values.numpy().tolist() for part in rows.parts] == [[[12.0]]] * 4
+    assert seen == []
+    found = ops.reduce(MEAN, gr.PerReplica([ones, table, ones, ones], mesh), "sim:0")
+    check_mirrored(found, np.array([[3.0], [6.0]]) / 4)
+    assert seen == [[[[1.0], [1.0]], [[0.0], [3.0]], [[1.0], [1.0]], [[1.0], [1.0]]]]
 
 
 def test_mean_divides_what_the_function_gave(mesh):
@@ -138,3 +164,17 @@ def test_broadcast_copies_everywhere(mesh, dtype, destination):
         names = {"sim:2": [2], "all": [0, 1, 2, 3]}.get(str(destination), [3, 0, 2])
         assert [device.index for device in found.devices] == names
         assert len(journal.of("copy")) == len({mesh.devices[k].physical for k in names} - {0})
+
+
+@pytest.mark.parametrize("place", [owned, None], ids=["buffers", "arrays"])
+def test_what_is_the_same_everywhere_or_lies_in_one_place_is_broadcast(mesh, place):
+    array = random_data((2, 3), "float32")
+    value = per_replica(mesh, lambda replica: array, place)
+    for given in (gr.Mirrored(value.values, mesh), gr.PerReplica(value.values[2:3], mesh[2:3]),
+                  gr.Mirrored(value.values[2:3], mesh[2:3])):  # fmt: skip
+        found = gr.NcclAllReduce().broadcast(given, ["sim:3", "sim:0"])
+        assert [device.index for device in found.devices] == [3, 0]
+        assert isinstance(found.primary, np.ndarray if place is None else Buffer)
+        check_mirrored(found, array)
+        blocks = {id(buffer.block) for buffer in given.buffers}
+        assert not blocks & {id(buffer.block) for buffer in found.buffers}

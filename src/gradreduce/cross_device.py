@@ -66,8 +66,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         topology: of ``"hierarchical_copy"``: two lists of replica numbers, in place of its
             halves. Replica i lies on the i-th of a value's devices. The first list is added left
             to right, the second likewise, then the two sums; islands of devices with fast links
-            inside make good lists. One of them may be empty. Every value must have exactly the
-            replicas named. Default: the first n // 2 of n replicas, and the rest.
+            inside make good lists. One of them may be empty. Every value that is all-reduced must
+            have exactly the replicas named; what is added on one device, for other destinations
+            or IndexedSlices, is added left to right. Default: the first n // 2 of n, and the rest.
 
     Raises:
         ValueError: an unknown algorithm, a number that is negative or no integer, a ``mesh`` that

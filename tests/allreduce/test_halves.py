@@ -8,7 +8,15 @@ import re
 import numpy as np
 import pytest
 from exact import COMPLEX, FLOATS, exact_data, random_data, same
-from meshes import MeshCase, all_placements, hierarchical_sum, per_replica, refused, unchanged
+from meshes import (
+    MeshCase,
+    all_placements,
+    hierarchical_sum,
+    one_device_sum,
+    per_replica,
+    refused,
+    unchanged,
+)
 
 import gradreduce as gr
 from gradreduce.allreduce import ALGORITHMS, as_topology, halves_of
@@ -309,6 +317,15 @@ def test_one_value_of_other_devices_stops_the_batch():
         for batch in ([good, short], [short, good]):
             with refused(mesh, ValueError, "names replica 2 of 2 replicas"):
                 ops.batch_reduce(SUM, [(value, value) for value in batch])
+
+
+def test_what_is_added_on_one_device_has_no_halves():
+    with MeshCase((0, 0, 1)).open() as mesh:
+        ops = gr.HierarchicalCopyAllReduce(topology=([2], [1, 0]))
+        arrays = [random_data((50,), "float32", seed=seed) for seed in range(3)]
+        for count in (3, 2):
+            value = gr.PerReplica(arrays[:count], devices=mesh.devices[:count])
+            check_outs(ops.reduce(SUM, value, "sim:1").buffers, one_device_sum(arrays[:count]))
 
 
 def test_replicas_are_numbered_as_the_devices_of_the_value():
