@@ -191,8 +191,10 @@ def unpack(flats: Sequence[Flats], shapes: Sequence[tuple[int, ...]]) -> list[tu
     """The reduced tensors: views of the flat outs, ``[tensor][replica]`` in batch order."""
     results: list[tuple[Buffer, ...]] = [()] * len(shapes)
     for flat in flats:
-        for tensor, offset in zip(flat.plan.tensors, flat.plan.layout.offsets, strict=True):
-            results[tensor] = tuple(out.view(offset, shapes[tensor]) for out in flat.outs)
+        inside = [shapes[tensor] for tensor in flat.plan.tensors]
+        columns = [out.parts(flat.plan.layout.offsets, inside) for out in flat.outs]
+        for tensor, replicas in zip(flat.plan.tensors, zip(*columns, strict=True), strict=True):
+            results[tensor] = replicas
     return results
 
 
@@ -215,10 +217,7 @@ def _move(moved: dict[Device, list[tuple[list[Buffer], list[Buffer]]]]) -> None:
 def _parts(plan: FlatPlan, flat: Buffer) -> list[Buffer]:
     """The flat buffer in one part for each tensor, the gap behind it included."""
     layout = plan.layout
-    return [
-        flat.view(offset, (span,))
-        for offset, span in zip(layout.offsets, layout.spans, strict=True)
-    ]
+    return flat.parts(layout.offsets, [(span,) for span in layout.spans])
 
 
 def _already_flat(plan: FlatPlan, tensors: list[Buffer], owned_only: bool) -> Buffer | None:

@@ -71,10 +71,15 @@ def checked_requests(pairs: Any, reduce_op: ReduceOp, mesh: Mesh | None) -> list
     requests = []
     with OneCall():
         for place, pair in enumerate(checked_pairs(pairs)):
-            value = _as_distributed(pair[0], place, mesh or named_mesh(pair[1]))
+            value, destination = pair
+            if not isinstance(value, DistributedValues):
+                value = _as_distributed(value, place, mesh or named_mesh(destination))
             _check_replicas(value, place)
-            devices = destination_devices(pair[1], place, value.mesh)
-            matches = set(devices) == set(value.devices)
+            matches = destination is value
+            devices = value.devices
+            if not matches:
+                devices = destination_devices(destination, place, value.mesh)
+                matches = set(devices) == set(value.devices)
             requests.append(Request(value, value.devices if matches else devices, matches))
     return requests
 
@@ -154,7 +159,10 @@ def _check_replicas(value: DistributedValues, place: int) -> None:
     first = value.parts[0]
     wanted = _outline(first, value)
     for replica, part in enumerate(value.parts):
-        found = _outline(part, value)
+        if isinstance(part, Buffer) and part.shape == wanted[1] and part.dtype is wanted[0]:
+            found = wanted
+        else:
+            found = _outline(part, value)
         if found != wanted:
             raise ValueError(
                 f"value {place}: replica {replica} is {_written(found)}, replica 0 is "

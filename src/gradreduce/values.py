@@ -94,7 +94,7 @@ class DistributedValues:
     @property
     def is_sparse(self) -> bool:
         """Whether any value is IndexedSlices."""
-        return any(isinstance(part, IndexedSlices) for part in self._parts)
+        return bool([part for part in self._parts if isinstance(part, IndexedSlices)])
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
