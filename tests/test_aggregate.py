@@ -381,3 +381,18 @@ def test_accumulate_n_only_checks_the_dtype():
                 gr.accumulate_n([term] * num_terms, tensor_dtype=dtype)
     assert gr.accumulate_n([term], None, "float32", "name") is term
     assert gr.add_n([term, term], "name").tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "says"),
+    [
+        ([np.ones(1000)] * 5000 + [None], "got None at 5000$"),
+        ([None] * 20, "got None at 0, 1, 2, 3, 4, 5, 6, 7, …$"),
+        ([], "got none$"),
+        (np.ones((2, 3)), "got one ndarray$"),
+    ],
+)
+def test_a_wrong_list_is_described_shortly(inputs, says):
+    for call in (gr.add_n, gr.accumulate_n):
+        with pytest.raises(ValueError, match=says):
+            call(inputs)

@@ -152,7 +152,7 @@ def test_a_value_that_is_none(mesh, ops, value, wrong):
 
 
 def test_several_replicas_are_not_broadcast(mesh, ops, value):
-    with refused(mesh, ValueError, "tensor is PerReplica, neither"):
+    with refused(mesh, ValueError, "tensor is a PerReplica of 3 replicas"):
         ops.broadcast(value, mesh)
 
 

@@ -274,3 +274,14 @@ def test_sparse_rows_that_are_no_plain_arrays():
     needing = gr.IndexedSlices(torch.zeros(3, requires_grad=True), [0, 1, 2], torch.Size([3]))
     with pytest.raises(ValueError, match=r"pass tensor\.detach\(\)"):
         needing.to_dense()
+
+
+@pytest.mark.torch
+def test_a_tensor_never_lies_on_memory_that_is_read_only():
+    torch = pytest.importorskip("torch")
+    fixed = np.ones(3, np.float32)
+    fixed.flags.writeable = False
+    with gr.open_mesh(2, backend="sim") as mesh:
+        value = gr.PerReplica([torch.ones(3), fixed], mesh)
+        value.values[1].add_(1)
+    assert fixed.tolist() == [1, 1, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import numpy as np
@@ -267,3 +268,21 @@ def test_the_text_names_devices_dtypes_and_shapes(mesh):
 
 def test_the_operations_are_sum_and_mean():
     assert [op.value for op in gr.ReduceOp] == ["SUM", "MEAN"]
+
+
+def test_tasks_of_one_thread_each_have_their_replica():
+    seen = []
+
+    async def task(index):
+        with gr.replica(index):
+            for _ in range(3):
+                await asyncio.sleep(0)
+                seen.append((index, current_replica()))
+
+    async def together():
+        await asyncio.gather(*(task(index) for index in range(3)))
+
+    asyncio.run(together())
+    assert len(seen) == 9
+    assert all(index == found for index, found in seen)
+    assert current_replica() is None

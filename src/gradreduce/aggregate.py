@@ -164,8 +164,9 @@ def aggregate(
     Args:
         terms: arrays of one shape and dtype; ``None`` among them is left out. What is no list or
             tuple is read as it comes, so that a generator's terms live no longer than the method
-            needs them. Those of one device are added there, the partial sums on the device of
-            the first term. IndexedSlices among arrays are made dense, then added like them.
+            needs them: the first until the second has come, and none may change before. Those of
+            one device are added there, the partial sums on the device of the first term.
+            IndexedSlices among arrays are made dense, then added like them.
         method: an ``AggregationMethod``, its number, or None for DEFAULT.
         as_kind: what the result is instead of the kind of the first term; see ``add_n``.
 
@@ -286,6 +287,16 @@ def _on_current_device(term: Any) -> Buffer | IndexedSlices:
     return term.placed() if isinstance(term, IndexedSlices) else on_current_devices([term])[0]
 
 
+def _described(inputs: Any) -> str:
+    """Shortly: thousands of arrays make a message of megabytes."""
+    if not isinstance(inputs, list | tuple):
+        return f"one {type(inputs).__name__}"
+    if not inputs:
+        return "none"
+    places = [str(place) for place, term in enumerate(inputs) if term is None]
+    return f"None at {', '.join(places[:8])}{', …' if len(places) > 8 else ''}"
+
+
 def _check_promised(
     terms: Sequence[Buffer], shape: Sequence[int | None] | None, dtype: Any
 ) -> None:
@@ -319,7 +330,7 @@ def _check_inputs(inputs: Any, what: str) -> None:
     if not isinstance(inputs, list | tuple) or not inputs or [t for t in inputs if t is None]:
         raise ValueError(
             f"inputs must be a list of at least one {what} with the same dtype and shape, got "
-            f"{inputs!r}"
+            f"{_described(inputs)}"
         )
 
 

@@ -65,7 +65,9 @@ class CrossDeviceOps(ABC):
 
         Args:
             reduce_op: ``ReduceOp.SUM`` or ``ReduceOp.MEAN``. MEAN is true division by the number
-                of replicas, in the accumulate type, before the one rounding; integers of 8 and 16
+                of replicas, in the accumulate type, before the one rounding (NCCL adds halves in
+                their own type: a sum may overflow though its mean would not). Integers are added
+                modulo 2**bits; their means are of the sum that gives, and floats: those of 8 and 16
                 bits become float32, of 32 and 64 bits float64.
             value_destination_pairs: list or tuple of pairs. A value is a ``PerReplica`` or
                 ``Mirrored`` whose replicas agree in shape and dtype, or one array of any library,

@@ -172,8 +172,9 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
 def from_buffer(buffer: Buffer, kind: Kind) -> Any:
     """``buffer`` as an array of ``kind``, on the same memory where there is a way.
 
-    Copied are: NumPy arrays of a GPU's memory, and JAX arrays where JAX itself copies (bfloat16,
-    memory that is not aligned as it likes, 64-bit types without its x64 mode).
+    Copied are: NumPy arrays of a GPU's memory, tensors of memory that is read-only, and JAX arrays
+    where JAX itself copies (bfloat16, memory that is not aligned as it likes, and 64-bit types
+    without its x64 mode, which it makes 32-bit ones: large integers lose their upper half).
 
     Raises:
         ValueError: a CuPy array of simulated memory.
@@ -246,6 +247,8 @@ def _from_special_torch(tensor: Any, device: Device) -> Buffer:
 def _to_torch(array: Any) -> Any:
     """A host array as a tensor on the same memory."""
     torch = sys.modules["torch"]
+    if not array.flags.writeable:  # tensors know no such thing: theirs would be written
+        array = array.copy()
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(_INT16)).view(torch.bfloat16)
     return torch.from_numpy(array)

@@ -129,6 +129,8 @@ def single_part(tensor: Any, mesh: Mesh | None) -> tuple[Part, Kind]:
         isinstance(tensor, DistributedValues) and len(tensor.devices) == 1
     ):
         return tensor.parts[0], tensor.kind
+    if isinstance(tensor, DistributedValues):
+        raise ValueError(f"tensor is a {type(tensor).__name__} of {len(tensor.devices)} replicas")
     parts, kind = _placed(tensor, "tensor", mesh)
     return parts[0], kind
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from gradreduce.device import Buffer, Device, Mesh, default_mesh
@@ -13,7 +13,8 @@ from gradreduce.interop import kind_of, to_buffer
 
 __all__ = ["current_device", "current_replica", "on_current_devices", "replica"]
 
-_replica = threading.local()
+# Of a thread or, within one, of an asyncio task.
+_replica: ContextVar[int | None] = ContextVar("gradreduce_replica", default=None)
 
 
 @contextmanager
@@ -32,17 +33,16 @@ def replica(index: int) -> Iterator[None]:
     if isinstance(index, bool) or not hasattr(index, "__index__") or index < 0:
         raise ValueError(f"replica index {index!r} must be an integer from 0 up")
     before = current_replica()
-    _replica.index = operator.index(index)
+    _replica.set(operator.index(index))
     try:
         yield
     finally:
-        _replica.index = before
+        _replica.set(before)
 
 
 def current_replica() -> int | None:
     """The index of the innermost ``gr.replica`` of this thread; None outside any."""
-    index: int | None = getattr(_replica, "index", None)
-    return index
+    return _replica.get()
 
 
 def on_current_devices(values: Sequence[Any]) -> list[Buffer]:

@@ -256,6 +256,11 @@ def test_what_is_no_topology_is_refused_at_construction(topology, says):
             make()
 
 
+def test_a_huge_replica_number_makes_no_huge_list():
+    with pytest.raises(ValueError, match="names 1000000000000 and leaves out most below it"):
+        gr.HierarchicalCopyAllReduce(topology=([0], [10**12]))
+
+
 @pytest.mark.parametrize("topology", [([0], [1]), "wrong"])
 def test_nccl_chooses_its_own_topology(topology):
     for make in (

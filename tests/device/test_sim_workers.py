@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from exact import random_data, same
 
-from gradreduce.device import Device, open_mesh
+from gradreduce.device import Device, open_mesh, sim_workers
 from gradreduce.device.sim import BLOCK_SIZE
 from gradreduce.device.sim_workers import SPREAD_SIZE, Workers
 from gradreduce.ops.add_n import ADD_N
@@ -224,6 +224,29 @@ def test_blocks_are_shared_out_by_what_they_cost(costs, num_threads, sizes):
     parts = Workers(num_threads).shares(blocks, SPREAD_SIZE, costs)
     assert [len(part) for part in parts] == sizes
     assert [block for part in parts for block in part] == blocks
+
+
+def test_an_interruption_is_raised_once_all_jobs_have_ended(monkeypatch):
+    """Else the memory that they still write would be somebody else's."""
+    workers, go, done = Workers(3), threading.Event(), []
+    real, interrupted = sim_workers.wait, []
+
+    def interrupted_wait(futures):
+        if len(interrupted) < 2:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        go.set()
+        return real(futures)
+
+    def job():
+        assert go.wait(TIMEOUT)
+        done.append(True)
+
+    monkeypatch.setattr(sim_workers, "wait", interrupted_wait)
+    with pytest.raises(KeyboardInterrupt):
+        workers.run([job, job, lambda: None])
+    assert done == [True, True]
+    workers.close()
 
 
 def test_closing_ends_the_threads():

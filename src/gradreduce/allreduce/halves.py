@@ -25,6 +25,8 @@ def as_topology(topology: Any) -> Halves:
         raise ValueError(f"topology={topology!r} must be two lists of replica numbers")
     first, second = (_as_half(topology, half) for half in topology)
     named = sorted((*first, *second))
+    if named and named[-1] >= 2 * len(named) + 8:  # not to make a list of what is left out
+        raise ValueError(f"topology={topology!r} names {named[-1]} and leaves out most below it")
     if not named:
         raise ValueError(f"topology={topology!r} names no replica")
     twice = [number for number, after in pairwise(named) if number == after]

@@ -14,6 +14,20 @@ __all__ = ["SPREAD_SIZE", "Workers"]
 SPREAD_SIZE = 1 << 18
 
 
+def _wait_for(futures: Sequence[Future[None]]) -> None:
+    """Until all have ended; an interruption (Ctrl-C) is raised only then."""
+    interruption: BaseException | None = None
+    while True:
+        try:
+            wait(futures)
+        except BaseException as error:
+            interruption = error
+        else:
+            break
+    if interruption is not None:
+        raise interruption
+
+
 class Workers:
     """The host threads that stand for the cores of all simulated devices of a mesh."""
 
@@ -36,7 +50,7 @@ class Workers:
                     job()
             jobs[-1]()
         finally:
-            wait(futures)  # a job that still runs writes memory which the caller may give away
+            _wait_for(futures)  # one that still runs writes memory which the caller may give away
         for future in futures:
             future.result()
 
