@@ -21,7 +21,6 @@ SHAPES = [((40, 7), "float32"), ((), "float16"), ((0, 2), "float32"), ((9,), "in
           ((30_000,), "float32"), ((5,), "complex64"), ((33,), "bfloat16")]  # fmt: skip
 
 numpy_mesh = meshes.numpy_mesh
-mesh = meshes.mesh
 
 
 def values_of(mesh, seed=0):
@@ -56,7 +55,18 @@ SETTINGS = {
 
 @pytest.mark.parametrize("op", [SUM, MEAN])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_each_call_is_a_batch_reduce_of_what_the_arrays_hold(mesh, settings, op):
+def test_each_call_is_a_batch_reduce_of_what_the_arrays_hold(numpy_mesh, settings, op):
+    check_calls(numpy_mesh, settings, op)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("placement", [(0, 0), (0, 1, 1, 2, 0)], ids=str)
+def test_so_it_is_on_the_shipped_text(placement):
+    with MeshCase(placement, face="compiled").open() as mesh:
+        check_calls(mesh, SETTINGS["three packs"], MEAN)
+
+
+def check_calls(mesh, settings, op):
     ops = gr.AllReduceCrossDeviceOps(mesh=mesh, **settings)
     values = values_of(mesh)
     pairs = pairs_of(mesh, values)
