@@ -113,13 +113,23 @@ def test_its_memory_is_its_own_and_ends_with_it(numpy_mesh):
     ops = gr.HierarchicalCopyAllReduce(2)
     step = ops.prepare(SUM, pairs_of(numpy_mesh, values))
     step()
-    wanted = arrays_of(step.results)
-    others = [ops.batch_reduce(SUM, [(value, value) for value in values]) for _ in range(3)]
-    del others
     gc.collect()
+    # What of its memory were free would be theirs, and written by the next play.
+    others = [
+        device.upload(np.full(buffer.shape, 3, buffer.dtype))
+        for value in values
+        for device, buffer in zip(value.devices, value.buffers, strict=True)
+        for _ in range(4)
+    ]
+    flats = [device.zeros((31_000,), "float32") for device in numpy_mesh.devices for _ in range(4)]
+    refill(values, 400)
     step()
+    assert all((other.numpy() == 3).all() for other in others)
+    assert not any(flat.numpy().any() for flat in flats)
+    refill(values, 400)
+    wanted = arrays_of(ops.batch_reduce(SUM, pairs_of(numpy_mesh, values)))
     assert all(map(same, arrays_of(step.results), wanted))
-    del step
+    del step, others, flats
     gc.collect()
     assert live_bytes(numpy_mesh) == before
 
@@ -198,6 +208,33 @@ def test_every_legal_order_has_the_same_bits(algorithm):
     for seed in range(104):
         place = seed % len(cases)
         assert played(seed, *cases[place]) == expected[place], (seed, cases[place])
+
+
+def unread(seed, placement, algorithm):
+    """Plays without a host wait between them: each one's results are kept on the devices."""
+    with gr.open_mesh(placement, backend="sim", strict=True, peer_access=False,
+                      schedule_seed=seed) as mesh:  # fmt: skip
+        values = [dense(mesh, (6, 5), "float32", place) for place in range(2)]
+        ops = gr.AllReduceCrossDeviceOps(algorithm, 0, mesh=mesh)
+        # To one device: the others get nothing back, and so wait for nobody of themselves.
+        step = ops.prepare(SUM, [(values[0], values[0]), (values[1], mesh.devices[0])])
+        kept = []
+        for turn in range(4):
+            refill(values, 60 * turn)
+            for result in step():
+                for buffer in result.buffers:
+                    near = buffer.device.empty(buffer.shape, buffer.dtype)
+                    buffer.device.copy(near, buffer)
+                    kept.append(near)
+        return [near.numpy().tobytes() for near in kept]
+
+
+@pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
+def test_a_play_comes_behind_the_one_before_it(algorithm):
+    for placement in ([0, 1, 2], [0, 0, 1, 1]):
+        expected = unread(None, placement, algorithm)
+        for seed in range(30):
+            assert unread(seed, placement, algorithm) == expected, (seed, placement)
 
 
 def test_a_lost_device_or_a_closed_mesh_stops_it():
