@@ -50,7 +50,7 @@ def launch(device: Device, kernel: Kernel, template: Template, rows, scalars) ->
     """The last pieces of the work that a launch would be cut into."""
     cut = []
 
-    def last(blocks, size, costs):
+    def last(blocks, size, costs=None):
         cut.append(len(blocks))
         return [blocks[-LAST:]]
 

@@ -240,8 +240,7 @@ class Device(Backend):
         written = {operand.block: operand for row in rows for operand in row[:num_written]}
         for operand in written.values():
             self._check_writable(operand)
-        touched = [away] if queue == "compute" else rows
-        crossing = self._touch(touched, queue) if touched != [[]] else 0
+        crossing = self._touch([away] if queue == "compute" else rows, queue)
         for operand in written.values():
             self._before_write(operand, queue)
         issue = self._launch(kernel, template, rows, scalars, queue)

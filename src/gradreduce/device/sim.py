@@ -241,9 +241,7 @@ class SimDevice(Device):
 
         jobs = []
         workers = self.options.workers
-        total = sum(items)
-        costs = [total // table.num_chunks] * table.num_chunks
-        for chunks in workers.shares(range(table.num_chunks), total, costs):
+        for chunks in workers.shares(range(table.num_chunks), sum(items)):
             part = table.struct.copy()
             part["first_chunk"], part["end_chunk"] = chunks[0], chunks[-1] + 1
             jobs.append(partial(job, part, held))

@@ -58,20 +58,24 @@ class Workers:
         """Ends the threads."""
         self._pool.shutdown()
 
-    def shares(self, blocks: Sequence[Any], size: int, costs: Sequence[int]) -> list[Any]:
+    def shares(
+        self, blocks: Sequence[Any], size: int, costs: Sequence[int] | None = None
+    ) -> list[Any]:
         """``blocks`` cut into contiguous parts, one for each thread at most; whole if small.
 
         Args:
             blocks: of work, in their order.
             size: elements in all of them.
-            costs: of each block, in elements or what takes as long.
+            costs: of each block, in elements or what takes as long. None: all cost the same.
         """
         if self.num_threads == 1 or len(blocks) == 1 or size < SPREAD_SIZE:
             return [blocks]
-        ends = list(accumulate(costs))
-        middles = [end - cost / 2 for end, cost in zip(ends, costs, strict=True)]
         num_parts = min(self.num_threads, len(blocks))
-        goals = [ends[-1] * part / num_parts for part in range(num_parts)]
-        cuts = [bisect_left(middles, goal) for goal in goals]
+        if costs is None:
+            cuts = [len(blocks) * part // num_parts for part in range(num_parts)]
+        else:
+            ends = list(accumulate(costs))
+            middles = [end - cost / 2 for end, cost in zip(ends, costs, strict=True)]
+            cuts = [bisect_left(middles, ends[-1] * part / num_parts) for part in range(num_parts)]
         parts = [blocks[start:end] for start, end in pairwise([*cuts, len(blocks)])]
         return [part for part in parts if len(part)]
