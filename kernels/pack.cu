@@ -1,6 +1,7 @@
-// pack: out[t][i] = in[t][i] * scale for i < size of in[t], and 0 from there to the size of out[t]
-// order    one product, one rounding to Out (both left away where they change nothing)
-// types    <Out, In>: scaled in the accumulate type of In; integers take scale 1 only
+// pack: out[t][i] = in[t][i] / divisor for i < size of in[t], and 0 from there to the size of out[t]
+// order    one quotient, one rounding to Out (both left away where they change nothing)
+// types    <Out, In>: divided in the accumulate type of In; a double becomes a half by way of float;
+//          integers take divisor 1 only
 // aliasing out and in may be the same exactly
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   none; the other way (unpack) is the same kernel with the rows turned round
@@ -14,9 +15,9 @@ template <typename Out, typename In> struct Pack {
     Out* out;
     const In* in;
     i64 in_size;
-    double scale;
+    double divisor;
 
-    DEVICE Pack(const Row& row, double scale) : in_size(row.last_size()), scale(scale) {
+    DEVICE Pack(const Row& row, double divisor) : in_size(row.last_size()), divisor(divisor) {
         out = row.operand<Out>(0);
         in = row.operand<const In>(1);
     }
@@ -28,19 +29,16 @@ template <typename Out, typename In> struct Pack {
         }
         Lanes<Acc, LANES> values;
         if (LANES == 1 && i >= in_size) {
-            values.lane[0] = (Acc)0;  // not scaled: -1 * 0 is -0, infinity * 0 is NaN
+            values.lane[0] = (Acc)0;  // not divided: 0 / -1 is -0, 0 / 0 is NaN
         } else {
             values = load<Acc, LANES>(in, i);
-            if constexpr (is_float<Acc>::value) {
-                UNROLL
-                for (int l = 0; l < LANES; ++l)
-                    if (scale != 1.0) values.lane[l] *= (Acc)scale;
-            }
+            UNROLL
+            for (int l = 0; l < LANES; ++l) values.lane[l] = quotient<Acc>(values.lane[l], divisor);
         }
         store(out, i, values);
     }
 };
 
-template <typename Out, typename In> __global__ void pack(TABLE_ARGUMENT table, double scale) {
-    elementwise<Pack<Out, In>, lanes_of<Out, In>::value>(table, scale);
+template <typename Out, typename In> __global__ void pack(TABLE_ARGUMENT table, double divisor) {
+    elementwise<Pack<Out, In>, lanes_of<Out, In>::value>(table, divisor);
 }

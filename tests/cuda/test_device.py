@@ -188,8 +188,8 @@ def test_zeros_of_both_signs_are_different_arguments(mesh):
     """The cached arguments of a launch are found by equality, and 0.0 == -0.0."""
     device = mesh.devices[0]
     outs = [device.empty((SIZE,), FLOAT) for _ in range(2)]
-    for out, scale in zip(outs, (0.0, -0.0), strict=True):
-        ops.pack([out], [device.upload(np.ones(SIZE, np.float32))], scale=scale)
+    for out, divisor in zip(outs, (0.0, -0.0), strict=True):
+        ops.pack([out], [device.upload(np.ones(SIZE, np.float32))], divisor=divisor)
     assert not np.signbit(outs[0].numpy()).any()
     assert np.signbit(outs[1].numpy()).all()
 

@@ -50,7 +50,7 @@ LAUNCHES = {
         lambda of: ops.all_sum(rows(of[:2]), rows(of[2:]), divisor=3), 5, FLOATS + COMPLEX
     ),
     "pack": Launch(lambda of: ops.pack(of[0], of[1]), 2),
-    "pack scaled": Launch(lambda of: ops.pack(of[0], of[1], scale=0.1), 2, FLOATS + COMPLEX),
+    "pack divided": Launch(lambda of: ops.pack(of[0], of[1], divisor=10), 2, FLOATS + COMPLEX),
     "divide": Launch(lambda of: ops.divide(of[0], of[1], 3), 2, INTEGERS, mean_dtype),
     "sgd": Launch(lambda of: ops.sgd(*of, rate=0.1), 2, FLOATS),
     "momentum": Launch(lambda of: ops.momentum(*of, rate=0.1, decay=0.9), 3, FLOATS),
@@ -110,7 +110,8 @@ def test_a_launch_is_that_of_the_twin(device, twin, name, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["add_n of 3", "accumulate_n of 2", "all_sum of 5 in halves", "pack scaled", "nesterov"]
+    "name",
+    ["add_n of 3", "accumulate_n of 2", "all_sum of 5 in halves", "pack divided", "nesterov"],
 )
 def test_a_large_launch_is_that_of_the_twin(device, twin, name):
     dtype = as_dtype("float32")
@@ -125,7 +126,7 @@ def test_a_pack_casts_as_the_twin_does(device, twin, to, of):
     def packed(place: Device) -> np.ndarray:
         term = place.upload(unflushed_data((SIZES[-1],), of))
         out = place.zeros((SIZES[-1] + AROUND,), as_dtype(to))
-        ops.pack([out], [term], scale=0.5)
+        ops.pack([out], [term], divisor=2)
         return out.numpy()
 
     assert same(packed(device), packed(twin))

@@ -7,7 +7,7 @@ import numpy as np
 from gradreduce.device import Template, mean_dtype
 from gradreduce.device.dtypes import ELEMENTS
 
-__all__ = ["FLOATS", "FROM_WIDE", "MEAN", "SAME", "TO_WIDE"]
+__all__ = ["CASTS", "FLOATS", "FROM_WIDE", "MEAN", "SAME", "TO_WIDE"]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 # <T, T>
@@ -18,6 +18,8 @@ TO_WIDE: tuple[Template, ...] = tuple(
 )
 # A float32 sum into the halves it stands for.
 FROM_WIDE: tuple[Template, ...] = (("float16", "float32"), ("bfloat16", "float32"))
+# Every float into every other: what a tensor is and what a link carries are two choices.
+CASTS: tuple[Template, ...] = tuple((out, term) for out in FLOATS for term in FLOATS if out != term)
 # Integers into their mean; the only templates that tell signed from unsigned.
 MEAN: tuple[Template, ...] = tuple(
     (mean_dtype(np.dtype(name)).name, name)
