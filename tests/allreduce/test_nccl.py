@@ -27,21 +27,21 @@ class Spy(Collective):
         self.groups = []
         self.open = False
 
-    def all_reduce(self, buffers, op="sum"):
+    def all_reduce(self, buffers, op="sum", *, queue="compute"):
         assert self.open, "a call outside of any group"
         assert op == "sum"
         assert buffers[0].dtype not in GATHERED, "NCCL has no such type"
         self.groups[-1].append(list(buffers))
-        self.collective.all_reduce(buffers, op)
+        self.collective.all_reduce(buffers, op, queue=queue)
 
-    def broadcast(self, buffers, root):
+    def broadcast(self, buffers, root, *, queue="compute"):
         raise AssertionError("nccl broadcasts nothing")
 
-    def all_gather(self, outputs, inputs):
+    def all_gather(self, outputs, inputs, *, queue="compute"):
         assert self.open, "a call outside of any group"
         assert inputs[0].dtype in GATHERED, "this the library adds"
         self.groups[-1].append(list(inputs))
-        self.collective.all_gather(outputs, inputs)
+        self.collective.all_gather(outputs, inputs, queue=queue)
 
     @contextmanager
     def group(self):

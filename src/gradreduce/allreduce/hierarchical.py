@@ -19,15 +19,17 @@ from gradreduce.device import (
     ALIGNMENT,
     Buffer,
     Device,
+    Queue,
     accumulate_dtype,
     bring,
     by_physical,
     gather,
+    gather_all,
     scatter,
 )
 
 from .halves import Halves, halves_of
-from .job import Job
+from .job import Job, Stage, Steps, run_stages
 
 __all__ = ["SLICE_BYTES", "Slice", "hierarchical_copy", "plan_slices", "works_in_place"]
 
@@ -80,15 +82,19 @@ def plan_slices(
     return slices
 
 
-def hierarchical_copy(jobs: Sequence[Job], topology: Halves | None = None) -> None:
+def hierarchical_copy(
+    jobs: Sequence[Job], topology: Halves | None = None, *, stages: Sequence[Stage] = ()
+) -> None:
     """Reduces every job; the same bits on every placement, whatever the packs and slices.
 
     Where all replicas are within reach of each other, each main device reads all inputs of its
-    slices and writes all outs, in one launch. Where not, halves are added apart and copied.
+    slices and writes all outs, in one launch for each stage. Where not, halves are added apart and
+    copied.
 
     Args:
         jobs: on the same devices, all of them.
         topology: the halves, in place of the first n // 2 replicas and the rest.
+        stages: see ``run_stages``.
 
     Raises:
         ValueError: the topology is one of another number of replicas. Nothing was launched.
@@ -98,13 +104,23 @@ def hierarchical_copy(jobs: Sequence[Job], topology: Halves | None = None) -> No
     devices = [buffer.device for buffer in jobs[0].inputs]
     halves = halves_of(len(devices), topology)
     mains = [places[0] for places in by_physical(devices).values()]
-    slices = plan_slices([(job.inputs[0].size, _narrower(job)) for job in jobs], mains)
+    slices: list[list[Slice]] = [[] for _ in jobs]
+    for part in plan_slices([(job.inputs[0].size, _narrower(job)) for job in jobs], mains):
+        slices[part.job].append(part)
+    direct = all(_reaches(devices[main], devices) for main in mains)
+
+    def steps_of(places: Sequence[int], queue: Queue) -> Steps:
+        work = [
+            (part.main, jobs[place].part(part.start, part.stop))
+            for place in places
+            for part in slices[place]
+        ]
+        if direct:
+            return _direct(work, devices, halves, queue)
+        return _staged([_Staged(*each, devices, halves) for each in work], devices, queue)
+
     with devices[0].fabric.launch_lock:
-        if all(_reaches(devices[main], devices) for main in mains):
-            _direct(jobs, slices, devices, halves)
-        else:
-            for part in slices:
-                _staged(jobs[part.job].part(part.start, part.stop), part.main, devices, halves)
+        run_stages(stages, len(jobs), steps_of)
 
 
 def _narrower(job: Job) -> int:
@@ -125,18 +141,16 @@ def _reaches(main: Device, devices: Sequence[Device]) -> bool:
 
 
 def _direct(
-    jobs: Sequence[Job], slices: Sequence[Slice], devices: Sequence[Device], halves: Halves
-) -> None:
+    work: Sequence[tuple[int, Job]], devices: Sequence[Device], halves: Halves, queue: Queue
+) -> Steps:
     """One launch for each main device and divisor: read n, write n."""
     order = [*halves[0], *halves[1]]
     split = len(halves[0]) if all(halves) else 0
     by_main: dict[tuple[int, float], list[Job]] = {}
-    for part in slices:
-        job = jobs[part.job].part(part.start, part.stop)
-        by_main.setdefault((part.main, job.divisor), []).append(job)
+    for main, job in work:
+        by_main.setdefault((main, job.divisor), []).append(job)
     working = [devices[main] for main in dict.fromkeys(main for main, _ in by_main)]
-    for leader in working:
-        gather(leader, devices)
+    gather_all(working, devices, queue)
     for (main, divisor), parts in by_main.items():
         ops.all_sum(
             [job.outs for job in parts],
@@ -144,52 +158,103 @@ def _direct(
             split,
             divisor=divisor,
             device=devices[main],
+            queue=queue,
         )
+    yield
     for leader in working:
-        scatter(leader, devices)
+        scatter(leader, devices, queue)
 
 
-def _staged(job: Job, main: int, devices: Sequence[Device], halves: Halves) -> None:
-    """The halves on two devices, the sum on the main one, and back, every crossing a copy.
+class _Staged:
+    """One slice where a launch reaches its own GPU only: every crossing is a copy.
 
     The main device adds the half of its own replica, the k-th of that half; the other half is
     added on the device of *its* k-th replica (k modulo its size).
     """
-    half, other = halves
-    if main not in half:
-        half, other = other, half
-    leader = devices[main]
-    partials = [_half_sum(leader, [job.inputs[replica] for replica in half])]
-    if other:
-        partner = devices[other[half.index(main) % len(other)]]
-        partial = _half_sum(partner, [job.inputs[replica] for replica in other])
-        partials.append(bring(leader, partial))
-    near = by_physical(devices)[leader.physical]
-    sharing = [devices[replica] for replica in near]
-    gather(leader, sharing)
-    ops.all_sum(
-        [[job.outs[replica] for replica in near]],
-        [partials],
-        len(partials) - 1,
-        divisor=job.divisor,
-        device=leader,
-    )
-    scatter(leader, sharing)
-    for physical, places in by_physical(devices).items():
-        if physical != leader.physical:
-            first = job.outs[places[0]]
-            first.device.copy(first, job.outs[main])
-            for place in places[1:]:
-                devices[place].copy(job.outs[place], first)
+
+    def __init__(self, main: int, job: Job, devices: Sequence[Device], halves: Halves) -> None:
+        half, other = halves
+        if main not in half:
+            half, other = other, half
+        self._job, self._main, self._devices = job, main, devices
+        self.leader = devices[main]
+        self.partner = devices[other[half.index(main) % len(other)]] if other else self.leader
+        self._halves = [(self.leader, half)] + ([(self.partner, other)] if other else [])
+        self._near: list[list[Buffer]] = []
+        self._partials: list[Buffer] = []
+
+    def bring(self, queue: Queue) -> None:
+        """Copies the replicas of each half to where they are added."""
+        for device, half in self._halves:
+            self._near.append([bring(device, self._job.inputs[place], queue) for place in half])
+
+    def add_halves(self, queue: Queue) -> None:
+        """Adds each half, and copies the other one to the main device."""
+        for (device, _), near in zip(self._halves, self._near, strict=True):
+            self._partials.append(bring(self.leader, _half_sum(device, near), queue))
+        self._near.clear()
+
+    def add_both(self, queue: Queue) -> None:
+        """Adds the two halves, into all outs nearby, and copies the sum to each other GPU."""
+        job, leader = self._job, self.leader
+        near = by_physical(self._devices)[leader.physical]
+        sharing = [self._devices[replica] for replica in near]
+        gather(leader, sharing)
+        ops.all_sum(
+            [[job.outs[replica] for replica in near]],
+            [self._partials],
+            len(self._partials) - 1,
+            divisor=job.divisor,
+            device=leader,
+        )
+        scatter(leader, sharing)
+        self._partials.clear()
+        for physical, places in by_physical(self._devices).items():
+            if physical != leader.physical:
+                first = job.outs[places[0]]
+                first.device.copy(first, job.outs[self._main], queue=queue)
+
+    def fan_out(self) -> None:
+        """Copies what came to another GPU to the logical devices that share it."""
+        for physical, places in by_physical(self._devices).items():
+            if physical != self.leader.physical:
+                for place in places[1:]:
+                    first = self._job.outs[places[0]]
+                    self._devices[place].copy(self._job.outs[place], first)
 
 
-def _half_sum(device: Device, inputs: Sequence[Buffer]) -> Buffer:
-    """The inputs added left to right on ``device``, in the accumulate type."""
-    near = [bring(device, buffer) for buffer in inputs]
-    wide = accumulate_dtype(inputs[0].dtype)
+def _staged(work: Sequence[_Staged], devices: Sequence[Device], queue: Queue) -> Steps:
+    """All slices side by side, a step at a time: done one after the other, each would wait for
+    the last copies of the one before it.
+    """  # fmt: skip
+    for part in work:
+        part.bring(queue)
+    yield
+    _arrived(devices, queue)
+    for part in work:
+        part.add_halves(queue)
+    yield
+    _arrived([part.leader for part in work], queue)
+    for part in work:
+        part.add_both(queue)
+    yield
+    _arrived(devices, queue)
+    for part in work:
+        part.fan_out()
+
+
+def _arrived(devices: Sequence[Device], queue: Queue) -> None:
+    """What comes next on the compute queues comes behind what has been copied."""
+    for device in dict.fromkeys(devices) if queue != "compute" else ():
+        device.wait(device.mark(queue))
+
+
+def _half_sum(device: Device, near: Sequence[Buffer]) -> Buffer:
+    """What lies near ``device``, added left to right on it, in the accumulate type."""
+    wide = accumulate_dtype(near[0].dtype)
     if len(near) == 1 and near[0].dtype == wide:
         return near[0]
-    total = device.empty(inputs[0].shape, wide)
+    total = device.empty(near[0].shape, wide)
     sharing = [buffer.device for buffer in near]
     gather(device, sharing)
     ops.add_n([total], [near], device=device)

@@ -1,12 +1,16 @@
-"""What an all-reduce algorithm is asked to do; never does it."""
+"""What an all-reduce algorithm is asked to do, and in which stages; never does it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gradreduce.device import Buffer
+from gradreduce.device import Buffer, Queue
 
-__all__ = ["Job"]
+__all__ = ["Job", "Stage", "Steps", "run_stages"]
+
+# What one stage does, in steps: where it yields, it waits for what travels, and another may work.
+Steps = Iterator[None]
 
 
 @dataclass(frozen=True)
@@ -33,3 +37,60 @@ class Job:
             tuple(buffer.view(start, shape) for buffer in self.outs),
             self.divisor,
         )
+
+
+def _nothing() -> None:
+    """Nothing has to be moved."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Packs that are gathered together, travel together and are spread together.
+
+    Attributes:
+        jobs: their places in the list of jobs.
+        gather: gives the compute queues what fills the jobs' inputs.
+        spread: gives them what takes the sums out of the jobs' outs.
+    """
+
+    jobs: Sequence[int]
+    gather: Callable[[], None] = _nothing
+    spread: Callable[[], None] = _nothing
+
+
+def run_stages(
+    stages: Sequence[Stage], num_jobs: int, steps_of: Callable[[Sequence[int], Queue], Steps]
+) -> None:
+    """Gives all stages to the devices, so that one is gathered while the one before it travels.
+
+    What travels does so on the transfer queues, what is gathered, added up and spread works on the
+    compute queues. There a stage's gathering is given *before* the last step of the stage ahead of
+    it, which waits for what travels and would hold up all that is behind it. A lone stage has
+    nothing to overlap with: it stays on the compute queues and needs no fence between the two.
+
+    Args:
+        stages: in order; none means one of all jobs, with nothing to gather or to spread.
+        num_jobs: how many jobs there are.
+        steps_of: called with the jobs of a stage and the queue on which to travel.
+    """
+    stages = stages or [Stage(range(num_jobs))]
+    queue: Queue = "transfer" if len(stages) > 1 else "compute"
+    waiting = list(reversed(stages))
+    running: list[Steps] = []
+    while waiting or running:
+        if waiting:
+            running.insert(0, _steps(waiting.pop(), queue, steps_of))
+        running = [steps for steps in running if _goes_on(steps)]
+
+
+def _steps(stage: Stage, queue: Queue, steps_of: Callable[[Sequence[int], Queue], Steps]) -> Steps:
+    stage.gather()
+    yield from steps_of(stage.jobs, queue)
+    stage.spread()
+
+
+def _goes_on(steps: Steps) -> bool:
+    """Takes one step; False if it was the last."""
+    for _ in steps:
+        return True
+    return False

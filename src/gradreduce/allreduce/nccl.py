@@ -16,9 +16,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradreduce import ops
-from gradreduce.device import Buffer, Collective, Device, DType, by_physical, gather, scatter
+from gradreduce.device import (
+    Buffer,
+    Collective,
+    Device,
+    DType,
+    Queue,
+    by_physical,
+    gather,
+    scatter,
+)
 
-from .job import Job
+from .job import Job, Stage, Steps, run_stages
 
 __all__ = ["SHARED_GROUP_BYTES", "check_library", "connect", "nccl", "plan_groups"]
 
@@ -74,11 +83,15 @@ class _Part:
         return tuple(self.gathered.view(rank * size, (size,)) for rank in range(num_ranks))
 
 
-def nccl(jobs: Sequence[Job]) -> None:
+def nccl(jobs: Sequence[Job], *, stages: Sequence[Stage] = ()) -> None:
     """Reduces every job through the mesh's collective; ``plan_groups`` says in which calls.
 
     All memory is asked for, and the library looked for, before the first launch: where that
     fails nothing was changed.
+
+    Args:
+        jobs: on the same devices, all of them.
+        stages: see ``run_stages``.
 
     Raises:
         BackendUnavailableError: several physical devices, and no library.
@@ -89,18 +102,46 @@ def nccl(jobs: Sequence[Job]) -> None:
     sharing = list(by_physical(devices).values())
     with devices[0].fabric.launch_lock:
         if len(sharing) == 1:
-            _finish([(job, job.inputs) for job in jobs], sharing[0])
+            run_stages(stages, len(jobs), lambda places, _: _near([jobs[at] for at in places]))
             return
         collective = devices[0].mesh.collective
         parts = [[_part(job, places, len(sharing)) for job in jobs] for places in sharing]
-        for places, near in zip(sharing, parts, strict=True):
-            _fold(jobs, near, places)
-        for group in plan_groups([part.folded.nbytes for part in parts[0]]):
-            with collective.group():
-                for place in group:
-                    _cross(collective, [near[place] for near in parts])
-        for places, near in zip(sharing, parts, strict=True):
-            _finish([(job, part.terms) for job, part in zip(jobs, near, strict=True)], places)
+
+        def steps_of(places: Sequence[int], queue: Queue) -> Steps:
+            here = [[near[at] for at in places] for near in parts]
+            return _far([jobs[at] for at in places], sharing, here, collective, queue)
+
+        run_stages(stages, len(jobs), steps_of)
+
+
+def _near(jobs: Sequence[Job]) -> Steps:
+    """Jobs on one physical device: read n, write n."""
+    _finish([(job, job.inputs) for job in jobs], range(len(jobs[0].inputs)))
+    yield
+
+
+def _far(
+    jobs: Sequence[Job],
+    sharing: Sequence[Sequence[int]],
+    parts: Sequence[Sequence[_Part]],
+    collective: Collective,
+    queue: Queue,
+) -> Steps:
+    """Jobs of several physical devices; ``parts`` of each of them, ``sharing`` its replicas."""
+    leaders = [jobs[0].inputs[places[0]].device for places in sharing]
+    for places, near in zip(sharing, parts, strict=True):
+        _fold(jobs, near, places)
+    for leader in leaders:
+        gather(leader, [leader], queue)
+    for group in plan_groups([part.folded.nbytes for part in parts[0]]):
+        with collective.group():
+            for place in group:
+                _cross(collective, [near[place] for near in parts], queue)
+    yield
+    for leader in leaders:
+        scatter(leader, [leader], queue)
+    for places, near in zip(sharing, parts, strict=True):
+        _finish([(job, part.terms) for job, part in zip(jobs, near, strict=True)], places)
 
 
 def check_library(devices: Sequence[Device]) -> None:
@@ -149,14 +190,14 @@ def _fold(jobs: Sequence[Job], parts: Sequence[_Part], places: Sequence[int]) ->
     ops.all_sum(outs, inputs, device=leader)
 
 
-def _cross(collective: Collective, ranks: Sequence[_Part]) -> None:
+def _cross(collective: Collective, ranks: Sequence[_Part], queue: Queue) -> None:
     """One job over all physical devices."""
     folded = [part.folded for part in ranks]
     gathered = [part.gathered for part in ranks if part.gathered is not None]
     if gathered:
-        collective.all_gather(gathered, folded)
+        collective.all_gather(gathered, folded, queue=queue)
     else:
-        collective.all_reduce(folded)
+        collective.all_reduce(folded, queue=queue)
 
 
 def _finish(finished: Sequence[tuple[Job, tuple[Buffer, ...]]], places: Sequence[int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .base import Device
 from .collective import Collective
-from .colocated import bring, by_physical, gather, scatter
+from .colocated import bring, by_physical, gather, gather_all, scatter
 from .dtypes import DType, accumulate_dtype, as_dtype, element_of, mean_dtype
 from .ghost import Ghosts, MeshOutline, Outline, mesh_outline, outline_of
 from .journal import Journal, Record
@@ -54,6 +54,7 @@ __all__ = [
     "element_of",
     "flat_layout",
     "gather",
+    "gather_all",
     "mean_dtype",
     "mesh_outline",
     "open_mesh",

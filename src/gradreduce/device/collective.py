@@ -1,6 +1,6 @@
 """What a collective library is to everything above it; never imports one.
 
-All of it runs on the compute queues of the buffers' devices, at most one buffer on each physical
+All of it runs on one queue of each of the buffers' devices, at most one buffer on each physical
 device.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from gradreduce.errors import CollectiveError, DeviceMismatchError
 
 from .journal import Record
-from .memory import Buffer
+from .memory import Buffer, Queue
 from .tape import Issue
 
 if TYPE_CHECKING:
@@ -24,10 +24,16 @@ __all__ = ["Collective"]
 
 
 class Collective(ABC):
-    """Collectives over one buffer of each physical device, each on that device's compute queue."""
+    """Collectives over one buffer of each physical device, each on a queue of that device.
+
+    As a launch does, a collective fences nothing by itself: what it reads and writes must be
+    ready for its queue.
+    """
 
     @abstractmethod
-    def all_reduce(self, buffers: Sequence[Buffer], op: str = "sum") -> None:
+    def all_reduce(
+        self, buffers: Sequence[Buffer], op: str = "sum", *, queue: Queue = "compute"
+    ) -> None:
         """Every buffer becomes the sum of all, in place.
 
         Raises:
@@ -37,11 +43,13 @@ class Collective(ABC):
         """
 
     @abstractmethod
-    def broadcast(self, buffers: Sequence[Buffer], root: int) -> None:
+    def broadcast(self, buffers: Sequence[Buffer], root: int, *, queue: Queue = "compute") -> None:
         """Every buffer becomes ``buffers[root]``; raises as ``all_reduce`` does."""
 
     @abstractmethod
-    def all_gather(self, outputs: Sequence[Buffer], inputs: Sequence[Buffer]) -> None:
+    def all_gather(
+        self, outputs: Sequence[Buffer], inputs: Sequence[Buffer], *, queue: Queue = "compute"
+    ) -> None:
         """Every output becomes all inputs end to end, in order; raises as ``all_reduce`` does.
 
         Each output lies where its input does and has the size of all inputs together.
@@ -90,22 +98,28 @@ class Collective(ABC):
                 raise CollectiveError(f"all_gather: output {position} is {out}, not of size {size}")
 
     def _give(
-        self, issue: Issue, calls: Sequence[tuple[str, Sequence[Buffer]]], kept: Sequence[Buffer]
+        self,
+        issue: Issue,
+        calls: Sequence[tuple[str, Sequence[Buffer], Queue]],
+        kept: Sequence[Buffer],
     ) -> None:
         """Gives a group of calls to the devices; one record for each buffer of each call.
 
         Args:
             issue: gives them, each time it is called.
-            calls: name and buffers of each; at least one buffer in all.
+            calls: name, buffers and queue of each; at least one buffer in all.
             kept: whatever memory they use beside these.
         """
-        buffers = [buffer for _, each in calls for buffer in each]
+        buffers = [buffer for _, each, _ in calls for buffer in each]
+        queues = dict.fromkeys(queue for _, _, queue in calls if queue != "compute")
+        for buffer in (*buffers, *kept) if queues else ():
+            buffer.block.touched.update((buffer.device, queue) for queue in queues)
         fabric = buffers[0].device.fabric
         with fabric.taped(None):  # its fences are its own
             issue()
         records = tuple(
-            Record("collective", name, buffer.device.index, nbytes=buffer.nbytes)
-            for name, each in calls
+            Record("collective", name, buffer.device.index, nbytes=buffer.nbytes, queue=queue)
+            for name, each, queue in calls
             for buffer in each
         )
         for record in records if fabric.recorder.recording else ():

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from .base import Device
-from .memory import Buffer
+from .memory import Buffer, Queue
 
-__all__ = ["bring", "by_physical", "gather", "scatter"]
+__all__ = ["bring", "by_physical", "gather", "gather_all", "scatter"]
 
 
 def by_physical(devices: Sequence[Device]) -> dict[int, tuple[int, ...]]:
@@ -22,32 +22,44 @@ def by_physical(devices: Sequence[Device]) -> dict[int, tuple[int, ...]]:
     return {physical: tuple(found) for physical, found in places.items()}
 
 
-def gather(leader: Device, others: Iterable[Device]) -> None:
-    """What the leader launches from now on comes behind what the others hold so far.
+def gather(leader: Device, others: Iterable[Device], queue: Queue = "compute") -> None:
+    """What the leader's queue is given from now on comes behind what the others hold so far.
 
     Say it after the last allocation: memory comes in the order of its device's compute queue.
     """
+    gather_all([leader], others, queue)
+
+
+def gather_all(leaders: Iterable[Device], others: Iterable[Device], queue: Queue) -> None:
+    """As ``gather`` for several leaders, with one mark of each of the others for all of them."""
+    leaders = list(dict.fromkeys(leaders))
     for other in dict.fromkeys(others):
-        if other is not leader:
-            leader.wait(other.mark())
+        behind = [each for each in leaders if each is not other or queue != "compute"]
+        if behind:
+            mark = other.mark()
+            for leader in behind:
+                leader.wait(mark, queue=queue)
 
 
-def scatter(leader: Device, others: Iterable[Device]) -> None:
-    """What the others launch from now on comes behind what the leader holds so far."""
-    waiting = [other for other in dict.fromkeys(others) if other is not leader]
+def scatter(leader: Device, others: Iterable[Device], queue: Queue = "compute") -> None:
+    """What the others launch from now on comes behind what the leader's queue holds so far."""
+    waiting = [
+        other for other in dict.fromkeys(others) if other is not leader or queue != "compute"
+    ]
     if waiting:
-        mark = leader.mark()
+        mark = leader.mark(queue)
         for other in waiting:
             other.wait(mark)
 
 
-def bring(device: Device, buffer: Buffer) -> Buffer:
+def bring(device: Device, buffer: Buffer, queue: Queue = "compute") -> Buffer:
     """``buffer`` where launches of ``device`` read it: itself if co-located, else a copy.
 
-    ``gather`` afterwards, with the device of what this returns.
+    ``gather`` afterwards, with the device of what this returns; and if another queue than
+    ``compute`` copied, its mark must be waited for.
     """
     if buffer.device.physical == device.physical:
         return buffer
     copied = device.empty(buffer.shape, buffer.dtype)
-    device.copy(copied, buffer)
+    device.copy(copied, buffer, queue=queue)
     return copied

@@ -18,7 +18,7 @@ from .base import Device
 from .collective import Collective
 from .cuda import CudaDevice
 from .dtypes import element_of
-from .memory import Buffer
+from .memory import Buffer, Queue
 
 __all__ = ["NcclCollective"]
 
@@ -45,6 +45,7 @@ class _Call:
         method: of a communicator.
         buffers: whose devices are the ranks, in order; also keeps their memory.
         arguments: of each rank, all but the stream.
+        queue: of each rank's device.
         outputs: what is written, where that is other memory: kept too until the call is sent.
     """
 
@@ -52,6 +53,7 @@ class _Call:
     method: str
     buffers: tuple[Buffer, ...]
     arguments: tuple[tuple[int, ...], ...]
+    queue: Queue
     outputs: tuple[Buffer, ...] = ()
 
     @property
@@ -82,7 +84,9 @@ class NcclCollective(Collective):
         self._cliques: dict[tuple[int, ...], list[Any]] = {}
         self._open = _Open()
 
-    def all_reduce(self, buffers: Sequence[Buffer], op: str = "sum") -> None:
+    def all_reduce(
+        self, buffers: Sequence[Buffer], op: str = "sum", *, queue: Queue = "compute"
+    ) -> None:
         """See ``Collective.all_reduce``; complex products, maxima and minima there are none.
 
         Raises:
@@ -98,9 +102,10 @@ class NcclCollective(Collective):
             "allReduce",
             buffers,
             [(buffer.address, buffer.address, count, kind, number) for buffer in buffers],
+            queue,
         )
 
-    def broadcast(self, buffers: Sequence[Buffer], root: int) -> None:
+    def broadcast(self, buffers: Sequence[Buffer], root: int, *, queue: Queue = "compute") -> None:
         """See ``Collective.broadcast``."""
         self._check_broadcast(buffers, root)
         count, kind = self._as_bytes(buffers[0])
@@ -109,9 +114,12 @@ class NcclCollective(Collective):
             "broadcast",
             buffers,
             [(buffer.address, buffer.address, count, kind, root) for buffer in buffers],
+            queue,
         )
 
-    def all_gather(self, outputs: Sequence[Buffer], inputs: Sequence[Buffer]) -> None:
+    def all_gather(
+        self, outputs: Sequence[Buffer], inputs: Sequence[Buffer], *, queue: Queue = "compute"
+    ) -> None:
         """See ``Collective.all_gather``."""
         self._check_gather(outputs, inputs)
         count, kind = self._as_bytes(inputs[0])
@@ -121,6 +129,7 @@ class NcclCollective(Collective):
             "allGather",
             inputs,
             [(source, target, count, kind) for source, target in addresses],
+            queue,
             outputs,
         )
 
@@ -171,9 +180,10 @@ class NcclCollective(Collective):
         method: str,
         buffers: Sequence[Buffer],
         arguments: Sequence[tuple[int, ...]],
+        queue: Queue,
         outputs: Sequence[Buffer] = (),
     ) -> None:
-        call = _Call(name, method, tuple(buffers), tuple(arguments), tuple(outputs))
+        call = _Call(name, method, tuple(buffers), tuple(arguments), queue, tuple(outputs))
         if self._open.calls is None:
             self._send([call])
         else:
@@ -184,7 +194,8 @@ class NcclCollective(Collective):
         if not calls:
             return
         kept = [buffer for call in calls for buffer in call.outputs]
-        self._give(partial(self._group, calls), [(call.name, call.buffers) for call in calls], kept)
+        given = [(call.name, call.buffers, call.queue) for call in calls]
+        self._give(partial(self._group, calls), given, kept)
 
     def _group(self, calls: Sequence[_Call]) -> None:
         with self._lock:  # every GPU sees the groups of all threads in one order
@@ -204,7 +215,7 @@ class NcclCollective(Collective):
         ):
             device = cuda_device(buffer)
             with device.gpu:
-                stream = device.stream("compute").ptr
+                stream = device.stream(call.queue).ptr
                 self._run(call.name, getattr(communicator, call.method), *arguments, stream)
 
     def _make_clique(self, physicals: tuple[int, ...]) -> None:

@@ -156,17 +156,21 @@ class GhostDevice(Device):
 class GhostCollective(Collective):
     """Checks and records as every collective does."""
 
-    def all_reduce(self, buffers: Sequence[Buffer], op: str = "sum") -> None:
+    def all_reduce(
+        self, buffers: Sequence[Buffer], op: str = "sum", *, queue: Queue = "compute"
+    ) -> None:
         """See ``Collective.all_reduce``."""
         self._check("all_reduce", buffers, buffers)
-        self._give(lambda: None, [("all_reduce", buffers)], ())
+        self._give(lambda: None, [("all_reduce", buffers, queue)], ())
 
-    def broadcast(self, buffers: Sequence[Buffer], root: int) -> None:
+    def broadcast(self, buffers: Sequence[Buffer], root: int, *, queue: Queue = "compute") -> None:
         """See ``Collective.broadcast``."""
         self._check_broadcast(buffers, root)
-        self._give(lambda: None, [("broadcast", buffers)], ())
+        self._give(lambda: None, [("broadcast", buffers, queue)], ())
 
-    def all_gather(self, outputs: Sequence[Buffer], inputs: Sequence[Buffer]) -> None:
+    def all_gather(
+        self, outputs: Sequence[Buffer], inputs: Sequence[Buffer], *, queue: Queue = "compute"
+    ) -> None:
         """See ``Collective.all_gather``."""
         self._check_gather(outputs, inputs)
-        self._give(lambda: None, [("all_gather", inputs)], ())
+        self._give(lambda: None, [("all_gather", inputs, queue)], ())

@@ -8,7 +8,7 @@ import numpy as np
 
 from .collective import Collective
 from .dtypes import accumulate_dtype
-from .memory import Buffer
+from .memory import Buffer, Queue
 from .sim import SimDevice, memory_of, sim_device
 
 __all__ = ["SimCollective"]
@@ -17,7 +17,9 @@ __all__ = ["SimCollective"]
 class SimCollective(Collective):
     """Adds in the accumulate type, in mesh order, and rounds once."""
 
-    def all_reduce(self, buffers: Sequence[Buffer], op: str = "sum") -> None:
+    def all_reduce(
+        self, buffers: Sequence[Buffer], op: str = "sum", *, queue: Queue = "compute"
+    ) -> None:
         """See ``Collective.all_reduce``."""
         if op != "sum":
             raise NotImplementedError(f"all_reduce with op={op!r}: only 'sum' so far")
@@ -33,9 +35,9 @@ class SimCollective(Collective):
                 for array in arrays:
                     array[...] = total
 
-        self._meet("all_reduce", buffers, work)
+        self._meet("all_reduce", buffers, work, queue)
 
-    def broadcast(self, buffers: Sequence[Buffer], root: int) -> None:
+    def broadcast(self, buffers: Sequence[Buffer], root: int, *, queue: Queue = "compute") -> None:
         """See ``Collective.broadcast``."""
         self._check_broadcast(buffers, root)
         arrays = [memory_of(buffer) for buffer in buffers]
@@ -44,9 +46,11 @@ class SimCollective(Collective):
             for array in arrays[:root] + arrays[root + 1 :]:
                 array[...] = arrays[root]
 
-        self._meet("broadcast", buffers, work)
+        self._meet("broadcast", buffers, work, queue)
 
-    def all_gather(self, outputs: Sequence[Buffer], inputs: Sequence[Buffer]) -> None:
+    def all_gather(
+        self, outputs: Sequence[Buffer], inputs: Sequence[Buffer], *, queue: Queue = "compute"
+    ) -> None:
         """See ``Collective.all_gather``."""
         self._check_gather(outputs, inputs)
         sources = [memory_of(buffer) for buffer in inputs]
@@ -57,25 +61,26 @@ class SimCollective(Collective):
             for target in targets:
                 target[...] = gathered
 
-        self._meet("all_gather", inputs, work, outputs)
+        self._meet("all_gather", inputs, work, queue, outputs)
 
     def _meet(
         self,
         name: str,
         buffers: Sequence[Buffer],
         work: Callable[[], None],
+        queue: Queue,
         kept: Sequence[Buffer] = (),
     ) -> None:
-        """Runs the work when every compute queue has come to it; none goes on before."""
+        """Runs the work when every device's queue has come to it; none goes on before."""
         devices: list[SimDevice] = [sim_device(buffer) for buffer in buffers]
         first = devices[0]
 
         def issue() -> None:
             for device in devices[1:]:
-                first.wait(device.mark())
-            first.scheduler.submit((first, "compute"), work)
-            done = first.mark()
+                first.wait(device.mark(queue), queue=queue)
+            first.scheduler.submit((first, queue), work)
+            done = first.mark(queue)
             for device in devices[1:]:
-                device.wait(done)
+                device.wait(done, queue=queue)
 
-        self._give(issue, [(name, buffers)], kept)
+        self._give(issue, [(name, buffers, queue)], kept)
