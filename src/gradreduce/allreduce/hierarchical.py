@@ -224,9 +224,10 @@ class _Staged:
 
 
 def _staged(work: Sequence[_Staged], devices: Sequence[Device], queue: Queue) -> Steps:
-    """All slices side by side, a step at a time: done one after the other, each would wait for
-    the last copies of the one before it.
-    """  # fmt: skip
+    """All slices side by side, a step at a time.
+
+    Done one after the other, each would wait for the last copies of the one before it.
+    """
     for part in work:
         part.bring(queue)
     yield
