@@ -27,7 +27,7 @@ def mesh(request) -> Iterator[gr.Mesh]:
 @pytest.fixture(autouse=True)
 def default(mesh, monkeypatch):
     """Host arrays lie on this mesh."""
-    monkeypatch.setattr("gradreduce.device.mesh._default", [mesh])
+    monkeypatch.setattr("gradreduce.device.opening._default", [mesh])
 
 
 def slices_of(indices, *, dtype="float32", dense_shape=(ROWS, WIDTH), seed=0, make=exact_data):

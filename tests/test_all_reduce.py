@@ -116,7 +116,7 @@ def test_the_one_line_call(monkeypatch):
     with MeshCase((0, 1, 1, 2)).open() as mesh:
         results = gr.all_reduce(grads, mesh=mesh)
         assert all(same(entry["w"], np.full(2, 1.5, np.float32)) for entry in results)
-        monkeypatch.setattr("gradreduce.device.mesh._default", [mesh])
+        monkeypatch.setattr("gradreduce.device.opening._default", [mesh])
         results = gr.all_reduce(grads, SUM)
         assert all(same(entry["w"], np.full(2, 6, np.float32)) for entry in results)
 

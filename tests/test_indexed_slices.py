@@ -31,7 +31,7 @@ def mesh(request) -> Iterator[gr.Mesh]:
 @pytest.fixture(autouse=True)
 def default(mesh, monkeypatch):
     """Host arrays lie on this mesh."""
-    monkeypatch.setattr("gradreduce.device.mesh._default", [mesh])
+    monkeypatch.setattr("gradreduce.device.opening._default", [mesh])
 
 
 def slices_of(dtype="float32", *, width=5, num_rows=6, seed=0):

@@ -160,7 +160,7 @@ def terms(library, seeds=(1, 2, 3)):
 
 
 def test_results_are_of_the_kind_of_the_first_array(library, mesh, monkeypatch):
-    monkeypatch.setattr("gradreduce.device.mesh._default", [mesh])
+    monkeypatch.setattr("gradreduce.device.opening._default", [mesh])
     inputs = terms(library)
     expected = np.full((2, 3), 6, np.float32)
     for result in (
@@ -240,7 +240,7 @@ def test_a_step_takes_their_gradients(library, mesh):
 
 
 def test_sparse_rows_keep_their_kind(library, mesh, monkeypatch):
-    monkeypatch.setattr("gradreduce.device.mesh._default", [mesh])
+    monkeypatch.setattr("gradreduce.device.opening._default", [mesh])
     indices = library.array(np.array([2, 0, 2], np.int32))
     for dtype in library.dtypes():
         values = np.arange(6).reshape(3, 2).astype(as_dtype(dtype))

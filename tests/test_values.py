@@ -73,7 +73,7 @@ def test_a_part_of_a_mesh_is_a_mesh(mesh):
 
 def test_without_a_mesh_the_default_one(monkeypatch):
     with MeshCase((0, 0)).open() as default:
-        monkeypatch.setattr("gradreduce.device.mesh._default", [default])
+        monkeypatch.setattr("gradreduce.device.opening._default", [default])
         assert gr.PerReplica(arrays(2)).devices == default.devices
         assert gr.PerReplica([1.0, 2.0]).devices == default.devices
 

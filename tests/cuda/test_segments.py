@@ -55,7 +55,7 @@ def test_sparse_rows_on_gpus(new_machine):
     ):
         results = []
         for opened in (sim, mesh):
-            patch.setattr("gradreduce.device.mesh._default", [opened])
+            patch.setattr("gradreduce.device.opening._default", [opened])
             slices = gr.IndexedSlices(values, [3, 1, 3, 0, 1, 3], (4, 5))
             merged = slices.coalesce(as_kind="buffer")
             joined = gr.aggregate([slices, slices], as_kind="buffer")

@@ -28,7 +28,7 @@ from gradreduce.device import (
     open_mesh,
     scatter,
 )
-from gradreduce.device import mesh as module
+from gradreduce.device import opening as module
 from gradreduce.errors import BackendUnavailableError
 
 VARIABLES = (

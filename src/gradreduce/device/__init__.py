@@ -20,8 +20,9 @@ from .memory import (
     flat_layout,
     overlap,
 )
-from .mesh import FlatBuffer, Mesh, default_mesh, open_mesh
+from .mesh import FlatBuffer, Mesh
 from .names import device_named
+from .opening import default_mesh, open_mesh
 from .tape import Tape
 
 __all__ = [

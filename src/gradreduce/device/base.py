@@ -22,6 +22,7 @@ from .journal import Kind, Record
 from .kernel import Kernel, Template
 from .memory import Buffer, Mark, Queue, Row
 from .parking import Parking
+from .reach import check_reach, check_writable
 from .tape import Issue
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class Device(Backend):
             raise DeviceMismatchError(f"{self.name} cannot upload into {buffer}")
         if (buffer.shape, buffer.dtype) != (array.shape, as_dtype(array.dtype)):
             raise ValueError(f"upload of {array.dtype}{array.shape} into {buffer}")
-        self._check_writable(buffer)
+        check_writable(buffer)
         if queue != "compute":  # a recycled block belongs to its last owner until then
             self.wait(self.mark("compute"), queue=queue)
             buffer.block.touched.add((self, queue))
@@ -160,7 +161,7 @@ class Device(Backend):
     def download(self, buffer: Buffer) -> np.ndarray:
         """A host copy of ``buffer``; waits for what the compute queue holds so far."""
         self.fabric.check_usable(self)
-        self._check_reach(buffer)
+        check_reach(self, buffer)
         self._record("download", nbytes=buffer.nbytes)
         return self._download(buffer)
 
@@ -192,7 +193,7 @@ class Device(Backend):
             raise DeviceMismatchError(f"{self.name} cannot copy to {dst} from {src}")
         if dst.size == 0:
             return
-        self._check_writable(dst)
+        check_writable(dst)
         for end in (src, dst):
             if end.device is not self or queue != "compute":
                 self.wait(end.device.mark("compute"), queue=queue)
@@ -235,11 +236,11 @@ class Device(Backend):
             return
         away = [operand for row in rows for operand in row if operand.device is not self]
         for operand in away:
-            self._check_reach(operand)
+            check_reach(self, operand)
         num_written = kernel.num_written(scalars)
         written = {operand.block: operand for row in rows for operand in row[:num_written]}
         for operand in written.values():
-            self._check_writable(operand)
+            check_writable(operand)
         crossing = self._touch([away] if queue == "compute" else rows, queue)
         for operand in written.values():
             self._before_write(operand, queue)
@@ -315,21 +316,7 @@ class Device(Backend):
         """Takes the memory of dead blocks back into the pool; ``empty`` calls it first."""
         self._parking.drain(self)
 
-    # -- checks and records -----------------------------------------------------------------------
-
-    def _check_reach(self, operand: Buffer) -> None:
-        home = operand.device
-        if home is self:
-            return
-        if home.fabric is not self.fabric:
-            raise DeviceMismatchError(f"{operand} is of another mesh than {self.name}")
-        if self.fabric.lost:
-            self.fabric.check_usable(home)
-        if home.physical != self.physical and not (
-            self.fabric.peers(self.physical, home.physical) and operand.block.owned
-        ):
-            why = "no peer access" if operand.block.owned else "its memory is not our pool's"
-            raise DeviceMismatchError(f"{self.name} cannot reach {operand}: {why}; copy it first")
+    # -- fences and records -----------------------------------------------------------------------
 
     def _touch(self, rows: Iterable[Row], queue: Queue) -> int:
         """Remembers that ``queue`` uses these operands; the bytes that cross a link."""
@@ -340,10 +327,6 @@ class Device(Backend):
                 if operand.device.physical != self.physical:
                     crossing += operand.nbytes
         return crossing
-
-    def _check_writable(self, operand: Buffer) -> None:
-        if not operand.block.writable:
-            raise ValueError(f"{operand} is read-only")
 
     def _before_write(self, operand: Buffer, queue: Queue) -> None:
         block = operand.block

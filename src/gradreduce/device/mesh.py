@@ -1,48 +1,25 @@
-"""Which devices there are, how they are grouped, and which backend runs them; never does work.
-
-The only room that reads environment variables:
-
-* ``GRADREDUCE_BACKEND``: ``sim`` or ``cuda``, when ``open_mesh`` is given none.
-* ``GRADREDUCE_SIM_DEVICES``: how many simulated devices, when it is given none (default 4).
-* ``GRADREDUCE_SIM_STRICT``: ``1`` fills fresh simulated memory with NaN.
-* ``GRADREDUCE_SIM_THREADS``: host threads that run simulated launches (default: the cores).
-"""
+"""The devices that were opened together, as one value; never opens any and never does work."""
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 import math
-import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache, cached_property
-from types import ModuleType, TracebackType
+from functools import cached_property
+from types import TracebackType
 
 from numpy.typing import DTypeLike
-
-from gradreduce.errors import BackendUnavailableError
 
 from .base import Device
 from .collective import Collective
 from .colocated import by_physical
-from .compiled import find_compiler
 from .dtypes import as_dtype
 from .fabric import Fabric
 from .journal import Journal
 from .memory import Buffer, flat_layout
-from .sim import FACES, SimDevice, SimOptions
-from .sim_collective import SimCollective
-from .sim_queue import RunAtOnce, Shuffled
-from .sim_workers import Workers
 
-__all__ = ["FlatBuffer", "Mesh", "default_mesh", "open_mesh"]
-
-_log = logging.getLogger("gradreduce")
-_BACKENDS = ("cuda", "sim")
-_INSTALL = "pip install 'gradreduce[cuda12]' (CUDA 12) or 'gradreduce[cuda13]' (CUDA 13)"
+__all__ = ["FlatBuffer", "Mesh"]
 
 
 @dataclass(frozen=True)
@@ -180,201 +157,3 @@ class Mesh:
     def __repr__(self) -> str:
         placement = [device.physical for device in self.devices]
         return f"<Mesh {self.backend} {placement}>"
-
-
-def open_mesh(
-    devices: int | Sequence[int] | None = None,
-    *,
-    backend: str | None = None,
-    peer_access: bool = True,
-    kernels: str = "numpy",
-    strict: bool | None = None,
-    schedule_seed: int | None = None,
-) -> Mesh:
-    """Opens devices. A backend asked for by name never turns into another one.
-
-    Args:
-        devices: how many logical devices, one on each physical one; or the physical device of
-            each logical one: ``[0, 0, 1, 1]`` are four on two. Default: every visible GPU; in the
-            simulation ``GRADREDUCE_SIM_DEVICES`` (4).
-        backend: ``"sim"`` or ``"cuda"``. Default: ``GRADREDUCE_BACKEND``, else GPUs if CuPy sees
-            any, else the simulation, with one logged warning that says why.
-        peer_access: simulation only: whether a launch may touch another physical device's memory.
-            Without it every byte is copied.
-        kernels: simulation only: which face of a kernel a launch runs. ``"numpy"``, the twin;
-            ``"compiled"``, the shipped ``.cu`` text built by g++; for tests ``"exact"`` and
-            ``"sanitized"``, builds with a GPU's geometry.
-        strict: simulation only: fill fresh memory with NaN (integers: 0xA5 bytes). Default
-            ``GRADREDUCE_SIM_STRICT``, else no.
-        schedule_seed: simulation only: run the device queues in a random order that the fences
-            allow, each seed in another one (0: as late as can be, 1: as early), and turn freed
-            memory to NaN. For tests of code that queues work. Default: work runs at once.
-
-    Returns:
-        A mesh of new devices; meshes work side by side and share no memory.
-
-    Raises:
-        BackendUnavailableError: the backend asked for cannot run here; the text says what to
-            install.
-        ValueError: a wrong argument or environment variable, named in the text.
-    """
-    if backend is None:
-        backend = _backend_from_environment()
-    if backend not in _BACKENDS:
-        raise ValueError(f"backend={backend!r} is not one of {_BACKENDS}")
-    if kernels not in FACES:
-        raise ValueError(f"kernels={kernels!r} is not one of {tuple(FACES)}")
-    if backend == "cuda":
-        try:
-            return _open_cuda(devices)
-        except BackendUnavailableError as error:
-            raise BackendUnavailableError(f"backend='cuda' cannot run here: {error}") from error
-    if strict is None:
-        strict = _integer("GRADREDUCE_SIM_STRICT", 0, minimum=0) > 0
-    build = FACES[kernels]
-    if build is not None:
-        find_compiler(build)
-    workers = Workers(_integer("GRADREDUCE_SIM_THREADS", _num_cores()))
-    scheduler = RunAtOnce() if schedule_seed is None else Shuffled(schedule_seed)
-    options = SimOptions(kernels, strict, workers, scheduler)
-    return _open_sim(_placement(devices), peer_access, options)
-
-
-def _open_sim(placement: Sequence[int], peer_access: bool, options: SimOptions) -> Mesh:
-    fabric = Fabric("sim", peer_access=peer_access)
-    made = [SimDevice(fabric, index, physical, options) for index, physical in enumerate(placement)]
-    return _mesh(made, fabric, cache(SimCollective), options.workers.close)
-
-
-def _open_cuda(devices: int | Sequence[int] | None) -> Mesh:
-    cuda, cuda_nccl = _cuda_backend()
-    num_gpus = cuda.visible_gpus()
-    placement = _placement(num_gpus if devices is None else devices)
-    if max(placement) >= num_gpus:
-        raise BackendUnavailableError(
-            f"devices={devices!r} names GPU {max(placement)}; CuPy sees {num_gpus}"
-        )
-    physicals = tuple(dict.fromkeys(placement))
-    fabric = Fabric("cuda", peer_access=cuda.enable_peer_access(physicals))
-    made = [cuda.CudaDevice(fabric, index, gpu) for index, gpu in enumerate(placement)]
-    collective = cache(cuda_nccl.NcclCollective)
-
-    opened_by = os.getpid()
-
-    def close() -> None:
-        if os.getpid() != opened_by:
-            return  # nothing of CUDA works in a forked child
-        for device in made:
-            device.close()
-        if collective.cache_info().currsize:
-            collective().close()
-
-    return _mesh(made, fabric, collective, close)
-
-
-def _mesh(
-    made: Sequence[Device],
-    fabric: Fabric,
-    collective: Callable[[], Collective],
-    on_close: Callable[[], None],
-) -> Mesh:
-    """The whole mesh of new devices."""
-    mesh = Mesh(made, fabric, collective, on_close)
-    for device in made:
-        device.mesh = mesh
-    return mesh
-
-
-def _cuda_backend() -> tuple[ModuleType, ModuleType]:
-    """The two files that import CuPy: the one door to them.
-
-    Raises:
-        BackendUnavailableError: CuPy is missing or sees no GPU; says what to install.
-    """
-    if importlib.util.find_spec("cupy") is None:
-        raise BackendUnavailableError(f"CuPy is not installed; {_INSTALL}")
-    try:
-        from . import cuda, cuda_nccl
-    except ImportError as error:
-        raise BackendUnavailableError(f"CuPy does not import ({error}); {_INSTALL}") from error
-    cuda.visible_gpus()
-    return cuda, cuda_nccl
-
-
-_default: list[Mesh] = []
-_default_lock = threading.Lock()
-
-
-def default_mesh() -> Mesh:
-    """The mesh that ``mesh=None`` means: ``open_mesh()``, made once and shared by all callers.
-
-    A closed one is replaced by a new one at the next call; so is one from before a fork.
-    """
-    with _default_lock:
-        if _default:
-            try:
-                _default[0].fabric.check_open()
-            except BackendUnavailableError:
-                _default.clear()
-        if not _default:
-            _default.append(open_mesh())
-        return _default[0]
-
-
-def _backend_from_environment() -> str:
-    named = os.environ.get("GRADREDUCE_BACKEND", "")
-    if named:
-        if named not in _BACKENDS:
-            raise ValueError(f"GRADREDUCE_BACKEND={named!r} is not one of {_BACKENDS}")
-        return named
-    try:
-        _cuda_backend()
-    except BackendUnavailableError as error:
-        _warn_once(str(error))
-        return "sim"
-    return "cuda"
-
-
-_warned = threading.Event()
-
-
-def _warn_once(why: str) -> None:
-    if not _warned.is_set():
-        _warned.set()
-        _log.warning(
-            "gradreduce runs on simulated devices (NumPy): %s. GRADREDUCE_BACKEND=sim silences "
-            "this, GRADREDUCE_BACKEND=cuda makes it an error.",
-            why,
-        )
-
-
-def _placement(devices: int | Sequence[int] | None) -> tuple[int, ...]:
-    if devices is None:
-        devices = _integer("GRADREDUCE_SIM_DEVICES", 4)
-    if isinstance(devices, int) and not isinstance(devices, bool):
-        placement: tuple[int, ...] = tuple(range(devices))
-    else:
-        placement = tuple(devices) if isinstance(devices, Iterable) else ()
-    if not placement or any(
-        isinstance(physical, bool) or not isinstance(physical, int) or physical < 0
-        for physical in placement
-    ):
-        raise ValueError(f"devices={devices!r} must be a number from 1 up, or a list of physical "
-                         "device numbers from 0 up")  # fmt: skip
-    return placement
-
-
-def _integer(variable: str, default: int, *, minimum: int = 1) -> int:
-    text = os.environ.get(variable, "")
-    if not text:
-        return default
-    if not text.isdecimal() or int(text) < minimum:
-        raise ValueError(f"{variable}={text!r} must be a number from {minimum} up")
-    return int(text)
-
-
-def _num_cores() -> int:
-    """Cores this process may use; all of the machine's where the system cannot tell (macOS)."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -1,0 +1,43 @@
+"""Which memory a device may touch; never touches any."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gradreduce.errors import DeviceMismatchError
+
+from .memory import Buffer
+
+if TYPE_CHECKING:
+    from .base import Device
+
+__all__ = ["check_reach", "check_writable"]
+
+
+def check_reach(device: Device, operand: Buffer) -> None:
+    """Raises unless a launch of ``device`` may touch ``operand``.
+
+    Raises:
+        DeviceMismatchError: it is of another mesh, or of a device that is no peer, or a caller's
+            memory on a peer.
+        BackendUnavailableError: its device is lost.
+    """
+    home = operand.device
+    if home is device:
+        return
+    fabric = device.fabric
+    if home.fabric is not fabric:
+        raise DeviceMismatchError(f"{operand} is of another mesh than {device.name}")
+    if fabric.lost:
+        fabric.check_usable(home)
+    if home.physical != device.physical and not (
+        fabric.peers(device.physical, home.physical) and operand.block.owned
+    ):
+        why = "no peer access" if operand.block.owned else "its memory is not our pool's"
+        raise DeviceMismatchError(f"{device.name} cannot reach {operand}: {why}; copy it first")
+
+
+def check_writable(operand: Buffer) -> None:
+    """Raises ``ValueError`` for a caller's read-only array."""
+    if not operand.block.writable:
+        raise ValueError(f"{operand} is read-only")
