@@ -200,7 +200,7 @@ class Bench:
         ours: dict[str, Call] = {}
         for face, device in self.devices():
             tensors = [device.put(array) for array in arrays]
-            ours[face] = partial(ops.pack, tensors, tensors, scale=-1.0)
+            ours[face] = partial(ops.pack, tensors, tensors, divisor=-1.0)
         self.case(SCALE, *self._moved(sizes), ours, "scale", arrays)
 
     def _moved(self, sizes: Sequence[int]) -> tuple[str, int]:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from meshes import adopted, launches_of, owned, placement_of, unchanged
 
 from gradreduce.device import as_dtype
-from gradreduce.packing import FlatPlan, pack, plan_packing, unpack
+from gradreduce.flats import pack, unpack
+from gradreduce.packing import FlatPlan, plan_packing
 
 mesh = meshes.mesh
 
@@ -223,7 +224,7 @@ def plans_of(buffers, *settings_of_one, out_dtypes=None):
 def check_round_trip(mesh, flats, arrays):
     """Unpacking what was packed gives every array back."""
     back = unpack(
-        [replace(flat, outs=flat.inputs) for flat in flats], [of[0].shape for of in arrays]
+        [replace(flat, results=flat.inputs) for flat in flats], [of[0].shape for of in arrays]
     )
     for replicas, expected in zip(back, arrays, strict=True):
         assert [buffer.device for buffer in replicas] == list(mesh.devices)

@@ -15,12 +15,13 @@ import gradreduce as gr
 from gradreduce.allreduce import ALGORITHMS, Job
 from gradreduce.device import base, memory
 from gradreduce.device.sim_queue import Shuffled
+from gradreduce.packing import plan_packing
 
 # By full name: functions of the same name hide `gradreduce.aggregate` and `allreduce.nccl`.
-packing, aggregation, sparse, optimizer, arrivals, hierarchical, nccl_room = (
+flats_room, aggregation, sparse, optimizer, arrivals, hierarchical, nccl_room = (
     importlib.import_module(f"gradreduce.{name}")
     for name in (
-        "packing", "aggregators", "aggregate_sparse", "optim.base", "accumulator.apply",
+        "flats", "aggregators", "aggregate_sparse", "optim.base", "accumulator.apply",
         "allreduce.hierarchical", "allreduce.nccl",
     )
 )  # fmt: skip
@@ -183,8 +184,8 @@ class Scene:
 
 def packing_alone(scene):
     gradients = [scene.fresh(), scene.fresh((5, 3))]
-    plans = packing.plan_packing((37, 15), ((gradients[0][0].dtype,) * 2,) * 2, 1)
-    flats = packing.pack(plans, gradients, scene.mesh.devices, consume=False)
+    plans = plan_packing((37, 15), ((gradients[0][0].dtype,) * 2,) * 2, 1)
+    flats = flats_room.pack(plans, gradients, scene.mesh.devices, consume=False)
     scene.overwrite(*gradients)
     scene.keep(flats[0].inputs)
 
@@ -312,6 +313,7 @@ def everything(seed):
         *train([0, 1, 1, 2, 0], "hierarchical_copy", seed, peer_access=False),
         *reduce_and_free([0, 0, 1], "hierarchical_copy", seed),
         *reduce_and_free([0, 1, 1], "hierarchical_copy", seed, peer_access=False),
+        *reduce_and_free([0, 0, 1], "hierarchical_copy", seed, peer_access=False),
         *(result for scene in SCENES for result in scene(seed)),
     ]
 
@@ -320,9 +322,10 @@ FAULTS = {
     "no waits at all": forget_waits,
     **{
         f"{room.__name__}: no {fence}": forget(room, fence)
-        for room in (packing, aggregation, sparse, optimizer, arrivals, hierarchical, nccl_room)
+        for room in (flats_room, aggregation, sparse, optimizer, arrivals, hierarchical, nccl_room)
         for fence in ("gather", "scatter")
     },
+    "all sums begin at once": forget(hierarchical, "gather_all"),
     "a dying block forgets its users": forget_touched,
     "a writer forgets the readers": forget_readers,
 }

@@ -6,43 +6,30 @@ Source: tf.contrib.distribute.AllReduceCrossDeviceOps (all_reduce_cross_device_o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
+from contextlib import suppress
 from typing import Any
 
-from gradreduce import ops
-from gradreduce.allreduce import (
-    ALGORITHMS,
-    Halves,
-    Job,
-    as_topology,
-    check_library,
-    connect,
-    halves_of,
-    works_in_place,
-)
-from gradreduce.cross_device_ops import CrossDeviceOps, reduce_to_one
-from gradreduce.device import (
-    Buffer,
-    Device,
-    DType,
-    Mesh,
-    accumulate_dtype,
-    default_mesh,
-)
+from gradreduce.allreduce import ALGORITHMS, Halves, as_topology
+from gradreduce.cross_device_ops import CrossDeviceOps
+from gradreduce.device import Buffer, Device, DType, Mesh, as_dtype, default_mesh
 from gradreduce.errors import about
 from gradreduce.interop import OneCall
-from gradreduce.one_device import quotients
-from gradreduce.packing import FlatPlan, Flats, pack, plan_packing, unpack
 from gradreduce.prepared import PreparedStep, check_preparable
 from gradreduce.reduce_arguments import (
     Request,
     as_count,
-    batches_of,
     checked_mesh,
     checked_nest,
     checked_requests,
     keys_of,
     nested,
+)
+from gradreduce.reduce_flow import (
+    Settings,
+    check_devices,
+    compile_for,
+    reduce_buffers,
+    reduce_requests,
 )
 from gradreduce.reduce_plan import ReducePlan, plan_of
 from gradreduce.values import Part, PerReplica, ReduceOp
@@ -69,11 +56,27 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             inside make good lists. One of them may be empty. Every value that is all-reduced must
             have exactly the replicas named; what is added on one device, for other destinations
             or IndexedSlices, is added left to right. Default: the first n // 2 of n, and the rest.
+        wire_dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``: the dtype in which real floats
+            travel between devices in an all-reduce, whatever they are. They are cast as they are
+            packed, and back as they are unpacked. Default: each in its own dtype. See below.
+
+    With a ``wire_dtype`` terms are rounded to it once and their sum once more; on the way our own
+    kernels add in float32, NCCL in the wire's dtype. For MEAN a half wire carries x / n, so that no
+    sum overflows whose mean does not; a term beyond float16's 65504 does. With t the terms (x, or
+    x / n for MEAN on a half wire), u the wire's unit roundoff (2**-11 for float16, 2**-8 for
+    bfloat16, 2**-24 for float32) and e half its smallest positive number (2**-25 for float16, below
+    float32's own for the others), a result of hierarchical_copy differs from the exact one by at
+    most ``(2.01 * u + n * 2**-23) * sum(|t|) + (n + 1) * e``, divided by n for MEAN where the wire
+    is float32, and by the rounding to its own dtype where that is narrower than the wire. NCCL
+    rounds up to n - 1 more sums: ``(n + 1) * u`` in the place of ``2.01 * u``. A cast of float64
+    to a half goes by way of float32. The bits are the same on every placement, as without. What is
+    added on one device (other destinations, IndexedSlices), integers and complex numbers travel as
+    they are.
 
     Raises:
         ValueError: an unknown algorithm, a number that is negative or no integer, a ``mesh`` that
-            is none, or a topology that is none, leaves a replica out, names one twice or is meant
-            for NCCL, which chooses its own.
+            is none, a topology that is none, leaves a replica out, names one twice or is meant
+            for NCCL, which chooses its own, or a ``wire_dtype`` that is none of the three.
     """
 
     def __init__(
@@ -85,24 +88,54 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         *,
         mesh: Mesh | None = None,
         topology: Sequence[Sequence[int]] | None = None,
+        wire_dtype: str | DType | None = None,
     ) -> None:
         if not isinstance(all_reduce_alg, str) or all_reduce_alg not in ALGORITHMS:
             raise ValueError(f"all_reduce_alg={all_reduce_alg!r} is not one of {list(ALGORITHMS)}")
-        self.all_reduce_alg = all_reduce_alg
-        self.num_packs = as_count("num_packs", num_packs)
-        self.agg_small_grads_max_bytes = as_count(
-            "agg_small_grads_max_bytes", agg_small_grads_max_bytes
-        )
-        self.agg_small_grads_max_group = as_count(
-            "agg_small_grads_max_group", agg_small_grads_max_group
-        )
         self.mesh = checked_mesh(mesh)
         if topology is not None and all_reduce_alg != "hierarchical_copy":
             raise ValueError(
                 f"topology={topology!r} is for 'hierarchical_copy': {all_reduce_alg!r} chooses its "
                 "own"
             )
-        self.topology = None if topology is None else as_topology(topology)
+        self.settings = Settings(
+            all_reduce_alg,
+            as_count("num_packs", num_packs),
+            as_count("agg_small_grads_max_bytes", agg_small_grads_max_bytes),
+            as_count("agg_small_grads_max_group", agg_small_grads_max_group),
+            None if topology is None else as_topology(topology),
+            _as_wire(wire_dtype),
+        )
+
+    @property
+    def all_reduce_alg(self) -> str:
+        """The algorithm's name."""
+        return self.settings.all_reduce_alg
+
+    @property
+    def num_packs(self) -> int:
+        """Into how many packs a flat buffer is cut; 0: none is made."""
+        return self.settings.num_packs
+
+    @property
+    def agg_small_grads_max_bytes(self) -> int:
+        """Up to how many bytes a tensor is grouped."""
+        return self.settings.agg_small_grads_max_bytes
+
+    @property
+    def agg_small_grads_max_group(self) -> int:
+        """How many tensors a group has at most."""
+        return self.settings.agg_small_grads_max_group
+
+    @property
+    def topology(self) -> Halves | None:
+        """The halves that were given."""
+        return self.settings.topology
+
+    @property
+    def wire_dtype(self) -> DType | None:
+        """In which real floats travel; None: each in its own."""
+        return self.settings.wire_dtype
 
     def all_reduce(
         self,
@@ -135,7 +168,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         """
         mesh = self.mesh or default_mesh()
         keys = checked_nest(grads, mesh)
-        self._check_devices(mesh.devices)
+        check_devices(self.settings, mesh.devices)
         values = []
         with OneCall():
             for place, key in enumerate(keys):
@@ -154,42 +187,6 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 for replica, entry in enumerate(grads)
             ],
         )
-
-    def reduce_buffers(
-        self,
-        gradients: Sequence[Sequence[Buffer]],
-        *,
-        divisor: float = 1,
-        out_dtypes: Sequence[DType] | None = None,
-        consume: bool = False,
-    ) -> list[tuple[Buffer, ...]]:
-        """The flow itself: ``gradients[tensor][replica]`` become their sum, divided.
-
-        Args:
-            gradients: of each tensor one Buffer for each replica, on the same devices in the
-                same order for every tensor; replicas of one shape and dtype.
-            divisor: of every sum.
-            out_dtypes: of the results; default those of the gradients.
-            consume: the gradients may be overwritten and become the results' memory.
-
-        Returns:
-            ``[tensor][replica]``, all replicas of a tensor equal.
-
-        Raises:
-            ValueError, BackendUnavailableError: what ``compile_for`` raises, before any launch.
-        """
-        if not gradients:
-            return []
-        shapes = [replicas[0].shape for replicas in gradients]
-        devices = [buffer.device for buffer in gradients[0]]
-        plans = self.flat_plans(gradients, out_dtypes)
-        for plan in plans:
-            self.compile_for(devices, plan.dtype, plan.out_dtype)
-        staged = self.all_reduce_alg == "hierarchical_copy" and not works_in_place(devices)
-        flats = pack(plans, gradients, devices, consume=consume and not staged)
-        options = {} if self.topology is None else {"topology": self.topology}
-        ALGORITHMS[self.all_reduce_alg](_jobs(flats, divisor), **options)
-        return unpack(flats, shapes)
 
     def plan(
         self,
@@ -215,25 +212,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
         for request in requests:
             if request.is_all_reduced:
-                self._check_devices(request.devices)
-        limits = (self.agg_small_grads_max_bytes, self.agg_small_grads_max_group)
-        settings = (self.all_reduce_alg, self.num_packs, *limits, self.topology)
-        return plan_of(_with_settings, settings, reduce_op, requests, coalesce=coalesce)
-
-    def flat_plans(
-        self,
-        gradients: Sequence[Sequence[Buffer]],
-        out_dtypes: Sequence[DType] | None = None,
-    ) -> tuple[FlatPlan, ...]:
-        """Which tensors of one batch share a flat buffer, and its packs; see ``plan_packing``."""
-        dtypes = [replicas[0].dtype for replicas in gradients]
-        return plan_packing(
-            tuple(replicas[0].size for replicas in gradients),
-            tuple(zip(dtypes, out_dtypes or dtypes, strict=True)),
-            self.num_packs,
-            self.agg_small_grads_max_bytes,
-            self.agg_small_grads_max_group,
-        )
+                check_devices(self.settings, request.devices)
+        return plan_of(self.settings, reduce_op, requests, coalesce=coalesce)
 
     def prepare(
         self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[Any, Any]]
@@ -257,90 +237,38 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             requests, lambda: self.reduce_batch(reduce_op, requests, coalesce=False)
         )
 
-    def compile_for(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
-        """Compiles all that ``reduce_buffers`` may launch, and connects the devices for NCCL.
+    def reduce_buffers(
+        self,
+        gradients: Sequence[Sequence[Buffer]],
+        *,
+        divisor: float = 1,
+        out_dtypes: Sequence[DType] | None = None,
+        consume: bool = False,
+    ) -> list[tuple[Buffer, ...]]:
+        """The flow itself: ``gradients[tensor][replica]`` become their sum, divided.
 
-        Not done while a lock is held; and what fails here has launched nothing.
-
-        Args:
-            devices: of the replicas.
-            dtype: of the gradients.
-            out_dtype: of the results.
-
-        Raises:
-            ValueError: the topology is one of another number of replicas.
-            BackendUnavailableError: NCCL is needed, on two physical GPUs or more, and missing.
-            CollectiveError: NCCL cannot connect them.
+        See ``reduce_flow.reduce_buffers``.
         """
-        prepared = devices[0].fabric.prepared
-        places = tuple(device.index for device in devices)
-        key = ("reduce", self.all_reduce_alg, places, dtype, out_dtype, self.topology)
-        if key in prepared:
-            return
-        self._check_devices(devices)
-        wide = accumulate_dtype(dtype)
-        counts = {len(half) for half in halves_of(len(devices), self.topology)} - {0}
-        if self.all_reduce_alg == "nccl":
-            counts = set()
-            connect(devices)
-        for device in devices:
-            ops.prepare_pack(device, dtype, dtype)
-            for out, term in ((out_dtype, dtype), (dtype, dtype), (out_dtype, wide)):
-                ops.prepare_all_sum(device, out, term)
-            for count in counts:
-                ops.prepare_add_n(device, wide, dtype, count)
-        prepared.add(key)
+        return reduce_buffers(
+            self.settings, gradients, divisor=divisor, out_dtypes=out_dtypes, consume=consume
+        )
 
-    def _check_devices(self, devices: Sequence[Device]) -> None:
-        """Raises unless the replicas on these devices can be reduced; launches nothing."""
-        halves_of(len(devices), self.topology)
-        if self.all_reduce_alg == "nccl":
-            check_library(devices)
+    def compile_for(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
+        """Compiles all that ``reduce_buffers`` may launch; see ``reduce_flow.compile_for``."""
+        compile_for(self.settings, devices, dtype, out_dtype)
 
     def reduce_batch(
         self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
     ) -> list[tuple[Part, ...]]:
-        """All dense values of the same devices in one batch; one by one what goes elsewhere."""
-        results: list[tuple[Part, ...]] = [()] * len(requests)
-        batches = batches_of(requests, reduce_op)
-        for places in batches:  # all of them, before the first is launched
-            self._check_devices(requests[places[0]].devices)
-        for places in batches:
-            gradients = [requests[place].value.buffers for place in places]
-            reduced = self._reduce_dense(reduce_op, gradients)
-            for place, buffers in zip(places, reduced, strict=True):
-                results[place] = buffers
-        for place, request in enumerate(requests):
-            if not request.is_all_reduced:
-                home = request.devices[0]
-                results[place] = reduce_to_one(reduce_op, request, home, coalesce=coalesce)
-        return results
-
-    def _reduce_dense(
-        self, reduce_op: ReduceOp, gradients: list[tuple[Buffer, ...]]
-    ) -> list[tuple[Buffer, ...]]:
-        """One batch. The means of integers are floats: they are added, then divided."""
-        num_replicas = len(gradients[0])
-        mean = reduce_op is ReduceOp.MEAN
-        counts = mean and gradients[0][0].dtype.kind in "iu"
-        divisor = num_replicas if mean and not counts else 1
-        reduced = self.reduce_buffers(gradients, divisor=divisor)
-        if not counts:
-            return reduced
-        means = iter(quotients([total for totals in reduced for total in totals], num_replicas))
-        return [tuple(islice(means, num_replicas)) for _ in reduced]
+        """See ``CrossDeviceOps.reduce_batch``."""
+        return reduce_requests(self.settings, reduce_op, requests, coalesce=coalesce)
 
 
-def _with_settings(
-    alg: str, num_packs: int, max_bytes: int, max_group: int, topology: Halves | None
-) -> AllReduceCrossDeviceOps:
-    return AllReduceCrossDeviceOps(alg, num_packs, max_bytes, max_group, topology=topology)
-
-
-def _jobs(flats: Sequence[Flats], divisor: float) -> list[Job]:
-    """One job for each pack."""
-    return [
-        Job(flat.inputs, flat.outs, divisor).part(start, stop)
-        for flat in flats
-        for start, stop in flat.plan.packs
-    ]
+def _as_wire(wire_dtype: str | DType | None) -> DType | None:
+    if wire_dtype is None:
+        return None
+    allowed = [as_dtype(name) for name in ("float16", "bfloat16", "float32")]
+    with suppress(TypeError):
+        if as_dtype(wire_dtype) in allowed:
+            return as_dtype(wire_dtype)
+    raise ValueError(f"wire_dtype={wire_dtype!r} is not 'float16', 'bfloat16' or 'float32'")

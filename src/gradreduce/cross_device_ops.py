@@ -11,7 +11,7 @@ from typing import Any
 
 from gradreduce.device import Device, Mesh
 from gradreduce.interop import as_result_kind
-from gradreduce.one_device import Accumulate, added_on, copied_to, handed_out
+from gradreduce.one_device import Accumulate, copied_to
 from gradreduce.reduce_arguments import (
     Request,
     checked_mesh,
@@ -20,6 +20,7 @@ from gradreduce.reduce_arguments import (
     named_mesh,
     single_part,
 )
+from gradreduce.reduce_flow import reduce_to_one
 from gradreduce.values import Mirrored, Part, ReduceOp, device_of
 
 __all__ = ["CrossDeviceOps", "ReductionToOneDevice"]
@@ -183,24 +184,3 @@ class ReductionToOneDevice(CrossDeviceOps):
         if self.reduce_to_device is None:
             return request.devices[0]
         return destination_devices(self.reduce_to_device, place, request.value.mesh)[0]
-
-
-def reduce_to_one(
-    reduce_op: ReduceOp,
-    request: Request,
-    home: Device,
-    *,
-    coalesce: bool,
-    accumulate: Accumulate | None = None,
-) -> tuple[Part, ...]:
-    """Adds one value on ``home`` and hands the result out to the request's devices."""
-    value = request.value
-    total = added_on(
-        home,
-        value.parts,
-        mean=reduce_op is ReduceOp.MEAN,
-        coalesce=coalesce,
-        accumulate=accumulate,
-        kind=value.kind,
-    )
-    return handed_out(total, request.devices)

@@ -1,4 +1,4 @@
-"""Which tensors travel together, and their way in and out of one memory; never adds.
+"""Which tensors travel together, and in what order they set out; never touches a device.
 
 A plan is a value: it depends on sizes, dtypes and settings, never on data or devices. A *flat
 buffer* holds tensors of one dtype end to end; a *pack* is a range of it that is reduced as one
@@ -11,21 +11,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
-from gradreduce import ops
-from gradreduce.device import (
-    ALIGNMENT,
-    Buffer,
-    Device,
-    DType,
-    FlatLayout,
-    by_physical,
-    flat_layout,
-    gather,
-    scatter,
-)
+from gradreduce.device import ALIGNMENT, DType, FlatLayout, flat_layout
 
-__all__ = ["FlatPlan", "Flats", "pack", "plan_packing", "unpack"]
+__all__ = [
+    "STAGE_BYTES",
+    "FlatPlan",
+    "Piece",
+    "is_half",
+    "plan_packing",
+    "plan_stages",
+    "sum_dtype_of",
+    "wire_of",
+]
+
+# Moved packs share a stage until they are this many bytes of one replica. A stage costs the host
+# two launches and a few fences on each device, about 100 us for eight GPUs at what a launch was
+# measured to cost elsewhere (5 us); 8 MiB travel 35 us at 400 GB/s. From that arithmetic, to be
+# measured on links.
+STAGE_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -35,19 +40,90 @@ class FlatPlan:
     Attributes:
         tensors: places in the batch of the tensors in it, in order.
         dtype: of the gradients in it.
+        wire: the dtype in which they travel.
         out_dtype: of the results.
-        layout: where each tensor lies, in elements; on vector boundaries in both dtypes.
+        layout: where each tensor lies, in elements; on vector boundaries in all dtypes.
         packs: ``(start, stop)`` elements of each pack, in order, none empty; on vector boundaries
-            in both dtypes too.
+            in all dtypes too.
         together: False for a tensor that travels alone and need not be moved into a flat buffer.
     """
 
     tensors: tuple[int, ...]
     dtype: DType
+    wire: DType
     out_dtype: DType
     layout: FlatLayout
     packs: tuple[tuple[int, int], ...]
     together: bool
+
+    @property
+    def sum_dtype(self) -> DType:
+        """In which a sum is written, and travels back: the narrower of the wire and the results.
+
+        A kernel rounds a sum of a wider type once, to the result; a wider result is cast where it
+        has arrived.
+        """
+        return sum_dtype_of(self.wire, self.out_dtype)
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether some bytes of the flat buffer are no tensor's."""
+        return self.layout.size != sum(piece.stop - piece.start for piece in self.pieces())
+
+    def pieces(self, start: int = 0, stop: int | None = None) -> tuple[Piece, ...]:
+        """The tensors, or parts of them, in a range of the flat buffer; in order."""
+        return _pieces(self, start, self.layout.size if stop is None else stop)
+
+
+class Piece(NamedTuple):
+    """A part of a tensor in a range of a flat buffer.
+
+    Attributes:
+        place: of the tensor in the plan's ``tensors``.
+        begin: the part's first element in the flat buffer.
+        end: one past the last, the gap behind the tensor included.
+        start: the part's first element in the tensor.
+        stop: one past the last.
+    """
+
+    place: int
+    begin: int
+    end: int
+    start: int
+    stop: int
+
+
+@lru_cache(maxsize=256)
+def _pieces(plan: FlatPlan, start: int, stop: int) -> tuple[Piece, ...]:
+    layout = plan.layout
+    found = []
+    for place, (offset, size, span) in enumerate(
+        zip(layout.offsets, layout.sizes, layout.spans, strict=True)
+    ):
+        begin, end = max(offset, start), min(offset + span, stop)
+        if begin < end:
+            found.append(Piece(place, begin, end, begin - offset, min(end - offset, size)))
+    return tuple(found)
+
+
+def wire_of(dtype: DType, wire: DType | None) -> DType:
+    """In which dtype a tensor travels: only real floats are cast."""
+    return dtype if wire is None or not is_real_float(dtype) else wire
+
+
+def sum_dtype_of(wire: DType, out_dtype: DType) -> DType:
+    """See ``FlatPlan.sum_dtype``."""
+    return out_dtype if out_dtype.itemsize < wire.itemsize else wire
+
+
+def is_real_float(dtype: DType) -> bool:
+    """Whether this is a float that any other float can be cast to (bfloat16 has kind ``V``)."""
+    return dtype.kind not in "iuc"
+
+
+def is_half(dtype: DType) -> bool:
+    """Whether this is a float of two bytes, in which a sum of many may overflow or lose much."""
+    return dtype.itemsize == 2 and is_real_float(dtype)
 
 
 @lru_cache(maxsize=256)
@@ -57,6 +133,7 @@ def plan_packing(
     num_packs: int,
     small_max_bytes: int = 0,
     small_max_group: int = 0,
+    wire: DType | None = None,
 ) -> tuple[FlatPlan, ...]:
     """Which tensors of a batch share a flat buffer, and how it is cut into packs.
 
@@ -72,6 +149,7 @@ def plan_packing(
         num_packs: see above.
         small_max_bytes: see above.
         small_max_group: see above.
+        wire: in which real floats travel; default each in its own dtype.
 
     Returns:
         The plans; every tensor of the batch is in exactly one.
@@ -86,13 +164,16 @@ def plan_packing(
         else:
             groups = _small_groups(tensors, sizes, pair[0], small_max_bytes, small_max_group)
         for group in groups:
-            layout = flat_layout([sizes[tensor] for tensor in group], _narrower(pair))
-            cuts = _cut(layout.size, _narrower(pair), num_packs)
+            carried = wire_of(pair[0], wire)
+            narrowest = min(dtype.itemsize for dtype in (*pair, carried))
+            layout = flat_layout([sizes[tensor] for tensor in group], narrowest)
+            cuts = _cut(layout.size, narrowest, num_packs)
             together = num_packs > 0 or len(group) > 1
             if not together:  # no gap behind a tensor that stays where it is
-                layout = FlatLayout((0,), (sizes[group[0]],), sizes[group[0]])
+                size = sizes[group[0]]
+                layout = FlatLayout((0,), (size,), (size,), size)
                 cuts = ((0, layout.size),) if layout.size else ()
-            plans.append(FlatPlan(tuple(group), *pair, layout, cuts, together))
+            plans.append(FlatPlan(tuple(group), pair[0], carried, pair[1], layout, cuts, together))
     return tuple(plans)
 
 
@@ -126,116 +207,25 @@ def _cut(size: int, itemsize: int, num_packs: int) -> tuple[tuple[int, int], ...
     return tuple(pairwise(ends))
 
 
-def _narrower(pair: tuple[DType, DType]) -> int:
-    return min(pair[0].itemsize, pair[1].itemsize)
-
-
-@dataclass(frozen=True)
-class Flats:
-    """The flat buffers of one plan while they are reduced.
-
-    Attributes:
-        plan: what they hold.
-        inputs: one for each replica.
-        outs: one for each replica; the inputs themselves where those are ours to overwrite.
-    """
-
-    plan: FlatPlan
-    inputs: tuple[Buffer, ...]
-    outs: tuple[Buffer, ...]
-
-
-def pack(
-    plans: Sequence[FlatPlan],
-    gradients: Sequence[Sequence[Buffer]],
-    devices: Sequence[Device],
-    *,
-    consume: bool,
-) -> list[Flats]:
-    """Puts the tensors of each plan into one flat buffer on every device.
-
-    Nothing is moved where the tensors lie in one already (``mesh.flat_buffer``), or where one
-    travels alone, unless it is a caller's memory that another physical device must read: a peer
-    reads our pool's only. Co-located devices share one launch for each dtype.
+def plan_stages(packs: Sequence[tuple[int, bool]], stage_bytes: int) -> list[list[int]]:
+    """Which packs are gathered and travel together; a stage is gathered while another travels.
 
     Args:
-        plans: from ``plan_packing``.
-        gradients: ``gradients[tensor][replica]``.
-        devices: of the replicas.
-        consume: the gradients may be overwritten, and what lies between them in a flat buffer.
+        packs: of each, the bytes of one replica, and whether it must be moved at all.
+        stage_bytes: moved packs share a stage until they are this many bytes.
 
     Returns:
-        Flat buffers, in the order of ``plans``.
+        Places of the packs of each stage. What need not be moved sets out with the first.
     """
-    owned_only = len(by_physical(devices)) > 1
-    moved: dict[Device, list[tuple[list[Buffer], list[Buffer]]]] = {}
-    made = []
-    for plan in plans:
-        inputs, outs = [], []
-        for replica, device in enumerate(devices):
-            tensors = [gradients[tensor][replica] for tensor in plan.tensors]
-            flat = _already_flat(plan, tensors, owned_only)
-            ours = flat is None or consume
-            if flat is None:
-                flat = device.empty((plan.layout.size,), plan.dtype)
-                moved.setdefault(device, []).append((_parts(plan, flat), tensors))
-            in_place = ours and plan.dtype == plan.out_dtype
-            inputs.append(flat)
-            outs.append(flat if in_place else device.empty((plan.layout.size,), plan.out_dtype))
-        made.append(Flats(plan, tuple(inputs), tuple(outs)))
-    _move(moved)
-    return made
-
-
-def unpack(flats: Sequence[Flats], shapes: Sequence[tuple[int, ...]]) -> list[tuple[Buffer, ...]]:
-    """The reduced tensors: views of the flat outs, ``[tensor][replica]`` in batch order."""
-    results: list[tuple[Buffer, ...]] = [()] * len(shapes)
-    for flat in flats:
-        inside = [shapes[tensor] for tensor in flat.plan.tensors]
-        columns = [out.parts(flat.plan.layout.offsets, inside) for out in flat.outs]
-        for tensor, replicas in zip(flat.plan.tensors, zip(*columns, strict=True), strict=True):
-            results[tensor] = replicas
-    return results
-
-
-def _move(moved: dict[Device, list[tuple[list[Buffer], list[Buffer]]]]) -> None:
-    """One launch for each physical device and dtype."""
-    devices = list(moved)
-    for places in by_physical(devices).values():
-        sharing = [devices[place] for place in places]
-        jobs = [job for device in sharing for job in moved[device]]
-        leader = sharing[0]
-        gather(leader, sharing)
-        ops.pack(
-            [part for parts, _ in jobs for part in parts],
-            [tensor for _, tensors in jobs for tensor in tensors],
-            device=leader,
-        )
-        scatter(leader, sharing)
-
-
-def _parts(plan: FlatPlan, flat: Buffer) -> list[Buffer]:
-    """The flat buffer in one part for each tensor, the gap behind it included."""
-    layout = plan.layout
-    return flat.parts(layout.offsets, [(span,) for span in layout.spans])
-
-
-def _already_flat(plan: FlatPlan, tensors: list[Buffer], owned_only: bool) -> Buffer | None:
-    """The flat buffer in which the tensors lie just as planned; None if they do not."""
-    filled = [place for place, tensor in enumerate(tensors) if tensor.size]
-    if not filled:
-        return tensors[0] if tensors[0].size == plan.layout.size else None
-    block = tensors[filled[0]].block
-    if owned_only and not block.owned:
-        return None
-    start = tensors[filled[0]].address - plan.layout.offsets[filled[0]] * plan.dtype.itemsize
-    for place in filled:
-        expected = start + plan.layout.offsets[place] * plan.dtype.itemsize
-        if tensors[place].block is not block or tensors[place].address != expected:
-            return None
-    offset = start - block.address
-    size = plan.layout.size
-    inside = offset >= 0 and offset + size * plan.dtype.itemsize <= block.nbytes
-    if not inside or (plan.together and start % ALIGNMENT):
-        return None
-    return Buffer(block, offset, (size,), plan.dtype)
+    stages: list[list[int]] = [[]]
+    filled = 0
+    for place, (nbytes, moved) in enumerate(packs):
+        if not moved:
+            stages[0].append(place)
+            continue
+        if filled >= stage_bytes:
+            stages.append([])
+            filled = 0
+        stages[-1].append(place)
+        filled += nbytes
+    return stages

@@ -7,10 +7,9 @@ on shapes, dtypes, settings and mesh, and on which tensors already lie in one fl
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
 
 from gradreduce.device import (
     Buffer,
@@ -25,6 +24,7 @@ from gradreduce.device import (
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.packing import FlatPlan
 from gradreduce.reduce_arguments import Request, batches_of
+from gradreduce.reduce_flow import Settings, flat_plans, reduce_requests
 from gradreduce.values import Part, PerReplica, ReduceOp
 
 __all__ = ["PlannedPack", "ReducePlan", "plan_of"]
@@ -116,21 +116,8 @@ class RequestOutline:
     matches: bool
 
 
-class Planner(Protocol):
-    """What can be run over ghosts: ``AllReduceCrossDeviceOps``, which is above this room."""
-
-    def reduce_batch(
-        self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
-    ) -> list[tuple[Part, ...]]:
-        """The flow."""
-
-    def flat_plans(self, gradients: Sequence[Sequence[Buffer]]) -> tuple[FlatPlan, ...]:
-        """Which tensors of one batch travel together."""
-
-
 def plan_of(
-    make: Callable[..., Planner],
-    settings: tuple[Any, ...],
+    settings: Settings,
     reduce_op: ReduceOp,
     requests: Sequence[Request],
     *,
@@ -139,8 +126,7 @@ def plan_of(
     """What a reduction of these requests would do.
 
     Args:
-        make: called with ``settings`` gives what reduces.
-        settings: hashable; the first is the algorithm's name.
+        settings: how.
         reduce_op: see ``batch_reduce``.
         requests: checked.
         coalesce: see ``batch_reduce``.
@@ -153,13 +139,12 @@ def plan_of(
         raise ValueError(f"a plan is of values of one mesh: these are of {len(meshes)}")
     (mesh,) = meshes.values()
     outlines = _outlines_of(requests, coalesce=coalesce)
-    return _planned(make, settings, reduce_op, mesh_outline(mesh), outlines, coalesce=coalesce)
+    return _planned(settings, reduce_op, mesh_outline(mesh), outlines, coalesce=coalesce)
 
 
 @lru_cache(maxsize=64)
 def _planned(
-    make: Callable[..., Planner],
-    settings: tuple[Any, ...],
+    settings: Settings,
     reduce_op: ReduceOp,
     mesh: MeshOutline,
     outlines: tuple[RequestOutline, ...],
@@ -167,20 +152,20 @@ def _planned(
     coalesce: bool,
 ) -> ReducePlan:
     ghosts = Ghosts(mesh)
-    planner = make(*settings)
     requests = _ghost_requests(ghosts, outlines)
     packs = []
     for places in batches_of(requests, reduce_op):
         gradients = [requests[place].value.buffers for place in places]
         indices = [device.index for device in requests[places[0]].devices]
-        packs += _packs_of(planner.flat_plans(gradients), places, settings[0], indices)
+        way = settings.all_reduce_alg
+        packs += _packs_of(flat_plans(settings, gradients), places, way, indices)
     packs += [
         _pack_of_one(request, place)
         for place, request in enumerate(requests)
         if not request.is_all_reduced
     ]
     with ghosts.mesh.journal() as journal:
-        planner.reduce_batch(reduce_op, requests, coalesce=coalesce)
+        reduce_requests(settings, reduce_op, requests, coalesce=coalesce)
     return ReducePlan.of(packs, journal, mesh)
 
 

@@ -166,7 +166,7 @@ def test_a_call_that_raises_forgets_no_fence(apart):
     src, dst = uploaded(near, 1), far.empty((SIZE,), FLOAT)
     far.copy(dst, src)
     readers = dict(src.block.readers)
-    assert list(readers) == [(far, "compute")]
+    assert list(readers) == [(far, "compute", 0, src.nbytes)]
     theirs = adopted(far, data((SIZE,)))
     with refused(apart, DeviceMismatchError, "cannot reach"):
         add(near, src, src, theirs)

@@ -45,10 +45,10 @@ _FENCES = {
         "unordered", BASE, "for end in (src, dst):", "for end in (dst,):"
     ),
     "a copy's reading is not marked": _one(
-        "unordered", BASE, "src.block.readers[self, queue] = self.mark(queue)"
+        "unordered", BASE, "src.block.is_read(self.mark(queue), src)"
     ),
     "a writer does not wait for readers": _one(
-        "unordered", BASE, "for mark in readers.values():", "for mark in ():"
+        "unordered", BASE, "for mark in block.readers_of(operand):", "for mark in ():"
     ),
     "a release does not wait for readers": _one(
         "unordered", BASE, 'self._before_write(buffer, "compute")  # whoever', "pass  # whoever"

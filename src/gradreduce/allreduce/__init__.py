@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 from .halves import Halves, as_topology, halves_of
 from .hierarchical import hierarchical_copy, works_in_place
-from .job import Job
+from .job import Job, Stage
 from .nccl import check_library, connect, nccl
 
 __all__ = [
     "ALGORITHMS",
     "Halves",
     "Job",
+    "Stage",
     "as_topology",
     "check_library",
     "connect",

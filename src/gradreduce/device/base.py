@@ -205,7 +205,7 @@ class Device(Backend):
             record = Record("copy", "", self.index, src.device.index, dst.nbytes, queue)
             self._noted(record, partial(self._copy, dst, src, queue), (dst, src))
         if src.device is not self or queue != "compute":
-            src.block.readers[self, queue] = self.mark(queue)
+            src.block.is_read(self.mark(queue), src)
 
     def launch(
         self,
@@ -331,8 +331,7 @@ class Device(Backend):
     def _before_write(self, operand: Buffer, queue: Queue) -> None:
         block = operand.block
         if block.readers:
-            readers, block.readers = block.readers, {}
-            for mark in readers.values():
+            for mark in block.readers_of(operand):
                 self.wait(mark, queue=queue)
 
     def _launch(

@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 Queue = Literal["compute", "transfer"]
+MAX_READERS = 16  # ranges of a block that are told apart
 ALIGNMENT = 16  # bytes: one vector access of a kernel, and what NCCL wants of a buffer's start
 
 
@@ -42,14 +43,16 @@ class Block:
         nbytes: its size.
         owned: from our pool (True), or adopted from a caller's array (False).
         writable: False for a caller's read-only array.
-        readers: the last copy that reads it on each queue, marked; the next writer waits.
+        is_flat: made by ``mesh.flat_buffer``: what lies between its tensors is nobody's.
+        readers: of each range of bytes the last copy that reads it on each queue, marked; the next
+            writer waits.
         touched: queues other than its home queue that used it; when the block dies with any,
             its memory is parked until they have passed.
     """
 
     __slots__ = (
-        "__weakref__", "address", "device", "nbytes", "owned", "raw", "readers", "touched",
-        "writable",
+        "__weakref__", "address", "device", "is_flat", "nbytes", "owned", "raw", "readers",
+        "touched", "writable",
     )  # fmt: skip
 
     address: int
@@ -71,8 +74,28 @@ class Block:
         self.nbytes = nbytes
         self.owned = owned
         self.writable = writable
-        self.readers: dict[tuple[Device, Queue], Mark] = {}
+        self.is_flat = False
+        self.readers: dict[tuple[Device, Queue, int, int], Mark] = {}
         self.touched: set[tuple[Device, Queue]] = set()
+
+    def is_read(self, mark: Mark, part: Buffer) -> None:
+        """Remembers that a copy on the mark's queue reads ``part``."""
+        start = part.offset
+        if len(self.readers) >= MAX_READERS:  # one for each queue: the last says it for all
+            last = {(key[0], key[1]): mark for key, mark in self.readers.items()}
+            self.readers = {(*key, 0, self.nbytes): mark for key, mark in last.items()}
+        # Last in the order of the dictionary too, which is then that of the marks of each queue.
+        self.readers.pop((mark.device, mark.queue, start, start + part.nbytes), None)
+        self.readers[mark.device, mark.queue, start, start + part.nbytes] = mark
+
+    def readers_of(self, part: Buffer) -> list[Mark]:
+        """The marks that a writer of ``part`` must wait for; they are forgotten.
+
+        A pack is filled while its neighbour in the same flat buffer is still being copied away.
+        """
+        start, stop = part.offset, part.offset + part.nbytes
+        found = [key for key in self.readers if key[2] < stop and start < key[3]]
+        return [self.readers.pop(key) for key in found]
 
     def __getattr__(self, name: str) -> int:
         """Of a slot that is empty: the address, once."""
@@ -218,11 +241,13 @@ class FlatLayout:
 
     Attributes:
         offsets: first element of each tensor.
+        sizes: elements of each tensor.
         spans: elements from each tensor's start to the next one's (its size and the gap).
         size: elements of the flat buffer; a multiple of the unit.
     """
 
     offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     spans: tuple[int, ...]
     size: int
 
@@ -258,4 +283,4 @@ def flat_layout(sizes: Sequence[int], itemsize: int) -> FlatLayout:
     for span in spans:
         offsets.append(end)
         end += span
-    return FlatLayout(tuple(offsets), spans, end)
+    return FlatLayout(tuple(offsets), tuple(sizes), spans, end)

@@ -99,6 +99,8 @@ class Mesh:
         sizes = [math.prod(shape) for shape in shapes]
         layout = flat_layout(sizes, found.itemsize)
         buffers = tuple(device.zeros((layout.size,), found) for device in self.devices)
+        for flat in buffers:
+            flat.block.is_flat = True
         views = tuple(
             tuple(
                 flat.view(offset, tuple(shape))

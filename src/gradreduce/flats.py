@@ -1,0 +1,268 @@
+"""How tensors get into flat buffers and out of them again, as a plan says; never plans.
+
+A flat buffer that its tensors already are (``mesh.flat_buffer``) is used where it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from gradreduce import ops
+from gradreduce.device import ALIGNMENT, Buffer, Device, by_physical, gather, scatter
+from gradreduce.packing import FlatPlan
+
+__all__ = ["Flats", "Options", "fill", "lay_out", "pack", "spread", "unpack"]
+
+_Row = tuple[Buffer, Buffer]  # what is written, and what is read
+_Rows = list[tuple[Device, _Row]]  # each with the device that it lies on
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the flow may do with memory.
+
+    Attributes:
+        consume: gradients may be overwritten, and what lies between them in a flat buffer.
+        given: ``given[tensor][replica]``, where the results go; None: into new memory.
+        in_place: whether what is given may be written while other replicas are still read.
+    """
+
+    consume: bool = False
+    given: Sequence[Sequence[Buffer]] | None = None
+    in_place: bool = True
+
+
+@dataclass(frozen=True)
+class Flats:
+    """The flat buffers of one plan while they are reduced.
+
+    Attributes:
+        plan: what they hold.
+        inputs: one for each replica.
+        outs: one for each replica; the inputs themselves where those are ours to overwrite.
+        results: one for each replica: the outs, or where they are cast to; None where the results
+            go into given memory.
+        filling: for each replica what is moved into its input; None if it lies there.
+        given: for each replica where its sums are moved; None if the results are their place.
+        divisor: of what is moved.
+    """
+
+    plan: FlatPlan
+    inputs: tuple[Buffer, ...]
+    outs: tuple[Buffer, ...]
+    results: tuple[Buffer, ...] | None
+    filling: tuple[Sequence[Buffer] | None, ...]
+    given: tuple[Sequence[Buffer] | None, ...]
+    divisor: float = 1
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether anything is moved into them or out of them."""
+        cast = self.results is not None and self.results[0] is not self.outs[0]
+        return cast or any(each is not None for each in (*self.filling, *self.given))
+
+
+def lay_out(
+    plans: Sequence[FlatPlan],
+    gradients: Sequence[Sequence[Buffer]],
+    devices: Sequence[Device],
+    options: Options,
+    divisors: Sequence[float],
+) -> list[Flats]:
+    """The memory of each plan on every device; asks for what is missing, moves nothing.
+
+    Nothing will be moved where the tensors lie in one flat buffer already, or where one travels
+    alone, in the dtype in which it travels; unless it is a caller's memory that another physical
+    device must read: a peer reads our pool's only.
+
+    Args:
+        plans: from ``plan_packing``.
+        gradients: ``gradients[tensor][replica]``.
+        devices: of the replicas.
+        options: what may be overwritten, and where results go.
+        divisors: of what is moved into the flat buffers of each plan; but for 1, all is.
+
+    Returns:
+        Flat buffers, in the order of ``plans``.
+    """
+    owned_only = len(by_physical(devices)) > 1
+    return [
+        _laid_out(plan, divisor, gradients, devices, options, owned_only)
+        for plan, divisor in zip(plans, divisors, strict=True)
+    ]
+
+
+def _laid_out(
+    plan: FlatPlan,
+    divisor: float,
+    gradients: Sequence[Sequence[Buffer]],
+    devices: Sequence[Device],
+    options: Options,
+    owned_only: bool,
+) -> Flats:
+    replicas = range(len(devices))
+    given = options.given
+    tensors = [[gradients[tensor][replica] for tensor in plan.tensors] for replica in replicas]
+    targets = given and [[given[tensor][at] for tensor in plan.tensors] for at in replicas]
+    as_it_is = plan.wire == plan.dtype and divisor == 1
+    inputs, outs, filling, leaving = [], [], [], []
+    for replica, device in enumerate(devices):
+        flat = _already_flat(plan, tensors[replica], owned_only) if as_it_is else None
+        filling.append(tensors[replica] if flat is None else None)
+        ours = flat is None or options.consume
+        if flat is None:
+            flat = device.empty((plan.layout.size,), plan.wire)
+        inputs.append(flat)
+        out = None
+        if targets is not None and options.in_place and _is_written(plan):
+            out = _already_flat(plan, targets[replica], owned_only, written=True)
+        leaving.append(targets[replica] if targets is not None and out is None else None)
+        if out is None and ours and plan.wire == plan.sum_dtype:
+            out = flat
+        outs.append(device.empty((plan.layout.size,), plan.sum_dtype) if out is None else out)
+    return Flats(
+        plan, tuple(inputs), tuple(outs), _results(plan, outs, given is not None),
+        tuple(filling), tuple(leaving), divisor,
+    )  # fmt: skip
+
+
+def _is_written(plan: FlatPlan) -> bool:
+    return plan.sum_dtype == plan.out_dtype
+
+
+def _results(plan: FlatPlan, outs: Sequence[Buffer], given: bool) -> tuple[Buffer, ...] | None:
+    """Flat buffers of the results; the outs themselves unless their dtype is another."""
+    if given:
+        return None
+    if _is_written(plan):
+        return tuple(outs)
+    return tuple(out.device.empty(out.shape, plan.out_dtype) for out in outs)
+
+
+def fill(parts: Iterable[tuple[Flats, int, int]]) -> None:
+    """Moves tensors into ranges of flat buffers: one launch for each physical device and dtype.
+
+    Args:
+        parts: flat buffers, and the first and last but one element of a range of each.
+    """
+    rows: dict[float, _Rows] = {}
+    for flats, start, stop in parts:
+        for flat, tensors in zip(flats.inputs, flats.filling, strict=True):
+            if tensors is not None:
+                moved = _filled(flats.plan, flat, tensors, start, stop)
+                rows.setdefault(flats.divisor, []).extend((flat.device, row) for row in moved)
+    for divisor, each in rows.items():
+        _move(each, divisor)
+
+
+def spread(parts: Iterable[tuple[Flats, int, int]]) -> None:
+    """Moves sums from ranges of the outs to where the results go; see ``fill``."""
+    rows: _Rows = []
+    for flats, start, stop in parts:
+        for replica, out in enumerate(flats.outs):
+            given = flats.given[replica]
+            if given is not None:
+                moved = _taken(flats.plan, out, given, start, stop)
+                rows += [(out.device, row) for row in moved]
+            elif flats.results is not None and flats.results[replica] is not out:
+                whole = [each.parts([start], [(stop - start,)])[0]
+                         for each in (flats.results[replica], out)]  # fmt: skip
+                rows.append((out.device, (whole[0], whole[1])))
+    _move(rows, 1)
+
+
+def pack(
+    plans: Sequence[FlatPlan],
+    gradients: Sequence[Sequence[Buffer]],
+    devices: Sequence[Device],
+    *,
+    consume: bool,
+) -> list[Flats]:
+    """``lay_out``, and ``fill`` at once."""
+    made = lay_out(plans, gradients, devices, Options(consume), [1] * len(plans))
+    fill((flats, 0, flats.plan.layout.size) for flats in made)
+    return made
+
+
+def unpack(flats: Sequence[Flats], shapes: Sequence[tuple[int, ...]]) -> list[tuple[Buffer, ...]]:
+    """The reduced tensors: views of the flat results, ``[tensor][replica]`` in batch order."""
+    found: list[tuple[Buffer, ...]] = [()] * len(shapes)
+    for flat in flats:
+        inside = [shapes[tensor] for tensor in flat.plan.tensors]
+        offsets = flat.plan.layout.offsets
+        columns = [result.parts(offsets, inside) for result in flat.results or ()]
+        for tensor, replicas in zip(flat.plan.tensors, zip(*columns, strict=True), strict=True):
+            found[tensor] = replicas
+    return found
+
+
+def _filled(
+    plan: FlatPlan, flat: Buffer, tensors: Sequence[Buffer], start: int, stop: int
+) -> Iterable[_Row]:
+    """Rows that fill a range; each writes the gap behind its tensor too."""
+    pieces = plan.pieces(start, stop)
+    spans = flat.parts([at.begin for at in pieces], [(at.end - at.begin,) for at in pieces])
+    return zip(spans, _parts_of(tensors, plan, start, stop), strict=True)
+
+
+def _taken(
+    plan: FlatPlan, out: Buffer, given: Sequence[Buffer], start: int, stop: int
+) -> Iterable[_Row]:
+    """Rows that empty a range."""
+    pieces = plan.pieces(start, stop)
+    spans = out.parts([at.begin for at in pieces], [(at.stop - at.start,) for at in pieces])
+    return zip(_parts_of(given, plan, start, stop), spans, strict=True)
+
+
+def _parts_of(tensors: Sequence[Buffer], plan: FlatPlan, start: int, stop: int) -> Iterable[Buffer]:
+    """Of each tensor in a range the part that is in it."""
+    for place, _, _, first, last in plan.pieces(start, stop):
+        tensor = tensors[place]
+        whole = last - first == tensor.size
+        yield tensor if whole else tensor.parts([first], [(last - first,)])[0]
+
+
+def _move(rows: Sequence[tuple[Device, _Row]], divisor: float) -> None:
+    """One launch for each physical device and dtype."""
+    devices = [device for device, _ in rows]
+    for places in by_physical(devices).values():
+        leader = devices[places[0]]
+        sharing = [devices[place] for place in places]
+        gather(leader, sharing)
+        ops.pack(
+            [rows[place][1][0] for place in places],
+            [rows[place][1][1] for place in places],
+            divisor=divisor,
+            device=leader,
+        )
+        scatter(leader, sharing)
+
+
+def _already_flat(
+    plan: FlatPlan, tensors: Sequence[Buffer], owned_only: bool, *, written: bool = False
+) -> Buffer | None:
+    """The flat buffer in which the tensors lie just as planned; None if they do not.
+
+    One that is written has no gaps, unless they are nobody's.
+    """
+    filled = [place for place, tensor in enumerate(tensors) if tensor.size]
+    if not filled:
+        return tensors[0] if tensors[0].size == plan.layout.size else None
+    block = tensors[filled[0]].block
+    if owned_only and not block.owned:
+        return None
+    if written and not block.is_flat and plan.has_gaps:
+        return None
+    offsets, itemsize = plan.layout.offsets, tensors[filled[0]].dtype.itemsize
+    start = tensors[filled[0]].address - offsets[filled[0]] * itemsize
+    for place in filled:
+        expected = start + offsets[place] * itemsize
+        if tensors[place].block is not block or tensors[place].address != expected:
+            return None
+    offset = start - block.address
+    size = plan.layout.size
+    inside = offset >= 0 and offset + size * itemsize <= block.nbytes
+    if not inside or (plan.together and start % ALIGNMENT):
+        return None
+    return Buffer(block, offset, (size,), tensors[filled[0]].dtype)

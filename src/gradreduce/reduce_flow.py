@@ -1,0 +1,249 @@
+"""The flow of one call across devices: plan, pack, all-reduce, unpack; never checks arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+from gradreduce import ops
+from gradreduce.allreduce import (
+    ALGORITHMS,
+    Halves,
+    Job,
+    Stage,
+    check_library,
+    connect,
+    halves_of,
+    works_in_place,
+)
+from gradreduce.device import Buffer, Device, DType, accumulate_dtype, by_physical
+from gradreduce.flats import Flats, Options, fill, lay_out, spread, unpack
+from gradreduce.one_device import Accumulate, added_on, handed_out, quotients
+from gradreduce.packing import (
+    STAGE_BYTES,
+    FlatPlan,
+    is_half,
+    plan_packing,
+    plan_stages,
+    sum_dtype_of,
+    wire_of,
+)
+from gradreduce.reduce_arguments import Request, batches_of
+from gradreduce.values import Part, ReduceOp
+
+__all__ = [
+    "Settings",
+    "check_devices",
+    "compile_for",
+    "flat_plans",
+    "reduce_buffers",
+    "reduce_requests",
+    "reduce_to_one",
+]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How an ``AllReduceCrossDeviceOps`` reduces: its arguments, checked; see there."""
+
+    all_reduce_alg: str
+    num_packs: int
+    agg_small_grads_max_bytes: int
+    agg_small_grads_max_group: int
+    topology: Halves | None
+    wire_dtype: DType | None
+
+
+def reduce_requests(
+    settings: Settings, reduce_op: ReduceOp, requests: Sequence[Request], *, coalesce: bool
+) -> list[tuple[Part, ...]]:
+    """All dense values of the same devices in one batch; one by one what goes elsewhere."""
+    results: list[tuple[Part, ...]] = [()] * len(requests)
+    batches = batches_of(requests, reduce_op)
+    for places in batches:  # all of them, before the first is launched
+        check_devices(settings, requests[places[0]].devices)
+    for places in batches:
+        gradients = [requests[place].value.buffers for place in places]
+        reduced = _reduce_dense(settings, reduce_op, gradients)
+        for place, buffers in zip(places, reduced, strict=True):
+            results[place] = buffers
+    for place, request in enumerate(requests):
+        if not request.is_all_reduced:
+            home = request.devices[0]
+            results[place] = reduce_to_one(reduce_op, request, home, coalesce=coalesce)
+    return results
+
+
+def _reduce_dense(
+    settings: Settings, reduce_op: ReduceOp, gradients: Sequence[tuple[Buffer, ...]]
+) -> list[tuple[Buffer, ...]]:
+    """One batch. The means of integers are floats: they are added, then divided."""
+    num_replicas = len(gradients[0])
+    mean = reduce_op is ReduceOp.MEAN
+    counts = mean and gradients[0][0].dtype.kind in "iu"
+    divisor = num_replicas if mean and not counts else 1
+    reduced = reduce_buffers(settings, gradients, divisor=divisor)
+    if not counts:
+        return reduced
+    means = iter(quotients([total for totals in reduced for total in totals], num_replicas))
+    return [tuple(islice(means, num_replicas)) for _ in reduced]
+
+
+def reduce_to_one(
+    reduce_op: ReduceOp,
+    request: Request,
+    home: Device,
+    *,
+    coalesce: bool,
+    accumulate: Accumulate | None = None,
+) -> tuple[Part, ...]:
+    """Adds one value on ``home`` and hands the result out to the request's devices."""
+    value = request.value
+    total = added_on(
+        home,
+        value.parts,
+        mean=reduce_op is ReduceOp.MEAN,
+        coalesce=coalesce,
+        accumulate=accumulate,
+        kind=value.kind,
+    )
+    return handed_out(total, request.devices)
+
+
+def flat_plans(
+    settings: Settings,
+    gradients: Sequence[Sequence[Buffer]],
+    out_dtypes: Sequence[DType] | None = None,
+) -> tuple[FlatPlan, ...]:
+    """Which tensors of one batch share a flat buffer, and its packs; see ``plan_packing``."""
+    dtypes = [replicas[0].dtype for replicas in gradients]
+    return plan_packing(
+        tuple(replicas[0].size for replicas in gradients),
+        tuple(zip(dtypes, out_dtypes or dtypes, strict=True)),
+        settings.num_packs,
+        settings.agg_small_grads_max_bytes,
+        settings.agg_small_grads_max_group,
+        settings.wire_dtype,
+    )
+
+
+def reduce_buffers(
+    settings: Settings,
+    gradients: Sequence[Sequence[Buffer]],
+    *,
+    divisor: float = 1,
+    out_dtypes: Sequence[DType] | None = None,
+    consume: bool = False,
+    out: Sequence[Sequence[Buffer]] | None = None,
+) -> list[tuple[Buffer, ...]]:
+    """``gradients[tensor][replica]`` become their sum, divided.
+
+    Args:
+        settings: how.
+        gradients: of each tensor one Buffer for each replica, on the same devices in the same
+            order for every tensor; replicas of one shape and dtype.
+        divisor: of every sum.
+        out_dtypes: of the results; default those of the gradients.
+        consume: the gradients may be overwritten and become the results' memory.
+        out: ``out[tensor][replica]``, where the results go, of their dtype; each apart from all
+            others, and from all gradients but its own. Default: new memory.
+
+    Returns:
+        ``[tensor][replica]``, all replicas of a tensor equal; ``out``'s own if it was given.
+
+    Raises:
+        ValueError, BackendUnavailableError: what ``compile_for`` raises, before any launch.
+    """
+    if not gradients:
+        return []
+    shapes = [replicas[0].shape for replicas in gradients]
+    devices = [buffer.device for buffer in gradients[0]]
+    plans = flat_plans(settings, gradients, out_dtypes)
+    for plan in plans:
+        compile_for(settings, devices, plan.dtype, plan.out_dtype)
+    in_place = settings.all_reduce_alg != "hierarchical_copy" or works_in_place(devices)
+    options = Options(consume and in_place, out, in_place)
+    early = [divisor if _divides_early(settings, plan) else 1 for plan in plans]
+    flats = lay_out(plans, gradients, devices, options, early)
+    jobs, stages = _set_out(flats, divisor, len(by_physical(devices)) > 1)
+    topology = {} if settings.topology is None else {"topology": settings.topology}
+    ALGORITHMS[settings.all_reduce_alg](jobs, stages=stages, **topology)
+    return unpack(flats, shapes) if out is None else [tuple(replicas) for replicas in out]
+
+
+def _divides_early(settings: Settings, plan: FlatPlan) -> bool:
+    """Whether terms are divided where they are packed: in a half the sum of them may overflow."""
+    return plan.wire == settings.wire_dtype and is_half(plan.wire)
+
+
+def _set_out(
+    flats: Sequence[Flats], divisor: float, several: bool
+) -> tuple[list[Job], list[Stage]]:
+    """A job for each pack, and in which stages they travel; one where nothing leaves its GPU."""
+    packs = [(each, start, stop) for each in flats for start, stop in each.plan.packs]
+    jobs = [
+        Job(each.inputs, each.outs, divisor if each.divisor == 1 else 1).part(start, stop)
+        for each, start, stop in packs
+    ]
+    if several:
+        sizes = [
+            ((stop - start) * each.plan.wire.itemsize, each.is_moved) for each, start, stop in packs
+        ]
+        groups = plan_stages(sizes, STAGE_BYTES)
+    else:
+        groups = [list(range(len(packs)))]
+    stages = []
+    for group in groups:
+        parts = [packs[place] for place in group]
+        stages.append(Stage(group, partial(fill, parts), partial(spread, parts)))
+    return jobs, stages
+
+
+def compile_for(
+    settings: Settings, devices: Sequence[Device], dtype: DType, out_dtype: DType
+) -> None:
+    """Compiles all that ``reduce_buffers`` may launch, and connects the devices for NCCL.
+
+    Not done while a lock is held; and what fails here has launched nothing.
+
+    Args:
+        settings: how it reduces.
+        devices: of the replicas.
+        dtype: of the gradients.
+        out_dtype: of the results.
+
+    Raises:
+        ValueError: the topology is one of another number of replicas.
+        BackendUnavailableError: NCCL is needed, on two physical GPUs or more, and missing.
+        CollectiveError: NCCL cannot connect them.
+    """
+    prepared = devices[0].fabric.prepared
+    places = tuple(device.index for device in devices)
+    wire = wire_of(dtype, settings.wire_dtype)
+    key = ("reduce", settings.all_reduce_alg, places, dtype, wire, out_dtype, settings.topology)
+    if key in prepared:
+        return
+    check_devices(settings, devices)
+    total = sum_dtype_of(wire, out_dtype)
+    counts = {len(half) for half in halves_of(len(devices), settings.topology)} - {0}
+    if settings.all_reduce_alg == "nccl":
+        counts = set()
+        connect(devices)
+    for device in devices:
+        for out, term in dict.fromkeys([(wire, dtype), (out_dtype, total)]):
+            ops.prepare_pack(device, out, term)
+        wide = accumulate_dtype(wire)
+        for out, term in dict.fromkeys([(total, wire), (wire, wire), (total, wide)]):
+            ops.prepare_all_sum(device, out, term)
+        for count in counts:
+            ops.prepare_add_n(device, wide, wire, count)
+    prepared.add(key)
+
+
+def check_devices(settings: Settings, devices: Sequence[Device]) -> None:
+    """Raises unless the replicas on these devices can be reduced; launches nothing."""
+    halves_of(len(devices), settings.topology)
+    if settings.all_reduce_alg == "nccl":
+        check_library(devices)
