@@ -17,8 +17,11 @@ from gradreduce.device import (
     DType,
     Ghosts,
     Journal,
+    Mesh,
     MeshOutline,
     Outline,
+    Record,
+    Touched,
     mesh_outline,
     outline_of,
 )
@@ -27,7 +30,7 @@ from gradreduce.packing import FlatPlan
 from gradreduce.reduce_arguments import Request, batches_of
 from gradreduce.values import Part, PerReplica, ReduceOp
 
-__all__ = ["PlannedPack", "ReducePlan", "plan_of"]
+__all__ = ["PlannedPack", "ReducePlan", "Rehearsal", "plan_of", "rehearsal_of"]
 
 # The indices (int64, in bytes; only their number where no plan depends on more) and the dense shape
 # of IndexedSlices; None of a dense array.
@@ -101,6 +104,21 @@ class ReducePlan:
 
 
 @dataclass(frozen=True)
+class Rehearsal:
+    """What the ghosts were given, one by one.
+
+    Attributes:
+        plan: what came of it.
+        records: all of them, in order.
+        touched: the memory of each launch, copy, fill and rank of a collective, in that order.
+    """
+
+    plan: ReducePlan
+    records: tuple[Record, ...]
+    touched: tuple[Touched, ...]
+
+
+@dataclass(frozen=True)
 class RequestOutline:
     """All of a request that a plan depends on.
 
@@ -148,12 +166,31 @@ def plan_of(
     Raises:
         ValueError: there is none, or they are of several meshes.
     """
+    outlines = _outlines_of(requests, coalesce=coalesce)
+    mesh = mesh_outline(_mesh_of(requests))
+    return _planned(make, settings, reduce_op, mesh, outlines, coalesce=coalesce)
+
+
+def rehearsal_of(
+    make: Callable[..., Planner],
+    settings: tuple[Any, ...],
+    reduce_op: ReduceOp,
+    requests: Sequence[Request],
+    *,
+    coalesce: bool,
+) -> Rehearsal:
+    """All that a reduction of these requests would give the devices; see ``plan_of``."""
+    outlines = _outlines_of(requests, coalesce=coalesce)
+    mesh = mesh_outline(_mesh_of(requests))
+    return _rehearsed(make, settings, reduce_op, mesh, outlines, coalesce=coalesce)
+
+
+def _mesh_of(requests: Sequence[Request]) -> Mesh:
     meshes = {request.value.mesh.fabric: request.value.mesh for request in requests}
     if len(meshes) != 1:
         raise ValueError(f"a plan is of values of one mesh: these are of {len(meshes)}")
     (mesh,) = meshes.values()
-    outlines = _outlines_of(requests, coalesce=coalesce)
-    return _planned(make, settings, reduce_op, mesh_outline(mesh), outlines, coalesce=coalesce)
+    return mesh
 
 
 @lru_cache(maxsize=64)
@@ -166,6 +203,18 @@ def _planned(
     *,
     coalesce: bool,
 ) -> ReducePlan:
+    return _rehearsed(make, settings, reduce_op, mesh, outlines, coalesce=coalesce).plan
+
+
+def _rehearsed(
+    make: Callable[..., Planner],
+    settings: tuple[Any, ...],
+    reduce_op: ReduceOp,
+    mesh: MeshOutline,
+    outlines: tuple[RequestOutline, ...],
+    *,
+    coalesce: bool,
+) -> Rehearsal:
     ghosts = Ghosts(mesh)
     planner = make(*settings)
     requests = _ghost_requests(ghosts, outlines)
@@ -181,7 +230,8 @@ def _planned(
     ]
     with ghosts.mesh.journal() as journal:
         planner.reduce_batch(reduce_op, requests, coalesce=coalesce)
-    return ReducePlan.of(packs, journal, mesh)
+    plan = ReducePlan.of(packs, journal, mesh)
+    return Rehearsal(plan, tuple(journal.records), tuple(ghosts.touched))
 
 
 def _outlines_of(requests: Sequence[Request], *, coalesce: bool) -> tuple[RequestOutline, ...]:
