@@ -10,16 +10,12 @@ floor is broken.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import os
-import sys
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +31,8 @@ from measure.floors import (
     times_the_peer,
 )
 from measure.peers import SPLIT, find_peers
+from measure.report import finish, options_of
+from measure.resnet50 import resnet50
 
 import gradreduce as gr
 from gradreduce import ops
@@ -78,25 +76,6 @@ GPU_FLOORS = (
     Floor("add_n 8 x (10,000 x 1 KB), copies' time", ADD_MANY, over_the_copy("cuda"),
           "<=", 1.5, NOT_YET),
 )  # fmt: skip
-
-
-def resnet50() -> list[tuple[int, ...]]:
-    """The shapes of its 161 gradients, 25.6 million elements."""
-    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
-    width = 64
-    for planes, num_blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(num_blocks):
-            convolutions = [
-                (planes, width, 1, 1),
-                (planes, planes, 3, 3),
-                (4 * planes, planes, 1, 1),
-            ]
-            if block == 0:
-                convolutions.append((4 * planes, width, 1, 1))
-            for shape in convolutions:
-                shapes += [shape, (shape[0],), (shape[0],)]
-            width = 4 * planes
-    return [*shapes, (1000, 2048), (1000,)]
 
 
 def hosts(count: int, size: int, dtype: str = "float32") -> list[np.ndarray]:
@@ -323,20 +302,13 @@ def meshes() -> dict[str, Mesh]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: only shows that it runs")
-    options = parser.parse_args(arguments)
+    options = options_of(__doc__, arguments)
     with ExitStack() as stack:
         found = meshes()
         for mesh in found.values():
             stack.enter_context(mesh)
         report = measured(found, quick=options.quick)
-    if options.json is not None:
-        options.json.write_text(json.dumps(report), encoding="utf-8")
-    broken = [one["floor"] for one in report["floors"] if one["holds"] is False]
-    if broken:
-        sys.exit(f"broken floors: {', '.join(broken)}")
+    finish(report, options.json)
 
 
 def measured(found: dict[str, Mesh], *, quick: bool) -> dict[str, Any]:

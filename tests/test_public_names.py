@@ -39,6 +39,8 @@ SIGNATURES = {
     "AllReduceCrossDeviceOps.all_reduce": "(self, grads, op=<ReduceOp.MEAN: 'MEAN'>, *, "
     "coalesce=False, as_kind=None)",
     "AllReduceCrossDeviceOps.plan": "(self, reduce_op, value_destination_pairs, *, coalesce=False)",
+    "AllReduceCrossDeviceOps.explain": "(self, reduce_op, value_destination_pairs, *, "
+    "coalesce=False)",
     "ReductionToOneDevice": "(reduce_to_device=None, accumulation_fn=None, *, mesh=None)",
     "ConditionalAccumulator": "(dtype, shape=None, shared_name=None, "
     "name='conditional_accumulator', reduction_type='MEAN', *, device=None, "
@@ -57,7 +59,7 @@ MEMBERS = {
     "global_step num_dropped state_dict load_state_dict accumulator_ref dtype name",
     "SparseConditionalAccumulator": "apply_grad apply_indexed_slices_grad take_grad "
     "take_indexed_slices_grad",
-    "AllReduceCrossDeviceOps": "reduce batch_reduce broadcast all_reduce plan prepare",
+    "AllReduceCrossDeviceOps": "reduce batch_reduce broadcast all_reduce plan explain prepare",
     "AGNOptimizer": "compute_gradients apply_gradients minimize get_init_op "
     "make_session_run_hook get_name get_slot get_slot_names variables local_step",
     "AGNCustomGetter": "center_variable accumulation",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import meshes
 import numpy as np
 import pytest
@@ -115,7 +117,35 @@ def test_tensors_in_a_flat_buffer_are_not_packed():
         ops = ops_of("hierarchical_copy", mesh)
         plan, other = agreed(mesh, ops, SUM, pairs), agreed(mesh, ops, SUM, apart)
     assert (plan.launches, other.launches) == (1, 3)
-    assert plan.packs == other.packs
+    (there,), (moved,) = plan.packs, other.packs
+    assert (there.moved, moved.moved) == (0, 2)
+    assert replace(there, moved=2) == moved
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "placement", "peers", "crossing"),
+    [
+        ("hierarchical_copy", (0, 0), True, "none"),
+        ("nccl", (0, 0), True, "none"),
+        ("hierarchical_copy", (0, 1), True, "direct"),
+        ("hierarchical_copy", (0, 1), False, "copies"),
+        ("nccl", (0, 1), True, "collective"),
+    ],
+)
+def test_the_plan_tells_who_reads_whose_memory(algorithm, placement, peers, crossing):
+    """A user's array on another GPU is packed first: a peer reads our pool's memory only."""
+    with gr.open_mesh(placement, backend="sim", peer_access=peers) as mesh:
+        ours = gr.PerReplica([device.zeros((4,), "float32") for device in mesh])
+        theirs = gr.PerReplica([np.zeros(4, np.float32) for _ in mesh], mesh)
+        ops = gr.AllReduceCrossDeviceOps(algorithm, 0, mesh=mesh, wire_dtype="float32")
+        plan = ops.plan(SUM, [(ours, ours), (theirs, theirs)])
+        apart = len(set(placement)) > 1
+        assert [pack.crossing for pack in plan.packs] == [crossing] * 2
+        assert [pack.moved for pack in plan.packs] == [0, 2 * apart]
+        half = gr.AllReduceCrossDeviceOps(algorithm, 0, mesh=mesh, wire_dtype="float16")
+        (pack,) = half.plan(SUM, [(ours, ours)]).packs
+        assert (pack.moved, pack.nbytes, pack.wire) == (2, 8, np.dtype("float16"))
+        assert "as float16, packed on 2 devices" in str(half.plan(SUM, [(ours, ours)]))
 
 
 def test_a_topology_is_planned_too():

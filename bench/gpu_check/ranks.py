@@ -1,10 +1,11 @@
 """Several NCCL ranks on one GPU, in one process or in several, with values that are known.
 
-    python -m gpu_check.ranks version|together|apart NUM_RANKS REPORT [--quick]
+    python -m gpu_check.ranks version|together|apart|cost NUM_RANKS REPORT [--quick]
 
 Everything goes through our own ``NcclCollective``, whose dtypes, counts and calls are what is
 tried; taken away are only its checks that a rank has a GPU to itself. ``apart`` starts itself once
 more for each rank; those processes find each other by an id that the first writes into a file.
+``cost`` asks what a call takes of the host, beside the same calls of NCCL given directly.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
 import numpy as np
+from measure.clock import Call, host_seconds
 
 from gradreduce.device import Buffer, Device, as_dtype, open_mesh
 from gradreduce.device.cuda_nccl import NcclCollective
@@ -37,6 +40,7 @@ DTYPES = (
 NOT_NCCLS = ("int16", "uint16")
 # One element, an odd tail, more than NCCL's buffer of 4 MiB holds.
 SIZES, QUICK_SIZES = (1, 1003, 1_200_007), (1, 1003, 20_011)
+COST_SIZE, COST_CALLS = 256, 20  # so few that the GPU never keeps the host waiting
 LOOK_SECONDS = 0.02
 WAIT_SECONDS = 60.0  # for the file with the id
 APART = {
@@ -262,6 +266,37 @@ def version(ranks: Ranks) -> int:
     return 0
 
 
+def cost(ranks: Ranks) -> int:
+    """The host's time of one small all-reduce, ours and NCCL's own; all ranks in this process."""
+    from cupy.cuda import nccl
+
+    quick = ranks.sizes == QUICK_SIZES
+    with open_mesh([0] * ranks.count, backend="cuda") as mesh:
+        collective = SharingCollective()
+        buffers = _uploaded(mesh.devices, [np.zeros(COST_SIZE, np.float32)] * ranks.count)
+        collective.all_reduce(buffers)
+        communicators = collective._cliques[(0,) * ranks.count]
+        given = [
+            (each.address, each.address, each.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM,
+             each.device.stream("compute").ptr)  # type: ignore[attr-defined]  # a CudaDevice
+            for each in buffers
+        ]  # fmt: skip
+
+        def raw() -> None:
+            nccl.groupStart()
+            for communicator, arguments in zip(communicators, given, strict=True):
+                communicator.allReduce(*arguments)
+            nccl.groupEnd()
+
+        calls: dict[str, Call] = {"ours": partial(collective.all_reduce, buffers), "raw": raw}
+        seconds = host_seconds(calls, 1 if quick else COST_CALLS, quick=quick)
+        mesh.synchronize()
+        collective.close()
+    figures = {f"{name} us": taken * 1e6 for name, taken in seconds.items()}
+    _write(ranks.report, {**figures, "us over raw": figures["ours us"] - figures["raw us"]})
+    return 0
+
+
 def _write(report: Path, figures: dict[str, Any]) -> None:
     report.write_text(json.dumps(figures), encoding="utf-8")
 
@@ -269,7 +304,7 @@ def _write(report: Path, figures: dict[str, Any]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Goes one of the ways; 1 if a rank failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("way", help="version, together or apart")
+    parser.add_argument("way", help="version, together, apart or cost")
     parser.add_argument("num_ranks", type=int)
     parser.add_argument("report", type=Path, help="the file for the figures")
     parser.add_argument("--quick", action="store_true", help="small sizes only")
@@ -278,7 +313,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ranks = Ranks(options.num_ranks, options.report, sizes)
     if options.way.startswith("rank-"):
         return one_rank(int(options.way.removeprefix("rank-")), ranks)
-    return {"version": version, "together": together, "apart": apart}[options.way](ranks)
+    ways = {"version": version, "together": together, "apart": apart, "cost": cost}
+    return ways[options.way](ranks)
 
 
 if __name__ == "__main__":

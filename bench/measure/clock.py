@@ -84,14 +84,20 @@ def host_seconds(calls: Mapping[str, Call], number: int, *, quick: bool) -> dict
 
 
 class HostClock:
-    """Of work that is done when the call returns."""
+    """Of work that is done when the call returns.
 
-    def __init__(self, quick: bool) -> None:
+    Args:
+        quick: few rounds.
+        copy_threads: that copy; default one for each core.
+    """
+
+    def __init__(self, quick: bool, copy_threads: int | None = None) -> None:
         self._rounds = QUICK_ROUNDS if quick else HOST_ROUNDS
+        self._copy_threads = copy_threads
 
     def measure(self, calls: Mapping[str, Call], nbytes: int) -> dict[str, Took]:
         """See ``Clock``."""
-        taken = self.in_turns({**calls, "copy": HostCopy(nbytes)})
+        taken = self.in_turns({**calls, "copy": HostCopy(nbytes, self._copy_threads)})
         medians = {name: statistics.median(times) for name, times in taken.items()}
         return {name: Took(seconds, seconds) for name, seconds in medians.items()}
 
@@ -109,10 +115,11 @@ class HostClock:
 
 
 class HostCopy:
-    """A plain copy, by as many threads as there are cores; half of ``nbytes`` is read."""
+    """A plain copy, by a thread for each core or by so many; half of ``nbytes`` is read."""
 
-    def __init__(self, nbytes: int) -> None:
-        threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    def __init__(self, nbytes: int, threads: int | None = None) -> None:
+        if threads is None:
+            threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         source, target = (np.zeros(max(1, nbytes // 2), np.uint8) for _ in range(2))
         source += 1  # memory that was never written is all one page
         parts = zip(np.array_split(target, threads), np.array_split(source, threads), strict=True)

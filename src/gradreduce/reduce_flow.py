@@ -37,7 +37,7 @@ __all__ = [
     "Settings",
     "check_devices",
     "compile_for",
-    "flat_plans",
+    "laid_out",
     "reduce_buffers",
     "reduce_requests",
     "reduce_to_one",
@@ -83,7 +83,7 @@ def _reduce_dense(
     num_replicas = len(gradients[0])
     mean = reduce_op is ReduceOp.MEAN
     counts = mean and gradients[0][0].dtype.kind in "iu"
-    divisor = num_replicas if mean and not counts else 1
+    divisor = _divisor_of(reduce_op, gradients)
     reduced = reduce_buffers(settings, gradients, divisor=divisor)
     if not counts:
         return reduced
@@ -112,7 +112,7 @@ def reduce_to_one(
     return handed_out(total, request.devices)
 
 
-def flat_plans(
+def _flat_plans(
     settings: Settings,
     gradients: Sequence[Sequence[Buffer]],
     out_dtypes: Sequence[DType] | None = None,
@@ -160,22 +160,39 @@ def reduce_buffers(
         return []
     shapes = [replicas[0].shape for replicas in gradients]
     devices = [buffer.device for buffer in gradients[0]]
-    plans = flat_plans(settings, gradients, out_dtypes)
+    plans = _flat_plans(settings, gradients, out_dtypes)
     for plan in plans:
         compile_for(settings, devices, plan.dtype, plan.out_dtype)
     in_place = settings.all_reduce_alg != "hierarchical_copy" or works_in_place(devices)
     options = Options(consume and in_place, out, in_place)
-    early = [divisor if _divides_early(settings, plan) else 1 for plan in plans]
-    flats = lay_out(plans, gradients, devices, options, early)
+    flats = lay_out(plans, gradients, devices, options, _early(settings, plans, divisor))
     jobs, stages = _set_out(flats, divisor, len(by_physical(devices)) > 1)
     topology = {} if settings.topology is None else {"topology": settings.topology}
     ALGORITHMS[settings.all_reduce_alg](jobs, stages=stages, **topology)
     return unpack(flats, shapes) if out is None else [tuple(replicas) for replicas in out]
 
 
-def _divides_early(settings: Settings, plan: FlatPlan) -> bool:
-    """Whether terms are divided where they are packed: in a half the sum of them may overflow."""
-    return plan.wire == settings.wire_dtype and is_half(plan.wire)
+def laid_out(
+    settings: Settings, reduce_op: ReduceOp, gradients: Sequence[Sequence[Buffer]]
+) -> list[Flats]:
+    """The memory in which one batch of ``reduce_requests`` is reduced; nothing is moved."""
+    plans = _flat_plans(settings, gradients)
+    devices = [buffer.device for buffer in gradients[0]]
+    early = _early(settings, plans, _divisor_of(reduce_op, gradients))
+    return lay_out(plans, gradients, devices, Options(), early)
+
+
+def _divisor_of(reduce_op: ReduceOp, gradients: Sequence[Sequence[Buffer]]) -> float:
+    """Of the sums of one batch, all of which are floats or all integers."""
+    counts = gradients[0][0].dtype.kind in "iu"
+    return len(gradients[0]) if reduce_op is ReduceOp.MEAN and not counts else 1
+
+
+def _early(settings: Settings, plans: Sequence[FlatPlan], divisor: float) -> list[float]:
+    """By what terms are divided where they are packed: in a half the sum of them may overflow."""
+    return [
+        divisor if plan.wire == settings.wire_dtype and is_half(plan.wire) else 1 for plan in plans
+    ]
 
 
 def _set_out(

@@ -11,23 +11,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from gradreduce.allreduce import works_in_place
 from gradreduce.device import (
     Buffer,
+    Device,
     DType,
     Ghosts,
     Journal,
+    Mesh,
     MeshOutline,
     Outline,
+    Record,
+    Touched,
+    by_physical,
     mesh_outline,
     outline_of,
 )
+from gradreduce.flats import Flats
 from gradreduce.indexed_slices import IndexedSlices
-from gradreduce.packing import FlatPlan
 from gradreduce.reduce_arguments import Request, batches_of
-from gradreduce.reduce_flow import Settings, flat_plans, reduce_requests
+from gradreduce.reduce_flow import Settings, laid_out, reduce_requests
 from gradreduce.values import Part, PerReplica, ReduceOp
 
-__all__ = ["PlannedPack", "ReducePlan", "plan_of"]
+__all__ = ["PlannedPack", "ReducePlan", "Rehearsal", "plan_of", "rehearsal_of"]
 
 # The indices (int64, in bytes; only their number where no plan depends on more) and the dense shape
 # of IndexedSlices; None of a dense array.
@@ -42,16 +48,25 @@ class PlannedPack:
         tensors: places in the batch of the tensors that lie in it, in order; the first and the
             last may lie in the neighbouring pack too.
         dtype: of all of them.
-        nbytes: of one replica's pack, gaps between tensors included.
+        wire: the dtype in which they travel.
+        nbytes: of one replica's pack as it travels, gaps between tensors included.
         way: ``"hierarchical_copy"``, ``"nccl"`` or ``"one device"``.
         devices: logical indices of those whose replicas are added.
+        moved: on how many devices the tensors are moved into a flat buffer first; on the others
+            they lie in one, or alone, and are read where they lie.
+        crossing: how bytes get from one physical device to another. ``"none"``: they need not.
+            ``"direct"``: the launches that add read and write the peers' memory. ``"copies"``:
+            each crossing is a copy into memory nearby. ``"collective"``: the library's way.
     """
 
     tensors: tuple[int, ...]
     dtype: DType
+    wire: DType
     nbytes: int
     way: str
     devices: tuple[int, ...]
+    moved: int
+    crossing: str
 
 
 @dataclass(frozen=True)
@@ -95,9 +110,24 @@ class ReducePlan:
         for place, pack in enumerate(self.packs):
             lines.append(
                 f"  {place:4} {pack.way:18}{pack.dtype!s:10}{pack.nbytes:14,} bytes of each of "
-                f"{len(pack.devices)} replicas: tensors {_ranges(pack.tensors)}"
+                f"{len(pack.devices)} replicas{_travels(pack)}: tensors {_ranges(pack.tensors)}"
             )
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What the ghosts were given, one by one.
+
+    Attributes:
+        plan: what came of it.
+        records: all of them, in order.
+        touched: the memory of each launch, copy, fill and rank of a collective, in that order.
+    """
+
+    plan: ReducePlan
+    records: tuple[Record, ...]
+    touched: tuple[Touched, ...]
 
 
 @dataclass(frozen=True)
@@ -134,12 +164,30 @@ def plan_of(
     Raises:
         ValueError: there is none, or they are of several meshes.
     """
+    outlines = _outlines_of(requests, coalesce=coalesce)
+    mesh = mesh_outline(_mesh_of(requests))
+    return _planned(settings, reduce_op, mesh, outlines, coalesce=coalesce)
+
+
+def rehearsal_of(
+    settings: Settings,
+    reduce_op: ReduceOp,
+    requests: Sequence[Request],
+    *,
+    coalesce: bool,
+) -> Rehearsal:
+    """All that a reduction of these requests would give the devices; see ``plan_of``."""
+    outlines = _outlines_of(requests, coalesce=coalesce)
+    mesh = mesh_outline(_mesh_of(requests))
+    return _rehearsed(settings, reduce_op, mesh, outlines, coalesce=coalesce)
+
+
+def _mesh_of(requests: Sequence[Request]) -> Mesh:
     meshes = {request.value.mesh.fabric: request.value.mesh for request in requests}
     if len(meshes) != 1:
         raise ValueError(f"a plan is of values of one mesh: these are of {len(meshes)}")
     (mesh,) = meshes.values()
-    outlines = _outlines_of(requests, coalesce=coalesce)
-    return _planned(settings, reduce_op, mesh_outline(mesh), outlines, coalesce=coalesce)
+    return mesh
 
 
 @lru_cache(maxsize=64)
@@ -151,14 +199,25 @@ def _planned(
     *,
     coalesce: bool,
 ) -> ReducePlan:
+    return _rehearsed(settings, reduce_op, mesh, outlines, coalesce=coalesce).plan
+
+
+def _rehearsed(
+    settings: Settings,
+    reduce_op: ReduceOp,
+    mesh: MeshOutline,
+    outlines: tuple[RequestOutline, ...],
+    *,
+    coalesce: bool,
+) -> Rehearsal:
     ghosts = Ghosts(mesh)
     requests = _ghost_requests(ghosts, outlines)
     packs = []
     for places in batches_of(requests, reduce_op):
         gradients = [requests[place].value.buffers for place in places]
         indices = [device.index for device in requests[places[0]].devices]
-        way = settings.all_reduce_alg
-        packs += _packs_of(flat_plans(settings, gradients), places, way, indices)
+        flats = laid_out(settings, reduce_op, gradients)
+        packs += _packs_of(flats, places, settings.all_reduce_alg, indices)
     packs += [
         _pack_of_one(request, place)
         for place, request in enumerate(requests)
@@ -166,7 +225,8 @@ def _planned(
     ]
     with ghosts.mesh.journal() as journal:
         reduce_requests(settings, reduce_op, requests, coalesce=coalesce)
-    return ReducePlan.of(packs, journal, mesh)
+    plan = ReducePlan.of(packs, journal, mesh)
+    return Rehearsal(plan, tuple(journal.records), tuple(ghosts.touched))
 
 
 def _outlines_of(requests: Sequence[Request], *, coalesce: bool) -> tuple[RequestOutline, ...]:
@@ -211,38 +271,73 @@ def _ghost(ghosts: Ghosts, outline: Outline, rows: _Rows) -> Part:
 
 
 def _packs_of(
-    plans: Sequence[FlatPlan], places: Sequence[int], way: str, devices: Sequence[int]
+    flats: Sequence[Flats], places: Sequence[int], way: str, devices: Sequence[int]
 ) -> list[PlannedPack]:
     """The packs of flat buffers.
 
     Args:
-        plans: of the tensors of one batch.
+        flats: of the tensors of one batch.
         places: of each of these tensors in the whole call.
         way: see ``PlannedPack``.
         devices: see ``PlannedPack``.
     """
     made = []
-    for plan in plans:
-        layout = plan.layout
+    for each in flats:
+        plan = each.plan
+        moved = sum(tensors is not None for tensors in each.filling)
+        crossing = _crossing(way, [buffer.device for buffer in each.inputs])
         for start, stop in plan.packs:
-            inside = [
-                places[tensor]
-                for tensor, offset, span in zip(
-                    plan.tensors, layout.offsets, layout.spans, strict=True
+            inside = [places[plan.tensors[piece.place]] for piece in plan.pieces(start, stop)]
+            nbytes = (stop - start) * plan.wire.itemsize
+            made.append(
+                PlannedPack(
+                    tuple(inside),
+                    plan.dtype,
+                    plan.wire,
+                    nbytes,
+                    way,
+                    tuple(devices),
+                    moved,
+                    crossing,
                 )
-                if span and offset < stop and offset + span > start
-            ]
-            nbytes = (stop - start) * plan.dtype.itemsize
-            made.append(PlannedPack(tuple(inside), plan.dtype, nbytes, way, tuple(devices)))
+            )
     return made
+
+
+def _crossing(way: str, devices: Sequence[Device]) -> str:
+    """See ``PlannedPack``."""
+    if len(by_physical(devices)) == 1:
+        return "none"
+    if way == "nccl":
+        return "collective"
+    return "direct" if works_in_place(devices) else "copies"
+
+
+def _travels(pack: PlannedPack) -> str:
+    """How, in words."""
+    told = [] if pack.wire == pack.dtype else [f"as {pack.wire}"]
+    if pack.moved:
+        told.append(f"packed on {pack.moved} devices")
+    crossings = {
+        "none": "on one physical device",
+        "direct": "read and written by their peers",
+        "copies": "copied to where they are added",
+        "collective": "by the collective library",
+    }
+    return ", ".join(["", *told, crossings[pack.crossing]])
 
 
 def _pack_of_one(request: Request, place: int) -> PlannedPack:
     """A value that is added on one device and travels alone."""
     part = request.value.parts[0]
     rows = part if isinstance(part, Buffer) else part.values
-    indices = tuple(device.index for device in request.value.devices)
-    return PlannedPack((place,), rows.dtype, rows.nbytes, "one device", indices)
+    devices = request.value.devices
+    indices = tuple(device.index for device in devices)
+    alone = len(by_physical([*devices, *request.devices])) == 1
+    return PlannedPack(
+        (place,), rows.dtype, rows.dtype, rows.nbytes, "one device", indices, 0,
+        "none" if alone else "copies",
+    )  # fmt: skip
 
 
 def _ranges(numbers: Sequence[int]) -> str:

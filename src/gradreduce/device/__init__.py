@@ -6,7 +6,7 @@ from .base import Device
 from .collective import Collective
 from .colocated import bring, by_physical, gather, gather_all, scatter
 from .dtypes import DType, accumulate_dtype, as_dtype, element_of, mean_dtype
-from .ghost import Ghosts, MeshOutline, Outline, mesh_outline, outline_of
+from .ghost import Ghosts, MeshOutline, Outline, Touched, mesh_outline, outline_of
 from .journal import Journal, Record
 from .kernel import Kernel, Template
 from .memory import (
@@ -23,6 +23,7 @@ from .memory import (
 from .mesh import FlatBuffer, Mesh
 from .names import device_named
 from .opening import default_mesh, open_mesh
+from .rates import CopyRates, copy_rates
 from .tape import Tape
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Block",
     "Buffer",
     "Collective",
+    "CopyRates",
     "DType",
     "Device",
     "FlatBuffer",
@@ -45,11 +47,13 @@ __all__ = [
     "Record",
     "Tape",
     "Template",
+    "Touched",
     "accumulate_dtype",
     "as_dtype",
     "bring",
     "by_physical",
     "compatible",
+    "copy_rates",
     "default_mesh",
     "device_named",
     "element_of",

@@ -7,6 +7,7 @@ second description of it could grow out of date. Nothing is allocated, compiled 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from typing import Any
@@ -23,7 +24,7 @@ from .memory import ALIGNMENT, Block, Buffer, Mark, Queue, Row
 from .mesh import Mesh
 from .tape import Issue
 
-__all__ = ["Ghosts", "MeshOutline", "Outline", "mesh_outline", "outline_of"]
+__all__ = ["Ghosts", "MeshOutline", "Outline", "Touched", "mesh_outline", "outline_of"]
 
 _ROOM = 44  # bits: blocks of up to 16 TiB lie this far apart
 
@@ -32,6 +33,21 @@ MeshOutline = tuple[tuple[int, ...], str, Hashable]
 # Of a Buffer: device, block, whether that is our pool's, its bytes, the offset in it, how far its
 # address is behind a 16-byte boundary, shape, dtype.
 Outline = tuple[int, int, bool, int, int, int, tuple[int, ...], np.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """The memory that one launch, copy, fill or rank of a collective uses; a journal has no room.
+
+    Attributes:
+        device: whose queue it is in.
+        reads: what is read.
+        writes: what is written.
+    """
+
+    device: Device
+    reads: tuple[Buffer, ...]
+    writes: tuple[Buffer, ...]
 
 
 def mesh_outline(mesh: Mesh) -> MeshOutline:
@@ -63,6 +79,8 @@ class Ghosts:
 
     Attributes:
         mesh: as many devices, on the same physical ones, with the same peer access.
+        touched: by all that they were given, one for each record of a launch, copy, fill or
+            collective, in the order of the records.
     """
 
     def __init__(self, outline: MeshOutline) -> None:
@@ -70,8 +88,13 @@ class Ghosts:
         access = peers if isinstance(peers, bool) else set(peers)  # type: ignore[call-overload]
         fabric = Fabric(backend, peer_access=access)
         starts = count(1)
-        made = [GhostDevice(fabric, *each, starts) for each in enumerate(placement)]
-        self.mesh = Mesh(made, fabric, cache(GhostCollective), lambda: None)
+        self.touched: list[Touched] = []
+        made = [
+            GhostDevice(fabric, index, physical, starts, self.touched)
+            for index, physical in enumerate(placement)
+        ]
+        collective = cache(lambda: GhostCollective(self.touched))
+        self.mesh = Mesh(made, fabric, collective, lambda: None)
         for device in made:
             device.mesh = self.mesh
         self._blocks: dict[int, Block] = {}
@@ -89,9 +112,17 @@ class Ghosts:
 class GhostDevice(Device):
     """Checks and records as every device does; has neither memory nor queues."""
 
-    def __init__(self, fabric: Fabric, index: int, physical: int, starts: Iterator[int]) -> None:
+    def __init__(
+        self,
+        fabric: Fabric,
+        index: int,
+        physical: int,
+        starts: Iterator[int],
+        touched: list[Touched],
+    ) -> None:
         super().__init__(fabric, index, physical)
         self._starts = starts
+        self._touched = touched
 
     def block(self, nbytes: int, *, start: int = 0, owned: bool = True) -> Block:
         """A block that no other of its mesh overlaps."""
@@ -132,11 +163,13 @@ class GhostDevice(Device):
     def _fill_fresh(self, buffer: Buffer) -> None:
         """There is nothing to fill; nor below to write or wait for."""
 
-    def _fill_zero(self, buffer: Buffer) -> None: ...
+    def _fill_zero(self, buffer: Buffer) -> None:
+        self._touched.append(Touched(self, (), (buffer,)))
 
     def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None: ...
 
-    def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None: ...
+    def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
+        self._touched.append(Touched(self, (src,), (dst,)))
 
     def _resolved(
         self,
@@ -146,6 +179,10 @@ class GhostDevice(Device):
         scalars: Sequence[int | float],
         queue: Queue,
     ) -> Issue:
+        num_written = kernel.num_written(scalars)
+        reads = tuple(operand for row in rows for operand in row[num_written:])
+        writes = tuple(operand for row in rows for operand in row[:num_written])
+        self._touched.append(Touched(self, reads, writes))
         return lambda: None
 
     def _wait(self, mark: Mark, queue: Queue) -> None: ...
@@ -156,21 +193,31 @@ class GhostDevice(Device):
 class GhostCollective(Collective):
     """Checks and records as every collective does."""
 
+    def __init__(self, touched: list[Touched]) -> None:
+        self._touched = touched
+
     def all_reduce(
         self, buffers: Sequence[Buffer], op: str = "sum", *, queue: Queue = "compute"
     ) -> None:
         """See ``Collective.all_reduce``."""
         self._check("all_reduce", buffers, buffers)
-        self._give(lambda: None, [("all_reduce", buffers, queue)], ())
+        self._note("all_reduce", buffers, buffers, queue)
 
     def broadcast(self, buffers: Sequence[Buffer], root: int, *, queue: Queue = "compute") -> None:
         """See ``Collective.broadcast``."""
         self._check_broadcast(buffers, root)
-        self._give(lambda: None, [("broadcast", buffers, queue)], ())
+        self._note("broadcast", buffers, buffers, queue)
 
     def all_gather(
         self, outputs: Sequence[Buffer], inputs: Sequence[Buffer], *, queue: Queue = "compute"
     ) -> None:
         """See ``Collective.all_gather``."""
         self._check_gather(outputs, inputs)
-        self._give(lambda: None, [("all_gather", inputs, queue)], ())
+        self._note("all_gather", inputs, outputs, queue)
+
+    def _note(
+        self, name: str, inputs: Sequence[Buffer], outputs: Sequence[Buffer], queue: Queue
+    ) -> None:
+        for read, written in zip(inputs, outputs, strict=True):
+            self._touched.append(Touched(read.device, (read,), (written,)))
+        self._give(lambda: None, [(name, inputs, queue)], ())

@@ -15,27 +15,50 @@ from ._templates import FROM_WIDE, SAME
 __all__ = ["ALL_SUM", "all_sum", "prepare_all_sum"]
 
 
+# Elements from which on a look whether an out may hold the sum costs less than one more copy.
+LARGE = 1 << 12
+
+
 def _all_sum_twin(
     table: Sequence[Arrays], num_outs: int, num_inputs: int, split: int, divisor: float
 ) -> None:
     """``(in[0] + … + in[split-1]) + (in[split] + …)``, divided, into every out."""
+    first = split or num_inputs
+    wide = accumulate_dtype(table[0][num_outs].dtype)
+    over = np.asarray(divisor, wide)  # an array of no dimension: a scalar takes twice as long
+    largest = max(row[0].size for row in table)
+    scratch = np.empty(2 * largest, wide)
     for row in table:
         outs, inputs = row[:num_outs], row[num_outs:]
-        wide = accumulate_dtype(inputs[0].dtype)
-        total = _left_to_right(inputs[: split or num_inputs], wide)
+        size = outs[0].size
+        total = outs[0] if _may_hold(outs[0], inputs[min(first, 2) :], wide) else scratch[:size]
+        _left_to_right(total, inputs[:first])
         if split:
-            np.add(total, _left_to_right(inputs[split:], wide), out=total)
+            rest = scratch[largest : largest + size]
+            _left_to_right(rest, inputs[split:])
+            np.add(total, rest, total)
         if divisor != 1:
-            np.true_divide(total, wide.type(divisor), out=total)
+            np.true_divide(total, over, total)
         for out in outs:
-            out[...] = total
+            if out is not total:
+                out[...] = total
 
 
-def _left_to_right(terms: Arrays, wide: np.dtype) -> np.ndarray:
-    total = terms[0].astype(wide)
-    for term in terms[1:]:
-        np.add(total, term, out=total, dtype=wide)
-    return total
+def _may_hold(out: np.ndarray, late: Arrays, wide: np.dtype) -> bool:
+    """Whether the sum may be made in an out: not if that is a term that is read afterwards."""
+    if out.size < LARGE or out.dtype != wide:
+        return False
+    return not any(np.may_share_memory(out, term) for term in late)
+
+
+def _left_to_right(total: np.ndarray, terms: Arrays) -> None:
+    """Writes the sum; the first two terms are read before anything is written."""
+    if len(terms) == 1:
+        total[...] = terms[0]
+        return
+    np.add(terms[0], terms[1], total, dtype=total.dtype)
+    for term in terms[2:]:
+        np.add(total, term, total, dtype=total.dtype)
 
 
 ALL_SUM = Kernel(

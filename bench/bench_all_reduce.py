@@ -1,0 +1,289 @@
+"""How fast replicas of gradients become their mean on every device, beside a copy and the peers.
+
+On GPUs where CuPy sees one, else on four simulated devices with both faces of a kernel. The table
+says, for each candidate, size, time, algorithm and bus bandwidth as nccl-tests define them, which
+part of the *line* it reaches, and what a call takes of the host. The line is the time in which a
+plain copy, in the same rounds, reads and writes what an all-reduce must: every replica once read,
+every result once written. On a CPU that copy is np.copyto's, by one thread. Peers that are not
+installed are left out, visibly. Exit status 1 if a floor is broken.
+
+    python bench/bench_all_reduce.py [--json FILE] [--quick]
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+from measure.all_reduce_gpu import GPU_FLOORS, GpuBench
+from measure.all_reduce_peers import (
+    HIERARCHICAL,
+    ONE_DEVICE,
+    SUM_AND_COPIES,
+    find_all_reduce_peers,
+)
+from measure.case import OURS, Case
+from measure.clock import Call, HostClock, host_seconds
+from measure.floors import Floor, counted, kept, over_the_copy, times_the_peer
+from measure.reduced import Reduced
+from measure.report import finish, options_of
+from measure.resnet50 import resnet50
+
+import gradreduce as gr
+from gradreduce.device import Device, Mesh
+
+NUM_DEVICES = 4
+FACES = ("numpy", "compiled")
+RESNET, TINY, ONE = "ResNet-50, MEAN", "tiny tensors", "one tensor"
+TINY_SIZE = 16
+NO_PACKS, ONE_PACK, FLAT = "num_packs=0", "num_packs=1", "flat"
+WAYS = (NO_PACKS, ONE_PACK, FLAT)
+PREPARED = ", prepared"
+SWEEP_BYTES = tuple(2**power for power in range(10, 27, 4))  # of one tensor: 1 KiB to 64 MiB
+QUICK_SIZE, QUICK_TENSORS, QUICK_SWEEP_BYTES = 2**7, 12, (2**10,)
+
+NOT_YET = "nothing yet, 2026-11"
+MOST = {
+    "numpy": (1.5, 2.5, 1.5),
+    "compiled": (1.1, 2.0, 1.1),
+}  # times the line, in the order of WAYS
+MOST_PLAIN_US, MOST_PREPARED_US = 20, 3
+CPU_FLOORS = (
+    *(
+        Floor(f"{face}, {way}, over the line", RESNET, over_the_copy(f"{face}, {way}"), "<=", most,
+              NOT_YET)
+        for face in FACES
+        for way, most in zip(WAYS, MOST[face], strict=True)
+    ),
+    *(
+        Floor(f"{face}, {way}, over {peer}", RESNET, times_the_peer(peer, f"{face}, {way}"), ">=",
+              1.0, NOT_YET, (library,))
+        for face in FACES
+        for way, peer, library in (
+            (NO_PACKS, ONE_DEVICE, "tensorflow"),
+            (ONE_PACK, HIERARCHICAL, "tensorflow"),
+            (NO_PACKS, SUM_AND_COPIES, "torch"),
+        )
+    ),
+    *(
+        Floor(f"{way}{kind}, host us for a tensor", TINY, counted(f"numpy, {way}{kind}, us"), "<=",
+              most, NOT_YET)
+        for way in (NO_PACKS, ONE_PACK)
+        for kind, most in (("", MOST_PLAIN_US), (PREPARED, MOST_PREPARED_US))
+    ),
+)  # fmt: skip
+
+Tensors = list[list[np.ndarray]]  # [tensor][replica]
+
+
+def hosts(shapes: Sequence[tuple[int, ...]]) -> Tensors:
+    """Replicas of small whole numbers: their sums, and a quarter of each, are exact."""
+    random = np.random.default_rng(0)
+    pattern = random.integers(-64, 64, 2**16 + 1).astype(np.float32)
+    made = []
+    for place, shape in enumerate(shapes):
+        size = math.prod(shape)
+        turned = [np.roll(pattern, 7 * place + 11 * index) for index in range(NUM_DEVICES)]
+        made.append([np.resize(each, size).reshape(shape) for each in turned])
+    return made
+
+
+def check(name: str, results: Sequence[Sequence[np.ndarray]], tensors: Tensors) -> None:
+    """Raises unless every result is the mean of its replicas, on every device."""
+    for place, (replicas, found) in enumerate(zip(tensors, results, strict=True)):
+        wanted = sum(replicas[1:], replicas[0]) / np.float32(len(replicas))
+        for index, result in enumerate(found):
+            if not np.array_equal(result, wanted):
+                raise AssertionError(f"{name}: tensor {place} on device {index} is not the mean")
+
+
+class Steps:
+    """The all-reduces of one face over the same tensors, each in every way.
+
+    With ``num_packs=0`` a launch reads the gradients where they lie, if they are of our pool's
+    memory; so these are uploaded, as results of our operations would be. What a user's own NumPy
+    arrays cost, which are packed first, is measured apart.
+    """
+
+    def __init__(self, face: str, mesh: Mesh, tensors: Tensors) -> None:
+        self.face = face
+        self.mesh = mesh
+        self.tensors = tensors
+
+    def pairs(self, way: str) -> list[tuple[Any, Any]]:
+        """What is reduced, where it lies for this way."""
+        if way == FLAT:
+            shapes = [replicas[0].shape for replicas in self.tensors]
+            views = self.mesh.flat_buffer(shapes, "float32").views
+            for index, device in enumerate(self.mesh):
+                for view, replicas in zip(views[index], self.tensors, strict=True):
+                    device.upload(replicas[index], out=view)
+            placed = [list(column) for column in zip(*views, strict=True)]
+        else:
+            placed = [list(map(Device.upload, self.mesh, replicas)) for replicas in self.tensors]
+        return [(value, value) for value in (gr.PerReplica(each, self.mesh) for each in placed)]
+
+    def ops(self, way: str) -> gr.AllReduceCrossDeviceOps:
+        """What reduces; a flat buffer is one pack."""
+        num_packs = 0 if way == NO_PACKS else 1
+        return gr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs, mesh=self.mesh)
+
+    def plain(self, way: str) -> Call:
+        """A call with everything that a user pays for, over Buffers."""
+        call = partial(self.ops(way).batch_reduce, gr.ReduceOp.MEAN, self.pairs(way))
+        results = [value.values for value in call()]
+        check(f"{self.face}, {way}", [[each.numpy() for each in row] for row in results],
+              self.tensors)  # fmt: skip
+        return call
+
+    def prepared(self, way: str) -> Call:
+        """The same, worked out once."""
+        return self.ops(way).prepare(gr.ReduceOp.MEAN, self.pairs(way))
+
+    def of_numpy(self, way: str) -> Call:
+        """Of the user's own arrays, in and out."""
+        grads = [list(column) for column in zip(*self.tensors, strict=True)]
+        call = partial(self.ops(way).all_reduce, grads)
+        check(f"{self.face}, {way}, NumPy", list(zip(*call(), strict=True)), self.tensors)
+        return call
+
+
+class CpuBench:
+    """Four simulated devices, each with memory of its own that all others reach."""
+
+    def __init__(self, meshes: dict[str, Mesh], *, quick: bool) -> None:
+        self.meshes = meshes
+        self.quick = quick
+        self.clock = HostClock(quick, copy_threads=1)
+        self.absent: dict[str, str] = {}
+        self.cases: dict[str, Case] = {}
+
+    def run(self) -> None:
+        """All cases; each frees its arrays when it ends."""
+        self.resnet()
+        self.tiny()
+        for nbytes in QUICK_SWEEP_BYTES if self.quick else SWEEP_BYTES:
+            self.one(nbytes)
+
+    def keep(self, case: Case) -> None:
+        """Prints a case and remembers it."""
+        case.show()
+        self.cases[case.name] = case
+
+    def steps(self, tensors: Tensors) -> Iterator[Steps]:
+        """Those of each face."""
+        for face, mesh in self.meshes.items():
+            yield Steps(face, mesh, tensors)
+
+    def reduced(self, name: str, tensors: Tensors, calls: dict[str, Call]) -> None:
+        """Measures candidates, and the copy that is the line, in turns."""
+        nbytes = sum(replicas[0].nbytes for replicas in tensors)
+        moved = 2 * NUM_DEVICES * nbytes
+        took = self.clock.measure(calls, moved)
+        words = f"{len(tensors)} tensors, {nbytes / 1e6:.2f} MB of float32"
+        self.keep(Reduced(name, words, moved, took, {}, nbytes, NUM_DEVICES))
+
+    def resnet(self) -> None:
+        """The gradients of a model, as a step has them."""
+        shapes = resnet50()
+        if self.quick:
+            shapes = [(min(math.prod(shape), QUICK_SIZE),) for shape in shapes[:QUICK_TENSORS]]
+        tensors = hosts(shapes)
+        calls, self.absent = find_all_reduce_peers(tensors)
+        for steps in self.steps(tensors):
+            face = OURS + steps.face
+            for way in WAYS:
+                calls[f"{face}, {way}"] = steps.plain(way)
+            calls[f"{face}, {NO_PACKS}{PREPARED}"] = steps.prepared(NO_PACKS)
+            for way in (NO_PACKS, ONE_PACK):
+                calls[f"{face}, {way}, NumPy arrays"] = steps.of_numpy(way)
+        self.reduced(RESNET, tensors, calls)
+
+    def tiny(self) -> None:
+        """What a tensor costs the host when there is next to nothing in it."""
+        tensors = hosts([(TINY_SIZE,)] * (QUICK_TENSORS if self.quick else len(resnet50())))
+        calls: dict[str, Call] = {}
+        for steps in self.steps(tensors):
+            for way in WAYS:
+                calls[f"{steps.face}, {way}"] = steps.plain(way)
+                calls[f"{steps.face}, {way}{PREPARED}"] = steps.prepared(way)
+            calls[f"{steps.face}, {ONE_PACK}, NumPy arrays"] = steps.of_numpy(ONE_PACK)
+        seconds = host_seconds(calls, 1 if self.quick else 10, quick=self.quick)
+        figures = {f"{name}, us": taken / len(tensors) * 1e6 for name, taken in seconds.items()}
+        words = f"{len(tensors)} x {TINY_SIZE} float32 on {NUM_DEVICES} devices, us for a tensor"
+        self.keep(Case(TINY, words, figures=figures))
+
+    def one(self, nbytes: int) -> None:
+        """One tensor, from what costs nothing but the call to what only memory bounds."""
+        tensors = hosts([(nbytes // 4,)])
+        calls: dict[str, Call] = {}
+        for steps in self.steps(tensors):
+            calls[f"{OURS}{steps.face}, {NO_PACKS}"] = steps.plain(NO_PACKS)
+            calls[f"{OURS}{steps.face}, {NO_PACKS}{PREPARED}"] = steps.prepared(NO_PACKS)
+        self.reduced(f"{ONE}, {nbytes} bytes", tensors, calls)
+
+
+# -- the run ---------------------------------------------------------------------------------------
+
+
+def has_gpu() -> bool:
+    """Whether CuPy is installed and sees one."""
+    if importlib.util.find_spec("cupy") is None:
+        return False
+    import cupy
+
+    return bool(cupy.cuda.is_available())
+
+
+def on_cpu(*, quick: bool) -> CpuBench:
+    """Both faces."""
+    with ExitStack() as stack:
+        meshes = {
+            face: stack.enter_context(
+                gr.open_mesh(NUM_DEVICES, backend="sim", kernels=face, strict=False)
+            )
+            for face in FACES
+        }
+        bench = CpuBench(meshes, quick=quick)
+        bench.run()
+    return bench
+
+
+def on_gpu(*, quick: bool) -> GpuBench:
+    """One GPU as eight logical devices, and all GPUs where there are several."""
+    bench = GpuBench(quick=quick)
+    bench.run()
+    return bench
+
+
+def measured(*, quick: bool) -> dict[str, Any]:
+    """Runs all cases; what there is to report, as JSON knows it."""
+    load = os.getloadavg()[0]
+    gpu = has_gpu()
+    print(f"{'cuda' if gpu else ', '.join(FACES)}; load average {load:.2f}")
+    bench = on_gpu(quick=quick) if gpu else on_cpu(quick=quick)
+    for library, why in bench.absent.items():
+        print(f"{library}: {why}")
+    floors = GPU_FLOORS if gpu else CPU_FLOORS
+    return {
+        "faces": ["cuda"] if gpu else list(FACES),
+        "load_average": load,
+        "absent": bench.absent,
+        "cases": [case.as_json() for case in bench.cases.values()],
+        "floors": [] if quick else kept(floors, bench.cases, bench.absent),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = options_of(__doc__, arguments)
+    finish(measured(quick=options.quick), options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""All-reduce on GPUs: eight logical devices on one, two NCCL ranks on one, and all there are.
+
+One GPU: times are the GPU's, by events on the stream of the first logical device, which works for
+all of them; the line is a copy from device to device. Several GPUs: calls back to back until all
+queues are empty, on the host's clock, as nccl-tests does; the line there is what NCCL takes when it
+is called directly, in place, on communicators of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gpu_check.run_nccl import FIRST_TO_SHARE, SHARED_GPU
+from gpu_check.setting import python
+
+import gradreduce as gr
+from gradreduce.device import Mesh
+
+from .case import OURS, Case
+from .clock import Call, Clock, Took, clock_of, host_seconds
+from .floors import Floor, counted, of_the_copy, times_the_peer
+from .peers import find_peers
+from .reduced import Reduced
+from .resnet50 import resnet50
+
+__all__ = ["GPU_FLOORS", "GpuBench"]
+
+NUM_LOGICAL = 8
+KIB, MIB = 2**10, 2**20
+# 1 KiB to 256 MiB; the bandwidths of several GPUs are promised from LARGE on.
+SWEEP_BYTES = tuple(KIB * 4**step for step in range(10))
+LARGE = (64 * MIB, 256 * MIB)
+QUICK_BYTES, QUICK_SIZE, QUICK_TENSORS = (KIB,), 2**7, 12
+ROUNDS, CALLS, QUICK_CALLS = 9, 20, 2
+RANKS_SECONDS = 75.0
+
+RESNET, RANKS = "ResNet-50, 8 on one GPU", "2 NCCL ranks on one GPU"
+RAW, IN_PLACE = "raw NCCL", "cuda, in place"
+NOT_YET = "nothing yet: no GPU was there, 2026-11"
+
+
+def on_one(nbytes: int) -> str:
+    """The case of one tensor of so many bytes on eight logical devices of one GPU."""
+    return f"one tensor, {nbytes} bytes, {NUM_LOGICAL} on one GPU"
+
+
+def on_several(nbytes: int) -> str:
+    """The case of one tensor of so many bytes on all GPUs."""
+    return f"one tensor, {nbytes} bytes, each on a GPU"
+
+
+GPU_FLOORS = (
+    Floor("co-located all-reduce, of the line", on_one(LARGE[-1]), of_the_copy("cuda"), ">=", 0.9,
+          NOT_YET),
+    Floor("planned step, host us", RESNET, counted("num_packs=1, host us"), "<=", 40, NOT_YET),
+    Floor("prepared step, host us", RESNET, counted("num_packs=1, prepared, host us"), "<=", 20,
+          NOT_YET),
+    Floor("captured step, host us", RESNET, counted("num_packs=1, captured, host us"), "<=", 10,
+          NOT_YET),
+    Floor("NCCL, host us over a raw call", RANKS, counted("us over raw"), "<=", 10, NOT_YET),
+    *(
+        Floor(f"{nbytes // MIB} MiB, of raw NCCL", on_several(nbytes),
+              times_the_peer(RAW, IN_PLACE), ">=", 0.97, NOT_YET)
+        for nbytes in LARGE
+    ),
+)  # fmt: skip
+
+
+class GpuBench:
+    """What is measured where there is a GPU."""
+
+    def __init__(self, *, quick: bool) -> None:
+        self.quick = quick
+        self.absent: dict[str, str] = {}
+        self.cases: dict[str, Case] = {}
+
+    def run(self) -> None:
+        """All cases."""
+        self.one_gpu()
+        self.ranks()
+        self.all_gpus()
+
+    def keep(self, case: Case) -> None:
+        """Prints a case and remembers it."""
+        case.show()
+        self.cases[case.name] = case
+
+    # -- one GPU --------------------------------------------------------------------------------
+
+    def one_gpu(self) -> None:
+        """Replicas that share a GPU: no link has a part in it."""
+        peers, self.absent = find_peers(on_gpu=True)
+        with gr.open_mesh([0] * NUM_LOGICAL, backend="cuda") as mesh:
+            clock = clock_of(mesh, quick=self.quick)
+            for nbytes in QUICK_BYTES if self.quick else SWEEP_BYTES:
+                ops, pairs = _one_tensor(mesh, nbytes, "hierarchical_copy", gr.ReduceOp.MEAN)
+                calls: dict[str, Call] = {
+                    f"{OURS}cuda": partial(ops.batch_reduce, gr.ReduceOp.MEAN, pairs),
+                    f"{OURS}cuda, prepared": ops.prepare(gr.ReduceOp.MEAN, pairs),
+                }
+                if nbytes == LARGE[0]:  # inputs and outs of their own: not too large
+                    operands = [np.zeros(nbytes // 4, np.float32)] * NUM_LOGICAL
+                    for peer in peers:
+                        calls |= peer.calls("all_sum", operands, operands)
+                self._reduced(clock, on_one(nbytes), calls, (nbytes, 1))
+            self._resnet(mesh, clock)
+
+    def _resnet(self, mesh: Mesh, clock: Clock) -> None:
+        """A step of a model: how long it takes the GPU, and the host."""
+        shapes = resnet50()
+        if self.quick:
+            shapes = [(min(math.prod(shape), QUICK_SIZE),) for shape in shapes[:QUICK_TENSORS]]
+        own = [[device.zeros(shape, "float32") for device in mesh] for shape in shapes]
+        flat = [list(column) for column in zip(*mesh.flat_buffer(shapes, "float32").views,
+                                                strict=True)]  # fmt: skip
+        calls: dict[str, Call] = {}
+        for name, num_packs, tensors in (
+            ("num_packs=0", 0, own), ("num_packs=1", 1, own), ("flat", 1, flat),
+        ):  # fmt: skip
+            ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs, mesh=mesh)
+            values = [gr.PerReplica(each, mesh) for each in tensors]
+            calls |= _ways(ops, name, [(value, value) for value in values])
+        number = QUICK_CALLS if self.quick else CALLS
+        seconds = host_seconds(calls, number, quick=self.quick)
+        mesh.synchronize()
+        figures = {f"{name}, host us": taken * 1e6 for name, taken in seconds.items()}
+        ours = {f"{OURS}cuda, {name}": call for name, call in calls.items()}
+        nbytes = 4 * sum(math.prod(shape) for shape in shapes)
+        self._reduced(clock, RESNET, ours, (nbytes, len(shapes)), figures)
+
+    def _reduced(
+        self,
+        clock: Clock,
+        name: str,
+        calls: Mapping[str, Call],
+        size: tuple[int, int],
+        figures: Mapping[str, float] | None = None,
+    ) -> None:
+        """Measures candidates on eight logical devices; ``size``: bytes and number of tensors."""
+        nbytes, num_tensors = size
+        moved = 2 * NUM_LOGICAL * nbytes
+        took = clock.measure(calls, moved)
+        words = f"{num_tensors} tensors, {nbytes / 1e6:.2f} MB of float32"
+        self.keep(Reduced(name, words, moved, took, figures or {}, nbytes, NUM_LOGICAL))
+
+    # -- NCCL on one GPU ------------------------------------------------------------------------
+
+    def ranks(self) -> None:
+        """Two ranks on one GPU, in a process of their own that is ended if it hangs."""
+        from cupy.cuda import nccl
+
+        if not nccl.available or nccl.get_version() < FIRST_TO_SHARE:
+            self.absent["ranks on one GPU"] = f"they need NCCL {FIRST_TO_SHARE} or newer"
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "cost.json"
+            quick = ("--quick",) if self.quick else ()
+            words = ("-m", "gpu_check.ranks", "cost", "2", str(report), *quick)
+            command = python(*words, fake=_is_fake())
+            try:
+                subprocess.run(command, env={**os.environ, **SHARED_GPU}, timeout=RANKS_SECONDS,
+                               check=True)  # fmt: skip
+            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+                self.absent["ranks on one GPU"] = str(error)
+                return
+            figures = json.loads(report.read_text(encoding="utf-8"))
+        self.keep(Case(RANKS, "host us of a call", figures=figures))
+
+    # -- several GPUs ---------------------------------------------------------------------------
+
+    def all_gpus(self) -> None:
+        """One replica on each GPU, by NCCL, beside NCCL called directly."""
+        import cupy
+
+        count = cupy.cuda.runtime.getDeviceCount()
+        if count < 2:
+            self.absent["several GPUs"] = f"there is {count}"
+            return
+        with gr.open_mesh(count, backend="cuda") as mesh:
+            raw = RawNccl(mesh)
+            for nbytes in QUICK_BYTES if self.quick else SWEEP_BYTES:
+                self._on_several(mesh, raw, nbytes)
+
+    def _on_several(self, mesh: Mesh, raw: RawNccl, nbytes: int) -> None:
+        ops, pairs = _one_tensor(mesh, nbytes, "nccl", gr.ReduceOp.SUM)
+        calls: dict[str, Call] = {
+            RAW: partial(raw.all_reduce, raw.arguments(pairs[0][0])),
+            f"{OURS}cuda": partial(ops.batch_reduce, gr.ReduceOp.SUM, pairs),
+            f"{OURS}cuda, prepared": ops.prepare(gr.ReduceOp.SUM, pairs),
+        }
+        reduce: Callable[..., Any] = ops.batch_reduce
+        if "out" in inspect.signature(reduce).parameters:
+            out = [pairs[0][0]]
+            calls[OURS + IN_PLACE] = partial(reduce, gr.ReduceOp.SUM, pairs, out=out)
+        took = back_to_back(mesh, calls, QUICK_CALLS if self.quick else CALLS)
+        words = f"{nbytes / 1e6:.3f} MB of float32"
+        self.keep(Reduced(on_several(nbytes), words, 0, took, {}, nbytes, len(mesh), RAW))
+
+
+class RawNccl:
+    """No more than NCCL needs: a group of one call for each GPU."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        from cupy.cuda import nccl
+
+        self._nccl = nccl
+        self._communicators = nccl.NcclCommunicator.initAll([device.physical for device in mesh])
+
+    def arguments(self, value: gr.PerReplica) -> list[tuple[Any, tuple[Any, ...]]]:
+        """The GPU of each rank and the arguments of its call, in place."""
+        number, add = self._nccl.NCCL_FLOAT32, self._nccl.NCCL_SUM
+        made = []
+        for buffer in value.buffers:
+            device: Any = buffer.device  # a CudaDevice
+            stream = device.stream("compute").ptr
+            ends = (buffer.address, buffer.address)
+            made.append((device.gpu, (*ends, buffer.size, number, add, stream)))
+        return made
+
+    def all_reduce(self, ranks: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
+        """One group."""
+        self._nccl.groupStart()
+        for communicator, (gpu, arguments) in zip(self._communicators, ranks, strict=True):
+            with gpu:
+                communicator.allReduce(*arguments)
+        self._nccl.groupEnd()
+
+
+def back_to_back(mesh: Mesh, calls: Mapping[str, Call], number: int) -> dict[str, Took]:
+    """The median of rounds of so many calls, until all is done; the host's, until they return."""
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    for _ in range(ROUNDS if number > QUICK_CALLS else 1):
+        for name, call in calls.items():
+            call()
+            mesh.synchronize()
+            start = time.perf_counter()
+            for _ in range(number):
+                call()
+            host = time.perf_counter() - start
+            mesh.synchronize()
+            taken[name].append(((time.perf_counter() - start) / number, host / number))
+    return {
+        name: Took(*(statistics.median(column) for column in zip(*times, strict=True)))
+        for name, times in taken.items()
+    }
+
+
+def _one_tensor(
+    mesh: Mesh, nbytes: int, algorithm: str, op: gr.ReduceOp
+) -> tuple[gr.AllReduceCrossDeviceOps, list[tuple[Any, Any]]]:
+    """What reduces, and one tensor of zeros on each device; the first call of it is done."""
+    value = gr.PerReplica([device.zeros((nbytes // 4,), "float32") for device in mesh], mesh)
+    ops = gr.AllReduceCrossDeviceOps(algorithm, 0, mesh=mesh)
+    pairs = [(value, value)]
+    ops.batch_reduce(op, pairs)
+    return ops, pairs
+
+
+def _ways(
+    ops: gr.AllReduceCrossDeviceOps, name: str, pairs: Sequence[tuple[Any, Any]]
+) -> dict[str, Call]:
+    """Plain, prepared, and captured where that can be done."""
+    made: dict[str, Call] = {
+        name: partial(ops.batch_reduce, gr.ReduceOp.MEAN, pairs),
+        f"{name}, prepared": ops.prepare(gr.ReduceOp.MEAN, pairs),
+    }
+    capture: Callable[..., Call] | None = getattr(ops, "capture", None)
+    if capture is not None:
+        made[f"{name}, captured"] = capture(gr.ReduceOp.MEAN, pairs)
+    return made
+
+
+def _is_fake() -> bool:
+    """Whether CuPy is the stand-in of the tests."""
+    import cupy
+
+    return bool(getattr(cupy, "FAKE", False))

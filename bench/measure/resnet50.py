@@ -1,0 +1,27 @@
+"""The shapes of ResNet-50's gradients, from its architecture (arXiv 1512.03385, table 1)."""
+
+from __future__ import annotations
+
+__all__ = ["resnet50"]
+
+# Planes of a stage's bottlenecks, and how many bottlenecks it has.
+STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
+
+
+def resnet50() -> list[tuple[int, ...]]:
+    """161 tensors, 25,557,032 elements: behind each convolution its normalisation's two."""
+    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
+    width = 64
+    for planes, num_blocks in STAGES:
+        for block in range(num_blocks):
+            convolutions = [
+                (planes, width, 1, 1),
+                (planes, planes, 3, 3),
+                (4 * planes, planes, 1, 1),
+            ]
+            if block == 0:
+                convolutions.append((4 * planes, width, 1, 1))
+            for shape in convolutions:
+                shapes += [shape, (shape[0],), (shape[0],)]
+            width = 4 * planes
+    return [*shapes, (1000, 2048), (1000,)]
