@@ -245,6 +245,39 @@ def test_work_that_is_deferred_sees_what_was_filled_before_the_call():
             assert not any(array.any() for row in arrays for array in row)
 
 
+def test_who_still_reads_a_flat_buffer_is_waited_for():
+    for seed in range(4):
+        with gr.open_mesh(2, backend="sim", strict=True, schedule_seed=seed) as mesh:
+            device, other = mesh.devices
+            flat = mesh.flat_buffer(SHAPES, "float32")
+            fill(flat.arrays(), 4)
+            read = other.empty(SHAPES[0], "float32")
+            other.copy(read, flat.views[0][0])
+            flat.zero()
+            assert (read.numpy() == 4).all()
+            assert not device.download(flat.buffers[0]).any()
+
+
+def test_a_prepared_step_reads_what_was_filled_and_released_is_read():
+    for seed in range(4):
+        with gr.open_mesh([0, 0, 1], backend="sim", strict=True, schedule_seed=seed) as mesh:
+            flat = mesh.flat_buffer(SHAPES, "float32")
+            values = [gr.PerReplica(views, mesh) for views in zip(*flat.views, strict=True)]
+            arrays = flat.arrays()
+            step = gr.HierarchicalCopyAllReduce(mesh=mesh).prepare(
+                SUM, [(value, value) for value in values]
+            )
+            for turn in (3, 8):
+                flat.release()
+                fill(arrays, turn)
+                flat.adopt()
+                results = step()
+            flat.release()
+            fill(arrays, 99)
+            for result, expected in zip(results, sums(3, 8), strict=True):
+                assert same(result.buffers[2].numpy(), expected)
+
+
 def test_arrays_that_nobody_can_fill_are_refused(mesh, monkeypatch):
     flat = mesh.flat_buffer(SHAPES, "float32")
     with refused(mesh, ValueError, "as_kind='tensor' is not one of"):
@@ -259,7 +292,7 @@ def test_arrays_that_nobody_can_fill_are_refused(mesh, monkeypatch):
     with gr.open_mesh(1, backend="sim") as closed:
         flat = closed.flat_buffer(SHAPES, "float32")
         flat.arrays()
-    for call in (flat.zero, flat.arrays):
+    for call in (flat.zero, flat.arrays, flat.adopt, flat.release):
         with pytest.raises(BackendUnavailableError, match="was closed"):
             call()
 

@@ -109,15 +109,33 @@ def test_what_lies_in_a_flat_buffer_is_fenced_once_a_call_as_ever(here, mesh, to
 
 def test_a_flat_buffer_that_nobody_fenced_is_a_fault(new_machine, monkeypatch):
     here = new_machine(2)
+    theirs = cupy.cuda.Stream(non_blocking=True)
     refused = pytest.raises(machine.Fault, match="unordered: ")
-    with refused, open_mesh(1, backend="cuda") as mesh:  # whose close meets a stopped machine
-        with cupy.cuda.Stream(non_blocking=True):
-            (array,) = mesh.flat_buffer([(70,)], "float32").arrays()[0]
-            monkeypatch.setattr(interop_gpu, "_unfenced", lambda device, stream, leaving: None)
-            array[...] = data((70,))
-            to_buffer(array, mesh.devices[0]).numpy()
+    with refused, open_mesh(1, backend="cuda") as mesh, theirs:  # closing meets a stopped machine
+        (array,) = mesh.flat_buffer([(70,)], "float32").arrays()[0]
+        monkeypatch.setattr(interop_gpu, "_unfenced", lambda device, stream, leaving: None)
+        array[...] = data((70,))
+        to_buffer(array, mesh.devices[0]).numpy()
+        theirs.synchronize()  # by then the two have met
     assert "unordered: " in here.faults[0]
     new_machine()  # whose faults are not those
+
+
+def test_a_prepared_step_comes_between_what_pytorch_holds(mesh, torch):
+    mesh = mesh[0:2]
+    flat = mesh.flat_buffer(SHAPES, "float32")
+    tensors = flat.arrays("torch")
+    values = [gr.PerReplica(views, mesh) for views in zip(*flat.views, strict=True)]
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    step = ops.prepare(SUM, [(value, value) for value in values])
+    for turn in (1, 2):
+        flat.release()
+        with torch.stream:
+            fill([[tensor.array for tensor in row] for row in tensors], turn)
+        flat.adopt()
+        results = step()
+    for result, expected in zip(results, sums(2, 2), strict=True):
+        assert same(result.buffers[1].numpy(), expected)
 
 
 def test_outs_are_written_where_they_are_between_what_their_streams_hold(mesh, torch):

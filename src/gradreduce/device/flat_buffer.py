@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from .base import Device
 
 __all__ = ["Door", "FlatBuffer"]
+
+_first = threading.Lock()  # of those who make the first flat buffer of a device
 
 
 class Door(Protocol):
@@ -70,8 +73,9 @@ class FlatBuffer:
         views = tuple(tuple(map(flat.view, layout.offsets, inside)) for flat in buffers)
         for flat in buffers:
             device = flat.device
-            if device.lent is None:
-                device.lent = Lent()
+            with _first:
+                if device.lent is None:
+                    device.lent = Lent()
             device.lent.add(flat.block)
         return cls(buffers, views)
 
@@ -97,8 +101,21 @@ class FlatBuffer:
     def zero(self) -> None:
         """Makes every element zero, with one fill on each device.
 
-        The fills come behind what the current streams of the libraries of ``arrays`` hold, and
-        what these are given afterwards comes behind the fills. Only the simulation waits.
+        In order with the libraries of ``arrays``: adopts before, releases after.
+
+        Raises:
+            BackendUnavailableError: the mesh is closed, or a device lost. Nothing was cleared.
+        """
+        self.adopt()
+        for buffer in self.buffers:
+            _clear(buffer)
+        self.release()
+
+    def adopt(self) -> None:
+        """Our queues wait for what the current streams of the libraries of ``arrays`` hold.
+
+        Say it when the arrays are filled and their ``views`` are to be read, by a prepared step
+        for instance. Whoever gives the arrays themselves to a call need not: the call does it.
 
         Raises:
             BackendUnavailableError: the mesh is closed, or a device lost.
@@ -107,8 +124,16 @@ class FlatBuffer:
             buffer.device.fabric.check_usable(buffer.device)
         for kind in self._kinds:
             self.door.come_in(self.buffers, kind)
-        for buffer in self.buffers:
-            _clear(buffer)
+
+    def release(self) -> None:
+        """The current streams of the libraries of ``arrays`` wait for what our queues hold.
+
+        Say it when work on the ``views`` is queued, before the arrays are read or filled again.
+        On the simulation, where a host array has no stream, the host waits.
+
+        Raises:
+            BackendUnavailableError: the mesh is closed, or a device lost.
+        """
         for kind in self._kinds:
             self.door.go_out(self.buffers, kind)
 
