@@ -29,6 +29,15 @@ def test_the_example_runs_and_prints_what_its_comments_say(capsys):
     assert printed == "[[1.5 1.5]\n [1.5 1.5]\n [1.5 1.5]] 6 576\n[1.5 1.5 1.5 1.5 1.5]\n"
 
 
+@pytest.mark.torch
+def test_the_example_of_pytorch_prints_what_its_comment_says(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    (code,) = [block for block in blocks if "import torch" in block]
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out == "0.5 1.0\n"
+    assert "# 0.5 1.0\n" in code
+
+
 def test_every_file_it_names_exists():
     text = README.read_text(encoding="utf-8") + (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     for name in re.findall(r"`((?:src|examples|bench|kernels)/[\w/.]+\.\w+)`", text):

@@ -10,11 +10,12 @@ bfloat16 crosses as a 16-bit view: neither NumPy's DLPack nor PyTorch's ``numpy(
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, as_dtype
+from gradreduce.device import Buffer, Device, FlatBuffer, as_dtype
 from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.errors import DeviceMismatchError
 from gradreduce.interop_gpu import (
@@ -23,6 +24,8 @@ from gradreduce.interop_gpu import (
     adopt_cupy,
     adopt_foreign,
     download_foreign,
+    fence_in,
+    fence_out,
     from_gpu,
 )
 
@@ -32,6 +35,7 @@ __all__ = [
     "as_result_kind",
     "converted",
     "from_buffer",
+    "hand_over",
     "host_array",
     "is_array",
     "kind_of",
@@ -210,6 +214,44 @@ def converted(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """A host array in another dtype; what is too large for it becomes infinite."""
     with np.errstate(over="ignore"):
         return array.astype(dtype)
+
+
+class _FlatDoor:
+    """How flat buffers cross: see ``device/flat_buffer.py``."""
+
+    def shared(self, buffers: Sequence[Sequence[Buffer]], as_kind: str | None) -> list[list[Any]]:
+        """See ``FlatBuffer.arrays``."""
+        device = buffers[0][0].device if buffers and buffers[0] else None
+        kind = as_result_kind(as_kind, "native", device)
+        if kind == "jax":
+            raise ValueError("as_kind='jax': JAX arrays are never written, so nobody can fill them")
+        if kind == "numpy" and device is not None and device.fabric.backend != "sim":
+            raise ValueError(f"as_kind='numpy': {device.name} is a GPU, which NumPy cannot see")
+        with OneCall():
+            return [[from_buffer(buffer, kind) for buffer in row] for row in buffers]
+
+    def come_in(self, buffers: Sequence[Buffer], as_kind: str | None) -> None:
+        """Our queues wait for the library's current streams; a host array is ready as it is."""
+        for buffer in buffers:
+            if buffer.device.fabric.backend != "sim" and as_kind != "buffer":
+                fence_in(buffer, as_result_kind(as_kind, "native"))
+
+    def go_out(self, buffers: Sequence[Buffer], as_kind: str | None) -> None:
+        """The library's current streams wait for our queues; for a host array the host does."""
+        for buffer in buffers:
+            if as_kind != "buffer":
+                hand_over(buffer, as_result_kind(as_kind, "native"))
+
+
+def hand_over(buffer: Buffer, kind: Kind) -> None:
+    """Whoever uses this memory next as an array of ``kind`` comes behind what is queued for it."""
+    if buffer.device.fabric.backend == "sim":
+        buffer.device.release(buffer)
+    else:
+        fence_out(buffer, kind)
+
+
+FlatBuffer.door = _FlatDoor()
 
 
 # ---- PyTorch -------------------------------------------------------------------------------------

@@ -18,7 +18,17 @@ from gradreduce.device import Buffer, Device
 from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.errors import DeviceMismatchError
 
-__all__ = ["Kind", "OneCall", "adopt_cupy", "adopt_foreign", "download_foreign", "from_gpu"]
+__all__ = [
+    "Kind",
+    "OneCall",
+    "adopt_cupy",
+    "adopt_foreign",
+    "current_of",
+    "download_foreign",
+    "fence_in",
+    "fence_out",
+    "from_gpu",
+]
 
 # "native": NumPy arrays and numbers; such results are NumPy on the simulation, CuPy on GPUs.
 # "cuda": arrays of any other library that shows __cuda_array_interface__; results are CuPy's.
@@ -106,13 +116,10 @@ def adopt_foreign(
         raise DeviceMismatchError(f"the array is on a GPU, {device.name} is simulated")
     shared = _by_dlpack(array) or _by_interface(array)
     given = shared.array if dtype is None else shared.array.view(dtype)
+    writable = writable and not shared.read_only
     if stream is None:
-        buffer = _adopt(given, device, shared.stream, once=shared.once)
-    else:
-        buffer = _adopt(given, device, stream)
-    if not writable or shared.read_only:
-        buffer.block.writable = False
-    return buffer
+        return _adopt(given, device, shared.stream, once=shared.once, writable=writable)
+    return _adopt(given, device, stream, writable=writable)
 
 
 def download_foreign(array: Any) -> np.ndarray:
@@ -186,7 +193,9 @@ def _by_interface(array: Any) -> _Shared:
     return _Shared(made, shown.get("stream"), once=True, read_only=bool(read_only))
 
 
-def _adopt(array: Any, device: Device, stream: int | None, *, once: bool = True) -> Buffer:
+def _adopt(
+    array: Any, device: Device, stream: int | None, *, once: bool = True, writable: bool = True
+) -> Buffer:
     """A CuPy array as a Buffer of the mesh; its queue waits for ``stream``, ``once`` a call."""
     gpu = int(array.device.id)
     if device.fabric.backend != "cuda":
@@ -196,13 +205,15 @@ def _adopt(array: Any, device: Device, stream: int | None, *, once: bool = True)
     if home is None:
         raise DeviceMismatchError(f"the array is on GPU {gpu}, outside the mesh {device.mesh}")
     if array.flags.c_contiguous:
-        return home.adopt(array, _unfenced(home, stream, leaving=False) if once else stream)
+        stream = _unfenced(home, stream, leaving=False) if once else stream
+        return home.adopt(array, stream, writable=writable)
     current = sys.modules["cupy"].cuda.get_current_stream(gpu)
     with array.device:  # CuPy copies to the current GPU, in the order of its current stream
         if stream is not None and stream != current.ptr:
             _wait(current, stream, gpu)
         array = array.copy()
-    return home.adopt(array, int(current.ptr))  # never fenced before: the copy is younger
+    # Never fenced before: the copy is younger.
+    return home.adopt(array, int(current.ptr), writable=writable)
 
 
 def _wait(stream: Any, other: int, gpu: int) -> None:
@@ -221,13 +232,31 @@ def _current(gpu: int) -> int:
 # ---- out -----------------------------------------------------------------------------------------
 
 
+def fence_in(buffer: Buffer, kind: Kind) -> None:
+    """Our queue waits for the stream that is current in the library of ``kind``."""
+    device = buffer.device
+    device.adopt(device.release(buffer), _unfenced(device, current_of(device, kind), leaving=False))
+
+
+def fence_out(buffer: Buffer, kind: Kind) -> None:
+    """The stream that is current in the library of ``kind`` waits for our queue."""
+    _released(buffer, current_of(buffer.device, kind))
+
+
+def current_of(device: Device, kind: Kind) -> int:
+    """The handle of the current stream in the library of ``kind``; CuPy's but for PyTorch."""
+    if kind == "torch":
+        return int(sys.modules["torch"].cuda.current_stream(device.physical).cuda_stream)
+    return _current(device.physical)
+
+
 def from_gpu(buffer: Buffer, kind: Kind) -> Any:
     """GPU memory as an array of ``kind``; the stream current in its library waits for ours."""
     if kind == "numpy":
         return buffer.numpy()
     gpu = buffer.device.physical
     if kind == "torch":
-        return _to_torch(buffer, gpu)
+        return _to_torch(buffer)
     shared = _released(buffer, _current(gpu))
     if kind != "jax":
         return shared
@@ -238,9 +267,9 @@ def from_gpu(buffer: Buffer, kind: Kind) -> Any:
     return jax.dlpack.from_dlpack(shared)
 
 
-def _to_torch(buffer: Buffer, gpu: int) -> Any:
+def _to_torch(buffer: Buffer) -> Any:
     torch = sys.modules["torch"]
-    shared = _released(buffer, torch.cuda.current_stream(gpu).cuda_stream)
+    shared = _released(buffer, current_of(buffer.device, "torch"))
     if buffer.dtype == BFLOAT16:
         return torch.from_dlpack(shared.view(_INT16)).view(torch.bfloat16)
     return torch.from_dlpack(shared)

@@ -6,16 +6,16 @@ door looks at: a current stream, DLPack, ``__cuda_array_interface__``.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import cupy
 import numpy as np
 import pytest
 from device.contract import data
 from exact import same
-from fake_cupy import machine
+from fake_cupy import foreign, machine
+from fake_cupy.foreign import Tensor, made_on
 from fake_cupy.machine import Machine
 
 import gradreduce as gr
@@ -27,6 +27,7 @@ from gradreduce.interop import OneCall, from_buffer, kind_of, to_buffer
 pytestmark = pytest.mark.fake_cupy
 SEEDS = (0, 1, 2, 3)
 SHAPE = (7, 30)
+torch = foreign.torch
 
 
 @pytest.fixture(params=SEEDS)
@@ -38,59 +39,6 @@ def here(request, new_machine) -> Machine:
 def mesh(here) -> Iterator[Mesh]:
     with open_mesh([0, 0, 1], backend="cuda") as made:
         yield made
-
-
-class Tensor:
-    """What the door looks at in a ``torch.Tensor`` on a GPU."""
-
-    requires_grad = False
-    is_cuda = True
-    layout = "strided"
-
-    def __init__(self, array, dtype: str | None = None) -> None:
-        self.array = array
-        self.dtype = dtype or str(array.dtype)
-        self.device = SimpleNamespace(type="cuda", index=array.device.id)
-
-    def numpy(self):
-        raise TypeError("can't convert cuda tensor to numpy")
-
-    def is_conj(self) -> bool:
-        return False
-
-    is_neg = is_conj
-
-    def view(self, dtype: str) -> Tensor:
-        as_numpy = {"bfloat16": as_dtype("bfloat16")}.get(dtype, dtype)
-        return Tensor(self.array.view(as_numpy), dtype)
-
-    def __dlpack_device__(self):
-        return 2, self.array.device.id
-
-    def __dlpack__(self, stream):
-        assert self.dtype != "bfloat16", "DLPack of 16-bit views only"
-        if stream > 2:  # the consumer's stream waits for the producer's
-            event = cupy.cuda.Event()
-            event.record(sys.modules["torch"].stream)
-            cupy.cuda.ExternalStream(stream, self.array.device.id).wait_event(event)
-        return self.array
-
-
-Tensor.__module__ = "torch"
-
-
-@pytest.fixture
-def torch(mesh, monkeypatch) -> ModuleType:
-    """A PyTorch whose current stream on GPU 0 is one of its own."""
-    stream = cupy.cuda.Stream(non_blocking=True)
-    handle = SimpleNamespace(cuda_stream=stream.ptr)
-    module = ModuleType("torch")
-    module.__dict__.update(
-        strided="strided", bfloat16="bfloat16", int16="int16", stream=stream, from_dlpack=Tensor,
-        cuda=SimpleNamespace(current_stream=lambda device: handle),
-    )  # fmt: skip
-    monkeypatch.setitem(sys.modules, "torch", module)
-    return module
 
 
 class Shown:
@@ -108,11 +56,6 @@ class Shown:
         }
 
     __cuda_array_interface__ = None
-
-
-def made_on(stream, values: np.ndarray):
-    with stream:
-        return cupy.asarray(values)
 
 
 def test_a_tensor_is_shared_in_the_order_of_pytorchs_stream(mesh, torch):

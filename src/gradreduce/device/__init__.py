@@ -6,6 +6,7 @@ from .base import Device
 from .collective import Collective
 from .colocated import bring, by_physical, gather, gather_all, scatter
 from .dtypes import DType, accumulate_dtype, as_dtype, element_of, mean_dtype
+from .flat_buffer import FlatBuffer
 from .ghost import Ghosts, MeshOutline, Outline, Touched, mesh_outline, outline_of
 from .journal import Journal, Record
 from .kernel import Kernel, Template
@@ -20,7 +21,7 @@ from .memory import (
     flat_layout,
     overlap,
 )
-from .mesh import FlatBuffer, Mesh
+from .mesh import Mesh
 from .names import device_named
 from .opening import default_mesh, open_mesh
 from .rates import CopyRates, copy_rates

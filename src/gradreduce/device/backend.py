@@ -22,7 +22,7 @@ class Backend(ABC):
     """The part of a device that knows its memory and its queues."""
 
     @abstractmethod
-    def _adopt(self, array: Any, stream: int | None) -> Buffer:
+    def _adopt(self, array: Any, stream: int | None, writable: bool) -> Buffer:
         """See ``Device.adopt``."""
 
     @abstractmethod

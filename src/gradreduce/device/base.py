@@ -20,6 +20,7 @@ from .dtypes import as_dtype
 from .fabric import Fabric
 from .journal import Kind, Record
 from .kernel import Kernel, Template
+from .lent import Lent
 from .memory import Buffer, Mark, Queue, Row
 from .parking import Parking
 from .reach import check_reach, check_writable
@@ -43,6 +44,7 @@ class Device(Backend):
         physical: number of the physical device (the GPU ordinal).
         mesh: the whole mesh that it was opened with.
         dead: memory of blocks that have died, until ``drain`` takes it back.
+        lent: its flat buffers, whose memory comes back as arrays of other libraries; None: none.
         defers: whether work may still be waiting when the call that gave it has returned.
     """
 
@@ -55,6 +57,7 @@ class Device(Backend):
         self.physical = physical
         self._parking = Parking()
         self.dead = self._parking.dead
+        self.lent: Lent | None = None
 
     @property
     def name(self) -> str:
@@ -86,19 +89,22 @@ class Device(Backend):
             self._noted(record, partial(self._fill_zero, buffer), [buffer])
         return buffer
 
-    def adopt(self, array: Any, stream: int | None = None) -> Buffer:
+    def adopt(self, array: Any, stream: int | None = None, *, writable: bool = True) -> Buffer:
         """A Buffer on the caller's own memory; our compute queue waits for ``stream``.
+
+        What lies in a flat buffer of this device comes back on the block of that.
 
         Args:
             array: contiguous, of a dtype that can be added; its memory must be this device's.
             stream: raw handle of the stream that filled it; None for a host array.
+            writable: False where its library promises that it never changes.
 
         Raises:
             DeviceMismatchError: the memory is not this device's.
             ValueError: the array is not contiguous.
         """
         self.fabric.check_usable(self)
-        return self._adopt(array, stream)
+        return self._adopt(array, stream, writable)
 
     def release(self, buffer: Buffer, stream: int | None = None) -> Any:
         """The backend's array of ``buffer``'s memory, kept alive by it; nothing is copied.

@@ -169,7 +169,7 @@ class CudaDevice(Device):
 
     # -- memory ---------------------------------------------------------------------------------
 
-    def _adopt(self, array: Any, stream: int | None) -> Buffer:
+    def _adopt(self, array: Any, stream: int | None, writable: bool) -> Buffer:
         if not isinstance(array, cupy.ndarray):
             raise DeviceMismatchError(f"{self.name} holds CuPy arrays, not {type(array).__name__}")
         dtype = as_dtype(array.dtype)
@@ -179,7 +179,12 @@ class CudaDevice(Device):
             raise ValueError("an adopted array must be contiguous in C order")
         if stream is not None:
             self._follow(self._streams["compute"], cupy.cuda.ExternalStream(stream, self.physical))
-        block = TrackedBlock(self, array, array.data.ptr, array.nbytes, owned=False, writable=True)
+        address, nbytes = array.data.ptr, array.nbytes
+        if self.lent is not None and writable:
+            lent = self.lent.find(address, nbytes)
+            if lent is not None:
+                return Buffer(lent, address - lent.address, array.shape, dtype)
+        block = TrackedBlock(self, array, address, nbytes, owned=False, writable=writable)
         return Buffer(block, 0, array.shape, dtype, array)
 
     def _release(self, buffer: Buffer, stream: int | None) -> Any:

@@ -133,7 +133,7 @@ class GhostDevice(Device):
         """Refuses: there is no memory."""
         raise DeviceMismatchError(f"{self.name} of a plan holds no {type(array).__name__}")
 
-    def _adopt(self, array: Any, stream: int | None) -> Buffer:
+    def _adopt(self, array: Any, stream: int | None, writable: bool) -> Buffer:
         return self.put(array)
 
     def _release(self, buffer: Buffer, stream: int | None) -> Any:

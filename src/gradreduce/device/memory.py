@@ -37,7 +37,7 @@ class Block:
 
     Attributes:
         device: the logical device it is on.
-        raw: the backend's own handle; it keeps the memory alive.
+        raw: the backend's own handle; it keeps the memory alive. None once that is given back.
         address: of its first byte; None at first where only the device can tell, which is asked
             by whoever needs it: NumPy takes a microsecond to say it, and a small sum never does.
         nbytes: its size.
@@ -114,7 +114,8 @@ class TrackedBlock(Block):
         # No lock and no driver call here: the collector runs this anywhere, in any thread.
         if not hasattr(self, "touched"):  # half made: copied by a module that does not know it
             return
-        self.device.dead.append(Dead(self.raw, self.nbytes, self.touched, self.owned))
+        raw, self.raw = self.raw, None  # first: whoever still finds it sees that it is over
+        self.device.dead.append(Dead(raw, self.nbytes, self.touched, self.owned))
 
 
 class Dead(NamedTuple):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
 
@@ -14,26 +12,11 @@ from numpy.typing import DTypeLike
 from .base import Device
 from .collective import Collective
 from .colocated import by_physical
-from .dtypes import as_dtype
 from .fabric import Fabric
+from .flat_buffer import FlatBuffer
 from .journal import Journal
-from .memory import Buffer, flat_layout
 
-__all__ = ["FlatBuffer", "Mesh"]
-
-
-@dataclass(frozen=True)
-class FlatBuffer:
-    """The same tensors on every device of a mesh, end to end in one memory each.
-
-    Attributes:
-        buffers: the flat buffer of each device, in mesh order; gaps are zero.
-        views: ``views[device][tensor]``, the tensors in it. Gradients written there are not
-            packed again by an all-reduce.
-    """
-
-    buffers: tuple[Buffer, ...]
-    views: tuple[tuple[Buffer, ...], ...]
+__all__ = ["Mesh"]
 
 
 class Mesh:
@@ -95,20 +78,7 @@ class Mesh:
             shapes: of the tensors, in the order in which they will be reduced.
             dtype: of all of them.
         """
-        found = as_dtype(dtype)
-        sizes = [math.prod(shape) for shape in shapes]
-        layout = flat_layout(sizes, found.itemsize)
-        buffers = tuple(device.zeros((layout.size,), found) for device in self.devices)
-        for flat in buffers:
-            flat.block.is_flat = True
-        views = tuple(
-            tuple(
-                flat.view(offset, tuple(shape))
-                for offset, shape in zip(layout.offsets, shapes, strict=True)
-            )
-            for flat in buffers
-        )
-        return FlatBuffer(buffers, views)
+        return FlatBuffer.on(self.devices, shapes, dtype)
 
     def synchronize(self) -> None:
         """The host waits until every queue of every device is empty."""

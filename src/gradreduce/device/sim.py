@@ -79,21 +79,26 @@ class SimDevice(Device):
 
     # -- memory ---------------------------------------------------------------------------------
 
-    def _adopt(self, array: Any, stream: int | None) -> Buffer:
+    def _adopt(self, array: Any, stream: int | None, writable: bool) -> Buffer:
         if not isinstance(array, np.ndarray):
             raise DeviceMismatchError(f"{self.name} holds host arrays, not {type(array).__name__}")
         array = np.asarray(array)  # no subclass: np.matrix has no flat view
         flags = array.flags
         if not (flags.c_contiguous and flags.aligned):
             raise ValueError("an adopted array must be contiguous in C order and aligned")
-        return self._share(array, None)
+        return self._share(array, None, writable and flags.writeable)
 
-    def _share(self, array: np.ndarray, address: int | None) -> Buffer:
+    def _share(self, array: np.ndarray, address: int | None, writable: bool) -> Buffer:
         dtype = as_dtype(array.dtype)
+        if self.lent is not None and writable:
+            if address is None and _may_be_lent(array):
+                address = self.address_of(array)
+            if address is not None:
+                lent = self.lent.find(address, array.nbytes)
+                if lent is not None:
+                    return Buffer(lent, address - lent.address, array.shape, dtype)
         made = TrackedBlock if self.defers else Block
-        block = made(
-            self, array, address, array.nbytes, owned=False, writable=array.flags.writeable
-        )
+        block = made(self, array, address, array.nbytes, owned=False, writable=writable)
         return Buffer(block, 0, array.shape, dtype, array)
 
     def _release(self, buffer: Buffer, stream: int | None) -> np.ndarray:
@@ -110,7 +115,7 @@ class SimDevice(Device):
             array = np.asarray(array)
         flags = array.flags
         if flags.c_contiguous and flags.aligned and not self.defers:
-            return self._share(array, address)
+            return self._share(array, address, flags.writeable)
         as_dtype(array.dtype)
         return self.upload(array)
 
@@ -286,6 +291,14 @@ class _Shown:
             "typestr": buffer.dtype.str,
             "data": (buffer.address, False),
         }
+
+
+def _may_be_lent(array: np.ndarray) -> bool:
+    """Whether it may show memory that is not NumPy's own; asking for its address takes longer."""
+    base = array.base
+    while type(base) is np.ndarray:
+        base = base.base
+    return base is not None
 
 
 def _run(kernel: Kernel, rows: Sequence[Arrays], scalars: Sequence[int | float]) -> None:

@@ -1,0 +1,150 @@
+"""Tensors end to end in one memory on each device, for callers to fill; never reduces them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+
+from numpy.typing import DTypeLike
+
+from .dtypes import as_dtype
+from .journal import Record
+from .lent import Lent
+from .memory import Buffer, flat_layout
+
+if TYPE_CHECKING:
+    from .base import Device
+
+__all__ = ["Door", "FlatBuffer"]
+
+_first = threading.Lock()  # of those who make the first flat buffer of a device
+
+
+class Door(Protocol):
+    """What a flat buffer asks of the room that knows other array libraries."""
+
+    def shared(self, buffers: Sequence[Sequence[Buffer]], as_kind: str | None) -> list[list[Any]]:
+        """Arrays on the Buffers' own memory, nested as they are, that their owner may write."""
+        ...
+
+    def come_in(self, buffers: Sequence[Buffer], as_kind: str | None) -> None:
+        """Our queues wait for what the library's current streams hold."""
+        ...
+
+    def go_out(self, buffers: Sequence[Buffer], as_kind: str | None) -> None:
+        """The library's current streams wait for our queues; for a host array the host does."""
+        ...
+
+
+@dataclass(frozen=True)
+class FlatBuffer:
+    """The same tensors on every device of a mesh, end to end in one memory each.
+
+    Made by ``mesh.flat_buffer``. Gradients that lie in it are not packed again by an all-reduce,
+    and other GPUs may read them where they are: as ``views``, or as ``arrays`` of any library,
+    which are known by their memory when they come back, however they were viewed since. An array
+    lives as long as anything that shares its memory; the flat buffer object need not be kept.
+
+    Attributes:
+        buffers: the flat buffer of each device, in mesh order; gaps are zero.
+        views: ``views[device][tensor]``, the tensors in it.
+    """
+
+    buffers: tuple[Buffer, ...]
+    views: tuple[tuple[Buffer, ...], ...]
+    _kinds: set[str | None] = field(default_factory=set, repr=False, compare=False)
+
+    # ``interop.py`` puts itself here: this room may not import it.
+    door: ClassVar[Door]
+
+    @classmethod
+    def on(
+        cls, devices: Sequence[Device], shapes: Sequence[Sequence[int]], dtype: DTypeLike
+    ) -> Self:
+        """Zeros; see ``Mesh.flat_buffer``."""
+        found = as_dtype(dtype)
+        layout = flat_layout([math.prod(shape) for shape in shapes], found.itemsize)
+        inside = [tuple(shape) for shape in shapes]
+        buffers = tuple(device.zeros((layout.size,), found) for device in devices)
+        views = tuple(tuple(map(flat.view, layout.offsets, inside)) for flat in buffers)
+        for flat in buffers:
+            device = flat.device
+            with _first:
+                if device.lent is None:
+                    device.lent = Lent()
+            device.lent.add(flat.block)
+            flat.block.is_flat = True
+        return cls(buffers, views)
+
+    def arrays(self, as_kind: str | None = None) -> list[list[Any]]:
+        """``arrays[device][tensor]``: the tensors as arrays of a library, on the same memory.
+
+        Fill them, or let others do: ``parameter.grad = array`` makes PyTorch's ``backward()`` add
+        into it, as long as nobody sets ``.grad`` to another tensor or None (what
+        ``optimizer.zero_grad()`` does; call ``zero()`` instead).
+
+        Args:
+            as_kind: ``"numpy"``, ``"cupy"``, ``"torch"`` or ``"buffer"``. Default: NumPy on the
+                simulation, CuPy on GPUs.
+
+        Raises:
+            ValueError: JAX, whose arrays are never written; NumPy of a GPU's memory, or CuPy of
+                the simulation's; a library that is not imported, or an unknown name.
+        """
+        made = self.door.shared(self.views, as_kind)
+        self._kinds.add(as_kind)
+        return made
+
+    def zero(self) -> None:
+        """Makes every element zero, with one fill on each device.
+
+        In order with the libraries of ``arrays``: adopts before, releases after.
+
+        Raises:
+            BackendUnavailableError: the mesh is closed, or a device lost. Nothing was cleared.
+        """
+        self.adopt()
+        for buffer in self.buffers:
+            _clear(buffer)
+        self.release()
+
+    def adopt(self) -> None:
+        """Our queues wait for what the current streams of the libraries of ``arrays`` hold.
+
+        Say it when the arrays are filled and their ``views`` are to be read, by a prepared step
+        for instance. Whoever gives the arrays themselves to a call need not: the call does it.
+
+        Raises:
+            BackendUnavailableError: the mesh is closed, or a device lost.
+        """
+        for buffer in self.buffers:
+            buffer.device.fabric.check_usable(buffer.device)
+        for kind in self._kinds:
+            self.door.come_in(self.buffers, kind)
+
+    def release(self) -> None:
+        """The current streams of the libraries of ``arrays`` wait for what our queues hold.
+
+        Say it when work on the ``views`` is queued, before the arrays are read or filled again.
+        On the simulation, where a host array has no stream, the host waits.
+
+        Raises:
+            BackendUnavailableError: the mesh is closed, or a device lost.
+        """
+        for kind in self._kinds:
+            self.door.go_out(self.buffers, kind)
+
+
+def _clear(buffer: Buffer) -> None:
+    """Zeros, in the order of the compute queue."""
+    if not buffer.size:
+        return
+    device = buffer.device
+    device._before_write(buffer, "compute")
+    device._fill_zero(buffer)
+    record = Record("fill", "", device.index, nbytes=buffer.nbytes)
+    device._noted(record, partial(device._fill_zero, buffer), [buffer])

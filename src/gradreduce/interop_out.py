@@ -1,0 +1,174 @@
+"""How a caller's array is written in place: as a Buffer, and then given back; never reads one.
+
+What ``out=`` names comes through here, and only here. What comes in as an input is ``interop.py``'s
+and never written.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradreduce.device import Buffer, Device
+from gradreduce.device.dtypes import BFLOAT16
+from gradreduce.errors import DeviceMismatchError
+from gradreduce.interop import (
+    Kind,
+    OneCall,
+    hand_over,
+    kind_of,
+    shape_and_dtype,
+    to_buffer,
+)
+
+__all__ = ["Out", "as_out", "hand_back"]
+
+
+class Out(NamedTuple):
+    """A caller's array that a call writes.
+
+    Attributes:
+        array: as it came.
+        kind: of array.
+        buffer: what to write, of its shape and dtype on the device asked for. On the array's own
+            memory, except where ``host`` is given.
+        host: the array's memory, where work is deferred and nobody could order it with the host:
+            ``buffer`` is fresh there, and copied to it by ``hand_back``.
+    """
+
+    array: Any
+    kind: Kind
+    buffer: Buffer
+    host: np.ndarray | None = None
+
+
+def as_out(array: Any, device: Device, shape: tuple[int, ...], dtype: np.dtype) -> Out:
+    """``array`` as a Buffer that may be written; say ``hand_back`` when all is queued.
+
+    Our compute queue waits for the stream that is current in the array's library, once for each
+    ``OneCall``. What lies in a flat buffer of ``device`` is written on the block of that.
+
+    Args:
+        array: a Buffer; a NumPy array or CPU tensor, for the simulation; a CuPy array or CUDA
+            tensor, for GPUs. Contiguous; of exactly this shape and dtype.
+        device: where it lies: for a Buffer its own device, else one of the GPU's logical devices.
+        shape: of what will be written.
+        dtype: of what will be written.
+
+    Raises:
+        TypeError: no array, or one that is never written (JAX's) or whose library shows no current
+            stream.
+        ValueError: another shape or dtype; read-only, not contiguous, a tensor that needs grad
+            (outside ``torch.no_grad()``, or no leaf), or a lazy view of one.
+        DeviceMismatchError: it lies elsewhere, or in the flat buffer of another device.
+    """
+    kind = kind_of(array)
+    if kind in ("jax", "cuda") or not hasattr(array, "dtype"):
+        why = {"jax": "is never written", "cuda": "shows no current stream: wrap it as CuPy's"}
+        told = why.get(kind, "is no array")
+        raise TypeError(f"{type(array).__name__} {told}; it cannot be an out")
+    found = shape_and_dtype(array)
+    if found != (shape, dtype):
+        raise ValueError(
+            f"the out is {found[1]}{list(found[0])}, what it gets is {dtype}{list(shape)}"
+        )
+    if kind == "buffer":
+        return Out(array, kind, _checked_buffer(array, device))
+    if kind == "torch":
+        return _torch_out(array, device)
+    if kind == "cupy":
+        _check_in_one_piece(array.flags.c_contiguous)
+        return Out(array, kind, _gpu_buffer(array, int(array.device.id), device))
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"{type(array).__name__} is a number, no array; it cannot be an out")
+    return Out(array, kind, *_host_buffer(np.asarray(array), device))
+
+
+def hand_back(outs: Iterable[Out]) -> None:
+    """Whoever uses these arrays next comes behind what is queued: their current streams wait.
+
+    For host arrays the host waits, and where work is deferred it copies now. Buffers are in the
+    order of their queues as it is. Call it once, when everything is launched.
+    """
+    with OneCall():
+        for out in outs:
+            if out.kind == "buffer":
+                continue
+            if out.host is None:
+                hand_over(out.buffer, out.kind)
+            else:
+                np.copyto(out.host, out.buffer.device.release(out.buffer))
+            if out.kind == "torch" and not out.array.is_inference():
+                # So that autograd sees it, should it have kept the tensor for a backward pass.
+                sys.modules["torch"].autograd.graph.increment_version(out.array)
+
+
+def _checked_buffer(buffer: Buffer, device: Device) -> Buffer:
+    if buffer.device is not device:
+        raise DeviceMismatchError(f"the out is {buffer}; what it gets lies on {device.name}")
+    if not buffer.block.writable:
+        raise ValueError(f"{buffer} is read-only; it cannot be an out")
+    return buffer
+
+
+def _torch_out(tensor: Any, device: Device) -> Out:
+    torch = sys.modules["torch"]
+    if tensor.requires_grad and (torch.is_grad_enabled() or not tensor.is_leaf):
+        raise ValueError(
+            "the out is a tensor that needs grad: pass its .detach(), or call in torch.no_grad()"
+        )
+    plain = tensor.detach()
+    if plain.layout is not torch.strided or plain.is_conj() or plain.is_neg():
+        raise ValueError("the out is a tensor whose memory does not hold its values as they are")
+    _check_in_one_piece(plain.is_contiguous())
+    if plain.is_cuda:
+        return Out(tensor, "torch", _gpu_buffer(plain, plain.device.index, device))
+    if plain.device.type != "cpu":
+        raise DeviceMismatchError(f"the out is on {plain.device}, what it gets on {device.name}")
+    if plain.dtype is torch.bfloat16:
+        host = plain.view(torch.int16).numpy().view(BFLOAT16)
+    else:
+        host = plain.numpy()
+    return Out(tensor, "torch", *_host_buffer(host, device))
+
+
+def _gpu_buffer(array: Any, gpu: int, device: Device) -> Buffer:
+    """A contiguous CuPy array or tensor on its own memory."""
+    if device.fabric.backend == "sim" or gpu != device.physical:
+        raise DeviceMismatchError(f"the out is on GPU {gpu}, what it gets on {device}")
+    buffer = to_buffer(array, device)
+    if not buffer.block.writable:
+        raise ValueError("the out is read-only")
+    _check_lent(buffer.address, buffer.nbytes, device)
+    return buffer
+
+
+def _host_buffer(host: np.ndarray, device: Device) -> tuple[Buffer, np.ndarray | None]:
+    """On the array's own memory and None; or, where work is deferred, a fresh one and the array."""
+    if device.fabric.backend != "sim":
+        raise DeviceMismatchError(f"the out is in host memory, what it gets on {device}")
+    if not host.flags.writeable:
+        raise ValueError("the out is read-only")
+    _check_in_one_piece(host.flags.c_contiguous and host.flags.aligned)
+    _check_lent(host.__array_interface__["data"][0], host.nbytes, device)
+    buffer = device.adopt(host)
+    if not device.defers or buffer.block.owned:
+        return buffer, None
+    return device.empty(host.shape, host.dtype), host
+
+
+def _check_in_one_piece(contiguous: bool) -> None:
+    if not contiguous:
+        raise ValueError("the out is not contiguous in C order, or not aligned")
+
+
+def _check_lent(address: int, nbytes: int, device: Device) -> None:
+    """Raises where it would be written past the queue that orders the use of a flat buffer."""
+    for other in device.mesh.devices:
+        if other is not device and other.lent is not None and other.lent.find(address, nbytes):
+            raise DeviceMismatchError(
+                f"the out lies in a flat buffer of {other.name}, what it gets on {device.name}"
+            )

@@ -1,0 +1,189 @@
+"""Flat buffers and arrays written in place on GPUs, in the order of their library's streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import cupy
+import numpy as np
+import pytest
+from device.contract import data
+from exact import same
+from fake_cupy import foreign, machine
+from fake_cupy.foreign import Tensor, made_on
+from fake_cupy.machine import Machine
+
+import gradreduce as gr
+from gradreduce import interop_gpu
+from gradreduce.device import Mesh, as_dtype, open_mesh
+from gradreduce.errors import DeviceMismatchError
+from gradreduce.interop import OneCall, to_buffer
+from gradreduce.interop_out import as_out, hand_back
+
+pytestmark = pytest.mark.fake_cupy
+SEEDS = (0, 1, 2, 3)
+SHAPES = [(7, 30), (5,)] * 3
+SUM = gr.ReduceOp.SUM
+torch = foreign.torch
+
+
+@pytest.fixture(params=SEEDS)
+def here(request, new_machine) -> Machine:
+    return new_machine(request.param, num_gpus=2)
+
+
+@pytest.fixture
+def mesh(here) -> Iterator[Mesh]:
+    with open_mesh([0, 0, 1], backend="cuda") as made:
+        yield made
+
+
+def fill(rows, add: int) -> None:
+    """As a user of the current stream does."""
+    for replica, row in enumerate(rows):
+        for place, array in enumerate(row):
+            array[...] = data(array.shape, seed=replica + place) + add
+
+
+def sums(num_replicas: int, add: int) -> list[np.ndarray]:
+    return [
+        sum(data(shape, seed=replica + place) + add for replica in range(num_replicas))
+        for place, shape in enumerate(SHAPES)
+    ]
+
+
+def test_cupys_arrays_are_reduced_where_they_are(mesh):
+    flat = mesh.flat_buffer(SHAPES, "float32")
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    arrays = flat.arrays()
+    assert [[array.data.ptr for array in row] for row in arrays] == [
+        [view.address for view in views] for views in flat.views
+    ]
+    for turn in range(3):
+        fill(arrays, turn)
+        with mesh.journal() as journal:
+            reduced = ops.all_reduce(arrays, SUM)
+        assert {record.name for record in journal.of("launch")} == {"all_sum"}
+        assert journal.uploads == journal.syncs == 0
+        for row in reduced:
+            for array, expected in zip(row, sums(3, turn), strict=True):
+                assert same(array.get(), expected)
+
+
+def test_pytorchs_gradients_are_reduced_where_they_are(here, mesh, torch):
+    mesh = mesh[0:2]
+    flat = mesh.flat_buffer(SHAPES, "float32")
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    tensors = flat.arrays("torch")
+    for turn in range(3):
+        with torch.stream:  # backward(): adds to what zero() left
+            for row in tensors:
+                for tensor in row:
+                    assert not tensor.array.get().any()
+            fill([[tensor.array for tensor in row] for row in tensors], turn)
+        with mesh.journal() as journal:
+            reduced = ops.all_reduce(tensors, SUM)
+        assert [record.name for record in journal.records] == ["all_sum"]
+        before = here.counts["record"]
+        with mesh.journal() as journal:
+            flat.zero()
+        assert [record.kind for record in journal.records] == ["fill", "fill"]
+        assert here.counts["record"] - before == 4  # in and out, of each device
+        with torch.stream:
+            for tensor, expected in zip(reduced[1], sums(2, turn), strict=True):
+                assert same(tensor.array.get(), expected)
+
+
+def test_what_lies_in_a_flat_buffer_is_fenced_once_a_call_as_ever(here, mesh, torch):
+    device = mesh.devices[1]
+    row = mesh.flat_buffer(SHAPES, "float32").arrays("torch")[1]
+    before = here.counts["record"]
+    with OneCall():
+        buffers = [to_buffer(tensor, device) for tensor in row]
+    assert here.counts["record"] - before == 1
+    assert len({buffer.block for buffer in buffers}) == 1
+    assert buffers[0].block.owned
+    aside = to_buffer(row[0], mesh.devices[0])  # on the same GPU: there as any array
+    assert (aside.device, aside.block.owned) == (mesh.devices[0], False)
+
+
+def test_a_flat_buffer_that_nobody_fenced_is_a_fault(new_machine, monkeypatch):
+    here = new_machine(2)
+    theirs = cupy.cuda.Stream(non_blocking=True)
+    refused = pytest.raises(machine.Fault, match="unordered: ")
+    with refused, open_mesh(1, backend="cuda") as mesh, theirs:  # closing meets a stopped machine
+        (array,) = mesh.flat_buffer([(70,)], "float32").arrays()[0]
+        monkeypatch.setattr(interop_gpu, "_unfenced", lambda device, stream, leaving: None)
+        array[...] = data((70,))
+        to_buffer(array, mesh.devices[0]).numpy()
+        theirs.synchronize()  # by then the two have met
+    assert "unordered: " in here.faults[0]
+    new_machine()  # whose faults are not those
+
+
+def test_a_prepared_step_comes_between_what_pytorch_holds(mesh, torch):
+    mesh = mesh[0:2]
+    flat = mesh.flat_buffer(SHAPES, "float32")
+    tensors = flat.arrays("torch")
+    values = [gr.PerReplica(views, mesh) for views in zip(*flat.views, strict=True)]
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    step = ops.prepare(SUM, [(value, value) for value in values])
+    for turn in (1, 2):
+        flat.release()
+        with torch.stream:
+            fill([[tensor.array for tensor in row] for row in tensors], turn)
+        flat.adopt()
+        results = step()
+    for result, expected in zip(results, sums(2, 2), strict=True):
+        assert same(result.buffers[1].numpy(), expected)
+
+
+def test_outs_are_written_where_they_are_between_what_their_streams_hold(mesh, torch):
+    device = mesh.devices[1]
+    mine = cupy.cuda.Stream(non_blocking=True)
+    halves = data((7, 30)).astype(as_dtype("bfloat16"))
+    flat = mesh.flat_buffer([(7, 30)], "float32").arrays("torch")[1][0]
+    with mine:
+        cupys = cupy.asarray(data((7, 30)))
+        tensors = [Tensor(made_on(torch.stream, data((7, 30)))), flat]
+        brain = Tensor(made_on(torch.stream, halves), "bfloat16")
+        with OneCall():
+            outs = [as_out(each, device, (7, 30), np.dtype("float32")) for each in tensors]
+            outs.append(as_out(cupys, device, (7, 30), np.dtype("float32")))
+            outs.append(as_out(brain, device, (7, 30), halves.dtype))
+        for out in outs:
+            values = data((7, 30), seed=9).astype(out.buffer.dtype)
+            device.copy(out.buffer, device.upload(values))
+        hand_back(outs)
+        assert same(cupys.get(), data((7, 30), seed=9))
+    with torch.stream:
+        for tensor in tensors:
+            assert same(tensor.array.get(), data((7, 30), seed=9))
+            assert tensor.version == 1
+        assert same(brain.array.get(), data((7, 30), seed=9).astype(halves.dtype))
+    assert outs[1].buffer.block.owned
+    assert outs[1].buffer.address == flat.array.data.ptr
+
+
+def test_outs_elsewhere_are_refused(mesh, torch):
+    device, far = mesh.devices[0], mesh.devices[2]
+    array = cupy.asarray(data((7, 30)))
+    lent = mesh.flat_buffer([(7, 30)], "float32").arrays()[1][0]
+    refusals = [
+        (array, far, DeviceMismatchError, "the out is on GPU 0, what it gets on <device cuda:2"),
+        (Tensor(array), far, DeviceMismatchError, "the out is on GPU 0"),
+        (np.zeros((7, 30), "f4"), device, DeviceMismatchError, "the out is in host memory"),
+        (lent, device, DeviceMismatchError, "in a flat buffer of cuda:1"),
+        (cupy.asarray(data((7, 60)))[:, ::2], device, ValueError, "not contiguous"),
+        (Tensor(cupy.asarray(data((7, 60)))[:, ::2]), device, ValueError, "not contiguous"),
+    ]
+    for out, home, error, match in refusals:
+        with mesh.journal() as journal, pytest.raises(error, match=match):
+            as_out(out, home, (7, 30), np.dtype("float32"))
+        assert journal.records == []
+
+
+def test_arrays_that_cannot_show_a_gpus_memory_are_refused(mesh):
+    flat = mesh.flat_buffer(SHAPES, "float32")
+    with pytest.raises(ValueError, match="as_kind='numpy': cuda:0 is a GPU"):
+        flat.arrays("numpy")

@@ -1,0 +1,91 @@
+"""What stands for PyTorch on a GPU in the tests: what the door looks at, in order with a stream.
+
+A test module takes the fixture by assignment: ``torch = foreign.torch``.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import cupy
+import numpy as np
+import pytest
+
+from gradreduce.device import as_dtype
+
+__all__ = ["Tensor", "made_on", "torch"]
+
+
+class Tensor:
+    """What the door looks at in a ``torch.Tensor`` on a GPU."""
+
+    requires_grad = False
+    is_cuda = True
+    version = 0
+    layout = "strided"
+
+    def __init__(self, array, dtype: str | None = None) -> None:
+        self.array = array
+        self.dtype = dtype or str(array.dtype)
+        self.shape = array.shape
+        self.device = SimpleNamespace(type="cuda", index=array.device.id)
+
+    def numpy(self):
+        raise TypeError("can't convert cuda tensor to numpy")
+
+    def is_conj(self) -> bool:
+        return False
+
+    is_neg = is_conj
+
+    def detach(self) -> Tensor:
+        return self
+
+    def is_contiguous(self) -> bool:
+        return self.array.flags.c_contiguous
+
+    def is_inference(self) -> bool:
+        return False
+
+    def view(self, dtype: str) -> Tensor:
+        as_numpy = {"bfloat16": as_dtype("bfloat16")}.get(dtype, dtype)
+        return Tensor(self.array.view(as_numpy), dtype)
+
+    def __dlpack_device__(self):
+        return 2, self.array.device.id
+
+    def __dlpack__(self, stream):
+        assert self.dtype != "bfloat16", "DLPack of 16-bit views only"
+        if stream > 2:  # the consumer's stream waits for the producer's
+            event = cupy.cuda.Event()
+            event.record(sys.modules["torch"].stream)
+            cupy.cuda.ExternalStream(stream, self.array.device.id).wait_event(event)
+        return self.array
+
+
+Tensor.__module__ = "torch"
+
+
+def _increment_version(tensor: Tensor) -> None:
+    tensor.version += 1
+
+
+@pytest.fixture
+def torch(mesh, monkeypatch) -> ModuleType:
+    """A PyTorch whose current stream on GPU 0 is one of its own."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    handle = SimpleNamespace(cuda_stream=stream.ptr)
+    module = ModuleType("torch")
+    module.__dict__.update(
+        strided="strided", bfloat16="bfloat16", int16="int16", stream=stream, from_dlpack=Tensor,
+        cuda=SimpleNamespace(current_stream=lambda device: handle),
+        autograd=SimpleNamespace(graph=SimpleNamespace(increment_version=_increment_version)),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "torch", module)
+    return module
+
+
+def made_on(stream, values: np.ndarray):
+    with stream:
+        return cupy.asarray(values)
