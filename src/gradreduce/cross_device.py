@@ -20,7 +20,7 @@ from gradreduce.allreduce import (
     halves_of,
     works_in_place,
 )
-from gradreduce.cross_device_ops import CrossDeviceOps, reduce_to_one
+from gradreduce.cross_device_ops import CrossDeviceOps, reduce_to_one, result_kinds
 from gradreduce.device import (
     Buffer,
     Device,
@@ -236,7 +236,11 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         )
 
     def prepare(
-        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[Any, Any]]
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        *,
+        as_kind: str | None = None,
     ) -> PreparedStep:
         """Works a ``batch_reduce`` out once, to be done many times at little cost to the host.
 
@@ -244,17 +248,20 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
         Args:
             reduce_op: see ``batch_reduce``.
-            value_destination_pairs: see ``batch_reduce``; at least one, of dense Buffers, all of
-                one mesh.
+            value_destination_pairs: see ``batch_reduce``; at least one, of dense Buffers or
+                arrays that are shared, not copied, all of one mesh.
+            as_kind: what the results are instead of the kind of each value's first array.
 
         Raises:
-            ValueError: what ``batch_reduce`` raises, no pair, values of several meshes, or what
-                is no Buffer.
+            ValueError: what ``batch_reduce`` raises, no pair, values of several meshes, arrays
+                that had to be copied, or results of JAX, whose arrays are never written, or of
+                NumPy from a GPU.
         """
         requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
-        check_preparable(requests)
+        kinds = result_kinds(requests, as_kind)
+        check_preparable(requests, kinds)
         return PreparedStep(
-            requests, lambda: self.reduce_batch(reduce_op, requests, coalesce=False)
+            requests, kinds, lambda: self.reduce_batch(reduce_op, requests, coalesce=False)
         )
 
     def compile_for(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:

@@ -18,7 +18,15 @@ from gradreduce.device import Buffer, Device
 from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.errors import DeviceMismatchError
 
-__all__ = ["Kind", "OneCall", "adopt_cupy", "adopt_foreign", "download_foreign", "from_gpu"]
+__all__ = [
+    "Kind",
+    "OneCall",
+    "adopt_cupy",
+    "adopt_foreign",
+    "current_cupy_stream",
+    "download_foreign",
+    "from_gpu",
+]
 
 # "native": NumPy arrays and numbers; such results are NumPy on the simulation, CuPy on GPUs.
 # "cuda": arrays of any other library that shows __cuda_array_interface__; results are CuPy's.
@@ -74,7 +82,7 @@ def _unfenced(device: Device, stream: int | None, *, leaving: bool) -> int | Non
 
 def adopt_cupy(array: Any, device: Device) -> Buffer:
     """A CuPy array as a Buffer on its own GPU; our queue waits for CuPy's current stream."""
-    return _adopt(array, device, _current(int(array.device.id)))
+    return _adopt(array, device, current_cupy_stream(int(array.device.id)))
 
 
 def adopt_foreign(
@@ -159,7 +167,7 @@ def _by_dlpack(array: Any) -> _Shared | None:
         shared = sys.modules["cupy"].from_dlpack(array)
     except (BufferError, RuntimeError):  # a read-only array, say, before DLPack 1.0
         return None
-    return _Shared(shared, _current(int(shared.device.id)), once=False, read_only=False)
+    return _Shared(shared, current_cupy_stream(int(shared.device.id)), once=False, read_only=False)
 
 
 def _by_interface(array: Any) -> _Shared:
@@ -202,7 +210,9 @@ def _adopt(array: Any, device: Device, stream: int | None, *, once: bool = True)
         if stream is not None and stream != current.ptr:
             _wait(current, stream, gpu)
         array = array.copy()
-    return home.adopt(array, int(current.ptr))  # never fenced before: the copy is younger
+    buffer = home.adopt(array, int(current.ptr))  # never fenced before: the copy is younger
+    buffer.lender = "copy"
+    return buffer
 
 
 def _wait(stream: Any, other: int, gpu: int) -> None:
@@ -213,7 +223,7 @@ def _wait(stream: Any, other: int, gpu: int) -> None:
     stream.wait_event(event)
 
 
-def _current(gpu: int) -> int:
+def current_cupy_stream(gpu: int) -> int:
     """The handle of CuPy's current stream on a GPU."""
     return int(sys.modules["cupy"].cuda.get_current_stream(gpu).ptr)
 
@@ -228,7 +238,7 @@ def from_gpu(buffer: Buffer, kind: Kind) -> Any:
     gpu = buffer.device.physical
     if kind == "torch":
         return _to_torch(buffer, gpu)
-    shared = _released(buffer, _current(gpu))
+    shared = _released(buffer, current_cupy_stream(gpu))
     if kind != "jax":
         return shared
     jax = sys.modules["jax"]

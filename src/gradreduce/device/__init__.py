@@ -6,6 +6,7 @@ from .base import Device
 from .collective import Collective
 from .colocated import bring, by_physical, gather, scatter
 from .dtypes import DType, accumulate_dtype, as_dtype, element_of, mean_dtype
+from .fences import behind_readers, follow, precede
 from .ghost import Ghosts, MeshOutline, Outline, mesh_outline, outline_of
 from .journal import Journal, Record
 from .kernel import Kernel, Template
@@ -46,6 +47,7 @@ __all__ = [
     "Template",
     "accumulate_dtype",
     "as_dtype",
+    "behind_readers",
     "bring",
     "by_physical",
     "compatible",
@@ -53,11 +55,13 @@ __all__ = [
     "device_named",
     "element_of",
     "flat_layout",
+    "follow",
     "gather",
     "mean_dtype",
     "mesh_outline",
     "open_mesh",
     "outline_of",
     "overlap",
+    "precede",
     "scatter",
 ]
