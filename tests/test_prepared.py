@@ -252,13 +252,11 @@ def test_what_cannot_be_read_again_is_refused():
     with MeshCase((0, 1)).open() as mesh, MeshCase((0, 1)).open() as other:
         ops = gr.NcclAllReduce(mesh=mesh)
         value = dense(mesh, (4,), "float32", 1)
-        arrays = gr.PerReplica([np.ones(3)] * 2, mesh)
         sparse = gr.PerReplica([table(device, 1) for device in mesh])
         apart = dense(other, (4,), "float32", 1)
         for pairs, text in (
             ([], "a step is of values of one mesh: these are of 0"),
             ([(value, value), (apart, apart)], "these are of 2"),
-            ([(value, value), (arrays, arrays)], "value 1 is of arrays of kind 'native'"),
             ([(sparse, sparse)], "value 0 holds IndexedSlices"),
             ([(value, "sim:8")], "destination 0"),
         ):

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from gradreduce.allreduce import ALGORITHMS, Halves, as_topology
-from gradreduce.cross_device_ops import CrossDeviceOps
+from gradreduce.cross_device_ops import CrossDeviceOps, result_kinds
 from gradreduce.device import Buffer, Device, DType, Mesh, as_dtype, default_mesh
 from gradreduce.errors import about
 from gradreduce.explain import Explanation, explanation_of
@@ -250,7 +250,11 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         return requests
 
     def prepare(
-        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[Any, Any]]
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        *,
+        as_kind: str | None = None,
     ) -> PreparedStep:
         """Works a ``batch_reduce`` out once, to be done many times at little cost to the host.
 
@@ -258,17 +262,20 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
         Args:
             reduce_op: see ``batch_reduce``.
-            value_destination_pairs: see ``batch_reduce``; at least one, of dense Buffers, all of
-                one mesh.
+            value_destination_pairs: see ``batch_reduce``; at least one, of dense Buffers or
+                arrays that are shared, not copied, all of one mesh.
+            as_kind: what the results are instead of the kind of each value's first array.
 
         Raises:
-            ValueError: what ``batch_reduce`` raises, no pair, values of several meshes, or what
-                is no Buffer.
+            ValueError: what ``batch_reduce`` raises, no pair, values of several meshes, arrays
+                that had to be copied, or results of JAX, whose arrays are never written, or of
+                NumPy from a GPU.
         """
         requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
-        check_preparable(requests)
+        kinds = result_kinds(requests, as_kind)
+        check_preparable(requests, kinds)
         return PreparedStep(
-            requests, lambda: self.reduce_batch(reduce_op, requests, coalesce=False)
+            requests, kinds, lambda: self.reduce_batch(reduce_op, requests, coalesce=False)
         )
 
     def reduce_buffers(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradreduce.device import Device, Mesh
-from gradreduce.interop import as_result_kind
+from gradreduce.interop import Kind, as_result_kind
 from gradreduce.one_device import Accumulate, copied_to
 from gradreduce.reduce_arguments import (
     Request,
@@ -23,7 +23,7 @@ from gradreduce.reduce_arguments import (
 from gradreduce.reduce_flow import reduce_to_one
 from gradreduce.values import Mirrored, Part, ReduceOp, device_of
 
-__all__ = ["CrossDeviceOps", "ReductionToOneDevice"]
+__all__ = ["CrossDeviceOps", "ReductionToOneDevice", "reduce_to_one", "result_kinds"]
 
 
 class CrossDeviceOps(ABC):
@@ -97,9 +97,7 @@ class CrossDeviceOps(ABC):
             CollectiveError: NCCL failed.
         """
         requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
-        kinds = [
-            as_result_kind(as_kind, request.value.kind, request.devices[0]) for request in requests
-        ]
+        kinds = result_kinds(requests, as_kind)
         reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
         return [Mirrored.of(*each) for each in zip(reduced, kinds, strict=True)]
 
@@ -184,3 +182,8 @@ class ReductionToOneDevice(CrossDeviceOps):
         if self.reduce_to_device is None:
             return request.devices[0]
         return destination_devices(self.reduce_to_device, place, request.value.mesh)[0]
+
+
+def result_kinds(requests: Sequence[Request], as_kind: str | None) -> list[Kind]:
+    """What the arrays of each result are; raises as ``as_result_kind`` does."""
+    return [as_result_kind(as_kind, request.value.kind, request.devices[0]) for request in requests]

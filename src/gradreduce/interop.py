@@ -155,22 +155,35 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
             not of ``dtype``.
     """
     if type(value) is np.ndarray:
-        return device.put(value)
+        buffer = device.put(value)
+        buffer.lender = "copy" if buffer.block.owned else "native"
+        return buffer
     kind = kind_of(value)
+    if kind == "buffer":
+        if value.device.fabric is not device.fabric:
+            raise DeviceMismatchError(f"{value} is of another mesh than {device.name}")
+        given: Buffer = value
+        return given
+    buffer = _entered(value, kind, device, dtype)
+    if buffer.lender is None:  # whoever copied an array itself has said so
+        buffer.lender = "copy" if buffer.block.owned else kind
+    return buffer
+
+
+def _entered(value: Any, kind: Kind, device: Device, dtype: np.dtype | None) -> Buffer:
     if kind == "native":
-        return device.put(value) if is_array(value) else device.put(_numbers(value, dtype))
+        if isinstance(value, np.ndarray):
+            return device.put(value)
+        buffer = device.put(value if is_array(value) else _numbers(value, dtype))
+        buffer.lender = "copy"
+        return buffer
     if kind == "torch":
         return _from_torch(value, device)
     if kind == "jax":
         return _from_jax(value, device)
     if kind == "cupy":
         return adopt_cupy(value, device)
-    if kind == "cuda":
-        return adopt_foreign(value, device)
-    if value.device.fabric is not device.fabric:
-        raise DeviceMismatchError(f"{value} is of another mesh than {device.name}")
-    buffer: Buffer = value
-    return buffer
+    return adopt_foreign(value, device)
 
 
 def from_buffer(buffer: Buffer, kind: Kind) -> Any:
@@ -273,7 +286,9 @@ def _from_special_torch(tensor: Any, device: Device) -> Buffer:
     if tensor.layout is not torch.strided:
         raise TypeError(f"a tensor of layout {tensor.layout} is not an array")
     if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
+        buffer = _from_torch(tensor.resolve_conj().resolve_neg(), device)
+        buffer.lender = "copy"
+        return buffer
     if not tensor.is_cuda and tensor.device.type != "cpu":
         raise DeviceMismatchError(f"the tensor is on {tensor.device}")
     halves = tensor.dtype is torch.bfloat16

@@ -23,6 +23,7 @@ __all__ = [
     "OneCall",
     "adopt_cupy",
     "adopt_foreign",
+    "current_cupy_stream",
     "current_of",
     "download_foreign",
     "fence_in",
@@ -84,7 +85,7 @@ def _unfenced(device: Device, stream: int | None, *, leaving: bool) -> int | Non
 
 def adopt_cupy(array: Any, device: Device) -> Buffer:
     """A CuPy array as a Buffer on its own GPU; our queue waits for CuPy's current stream."""
-    return _adopt(array, device, _current(int(array.device.id)))
+    return _adopt(array, device, current_cupy_stream(int(array.device.id)))
 
 
 def adopt_foreign(
@@ -166,7 +167,7 @@ def _by_dlpack(array: Any) -> _Shared | None:
         shared = sys.modules["cupy"].from_dlpack(array)
     except (BufferError, RuntimeError):  # a read-only array, say, before DLPack 1.0
         return None
-    return _Shared(shared, _current(int(shared.device.id)), once=False, read_only=False)
+    return _Shared(shared, current_cupy_stream(int(shared.device.id)), once=False, read_only=False)
 
 
 def _by_interface(array: Any) -> _Shared:
@@ -213,7 +214,9 @@ def _adopt(
             _wait(current, stream, gpu)
         array = array.copy()
     # Never fenced before: the copy is younger.
-    return home.adopt(array, int(current.ptr), writable=writable)
+    buffer = home.adopt(array, int(current.ptr), writable=writable)
+    buffer.lender = "copy"
+    return buffer
 
 
 def _wait(stream: Any, other: int, gpu: int) -> None:
@@ -224,7 +227,7 @@ def _wait(stream: Any, other: int, gpu: int) -> None:
     stream.wait_event(event)
 
 
-def _current(gpu: int) -> int:
+def current_cupy_stream(gpu: int) -> int:
     """The handle of CuPy's current stream on a GPU."""
     return int(sys.modules["cupy"].cuda.get_current_stream(gpu).ptr)
 
@@ -247,7 +250,7 @@ def current_of(device: Device, kind: Kind) -> int:
     """The handle of the current stream in the library of ``kind``; CuPy's but for PyTorch."""
     if kind == "torch":
         return int(sys.modules["torch"].cuda.current_stream(device.physical).cuda_stream)
-    return _current(device.physical)
+    return current_cupy_stream(device.physical)
 
 
 def from_gpu(buffer: Buffer, kind: Kind) -> Any:
@@ -257,7 +260,7 @@ def from_gpu(buffer: Buffer, kind: Kind) -> Any:
     gpu = buffer.device.physical
     if kind == "torch":
         return _to_torch(buffer)
-    shared = _released(buffer, _current(gpu))
+    shared = _released(buffer, current_cupy_stream(gpu))
     if kind != "jax":
         return shared
     jax = sys.modules["jax"]

@@ -7,9 +7,11 @@ the pointer tables, the kernels, the memory in between and that of the results a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from gradreduce.device import Device, Tape, gather, scatter
+from gradreduce.device import Buffer, Device, Tape, behind_readers, gather, scatter
+from gradreduce.interop import Kind, OneCall
+from gradreduce.interop_streams import Border
 from gradreduce.reduce_arguments import Request
 from gradreduce.values import Mirrored, Part
 
@@ -26,13 +28,18 @@ class PreparedStep:
     written: **each call returns the same arrays**, and what an earlier call returned is
     overwritten. Any thread may call; calls come one after the other.
 
+    Arrays of other libraries on GPUs are read behind what their library's current stream holds at
+    the call, and the results are ready for what it is given afterwards. A call with results in
+    host memory, NumPy's or PyTorch's on simulated devices, returns when they are written.
+
     Attributes:
-        results: one ``Mirrored`` for each pair, of Buffers.
+        results: one ``Mirrored`` for each pair.
     """
 
     def __init__(
         self,
         requests: Sequence[Request],
+        kinds: Sequence[Kind],
         reduce: Callable[[], Sequence[Sequence[Part]]],
     ) -> None:
         self._fabric = requests[0].value.mesh.fabric
@@ -40,16 +47,24 @@ class PreparedStep:
         self._tape = Tape()
         self._lock = threading.Lock()
         self._held = [request.value for request in requests]  # what is read stays alive
+        self._border = _border_of(requests, kinds)
+        self._border.enter()
         with self._fabric.taped(self._tape):
             reduced = reduce()
             # A play comes behind the one before it: its copies read what this one writes.
             gather(self._devices[0], self._devices)
             scatter(self._devices[0], self._devices)
         self._tape.close()
-        self.results: list[Mirrored] = [Mirrored.of(parts) for parts in reduced]
+        self._written = _one_of_each_block(reduced)
+        self._read = self._fabric.last_read
+        self.results: list[Mirrored] = []
+        with OneCall():
+            for parts, kind in zip(reduced, kinds, strict=True):
+                self.results.append(Mirrored.of(parts, kind))
+                self.results[-1].keep_arrays()
 
     def __call__(self) -> list[Mirrored]:
-        """Reduces again; does not wait for the devices.
+        """Reduces again; does not wait for the devices, unless results lie in host memory.
 
         Returns:
             ``results``, whose memory is overwritten in the order of their devices' queues.
@@ -60,8 +75,38 @@ class PreparedStep:
         for device in self._devices:
             self._fabric.check_usable(device)
         with self._lock, self._fabric.launch_lock:
-            self._tape.play(self._fabric.recorder)
+            self._border.enter()
+            if self._read is not self._fabric.last_read:  # somebody copies; maybe from a result
+                self._read = self._fabric.last_read
+                behind_readers(self._written)
+            self._play()
+            self._border.leave()
         return self.results
+
+    def _play(self) -> None:
+        self._tape.play(self._fabric.recorder)
+
+
+def _one_of_each_block(reduced: Iterable[Sequence[Part]]) -> list[Buffer]:
+    """Of the results, a Buffer in each block."""
+    found = {part.block: part for parts in reduced for part in parts if isinstance(part, Buffer)}
+    return list(found.values())
+
+
+def _border_of(requests: Sequence[Request], kinds: Sequence[Kind]) -> Border:
+    """Who lends the values of a step, and who is given its results."""
+    lenders = [
+        (buffer.lender, buffer.device)
+        for request in requests
+        for buffer in request.value.buffers
+        if buffer.lender is not None
+    ]
+    takers = [
+        (kind, device)
+        for request, kind in zip(requests, kinds, strict=True)
+        for device in request.devices
+    ]
+    return Border(lenders, takers)
 
 
 def _devices_of(requests: Sequence[Request]) -> list[Device]:
@@ -73,18 +118,35 @@ def _devices_of(requests: Sequence[Request]) -> list[Device]:
     return list(found)
 
 
-def check_preparable(requests: Sequence[Request]) -> None:
-    """Raises ``ValueError`` for what a later call could not read again, and for several meshes."""
+def check_preparable(requests: Sequence[Request], kinds: Sequence[Kind]) -> None:
+    """Raises ``ValueError`` for what a later call could not read or write again.
+
+    That is what is no array in its own memory, and values of several meshes.
+    """
     fabrics = {request.value.mesh.fabric for request in requests}
     if len(fabrics) != 1:
         raise ValueError(f"a step is of values of one mesh: these are of {len(fabrics)}")
-    for place, request in enumerate(requests):
+    for place, (request, kind) in enumerate(zip(requests, kinds, strict=True)):
         if request.value.is_sparse:
             raise ValueError(
                 f"value {place} holds IndexedSlices: which rows there are is known each time anew"
             )
-        if request.value.kind != "buffer":
+        for replica, buffer in enumerate(request.value.buffers):
+            why = _UNREADABLE.get(buffer.lender)
+            if why is not None:
+                raise ValueError(f"value {place}: replica {replica} {why}")
+        on_gpu = request.devices[0].fabric.backend == "cuda"
+        if kind == "jax" or (kind == "numpy" and on_gpu):
             raise ValueError(
-                f"value {place} is of arrays of kind {request.value.kind!r}; a prepared step reads "
-                "Buffers, such as the views of mesh.flat_buffer"
+                f"value {place}: results of kind {kind!r} are no arrays that each call could "
+                "write again; say as_kind="
             )
+
+
+_UNREADABLE: dict[str | None, str] = {
+    "copy": "could not be shared, and was copied: a later call would read the copy. Shared are "
+    "contiguous arrays where their device is; on GPUs those in GPU memory, and on simulated "
+    "devices with schedule_seed= none",
+    "cuda": "is of a library that shows no current stream, behind which a later call could read "
+    "it: pass cupy.asarray of it",
+}

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 SHARED = {
-    f"test_{name}.py" for name in ("arrays", "digits", "flows", "ops", "reductions", "segments")
+    f"test_{name}.py"
+    for name in ("arrays", "digits", "flows", "ops", "prepared", "reductions", "segments")
 }
 FAKE = getattr(sys.modules.get("cupy"), "FAKE", False)
 # The others import the fake, or CuPy, when they are read.

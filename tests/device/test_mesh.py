@@ -331,7 +331,9 @@ def test_gather_and_scatter_wait_for_each_other_device_once(monkeypatch):
         leader, *others = mesh.devices
         waits = []
         monkeypatch.setattr(
-            type(leader), "wait", lambda self, mark: waits.append((self.index, mark.device.index))
+            type(leader),
+            "wait",
+            lambda self, mark, **_: waits.append((self.index, mark.device.index)),
         )
         gather(leader, [*mesh.devices, *others])
         assert waits == [(0, 1), (0, 2)]

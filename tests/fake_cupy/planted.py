@@ -57,22 +57,22 @@ _FENCES = {
         "unordered", BASE, 'self.wait(self.mark("compute"), queue=queue)'
     ),
     "an array is adopted without its stream": _one(
-        "unordered", CUDA, 'self._follow(self._streams["compute"], cupy', "(cupy"
+        "unordered", CUDA, 'self._streams["compute"].wait_event(self._event(theirs))'
     ),
     "an array is released without its stream": _one(
-        "unordered", CUDA, 'self._follow(theirs, self._streams["compute"])'
+        "unordered", CUDA, "theirs.wait_event(self._event(ours))"
     ),
     "a wait is forgotten": _one("unordered", CUDA, "self._streams[queue].wait_event(mark.event)"),
     "a device table on transfer has no fence": _one(
         "unordered", CUDA, 'self.wait(self.mark("compute"), queue=queue)'
     ),
-    "a leader does not gather": _one("unordered", COLOCATED, "leader.wait(other.mark())"),
+    "a leader does not gather": _one("unordered", COLOCATED, "leader.wait(mark, queue=queue)"),
     "a leader does not scatter": _one("unordered", COLOCATED, "other.wait(mark)"),
     "direct sums do not gather": _one(
-        "unordered", HIERARCHICAL, "        gather(leader, devices)\n", "        pass\n"
+        "unordered", HIERARCHICAL, "    gather_all(working, devices, queue)\n", "    pass\n"
     ),
     "direct sums do not scatter": _one(
-        "unordered", HIERARCHICAL, "        scatter(leader, devices)\n", "        pass\n"
+        "unordered", HIERARCHICAL, "        scatter(leader, devices, queue)\n", "        pass\n"
     ),
     "folds do not gather": _one("unordered", FOLD, "    gather(leader, sharing)\n", "    pass\n"),
     "finished sums do not scatter": _one(

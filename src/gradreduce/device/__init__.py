@@ -6,6 +6,7 @@ from .base import Device
 from .collective import Collective
 from .colocated import bring, by_physical, gather, gather_all, scatter
 from .dtypes import DType, accumulate_dtype, as_dtype, element_of, mean_dtype
+from .fences import behind_readers, follow, precede
 from .flat_buffer import FlatBuffer
 from .ghost import Ghosts, MeshOutline, Outline, Touched, mesh_outline, outline_of
 from .journal import Journal, Record
@@ -51,6 +52,7 @@ __all__ = [
     "Touched",
     "accumulate_dtype",
     "as_dtype",
+    "behind_readers",
     "bring",
     "by_physical",
     "compatible",
@@ -59,6 +61,7 @@ __all__ = [
     "device_named",
     "element_of",
     "flat_layout",
+    "follow",
     "gather",
     "gather_all",
     "mean_dtype",
@@ -66,5 +69,6 @@ __all__ = [
     "open_mesh",
     "outline_of",
     "overlap",
+    "precede",
     "scatter",
 ]

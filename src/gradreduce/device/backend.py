@@ -30,6 +30,14 @@ class Backend(ABC):
         """See ``Device.release``."""
 
     @abstractmethod
+    def _follow(self, stream: int) -> None:
+        """Makes the compute queue wait for a foreign stream."""
+
+    @abstractmethod
+    def _precede(self, stream: int | None) -> None:
+        """Makes a foreign stream, or the host, wait for the compute queue."""
+
+    @abstractmethod
     def _prepare(self, kernel: Kernel, template: Template) -> None:
         """Compiles, under a lock, what is not compiled yet."""
 

@@ -212,6 +212,7 @@ class Device(Backend):
             self._noted(record, partial(self._copy, dst, src, queue), (dst, src))
         if src.device is not self or queue != "compute":
             src.block.is_read(self.mark(queue), src)
+            self.fabric.last_read = object()  # after it: who sees this one sees the reader too
 
     def launch(
         self,

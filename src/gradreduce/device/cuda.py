@@ -178,7 +178,7 @@ class CudaDevice(Device):
         if not array.flags.c_contiguous:
             raise ValueError("an adopted array must be contiguous in C order")
         if stream is not None:
-            self._follow(self._streams["compute"], cupy.cuda.ExternalStream(stream, self.physical))
+            self._follow(stream)
         address, nbytes = array.data.ptr, array.nbytes
         if self.lent is not None and writable:
             lent = self.lent.find(address, nbytes)
@@ -189,8 +189,7 @@ class CudaDevice(Device):
 
     def _release(self, buffer: Buffer, stream: int | None) -> Any:
         if stream is not None:
-            theirs = cupy.cuda.ExternalStream(stream, self.physical)
-            self._follow(theirs, self._streams["compute"])
+            self._precede(stream)
         if buffer.array is not None:
             return buffer.array
         memory = cupy.cuda.UnownedMemory(buffer.address, buffer.nbytes, buffer.block, self.physical)
@@ -332,7 +331,16 @@ class CudaDevice(Device):
         event.record(stream)
         return event
 
-    def _follow(self, stream: Any, other: Any) -> None:
-        """``stream`` waits for what ``other`` holds."""
+    def _follow(self, stream: int) -> None:
+        theirs = cupy.cuda.ExternalStream(stream, self.physical)
         with self.gpu:
-            stream.wait_event(self._event(other))
+            self._streams["compute"].wait_event(self._event(theirs))
+
+    def _precede(self, stream: int | None) -> None:
+        ours = self._streams["compute"]
+        with self.gpu:
+            if stream is None:
+                ours.synchronize()
+                return
+            theirs = cupy.cuda.ExternalStream(stream, self.physical)
+            theirs.wait_event(self._event(ours))

@@ -53,6 +53,7 @@ class Fabric:
         launch_lock: held around each collective group and each multi-device plan, so that every
             device sees those of all threads in one order.
         lost: physical devices that are of no more use, and why.
+        last_read: another object after each copy that a writer must wait for.
     """
 
     def __init__(self, backend: str, *, peer_access: bool | set[tuple[int, int]]) -> None:
@@ -62,6 +63,7 @@ class Fabric:
         self.on_close: WeakKeyDictionary[Any, Callable[[Any], None]] = WeakKeyDictionary()
         self.launch_lock = threading.RLock()
         self.lost: dict[int, str] = {}
+        self.last_read = object()
         self._issued = _Issued()
         self.peer_access = peer_access
         self._closed = False

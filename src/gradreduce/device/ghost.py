@@ -139,6 +139,12 @@ class GhostDevice(Device):
     def _release(self, buffer: Buffer, stream: int | None) -> Any:
         raise DeviceMismatchError(f"{buffer} of a plan has no memory")
 
+    def _follow(self, stream: int) -> None:
+        raise DeviceMismatchError(f"{self.name} of a plan knows no stream {stream:#x}")
+
+    def _precede(self, stream: int | None) -> None:
+        raise DeviceMismatchError(f"{self.name} of a plan has no queue to wait for")
+
     def _download(self, buffer: Buffer) -> np.ndarray:
         raise DeviceMismatchError(f"{buffer} of a plan has no memory")
 

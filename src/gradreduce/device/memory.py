@@ -150,11 +150,13 @@ class Buffer:
         address: of the first element; a device address on a GPU.
         block: the memory it looks into.
         offset: of the first element in the block, in bytes.
+        lender: of a Buffer that the door made: the kind of array whose memory it is, or ``"copy"``
+            if it holds a copy of one; None for every other.
     """
 
     __slots__ = (
-        "__weakref__", "address", "array", "block", "device", "dtype", "nbytes", "offset", "shape",
-        "size",
+        "__weakref__", "address", "array", "block", "device", "dtype", "lender", "nbytes",
+        "offset", "shape", "size",
     )  # fmt: skip
 
     address: int
@@ -169,6 +171,7 @@ class Buffer:
         self.size = math.prod(shape)
         self.nbytes = self.size * dtype.itemsize
         self.offset = offset
+        self.lender: str | None = None
         self.array = array  # the backend's array of this memory, made when first asked for
 
     def __getattr__(self, name: str) -> int:

@@ -102,8 +102,14 @@ class SimDevice(Device):
         return Buffer(block, 0, array.shape, dtype, array)
 
     def _release(self, buffer: Buffer, stream: int | None) -> np.ndarray:
-        self.scheduler.finish((self, "compute"))  # a host array has no stream that could wait
+        self._precede(stream)
         return self.array(buffer)
+
+    def _follow(self, stream: int) -> None:
+        raise DeviceMismatchError(f"{self.name} is simulated and knows no stream {stream:#x}")
+
+    def _precede(self, stream: int | None) -> None:
+        self.scheduler.finish((self, "compute"))  # a host array has no stream that could wait
 
     def put(self, array: Any, address: int | None = None) -> Buffer:
         """See ``Device.put``: a NumPy array is shared if contiguous and aligned, else copied.

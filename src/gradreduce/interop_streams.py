@@ -1,0 +1,67 @@
+"""Work of ours that is done many times between a caller's streams: fenced each time, both ways.
+
+Never looks at an array: one fence for each library, device and stream serves all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from gradreduce.device import Device, follow, precede
+from gradreduce.interop_gpu import current_cupy_stream
+
+__all__ = ["Border"]
+
+_LENDING = ("torch", "cupy")  # JAX's arrays never change: those that came in are ready for good
+_ON_HOST = ("native", "numpy", "torch")
+_ON_GPU = ("native", "torch", "cupy", "cuda")
+
+
+class Border:
+    """Which libraries lend memory to a piece of work, and which are given its results.
+
+    Args:
+        lenders: kind of the lending library and device, of every array; Buffers are nobody's.
+        takers: likewise of the results. The work ends with every one of its devices behind all
+            of it: so one of them speaks for its GPU.
+    """
+
+    def __init__(
+        self, lenders: Iterable[tuple[str, Device]], takers: Iterable[tuple[str, Device]]
+    ) -> None:
+        self._lenders = [
+            (kind, device)
+            for kind, device in dict.fromkeys(lenders)
+            if kind in _LENDING and device.fabric.backend == "cuda"
+        ]
+        self._given: list[tuple[str, Device]] = []  # on GPUs
+        self._shown: list[Device] = []  # in host memory
+        places: set[tuple[bool, int]] = set()
+        for kind, device in dict.fromkeys(takers):
+            if device.fabric.backend != "cuda":
+                if kind in _ON_HOST and device not in self._shown:
+                    self._shown.append(device)
+            elif kind in _ON_GPU and (kind == "torch", device.physical) not in places:
+                places.add((kind == "torch", device.physical))
+                self._given.append((kind, device))
+
+    def enter(self) -> None:
+        """Our compute queues wait for what the callers' streams that are current now hold."""
+        for kind, device in self._lenders:
+            follow(device, _current(kind, device.physical))
+
+    def leave(self) -> None:
+        """Those streams wait for our compute queues; for arrays in host memory the host does."""
+        for kind, device in self._given:
+            precede(device, _current(kind, device.physical))
+        for device in self._shown:
+            precede(device, None)
+
+
+def _current(kind: str, gpu: int) -> int:
+    """The raw handle of the stream that is current now in the library of ``kind``, on a GPU."""
+    if kind == "torch":
+        handle: int = sys.modules["torch"].cuda.current_stream(gpu).cuda_stream
+        return handle
+    return current_cupy_stream(gpu)
