@@ -76,7 +76,7 @@ class SharingCollective(NcclCollective):
     def __init__(self, communicator: Any = None) -> None:
         super().__init__()
         if communicator is not None:
-            self._cliques[(0,)] = [communicator]
+            self._cliques.made[(0,)] = [communicator]
 
     def _check(self, name: str, buffers: Sequence[Buffer], written: Sequence[Buffer]) -> None:
         """Two buffers on one GPU are two ranks here."""

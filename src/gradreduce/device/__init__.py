@@ -6,6 +6,8 @@ from .base import Device
 from .collective import Collective
 from .colocated import bring, by_physical, gather, scatter
 from .dtypes import DType, accumulate_dtype, as_dtype, element_of, mean_dtype
+from .due import due
+from .flight import FlightEntry
 from .ghost import Ghosts, MeshOutline, Outline, mesh_outline, outline_of
 from .journal import Journal, Record
 from .kernel import Kernel, Template
@@ -24,6 +26,7 @@ from .mesh import FlatBuffer, Mesh
 from .names import device_named
 from .opening import default_mesh, open_mesh
 from .tape import Tape
+from .watch import Travel, as_deadline
 
 __all__ = [
     "ALIGNMENT",
@@ -34,6 +37,7 @@ __all__ = [
     "Device",
     "FlatBuffer",
     "FlatLayout",
+    "FlightEntry",
     "Ghosts",
     "Journal",
     "Kernel",
@@ -45,13 +49,16 @@ __all__ = [
     "Record",
     "Tape",
     "Template",
+    "Travel",
     "accumulate_dtype",
+    "as_deadline",
     "as_dtype",
     "bring",
     "by_physical",
     "compatible",
     "default_mesh",
     "device_named",
+    "due",
     "element_of",
     "flat_layout",
     "gather",
