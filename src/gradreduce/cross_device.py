@@ -26,7 +26,9 @@ from gradreduce.device import (
     Device,
     DType,
     Mesh,
+    Travel,
     accumulate_dtype,
+    as_deadline,
     default_mesh,
 )
 from gradreduce.errors import about
@@ -111,6 +113,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         *,
         coalesce: bool = False,
         as_kind: str | None = None,
+        deadline: float | None = None,
     ) -> Any:
         """Combines ``grads[device][tensor]``, one batch for all; the same nesting comes back.
 
@@ -121,6 +124,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             coalesce: add rows of the same index of IndexedSlices.
             as_kind: what the results are instead of the kind of each tensor's first array; see
                 ``batch_reduce``.
+            deadline: see ``batch_reduce``.
 
         Returns:
             The combined arrays, ``[device][tensor]``, nested as they came. New memory. Waits for
@@ -133,6 +137,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             ValueError, TypeError, BackendUnavailableError, CollectiveError: what ``batch_reduce``
                 raises; "value" is the place of the tensor in ``grads[0]``.
         """
+        seconds = as_deadline(deadline)
         mesh = self.mesh or default_mesh()
         keys = checked_nest(grads, mesh)
         self._check_devices(mesh.devices)
@@ -144,7 +149,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 except (TypeError, ValueError) as error:
                     raise about(f"value {place}", error) from None
         pairs = [(value, value) for value in values]
-        reduced = self.batch_reduce(op, pairs, coalesce=coalesce, as_kind=as_kind)
+        reduced = self.batch_reduce(op, pairs, coalesce=coalesce, as_kind=as_kind, deadline=seconds)
         with OneCall():
             by_key = dict(zip(keys, [value.values for value in reduced], strict=True))
         return nested(
@@ -162,6 +167,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         divisor: float = 1,
         out_dtypes: Sequence[DType] | None = None,
         consume: bool = False,
+        places: Sequence[int] | None = None,
     ) -> list[tuple[Buffer, ...]]:
         """The flow itself: ``gradients[tensor][replica]`` become their sum, divided.
 
@@ -171,6 +177,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             divisor: of every sum.
             out_dtypes: of the results; default those of the gradients.
             consume: the gradients may be overwritten and become the results' memory.
+            places: what the tensors are called in errors and in the flight record; default
+                their places here.
 
         Returns:
             ``[tensor][replica]``, all replicas of a tensor equal.
@@ -188,7 +196,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         staged = self.all_reduce_alg == "hierarchical_copy" and not works_in_place(devices)
         flats = pack(plans, gradients, devices, consume=consume and not staged)
         options = {} if self.topology is None else {"topology": self.topology}
-        ALGORITHMS[self.all_reduce_alg](_jobs(flats, divisor), **options)
+        with devices[0].fabric.watched_pack(_travel(plans, places or range(len(gradients)))):
+            ALGORITHMS[self.all_reduce_alg](_jobs(flats, divisor), **options)
         return unpack(flats, shapes)
 
     def plan(
@@ -307,24 +316,28 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             self._check_devices(requests[places[0]].devices)
         for places in batches:
             gradients = [requests[place].value.buffers for place in places]
-            reduced = self._reduce_dense(reduce_op, gradients)
+            reduced = self._reduce_dense(reduce_op, gradients, places)
             for place, buffers in zip(places, reduced, strict=True):
                 results[place] = buffers
         for place, request in enumerate(requests):
             if not request.is_all_reduced:
                 home = request.devices[0]
-                results[place] = reduce_to_one(reduce_op, request, home, coalesce=coalesce)
+                with home.fabric.watched_pack(Travel((place,))):
+                    results[place] = reduce_to_one(reduce_op, request, home, coalesce=coalesce)
         return results
 
     def _reduce_dense(
-        self, reduce_op: ReduceOp, gradients: list[tuple[Buffer, ...]]
+        self,
+        reduce_op: ReduceOp,
+        gradients: list[tuple[Buffer, ...]],
+        places: Sequence[int],
     ) -> list[tuple[Buffer, ...]]:
         """One batch. The means of integers are floats: they are added, then divided."""
         num_replicas = len(gradients[0])
         mean = reduce_op is ReduceOp.MEAN
         counts = mean and gradients[0][0].dtype.kind in "iu"
         divisor = num_replicas if mean and not counts else 1
-        reduced = self.reduce_buffers(gradients, divisor=divisor)
+        reduced = self.reduce_buffers(gradients, divisor=divisor, places=places)
         if not counts:
             return reduced
         means = iter(quotients([total for totals in reduced for total in totals], num_replicas))
@@ -335,6 +348,12 @@ def _with_settings(
     alg: str, num_packs: int, max_bytes: int, max_group: int, topology: Halves | None
 ) -> AllReduceCrossDeviceOps:
     return AllReduceCrossDeviceOps(alg, num_packs, max_bytes, max_group, topology=topology)
+
+
+def _travel(plans: Sequence[FlatPlan], places: Sequence[int]) -> Travel:
+    """All packs, by the names of their tensors."""
+    num_packs = sum(len(plan.packs) for plan in plans)
+    return Travel(places, range(1, num_packs + 1), num_packs)
 
 
 def _jobs(flats: Sequence[Flats], divisor: float) -> list[Job]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from gradreduce.device import Device, Tape, gather, scatter
-from gradreduce.reduce_arguments import Request
+from gradreduce.device import Tape, as_deadline, due, gather, scatter
+from gradreduce.reduce_arguments import Request, devices_of
 from gradreduce.values import Mirrored, Part
 
 __all__ = ["PreparedStep", "check_preparable"]
@@ -36,7 +36,7 @@ class PreparedStep:
         reduce: Callable[[], Sequence[Sequence[Part]]],
     ) -> None:
         self._fabric = requests[0].value.mesh.fabric
-        self._devices = _devices_of(requests)
+        self._devices = devices_of(requests)
         self._tape = Tape()
         self._lock = threading.Lock()
         self._held = [request.value for request in requests]  # what is read stays alive
@@ -48,29 +48,26 @@ class PreparedStep:
         self._tape.close()
         self.results: list[Mirrored] = [Mirrored.of(parts) for parts in reduced]
 
-    def __call__(self) -> list[Mirrored]:
+    def __call__(self, *, deadline: float | None = None) -> list[Mirrored]:
         """Reduces again; does not wait for the devices.
+
+        Args:
+            deadline: seconds from now in which the devices must be done, or the mesh dies.
 
         Returns:
             ``results``, whose memory is overwritten in the order of their devices' queues.
 
         Raises:
             BackendUnavailableError: the mesh is closed, or one of its devices is lost.
+            CollectiveError: the mesh is dead; after ``mesh.reset()`` the step works again.
+            ValueError: ``deadline`` is no number above 0.
         """
+        seconds = as_deadline(deadline)
         for device in self._devices:
             self._fabric.check_usable(device)
-        with self._lock, self._fabric.launch_lock:
+        with due("a prepared step", seconds, self._devices), self._lock, self._fabric.launch_lock:
             self._tape.play(self._fabric.recorder)
         return self.results
-
-
-def _devices_of(requests: Sequence[Request]) -> list[Device]:
-    """Of all values and results; once each."""
-    found: dict[Device, None] = {}
-    for request in requests:
-        found.update(dict.fromkeys(request.value.devices))
-        found.update(dict.fromkeys(request.devices))
-    return list(found)
 
 
 def check_preparable(requests: Sequence[Request]) -> None:
