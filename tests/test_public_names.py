@@ -35,7 +35,7 @@ SIGNATURES = {
     "CrossDeviceOps.reduce": "(self, reduce_op, per_replica_value, destinations, *, "
     "coalesce=False, as_kind=None, deadline=None)",
     "CrossDeviceOps.batch_reduce": "(self, reduce_op, value_destination_pairs, *, coalesce=False, "
-    "as_kind=None)",
+    "as_kind=None, deadline=None)",
     "CrossDeviceOps.broadcast": "(self, tensor, destinations, *, as_kind=None, deadline=None)",
     "AllReduceCrossDeviceOps.all_reduce": "(self, grads, op=<ReduceOp.MEAN: 'MEAN'>, *, "
     "coalesce=False, as_kind=None, deadline=None)",

@@ -73,7 +73,8 @@ class Fabric:
             device sees those of all threads in one order.
         lost: physical devices that are of no more use, and why.
         reason: why the mesh is dead; None while it is not.
-        mourner: the thread that wakes those who wait for a mesh that has died.
+        mourned: set when the mesh is dead and all that waited for it are woken.
+        reset_lock: held by the one thread that makes it usable again.
         generation: how often the mesh was made usable again.
         isis_closed: whether it was closed.
     """
@@ -93,7 +94,7 @@ class Fabric:
         self.launch_lock = threading.RLock()
         self.lost: dict[int, str] = {}
         self.reason: str | None = None
-        self.mourner: threading.Thread | None = None
+        self.mourned = threading.Event()
         self.generation = 0
         self.reset_lock = threading.Lock()
         self._last_reason = ""
@@ -253,8 +254,7 @@ class Fabric:
             writer.start()
             writer.join(_WRITE_SECONDS)
         self._last_reason = self.reason = reason
-        self.mourner = threading.Thread(target=self._mourn, name="gradreduce-dead", daemon=True)
-        self.mourner.start()
+        threading.Thread(target=self._mourn, name="gradreduce-dead", daemon=True).start()
 
     def give_up(self, what: str, device: Device, patience: Patience) -> Exception:
         """The error of a host wait that is over before what it waits for; the mesh is dead then."""
@@ -272,6 +272,7 @@ class Fabric:
         """Takes the reason back; for ``reset``, which has seen to everything else."""
         self.generation += 1
         self.prepared.clear()
+        self.mourned.clear()
         self._deaths.clear()
         self.reason = None
 
@@ -297,6 +298,7 @@ class Fabric:
         for call in self.on_death:
             call()
         self._wake(None)
+        self.mourned.set()
 
     def _wake(self, physical: int | None) -> None:
         """Wakes those who wait for one physical device, or (None) all."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .journal import Fields, Record
 from .memory import Queue
@@ -63,13 +63,8 @@ class FlightEntry:
     done: bool
 
 
-class _Place(NamedTuple):
-    """A mark that was made, and the last operation given before it."""
-
-    sequence: int
-    device: Device
-    queue: Queue
-    event: Any
+# The number of the last operation given before a mark, and the mark: device, queue, event.
+_Place = tuple[int, "Device", Queue, Any]
 
 
 class _Label(threading.local):
@@ -98,11 +93,9 @@ class Flight:
 
     def marked(self, device: Device, queue: Queue, event: Any) -> None:
         """Keeps a mark that has just been made for whatever reason."""
-        try:
-            last = self._ring[-1][0]
-        except IndexError:
-            return
-        self._marks.append(_Place(last, device, queue, event))
+        ring = self._ring
+        if ring:
+            self._marks.append((ring[-1][0], device, queue, event))
 
     def entries(self, devices: Sequence[Device], *, fresh: bool) -> list[FlightEntry]:
         """All that is kept, oldest first.
@@ -116,10 +109,10 @@ class Flight:
         if fresh and given:
             self._look(devices, given[-1][0])
         reached: dict[tuple[int, str], int] = {}
-        for place in _copied(self._marks):
-            key = (place.device.index, place.queue)
-            if place.sequence > reached.get(key, 0) and place.device._reached(place.event):
-                reached[key] = place.sequence
+        for last, device, queue, event in _copied(self._marks):
+            key = (device.index, queue)
+            if last > reached.get(key, 0) and device._reached(event):
+                reached[key] = last
         return [_entry(number, what, label, reached) for number, what, label in given]
 
     def _look(self, devices: Sequence[Device], last: int) -> None:
@@ -130,7 +123,7 @@ class Flight:
             for device in devices:
                 for queue in QUEUES:
                     try:
-                        made.append(_Place(last, device, queue, device._mark(queue)))
+                        made.append((last, device, queue, device._mark(queue)))
                     except Exception:  # a lost device tells nothing, and that is no news here
                         continue
 
@@ -140,7 +133,7 @@ class Flight:
         worker.join(_LOOK_SECONDS * 4)
         self._marks.extend(made)
         while time.monotonic() < end:
-            if all(place.device._reached(place.event) for place in list(made)):
+            if all(device._reached(event) for _, device, _, event in list(made)):
                 return
             time.sleep(_LOOK_SECONDS / 20)
 

@@ -26,9 +26,7 @@ def reset(devices: Sequence[Device], timeout: float | None) -> None:
     with rest.held(fabric.reset_lock, "another thread resets it"):
         if fabric.reason is None:
             return
-        if fabric.mourner is not None:
-            fabric.mourner.join(rest.seconds)
-            rest.need(not fabric.mourner.is_alive(), "those who wait are not all woken")
+        rest.need(fabric.mourned.wait(rest.seconds), "those who wait are not all woken")
         rest.need(fabric.library_ended(rest.seconds), "the communicators do not let go")
         with rest.held(fabric.launch_lock, "a call is still giving work to the devices"):
             for device in devices:

@@ -28,6 +28,8 @@ __all__ = ["Patience", "Travel", "Watch", "WatchedPack", "as_deadline", "names_o
 # How long the host sleeps between two looks at a device that it waits for: short at first, because
 # most work is over in no time, and never so long that it is felt.
 _FIRST_PAUSE, _LAST_PAUSE = 20e-6, 1e-3
+# What deadlines are counted by; a test puts a clock of its own here.
+now = time.monotonic
 
 
 def as_deadline(deadline: float | None, name: str = "deadline") -> float | None:
@@ -112,7 +114,6 @@ class Watch:
     Attributes:
         call: its name.
         seconds: the deadline, as it was given.
-        expires: when it passes, by the monotonic clock.
         devices: that it works on.
         given: whether the call has given all its work to the devices.
         dropped: whether nobody wants to know any more: the call has raised.
@@ -125,7 +126,7 @@ class Watch:
         self.call = call
         self.generation = generation
         self.seconds = seconds
-        self.expires = time.monotonic() + seconds
+        self._expires = now() + seconds
         self.devices = tuple(dict.fromkeys(devices))
         self.given = False
         self.dropped = False
@@ -140,6 +141,11 @@ class Watch:
                 device.fabric.flight.marked(*mark)
                 marks.append(mark)
         self._stages.append(_Stage(travel, leaves, tuple(marks)))
+
+    @property
+    def rest(self) -> float:
+        """Seconds until the deadline; less than 0 behind it."""
+        return self._expires - now()
 
     @property
     def settled(self) -> bool:
@@ -188,7 +194,7 @@ class Patience:
 
     def __init__(self, device: Device, seconds: float | None = None) -> None:
         self._device = device
-        self._expires = math.inf if seconds is None else time.monotonic() + seconds
+        self._expires = math.inf if seconds is None else now() + seconds
 
     @property
     def polls(self) -> bool:
@@ -201,7 +207,7 @@ class Patience:
     @property
     def is_late(self) -> bool:
         """Whether the deadline has passed."""
-        return time.monotonic() >= self._expires
+        return now() >= self._expires
 
     @property
     def is_over(self) -> bool:
@@ -215,7 +221,7 @@ class Patience:
         """Seconds until the deadline; None for ever."""
         if self._expires == math.inf:
             return None
-        return min(max(0.0, self._expires - time.monotonic()), threading.TIMEOUT_MAX)
+        return min(max(0.0, self._expires - now()), threading.TIMEOUT_MAX)
 
     def until(self, done: Callable[[], bool]) -> bool:
         """Looks until ``done()`` or it is over; whether it was done."""

@@ -7,7 +7,6 @@ may be a collected mesh: ``SimpleQueue.put`` may be called anywhere, by the coll
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
@@ -67,8 +66,7 @@ def _watch(fabric: ReferenceType[Fabric], inbox: _Inbox) -> None:
 
 
 def _rest(watches: list[Watch], pause: float) -> float:
-    first = min(watch.expires for watch in watches)
-    return max(0.0, min(pause, first - time.monotonic()))
+    return max(0.0, min(pause, *(watch.rest for watch in watches)))
 
 
 def _looked_at(fabric: Fabric | None, watches: list[Watch]) -> list[Watch]:
@@ -83,8 +81,8 @@ def _looked_at(fabric: Fabric | None, watches: list[Watch]) -> list[Watch]:
 
 
 def _judged(fabric: Fabric, watches: list[Watch]) -> list[Watch]:
-    now = [watch for watch in watches if watch.generation == fabric.generation]
-    open_ones = [watch for watch in now if not watch.settled]
+    ours = [watch for watch in watches if watch.generation == fabric.generation]
+    open_ones = [watch for watch in ours if not watch.settled]
     checks: tuple[Callable[[], str | None], ...] = (
         fabric.library_error,
         lambda: _loss(fabric, open_ones),
@@ -102,6 +100,8 @@ def _loss(fabric: Fabric, watches: list[Watch]) -> str | None:
     if not fabric.lost:
         return None
     for watch in watches:
+        if watch.casualties():
+            _urge(watch)  # what the others can still do tells them from it
         gone = watch.casualties()
         if gone:
             why = fabric.lost[gone[0].physical]
@@ -110,16 +110,22 @@ def _loss(fabric: Fabric, watches: list[Watch]) -> str | None:
 
 
 def _lateness(watches: list[Watch]) -> str | None:
-    now = time.monotonic()
     for watch in watches:
-        if watch.expires <= now:
-            for device in watch.devices:
-                device._urge()
+        if watch.rest <= 0:
+            _urge(watch)
             if not watch.settled:
-                return lateness(watch)
+                return _told(watch, next(each for each in watches if not each.settled))
     return None
 
 
-def lateness(watch: Watch) -> str:
-    """What is said of a call whose deadline has passed."""
-    return f"the deadline of {watch.seconds:g} s for {watch.call} passed: {watch.blame()}"
+def _urge(watch: Watch) -> None:
+    for device in watch.devices:
+        device._urge()
+
+
+def _told(watch: Watch, oldest: Watch) -> str:
+    """What is said of a call that is late; it may only stand behind an earlier one that is not."""
+    text = f"the deadline of {watch.seconds:g} s for {watch.call} passed: {watch.blame()}"
+    if oldest is not watch:
+        text += f"; before it, in {oldest.call}: {oldest.blame()}"
+    return text
