@@ -91,7 +91,6 @@ def test_who_has_joined_but_not_finished_is_told_apart(mesh, clock, monkeypatch)
         stall(mesh.devices[3])
 
     monkeypatch.setattr(type(mesh.collective), "all_reduce", hang)
-    mesh.fabric.launch_lock  # noqa: B018
     reduce_all(mesh, ops, deadline=30)
     clock.pass_by(31)
     assert "all devices have joined pack 1 of 1 (tensors 0 to 2), and sim:3 has not finished" in (
@@ -167,9 +166,6 @@ def test_a_step_of_training_takes_a_deadline(mesh, clock):
     mesh.synchronize(deadline=PATIENCE)
 
 
-# -- takes ------------------------------------------------------------------------------------------
-
-
 def in_thread(call) -> tuple[threading.Thread, list]:
     outcomes: list = []
 
@@ -231,9 +227,6 @@ def test_a_take_has_its_deadline_from_when_it_is_served(mesh, clock):
     assert re.search(r"for take_grad passed: sim:2 has not joined pack 1", await_death(mesh))
     thread.join(PATIENCE)
     assert isinstance(outcomes[0], CollectiveError)
-
-
-# -- host waits -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -320,8 +313,6 @@ def test_a_record_that_cannot_be_written_hides_nothing(clock, tmp_path, monkeypa
         assert "sim:2 has not joined" in await_death(mesh)
     assert "was not written" in caplog.text
 
-
-# -- arguments --------------------------------------------------------------------------------------
 
 BAD = [True, 0, -1.0, float("nan"), "5", 1j]
 

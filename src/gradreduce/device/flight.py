@@ -126,6 +126,7 @@ class Flight:
                         made.append((last, device, queue, device._mark(queue)))
                     except Exception:  # a lost device tells nothing, and that is no news here
                         continue
+                device._urge()
 
         worker = threading.Thread(target=mark, name="gradreduce-flight", daemon=True)
         worker.start()
