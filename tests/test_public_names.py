@@ -30,14 +30,15 @@ SIGNATURES = {
     "agg_small_grads_max_group=10, *, mesh=None, topology=None, wire_dtype=None)",
     "NcclAllReduce": "(num_packs=1, *, mesh=None)",
     "HierarchicalCopyAllReduce": "(num_packs=1, *, mesh=None, topology=None)",
-    "all_reduce": "(grads, op=<ReduceOp.MEAN: 'MEAN'>, *, mesh=None, coalesce=False, as_kind=None)",
+    "all_reduce": "(grads, op=<ReduceOp.MEAN: 'MEAN'>, *, mesh=None, coalesce=False, as_kind=None, "
+    "deadline=None)",
     "CrossDeviceOps.reduce": "(self, reduce_op, per_replica_value, destinations, *, "
-    "coalesce=False, as_kind=None)",
+    "coalesce=False, as_kind=None, deadline=None)",
     "CrossDeviceOps.batch_reduce": "(self, reduce_op, value_destination_pairs, *, coalesce=False, "
-    "as_kind=None)",
-    "CrossDeviceOps.broadcast": "(self, tensor, destinations, *, as_kind=None)",
+    "as_kind=None, deadline=None)",
+    "CrossDeviceOps.broadcast": "(self, tensor, destinations, *, as_kind=None, deadline=None)",
     "AllReduceCrossDeviceOps.all_reduce": "(self, grads, op=<ReduceOp.MEAN: 'MEAN'>, *, "
-    "coalesce=False, as_kind=None)",
+    "coalesce=False, as_kind=None, deadline=None)",
     "AllReduceCrossDeviceOps.plan": "(self, reduce_op, value_destination_pairs, *, coalesce=False)",
     "AllReduceCrossDeviceOps.explain": "(self, reduce_op, value_destination_pairs, *, "
     "coalesce=False)",
@@ -68,7 +69,8 @@ MEMBERS = {
     "PerReplica": "values devices mesh",
     "Variable": "numpy assign assign_add",
     "Optimizer": "GATE_NONE GATE_OP GATE_GRAPH cross_device_ops",
-    "Mesh": "devices num_replicas process_index num_processes journal flat_buffer trim",
+    "Mesh": "devices num_replicas process_index num_processes journal flat_buffer trim "
+    "flight_record reset",
 }
 
 ERRORS = {

@@ -80,7 +80,7 @@ class SharingCollective(NcclCollective):
     def __init__(self, communicator: Any = None) -> None:
         super().__init__()
         if communicator is not None:
-            self._cliques[(0,)] = [communicator]
+            self._cliques.made[(0,)] = [communicator]
 
     def _check(self, name: str, buffers: Sequence[Buffer], written: Sequence[Buffer]) -> None:
         """Two buffers on one GPU are two ranks here."""
@@ -275,7 +275,7 @@ def cost(ranks: Ranks) -> int:
         collective = SharingCollective()
         buffers = _uploaded(mesh.devices, [np.zeros(COST_SIZE, np.float32)] * ranks.count)
         collective.all_reduce(buffers)
-        communicators = collective._cliques[(0,) * ranks.count]
+        communicators = collective._cliques.made[(0,) * ranks.count]
         given = [
             (each.address, each.address, each.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM,
              each.device.stream("compute").ptr)  # type: ignore[attr-defined]  # a CudaDevice

@@ -12,7 +12,7 @@ from typing import Any
 
 from gradreduce.allreduce import ALGORITHMS, Halves, as_topology
 from gradreduce.cross_device_ops import CrossDeviceOps, result_kinds
-from gradreduce.device import Buffer, Device, DType, Mesh, as_dtype, default_mesh
+from gradreduce.device import Buffer, Device, DType, Mesh, as_deadline, as_dtype, default_mesh
 from gradreduce.errors import about
 from gradreduce.explain import Explanation, explanation_of
 from gradreduce.interop import OneCall
@@ -146,6 +146,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         *,
         coalesce: bool = False,
         as_kind: str | None = None,
+        deadline: float | None = None,
     ) -> Any:
         """Combines ``grads[device][tensor]``, one batch for all; the same nesting comes back.
 
@@ -156,6 +157,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             coalesce: add rows of the same index of IndexedSlices.
             as_kind: what the results are instead of the kind of each tensor's first array; see
                 ``batch_reduce``.
+            deadline: see ``batch_reduce``.
 
         Returns:
             The combined arrays, ``[device][tensor]``, nested as they came. New memory. Waits for
@@ -168,6 +170,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             ValueError, TypeError, BackendUnavailableError, CollectiveError: what ``batch_reduce``
                 raises; "value" is the place of the tensor in ``grads[0]``.
         """
+        seconds = as_deadline(deadline)
         mesh = self.mesh or default_mesh()
         keys = checked_nest(grads, mesh)
         check_devices(self.settings, mesh.devices)
@@ -179,7 +182,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 except (TypeError, ValueError) as error:
                     raise about(f"value {place}", error) from None
         pairs = [(value, value) for value in values]
-        reduced = self.batch_reduce(op, pairs, coalesce=coalesce, as_kind=as_kind)
+        reduced = self.batch_reduce(op, pairs, coalesce=coalesce, as_kind=as_kind, deadline=seconds)
         with OneCall():
             by_key = dict(zip(keys, [value.values for value in reduced], strict=True))
         return nested(

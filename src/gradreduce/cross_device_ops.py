@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from gradreduce.device import Device, Mesh
+from gradreduce.device import Device, Mesh, Travel, as_deadline, due
 from gradreduce.interop import Kind, as_result_kind
 from gradreduce.one_device import Accumulate, copied_to
 from gradreduce.reduce_arguments import (
@@ -17,6 +17,7 @@ from gradreduce.reduce_arguments import (
     checked_mesh,
     checked_requests,
     destination_devices,
+    devices_of,
     named_mesh,
     single_part,
 )
@@ -46,10 +47,13 @@ class CrossDeviceOps(ABC):
         *,
         coalesce: bool = False,
         as_kind: str | None = None,
+        deadline: float | None = None,
     ) -> Mirrored:
         """Combines the replicas of one value; see ``batch_reduce``."""
         pairs = [(per_replica_value, destinations)]
-        return self.batch_reduce(reduce_op, pairs, coalesce=coalesce, as_kind=as_kind)[0]
+        return self.batch_reduce(
+            reduce_op, pairs, coalesce=coalesce, as_kind=as_kind, deadline=deadline
+        )[0]
 
     def batch_reduce(
         self,
@@ -58,6 +62,7 @@ class CrossDeviceOps(ABC):
         *,
         coalesce: bool = False,
         as_kind: str | None = None,
+        deadline: float | None = None,
     ) -> list[Mirrored]:
         """Combines the replicas of each value.
 
@@ -79,6 +84,8 @@ class CrossDeviceOps(ABC):
                 the rows of all replicas stand one after the other, and MEAN divides each of them.
             as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the
                 arrays of the results are instead of the kind of the value's.
+            deadline: seconds from now in which the devices must be done, or the mesh dies. The
+                first call for a dtype compiles, and connects GPUs, inside of them.
 
         Returns:
             One ``Mirrored`` for each pair, in order; on the value's devices in the value's order
@@ -94,14 +101,25 @@ class CrossDeviceOps(ABC):
             TypeError: a dtype that cannot be added.
             BackendUnavailableError: NCCL is needed, on two physical GPUs or more, and missing,
                 or the mesh was closed. Nothing was launched.
-            CollectiveError: NCCL failed.
+            CollectiveError: NCCL failed, or the mesh is dead: a deadline passed before. A call
+                whose own deadline passes has returned, as a rule; what waits for its results
+                raises, and every later call.
         """
+        seconds = as_deadline(deadline)
         requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
         kinds = result_kinds(requests, as_kind)
-        reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
+        with due("batch_reduce", seconds, devices_of(requests)):
+            reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
         return [Mirrored.of(*each) for each in zip(reduced, kinds, strict=True)]
 
-    def broadcast(self, tensor: Any, destinations: Any, *, as_kind: str | None = None) -> Mirrored:
+    def broadcast(
+        self,
+        tensor: Any,
+        destinations: Any,
+        *,
+        as_kind: str | None = None,
+        deadline: float | None = None,
+    ) -> Mirrored:
         """Copies ``tensor`` to every destination; waits for no device.
 
         Args:
@@ -109,6 +127,7 @@ class CrossDeviceOps(ABC):
                 ``PerReplica`` of one device. Not written.
             destinations: see ``batch_reduce``.
             as_kind: what the arrays of the result are instead of the kind of ``tensor``.
+            deadline: see ``batch_reduce``.
 
         Returns:
             A ``Mirrored`` on the destination's devices, in its order, in new memory on each of
@@ -118,11 +137,16 @@ class CrossDeviceOps(ABC):
             ValueError: a wrong destination, or what is no array. Nothing was launched.
             TypeError: a dtype that cannot be added.
             BackendUnavailableError: the mesh was closed.
+            CollectiveError: the mesh is dead.
         """
+        seconds = as_deadline(deadline)
         part, kind = single_part(tensor, self.mesh or named_mesh(destinations))
         devices = destination_devices(destinations, 0, device_of(part).mesh)
         wanted = as_result_kind(as_kind, kind, devices[0])
-        return Mirrored.of(copied_to(part, devices), wanted)
+        home = device_of(part)
+        with due("broadcast", seconds, (home, *devices)), home.fabric.watched_pack(Travel((0,))):
+            copied = copied_to(part, devices)
+        return Mirrored.of(copied, wanted)
 
     @abstractmethod
     def reduce_batch(
@@ -171,12 +195,14 @@ class ReductionToOneDevice(CrossDeviceOps):
     ) -> list[tuple[Part, ...]]:
         """See ``CrossDeviceOps.reduce_batch``."""
         homes = [self._home(request, place) for place, request in enumerate(requests)]
-        return [
-            reduce_to_one(
-                reduce_op, request, home, coalesce=coalesce, accumulate=self.accumulation_fn
-            )
-            for request, home in zip(requests, homes, strict=True)
-        ]
+        results = []
+        for place, (request, home) in enumerate(zip(requests, homes, strict=True)):
+            with home.fabric.watched_pack(Travel((place,))):
+                each = reduce_to_one(
+                    reduce_op, request, home, coalesce=coalesce, accumulate=self.accumulation_fn
+                )
+            results.append(each)
+        return results
 
     def _home(self, request: Request, place: int) -> Device:
         if self.reduce_to_device is None:

@@ -9,10 +9,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from gradreduce.device import Buffer, Device, Tape, behind_readers, gather, scatter
+from gradreduce.device import (
+    Buffer,
+    Tape,
+    as_deadline,
+    behind_readers,
+    due,
+    gather,
+    scatter,
+    whole_block,
+)
 from gradreduce.interop import Kind, OneCall
 from gradreduce.interop_streams import Border
-from gradreduce.reduce_arguments import Request
+from gradreduce.reduce_arguments import Request, devices_of
 from gradreduce.values import Mirrored, Part
 
 __all__ = ["PreparedStep", "check_preparable"]
@@ -43,7 +52,7 @@ class PreparedStep:
         reduce: Callable[[], Sequence[Sequence[Part]]],
     ) -> None:
         self._fabric = requests[0].value.mesh.fabric
-        self._devices = _devices_of(requests)
+        self._devices = devices_of(requests)
         self._tape = Tape()
         self._lock = threading.Lock()
         self._held = [request.value for request in requests]  # what is read stays alive
@@ -55,7 +64,7 @@ class PreparedStep:
             gather(self._devices[0], self._devices)
             scatter(self._devices[0], self._devices)
         self._tape.close()
-        self._written = _one_of_each_block(reduced)
+        self._written = _whole_blocks(reduced)
         self._read = self._fabric.last_read
         self.results: list[Mirrored] = []
         with OneCall():
@@ -63,34 +72,40 @@ class PreparedStep:
                 self.results.append(Mirrored.of(parts, kind))
                 self.results[-1].keep_arrays()
 
-    def __call__(self) -> list[Mirrored]:
+    def __call__(self, *, deadline: float | None = None) -> list[Mirrored]:
         """Reduces again; does not wait for the devices, unless results lie in host memory.
+
+        Args:
+            deadline: seconds from now in which the devices must be done, or the mesh dies.
 
         Returns:
             ``results``, whose memory is overwritten in the order of their devices' queues.
 
         Raises:
             BackendUnavailableError: the mesh is closed, or one of its devices is lost.
+            CollectiveError: the mesh is dead; after ``mesh.reset()`` the step works again.
+            ValueError: ``deadline`` is no number above 0.
         """
+        seconds = as_deadline(deadline)
         for device in self._devices:
             self._fabric.check_usable(device)
-        with self._lock, self._fabric.launch_lock:
+        with due("a prepared step", seconds, self._devices), self._lock, self._fabric.launch_lock:
             self._border.enter()
             if self._read is not self._fabric.last_read:  # somebody copies; maybe from a result
                 self._read = self._fabric.last_read
                 behind_readers(self._written)
             self._play()
-            self._border.leave()
+        self._border.leave()  # which may wait: no lock is held by then
         return self.results
 
     def _play(self) -> None:
         self._tape.play(self._fabric.recorder)
 
 
-def _one_of_each_block(reduced: Iterable[Sequence[Part]]) -> list[Buffer]:
-    """Of the results, a Buffer in each block."""
-    found = {part.block: part for parts in reduced for part in parts if isinstance(part, Buffer)}
-    return list(found.values())
+def _whole_blocks(reduced: Iterable[Sequence[Part]]) -> list[Buffer]:
+    """Of the results, all bytes of each block."""
+    blocks = {part.block: part for parts in reduced for part in parts if isinstance(part, Buffer)}
+    return [whole_block(part) for part in blocks.values()]
 
 
 def _border_of(requests: Sequence[Request], kinds: Sequence[Kind]) -> Border:
@@ -107,15 +122,6 @@ def _border_of(requests: Sequence[Request], kinds: Sequence[Kind]) -> Border:
         for device in request.devices
     ]
     return Border(lenders, takers)
-
-
-def _devices_of(requests: Sequence[Request]) -> list[Device]:
-    """Of all values and results; once each."""
-    found: dict[Device, None] = {}
-    for request in requests:
-        found.update(dict.fromkeys(request.value.devices))
-        found.update(dict.fromkeys(request.devices))
-    return list(found)
 
 
 def check_preparable(requests: Sequence[Request], kinds: Sequence[Kind]) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "checked_nest",
     "checked_requests",
     "destination_devices",
+    "devices_of",
     "keys_of",
     "named_mesh",
     "nested",
@@ -48,6 +49,15 @@ class Request:
     def is_all_reduced(self) -> bool:
         """Whether it can be: IndexedSlices have no common place for a row."""
         return self.matches and not self.value.is_sparse
+
+
+def devices_of(requests: Sequence[Request]) -> list[Device]:
+    """Of all values and results; once each."""
+    found: dict[Device, None] = {}
+    for request in requests:
+        found.update(dict.fromkeys(request.value.devices))
+        found.update(dict.fromkeys(request.devices))
+    return list(found)
 
 
 def batches_of(requests: Sequence[Request], reduce_op: ReduceOp) -> list[list[int]]:

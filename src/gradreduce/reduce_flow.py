@@ -18,7 +18,7 @@ from gradreduce.allreduce import (
     halves_of,
     works_in_place,
 )
-from gradreduce.device import Buffer, Device, DType, accumulate_dtype, by_physical
+from gradreduce.device import Buffer, Device, DType, Travel, accumulate_dtype, by_physical
 from gradreduce.flats import Flats, Options, fill, lay_out, spread, unpack
 from gradreduce.one_device import Accumulate, added_on, handed_out, quotients
 from gradreduce.packing import (
@@ -66,25 +66,29 @@ def reduce_requests(
         check_devices(settings, requests[places[0]].devices)
     for places in batches:
         gradients = [requests[place].value.buffers for place in places]
-        reduced = _reduce_dense(settings, reduce_op, gradients)
+        reduced = _reduce_dense(settings, reduce_op, gradients, places)
         for place, buffers in zip(places, reduced, strict=True):
             results[place] = buffers
     for place, request in enumerate(requests):
         if not request.is_all_reduced:
             home = request.devices[0]
-            results[place] = reduce_to_one(reduce_op, request, home, coalesce=coalesce)
+            with home.fabric.watched_pack(Travel((place,))):
+                results[place] = reduce_to_one(reduce_op, request, home, coalesce=coalesce)
     return results
 
 
 def _reduce_dense(
-    settings: Settings, reduce_op: ReduceOp, gradients: Sequence[tuple[Buffer, ...]]
+    settings: Settings,
+    reduce_op: ReduceOp,
+    gradients: Sequence[tuple[Buffer, ...]],
+    places: Sequence[int],
 ) -> list[tuple[Buffer, ...]]:
     """One batch. The means of integers are floats: they are added, then divided."""
     num_replicas = len(gradients[0])
     mean = reduce_op is ReduceOp.MEAN
     counts = mean and gradients[0][0].dtype.kind in "iu"
     divisor = _divisor_of(reduce_op, gradients)
-    reduced = reduce_buffers(settings, gradients, divisor=divisor)
+    reduced = reduce_buffers(settings, gradients, divisor=divisor, places=places)
     if not counts:
         return reduced
     means = iter(quotients([total for totals in reduced for total in totals], num_replicas))
@@ -137,6 +141,7 @@ def reduce_buffers(
     out_dtypes: Sequence[DType] | None = None,
     consume: bool = False,
     out: Sequence[Sequence[Buffer]] | None = None,
+    places: Sequence[int] | None = None,
 ) -> list[tuple[Buffer, ...]]:
     """``gradients[tensor][replica]`` become their sum, divided.
 
@@ -149,6 +154,8 @@ def reduce_buffers(
         consume: the gradients may be overwritten and become the results' memory.
         out: ``out[tensor][replica]``, where the results go, of their dtype; each apart from all
             others, and from all gradients but its own. Default: new memory.
+        places: what the tensors are called in errors and in the flight record; default their
+            places here.
 
     Returns:
         ``[tensor][replica]``, all replicas of a tensor equal; ``out``'s own if it was given.
@@ -166,7 +173,7 @@ def reduce_buffers(
     in_place = settings.all_reduce_alg != "hierarchical_copy" or works_in_place(devices)
     options = Options(consume and in_place, out, in_place)
     flats = lay_out(plans, gradients, devices, options, _early(settings, plans, divisor))
-    jobs, stages = _set_out(flats, divisor, len(by_physical(devices)) > 1)
+    jobs, stages = _set_out(flats, divisor, devices, places or range(len(gradients)))
     topology = {} if settings.topology is None else {"topology": settings.topology}
     ALGORITHMS[settings.all_reduce_alg](jobs, stages=stages, **topology)
     return unpack(flats, shapes) if out is None else [tuple(replicas) for replicas in out]
@@ -196,7 +203,7 @@ def _early(settings: Settings, plans: Sequence[FlatPlan], divisor: float) -> lis
 
 
 def _set_out(
-    flats: Sequence[Flats], divisor: float, several: bool
+    flats: Sequence[Flats], divisor: float, devices: Sequence[Device], places: Sequence[int]
 ) -> tuple[list[Job], list[Stage]]:
     """A job for each pack, and in which stages they travel; one where nothing leaves its GPU."""
     packs = [(each, start, stop) for each in flats for start, stop in each.plan.packs]
@@ -204,7 +211,7 @@ def _set_out(
         Job(each.inputs, each.outs, divisor if each.divisor == 1 else 1).part(start, stop)
         for each, start, stop in packs
     ]
-    if several:
+    if len(by_physical(devices)) > 1:
         sizes = [
             ((stop - start) * each.plan.wire.itemsize, each.is_moved) for each, start, stop in packs
         ]
@@ -214,8 +221,27 @@ def _set_out(
     stages = []
     for group in groups:
         parts = [packs[place] for place in group]
-        stages.append(Stage(group, partial(fill, parts), partial(spread, parts)))
+        travel = _travel(parts, group, len(packs), places)
+        watched = partial(devices[0].fabric.watched_pack, travel, devices)
+        stages.append(Stage(group, partial(fill, parts), partial(spread, parts), watched))
     return jobs, stages
+
+
+def _travel(
+    parts: Sequence[tuple[Flats, int, int]],
+    group: Sequence[int],
+    num_packs: int,
+    places: Sequence[int],
+) -> Travel:
+    """The packs of a stage, counted from 1, and their tensors by name."""
+    if len(group) == num_packs:
+        return Travel(places, range(1, num_packs + 1), num_packs)
+    inside = {
+        places[each.plan.tensors[piece.place]]: None
+        for each, start, stop in parts
+        for piece in each.plan.pieces(start, stop)
+    }
+    return Travel(tuple(inside), tuple(place + 1 for place in group), num_packs)
 
 
 def compile_for(

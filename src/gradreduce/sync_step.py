@@ -14,7 +14,7 @@ from gradreduce.accumulator.door import as_required
 from gradreduce.aggregate import AggregationMethod, as_aggregation_method
 from gradreduce.aggregators import aggregate_buffers
 from gradreduce.cross_device import AllReduceCrossDeviceOps
-from gradreduce.device import Buffer, Device, by_physical
+from gradreduce.device import Buffer, Device, as_deadline, by_physical, due
 from gradreduce.interop import OneCall, to_buffer
 from gradreduce.optim import Optimizer
 from gradreduce.values import PerReplica
@@ -81,7 +81,11 @@ class SyncStep:
         return self.accumulators[0].global_step
 
     def __call__(
-        self, terms: Sequence[Sequence[Sequence[Any] | None]], local_step: int | None = None
+        self,
+        terms: Sequence[Sequence[Sequence[Any] | None]],
+        local_step: int | None = None,
+        *,
+        deadline: float | None = None,
     ) -> bool:
         """Brings one arrival from each replica and, if enough came, makes an update.
 
@@ -90,6 +94,7 @@ class SyncStep:
                 gradients for that variable, of its shape and dtype; their *sum* is one arrival.
                 None, on every replica, for a variable without a gradient. Not written.
             local_step: the step at which they were computed. Default: ``global_step``.
+            deadline: seconds from now in which the devices must be done, or their mesh dies.
 
         Returns:
             True if the variables were updated. False if the gradients were dropped as stale, or
@@ -98,12 +103,20 @@ class SyncStep:
 
         Raises:
             ValueError: wrong numbers of replicas or variables, a gradient of another shape or
-                dtype than its variable, None on some replicas only. Nothing was changed.
+                dtype than its variable, None on some replicas only, or a deadline that is no
+                number above 0. Nothing was changed.
+            CollectiveError: the mesh is dead.
         """
+        seconds = as_deadline(deadline)
         step = self.global_step if local_step is None else local_step
         self.optimizer.prepare(self.variables)  # what can fail does so before a gradient is taken
         with OneCall():
             present, placed = self._placed(terms)
+        with due("a SyncStep", seconds, self.devices):
+            return self._given(present, placed, step)
+
+    def _given(self, present: list[int], placed: list[list[list[Buffer]]], step: int) -> bool:
+        """The flow itself, of gradients that fit."""
         gradients = self._aggregate(placed, stale=step < self.global_step)
         accumulators = [self.accumulators[place] for place in present]
         if not apply_grads(accumulators, gradients, step):

@@ -231,11 +231,11 @@ def test_a_failing_call_still_ends_the_group(mesh, monkeypatch):
 def test_closing_aborts_what_was_made(here):
     with open_mesh([0, 1], backend="cuda") as mesh:
         mesh.collective.all_reduce(ones(mesh, (0, 1)))
-        made = [comm for clique in mesh.collective._cliques.values() for comm in clique]
+        made = [comm for clique in mesh.collective._cliques.made.values() for comm in clique]
     assert [comm._ended for comm in made] == ["abort", "abort"]
     mesh.close()
     with open_mesh([0, 1], backend="cuda") as mesh:
-        assert mesh.collective._cliques == {}
+        assert mesh.collective._cliques.made == {}
     with pytest.raises(Fault, match="after abort"):
         made[0].check_async_error()
     here.faults.clear()

@@ -14,6 +14,7 @@ from gradreduce.device import (
     Device,
     Mesh,
     accumulate_dtype,
+    as_deadline,
     as_dtype,
     default_mesh,
 )
@@ -34,7 +35,7 @@ from .door import (
     check_together,
 )
 from .registry import shared_state
-from .serve import await_ticket, cancel_waiting, close, join, serve_joint, take_held
+from .serve import await_ticket, cancel_waiting, close, forget, join, serve_joint, take_held
 from .state import AccumulatorState, Ticket, locked
 
 __all__ = [
@@ -200,6 +201,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             reducer.compile_for(devices, accumulate_dtype(found), found)
         state = AccumulatorState(found, wanted, reduction_type, devices, over_mesh, reducer)
         devices[0].fabric.on_close[state] = cancel_waiting
+        devices[0].fabric.on_reset[state] = forget
         super().__init__(shared_state(shared_name, state), name)
 
     def apply_grad(
@@ -236,6 +238,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         *,
         timeout: float | None = None,
         as_kind: str | None = None,
+        deadline: float | None = None,
     ) -> Any:
         """Blocks until ``num_required`` gradients are in, then hands out their mean or sum.
 
@@ -248,6 +251,8 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             timeout: seconds to wait; None for ever.
             as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the
                 result is instead of the kind of the first gradient.
+            deadline: seconds that the devices may take for the gradient, counted from when enough
+                have come; when they are over first, the mesh dies. ``timeout`` harms nothing.
 
         Returns:
             An array of the kind of the first gradient in it, on the accumulator's device; over a
@@ -256,9 +261,13 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         Raises:
             InvalidArgumentError: ``num_required`` is less than 1.
             DeadlineExceededError: the time ran out; nothing was taken.
-            CancelledError: the accumulator was closed.
+            CancelledError: the accumulator was closed, or the mesh died while this waited.
+            CollectiveError: the mesh is dead.
+            ValueError: ``deadline`` is no number above 0.
         """
-        return take_grads([self], num_required, timeout=timeout, as_kind=as_kind)[0]
+        return take_grads(
+            [self], num_required, timeout=timeout, as_kind=as_kind, deadline=deadline
+        )[0]
 
 
 def apply_grads(
@@ -306,6 +315,7 @@ def take_grads(
     *,
     timeout: float | None = None,
     as_kind: str | None = None,
+    deadline: float | None = None,
 ) -> list[Any]:
     """Takes from all accumulators together, when each holds ``num_required`` gradients.
 
@@ -317,6 +327,7 @@ def take_grads(
         num_required: of each, at least 1.
         timeout: seconds to wait; None for ever.
         as_kind: as there.
+        deadline: see ``ConditionalAccumulator.take_grad``.
 
     Returns:
         One gradient for each accumulator, as ``ConditionalAccumulator.take_grad`` gives it.
@@ -325,13 +336,14 @@ def take_grads(
         InvalidArgumentError: ``num_required`` is less than 1.
         ValueError: no accumulator, or one twice.
         DeadlineExceededError: the time ran out; nothing was taken.
-        CancelledError: an accumulator was closed.
+        CancelledError: an accumulator was closed, or the mesh died while this waited.
+        CollectiveError: the mesh is dead.
     """
-    required, limit = as_required(num_required), as_timeout(timeout)
+    required, limit, seconds = as_required(num_required), as_timeout(timeout), as_deadline(deadline)
     accumulators = tuple(accumulators)
     as_result_kind(as_kind, "native")  # a wrong name must not cost a gradient
     check_together([each.accumulator_ref for each in accumulators])
-    ticket = Ticket(tuple(each.accumulator_ref for each in accumulators), required)
+    ticket = Ticket(tuple(each.accumulator_ref for each in accumulators), required, seconds)
     join(ticket)
     await_ticket(ticket, limit)
     return _handed_out(ticket, as_kind)

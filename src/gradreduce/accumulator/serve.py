@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from gradreduce import ops
 from gradreduce.cross_device import AllReduceCrossDeviceOps
-from gradreduce.device import Buffer, Device, accumulate_dtype, gather, scatter
+from gradreduce.device import Buffer, Device, accumulate_dtype, due, gather, scatter
 from gradreduce.errors import CancelledError, DeadlineExceededError
 
 from .state import AccumulatorState, Ticket, locked
 
-__all__ = ["await_ticket", "close", "join", "serve_held", "serve_joint", "take_held"]
+__all__ = [
+    "await_ticket",
+    "cancel_waiting",
+    "close",
+    "forget",
+    "join",
+    "serve_held",
+    "serve_joint",
+    "take_held",
+]
+
+_log = logging.getLogger(__name__)
 
 # Mesh accumulators that travel together: devices, divisor, what reduces them.
 _Batch = tuple[tuple[Device, ...], float, AllReduceCrossDeviceOps]
@@ -23,7 +35,10 @@ def join(ticket: Ticket) -> None:
     Raises:
         CancelledError: an accumulator was closed.
         BackendUnavailableError: its mesh was closed, is from before a fork, or lost a device.
+        CollectiveError: its mesh is dead.
     """
+    if ticket.deadline is not None:
+        ticket.states[0].devices[0].fabric.guard()  # whoever serves it starts no thread
     with locked(ticket.states):
         for state in ticket.states:
             state.check_open()
@@ -79,8 +94,22 @@ def close(state: AccumulatorState) -> None:
     cancel_waiting(state)
 
 
+def forget(state: AccumulatorState) -> None:
+    """Drops what a mesh that died had added up: it may be half written, and nobody can tell.
+
+    The step stays, so that what arrives for it afterwards counts.
+    """
+    with state.lock:
+        lost = state.count
+        step = state.step
+        state.emptied()
+        state.step = step
+    if lost:  # a handler may do anything: no lock is held
+        _log.warning("an accumulator at step %d lost %d gradients with its mesh", step, lost)
+
+
 def cancel_waiting(state: AccumulatorState) -> None:
-    """Cancels the takes that wait for an accumulator; its mesh was closed, or it itself."""
+    """Cancels the takes that wait for an accumulator; its mesh was closed or died, or it itself."""
     with state.lock:
         waiting = list(state.queue)
     for ticket in waiting:
@@ -133,8 +162,10 @@ def serve_joint(tickets: Sequence[Ticket]) -> None:
 def _serve(ticket: Ticket) -> None:
     """Launches the take, then counts; a failure goes to the taker and leaves the sums alone."""
     kinds = [state.kind for state in ticket.states]
+    devices = [device for state in ticket.states for device in state.devices]
     try:
-        ticket.taken = take_held(ticket.states)
+        with due("take_grad", ticket.deadline, devices):
+            ticket.taken = take_held(ticket.states)
     except Exception as error:
         ticket.error = error
     else:

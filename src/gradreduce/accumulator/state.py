@@ -31,6 +31,7 @@ class Ticket:
     Attributes:
         states: whose gradients it takes together.
         num_required: how many each must hold.
+        deadline: seconds that the devices may take once it is served; None for ever.
         done: set when it has left all queues, with a result or an error.
         taken: for each state, its gradient on each of its devices.
         kinds: for each state, the kind of array to hand out.
@@ -39,6 +40,7 @@ class Ticket:
 
     states: tuple[AccumulatorState, ...]
     num_required: int
+    deadline: float | None = None
     done: threading.Event = field(default_factory=threading.Event)
     taken: list[tuple[Buffer, ...]] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)

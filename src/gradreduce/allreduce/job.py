@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from gradreduce.device import Buffer, Queue
@@ -51,11 +52,13 @@ class Stage:
         jobs: their places in the list of jobs.
         gather: gives the compute queues what fills the jobs' inputs.
         spread: gives them what takes the sums out of the jobs' outs.
+        watched: around whatever is given for it: who watches wants to know for what it is.
     """
 
     jobs: Sequence[int]
     gather: Callable[[], None] = _nothing
     spread: Callable[[], None] = _nothing
+    watched: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 def run_stages(
@@ -76,11 +79,12 @@ def run_stages(
     stages = stages or [Stage(range(num_jobs))]
     queue: Queue = "transfer" if len(stages) > 1 else "compute"
     waiting = list(reversed(stages))
-    running: list[Steps] = []
+    running: list[tuple[Stage, Steps]] = []
     while waiting or running:
         if waiting:
-            running.insert(0, _steps(waiting.pop(), queue, steps_of))
-        running = [steps for steps in running if _goes_on(steps)]
+            stage = waiting.pop()
+            running.insert(0, (stage, _steps(stage, queue, steps_of)))
+        running = [(stage, steps) for stage, steps in running if _goes_on(stage, steps)]
 
 
 def _steps(stage: Stage, queue: Queue, steps_of: Callable[[Sequence[int], Queue], Steps]) -> Steps:
@@ -89,8 +93,9 @@ def _steps(stage: Stage, queue: Queue, steps_of: Callable[[Sequence[int], Queue]
     stage.spread()
 
 
-def _goes_on(steps: Steps) -> bool:
+def _goes_on(stage: Stage, steps: Steps) -> bool:
     """Takes one step; False if it was the last."""
-    for _ in steps:
-        return True
-    return False
+    with stage.watched():
+        for _ in steps:
+            return True
+        return False

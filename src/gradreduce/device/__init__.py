@@ -6,8 +6,10 @@ from .base import Device
 from .collective import Collective
 from .colocated import bring, by_physical, gather, gather_all, scatter
 from .dtypes import DType, accumulate_dtype, as_dtype, element_of, mean_dtype
-from .fences import behind_readers, follow, precede
+from .due import due
+from .fences import behind_readers, follow, precede, whole_block
 from .flat_buffer import FlatBuffer
+from .flight import FlightEntry
 from .ghost import Ghosts, MeshOutline, Outline, Touched, mesh_outline, outline_of
 from .journal import Journal, Record
 from .kernel import Kernel, Template
@@ -27,6 +29,7 @@ from .names import device_named
 from .opening import default_mesh, open_mesh
 from .rates import CopyRates, copy_rates
 from .tape import Tape
+from .watch import Travel, as_deadline
 
 __all__ = [
     "ALIGNMENT",
@@ -38,6 +41,7 @@ __all__ = [
     "Device",
     "FlatBuffer",
     "FlatLayout",
+    "FlightEntry",
     "Ghosts",
     "Journal",
     "Kernel",
@@ -50,7 +54,9 @@ __all__ = [
     "Tape",
     "Template",
     "Touched",
+    "Travel",
     "accumulate_dtype",
+    "as_deadline",
     "as_dtype",
     "behind_readers",
     "bring",
@@ -59,6 +65,7 @@ __all__ = [
     "copy_rates",
     "default_mesh",
     "device_named",
+    "due",
     "element_of",
     "flat_layout",
     "follow",
@@ -71,4 +78,5 @@ __all__ = [
     "overlap",
     "precede",
     "scatter",
+    "whole_block",
 ]

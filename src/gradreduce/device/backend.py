@@ -14,12 +14,35 @@ import numpy as np
 from .kernel import Kernel, Template
 from .memory import Block, Buffer, Mark, Queue, Row
 from .tape import Issue
+from .watch import Patience
 
 __all__ = ["Backend"]
 
 
 class Backend(ABC):
     """The part of a device that knows its memory and its queues."""
+
+    def address_of(self, raw: Any) -> int:
+        """Of the first byte of a block's ``raw``; only where blocks are made without it."""
+        raise NotImplementedError(f"{self} tells no address of {raw!r}")
+
+    def run_on_host(
+        self, kernel: Kernel, row: Sequence[np.ndarray], scalars: Sequence[int | float]
+    ) -> bool:
+        """A launch over one row of small host arrays, without a Buffer; done when it returns.
+
+        Making Buffers of three arrays of a hundred numbers takes five times as long as adding
+        them. Recorded as any launch.
+
+        Args:
+            kernel: an elementwise one.
+            row: flat arrays of the elements that kernels know, the written ones first.
+            scalars: as the kernel declares them.
+
+        Returns:
+            False if this device does not do that; then nothing was done.
+        """
+        return False
 
     @abstractmethod
     def _adopt(self, array: Any, stream: int | None, writable: bool) -> Buffer:
@@ -66,8 +89,8 @@ class Backend(ABC):
         """Queues a copy of a host array, which is read before this returns."""
 
     @abstractmethod
-    def _download(self, buffer: Buffer) -> np.ndarray:
-        """A host copy, once the compute queue is empty."""
+    def _download(self, buffer: Buffer, patience: Patience) -> np.ndarray | None:
+        """A host copy, once the compute queue is empty; None if the patience was over first."""
 
     @abstractmethod
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
@@ -100,5 +123,19 @@ class Backend(ABC):
         """Queues a wait for another queue's mark."""
 
     @abstractmethod
-    def _synchronize(self) -> None:
-        """The host waits for both queues."""
+    def _synchronize(self, patience: Patience) -> bool:
+        """The host waits for both queues; False if the patience was over first."""
+
+    def _reached(self, event: Any) -> bool:
+        """As ``_passed``, for a mark of this device: one that never will is noticed."""
+        return self._passed(event)
+
+    def _urge(self) -> None:  # noqa: B027  # most work by themselves
+        """Has queues go on that otherwise do so only while the host waits."""
+
+    @abstractmethod
+    def _abandon(self, seconds: float) -> bool:
+        """For ``reset``: no queue holds anything any more, within so many seconds, or False.
+
+        What was queued need not have been done, but all marks count as passed.
+        """

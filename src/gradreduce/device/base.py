@@ -18,13 +18,14 @@ from gradreduce.errors import DeviceMismatchError
 from .backend import Backend
 from .dtypes import as_dtype
 from .fabric import Fabric
-from .journal import Kind, Record
+from .journal import Fields, Record
 from .kernel import Kernel, Template
 from .lent import Lent
 from .memory import Buffer, Mark, Queue, Row
 from .parking import Parking
 from .reach import check_reach, check_writable
 from .tape import Issue
+from .watch import Patience, as_deadline
 
 if TYPE_CHECKING:
     from .mesh import Mesh
@@ -55,6 +56,7 @@ class Device(Backend):
         self.fabric = fabric
         self.index = index
         self.physical = physical
+        self._endless = Patience(self)
         self._parking = Parking()
         self.dead = self._parking.dead
         self.lent: Lent | None = None
@@ -85,8 +87,10 @@ class Device(Backend):
         buffer = self.empty(shape, dtype)
         if buffer.size:
             self._fill_zero(buffer)
-            record = Record("fill", "", self.index, nbytes=buffer.nbytes)
-            self._noted(record, partial(self._fill_zero, buffer), [buffer])
+            what: Fields = ("fill", "", self.index, -1, buffer.nbytes)
+            self.fabric.flight.add(what)
+            if self.fabric.watched:
+                self._noted(Record(*what), partial(self._fill_zero, buffer), [buffer])
         return buffer
 
     def adopt(self, array: Any, stream: int | None = None, *, writable: bool = True) -> Buffer:
@@ -119,10 +123,6 @@ class Device(Backend):
             raise DeviceMismatchError(f"{self.name} cannot release {buffer}")
         self._before_write(buffer, "compute")  # whoever gets the array may write it
         return self._release(buffer, stream)
-
-    def address_of(self, raw: Any) -> int:
-        """Of the first byte of a block's ``raw``; only where blocks are made without it."""
-        raise NotImplementedError(f"{self.name} tells no address of {raw!r}")
 
     @abstractmethod
     def put(self, array: Any, address: int | None = None) -> Buffer:
@@ -161,15 +161,28 @@ class Device(Backend):
             buffer.block.touched.add((self, queue))
         self._before_write(buffer, queue)
         self._upload(buffer, array, queue)
-        self._record("upload", nbytes=buffer.nbytes, queue=queue)
+        self._record("upload", "", self.index, -1, buffer.nbytes, queue)
         return buffer
 
-    def download(self, buffer: Buffer) -> np.ndarray:
-        """A host copy of ``buffer``; waits for what the compute queue holds so far."""
+    def download(self, buffer: Buffer, *, deadline: float | None = None) -> np.ndarray:
+        """A host copy of ``buffer``; waits for what the compute queue holds so far.
+
+        Args:
+            buffer: of this device, or one in its reach.
+            deadline: seconds from now; when they are over first, the mesh dies.
+
+        Raises:
+            CollectiveError: the deadline passed, or the mesh died meanwhile.
+            BackendUnavailableError: the device was lost meanwhile.
+        """
+        patience = self._patient(deadline)
         self.fabric.check_usable(self)
         check_reach(self, buffer)
-        self._record("download", nbytes=buffer.nbytes)
-        return self._download(buffer)
+        self._record("download", "", self.index, -1, buffer.nbytes)
+        host = self._download(buffer, patience)
+        if host is None:
+            raise self.fabric.give_up(f"a download of {buffer}", self, patience)
+        return host
 
     def lose(self, reason: str) -> None:
         """Makes every later use of it, and of Buffers on it, a ``BackendUnavailableError``.
@@ -206,10 +219,10 @@ class Device(Backend):
                 end.block.touched.add((self, queue))
         self._before_write(dst, queue)
         self._copy(dst, src, queue)
-        self.fabric.issued()
+        what: Fields = ("copy", "", self.index, src.device.index, dst.nbytes, queue)
+        self.fabric.issued(what)
         if self.fabric.watched:
-            record = Record("copy", "", self.index, src.device.index, dst.nbytes, queue)
-            self._noted(record, partial(self._copy, dst, src, queue), (dst, src))
+            self._noted(Record(*what), partial(self._copy, dst, src, queue), (dst, src))
         if src.device is not self or queue != "compute":
             src.block.is_read(self.mark(queue), src)
             self.fabric.last_read = object()  # after it: who sees this one sees the reader too
@@ -252,28 +265,10 @@ class Device(Backend):
         for operand in written.values():
             self._before_write(operand, queue)
         issue = self._launch(kernel, template, rows, scalars, queue)
-        self.fabric.issued()
+        what: Fields = ("launch", kernel.name, self.index, -1, crossing, queue, len(rows))
+        self.fabric.issued(what)
         if self.fabric.watched:
-            record = Record("launch", kernel.name, self.index, -1, crossing, queue, len(rows))
-            self._noted(record, issue, [operand for row in rows for operand in row])
-
-    def run_on_host(
-        self, kernel: Kernel, row: Sequence[np.ndarray], scalars: Sequence[int | float]
-    ) -> bool:
-        """A launch over one row of small host arrays, without a Buffer; done when it returns.
-
-        Making Buffers of three arrays of a hundred numbers takes five times as long as adding
-        them. Recorded as any launch.
-
-        Args:
-            kernel: an elementwise one.
-            row: flat arrays of the elements that kernels know, the written ones first.
-            scalars: as the kernel declares them.
-
-        Returns:
-            False if this device does not do that; then nothing was done.
-        """
-        return False
+            self._noted(Record(*what), issue, [operand for row in rows for operand in row])
 
     def prepare(self, kernel: Kernel, template: Template) -> None:
         """Compiles, if anything must be compiled, so that a later launch does not (under a lock).
@@ -288,6 +283,7 @@ class Device(Backend):
         """Marks the end of what ``queue`` holds now."""
         self.fabric.check_usable(self)
         mark = Mark(self, queue, self._mark(queue))
+        self.fabric.flight.marked(self, queue, mark.event)
         tape = self.fabric.tape
         if tape is not None:
             tape.marked(mark)
@@ -302,12 +298,29 @@ class Device(Backend):
             if tape is not None:
                 tape.waited(self, mark, queue)
 
-    def synchronize(self) -> None:
-        """The host waits until both queues are empty."""
+    def synchronize(self, *, deadline: float | None = None) -> None:
+        """The host waits until both queues are empty.
+
+        Args:
+            deadline: seconds from now; when they are over first, the mesh dies.
+
+        Raises:
+            CollectiveError: the deadline passed, or the mesh died meanwhile.
+            BackendUnavailableError: the device was lost meanwhile.
+        """
+        patience = self._patient(deadline)
         self.fabric.check_usable(self)
-        self._record("sync")
-        self._synchronize()
+        self._record("sync", "", self.index)
+        if not self._synchronize(patience):
+            raise self.fabric.give_up("a synchronize", self, patience)
         self.drain()
+
+    def _patient(self, deadline: float | None) -> Patience:
+        seconds = as_deadline(deadline)
+        if seconds is None:
+            return self._endless
+        self.fabric.guard()
+        return Patience(self, seconds)
 
     def trim(self) -> None:
         """Gives the pool's free memory back to the system."""
@@ -362,16 +375,8 @@ class Device(Backend):
         if tape is not None:
             tape.add(issue, (record,), operands)
 
-    def _record(
-        self,
-        kind: Kind,
-        *,
-        name: str = "",
-        source: int = -1,
-        nbytes: int = 0,
-        queue: Queue = "compute",
-        num_rows: int = 0,
-    ) -> None:
+    def _record(self, *what: Any) -> None:
+        """The fields of a ``Record``, in order."""
+        self.fabric.flight.add(what)
         if self.fabric.recorder.recording:
-            record = Record(kind, name, self.index, source, nbytes, queue, num_rows)
-            self.fabric.recorder.add(record)
+            self.fabric.recorder.add(Record(*what))

@@ -122,7 +122,6 @@ class Collective(ABC):
             for name, each, queue in calls
             for buffer in each
         )
-        for record in records if fabric.recorder.recording else ():
-            fabric.recorder.add(record)
+        fabric.recorder.replayed(records)
         if fabric.tape is not None:
             fabric.tape.add(issue, records, [*buffers, *kept])

@@ -10,108 +10,38 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
-from types import TracebackType
 from typing import Any
 
 import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
+from gradreduce.errors import BackendUnavailableError, CollectiveError, DeviceMismatchError
 
 from .base import Device
 from .cuda_compile import function
 from .cuda_geometry import Geometry
+from .cuda_gpu import FATAL, Gpu, enable_peer_access, visible_gpus
 from .dtypes import as_dtype
 from .fabric import Fabric
 from .kernel import Kernel, Template
 from .memory import Block, Buffer, Mark, Queue, Row, TrackedBlock
 from .tables import Tables
 from .tape import Issue
+from .watch import Patience
 
-__all__ = ["CudaDevice", "enable_peer_access", "visible_gpus"]
-
-
-def visible_gpus() -> int:
-    """How many GPUs CuPy sees.
-
-    Raises:
-        BackendUnavailableError: no driver, or no GPU.
-    """
-    try:
-        found = int(runtime.getDeviceCount())
-    except runtime.CUDARuntimeError as error:
-        raise BackendUnavailableError(f"CuPy sees no GPU: {error}") from error
-    if not found:
-        raise BackendUnavailableError("CuPy sees no GPU")
-    return found
+__all__ = ["FATAL", "CudaDevice", "enable_peer_access", "visible_gpus"]
 
 
-def enable_peer_access(physicals: Sequence[int]) -> set[tuple[int, int]]:
-    """Lets GPUs read each other's memory where the hardware can; the pairs that do."""
-    reached = set()
-    for here in physicals:
-        for there in physicals:
-            if here != there and runtime.deviceCanAccessPeer(here, there):
-                with cupy.cuda.Device(here):
-                    try:
-                        runtime.deviceEnablePeerAccess(there)
-                    except runtime.CUDARuntimeError as error:
-                        if "PeerAccessAlreadyEnabled" not in str(error):
-                            raise
-                reached.add((here, there))
-    return reached
-
-
-# After these CUDA answers every later call of the process with the same error, or the device is
-# gone; the numbers are those of the runtime and of the driver.
-FATAL = frozenset({
-    4,  # the driver shuts down
-    46,  # the device is busy or unavailable
-    214, 220,  # an uncorrectable error of memory or NVLink
-    226, 700, 702, 714, 715, 716, 717, 718, 719, 721,  # a kernel did what it must not
-    709,  # the context is destroyed
-    999,  # unknown
-})  # fmt: skip
-
-
-class Gpu:
-    """Makes a GPU the current one while inside; a fault that it does not survive loses it.
-
-    Every driver call of ours is inside of one.
-    """
-
-    def __init__(self, owner: Device) -> None:
-        self._owner = owner
-        self._device = cupy.cuda.Device(owner.physical)
-
-    @property
-    def attributes(self) -> Any:
-        """See ``cupy.cuda.Device``."""
-        return self._device.attributes
-
-    def __enter__(self) -> None:
-        self._device.__enter__()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self._device.__exit__()
-            return
-        with suppress(runtime.CUDARuntimeError):  # a dead device is not left, either
-            self._device.__exit__()
-        if getattr(error, "status", 0) in FATAL:
-            self._owner.lose(str(error))
-            text = f"device {self._owner.name} was lost: {error}"
-            raise BackendUnavailableError(text) from error
+# Between two looks at a queue that must come to its end before a mesh is usable again.
+_LOOK_SECONDS = 1e-3
+# What the queues of dead meshes may use for ever: CUDA waits for them before it frees anything.
+_ABANDONED: list[Any] = []
 
 
 @lru_cache(maxsize=1024)
@@ -155,17 +85,23 @@ class CudaDevice(Device):
         return self._streams[queue]
 
     def close(self) -> None:
-        """The host waits for what is queued: memory that work still uses must not go elsewhere."""
+        """The host waits for what is queued: memory that work still uses must not go elsewhere.
+
+        Not for a dead mesh, whose queues may never end: what they may use is never freed.
+        """
         with suppress(BackendUnavailableError):  # a lost device has nothing left to wait for
-            self._synchronize()
-            self.drain()
+            if self.fabric.reason is None:
+                self._synchronize(Patience(self))
+                self.drain()
+            elif not self._is_idle():
+                _ABANDONED.append((self._pool, self._streams, self._staging, self._parking))
 
     def __del__(self) -> None:
         """A mesh that nobody closed: what its queues still use must not be given away."""
         if not sys.is_finalizing() and (self._staging or self._parking):
-            with suppress(BackendUnavailableError):  # closed, lost, or from before a fork
-                self.fabric.check_usable(self)
-                self._synchronize()
+            with suppress(BackendUnavailableError, CollectiveError):
+                self.fabric.check_usable(self)  # open, alive, and of this process
+                self._synchronize(Patience(self))
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -247,7 +183,9 @@ class CudaDevice(Device):
                 while self._staging and self._staging[0][1].done:
                     self._staging.popleft()
 
-    def _download(self, buffer: Buffer) -> np.ndarray:
+    def _download(self, buffer: Buffer, patience: Patience) -> np.ndarray | None:
+        if patience.polls:
+            return self._fetched(buffer, patience)
         host = np.empty(buffer.shape, buffer.dtype)
         stream = self._streams["compute"]
         with self.gpu:
@@ -258,6 +196,27 @@ class CudaDevice(Device):
                 )  # fmt: skip
             stream.synchronize()
         return host
+
+    def _fetched(self, buffer: Buffer, patience: Patience) -> np.ndarray | None:
+        """A download without a wait in the driver: a copy to pageable memory is one."""
+        stream = self._streams["compute"]
+        with self.gpu:
+            pinned = cupy.cuda.alloc_pinned_memory(max(1, buffer.nbytes))
+            if buffer.nbytes:
+                runtime.memcpyAsync(
+                    pinned.ptr,
+                    buffer.address,
+                    buffer.nbytes,
+                    runtime.memcpyDeviceToHost,
+                    stream.ptr,
+                )
+            event = self._event(stream)
+        if not patience.until(lambda: self._reached(event)):
+            with self._staging_lock:  # which the copy may still write
+                self._staging.append((pinned, event))
+            return None
+        staged = np.frombuffer(pinned, np.uint8, buffer.nbytes)
+        return staged.view(buffer.dtype).reshape(buffer.shape).copy()
 
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
         stream = self._streams[queue].ptr
@@ -320,11 +279,41 @@ class CudaDevice(Device):
     def _passed(self, event: Any) -> bool:
         return bool(event.done)
 
-    def _synchronize(self) -> None:
+    def _reached(self, event: Any) -> bool:
+        """Of a GPU that met a fault an event only says that it has not passed."""
+        status = int(runtime.eventQuery(event.ptr))
+        if status in FATAL:
+            self.fabric.lose(self.physical, str(runtime.CUDARuntimeError(status)))
+        return status == 0
+
+    def _synchronize(self, patience: Patience) -> bool:
+        if patience.polls:
+            with self.gpu:
+                events = [self._event(stream) for stream in self._streams.values()]
+            if not patience.until(lambda: all(self._reached(event) for event in events)):
+                return False
+        else:
+            with self.gpu:
+                for stream in self._streams.values():
+                    stream.synchronize()
+        with self._staging_lock:
+            self._staging.clear()
+        return True
+
+    def _is_idle(self) -> bool:
         with self.gpu:
-            for stream in self._streams.values():
-                stream.synchronize()
-        self._staging.clear()
+            return all(stream.done for stream in self._streams.values())
+
+    def _abandon(self, seconds: float) -> bool:
+        """Nothing is dropped: aborted collectives end, and what is behind them runs on."""
+        end = time.monotonic() + seconds
+        while not self._is_idle():
+            if time.monotonic() >= end:
+                return False
+            time.sleep(_LOOK_SECONDS)
+        with self._staging_lock:
+            self._staging.clear()
+        return True
 
     def _event(self, stream: Any) -> Any:
         event = cupy.cuda.Event(disable_timing=True)

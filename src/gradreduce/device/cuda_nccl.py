@@ -6,8 +6,9 @@ Drives ``cupy.cuda.nccl`` directly: ``cupyx.distributed`` knows no bfloat16 and 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,9 +19,10 @@ from .base import Device
 from .collective import Collective
 from .cuda import CudaDevice
 from .dtypes import element_of
+from .fabric import Fabric
 from .memory import Buffer, Queue
 
-__all__ = ["NcclCollective"]
+__all__ = ["NcclCollective", "SharedNccl"]
 
 # element -> NCCL's number for it; NCCL has no 16-bit integers: who adds them gathers them
 _TYPES = {
@@ -67,6 +69,30 @@ class _Open(threading.local):
     calls: list[_Call] | None = None
 
 
+class _Cliques:
+    """Communicators that live and die together.
+
+    Attributes:
+        lock: held while one of them is used: every GPU sees the groups of all threads in one order.
+        made: GPUs in the order of their ranks -> their communicators.
+        aborted: whether nobody may use them any more.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.made: dict[tuple[int, ...], list[Any]] = {}
+        self.aborted = False
+
+    def communicators(self) -> list[Any]:
+        """All of them, without a lock."""
+        return [each for clique in list(self.made.values()) for each in clique]
+
+    def check(self) -> None:
+        """Raises ``CollectiveError`` if they were aborted while the caller waited for the lock."""
+        if self.aborted:
+            raise CollectiveError("NCCL: the communicators were aborted; see mesh.reset()")
+
+
 class NcclCollective(Collective):
     """One communicator for each physical device of a call, made at the first such call.
 
@@ -79,9 +105,8 @@ class NcclCollective(Collective):
 
     def __init__(self) -> None:
         self._nccl = _nccl()
-        self._lock = threading.Lock()
-        # GPUs in the order of their ranks -> their communicators
-        self._cliques: dict[tuple[int, ...], list[Any]] = {}
+        self._cliques = _Cliques()
+        self._aborting: list[threading.Thread] = []
         self._open = _Open()
 
     def all_reduce(
@@ -139,8 +164,9 @@ class NcclCollective(Collective):
         Raises:
             CollectiveError: NCCL cannot connect them, with its own text.
         """
-        with self._lock:
-            self._make_clique(tuple(device.physical for device in devices))
+        cliques = self._cliques
+        with cliques.lock:
+            self._make_clique(cliques, tuple(device.physical for device in devices))
 
     @contextmanager
     def group(self) -> Iterator[None]:
@@ -158,19 +184,46 @@ class NcclCollective(Collective):
 
     def close(self) -> None:
         """Ends the communicators, off the caller's thread: NCCL's abort can hang."""
-        with self._lock:
-            cliques, self._cliques = list(self._cliques.values()), {}
-        if not cliques:
+        self.abort()
+        self.ended(ABORT_SECONDS)
+
+    def abort(self) -> None:
+        """Ends the communicators; waits for nothing, not even for a lock.
+
+        Whoever holds one may be the one that hangs. All are marked first, so that nobody uses
+        one any more, and then aborted, which is what frees them; later calls make new ones.
+        """
+        cliques, self._cliques = self._cliques, _Cliques()
+        cliques.aborted = True
+        communicators = cliques.communicators()
+        if not communicators:
             return
 
         def abort() -> None:
-            for communicators in cliques:
-                for communicator in communicators:
+            for communicator in communicators:
+                with suppress(self._nccl.NcclError):  # the others must be ended all the same
                     communicator.abort()
 
         worker = threading.Thread(target=abort, name="gradreduce-nccl-abort", daemon=True)
+        self._aborting.append(worker)
         worker.start()
-        worker.join(ABORT_SECONDS)
+
+    def ended(self, seconds: float) -> bool:
+        """Whether every ``abort`` is over, which is waited for so long."""
+        end = time.monotonic() + seconds
+        for worker in list(self._aborting):
+            worker.join(max(0.0, min(end - time.monotonic(), threading.TIMEOUT_MAX)))
+        self._aborting = [worker for worker in self._aborting if worker.is_alive()]
+        return not self._aborting
+
+    def error(self) -> str | None:
+        """What NCCL found wrong by itself since it was asked last; never waits."""
+        for communicator in self._cliques.communicators():
+            try:
+                communicator.check_async_error()
+            except self._nccl.NcclError as error:
+                return f"NCCL: {error}"
+        return None
 
     # -- sending ----------------------------------------------------------------------------------
 
@@ -198,18 +251,19 @@ class NcclCollective(Collective):
         self._give(partial(self._group, calls), given, kept)
 
     def _group(self, calls: Sequence[_Call]) -> None:
-        with self._lock:  # every GPU sees the groups of all threads in one order
+        cliques = self._cliques
+        with cliques.lock:
             for call in calls:
-                self._make_clique(call.physicals)
+                self._make_clique(cliques, call.physicals)
+            cliques.check()
             self._run("groupStart", self._nccl.groupStart)
             try:
                 for call in calls:
-                    self._call(call)
+                    self._call(call, cliques.made[call.physicals])
             finally:
                 self._run("groupEnd", self._nccl.groupEnd)
 
-    def _call(self, call: _Call) -> None:
-        communicators = self._cliques[call.physicals]
+    def _call(self, call: _Call, communicators: Sequence[Any]) -> None:
         for communicator, buffer, arguments in zip(
             communicators, call.buffers, call.arguments, strict=True
         ):
@@ -218,10 +272,11 @@ class NcclCollective(Collective):
                 stream = device.stream(call.queue).ptr
                 self._run(call.name, getattr(communicator, call.method), *arguments, stream)
 
-    def _make_clique(self, physicals: tuple[int, ...]) -> None:
-        if physicals not in self._cliques:
+    def _make_clique(self, cliques: _Cliques, physicals: tuple[int, ...]) -> None:
+        cliques.check()
+        if physicals not in cliques.made:
             make = self._nccl.NcclCommunicator.initAll
-            self._cliques[physicals] = self._run("initAll", make, list(physicals))
+            cliques.made[physicals] = self._run("initAll", make, list(physicals))
 
     def _run(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -252,6 +307,43 @@ class NcclCollective(Collective):
         """Count and NCCL type for what moves and is not added: any dtype will do."""
         cuda_device(buffer)
         return buffer.nbytes, self._nccl.NCCL_UINT8
+
+
+class SharedNccl:
+    """Makes the collective of one mesh when it is first asked for, and ends it with the mesh."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._lock = threading.Lock()
+        self._made: NcclCollective | None = None
+        fabric.on_death.append(self._abort)
+        fabric.library_error = self._error
+        fabric.library_ended = self._ended
+
+    def __call__(self) -> NcclCollective:
+        """The collective.
+
+        Raises:
+            BackendUnavailableError: CuPy finds no libnccl.
+        """
+        with self._lock:
+            if self._made is None:
+                self._made = NcclCollective()
+            return self._made
+
+    def close(self) -> None:
+        """See ``NcclCollective.close``."""
+        if self._made is not None:
+            self._made.close()
+
+    def _abort(self) -> None:
+        if self._made is not None:
+            self._made.abort()
+
+    def _error(self) -> str | None:
+        return None if self._made is None else self._made.error()
+
+    def _ended(self, seconds: float) -> bool:
+        return self._made is None or self._made.ended(seconds)
 
 
 def cuda_device(buffer: Buffer) -> CudaDevice:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from gradreduce.errors import BackendUnavailableError
+from gradreduce.errors import BackendUnavailableError, CollectiveError
 
+from .flight import Flight, What, write_flight
 from .journal import Recorder
 from .tape import Tape
+from .watch import Patience, Travel, Watch, WatchedPack
+from .watchdog import Watchdog
 
 if TYPE_CHECKING:
     from .base import Device
@@ -33,10 +38,15 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
 
 
 class _Issued(threading.local):
-    """How many launches and copies a thread has given to the devices, and its open tape."""
+    """How many launches and copies a thread has given to the devices, its open tape and watch."""
 
     count: int = 0
     tape: Tape | None = None
+    watch: Watch | None = None
+
+
+# Writing the flight record must not keep a dead mesh looking alive on a file system that hangs.
+_WRITE_SECONDS = 2.0
 
 
 class Fabric:
@@ -47,26 +57,55 @@ class Fabric:
         peer_access: for all pairs of physical devices or none, or the pairs that have it; see
             ``peers``.
         prepared: what was compiled for its devices, so that nobody asks twice.
-        on_close: what to call, with the key, when the mesh is closed or one of the key's
+        on_close: what to call, with the key, when the mesh is closed or dies, or one of the key's
             ``devices`` is lost: who waits for work on them would wait for ever.
+        on_reset: what to call, with the key, when the mesh is made usable again: what the key
+            keeps in device memory may be half written.
+        on_wake: what to call, in a thread of its own, so that who waits in a queue looks again.
+        on_death: what to call when the mesh dies, in that thread; it must not wait.
+        library_error: what the collective library says is wrong, for the watchdog, which asks it.
+        library_ended: whether the library has let go of what it did when the mesh died, within so
+            many seconds.
         recorder: where devices write what they did.
+        flight: the last operations given to the devices, always.
+        flight_path: where it is written when the mesh dies; empty: nowhere.
         launch_lock: held around each collective group and each multi-device plan, so that every
             device sees those of all threads in one order.
         lost: physical devices that are of no more use, and why.
         last_read: another object after each copy that a writer must wait for.
+        reason: why the mesh is dead; None while it is not.
+        mourned: set when the mesh is dead and all that waited for it are woken.
+        reset_lock: held by the one thread that makes it usable again.
+        generation: how often the mesh was made usable again.
+        is_closed: whether it was closed.
     """
 
     def __init__(self, backend: str, *, peer_access: bool | set[tuple[int, int]]) -> None:
         self.backend = backend
-        self.recorder = Recorder()
+        self.flight = Flight()
+        self.recorder = Recorder(self.flight.add)
+        self.flight_path = ""
         self.prepared: set[Hashable] = set()
         self.on_close: WeakKeyDictionary[Any, Callable[[Any], None]] = WeakKeyDictionary()
+        self.on_reset: WeakKeyDictionary[Any, Callable[[Any], None]] = WeakKeyDictionary()
+        self.on_death: list[Callable[[], None]] = []
+        self.on_wake: list[Callable[[], None]] = []
+        self.library_error: Callable[[], str | None] = lambda: None
+        self.library_ended: Callable[[float], bool] = lambda seconds: True
         self.launch_lock = threading.RLock()
         self.lost: dict[int, str] = {}
         self.last_read = object()
+        self.reason: str | None = None
+        self.mourned = threading.Event()
+        self.generation = 0
+        self.reset_lock = threading.Lock()
+        self._last_reason = ""
+        self._deaths: deque[str] = deque()
+        self._watchdog: Watchdog | None = None
+        self._watchdog_lock = threading.Lock()
         self._issued = _Issued()
         self.peer_access = peer_access
-        self._closed = False
+        self.is_closed = False
         self._pid = os.getpid()
         self._forks = _forks[0]
 
@@ -80,7 +119,9 @@ class Fabric:
 
     def close(self) -> None:
         """Makes every later use of its devices an error."""
-        self._closed = True
+        self.is_closed = True
+        if self._watchdog is not None:
+            self._watchdog.end()
         self._wake(None)
 
     def lose(self, physical: int, reason: str) -> None:
@@ -97,10 +138,17 @@ class Fabric:
         )
         worker.start()
 
+    # -- what a thread does -----------------------------------------------------------------------
+
     @property
     def tape(self) -> Tape | None:
         """Where this thread keeps what it gives to the devices; None: nowhere."""
         return self._issued.tape
+
+    @property
+    def watch(self) -> Watch | None:
+        """The call with a deadline that this thread is in."""
+        return self._issued.watch
 
     @property
     def watched(self) -> bool:
@@ -116,9 +164,10 @@ class Fabric:
         finally:
             self._issued.tape = before
 
-    def issued(self) -> None:
-        """Counts a launch or copy of this thread, for ``whole_or_lost``."""
+    def issued(self, what: What) -> None:
+        """Counts a launch or copy of this thread, for ``whole_or_lost``, and keeps it."""
         self._issued.count += 1
+        self.flight.add(what)
 
     @contextmanager
     def whole_or_lost(self, devices: Iterable[Device]) -> Iterator[None]:
@@ -126,12 +175,14 @@ class Fabric:
 
         A failure before this thread's first launch or copy inside changed nothing and loses
         nothing. After it the state is half of the old and half of the new, and nobody may use it.
+        A mesh that is dead is not told so again: what its memory holds after a reset is nobody's
+        promise anyway.
         """
         before = self._issued.count
         try:
             yield
         except BaseException as error:
-            if self._issued.count != before:
+            if self._issued.count != before and self.reason is None:
                 found = list(dict.fromkeys(devices))
                 names = ", ".join(device.name for device in found)
                 for device in found:
@@ -139,15 +190,138 @@ class Fabric:
                 error.add_note(f"This came half way through: {names} cannot be used any more.")
             raise
 
+    def watched_pack(self, travel: Travel, devices: Iterable[Device] = ()) -> WatchedPack:
+        """A context manager: what this thread gives inside is for what travels.
+
+        So says the flight record and, if the call has a deadline, the error. On a tape it is kept.
+
+        Args:
+            travel: what.
+            devices: that have to come to it, and through it. Default: all of the call.
+        """
+        return WatchedPack(self, travel, tuple(devices))
+
+    # -- deadlines --------------------------------------------------------------------------------
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether the mesh has seen a deadline: from then on every host wait of it can end."""
+        return self._watchdog is not None
+
+    def guard(self) -> Watchdog:
+        """The watchdog, whose thread is started at the first deadline."""
+        with self._watchdog_lock:
+            if self._watchdog is None:
+                self._watchdog = Watchdog(self)
+            return self._watchdog
+
+    @contextmanager
+    def due(self, call: str, seconds: float, devices: Iterable[Device]) -> Iterator[None]:
+        """What this thread gives to these devices inside is over in time, or the mesh dies.
+
+        Args:
+            call: what to call it in the error.
+            seconds: from now, what is done inside on the host included.
+            devices: that it works on.
+        """
+        watch = Watch(call, seconds, devices, self.generation)
+        for device in watch.devices:
+            self.check_usable(device)
+        before, self._issued.watch = self._issued.watch, watch
+        try:
+            self.guard().take(watch)  # first: to mark a queue that is full may never end
+            watch.line(None, leaves=False)
+            yield
+            watch.line(None, leaves=True)
+            watch.given = True
+        except BaseException:
+            watch.dropped = True
+            raise
+        finally:
+            self._issued.watch = before
+
+    def fail(self, reason: str) -> None:
+        """Makes the mesh dead: every later use of it is an error that gives the first reason.
+
+        Takes no lock. Who waits is woken by a thread of its own, which takes those that it needs;
+        the flight record is written before anybody can see that the mesh is dead.
+        """
+        self._deaths.append(reason)
+        if self._deaths[0] is not reason:
+            return
+        if self.flight_path:
+            writer = threading.Thread(
+                target=self._write_flight, args=(reason,), name="gradreduce-flight", daemon=True
+            )
+            writer.start()
+            writer.join(_WRITE_SECONDS)
+        self._last_reason = self.reason = reason
+        threading.Thread(target=self._mourn, name="gradreduce-dead", daemon=True).start()
+
+    def give_up(self, what: str, device: Device, patience: Patience) -> Exception:
+        """The error of a host wait that is over before what it waits for; the mesh is dead then."""
+        try:
+            self.check_usable(device)
+        except (BackendUnavailableError, CollectiveError) as error:
+            return error
+        if patience.is_late:
+            self.fail(f"the deadline for {what} passed: {self._oldest(device)}")
+            while self.reason is None:  # another thread is about to give the first reason
+                time.sleep(1e-3)
+        return self._death(self._last_reason)
+
+    def revive(self) -> None:
+        """Takes the reason back; for ``reset``, which has seen to everything else."""
+        self.generation += 1
+        self.prepared.clear()
+        self.mourned.clear()
+        self._deaths.clear()
+        self.reason = None
+
+    def _oldest(self, device: Device) -> str:
+        waiting = [
+            entry
+            for entry in self.flight.entries([device], fresh=False)
+            if entry.device == device.index and not entry.done
+        ]
+        text = f"{device.name} has not come to the end of its queues"
+        if not waiting:
+            return text
+        first = waiting[0]
+        of = f" of {first.tensors}" if first.tensors else ""
+        what = f"{first.kind} {first.name}".rstrip()
+        return f"{text}; the first that is not known to be over is {what}{of}, #{first.sequence}"
+
+    def _write_flight(self, reason: str) -> None:
+        entries = self.flight.entries((), fresh=False)
+        write_flight(self.flight_path, f"{self.backend}, process {self._pid}", reason, entries)
+
+    def _mourn(self) -> None:
+        for call in self.on_death:
+            call()
+        self._wake(None)
+        self.mourned.set()
+
     def _wake(self, physical: int | None) -> None:
         """Wakes those who wait for one physical device, or (None) all."""
+        for call in self.on_wake:
+            call()
         for waiting, wake in list(self.on_close.items()):
             if physical is None or any(each.physical == physical for each in waiting.devices):
                 wake(waiting)
 
+    # -- checks -----------------------------------------------------------------------------------
+
     def check_usable(self, device: Device) -> None:
-        """Raises ``BackendUnavailableError`` for a lost device, and what ``check_open`` raises."""
+        """Raises for a device that is of no use.
+
+        Raises:
+            BackendUnavailableError: it is lost, or what ``check_open`` raises.
+            CollectiveError: its mesh is dead.
+        """
         self.check_open()
+        if self.reason is not None:
+            raise self._death(self.reason)
         if self.lost and device.physical in self.lost:
             raise BackendUnavailableError(
                 f"device {device.name} was lost: {self.lost[device.physical]}"
@@ -155,10 +329,13 @@ class Fabric:
 
     def check_open(self) -> None:
         """Raises ``BackendUnavailableError`` for a closed mesh, or one from before a fork."""
-        if self._closed:
+        if self.is_closed:
             raise BackendUnavailableError(f"the mesh of this {self.backend} device was closed")
         if self._forks != _forks[0]:
             raise BackendUnavailableError(
                 f"this {self.backend} device was opened by process {self._pid}, before a fork; "
                 "open a mesh in the new process"
             )
+
+    def _death(self, reason: str) -> CollectiveError:
+        return CollectiveError(f"the mesh is dead: {reason}; mesh.reset() makes it usable again")

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from .base import Device
 from .memory import Buffer
 
-__all__ = ["behind_readers", "follow", "precede"]
+__all__ = ["behind_readers", "follow", "precede", "whole_block"]
 
 
 def follow(device: Device, stream: int) -> None:
@@ -29,3 +31,8 @@ def behind_readers(buffers: Iterable[Buffer]) -> None:
     """Each one's compute queue waits for the copies that still read it, as in ``launch``."""
     for buffer in buffers:
         buffer.device._before_write(buffer, "compute")
+
+
+def whole_block(part: Buffer) -> Buffer:
+    """All bytes of the block that ``part`` lies in."""
+    return Buffer(part.block, 0, (part.block.nbytes,), np.dtype(np.uint8))

@@ -23,6 +23,7 @@ from .kernel import Kernel, Template
 from .memory import ALIGNMENT, Block, Buffer, Mark, Queue, Row
 from .mesh import Mesh
 from .tape import Issue
+from .watch import Patience
 
 __all__ = ["Ghosts", "MeshOutline", "Outline", "Touched", "mesh_outline", "outline_of"]
 
@@ -145,7 +146,7 @@ class GhostDevice(Device):
     def _precede(self, stream: int | None) -> None:
         raise DeviceMismatchError(f"{self.name} of a plan has no queue to wait for")
 
-    def _download(self, buffer: Buffer) -> np.ndarray:
+    def _download(self, buffer: Buffer, patience: Patience) -> np.ndarray | None:
         raise DeviceMismatchError(f"{buffer} of a plan has no memory")
 
     def _allocate(self, nbytes: int) -> Block:
@@ -193,7 +194,11 @@ class GhostDevice(Device):
 
     def _wait(self, mark: Mark, queue: Queue) -> None: ...
 
-    def _synchronize(self) -> None: ...
+    def _synchronize(self, patience: Patience) -> bool:
+        return True
+
+    def _abandon(self, seconds: float) -> bool:
+        return True
 
 
 class GhostCollective(Collective):

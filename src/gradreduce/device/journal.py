@@ -6,13 +6,15 @@ A test of topology counts these records instead of timing anything.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-__all__ = ["Journal", "Kind", "Record", "Recorder"]
+__all__ = ["Fields", "Journal", "Kind", "Record", "Recorder"]
 
+# The fields of a Record, in order. Making one costs a tenth of making a Record.
+Fields = tuple[Any, ...]
 Kind = Literal["launch", "copy", "collective", "fill", "upload", "download", "sync"]
 
 
@@ -79,9 +81,14 @@ class Journal:
 
 
 class Recorder:
-    """Hands each record to every journal that is open; costs one truth test when none is."""
+    """Hands each record to every journal that is open; costs one truth test when none is.
 
-    def __init__(self) -> None:
+    Args:
+        keep: is given what is done again from a tape, besides.
+    """
+
+    def __init__(self, keep: Callable[[Record], None]) -> None:
+        self._keep = keep
         self._open: tuple[Journal, ...] = ()
         self._lock = threading.Lock()
 
@@ -101,6 +108,13 @@ class Recorder:
     def recording(self) -> bool:
         """Whether any journal is open."""
         return bool(self._open)
+
+    def replayed(self, records: Iterable[Record]) -> None:
+        """Of an operation that a tape gave again."""
+        for record in records:
+            self._keep(record)
+            if self._open:
+                self.add(record)
 
     def add(self, record: Record) -> None:
         """Appends to every open journal (list.append is atomic: no lock on this path)."""

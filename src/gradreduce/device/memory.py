@@ -213,9 +213,12 @@ class Buffer:
             for start, shape in zip(starts, shapes, strict=True)
         ]
 
-    def numpy(self) -> np.ndarray:
-        """A copy in host memory; waits for the device."""
-        return self.device.download(self)
+    def numpy(self, *, deadline: float | None = None) -> np.ndarray:
+        """A copy in host memory; waits for the device, ``deadline`` seconds or for ever.
+
+        See ``Device.download``, which raises.
+        """
+        return self.device.download(self, deadline=deadline)
 
     def __repr__(self) -> str:
         return f"Buffer(shape={self.shape}, dtype={self.dtype}, device={self.device.name!r})"

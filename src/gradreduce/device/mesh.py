@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -14,7 +15,10 @@ from .collective import Collective
 from .colocated import by_physical
 from .fabric import Fabric
 from .flat_buffer import FlatBuffer
+from .flight import FlightEntry
 from .journal import Journal
+from .reset import reset
+from .watch import as_deadline
 
 __all__ = ["Mesh"]
 
@@ -80,10 +84,55 @@ class Mesh:
         """
         return FlatBuffer.on(self.devices, shapes, dtype)
 
-    def synchronize(self) -> None:
-        """The host waits until every queue of every device is empty."""
+    def synchronize(self, *, deadline: float | None = None) -> None:
+        """The host waits until every queue of every device is empty.
+
+        Args:
+            deadline: seconds from now, for all of them; when they are over first, the mesh dies.
+
+        Raises:
+            CollectiveError: the deadline passed, or the mesh died meanwhile.
+            BackendUnavailableError: a device was lost, or the mesh closed.
+        """
+        seconds = as_deadline(deadline)
+        end = None if seconds is None else time.monotonic() + seconds
         for device in self.devices:
-            device.synchronize()
+            # A queue that is empty by then has come to its end in time.
+            rest = None if end is None else max(end - time.monotonic(), 1e-6)
+            device.synchronize(deadline=rest)
+
+    def flight_record(self) -> list[FlightEntry]:
+        """The last 1,000 operations that the devices of the whole mesh were given, oldest first.
+
+        Always kept. Which of them are done is worked out now: ``done`` is False for what is not
+        known to be over. Never waits for a device, also where the mesh is dead or closed.
+        """
+        fabric = self.fabric
+        alive = fabric.reason is None and not fabric.is_closed
+        return fabric.flight.entries(self.devices[0].mesh.devices, fresh=alive)
+
+    def reset(self, *, timeout: float | None = 30.0) -> None:
+        """Makes a mesh usable again that died because a deadline passed; the whole mesh.
+
+        Waits until the communicators are aborted and the queues empty. On the simulation what
+        never ran is dropped. Communicators are made anew at their next use. **What unfinished work
+        would have written is undefined**: Buffers, Variables and results of the time before hold
+        whatever they hold. Accumulators over these devices are empty afterwards, at the global
+        step that they had. Prepared steps can be called again. Lost devices stay lost.
+
+        A mesh that is not dead is left as it is. Calls of other threads should have come back
+        (they raise) before.
+
+        Args:
+            timeout: seconds to wait at most; None for ever.
+
+        Raises:
+            CollectiveError: a device or communicator does not come to its end in time; named. The
+                mesh is still dead, and may be reset later.
+            BackendUnavailableError: the mesh is closed.
+            ValueError: ``timeout`` is no number above 0.
+        """
+        reset(self.devices[0].mesh.devices, timeout)
 
     def trim(self) -> None:
         """Gives the free memory of every device's pool back to the system."""

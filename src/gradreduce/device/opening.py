@@ -5,6 +5,7 @@ The only room that reads environment variables:
 * ``GRADREDUCE_BACKEND``: ``sim`` or ``cuda``, when ``open_mesh`` is given none.
 * ``GRADREDUCE_SIM_DEVICES``: how many simulated devices, when it is given none (default 4).
 * ``GRADREDUCE_SIM_STRICT``: ``1`` fills fresh simulated memory with NaN.
+* ``GRADREDUCE_FLIGHT_RECORD``: a file; when a mesh dies its flight record is written there.
 * ``GRADREDUCE_SIM_THREADS``: host threads that run simulated launches (default: the cores).
 """
 
@@ -112,8 +113,7 @@ def _open_cuda(devices: int | Sequence[int] | None) -> Mesh:
     physicals = tuple(dict.fromkeys(placement))
     fabric = Fabric("cuda", peer_access=cuda.enable_peer_access(physicals))
     made = [cuda.CudaDevice(fabric, index, gpu) for index, gpu in enumerate(placement)]
-    collective = cache(cuda_nccl.NcclCollective)
-
+    collective = cuda_nccl.SharedNccl(fabric)
     opened_by = os.getpid()
 
     def close() -> None:
@@ -121,8 +121,7 @@ def _open_cuda(devices: int | Sequence[int] | None) -> Mesh:
             return  # nothing of CUDA works in a forked child
         for device in made:
             device.close()
-        if collective.cache_info().currsize:
-            collective().close()
+        collective.close()
 
     return _mesh(made, fabric, collective, close)
 
@@ -134,6 +133,7 @@ def _mesh(
     on_close: Callable[[], None],
 ) -> Mesh:
     """The whole mesh of new devices."""
+    fabric.flight_path = os.environ.get("GRADREDUCE_FLIGHT_RECORD", "")
     mesh = Mesh(made, fabric, collective, on_close)
     for device in made:
         device.mesh = mesh

@@ -19,6 +19,8 @@ from .base import Device
 from .compiled import host_kernel
 from .dtypes import BFLOAT16, as_dtype
 from .fabric import Fabric
+from .flight import QUEUES
+from .journal import Fields, Record
 from .kernel import Arrays, Kernel, Template
 from .memory import Block, Buffer, Mark, Queue, Row, TrackedBlock
 from .sim_pool import SimPool
@@ -27,6 +29,7 @@ from .sim_workers import Workers
 from .table import CHUNK_SIZE
 from .tables import Tables
 from .tape import Issue
+from .watch import Patience
 
 __all__ = ["BLOCK_SIZE", "FACES", "SimDevice", "SimOptions", "memory_of", "sim_device"]
 
@@ -74,6 +77,8 @@ class SimDevice(Device):
         self.options = options
         self.scheduler = options.scheduler
         self.defers = options.scheduler.defers
+        if options.scheduler.wake not in fabric.on_wake:
+            fabric.on_wake.append(options.scheduler.wake)
         self._pool = SimPool()
         self._tables = Tables(lambda words: (words.__array_interface__["data"][0], words))
 
@@ -109,7 +114,9 @@ class SimDevice(Device):
         raise DeviceMismatchError(f"{self.name} is simulated and knows no stream {stream:#x}")
 
     def _precede(self, stream: int | None) -> None:
-        self.scheduler.finish((self, "compute"))  # a host array has no stream that could wait
+        # A host array has no stream that could wait.
+        if not self.scheduler.finish((self, "compute"), self._endless):
+            raise self.fabric.give_up("handing out a host array", self, self._endless)
 
     def put(self, array: Any, address: int | None = None) -> Buffer:
         """See ``Device.put``: a NumPy array is shared if contiguous and aligned, else copied.
@@ -176,8 +183,9 @@ class SimDevice(Device):
         into = memory_of(dst).reshape(dst.shape)
         self.scheduler.submit((self, queue), partial(np.copyto, into, source))
 
-    def _download(self, buffer: Buffer) -> np.ndarray:
-        self.scheduler.finish((self, "compute"))
+    def _download(self, buffer: Buffer, patience: Patience) -> np.ndarray | None:
+        if not self.scheduler.finish((self, "compute"), patience):
+            return None
         return self.array(buffer).copy()
 
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
@@ -266,8 +274,10 @@ class SimDevice(Device):
             return False
         self.fabric.check_usable(self)
         self.scheduler.submit((self, "compute"), partial(_run, kernel, [row], scalars))
-        self.fabric.issued()
-        self._record("launch", name=kernel.name, num_rows=1)
+        what: Fields = ("launch", kernel.name, self.index, -1, 0, "compute", 1)
+        self.fabric.issued(what)
+        if self.fabric.recorder.recording:
+            self.fabric.recorder.add(Record(*what))
         return True
 
     def _mark(self, queue: Queue) -> Event:
@@ -279,9 +289,15 @@ class SimDevice(Device):
     def _wait(self, mark: Mark, queue: Queue) -> None:
         self.scheduler.wait((self, queue), mark.event)
 
-    def _synchronize(self) -> None:
-        for queue in ("compute", "transfer"):
-            self.scheduler.finish((self, queue))
+    def _synchronize(self, patience: Patience) -> bool:
+        return all(self.scheduler.finish((self, queue), patience) for queue in QUEUES)
+
+    def _urge(self) -> None:
+        self.scheduler.urge()
+
+    def _abandon(self, seconds: float) -> bool:
+        self.scheduler.drop()
+        return True
 
 
 class _Shown:

@@ -14,9 +14,13 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
 
+from .watch import Patience
+
 __all__ = ["Event", "RunAtOnce", "Scheduler", "Shuffled"]
 
 Work = Callable[[], None]
+# The watchdog waits for no lock for ever.
+_URGE_SECONDS = 1.0
 
 
 class Event:
@@ -54,8 +58,21 @@ class Scheduler(ABC):
         """What comes into the queue from now on runs after ``event``."""
 
     @abstractmethod
-    def finish(self, queue: Hashable) -> None:
-        """Returns when the queue is empty; only this makes the host wait."""
+    def finish(self, queue: Hashable, patience: Patience | None = None) -> bool:
+        """Returns when the queue is empty; only this makes the host wait.
+
+        Returns:
+            False if the patience was over first, or the work was dropped.
+        """
+
+    def urge(self) -> None:  # noqa: B027  # where work runs at once nothing is left to do
+        """Runs what can run, as devices do by themselves; for who only looks at marks."""
+
+    def drop(self) -> None:  # noqa: B027
+        """Forgets what has not run, and all its marks count as passed."""
+
+    def wake(self) -> None:  # noqa: B027
+        """Has those who wait in ``finish`` look at their patience."""
 
 
 class RunAtOnce(Scheduler):
@@ -79,12 +96,27 @@ class RunAtOnce(Scheduler):
     def wait(self, queue: Hashable, event: Event) -> None:
         """See ``Scheduler.wait``."""
 
-    def finish(self, queue: Hashable) -> None:
+    def finish(self, queue: Hashable, patience: Patience | None = None) -> bool:
         """See ``Scheduler.finish``."""
+        return True
+
+
+class _Passing:
+    """Work that lets an event pass."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: Event) -> None:
+        self._event = event
+
+    def __call__(self) -> None:
+        self._event.passed = True
 
 
 class Shuffled(Scheduler):
     """Work runs in a random legal order.
+
+    A queue can be told to be stuck (``stall``), as that of a GPU whose kernel never ends.
 
     Args:
         seed: of the order. Seed 0 is fully lazy: nothing runs before the host waits. Seed 1 is
@@ -98,8 +130,11 @@ class Shuffled(Scheduler):
         self._random = random.Random(seed)
         self._early = {0: 0.0, 1: 1.0}.get(seed, self._random.choice((0.1, 0.3, 0.5, 0.8)))
         self._queues: dict[Hashable, deque[Work | Event]] = {}
+        self._stalled: set[Hashable] = set()
+        self._drops = 0
         # Re-entrant: work never submits work, but a dying block may be drained inside a call.
         self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     def submit(self, queue: Hashable, work: Work) -> None:
         """See ``Scheduler.submit``."""
@@ -110,11 +145,7 @@ class Shuffled(Scheduler):
     def record(self, queue: Hashable) -> Event:
         """See ``Scheduler.record``."""
         event = Event()
-
-        def passed() -> None:
-            event.passed = True
-
-        self.submit(queue, passed)
+        self.submit(queue, _Passing(event))
         return event
 
     def wait(self, queue: Hashable, event: Event) -> None:
@@ -122,16 +153,61 @@ class Shuffled(Scheduler):
         with self._lock:
             self._queues.setdefault(queue, deque()).append(event)
 
-    def finish(self, queue: Hashable) -> None:
-        """See ``Scheduler.finish``.
+    def finish(self, queue: Hashable, patience: Patience | None = None) -> bool:
+        """See ``Scheduler.finish``; waits for a queue that is stuck, or for one that waits for it.
 
         Raises:
             RuntimeError: the queue waits for an event that no queue will pass.
         """
         with self._lock:
+            drops = self._drops
             while self._queues.get(queue):
-                if not self._run_one():
+                if self._run_one():
+                    continue
+                if not self._stalled:
                     raise RuntimeError(f"deadlock: {queue} waits for an event that never passes")
+                if patience is not None and patience.is_over:
+                    return False
+                self._changed.wait(None if patience is None else patience.rest)
+            return drops == self._drops
+
+    def stall(self, queue: Hashable) -> None:
+        """From now on nothing in this queue runs."""
+        with self._lock:
+            self._stalled.add(queue)
+
+    def resume(self, queue: Hashable) -> None:
+        """What is in this queue may run again."""
+        with self._lock:
+            self._stalled.discard(queue)
+            self._run_some()
+            self._changed.notify_all()
+
+    def urge(self) -> None:
+        """See ``Scheduler.urge``; gives up where another thread is at it for too long."""
+        if self._lock.acquire(timeout=_URGE_SECONDS):
+            try:
+                while self._run_one():
+                    pass
+            finally:
+                self._lock.release()
+
+    def drop(self) -> None:
+        """See ``Scheduler.drop``; no queue is stuck afterwards."""
+        with self._lock:
+            self._drops += 1
+            for line in self._queues.values():
+                for work in line:
+                    if isinstance(work, _Passing):
+                        work()
+                line.clear()
+            self._stalled.clear()
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """See ``Scheduler.wake``."""
+        with self._lock:
+            self._changed.notify_all()
 
     def _run_some(self) -> None:
         while self._random.random() < self._early and self._run_one():
@@ -139,7 +215,11 @@ class Shuffled(Scheduler):
 
     def _run_one(self) -> bool:
         """Runs the head of a random queue that can go on; False if none can."""
-        ready = [line for line in self._queues.values() if self._can_run(line)]
+        ready = [
+            line
+            for queue, line in self._queues.items()
+            if self._can_run(line) and queue not in self._stalled
+        ]
         if not ready:
             return False
         line = self._random.choice(ready)

@@ -73,6 +73,5 @@ class Tape:
         """Gives everything again, in order."""
         for issue, records in self._entries:
             issue()
-            if records and recorder.recording:
-                for record in records:
-                    recorder.add(record)
+            if records:
+                recorder.replayed(records)

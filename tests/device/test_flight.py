@@ -1,0 +1,119 @@
+"""The flight record: what a mesh was given, for what, and how far it came."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from stuck import PATIENCE, resume, stall
+
+import gradreduce as gr
+from gradreduce.device import FlightEntry, Travel, open_mesh
+
+from .contract import BACKENDS, FLOAT, SIZE, add, data, uploaded
+
+
+@pytest.fixture(params=BACKENDS)
+def mesh(request):
+    with request.param([0, 0, 1]) as opened:
+        yield opened
+
+
+def outlines(entries: list[FlightEntry]) -> list[tuple]:
+    return [
+        (each.kind, each.name, each.device, each.source, each.nbytes, each.queue, each.num_rows)
+        for each in entries
+    ]
+
+
+def test_what_a_journal_records_the_flight_record_has_too(mesh):
+    """Of every kind of operation, in the order of the calls, numbered, and without a journal."""
+    first, second = mesh.devices[:2]
+    with mesh.journal() as journal:
+        buffer = uploaded(first, 1)
+        beside = second.upload(data((SIZE,)), queue="transfer")
+        second.wait(second.mark("transfer"))
+        total = second.zeros((SIZE,), FLOAT)
+        second.copy(total, buffer)
+        add(second, total, total, beside)
+        mesh.collective.all_reduce([total])
+        gr.add_n([np.ones(3, np.float32)] * 2)
+        total.numpy()
+        mesh.synchronize()
+    entries = mesh.flight_record()
+    assert outlines(entries) == [dataclasses.astuple(each) for each in journal.records]
+    assert [each.sequence for each in entries] == list(range(1, len(entries) + 1))
+    assert all(each.done for each in entries)
+    assert mesh[0:1].flight_record() == entries
+
+
+def test_it_keeps_the_last_thousand(mesh):
+    device = mesh.devices[0]
+    one, other = uploaded(device, 1), uploaded(device, 2)
+    for _ in range(1004):
+        device.copy(one, other)
+    entries = mesh.flight_record()
+    assert [each.sequence for each in entries] == list(range(7, 1007))
+
+
+def test_it_names_what_a_thread_works_for(mesh):
+    device = mesh.devices[0]
+    buffer = uploaded(device, 1)
+    travel = Travel((5, 6, 7), (3,), 8)
+    with device.fabric.watched_pack(travel):
+        device.copy(buffer, uploaded(device, 2))
+    with pytest.raises(KeyError), device.fabric.watched_pack(Travel((0,))):
+        raise KeyError
+    device.copy(buffer, uploaded(device, 2))
+    said = [each.tensors for each in mesh.flight_record()]
+    assert said == ["", *["pack 3 of 8 (tensors 5 to 7)"] * 2, "", ""]
+
+
+def test_a_play_is_in_it_as_the_plain_call_is(mesh):
+    value = gr.PerReplica([uploaded(device, 1) for device in mesh.devices], mesh)
+    step = gr.HierarchicalCopyAllReduce(2, mesh=mesh).prepare(gr.ReduceOp.SUM, [(value, value)])
+    count = mesh.flight_record()[-1].sequence
+    with mesh.journal() as journal:
+        step()
+    played = [each for each in mesh.flight_record() if each.sequence > count]
+    assert outlines(played) == [dataclasses.astuple(each) for each in journal.records]
+    assert "packs 1 to 2 of 2 (tensor 0)" in {each.tensors for each in played}
+
+
+def test_done_is_what_is_known_to_be_over():
+    with open_mesh(2, backend="sim", schedule_seed=1) as mesh:
+        stuck = mesh.devices[1]
+        buffers = [uploaded(device, 1) for device in mesh.devices]
+        stuck.mark()  # any mark tells what is over before it
+        stall(stuck)
+        for device, buffer in zip(mesh.devices, buffers, strict=True):
+            device.copy(buffer, device.empty((SIZE,), FLOAT))
+        stuck.copy(buffers[1], stuck.upload(data((SIZE,)), queue="transfer"), queue="transfer")
+        entries = mesh.flight_record()
+        late = [(each.kind, each.queue) for each in entries if not each.done]
+        assert late == [("copy", "compute"), ("upload", "transfer"), ("copy", "transfer")]
+        assert all(each.device == stuck.index for each in entries if not each.done)
+        resume(stuck)
+        stuck.synchronize(deadline=PATIENCE)
+        assert all(each.done for each in mesh.flight_record())
+
+
+def test_it_can_be_read_when_the_mesh_is_closed():
+    with open_mesh(2, backend="sim") as mesh:
+        uploaded(mesh.devices[1], 1)
+        mesh.devices[1].mark()
+    assert outlines(mesh.flight_record()) == [("upload", "", 1, -1, SIZE * 4, "compute", 0)]
+
+
+@pytest.mark.parametrize(
+    ("travel", "text"),
+    [
+        (Travel((4,)), "tensor 4"),
+        (Travel((0, 1, 2), (1, 2), 2), "packs 1 to 2 of 2 (tensors 0 to 2)"),
+        (Travel((1, 3, 4), (7,), 9), "pack 7 of 9 (tensors 1, 3, 4)"),
+        (Travel(tuple(range(0, 40, 2))), "tensors 0, 2, 4, 6, 8, 10, 12, 14 and 12 more"),
+    ],
+)
+def test_what_travels_is_said_in_short(travel, text):
+    assert str(travel) == text

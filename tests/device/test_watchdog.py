@@ -1,0 +1,234 @@
+"""The watchdog: one thread for each mesh, which ends with it; resets; and what they may not do."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import numpy as np
+import pytest
+from exact import same
+from stuck import PATIENCE, await_death, clock, stall, watchdogs
+
+from gradreduce.device import due, open_mesh, watch
+from gradreduce.errors import BackendUnavailableError, CollectiveError
+
+from .contract import BACKENDS, FLOAT, SIZE, data, uploaded
+
+__all__ = ["clock"]
+
+
+@pytest.fixture(params=BACKENDS)
+def mesh(request):
+    with request.param([0, 0, 1]) as opened:
+        yield opened
+
+
+def queued(placement=(0, 1)):
+    return open_mesh(list(placement), backend="sim", schedule_seed=3)
+
+
+def ended(threads: list[threading.Thread]) -> bool:
+    for thread in threads:
+        thread.join(PATIENCE)
+    return not any(thread.is_alive() for thread in threads)
+
+
+def test_work_that_is_done_in_time_is_let_go(mesh):
+    """On every backend: the waits that end early give what those give that do not."""
+    buffer = uploaded(mesh.devices[0], 1)
+    assert not mesh.fabric.is_guarded
+    with due("a call", PATIENCE, mesh.devices):
+        mesh.devices[1].copy(buffer, uploaded(mesh.devices[1], 2))
+    assert mesh.fabric.is_guarded
+    mesh.devices[0].wait(mesh.devices[1].mark())
+    assert same(buffer.numpy(deadline=PATIENCE), data((SIZE,), seed=2))
+    assert same(buffer.numpy(), data((SIZE,), seed=2))
+    mesh.synchronize(deadline=PATIENCE)
+    mesh.synchronize()
+    assert mesh.fabric.reason is None
+
+
+def test_a_reset_of_what_is_not_dead_does_nothing(mesh):
+    buffer = uploaded(mesh.devices[0], 1)
+    with mesh.journal() as journal:
+        mesh.reset()
+        mesh[1:].reset(timeout=None)
+    assert journal.records == []
+    assert same(buffer.numpy(), data((SIZE,), seed=1))
+    mesh.close()
+    with pytest.raises(BackendUnavailableError, match="was closed"):
+        mesh.reset()
+
+
+def test_one_thread_for_each_mesh_that_ends_with_it():
+    before = set(watchdogs())
+    with queued() as mesh:
+        for _ in range(3):
+            mesh.synchronize(deadline=PATIENCE)
+        assert len(set(watchdogs()) - before) == 1
+    assert ended(list(set(watchdogs()) - before))
+
+
+def test_an_idle_thread_keeps_no_mesh_alive():
+    before = set(watchdogs())
+    mesh = queued()
+    mesh.synchronize(deadline=PATIENCE)
+    with due("a call", PATIENCE, mesh.devices):
+        uploaded(mesh.devices[0], 1)
+    mesh.synchronize()
+    here = weakref.ref(mesh.fabric)
+    del mesh
+    gone = threading.Event()
+    for _ in range(int(PATIENCE / 0.005)):
+        gc.collect()
+        if here() is None:
+            break
+        gone.wait(0.005)  # until it has looked once more
+    assert here() is None
+    assert ended(list(set(watchdogs()) - before))
+
+
+def test_the_first_reason_stays_and_a_second_death_has_its_own(clock):
+    with queued() as mesh:
+        stall(mesh.devices[1])
+        for call in ("first", "second"):
+            with due(call, 5, mesh.devices):
+                uploaded(mesh.devices[1], 1)
+        clock.pass_by(6)
+        assert "for first passed" in await_death(mesh)
+        mesh.fabric.fail("later reasons do not count")
+        with pytest.raises(CollectiveError, match="for first passed"):
+            mesh.synchronize()
+        mesh.reset(timeout=PATIENCE)
+        clock.pass_by(100)  # who watched before the reset does not any more
+        assert same(uploaded(mesh.devices[1], 4).numpy(deadline=PATIENCE), data((SIZE,), seed=4))
+        stall(mesh.devices[0])
+        with due("third", 5, mesh.devices):
+            uploaded(mesh.devices[0], 1)
+        clock.pass_by(6)
+        assert "for third passed: sim:0 has not joined third" in await_death(mesh)
+
+
+def test_a_call_that_never_ends_on_the_host_is_named(clock):
+    """As inside of a library that hangs; the call itself then meets the error."""
+    mesh = queued()
+    with pytest.raises(CollectiveError, match="is dead"), due("a call", 5, mesh.devices):
+        clock.pass_by(6)
+        assert "the call itself has not come to the end of giving its work" in await_death(mesh)
+        uploaded(mesh.devices[0], 1)
+    mesh.close()
+
+
+def test_a_call_that_raises_is_not_watched_any_more(clock):
+    with queued() as mesh:
+        stall(mesh.devices[1])
+        with pytest.raises(KeyError), due("a call", 5, mesh.devices):
+            uploaded(mesh.devices[1], 1)
+            raise KeyError
+        clock.pass_by(6)
+        with due("another", 50, mesh.devices[:1]):
+            pass
+        mesh.devices[0].synchronize()
+        assert mesh.fabric.reason is None
+
+
+def test_a_device_that_cannot_be_looked_at_ends_the_mesh(clock, monkeypatch):
+    with queued() as mesh, monkeypatch.context() as patch:
+        patch.setattr(type(mesh.devices[0]), "_reached", lambda *_: 1 / 0)
+        with due("a call", 5, mesh.devices):
+            pass
+        assert "cannot be looked at: ZeroDivisionError" in await_death(mesh)
+
+
+def test_neither_the_thread_nor_a_death_takes_a_lock(clock):
+    """Every lock of ours is held by a call that hangs; the mesh dies all the same."""
+    with queued() as mesh:
+        stall(mesh.devices[1])
+        with due("a call", 5, mesh.devices):
+            uploaded(mesh.devices[1], 1)
+        held, let_go = threading.Event(), threading.Event()
+
+        def hang() -> None:
+            with mesh.fabric.launch_lock, mesh.fabric._watchdog_lock, mesh.fabric.reset_lock:
+                held.set()
+                assert let_go.wait(PATIENCE)
+
+        holder = threading.Thread(target=hang)
+        holder.start()
+        assert held.wait(PATIENCE)
+        clock.pass_by(6)
+        assert "sim:1 has not joined" in await_death(mesh)
+        with pytest.raises(CollectiveError, match="still dead: another thread resets it"):
+            mesh.reset(timeout=0.01)
+        let_go.set()
+        holder.join(PATIENCE)
+        mesh.reset(timeout=PATIENCE)
+
+
+def test_a_reset_waits_for_a_call_that_still_gives_work(clock):
+    with queued() as mesh:
+        mesh.fabric.fail("for a test")
+        held, let_go = threading.Event(), threading.Event()
+
+        def hang() -> None:
+            with mesh.fabric.launch_lock:
+                held.set()
+                assert let_go.wait(PATIENCE)
+
+        holder = threading.Thread(target=hang)
+        holder.start()
+        assert held.wait(PATIENCE)
+        with pytest.raises(CollectiveError, match="a call is still giving work to the devices"):
+            mesh.reset(timeout=0.01)
+        let_go.set()
+        holder.join(PATIENCE)
+        mesh.reset(timeout=PATIENCE)
+        mesh.reset(timeout=PATIENCE)
+
+
+def test_memory_of_the_time_before_a_reset_comes_home():
+    """Work that was dropped holds no block: parked memory returns to the pool."""
+    with queued([0, 1, 2]) as mesh:
+        first, second, _ = mesh.devices
+        buffer = uploaded(first, 1)
+        other = second.empty((SIZE,), FLOAT)
+        stall(second)
+        second.copy(other, buffer)
+        address = buffer.address
+        del buffer
+        assert first.empty((SIZE,), FLOAT).address != address
+        with pytest.raises(CollectiveError):
+            second.synchronize(deadline=0.01)
+        mesh.reset(timeout=PATIENCE)
+        mesh.synchronize(deadline=PATIENCE)
+        assert address in [first.empty((SIZE,), FLOAT).address for _ in range(4)]
+
+
+def test_a_mesh_that_is_closed_lets_go_who_waits():
+    with queued() as mesh:
+        buffer = uploaded(mesh.devices[1], 1)
+        stall(mesh.devices[1])
+        outcomes: list = []
+
+        def wait() -> None:
+            try:
+                buffer.numpy()
+            except BackendUnavailableError as error:
+                outcomes.append(str(error))
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+    waiting.join(PATIENCE)
+    assert "was closed" in outcomes[0]
+
+
+def test_patience_is_polled_only_where_there_was_a_deadline():
+    with queued() as mesh:
+        device = mesh.devices[0]
+        assert not watch.Patience(device).polls
+        assert watch.Patience(device, 5).polls
+        mesh.fabric.guard()
+        assert watch.Patience(device).polls
+        assert device.put(np.ones(3, np.float32)).numpy().sum() == 3

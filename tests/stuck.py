@@ -1,0 +1,52 @@
+"""Devices that hang, a clock that tests move, and the thread that looks at both."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from gradreduce.device import Device, Mesh, watch
+
+PATIENCE = 60.0  # seconds after which a test, not a mesh, is broken
+
+
+class Clock:
+    """What deadlines are counted by."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def pass_by(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Iterator[Clock]:
+    made = Clock()
+    monkeypatch.setattr(watch, "now", made)
+    return made
+
+
+def stall(device: Device, queue: str = "compute") -> None:
+    """From now on nothing in this queue of a simulated device runs."""
+    device.scheduler.stall((device, queue))
+
+
+def resume(device: Device, queue: str = "compute") -> None:
+    device.scheduler.resume((device, queue))
+
+
+def watchdogs() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "gradreduce-watchdog"]
+
+
+def await_death(mesh: Mesh) -> str:
+    """Until the watchdog has ended the mesh, and all that wait for it are woken; the reason."""
+    assert mesh.fabric.mourned.wait(PATIENCE), "the mesh has not died"
+    assert mesh.fabric.reason is not None
+    return mesh.fabric.reason
