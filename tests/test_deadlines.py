@@ -85,7 +85,7 @@ def test_who_has_joined_but_not_finished_is_told_apart(mesh, clock, monkeypatch)
     ops = gr.NcclAllReduce(1, mesh=mesh)
     add = type(mesh.collective).all_reduce
 
-    def hang(collective, buffers, op="sum"):
+    def hang(collective, buffers, op="sum", **_):
         mesh.synchronize()
         add(collective, buffers, op)
         stall(mesh.devices[3])

@@ -25,6 +25,7 @@ from gradreduce.reduce_arguments import (
     checked_requests,
     keys_of,
     nested,
+    outs_of,
 )
 from gradreduce.reduce_flow import (
     Settings,
@@ -146,6 +147,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         *,
         coalesce: bool = False,
         as_kind: str | None = None,
+        out: Sequence[Any] | None = None,
         deadline: float | None = None,
     ) -> Any:
         """Combines ``grads[device][tensor]``, one batch for all; the same nesting comes back.
@@ -157,10 +159,12 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             coalesce: add rows of the same index of IndexedSlices.
             as_kind: what the results are instead of the kind of each tensor's first array; see
                 ``batch_reduce``.
+            out: arrays that the results are written into, nested as ``grads``, which may be
+                ``grads`` itself; see ``batch_reduce``.
             deadline: see ``batch_reduce``.
 
         Returns:
-            The combined arrays, ``[device][tensor]``, nested as they came. New memory. Waits for
+            The combined arrays, ``[device][tensor]``, nested as they came. New memory; or ``out``. Waits for
             no device, unless NumPy arrays are asked for, ``as_kind="numpy"``, of what lies on
             GPUs.
 
@@ -182,7 +186,12 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 except (TypeError, ValueError) as error:
                     raise about(f"value {place}", error) from None
         pairs = [(value, value) for value in values]
-        reduced = self.batch_reduce(op, pairs, coalesce=coalesce, as_kind=as_kind, deadline=seconds)
+        outs = None if out is None else outs_of(out, grads, keys)
+        reduced = self.batch_reduce(
+            op, pairs, coalesce=coalesce, as_kind=as_kind, out=outs, deadline=seconds
+        )
+        if out is not None:
+            return out
         with OneCall():
             by_key = dict(zip(keys, [value.values for value in reduced], strict=True))
         return nested(

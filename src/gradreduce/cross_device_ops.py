@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradreduce.device import Device, Mesh, Travel, as_deadline, due
-from gradreduce.interop import Kind, as_result_kind
+from gradreduce.interop import Kind, OneCall, as_result_kind
+from gradreduce.interop_out import Out, hand_back
 from gradreduce.one_device import Accumulate, copied_to
 from gradreduce.reduce_arguments import (
     Request,
@@ -21,7 +22,8 @@ from gradreduce.reduce_arguments import (
     named_mesh,
     single_part,
 )
-from gradreduce.reduce_flow import reduce_to_one
+from gradreduce.reduce_flow import landed, reduce_to_one
+from gradreduce.reduce_outs import with_outs
 from gradreduce.values import Mirrored, Part, ReduceOp, device_of
 
 __all__ = ["CrossDeviceOps", "ReductionToOneDevice", "reduce_to_one", "result_kinds"]
@@ -47,12 +49,14 @@ class CrossDeviceOps(ABC):
         *,
         coalesce: bool = False,
         as_kind: str | None = None,
+        out: Any = None,
         deadline: float | None = None,
     ) -> Mirrored:
-        """Combines the replicas of one value; see ``batch_reduce``."""
+        """Combines the replicas of one value; see ``batch_reduce``. ``out`` is that of one."""
         pairs = [(per_replica_value, destinations)]
+        outs = None if out is None else [out]
         return self.batch_reduce(
-            reduce_op, pairs, coalesce=coalesce, as_kind=as_kind, deadline=deadline
+            reduce_op, pairs, coalesce=coalesce, as_kind=as_kind, out=outs, deadline=deadline
         )[0]
 
     def batch_reduce(
@@ -62,6 +66,7 @@ class CrossDeviceOps(ABC):
         *,
         coalesce: bool = False,
         as_kind: str | None = None,
+        out: Sequence[Any] | None = None,
         deadline: float | None = None,
     ) -> list[Mirrored]:
         """Combines the replicas of each value.
@@ -84,6 +89,12 @@ class CrossDeviceOps(ABC):
                 the rows of all replicas stand one after the other, and MEAN divides each of them.
             as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the
                 arrays of the results are instead of the kind of the value's.
+            out: where the results go: for each pair a ``PerReplica``, ``Mirrored``, list or tuple
+                of arrays, one on each device of the result, in its order; contiguous, writable,
+                of the result's shape and dtype. An array may be this value's own replica, which
+                is then reduced in place, and overlaps nothing else. Without copies between where
+                it can be: for arrays in a ``mesh.flat_buffer``, or of one GPU, or of our own
+                memory. Not for IndexedSlices.
             deadline: seconds from now in which the devices must be done, or the mesh dies. The
                 first call for a dtype compiles, and connects GPUs, inside of them.
 
@@ -92,11 +103,12 @@ class CrossDeviceOps(ABC):
             if the destination names just these, else on the destination's in its order. Of the
             shape of a replica and, but for means of integers, its dtype. Its memory is new and
             the caller's, though results of one call may be parts of one allocation; no input is
-            written.
+            written. With ``out``, a ``Mirrored`` of its arrays, of their kind. Then the host waits
+            where arrays lie in host memory: they have no queue of ours.
 
         Raises:
             ValueError: a wrong operation, pair or destination, or replicas that differ in shape
-                or dtype (named). Nothing was launched.
+                or dtype (named), or an ``out`` that does not fit. Nothing was launched.
             DeviceMismatchError: (a ``ValueError``) value and destination are of two meshes.
             TypeError: a dtype that cannot be added.
             BackendUnavailableError: NCCL is needed, on two physical GPUs or more, and missing,
@@ -106,11 +118,22 @@ class CrossDeviceOps(ABC):
                 raises, and every later call.
         """
         seconds = as_deadline(deadline)
-        requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
-        kinds = result_kinds(requests, as_kind)
+        if out is None:
+            requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
+            kinds = result_kinds(requests, as_kind)
+            with due("batch_reduce", seconds, devices_of(requests)):
+                reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
+            return [Mirrored.of(*each) for each in zip(reduced, kinds, strict=True)]
+        if as_kind is not None:
+            raise ValueError(f"as_kind={as_kind!r}: the results are the arrays of out")
+        with OneCall():  # around inputs and outs: their streams are fenced once
+            requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
+            requests, outs = with_outs(requests, out, reduce_op)
         with due("batch_reduce", seconds, devices_of(requests)):
             reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
-        return [Mirrored.of(*each) for each in zip(reduced, kinds, strict=True)]
+            landed(requests, reduced)
+        hand_back(each for row in outs for each in row)
+        return [shown(row) for row in outs]
 
     def broadcast(
         self,
@@ -208,6 +231,13 @@ class ReductionToOneDevice(CrossDeviceOps):
         if self.reduce_to_device is None:
             return request.devices[0]
         return destination_devices(self.reduce_to_device, place, request.value.mesh)[0]
+
+
+def shown(outs: Sequence[Out]) -> Mirrored:
+    """The arrays that a caller gave for a result."""
+    made = Mirrored.of([each.buffer for each in outs], outs[0].kind)
+    made.keep_arrays([each.array for each in outs])
+    return made
 
 
 def result_kinds(requests: Sequence[Request], as_kind: str | None) -> list[Kind]:

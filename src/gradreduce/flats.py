@@ -12,7 +12,7 @@ from gradreduce import ops
 from gradreduce.device import ALIGNMENT, Buffer, Device, by_physical, gather, scatter
 from gradreduce.packing import FlatPlan
 
-__all__ = ["Flats", "Options", "fill", "lay_out", "pack", "spread", "unpack"]
+__all__ = ["Flats", "Options", "fill", "lay_out", "move_into", "pack", "spread", "unpack"]
 
 _Row = tuple[Buffer, Buffer]  # what is written, and what is read
 _Rows = list[tuple[Device, _Row]]  # each with the device that it lies on
@@ -221,6 +221,11 @@ def _parts_of(tensors: Sequence[Buffer], plan: FlatPlan, start: int, stop: int) 
         tensor = tensors[place]
         whole = last - first == tensor.size
         yield tensor if whole else tensor.parts([first], [(last - first,)])[0]
+
+
+def move_into(given: Sequence[tuple[Buffer, Buffer]]) -> None:
+    """Copies each second into its first, on the same device: one launch for each physical one."""
+    _move([(row[0].device, row) for row in given], 1)
 
 
 def _move(rows: Sequence[tuple[Device, _Row]], divisor: float) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "keys_of",
     "named_mesh",
     "nested",
+    "outs_of",
     "single_part",
 ]
 
@@ -39,11 +40,13 @@ class Request:
         value: its replicas, alike.
         devices: of the result, in its order.
         matches: whether these are the value's own devices.
+        out: where the result goes, on each of the devices; None: into new memory.
     """
 
     value: DistributedValues
     devices: tuple[Device, ...]
     matches: bool
+    out: tuple[Buffer, ...] | None = None
 
     @property
     def is_all_reduced(self) -> bool:
@@ -268,6 +271,18 @@ def checked_nest(grads: Any, mesh: Mesh) -> list[Any]:
     return keys[0]
 
 
+def outs_of(out: Any, grads: Sequence[Any], keys: Sequence[Any]) -> list[list[Any]]:
+    """Of each key the arrays of a nest like ``grads``; anything else is a ``ValueError``."""
+    if not isinstance(out, list | tuple) or len(out) != len(grads):
+        raise ValueError(f"out must be nested as grads is: one entry for each of {len(grads)}")
+    for replica, entry in enumerate(out):
+        if type(entry) is not type(grads[replica]) or set(keys_of(entry, replica, "out")) != set(
+            keys
+        ):
+            raise ValueError(f"out[{replica}] has other tensors than grads[{replica}]")
+    return [[entry[key] for entry in out] for key in keys]
+
+
 def _is_nest(value: Any) -> bool:
     """Whether this is a container of arrays; a list of numbers is an array."""
     if isinstance(value, dict):
@@ -284,12 +299,12 @@ def nested(like: Any, parts: list[Any]) -> Any:
     return type(like)(parts)
 
 
-def keys_of(entry: Any, replica: int) -> list[Any]:
+def keys_of(entry: Any, replica: int, name: str = "grads") -> list[Any]:
     """The keys of a dict, or the places of a list or tuple, each of one array."""
     if isinstance(entry, list | tuple | dict):
         keys = list(entry) if isinstance(entry, dict) else list(range(len(entry)))
         for key in keys:
             if _is_nest(entry[key]):
-                raise ValueError(f"grads[{replica}][{key!r}] is a nest of arrays, not an array")
+                raise ValueError(f"{name}[{replica}][{key!r}] is a nest of arrays, not an array")
         return keys
-    raise ValueError(f"grads[{replica}] must be a list, tuple or dict of arrays")
+    raise ValueError(f"{name}[{replica}] must be a list, tuple or dict of arrays")

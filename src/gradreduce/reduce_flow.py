@@ -19,7 +19,7 @@ from gradreduce.allreduce import (
     works_in_place,
 )
 from gradreduce.device import Buffer, Device, DType, Travel, accumulate_dtype, by_physical
-from gradreduce.flats import Flats, Options, fill, lay_out, spread, unpack
+from gradreduce.flats import Flats, Options, fill, lay_out, move_into, spread, unpack
 from gradreduce.one_device import Accumulate, added_on, handed_out, quotients
 from gradreduce.packing import (
     STAGE_BYTES,
@@ -38,6 +38,7 @@ __all__ = [
     "check_devices",
     "compile_for",
     "laid_out",
+    "landed",
     "reduce_buffers",
     "reduce_requests",
     "reduce_to_one",
@@ -59,14 +60,18 @@ class Settings:
 def reduce_requests(
     settings: Settings, reduce_op: ReduceOp, requests: Sequence[Request], *, coalesce: bool
 ) -> list[tuple[Part, ...]]:
-    """All dense values of the same devices in one batch; one by one what goes elsewhere."""
+    """All dense values of the same devices in one batch; one by one what goes elsewhere.
+
+    What a request's ``out`` names is written, as a rule: ``landed`` sees to the rest.
+    """
     results: list[tuple[Part, ...]] = [()] * len(requests)
     batches = batches_of(requests, reduce_op)
     for places in batches:  # all of them, before the first is launched
         check_devices(settings, requests[places[0]].devices)
     for places in batches:
         gradients = [requests[place].value.buffers for place in places]
-        reduced = _reduce_dense(settings, reduce_op, gradients, places)
+        out = [requests[place].out or () for place in places]
+        reduced = _reduce_dense(settings, reduce_op, gradients, places, out if out[0] else None)
         for place, buffers in zip(places, reduced, strict=True):
             results[place] = buffers
     for place, request in enumerate(requests):
@@ -82,17 +87,33 @@ def _reduce_dense(
     reduce_op: ReduceOp,
     gradients: Sequence[tuple[Buffer, ...]],
     places: Sequence[int],
+    out: Sequence[tuple[Buffer, ...]] | None,
 ) -> list[tuple[Buffer, ...]]:
     """One batch. The means of integers are floats: they are added, then divided."""
     num_replicas = len(gradients[0])
     mean = reduce_op is ReduceOp.MEAN
     counts = mean and gradients[0][0].dtype.kind in "iu"
     divisor = _divisor_of(reduce_op, gradients)
-    reduced = reduce_buffers(settings, gradients, divisor=divisor, places=places)
+    written = None if counts else out
+    reduced = reduce_buffers(settings, gradients, divisor=divisor, out=written, places=places)
     if not counts:
         return reduced
     means = iter(quotients([total for totals in reduced for total in totals], num_replicas))
     return [tuple(islice(means, num_replicas)) for _ in reduced]
+
+
+def landed(
+    requests: Sequence[Request], reduced: Sequence[tuple[Part, ...]]
+) -> list[tuple[Part, ...]]:
+    """The results where the requests want them: what lies elsewhere is copied there."""
+    rows: list[tuple[Buffer, Buffer]] = []
+    for request, parts in zip(requests, reduced, strict=True):
+        for out, part in zip(request.out or (), parts, strict=bool(request.out)):
+            if out is not part:
+                assert isinstance(part, Buffer), "IndexedSlices were refused"
+                rows.append((out, part))
+    move_into(rows)
+    return [request.out or parts for request, parts in zip(requests, reduced, strict=True)]
 
 
 def reduce_to_one(

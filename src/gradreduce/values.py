@@ -88,9 +88,14 @@ class DistributedValues:
         made._kind = kind
         return made
 
-    def keep_arrays(self) -> None:
-        """Makes ``values`` now, and gives the same arrays from here on, without a new fence."""
-        self._kept = dict(zip(self._parts, self.values, strict=True))
+    def keep_arrays(self, arrays: Sequence[Any] | None = None) -> None:
+        """Gives the same arrays as ``values`` from here on, without a new fence.
+
+        Args:
+            arrays: on the Buffers' own memory; default what ``values`` makes now.
+        """
+        arrays = self.values if arrays is None else arrays
+        self._kept = dict(zip(self._parts, arrays, strict=True))
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -1,0 +1,116 @@
+"""Where a caller wants the results of a reduction: checked, before anything is launched."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from gradreduce.device import Buffer, mean_dtype
+from gradreduce.errors import about
+from gradreduce.interop_out import Out, as_out
+from gradreduce.reduce_arguments import Request
+from gradreduce.values import DistributedValues, ReduceOp
+
+__all__ = ["with_outs"]
+
+
+def with_outs(
+    requests: Sequence[Request], out: Any, reduce_op: ReduceOp
+) -> tuple[list[Request], list[list[Out]]]:
+    """The requests with the Buffers that ``out`` names, and its arrays, to be handed back.
+
+    Args:
+        requests: checked.
+        out: see ``CrossDeviceOps.batch_reduce``.
+        reduce_op: which tells the dtypes of the results.
+
+    Raises:
+        ValueError: not one entry for each pair or not one array for each device of it, another
+            shape or dtype, a read-only or non-contiguous array, an array that overlaps another
+            one or an input that is not just this tensor, or IndexedSlices among the values.
+        DeviceMismatchError: an array lies on another device.
+        TypeError: what is no array, or is never written.
+    """
+    if not isinstance(out, list | tuple) or len(out) != len(requests):
+        raise ValueError(f"out must be a list or tuple with one entry for each of {len(requests)}")
+    given, outs = [], []
+    for place, (request, entry) in enumerate(zip(requests, out, strict=True)):
+        if request.value.is_sparse:
+            raise ValueError(f"out {place}: its value holds IndexedSlices, of rows yet unknown")
+        try:
+            outs.append(_outs_of(request, _listed(request, entry), reduce_op))
+        except (TypeError, ValueError) as error:
+            raise about(f"out {place}", error) from None
+        given.append(replace(request, out=tuple(each.buffer for each in outs[-1])))
+    _check_apart(given)
+    return given, outs
+
+
+def _listed(request: Request, entry: Any) -> Sequence[Any]:
+    """One array for each device of the result, in its order."""
+    if isinstance(entry, DistributedValues):
+        found = dict(zip(entry.devices, entry.buffers, strict=True))
+        if set(found) != set(request.devices):
+            raise ValueError(f"it lies on {entry.devices}, the result on {request.devices}")
+        return [found[device] for device in request.devices]
+    if not isinstance(entry, list | tuple) or len(entry) != len(request.devices):
+        count = len(request.devices)
+        raise ValueError(f"it must be a PerReplica, Mirrored, list or tuple of {count} arrays")
+    return entry
+
+
+def _outs_of(request: Request, arrays: Sequence[Any], reduce_op: ReduceOp) -> list[Out]:
+    first = request.value.buffers[0]
+    dtype = mean_dtype(first.dtype) if reduce_op is ReduceOp.MEAN else first.dtype
+    made = []
+    for replica, (array, device) in enumerate(zip(arrays, request.devices, strict=True)):
+        try:
+            made.append(as_out(array, device, first.shape, dtype))
+        except (TypeError, ValueError) as error:
+            raise about(f"replica {replica}", error) from None
+    return [_as_input(out, request) for out in made]
+
+
+def _as_input(out: Out, request: Request) -> Out:
+    """With the Buffer of the input, if the array is one: so it has one block, and its fences."""
+    for part in request.value.buffers:
+        same = part.device is out.buffer.device and part.nbytes == out.buffer.nbytes
+        if same and part.block.writable and part.address == out.buffer.address:
+            return out._replace(buffer=part) if part.dtype == out.buffer.dtype else out
+    return out
+
+
+def _check_apart(requests: Sequence[Request]) -> None:
+    """Raises ``ValueError`` unless each out is apart from all others, and from other inputs."""
+    spans = sorted(
+        (buffer.address, buffer.address + buffer.nbytes, place)
+        for place, request in enumerate(requests)
+        for buffer in request.out or ()
+        if buffer.nbytes
+    )
+    for (_, stop, place), (start, _, other) in zip(spans, spans[1:], strict=False):
+        if start < stop:
+            raise ValueError(f"out {place} and out {other} overlap")
+    starts = [start for start, _, _ in spans]
+    for place, request in enumerate(requests):
+        for replica, part in enumerate(request.value.buffers):
+            _check_input(part, place, replica, spans, starts)
+
+
+def _check_input(
+    part: Buffer,
+    place: int,
+    replica: int,
+    spans: Sequence[tuple[int, int, int]],
+    starts: Sequence[int],
+) -> None:
+    """Raises if an out overlaps this input, unless it is the very same one."""
+    begin, end = part.address, part.address + part.nbytes
+    at = max(0, bisect_left(starts, begin) - 1)
+    while begin < end and at < len(spans) and spans[at][0] < end:
+        start, stop, other = spans[at]
+        if stop > begin and (start, stop, other) != (begin, end, place):
+            raise ValueError(f"out {other} overlaps value {place}, replica {replica}")
+        at += 1
