@@ -245,6 +245,21 @@ def test_work_that_is_deferred_sees_what_was_filled_before_the_call():
             assert not any(array.any() for row in arrays for array in row)
 
 
+def test_a_prepared_step_reads_their_arrays_where_they_are(mesh, kind):
+    flat = mesh.flat_buffer(SHAPES, "float32")
+    arrays = flat.arrays(kind)
+    values = [gr.PerReplica(column, mesh) for column in zip(*arrays, strict=True)]
+    pairs = [(value, value) for value in values if value.buffers[0].size]
+    step = gr.HierarchicalCopyAllReduce(mesh=mesh).prepare(SUM, pairs)
+    fill(arrays, 6)
+    with mesh.journal() as journal:
+        results = step()
+    assert [record.name for record in journal.records] == ["all_sum"] * len(mesh.by_physical)
+    wanted = [expected for expected in sums(len(mesh), 6) if expected.size]
+    for result, expected in zip(results, wanted, strict=True):
+        assert same(np.asarray(result.primary), expected)
+
+
 def test_who_still_reads_a_flat_buffer_is_waited_for():
     for seed in range(4):
         with gr.open_mesh(2, backend="sim", strict=True, schedule_seed=seed) as mesh:

@@ -121,19 +121,26 @@ def test_a_flat_buffer_that_nobody_fenced_is_a_fault(new_machine, monkeypatch):
     new_machine()  # whose faults are not those
 
 
-def test_a_prepared_step_comes_between_what_pytorch_holds(mesh, torch):
+@pytest.mark.parametrize("given", ["views", "tensors"])
+def test_a_prepared_step_comes_between_what_pytorch_holds(mesh, torch, given):
+    """Its own streams it fences itself; where it reads views, they are handed over by name."""
     mesh = mesh[0:2]
     flat = mesh.flat_buffer(SHAPES, "float32")
     tensors = flat.arrays("torch")
-    values = [gr.PerReplica(views, mesh) for views in zip(*flat.views, strict=True)]
+    rows = flat.views if given == "views" else tensors
+    values = [gr.PerReplica(column, mesh) for column in zip(*rows, strict=True)]
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
     step = ops.prepare(SUM, [(value, value) for value in values])
     for turn in (1, 2):
-        flat.release()
+        if given == "views":
+            flat.release()
         with torch.stream:
             fill([[tensor.array for tensor in row] for row in tensors], turn)
-        flat.adopt()
-        results = step()
+        if given == "views":
+            flat.adopt()
+        with mesh.journal() as journal:
+            results = step()
+        assert [record.name for record in journal.records] == ["all_sum"]
     for result, expected in zip(results, sums(2, 2), strict=True):
         assert same(result.buffers[1].numpy(), expected)
 

@@ -115,8 +115,8 @@ class FlatBuffer:
     def adopt(self) -> None:
         """Our queues wait for what the current streams of the libraries of ``arrays`` hold.
 
-        Say it when the arrays are filled and their ``views`` are to be read, by a prepared step
-        for instance. Whoever gives the arrays themselves to a call need not: the call does it.
+        Say it when the arrays are filled and their ``views`` are to be read. Whoever gives the
+        arrays themselves to a call need not: it does it by itself, as does a prepared step.
 
         Raises:
             BackendUnavailableError: the mesh is closed, or a device lost.
