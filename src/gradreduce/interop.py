@@ -173,7 +173,7 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
 def _lender(buffer: Buffer, kind: Kind) -> str:
     """Our pool's memory is that of a copy, but for a flat buffer that a library was lent."""
     block = buffer.block
-    return "copy" if block.owned and not block.is_flat else kind
+    return "copy" if block.owned and block.gaps is None else kind
 
 
 def _entered(value: Any, kind: Kind, device: Device, dtype: np.dtype | None) -> Buffer:
