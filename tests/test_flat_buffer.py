@@ -19,7 +19,9 @@ from gradreduce.device import Block
 from gradreduce.device.lent import Lent
 from gradreduce.device.memory import TrackedBlock
 from gradreduce.errors import BackendUnavailableError
+from gradreduce.flats import Options, lay_out
 from gradreduce.interop import kind_of, to_buffer
+from gradreduce.packing import plan_packing
 
 SHAPES = [(100, 180), (7,), (), (0, 3), (5, 900)]  # more than 64 KiB: a slice on each device
 KINDS = ["numpy", pytest.param("torch", marks=pytest.mark.torch)]
@@ -243,6 +245,36 @@ def test_work_that_is_deferred_sees_what_was_filled_before_the_call():
                 assert same(array.numpy(), expected)
             flat.zero()
             assert not any(array.any() for row in arrays for array in row)
+
+
+def test_a_prepared_step_reads_their_arrays_where_they_are(mesh, kind):
+    flat = mesh.flat_buffer(SHAPES, "float32")
+    arrays = flat.arrays(kind)
+    values = [gr.PerReplica(column, mesh) for column in zip(*arrays, strict=True)]
+    pairs = [(value, value) for value in values if value.buffers[0].size]
+    step = gr.HierarchicalCopyAllReduce(mesh=mesh).prepare(SUM, pairs)
+    fill(arrays, 6)
+    with mesh.journal() as journal:
+        results = step()
+    assert [record.name for record in journal.records] == ["all_sum"] * len(mesh.by_physical)
+    wanted = [expected for expected in sums(len(mesh), 6) if expected.size]
+    for result, expected in zip(results, wanted, strict=True):
+        assert same(np.asarray(result.primary), expected)
+
+
+def test_only_what_is_nobodys_is_written_between_tensors(mesh):
+    """In place a whole flat buffer is written, gaps too: part of a tensor leaves no gap behind."""
+    flat = mesh.flat_buffer([(3,), (8,), (2, 2)], "float32")
+    whole, floats = flat.arrays(), (np.dtype("float32"),) * 2
+    for cut, in_place in ((slice(None), True), (slice(5), False)):
+        rows = [[first, second[cut], third] for first, second, third in whole]
+        given = [gr.PerReplica(column, mesh).buffers for column in zip(*rows, strict=True)]
+        plans = plan_packing(tuple(each[0].size for each in given), (floats,) * 3, 1)
+        (laid,) = lay_out(plans, given, mesh.devices, Options(given=given), [1])
+        assert plans[0].has_gaps
+        for out, buffer, moved in zip(laid.outs, flat.buffers, laid.given, strict=True):
+            assert (out.block is buffer.block) == (moved is None) == in_place
+        assert all(moved is None for moved in laid.filling)  # to read past a tensor harms nobody
 
 
 def test_who_still_reads_a_flat_buffer_is_waited_for():

@@ -159,6 +159,7 @@ def test_numbers_and_buffers_that_cannot_be_written_are_refused(plain):
         as_out(numba, device, SHAPE, FLOAT)
     cupys = array_of("cupy")
     cupys.device, cupys.flags = SimpleNamespace(id=3), SimpleNamespace(c_contiguous=True)
+    cupys.data = SimpleNamespace(ptr=0)
     with refused(plain, DeviceMismatchError, "the out is on GPU 3, what it gets on <device sim:0"):
         as_out(cupys, device, SHAPE, FLOAT)
 

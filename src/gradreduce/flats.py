@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gradreduce import ops
-from gradreduce.device import ALIGNMENT, Buffer, Device, by_physical, gather, scatter
+from gradreduce.device import ALIGNMENT, Block, Buffer, Device, by_physical, gather, scatter
 from gradreduce.packing import FlatPlan
 
 __all__ = ["Flats", "Options", "fill", "lay_out", "move_into", "pack", "spread", "unpack"]
@@ -244,6 +244,17 @@ def _move(rows: Sequence[tuple[Device, _Row]], divisor: float) -> None:
         scatter(leader, sharing)
 
 
+def _in_gaps(plan: FlatPlan, tensors: Sequence[Buffer], block: Block) -> bool:
+    """Whether all that lies behind the tensors, as planned, is nobody's: some may be cut short."""
+    gaps = block.gaps or {}
+    itemsize = tensors[0].dtype.itemsize
+    return all(
+        (span - tensor.size) * itemsize <= gaps.get(tensor.offset + tensor.nbytes, 0)
+        for tensor, span in zip(tensors, plan.layout.spans, strict=True)
+        if tensor.size
+    )
+
+
 def _already_flat(
     plan: FlatPlan, tensors: Sequence[Buffer], owned_only: bool, *, written: bool = False
 ) -> Buffer | None:
@@ -257,7 +268,7 @@ def _already_flat(
     block = tensors[filled[0]].block
     if owned_only and not block.owned:
         return None
-    if written and not block.is_flat and plan.has_gaps:
+    if written and plan.has_gaps and not _in_gaps(plan, tensors, block):
         return None
     offsets, itemsize = plan.layout.offsets, tensors[filled[0]].dtype.itemsize
     start = tensors[filled[0]].address - offsets[filled[0]] * itemsize

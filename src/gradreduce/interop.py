@@ -156,7 +156,7 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
     """
     if type(value) is np.ndarray:
         buffer = device.put(value)
-        buffer.lender = "copy" if buffer.block.owned else "native"
+        buffer.lender = _lender(buffer, "native")
         return buffer
     kind = kind_of(value)
     if kind == "buffer":
@@ -166,8 +166,14 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
         return given
     buffer = _entered(value, kind, device, dtype)
     if buffer.lender is None:  # whoever copied an array itself has said so
-        buffer.lender = "copy" if buffer.block.owned else kind
+        buffer.lender = _lender(buffer, kind)
     return buffer
+
+
+def _lender(buffer: Buffer, kind: Kind) -> str:
+    """Our pool's memory is that of a copy, but for a flat buffer that a library was lent."""
+    block = buffer.block
+    return "copy" if block.owned and block.gaps is None else kind
 
 
 def _entered(value: Any, kind: Kind, device: Device, dtype: np.dtype | None) -> Buffer:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device
+from gradreduce.device import Buffer, Device, follow
 from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.errors import DeviceMismatchError
 
@@ -23,7 +23,6 @@ __all__ = [
     "OneCall",
     "adopt_cupy",
     "adopt_foreign",
-    "current_cupy_stream",
     "current_of",
     "download_foreign",
     "fence_in",
@@ -237,8 +236,7 @@ def current_cupy_stream(gpu: int) -> int:
 
 def fence_in(buffer: Buffer, kind: Kind) -> None:
     """Our queue waits for the stream that is current in the library of ``kind``."""
-    device = buffer.device
-    device.adopt(device.release(buffer), _unfenced(device, current_of(device, kind), leaving=False))
+    follow(buffer.device, current_of(buffer.device, kind))
 
 
 def fence_out(buffer: Buffer, kind: Kind) -> None:
@@ -246,7 +244,7 @@ def fence_out(buffer: Buffer, kind: Kind) -> None:
     _released(buffer, current_of(buffer.device, kind))
 
 
-def current_of(device: Device, kind: Kind) -> int:
+def current_of(device: Device, kind: str) -> int:
     """The handle of the current stream in the library of ``kind``; CuPy's but for PyTorch."""
     if kind == "torch":
         return int(sys.modules["torch"].cuda.current_stream(device.physical).cuda_stream)

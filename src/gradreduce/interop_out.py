@@ -81,7 +81,7 @@ def as_out(array: Any, device: Device, shape: tuple[int, ...], dtype: np.dtype) 
         return _torch_out(array, device)
     if kind == "cupy":
         _check_in_one_piece(array.flags.c_contiguous)
-        return Out(array, kind, _gpu_buffer(array, int(array.device.id), device))
+        return Out(array, kind, _gpu_buffer(array, int(array.device.id), array.data.ptr, device))
     if not isinstance(array, np.ndarray):
         raise TypeError(f"{type(array).__name__} is a number, no array; it cannot be an out")
     return Out(array, kind, *_host_buffer(np.asarray(array), device))
@@ -125,7 +125,9 @@ def _torch_out(tensor: Any, device: Device) -> Out:
         raise ValueError("the out is a tensor whose memory does not hold its values as they are")
     _check_in_one_piece(plain.is_contiguous())
     if plain.is_cuda:
-        return Out(tensor, "torch", _gpu_buffer(plain, plain.device.index, device))
+        return Out(
+            tensor, "torch", _gpu_buffer(plain, plain.device.index, plain.data_ptr(), device)
+        )
     if plain.device.type != "cpu":
         raise DeviceMismatchError(f"the out is on {plain.device}, what it gets on {device.name}")
     if plain.dtype is torch.bfloat16:
@@ -135,14 +137,14 @@ def _torch_out(tensor: Any, device: Device) -> Out:
     return Out(tensor, "torch", *_host_buffer(host, device))
 
 
-def _gpu_buffer(array: Any, gpu: int, device: Device) -> Buffer:
+def _gpu_buffer(array: Any, gpu: int, address: int, device: Device) -> Buffer:
     """A contiguous CuPy array or tensor on its own memory."""
     if device.fabric.backend == "sim" or gpu != device.physical:
         raise DeviceMismatchError(f"the out is on GPU {gpu}, what it gets on {device}")
+    _check_lent(address, array.nbytes, device)
     buffer = to_buffer(array, device)
     if not buffer.block.writable:
         raise ValueError("the out is read-only")
-    _check_lent(buffer.address, buffer.nbytes, device)
     return buffer
 
 

@@ -5,11 +5,10 @@ Never looks at an array: one fence for each library, device and stream serves al
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 
 from gradreduce.device import Device, follow, precede
-from gradreduce.interop_gpu import current_cupy_stream
+from gradreduce.interop_gpu import current_of
 
 __all__ = ["Border"]
 
@@ -49,19 +48,11 @@ class Border:
     def enter(self) -> None:
         """Our compute queues wait for what the callers' streams that are current now hold."""
         for kind, device in self._lenders:
-            follow(device, _current(kind, device.physical))
+            follow(device, current_of(device, kind))
 
     def leave(self) -> None:
         """Those streams wait for our compute queues; for arrays in host memory the host does."""
         for kind, device in self._given:
-            precede(device, _current(kind, device.physical))
+            precede(device, current_of(device, kind))
         for device in self._shown:
             precede(device, None)
-
-
-def _current(kind: str, gpu: int) -> int:
-    """The raw handle of the stream that is current now in the library of ``kind``, on a GPU."""
-    if kind == "torch":
-        handle: int = sys.modules["torch"].cuda.current_stream(gpu).cuda_stream
-        return handle
-    return current_cupy_stream(gpu)

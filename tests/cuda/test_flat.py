@@ -121,24 +121,31 @@ def test_a_flat_buffer_that_nobody_fenced_is_a_fault(new_machine, monkeypatch):
     new_machine()  # whose faults are not those
 
 
-def test_a_prepared_step_comes_between_what_pytorch_holds(mesh, torch):
+@pytest.mark.parametrize("given", ["views", "tensors"])
+def test_a_prepared_step_comes_between_what_pytorch_holds(mesh, torch, given):
+    """Its own streams it fences itself; where it reads views, they are handed over by name."""
     mesh = mesh[0:2]
     flat = mesh.flat_buffer(SHAPES, "float32")
     tensors = flat.arrays("torch")
-    values = [gr.PerReplica(views, mesh) for views in zip(*flat.views, strict=True)]
+    rows = flat.views if given == "views" else tensors
+    values = [gr.PerReplica(column, mesh) for column in zip(*rows, strict=True)]
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
     step = ops.prepare(SUM, [(value, value) for value in values])
     for turn in (1, 2):
-        flat.release()
+        if given == "views":
+            flat.release()
         with torch.stream:
             fill([[tensor.array for tensor in row] for row in tensors], turn)
-        flat.adopt()
-        results = step()
+        if given == "views":
+            flat.adopt()
+        with mesh.journal() as journal:
+            results = step()
+        assert [record.name for record in journal.records] == ["all_sum"]
     for result, expected in zip(results, sums(2, 2), strict=True):
         assert same(result.buffers[1].numpy(), expected)
 
 
-def test_outs_are_written_where_they_are_between_what_their_streams_hold(mesh, torch):
+def test_outs_are_written_where_they_are_between_what_their_streams_hold(here, mesh, torch):
     device = mesh.devices[1]
     mine = cupy.cuda.Stream(non_blocking=True)
     halves = data((7, 30)).astype(as_dtype("bfloat16"))
@@ -147,14 +154,18 @@ def test_outs_are_written_where_they_are_between_what_their_streams_hold(mesh, t
         cupys = cupy.asarray(data((7, 30)))
         tensors = [Tensor(made_on(torch.stream, data((7, 30)))), flat]
         brain = Tensor(made_on(torch.stream, halves), "bfloat16")
+        before = here.counts["record"]
         with OneCall():
             outs = [as_out(each, device, (7, 30), np.dtype("float32")) for each in tensors]
             outs.append(as_out(cupys, device, (7, 30), np.dtype("float32")))
             outs.append(as_out(brain, device, (7, 30), halves.dtype))
+        assert here.counts["record"] - before == 2 + 3  # CuPy's stream and PyTorch's; DLPack's own
         for out in outs:
             values = data((7, 30), seed=9).astype(out.buffer.dtype)
             device.copy(out.buffer, device.upload(values))
+        before = here.counts["record"]
         hand_back(outs)
+        assert here.counts["record"] - before == 2
         assert same(cupys.get(), data((7, 30), seed=9))
     with torch.stream:
         for tensor in tensors:
@@ -165,7 +176,7 @@ def test_outs_are_written_where_they_are_between_what_their_streams_hold(mesh, t
     assert outs[1].buffer.address == flat.array.data.ptr
 
 
-def test_outs_elsewhere_are_refused(mesh, torch):
+def test_outs_elsewhere_are_refused(here, mesh, torch):
     device, far = mesh.devices[0], mesh.devices[2]
     array = cupy.asarray(data((7, 30)))
     lent = mesh.flat_buffer([(7, 30)], "float32").arrays()[1][0]
@@ -178,9 +189,11 @@ def test_outs_elsewhere_are_refused(mesh, torch):
         (Tensor(cupy.asarray(data((7, 60)))[:, ::2]), device, ValueError, "not contiguous"),
     ]
     for out, home, error, match in refusals:
+        before = here.counts.get("record", 0)
         with mesh.journal() as journal, pytest.raises(error, match=match):
             as_out(out, home, (7, 30), np.dtype("float32"))
         assert journal.records == []
+        assert here.counts.get("record", 0) == before  # not a fence
 
 
 def test_arrays_that_cannot_show_a_gpus_memory_are_refused(mesh):

@@ -28,7 +28,7 @@ class Tensor:
     def __init__(self, array, dtype: str | None = None) -> None:
         self.array = array
         self.dtype = dtype or str(array.dtype)
-        self.shape = array.shape
+        self.shape, self.nbytes = array.shape, array.nbytes
         self.device = SimpleNamespace(type="cuda", index=array.device.id)
 
     def numpy(self):
@@ -44,6 +44,9 @@ class Tensor:
 
     def is_contiguous(self) -> bool:
         return self.array.flags.c_contiguous
+
+    def data_ptr(self) -> int:
+        return self.array.data.ptr
 
     def is_inference(self) -> bool:
         return False

@@ -67,7 +67,13 @@ class FlatBuffer:
     ) -> Self:
         """Zeros; see ``Mesh.flat_buffer``."""
         found = as_dtype(dtype)
-        layout = flat_layout([math.prod(shape) for shape in shapes], found.itemsize)
+        sizes, itemsize = [math.prod(shape) for shape in shapes], found.itemsize
+        layout = flat_layout(sizes, itemsize)
+        gaps = {
+            (start + size) * itemsize: (span - size) * itemsize
+            for start, size, span in zip(layout.offsets, sizes, layout.spans, strict=True)
+            if size
+        }
         inside = [tuple(shape) for shape in shapes]
         buffers = tuple(device.zeros((layout.size,), found) for device in devices)
         views = tuple(tuple(map(flat.view, layout.offsets, inside)) for flat in buffers)
@@ -77,7 +83,7 @@ class FlatBuffer:
                 if device.lent is None:
                     device.lent = Lent()
             device.lent.add(flat.block)
-            flat.block.is_flat = True
+            flat.block.gaps = gaps
         return cls(buffers, views)
 
     def arrays(self, as_kind: str | None = None) -> list[list[Any]]:
@@ -115,8 +121,8 @@ class FlatBuffer:
     def adopt(self) -> None:
         """Our queues wait for what the current streams of the libraries of ``arrays`` hold.
 
-        Say it when the arrays are filled and their ``views`` are to be read, by a prepared step
-        for instance. Whoever gives the arrays themselves to a call need not: the call does it.
+        Say it when the arrays are filled and their ``views`` are to be read. Whoever gives the
+        arrays themselves to a call need not: it does it by itself, as does a prepared step.
 
         Raises:
             BackendUnavailableError: the mesh is closed, or a device lost.

@@ -43,7 +43,8 @@ class Block:
         nbytes: its size.
         owned: from our pool (True), or adopted from a caller's array (False).
         writable: False for a caller's read-only array.
-        is_flat: made by ``mesh.flat_buffer``: what lies between its tensors is nobody's.
+        gaps: of one made by ``mesh.flat_buffer``: how many bytes behind the end of each tensor (in
+            bytes from the start) are nobody's; None of any other.
         readers: of each range of bytes the last copy that reads it on each queue, marked; the next
             writer waits.
         touched: queues other than its home queue that used it; when the block dies with any,
@@ -51,7 +52,7 @@ class Block:
     """
 
     __slots__ = (
-        "__weakref__", "address", "device", "is_flat", "nbytes", "owned", "raw", "readers",
+        "__weakref__", "address", "device", "gaps", "nbytes", "owned", "raw", "readers",
         "touched", "writable",
     )  # fmt: skip
 
@@ -74,7 +75,7 @@ class Block:
         self.nbytes = nbytes
         self.owned = owned
         self.writable = writable
-        self.is_flat = False
+        self.gaps: dict[int, int] | None = None
         self.readers: dict[tuple[Device, Queue, int, int], Mark] = {}
         self.touched: set[tuple[Device, Queue]] = set()
 
