@@ -164,9 +164,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             deadline: see ``batch_reduce``.
 
         Returns:
-            The combined arrays, ``[device][tensor]``, nested as they came. New memory; or ``out``. Waits for
-            no device, unless NumPy arrays are asked for, ``as_kind="numpy"``, of what lies on
-            GPUs.
+            The combined arrays, ``[device][tensor]``, nested as they came. New memory; or ``out``.
+            Waits for no device, unless NumPy arrays are asked for, ``as_kind="numpy"``, of what
+            lies on GPUs, or given as ``out``.
 
         Raises:
             ValueError: another number of entries than devices, or entries of different length or

@@ -53,6 +53,7 @@ def all_reduce(
     mesh: Mesh | None = None,
     coalesce: bool = False,
     as_kind: str | None = None,
+    out: Sequence[Any] | None = None,
     deadline: float | None = None,
 ) -> Any:
     """``AllReduceCrossDeviceOps(mesh=mesh).all_reduce(grads, op)``, in one line.
@@ -63,14 +64,17 @@ def all_reduce(
         mesh: whose devices. Default: ``gr.default_mesh()``.
         coalesce: add rows of the same index of IndexedSlices.
         as_kind: what the results are instead of the kind of each tensor's first array.
+        out: arrays that the results are written into, nested as ``grads``.
         deadline: seconds from now in which the devices must be done, or the mesh dies.
 
     Returns:
-        The combined arrays, nested as they came. New memory.
+        The combined arrays, nested as they came. New memory; or ``out``.
 
     Raises:
         ValueError, TypeError, BackendUnavailableError, CollectiveError: what
             ``AllReduceCrossDeviceOps.all_reduce`` raises.
     """
     ops_of_mesh = AllReduceCrossDeviceOps(mesh=mesh)
-    return ops_of_mesh.all_reduce(grads, op, coalesce=coalesce, as_kind=as_kind, deadline=deadline)
+    return ops_of_mesh.all_reduce(
+        grads, op, coalesce=coalesce, as_kind=as_kind, out=out, deadline=deadline
+    )

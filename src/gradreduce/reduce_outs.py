@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from gradreduce.device import Buffer, mean_dtype
@@ -90,7 +91,7 @@ def _check_apart(requests: Sequence[Request]) -> None:
         for buffer in request.out or ()
         if buffer.nbytes
     )
-    for (_, stop, place), (start, _, other) in zip(spans, spans[1:], strict=False):
+    for (_, stop, place), (start, _, other) in pairwise(spans):
         if start < stop:
             raise ValueError(f"out {place} and out {other} overlap")
     starts = [start for start, _, _ in spans]
