@@ -31,14 +31,14 @@ SIGNATURES = {
     "NcclAllReduce": "(num_packs=1, *, mesh=None)",
     "HierarchicalCopyAllReduce": "(num_packs=1, *, mesh=None, topology=None)",
     "all_reduce": "(grads, op=<ReduceOp.MEAN: 'MEAN'>, *, mesh=None, coalesce=False, as_kind=None, "
-    "deadline=None)",
+    "out=None, deadline=None)",
     "CrossDeviceOps.reduce": "(self, reduce_op, per_replica_value, destinations, *, "
-    "coalesce=False, as_kind=None, deadline=None)",
+    "coalesce=False, as_kind=None, out=None, deadline=None)",
     "CrossDeviceOps.batch_reduce": "(self, reduce_op, value_destination_pairs, *, coalesce=False, "
-    "as_kind=None, deadline=None)",
+    "as_kind=None, out=None, deadline=None)",
     "CrossDeviceOps.broadcast": "(self, tensor, destinations, *, as_kind=None, deadline=None)",
     "AllReduceCrossDeviceOps.all_reduce": "(self, grads, op=<ReduceOp.MEAN: 'MEAN'>, *, "
-    "coalesce=False, as_kind=None, deadline=None)",
+    "coalesce=False, as_kind=None, out=None, deadline=None)",
     "AllReduceCrossDeviceOps.plan": "(self, reduce_op, value_destination_pairs, *, coalesce=False)",
     "AllReduceCrossDeviceOps.explain": "(self, reduce_op, value_destination_pairs, *, "
     "coalesce=False)",

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from gradreduce.device import Device, Mesh, Travel, as_deadline, due
+from gradreduce.device import Buffer, Device, Mesh, Travel, as_deadline, due
 from gradreduce.interop import Kind, OneCall, as_result_kind
 from gradreduce.interop_out import Out, hand_back
 from gradreduce.one_device import Accumulate, copied_to
@@ -236,7 +236,8 @@ class ReductionToOneDevice(CrossDeviceOps):
 def shown(outs: Sequence[Out]) -> Mirrored:
     """The arrays that a caller gave for a result."""
     made = Mirrored.of([each.buffer for each in outs], outs[0].kind)
-    made.keep_arrays([each.array for each in outs])
+    if outs[0].kind == "buffer" or not isinstance(outs[0].array, Buffer):
+        made.keep_arrays([each.array for each in outs])
     return made
 
 

@@ -101,7 +101,8 @@ def hand_back(outs: Iterable[Out]) -> None:
                 hand_over(out.buffer, out.kind)
             else:
                 np.copyto(out.host, out.buffer.device.release(out.buffer))
-            if out.kind == "torch" and not out.array.is_inference():
+            is_tensor = out.kind == "torch" and not isinstance(out.array, Buffer)
+            if is_tensor and not out.array.is_inference():
                 # So that autograd sees it, should it have kept the tensor for a backward pass.
                 sys.modules["torch"].autograd.graph.increment_version(out.array)
 

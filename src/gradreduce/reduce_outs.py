@@ -41,9 +41,12 @@ def with_outs(
         if request.value.is_sparse:
             raise ValueError(f"out {place}: its value holds IndexedSlices, of rows yet unknown")
         try:
-            outs.append(_outs_of(request, _listed(request, entry), reduce_op))
+            made = _outs_of(request, _listed(request, entry), reduce_op)
         except (TypeError, ValueError) as error:
             raise about(f"out {place}", error) from None
+        if isinstance(entry, DistributedValues):  # whose Buffers are arrays of this kind outside
+            made = [each._replace(kind=entry.kind) for each in made]
+        outs.append(made)
         given.append(replace(request, out=tuple(each.buffer for each in outs[-1])))
     _check_apart(given)
     return given, outs
