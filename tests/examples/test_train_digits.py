@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib.util
 import os
@@ -68,6 +69,7 @@ def load_script() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses look their annotations up
     spec.loader.exec_module(module)
+    gc.freeze()  # the libraries that it imports stay; each gc.collect() would search them
     return module
 
 

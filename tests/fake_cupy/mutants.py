@@ -12,8 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import ml_dtypes  # noqa: F401  # imported once, before the forks
+# Imported once, before the forks.
+import ml_dtypes  # noqa: F401
 import numpy as np  # noqa: F401
+import pytest  # noqa: F401
 
 from .planted import FAULTS
 
