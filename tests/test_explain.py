@@ -72,6 +72,17 @@ def test_a_pack_by_hand_and_its_views(rates):
     assert ready["all-reduce"].traffic == packed["all-reduce"].traffic
 
 
+@pytest.mark.parametrize("peer_access", [True, False])
+def test_a_wire_of_its_own_is_unpacked(rates, peer_access):
+    with MeshCase((0, 1), peer_access).open() as mesh:
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 1, mesh=mesh, wire_dtype="float16")
+        told = stages_of(ops.explain(MEAN, pairs_of(mesh, 16, 16)))
+    for name, read, written in (("pack", 4, 2), ("unpack", 2, 4)):
+        assert told[name].traffic.read == {0: 32 * read, 1: 32 * read}
+        assert told[name].traffic.written == {0: 32 * written, 1: 32 * written}
+        assert told[name].planned == told[name].done
+
+
 @pytest.mark.parametrize(
     ("placement", "peer_access", "algorithm"),
     [

@@ -235,14 +235,14 @@ def _by_stage(rehearsal: Rehearsal) -> dict[str, list[tuple[Record, Traffic]]]:
     """Stage -> what the ghosts were given in it, and what that moves."""
     found: dict[str, list[tuple[Record, Traffic]]] = {name: [] for name in STAGES}
     touched = iter(rehearsal.touched)
-    added: set[int] = set()  # blocks in which something was added up
+    added: set[int] = set()  # blocks with sums in them, or copies of sums
     ranks: list[tuple[Record, Touched]] = []
     for record in rehearsal.records:
         if record.kind not in _COUNTED:
             continue
         memory = next(touched)
         stage = _stage_of(record, memory, added)
-        if stage == "all-reduce":
+        if stage == "all-reduce" or (stage == "copies" and _reads(memory, added)):
             added.update(id(buffer.block) for buffer in memory.writes)
         if record.kind == "collective":
             ranks.append((record, memory))
@@ -257,8 +257,11 @@ def _stage_of(record: Record, memory: Touched, added: set[int]) -> str:
         return "copies"
     if record.name != "pack":
         return "all-reduce"
-    sums = any(id(buffer.block) in added for buffer in memory.reads)
-    return "unpack" if sums else "pack"
+    return "unpack" if _reads(memory, added) else "pack"
+
+
+def _reads(memory: Touched, blocks: set[int]) -> bool:
+    return any(id(buffer.block) in blocks for buffer in memory.reads)
 
 
 def _traffic(record: Record, memory: Touched) -> Traffic:

@@ -9,7 +9,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gradreduce import ops
-from gradreduce.device import ALIGNMENT, Block, Buffer, Device, by_physical, gather, scatter
+from gradreduce.device import (
+    ALIGNMENT,
+    Block,
+    Buffer,
+    Device,
+    DType,
+    by_physical,
+    flat_layout,
+    gather,
+    scatter,
+)
 from gradreduce.packing import FlatPlan
 
 __all__ = ["Flats", "Options", "fill", "lay_out", "move_into", "pack", "spread", "unpack"]
@@ -87,10 +97,51 @@ def lay_out(
         Flat buffers, in the order of ``plans``.
     """
     owned_only = len(by_physical(devices)) > 1
+    # Of what is given or may be overwritten much is no new memory, and nobody knows yet how much.
+    room = _Room(plans if options.given is None and not options.consume else ())
     return [
-        _laid_out(plan, divisor, gradients, devices, options, owned_only)
+        _laid_out(plan, divisor, gradients, devices, options, (room, owned_only))
         for plan, divisor in zip(plans, divisors, strict=True)
     ]
+
+
+class _Room:
+    """New memory for the flat buffers of one call.
+
+    What travels alone lies in one allocation for each device and dtype, as what travels together
+    does: to ask the pool for each tensor, and to give it back, takes longer than all the rest.
+
+    Args:
+        plans: of all that is asked for; what travels alone and is not among them stands alone.
+    """
+
+    def __init__(self, plans: Sequence[FlatPlan]) -> None:
+        self._alone = [plan for plan in plans if not plan.together]
+        # (device, id of a dtype) -> id of a plan -> its part, until it is taken
+        self._parts: dict[tuple[Device, int], dict[int, Buffer]] = {}
+
+    def take(self, plan: FlatPlan, device: Device, dtype: DType) -> Buffer:
+        """A buffer for all of a plan."""
+        if not plan.together:
+            key = (device, id(dtype))
+            if key not in self._parts:
+                self._parts[key] = self._shared(device, dtype)
+            part = self._parts[key].pop(id(plan), None)
+            if part is not None:
+                return part
+        return device.empty((plan.layout.size,), dtype)
+
+    def _shared(self, device: Device, dtype: DType) -> dict[int, Buffer]:
+        plans = [
+            plan for plan in self._alone if dtype in (plan.wire, plan.sum_dtype, plan.out_dtype)
+        ]
+        if len(plans) < 2:
+            return {}
+        sizes = [plan.layout.size for plan in plans]
+        layout = flat_layout(sizes, dtype.itemsize)
+        whole = device.empty((layout.size,), dtype)
+        parts = whole.parts(layout.offsets, [(size,) for size in sizes])
+        return {id(plan): part for plan, part in zip(plans, parts, strict=True)}
 
 
 def _laid_out(
@@ -99,8 +150,9 @@ def _laid_out(
     gradients: Sequence[Sequence[Buffer]],
     devices: Sequence[Device],
     options: Options,
-    owned_only: bool,
+    memory: tuple[_Room, bool],
 ) -> Flats:
+    room, owned_only = memory
     replicas = range(len(devices))
     given = options.given
     tensors = [[gradients[tensor][replica] for tensor in plan.tensors] for replica in replicas]
@@ -112,7 +164,7 @@ def _laid_out(
         filling.append(tensors[replica] if flat is None else None)
         ours = flat is None or options.consume
         if flat is None:
-            flat = device.empty((plan.layout.size,), plan.wire)
+            flat = room.take(plan, device, plan.wire)
         inputs.append(flat)
         out = None
         if targets is not None and options.in_place and _is_written(plan):
@@ -120,9 +172,9 @@ def _laid_out(
         leaving.append(targets[replica] if targets is not None and out is None else None)
         if out is None and ours and plan.wire == plan.sum_dtype:
             out = flat
-        outs.append(device.empty((plan.layout.size,), plan.sum_dtype) if out is None else out)
+        outs.append(room.take(plan, device, plan.sum_dtype) if out is None else out)
     return Flats(
-        plan, tuple(inputs), tuple(outs), _results(plan, outs, given is not None),
+        plan, tuple(inputs), tuple(outs), _results(plan, outs, room, given is not None),
         tuple(filling), tuple(leaving), divisor,
     )  # fmt: skip
 
@@ -131,13 +183,15 @@ def _is_written(plan: FlatPlan) -> bool:
     return plan.sum_dtype == plan.out_dtype
 
 
-def _results(plan: FlatPlan, outs: Sequence[Buffer], given: bool) -> tuple[Buffer, ...] | None:
+def _results(
+    plan: FlatPlan, outs: Sequence[Buffer], room: _Room, given: bool
+) -> tuple[Buffer, ...] | None:
     """Flat buffers of the results; the outs themselves unless their dtype is another."""
     if given:
         return None
     if _is_written(plan):
         return tuple(outs)
-    return tuple(out.device.empty(out.shape, plan.out_dtype) for out in outs)
+    return tuple(room.take(plan, out.device, plan.out_dtype) for out in outs)
 
 
 def fill(parts: Iterable[tuple[Flats, int, int]]) -> None:
@@ -190,6 +244,9 @@ def unpack(flats: Sequence[Flats], shapes: Sequence[tuple[int, ...]]) -> list[tu
     found: list[tuple[Buffer, ...]] = [()] * len(shapes)
     for flat in flats:
         inside = [shapes[tensor] for tensor in flat.plan.tensors]
+        if len(inside) == 1 and flat.results and inside[0] == flat.results[0].shape:
+            found[flat.plan.tensors[0]] = flat.results
+            continue
         offsets = flat.plan.layout.offsets
         columns = [result.parts(offsets, inside) for result in flat.results or ()]
         for tensor, replicas in zip(flat.plan.tensors, zip(*columns, strict=True), strict=True):

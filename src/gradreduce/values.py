@@ -54,6 +54,7 @@ class DistributedValues:
     """
 
     _kept: dict[Part, Any] | None = None  # the arrays of ``keep_arrays``
+    _is_sparse: bool | None = None
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class DistributedValues:
         """Wraps Buffers, or IndexedSlices of Buffers, that already lie on one device each."""
         made = cls.__new__(cls)
         made._parts = tuple(parts)
-        made._devices = tuple(device_of(part) for part in parts)
+        made._devices = tuple([part.device for part in parts])  # type: ignore[misc]
         made._kind = kind
         return made
 
@@ -105,7 +106,9 @@ class DistributedValues:
     @property
     def is_sparse(self) -> bool:
         """Whether any value is IndexedSlices."""
-        return bool([part for part in self._parts if isinstance(part, IndexedSlices)])
+        if self._is_sparse is None:  # asked several times in a reduction
+            self._is_sparse = any([isinstance(part, IndexedSlices) for part in self._parts])
+        return self._is_sparse
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:

@@ -235,3 +235,19 @@ def test_an_accumulator_on_one_device(dtype, reduction_type, gpus):
     gpus(3)
     with opened([0, 0]) as (mesh, sim):
         assert all(map(same, taken(mesh), taken(sim)))
+
+
+@pytest.mark.parametrize(("placement", "algorithm"), [PLACED[2], PLACED[-2]])
+def test_a_reduction_is_explained(monkeypatch, placement, algorithm):
+    monkeypatch.setattr("gradreduce.device.rates.GPU_BYTES", 1 << 12)
+    with gr.open_mesh(placement, backend="cuda") as mesh:
+        ops = gr.AllReduceCrossDeviceOps(algorithm, 2, mesh=mesh)
+        values = [
+            gr.PerReplica([device.upload(tensor(shape, "float32", 0)) for device in mesh])
+            for shape in SHAPES
+        ]
+        told = ops.explain(gr.ReduceOp.MEAN, [(value, value) for value in values])
+        assert told.differences == ()
+        assert told.plan.launches == sum(stage.done.launches for stage in told.stages) > 0
+        assert told.floor_seconds > 0
+        assert set(told.memory_rates) == set(placement)

@@ -32,10 +32,10 @@ class Job:
         """The job for the elements from ``start`` to ``stop``."""
         if start == 0 and stop == self.inputs[0].size:
             return self
-        shape = (stop - start,)
+        starts, shapes = (start,), ((stop - start,),)
         return Job(
-            tuple(buffer.view(start, shape) for buffer in self.inputs),
-            tuple(buffer.view(start, shape) for buffer in self.outs),
+            tuple([buffer.parts(starts, shapes)[0] for buffer in self.inputs]),
+            tuple([buffer.parts(starts, shapes)[0] for buffer in self.outs]),
             self.divisor,
         )
 

@@ -208,11 +208,23 @@ class Buffer:
 
     def parts(self, starts: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> list[Buffer]:
         """As ``view`` for each, of this dtype, without its checks: by a layout's own offsets."""
-        itemsize = self.dtype.itemsize
-        return [
-            Buffer(self.block, self.offset + start * itemsize, shape, self.dtype)
-            for start, shape in zip(starts, shapes, strict=True)
-        ]
+        block, device, dtype, offset = self.block, self.device, self.dtype, self.offset
+        address, itemsize = self.address, dtype.itemsize
+        made = []
+        for start, shape in zip(starts, shapes, strict=True):
+            # Not by `__init__`: a reduction makes two parts of each tensor on each device, and here
+            # the address is at hand, which to ask for later takes longer than all the rest.
+            part = Buffer.__new__(Buffer)
+            part.block, part.device, part.dtype = block, device, dtype
+            part.shape = shape
+            part.size = size = math.prod(shape)
+            part.nbytes = size * itemsize
+            behind = start * itemsize
+            part.offset = offset + behind
+            part.address = address + behind
+            part.array = None
+            made.append(part)
+        return made
 
     def numpy(self, *, deadline: float | None = None) -> np.ndarray:
         """A copy in host memory; waits for the device, ``deadline`` seconds or for ever.

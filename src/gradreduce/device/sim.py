@@ -226,7 +226,7 @@ class SimDevice(Device):
             arrays = [memory_of(operand) for operand in row]
             if strict:
                 arrays[num_written:] = map(read_only, arrays[num_written:])
-            size = kernel.num_items(row)
+            size = kernel.num_items(row) if whole else row[0].size
             total += size
             if whole or size <= BLOCK_SIZE:
                 blocks.append(arrays)

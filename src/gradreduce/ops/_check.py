@@ -163,13 +163,13 @@ def by_dtype(
             or a cast that the kernel has no template for.
     """
     groups: dict[tuple[int, int, int, int], list[Row]] = {}  # by id: hashing a dtype is slow
+    key, group = (0, 0, 0, 0), list[Row]()
     for written, read in rows:
         if not written or not read:
             raise ValueError(f"{kernel.name}: a tensor without an out or without an input")
-        key = (id(written[0].dtype), id(read[0].dtype), len(written), len(read))
-        group = groups.get(key)
-        if group is None:
-            group = groups[key] = []
+        found = (id(written[0].dtype), id(read[0].dtype), len(written), len(read))
+        if found != key:
+            key, group = found, groups.setdefault(found, [])
         group.append((*written, *read))
     launches: dict[tuple[str, str, int, int], list[Row]] = {}
     for (_, _, num_written, num_read), group in groups.items():

@@ -18,14 +18,15 @@ __all__ = ["PACK", "pack", "prepare_pack"]
 def _pack_twin(table: Sequence[Arrays], divisor: float) -> None:
     """``out = in / divisor``, and zero where ``in`` has ended."""
     for out, term in table:
-        filled = out[: term.size]
+        filled = out if out.size == term.size else out[: term.size]
         if divisor != 1:
             wide = accumulate_dtype(term.dtype)
             term = np.true_divide(term, wide.type(divisor), dtype=wide)
         if filled.itemsize == 2 and term.itemsize == 8 and term.dtype.kind == "f":
             term = term.astype(np.float32)  # as kernels do, which know no way from double to half
         filled[...] = term
-        out[filled.size :] = 0
+        if filled is not out:
+            out[filled.size :] = 0
 
 
 PACK = Kernel(
