@@ -9,7 +9,7 @@ import pytest
 
 from gradreduce.device import Device, Mesh, watch
 
-PATIENCE = 60.0  # seconds after which a test, not a mesh, is broken
+PATIENCE = 8.0  # seconds after which a test, not a mesh, is broken
 
 
 class Clock:

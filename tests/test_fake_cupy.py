@@ -50,8 +50,8 @@ def passes(*arguments: str, **changed: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "part",
-    "arrays device digits flows foreign lost nccl ops planted_faults prepared prepared_arrays "
-    "programs segments signatures tables".split(),
+    "arrays deadlines device digits flows foreign lost nccl ops planted_faults prepared "
+    "prepared_arrays programs segments signatures tables".split(),
 )
 def test_the_cuda_backend_passes_on_the_fake(part):
     passes(f"tests/cuda/test_{part}.py", "-m", OWN)

@@ -280,8 +280,11 @@ class CudaDevice(Device):
         return bool(event.done)
 
     def _reached(self, event: Any) -> bool:
-        """Of a GPU that met a fault an event only says that it has not passed."""
-        status = int(runtime.eventQuery(event.ptr))
+        """See ``Backend._reached``: a GPU that met a fault is lost by this."""
+        return self._is_over(runtime.eventQuery(event.ptr))
+
+    def _is_over(self, status: int) -> bool:
+        """What a query says; it raises nothing for a GPU that met a fault, and is never 0 then."""
         if status in FATAL:
             self.fabric.lose(self.physical, str(runtime.CUDARuntimeError(status)))
         return status == 0
@@ -302,12 +305,15 @@ class CudaDevice(Device):
 
     def _is_idle(self) -> bool:
         with self.gpu:
-            return all(stream.done for stream in self._streams.values())
+            found = [runtime.streamQuery(stream.ptr) for stream in self._streams.values()]
+        return all([self._is_over(status) for status in found])
 
     def _abandon(self, seconds: float) -> bool:
         """Nothing is dropped: aborted collectives end, and what is behind them runs on."""
         end = time.monotonic() + seconds
         while not self._is_idle():
+            if self.physical in self.fabric.lost:
+                break  # and stays so
             if time.monotonic() >= end:
                 return False
             time.sleep(_LOOK_SECONDS)
