@@ -143,8 +143,8 @@ _LIVES = {
         "", CUDA, "self._synchronize(Patience(self))\n                self.drain()", "self.drain()"
     ),
     "synchronize does not wait": _one(
-        "the host", CUDA, "        stream.synchronize()\n        with self._staging_lock",
-        "        pass\n        with self._staging_lock",
+        "the host", CUDA, "            stream.synchronize()\n            return True",
+        "            pass\n            return True",
     ),
 }  # fmt: skip
 _DEVICES = {
@@ -286,7 +286,7 @@ _HANGS = {
         "            return self._fetched",
     ),
     "a synchronize waits in the driver": (
-        "", CUDA, "if patience.polls:\n            with self.gpu:", "if False:\n"
+        "", CUDA, "if not patience.polls:\n            with self.gpu:", "if True:\n"
         "            with self.gpu:",
     ),
     "pinned memory is dropped with the wait": (

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -290,18 +290,22 @@ class CudaDevice(Device):
         return status == 0
 
     def _synchronize(self, patience: Patience) -> bool:
-        if patience.polls:
-            with self.gpu:
-                events = [self._event(stream) for stream in self._streams.values()]
-            if not patience.until(lambda: all(self._reached(event) for event in events)):
-                return False
-        else:
-            with self.gpu:
-                for stream in self._streams.values():
-                    stream.synchronize()
+        if not self._host_waits(patience, self._streams.values()):
+            return False
         with self._staging_lock:
             self._staging.clear()
         return True
+
+    def _host_waits(self, patience: Patience, streams: Iterable[Any]) -> bool:
+        """In the driver, which knows no end, only where no deadline was ever given."""
+        if not patience.polls:
+            with self.gpu:
+                for stream in streams:
+                    stream.synchronize()
+            return True
+        with self.gpu:
+            events = [self._event(stream) for stream in streams]
+        return patience.until(lambda: all(self._reached(event) for event in events))
 
     def _is_idle(self) -> bool:
         with self.gpu:
@@ -333,9 +337,10 @@ class CudaDevice(Device):
 
     def _precede(self, stream: int | None) -> None:
         ours = self._streams["compute"]
+        if stream is None:
+            if not self._host_waits(self._endless, [ours]):
+                raise self.fabric.give_up("work that the host waits for", self, self._endless)
+            return
         with self.gpu:
-            if stream is None:
-                ours.synchronize()
-                return
             theirs = cupy.cuda.ExternalStream(stream, self.physical)
             theirs.wait_event(self._event(ours))
