@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import numpy as np
@@ -235,17 +236,25 @@ def test_a_wait_for_a_gpu_that_dies_ends(here, mesh):
     waiting.join(PATIENCE)
     assert "cuda:3 was lost" in outcomes[0]
     here.dead.clear()
+    free(here)
 
 
 def test_a_dead_mesh_is_closed_without_a_wait_and_frees_nothing_that_is_used(here, clock):
+    """Closed, or forgotten: CUDA waits for a queue before it frees what the queue may use."""
     kept = len(cuda._ABANDONED)
-    with open_mesh([0, 1], backend="cuda") as mesh:
+    for ends in (Mesh.close, lambda mesh: None):
+        mesh = open_mesh([0, 1], backend="cuda")
         stick(here, mesh.devices[1])
         reduced(mesh, "hierarchical_copy", deadline=5)
         clock.pass_by(6)
         await_death(mesh)
-    assert len(cuda._ABANDONED) > kept
-    del cuda._ABANDONED[kept:]
+        ends(mesh)
+        del mesh
+        gc.collect()
+        assert len(cuda._ABANDONED) > kept
+        kept = len(cuda._ABANDONED)
+    here.settle()  # the queues go on, and nothing that they use was freed
+    del cuda._ABANDONED[:]
 
 
 def test_the_fake_finds_a_wait_that_would_hang(here, mesh):

@@ -40,6 +40,7 @@ def run(seed: int, num_steps: int = 0) -> int:
         staged = [id(pinned) for pinned, _ in mesh.devices[1]._staging]
         assert not any(id(pinned) in staged for pinned, _ in held), "memory of before stays"
         mesh.synchronize(deadline=MINUTE)
+        _hang(machine, mesh, mesh.devices[2].synchronize)  # and is closed so
     machine.settle()
     return 1
 

@@ -304,8 +304,9 @@ _HANGS = {
         "have joined batch_reduce", _WATCH, "enumerate(list(self._stages))",
         "reversed(list(enumerate(self._stages)))",
     ),
+    "a dead mesh frees memory": ("would hang", CUDA, "self._is_abandoned = True"),
     "a reset waits for no queue": (
-        "not waited for", CUDA, "while not self._is_idle():", "while False:"
+        "would hang", CUDA, "while not self._is_idle():", "while False:"
     ),
 }  # fmt: skip
 _HANGING = {

@@ -21,7 +21,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from gradreduce.errors import BackendUnavailableError, CollectiveError, DeviceMismatchError
+from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 
 from .base import Device
 from .cuda_compile import function
@@ -40,7 +40,7 @@ __all__ = ["FATAL", "CudaDevice", "enable_peer_access", "visible_gpus"]
 
 # Between two looks at a queue that must come to its end before a mesh is usable again.
 _LOOK_SECONDS = 1e-3
-# What the queues of dead meshes may use for ever: CUDA waits for them before it frees anything.
+# What queues of dead meshes may use for ever; it is never freed.
 _ABANDONED: list[Any] = []
 
 
@@ -63,6 +63,7 @@ class CudaDevice(Device):
     """A logical device on the GPU ``physical``; several may share one."""
 
     defers = True
+    _is_abandoned = False
 
     def __init__(self, fabric: Fabric, index: int, physical: int) -> None:
         super().__init__(fabric, index, physical)
@@ -93,15 +94,26 @@ class CudaDevice(Device):
             if self.fabric.reason is None:
                 self._synchronize(Patience(self))
                 self.drain()
-            elif not self._is_idle():
-                _ABANDONED.append((self._pool, self._streams, self._staging, self._parking))
+            else:
+                self._give_up_what_is_used()
 
     def __del__(self) -> None:
         """A mesh that nobody closed: what its queues still use must not be given away."""
-        if not sys.is_finalizing() and (self._staging or self._parking):
-            with suppress(BackendUnavailableError, CollectiveError):
-                self.fabric.check_usable(self)  # open, alive, and of this process
+        if sys.is_finalizing():
+            return
+        with suppress(BackendUnavailableError):  # closed, lost, or from before a fork
+            self.fabric.check_open()
+            if self.fabric.reason is not None:
+                self._give_up_what_is_used()
+            elif self._staging or self._parking:
+                self.fabric.check_usable(self)
                 self._synchronize(Patience(self))
+
+    def _give_up_what_is_used(self) -> None:
+        """Of a dead mesh: queues may use it for ever, and CUDA waits for them before it frees."""
+        if not self._is_idle():
+            _ABANDONED.append((self._pool, self._streams, self._staging, self._parking))
+            self._is_abandoned = True
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -156,6 +168,8 @@ class CudaDevice(Device):
         """Dropping the last reference to ``raw`` gives it back to CuPy's pool."""
 
     def _trim(self) -> None:
+        if self._is_abandoned:
+            return
         with self.gpu:
             self._pool.free_all_blocks()
 
