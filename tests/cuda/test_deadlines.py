@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -22,8 +23,11 @@ __all__ = ["clock"]
 
 
 @pytest.fixture(params=[0, 1, 3])
-def here(request, new_machine) -> Machine:
-    return new_machine(request.param)
+def here(request, new_machine) -> Iterator[Machine]:
+    made = new_machine(request.param)
+    yield made
+    made.settle()
+    cuda._HELD.clear()  # of devices that are lost it is held for ever
 
 
 @pytest.fixture
@@ -241,7 +245,6 @@ def test_a_wait_for_a_gpu_that_dies_ends(here, mesh):
 
 def test_a_dead_mesh_is_closed_without_a_wait_and_frees_nothing_that_is_used(here, clock):
     """Closed, or forgotten: CUDA waits for a queue before it frees what the queue may use."""
-    kept = len(cuda._ABANDONED)
     for ends in (Mesh.close, lambda mesh: None):
         mesh = open_mesh([0, 1], backend="cuda")
         stick(here, mesh.devices[1])
@@ -251,10 +254,17 @@ def test_a_dead_mesh_is_closed_without_a_wait_and_frees_nothing_that_is_used(her
         ends(mesh)
         del mesh
         gc.collect()
-        assert len(cuda._ABANDONED) > kept
-        kept = len(cuda._ABANDONED)
-    here.settle()  # the queues go on, and nothing that they use was freed
-    del cuda._ABANDONED[:]
+        assert len(cuda._HELD) == 2
+        here.settle()  # the queues go on, and nothing that they use was freed
+        cuda._HELD.clear()
+
+
+def test_a_dead_mesh_whose_queues_have_ended_is_freed(here):
+    with open_mesh([0, 1], backend="cuda") as mesh:
+        mesh.fabric.fail("for a test")
+        await_death(mesh)
+        assert len(cuda._HELD) == 2
+    assert not cuda._HELD
 
 
 def test_the_fake_finds_a_wait_that_would_hang(here, mesh):

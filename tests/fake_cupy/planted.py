@@ -253,11 +253,11 @@ _NCCL = {
         "disagree", NCCL, "count, kind, root)", "count, kind, root * (buffer is buffers[-1]))"
     ),
     "the stream of another GPU": _one(
-        "NCCL", NCCL, 'device.stream("compute").ptr',
-        'cuda_device(call.buffers[0]).stream("compute").ptr',
+        "NCCL", NCCL, "device.stream(call.queue).ptr",
+        "cuda_device(call.buffers[0]).stream(call.queue).ptr",
     ),
     "the other stream": _one(
-        "unordered", NCCL, 'device.stream("compute").ptr', 'device.stream("transfer").ptr'
+        "unordered", NCCL, "device.stream(call.queue).ptr", 'device.stream("transfer").ptr'
     ),
     "the count of bytes": _one(
         "", NCCL, "return buffer.size * element.lanes,", "return buffer.nbytes * element.lanes,"
@@ -266,7 +266,7 @@ _NCCL = {
 _NCCL["use after abort"] = Planted("after abort", (
     (NCCL, "cliques, self._cliques = self._cliques, _Cliques()", "cliques = self._cliques"),
     (NCCL, "cliques.aborted = True", "pass"),
-    (NCCL, "for call in calls], kept)", "for call in calls], kept)\n        self.close()"),
+    (NCCL, "given, kept)", "given, kept)\n        self.close()"),
 ))  # fmt: skip
 _FABRIC = "gradreduce.device.fabric"
 _WATCH = "gradreduce.device.watch"
@@ -304,7 +304,7 @@ _HANGS = {
         "have joined batch_reduce", _WATCH, "enumerate(list(self._stages))",
         "reversed(list(enumerate(self._stages)))",
     ),
-    "a dead mesh frees memory": ("would hang", CUDA, "self._is_abandoned = True"),
+    "a dead mesh frees memory": ("would hang", CUDA, "fabric.on_death.append(self._hold)"),
     "a reset waits for no queue": (
         "would hang", CUDA, "while not self._is_idle():", "while False:"
     ),

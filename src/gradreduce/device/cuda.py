@@ -40,8 +40,9 @@ __all__ = ["FATAL", "CudaDevice", "enable_peer_access", "visible_gpus"]
 
 # Between two looks at a queue that must come to its end before a mesh is usable again.
 _LOOK_SECONDS = 1e-3
-# What queues of dead meshes may use for ever; it is never freed.
-_ABANDONED: list[Any] = []
+# What queues of dead meshes may use for ever, from their death on: in the middle of a collection of
+# garbage it would be too late. Nothing of it is freed before its queues have come to their end.
+_HELD: dict[int, Any] = {}
 
 
 @lru_cache(maxsize=1024)
@@ -63,7 +64,6 @@ class CudaDevice(Device):
     """A logical device on the GPU ``physical``; several may share one."""
 
     defers = True
-    _is_abandoned = False
 
     def __init__(self, fabric: Fabric, index: int, physical: int) -> None:
         super().__init__(fabric, index, physical)
@@ -78,6 +78,7 @@ class CudaDevice(Device):
                 "transfer": cupy.cuda.Stream(non_blocking=True),
             }
             self._pool = cupy.cuda.MemoryPool()
+        fabric.on_death.append(self._hold)
         self._geometry = Geometry.of(self.gpu.attributes)
         self._tables = Tables(self._place)
 
@@ -94,8 +95,8 @@ class CudaDevice(Device):
             if self.fabric.reason is None:
                 self._synchronize(Patience(self))
                 self.drain()
-            else:
-                self._give_up_what_is_used()
+            elif self._is_idle():
+                self._let_go()
 
     def __del__(self) -> None:
         """A mesh that nobody closed: what its queues still use must not be given away."""
@@ -103,17 +104,17 @@ class CudaDevice(Device):
             return
         with suppress(BackendUnavailableError):  # closed, lost, or from before a fork
             self.fabric.check_open()
-            if self.fabric.reason is not None:
-                self._give_up_what_is_used()
-            elif self._staging or self._parking:
+            if self.fabric.reason is None and (self._staging or self._parking):
                 self.fabric.check_usable(self)
                 self._synchronize(Patience(self))
+            elif self.fabric.reason is not None and self._is_idle():
+                self._let_go()
 
-    def _give_up_what_is_used(self) -> None:
-        """Of a dead mesh: queues may use it for ever, and CUDA waits for them before it frees."""
-        if not self._is_idle():
-            _ABANDONED.append((self._pool, self._streams, self._staging, self._parking))
-            self._is_abandoned = True
+    def _hold(self) -> None:
+        _HELD[id(self._pool)] = (self._pool, self._streams, self._staging, self._parking)
+
+    def _let_go(self) -> None:
+        _HELD.pop(id(self._pool), None)
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -168,7 +169,7 @@ class CudaDevice(Device):
         """Dropping the last reference to ``raw`` gives it back to CuPy's pool."""
 
     def _trim(self) -> None:
-        if self._is_abandoned:
+        if id(self._pool) in _HELD:  # CUDA waits for the queues before it frees
             return
         with self.gpu:
             self._pool.free_all_blocks()
@@ -337,6 +338,7 @@ class CudaDevice(Device):
             time.sleep(_LOOK_SECONDS)
         with self._staging_lock:
             self._staging.clear()
+        self._let_go()
         return True
 
     def _event(self, stream: Any) -> Any:
