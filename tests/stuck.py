@@ -9,7 +9,7 @@ import pytest
 
 from gradreduce.device import Device, Mesh, watch
 
-PATIENCE = 60.0  # seconds after which a test, not a mesh, is broken
+PATIENCE = 8.0  # seconds after which a test, not a mesh, is broken
 
 
 class Clock:
@@ -32,9 +32,9 @@ def clock(monkeypatch) -> Iterator[Clock]:
     return made
 
 
-def stall(device: Device, queue: str = "compute") -> None:
-    """From now on nothing in this queue of a simulated device runs."""
-    device.scheduler.stall((device, queue))
+def stall(device: Device, queue: str = "compute", after: int = 0) -> None:
+    """From now on nothing in this queue of a simulated device runs, but its next entries."""
+    device.scheduler.stall((device, queue), after)
 
 
 def resume(device: Device, queue: str = "compute") -> None:

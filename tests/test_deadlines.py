@@ -80,14 +80,35 @@ def test_a_stuck_device_is_named_with_its_pack_and_tensors(clock, algorithm, pee
         assert is_right(reduce_all(mesh, ops, deadline=PATIENCE))
 
 
+@pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
+def test_the_pack_at_which_a_device_hangs_is_named(clock, monkeypatch, algorithm):
+    """However far it comes, it is among the late ones; and in time it hangs in every pack."""
+    monkeypatch.setattr("gradreduce.reduce_flow.STAGE_BYTES", 1)
+    packs: set[str] = set()
+    for after in range(0, 24, 2):
+        with opened([0, 1, 2, 3], seed=0) as mesh:
+            grads = gradients(mesh)
+            mesh.synchronize()
+            stall(mesh.devices[3], after=after)
+            ops = gr.AllReduceCrossDeviceOps(algorithm, 3, mesh=mesh)
+            ops.all_reduce(grads, deadline=5)
+            clock.pass_by(6)
+            words = r"sim:3 has not joined (.*): what|all devices have joined (.*), and .*sim:3 ha"
+            found = re.search(words, await_death(mesh))
+            assert found, mesh.fabric.reason
+            packs.add(found[1] or found[2])
+    tensors = ("1 of 3 (tensor 0)", "2 of 3 (tensors 0 to 1)", "3 of 3 (tensors 1 to 2)")
+    assert packs - {"batch_reduce"} == {f"pack {each}" for each in tensors}
+
+
 def test_who_has_joined_but_not_finished_is_told_apart(mesh, clock, monkeypatch):
     """Device 3 hangs inside of the pack: every queue has come to it."""
     ops = gr.NcclAllReduce(1, mesh=mesh)
     add = type(mesh.collective).all_reduce
 
-    def hang(collective, buffers, op="sum", **_):
+    def hang(collective, buffers, op="sum", **options):
         mesh.synchronize()
-        add(collective, buffers, op)
+        add(collective, buffers, op, **options)
         stall(mesh.devices[3])
 
     monkeypatch.setattr(type(mesh.collective), "all_reduce", hang)

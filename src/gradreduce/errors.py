@@ -36,7 +36,11 @@ class BackendUnavailableError(RuntimeError):
 
 
 class CollectiveError(RuntimeError):
-    """A collective across devices failed; the devices of its mesh may be unusable."""
+    """A collective across devices failed, or the mesh is dead: a deadline passed.
+
+    The text says which device was late, with which pack and which tensors. A dead mesh refuses
+    every use until ``mesh.reset()``.
+    """
 
 
 class InvalidVariableError(TypeError, ValueError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -47,7 +46,7 @@ def with_outs(
         if isinstance(entry, DistributedValues):  # whose Buffers are arrays of this kind outside
             made = [each._replace(kind=entry.kind) for each in made]
         outs.append(made)
-        given.append(replace(request, out=tuple(each.buffer for each in outs[-1])))
+        given.append(request._replace(out=tuple(each.buffer for each in outs[-1])))
     _check_apart(given)
     return given, outs
 

@@ -93,6 +93,8 @@ class MemoryPool:
     def free_all_blocks(self, stream=None):
         with current().entered() as machine:
             machine.count("free_all_blocks")
+            if getDevice() in {queue.gpu for queue in machine.stuck}:
+                machine.fail("would hang: cudaFree waits for a queue that is stuck")
 
     def used_bytes(self):
         return sum(memory.size for memory in self._sizes)

@@ -105,6 +105,8 @@ class Machine:
         self.ordered = True  # whether unordered uses are faults
         self.dead: dict[int, Exception] = {}  # GPUs that answer every call with this error
         self.at_sync: list[Callable[[], str | None]] = []  # each says what is wrong, if anything
+        self.at_end: list[Callable[[], str | None]] = []  # the same, when all is over
+        self.stuck: set[Queue] = set()  # of these nothing runs
         self._random = random.Random(seed)
         self._early = {0: 0.0, 1: 1.0}.get(seed, self._random.choice((0.1, 0.3, 0.6, 0.8)))
         self._number = 0
@@ -156,14 +158,16 @@ class Machine:
             pass
         return call
 
-    def wait(self, queue: Queue, call: Call) -> None:
-        """What comes into the queue from now on runs after ``call``."""
+    def wait(self, queue: Queue, call: Call) -> Call | None:
+        """What comes into the queue from now on runs after ``call``; the wait, if it is one."""
         queue.clock = joined(queue.clock, call.clock)
+        waiting = None
         if not call.passed:
             waiting = Call(queue, queue.count, self._number, queue.clock, f"wait on {queue}")
             waiting.blocker = call
             queue.waiting.append(waiting)
             self._pending += 1
+        return waiting
 
     def finish(self, call: Call | None) -> None:
         """The host waits for a call."""
@@ -177,7 +181,7 @@ class Machine:
             if self.seed == 0:
                 self._run_needed(call)
             elif not self._run_one():
-                self.fail(f"deadlock: {call.what} never runs")
+                self._never(call)
         if call is not None:
             self.host = joined(self.host, call.clock)
 
@@ -185,8 +189,19 @@ class Machine:
         if queue.gpu in self.dead:
             raise self.dead[queue.gpu]
 
-    def polled(self, call: Call) -> bool:
-        """Whether a call has run; if so the host knows it."""
+    def _never(self, call: Call) -> None:
+        why = "would hang: the host waits for" if self.stuck else "deadlock: nothing runs"
+        self.fail(f"{why} {call.what}")
+
+    def polled(self, call: Call, *, waits: bool = False) -> bool:
+        """Whether a call has run; if so the host knows it.
+
+        A host that ``waits``, looking again and again, sees all run that can.
+        """
+        if waits and self.seed == 0:
+            self._run_needed(call, must=False)
+        while waits and not call.passed and self._run_one():
+            pass
         if not call.passed and self.seed != 0 and self._random.random() < self._early:
             self._run_one()
         if call.passed:
@@ -196,18 +211,23 @@ class Machine:
     def settle(self) -> None:
         """Runs what is left, then raises the first fault, if there was one."""
         with self.lock:
+            self.stuck.clear()
             if not self.faults:
                 try:
                     self._bury()
                     for queue in list(self.queues.values()):
                         if queue.gpu not in self.dead:
                             self.finish(queue.last)
+                    for check in self.at_end:
+                        wrong = check()
+                        if wrong:
+                            self.fail(wrong)
                 except Fault:
                     pass
             if self.faults:
                 raise Fault("\n".join(self.faults))
 
-    def _run_needed(self, call: Call) -> None:
+    def _run_needed(self, call: Call, *, must: bool = True) -> None:
         """Runs a call and no other than those that it waits for; the laziest legal order."""
         todo = [call]
         while todo:
@@ -216,9 +236,11 @@ class Machine:
                 todo.pop()
                 continue
             head = wanted.queue.waiting[0]
+            if wanted.queue in self.stuck or len(todo) > 10_000:
+                if must:
+                    self._never(call)
+                return
             if head.blocker is not None and not head.blocker.passed:
-                if len(todo) > 10_000:
-                    self.fail(f"deadlock: {call.what} never runs")
                 todo.append(head.blocker)
             else:
                 self._run(wanted.queue)
@@ -230,6 +252,7 @@ class Machine:
             for queue in self.queues.values()
             if queue.waiting
             and (queue.waiting[0].blocker is None or queue.waiting[0].blocker.passed)
+            and queue not in self.stuck
         ]
         if not ready:
             return False

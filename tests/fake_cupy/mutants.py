@@ -62,13 +62,14 @@ def _child(name: str, writing: int) -> None:
 
 def _outcome(name: str) -> str:
     _plant(FAULTS[name].changes)
+    from . import hang, programs
     from .machine import current
     from .plugin import declare_launches
-    from .programs import run
 
     _plant_kernels(FAULTS[name].changes)
 
     declare_launches()
+    run = hang.run if FAULTS[name].hangs else programs.run
     for turn, seed in enumerate(SEEDS):
         try:
             run(seed, NUM_STEPS)

@@ -143,6 +143,9 @@ class NcclCommunicator:
     def _set(self, machine: Machine, clique: list, rank: int, gpu: int) -> None:
         self._machine, self._clique, self._rank, self._gpu = machine, clique, rank, gpu
         self._ended = ""
+        self.async_error = ""  # what NCCL finds wrong by itself
+        self._held: list[Call] = []  # waits of its collectives, which an abort ends
+        machine.at_end.append(self._half_aborted)
 
     def size(self):
         return len(self._clique)
@@ -154,10 +157,21 @@ class NcclCommunicator:
         return self._gpu
 
     def check_async_error(self):
-        self._live("check_async_error")
+        with self._machine.entered():
+            self._live("check_async_error")
+            if self.async_error:
+                raise NcclError(self.async_error)
 
     def abort(self):
+        """Collectives that have not run never do; who waits in them goes on."""
         self._end("abort")
+        with self._machine.lock:
+            for waiting in self._held:
+                waiting.blocker = None
+
+    def _half_aborted(self) -> str | None:
+        ends = {comm._ended for comm in self._clique}
+        return f"NCCL: of one clique some are aborted only: {ends}" if len(ends) > 1 else None
 
     def destroy(self):
         self._end("destroy")
@@ -229,14 +243,14 @@ def _meet(machine: Machine, rounds: list[list[_Asked]]) -> None:
     if not queues:
         return
     arrivals = [machine.submit(queue, "nccl begins") for queue in queues]
-    for arrival in arrivals:
-        machine.wait(queues[0], arrival)
+    held = [machine.wait(queues[0], arrival) for arrival in arrivals]
     call = None
     for parts in rounds:
         machine.count(parts[0].name)
         call = machine.submit(queues[0], f"nccl {parts[0].name}", _work(machine, parts))
-    for queue in queues[1:]:
-        machine.wait(queue, call)
+    held += [machine.wait(queue, call) for queue in queues[1:]]
+    for one in {id(one.comm): one for parts in rounds for one in parts}.values():
+        one.comm._held += [waiting for waiting in held if waiting is not None]
 
 
 def _work(machine: Machine, parts: list[_Asked]) -> Any:
@@ -246,6 +260,8 @@ def _work(machine: Machine, parts: list[_Asked]) -> Any:
     nbytes = count * dtype.itemsize
 
     def work(call: Call) -> None:
+        if any(one.comm._ended == "abort" for one in parts):
+            return
         for one in parts:
             accesses = [(one.send, one.send + nbytes, READ)] if _reads(one) else []
             accesses.append((one.recv, one.recv + nbytes * factor, WRITE))

@@ -8,6 +8,7 @@ __all__ = ["FAULTS", "Planted"]
 
 BASE = "gradreduce.device.base"
 CUDA = "gradreduce.device.cuda"
+GPU = "gradreduce.device.cuda_gpu"
 NCCL = "gradreduce.device.cuda_nccl"
 TABLES = "gradreduce.device.tables"
 COMPILE = "gradreduce.device.cuda_compile"
@@ -24,10 +25,16 @@ class Planted:
     Attributes:
         says: words of the machine's message.
         changes: module or kernel, the text there, what it becomes.
+        hangs: whether it shows where a queue is stuck (``hang``), not in random programs.
     """
 
     says: str
     changes: tuple[tuple[str, str, str], ...]
+    hangs: bool = False
+
+
+def _change(where: str, old: str, new: str = "pass") -> tuple[str, str, str]:
+    return where, old, new
 
 
 def _one(says: str, where: str, old: str, new: str = "pass") -> Planted:
@@ -133,11 +140,11 @@ _LIVES = {
         "", CUDA, "buffer.nbytes, buffer.block, self", "buffer.nbytes, None, self"
     ),
     "a mesh closes without waiting": _one(
-        "", CUDA, "self._synchronize()\n            self.drain()", "self.drain()"
+        "", CUDA, "self._synchronize(Patience(self))\n                self.drain()", "self.drain()"
     ),
     "synchronize does not wait": _one(
-        "the host", CUDA, "            for stream in self._streams.values():\n                "
-        "stream.synchronize()\n", "            pass\n"
+        "the host", CUDA, "            stream.synchronize()\n            return True",
+        "            pass\n            return True",
     ),
 }  # fmt: skip
 _DEVICES = {
@@ -150,7 +157,8 @@ _DEVICES = {
         "if True:\n            runtime.memset",
     ),
     "an upload on whatever device is current": _one(
-        "wrong device", CUDA, "with self.gpu:\n            pinned", "if True:\n            pinned"
+        "wrong device", CUDA, "= self._streams[queue]\n        with self.gpu:\n            pinned",
+        "= self._streams[queue]\n        if True:\n            pinned",
     ),
     "a copy on whatever device is current": _one(
         "wrong device", CUDA, "with self.gpu:\n            if dst", "if True:\n            if dst"
@@ -169,7 +177,7 @@ _DEVICES = {
         '"transfer": cupy.cuda.Stream()',
     ),
     "peer access is not enabled": _one(
-        "no peer access", CUDA, "runtime.deviceEnablePeerAccess(there)"
+        "no peer access", GPU, "runtime.deviceEnablePeerAccess(there)"
     ),
     "peer access is taken for granted": _one(
         "no peer access", "gradreduce.device.fabric",
@@ -222,10 +230,11 @@ _NCCL = {
         "group", NCCL, 'self._run("groupEnd", self._nccl.groupEnd)'
     ),
     "communicators made inside a group": Planted("inside a group", (
-        (NCCL, "                self._make_clique(call.physicals)\n", "                pass\n"),
-        (NCCL, "communicators = self._cliques[call.physicals]",
-         "self._make_clique(call.physicals)\n        "
-         "communicators = self._cliques[call.physicals]"),
+        (NCCL, "                self._make_clique(cliques, call.physicals)\n",
+         "                pass\n"),
+        (NCCL, "self._call(call, cliques.made[call.physicals])",
+         "self._make_clique(cliques, call.physicals)\n                    "
+         "self._call(call, cliques.made[call.physicals])"),
     )),
     "a rank is left out": _one(
         "left out", NCCL, "            with device.gpu:\n",
@@ -244,18 +253,65 @@ _NCCL = {
         "disagree", NCCL, "count, kind, root)", "count, kind, root * (buffer is buffers[-1]))"
     ),
     "the stream of another GPU": _one(
-        "NCCL", NCCL, 'device.stream("compute").ptr',
-        'cuda_device(call.buffers[0]).stream("compute").ptr',
+        "NCCL", NCCL, "device.stream(call.queue).ptr",
+        "cuda_device(call.buffers[0]).stream(call.queue).ptr",
     ),
     "the other stream": _one(
-        "unordered", NCCL, 'device.stream("compute").ptr', 'device.stream("transfer").ptr'
+        "unordered", NCCL, "device.stream(call.queue).ptr", 'device.stream("transfer").ptr'
     ),
     "the count of bytes": _one(
         "", NCCL, "return buffer.size * element.lanes,", "return buffer.nbytes * element.lanes,"
     ),
 }  # fmt: skip
 _NCCL["use after abort"] = Planted("after abort", (
-    (NCCL, "list(self._cliques.values()), {}", "list(self._cliques.values()), self._cliques"),
-    (NCCL, "for call in calls], kept)", "for call in calls], kept)\n        self.close()"),
+    (NCCL, "cliques, self._cliques = self._cliques, _Cliques()", "cliques = self._cliques"),
+    (NCCL, "cliques.aborted = True", "pass"),
+    (NCCL, "given, kept)", "given, kept)\n        self.close()"),
 ))  # fmt: skip
-FAULTS: dict[str, Planted] = {**_FENCES, **_LIVES, **_DEVICES, **_KERNELS, **_NCCL}
+_FABRIC = "gradreduce.device.fabric"
+_WATCH = "gradreduce.device.watch"
+_DOG = "gradreduce.device.watchdog"
+_HANGS = {
+    "no abort": ("not aborted", NCCL, "fabric.on_death.append(self._abort)"),
+    "one communicator is aborted": (
+        "not aborted", NCCL, "for communicator in communicators:\n                with",
+        "for communicator in communicators[:1]:\n                with",
+    ),
+    "aborted ones are used again": (
+        "after abort", NCCL, "cliques, self._cliques = self._cliques, _Cliques()\n        "
+        "cliques.aborted = True", "cliques = self._cliques",
+    ),
+    "a download waits in the driver": (
+        "would hang", CUDA, "if patience.polls:\n            return self._fetched", "if False:\n"
+        "            return self._fetched",
+    ),
+    "a synchronize waits in the driver": (
+        "", CUDA, "if not patience.polls:\n            with self.gpu:", "if True:\n"
+        "            with self.gpu:",
+    ),
+    "pinned memory is dropped with the wait": (
+        "unordered", CUDA, "self._staging.append((pinned, event))"
+    ),
+    "what an abort lets go on is believed": (
+        "was used", BASE, "if host is None or self.fabric.life != life:", "if host is None:"
+    ),
+    "a synchronize believes it too": (
+        "was used", BASE, "if not self._synchronize(patience) or self.fabric.life != life:",
+        "if not self._synchronize(patience):",
+    ),
+    "a dead mesh is used": ("was used", _FABRIC, "raise self._death(self.reason)"),
+    "the last line is looked at first": (
+        "have joined batch_reduce", _WATCH, "enumerate(list(self._stages))",
+        "reversed(list(enumerate(self._stages)))",
+    ),
+    "a dead mesh frees memory": ("would hang", CUDA, "fabric.on_death.append(self._hold)"),
+    "a reset waits for no queue": (
+        "would hang", CUDA, "while not self._is_idle():", "while False:"
+    ),
+}  # fmt: skip
+_HANGING = {
+    name: Planted(says, (_change(*change),), hangs=True) for name, (says, *change) in _HANGS.items()
+}
+FAULTS: dict[str, Planted] = {
+    **_FENCES, **_LIVES, **_DEVICES, **_KERNELS, **_NCCL, **_HANGING,
+}  # fmt: skip

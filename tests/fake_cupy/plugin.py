@@ -62,6 +62,8 @@ def _runtime() -> types.ModuleType:
         CUDARuntimeError=surface.CUDARuntimeError,
         getDevice=surface.getDevice,
         setDevice=surface.setDevice,
+        eventQuery=surface.eventQuery,
+        streamQuery=surface.streamQuery,
         getDeviceCount=getDeviceCount,
         deviceCanAccessPeer=deviceCanAccessPeer,
         deviceEnablePeerAccess=deviceEnablePeerAccess,

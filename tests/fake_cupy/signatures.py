@@ -38,7 +38,7 @@ OFFERED = {
     "cupy.cuda.runtime": (
         "CUDARuntimeError getDevice setDevice getDeviceCount deviceCanAccessPeer "
         "deviceEnablePeerAccess memcpyAsync memcpyPeerAsync memsetAsync memcpyHostToDevice "
-        "memcpyDeviceToHost memcpyDeviceToDevice pointerGetAttributes"
+        "memcpyDeviceToHost memcpyDeviceToDevice pointerGetAttributes eventQuery streamQuery"
     ),
     "cupy.cuda.nccl": (
         "available NcclCommunicator NcclError groupStart groupEnd get_version get_unique_id "

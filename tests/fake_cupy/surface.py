@@ -5,8 +5,10 @@ Objects remember their machine: one that is used after its machine has ended is 
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+import weakref
 from typing import Any
 
 from .machine import Call, Machine, Queue, current
@@ -18,18 +20,25 @@ __all__ = [
     "ExternalStream",
     "Stream",
     "check_addresses",
+    "eventQuery",
     "getDevice",
     "get_current_stream",
     "get_elapsed_time",
     "queue_of",
+    "streamQuery",
     "stream_now",
 ]
 
 
 class CUDARuntimeError(RuntimeError):
-    """As CuPy's: the text begins with CUDA's own name of the error, ``status`` is its number."""
+    """As CuPy's: the text begins with CUDA's own name of the error, ``status`` is its number.
 
-    def __init__(self, text: str, status: int = 1) -> None:
+    CuPy's takes the number alone, and finds the text by itself.
+    """
+
+    def __init__(self, text: str | int, status: int = 1) -> None:
+        if isinstance(text, int):
+            text, status = f"cudaError{text}: as the driver calls it", text
         super().__init__(text)
         self.status = status
 
@@ -193,12 +202,43 @@ class ExternalStream(_BaseStream):
         self.device_id = getDevice() if device_id < 0 else device_id
 
 
+_handles = itertools.count(0x1000)
+_events: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()
+NOT_READY = 600
+
+
+def eventQuery(event):
+    """``runtime.eventQuery``: 0, cudaErrorNotReady, or what has become of the GPU; never raises."""
+    check_addresses(event)
+    found = _events[event]
+    with found._machine.entered() as machine:
+        if found._call is None:
+            machine.fail("asked whether an event never recorded has passed")
+        return _status(machine, found._call)
+
+
+def streamQuery(stream):
+    """``runtime.streamQuery``: as ``eventQuery``, for all that the stream holds."""
+    check_addresses(stream)
+    with current().entered() as machine:
+        queue = queue_of(machine, stream)
+        return _status(machine, queue.last) if queue.last is not None else 0
+
+
+def _status(machine: Machine, call: Call) -> int:
+    if call.queue.gpu in machine.dead:
+        return machine.dead[call.queue.gpu].status
+    return 0 if machine.polled(call, waits=True) else NOT_READY
+
+
 class Event:
     """A place in a stream, once recorded. It belongs to the GPU that was current when made."""
 
     def __init__(self, block=False, disable_timing=False, interprocess=False):
         self._machine = current()
         self._gpu = getDevice()
+        self.ptr = next(_handles)
+        _events[self.ptr] = self
         self._call: Call | None = None
         self._timed = not disable_timing
         self._reached = 0.0  # when its call ran, by the host's clock

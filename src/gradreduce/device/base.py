@@ -179,8 +179,10 @@ class Device(Backend):
         self.fabric.check_usable(self)
         check_reach(self, buffer)
         self._record("download", "", self.index, -1, buffer.nbytes)
+        life = self.fabric.life
         host = self._download(buffer, patience)
-        if host is None:
+        # A collective that is aborted lets its queue go on: what comes behind it is worth nothing.
+        if host is None or self.fabric.life != life:
             raise self.fabric.give_up(f"a download of {buffer}", self, patience)
         return host
 
@@ -311,7 +313,8 @@ class Device(Backend):
         patience = self._patient(deadline)
         self.fabric.check_usable(self)
         self._record("sync", "", self.index)
-        if not self._synchronize(patience):
+        life = self.fabric.life
+        if not self._synchronize(patience) or self.fabric.life != life:
             raise self.fabric.give_up("a synchronize", self, patience)
         self.drain()
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -21,7 +21,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from gradreduce.errors import BackendUnavailableError, CollectiveError, DeviceMismatchError
+from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 
 from .base import Device
 from .cuda_compile import function
@@ -40,8 +40,9 @@ __all__ = ["FATAL", "CudaDevice", "enable_peer_access", "visible_gpus"]
 
 # Between two looks at a queue that must come to its end before a mesh is usable again.
 _LOOK_SECONDS = 1e-3
-# What the queues of dead meshes may use for ever: CUDA waits for them before it frees anything.
-_ABANDONED: list[Any] = []
+# What queues of dead meshes may use for ever, from their death on: in the middle of a collection of
+# garbage it would be too late. Nothing of it is freed before its queues have come to their end.
+_HELD: dict[int, Any] = {}
 
 
 @lru_cache(maxsize=1024)
@@ -77,6 +78,7 @@ class CudaDevice(Device):
                 "transfer": cupy.cuda.Stream(non_blocking=True),
             }
             self._pool = cupy.cuda.MemoryPool()
+        fabric.on_death.append(self._hold)
         self._geometry = Geometry.of(self.gpu.attributes)
         self._tables = Tables(self._place)
 
@@ -93,15 +95,26 @@ class CudaDevice(Device):
             if self.fabric.reason is None:
                 self._synchronize(Patience(self))
                 self.drain()
-            elif not self._is_idle():
-                _ABANDONED.append((self._pool, self._streams, self._staging, self._parking))
+            elif self._is_idle():
+                self._let_go()
 
     def __del__(self) -> None:
         """A mesh that nobody closed: what its queues still use must not be given away."""
-        if not sys.is_finalizing() and (self._staging or self._parking):
-            with suppress(BackendUnavailableError, CollectiveError):
-                self.fabric.check_usable(self)  # open, alive, and of this process
+        if sys.is_finalizing():
+            return
+        with suppress(BackendUnavailableError):  # closed, lost, or from before a fork
+            self.fabric.check_open()
+            if self.fabric.reason is None and (self._staging or self._parking):
+                self.fabric.check_usable(self)
                 self._synchronize(Patience(self))
+            elif self.fabric.reason is not None and self._is_idle():
+                self._let_go()
+
+    def _hold(self) -> None:
+        _HELD[id(self._pool)] = (self._pool, self._streams, self._staging, self._parking)
+
+    def _let_go(self) -> None:
+        _HELD.pop(id(self._pool), None)
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -156,6 +169,8 @@ class CudaDevice(Device):
         """Dropping the last reference to ``raw`` gives it back to CuPy's pool."""
 
     def _trim(self) -> None:
+        if id(self._pool) in _HELD:  # CUDA waits for the queues before it frees
+            return
         with self.gpu:
             self._pool.free_all_blocks()
 
@@ -280,39 +295,50 @@ class CudaDevice(Device):
         return bool(event.done)
 
     def _reached(self, event: Any) -> bool:
-        """Of a GPU that met a fault an event only says that it has not passed."""
-        status = int(runtime.eventQuery(event.ptr))
+        """See ``Backend._reached``: a GPU that met a fault is lost by this."""
+        return self._is_over(runtime.eventQuery(event.ptr))
+
+    def _is_over(self, status: int) -> bool:
+        """What a query says; it raises nothing for a GPU that met a fault, and is never 0 then."""
         if status in FATAL:
             self.fabric.lose(self.physical, str(runtime.CUDARuntimeError(status)))
         return status == 0
 
     def _synchronize(self, patience: Patience) -> bool:
-        if patience.polls:
-            with self.gpu:
-                events = [self._event(stream) for stream in self._streams.values()]
-            if not patience.until(lambda: all(self._reached(event) for event in events)):
-                return False
-        else:
-            with self.gpu:
-                for stream in self._streams.values():
-                    stream.synchronize()
+        if not self._host_waits(patience, self._streams.values()):
+            return False
         with self._staging_lock:
             self._staging.clear()
         return True
 
+    def _host_waits(self, patience: Patience, streams: Iterable[Any]) -> bool:
+        """In the driver, which knows no end, only where no deadline was ever given."""
+        if not patience.polls:
+            with self.gpu:
+                for stream in streams:
+                    stream.synchronize()
+            return True
+        with self.gpu:
+            events = [self._event(stream) for stream in streams]
+        return patience.until(lambda: all(self._reached(event) for event in events))
+
     def _is_idle(self) -> bool:
         with self.gpu:
-            return all(stream.done for stream in self._streams.values())
+            found = [runtime.streamQuery(stream.ptr) for stream in self._streams.values()]
+        return all([self._is_over(status) for status in found])
 
     def _abandon(self, seconds: float) -> bool:
         """Nothing is dropped: aborted collectives end, and what is behind them runs on."""
         end = time.monotonic() + seconds
         while not self._is_idle():
+            if self.physical in self.fabric.lost:
+                break  # and stays so
             if time.monotonic() >= end:
                 return False
             time.sleep(_LOOK_SECONDS)
         with self._staging_lock:
             self._staging.clear()
+        self._let_go()
         return True
 
     def _event(self, stream: Any) -> Any:
@@ -327,9 +353,10 @@ class CudaDevice(Device):
 
     def _precede(self, stream: int | None) -> None:
         ours = self._streams["compute"]
+        if stream is None:
+            if not self._host_waits(self._endless, [ours]):
+                raise self.fabric.give_up("work that the host waits for", self, self._endless)
+            return
         with self.gpu:
-            if stream is None:
-                ours.synchronize()
-                return
             theirs = cupy.cuda.ExternalStream(stream, self.physical)
             theirs.wait_event(self._event(ours))

@@ -36,6 +36,7 @@ _TYPES = {
 }
 _OPS = {"sum": "NCCL_SUM", "prod": "NCCL_PROD", "max": "NCCL_MAX", "min": "NCCL_MIN"}
 ABORT_SECONDS = 10.0
+_ASKED_SECONDS = 1e-4
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,11 @@ class _Cliques:
         lock: held while one of them is used: every GPU sees the groups of all threads in one order.
         made: GPUs in the order of their ranks -> their communicators.
         aborted: whether nobody may use them any more.
+        asked: whether the watchdog is asking one for errors, which must not be freed meanwhile.
     """
 
     def __init__(self) -> None:
+        self.asked = False
         self.lock = threading.Lock()
         self.made: dict[tuple[int, ...], list[Any]] = {}
         self.aborted = False
@@ -200,13 +203,15 @@ class NcclCollective(Collective):
             return
 
         def abort() -> None:
+            while cliques.asked:
+                time.sleep(_ASKED_SECONDS)
             for communicator in communicators:
                 with suppress(self._nccl.NcclError):  # the others must be ended all the same
                     communicator.abort()
 
         worker = threading.Thread(target=abort, name="gradreduce-nccl-abort", daemon=True)
+        worker.start()  # first: who finds it in the list waits for it
         self._aborting.append(worker)
-        worker.start()
 
     def ended(self, seconds: float) -> bool:
         """Whether every ``abort`` is over, which is waited for so long."""
@@ -218,11 +223,15 @@ class NcclCollective(Collective):
 
     def error(self) -> str | None:
         """What NCCL found wrong by itself since it was asked last; never waits."""
-        for communicator in self._cliques.communicators():
-            try:
+        cliques = self._cliques
+        cliques.asked = True  # before the question whether they are aborted: no lock is needed
+        try:
+            for communicator in () if cliques.aborted else cliques.communicators():
                 communicator.check_async_error()
-            except self._nccl.NcclError as error:
-                return f"NCCL: {error}"
+        except self._nccl.NcclError as error:
+            return f"NCCL: {error}"
+        finally:
+            cliques.asked = False
         return None
 
     # -- sending ----------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from .base import Device
 from .fabric import Fabric
@@ -21,12 +21,15 @@ def due(
         deadline: seconds from now, from ``as_deadline``; None for ever, which costs nothing.
         devices: all that it works on; of one mesh, as a rule.
     """
-    if deadline is None:
-        return nullcontext()
+    return nullcontext() if deadline is None else _due(call, deadline, devices)
+
+
+@contextmanager
+def _due(call: str, deadline: float, devices: Iterable[Device]) -> Iterator[None]:
     meshes: dict[Fabric, list[Device]] = {}
     for device in devices:
         meshes.setdefault(device.fabric, []).append(device)
-    stack = ExitStack()
-    for fabric, of_mesh in meshes.items():
-        stack.enter_context(fabric.due(call, deadline, of_mesh))
-    return stack
+    with ExitStack() as stack:
+        for fabric, of_mesh in meshes.items():
+            stack.enter_context(fabric.due(call, deadline, of_mesh))
+        yield

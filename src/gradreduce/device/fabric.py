@@ -204,6 +204,11 @@ class Fabric:
     # -- deadlines --------------------------------------------------------------------------------
 
     @property
+    def life(self) -> tuple[int, str | None]:
+        """Differs before and after the mesh died, whether or not it was made usable again."""
+        return self.generation, self.reason
+
+    @property
     def is_guarded(self) -> bool:
         """Whether the mesh has seen a deadline: from then on every host wait of it can end."""
         return self._watchdog is not None

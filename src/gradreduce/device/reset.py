@@ -12,7 +12,7 @@ from typing import Any
 from gradreduce.errors import CollectiveError
 
 from .base import Device
-from .watch import as_deadline
+from .watch import as_deadline, names_of
 
 __all__ = ["reset"]
 
@@ -29,10 +29,9 @@ def reset(devices: Sequence[Device], timeout: float | None) -> None:
         rest.need(fabric.mourned.wait(rest.seconds), "those who wait are not all woken")
         rest.need(fabric.library_ended(rest.seconds), "the communicators do not let go")
         with rest.held(fabric.launch_lock, "a call is still giving work to the devices"):
-            for device in devices:
-                if device.physical not in fabric.lost:
-                    ended = device._abandon(rest.seconds)
-                    rest.need(ended, f"{device.name} does not come to the end of its queues")
+            alive = [device for device in devices if device.physical not in fabric.lost]
+            stuck = [device for device in alive if not device._abandon(rest.seconds)]
+            rest.need(not stuck, f"queues have not come to their end: {names_of(stuck)}")
         for kept, empty in list(fabric.on_reset.items()):
             empty(kept)
         fabric.revive()

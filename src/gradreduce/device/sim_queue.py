@@ -130,7 +130,7 @@ class Shuffled(Scheduler):
         self._random = random.Random(seed)
         self._early = {0: 0.0, 1: 1.0}.get(seed, self._random.choice((0.1, 0.3, 0.5, 0.8)))
         self._queues: dict[Hashable, deque[Work | Event]] = {}
-        self._stalled: set[Hashable] = set()
+        self._stalled: dict[Hashable, int] = {}  # queue -> what it may still run
         self._drops = 0
         # Re-entrant: work never submits work, but a dying block may be drained inside a call.
         self._lock = threading.RLock()
@@ -171,15 +171,15 @@ class Shuffled(Scheduler):
                 self._changed.wait(None if patience is None else patience.rest)
             return drops == self._drops
 
-    def stall(self, queue: Hashable) -> None:
-        """From now on nothing in this queue runs."""
+    def stall(self, queue: Hashable, after: int = 0) -> None:
+        """From now on nothing in this queue runs, but its next ``after`` entries (waits too)."""
         with self._lock:
-            self._stalled.add(queue)
+            self._stalled[queue] = after
 
     def resume(self, queue: Hashable) -> None:
         """What is in this queue may run again."""
         with self._lock:
-            self._stalled.discard(queue)
+            self._stalled.pop(queue, None)
             self._run_some()
             self._changed.notify_all()
 
@@ -216,14 +216,16 @@ class Shuffled(Scheduler):
     def _run_one(self) -> bool:
         """Runs the head of a random queue that can go on; False if none can."""
         ready = [
-            line
+            queue
             for queue, line in self._queues.items()
-            if self._can_run(line) and queue not in self._stalled
+            if self._can_run(line) and self._stalled.get(queue, 1)
         ]
         if not ready:
             return False
-        line = self._random.choice(ready)
-        work = line.popleft()
+        queue = self._random.choice(ready)
+        if queue in self._stalled:
+            self._stalled[queue] -= 1
+        work = self._queues[queue].popleft()
         if not isinstance(work, Event):
             work()
         return True

@@ -149,8 +149,14 @@ class Watch:
 
     @property
     def settled(self) -> bool:
-        """Whether there is nothing more to look at."""
-        return self.dropped or (self.given and all(mark.passed for mark in self._stages[-1].marks))
+        """Whether there is nothing more to look at.
+
+        Looks at all marks, also behind one that has not passed: a GPU that has met a fault is
+        noticed by being asked.
+        """
+        if self.dropped or not self.given:
+            return self.dropped
+        return all([mark.passed for mark in self._stages[-1].marks])
 
     def casualties(self) -> list[Device]:
         """Lost devices that never came to the end of what they were given."""
@@ -224,7 +230,10 @@ class Patience:
         return min(max(0.0, self._expires - now()), threading.TIMEOUT_MAX)
 
     def until(self, done: Callable[[], bool]) -> bool:
-        """Looks until ``done()`` or it is over; whether it was done."""
+        """Looks until ``done()`` or it is over; whether it was done.
+
+        What is done in a dead mesh need not be so by itself: an aborted collective ends too.
+        """
         pause = _FIRST_PAUSE
         while not done():
             if self.is_over:
