@@ -121,7 +121,7 @@ class CrossDeviceOps(ABC):
         if out is None:
             requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
             kinds = result_kinds(requests, as_kind)
-            with due("batch_reduce", seconds, devices_of(requests)):
+            with due("batch_reduce", seconds, () if seconds is None else devices_of(requests)):
                 reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
             return [Mirrored.of(*each) for each in zip(reduced, kinds, strict=True)]
         if as_kind is not None:
@@ -129,7 +129,7 @@ class CrossDeviceOps(ABC):
         with OneCall():  # around inputs and outs: their streams are fenced once
             requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
             requests, outs = with_outs(requests, out, reduce_op)
-        with due("batch_reduce", seconds, devices_of(requests)):
+        with due("batch_reduce", seconds, () if seconds is None else devices_of(requests)):
             reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
             landed(requests, reduced)
         hand_back(each for row in outs for each in row)

@@ -79,8 +79,9 @@ def checked_requests(pairs: Any, reduce_op: ReduceOp, mesh: Mesh | None) -> list
     """Every pair, after all of them have been checked; see ``CrossDeviceOps.batch_reduce``."""
     if not isinstance(reduce_op, ReduceOp):
         raise ValueError(f"reduce_op={reduce_op!r} must be ReduceOp.SUM or ReduceOp.MEAN")
-    requests = []
+    requests: list[Request] = []
     usable: set[Device] = set()
+    last: tuple[Any, DistributedValues] | None = None
     with OneCall():
         for place, pair in enumerate(checked_pairs(pairs)):
             value, destination = pair
@@ -90,9 +91,12 @@ def checked_requests(pairs: Any, reduce_op: ReduceOp, mesh: Mesh | None) -> list
             _check_usable(value, usable)
             matches = destination is value
             devices = value.devices
-            if not matches:
+            if last is not None and destination is last[0] and devices == last[1].devices:
+                _, devices, matches, _ = requests[-1]  # one mesh for all, as a rule
+            elif not matches:
                 devices = destination_devices(destination, place, value.mesh)
                 matches = set(devices) == set(value.devices)
+            last = (destination, value)
             requests.append(Request(value, value.devices if matches else devices, matches))
     return requests
 

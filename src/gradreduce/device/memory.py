@@ -156,7 +156,7 @@ class Buffer:
     """
 
     __slots__ = (
-        "__weakref__", "address", "array", "block", "device", "dtype", "lender", "nbytes",
+        "__weakref__", "address", "array", "block", "device", "dtype", "flat", "lender", "nbytes",
         "offset", "shape", "size",
     )  # fmt: skip
 
@@ -174,6 +174,7 @@ class Buffer:
         self.offset = offset
         self.lender: str | None = None
         self.array = array  # the backend's array of this memory, made when first asked for
+        self.flat: Any = None  # likewise what its work sees of pool memory, without the block
 
     def __getattr__(self, name: str) -> int:
         """Of a slot that is empty: the address, once."""
@@ -222,7 +223,7 @@ class Buffer:
             behind = start * itemsize
             part.offset = offset + behind
             part.address = address + behind
-            part.array = None
+            part.array = part.flat = part.lender = None
             made.append(part)
         return made
 

@@ -219,6 +219,9 @@ class SimDevice(Device):
     ) -> Callable[[], None]:
         num_written = kernel.num_written(scalars)
         strict, whole = self.options.strict, kernel.items is not None
+        if not strict and not whole and sum([row[0].size for row in rows]) <= BLOCK_SIZE:
+            small = [[memory_of(operand) for operand in row] for row in rows]
+            return partial(_run, kernel, small, scalars)  # nothing to cut, nothing to share out
         blocks: list[list[np.ndarray]] = []
         costs: list[int] = []
         total = 0
@@ -333,9 +336,14 @@ def memory_of(buffer: Buffer) -> np.ndarray:
 
     As on a GPU: memory that is freed while work still uses it belongs to somebody else by then.
     """
+    flat: np.ndarray | None = buffer.flat
+    if flat is not None:
+        return flat
     block = buffer.block
     if block.owned:
-        return np.ndarray(buffer.size, buffer.dtype, block.raw.bytes, buffer.offset)
+        made = np.ndarray(buffer.size, buffer.dtype, block.raw.bytes, buffer.offset)
+        buffer.flat = made
+        return made
     whole: np.ndarray = block.raw
     if whole.ndim != 1:
         whole = whole.reshape(-1)

@@ -21,6 +21,7 @@ __all__ = [
     "check_rows",
     "check_writable",
     "elements",
+    "paired",
 ]
 
 
@@ -182,6 +183,24 @@ def by_dtype(
         rows_of_key = [as_elements(row) for row in group] if viewed else group
         launches.setdefault((*names, num_written, num_read), []).extend(rows_of_key)
     return launches
+
+
+def paired(
+    kernel: Kernel, outs: Sequence[Buffer], inputs: Sequence[Buffer]
+) -> dict[tuple[str, str, int, int], list[Row]]:
+    """As ``by_dtype`` for one out (padded) and one input each: many of two dtypes, as a rule."""
+    if len(outs) != len(inputs):
+        raise ValueError(f"{kernel.name}: {len(outs)} outs for {len(inputs)} inputs")
+    dtypes = {id(out.dtype) for out in outs}, {id(term.dtype) for term in inputs}
+    if len(dtypes[0]) != 1 or len(dtypes[1]) != 1:
+        return by_dtype(kernel, zip(zip(outs), zip(inputs), strict=True), padded=True)
+    rows: list[Row] = list(zip(outs, inputs, strict=True))
+    names = elements(kernel, outs[0], inputs[0])
+    check_rows(kernel.name, rows, 1, padded=True)
+    check_writable(kernel.name, outs)
+    if any(element_of(end.dtype).viewed is not None for end in rows[0]):
+        rows = [as_elements(row) for row in rows]
+    return {(*names, 1, 1): rows}
 
 
 def elements(kernel: Kernel, written: Buffer, read: Buffer) -> tuple[str, str]:

@@ -9,7 +9,7 @@ import numpy as np
 from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype, element_of
 from gradreduce.device.kernel import Arrays
 
-from ._check import by_dtype, check_divisor
+from ._check import check_divisor, paired
 from ._templates import CASTS, SAME
 
 __all__ = ["PACK", "pack", "prepare_pack"]
@@ -63,8 +63,7 @@ def pack(
             divided.
     """
     check_divisor("pack", divisor, inputs)
-    rows = zip(zip(outs), zip(inputs), strict=True)
-    for (to, of, _, _), operands in by_dtype(PACK, rows, padded=True).items():
+    for (to, of, _, _), operands in paired(PACK, outs, inputs).items():
         device = device or outs[0].device
         device.launch(PACK, (to, of), operands, (float(divisor),), queue=queue)
 
