@@ -24,7 +24,8 @@ from cupy.cuda import runtime
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 
 from .base import Device
-from .cuda_compile import function
+from .cuda_capture import GraphRecording
+from .cuda_compile import function, is_compiled
 from .cuda_geometry import Geometry
 from .cuda_gpu import FATAL, Gpu, enable_peer_access, visible_gpus
 from .dtypes import as_dtype
@@ -83,8 +84,12 @@ class CudaDevice(Device):
         self._tables = Tables(self._place)
 
     def stream(self, queue: Queue = "compute") -> Any:
-        """The CuPy stream of a queue."""
-        return self._streams[queue]
+        """The CuPy stream of a queue; inside a capture, that which records it."""
+        capture = self.fabric.capture
+        if capture is None:
+            return self._streams[queue]
+        assert isinstance(capture.backend, GraphRecording)
+        return capture.backend.stream(self.index, queue)
 
     def close(self) -> None:
         """The host waits for what is queued: memory that work still uses must not go elsewhere.
@@ -179,7 +184,7 @@ class CudaDevice(Device):
 
     def _fill_zero(self, buffer: Buffer) -> None:
         with self.gpu:
-            runtime.memsetAsync(buffer.address, 0, buffer.nbytes, self._streams["compute"].ptr)
+            runtime.memsetAsync(buffer.address, 0, buffer.nbytes, self.stream("compute").ptr)
 
     def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None:
         """Through pinned memory, which stays ours until the copy has passed."""
@@ -234,10 +239,13 @@ class CudaDevice(Device):
         return staged.view(buffer.dtype).reshape(buffer.shape).copy()
 
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
-        stream = self._streams[queue].ptr
+        stream = self.stream(queue).ptr
         with self.gpu:
             if dst.device.physical == src.device.physical:
                 kind = runtime.memcpyDeviceToDevice
+                runtime.memcpyAsync(dst.address, src.address, dst.nbytes, kind, stream)
+            elif self.fabric.capture is not None:  # which takes no memcpyPeerAsync
+                kind = runtime.memcpyDefault
                 runtime.memcpyAsync(dst.address, src.address, dst.nbytes, kind, stream)
             else:
                 runtime.memcpyPeerAsync(
@@ -250,6 +258,13 @@ class CudaDevice(Device):
     def _prepare(self, kernel: Kernel, template: Template) -> None:
         with self.gpu:
             function(kernel, template, self.physical)
+
+    def _is_prepared(self, kernel: Kernel, template: Template) -> bool:
+        return is_compiled(kernel, template, self.physical)
+
+    def _recording(self, devices: Sequence[Device]) -> GraphRecording:
+        places = [(each.index, each.gpu) for each in devices if isinstance(each, CudaDevice)]
+        return GraphRecording(places, self.stream)
 
     def _resolved(
         self,
@@ -271,11 +286,11 @@ class CudaDevice(Device):
             exact = repr(scalars) if 0 in scalars else ""
             arguments = (table.struct, *_scalar_arguments(kernel, tuple(scalars), exact))
         block = self._geometry.block(total, table.num_chunks, itemsize)
-        shape, stream, held = ((table.num_chunks,), (block,)), self._streams[queue], table.held
+        shape, held = ((table.num_chunks,), (block,)), table.held
 
         def issue(_held: object = held) -> None:
             with self.gpu:
-                entry(*shape, arguments, stream=stream)
+                entry(*shape, arguments, stream=self.stream(queue))
 
         return issue
 
@@ -285,11 +300,11 @@ class CudaDevice(Device):
 
     def _mark(self, queue: Queue) -> Any:
         with self.gpu:
-            return self._event(self._streams[queue])
+            return self._event(self.stream(queue))
 
     def _wait(self, mark: Mark, queue: Queue) -> None:
         with self.gpu:
-            self._streams[queue].wait_event(mark.event)
+            self.stream(queue).wait_event(mark.event)
 
     def _passed(self, event: Any) -> bool:
         return bool(event.done)
