@@ -339,6 +339,19 @@ def test_other_threads_use_the_devices_meanwhile(mesh):
     assert (target.numpy() == 7).all()
 
 
+@pytest.mark.parametrize("seed", [None, 0, 5])
+def test_a_call_has_a_deadline_and_one_line_in_the_flight_record(seed):
+    with gr.open_mesh([0, 1], backend="sim", schedule_seed=seed) as mesh:
+        value = dense(mesh, (40,), "float32", 1)
+        step = gr.HierarchicalCopyAllReduce().capture(SUM, [(value, value)])
+        before = mesh.flight_record()[-1].sequence
+        assert len(step(deadline=60)[0].buffers) == 2
+        entry = mesh.flight_record()[-1]
+        assert (entry.sequence, entry.kind, entry.name) == (before + 1, "launch", "capture")
+        assert entry.num_rows == 1  # operations in it
+        mesh.synchronize()
+
+
 def test_a_lost_device_or_a_closed_mesh_stops_it():
     with MeshCase((0, 1)).open() as mesh:
         value = dense(mesh, (4,), "float32", 1)

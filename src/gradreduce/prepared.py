@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from gradreduce.device import (
     Buffer,
     Capture,
+    Device,
     Tape,
     as_deadline,
     behind_readers,
@@ -91,8 +92,9 @@ class PreparedStep:
             CaptureError: inside a capture.
         """
         seconds = as_deadline(deadline)
-        for device in self._devices:
-            self._fabric.check_free(device, "a prepared step")
+        self._fabric.check_free(self._devices[0], "a prepared step")
+        for device in self._devices if self._fabric.lost else ():
+            self._fabric.check_usable(device)
         with due("a prepared step", seconds, self._devices), self._lock, self._fabric.launch_lock:
             self._border.enter()
             if self._read is not self._fabric.last_read:  # somebody copies; maybe from a result
@@ -122,23 +124,32 @@ class CapturedStep(PreparedStep):
     ) -> None:
         self._capture = Capture(devices_of(requests))  # raises before anything is launched
         super().__init__(requests, kinds, reduce)
+        # A call gathers all devices of a GPU in the first: what that waits for, all wait for.
+        speakers: dict[int, Device] = {}
+        for device in self._devices:
+            speakers.setdefault(device.physical, device)
+        self._border = _border_of(requests, kinds, lambda device: speakers[device.physical])
         with self._capture.recorded():
             self._capture.play(self._tape)
 
     def _play(self) -> None:
-        self._capture()
+        self._capture.give()
 
 
-def _border_of(requests: Sequence[Request], kinds: Sequence[Kind]) -> Border:
-    """Who lends the values of a step, and who is given its results."""
+def _border_of(
+    requests: Sequence[Request],
+    kinds: Sequence[Kind],
+    speaker: Callable[[Device], Device] = lambda device: device,
+) -> Border:
+    """Who lends the values of a step, and who is given its results; whose queues wait for them."""
     lenders = [
-        (buffer.lender, buffer.device)
+        (buffer.lender, speaker(buffer.device))
         for request in requests
         for buffer in request.value.buffers
         if buffer.lender is not None
     ]
     takers = [
-        (kind, device)
+        (kind, speaker(device))
         for request, kind in zip(requests, kinds, strict=True)
         for device in request.devices
     ]

@@ -111,6 +111,7 @@ def test_a_call_is_one_graph_whatever_is_in_it(placement, seed, gpus):
             values = [dense(mesh, (6,), "float32", place) for place in range(num_tensors)]
             ops = gr.HierarchicalCopyAllReduce(num_packs=min(num_tensors, 3), mesh=mesh)
             step = ops.capture(SUM, [(value, value) for value in values])
+            step()
             before = dict(machine.counts)
             step()
             step()
@@ -124,6 +125,8 @@ def test_a_call_is_one_graph_whatever_is_in_it(placement, seed, gpus):
         assert few == many
         assert few["graph_launch"] == 2
         assert few.keys() <= {"graph_launch", "record"}
+        # On one GPU nobody marks anything: the others were given nothing since the last call.
+        assert ("record" in few) == (len(set(placement)) > 1)
 
 
 @pytest.mark.fake_cupy
@@ -144,3 +147,48 @@ def test_gpus_that_are_no_peers_are_refused(gpus):
         value = dense(mesh, (6,), "float32", 0)
         with pytest.raises(CaptureError, match="0 and 1 have no peer access"):
             gr.HierarchicalCopyAllReduce(mesh=mesh).capture(SUM, [(value, value)])
+
+
+def copied(device, buffer):
+    near = device.empty(buffer.shape, buffer.dtype)
+    device.copy(near, buffer)
+    return near.numpy()
+
+
+def overwritten(device, buffer):
+    found = buffer.numpy()
+    device.upload(np.full(buffer.shape, -1, np.float32), out=buffer, queue="transfer")
+    for each in device.mesh:
+        each.wait(device.mark("transfer"))
+    return found
+
+
+WAYS = {
+    "download": lambda device, out: out.numpy(),
+    "copy": copied,
+    "release": lambda device, out: device.release(out, 0).get(),
+    "upload": overwritten,
+    "synchronize": lambda device, out: device.synchronize() or out.numpy(),
+}
+
+
+@pytest.mark.fake_cupy
+@pytest.mark.parametrize("way", WAYS)
+def test_who_trails_comes_behind_whatever_it_does_next(way, gpus):
+    """Two graphs with different leaders; the second device trails one, then the other."""
+    gpus(0 if way in ("copy", "upload") else 2)
+    with gr.open_mesh([0, 0, 0], backend="cuda") as mesh:
+        first, second, third = mesh.devices
+        source, out, other = (device.zeros((300,), "float32") for device in mesh)
+        one, two = Capture([first, second, third]), Capture([third, second])
+        with one.recorded():
+            second.copy(out, source)
+            third.wait(second.mark())
+        with two.recorded():
+            third.copy(other, out)
+        for turn in range(1, 4):
+            first.upload(np.full(300, turn, np.float32), out=source)
+            one()
+            two()
+            assert (WAYS[way](second, out) == turn).all()
+        assert (other.numpy() == 3).all()

@@ -66,7 +66,7 @@ _FENCES = {
         "unordered", BASE, 'self.wait(self.mark("compute"), queue=queue)'
     ),
     "an array is adopted without its stream": _one(
-        "unordered", CUDA, 'self._streams["compute"].wait_event(self._event(theirs))'
+        "unordered", CUDA, "self.stream().wait_event(self._event(theirs))"
     ),
     "an array is released without its stream": _one(
         "unordered", CUDA, "theirs.wait_event(self._event(ours))"
@@ -269,7 +269,10 @@ _CAPTURES = {
     "a capture does not fork": _one("capture", GRAPHS, "stream.wait_event(begun)"),
     "a capture does not join": _one("Unjoined", GRAPHS, "self._origin.wait_event(ended)"),
     "a capture waits for an old mark": _one(
-        "from outside", "gradreduce.device.fabric", "return capture.waits_for(mark)", "return True"
+        "from outside",
+        "gradreduce.device.captures",
+        "return capture.waits_for(mark)",
+        "return True",
     ),
     "a capture forbids other threads nothing": _one(
         "mode", GRAPHS, "runtime.streamCaptureModeThreadLocal", "2"
@@ -285,6 +288,10 @@ _CAPTURES = {
         "unordered", CAPTURE, "leader.wait(other.mark())"
     ),
     "only its first device waits for a graph": _one("unordered", CAPTURE, "other.wait(done)"),
+    "a graph never waits for who trails it": _one(
+        "unordered", CUDA, "return self._leader is leader", "return True"
+    ),
+    "who trails a graph never catches up": _one("unordered", CUDA, "self._catch_up()"),
     "a graph does not wait for readers": _one("unordered", CAPTURE, "behind_readers(self._spans)"),
 }
 _NCCL["use after abort"] = Planted("after abort", (

@@ -69,7 +69,7 @@ class Capture:
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(dict.fromkeys(devices))
-        self._leader = self.devices[0]
+        self._leader, *self._others = self.devices
         self._fabric = self._leader.fabric
         self._physicals = tuple(dict.fromkeys(device.physical for device in self.devices))
         self._check_alone()
@@ -125,19 +125,25 @@ class Capture:
             CaptureError: inside a capture, or nothing was captured.
             BackendUnavailableError: the mesh is closed, or a device is lost.
         """
-        if self._again is None or self._flight is None:
-            raise CaptureError("the capture is not ended, or has failed")
         for device in self.devices:
             self._fabric.check_free(device, "a call of what was captured")
-        leader, others = self._leader, self.devices[1:]
+        self.give()
+
+    def give(self) -> None:
+        """As a call, whose devices have been checked."""
+        if self._again is None or self._flight is None:
+            raise CaptureError("the capture is not ended, or has failed")
+        leader, others = self._leader, self._others
         with self._fabric.launch_lock:
             self._fence()
             for other in others:
-                leader.wait(other.mark())
+                if not other._trails(leader):
+                    leader.wait(other.mark())
             self._again()
-            if others:
+            now = [other for other in others if not other._trail(leader)]
+            if now:
                 done = leader.mark()
-                for other in others:
+                for other in now:
                     other.wait(done)
             self._fabric.flight.add(self._flight)
             recorder = self._fabric.recorder

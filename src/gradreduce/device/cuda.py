@@ -73,6 +73,9 @@ class CudaDevice(Device):
         self._staging: deque[tuple[Any, Any]] = deque()
         self._staging_lock = threading.Lock()
         self.gpu = Gpu(self)
+        # Whom the compute queue has yet to wait for, before anything else.
+        self._leader: Device | None = None
+        self._leader_lock = threading.Lock()
         with self.gpu:
             self._streams = {
                 "compute": cupy.cuda.Stream(non_blocking=True),
@@ -87,6 +90,8 @@ class CudaDevice(Device):
         """The CuPy stream of a queue; inside a capture, that which records it."""
         capture = self.fabric.capture
         if capture is None:
+            if self._leader is not None and queue == "compute":
+                self._catch_up()
             return self._streams[queue]
         assert isinstance(capture.backend, GraphRecording)
         return capture.backend.stream(self.index, queue)
@@ -190,7 +195,7 @@ class CudaDevice(Device):
         """Through pinned memory, which stays ours until the copy has passed."""
         if not dst.nbytes:
             return
-        stream = self._streams[queue]
+        stream = self.stream(queue)
         with self.gpu:
             pinned = cupy.cuda.alloc_pinned_memory(dst.nbytes)
             staged = np.frombuffer(pinned, np.uint8, dst.nbytes)
@@ -207,7 +212,7 @@ class CudaDevice(Device):
         if patience.polls:
             return self._fetched(buffer, patience)
         host = np.empty(buffer.shape, buffer.dtype)
-        stream = self._streams["compute"]
+        stream = self.stream()
         with self.gpu:
             if buffer.nbytes:
                 runtime.memcpyAsync(
@@ -219,7 +224,7 @@ class CudaDevice(Device):
 
     def _fetched(self, buffer: Buffer, patience: Patience) -> np.ndarray | None:
         """A download without a wait in the driver: a copy to pageable memory is one."""
-        stream = self._streams["compute"]
+        stream = self.stream()
         with self.gpu:
             pinned = cupy.cuda.alloc_pinned_memory(max(1, buffer.nbytes))
             if buffer.nbytes:
@@ -320,6 +325,7 @@ class CudaDevice(Device):
         return status == 0
 
     def _synchronize(self, patience: Patience) -> bool:
+        self.stream()  # comes behind its leader
         if not self._host_waits(patience, self._streams.values()):
             return False
         with self._staging_lock:
@@ -356,6 +362,26 @@ class CudaDevice(Device):
         self._let_go()
         return True
 
+    def _trail(self, leader: Device) -> bool:
+        """See ``Device._trail``: on one GPU, where to wait for more than was said costs little."""
+        if leader.physical != self.physical:
+            return False
+        with self._leader_lock:
+            self._leader = leader
+        return True
+
+    def _trails(self, leader: Device) -> bool:
+        return self._leader is leader
+
+    def _catch_up(self) -> None:
+        """The compute queue waits for the leader's, whose end may be a later one by now."""
+        with self._leader_lock:  # who does not find a leader any more finds the wait in the queue
+            if self._leader is not None:
+                event = self._leader._mark("compute")
+                with self.gpu:
+                    self._streams["compute"].wait_event(event)
+                self._leader = None
+
     def _event(self, stream: Any) -> Any:
         event = cupy.cuda.Event(disable_timing=True)
         event.record(stream)
@@ -364,10 +390,10 @@ class CudaDevice(Device):
     def _follow(self, stream: int) -> None:
         theirs = cupy.cuda.ExternalStream(stream, self.physical)
         with self.gpu:
-            self._streams["compute"].wait_event(self._event(theirs))
+            self.stream().wait_event(self._event(theirs))
 
     def _precede(self, stream: int | None) -> None:
-        ours = self._streams["compute"]
+        ours = self.stream()
         if stream is None:
             if not self._host_waits(self._endless, [ours]):
                 raise self.fabric.give_up("work that the host waits for", self, self._endless)

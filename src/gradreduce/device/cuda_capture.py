@@ -73,6 +73,8 @@ class GraphRecording(Recording):
                 graph.upload(self._home())
         except runtime.CUDARuntimeError as error:
             raise CaptureError(f"CUDA makes no graph of what was captured: {error}") from error
+        self._streams.clear()  # a graph needs none of them
+        self._others.clear()
         return partial(self._launch, graph)
 
     def abandon(self) -> None:
