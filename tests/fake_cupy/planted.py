@@ -289,9 +289,11 @@ _CAPTURES = {
     ),
     "only its first device waits for a graph": _one("unordered", CAPTURE, "other.wait(done)"),
     "a graph never waits for who trails it": _one(
-        "unordered", CUDA, "return self._leader is leader", "return True"
+        "unordered", CUDA, "return self._led.leader is leader", "return True"
     ),
-    "who trails a graph never catches up": _one("unordered", CUDA, "self._catch_up()"),
+    "who trails a graph never catches up": _one(
+        "unordered", CUDA, 'self._led.catch_up(self.gpu, self._streams["compute"])'
+    ),
     "a graph does not wait for readers": _one("unordered", CAPTURE, "behind_readers(self._spans)"),
 }
 _NCCL["use after abort"] = Planted("after abort", (

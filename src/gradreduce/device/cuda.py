@@ -24,7 +24,7 @@ from cupy.cuda import runtime
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 
 from .base import Device
-from .cuda_capture import GraphRecording
+from .cuda_capture import GraphRecording, Trail
 from .cuda_compile import function, is_compiled
 from .cuda_geometry import Geometry
 from .cuda_gpu import FATAL, Gpu, enable_peer_access, visible_gpus
@@ -73,9 +73,7 @@ class CudaDevice(Device):
         self._staging: deque[tuple[Any, Any]] = deque()
         self._staging_lock = threading.Lock()
         self.gpu = Gpu(self)
-        # Whom the compute queue has yet to wait for, before anything else.
-        self._leader: Device | None = None
-        self._leader_lock = threading.Lock()
+        self._led = Trail()
         with self.gpu:
             self._streams = {
                 "compute": cupy.cuda.Stream(non_blocking=True),
@@ -90,8 +88,8 @@ class CudaDevice(Device):
         """The CuPy stream of a queue; inside a capture, that which records it."""
         capture = self.fabric.capture
         if capture is None:
-            if self._leader is not None and queue == "compute":
-                self._catch_up()
+            if self._led.leader is not None and queue == "compute":
+                self._led.catch_up(self.gpu, self._streams["compute"])
             return self._streams[queue]
         assert isinstance(capture.backend, GraphRecording)
         return capture.backend.stream(self.index, queue)
@@ -366,21 +364,11 @@ class CudaDevice(Device):
         """See ``Device._trail``: on one GPU, where to wait for more than was said costs little."""
         if leader.physical != self.physical:
             return False
-        with self._leader_lock:
-            self._leader = leader
+        self._led.by(leader)
         return True
 
     def _trails(self, leader: Device) -> bool:
-        return self._leader is leader
-
-    def _catch_up(self) -> None:
-        """The compute queue waits for the leader's, whose end may be a later one by now."""
-        with self._leader_lock:  # who does not find a leader any more finds the wait in the queue
-            if self._leader is not None:
-                event = self._leader._mark("compute")
-                with self.gpu:
-                    self._streams["compute"].wait_event(event)
-                self._leader = None
+        return self._led.leader is leader
 
     def _event(self, stream: Any) -> Any:
         event = cupy.cuda.Event(disable_timing=True)

@@ -6,6 +6,7 @@ into the graph, and lets nothing wait for it meanwhile. The devices' own streams
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
@@ -20,7 +21,7 @@ from .capture import Recording
 from .memory import Queue
 from .tape import Issue
 
-__all__ = ["GraphRecording"]
+__all__ = ["GraphRecording", "Trail"]
 
 
 class GraphRecording(Recording):
@@ -85,6 +86,32 @@ class GraphRecording(Recording):
     def _launch(self, graph: Any) -> None:
         with self._gpu:
             graph.launch(self._home())
+
+
+class Trail:
+    """Whom a compute queue has yet to wait for, before it is given anything.
+
+    Attributes:
+        leader: a device of the same GPU; None where the queue waits for it already.
+    """
+
+    def __init__(self) -> None:
+        self.leader: Any = None
+        self._lock = threading.Lock()
+
+    def by(self, leader: Any) -> None:
+        """What the queue is given from now on comes behind what the leader's holds."""
+        with self._lock:
+            self.leader = leader
+
+    def catch_up(self, gpu: Any, stream: Any) -> None:
+        """The queue waits for the leader's, whose end may be a later one by now."""
+        with self._lock:  # who finds no leader any more finds the wait in the queue
+            if self.leader is not None:
+                event = self.leader._mark("compute")
+                with gpu:
+                    stream.wait_event(event)
+                self.leader = None
 
 
 def _event(gpu: Any, stream: Any) -> Any:
