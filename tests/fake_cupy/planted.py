@@ -159,8 +159,8 @@ _DEVICES = {
         "if True:\n            runtime.memset",
     ),
     "an upload on whatever device is current": _one(
-        "wrong device", CUDA, "= self._streams[queue]\n        with self.gpu:\n            pinned",
-        "= self._streams[queue]\n        if True:\n            pinned",
+        "wrong device", CUDA, "= self.stream(queue)\n        with self.gpu:\n            pinned",
+        "= self.stream(queue)\n        if True:\n            pinned",
     ),
     "a copy on whatever device is current": _one(
         "wrong device", CUDA, "with self.gpu:\n            if dst", "if True:\n            if dst"
