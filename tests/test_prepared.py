@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 
 import meshes
@@ -98,6 +99,21 @@ def test_a_call_asks_for_no_memory_and_gives_the_same_arrays(numpy_mesh):
         assert again is first is step.results
     assert [buffer.address for result in again for buffer in result.buffers] == kept
     assert (num_grown(numpy_mesh), live_bytes(numpy_mesh)) == (grown, live)
+
+
+def calls_of(function):
+    """How many functions of Python and C it calls."""
+    found = [0]
+
+    def count(frame, event, argument):
+        found[0] += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return found[0]
 
 
 def live_bytes(mesh):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import sys
 
 import numpy as np
 import pytest
 from exact import exact_data, same
 from meshes import MeshCase, refused
+from test_prepared import calls_of
 
 import gradreduce as gr
 
@@ -114,6 +114,18 @@ def test_what_would_be_a_copy_is_refused():
             ops.prepare(SUM, [(fine, fine)], as_kind="cupy")
 
 
+def test_arrays_of_a_flat_buffer_are_shared():
+    with MeshCase((0, 0, 1)).open() as mesh:
+        flat = mesh.flat_buffer([(3,), (4, 2)], "float32")
+        rows = flat.arrays("numpy")
+        values = [gr.PerReplica(list(row), mesh) for row in zip(*rows, strict=True)]
+        step = gr.HierarchicalCopyAllReduce().prepare(SUM, [(value, value) for value in values])
+        for replica, row in enumerate(rows):
+            for array in row:
+                array[...] = replica + 1
+        assert all((array == 6).all() for result in step() for array in result.values)
+
+
 def test_where_work_waits_host_arrays_are_copied_and_so_refused():
     with gr.open_mesh(2, backend="sim", schedule_seed=3) as mesh:
         value = gr.PerReplica([np.ones(4), np.ones(4)], mesh)
@@ -133,21 +145,6 @@ def test_results_in_host_memory_are_written_when_the_call_returns(seed):
                 buffer.device.upload(np.full(6, turn, np.float32), out=buffer)
             step()
             assert all((array == 3 * turn).all() for array in arrays)
-
-
-def calls_of(function):
-    """How many functions of Python and C it calls."""
-    found = [0]
-
-    def count(frame, event, argument):
-        found[0] += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return found[0]
 
 
 @pytest.mark.parametrize("lent", [False, True])

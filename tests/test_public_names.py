@@ -60,7 +60,8 @@ MEMBERS = {
     "global_step num_dropped state_dict load_state_dict accumulator_ref dtype name",
     "SparseConditionalAccumulator": "apply_grad apply_indexed_slices_grad take_grad "
     "take_indexed_slices_grad",
-    "AllReduceCrossDeviceOps": "reduce batch_reduce broadcast all_reduce plan explain prepare",
+    "AllReduceCrossDeviceOps": "reduce batch_reduce broadcast all_reduce plan explain "
+    "prepare capture",
     "AGNOptimizer": "compute_gradients apply_gradients minimize get_init_op "
     "make_session_run_hook get_name get_slot get_slot_names variables local_step",
     "AGNCustomGetter": "center_variable accumulation",

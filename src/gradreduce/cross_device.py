@@ -12,11 +12,21 @@ from typing import Any
 
 from gradreduce.allreduce import ALGORITHMS, Halves, as_topology
 from gradreduce.cross_device_ops import CrossDeviceOps, result_kinds
-from gradreduce.device import Buffer, Device, DType, Mesh, as_deadline, as_dtype, default_mesh
-from gradreduce.errors import about
+from gradreduce.device import (
+    NOT_CAPTURED,
+    Buffer,
+    Device,
+    DType,
+    Mesh,
+    as_deadline,
+    as_dtype,
+    by_physical,
+    default_mesh,
+)
+from gradreduce.errors import CollectiveError, about
 from gradreduce.explain import Explanation, explanation_of
 from gradreduce.interop import OneCall
-from gradreduce.prepared import PreparedStep, check_preparable
+from gradreduce.prepared import CapturedStep, PreparedStep, check_preparable
 from gradreduce.reduce_arguments import (
     Request,
     as_count,
@@ -287,6 +297,38 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         kinds = result_kinds(requests, as_kind)
         check_preparable(requests, kinds)
         return PreparedStep(
+            requests, kinds, lambda: self.reduce_batch(reduce_op, requests, coalesce=False)
+        )
+
+    def capture(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        *,
+        as_kind: str | None = None,
+    ) -> CapturedStep:
+        """As ``prepare``, and each call is one CUDA graph; in the simulation, a list replayed.
+
+        Args:
+            reduce_op: see ``batch_reduce``.
+            value_destination_pairs: see ``prepare``.
+            as_kind: see ``prepare``.
+
+        Raises:
+            ValueError: what ``prepare`` raises.
+            CollectiveError: ``"nccl"`` over several physical devices of this process. Nothing was
+                launched.
+            CaptureError: inside a capture, or two physical devices are no peers: nothing was
+                launched; or CUDA cannot make the graph.
+        """
+        requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
+        kinds = result_kinds(requests, as_kind)
+        check_preparable(requests, kinds)
+        for place, request in enumerate(requests):
+            crosses = len(by_physical(request.devices)) > 1 and request.is_all_reduced
+            if crosses and self.all_reduce_alg == "nccl":
+                raise CollectiveError(f"value {place}: {NOT_CAPTURED}")
+        return CapturedStep(
             requests, kinds, lambda: self.reduce_batch(reduce_op, requests, coalesce=False)
         )
 

@@ -26,7 +26,7 @@ from gradreduce.reduce_flow import landed, reduce_to_one
 from gradreduce.reduce_outs import with_outs
 from gradreduce.values import Mirrored, Part, ReduceOp, device_of
 
-__all__ = ["CrossDeviceOps", "ReductionToOneDevice", "reduce_to_one", "result_kinds"]
+__all__ = ["CrossDeviceOps", "ReductionToOneDevice", "result_kinds"]
 
 
 class CrossDeviceOps(ABC):

@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "BackendUnavailableError",
     "CancelledError",
+    "CaptureError",
     "CollectiveError",
     "DeadlineExceededError",
     "DeviceMismatchError",
@@ -21,6 +22,10 @@ class InvalidArgumentError(ValueError):
 
 class CancelledError(RuntimeError):
     """The object was closed while the call waited for it, or before the call was made."""
+
+
+class CaptureError(RuntimeError):
+    """What was asked cannot be captured, or not inside a capture; nothing was changed."""
 
 
 class DeadlineExceededError(TimeoutError):

@@ -84,7 +84,7 @@ def _unfenced(device: Device, stream: int | None, *, leaving: bool) -> int | Non
 
 def adopt_cupy(array: Any, device: Device) -> Buffer:
     """A CuPy array as a Buffer on its own GPU; our queue waits for CuPy's current stream."""
-    return _adopt(array, device, current_cupy_stream(int(array.device.id)))
+    return _adopt(array, device, _current(int(array.device.id)))
 
 
 def adopt_foreign(
@@ -166,7 +166,7 @@ def _by_dlpack(array: Any) -> _Shared | None:
         shared = sys.modules["cupy"].from_dlpack(array)
     except (BufferError, RuntimeError):  # a read-only array, say, before DLPack 1.0
         return None
-    return _Shared(shared, current_cupy_stream(int(shared.device.id)), once=False, read_only=False)
+    return _Shared(shared, _current(int(shared.device.id)), once=False, read_only=False)
 
 
 def _by_interface(array: Any) -> _Shared:
@@ -226,7 +226,7 @@ def _wait(stream: Any, other: int, gpu: int) -> None:
     stream.wait_event(event)
 
 
-def current_cupy_stream(gpu: int) -> int:
+def _current(gpu: int) -> int:
     """The handle of CuPy's current stream on a GPU."""
     return int(sys.modules["cupy"].cuda.get_current_stream(gpu).ptr)
 
@@ -248,7 +248,7 @@ def current_of(device: Device, kind: str) -> int:
     """The handle of the current stream in the library of ``kind``; CuPy's but for PyTorch."""
     if kind == "torch":
         return int(sys.modules["torch"].cuda.current_stream(device.physical).cuda_stream)
-    return current_cupy_stream(device.physical)
+    return _current(device.physical)
 
 
 def from_gpu(buffer: Buffer, kind: Kind) -> Any:
@@ -258,7 +258,7 @@ def from_gpu(buffer: Buffer, kind: Kind) -> Any:
     gpu = buffer.device.physical
     if kind == "torch":
         return _to_torch(buffer)
-    shared = _released(buffer, current_cupy_stream(gpu))
+    shared = _released(buffer, _current(gpu))
     if kind != "jax":
         return shared
     jax = sys.modules["jax"]

@@ -7,24 +7,26 @@ the pointer tables, the kernels, the memory in between and that of the results a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from gradreduce.device import (
     Buffer,
+    Capture,
+    Device,
     Tape,
     as_deadline,
     behind_readers,
     due,
     gather,
     scatter,
-    whole_block,
+    spans_of,
 )
 from gradreduce.interop import Kind, OneCall
 from gradreduce.interop_streams import Border
 from gradreduce.reduce_arguments import Request, devices_of
 from gradreduce.values import Mirrored, Part
 
-__all__ = ["PreparedStep", "check_preparable"]
+__all__ = ["CapturedStep", "PreparedStep", "check_preparable"]
 
 
 class PreparedStep:
@@ -64,7 +66,9 @@ class PreparedStep:
             gather(self._devices[0], self._devices)
             scatter(self._devices[0], self._devices)
         self._tape.close()
-        self._written = _whole_blocks(reduced)
+        self._written = spans_of(
+            part for parts in reduced for part in parts if isinstance(part, Buffer)
+        )
         self._read = self._fabric.last_read
         self.results: list[Mirrored] = []
         with OneCall():
@@ -85,9 +89,11 @@ class PreparedStep:
             BackendUnavailableError: the mesh is closed, or one of its devices is lost.
             CollectiveError: the mesh is dead; after ``mesh.reset()`` the step works again.
             ValueError: ``deadline`` is no number above 0.
+            CaptureError: inside a capture.
         """
         seconds = as_deadline(deadline)
-        for device in self._devices:
+        self._fabric.check_free(self._devices[0], "a prepared step")
+        for device in self._devices if self._fabric.lost else ():
             self._fabric.check_usable(device)
         with due("a prepared step", seconds, self._devices), self._lock, self._fabric.launch_lock:
             self._border.enter()
@@ -102,22 +108,48 @@ class PreparedStep:
         self._tape.play(self._fabric.recorder)
 
 
-def _whole_blocks(reduced: Iterable[Sequence[Part]]) -> list[Buffer]:
-    """Of the results, all bytes of each block."""
-    blocks = {part.block: part for parts in reduced for part in parts if isinstance(part, Buffer)}
-    return [whole_block(part) for part in blocks.values()]
+class CapturedStep(PreparedStep):
+    """A ``PreparedStep`` that is given to the devices as one piece.
+
+    Made by ``AllReduceCrossDeviceOps.capture``: on GPUs a CUDA graph, whose launch costs the host
+    the same however much is in it; in the simulation a list that is replayed under the same rules
+    (``gradreduce.device.Capture``). It is bound to the arrays that it was made with.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        kinds: Sequence[Kind],
+        reduce: Callable[[], Sequence[Sequence[Part]]],
+    ) -> None:
+        self._capture = Capture(devices_of(requests))  # raises before anything is launched
+        super().__init__(requests, kinds, reduce)
+        # A call gathers all devices of a GPU in the first: what that waits for, all wait for.
+        speakers: dict[int, Device] = {}
+        for device in self._devices:
+            speakers.setdefault(device.physical, device)
+        self._border = _border_of(requests, kinds, lambda device: speakers[device.physical])
+        with self._capture.recorded():
+            self._capture.play(self._tape)
+
+    def _play(self) -> None:
+        self._capture.give()
 
 
-def _border_of(requests: Sequence[Request], kinds: Sequence[Kind]) -> Border:
-    """Who lends the values of a step, and who is given its results."""
+def _border_of(
+    requests: Sequence[Request],
+    kinds: Sequence[Kind],
+    speaker: Callable[[Device], Device] = lambda device: device,
+) -> Border:
+    """Who lends the values of a step, and who is given its results; whose queues wait for them."""
     lenders = [
-        (buffer.lender, buffer.device)
+        (buffer.lender, speaker(buffer.device))
         for request in requests
         for buffer in request.value.buffers
         if buffer.lender is not None
     ]
     takers = [
-        (kind, device)
+        (kind, speaker(device))
         for request, kind in zip(requests, kinds, strict=True)
         for device in request.devices
     ]

@@ -18,7 +18,16 @@ import pytest
 
 SHARED = {
     f"test_{name}.py"
-    for name in ("arrays", "digits", "flows", "ops", "prepared", "reductions", "segments")
+    for name in (
+        "arrays",
+        "capture",
+        "digits",
+        "flows",
+        "ops",
+        "prepared",
+        "reductions",
+        "segments",
+    )
 }
 FAKE = getattr(sys.modules.get("cupy"), "FAKE", False)
 # The others import the fake, or CuPy, when they are read.

@@ -124,7 +124,7 @@ def alloc_pinned_memory(size):
 
 # -- the copies of cupy.cuda.runtime --------------------------------------------------------------
 
-HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
+HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE, ANYWHERE = 1, 2, 3, 4
 CUDA_DLPACK = 2  # kDLCUDA
 LEGACY_STREAM = 1  # how DLPack calls the null stream, whose handle is 0
 
@@ -143,7 +143,9 @@ def copy_async(dst, src, size, kind, stream):
         to, of = REGION.place(dst), REGION.place(src)
         wanted = {HOST_TO_DEVICE: (False, True), DEVICE_TO_HOST: (True, False),
                   DEVICE_TO_DEVICE: (True, True)}.get(kind)  # fmt: skip
-        if wanted != (_on_device(of), _on_device(to)):
+        if queue.capture is not None and min(of, to) < 0:
+            machine.fail("capture: memcpyAsync of pageable memory")
+        if kind != ANYWHERE and wanted != (_on_device(of), _on_device(to)):
             machine.fail(f"memcpyAsync of kind {kind} from place {of} to {to}")
         if kind == DEVICE_TO_DEVICE and to != of:
             machine.fail("memcpyAsync between two GPUs; that is memcpyPeerAsync's")
@@ -166,6 +168,8 @@ def peer_copy_async(dst, dstDevice, src, srcDevice, size, stream):
     check_addresses(dst, src, stream)
     with current().entered() as machine:
         queue = _checked_queue(machine, "memcpyPeerAsync", stream)
+        if queue.capture is not None:
+            machine.fail("capture: memcpyPeerAsync, which CUDA does not capture")
         if (REGION.place(dst), REGION.place(src)) != (dstDevice, srcDevice):
             machine.fail(f"memcpyPeerAsync: the memory is not of GPUs {dstDevice}, {srcDevice}")
 

@@ -17,7 +17,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
+from typing import Any
 
+from . import graphs
 from .memory import NUM_GPUS, PINNED, REGION, Cell, Generation, Heap, Slot
 
 __all__ = ["Access", "Call", "Fault", "Machine", "Queue", "current", "install"]
@@ -65,7 +67,10 @@ class Queue:
         gpu: that it is on.
         waiting: calls that have not run.
         clock: of its last call.
+        capture: what keeps its calls instead of running them (``graphs.py``); None: nothing.
     """
+
+    capture: Any = None
 
     def __init__(self, handle: int, gpu: int, name: str) -> None:
         self.handle = handle
@@ -104,6 +109,7 @@ class Machine:
         self.retired = False
         self.ordered = True  # whether unordered uses are faults
         self.dead: dict[int, Exception] = {}  # GPUs that answer every call with this error
+        self.captures: list[Any] = []  # those that go on
         self.at_sync: list[Callable[[], str | None]] = []  # each says what is wrong, if anything
         self.at_end: list[Callable[[], str | None]] = []  # the same, when all is over
         self.stuck: set[Queue] = set()  # of these nothing runs
@@ -144,6 +150,8 @@ class Machine:
     def submit(self, queue: Queue, what: str, work: Callable[[Call], None] | None = None) -> Call:
         """Puts work at the end of a queue; it may run at once, or only when the host waits."""
         self._check_alive(queue)
+        if queue.capture is not None:
+            return queue.capture.add(queue, what, work)
         queue.count += 1
         self._number += 1
         clock = joined(queue.clock, self.host)
@@ -160,6 +168,8 @@ class Machine:
 
     def wait(self, queue: Queue, call: Call) -> Call | None:
         """What comes into the queue from now on runs after ``call``; the wait, if it is one."""
+        if graphs.wait(self, queue, call):
+            return None
         queue.clock = joined(queue.clock, call.clock)
         waiting = None
         if not call.passed:
@@ -171,6 +181,7 @@ class Machine:
 
     def finish(self, call: Call | None) -> None:
         """The host waits for a call."""
+        graphs.refuse_node(self, call, "the host waits for")
         for check in self.at_sync:
             wrong = check()
             if wrong:
@@ -198,6 +209,7 @@ class Machine:
 
         A host that ``waits``, looking again and again, sees all run that can.
         """
+        graphs.refuse_node(self, call, "the host asks for")
         if waits and self.seed == 0:
             self._run_needed(call, must=False)
         while waits and not call.passed and self._run_one():
@@ -271,6 +283,7 @@ class Machine:
 
     def allocate(self, pool: object, place: int, nbytes: int, home: Queue | None) -> Slot:
         """Memory in the order of the queue ``home`` (None: of the host); its content is NaN."""
+        graphs.refuse_in_capture(self, "memory is asked for")
         slot, new = self.heap.take(pool, place, nbytes)
         self._number += 1
         if not self._pending:

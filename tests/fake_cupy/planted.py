@@ -10,6 +10,8 @@ BASE = "gradreduce.device.base"
 CUDA = "gradreduce.device.cuda"
 GPU = "gradreduce.device.cuda_gpu"
 NCCL = "gradreduce.device.cuda_nccl"
+GRAPHS = "gradreduce.device.cuda_capture"
+CAPTURE = "gradreduce.device.capture"
 TABLES = "gradreduce.device.tables"
 COMPILE = "gradreduce.device.cuda_compile"
 PARKING = "gradreduce.device.parking"
@@ -52,10 +54,10 @@ _FENCES = {
         "unordered", BASE, "for end in (src, dst):", "for end in (dst,):"
     ),
     "a copy's reading is not marked": _one(
-        "unordered", BASE, "src.block.is_read(self.mark(queue), src)"
+        "unordered", BASE, "(self.fabric.capture or src.block).is_read(self.mark(queue), src)"
     ),
     "a writer does not wait for readers": _one(
-        "unordered", BASE, "for mark in block.readers_of(operand):", "for mark in ():"
+        "unordered", BASE, "for mark in kept.readers_of(operand):", "for mark in ():"
     ),
     "a release does not wait for readers": _one(
         "unordered", BASE, 'self._before_write(buffer, "compute")  # whoever', "pass  # whoever"
@@ -64,12 +66,12 @@ _FENCES = {
         "unordered", BASE, 'self.wait(self.mark("compute"), queue=queue)'
     ),
     "an array is adopted without its stream": _one(
-        "unordered", CUDA, 'self._streams["compute"].wait_event(self._event(theirs))'
+        "unordered", CUDA, "self.stream().wait_event(self._event(theirs))"
     ),
     "an array is released without its stream": _one(
         "unordered", CUDA, "theirs.wait_event(self._event(ours))"
     ),
-    "a wait is forgotten": _one("unordered", CUDA, "self._streams[queue].wait_event(mark.event)"),
+    "a wait is forgotten": _one("unordered", CUDA, "self.stream(queue).wait_event(mark.event)"),
     "a device table on transfer has no fence": _one(
         "unordered", CUDA, 'self.wait(self.mark("compute"), queue=queue)'
     ),
@@ -157,8 +159,8 @@ _DEVICES = {
         "if True:\n            runtime.memset",
     ),
     "an upload on whatever device is current": _one(
-        "wrong device", CUDA, "= self._streams[queue]\n        with self.gpu:\n            pinned",
-        "= self._streams[queue]\n        if True:\n            pinned",
+        "wrong device", CUDA, "= self.stream(queue)\n        with self.gpu:\n            pinned",
+        "= self.stream(queue)\n        if True:\n            pinned",
     ),
     "a copy on whatever device is current": _one(
         "wrong device", CUDA, "with self.gpu:\n            if dst", "if True:\n            if dst"
@@ -263,6 +265,37 @@ _NCCL = {
         "", NCCL, "return buffer.size * element.lanes,", "return buffer.nbytes * element.lanes,"
     ),
 }  # fmt: skip
+_CAPTURES = {
+    "a capture does not fork": _one("capture", GRAPHS, "stream.wait_event(begun)"),
+    "a capture does not join": _one("Unjoined", GRAPHS, "self._origin.wait_event(ended)"),
+    "a capture waits for an old mark": _one(
+        "from outside",
+        "gradreduce.device.captures",
+        "return capture.waits_for(mark)",
+        "return True",
+    ),
+    "a capture forbids other threads nothing": _one(
+        "mode", GRAPHS, "runtime.streamCaptureModeThreadLocal", "2"
+    ),
+    "a capture records nothing": _one("", CUDA, "if capture is None:", "if True:"),
+    "a captured copy between GPUs": _one(
+        "memcpyPeerAsync", CUDA, "elif self.fabric.capture is not None:", "elif False:"
+    ),
+    "a graph on a stream of its own": _one(
+        "unordered", GRAPHS, "graph.launch(self._home())", "graph.launch(self._origin)"
+    ),
+    "a graph waits for its first device only": _one(
+        "unordered", CAPTURE, "leader.wait(other.mark())"
+    ),
+    "only its first device waits for a graph": _one("unordered", CAPTURE, "other.wait(done)"),
+    "a graph never waits for who trails it": _one(
+        "unordered", CUDA, "return self._led.leader is leader", "return True"
+    ),
+    "who trails a graph never catches up": _one(
+        "unordered", CUDA, 'self._led.catch_up(self.gpu, self._streams["compute"])'
+    ),
+    "a graph does not wait for readers": _one("unordered", CAPTURE, "behind_readers(self._spans)"),
+}
 _NCCL["use after abort"] = Planted("after abort", (
     (NCCL, "cliques, self._cliques = self._cliques, _Cliques()", "cliques = self._cliques"),
     (NCCL, "cliques.aborted = True", "pass"),
@@ -313,5 +346,5 @@ _HANGING = {
     name: Planted(says, (_change(*change),), hangs=True) for name, (says, *change) in _HANGS.items()
 }
 FAULTS: dict[str, Planted] = {
-    **_FENCES, **_LIVES, **_DEVICES, **_KERNELS, **_NCCL, **_HANGING,
+    **_FENCES, **_LIVES, **_DEVICES, **_KERNELS, **_NCCL, **_HANGING, **_CAPTURES,
 }  # fmt: skip

@@ -14,7 +14,7 @@ import types
 
 import pytest
 
-from . import arrays, kernels, machine, nccl, surface
+from . import arrays, graphs, kernels, machine, nccl, surface
 from .kernels import Declared, declared
 from .machine import Machine, install
 
@@ -74,6 +74,8 @@ def _runtime() -> types.ModuleType:
         memcpyHostToDevice=arrays.HOST_TO_DEVICE,
         memcpyDeviceToHost=arrays.DEVICE_TO_HOST,
         memcpyDeviceToDevice=arrays.DEVICE_TO_DEVICE,
+        memcpyDefault=arrays.ANYWHERE,
+        streamCaptureModeThreadLocal=graphs.THREAD_LOCAL,
     )
 
 
@@ -101,6 +103,7 @@ def inject() -> None:
         Stream=surface.Stream,
         ExternalStream=surface.ExternalStream,
         Event=surface.Event,
+        Graph=graphs.Graph,
         Function=kernels.Function,
         MemoryPool=arrays.MemoryPool,
         MemoryPointer=arrays.MemoryPointer,

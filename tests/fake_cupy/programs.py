@@ -14,7 +14,7 @@ import numpy as np
 
 import gradreduce as gr
 from gradreduce import ops
-from gradreduce.device import Buffer, Device, Mesh, tables
+from gradreduce.device import Buffer, Capture, Device, Mesh, tables
 
 from .plugin import fresh
 
@@ -48,6 +48,7 @@ class Program:
             self.make, self.make, self.make_zeros, self.add, self.add, self.add, self.copy,
             self.copy, self.copy_and_forget, self.overwrite, self.forget, self.forget, self.look,
             self.foreign, self.lend, self.collective, self.reduce, self.many, self.quiet,
+            self.capture,
         ]  # fmt: skip
 
     def run(self, num_steps: int) -> None:
@@ -271,6 +272,33 @@ class Program:
         self.used(device, queue, out)
         out.holds = holds * 2
         self.values.append(out)
+
+    def capture(self) -> None:
+        """A copy and a sum of it in one graph, called twice with new numbers, then forgotten."""
+        near, far, size = self.device(), self.device(), self.random.choice(SIZES)
+        devices = [self.device(), near, far]
+        physicals = {device.physical for device in devices}
+        if not all(self.mesh.fabric.peers(a, b) for a in physicals for b in physicals):
+            return
+        source = Value(far.upload(self.data(size)), self.data(size))
+        copied = Value(near.empty((size,), FLOAT), source.holds)
+        out = Value(near.empty((size,), FLOAT), source.holds)
+        ops.prepare_add_n(near, FLOAT, FLOAT, 2)
+        queue, earlier, captured = self.queue(), far.mark("transfer"), Capture(devices)
+        with captured.recorded():
+            near.wait(earlier)
+            near.copy(copied.buffer, source.buffer, queue=queue)
+            near.wait(near.mark(queue))
+            ops.add_n([out.buffer], [[copied.buffer, copied.buffer]], device=near)
+        for _ in range(2):
+            source.holds = self.data(size)
+            far.upload(source.holds, out=source.buffer)
+            captured()
+            out.holds = source.holds * 2
+            self.values.append(Value(self.device().empty((size,), FLOAT), out.holds))
+            near.copy(self.values[-1].buffer, out.buffer, queue="transfer")
+            self.used(near, "transfer", self.values[-1])
+        self.values += [source, out]
 
     def quiet(self) -> None:
         device = self.device()

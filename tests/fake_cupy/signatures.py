@@ -25,11 +25,14 @@ OFFERED = {
     "cupy.RawKernel": "kernel __call__",
     "cupy.ndarray": "device get copy view",
     "cupy.cuda": (
-        "Device Stream ExternalStream Event Function MemoryPool MemoryPointer UnownedMemory "
+        "Device Stream ExternalStream Event Function Graph MemoryPool MemoryPointer UnownedMemory "
         "alloc_pinned_memory get_current_stream get_elapsed_time is_available"
     ),
     "cupy.cuda.Device": "id attributes use synchronize",
-    "cupy.cuda.Stream": "__init__ synchronize wait_event record done use",
+    "cupy.cuda.Graph": "launch upload",
+    "cupy.cuda.Stream": (
+        "__init__ synchronize wait_event record done use begin_capture end_capture is_capturing"
+    ),
     "cupy.cuda.ExternalStream": "__init__ synchronize wait_event record done use",
     "cupy.cuda.Event": "__init__ record done synchronize",
     "cupy.cuda.MemoryPool": "malloc free_all_blocks used_bytes",
@@ -38,7 +41,8 @@ OFFERED = {
     "cupy.cuda.runtime": (
         "CUDARuntimeError getDevice setDevice getDeviceCount deviceCanAccessPeer "
         "deviceEnablePeerAccess memcpyAsync memcpyPeerAsync memsetAsync memcpyHostToDevice "
-        "memcpyDeviceToHost memcpyDeviceToDevice pointerGetAttributes eventQuery streamQuery"
+        "memcpyDeviceToHost memcpyDeviceToDevice memcpyDefault pointerGetAttributes eventQuery "
+        "streamQuery streamCaptureModeThreadLocal"
     ),
     "cupy.cuda.nccl": (
         "available NcclCommunicator NcclError groupStart groupEnd get_version get_unique_id "
@@ -55,6 +59,7 @@ OFFERED = {
 NOT_COMPARED = {
     "cupy.RawKernel": "the fake's are made by RawModule only",
     "cupy.cuda.Function": "the fake's are made by RawKernel only",
+    "cupy.cuda.Graph": "no caller makes one",
     "cupy.cuda.Stream": "the docstring is prose; __init__ is compared",
     "cupy.cuda.ExternalStream": "the docstring is prose; __init__ is compared",
     "cupy.cuda.Event": "the docstring is prose; __init__ is compared",

@@ -11,6 +11,7 @@ import time
 import weakref
 from typing import Any
 
+from . import graphs
 from .machine import Call, Machine, Queue, current
 
 __all__ = [
@@ -162,7 +163,25 @@ class _BaseStream:
     def synchronize(self):
         with self._machine.entered() as machine:
             machine.count("synchronize")
+            graphs.refuse_in_capture(machine, f"the host waits for {queue_of(machine, self)}")
             machine.finish(queue_of(machine, self).last)
+
+    def begin_capture(self, mode=None):
+        with self._machine.entered() as machine:
+            queue = queue_of(machine, self)
+            if queue.handle < machine.num_gpus:
+                raise RuntimeError("cannot capture on the default (legacy) stream")
+            if queue.gpu != getDevice():
+                machine.fail(f"wrong device: {queue} of GPU {queue.gpu} begins to record")
+            graphs.begin(machine, queue, graphs.RELAXED if mode is None else mode)
+
+    def end_capture(self):
+        with self._machine.entered() as machine:
+            return graphs.end(machine, queue_of(machine, self))
+
+    def is_capturing(self):
+        with self._machine.entered() as machine:
+            return queue_of(machine, self).capture is not None
 
     def wait_event(self, event):
         with self._machine.entered() as machine:

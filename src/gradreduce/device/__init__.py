@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from .base import Device
-from .collective import Collective
+from .capture import Capture
+from .collective import NOT_CAPTURED, Collective
 from .colocated import bring, by_physical, gather, gather_all, scatter
 from .dtypes import DType, accumulate_dtype, as_dtype, element_of, mean_dtype
 from .due import due
-from .fences import behind_readers, follow, precede, whole_block
+from .fences import follow, precede
 from .flat_buffer import FlatBuffer
 from .flight import FlightEntry
 from .ghost import Ghosts, MeshOutline, Outline, Touched, mesh_outline, outline_of
@@ -28,13 +29,15 @@ from .mesh import Mesh
 from .names import device_named
 from .opening import default_mesh, open_mesh
 from .rates import CopyRates, copy_rates
-from .tape import Tape
+from .tape import Tape, behind_readers, spans_of
 from .watch import Travel, as_deadline
 
 __all__ = [
     "ALIGNMENT",
+    "NOT_CAPTURED",
     "Block",
     "Buffer",
+    "Capture",
     "Collective",
     "CopyRates",
     "DType",
@@ -78,5 +81,5 @@ __all__ = [
     "overlap",
     "precede",
     "scatter",
-    "whole_block",
+    "spans_of",
 ]

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .capture import Recording
 from .kernel import Kernel, Template
 from .memory import Block, Buffer, Mark, Queue, Row
 from .tape import Issue
 from .watch import Patience
+
+if TYPE_CHECKING:
+    from .base import Device
 
 __all__ = ["Backend"]
 
@@ -63,6 +67,14 @@ class Backend(ABC):
     @abstractmethod
     def _prepare(self, kernel: Kernel, template: Template) -> None:
         """Compiles, under a lock, what is not compiled yet."""
+
+    @abstractmethod
+    def _is_prepared(self, kernel: Kernel, template: Template) -> bool:
+        """Whether a launch would compile nothing."""
+
+    @abstractmethod
+    def _recording(self, devices: Sequence[Device]) -> Recording:
+        """What keeps the work of these devices, this one first; fresh."""
 
     @abstractmethod
     def _allocate(self, nbytes: int) -> Block:

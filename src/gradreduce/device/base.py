@@ -73,7 +73,7 @@ class Device(Backend):
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype | str) -> Buffer:
         """A Buffer of memory from this device's pool, its content undefined."""
-        self.fabric.check_usable(self)
+        self.fabric.check_free(self, "empty")
         dtype = as_dtype(dtype)
         if min(shape, default=0) < 0:
             raise ValueError(f"shape={shape} has a negative extent")
@@ -108,7 +108,7 @@ class Device(Backend):
             ValueError: the array is not contiguous.
         """
         self.fabric.check_usable(self)
-        return self._adopt(array, stream, writable)
+        return self._adopt(array, self.fabric.entering(self, stream), writable)
 
     def release(self, buffer: Buffer, stream: int | None = None) -> Any:
         """The backend's array of ``buffer``'s memory, kept alive by it; nothing is copied.
@@ -118,7 +118,7 @@ class Device(Backend):
         Raises:
             DeviceMismatchError: the buffer is another device's.
         """
-        self.fabric.check_usable(self)
+        self.fabric.check_free(self, "release")
         if buffer.device is not self:
             raise DeviceMismatchError(f"{self.name} cannot release {buffer}")
         self._before_write(buffer, "compute")  # whoever gets the array may write it
@@ -149,7 +149,7 @@ class Device(Backend):
             DeviceMismatchError: ``out`` is another device's.
             ValueError: ``out`` has another shape or dtype, or is read-only.
         """
-        self.fabric.check_usable(self)
+        self.fabric.check_free(self, "upload")
         buffer = self.empty(array.shape, array.dtype) if out is None else out
         if buffer.device is not self:
             raise DeviceMismatchError(f"{self.name} cannot upload into {buffer}")
@@ -176,7 +176,7 @@ class Device(Backend):
             BackendUnavailableError: the device was lost meanwhile.
         """
         patience = self._patient(deadline)
-        self.fabric.check_usable(self)
+        self.fabric.check_free(self, "download")
         check_reach(self, buffer)
         self._record("download", "", self.index, -1, buffer.nbytes)
         life = self.fabric.life
@@ -226,7 +226,7 @@ class Device(Backend):
         if self.fabric.watched:
             self._noted(Record(*what), partial(self._copy, dst, src, queue), (dst, src))
         if src.device is not self or queue != "compute":
-            src.block.is_read(self.mark(queue), src)
+            (self.fabric.capture or src.block).is_read(self.mark(queue), src)
             self.fabric.last_read = object()  # after it: who sees this one sees the reader too
 
     def launch(
@@ -259,6 +259,7 @@ class Device(Backend):
         away = [operand for row in rows for operand in row if operand.device is not self]
         for operand in away:
             check_reach(self, operand)
+        self.fabric.check_compiled(self, kernel, template)
         num_written = kernel.num_written(scalars)
         written = {operand.block: operand for row in rows for operand in row[:num_written]}
         for operand in written.values():
@@ -279,13 +280,13 @@ class Device(Backend):
             BackendUnavailableError: the compiler is missing.
         """
         self.fabric.check_usable(self)
+        self.fabric.check_compiled(self, kernel, template)
         self._prepare(kernel, template)
 
     def mark(self, queue: Queue = "compute") -> Mark:
         """Marks the end of what ``queue`` holds now."""
         self.fabric.check_usable(self)
-        mark = Mark(self, queue, self._mark(queue))
-        self.fabric.flight.marked(self, queue, mark.event)
+        mark = self.fabric.new_mark(self, queue, self._mark(queue))
         tape = self.fabric.tape
         if tape is not None:
             tape.marked(mark)
@@ -294,11 +295,22 @@ class Device(Backend):
     def wait(self, mark: Mark, *, queue: Queue = "compute") -> None:
         """What ``queue`` is given from now on runs after ``mark``; the host does not wait."""
         self.fabric.check_usable(self)
-        if mark.device is not self or mark.queue != queue:
+        if (mark.device is not self or mark.queue != queue) and self.fabric.is_waited_for(mark):
             self._wait(mark, queue)
             tape = self.fabric.tape
             if tape is not None:
                 tape.waited(self, mark, queue)
+
+    def _trail(self, leader: Device) -> bool:
+        """Whether its compute queue will wait for what the leader's holds, when it is given more.
+
+        Cheaper than ``wait`` at once, which a device that says False must be told.
+        """
+        return False
+
+    def _trails(self, leader: Device) -> bool:
+        """Whether its compute queue was given nothing since ``_trail(leader)``."""
+        return False
 
     def synchronize(self, *, deadline: float | None = None) -> None:
         """The host waits until both queues are empty.
@@ -311,7 +323,7 @@ class Device(Backend):
             BackendUnavailableError: the device was lost meanwhile.
         """
         patience = self._patient(deadline)
-        self.fabric.check_usable(self)
+        self.fabric.check_free(self, "synchronize")
         self._record("sync", "", self.index)
         life = self.fabric.life
         if not self._synchronize(patience) or self.fabric.life != life:
@@ -327,7 +339,7 @@ class Device(Backend):
 
     def trim(self) -> None:
         """Gives the pool's free memory back to the system."""
-        self.fabric.check_usable(self)
+        self.fabric.check_free(self, "trim")
         self.drop_free_memory()
 
     def drop_free_memory(self) -> None:
@@ -337,7 +349,8 @@ class Device(Backend):
 
     def drain(self) -> None:
         """Takes the memory of dead blocks back into the pool; ``empty`` calls it first."""
-        self._parking.drain(self)
+        if self.fabric.capture is None:  # it marks the queues
+            self._parking.drain(self)
 
     # -- fences and records -----------------------------------------------------------------------
 
@@ -352,9 +365,9 @@ class Device(Backend):
         return crossing
 
     def _before_write(self, operand: Buffer, queue: Queue) -> None:
-        block = operand.block
-        if block.readers:
-            for mark in block.readers_of(operand):
+        kept = self.fabric.capture or operand.block
+        if kept.readers:
+            for mark in kept.readers_of(operand):
                 self.wait(mark, queue=queue)
 
     def _launch(
@@ -372,8 +385,9 @@ class Device(Backend):
 
     def _noted(self, record: Record, issue: Issue, operands: Iterable[Buffer]) -> None:
         """In the open journals, and on this thread's tape."""
-        if self.fabric.recorder.recording:
-            self.fabric.recorder.add(record)
+        sink = self.fabric.sink
+        if sink.recording:
+            sink.add(record)
         tape = self.fabric.tape
         if tape is not None:
             tape.add(issue, (record,), operands)

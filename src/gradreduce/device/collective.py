@@ -20,7 +20,14 @@ from .tape import Issue
 if TYPE_CHECKING:
     from .base import Device
 
-__all__ = ["Collective"]
+__all__ = ["NOT_CAPTURED", "Collective"]
+
+# docs.nvidia.com/deeplearning/nccl/user-guide: "Using NCCL with CUDA Graphs", as of NCCL 2.30
+NOT_CAPTURED = (
+    "a collective over several devices of one process inside a capture: NVIDIA warns that the "
+    "launch of such a graph may block before all devices have theirs, for ever; capture "
+    "'hierarchical_copy', or prepare without a capture"
+)
 
 
 class Collective(ABC):
@@ -115,6 +122,8 @@ class Collective(ABC):
         for buffer in (*buffers, *kept) if queues else ():
             buffer.block.touched.update((buffer.device, queue) for queue in queues)
         fabric = buffers[0].device.fabric
+        if fabric.capture is not None and len({buffer.device.physical for buffer in buffers}) > 1:
+            raise CollectiveError(NOT_CAPTURED)
         with fabric.taped(None):  # its fences are its own
             issue()
         records = tuple(
@@ -122,6 +131,6 @@ class Collective(ABC):
             for name, each, queue in calls
             for buffer in each
         )
-        fabric.recorder.replayed(records)
+        fabric.sink.replayed(records)
         if fabric.tape is not None:
             fabric.tape.add(issue, records, [*buffers, *kept])

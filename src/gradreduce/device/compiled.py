@@ -79,6 +79,14 @@ class HostKernel:
         self._entries[template](table.ctypes.data, *geometry, *scalars)
 
 
+_loaded: set[tuple[Kernel, str]] = set()
+
+
+def is_loaded(kernel: Kernel, build: str) -> bool:
+    """Whether ``host_kernel`` has nothing to build."""
+    return (kernel, build) in _loaded
+
+
 @cache
 def host_kernel(kernel: Kernel, build: str) -> HostKernel:
     """Builds ``kernel`` (or finds the build in the cache) and loads it; blocks for seconds.
@@ -96,7 +104,9 @@ def host_kernel(kernel: Kernel, build: str) -> HostKernel:
     with _LOCK:
         path = _build(_host_text(kernel), kernel.name, build)
         try:
-            return HostKernel(kernel, ctypes.CDLL(str(path)))
+            found = HostKernel(kernel, ctypes.CDLL(str(path)))
+            _loaded.add((kernel, build))
+            return found
         except OSError as error:
             raise BackendUnavailableError(
                 f"the {build} build of {kernel.name} does not load: {error}"

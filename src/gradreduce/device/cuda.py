@@ -24,7 +24,8 @@ from cupy.cuda import runtime
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 
 from .base import Device
-from .cuda_compile import function
+from .cuda_capture import GraphRecording, Trail
+from .cuda_compile import function, is_compiled
 from .cuda_geometry import Geometry
 from .cuda_gpu import FATAL, Gpu, enable_peer_access, visible_gpus
 from .dtypes import as_dtype
@@ -72,6 +73,7 @@ class CudaDevice(Device):
         self._staging: deque[tuple[Any, Any]] = deque()
         self._staging_lock = threading.Lock()
         self.gpu = Gpu(self)
+        self._led = Trail()
         with self.gpu:
             self._streams = {
                 "compute": cupy.cuda.Stream(non_blocking=True),
@@ -83,8 +85,14 @@ class CudaDevice(Device):
         self._tables = Tables(self._place)
 
     def stream(self, queue: Queue = "compute") -> Any:
-        """The CuPy stream of a queue."""
-        return self._streams[queue]
+        """The CuPy stream of a queue; inside a capture, that which records it."""
+        capture = self.fabric.capture
+        if capture is None:
+            if self._led.leader is not None and queue == "compute":
+                self._led.catch_up(self.gpu, self._streams["compute"])
+            return self._streams[queue]
+        assert isinstance(capture.backend, GraphRecording)
+        return capture.backend.stream(self.index, queue)
 
     def close(self) -> None:
         """The host waits for what is queued: memory that work still uses must not go elsewhere.
@@ -179,13 +187,13 @@ class CudaDevice(Device):
 
     def _fill_zero(self, buffer: Buffer) -> None:
         with self.gpu:
-            runtime.memsetAsync(buffer.address, 0, buffer.nbytes, self._streams["compute"].ptr)
+            runtime.memsetAsync(buffer.address, 0, buffer.nbytes, self.stream("compute").ptr)
 
     def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None:
         """Through pinned memory, which stays ours until the copy has passed."""
         if not dst.nbytes:
             return
-        stream = self._streams[queue]
+        stream = self.stream(queue)
         with self.gpu:
             pinned = cupy.cuda.alloc_pinned_memory(dst.nbytes)
             staged = np.frombuffer(pinned, np.uint8, dst.nbytes)
@@ -202,7 +210,7 @@ class CudaDevice(Device):
         if patience.polls:
             return self._fetched(buffer, patience)
         host = np.empty(buffer.shape, buffer.dtype)
-        stream = self._streams["compute"]
+        stream = self.stream()
         with self.gpu:
             if buffer.nbytes:
                 runtime.memcpyAsync(
@@ -214,7 +222,7 @@ class CudaDevice(Device):
 
     def _fetched(self, buffer: Buffer, patience: Patience) -> np.ndarray | None:
         """A download without a wait in the driver: a copy to pageable memory is one."""
-        stream = self._streams["compute"]
+        stream = self.stream()
         with self.gpu:
             pinned = cupy.cuda.alloc_pinned_memory(max(1, buffer.nbytes))
             if buffer.nbytes:
@@ -234,10 +242,13 @@ class CudaDevice(Device):
         return staged.view(buffer.dtype).reshape(buffer.shape).copy()
 
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
-        stream = self._streams[queue].ptr
+        stream = self.stream(queue).ptr
         with self.gpu:
             if dst.device.physical == src.device.physical:
                 kind = runtime.memcpyDeviceToDevice
+                runtime.memcpyAsync(dst.address, src.address, dst.nbytes, kind, stream)
+            elif self.fabric.capture is not None:  # which takes no memcpyPeerAsync
+                kind = runtime.memcpyDefault
                 runtime.memcpyAsync(dst.address, src.address, dst.nbytes, kind, stream)
             else:
                 runtime.memcpyPeerAsync(
@@ -250,6 +261,13 @@ class CudaDevice(Device):
     def _prepare(self, kernel: Kernel, template: Template) -> None:
         with self.gpu:
             function(kernel, template, self.physical)
+
+    def _is_prepared(self, kernel: Kernel, template: Template) -> bool:
+        return is_compiled(kernel, template, self.physical)
+
+    def _recording(self, devices: Sequence[Device]) -> GraphRecording:
+        places = [(each.index, each.gpu) for each in devices if isinstance(each, CudaDevice)]
+        return GraphRecording(places, self.stream)
 
     def _resolved(
         self,
@@ -271,11 +289,11 @@ class CudaDevice(Device):
             exact = repr(scalars) if 0 in scalars else ""
             arguments = (table.struct, *_scalar_arguments(kernel, tuple(scalars), exact))
         block = self._geometry.block(total, table.num_chunks, itemsize)
-        shape, stream, held = ((table.num_chunks,), (block,)), self._streams[queue], table.held
+        shape, held = ((table.num_chunks,), (block,)), table.held
 
         def issue(_held: object = held) -> None:
             with self.gpu:
-                entry(*shape, arguments, stream=stream)
+                entry(*shape, arguments, stream=self.stream(queue))
 
         return issue
 
@@ -285,11 +303,11 @@ class CudaDevice(Device):
 
     def _mark(self, queue: Queue) -> Any:
         with self.gpu:
-            return self._event(self._streams[queue])
+            return self._event(self.stream(queue))
 
     def _wait(self, mark: Mark, queue: Queue) -> None:
         with self.gpu:
-            self._streams[queue].wait_event(mark.event)
+            self.stream(queue).wait_event(mark.event)
 
     def _passed(self, event: Any) -> bool:
         return bool(event.done)
@@ -305,6 +323,7 @@ class CudaDevice(Device):
         return status == 0
 
     def _synchronize(self, patience: Patience) -> bool:
+        self.stream()  # comes behind its leader
         if not self._host_waits(patience, self._streams.values()):
             return False
         with self._staging_lock:
@@ -341,6 +360,16 @@ class CudaDevice(Device):
         self._let_go()
         return True
 
+    def _trail(self, leader: Device) -> bool:
+        """See ``Device._trail``: on one GPU, where to wait for more than was said costs little."""
+        if leader.physical != self.physical:
+            return False
+        self._led.by(leader)
+        return True
+
+    def _trails(self, leader: Device) -> bool:
+        return self._led.leader is leader
+
     def _event(self, stream: Any) -> Any:
         event = cupy.cuda.Event(disable_timing=True)
         event.record(stream)
@@ -349,10 +378,10 @@ class CudaDevice(Device):
     def _follow(self, stream: int) -> None:
         theirs = cupy.cuda.ExternalStream(stream, self.physical)
         with self.gpu:
-            self._streams["compute"].wait_event(self._event(theirs))
+            self.stream().wait_event(self._event(theirs))
 
     def _precede(self, stream: int | None) -> None:
-        ours = self._streams["compute"]
+        ours = self.stream()
         if stream is None:
             if not self._host_waits(self._endless, [ours]):
                 raise self.fabric.give_up("work that the host waits for", self, self._endless)

@@ -13,7 +13,7 @@ import cupy
 
 from .kernel import Kernel, Template, kernel_text
 
-__all__ = ["OPTIONS", "function"]
+__all__ = ["OPTIONS", "function", "is_compiled"]
 
 # -fmad=false: the twins round after every operation. CuPy appends -ftz=true to every build, so
 # subnormals are flushed on a GPU and kept by NumPy.
@@ -39,6 +39,11 @@ def function(kernel: Kernel, template: Template, ordinal: int) -> Any:
             if found is None:
                 found = _functions[key] = _compile(kernel, template)
     return found
+
+
+def is_compiled(kernel: Kernel, template: Template, ordinal: int) -> bool:
+    """Whether ``function`` has nothing to compile or load."""
+    return (kernel, template, ordinal) in _functions
 
 
 def _compile(kernel: Kernel, template: Template) -> Any:

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from gradreduce.errors import BackendUnavailableError, CollectiveError
 
+from .captures import Captures
 from .flight import Flight, What, write_flight
 from .journal import Recorder
 from .tape import Tape
@@ -49,7 +50,7 @@ class _Issued(threading.local):
 _WRITE_SECONDS = 2.0
 
 
-class Fabric:
+class Fabric(Captures):
     """What the devices of one mesh share: the links between them, the journal, being open.
 
     Attributes:
@@ -81,6 +82,7 @@ class Fabric:
     """
 
     def __init__(self, backend: str, *, peer_access: bool | set[tuple[int, int]]) -> None:
+        super().__init__()
         self.backend = backend
         self.flight = Flight()
         self.recorder = Recorder(self.flight.add)
@@ -147,13 +149,13 @@ class Fabric:
 
     @property
     def watch(self) -> Watch | None:
-        """The call with a deadline that this thread is in."""
-        return self._issued.watch
+        """The call with a deadline that this thread is in; a capture knows of none."""
+        return self._issued.watch if self._mine.capture is None else None
 
     @property
     def watched(self) -> bool:
         """Whether anybody wants to know what this thread gives to the devices."""
-        return self.recorder.recording or self._issued.tape is not None
+        return self.sink.recording or self._issued.tape is not None
 
     @contextmanager
     def taped(self, tape: Tape | None) -> Iterator[None]:
@@ -167,7 +169,8 @@ class Fabric:
     def issued(self, what: What) -> None:
         """Counts a launch or copy of this thread, for ``whole_or_lost``, and keeps it."""
         self._issued.count += 1
-        self.flight.add(what)
+        if self._mine.capture is None:
+            self.flight.add(what)
 
     @contextmanager
     def whole_or_lost(self, devices: Iterable[Device]) -> Iterator[None]:
@@ -331,6 +334,9 @@ class Fabric:
             raise BackendUnavailableError(
                 f"device {device.name} was lost: {self.lost[device.physical]}"
             )
+        capture = self._mine.capture
+        if capture is not None:
+            capture.check(device)
 
     def check_open(self) -> None:
         """Raises ``BackendUnavailableError`` for a closed mesh, or one from before a fork."""

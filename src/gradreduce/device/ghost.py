@@ -17,6 +17,7 @@ import numpy as np
 from gradreduce.errors import DeviceMismatchError
 
 from .base import Device
+from .capture import Recording
 from .collective import Collective
 from .fabric import Fabric
 from .kernel import Kernel, Template
@@ -160,6 +161,12 @@ class GhostDevice(Device):
 
     def _prepare(self, kernel: Kernel, template: Template) -> None:
         """Nothing is compiled."""
+
+    def _is_prepared(self, kernel: Kernel, template: Template) -> bool:
+        return True
+
+    def _recording(self, devices: Sequence[Device]) -> Recording:
+        raise DeviceMismatchError(f"{self.name} of a plan keeps no work")
 
     def _recycle(self, raw: Any, nbytes: int) -> None:
         """Nothing was taken."""

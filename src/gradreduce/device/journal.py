@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-__all__ = ["Fields", "Journal", "Kind", "Record", "Recorder"]
+__all__ = ["Fields", "Journal", "Kind", "Record", "Recorder", "Sink"]
 
 # The fields of a Record, in order. Making one costs a tenth of making a Record.
 Fields = tuple[Any, ...]
@@ -78,6 +78,20 @@ class Journal:
     def syncs(self) -> int:
         """Times the host waited for a device: downloads and ``synchronize``."""
         return len(self.of("sync")) + len(self.of("download"))
+
+
+class Sink(Protocol):
+    """Whatever takes records."""
+
+    @property
+    def recording(self) -> bool:
+        """Whether it wants any."""
+
+    def add(self, record: Record) -> None:
+        """Takes one."""
+
+    def replayed(self, records: Iterable[Record]) -> None:
+        """Takes those of an operation that a tape gave again."""
 
 
 class Recorder:

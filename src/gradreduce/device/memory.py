@@ -16,6 +16,7 @@ __all__ = [
     "ALIGNMENT",
     "Block",
     "Buffer",
+    "CapturedMark",
     "Dead",
     "FlatLayout",
     "Mark",
@@ -97,6 +98,11 @@ class Block:
         start, stop = part.offset, part.offset + part.nbytes
         found = [key for key in self.readers if key[2] < stop and start < key[3]]
         return [self.readers.pop(key) for key in found]
+
+    def readers_between(self, start: int, stop: int) -> list[Mark]:
+        """The marks that a writer of these bytes must wait for; they stay."""
+        readers = list(self.readers.items())
+        return [mark for key, mark in readers if key[2] < stop and start < key[3]]
 
     def __getattr__(self, name: str) -> int:
         """Of a slot that is empty: the address, once."""
@@ -251,6 +257,12 @@ class Mark:
     device: Device
     queue: Queue
     event: Any
+
+
+class CapturedMark(Mark):
+    """One that was made inside a capture; it says nothing outside."""
+
+    __slots__ = ()
 
 
 Row = Sequence[Buffer]

@@ -16,7 +16,8 @@ import numpy as np
 from gradreduce.errors import DeviceMismatchError
 
 from .base import Device
-from .compiled import host_kernel
+from .capture import Capture
+from .compiled import host_kernel, is_loaded
 from .dtypes import BFLOAT16, as_dtype
 from .fabric import Fabric
 from .flight import QUEUES
@@ -25,6 +26,7 @@ from .kernel import Arrays, Kernel, Template
 from .memory import Block, Buffer, Mark, Queue, Row, TrackedBlock
 from .sim_pool import SimPool
 from .sim_queue import Event, Scheduler
+from .sim_replay import Replay
 from .sim_workers import Workers
 from .table import CHUNK_SIZE
 from .tables import Tables
@@ -176,7 +178,7 @@ class SimDevice(Device):
         self.scheduler.submit((self, "compute"), work)
 
     def _fill_zero(self, buffer: Buffer) -> None:
-        self.scheduler.submit((self, "compute"), partial(memory_of(buffer).fill, 0))
+        self.submit("compute", partial(memory_of(buffer).fill, 0))
 
     def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None:
         source = array.copy() if self.defers else array
@@ -189,8 +191,7 @@ class SimDevice(Device):
         return self.array(buffer).copy()
 
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
-        work = partial(np.copyto, memory_of(dst), memory_of(src))
-        self.scheduler.submit((self, queue), work)
+        self.submit(queue, partial(np.copyto, memory_of(dst), memory_of(src)))
 
     # -- work -----------------------------------------------------------------------------------
 
@@ -212,7 +213,15 @@ class SimDevice(Device):
             work = self._twin_work(kernel, rows, scalars)
         else:
             work = self._compiled_work(kernel, template, rows, scalars, build)
-        return partial(self.scheduler.submit, (self, queue), work)
+        return partial(self.submit, queue, work)
+
+    def submit(self, queue: Queue, work: Callable[[], None]) -> None:
+        """Puts work at the end of a queue; inside a capture, of what is kept."""
+        capture = self.fabric.capture
+        if capture is None:
+            self.scheduler.submit((self, queue), work)
+        else:
+            recording_of(capture).submit((self, queue), work)
 
     def _twin_work(
         self, kernel: Kernel, rows: Sequence[Row], scalars: Sequence[int | float]
@@ -273,7 +282,8 @@ class SimDevice(Device):
         self, kernel: Kernel, row: Sequence[np.ndarray], scalars: Sequence[int | float]
     ) -> bool:
         """See ``Device.run_on_host``: by the twin, where work is neither deferred nor watched."""
-        if self.defers or self.options.strict or self.options.face != "numpy":
+        plain = not (self.defers or self.options.strict or self.options.face != "numpy")
+        if not plain or self.fabric.capture is not None:
             return False
         self.fabric.check_usable(self)
         self.scheduler.submit((self, "compute"), partial(_run, kernel, [row], scalars))
@@ -283,14 +293,28 @@ class SimDevice(Device):
             self.fabric.recorder.add(Record(*what))
         return True
 
+    def _is_prepared(self, kernel: Kernel, template: Template) -> bool:
+        build = FACES[self.options.face]
+        return build is None or is_loaded(kernel, build)
+
+    def _recording(self, devices: Sequence[Device]) -> Replay:
+        return Replay(self.scheduler, (self, "compute"))
+
     def _mark(self, queue: Queue) -> Event:
-        return self.scheduler.record((self, queue))
+        capture = self.fabric.capture
+        if capture is None:
+            return self.scheduler.record((self, queue))
+        return recording_of(capture).record((self, queue))
 
     def _passed(self, event: Event) -> bool:
         return event.passed
 
     def _wait(self, mark: Mark, queue: Queue) -> None:
-        self.scheduler.wait((self, queue), mark.event)
+        capture = self.fabric.capture
+        if capture is None:
+            self.scheduler.wait((self, queue), mark.event)
+        else:
+            recording_of(capture).wait((self, queue), mark.event)
 
     def _synchronize(self, patience: Patience) -> bool:
         return all(self.scheduler.finish((self, queue), patience) for queue in QUEUES)
@@ -358,6 +382,12 @@ def read_only(array: np.ndarray) -> np.ndarray:
     view = array[:]
     view.flags.writeable = False
     return view
+
+
+def recording_of(capture: Capture) -> Replay:
+    """The list that a capture of simulated devices keeps work on."""
+    assert isinstance(capture.backend, Replay)
+    return capture.backend
 
 
 def sim_device(buffer: Buffer) -> SimDevice:

@@ -78,7 +78,7 @@ class SimCollective(Collective):
         def issue() -> None:
             for device in devices[1:]:
                 first.wait(device.mark(queue), queue=queue)
-            first.scheduler.submit((first, queue), work)
+            first.submit(queue, work)
             done = first.mark(queue)
             for device in devices[1:]:
                 device.wait(done, queue=queue)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable
 
 from .watch import Patience
 
-__all__ = ["Event", "RunAtOnce", "Scheduler", "Shuffled"]
+__all__ = ["Event", "RunAtOnce", "Scheduler", "Shuffled", "Work"]
 
 Work = Callable[[], None]
 # The watchdog waits for no lock for ever.
@@ -73,6 +73,9 @@ class Scheduler(ABC):
 
     def wake(self) -> None:  # noqa: B027
         """Has those who wait in ``finish`` look at their patience."""
+
+    def forget(self, queue: Hashable) -> None:  # noqa: B027  # not all keep any
+        """Drops a queue that nobody uses any more, if it is empty."""
 
 
 class RunAtOnce(Scheduler):
@@ -208,6 +211,11 @@ class Shuffled(Scheduler):
         """See ``Scheduler.wake``."""
         with self._lock:
             self._changed.notify_all()
+
+    def forget(self, queue: Hashable) -> None:
+        """See ``Scheduler.forget``."""
+        if not self._queues.get(queue):
+            self._queues.pop(queue, None)
 
     def _run_some(self) -> None:
         while self._random.random() < self._early and self._run_one():

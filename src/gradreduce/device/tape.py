@@ -10,15 +10,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from .journal import Record, Recorder
-from .memory import Buffer, Mark, Queue
+from .journal import Record, Sink
+from .memory import Block, Buffer, Mark, Queue
 
 if TYPE_CHECKING:
     from .base import Device
 
-__all__ = ["Issue", "Tape"]
+__all__ = ["Issue", "Span", "Tape", "behind_readers", "spans_of"]
 
 Issue = Callable[[], None]
+
+
+# A block, and the first and last byte in it that work which is given again may write.
+Span = tuple[Block, int, int]
+
+
+def spans_of(written: Iterable[Buffer]) -> list[Span]:
+    """One span for each block, of all that is written there."""
+    spans: dict[int, Span] = {}
+    for part in written:
+        block, start, stop = part.block, part.offset, part.offset + part.nbytes
+        _, low, high = spans.get(id(block), (block, start, stop))
+        spans[id(block)] = (block, min(low, start), max(high, stop))
+    return list(spans.values())
+
+
+def behind_readers(spans: Iterable[Span]) -> None:
+    """The compute queues of the blocks wait for copies that still read there, as writers do."""
+    for block, start, stop in spans:
+        for mark in block.readers_between(start, stop):
+            block.device.wait(mark)
 
 
 class Tape:
@@ -69,7 +90,7 @@ class Tape:
         self._entries = [each for place, each in enumerate(self._entries) if place not in idle]
         self._marks.clear()
 
-    def play(self, recorder: Recorder) -> None:
+    def play(self, recorder: Sink) -> None:
         """Gives everything again, in order."""
         for issue, records in self._entries:
             issue()

@@ -1,0 +1,194 @@
+"""Captured steps as CUDA graphs: the simulation's bits, and a launch that costs one call."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from cuda.test_prepared import MANY, PLACEMENTS, SHAPES
+from exact import same, unflushed_data
+from scenes import dense
+
+import gradreduce as gr
+from gradreduce.device import Capture
+from gradreduce.errors import CaptureError, CollectiveError
+
+SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
+
+
+def played(mesh, shapes, num_packs=2):
+    """What three plays give, of other numbers each; and one behind the other."""
+    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs, mesh=mesh)
+    values = [dense(mesh, shape, dtype, place) for place, (shape, dtype) in enumerate(shapes)]
+    targets = [*values[:-1], [mesh.devices[-1]]]
+    step = ops.capture(MEAN, list(zip(values, targets, strict=True)))
+    arrays = []
+    for turn in range(3):
+        for place, value in enumerate(values):
+            for buffer in value.buffers:
+                numbers = unflushed_data(buffer.shape, buffer.dtype, seed=turn * 50 + place)
+                buffer.device.upload(numbers, out=buffer)
+        step()
+        with mesh.journal() as journal:
+            step()
+        assert (journal.uploads, journal.syncs) == (0, 0)
+        assert journal.launches > 0
+        arrays += [buffer.numpy() for result in step.results for buffer in result.buffers]
+    return arrays
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("shapes", [SHAPES, MANY], ids=["few", "many"])
+def test_steps_are_those_of_the_simulation(placement, shapes, gpus):
+    gpus(len(placement))
+    with (
+        gr.open_mesh(placement, backend="cuda") as mesh,
+        gr.open_mesh(placement, backend="sim", strict=True) as sim,
+    ):
+        found, wanted = played(mesh, shapes), played(sim, shapes)
+    assert len(found) == len(wanted)
+    assert all(map(same, found, wanted))
+
+
+@pytest.mark.gpu
+def test_what_is_refused_inside_leaves_the_device_usable(gpus):
+    gpus(1)
+    with gr.open_mesh([0, 0], backend="cuda") as mesh:
+        first, second = mesh.devices
+        source, target = first.upload(np.arange(6.0)), second.zeros((6,), "float64")
+        for refused in (
+            lambda: first.empty((3,), "float32"),
+            lambda: first.upload(np.ones(3), out=target),
+            lambda: first.download(source),
+            first.synchronize,
+        ):
+            with pytest.raises(CaptureError), Capture(mesh.devices).recorded():
+                second.copy(target, source)
+                refused()
+        assert not target.numpy().any()
+        capture = Capture(mesh.devices)
+        with capture.recorded():
+            second.copy(target, source, queue="transfer")
+        assert not target.numpy().any()
+        capture()
+        assert same(target.numpy(), np.arange(6.0))
+
+
+@pytest.mark.gpu
+def test_other_threads_use_the_devices_meanwhile(gpus):
+    gpus(1)
+    with gr.open_mesh([0, 0], backend="cuda") as mesh:
+        source, target = mesh.devices[0].upload(np.ones(5)), mesh.devices[1].zeros((5,), "float64")
+        found = []
+
+        def work():
+            near = mesh.devices[1].zeros((5,), "float64")
+            mesh.devices[1].copy(near, source)
+            mesh.synchronize()
+            found.append(near.numpy())
+
+        capture = Capture(mesh.devices)
+        with capture.recorded():
+            mesh.devices[1].copy(target, source)
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join(60)
+        assert same(found[0], np.ones(5))
+        assert not target.numpy().any()
+        capture()
+        assert same(target.numpy(), np.ones(5))
+
+
+@pytest.mark.fake_cupy
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("placement", [[0, 0, 0], [0, 1, 1, 2, 0]], ids=str)
+def test_a_call_is_one_graph_whatever_is_in_it(placement, seed, gpus):
+    machine = gpus(seed)
+    with gr.open_mesh(placement, backend="cuda") as mesh:
+
+        def counted(num_tensors):
+            values = [dense(mesh, (6,), "float32", place) for place in range(num_tensors)]
+            ops = gr.HierarchicalCopyAllReduce(num_packs=min(num_tensors, 3), mesh=mesh)
+            step = ops.capture(SUM, [(value, value) for value in values])
+            step()
+            before = dict(machine.counts)
+            step()
+            step()
+            return {
+                what: machine.counts[what] - before.get(what, 0)
+                for what in machine.counts
+                if machine.counts[what] != before.get(what, 0)
+            }
+
+        few, many = counted(1), counted(40)
+        assert few == many
+        assert few["graph_launch"] == 2
+        assert few.keys() <= {"graph_launch", "record"}
+        # On one GPU nobody marks anything: the others were given nothing since the last call.
+        assert ("record" in few) == (len(set(placement)) > 1)
+
+
+@pytest.mark.fake_cupy
+def test_nccl_over_several_gpus_is_refused(gpus):
+    gpus(1)
+    with gr.open_mesh([0, 0, 1], backend="cuda") as mesh:
+        value = dense(mesh, (6,), "float32", 0)
+        with pytest.raises(CollectiveError, match=r"value 0: .*NVIDIA warns"):
+            gr.NcclAllReduce(mesh=mesh).capture(SUM, [(value, value)])
+        one = gr.NcclAllReduce(mesh=mesh).capture(SUM, [(value, mesh.devices[0])])
+        assert one()[0].buffers[0].shape == (6,)
+
+
+@pytest.mark.fake_cupy
+def test_gpus_that_are_no_peers_are_refused(gpus):
+    gpus(1, peers=False)
+    with gr.open_mesh([0, 1], backend="cuda") as mesh:
+        value = dense(mesh, (6,), "float32", 0)
+        with pytest.raises(CaptureError, match="0 and 1 have no peer access"):
+            gr.HierarchicalCopyAllReduce(mesh=mesh).capture(SUM, [(value, value)])
+
+
+def copied(device, buffer):
+    near = device.empty(buffer.shape, buffer.dtype)
+    device.copy(near, buffer)
+    return near.numpy()
+
+
+def overwritten(device, buffer):
+    found = buffer.numpy()
+    device.upload(np.full(buffer.shape, -1, np.float32), out=buffer, queue="transfer")
+    for each in device.mesh:
+        each.wait(device.mark("transfer"))
+    return found
+
+
+WAYS = {
+    "download": lambda device, out: out.numpy(),
+    "copy": copied,
+    "release": lambda device, out: device.release(out, 0).get(),
+    "upload": overwritten,
+    "synchronize": lambda device, out: device.synchronize() or out.numpy(),
+}
+
+
+@pytest.mark.fake_cupy
+@pytest.mark.parametrize("way", WAYS)
+def test_who_trails_comes_behind_whatever_it_does_next(way, gpus):
+    """Two graphs with different leaders; the second device trails one, then the other."""
+    gpus(0 if way in ("copy", "upload") else 2)
+    with gr.open_mesh([0, 0, 0], backend="cuda") as mesh:
+        first, second, third = mesh.devices
+        source, out, other = (device.zeros((300,), "float32") for device in mesh)
+        one, two = Capture([first, second, third]), Capture([third, second])
+        with one.recorded():
+            second.copy(out, source)
+            third.wait(second.mark())
+        with two.recorded():
+            third.copy(other, out)
+        for turn in range(1, 4):
+            first.upload(np.full(300, turn, np.float32), out=source)
+            one()
+            two()
+            assert (WAYS[way](second, out) == turn).all()
+        assert (other.numpy() == 3).all()
