@@ -187,11 +187,10 @@ def test_it_is_printed_for_people():
         text = str(ops.plan(SUM, pairs)).splitlines()
     assert text[0] == ("2 packs on sim [0, 0, 1, 1]: 4 launches, 2 copies, 0 collective ranks, "
                        "1,040 bytes leave a device")  # fmt: skip
-    assert text[1].split() == "0 hierarchical_copy float32 240 bytes of each of 4 replicas: " \
-        "tensors 0-4".split()  # fmt: skip
-    assert (
-        text[2].split() == "1 one device float32 40 bytes of each of 4 replicas: tensors 5".split()
-    )
+    assert text[1].split() == "0 hierarchical_copy float32 240 bytes of each of 4 replicas, " \
+        "packed on 4 devices, read and written by their peers: tensors 0-4".split()  # fmt: skip
+    assert text[2].split() == "1 one device float32 40 bytes of each of 4 replicas, " \
+        "copied to where they are added: tensors 5".split()  # fmt: skip
 
 
 def test_bad_arguments_are_those_of_the_reduction():
