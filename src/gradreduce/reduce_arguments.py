@@ -292,9 +292,8 @@ def outs_of(out: Any, grads: Sequence[Any], keys: Sequence[Any]) -> list[list[An
     if not isinstance(out, list | tuple) or len(out) != len(grads):
         raise ValueError(f"out must be nested as grads is: one entry for each of {len(grads)}")
     for replica, entry in enumerate(out):
-        if type(entry) is not type(grads[replica]) or set(keys_of(entry, replica, "out")) != set(
-            keys
-        ):
+        found = keys_of(entry, replica, "out")
+        if type(entry) is not type(grads[replica]) or set(found) != set(keys):
             raise ValueError(f"out[{replica}] has other tensors than grads[{replica}]")
     return [[entry[key] for entry in out] for key in keys]
 
@@ -310,9 +309,8 @@ def nests(like: Sequence[Any], keys: Sequence[Any], values: Sequence[Sequence[An
     """``values[key][replica]`` nested as ``like[replica][key]``, each in its own order of keys."""
     if not isinstance(like[0], dict):
         rows = zip(*values, strict=True) if keys else [()] * len(like)
-        return nested(
-            like, [nested(entry, list(row)) for entry, row in zip(like, rows, strict=True)]
-        )
+        made = [nested(entry, list(row)) for entry, row in zip(like, rows, strict=True)]
+        return nested(like, made)
     by_key = dict(zip(keys, values, strict=True))
     return nested(
         like,
