@@ -11,7 +11,7 @@ from typing import Any
 
 from gradreduce import ops
 from gradreduce.aggregate_sparse import joined, with_dense
-from gradreduce.device import Buffer, Device, bring, by_physical, gather, mean_dtype, scatter
+from gradreduce.device import Buffer, Device, bring, by_physical, gather, mean_dtype, pull, scatter
 from gradreduce.indexed_slices import IndexedSlices, coalesced
 from gradreduce.interop import Kind, from_buffer, kind_of, to_buffer
 from gradreduce.ops import plan_segments
@@ -36,7 +36,7 @@ def added_on(
     Of IndexedSlices alone: the rows of all replicas, one after the other.
 
     Args:
-        device: where it is added; what lies on another GPU is copied there first.
+        device: where it is added; what its launches cannot reach is copied there first.
         parts: the replicas, in order; alike.
         mean: divide by their number: every row, where all are IndexedSlices.
         coalesce: add rows of the same index, if all are IndexedSlices.
@@ -52,9 +52,12 @@ def added_on(
     if len(sparse) == len(parts):
         rows = _rows_on(device, sparse, 1 if counts else divisor, coalesce=coalesce)
         return _quotient_of_rows(rows, divisor) if counts else rows
-    buffers = [bring(device, buffer) for buffer in with_dense(parts)]
-    if accumulate is not None:
-        buffers = [_accumulated(device, buffers, accumulate, kind)]
+    dense = with_dense(parts)
+    if accumulate is None:
+        buffers = [bring(device, buffer) for buffer in dense]
+    else:  # which may launch whatever it likes
+        near = [pull(device, buffer) for buffer in dense]
+        buffers = [_accumulated(device, near, accumulate, kind)]
     total = device.empty(buffers[0].shape, buffers[0].dtype)
     _write([total], buffers, 1 if counts else divisor, device)
     return quotients([total], divisor)[0] if counts else total

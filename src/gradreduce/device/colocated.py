@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 
 from .base import Device
 from .memory import Buffer, Queue
+from .reach import check_reach, reaches
 
-__all__ = ["bring", "by_physical", "gather", "gather_all", "scatter"]
+__all__ = ["bring", "by_physical", "gather", "gather_all", "pull", "scatter"]
 
 
 def by_physical(devices: Sequence[Device]) -> dict[int, tuple[int, ...]]:
@@ -53,11 +54,22 @@ def scatter(leader: Device, others: Iterable[Device], queue: Queue = "compute") 
 
 
 def bring(device: Device, buffer: Buffer, queue: Queue = "compute") -> Buffer:
-    """``buffer`` where launches of ``device`` read it: itself if co-located, else a copy.
+    """``buffer`` where launches of ``device`` read it: itself if they reach it, else a copy.
 
-    ``gather`` afterwards, with the device of what this returns; and if another queue than
-    ``compute`` copied, its mark must be waited for.
+    ``gather`` afterwards, with the device of what this returns, and ``scatter`` to it; and if
+    another queue than ``compute`` copied, its mark must be waited for.
+
+    Raises:
+        BackendUnavailableError: its device is lost.
     """
+    if reaches(device, buffer):
+        check_reach(device, buffer)
+        return buffer
+    return pull(device, buffer, queue)
+
+
+def pull(device: Device, buffer: Buffer, queue: Queue = "compute") -> Buffer:
+    """As ``bring``, but only co-located memory is left where it is: a peer's is copied."""
     if buffer.device.physical == device.physical:
         return buffer
     copied = device.empty(buffer.shape, buffer.dtype)
