@@ -325,10 +325,10 @@ _HANGS = {
         "unordered", CUDA, "self._staging.append((pinned, event))"
     ),
     "what an abort lets go on is believed": (
-        "was used", BASE, "if host is None or self.fabric.life != life:", "if host is None:"
+        "was used", BASE, "if host is None or self.fabric.has_died(generation):", "if host is None:"
     ),
     "a synchronize believes it too": (
-        "was used", BASE, "if not self._synchronize(patience) or self.fabric.life != life:",
+        "was used", BASE, "if not self._synchronize(patience) or self.fabric.has_died(generation):",
         "if not self._synchronize(patience):",
     ),
     "a dead mesh is used": ("was used", _FABRIC, "raise self._death(self.reason)"),
