@@ -9,9 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from gradreduce.device import Buffer, Device, Mesh, Travel, as_deadline, due
+from gradreduce.device import Device, Mesh, Travel, as_deadline, due
 from gradreduce.interop import Kind, OneCall, as_result_kind
-from gradreduce.interop_out import Out, hand_back
+from gradreduce.interop_out import hand_back
 from gradreduce.one_device import Accumulate, copied_to
 from gradreduce.reduce_arguments import (
     Request,
@@ -23,7 +23,7 @@ from gradreduce.reduce_arguments import (
     single_part,
 )
 from gradreduce.reduce_flow import landed, reduce_to_one
-from gradreduce.reduce_outs import with_outs
+from gradreduce.reduce_outs import shown, with_outs
 from gradreduce.values import Mirrored, Part, ReduceOp, device_of
 
 __all__ = ["CrossDeviceOps", "ReductionToOneDevice", "result_kinds"]
@@ -231,14 +231,6 @@ class ReductionToOneDevice(CrossDeviceOps):
         if self.reduce_to_device is None:
             return request.devices[0]
         return destination_devices(self.reduce_to_device, place, request.value.mesh)[0]
-
-
-def shown(outs: Sequence[Out]) -> Mirrored:
-    """The arrays that a caller gave for a result."""
-    made = Mirrored.of([each.buffer for each in outs], outs[0].kind)
-    if outs[0].kind == "buffer" or not isinstance(outs[0].array, Buffer):
-        made.keep_arrays([each.array for each in outs])
-    return made
 
 
 def result_kinds(requests: Sequence[Request], as_kind: str | None) -> list[Kind]:

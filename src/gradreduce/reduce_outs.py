@@ -11,9 +11,9 @@ from gradreduce.device import Buffer, mean_dtype
 from gradreduce.errors import about
 from gradreduce.interop_out import Out, as_out
 from gradreduce.reduce_arguments import Request
-from gradreduce.values import DistributedValues, ReduceOp
+from gradreduce.values import DistributedValues, Mirrored, ReduceOp
 
-__all__ = ["with_outs"]
+__all__ = ["shown", "with_outs"]
 
 
 def with_outs(
@@ -49,6 +49,14 @@ def with_outs(
         given.append(request._replace(out=tuple(each.buffer for each in outs[-1])))
     _check_apart(given)
     return given, outs
+
+
+def shown(outs: Sequence[Out]) -> Mirrored:
+    """The arrays that a caller gave for a result."""
+    made = Mirrored.of([each.buffer for each in outs], outs[0].kind)
+    if outs[0].kind == "buffer" or not isinstance(outs[0].array, Buffer):
+        made.keep_arrays([each.array for each in outs])
+    return made
 
 
 def _listed(request: Request, entry: Any) -> Sequence[Any]:

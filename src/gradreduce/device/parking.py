@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Parking"]
 
+# Blocks whose size nobody asks for again must not pile up.
+MAX_LED = 32
+
 
 class Parking:
     """The dead blocks of one device.
@@ -26,11 +29,25 @@ class Parking:
     def __init__(self) -> None:
         self.dead: deque[Dead] = deque()
         self._parked: deque[tuple[Dead, list[Any]]] = deque()
+        self._led: deque[Dead] = deque()
         self._kept: list[Dead] = []
 
     def __bool__(self) -> bool:
         """Whether anything waits."""
-        return bool(self.dead or self._parked)
+        return bool(self.dead or self._parked or self._led)
+
+    def take(self, nbytes: int) -> Dead | None:
+        """A dead block of this size whose users its home queue trails, for its next owner.
+
+        The pool could not have it: its order is that of the home queue, which knows nothing yet.
+        """
+        with suppress(IndexError):
+            for _ in range(len(self._led)):
+                dead = self._led.popleft()
+                if dead.nbytes == nbytes:
+                    return dead
+                self._led.append(dead)
+        return None
 
     def drain(self, home: Device) -> None:
         """Gives back to the pool of ``home`` what nobody uses any more.
@@ -39,12 +56,12 @@ class Parking:
         is now: only then may the compute queue, in whose order the pool hands memory out, write it.
         """
         with suppress(IndexError):  # another thread was faster
+            if len(self._led) > MAX_LED:
+                home._catch_up()
+            for _ in range(len(self._led)):
+                self._settle(self._led.popleft(), home)
             while self.dead:
-                dead = self.dead.popleft()
-                if dead.owned and not dead.touched:  # only its home queue knew it
-                    home._recycle(dead.raw, dead.nbytes)
-                else:
-                    self._park(dead, home)
+                self._settle(self.dead.popleft(), home)
             for _ in range(len(self._parked)):
                 dead, marks = self._parked.popleft()
                 if all(home._passed(mark) for mark in marks):
@@ -52,6 +69,16 @@ class Parking:
                         home._recycle(dead.raw, dead.nbytes)
                 else:
                     self._parked.append((dead, marks))
+
+    def _settle(self, dead: Dead, home: Device) -> None:
+        # Only its home queue knew it, or that comes behind all who did.
+        if dead.owned and all(home._comes_behind(*user) for user in dead.touched):
+            if dead.touched and home._is_led:
+                self._led.append(dead)
+            else:
+                home._recycle(dead.raw, dead.nbytes)
+        else:
+            self._park(dead, home)
 
     def _park(self, dead: Dead, home: Device) -> None:
         users = dead.touched if dead.owned else {*dead.touched, (home, "compute")}
