@@ -83,12 +83,12 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     float32's own for the others), a result of hierarchical_copy differs from the exact one by at
     most ``(2.01 * u + n * 2**-23) * sum(|t|) + (n + 1) * e``, divided by n for MEAN where the wire
     is float32, and by the rounding to its own dtype where that does not hold every value of the
-    wire. (GPUs flush what is subnormal in float32 to zero: e is 2**-127 there for the others.) A sum
-    beyond what the wire or the dtype holds becomes infinite. NCCL
-    rounds up to n - 1 more sums: ``(n + 1) * u`` in the place of ``2.01 * u``. A cast of float64
-    to a half goes by way of float32. The bits are the same on every placement, as without. What is
-    added on one device (other destinations, IndexedSlices), integers and complex numbers travel as
-    they are.
+    wire. (GPUs flush what is subnormal in float32 to zero: e is 2**-127 there for the others.) A
+    sum beyond what the wire or the dtype holds becomes infinite. NCCL rounds up to n - 1 more sums:
+    ``(n + 1) * u`` in the place of ``2.01 * u``. A cast of float64 to a half goes by way of
+    float32. The bits are the same on every placement, as without; where GPUs are no peers, sums of
+    half of the replicas cross in float32. What is added on one device (other destinations,
+    IndexedSlices), integers and complex numbers travel as they are.
 
     Raises:
         ValueError: an unknown algorithm, a number that is negative or no integer, a ``mesh`` that
