@@ -118,7 +118,12 @@ class PreparedStep:
         return self.results
 
     def _play(self) -> None:
-        self._tape.play(self._fabric.recorder)
+        flight = self._fabric.flight
+        label = flight.labelled(None)
+        try:
+            self._tape.play(self._fabric.recorder)
+        finally:  # a play that fails leaves its pack's label behind
+            flight.labelled(label)
 
 
 class CapturedStep(PreparedStep):
