@@ -59,7 +59,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             every placement of the same number of replicas; NCCL promises no order of additions,
             and is needed on two physical GPUs or more.
         num_packs: if not 0, all tensors of a dtype lie end to end in one flat buffer that is
-            reduced in this many packs.
+            reduced in this many packs. Between GPUs one pack of 8 MiB or more (smaller ones share)
+            is gathered while the one before it travels.
         agg_small_grads_max_bytes: if this and the next are above 0 and ``num_packs`` is 0, tensors
             of at most this many bytes are reduced in groups.
         agg_small_grads_max_group: how many tensors a group has at most.
@@ -81,11 +82,13 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     bfloat16, 2**-24 for float32) and e half its smallest positive number (2**-25 for float16, below
     float32's own for the others), a result of hierarchical_copy differs from the exact one by at
     most ``(2.01 * u + n * 2**-23) * sum(|t|) + (n + 1) * e``, divided by n for MEAN where the wire
-    is float32, and by the rounding to its own dtype where that is narrower than the wire. NCCL
-    rounds up to n - 1 more sums: ``(n + 1) * u`` in the place of ``2.01 * u``. A cast of float64
-    to a half goes by way of float32. The bits are the same on every placement, as without. What is
-    added on one device (other destinations, IndexedSlices), integers and complex numbers travel as
-    they are.
+    is float32, and by the rounding to its own dtype where that does not hold every value of the
+    wire. (GPUs flush what is subnormal in float32 to zero: e is 2**-127 there for the others.) A
+    sum beyond what the wire or the dtype holds becomes infinite. NCCL rounds up to n - 1 more sums:
+    ``(n + 1) * u`` in the place of ``2.01 * u``. A cast of float64 to a half goes by way of
+    float32. The bits are the same on every placement, as without; where GPUs are no peers, sums of
+    half of the replicas cross in float32. What is added on one device (other destinations,
+    IndexedSlices), integers and complex numbers travel as they are.
 
     Raises:
         ValueError: an unknown algorithm, a number that is negative or no integer, a ``mesh`` that

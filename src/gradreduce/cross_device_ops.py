@@ -23,7 +23,7 @@ from gradreduce.reduce_arguments import (
     single_part,
 )
 from gradreduce.reduce_flow import landed, reduce_to_one
-from gradreduce.reduce_outs import shown, with_outs
+from gradreduce.reduce_outs import halves_told, shown, with_outs
 from gradreduce.values import Mirrored, Part, ReduceOp, device_of
 
 __all__ = ["CrossDeviceOps", "ReductionToOneDevice", "result_kinds"]
@@ -91,8 +91,8 @@ class CrossDeviceOps(ABC):
                 arrays of the results are instead of the kind of the value's.
             out: where the results go: for each pair a ``PerReplica``, ``Mirrored``, list or tuple
                 of arrays, one on each device of the result, in its order; contiguous, writable,
-                of the result's shape and dtype. An array may be this value's own replica, which
-                is then reduced in place, and overlaps nothing else. Without copies between where
+                of the result's shape and dtype. An array may be a replica of this value, which is
+                then reduced in place, and overlaps nothing else. Without copies between where
                 it can be: for arrays in a ``mesh.flat_buffer``, or of one GPU, or of our own
                 memory. Not for IndexedSlices.
             deadline: seconds from now in which the devices must be done, or the mesh dies. The
@@ -116,6 +116,9 @@ class CrossDeviceOps(ABC):
             CollectiveError: NCCL failed, or the mesh is dead: a deadline passed before. A call
                 whose own deadline passes has returned, as a rule; what waits for its results
                 raises, and every later call.
+            MemoryError, BackendUnavailableError: memory ran out, or a device died, in the middle:
+                then ``out`` may hold a part of the results, of which the error has a note. Without
+                ``out`` nothing of the caller's was written.
         """
         seconds = as_deadline(deadline)
         if out is None:
@@ -129,7 +132,8 @@ class CrossDeviceOps(ABC):
         with OneCall():  # around inputs and outs: their streams are fenced once
             requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
             requests, outs = with_outs(requests, out, reduce_op)
-        with due("batch_reduce", seconds, () if seconds is None else devices_of(requests)):
+        devices = devices_of(requests)
+        with due("batch_reduce", seconds, devices), halves_told(devices):
             reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
             landed(requests, reduced)
         hand_back(each for row in outs for each in row)

@@ -196,6 +196,20 @@ class Fabric(Captures):
                 error.add_note(f"This came half way through: {names} cannot be used any more.")
             raise
 
+    @contextmanager
+    def halves_told(self, note: str) -> Iterator[None]:
+        """For work that writes a caller's memory: an error that comes half way through says so.
+
+        Half way is after this thread's first launch or copy inside.
+        """
+        before = self._issued.count
+        try:
+            yield
+        except BaseException as error:
+            if self._issued.count != before:
+                error.add_note(note)
+            raise
+
     def watched_pack(self, travel: Travel, devices: Iterable[Device] = ()) -> WatchedPack:
         """A context manager: what this thread gives inside is for what travels.
 
