@@ -6,7 +6,7 @@ Whoever calls one of them has checked its arguments, and fences and records arou
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -134,16 +134,16 @@ class Backend(ABC):
     def _wait(self, mark: Mark, queue: Queue) -> None:
         """Queues a wait for another queue's mark."""
 
-    def _trail(self, leader: Device) -> bool:
-        """Whether its compute queue comes behind what the leader's holds, once it is given more.
+    def _led(self, others: Iterable[Device]) -> list[Device]:
+        """Those whose compute queues must be told to wait for this one's now.
 
-        Cheaper than to wait at once, which a device that says False must be told.
+        The rest wait by themselves for what it holds by then, once they are given anything.
         """
-        return False
+        return [other for other in others if other is not self]
 
-    def _trails(self, leader: Device) -> bool:
-        """Whether it trails a leader who comes behind all that its compute queue holds."""
-        return False
+    def _unjoined(self, others: Iterable[Device]) -> list[Device]:
+        """Those whose compute queues may hold what this one's does not wait for yet."""
+        return [other for other in others if other is not self]
 
     @property
     def _is_led(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from .memory import Buffer, Queue
+from .memory import Buffer, Mark, Queue
 
 if TYPE_CHECKING:
     from .base import Device
@@ -63,23 +63,18 @@ def _fenced(
 
 
 def _gather(leaders: Sequence[Device], others: Sequence[Device], queue: Queue) -> None:
-    for other in others:
-        if queue == "compute":
-            behind = [each for each in leaders if each is not other and not other._trails(each)]
-        else:
-            behind = list(leaders)
-        if behind:
-            mark = other.mark()
-            for leader in behind:
-                leader.wait(mark, queue=queue)
+    marks: dict[Device, Mark] = {}
+    for leader in leaders:
+        for other in leader._unjoined(others) if queue == "compute" else others:
+            mark = marks.get(other)
+            if mark is None:
+                mark = marks[other] = other.mark()
+            leader.wait(mark, queue=queue)
 
 
 def _scatter(leaders: Sequence[Device], others: Sequence[Device], queue: Queue) -> None:
     (leader,) = leaders
-    if queue == "compute":
-        waiting = [each for each in others if each is not leader and not each._trail(leader)]
-    else:
-        waiting = list(others)
+    waiting = leader._led(others) if queue == "compute" else others
     if waiting:
         mark = leader.mark(queue)
         for other in waiting:

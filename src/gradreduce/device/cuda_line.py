@@ -99,7 +99,10 @@ class Line:
 
     def trails(self, leader: Line) -> bool:
         """Whether it trails, and the leader comes behind all that it holds: no fence is missing."""
-        return self.leader is leader and self._is_over_for(leader)
+        if self.leader is not leader:
+            return False
+        end, event = self._marked
+        return end is self._end and leader._behind.get(self) is event
 
     def comes_behind(self, other: Line) -> bool:
         """Whether what it is given from now on comes behind all that the other holds now."""

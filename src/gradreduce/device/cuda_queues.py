@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .base import Device
@@ -66,18 +66,32 @@ class CudaQueues(Device):
         places = [(each.index, each.gpu) for each in devices if isinstance(each, CudaQueues)]
         return GraphRecording(places, self._lines["compute"])
 
-    def _trail(self, leader: Device) -> bool:
-        """See ``Device._trail``: on one GPU, where to wait for more than was said costs little."""
-        if leader.physical != self.physical or self.fabric.capture is not None:
-            return False
-        assert isinstance(leader, CudaQueues)
-        return self._lines["compute"].trail(leader._lines["compute"])
+    def _led(self, others: Iterable[Device]) -> list[Device]:
+        if self.fabric.capture is not None:
+            return super()._led(others)
+        line, physical = self._lines["compute"], self.physical
+        waiting: list[Device] = []
+        with self.fabric.order_lock:  # nobody is on the way behind an end that was earlier
+            for other in others:
+                assert isinstance(other, CudaQueues)
+                behind = other._lines["compute"]
+                if behind.leader is line or behind is line:
+                    continue
+                if other.physical != physical or not behind.trail(line):
+                    waiting.append(other)
+        return waiting
 
-    def _trails(self, leader: Device) -> bool:
-        if leader.physical != self.physical or self.fabric.capture is not None:
-            return False
-        assert isinstance(leader, CudaQueues)
-        return self._lines["compute"].trails(leader._lines["compute"])
+    def _unjoined(self, others: Iterable[Device]) -> list[Device]:
+        if self.fabric.capture is not None:
+            return super()._unjoined(others)
+        line = self._lines["compute"]
+        found: list[Device] = []
+        for other in others:
+            assert isinstance(other, CudaQueues)
+            behind = other._lines["compute"]
+            if behind is not line and not behind.trails(line):
+                found.append(other)
+        return found
 
     def _comes_behind(self, device: Device, queue: Queue) -> bool:
         assert isinstance(device, CudaQueues)
