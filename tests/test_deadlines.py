@@ -222,6 +222,9 @@ def test_takes_that_wait_are_cancelled_and_accumulators_are_empty_after_a_reset(
     for thread, outcomes in takers:
         thread.join(PATIENCE)
         assert isinstance(outcomes[0], CancelledError)
+        words = "TakeGrad operation was cancelled: the mesh is dead: the deadline of 5 s for batch"
+        assert str(outcomes[0]).startswith(words)
+        assert "sim:2 has not joined packs 1 to 2 of 2" in str(outcomes[0])
     for call in (lambda: first.take_grad(1), lambda: first.apply_grad(ones, 7)):
         with pytest.raises(CollectiveError, match=REFUSED):
             call()
