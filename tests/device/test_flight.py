@@ -10,6 +10,7 @@ from stuck import PATIENCE, resume, stall
 
 import gradreduce as gr
 from gradreduce.device import FlightEntry, Travel, open_mesh
+from gradreduce.errors import CollectiveError
 
 from .contract import BACKENDS, FLOAT, SIZE, add, data, uploaded
 
@@ -97,6 +98,20 @@ def test_done_is_what_is_known_to_be_over():
         resume(stuck)
         stuck.synchronize(deadline=PATIENCE)
         assert all(each.done for each in mesh.flight_record())
+
+
+def test_what_the_host_has_waited_for_is_done_without_a_mark():
+    with open_mesh(2, backend="sim", schedule_seed=1) as mesh:
+        idle, stuck = mesh.devices
+        mesh.synchronize()
+        for device in (idle, stuck):
+            uploaded(device, 1).numpy()
+        stall(stuck)
+        stuck.zeros((SIZE,), FLOAT)
+        with pytest.raises(CollectiveError):
+            mesh.synchronize(deadline=0.01)
+        late = [(each.kind, each.device) for each in mesh.flight_record() if not each.done]
+        assert late == [("fill", 1), ("sync", 1)]
 
 
 def test_it_can_be_read_when_the_mesh_is_closed():
