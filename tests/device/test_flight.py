@@ -114,6 +114,26 @@ def test_what_the_host_has_waited_for_is_done_without_a_mark():
         assert late == [("fill", 1), ("sync", 1)]
 
 
+def test_what_a_reset_drops_is_never_done():
+    with open_mesh(2, backend="sim", schedule_seed=1) as mesh:
+        stuck = mesh.devices[1]
+        for wait in (stuck.synchronize, mesh.synchronize):
+            stuck.zeros((SIZE,), FLOAT)
+            wait()
+            stall(stuck)
+            stuck.zeros((SIZE,), FLOAT)
+            mark = stuck.mark()
+            with pytest.raises(CollectiveError):
+                stuck.synchronize(deadline=0.01)
+            mesh.reset(timeout=PATIENCE)
+            assert stuck._reached(mark.event)
+        mesh.synchronize()
+        entries = [each for each in mesh.flight_record() if each.device == stuck.index]
+        late = [each.sequence for each in entries if not each.done]
+        kinds = [each.kind for each in entries]
+        assert late == [3, 4, 8, 9], kinds
+
+
 def test_it_can_be_read_when_the_mesh_is_closed():
     with open_mesh(2, backend="sim") as mesh:
         uploaded(mesh.devices[1], 1)

@@ -48,7 +48,8 @@ class FlightEntry:
         num_rows: tensors that a launch serves; else 0.
         tensors: what it is for: ``"pack 3 of 8 (tensors 5 to 9)"``; empty where nobody said.
         queue: ``compute`` or ``transfer``.
-        done: whether it is known to be over.
+        done: whether it is known to be over. What was not when the mesh was reset never is: the
+            simulation has dropped it, and what GPUs did of it in a dead mesh is worth nothing.
     """
 
     sequence: int
@@ -90,6 +91,8 @@ class Flight:
         self._marks: deque[_Place] = deque(maxlen=_MARKS)
         # Up to which number a queue is over, without a mark: by what the host waited for.
         self._over: dict[_QueueOf, int] = {}
+        # What a queue was given before a reset and was not over then: after one number, up to one.
+        self._dropped: dict[_QueueOf, list[tuple[int, int]]] = {}
         self.thread = _Label()
 
     def add(self, what: What) -> int:
@@ -153,6 +156,19 @@ class Flight:
         stuck = [(device, queue) for device, queue in late if not device._is_waiting(queue)]
         return list(dict.fromkeys(device for device, _ in stuck or late))
 
+    def drop(self, devices: Sequence[Device]) -> None:
+        """What is not known to be over now never will be, whatever marks say: a mesh is reset."""
+        given = self._given()
+        reached = self._reached()
+        last = given[-1][0] if given else 0
+        for device in devices:
+            for queue in QUEUES:
+                key = device.index, queue
+                kept = [each for each in self._dropped.get(key, []) if each[1] > last - LENGTH]
+                self._dropped[key] = [*kept, (reached.get(key, 0), last)]
+        self._marks.clear()
+        self._over = reached
+
     def _given(self) -> list[tuple[int, What, object]]:
         return sorted(_copied(self.ring), key=lambda each: each[0])
 
@@ -170,6 +186,7 @@ class Flight:
     ) -> FlightEntry:
         record = what if isinstance(what, Record) else Record(*what)
         key = record.device, record.queue
+        dropped = any(after < number <= last for after, last in self._dropped.get(key, ()))
         return FlightEntry(
             sequence=number,
             kind=record.kind,
@@ -180,7 +197,7 @@ class Flight:
             num_rows=record.num_rows,
             tensors="" if label is None else str(label),
             queue=record.queue,
-            done=number <= reached.get(key, 0),
+            done=number <= reached.get(key, 0) and not dropped,
         )
 
     def _look(self, devices: Sequence[Device], last: int) -> list[_Place]:
