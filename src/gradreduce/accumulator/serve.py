@@ -129,7 +129,7 @@ def cancel_waiting(state: AccumulatorState) -> None:
     for ticket in waiting:
         with locked(ticket.states):
             if not ticket.done.is_set():
-                ticket.error = CancelledError("TakeGrad operation was cancelled")
+                ticket.error = CancelledError(_cancelled(state))
                 ticket.leave()
     for other in dict.fromkeys(each for ticket in waiting for each in ticket.states):
         with locked([other]):
@@ -259,6 +259,13 @@ def _divide(alone: dict[AccumulatorState, tuple[Buffer, Buffer]]) -> None:
             device=devices[0],
         )
         scatter(devices[0], devices)
+
+
+def _cancelled(state: AccumulatorState) -> str:
+    """TensorFlow's words, and why where it is not the caller's doing."""
+    reason = state.devices[0].fabric.reason
+    text = "TakeGrad operation was cancelled"
+    return text if reason is None else f"{text}: the mesh is dead: {reason}"
 
 
 def _missing(ticket: Ticket, timeout: float | None) -> str:

@@ -171,6 +171,10 @@ class Backend(ABC):
     def _urge(self) -> None:  # noqa: B027  # most work by themselves
         """Has queues go on that otherwise do so only while the host waits."""
 
+    def _is_waiting(self, queue: Queue) -> bool:
+        """Whether a queue is known to wait for a mark of another; False where nobody can tell."""
+        return False
+
     @abstractmethod
     def _abandon(self, seconds: float) -> bool:
         """For ``reset``: no queue holds anything any more, within so many seconds, or False.

@@ -178,12 +178,13 @@ class Device(Backend):
         patience = self._endless if deadline is None else self._patient(deadline)
         self.fabric.check_free(self, "download")
         check_reach(self, buffer)
-        self._record("download", "", self.index, -1, buffer.nbytes)
+        number = self._record("download", "", self.index, -1, buffer.nbytes)
         generation = self.fabric.generation
         host = self._download(buffer, patience)
         # A collective that is aborted lets its queue go on: what comes behind it is worth nothing.
         if host is None or self.fabric.has_died(generation):
             raise self.fabric.give_up(f"a download of {buffer}", self, patience)
+        self.fabric.flight.over(number, self, "compute")
         return host
 
     def lose(self, reason: str) -> None:
@@ -313,10 +314,11 @@ class Device(Backend):
         """
         patience = self._endless if deadline is None else self._patient(deadline)
         self.fabric.check_free(self, "synchronize")
-        self._record("sync", "", self.index)
+        number = self._record("sync", "", self.index)
         generation = self.fabric.generation
         if not self._synchronize(patience) or self.fabric.has_died(generation):
             raise self.fabric.give_up("a synchronize", self, patience)
+        self.fabric.flight.over(number, self, "compute", "transfer")
         self.drain()
 
     def _patient(self, deadline: float) -> Patience:
@@ -379,8 +381,8 @@ class Device(Backend):
         if tape is not None:
             tape.add(issue, (record,), operands)
 
-    def _record(self, *what: Any) -> None:
-        """The fields of a ``Record``, in order."""
-        self.fabric.flight.add(what)
+    def _record(self, *what: Any) -> int:
+        """The fields of a ``Record``, in order; its number in the flight record."""
         if self.fabric.recorder.recording:
             self.fabric.recorder.add(Record(*what))
+        return self.fabric.flight.add(what)

@@ -17,7 +17,7 @@ from .captures import Captures
 from .flight import Flight, What, write_flight
 from .journal import Recorder
 from .tape import Tape
-from .watch import Patience, Travel, Watch, WatchedPack
+from .watch import Patience, Travel, Watch, WatchedPack, names_of
 from .watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ class Fabric(Captures):
         except (BackendUnavailableError, CollectiveError) as error:
             return error
         if patience.is_late:
-            self.fail(f"the deadline for {what} passed: {self._oldest(device)}")
+            self.fail(f"the deadline for {what} passed: {self._stuck(device)}")
             while self.reason is None:  # another thread is about to give the first reason
                 time.sleep(1e-3)
         return self._death(self._last_reason)
@@ -302,19 +302,34 @@ class Fabric(Captures):
         self._deaths.clear()
         self.reason = None
 
-    def _oldest(self, device: Device) -> str:
-        waiting = [
+    def _stuck(self, device: Device) -> str:
+        """Who keeps the host waiting for a device, which may only stand behind another."""
+        devices = device.mesh.devices
+        late = self.flight.late(devices)
+        if not late:
+            return f"{device.name} has come to its end meanwhile"
+        have, its = ("has", "its") if len(late) == 1 else ("have", "their")
+        text = f"{names_of(late)} {have} not come to the end of {its} queues"
+        entries = [
             entry
-            for entry in self.flight.entries([device], fresh=False)
-            if entry.device == device.index and not entry.done
+            for entry in self.flight.entries(devices, fresh=False)
+            if not entry.done and entry.kind != "sync"  # which is nothing that a queue does
         ]
-        text = f"{device.name} has not come to the end of its queues"
-        if not waiting:
+        first = next((each for each in entries if devices[each.device] in late), None)
+        number = 0
+        if first is not None:
+            number = first.sequence
+            what = f"{first.kind} {first.name}".rstrip()
+            of = f" of {first.tensors}" if first.tensors else ""
+            on = f" on {devices[first.device].name}" if len(late) > 1 else ""
+            text += f"; the first that is not known to be over is {what}{of}{on}, #{number}"
+            if of:
+                return text
+        later = [each for each in entries if each.tensors and each.sequence > number]
+        if not later:
             return text
-        first = waiting[0]
-        of = f" of {first.tensors}" if first.tensors else ""
-        what = f"{first.kind} {first.name}".rstrip()
-        return f"{text}; the first that is not known to be over is {what}{of}, #{first.sequence}"
+        named = next((each for each in later if devices[each.device] in late), later[0])
+        return f"{text}, before {named.tensors}, #{named.sequence}"
 
     def _write_flight(self, reason: str) -> None:
         entries = self.flight.entries((), fresh=False)

@@ -322,6 +322,9 @@ class SimDevice(Device):
     def _urge(self) -> None:
         self.scheduler.urge()
 
+    def _is_waiting(self, queue: Queue) -> bool:
+        return self.scheduler.is_waiting((self, queue))
+
     def _abandon(self, seconds: float) -> bool:
         self.scheduler.drop()
         return True
