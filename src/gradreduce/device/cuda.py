@@ -31,7 +31,7 @@ from .cuda_gpu import FATAL, Gpu, enable_peer_access, visible_gpus
 from .dtypes import as_dtype
 from .fabric import Fabric
 from .kernel import Kernel, Template
-from .memory import Block, Buffer, Mark, Queue, Row, TrackedBlock
+from .memory import Block, Buffer, Mark, Queue, Row, Stream, TrackedBlock, User
 from .tables import Tables
 from .tape import Issue
 from .watch import Patience
@@ -144,9 +144,11 @@ class CudaDevice(Device):
         block = TrackedBlock(self, array, address, nbytes, owned=False, writable=writable)
         return Buffer(block, 0, array.shape, dtype, array)
 
-    def _release(self, buffer: Buffer, stream: int | None) -> Any:
+    def _release(self, buffer: Buffer, stream: Stream | None) -> Any:
         if stream is not None:
             self._precede(stream)
+            if not isinstance(stream, int):  # whose stream may have ended by the time we ask it
+                buffer.block.is_shown(stream)
         if buffer.array is not None:
             return buffer.array
         memory = cupy.cuda.UnownedMemory(buffer.address, buffer.nbytes, buffer.block, self.physical)
@@ -301,9 +303,10 @@ class CudaDevice(Device):
         held = self.upload(words)
         return held.address, held
 
-    def _mark(self, queue: Queue) -> Any:
+    def _mark(self, queue: User) -> Any:
         with self.gpu:
-            return self._event(self.stream(queue))
+            ours = isinstance(queue, str)
+            return self._event(self.stream(queue) if ours else self._theirs(queue))
 
     def _wait(self, mark: Mark, queue: Queue) -> None:
         with self.gpu:
@@ -375,17 +378,21 @@ class CudaDevice(Device):
         event.record(stream)
         return event
 
-    def _follow(self, stream: int) -> None:
-        theirs = cupy.cuda.ExternalStream(stream, self.physical)
-        with self.gpu:
-            self.stream().wait_event(self._event(theirs))
+    def _theirs(self, stream: Stream) -> Any:
+        known = isinstance(stream, int)
+        return cupy.cuda.ExternalStream(stream, self.physical) if known else stream
 
-    def _precede(self, stream: int | None) -> None:
+    def _follow(self, stream: int) -> None:
+        dead = self._parking.shown_to(stream)
+        with self.gpu:
+            self.stream().wait_event(self._event(self._theirs(stream)))
+        self._parking.passed(dead)
+
+    def _precede(self, stream: Stream | None) -> None:
         ours = self.stream()
         if stream is None:
             if not self._host_waits(self._endless, [ours]):
                 raise self.fabric.give_up("work that the host waits for", self, self._endless)
             return
         with self.gpu:
-            theirs = cupy.cuda.ExternalStream(stream, self.physical)
-            theirs.wait_event(self._event(ours))
+            self._theirs(stream).wait_event(self._event(ours))
