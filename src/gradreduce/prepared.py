@@ -40,8 +40,9 @@ class PreparedStep:
     overwritten. Any thread may call; calls come one after the other.
 
     Arrays of other libraries on GPUs are read behind what their library's current stream holds at
-    the call, and the results are ready for what it is given afterwards. A call with results in
-    host memory, NumPy's or PyTorch's on simulated devices, returns when they are written.
+    the call; what it is given afterwards finds the results ready, and may fill the arrays anew. A
+    call with results in host memory, NumPy's or PyTorch's on simulated devices, returns when they
+    are written.
 
     Attributes:
         results: one ``Mirrored`` for each pair.
@@ -66,9 +67,8 @@ class PreparedStep:
             gather(self._devices[0], self._devices)
             scatter(self._devices[0], self._devices)
         self._tape.close()
-        self._written = spans_of(
-            part for parts in reduced for part in parts if isinstance(part, Buffer)
-        )
+        self._given = [part for parts in reduced for part in parts if isinstance(part, Buffer)]
+        self._written = spans_of(self._given)
         self._read = self._fabric.last_read
         self.results: list[Mirrored] = []
         with OneCall():
@@ -101,7 +101,7 @@ class PreparedStep:
                 self._read = self._fabric.last_read
                 behind_readers(self._written)
             self._play()
-        self._border.leave()  # which may wait: no lock is held by then
+        self._border.leave(self._given)  # which may wait: no lock is held by then
         return self.results
 
     def _play(self) -> None:

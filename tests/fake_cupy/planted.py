@@ -28,11 +28,13 @@ class Planted:
         says: words of the machine's message.
         changes: module or kernel, the text there, what it becomes.
         hangs: whether it shows where a queue is stuck (``hang``), not in random programs.
+        lends: whether it shows where callers overwrite and drop arrays (``lending``).
     """
 
     says: str
     changes: tuple[tuple[str, str, str], ...]
     hangs: bool = False
+    lends: bool = False
 
 
 def _change(where: str, old: str, new: str = "pass") -> tuple[str, str, str]:
@@ -345,6 +347,35 @@ _HANGS = {
 _HANGING = {
     name: Planted(says, (_change(*change),), hangs=True) for name, (says, *change) in _HANGS.items()
 }
+_CALL = "gradreduce.one_call"
+_GPU_DOOR = "gradreduce.interop_gpu"
+_BORDER = "gradreduce.interop_streams"
+_LENDS = {
+    "a call does not hand back what came in": (_CALL, "precede(device, stream)"),
+    "a value made earlier is not handed back": (
+        _GPU_DOOR, "came_in(device, stream)\n            if", "if"
+    ),
+    "an array that comes in is not handed back": (
+        _GPU_DOOR, "came_in(home, stream)\n        stream", "pass\n        stream"
+    ),
+    "a copy elsewhere is no reader": (
+        COLOCATED, "if src.device is not device and (not", "if False and (not"
+    ),
+    "the caller's own code shares the fences of a call": (
+        _CALL, "self._scope.fenced.clear()"
+    ),
+    "a prepared step does not hand back": (
+        _BORDER, "(*takers, *self._lenders)", "takers"
+    ),
+    "a result forgets who was shown it": (_GPU_DOOR, "buffer.block.is_shown(taker)"),
+    "a result does not hold its stream": (
+        _GPU_DOOR, "buffer.block.is_shown(taker)", "buffer.block.is_shown(handle)"
+    ),
+    "a stream is behind all that died before": (
+        PARKING, 'bool(getattr(user, "ptr", user) == stream)', "True"
+    ),
+}  # fmt: skip
+_LENDING = {name: Planted("", (_change(*change),), lends=True) for name, change in _LENDS.items()}
 FAULTS: dict[str, Planted] = {
-    **_FENCES, **_LIVES, **_DEVICES, **_KERNELS, **_NCCL, **_HANGING, **_CAPTURES,
+    **_FENCES, **_LIVES, **_DEVICES, **_KERNELS, **_NCCL, **_HANGING, **_CAPTURES, **_LENDING,
 }  # fmt: skip

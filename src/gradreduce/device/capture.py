@@ -145,6 +145,8 @@ class Capture:
                 done = leader.mark()
                 for other in now:
                     other.wait(done)
+            for device, stream in self._streams:  # whose arrays were read
+                device._precede(stream)
             self._fabric.flight.add(self._flight)
             recorder = self._fabric.recorder
             for record in self._records if recorder.recording else ():
