@@ -74,8 +74,11 @@ CPU_FLOORS = (
     *(
         Floor(f"{way}{kind}, host us for a tensor", TINY, counted(f"numpy, {way}{kind}, us"), "<=",
               most, NOT_YET)
-        for way in (NO_PACKS, ONE_PACK)
-        for kind, most in (("", MOST_PLAIN_US), (PREPARED, MOST_PREPARED_US))
+        for way, kind, most in (  # with num_packs=0 plain calls are shown and promise nothing
+            (ONE_PACK, "", MOST_PLAIN_US),
+            (NO_PACKS, PREPARED, MOST_PREPARED_US),
+            (ONE_PACK, PREPARED, MOST_PREPARED_US),
+        )
     ),
 )  # fmt: skip
 

@@ -113,12 +113,10 @@ def test_means_of_integers_are_floats_in_one_batch_with_floats(mesh, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("op", [SUM, MEAN], ids=str)
 @pytest.mark.parametrize("packing", SETTINGS, ids=str)
-def test_a_mixed_batch_on_random_data_has_the_same_bits_however_packed(
-    mesh, packing, op, algorithm
-):
+def test_a_mixed_batch_on_random_data_has_the_same_bits_however_packed(mesh, packing, algorithm):
     values, arrays = random_batch(mesh)
+    op = (SUM, MEAN)[(SETTINGS.index(packing) + ALGORITHMS.index(algorithm)) % 2]
     ops = gr.AllReduceCrossDeviceOps(algorithm, *packing)
     with unchanged(*(array for replicas in arrays for array in replicas)):
         results = ops.batch_reduce(op, pairs(values))

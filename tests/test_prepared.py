@@ -221,7 +221,7 @@ def test_every_legal_order_has_the_same_bits(algorithm):
     cases = [(placement, peers) for placement in ([0, 0, 1, 1], [0, 1, 1, 2, 0])
              for peers in (True, False)]  # fmt: skip
     expected = [played(None, *case) for case in cases]
-    for seed in range(104):
+    for seed in range(48):
         place = seed % len(cases)
         assert played(seed, *cases[place]) == expected[place], (seed, cases[place])
 

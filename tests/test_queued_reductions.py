@@ -27,7 +27,7 @@ def bits(seed, algorithm, placement, peer_access):
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_every_reduction_has_the_same_bits_in_every_legal_order(algorithm):
     expected = {place: bits(None, algorithm, *case) for place, case in enumerate(CASES)}
-    for seed in range(204):
+    for seed in range(84):
         place = seed % len(CASES)
         assert bits(seed, algorithm, *CASES[place]) == expected[place], (seed, CASES[place])
 

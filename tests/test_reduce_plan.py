@@ -26,7 +26,7 @@ SETTINGS = {
 }  # fmt: skip
 SHAPES = [
     ((3, 2), "float32"), ((0, 4), "float32"), ((), "float16"), ((5,), "int16"),
-    ((200, 100), "float32"), ((7,), "complex64"), ((4,), "float32"), ((3,), "bfloat16"),
+    ((20, 10), "float32"), ((7,), "complex64"), ((4,), "float32"), ((3,), "bfloat16"),
 ]  # fmt: skip
 
 
@@ -54,11 +54,11 @@ def agreed(mesh, ops, op, pairs, **options):
     return plan
 
 
-@pytest.mark.parametrize("op", [SUM, MEAN])
 @pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("place", [owned, None], ids=["pool", "host"])
-def test_the_journal_agrees(numpy_mesh, settings, algorithm, op, place):
+def test_the_journal_agrees(numpy_mesh, settings, algorithm, place):
+    op = MEAN if (place is owned) == (algorithm == "nccl") else SUM  # each with either other
     ops = ops_of(algorithm, numpy_mesh, **settings)
     values = [dense(numpy_mesh, shape, dtype, place) for shape, dtype in SHAPES]
     plan = agreed(numpy_mesh, ops, op, [(value, value) for value in values])
@@ -187,11 +187,10 @@ def test_it_is_printed_for_people():
         text = str(ops.plan(SUM, pairs)).splitlines()
     assert text[0] == ("2 packs on sim [0, 0, 1, 1]: 4 launches, 2 copies, 0 collective ranks, "
                        "1,040 bytes leave a device")  # fmt: skip
-    assert text[1].split() == "0 hierarchical_copy float32 240 bytes of each of 4 replicas: " \
-        "tensors 0-4".split()  # fmt: skip
-    assert (
-        text[2].split() == "1 one device float32 40 bytes of each of 4 replicas: tensors 5".split()
-    )
+    assert text[1].split() == "0 hierarchical_copy float32 240 bytes of each of 4 replicas, " \
+        "packed on 4 devices, read and written by their peers: tensors 0-4".split()  # fmt: skip
+    assert text[2].split() == "1 one device float32 40 bytes of each of 4 replicas, " \
+        "copied to where they are added: tensors 5".split()  # fmt: skip
 
 
 def test_bad_arguments_are_those_of_the_reduction():

@@ -33,8 +33,7 @@ from gradreduce.reduce_arguments import (
     checked_mesh,
     checked_nest,
     checked_requests,
-    keys_of,
-    nested,
+    nests,
     outs_of,
 )
 from gradreduce.reduce_flow import (
@@ -202,14 +201,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         )
         if out is not None:
             return out
-        by_key = dict(zip(keys, [value.values for value in reduced], strict=True))
-        return nested(
-            grads,
-            [
-                nested(entry, [by_key[key][replica] for key in keys_of(entry, replica)])
-                for replica, entry in enumerate(grads)
-            ],
-        )
+        return nests(grads, keys, [value.values for value in reduced])
 
     def plan(
         self,

@@ -319,6 +319,8 @@ def _already_flat(
 
     One that is written has no gaps, unless they are nobody's.
     """
+    if not plan.together:
+        return _alone(tensors[0], owned_only)
     filled = [place for place, tensor in enumerate(tensors) if tensor.size]
     if not filled:
         return tensors[0] if tensors[0].size == plan.layout.size else None
@@ -336,6 +338,13 @@ def _already_flat(
     offset = start - block.address
     size = plan.layout.size
     inside = offset >= 0 and offset + size * itemsize <= block.nbytes
-    if not inside or (plan.together and start % ALIGNMENT):
+    if not inside or start % ALIGNMENT:
         return None
     return Buffer(block, offset, (size,), tensors[filled[0]].dtype)
+
+
+def _alone(tensor: Buffer, owned_only: bool) -> Buffer | None:
+    """What travels alone is a flat buffer itself."""
+    if tensor.size and owned_only and not tensor.block.owned:
+        return None
+    return tensor if len(tensor.shape) == 1 else tensor.parts((0,), ((tensor.size,),))[0]

@@ -25,10 +25,13 @@ __all__ = [
     "devices_of",
     "keys_of",
     "named_mesh",
-    "nested",
+    "nests",
     "outs_of",
     "single_part",
 ]
+
+
+_CONTAINERS = (list, tuple, dict)
 
 
 class Request(NamedTuple):  # a frozen dataclass takes three times as long to make
@@ -291,18 +294,33 @@ def outs_of(out: Any, grads: Sequence[Any], keys: Sequence[Any]) -> list[list[An
     if not isinstance(out, list | tuple) or len(out) != len(grads):
         raise ValueError(f"out must be nested as grads is: one entry for each of {len(grads)}")
     for replica, entry in enumerate(out):
-        if type(entry) is not type(grads[replica]) or set(keys_of(entry, replica, "out")) != set(
-            keys
-        ):
+        found = keys_of(entry, replica, "out")
+        if type(entry) is not type(grads[replica]) or set(found) != set(keys):
             raise ValueError(f"out[{replica}] has other tensors than grads[{replica}]")
     return [[entry[key] for entry in out] for key in keys]
 
 
 def _is_nest(value: Any) -> bool:
     """Whether this is a container of arrays; a list of numbers is an array."""
-    if isinstance(value, dict):
-        return True
-    return isinstance(value, list | tuple) and any(is_array(each) for each in value)
+    if isinstance(value, _CONTAINERS):
+        return isinstance(value, dict) or any(is_array(each) for each in value)
+    return False
+
+
+def nests(like: Sequence[Any], keys: Sequence[Any], values: Sequence[Sequence[Any]]) -> Any:
+    """``values[key][replica]`` nested as ``like[replica][key]``, each in its own order of keys."""
+    if not isinstance(like[0], dict):
+        rows = zip(*values, strict=True) if keys else [()] * len(like)
+        made = [nested(entry, list(row)) for entry, row in zip(like, rows, strict=True)]
+        return nested(like, made)
+    by_key = dict(zip(keys, values, strict=True))
+    return nested(
+        like,
+        [
+            nested(entry, [by_key[key][replica] for key in entry])
+            for replica, entry in enumerate(like)
+        ],
+    )
 
 
 def nested(like: Any, parts: list[Any]) -> Any:
@@ -316,7 +334,7 @@ def nested(like: Any, parts: list[Any]) -> Any:
 
 def keys_of(entry: Any, replica: int, name: str = "grads") -> list[Any]:
     """The keys of a dict, or the places of a list or tuple, each of one array."""
-    if isinstance(entry, list | tuple | dict):
+    if isinstance(entry, _CONTAINERS):
         keys = list(entry) if isinstance(entry, dict) else list(range(len(entry)))
         for key in keys:
             if _is_nest(entry[key]):

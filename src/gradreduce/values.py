@@ -59,6 +59,9 @@ class DistributedValues:
     _kept: dict[Part, Any] | None = None  # the arrays of ``keep_arrays``
     _is_sparse: bool | None = None
     lent: bool = False  # whether any may be a caller's memory
+    _parts: tuple[Part, ...]
+    _devices: tuple[Device, ...]
+    _kind: Kind
 
     def __init__(
         self,
@@ -70,6 +73,9 @@ class DistributedValues:
         values = tuple(values)
         if not values:
             raise ValueError("values is empty; one array for each device is needed")
+        if mesh is not None and devices is None and _lie_there(values, mesh):
+            self._parts, self._devices, self._kind = values, mesh.devices, "buffer"
+            return
         self._devices = _devices(values, mesh, devices)
         if len(values) != len(self._devices):
             raise ValueError(f"{len(values)} values for {len(self._devices)} devices")
@@ -80,7 +86,7 @@ class DistributedValues:
                     parts.append(_placed(value, self._devices[replica]))
                 except (TypeError, ValueError) as error:
                     raise about(f"replica {replica}", error) from None
-        self._parts: tuple[Part, ...] = tuple(parts)
+        self._parts = tuple(parts)
         first = values[0]
         self._kind = first.kind if isinstance(first, IndexedSlices) else kind_of(first)
         self.lent = any([type(each) is not Buffer or each.lender is not None for each in values])
@@ -144,6 +150,8 @@ class DistributedValues:
     @property
     def values(self) -> tuple[Any, ...]:
         """One array for each device, of the caller's kind, on the Buffers' own memory."""
+        if self._kind == "buffer" and not self.is_sparse:
+            return self._parts
         with OneCall():
             return tuple(self._shown(part) for part in self._parts)
 
@@ -194,6 +202,13 @@ class PerReplica(DistributedValues):
 
 class Mirrored(DistributedValues):
     """A value that is the same on every device, such as a gradient after the all-reduce."""
+
+
+def _lie_there(values: tuple[Any, ...], mesh: Mesh) -> bool:
+    """Whether these are Buffers, each on its device: asked first, for there is nothing to do."""
+    if not all([type(value) is Buffer for value in values]):
+        return False
+    return tuple([value.device for value in values]) == mesh.devices
 
 
 def _devices(

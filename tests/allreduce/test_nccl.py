@@ -27,12 +27,12 @@ class Spy(Collective):
         self.groups = []
         self.open = False
 
-    def all_reduce(self, buffers, op="sum", *, queue="compute"):
+    def all_reduce(self, buffers, op="sum", *, sources=None, queue="compute"):
         assert self.open, "a call outside of any group"
         assert op == "sum"
         assert buffers[0].dtype not in GATHERED, "NCCL has no such type"
-        self.groups[-1].append(list(buffers))
-        self.collective.all_reduce(buffers, op, queue=queue)
+        self.groups[-1].append(list(sources or buffers))
+        self.collective.all_reduce(buffers, op, sources=sources, queue=queue)
 
     def broadcast(self, buffers, root, *, queue="compute"):
         raise AssertionError("nccl broadcasts nothing")
@@ -195,8 +195,8 @@ def test_one_physical_device_calls_no_collective(make_jobs, divisor):
     [
         ((0, 1), True, 1, 0),  # the library adds in place
         ((0, 1), True, 2, 2),  # and the division is one more pass
-        ((0, 1), False, 1, 2),  # a copy that the library may overwrite
-        ((0, 1), False, 2, 4),
+        ((0, 1), False, 1, 0),  # read from one memory, written into another
+        ((0, 1), False, 2, 2),
         ((0, 0, 1, 1), True, 1, 4),  # fold, and fan out
         ((0, 0, 1, 1), False, 4, 4),  # the division is in the pass that fans out
         ((0, 0, 1), True, 1, 2),  # device 2 is alone

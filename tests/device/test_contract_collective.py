@@ -51,6 +51,29 @@ def test_all_reduce_makes_every_buffer_the_sum(mesh, dtype, size):
     assert (journal.launches, journal.bytes) == (0, NUM * terms[0].nbytes)
 
 
+def test_all_reduce_reads_its_sources_and_writes_its_buffers(mesh):
+    """One of the sources is its buffer itself: each rank may be in place or not."""
+    terms = terms_of(FLOAT)
+    sources = on_each(mesh, terms)
+    buffers = [sources[0], *(each.device.zeros((SIZE,), FLOAT) for each in sources[1:])]
+    mesh.collective.all_reduce(buffers, sources=sources)
+    wanted = terms[0] + terms[1] + terms[2]
+    assert all(same(buffer.numpy(), wanted) for buffer in buffers)
+    assert all(same(b.numpy(), a) for b, a in zip(sources[1:], terms[1:], strict=True))
+    device = mesh.devices[2]
+    wrong = {
+        "one too few": sources[:2],
+        "order": [sources[0], sources[2], sources[1]],
+        "size": [*sources[:2], device.zeros((SIZE + 1,), FLOAT)],
+        "dtype": [each.device.zeros((SIZE,), "int32") for each in sources],
+    }
+    for given in wrong.values():
+        before = contents([*buffers, *given])
+        with refused(mesh, CollectiveError, "all_reduce"):
+            mesh.collective.all_reduce(buffers, sources=given)
+        assert contents([*buffers, *given]) == before
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_the_simulated_collective_adds_in_mesh_order_and_rounds_once(mesh, dtype):
     terms = terms_of(dtype, make=random_data)

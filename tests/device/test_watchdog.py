@@ -12,6 +12,8 @@ from exact import same
 from stuck import PATIENCE, await_death, clock, stall, watchdogs
 
 from gradreduce.device import due, open_mesh, watch
+from gradreduce.device.sim_queue import Shuffled
+from gradreduce.device.watchdog import _looked_at
 from gradreduce.errors import BackendUnavailableError, CollectiveError
 
 from .contract import BACKENDS, FLOAT, SIZE, data, uploaded
@@ -125,13 +127,57 @@ def test_a_call_that_raises_is_not_watched_any_more(clock):
     with queued() as mesh:
         stall(mesh.devices[1])
         with pytest.raises(KeyError), due("a call", 5, mesh.devices):
+            watched = mesh.fabric.watch
             uploaded(mesh.devices[1], 1)
             raise KeyError
         clock.pass_by(6)
-        with due("another", 50, mesh.devices[:1]):
-            pass
-        mesh.devices[0].synchronize()
+        assert _looked_at(mesh.fabric, [watched]) == []
         assert mesh.fabric.reason is None
+
+
+def test_a_call_of_before_a_reset_is_not_watched_any_more(clock):
+    with queued() as mesh, due("a call", 5, mesh.devices):
+        watched = mesh.fabric.watch
+        mesh.fabric.fail("for a test")
+        mesh.reset(timeout=PATIENCE)
+        clock.pass_by(6)
+        assert _looked_at(mesh.fabric, [watched]) == []
+        assert mesh.fabric.reason is None
+
+
+def test_an_update_that_a_death_cuts_short_loses_no_device():
+    """After a reset its content is undefined anyway; a lost device would stay so."""
+    with queued() as mesh:
+        buffer, other = (uploaded(mesh.devices[0], seed) for seed in (1, 2))
+        with pytest.raises(CollectiveError), mesh.fabric.whole_or_lost(mesh.devices):
+            mesh.devices[0].copy(buffer, other)
+            mesh.fabric.fail("for a test")
+            mesh.devices[0].copy(other, buffer)
+        assert mesh.fabric.lost == {}
+        mesh.reset(timeout=PATIENCE)
+        mesh.synchronize(deadline=PATIENCE)
+
+
+def test_a_wait_for_work_that_is_dropped_does_not_believe_it_done():
+    scheduler = Shuffled(3)
+    scheduler.stall("a")
+    scheduler.submit("a", lambda: None)
+    waits, found = threading.Event(), []
+
+    class Patience:
+        rest = PATIENCE
+
+        @property
+        def is_over(self) -> bool:
+            waits.set()
+            return False
+
+    waiting = threading.Thread(target=lambda: found.append(scheduler.finish("a", Patience())))
+    waiting.start()
+    assert waits.wait(PATIENCE)
+    scheduler.drop()  # which has the lock as soon as the other waits
+    waiting.join(PATIENCE)
+    assert found == [False]
 
 
 def test_a_device_that_cannot_be_looked_at_ends_the_mesh(clock, monkeypatch):

@@ -68,10 +68,10 @@ _FENCES = {
         "unordered", BASE, 'self.wait(self.mark("compute"), queue=queue)'
     ),
     "an array is adopted without its stream": _one(
-        "unordered", CUDA, "self.stream().wait_event(self._event(theirs))"
+        "unordered", CUDA, "self.stream().wait_event(self._event(self._theirs(stream)))"
     ),
     "an array is released without its stream": _one(
-        "unordered", CUDA, "theirs.wait_event(self._event(ours))"
+        "unordered", CUDA, "self._theirs(stream).wait_event(self._event(ours))"
     ),
     "a wait is forgotten": _one("unordered", CUDA, "self.stream(queue).wait_event(mark.event)"),
     "a device table on transfer has no fence": _one(
@@ -97,8 +97,8 @@ _LIVES = {
     "a dead adopted array is not held for compute": _one(
         "unordered",
         PARKING,
-        'users = dead.touched if dead.owned else {*dead.touched, (home, "compute")}',
-        "users = dead.touched",
+        'list(dead.touched) if dead.owned else [*dead.touched, (home, "compute")]',
+        "list(dead.touched)",
     ),
     "an adopted array's death is not seen": _one(
         "unordered", CUDA, "TrackedBlock(self, array,", "Block(self, array,"
@@ -168,8 +168,8 @@ _DEVICES = {
         "wrong device", CUDA, "with self.gpu:\n            if dst", "if True:\n            if dst"
     ),
     "a mark on whatever device is current": _one(
-        "wrong device", CUDA, "with self.gpu:\n            return self._event",
-        "if True:\n            return self._event",
+        "wrong device", CUDA, "with self.gpu:\n            ours = isinstance",
+        "if True:\n            ours = isinstance",
     ),
     "a function of another GPU": _one(
         "wrong device", COMPILE, "key = (kernel, template, ordinal)",
@@ -328,10 +328,10 @@ _HANGS = {
         "unordered", CUDA, "self._staging.append((pinned, event))"
     ),
     "what an abort lets go on is believed": (
-        "was used", BASE, "if host is None or self.fabric.life != life:", "if host is None:"
+        "was used", BASE, "if host is None or self.fabric.has_died(generation):", "if host is None:"
     ),
     "a synchronize believes it too": (
-        "was used", BASE, "if not self._synchronize(patience) or self.fabric.life != life:",
+        "was used", BASE, "if not self._synchronize(patience) or self.fabric.has_died(generation):",
         "if not self._synchronize(patience):",
     ),
     "a dead mesh is used": ("was used", _FABRIC, "raise self._death(self.reason)"),

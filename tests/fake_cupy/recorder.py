@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -137,7 +138,7 @@ def _built(source: str, name: str, flags: tuple[str, ...], behind: tuple[str, ..
     key = hashlib.sha256("\0".join((source, *flags)).encode()).hexdigest()[:24]
     path = compiled._cache_folder() / f"{name}-{key}.so"
     if not path.is_file():
-        made = path.with_suffix(f".{key}.part")
+        made = path.with_suffix(f".{os.getpid()}.part")  # another may build the same
         command = ["g++", *flags, "-x", "c++", "-o", str(made), "-", *behind]
         done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
         if done.returncode:

@@ -12,7 +12,7 @@ last replica of an odd number; here any number works.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from gradreduce import ops
 from gradreduce.device import (
@@ -33,13 +33,12 @@ from .job import Job, Stage, Steps, run_stages
 
 __all__ = ["SLICE_BYTES", "Slice", "hierarchical_copy", "plan_slices", "works_in_place"]
 
-# A pack of at least this is cut into a slice for each physical device, so that every link works;
-# below it, one device for a whole pack saves launches. From the design, to be measured on links.
+# Packs that travel together and are at least this are shared out by bytes, so that every link
+# works; below it, one device for a whole pack saves launches. To be measured on links.
 SLICE_BYTES = 64 * 1024
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """A part of a pack and the replica on whose device it is added.
 
     Attributes:
@@ -58,27 +57,34 @@ class Slice:
 def plan_slices(
     packs: Sequence[tuple[int, int]], mains: Sequence[int], slice_bytes: int = SLICE_BYTES
 ) -> list[Slice]:
-    """Which device adds which part of which pack.
+    """Which device adds which part of which pack, of those that travel together.
+
+    End to end they are cut into one run of equal bytes for each physical device. (Each pack cut
+    for itself would load the links no better, and make as many slices as packs times devices.)
 
     Args:
         packs: ``(elements, bytes of an element)`` of each pack; of the narrower one where inputs
             and outs differ, so that a cut is a vector boundary in both.
         mains: the first replica on each physical device.
-        slice_bytes: a pack of at least this many bytes is cut, at 16-byte boundaries, into one
-            slice for each physical device; smaller ones take turns.
+        slice_bytes: packs of fewer bytes in all are not cut but take turns.
     """
-    slices = []
-    turn = 0
+    total = sum(size * itemsize for size, itemsize in packs)
+    if total < slice_bytes or len(mains) == 1:
+        return [Slice(job, mains[job % len(mains)], 0, size) for job, (size, _) in enumerate(packs)]
+    slices: list[Slice] = []
+    part, before = 0, 0  # the run that is being filled; bytes of the packs before
     for job, (size, itemsize) in enumerate(packs):
-        if size * itemsize < slice_bytes or len(mains) == 1:
-            slices.append(Slice(job, mains[turn % len(mains)], 0, size))
-            turn += 1
-            continue
         unit = max(1, ALIGNMENT // itemsize)
-        units = size // unit
-        cuts = [units * part // len(mains) * unit for part in range(len(mains))] + [size]
-        for part, main in enumerate(mains):
-            slices.append(Slice(job, main, cuts[part], cuts[part + 1]))
+        start = 0
+        while start < size:
+            room = total * (part + 1) // len(mains) - before  # bytes of this pack up to its end
+            stop = size if room >= size * itemsize else room // itemsize // unit * unit
+            if stop > start:
+                slices.append(Slice(job, mains[part], start, stop))
+                start = stop
+            if start < size:
+                part += 1
+        before += size * itemsize
     return slices
 
 
@@ -104,16 +110,14 @@ def hierarchical_copy(
     devices = [buffer.device for buffer in jobs[0].inputs]
     halves = halves_of(len(devices), topology)
     mains = [places[0] for places in by_physical(devices).values()]
-    slices: list[list[Slice]] = [[] for _ in jobs]
-    for part in plan_slices([(job.inputs[0].size, _narrower(job)) for job in jobs], mains):
-        slices[part.job].append(part)
     direct = all(_reaches(devices[main], devices) for main in mains)
 
     def steps_of(places: Sequence[int], queue: Queue) -> Steps:
+        together = [jobs[place] for place in places]
+        packs = [(job.inputs[0].size, _narrower(job)) for job in together]
         work = [
-            (part.main, jobs[place].part(part.start, part.stop))
-            for place in places
-            for part in slices[place]
+            (part.main, together[part.job].part(part.start, part.stop))
+            for part in plan_slices(packs, mains)
         ]
         if direct:
             return _direct(work, devices, halves, queue)

@@ -65,13 +65,15 @@ class _Part:
     """One job on one physical device.
 
     Attributes:
-        folded: the sum of the replicas there, on the device of the first; what the library is
-            given. It may overwrite it, unless it is gathered.
+        folded: the sum of the replicas there, on the device of the first; the library adds those
+            of all physical devices into it.
+        source: what it adds: the lone replica there, or the sum itself.
         gathered: room for what all physical devices have folded, a row for each rank; None where
             the library adds.
     """
 
     folded: Buffer
+    source: Buffer
     gathered: Buffer | None
 
     @property
@@ -170,34 +172,36 @@ def _part(job: Job, places: Sequence[int], num_ranks: int) -> _Part:
     first, out = job.inputs[places[0]], job.outs[places[0]]
     gathers = _is_gathered(first.dtype)
     gathered = first.device.empty((num_ranks, first.size), first.dtype) if gathers else None
-    if gathers and len(places) == 1:
-        return _Part(first, gathered)  # which nobody overwrites
-    if out.dtype == first.dtype:
-        return _Part(out, gathered)
-    return _Part(first.device.empty(first.shape, first.dtype), gathered)
+    alone = len(places) == 1
+    if gathers and alone:
+        return _Part(first, first, gathered)  # which nobody overwrites
+    folded = out if out.dtype == first.dtype else first.device.empty(first.shape, first.dtype)
+    return _Part(folded, first if alone else folded, gathered)
 
 
 def _fold(jobs: Sequence[Job], parts: Sequence[_Part], places: Sequence[int]) -> None:
-    """Adds the replicas on one physical device, where they are several, or copies the one."""
+    """Adds the replicas on one physical device, where they are several."""
+    if len(places) == 1:
+        return
     sharing = [jobs[0].inputs[place].device for place in places]
     leader = sharing[0]
-    outs, inputs = [], []
-    for job, part in zip(jobs, parts, strict=True):
-        if len(places) > 1 or part.folded.address != job.inputs[places[0]].address:
-            outs.append([part.folded])
-            inputs.append([job.inputs[place] for place in places])
     gather(leader, sharing)
-    ops.all_sum(outs, inputs, device=leader)
+    ops.all_sum(
+        [[part.folded] for part in parts],
+        [[job.inputs[place] for place in places] for job in jobs],
+        device=leader,
+    )
 
 
 def _cross(collective: Collective, ranks: Sequence[_Part], queue: Queue) -> None:
     """One job over all physical devices."""
     folded = [part.folded for part in ranks]
+    sources = [part.source for part in ranks]
     gathered = [part.gathered for part in ranks if part.gathered is not None]
     if gathered:
-        collective.all_gather(gathered, folded, queue=queue)
+        collective.all_gather(gathered, sources, queue=queue)
     else:
-        collective.all_reduce(folded, queue=queue)
+        collective.all_reduce(folded, sources=sources, queue=queue)
 
 
 def _finish(finished: Sequence[tuple[Job, tuple[Buffer, ...]]], places: Sequence[int]) -> None:

@@ -176,14 +176,14 @@ class Device(Backend):
             CollectiveError: the deadline passed, or the mesh died meanwhile.
             BackendUnavailableError: the device was lost meanwhile.
         """
-        patience = self._patient(deadline)
+        patience = self._endless if deadline is None else self._patient(deadline)
         self.fabric.check_free(self, "download")
         check_reach(self, buffer)
         self._record("download", "", self.index, -1, buffer.nbytes)
-        life = self.fabric.life
+        generation = self.fabric.generation
         host = self._download(buffer, patience)
         # A collective that is aborted lets its queue go on: what comes behind it is worth nothing.
-        if host is None or self.fabric.life != life:
+        if host is None or self.fabric.has_died(generation):
             raise self.fabric.give_up(f"a download of {buffer}", self, patience)
         return host
 
@@ -323,18 +323,16 @@ class Device(Backend):
             CollectiveError: the deadline passed, or the mesh died meanwhile.
             BackendUnavailableError: the device was lost meanwhile.
         """
-        patience = self._patient(deadline)
+        patience = self._endless if deadline is None else self._patient(deadline)
         self.fabric.check_free(self, "synchronize")
         self._record("sync", "", self.index)
-        life = self.fabric.life
-        if not self._synchronize(patience) or self.fabric.life != life:
+        generation = self.fabric.generation
+        if not self._synchronize(patience) or self.fabric.has_died(generation):
             raise self.fabric.give_up("a synchronize", self, patience)
         self.drain()
 
-    def _patient(self, deadline: float | None) -> Patience:
+    def _patient(self, deadline: float) -> Patience:
         seconds = as_deadline(deadline)
-        if seconds is None:
-            return self._endless
         self.fabric.guard()
         return Patience(self, seconds)
 

@@ -39,9 +39,21 @@ class Collective(ABC):
 
     @abstractmethod
     def all_reduce(
-        self, buffers: Sequence[Buffer], op: str = "sum", *, queue: Queue = "compute"
+        self,
+        buffers: Sequence[Buffer],
+        op: str = "sum",
+        *,
+        sources: Sequence[Buffer] | None = None,
+        queue: Queue = "compute",
     ) -> None:
-        """Every buffer becomes the sum of all, in place.
+        """Every buffer becomes the sum of all sources; in place without any.
+
+        Args:
+            buffers: one on each physical device; overwritten.
+            op: what is done to them.
+            sources: of each buffer one that lies where it does, alike; itself or apart from all
+                buffers. Only read.
+            queue: of each device.
 
         Raises:
             CollectiveError: no buffer, two on one physical device, one that is read-only, or
@@ -93,6 +105,19 @@ class Collective(ABC):
         if not 0 <= root < len(buffers):
             raise CollectiveError(f"broadcast: root={root} is none of {len(buffers)} buffers")
         self._check("broadcast", buffers, [*buffers[:root], *buffers[root + 1 :]])
+
+    def _check_sources(
+        self, name: str, buffers: Sequence[Buffer], sources: Sequence[Buffer] | None
+    ) -> Sequence[Buffer]:
+        """The sources, or the buffers themselves; raises unless they fit."""
+        self._check(name, buffers, buffers)
+        if sources is None:
+            return buffers
+        self._check(name, sources, ())
+        alike = (buffers[0].size, buffers[0].dtype) == (sources[0].size, sources[0].dtype)
+        if not alike or [each.device for each in sources] != [each.device for each in buffers]:
+            raise CollectiveError(f"{name}: {sources} do not lie as {buffers} do")
+        return sources
 
     def _check_gather(self, outputs: Sequence[Buffer], inputs: Sequence[Buffer]) -> None:
         """Raises unless each output lies with its input and has room for all."""

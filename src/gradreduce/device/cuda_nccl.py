@@ -49,7 +49,7 @@ class _Call:
         buffers: whose devices are the ranks, in order; also keeps their memory.
         arguments: of each rank, all but the stream.
         queue: of each rank's device.
-        outputs: what is written, where that is other memory: kept too until the call is sent.
+        outputs: whatever other memory it uses, which is kept too until the call is sent.
     """
 
     name: str
@@ -113,7 +113,12 @@ class NcclCollective(Collective):
         self._open = _Open()
 
     def all_reduce(
-        self, buffers: Sequence[Buffer], op: str = "sum", *, queue: Queue = "compute"
+        self,
+        buffers: Sequence[Buffer],
+        op: str = "sum",
+        *,
+        sources: Sequence[Buffer] | None = None,
+        queue: Queue = "compute",
     ) -> None:
         """See ``Collective.all_reduce``; complex products, maxima and minima there are none.
 
@@ -122,15 +127,19 @@ class NcclCollective(Collective):
         """
         if op not in _OPS:
             raise CollectiveError(f"all_reduce: op={op!r} is not one of {list(_OPS)}")
-        self._check("all_reduce", buffers, buffers)
+        terms = self._check_sources("all_reduce", buffers, sources)
         count, kind = self._typed(buffers[0], op)
         number = getattr(self._nccl, _OPS[op])
         self._add(
             "all_reduce",
             "allReduce",
             buffers,
-            [(buffer.address, buffer.address, count, kind, number) for buffer in buffers],
+            [
+                (term.address, buffer.address, count, kind, number)
+                for term, buffer in zip(terms, buffers, strict=True)
+            ],
             queue,
+            terms,
         )
 
     def broadcast(self, buffers: Sequence[Buffer], root: int, *, queue: Queue = "compute") -> None:

@@ -74,26 +74,32 @@ class _Label(threading.local):
 
 
 class Flight:
-    """The ring of one mesh. Takes no lock: ``deque`` is atomic where it matters."""
+    """The ring of one mesh. Takes no lock: ``deque`` is atomic where it matters.
+
+    Attributes:
+        ring: number, operation and label of each.
+        numbers: of the next one; drawn when it has been given.
+        thread: ``label`` is what the calling thread works for.
+    """
 
     def __init__(self) -> None:
-        self._ring: deque[tuple[int, What, object]] = deque(maxlen=LENGTH)
-        self._numbers = count(1)
+        self.ring: deque[tuple[int, What, object]] = deque(maxlen=LENGTH)
+        self.numbers = count(1)
         self._marks: deque[_Place] = deque(maxlen=_MARKS)
-        self._thread = _Label()
+        self.thread = _Label()
 
     def add(self, what: What) -> None:
         """Keeps an operation that *has been* given: what is marked later comes behind it."""
-        self._ring.append((next(self._numbers), what, self._thread.label))
+        self.ring.append((next(self.numbers), what, self.thread.label))
 
     def labelled(self, label: object) -> object:
         """What this thread gives from now on is for ``label``, whose text says so; the last one."""
-        before, self._thread.label = self._thread.label, label
+        before, self.thread.label = self.thread.label, label
         return before
 
     def marked(self, device: Device, queue: Queue, event: Any) -> None:
         """Keeps a mark that has just been made for whatever reason."""
-        ring = self._ring
+        ring = self.ring
         if ring:
             self._marks.append((ring[-1][0], device, queue, event))
 
@@ -105,7 +111,7 @@ class Flight:
             fresh: mark every queue now and look whether the marks pass at once, for some
                 milliseconds; otherwise only marks that were made anyway are looked at.
         """
-        given = sorted(_copied(self._ring), key=lambda each: each[0])
+        given = sorted(_copied(self.ring), key=lambda each: each[0])
         if fresh and given:
             self._look(devices, given[-1][0])
         reached: dict[tuple[int, str], int] = {}

@@ -215,11 +215,16 @@ class GhostCollective(Collective):
         self._touched = touched
 
     def all_reduce(
-        self, buffers: Sequence[Buffer], op: str = "sum", *, queue: Queue = "compute"
+        self,
+        buffers: Sequence[Buffer],
+        op: str = "sum",
+        *,
+        sources: Sequence[Buffer] | None = None,
+        queue: Queue = "compute",
     ) -> None:
         """See ``Collective.all_reduce``."""
-        self._check("all_reduce", buffers, buffers)
-        self._note("all_reduce", buffers, buffers, queue)
+        terms = self._check_sources("all_reduce", buffers, sources)
+        self._note("all_reduce", terms, buffers, queue)
 
     def broadcast(self, buffers: Sequence[Buffer], root: int, *, queue: Queue = "compute") -> None:
         """See ``Collective.broadcast``."""

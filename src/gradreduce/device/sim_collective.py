@@ -18,24 +18,29 @@ class SimCollective(Collective):
     """Adds in the accumulate type, in mesh order, and rounds once."""
 
     def all_reduce(
-        self, buffers: Sequence[Buffer], op: str = "sum", *, queue: Queue = "compute"
+        self,
+        buffers: Sequence[Buffer],
+        op: str = "sum",
+        *,
+        sources: Sequence[Buffer] | None = None,
+        queue: Queue = "compute",
     ) -> None:
         """See ``Collective.all_reduce``."""
         if op != "sum":
             raise NotImplementedError(f"all_reduce with op={op!r}: only 'sum' so far")
-        self._check("all_reduce", buffers, buffers)
+        terms = [memory_of(each) for each in self._check_sources("all_reduce", buffers, sources)]
         arrays = [memory_of(buffer) for buffer in buffers]
         wide = accumulate_dtype(buffers[0].dtype)
 
         def work() -> None:
-            total = arrays[0].astype(wide)
+            total = terms[0].astype(wide)
             with np.errstate(all="ignore"):
-                for array in arrays[1:]:
-                    total += array
+                for term in terms[1:]:
+                    total += term
                 for array in arrays:
                     array[...] = total
 
-        self._meet("all_reduce", buffers, work, queue)
+        self._meet("all_reduce", buffers, work, queue, sources or ())
 
     def broadcast(self, buffers: Sequence[Buffer], root: int, *, queue: Queue = "compute") -> None:
         """See ``Collective.broadcast``."""

@@ -28,13 +28,16 @@ def _all_sum_twin(
     over = np.asarray(divisor, wide)  # an array of no dimension: a scalar takes twice as long
     largest = max(row[0].size for row in table)
     scratch = np.empty(2 * largest, wide)
+    ready = -1
     for row in table:
         outs, inputs = row[:num_outs], row[num_outs:]
         size = outs[0].size
-        total = outs[0] if _may_hold(outs[0], inputs[min(first, 2) :], wide) else scratch[:size]
+        if size != ready:  # as a rule tiny tensors are alike, and a view takes as long as a sum
+            ready, room, rest = size, scratch[:size], scratch[largest : largest + size]
+        holds = size >= LARGE and _may_hold(outs[0], inputs[min(first, 2) :], wide)
+        total = outs[0] if holds else room
         _left_to_right(total, inputs[:first])
         if split:
-            rest = scratch[largest : largest + size]
             _left_to_right(rest, inputs[split:])
             np.add(total, rest, total)
         if divisor != 1:
@@ -46,9 +49,7 @@ def _all_sum_twin(
 
 def _may_hold(out: np.ndarray, late: Arrays, wide: np.dtype) -> bool:
     """Whether the sum may be made in an out: not if that is a term that is read afterwards."""
-    if out.size < LARGE or out.dtype != wide:
-        return False
-    return not any(np.may_share_memory(out, term) for term in late)
+    return out.dtype == wide and not any(np.may_share_memory(out, term) for term in late)
 
 
 def _left_to_right(total: np.ndarray, terms: Arrays) -> None:
