@@ -44,6 +44,8 @@ _LOOK_SECONDS = 1e-3
 # What queues of dead meshes may use for ever, from their death on: in the middle of a collection of
 # garbage it would be too late. Nothing of it is freed before its queues have come to their end.
 _HELD: dict[int, Any] = {}
+# The streams of each device until its ``__del__``, before which a collection might end them.
+_STREAMS: dict[int, Any] = {}
 
 
 @lru_cache(maxsize=1024)
@@ -80,6 +82,7 @@ class CudaDevice(Device):
                 "transfer": cupy.cuda.Stream(non_blocking=True),
             }
             self._pool = cupy.cuda.MemoryPool()
+        _STREAMS[id(self)] = self._streams
         fabric.on_death.append(self._hold)
         self._geometry = Geometry.of(self.gpu.attributes)
         self._tables = Tables(self._place)
@@ -110,6 +113,7 @@ class CudaDevice(Device):
         """A mesh that nobody closed: what its queues still use must not be given away."""
         if sys.is_finalizing():
             return
+        _kept = _STREAMS.pop(id(self), None)  # until this returns
         with suppress(BackendUnavailableError):  # closed, lost, or from before a fork
             self.fabric.check_open()
             if self.fabric.reason is None and (self._staging or self._parking):
