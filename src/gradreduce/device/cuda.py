@@ -233,12 +233,9 @@ class CudaDevice(Device):
             pinned = cupy.cuda.alloc_pinned_memory(max(1, buffer.nbytes))
             if buffer.nbytes:
                 runtime.memcpyAsync(
-                    pinned.ptr,
-                    buffer.address,
-                    buffer.nbytes,
-                    runtime.memcpyDeviceToHost,
-                    stream.ptr,
-                )
+                    pinned.ptr, buffer.address, buffer.nbytes,
+                    runtime.memcpyDeviceToHost, stream.ptr,
+                )  # fmt: skip
             event = self._event(stream)
         if not patience.until(lambda: self._reached(event)):
             with self._staging_lock:  # which the copy may still write
