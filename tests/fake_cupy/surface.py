@@ -189,6 +189,7 @@ class _BaseStream:
                 machine.fail(f"{queue_of(machine, self)} waits for an event never recorded")
             if event._machine is not machine:
                 machine.fail("an event of a machine that has ended")
+            machine.count("wait")
             machine.wait(queue_of(machine, self), event._call)
 
     def record(self, event=None):

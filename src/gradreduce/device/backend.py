@@ -134,6 +134,32 @@ class Backend(ABC):
     def _wait(self, mark: Mark, queue: Queue) -> None:
         """Queues a wait for another queue's mark."""
 
+    def _trail(self, leader: Device) -> bool:
+        """Whether its compute queue comes behind what the leader's holds, once it is given more.
+
+        Cheaper than to wait at once, which a device that says False must be told.
+        """
+        return False
+
+    def _trails(self, leader: Device) -> bool:
+        """Whether it trails a leader who comes behind all that its compute queue holds."""
+        return False
+
+    @property
+    def _is_led(self) -> bool:
+        """Whether it trails anybody."""
+        return False
+
+    def _catch_up(self) -> None:  # noqa: B027  # who trails nobody has nothing to do
+        """Its compute queue waits now for whom it trails."""
+
+    def _comes_behind(self, device: Device, queue: Queue) -> bool:
+        """Whether what its compute queue is given next comes behind all that queue holds now.
+
+        False also where it is not known.
+        """
+        return False
+
     @abstractmethod
     def _synchronize(self, patience: Patience) -> bool:
         """The host waits for both queues; False if the patience was over first."""

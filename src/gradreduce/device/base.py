@@ -302,17 +302,6 @@ class Device(Backend):
             if tape is not None:
                 tape.waited(self, mark, queue)
 
-    def _trail(self, leader: Device) -> bool:
-        """Whether its compute queue will wait for what the leader's holds, when it is given more.
-
-        Cheaper than ``wait`` at once, which a device that says False must be told.
-        """
-        return False
-
-    def _trails(self, leader: Device) -> bool:
-        """Whether its compute queue was given nothing since ``_trail(leader)``."""
-        return False
-
     def synchronize(self, *, deadline: float | None = None) -> None:
         """The host waits until both queues are empty.
 

@@ -6,10 +6,14 @@ before, so that its queue comes behind theirs, and ``scatter`` after, so that th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
-from .base import Device
 from .memory import Buffer, Queue
+
+if TYPE_CHECKING:
+    from .base import Device
 
 __all__ = ["bring", "by_physical", "copy_over", "fetch", "gather", "gather_all", "scatter"]
 
@@ -32,20 +36,50 @@ def gather(leader: Device, others: Iterable[Device], queue: Queue = "compute") -
 
 def gather_all(leaders: Iterable[Device], others: Iterable[Device], queue: Queue) -> None:
     """As ``gather`` for several leaders, with one mark of each of the others for all of them."""
-    leaders = list(dict.fromkeys(leaders))
-    for other in dict.fromkeys(others):
-        behind = [each for each in leaders if each is not other or queue != "compute"]
+    _fenced(_gather, dict.fromkeys(leaders), dict.fromkeys(others), queue)
+
+
+def scatter(leader: Device, others: Iterable[Device], queue: Queue = "compute") -> None:
+    """What the others launch from now on comes behind what the leader's queue holds so far."""
+    _fenced(_scatter, (leader,), dict.fromkeys(others), queue)
+
+
+def _fenced(
+    fence: Callable[[Sequence[Device], Sequence[Device], Queue], None],
+    leaders: Iterable[Device],
+    others: Iterable[Device],
+    queue: Queue,
+) -> None:
+    """Fences; on a tape it is kept whole, because each time something else may be left out."""
+    again = partial(fence, tuple(leaders), tuple(others), queue)
+    fabric = again.args[0][0].fabric if again.args[0] else None
+    if fabric is None or fabric.tape is None:
+        again()
+        return
+    tape = fabric.tape
+    with fabric.taped(None):
+        again()
+    tape.add(again, (), ())
+
+
+def _gather(leaders: Sequence[Device], others: Sequence[Device], queue: Queue) -> None:
+    for other in others:
+        if queue == "compute":
+            behind = [each for each in leaders if each is not other and not other._trails(each)]
+        else:
+            behind = list(leaders)
         if behind:
             mark = other.mark()
             for leader in behind:
                 leader.wait(mark, queue=queue)
 
 
-def scatter(leader: Device, others: Iterable[Device], queue: Queue = "compute") -> None:
-    """What the others launch from now on comes behind what the leader's queue holds so far."""
-    waiting = [
-        other for other in dict.fromkeys(others) if other is not leader or queue != "compute"
-    ]
+def _scatter(leaders: Sequence[Device], others: Sequence[Device], queue: Queue) -> None:
+    (leader,) = leaders
+    if queue == "compute":
+        waiting = [each for each in others if each is not leader and not each._trail(leader)]
+    else:
+        waiting = list(others)
     if waiting:
         mark = leader.mark(queue)
         for other in waiting:

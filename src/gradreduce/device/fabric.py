@@ -72,6 +72,7 @@ class Fabric(Captures):
         flight_path: where it is written when the mesh dies; empty: nowhere.
         launch_lock: held around each collective group and each multi-device plan, so that every
             device sees those of all threads in one order.
+        order_lock: held for a moment while a queue is told whom to come behind.
         lost: physical devices that are of no more use, and why.
         last_read: another object after each copy that a writer must wait for.
         reason: why the mesh is dead; None while it is not.
@@ -95,6 +96,7 @@ class Fabric(Captures):
         self.library_error: Callable[[], str | None] = lambda: None
         self.library_ended: Callable[[float], bool] = lambda seconds: True
         self.launch_lock = threading.RLock()
+        self.order_lock = threading.RLock()
         self.lost: dict[int, str] = {}
         self.last_read = object()
         self.reason: str | None = None
@@ -192,6 +194,20 @@ class Fabric(Captures):
                 for device in found:
                     self.lose(device.physical, f"a call failed half way: {error!r}")
                 error.add_note(f"This came half way through: {names} cannot be used any more.")
+            raise
+
+    @contextmanager
+    def halves_told(self, note: str) -> Iterator[None]:
+        """For work that writes a caller's memory: an error that comes half way through says so.
+
+        Half way is after this thread's first launch or copy inside.
+        """
+        before = self._issued.count
+        try:
+            yield
+        except BaseException as error:
+            if self._issued.count != before:
+                error.add_note(note)
             raise
 
     def watched_pack(self, travel: Travel, devices: Iterable[Device] = ()) -> WatchedPack:

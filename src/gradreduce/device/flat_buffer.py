@@ -44,8 +44,10 @@ class Door(Protocol):
 class FlatBuffer:
     """The same tensors on every device of a mesh, end to end in one memory each.
 
-    Made by ``mesh.flat_buffer``. Gradients that lie in it are not packed again by an all-reduce,
-    and other GPUs may read them where they are: as ``views``, or as ``arrays`` of any library,
+    Made by ``mesh.flat_buffer``. Gradients that lie in it are not packed again by an all-reduce of
+    all of them, or of a run of them in this order (with others of the same dtype between or beside
+    them the batch needs another layout, and is packed), and other GPUs may read them where they
+    are: as ``views``, or as ``arrays`` of any library,
     which are known by their memory when they come back, however they were viewed since. An array
     lives as long as anything that shares its memory; the flat buffer object need not be kept.
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Parking"]
 
+# Blocks whose size nobody asks for again must not pile up.
+MAX_LED = 32
 _Shown = tuple[Dead, list[tuple["Device", User]]]
 
 
@@ -29,11 +31,25 @@ class Parking:
     def __init__(self) -> None:
         self.dead: deque[Dead] = deque()
         self._parked: deque[tuple[Dead, list[Any]]] = deque()
+        self._led: deque[Dead] = deque()
         self._kept: list[Dead] = []
 
     def __bool__(self) -> bool:
         """Whether anything waits."""
-        return bool(self.dead or self._parked)
+        return bool(self.dead or self._parked or self._led)
+
+    def take(self, nbytes: int) -> Dead | None:
+        """A dead block of this size whose users its home queue trails, for its next owner.
+
+        The pool could not have it: its order is that of the home queue, which knows nothing yet.
+        """
+        with suppress(IndexError):
+            for _ in range(len(self._led)):
+                dead = self._led.popleft()
+                if dead.nbytes == nbytes:
+                    return dead
+                self._led.append(dead)
+        return None
 
     def drain(self, home: Device) -> None:
         """Gives back to the pool of ``home`` what nobody uses any more.
@@ -42,17 +58,13 @@ class Parking:
         is now: only then may the compute queue, in whose order the pool hands memory out, write it.
         So does what a caller's stream was shown, whose own order nobody else knows.
         """
-        used = []
         with suppress(IndexError):  # another thread was faster
+            if len(self._led) > MAX_LED:
+                home._catch_up()
+            for _ in range(len(self._led)):
+                self._settle(self._led.popleft(), home)
             while self.dead:
-                dead = self.dead.popleft()
-                if dead.owned and not dead.touched:  # only its home queue knew it
-                    home._recycle(dead.raw, dead.nbytes)
-                else:
-                    used.append(dead)
-        if used:
-            self._park(used, home)
-        with suppress(IndexError):
+                self._settle(self.dead.popleft(), home)
             for _ in range(len(self._parked)):
                 dead, marks = self._parked.popleft()
                 if all(home._passed(mark) for mark in marks):
@@ -81,23 +93,29 @@ class Parking:
         for dead, users in shown:
             dead.touched.difference_update(users)
 
-    def _park(self, used: list[Dead], home: Device) -> None:
-        """One mark of each queue serves all that died before it."""
-        marks: dict[tuple[Device, User], Any] = {}
-        while used:
-            dead = used[-1]
-            users = list(dead.touched) if dead.owned else [*dead.touched, (home, "compute")]
-            try:
-                alive = not any(device.physical in home.fabric.lost for device, _ in users)
-                missing = [user for user in users if alive and user not in marks]
-                marks.update((user, user[0]._mark(user[1])) for user in missing)
-            except Exception:  # such as of a stream that its owner has destroyed
-                alive = False
-            if alive:
-                self._parked.append((dead, [marks[user] for user in users]))
+    def _settle(self, dead: Dead, home: Device) -> None:
+        # Only its home queue knew it, or that comes behind all who did.
+        users = list(dead.touched)
+        ours = dead.owned and all(isinstance(queue, str) for _, queue in users)
+        if ours and all(home._comes_behind(*user) for user in users):
+            if users and home._is_led:
+                self._led.append(dead)
             else:
-                self._kept.append(dead)  # nobody ever says that it is done
-            used.pop()
+                home._recycle(dead.raw, dead.nbytes)
+        else:
+            self._park(dead, users if dead.owned else [*users, (home, "compute")], home)
+
+    def _park(self, dead: Dead, users: list[tuple[Device, User]], home: Device) -> None:
+        alive = not any(device.physical in home.fabric.lost for device, _ in users)
+        marks = []
+        try:
+            marks = [device._mark(queue) for device, queue in users if alive]
+        except Exception:  # such as of a stream that its owner has destroyed
+            alive = False
+        if alive:
+            self._parked.append((dead, marks))
+        else:
+            self._kept.append(dead)  # nobody ever says that it is done
 
 
 def _is(user: User, stream: int) -> bool:
