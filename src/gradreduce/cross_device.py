@@ -154,6 +154,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         """In which real floats travel; None: each in its own."""
         return self.settings.wire_dtype
 
+    @OneCall()
     def all_reduce(
         self,
         grads: Sequence[Any],
@@ -193,12 +194,11 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         keys = checked_nest(grads, mesh)
         check_devices(self.settings, mesh.devices)
         values = []
-        with OneCall():
-            for place, key in enumerate(keys):
-                try:
-                    values.append(PerReplica([entry[key] for entry in grads], mesh))
-                except (TypeError, ValueError) as error:
-                    raise about(f"value {place}", error) from None
+        for place, key in enumerate(keys):
+            try:
+                values.append(PerReplica([entry[key] for entry in grads], mesh))
+            except (TypeError, ValueError) as error:
+                raise about(f"value {place}", error) from None
         pairs = [(value, value) for value in values]
         outs = None if out is None else outs_of(out, grads, keys)
         reduced = self.batch_reduce(
@@ -206,8 +206,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         )
         if out is not None:
             return out
-        with OneCall():
-            return nests(grads, keys, [value.values for value in reduced])
+        return nests(grads, keys, [value.values for value in reduced])
 
     def plan(
         self,
@@ -233,6 +232,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         requests = self._plannable(reduce_op, value_destination_pairs)
         return plan_of(self.settings, reduce_op, requests, coalesce=coalesce)
 
+    @OneCall()
     def explain(
         self,
         reduce_op: ReduceOp,
@@ -268,6 +268,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 check_devices(self.settings, request.devices)
         return requests
 
+    @OneCall()
     def prepare(
         self,
         reduce_op: ReduceOp,
@@ -312,6 +313,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         reduce = partial(self.reduce_batch, reduce_op, requests, coalesce=False)
         return _Steady(requests, kinds, reduce, outs)
 
+    @OneCall()
     def capture(
         self,
         reduce_op: ReduceOp,

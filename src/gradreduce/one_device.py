@@ -11,7 +11,16 @@ from typing import Any
 
 from gradreduce import ops
 from gradreduce.aggregate_sparse import joined, with_dense
-from gradreduce.device import Buffer, Device, bring, by_physical, gather, mean_dtype, scatter
+from gradreduce.device import (
+    Buffer,
+    Device,
+    by_physical,
+    copy_over,
+    fetch,
+    gather,
+    mean_dtype,
+    scatter,
+)
 from gradreduce.indexed_slices import IndexedSlices, coalesced
 from gradreduce.interop import Kind, from_buffer, kind_of, to_buffer
 from gradreduce.ops import plan_segments
@@ -52,7 +61,7 @@ def added_on(
     if len(sparse) == len(parts):
         rows = _rows_on(device, sparse, 1 if counts else divisor, coalesce=coalesce)
         return _quotient_of_rows(rows, divisor) if counts else rows
-    buffers = [bring(device, buffer) for buffer in with_dense(parts)]
+    buffers = [fetch(device, buffer) for buffer in with_dense(parts)]
     if accumulate is not None:
         buffers = [_accumulated(device, buffers, accumulate, kind)]
     total = device.empty(buffers[0].shape, buffers[0].dtype)
@@ -108,7 +117,7 @@ def _copies(source: Buffer, devices: Sequence[Device], *, keep: bool) -> tuple[B
         near = source
         if rest and physical != source.device.physical:
             near = rest.pop(0)
-            near.device.copy(near, source)
+            copy_over(near.device, near, source)
         if rest:
             _write(rest, [near], 1, near.device)
     return tuple(outs)
@@ -155,4 +164,4 @@ def _accumulated(
             f"accumulation_fn made {total.dtype}{list(total.shape)} of "
             f"{like.dtype}{list(like.shape)}"
         )
-    return bring(device, total)
+    return fetch(device, total)

@@ -15,7 +15,7 @@ from .memory import Buffer, Mark, Queue
 if TYPE_CHECKING:
     from .base import Device
 
-__all__ = ["bring", "by_physical", "gather", "gather_all", "scatter"]
+__all__ = ["bring", "by_physical", "copy_over", "fetch", "gather", "gather_all", "scatter"]
 
 
 def by_physical(devices: Sequence[Device]) -> dict[int, tuple[int, ...]]:
@@ -92,3 +92,23 @@ def bring(device: Device, buffer: Buffer, queue: Queue = "compute") -> Buffer:
     copied = device.empty(buffer.shape, buffer.dtype)
     device.copy(copied, buffer, queue=queue)
     return copied
+
+
+def fetch(device: Device, buffer: Buffer) -> Buffer:
+    """As ``bring``, by ``copy_over``."""
+    if buffer.device.physical == device.physical:
+        return buffer
+    copied = device.empty(buffer.shape, buffer.dtype)
+    copy_over(device, copied, buffer)
+    return copied
+
+
+def copy_over(device: Device, dst: Buffer, src: Buffer) -> None:
+    """``device`` copies, and the source's own device comes behind it if a caller may write that.
+
+    Then a fence of that device alone tells the caller's stream that its memory was read. In an
+    all-reduce every device comes behind all that read its memory as it is.
+    """
+    device.copy(dst, src)
+    if src.device is not device and (not src.block.owned or src.block.gaps is not None):
+        src.device.wait(device.mark())
