@@ -65,9 +65,9 @@ def test_every_dtype_and_shape(call, dtype):
             check(call, [np.asarray(random_data(shape, dtype, seed=k)) for k in range(num_terms)])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_thousand_inputs(call, dtype):
-    check(call, list(finite_data((1000, 5), dtype)))
+def test_a_thousand_inputs(call):
+    for dtype in ("bfloat16", "float32", "complex128", "int8"):
+        check(call, list(finite_data((1000, 5), dtype)))
 
 
 def test_every_number_of_inputs(call):

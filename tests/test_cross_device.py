@@ -286,8 +286,9 @@ def test_batches_of_odd_sizes(numpy_mesh, packing, algorithm):
             )
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("packing", [(3,), (0, 12, 10)], ids=str)
+@pytest.mark.parametrize(
+    ("packing", "algorithm"), [((3,), "nccl"), ((0, 12, 10), "hierarchical_copy")], ids=str
+)
 def test_three_hundred_tensors(mesh, packing, algorithm):
     ends = np.cumsum([place % 5 for place in range(300)])
     blocks = [random_data((int(ends[-1]),), "float32", seed=r) for r in range(len(mesh))]
@@ -318,7 +319,7 @@ def test_a_steady_state_grows_no_pool(numpy_mesh, num_packs, algorithm):
     ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs)
     values, _ = random_batch(numpy_mesh, [((40, 500), "float32"), *BATCH])
     kept = None
-    for turn in range(53):
+    for turn in range(23):
         if turn == 3:
             grown = num_grown(numpy_mesh)
         kept = ops.batch_reduce(MEAN, pairs(values))  # the last results live through the next call

@@ -222,6 +222,9 @@ def test_takes_that_wait_are_cancelled_and_accumulators_are_empty_after_a_reset(
     for thread, outcomes in takers:
         thread.join(PATIENCE)
         assert isinstance(outcomes[0], CancelledError)
+        words = "TakeGrad operation was cancelled: the mesh is dead: the deadline of 5 s for batch"
+        assert str(outcomes[0]).startswith(words)
+        assert "sim:2 has not joined packs 1 to 2 of 2" in str(outcomes[0])
     for call in (lambda: first.take_grad(1), lambda: first.apply_grad(ones, 7)):
         with pytest.raises(CollectiveError, match=REFUSED):
             call()
@@ -268,6 +271,34 @@ def test_a_host_wait_ends_when_its_own_deadline_passes(mesh, wait):
         wait(mesh, buffer, 0.01)
     mesh.reset(timeout=PATIENCE)
     wait(mesh, buffer, PATIENCE)
+
+
+@pytest.mark.parametrize("how", ["reduce", "prepare"])
+@pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
+def test_a_host_wait_blames_the_device_that_others_wait_for(algorithm, how):
+    """The host waits for device 0, that for device 3, and device 3 is stuck."""
+    for seed in (0, 1):
+        with opened([0, 1, 2, 3], seed=seed) as mesh:
+            ops = gr.AllReduceCrossDeviceOps(algorithm, 2, mesh=mesh)
+            value = gr.PerReplica([row[1] for row in gradients(mesh)], mesh)
+            step = ops.prepare(gr.ReduceOp.SUM, [(value, value)])
+            mesh.synchronize()
+            stall(mesh.devices[3])
+            results = step() if how == "prepare" else [ops.reduce(gr.ReduceOp.SUM, value, value)]
+            waits = (mesh.synchronize, results[0].buffers[0].numpy)
+            words = r"passed: sim:3 has not come to the end of its queues.* packs 1 to 2 of 2 "
+            with pytest.raises(CollectiveError, match=words + r"\(tensor 0\), #\d+;"):
+                waits[seed](deadline=0.01)
+
+
+def test_all_that_may_be_stuck_are_blamed(mesh):
+    for device in mesh.devices[1:3]:
+        device.zeros((4,), "float32")
+        stall(device)
+        device.zeros((4,), "float32")
+    words = "sim:1, sim:2 have not come to the end of their queues; the first .* fill on sim:1, #1"
+    with pytest.raises(CollectiveError, match=words):
+        mesh.synchronize(deadline=0.01)
 
 
 def test_a_wait_without_a_deadline_ends_with_the_mesh(mesh, clock):

@@ -10,8 +10,8 @@ from meshes import MeshCase, adopted, hierarchical_sum, launches_of, owned, per_
 
 import gradreduce as gr
 from gradreduce import reduce_flow
-from gradreduce.device import Buffer
-from gradreduce.errors import DeviceMismatchError
+from gradreduce.device import Buffer, Device
+from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 SHAPES = [(33, 5), (3,), (), (0, 2), (40,)]
@@ -265,3 +265,72 @@ def test_one_launch_more_takes_what_peers_cannot_write():
             ops.all_reduce(rows, SUM, out=rows)
         assert len(launches_of(journal, "pack")) == 4
         assert len(launches_of(journal, "all_sum")) == 1
+
+
+@pytest.mark.parametrize("how", ["strided", "deferred"])
+def test_a_value_that_holds_copies_is_no_out(how):
+    """What is written into a copy nobody sees."""
+    seed = 1 if how == "deferred" else None
+    with gr.open_mesh([0, 1], backend="sim", schedule_seed=seed) as opened:
+        arrays = [np.ones((4, 4), np.float32)[:, :: 2 if how == "strided" else 1] for _ in "ab"]
+        value = gr.PerReplica(arrays, opened)
+        ops = gr.HierarchicalCopyAllReduce(mesh=opened)
+        with opened.journal() as journal, pytest.raises(ValueError, match=r"out 0: .*copied"):
+            ops.reduce(SUM, value, value, out=value)
+        assert not journal.launches
+        assert all((array == 1).all() for array in arrays)
+        assert ops.reduce(SUM, value, value, out=ops.reduce(SUM, value, value)).kind == "native"
+
+
+def test_outs_that_overlap_are_refused_where_work_is_deferred_too():
+    with gr.open_mesh([0, 1], backend="sim", schedule_seed=1) as opened:
+        value = per_replica(opened, lambda _: np.ones(4, np.float32))
+        row = [np.zeros(4, np.float32) for _ in "ab"]
+        ops = gr.HierarchicalCopyAllReduce(mesh=opened)
+        with pytest.raises(ValueError, match="out 0 and out 1 overlap"):
+            ops.batch_reduce(SUM, [(value, value)] * 2, out=[row, row])
+
+
+def test_an_error_in_the_middle_says_that_out_is_half_written(monkeypatch):
+    with MeshCase((0, 1)).open() as opened:
+        floats = per_replica(opened, lambda _: np.ones(8, np.float32))
+        ints = per_replica(opened, lambda _: np.ones(8, np.int32))
+        outs = [[np.zeros(8, np.float32) for _ in opened], [np.zeros(8) for _ in opened]]
+        ops = gr.HierarchicalCopyAllReduce(mesh=opened)
+        pairs = [(floats, floats), (ints, ints)]
+
+        def fails(*_arguments):
+            raise MemoryError("no more")
+
+        monkeypatch.setattr(reduce_flow, "quotients", fails)
+        with pytest.raises(MemoryError) as caught:
+            ops.batch_reduce(MEAN, pairs, out=outs)
+        assert caught.value.__notes__ == [
+            "This came half way through: what `out` names may hold a part of the results."
+        ]
+        monkeypatch.undo()
+        monkeypatch.setattr(reduce_flow, "lay_out", fails)
+        with opened.journal() as journal, pytest.raises(MemoryError) as caught:
+            ops.batch_reduce(MEAN, pairs, out=outs)
+        assert not journal.launches
+        assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.parametrize("launched", ["divide", "pack", "all_sum"])
+def test_what_does_not_compile_fails_before_anything_is_written(launched, monkeypatch):
+    with MeshCase((0, 1)).open() as opened:
+        ops = gr.HierarchicalCopyAllReduce(mesh=opened)
+        floats = per_replica(opened, lambda _: np.ones(8, np.float64))
+        ints = per_replica(opened, lambda _: np.ones(8, np.int8))
+        outs = [[np.zeros(8) for _ in opened], [np.zeros(8, np.float32) for _ in opened]]
+        prepare = Device.prepare
+
+        def fails(device, kernel, template):
+            if kernel.name == launched:
+                raise BackendUnavailableError("no compiler")
+            prepare(device, kernel, template)
+
+        monkeypatch.setattr(Device, "prepare", fails)
+        with opened.journal() as journal, pytest.raises(BackendUnavailableError):
+            ops.batch_reduce(MEAN, [(floats, floats), (ints, ints)], out=outs)
+        assert not journal.records

@@ -287,3 +287,20 @@ def test_dtypes_of_the_results_are_those_of_the_plain_call():
         value = dense(mesh, (4,), "int16", 1)
         step = gr.NcclAllReduce().prepare(MEAN, [(value, value)])
         assert step()[0].buffers[0].dtype == as_dtype("float32")
+
+
+def test_a_play_that_fails_leaves_no_label_behind(monkeypatch):
+    """What comes after it is not for its pack: the flight record would say so."""
+    with gr.open_mesh([0, 1], backend="sim") as mesh:
+        value = gr.PerReplica([device.zeros((4,), "float32") for device in mesh])
+        step = gr.HierarchicalCopyAllReduce(mesh=mesh).prepare(gr.ReduceOp.SUM, [(value, value)])
+
+        def fails(*_arguments):
+            raise MemoryError("no more")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(mesh.devices[0].scheduler), "submit", fails)
+            with pytest.raises(MemoryError):
+                step()
+        mesh.devices[0].upload(np.zeros(4, np.float32))
+        assert mesh.flight_record()[-1].tensors == ""

@@ -28,8 +28,8 @@ SIGNATURES = {
     "aggregate": "(terms, method=<AggregationMethod.ADD_N: 0>, *, as_kind=None)",
     "AllReduceCrossDeviceOps": "(all_reduce_alg='nccl', num_packs=1, agg_small_grads_max_bytes=0, "
     "agg_small_grads_max_group=10, *, mesh=None, topology=None, wire_dtype=None)",
-    "NcclAllReduce": "(num_packs=1, *, mesh=None)",
-    "HierarchicalCopyAllReduce": "(num_packs=1, *, mesh=None, topology=None)",
+    "NcclAllReduce": "(num_packs=1, *, mesh=None, wire_dtype=None)",
+    "HierarchicalCopyAllReduce": "(num_packs=1, *, mesh=None, topology=None, wire_dtype=None)",
     "all_reduce": "(grads, op=<ReduceOp.MEAN: 'MEAN'>, *, mesh=None, coalesce=False, as_kind=None, "
     "out=None, deadline=None)",
     "CrossDeviceOps.reduce": "(self, reduce_op, per_replica_value, destinations, *, "

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 from gradreduce import ops
-from gradreduce.device import Buffer, Device, gather, reaches, scatter
+from gradreduce.device import Buffer, Device, copy_over, gather, reaches, scatter
 from gradreduce.indexed_slices import IndexedSlices, check_indices, densified
 from gradreduce.interop import Kind, OneCall, kind_of
 
@@ -74,7 +74,7 @@ def concatenated(terms: Sequence[IndexedSlices], kind: Kind) -> IndexedSlices:
     """
     with OneCall():
         placed = [term.placed() for term in terms]
-    return joined(placed, placed[0].values.device).shown(kind)
+        return joined(placed, placed[0].values.device).shown(kind)
 
 
 def joined(placed: Sequence[IndexedSlices], home: Device) -> IndexedSlices:
@@ -112,5 +112,5 @@ def _joined(parts: Sequence[Buffer], home: Device) -> Buffer:
     ops.pack([view for view, _ in near], [part for _, part in near], device=home)
     scatter(home, others)
     for view, part in far:
-        home.copy(view, part)
+        copy_over(home, view, part)
     return whole

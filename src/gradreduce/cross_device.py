@@ -5,10 +5,10 @@ Source: tf.contrib.distribute.AllReduceCrossDeviceOps (all_reduce_cross_device_o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradreduce.allreduce import ALGORITHMS, Halves, as_topology
 from gradreduce.cross_device_ops import CrossDeviceOps, result_kinds
@@ -25,7 +25,8 @@ from gradreduce.device import (
 )
 from gradreduce.errors import CollectiveError, about
 from gradreduce.explain import Explanation, explanation_of
-from gradreduce.interop import OneCall
+from gradreduce.interop import Kind, OneCall
+from gradreduce.interop_out import Out
 from gradreduce.prepared import CapturedStep, PreparedStep, check_preparable
 from gradreduce.reduce_arguments import (
     Request,
@@ -43,6 +44,7 @@ from gradreduce.reduce_flow import (
     reduce_buffers,
     reduce_requests,
 )
+from gradreduce.reduce_outs import with_outs
 from gradreduce.reduce_plan import ReducePlan, plan_of, rehearsal_of
 from gradreduce.values import Part, PerReplica, ReduceOp
 
@@ -57,7 +59,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             every placement of the same number of replicas; NCCL promises no order of additions,
             and is needed on two physical GPUs or more.
         num_packs: if not 0, all tensors of a dtype lie end to end in one flat buffer that is
-            reduced in this many packs.
+            reduced in this many packs. Between GPUs one pack of 8 MiB or more (smaller ones share)
+            is gathered while the one before it travels.
         agg_small_grads_max_bytes: if this and the next are above 0 and ``num_packs`` is 0, tensors
             of at most this many bytes are reduced in groups.
         agg_small_grads_max_group: how many tensors a group has at most.
@@ -79,11 +82,13 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     bfloat16, 2**-24 for float32) and e half its smallest positive number (2**-25 for float16, below
     float32's own for the others), a result of hierarchical_copy differs from the exact one by at
     most ``(2.01 * u + n * 2**-23) * sum(|t|) + (n + 1) * e``, divided by n for MEAN where the wire
-    is float32, and by the rounding to its own dtype where that is narrower than the wire. NCCL
-    rounds up to n - 1 more sums: ``(n + 1) * u`` in the place of ``2.01 * u``. A cast of float64
-    to a half goes by way of float32. The bits are the same on every placement, as without. What is
-    added on one device (other destinations, IndexedSlices), integers and complex numbers travel as
-    they are.
+    is float32, and by the rounding to its own dtype where that does not hold every value of the
+    wire. (GPUs flush what is subnormal in float32 to zero: e is 2**-127 there for the others.) A
+    sum beyond what the wire or the dtype holds becomes infinite. NCCL rounds up to n - 1 more sums:
+    ``(n + 1) * u`` in the place of ``2.01 * u``. A cast of float64 to a half goes by way of
+    float32. The bits are the same on every placement, as without; where GPUs are no peers, sums of
+    half of the replicas cross in float32. What is added on one device (other destinations,
+    IndexedSlices), integers and complex numbers travel as they are.
 
     Raises:
         ValueError: an unknown algorithm, a number that is negative or no integer, a ``mesh`` that
@@ -149,6 +154,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         """In which real floats travel; None: each in its own."""
         return self.settings.wire_dtype
 
+    @OneCall()
     def all_reduce(
         self,
         grads: Sequence[Any],
@@ -188,12 +194,11 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         keys = checked_nest(grads, mesh)
         check_devices(self.settings, mesh.devices)
         values = []
-        with OneCall():
-            for place, key in enumerate(keys):
-                try:
-                    values.append(PerReplica([entry[key] for entry in grads], mesh))
-                except (TypeError, ValueError) as error:
-                    raise about(f"value {place}", error) from None
+        for place, key in enumerate(keys):
+            try:
+                values.append(PerReplica([entry[key] for entry in grads], mesh))
+            except (TypeError, ValueError) as error:
+                raise about(f"value {place}", error) from None
         pairs = [(value, value) for value in values]
         outs = None if out is None else outs_of(out, grads, keys)
         reduced = self.batch_reduce(
@@ -201,8 +206,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         )
         if out is not None:
             return out
-        with OneCall():
-            return nests(grads, keys, [value.values for value in reduced])
+        return nests(grads, keys, [value.values for value in reduced])
 
     def plan(
         self,
@@ -228,6 +232,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         requests = self._plannable(reduce_op, value_destination_pairs)
         return plan_of(self.settings, reduce_op, requests, coalesce=coalesce)
 
+    @OneCall()
     def explain(
         self,
         reduce_op: ReduceOp,
@@ -263,12 +268,14 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 check_devices(self.settings, request.devices)
         return requests
 
+    @OneCall()
     def prepare(
         self,
         reduce_op: ReduceOp,
         value_destination_pairs: Sequence[tuple[Any, Any]],
         *,
         as_kind: str | None = None,
+        out: Sequence[Any] | None = None,
     ) -> PreparedStep:
         """Works a ``batch_reduce`` out once, to be done many times at little cost to the host.
 
@@ -279,25 +286,41 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             value_destination_pairs: see ``batch_reduce``; at least one, of dense Buffers or
                 arrays that are shared, not copied, all of one mesh.
             as_kind: what the results are instead of the kind of each value's first array.
+            out: the arrays that each call writes, which are the results then; see
+                ``batch_reduce``. On simulated devices with ``schedule_seed=`` Buffers alone.
 
         Raises:
             ValueError: what ``batch_reduce`` raises, no pair, values of several meshes, arrays
                 that had to be copied, or results of JAX, whose arrays are never written, or of
                 NumPy from a GPU.
+            DeviceMismatchError, TypeError: what ``batch_reduce`` raises for an ``out``.
         """
-        requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
-        kinds = result_kinds(requests, as_kind)
-        check_preparable(requests, kinds)
-        return PreparedStep(
-            requests, kinds, lambda: self.reduce_batch(reduce_op, requests, coalesce=False)
-        )
+        return PreparedStep(*self._steady(reduce_op, value_destination_pairs, as_kind, out))
 
+    def _steady(
+        self, reduce_op: ReduceOp, pairs: Sequence[tuple[Any, Any]], as_kind: str | None, out: Any
+    ) -> _Steady:
+        """What a step is made of, checked; nothing is launched."""
+        if as_kind is not None and out is not None:
+            raise ValueError(f"as_kind={as_kind!r}: the results are the arrays of out")
+        outs: list[list[Out]] = []
+        with OneCall():  # around inputs and outs: their streams are fenced once
+            requests = checked_requests(pairs, reduce_op, self.mesh)
+            if out is not None:
+                requests, outs = with_outs(requests, out, reduce_op)
+        kinds = [row[0].kind for row in outs] or result_kinds(requests, as_kind)
+        check_preparable(requests, kinds, outs)
+        reduce = partial(self.reduce_batch, reduce_op, requests, coalesce=False)
+        return _Steady(requests, kinds, reduce, outs)
+
+    @OneCall()
     def capture(
         self,
         reduce_op: ReduceOp,
         value_destination_pairs: Sequence[tuple[Any, Any]],
         *,
         as_kind: str | None = None,
+        out: Sequence[Any] | None = None,
     ) -> CapturedStep:
         """As ``prepare``, and each call is one CUDA graph; in the simulation, a list replayed.
 
@@ -305,24 +328,21 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             reduce_op: see ``batch_reduce``.
             value_destination_pairs: see ``prepare``.
             as_kind: see ``prepare``.
+            out: see ``prepare``.
 
         Raises:
-            ValueError: what ``prepare`` raises.
+            ValueError, DeviceMismatchError, TypeError: what ``prepare`` raises.
             CollectiveError: ``"nccl"`` over several physical devices of this process. Nothing was
                 launched.
             CaptureError: inside a capture, or two physical devices are no peers: nothing was
                 launched; or CUDA cannot make the graph.
         """
-        requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
-        kinds = result_kinds(requests, as_kind)
-        check_preparable(requests, kinds)
-        for place, request in enumerate(requests):
+        steady = self._steady(reduce_op, value_destination_pairs, as_kind, out)
+        for place, request in enumerate(steady.requests):
             crosses = len(by_physical(request.devices)) > 1 and request.is_all_reduced
             if crosses and self.all_reduce_alg == "nccl":
                 raise CollectiveError(f"value {place}: {NOT_CAPTURED}")
-        return CapturedStep(
-            requests, kinds, lambda: self.reduce_batch(reduce_op, requests, coalesce=False)
-        )
+        return CapturedStep(*steady)
 
     def reduce_buffers(
         self,
@@ -349,6 +369,15 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     ) -> list[tuple[Part, ...]]:
         """See ``CrossDeviceOps.reduce_batch``."""
         return reduce_requests(self.settings, reduce_op, requests, coalesce=coalesce)
+
+
+class _Steady(NamedTuple):
+    """The arguments of a ``PreparedStep``."""
+
+    requests: list[Request]
+    kinds: list[Kind]
+    reduce: Callable[[], Sequence[tuple[Part, ...]]]
+    outs: list[list[Out]]
 
 
 def _as_wire(wire_dtype: str | DType | None) -> DType | None:

@@ -9,9 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from gradreduce.device import Buffer, Device, Mesh, Travel, as_deadline, due
-from gradreduce.interop import Kind, OneCall, as_result_kind
-from gradreduce.interop_out import Out, hand_back
+from gradreduce.device import Device, Mesh, Travel, as_deadline, due
+from gradreduce.interop import Aside, Kind, OneCall, as_result_kind, reading
+from gradreduce.interop_out import hand_back
 from gradreduce.one_device import Accumulate, copied_to
 from gradreduce.reduce_arguments import (
     Request,
@@ -23,8 +23,8 @@ from gradreduce.reduce_arguments import (
     single_part,
 )
 from gradreduce.reduce_flow import landed, reduce_to_one
-from gradreduce.reduce_outs import with_outs
-from gradreduce.values import Mirrored, Part, ReduceOp, device_of
+from gradreduce.reduce_outs import halves_told, shown, with_outs
+from gradreduce.values import Mirrored, Part, ReduceOp, buffer_of, device_of
 
 __all__ = ["CrossDeviceOps", "ReductionToOneDevice", "result_kinds"]
 
@@ -59,6 +59,7 @@ class CrossDeviceOps(ABC):
             reduce_op, pairs, coalesce=coalesce, as_kind=as_kind, out=outs, deadline=deadline
         )[0]
 
+    @OneCall()
     def batch_reduce(
         self,
         reduce_op: ReduceOp,
@@ -71,8 +72,9 @@ class CrossDeviceOps(ABC):
     ) -> list[Mirrored]:
         """Combines the replicas of each value.
 
-        Waits for no device: it returns when all has been launched. The first call for a dtype
-        compiles, and connects the GPUs where NCCL is needed, which may take seconds.
+        Waits for no device: it returns when all has been launched. Arrays on GPUs may be
+        overwritten by then, in the order of their library's current stream. The first call for a
+        dtype compiles, and connects the GPUs where NCCL is needed, which may take seconds.
 
         Args:
             reduce_op: ``ReduceOp.SUM`` or ``ReduceOp.MEAN``. MEAN is true division by the number
@@ -91,8 +93,8 @@ class CrossDeviceOps(ABC):
                 arrays of the results are instead of the kind of the value's.
             out: where the results go: for each pair a ``PerReplica``, ``Mirrored``, list or tuple
                 of arrays, one on each device of the result, in its order; contiguous, writable,
-                of the result's shape and dtype. An array may be this value's own replica, which
-                is then reduced in place, and overlaps nothing else. Without copies between where
+                of the result's shape and dtype. An array may be a replica of this value, which is
+                then reduced in place, and overlaps nothing else. Without copies between where
                 it can be: for arrays in a ``mesh.flat_buffer``, or of one GPU, or of our own
                 memory. Not for IndexedSlices.
             deadline: seconds from now in which the devices must be done, or the mesh dies. The
@@ -116,25 +118,31 @@ class CrossDeviceOps(ABC):
             CollectiveError: NCCL failed, or the mesh is dead: a deadline passed before. A call
                 whose own deadline passes has returned, as a rule; what waits for its results
                 raises, and every later call.
+            MemoryError, BackendUnavailableError: memory ran out, or a device died, in the middle:
+                then ``out`` may hold a part of the results, of which the error has a note. Without
+                ``out`` nothing of the caller's was written.
         """
         seconds = as_deadline(deadline)
         if out is None:
             requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
             kinds = result_kinds(requests, as_kind)
-            with due("batch_reduce", seconds, () if seconds is None else devices_of(requests)):
+            involved = () if seconds is None else devices_of(requests)
+            with due("batch_reduce", seconds, involved), Aside():  # a class of the caller's own
                 reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
             return [Mirrored.of(*each) for each in zip(reduced, kinds, strict=True)]
         if as_kind is not None:
             raise ValueError(f"as_kind={as_kind!r}: the results are the arrays of out")
-        with OneCall():  # around inputs and outs: their streams are fenced once
-            requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
-            requests, outs = with_outs(requests, out, reduce_op)
-        with due("batch_reduce", seconds, () if seconds is None else devices_of(requests)):
-            reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
+        requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
+        requests, outs = with_outs(requests, out, reduce_op)
+        devices = devices_of(requests)
+        with due("batch_reduce", seconds, devices), halves_told(devices):
+            with Aside():
+                reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
             landed(requests, reduced)
         hand_back(each for row in outs for each in row)
         return [shown(row) for row in outs]
 
+    @OneCall()
     def broadcast(
         self,
         tensor: Any,
@@ -167,6 +175,7 @@ class CrossDeviceOps(ABC):
         devices = destination_devices(destinations, 0, device_of(part).mesh)
         wanted = as_result_kind(as_kind, kind, devices[0])
         home = device_of(part)
+        reading([buffer_of(part)])
         with due("broadcast", seconds, (home, *devices)), home.fabric.watched_pack(Travel((0,))):
             copied = copied_to(part, devices)
         return Mirrored.of(copied, wanted)
@@ -231,14 +240,6 @@ class ReductionToOneDevice(CrossDeviceOps):
         if self.reduce_to_device is None:
             return request.devices[0]
         return destination_devices(self.reduce_to_device, place, request.value.mesh)[0]
-
-
-def shown(outs: Sequence[Out]) -> Mirrored:
-    """The arrays that a caller gave for a result."""
-    made = Mirrored.of([each.buffer for each in outs], outs[0].kind)
-    if outs[0].kind == "buffer" or not isinstance(outs[0].array, Buffer):
-        made.keep_arrays([each.array for each in outs])
-    return made
 
 
 def result_kinds(requests: Sequence[Request], as_kind: str | None) -> list[Kind]:

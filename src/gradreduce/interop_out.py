@@ -7,7 +7,7 @@ and never written.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from gradreduce.interop import (
     to_buffer,
 )
 
-__all__ = ["Out", "as_out", "hand_back"]
+__all__ = ["Out", "as_out", "count_writes", "hand_back", "tensors_of"]
 
 
 class Out(NamedTuple):
@@ -101,10 +101,19 @@ def hand_back(outs: Iterable[Out]) -> None:
                 hand_over(out.buffer, out.kind)
             else:
                 np.copyto(out.host, out.buffer.device.release(out.buffer))
-            is_tensor = out.kind == "torch" and not isinstance(out.array, Buffer)
-            if is_tensor and not out.array.is_inference():
-                # So that autograd sees it, should it have kept the tensor for a backward pass.
-                sys.modules["torch"].autograd.graph.increment_version(out.array)
+            count_writes(tensors_of([out]))
+
+
+def tensors_of(outs: Iterable[Out]) -> list[Any]:
+    """The arrays among them whose library counts how often they were written."""
+    found = [out.array for out in outs if out.kind == "torch" and not isinstance(out.array, Buffer)]
+    return [tensor for tensor in found if not tensor.is_inference()]
+
+
+def count_writes(tensors: Sequence[Any]) -> None:
+    """So that autograd sees it, should it have kept one of them for a backward pass."""
+    for tensor in tensors:
+        sys.modules["torch"].autograd.graph.increment_version(tensor)
 
 
 def _checked_buffer(buffer: Buffer, device: Device) -> Buffer:

@@ -11,7 +11,17 @@ from typing import Any
 
 from gradreduce import ops
 from gradreduce.aggregate_sparse import joined, with_dense
-from gradreduce.device import Buffer, Device, bring, by_physical, gather, mean_dtype, pull, scatter
+from gradreduce.device import (
+    Buffer,
+    Device,
+    by_physical,
+    copy_over,
+    fetch,
+    gather,
+    mean_dtype,
+    pull,
+    scatter,
+)
 from gradreduce.indexed_slices import IndexedSlices, coalesced
 from gradreduce.interop import Kind, from_buffer, kind_of, to_buffer
 from gradreduce.ops import plan_segments
@@ -54,7 +64,7 @@ def added_on(
         return _quotient_of_rows(rows, divisor) if counts else rows
     dense = with_dense(parts)
     if accumulate is None:
-        buffers = [bring(device, buffer) for buffer in dense]
+        buffers = [fetch(device, buffer) for buffer in dense]
     else:  # which may launch whatever it likes
         near = [pull(device, buffer) for buffer in dense]
         buffers = [_accumulated(device, near, accumulate, kind)]
@@ -111,7 +121,7 @@ def _copies(source: Buffer, devices: Sequence[Device], *, keep: bool) -> tuple[B
         near = source
         if rest and physical != source.device.physical:
             near = rest.pop(0)
-            near.device.copy(near, source)
+            copy_over(near.device, near, source)
         if rest:
             _write(rest, [near], 1, near.device)
     return tuple(outs)
@@ -158,4 +168,4 @@ def _accumulated(
             f"accumulation_fn made {total.dtype}{list(total.shape)} of "
             f"{like.dtype}{list(like.shape)}"
         )
-    return bring(device, total)
+    return fetch(device, total)

@@ -7,8 +7,9 @@ buffer* holds tensors of one dtype end to end; a *pack* is a range of it that is
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -55,6 +56,9 @@ class FlatPlan:
     layout: FlatLayout
     packs: tuple[tuple[int, int], ...]
     together: bool
+    _found: dict[tuple[int, int], tuple[Piece, ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @property
     def sum_dtype(self) -> DType:
@@ -72,7 +76,10 @@ class FlatPlan:
 
     def pieces(self, start: int = 0, stop: int | None = None) -> tuple[Piece, ...]:
         """The tensors, or parts of them, in a range of the flat buffer; in order."""
-        return _pieces(self, start, self.layout.size if stop is None else stop)
+        stop = self.layout.size if stop is None else stop
+        if (start, stop) not in self._found:  # kept here: to hash a plan is to look at all of it
+            self._found[start, stop] = _pieces(self.layout, start, stop)
+        return self._found[start, stop]
 
 
 class Piece(NamedTuple):
@@ -93,14 +100,12 @@ class Piece(NamedTuple):
     stop: int
 
 
-@lru_cache(maxsize=256)
-def _pieces(plan: FlatPlan, start: int, stop: int) -> tuple[Piece, ...]:
-    layout = plan.layout
+def _pieces(layout: FlatLayout, start: int, stop: int) -> tuple[Piece, ...]:
     found = []
-    for place, (offset, size, span) in enumerate(
-        zip(layout.offsets, layout.sizes, layout.spans, strict=True)
-    ):
-        begin, end = max(offset, start), min(offset + span, stop)
+    first = max(0, bisect_right(layout.offsets, start) - 1)
+    for place in range(first, bisect_left(layout.offsets, stop)):
+        offset, size = layout.offsets[place], layout.sizes[place]
+        begin, end = max(offset, start), min(offset + layout.spans[place], stop)
         if begin < end:
             found.append(Piece(place, begin, end, begin - offset, min(end - offset, size)))
     return tuple(found)

@@ -22,8 +22,11 @@ from gradreduce.device import (
     spans_of,
 )
 from gradreduce.interop import Kind, OneCall
+from gradreduce.interop_out import Out, count_writes, tensors_of
 from gradreduce.interop_streams import Border
 from gradreduce.reduce_arguments import Request, devices_of
+from gradreduce.reduce_flow import landed
+from gradreduce.reduce_outs import shown
 from gradreduce.values import Mirrored, Part
 
 __all__ = ["CapturedStep", "PreparedStep", "check_preparable"]
@@ -40,8 +43,12 @@ class PreparedStep:
     overwritten. Any thread may call; calls come one after the other.
 
     Arrays of other libraries on GPUs are read behind what their library's current stream holds at
-    the call, and the results are ready for what it is given afterwards. A call with results in
-    host memory, NumPy's or PyTorch's on simulated devices, returns when they are written.
+    the call; what it is given afterwards finds the results ready, and may fill the arrays anew. A
+    call with results in host memory, NumPy's or PyTorch's on simulated devices, returns when they
+    are written.
+
+    With ``out`` the results are the arrays that were given, which each call writes behind what
+    their library's current stream holds then.
 
     Attributes:
         results: one ``Mirrored`` for each pair.
@@ -51,26 +58,31 @@ class PreparedStep:
         self,
         requests: Sequence[Request],
         kinds: Sequence[Kind],
-        reduce: Callable[[], Sequence[Sequence[Part]]],
+        reduce: Callable[[], Sequence[tuple[Part, ...]]],
+        outs: Sequence[Sequence[Out]] = (),
     ) -> None:
         self._fabric = requests[0].value.mesh.fabric
         self._devices = devices_of(requests)
         self._tape = Tape()
         self._lock = threading.Lock()
         self._held = [request.value for request in requests]  # what is read stays alive
-        self._border = _border_of(requests, kinds)
+        self._border = _border_of(requests, kinds, outs)
+        self._tensors = tensors_of(each for row in outs for each in row)
         self._border.enter()
         with self._fabric.taped(self._tape):
-            reduced = reduce()
+            reduced = landed(requests, reduce())
             # A play comes behind the one before it: its copies read what this one writes.
             gather(self._devices[0], self._devices)
             scatter(self._devices[0], self._devices)
         self._tape.close()
-        self._written = spans_of(
-            part for parts in reduced for part in parts if isinstance(part, Buffer)
-        )
+        self._given = [part for parts in reduced for part in parts if isinstance(part, Buffer)]
+        self._written = spans_of(self._given)
         self._read = self._fabric.last_read
-        self.results: list[Mirrored] = []
+        self.results: list[Mirrored] = [shown(row) for row in outs]
+        if outs:
+            count_writes(self._tensors)
+            self._border.leave()
+            return
         with OneCall():
             for parts, kind in zip(reduced, kinds, strict=True):
                 self.results.append(Mirrored.of(parts, kind))
@@ -101,11 +113,17 @@ class PreparedStep:
                 self._read = self._fabric.last_read
                 behind_readers(self._written)
             self._play()
-        self._border.leave()  # which may wait: no lock is held by then
+        count_writes(self._tensors)
+        self._border.leave(self._given)  # which may wait: no lock is held by then
         return self.results
 
     def _play(self) -> None:
-        self._tape.play(self._fabric.recorder)
+        flight = self._fabric.flight
+        label = flight.labelled(None)
+        try:
+            self._tape.play(self._fabric.recorder)
+        finally:  # a play that fails leaves its pack's label behind
+            flight.labelled(label)
 
 
 class CapturedStep(PreparedStep):
@@ -120,15 +138,16 @@ class CapturedStep(PreparedStep):
         self,
         requests: Sequence[Request],
         kinds: Sequence[Kind],
-        reduce: Callable[[], Sequence[Sequence[Part]]],
+        reduce: Callable[[], Sequence[tuple[Part, ...]]],
+        outs: Sequence[Sequence[Out]] = (),
     ) -> None:
         self._capture = Capture(devices_of(requests))  # raises before anything is launched
-        super().__init__(requests, kinds, reduce)
+        super().__init__(requests, kinds, reduce, outs)
         # A call gathers all devices of a GPU in the first: what that waits for, all wait for.
         speakers: dict[int, Device] = {}
         for device in self._devices:
             speakers.setdefault(device.physical, device)
-        self._border = _border_of(requests, kinds, lambda device: speakers[device.physical])
+        self._border = _border_of(requests, kinds, outs, lambda device: speakers[device.physical])
         with self._capture.recorded():
             self._capture.play(self._tape)
 
@@ -139,6 +158,7 @@ class CapturedStep(PreparedStep):
 def _border_of(
     requests: Sequence[Request],
     kinds: Sequence[Kind],
+    outs: Sequence[Sequence[Out]],
     speaker: Callable[[Device], Device] = lambda device: device,
 ) -> Border:
     """Who lends the values of a step, and who is given its results; whose queues wait for them."""
@@ -148,6 +168,9 @@ def _border_of(
         for buffer in request.value.buffers
         if buffer.lender is not None
     ]
+    written = [(each.kind, speaker(each.buffer.device)) for row in outs for each in row]
+    if outs:  # whose owners may still read or write them
+        return Border([*lenders, *written], written)
     takers = [
         (kind, speaker(device))
         for request, kind in zip(requests, kinds, strict=True)
@@ -156,11 +179,14 @@ def _border_of(
     return Border(lenders, takers)
 
 
-def check_preparable(requests: Sequence[Request], kinds: Sequence[Kind]) -> None:
+def check_preparable(
+    requests: Sequence[Request], kinds: Sequence[Kind], outs: Sequence[Sequence[Out]] = ()
+) -> None:
     """Raises ``ValueError`` for what a later call could not read or write again.
 
     That is what is no array in its own memory, and values of several meshes.
     """
+    _check_written(outs)
     fabrics = {request.value.mesh.fabric for request in requests}
     if len(fabrics) != 1:
         raise ValueError(f"a step is of values of one mesh: these are of {len(fabrics)}")
@@ -174,11 +200,21 @@ def check_preparable(requests: Sequence[Request], kinds: Sequence[Kind]) -> None
             if why is not None:
                 raise ValueError(f"value {place}: replica {replica} {why}")
         on_gpu = request.devices[0].fabric.backend == "cuda"
-        if kind == "jax" or (kind == "numpy" and on_gpu):
+        if not outs and (kind == "jax" or (kind == "numpy" and on_gpu)):
             raise ValueError(
                 f"value {place}: results of kind {kind!r} are no arrays that each call could "
                 "write again; say as_kind="
             )
+
+
+def _check_written(outs: Sequence[Sequence[Out]]) -> None:
+    for place, row in enumerate(outs):
+        for replica, each in enumerate(row):
+            if each.host is not None:
+                raise ValueError(
+                    f"out {place}: replica {replica} is in host memory, where work that waits in "
+                    "queues could not write it: with schedule_seed= give Buffers"
+                )
 
 
 _UNREADABLE: dict[str | None, str] = {

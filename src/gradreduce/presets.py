@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from gradreduce.cross_device import AllReduceCrossDeviceOps
-from gradreduce.device import Mesh
+from gradreduce.device import DType, Mesh
 from gradreduce.values import ReduceOp
 
 __all__ = ["HierarchicalCopyAllReduce", "NcclAllReduce", "all_reduce", "shared_ops"]
@@ -19,8 +19,14 @@ __all__ = ["HierarchicalCopyAllReduce", "NcclAllReduce", "all_reduce", "shared_o
 class NcclAllReduce(AllReduceCrossDeviceOps):
     """``AllReduceCrossDeviceOps`` by NCCL, with ``num_packs`` packs (at least 0)."""
 
-    def __init__(self, num_packs: int = 1, *, mesh: Mesh | None = None) -> None:
-        super().__init__("nccl", num_packs, mesh=mesh)
+    def __init__(
+        self,
+        num_packs: int = 1,
+        *,
+        mesh: Mesh | None = None,
+        wire_dtype: str | DType | None = None,
+    ) -> None:
+        super().__init__("nccl", num_packs, mesh=mesh, wire_dtype=wire_dtype)
 
 
 class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
@@ -36,8 +42,11 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
         *,
         mesh: Mesh | None = None,
         topology: Sequence[Sequence[int]] | None = None,
+        wire_dtype: str | DType | None = None,
     ) -> None:
-        super().__init__("hierarchical_copy", num_packs, mesh=mesh, topology=topology)
+        super().__init__(
+            "hierarchical_copy", num_packs, mesh=mesh, topology=topology, wire_dtype=wire_dtype
+        )
 
 
 @cache

@@ -18,7 +18,15 @@ from gradreduce.allreduce import (
     halves_of,
     works_in_place,
 )
-from gradreduce.device import Buffer, Device, DType, Travel, accumulate_dtype, by_physical
+from gradreduce.device import (
+    Buffer,
+    Device,
+    DType,
+    Travel,
+    accumulate_dtype,
+    by_physical,
+    mean_dtype,
+)
 from gradreduce.flats import Flats, Options, fill, lay_out, move_into, spread, unpack
 from gradreduce.one_device import Accumulate, added_on, handed_out, quotients
 from gradreduce.packing import (
@@ -67,7 +75,10 @@ def reduce_requests(
     results: list[tuple[Part, ...]] = [()] * len(requests)
     batches = batches_of(requests, reduce_op)
     for places in batches:  # all of them, before the first is launched
-        check_devices(settings, requests[places[0]].devices)
+        _compile_batch(settings, reduce_op, [requests[place] for place in places])
+    for request in requests:
+        if not request.is_all_reduced and not request.value.is_sparse:
+            _compile_one(reduce_op, request)
     for places in batches:
         gradients = [requests[place].value.buffers for place in places]
         out = [requests[place].out or () for place in places]
@@ -80,6 +91,43 @@ def reduce_requests(
             with home.fabric.watched_pack(Travel((place,))):
                 results[place] = reduce_to_one(reduce_op, request, home, coalesce=coalesce)
     return results
+
+
+def _compile_batch(settings: Settings, reduce_op: ReduceOp, requests: Sequence[Request]) -> None:
+    """Compiles all that one batch may launch; raises where it cannot be reduced."""
+    check_devices(settings, requests[0].devices)
+    devices = requests[0].value.devices
+    for dtype in dict.fromkeys(request.value.buffers[0].dtype for request in requests):
+        compile_for(settings, devices, dtype, dtype)
+        _compile_rest(reduce_op, devices, dtype)
+
+
+def _compile_one(reduce_op: ReduceOp, request: Request) -> None:
+    """Compiles what adds one dense value on one device and hands it out."""
+    dtype = request.value.buffers[0].dtype
+    devices = (*request.value.devices, *request.devices)
+    key = ("one", tuple(device.index for device in devices), dtype)
+    prepared = devices[0].fabric.prepared
+    if key not in prepared:
+        for device in devices:
+            ops.prepare_all_sum(device, dtype, dtype)
+        prepared.add(key)
+    _compile_rest(reduce_op, devices, dtype)
+
+
+def _compile_rest(reduce_op: ReduceOp, devices: Sequence[Device], dtype: DType) -> None:
+    """Compiles the division of integers, and the copies into what a caller gave."""
+    counts = reduce_op is ReduceOp.MEAN and dtype.kind in "iu"
+    key = ("rest", tuple(device.index for device in devices), dtype, counts)
+    prepared = devices[0].fabric.prepared
+    if key in prepared:
+        return
+    result = mean_dtype(dtype) if counts else dtype
+    for device in devices:
+        ops.prepare_pack(device, result, result)
+        if counts:
+            ops.prepare_divide(device, dtype)
+    prepared.add(key)
 
 
 def _reduce_dense(

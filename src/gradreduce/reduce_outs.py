@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
-from gradreduce.device import Buffer, mean_dtype
+from gradreduce.device import Buffer, Device, mean_dtype
 from gradreduce.errors import about
 from gradreduce.interop_out import Out, as_out
 from gradreduce.reduce_arguments import Request
-from gradreduce.values import DistributedValues, ReduceOp
+from gradreduce.values import DistributedValues, Mirrored, ReduceOp
 
-__all__ = ["with_outs"]
+__all__ = ["halves_told", "shown", "with_outs"]
+
+_HALF = "This came half way through: what `out` names may hold a part of the results."
 
 
 def with_outs(
@@ -34,7 +37,10 @@ def with_outs(
         TypeError: what is no array, or is never written.
     """
     if not isinstance(out, list | tuple) or len(out) != len(requests):
-        raise ValueError(f"out must be a list or tuple with one entry for each of {len(requests)}")
+        raise ValueError(
+            f"out must be a list or tuple with one entry for each of {len(requests)} values, not "
+            f"{type(out).__name__}"
+        )
     given, outs = [], []
     for place, (request, entry) in enumerate(zip(requests, out, strict=True)):
         if request.value.is_sparse:
@@ -47,8 +53,21 @@ def with_outs(
             made = [each._replace(kind=entry.kind) for each in made]
         outs.append(made)
         given.append(request._replace(out=tuple(each.buffer for each in outs[-1])))
-    _check_apart(given)
+    _check_apart(given, outs)
     return given, outs
+
+
+def halves_told(devices: Sequence[Device]) -> AbstractContextManager[None]:
+    """Around the launches of a call with ``out``: an error in the middle of them says so."""
+    return devices[0].fabric.halves_told(_HALF) if devices else nullcontext()
+
+
+def shown(outs: Sequence[Out]) -> Mirrored:
+    """The arrays that a caller gave for a result."""
+    made = Mirrored.of([each.buffer for each in outs], outs[0].kind)
+    if outs[0].kind == "buffer" or not isinstance(outs[0].array, Buffer):
+        made.keep_arrays([each.array for each in outs])
+    return made
 
 
 def _listed(request: Request, entry: Any) -> Sequence[Any]:
@@ -57,6 +76,13 @@ def _listed(request: Request, entry: Any) -> Sequence[Any]:
         found = dict(zip(entry.devices, entry.buffers, strict=True))
         if set(found) != set(request.devices):
             raise ValueError(f"it lies on {entry.devices}, the result on {request.devices}")
+        if entry.kind == "jax":
+            raise TypeError("JAX arrays are never written; they cannot be an out")
+        if any(buffer.lender == "copy" for buffer in entry.buffers):
+            raise ValueError(
+                "its arrays were copied when they came in (host arrays for another memory, not "
+                "contiguous or not aligned): nobody would see what is written; give arrays"
+            )
         return [found[device] for device in request.devices]
     if not isinstance(entry, list | tuple) or len(entry) != len(request.devices):
         count = len(request.devices)
@@ -85,13 +111,14 @@ def _as_input(out: Out, request: Request) -> Out:
     return out
 
 
-def _check_apart(requests: Sequence[Request]) -> None:
+def _check_apart(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> None:
     """Raises ``ValueError`` unless each out is apart from all others, and from other inputs."""
     spans = sorted(
-        (buffer.address, buffer.address + buffer.nbytes, place)
-        for place, request in enumerate(requests)
-        for buffer in request.out or ()
-        if buffer.nbytes
+        (address, address + each.buffer.nbytes, place)
+        for place, row in enumerate(outs)
+        for each in row
+        for address in [_address_of(each)]
+        if each.buffer.nbytes
     )
     for (_, stop, place), (start, _, other) in pairwise(spans):
         if start < stop:
@@ -100,6 +127,14 @@ def _check_apart(requests: Sequence[Request]) -> None:
     for place, request in enumerate(requests):
         for replica, part in enumerate(request.value.buffers):
             _check_input(part, place, replica, spans, starts)
+
+
+def _address_of(out: Out) -> int:
+    """Where the caller's memory begins."""
+    if out.host is None:
+        return out.buffer.address
+    address: int = out.host.__array_interface__["data"][0]
+    return address
 
 
 def _check_input(

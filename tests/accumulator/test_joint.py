@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import numpy as np
@@ -10,6 +11,7 @@ from exact import exact_data, same
 
 import gradreduce as gr
 from gradreduce.accumulator import serve, take_now
+from gradreduce.device.sim_pool import SimPool
 from gradreduce.errors import CancelledError, DeadlineExceededError, InvalidArgumentError
 
 
@@ -378,3 +380,38 @@ def test_take_now_never_blocks_and_moves_every_step(several, crew):
     second.close()
     with pytest.raises(CancelledError):
         take_now([first, second], 1)
+
+
+@pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
+def test_a_joint_take_that_gets_no_memory_leaves_every_sum(algorithm, monkeypatch):
+    """Of several batches the first ones may have been launched when a later one gets none."""
+    size = 40
+    with gr.open_mesh(2, backend="sim") as mesh:
+        ops = gr.AllReduceCrossDeviceOps(algorithm, 1, mesh=mesh)
+        made = [
+            gr.ConditionalAccumulator(dtype, (size,), device=mesh, cross_device_ops=ops)
+            for dtype in ("float32", "float32", "float16")
+        ]
+        for acc, times in zip(made, (2, 1, 1), strict=True):
+            for _ in range(times):
+                acc.apply_grad(
+                    gr.PerReplica([np.full(size, r + 1, acc.dtype) for r in (0, 1)], mesh)
+                )
+        take = SimPool.take
+        for failing in range(20):
+            asked = itertools.count()
+
+            def fails(pool, nbytes, failing=failing, asked=asked):
+                if next(asked) == failing:
+                    raise MemoryError("no more")
+                return take(pool, nbytes)
+
+            monkeypatch.setattr(SimPool, "take", fails)
+            try:
+                taken = gr.take_grads(made, 1, timeout=0)
+            except MemoryError:
+                assert [acc.num_accumulated() for acc in made] == [4, 2, 2]
+                continue
+            break
+        assert failing > 1
+        assert all((value == 1.5).all() for each in taken for value in each.values)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import gradreduce as gr
-from gradreduce.accumulator import dense
+from gradreduce.accumulator import dense, serve
 from gradreduce.errors import CancelledError, DeadlineExceededError, InvalidArgumentError
 
 
@@ -220,6 +220,22 @@ def test_a_take_that_is_interrupted_loses_nothing(accumulator, monkeypatch):
     acc.apply_grad([2.0])
     assert counters(acc) == (1, 0, 0)
     assert acc.take_grad(1, timeout=0).tolist() == [2.0]
+
+
+def test_a_take_that_is_interrupted_while_it_is_served_leaves_no_ticket(accumulator, monkeypatch):
+    acc = accumulator()
+    acc.apply_grad([2.0])
+
+    def interrupted(states):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(serve, "take_held", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            acc.take_grad(1)
+    assert counters(acc) == (1, 0, 0)
+    acc.apply_grad([4.0])
+    assert acc.take_grad(2, timeout=0).tolist() == [3.0]
 
 
 def test_an_error_keeps_no_sum_alive(accumulator):

@@ -63,6 +63,7 @@ class Library:
     def __init__(self, name: str) -> None:
         self.name = name
         self.streams = []
+        self.old = []  # PyTorch's never end
         for gpu in range(2):
             with cupy.cuda.Device(gpu):
                 self.streams.append(cupy.cuda.Stream(non_blocking=True))
@@ -78,6 +79,7 @@ class Library:
 
     def change(self) -> None:
         """Other streams are current from here on, behind the old ones."""
+        self.old += self.streams
         for gpu, old in enumerate(self.streams):
             with cupy.cuda.Device(gpu):
                 self.streams[gpu] = cupy.cuda.Stream(non_blocking=True)
@@ -156,6 +158,34 @@ def test_calls_stand_between_the_streams_of_their_moment(library, mesh, num_pack
             assert same(found, np.full(found.shape, 6 * turn, np.float32))
 
 
+@pytest.mark.parametrize("way", ["prepare", "capture"])
+def test_outs_are_written_between_the_streams_of_their_moment(library, mesh, way):
+    """What they held is still being read when the next call is made; what it reads is our own."""
+    inputs = [[device.zeros(shape, "float32") for device in mesh] for shape in SHAPES]
+    outs = [
+        [library.during(d.physical, lambda s=shape: cupy.asarray(np.zeros(s, "f4"))) for d in mesh]
+        for shape in SHAPES
+    ]
+
+    def made():
+        pairs = [(value, value) for value in (gr.PerReplica(row, mesh) for row in inputs)]
+        targets = [gr.PerReplica([library.wrap(a) for a in row], mesh) for row in outs]
+        return getattr(gr.HierarchicalCopyAllReduce(1), way)(SUM, pairs, out=targets)
+
+    step, seen = library.call(made), []
+    for turn in range(1, 4):
+        for row in inputs:
+            for replica, each in enumerate(row):
+                each.device.upload(np.full(each.shape, turn * (replica + 1), np.float32), out=each)
+        library.call(step)
+        for array in [array for row in outs for array in row]:
+            seen.append((turn, library.during(array.device.id, array.copy)))
+        library.change()
+    for turn, copied in seen:
+        found = library.during(copied.device.id, copied.get)
+        assert same(found, np.full(found.shape, 6 * turn, np.float32))
+
+
 def test_a_call_fences_each_stream_once(here, mesh):
     library = Library("cupy")
 
@@ -184,7 +214,7 @@ def test_a_fence_that_is_missing_is_a_fault(side, new_machine, monkeypatch):
     ):
         library = Library("cupy")
         step, arrays = prepared(library, mesh)
-        monkeypatch.setattr(Border, side, lambda self: None)
+        monkeypatch.setattr(Border, side, lambda *given: None)
         for row in arrays:
             for array in row:
                 fill(library, array, 2)

@@ -10,6 +10,7 @@ from stuck import PATIENCE, resume, stall
 
 import gradreduce as gr
 from gradreduce.device import FlightEntry, Travel, open_mesh
+from gradreduce.errors import CollectiveError
 
 from .contract import BACKENDS, FLOAT, SIZE, add, data, uploaded
 
@@ -97,6 +98,40 @@ def test_done_is_what_is_known_to_be_over():
         resume(stuck)
         stuck.synchronize(deadline=PATIENCE)
         assert all(each.done for each in mesh.flight_record())
+
+
+def test_what_the_host_has_waited_for_is_done_without_a_mark():
+    with open_mesh(2, backend="sim", schedule_seed=1) as mesh:
+        idle, stuck = mesh.devices
+        mesh.synchronize()
+        for device in (idle, stuck):
+            uploaded(device, 1).numpy()
+        stall(stuck)
+        stuck.zeros((SIZE,), FLOAT)
+        with pytest.raises(CollectiveError):
+            mesh.synchronize(deadline=0.01)
+        late = [(each.kind, each.device) for each in mesh.flight_record() if not each.done]
+        assert late == [("fill", 1), ("sync", 1)]
+
+
+def test_what_a_reset_drops_is_never_done():
+    with open_mesh(2, backend="sim", schedule_seed=1) as mesh:
+        stuck = mesh.devices[1]
+        for wait in (stuck.synchronize, mesh.synchronize):
+            stuck.zeros((SIZE,), FLOAT)
+            wait()
+            stall(stuck)
+            stuck.zeros((SIZE,), FLOAT)
+            mark = stuck.mark()
+            with pytest.raises(CollectiveError):
+                stuck.synchronize(deadline=0.01)
+            mesh.reset(timeout=PATIENCE)
+            assert stuck._reached(mark.event)
+        mesh.synchronize()
+        entries = [each for each in mesh.flight_record() if each.device == stuck.index]
+        late = [each.sequence for each in entries if not each.done]
+        kinds = [each.kind for each in entries]
+        assert late == [3, 4, 8, 9], kinds
 
 
 def test_it_can_be_read_when_the_mesh_is_closed():

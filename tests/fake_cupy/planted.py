@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .planted_lines import LINES
+
 __all__ = ["FAULTS", "Planted"]
 
 BASE = "gradreduce.device.base"
@@ -11,6 +13,8 @@ CUDA = "gradreduce.device.cuda"
 GPU = "gradreduce.device.cuda_gpu"
 NCCL = "gradreduce.device.cuda_nccl"
 GRAPHS = "gradreduce.device.cuda_capture"
+LINE = "gradreduce.device.cuda_line"
+QUEUES = "gradreduce.device.cuda_queues"
 CAPTURE = "gradreduce.device.capture"
 TABLES = "gradreduce.device.tables"
 COMPILE = "gradreduce.device.cuda_compile"
@@ -28,11 +32,13 @@ class Planted:
         says: words of the machine's message.
         changes: module or kernel, the text there, what it becomes.
         hangs: whether it shows where a queue is stuck (``hang``), not in random programs.
+        lends: whether it shows where callers overwrite and drop arrays (``lending``).
     """
 
     says: str
     changes: tuple[tuple[str, str, str], ...]
     hangs: bool = False
+    lends: bool = False
 
 
 def _change(where: str, old: str, new: str = "pass") -> tuple[str, str, str]:
@@ -66,12 +72,12 @@ _FENCES = {
         "unordered", BASE, 'self.wait(self.mark("compute"), queue=queue)'
     ),
     "an array is adopted without its stream": _one(
-        "unordered", CUDA, "self.stream().wait_event(self._event(theirs))"
+        "unordered", CUDA, 'self._ready("compute").wait_event(self._event(self._theirs(stream)))'
     ),
     "an array is released without its stream": _one(
-        "unordered", CUDA, "theirs.wait_event(self._event(ours))"
+        "unordered", CUDA, 'self._theirs(stream).wait_event(self._mark("compute"))'
     ),
-    "a wait is forgotten": _one("unordered", CUDA, "self.stream(queue).wait_event(mark.event)"),
+    "a wait is forgotten": _one("unordered", LINE, "    stream.wait_event(event)", "    pass"),
     "a device table on transfer has no fence": _one(
         "unordered", CUDA, 'self.wait(self.mark("compute"), queue=queue)'
     ),
@@ -88,6 +94,7 @@ _FENCES = {
         "unordered", FOLD, "    scatter(leader, devices)", "    pass"
     ),
 }
+_LINES = {name: _one(*fault) for name, fault in LINES.items()}
 _LIVES = {
     "a dead block is not parked": _one(
         "unordered", PARKING, "if all(home._passed(mark) for mark in marks):", "if True:"
@@ -95,8 +102,8 @@ _LIVES = {
     "a dead adopted array is not held for compute": _one(
         "unordered",
         PARKING,
-        'users = dead.touched if dead.owned else {*dead.touched, (home, "compute")}',
-        "users = dead.touched",
+        'users if dead.owned else [*users, (home, "compute")]',
+        "users",
     ),
     "an adopted array's death is not seen": _one(
         "unordered", CUDA, "TrackedBlock(self, array,", "Block(self, array,"
@@ -159,24 +166,22 @@ _DEVICES = {
         "if True:\n            runtime.memset",
     ),
     "an upload on whatever device is current": _one(
-        "wrong device", CUDA, "= self.stream(queue)\n        with self.gpu:\n            pinned",
-        "= self.stream(queue)\n        if True:\n            pinned",
+        "wrong device", CUDA, "= self._ready(queue)\n        with self.gpu:\n            pinned",
+        "= self._ready(queue)\n        if True:\n            pinned",
     ),
     "a copy on whatever device is current": _one(
         "wrong device", CUDA, "with self.gpu:\n            if dst", "if True:\n            if dst"
     ),
     "a mark on whatever device is current": _one(
-        "wrong device", CUDA, "with self.gpu:\n            return self._event",
-        "if True:\n            return self._event",
+        "wrong device", LINE, "with gpu:\n        event", "if True:\n        event"
     ),
     "a function of another GPU": _one(
         "wrong device", COMPILE, "key = (kernel, template, ordinal)",
         "key = (kernel, template, 0)",
     ),
-    "an event never recorded": _one("never recorded", CUDA, "event.record(stream)"),
+    "an event never recorded": _one("never recorded", LINE, "event.record(stream)"),
     "a blocking stream": _one(
-        "blocking", CUDA, '"transfer": cupy.cuda.Stream(non_blocking=True)',
-        '"transfer": cupy.cuda.Stream()',
+        "blocking", LINE, "cupy.cuda.Stream(non_blocking=True)", "cupy.cuda.Stream()"
     ),
     "peer access is not enabled": _one(
         "no peer access", GPU, "runtime.deviceEnablePeerAccess(there)"
@@ -255,11 +260,11 @@ _NCCL = {
         "disagree", NCCL, "count, kind, root)", "count, kind, root * (buffer is buffers[-1]))"
     ),
     "the stream of another GPU": _one(
-        "NCCL", NCCL, "device.stream(call.queue).ptr",
-        "cuda_device(call.buffers[0]).stream(call.queue).ptr",
+        "NCCL", NCCL, "device._ready(call.queue).ptr",
+        "cuda_device(call.buffers[0])._ready(call.queue).ptr",
     ),
     "the other stream": _one(
-        "unordered", NCCL, "device.stream(call.queue).ptr", 'device.stream("transfer").ptr'
+        "unordered", NCCL, "device._ready(call.queue).ptr", 'device._ready("transfer").ptr'
     ),
     "the count of bytes": _one(
         "", NCCL, "return buffer.size * element.lanes,", "return buffer.nbytes * element.lanes,"
@@ -277,22 +282,18 @@ _CAPTURES = {
     "a capture forbids other threads nothing": _one(
         "mode", GRAPHS, "runtime.streamCaptureModeThreadLocal", "2"
     ),
-    "a capture records nothing": _one("", CUDA, "if capture is None:", "if True:"),
+    "a capture records nothing": _one("", QUEUES, "if capture is None:", "if True:"),
     "a captured copy between GPUs": _one(
         "memcpyPeerAsync", CUDA, "elif self.fabric.capture is not None:", "elif False:"
     ),
     "a graph on a stream of its own": _one(
-        "unordered", GRAPHS, "graph.launch(self._home())", "graph.launch(self._origin)"
+        "unordered", GRAPHS, "graph.launch(self._home.ready())", "graph.launch(self._origin)"
     ),
     "a graph waits for its first device only": _one(
-        "unordered", CAPTURE, "leader.wait(other.mark())"
+        "unordered", CAPTURE, "            gather(leader, others)", "            pass"
     ),
-    "only its first device waits for a graph": _one("unordered", CAPTURE, "other.wait(done)"),
-    "a graph never waits for who trails it": _one(
-        "unordered", CUDA, "return self._led.leader is leader", "return True"
-    ),
-    "who trails a graph never catches up": _one(
-        "unordered", CUDA, 'self._led.catch_up(self.gpu, self._streams["compute"])'
+    "only its first device waits for a graph": _one(
+        "unordered", CAPTURE, "            scatter(leader, others)", "            pass"
     ),
     "a graph does not wait for readers": _one("unordered", CAPTURE, "behind_readers(self._spans)"),
 }
@@ -345,6 +346,36 @@ _HANGS = {
 _HANGING = {
     name: Planted(says, (_change(*change),), hangs=True) for name, (says, *change) in _HANGS.items()
 }
+_CALL = "gradreduce.one_call"
+_GPU_DOOR = "gradreduce.interop_gpu"
+_BORDER = "gradreduce.interop_streams"
+_LENDS = {
+    "a call does not hand back what came in": (_CALL, "precede(device, stream)"),
+    "a value made earlier is not handed back": (
+        _GPU_DOOR, "came_in(device, stream)\n            if", "if"
+    ),
+    "an array that comes in is not handed back": (
+        _GPU_DOOR, "came_in(home, stream)\n        stream", "pass\n        stream"
+    ),
+    "a copy elsewhere is no reader": (
+        COLOCATED, "if src.device is not device and (not", "if False and (not"
+    ),
+    "the caller's own code shares the fences of a call": (
+        _CALL, "self._scope.fenced.clear()"
+    ),
+    "a prepared step does not hand back": (
+        _BORDER, "(*takers, *self._lenders)", "takers"
+    ),
+    "a result forgets who was shown it": (_GPU_DOOR, "buffer.block.is_shown(taker)"),
+    "a result does not hold its stream": (
+        _GPU_DOOR, "buffer.block.is_shown(taker)", "buffer.block.is_shown(handle)"
+    ),
+    "a stream is behind all that died before": (
+        PARKING, 'bool(getattr(user, "ptr", user) == stream)', "True"
+    ),
+}  # fmt: skip
+_LENDING = {name: Planted("", (_change(*change),), lends=True) for name, change in _LENDS.items()}
 FAULTS: dict[str, Planted] = {
-    **_FENCES, **_LIVES, **_DEVICES, **_KERNELS, **_NCCL, **_HANGING, **_CAPTURES,
+    **_FENCES, **_LINES, **_LIVES, **_DEVICES, **_KERNELS, **_NCCL, **_HANGING, **_CAPTURES,
+    **_LENDING,
 }  # fmt: skip

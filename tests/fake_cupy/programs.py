@@ -14,7 +14,7 @@ import numpy as np
 
 import gradreduce as gr
 from gradreduce import ops
-from gradreduce.device import Buffer, Capture, Device, Mesh, tables
+from gradreduce.device import Buffer, Capture, Device, Mesh, gather, scatter, tables
 
 from .plugin import fresh
 
@@ -48,7 +48,7 @@ class Program:
             self.make, self.make, self.make_zeros, self.add, self.add, self.add, self.copy,
             self.copy, self.copy_and_forget, self.overwrite, self.forget, self.forget, self.look,
             self.foreign, self.lend, self.collective, self.reduce, self.many, self.quiet,
-            self.capture,
+            self.capture, self.lead,
         ]  # fmt: skip
 
     def run(self, num_steps: int) -> None:
@@ -135,6 +135,26 @@ class Program:
         if (out.holds != first.holds + second.holds).any():
             return  # too large to stay exact for long; forgotten while the launch may wait
         self.values.append(out)
+
+    def lead(self) -> None:
+        """A sum by one device for all that share its GPU, into memory of each of them."""
+        first = self.like()
+        if first is None or first.users:
+            return
+        home = first.buffer.device
+        near = [device for device in self.mesh.devices if device.physical == home.physical]
+        self.random.shuffle(near)
+        leader = self.random.choice(near)
+        if self.random.random() < 0.3:
+            scatter(self.random.choice(near), near)
+        outs = [Value(device.empty(first.holds.shape, FLOAT), first.holds) for device in near]
+        gather(leader, near)
+        ops.all_sum([[out.buffer for out in outs]], [[first.buffer]], device=leader)
+        scatter(leader, near)
+        self.values += outs[: self.random.randrange(1, len(outs) + 1)]
+        del outs
+        for device in near:  # memory that nobody uses
+            device.empty(first.holds.shape, FLOAT)
 
     def copy(self) -> Value | None:
         source = self.like()

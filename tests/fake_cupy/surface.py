@@ -189,6 +189,7 @@ class _BaseStream:
                 machine.fail(f"{queue_of(machine, self)} waits for an event never recorded")
             if event._machine is not machine:
                 machine.fail("an event of a machine that has ended")
+            machine.count("wait")
             machine.wait(queue_of(machine, self), event._call)
 
     def record(self, event=None):
@@ -210,6 +211,11 @@ class Stream(_BaseStream):
                 machine.fail("a blocking stream waits for the null stream; say non_blocking=True")
             else:
                 self.ptr = machine.add_queue(self.device_id, "stream").handle
+
+    def __del__(self):
+        # No lock while an object dies. What it holds still runs, but nobody may name it again.
+        if getattr(self, "ptr", 0):
+            self._machine.destroyed.add(self.ptr)
 
 
 class ExternalStream(_BaseStream):
@@ -332,4 +338,6 @@ def queue_of(machine: Machine, stream: Any) -> Queue:
         handle = gpu
     elif handle < machine.num_gpus or handle not in machine.queues:
         machine.fail(f"there is no stream {handle:#x}")
+    elif handle in machine.destroyed:
+        machine.fail(f"the stream {handle:#x} was destroyed")
     return machine.queues[handle]

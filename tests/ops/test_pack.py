@@ -82,7 +82,7 @@ def test_the_values_are_divided_and_the_gap_is_not(device, dtype, divisor):
 def test_any_geometry(geometric_device, dtype):
     divisor = 1 if dtype.kind in "iu" else -3
     for size in (1, 17, 255, 16_385, 40_000):
-        for gap in (0, 5, 700):
+        for gap in (0, 5, 700) if size < 1000 else (5,):
             for starts in start_patterns(2)[:2]:
                 check(geometric_device, [random_data((size,), dtype)], [gap], divisor, [starts])
 

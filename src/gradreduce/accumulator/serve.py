@@ -39,12 +39,26 @@ def join(ticket: Ticket) -> None:
     """
     if ticket.deadline is not None:
         ticket.states[0].devices[0].fabric.guard()  # whoever serves it starts no thread
+    try:
+        with locked(ticket.states):
+            for state in ticket.states:
+                state.check_open()
+                state.check_devices()  # nobody could ever serve it
+            for state in ticket.states:
+                state.queue.append(ticket)
+            joint = serve_held(ticket.states)
+        serve_joint(joint)
+    except BaseException:  # Ctrl-C too: a ticket that nobody waits for must not take
+        _abandon(ticket)
+        raise
+
+
+def _abandon(ticket: Ticket) -> None:
+    """Takes a ticket that its maker never waited for out of the queues in which it is."""
     with locked(ticket.states):
-        for state in ticket.states:
-            state.check_open()
-            state.check_devices()  # nobody could ever serve it
-        for state in ticket.states:
-            state.queue.append(ticket)
+        if ticket.done.is_set():
+            return
+        ticket.leave()
         joint = serve_held(ticket.states)
     serve_joint(joint)
 
@@ -115,7 +129,7 @@ def cancel_waiting(state: AccumulatorState) -> None:
     for ticket in waiting:
         with locked(ticket.states):
             if not ticket.done.is_set():
-                ticket.error = CancelledError("TakeGrad operation was cancelled")
+                ticket.error = CancelledError(_cancelled(state))
                 ticket.leave()
     for other in dict.fromkeys(each for ticket in waiting for each in ticket.states):
         with locked([other]):
@@ -188,12 +202,15 @@ def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Buffer, ...]]:
         if state.count and state.over_mesh:
             key = (state.devices, _divisor(state), state.ops)
             batches.setdefault(key, []).append(state)
-    for (_, divisor, reducer), together in batches.items():
+    for place, ((_, divisor, reducer), together) in enumerate(batches.items(), 1):
+        # A batch asks for its memory before its first launch; but a later one may get none, and
+        # then the sums of those before it must be there still.
+        last = place == len(batches)
         reduced = reducer.reduce_buffers(
             [_partials(state) for state in together],
             divisor=divisor,
             out_dtypes=[state.dtype for state in together],
-            consume=True,
+            consume=last,
         )
         taken.update(zip(together, reduced, strict=True))
     _divide(alone)
@@ -242,6 +259,13 @@ def _divide(alone: dict[AccumulatorState, tuple[Buffer, Buffer]]) -> None:
             device=devices[0],
         )
         scatter(devices[0], devices)
+
+
+def _cancelled(state: AccumulatorState) -> str:
+    """TensorFlow's words, and why where it is not the caller's doing."""
+    reason = state.devices[0].fabric.reason
+    text = "TakeGrad operation was cancelled"
+    return text if reason is None else f"{text}: the mesh is dead: {reason}"
 
 
 def _missing(ticket: Ticket, timeout: float | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .base import Device
 from .capture import Capture
 from .collective import NOT_CAPTURED, Collective
-from .colocated import bring, by_physical, gather, gather_all, pull, scatter
+from .colocated import bring, by_physical, copy_over, fetch, gather, gather_all, pull, scatter
 from .dtypes import DType, accumulate_dtype, as_dtype, element_of, mean_dtype
 from .due import due
 from .fences import follow, precede
@@ -66,11 +66,13 @@ __all__ = [
     "bring",
     "by_physical",
     "compatible",
+    "copy_over",
     "copy_rates",
     "default_mesh",
     "device_named",
     "due",
     "element_of",
+    "fetch",
     "flat_layout",
     "follow",
     "gather",

@@ -6,14 +6,14 @@ Whoever calls one of them has checked its arguments, and fences and records arou
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .capture import Recording
 from .kernel import Kernel, Template
-from .memory import Block, Buffer, Mark, Queue, Row
+from .memory import Block, Buffer, Mark, Queue, Row, Stream, User
 from .tape import Issue
 from .watch import Patience
 
@@ -53,7 +53,7 @@ class Backend(ABC):
         """See ``Device.adopt``."""
 
     @abstractmethod
-    def _release(self, buffer: Buffer, stream: int | None) -> Any:
+    def _release(self, buffer: Buffer, stream: Stream | None) -> Any:
         """See ``Device.release``."""
 
     @abstractmethod
@@ -61,7 +61,7 @@ class Backend(ABC):
         """Makes the compute queue wait for a foreign stream."""
 
     @abstractmethod
-    def _precede(self, stream: int | None) -> None:
+    def _precede(self, stream: Stream | None) -> None:
         """Makes a foreign stream, or the host, wait for the compute queue."""
 
     @abstractmethod
@@ -123,8 +123,8 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def _mark(self, queue: Queue) -> Any:
-        """The backend's token for the end of what ``queue`` holds."""
+    def _mark(self, queue: User) -> Any:
+        """The backend's token for the end of what ``queue``, or a caller's stream, holds."""
 
     @abstractmethod
     def _passed(self, event: Any) -> bool:
@@ -133,6 +133,32 @@ class Backend(ABC):
     @abstractmethod
     def _wait(self, mark: Mark, queue: Queue) -> None:
         """Queues a wait for another queue's mark."""
+
+    def _led(self, others: Iterable[Device]) -> list[Device]:
+        """Those whose compute queues must be told to wait for this one's now.
+
+        The rest wait by themselves for what it holds by then, once they are given anything.
+        """
+        return [other for other in others if other is not self]
+
+    def _unjoined(self, others: Iterable[Device]) -> list[Device]:
+        """Those whose compute queues may hold what this one's does not wait for yet."""
+        return [other for other in others if other is not self]
+
+    @property
+    def _is_led(self) -> bool:
+        """Whether it trails anybody."""
+        return False
+
+    def _catch_up(self) -> None:  # noqa: B027  # who trails nobody has nothing to do
+        """Its compute queue waits now for whom it trails."""
+
+    def _comes_behind(self, device: Device, queue: Queue) -> bool:
+        """Whether what its compute queue is given next comes behind all that queue holds now.
+
+        False also where it is not known.
+        """
+        return False
 
     @abstractmethod
     def _synchronize(self, patience: Patience) -> bool:
@@ -144,6 +170,10 @@ class Backend(ABC):
 
     def _urge(self) -> None:  # noqa: B027  # most work by themselves
         """Has queues go on that otherwise do so only while the host waits."""
+
+    def _is_waiting(self, queue: Queue) -> bool:
+        """Whether a queue is known to wait for a mark of another; False where nobody can tell."""
+        return False
 
     @abstractmethod
     def _abandon(self, seconds: float) -> bool:

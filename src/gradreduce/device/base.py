@@ -21,7 +21,7 @@ from .fabric import Fabric
 from .journal import Fields, Record
 from .kernel import Kernel, Template
 from .lent import Lent
-from .memory import Buffer, Mark, Queue, Row
+from .memory import Buffer, Mark, Queue, Row, Stream
 from .parking import Parking
 from .reach import check_reach, check_writable
 from .tape import Issue
@@ -110,10 +110,11 @@ class Device(Backend):
         self.fabric.check_usable(self)
         return self._adopt(array, self.fabric.entering(self, stream), writable)
 
-    def release(self, buffer: Buffer, stream: int | None = None) -> Any:
+    def release(self, buffer: Buffer, stream: Stream | None = None) -> Any:
         """The backend's array of ``buffer``'s memory, kept alive by it; nothing is copied.
 
-        ``stream`` (raw handle; None for a host array) waits for our compute queue.
+        ``stream`` (None for a host array) waits for our compute queue. Of the backend's own class,
+        not a raw handle, it is remembered: the array may be dropped while it is still used there.
 
         Raises:
             DeviceMismatchError: the buffer is another device's.
@@ -178,12 +179,13 @@ class Device(Backend):
         patience = self._endless if deadline is None else self._patient(deadline)
         self.fabric.check_free(self, "download")
         check_reach(self, buffer)
-        self._record("download", "", self.index, -1, buffer.nbytes)
+        number = self._record("download", "", self.index, -1, buffer.nbytes)
         generation = self.fabric.generation
         host = self._download(buffer, patience)
         # A collective that is aborted lets its queue go on: what comes behind it is worth nothing.
         if host is None or self.fabric.has_died(generation):
             raise self.fabric.give_up(f"a download of {buffer}", self, patience)
+        self.fabric.flight.over(number, self, "compute")
         return host
 
     def lose(self, reason: str) -> None:
@@ -301,17 +303,6 @@ class Device(Backend):
             if tape is not None:
                 tape.waited(self, mark, queue)
 
-    def _trail(self, leader: Device) -> bool:
-        """Whether its compute queue will wait for what the leader's holds, when it is given more.
-
-        Cheaper than ``wait`` at once, which a device that says False must be told.
-        """
-        return False
-
-    def _trails(self, leader: Device) -> bool:
-        """Whether its compute queue was given nothing since ``_trail(leader)``."""
-        return False
-
     def synchronize(self, *, deadline: float | None = None) -> None:
         """The host waits until both queues are empty.
 
@@ -324,10 +315,11 @@ class Device(Backend):
         """
         patience = self._endless if deadline is None else self._patient(deadline)
         self.fabric.check_free(self, "synchronize")
-        self._record("sync", "", self.index)
+        number = self._record("sync", "", self.index)
         generation = self.fabric.generation
         if not self._synchronize(patience) or self.fabric.has_died(generation):
             raise self.fabric.give_up("a synchronize", self, patience)
+        self.fabric.flight.over(number, self, "compute", "transfer")
         self.drain()
 
     def _patient(self, deadline: float) -> Patience:
@@ -390,8 +382,8 @@ class Device(Backend):
         if tape is not None:
             tape.add(issue, (record,), operands)
 
-    def _record(self, *what: Any) -> None:
-        """The fields of a ``Record``, in order."""
-        self.fabric.flight.add(what)
+    def _record(self, *what: Any) -> int:
+        """The fields of a ``Record``, in order; its number in the flight record."""
         if self.fabric.recorder.recording:
             self.fabric.recorder.add(Record(*what))
+        return self.fabric.flight.add(what)

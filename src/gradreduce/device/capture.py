@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradreduce.errors import CaptureError
 
+from .colocated import gather, scatter
 from .journal import Record
 from .memory import Buffer, Mark, overlap
 from .tape import Issue, Span, Tape, behind_readers, spans_of
@@ -136,15 +137,11 @@ class Capture:
         leader, others = self._leader, self._others
         with self._fabric.launch_lock:
             self._fence()
-            for other in others:
-                if not other._trails(leader):
-                    leader.wait(other.mark())
+            gather(leader, others)
             self._again()
-            now = [other for other in others if not other._trail(leader)]
-            if now:
-                done = leader.mark()
-                for other in now:
-                    other.wait(done)
+            scatter(leader, others)
+            for device, stream in self._streams:  # whose arrays were read
+                device._precede(stream)
             self._fabric.flight.add(self._flight)
             recorder = self._fabric.recorder
             for record in self._records if recorder.recording else ():

@@ -6,13 +6,17 @@ before, so that its queue comes behind theirs, and ``scatter`` after, so that th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
-from .base import Device
-from .memory import Buffer, Queue
+from .memory import Buffer, Mark, Queue
 from .reach import check_reach, reaches
 
-__all__ = ["bring", "by_physical", "gather", "gather_all", "pull", "scatter"]
+if TYPE_CHECKING:
+    from .base import Device
+
+__all__ = ["bring", "by_physical", "copy_over", "fetch", "gather", "gather_all", "pull", "scatter"]
 
 
 def by_physical(devices: Sequence[Device]) -> dict[int, tuple[int, ...]]:
@@ -33,20 +37,45 @@ def gather(leader: Device, others: Iterable[Device], queue: Queue = "compute") -
 
 def gather_all(leaders: Iterable[Device], others: Iterable[Device], queue: Queue) -> None:
     """As ``gather`` for several leaders, with one mark of each of the others for all of them."""
-    leaders = list(dict.fromkeys(leaders))
-    for other in dict.fromkeys(others):
-        behind = [each for each in leaders if each is not other or queue != "compute"]
-        if behind:
-            mark = other.mark()
-            for leader in behind:
-                leader.wait(mark, queue=queue)
+    _fenced(_gather, dict.fromkeys(leaders), dict.fromkeys(others), queue)
 
 
 def scatter(leader: Device, others: Iterable[Device], queue: Queue = "compute") -> None:
     """What the others launch from now on comes behind what the leader's queue holds so far."""
-    waiting = [
-        other for other in dict.fromkeys(others) if other is not leader or queue != "compute"
-    ]
+    _fenced(_scatter, (leader,), dict.fromkeys(others), queue)
+
+
+def _fenced(
+    fence: Callable[[Sequence[Device], Sequence[Device], Queue], None],
+    leaders: Iterable[Device],
+    others: Iterable[Device],
+    queue: Queue,
+) -> None:
+    """Fences; on a tape it is kept whole, because each time something else may be left out."""
+    again = partial(fence, tuple(leaders), tuple(others), queue)
+    fabric = again.args[0][0].fabric if again.args[0] else None
+    if fabric is None or fabric.tape is None:
+        again()
+        return
+    tape = fabric.tape
+    with fabric.taped(None):
+        again()
+    tape.add(again, (), ())
+
+
+def _gather(leaders: Sequence[Device], others: Sequence[Device], queue: Queue) -> None:
+    marks: dict[Device, Mark] = {}
+    for leader in leaders:
+        for other in leader._unjoined(others) if queue == "compute" else others:
+            mark = marks.get(other)
+            if mark is None:
+                mark = marks[other] = other.mark()
+            leader.wait(mark, queue=queue)
+
+
+def _scatter(leaders: Sequence[Device], others: Sequence[Device], queue: Queue) -> None:
+    (leader,) = leaders
+    waiting = leader._led(others) if queue == "compute" else others
     if waiting:
         mark = leader.mark(queue)
         for other in waiting:
@@ -62,16 +91,41 @@ def bring(device: Device, buffer: Buffer, queue: Queue = "compute") -> Buffer:
     Raises:
         BackendUnavailableError: its device is lost.
     """
-    if reaches(device, buffer):
-        check_reach(device, buffer)
-        return buffer
-    return pull(device, buffer, queue)
-
-
-def pull(device: Device, buffer: Buffer, queue: Queue = "compute") -> Buffer:
-    """As ``bring``, but only co-located memory is left where it is: a peer's is copied."""
-    if buffer.device.physical == device.physical:
+    if _is_read(device, buffer):
         return buffer
     copied = device.empty(buffer.shape, buffer.dtype)
     device.copy(copied, buffer, queue=queue)
     return copied
+
+
+def fetch(device: Device, buffer: Buffer) -> Buffer:
+    """As ``bring``, by ``copy_over``."""
+    return buffer if _is_read(device, buffer) else pull(device, buffer)
+
+
+def pull(device: Device, buffer: Buffer) -> Buffer:
+    """As ``fetch``, but a peer's is copied too: only co-located memory is left where it is."""
+    if buffer.device.physical == device.physical:
+        return buffer
+    copied = device.empty(buffer.shape, buffer.dtype)
+    copy_over(device, copied, buffer)
+    return copied
+
+
+def _is_read(device: Device, buffer: Buffer) -> bool:
+    """Whether launches of ``device`` read it where it lies; raises if its device is lost."""
+    if not reaches(device, buffer):
+        return False
+    check_reach(device, buffer)
+    return True
+
+
+def copy_over(device: Device, dst: Buffer, src: Buffer) -> None:
+    """``device`` copies, and the source's own device comes behind it if a caller may write that.
+
+    Then a fence of that device alone tells the caller's stream that its memory was read. In an
+    all-reduce every device comes behind all that read its memory as it is.
+    """
+    device.copy(dst, src)
+    if src.device is not device and (not src.block.owned or src.block.gaps is not None):
+        src.device.wait(device.mark())

@@ -23,15 +23,14 @@ from cupy.cuda import runtime
 
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 
-from .base import Device
-from .cuda_capture import GraphRecording, Trail
 from .cuda_compile import function, is_compiled
 from .cuda_geometry import Geometry
-from .cuda_gpu import FATAL, Gpu, enable_peer_access, visible_gpus
+from .cuda_gpu import FATAL, enable_peer_access, visible_gpus
+from .cuda_queues import CudaQueues
 from .dtypes import as_dtype
 from .fabric import Fabric
 from .kernel import Kernel, Template
-from .memory import Block, Buffer, Mark, Queue, Row, TrackedBlock
+from .memory import Block, Buffer, Queue, Row, Stream, TrackedBlock
 from .tables import Tables
 from .tape import Issue
 from .watch import Patience
@@ -44,6 +43,8 @@ _LOOK_SECONDS = 1e-3
 # What queues of dead meshes may use for ever, from their death on: in the middle of a collection of
 # garbage it would be too late. Nothing of it is freed before its queues have come to their end.
 _HELD: dict[int, Any] = {}
+# The streams of each device until its ``__del__``, before which a collection might end them.
+_STREAMS: dict[int, Any] = {}
 
 
 @lru_cache(maxsize=1024)
@@ -61,7 +62,7 @@ def _narrowest(row: Row) -> int:
     return min(operand.dtype.itemsize for operand in row)
 
 
-class CudaDevice(Device):
+class CudaDevice(CudaQueues):
     """A logical device on the GPU ``physical``; several may share one."""
 
     defers = True
@@ -72,27 +73,12 @@ class CudaDevice(Device):
         # is handed out again at once.
         self._staging: deque[tuple[Any, Any]] = deque()
         self._staging_lock = threading.Lock()
-        self.gpu = Gpu(self)
-        self._led = Trail()
         with self.gpu:
-            self._streams = {
-                "compute": cupy.cuda.Stream(non_blocking=True),
-                "transfer": cupy.cuda.Stream(non_blocking=True),
-            }
             self._pool = cupy.cuda.MemoryPool()
+        _STREAMS[id(self)] = self._streams
         fabric.on_death.append(self._hold)
         self._geometry = Geometry.of(self.gpu.attributes)
         self._tables = Tables(self._place)
-
-    def stream(self, queue: Queue = "compute") -> Any:
-        """The CuPy stream of a queue; inside a capture, that which records it."""
-        capture = self.fabric.capture
-        if capture is None:
-            if self._led.leader is not None and queue == "compute":
-                self._led.catch_up(self.gpu, self._streams["compute"])
-            return self._streams[queue]
-        assert isinstance(capture.backend, GraphRecording)
-        return capture.backend.stream(self.index, queue)
 
     def close(self) -> None:
         """The host waits for what is queued: memory that work still uses must not go elsewhere.
@@ -110,9 +96,10 @@ class CudaDevice(Device):
         """A mesh that nobody closed: what its queues still use must not be given away."""
         if sys.is_finalizing():
             return
+        _kept = _STREAMS.pop(id(self), None)  # until this returns
         with suppress(BackendUnavailableError):  # closed, lost, or from before a fork
             self.fabric.check_open()
-            if self.fabric.reason is None and (self._staging or self._parking):
+            if self.fabric.reason is None and (self._is_led or self._staging or self._parking):
                 self.fabric.check_usable(self)
                 self._synchronize(Patience(self))
             elif self.fabric.reason is not None and self._is_idle():
@@ -144,9 +131,11 @@ class CudaDevice(Device):
         block = TrackedBlock(self, array, address, nbytes, owned=False, writable=writable)
         return Buffer(block, 0, array.shape, dtype, array)
 
-    def _release(self, buffer: Buffer, stream: int | None) -> Any:
+    def _release(self, buffer: Buffer, stream: Stream | None) -> Any:
         if stream is not None:
             self._precede(stream)
+            if not isinstance(stream, int):  # whose stream may have ended by the time we ask it
+                buffer.block.is_shown(stream)
         if buffer.array is not None:
             return buffer.array
         memory = cupy.cuda.UnownedMemory(buffer.address, buffer.nbytes, buffer.block, self.physical)
@@ -169,8 +158,14 @@ class CudaDevice(Device):
 
     def _allocate(self, nbytes: int) -> Block:
         self.drain()
+        dead = self._parking.take(nbytes)
+        if dead is not None:  # whoever used it is who its next user comes behind
+            block = TrackedBlock(self, dead.raw, dead.raw.ptr, nbytes, owned=True, writable=True)
+            block.touched |= dead.touched
+            return block
         with self.gpu, self._streams["compute"]:
             pointer = self._pool.malloc(max(1, nbytes))
+        self._given("compute")  # memory in its order: whoever works for us must come behind it
         return TrackedBlock(self, pointer, pointer.ptr, nbytes, owned=True, writable=True)
 
     def _recycle(self, raw: Any, nbytes: int) -> None:
@@ -179,6 +174,8 @@ class CudaDevice(Device):
     def _trim(self) -> None:
         if id(self._pool) in _HELD:  # CUDA waits for the queues before it frees
             return
+        self._catch_up()
+        self.drain()
         with self.gpu:
             self._pool.free_all_blocks()
 
@@ -187,13 +184,14 @@ class CudaDevice(Device):
 
     def _fill_zero(self, buffer: Buffer) -> None:
         with self.gpu:
-            runtime.memsetAsync(buffer.address, 0, buffer.nbytes, self.stream("compute").ptr)
+            runtime.memsetAsync(buffer.address, 0, buffer.nbytes, self._ready("compute").ptr)
+        self._given("compute")
 
     def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None:
         """Through pinned memory, which stays ours until the copy has passed."""
         if not dst.nbytes:
             return
-        stream = self.stream(queue)
+        stream = self._ready(queue)
         with self.gpu:
             pinned = cupy.cuda.alloc_pinned_memory(dst.nbytes)
             staged = np.frombuffer(pinned, np.uint8, dst.nbytes)
@@ -205,12 +203,13 @@ class CudaDevice(Device):
                 self._staging.append((pinned, self._event(stream)))
                 while self._staging and self._staging[0][1].done:
                     self._staging.popleft()
+        self._given(queue)
 
     def _download(self, buffer: Buffer, patience: Patience) -> np.ndarray | None:
         if patience.polls:
             return self._fetched(buffer, patience)
         host = np.empty(buffer.shape, buffer.dtype)
-        stream = self.stream()
+        stream = self._ready("compute")
         with self.gpu:
             if buffer.nbytes:
                 runtime.memcpyAsync(
@@ -218,22 +217,21 @@ class CudaDevice(Device):
                     runtime.memcpyDeviceToHost, stream.ptr,
                 )  # fmt: skip
             stream.synchronize()
+        self._given("compute")
         return host
 
     def _fetched(self, buffer: Buffer, patience: Patience) -> np.ndarray | None:
         """A download without a wait in the driver: a copy to pageable memory is one."""
-        stream = self.stream()
+        stream = self._ready("compute")
         with self.gpu:
             pinned = cupy.cuda.alloc_pinned_memory(max(1, buffer.nbytes))
             if buffer.nbytes:
                 runtime.memcpyAsync(
-                    pinned.ptr,
-                    buffer.address,
-                    buffer.nbytes,
-                    runtime.memcpyDeviceToHost,
-                    stream.ptr,
-                )
+                    pinned.ptr, buffer.address, buffer.nbytes,
+                    runtime.memcpyDeviceToHost, stream.ptr,
+                )  # fmt: skip
             event = self._event(stream)
+        self._given("compute")
         if not patience.until(lambda: self._reached(event)):
             with self._staging_lock:  # which the copy may still write
                 self._staging.append((pinned, event))
@@ -242,7 +240,7 @@ class CudaDevice(Device):
         return staged.view(buffer.dtype).reshape(buffer.shape).copy()
 
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
-        stream = self.stream(queue).ptr
+        stream = self._ready(queue).ptr
         with self.gpu:
             if dst.device.physical == src.device.physical:
                 kind = runtime.memcpyDeviceToDevice
@@ -255,6 +253,7 @@ class CudaDevice(Device):
                     dst.address, dst.device.physical, src.address, src.device.physical,
                     dst.nbytes, stream,
                 )  # fmt: skip
+        self._given(queue)
 
     # -- work -----------------------------------------------------------------------------------
 
@@ -264,10 +263,6 @@ class CudaDevice(Device):
 
     def _is_prepared(self, kernel: Kernel, template: Template) -> bool:
         return is_compiled(kernel, template, self.physical)
-
-    def _recording(self, devices: Sequence[Device]) -> GraphRecording:
-        places = [(each.index, each.gpu) for each in devices if isinstance(each, CudaDevice)]
-        return GraphRecording(places, self.stream)
 
     def _resolved(
         self,
@@ -293,21 +288,14 @@ class CudaDevice(Device):
 
         def issue(_held: object = held) -> None:
             with self.gpu:
-                entry(*shape, arguments, stream=self.stream(queue))
+                entry(*shape, arguments, stream=self._ready(queue))
+            self._given(queue)
 
         return issue
 
     def _place(self, words: np.ndarray) -> tuple[int, Buffer]:
         held = self.upload(words)
         return held.address, held
-
-    def _mark(self, queue: Queue) -> Any:
-        with self.gpu:
-            return self._event(self.stream(queue))
-
-    def _wait(self, mark: Mark, queue: Queue) -> None:
-        with self.gpu:
-            self.stream(queue).wait_event(mark.event)
 
     def _passed(self, event: Any) -> bool:
         return bool(event.done)
@@ -323,7 +311,7 @@ class CudaDevice(Device):
         return status == 0
 
     def _synchronize(self, patience: Patience) -> bool:
-        self.stream()  # comes behind its leader
+        self._catch_up()
         if not self._host_waits(patience, self._streams.values()):
             return False
         with self._staging_lock:
@@ -343,7 +331,7 @@ class CudaDevice(Device):
 
     def _is_idle(self) -> bool:
         with self.gpu:
-            found = [runtime.streamQuery(stream.ptr) for stream in self._streams.values()]
+            found = [runtime.streamQuery(stream.ptr) for stream in self._all_streams()]
         return all([self._is_over(status) for status in found])
 
     def _abandon(self, seconds: float) -> bool:
@@ -360,32 +348,17 @@ class CudaDevice(Device):
         self._let_go()
         return True
 
-    def _trail(self, leader: Device) -> bool:
-        """See ``Device._trail``: on one GPU, where to wait for more than was said costs little."""
-        if leader.physical != self.physical:
-            return False
-        self._led.by(leader)
-        return True
-
-    def _trails(self, leader: Device) -> bool:
-        return self._led.leader is leader
-
-    def _event(self, stream: Any) -> Any:
-        event = cupy.cuda.Event(disable_timing=True)
-        event.record(stream)
-        return event
-
     def _follow(self, stream: int) -> None:
-        theirs = cupy.cuda.ExternalStream(stream, self.physical)
+        dead = self._parking.shown_to(stream)
         with self.gpu:
-            self.stream().wait_event(self._event(theirs))
+            self._ready("compute").wait_event(self._event(self._theirs(stream)))
+        self._given("compute")
+        self._parking.passed(dead)
 
-    def _precede(self, stream: int | None) -> None:
-        ours = self.stream()
+    def _precede(self, stream: Stream | None) -> None:
         if stream is None:
-            if not self._host_waits(self._endless, [ours]):
+            if not self._host_waits(self._endless, [self._ready("compute")]):
                 raise self.fabric.give_up("work that the host waits for", self, self._endless)
             return
         with self.gpu:
-            theirs = cupy.cuda.ExternalStream(stream, self.physical)
-            theirs.wait_event(self._event(ours))
+            self._theirs(stream).wait_event(self._mark("compute"))

@@ -6,8 +6,7 @@ into the graph, and lets nothing wait for it meanwhile. The devices' own streams
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -18,10 +17,11 @@ from cupy.cuda import runtime
 from gradreduce.errors import CaptureError
 
 from .capture import Recording
+from .cuda_line import Line, event_of
 from .memory import Queue
 from .tape import Issue
 
-__all__ = ["GraphRecording", "Trail"]
+__all__ = ["GraphRecording"]
 
 
 class GraphRecording(Recording):
@@ -29,10 +29,10 @@ class GraphRecording(Recording):
 
     Args:
         places: a number for each device, and what makes its GPU current, the first one first.
-        home: tells the stream that a launch is given to, on the first device's GPU.
+        home: the queue that a launch is given to, of the first device.
     """
 
-    def __init__(self, places: Iterable[tuple[int, Any]], home: Callable[[], Any]) -> None:
+    def __init__(self, places: Iterable[tuple[int, Any]], home: Line) -> None:
         self._home = home
         self._streams: dict[tuple[int, Queue], tuple[Any, Any]] = {}
         for index, gpu in places:
@@ -53,7 +53,7 @@ class GraphRecording(Recording):
         """
         with self._gpu:
             self._origin.begin_capture(runtime.streamCaptureModeThreadLocal)
-        begun = _event(self._gpu, self._origin)
+        begun = event_of(self._gpu, self._origin)
         for gpu, stream in self._others:
             with gpu:
                 stream.wait_event(begun)
@@ -66,12 +66,13 @@ class GraphRecording(Recording):
         """
         try:
             for gpu, stream in self._others:
-                ended = _event(gpu, stream)
+                ended = event_of(gpu, stream)
                 with self._gpu:
                     self._origin.wait_event(ended)
             with self._gpu:
                 graph = self._origin.end_capture()
-                graph.upload(self._home())
+                graph.upload(self._home.ready())
+            self._home.given()
         except runtime.CUDARuntimeError as error:
             raise CaptureError(f"CUDA makes no graph of what was captured: {error}") from error
         self._streams.clear()  # a graph needs none of them
@@ -85,37 +86,5 @@ class GraphRecording(Recording):
 
     def _launch(self, graph: Any) -> None:
         with self._gpu:
-            graph.launch(self._home())
-
-
-class Trail:
-    """Whom a compute queue has yet to wait for, before it is given anything.
-
-    Attributes:
-        leader: a device of the same GPU; None where the queue waits for it already.
-    """
-
-    def __init__(self) -> None:
-        self.leader: Any = None
-        self._lock = threading.Lock()
-
-    def by(self, leader: Any) -> None:
-        """What the queue is given from now on comes behind what the leader's holds."""
-        with self._lock:
-            self.leader = leader
-
-    def catch_up(self, gpu: Any, stream: Any) -> None:
-        """The queue waits for the leader's, whose end may be a later one by now."""
-        with self._lock:  # who finds no leader any more finds the wait in the queue
-            if self.leader is not None:
-                event = self.leader._mark("compute")
-                with gpu:
-                    stream.wait_event(event)
-                self.leader = None
-
-
-def _event(gpu: Any, stream: Any) -> Any:
-    with gpu:
-        event = cupy.cuda.Event(disable_timing=True)
-        event.record(stream)
-    return event
+            graph.launch(self._home.ready())
+        self._home.given()

@@ -280,6 +280,9 @@ class NcclCollective(Collective):
                     self._call(call, cliques.made[call.physicals])
             finally:
                 self._run("groupEnd", self._nccl.groupEnd)
+                for call in calls:  # only now, all of them
+                    for buffer in call.buffers:
+                        cuda_device(buffer)._given(call.queue)
 
     def _call(self, call: _Call, communicators: Sequence[Any]) -> None:
         for communicator, buffer, arguments in zip(
@@ -287,7 +290,7 @@ class NcclCollective(Collective):
         ):
             device = cuda_device(buffer)
             with device.gpu:
-                stream = device.stream(call.queue).ptr
+                stream = device._ready(call.queue).ptr
                 self._run(call.name, getattr(communicator, call.method), *arguments, stream)
 
     def _make_clique(self, cliques: _Cliques, physicals: tuple[int, ...]) -> None:

@@ -17,7 +17,7 @@ from .captures import Captures
 from .flight import Flight, What, write_flight
 from .journal import Recorder
 from .tape import Tape
-from .watch import Patience, Travel, Watch, WatchedPack
+from .watch import Patience, Travel, Watch, WatchedPack, names_of
 from .watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class Fabric(Captures):
         flight_path: where it is written when the mesh dies; empty: nowhere.
         launch_lock: held around each collective group and each multi-device plan, so that every
             device sees those of all threads in one order.
+        order_lock: held for a moment while a queue is told whom to come behind.
         lost: physical devices that are of no more use, and why.
         last_read: another object after each copy that a writer must wait for.
         reason: why the mesh is dead; None while it is not.
@@ -95,6 +96,7 @@ class Fabric(Captures):
         self.library_error: Callable[[], str | None] = lambda: None
         self.library_ended: Callable[[float], bool] = lambda seconds: True
         self.launch_lock = threading.RLock()
+        self.order_lock = threading.RLock()
         self.lost: dict[int, str] = {}
         self.last_read = object()
         self.reason: str | None = None
@@ -194,6 +196,20 @@ class Fabric(Captures):
                 error.add_note(f"This came half way through: {names} cannot be used any more.")
             raise
 
+    @contextmanager
+    def halves_told(self, note: str) -> Iterator[None]:
+        """For work that writes a caller's memory: an error that comes half way through says so.
+
+        Half way is after this thread's first launch or copy inside.
+        """
+        before = self._issued.count
+        try:
+            yield
+        except BaseException as error:
+            if self._issued.count != before:
+                error.add_note(note)
+            raise
+
     def watched_pack(self, travel: Travel, devices: Iterable[Device] = ()) -> WatchedPack:
         """A context manager: what this thread gives inside is for what travels.
 
@@ -273,7 +289,7 @@ class Fabric(Captures):
         except (BackendUnavailableError, CollectiveError) as error:
             return error
         if patience.is_late:
-            self.fail(f"the deadline for {what} passed: {self._oldest(device)}")
+            self.fail(f"the deadline for {what} passed: {self._stuck(device)}")
             while self.reason is None:  # another thread is about to give the first reason
                 time.sleep(1e-3)
         return self._death(self._last_reason)
@@ -286,19 +302,34 @@ class Fabric(Captures):
         self._deaths.clear()
         self.reason = None
 
-    def _oldest(self, device: Device) -> str:
-        waiting = [
+    def _stuck(self, device: Device) -> str:
+        """Who keeps the host waiting for a device, which may only stand behind another."""
+        devices = device.mesh.devices
+        late = self.flight.late(devices)
+        if not late:
+            return f"{device.name} has come to its end meanwhile"
+        have, its = ("has", "its") if len(late) == 1 else ("have", "their")
+        text = f"{names_of(late)} {have} not come to the end of {its} queues"
+        entries = [
             entry
-            for entry in self.flight.entries([device], fresh=False)
-            if entry.device == device.index and not entry.done
+            for entry in self.flight.entries(devices, fresh=False)
+            if not entry.done and entry.kind != "sync"  # which is nothing that a queue does
         ]
-        text = f"{device.name} has not come to the end of its queues"
-        if not waiting:
+        first = next((each for each in entries if devices[each.device] in late), None)
+        number = 0
+        if first is not None:
+            number = first.sequence
+            what = f"{first.kind} {first.name}".rstrip()
+            of = f" of {first.tensors}" if first.tensors else ""
+            on = f" on {devices[first.device].name}" if len(late) > 1 else ""
+            text += f"; the first that is not known to be over is {what}{of}{on}, #{number}"
+            if of:
+                return text
+        later = [each for each in entries if each.tensors and each.sequence > number]
+        if not later:
             return text
-        first = waiting[0]
-        of = f" of {first.tensors}" if first.tensors else ""
-        what = f"{first.kind} {first.name}".rstrip()
-        return f"{text}; the first that is not known to be over is {what}{of}, #{first.sequence}"
+        named = next((each for each in later if devices[each.device] in late), later[0])
+        return f"{text}, before {named.tensors}, #{named.sequence}"
 
     def _write_flight(self, reason: str) -> None:
         entries = self.flight.entries((), fresh=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,8 +45,10 @@ class Door(Protocol):
 class FlatBuffer:
     """The same tensors on every device of a mesh, end to end in one memory each.
 
-    Made by ``mesh.flat_buffer``. Gradients that lie in it are not packed again by an all-reduce,
-    and other GPUs may read them where they are: as ``views``, or as ``arrays`` of any library,
+    Made by ``mesh.flat_buffer``. Gradients that lie in it are not packed again by an all-reduce of
+    all of them, or of a run of them in this order (with others of the same dtype between or beside
+    them the batch needs another layout, and is packed), and other GPUs may read them where they
+    are: as ``views``, or as ``arrays`` of any library,
     which are known by their memory when they come back, however they were viewed since. An array
     lives as long as anything that shares its memory; the flat buffer object need not be kept.
 
@@ -67,14 +70,14 @@ class FlatBuffer:
     ) -> Self:
         """Zeros; see ``Mesh.flat_buffer``."""
         found = as_dtype(dtype)
-        sizes, itemsize = [math.prod(shape) for shape in shapes], found.itemsize
+        inside = [_as_shape(shape, place) for place, shape in enumerate(shapes)]
+        sizes, itemsize = [math.prod(shape) for shape in inside], found.itemsize
         layout = flat_layout(sizes, itemsize)
         gaps = {
             (start + size) * itemsize: (span - size) * itemsize
             for start, size, span in zip(layout.offsets, sizes, layout.spans, strict=True)
             if size
         }
-        inside = [tuple(shape) for shape in shapes]
         buffers = tuple(device.zeros((layout.size,), found) for device in devices)
         views = tuple(tuple(map(flat.view, layout.offsets, inside)) for flat in buffers)
         for flat in buffers:
@@ -143,6 +146,16 @@ class FlatBuffer:
         """
         for kind in self._kinds:
             self.door.go_out(self.buffers, kind)
+
+
+def _as_shape(shape: Sequence[int], place: int) -> tuple[int, ...]:
+    try:
+        extents = tuple(operator.index(extent) for extent in shape)
+    except TypeError:
+        extents = (-1,)
+    if min(extents, default=0) < 0:
+        raise ValueError(f"shapes[{place}]={shape!r} is no shape: integers from 0 up")
+    return extents
 
 
 def _clear(buffer: Buffer) -> None:

@@ -48,7 +48,8 @@ class FlightEntry:
         num_rows: tensors that a launch serves; else 0.
         tensors: what it is for: ``"pack 3 of 8 (tensors 5 to 9)"``; empty where nobody said.
         queue: ``compute`` or ``transfer``.
-        done: whether it is known to be over.
+        done: whether it is known to be over. What was not when the mesh was reset never is: the
+            simulation has dropped it, and what GPUs did of it in a dead mesh is worth nothing.
     """
 
     sequence: int
@@ -63,6 +64,8 @@ class FlightEntry:
     done: bool
 
 
+# Logical index of a device, and one of its queues.
+_QueueOf = tuple[int, str]
 # The number of the last operation given before a mark, and the mark: device, queue, event.
 _Place = tuple[int, "Device", Queue, Any]
 
@@ -86,11 +89,27 @@ class Flight:
         self.ring: deque[tuple[int, What, object]] = deque(maxlen=LENGTH)
         self.numbers = count(1)
         self._marks: deque[_Place] = deque(maxlen=_MARKS)
+        # Up to which number a queue is over, without a mark: by what the host waited for.
+        self._over: dict[_QueueOf, int] = {}
+        # What a queue was given before a reset and was not over then: after one number, up to one.
+        self._dropped: dict[_QueueOf, list[tuple[int, int]]] = {}
         self.thread = _Label()
 
-    def add(self, what: What) -> None:
-        """Keeps an operation that *has been* given: what is marked later comes behind it."""
-        self.ring.append((next(self.numbers), what, self.thread.label))
+    def add(self, what: What) -> int:
+        """Keeps an operation that *has been* given: what is marked later comes behind it.
+
+        Returns:
+            Its number.
+        """
+        number = next(self.numbers)
+        self.ring.append((number, what, self.thread.label))
+        return number
+
+    def over(self, number: int, device: Device, *queues: Queue) -> None:
+        """The host has seen that these queues are over, as far as they were given by a number."""
+        for queue in queues:
+            key = device.index, queue
+            self._over[key] = max(number, self._over.get(key, 0))
 
     def labelled(self, label: object) -> object:
         """What this thread gives from now on is for ``label``, whose text says so; the last one."""
@@ -111,18 +130,82 @@ class Flight:
             fresh: mark every queue now and look whether the marks pass at once, for some
                 milliseconds; otherwise only marks that were made anyway are looked at.
         """
-        given = sorted(_copied(self.ring), key=lambda each: each[0])
+        given = self._given()
         if fresh and given:
             self._look(devices, given[-1][0])
-        reached: dict[tuple[int, str], int] = {}
+        reached = self._reached()
+        return [self._entry(number, what, label, reached) for number, what, label in given]
+
+    def late(self, devices: Sequence[Device]) -> list[Device]:
+        """Whose queues are not empty, looked at as ``entries`` does when it is to be fresh.
+
+        Without those whose queues are known to wait for another device, if any is left then.
+        """
+        given = self._given()
+        passed = {
+            (device.index, queue)
+            for _, device, queue, event in self._look(devices, given[-1][0] if given else 0)
+            if device._reached(event)
+        }
+        late = [
+            (device, queue)
+            for device in devices
+            for queue in QUEUES
+            if (device.index, queue) not in passed
+        ]
+        stuck = [(device, queue) for device, queue in late if not device._is_waiting(queue)]
+        return list(dict.fromkeys(device for device, _ in stuck or late))
+
+    def drop(self, devices: Sequence[Device]) -> None:
+        """What is not known to be over now never will be, whatever marks say: a mesh is reset."""
+        given = self._given()
+        reached = self._reached()
+        last = given[-1][0] if given else 0
+        for device in devices:
+            for queue in QUEUES:
+                key = device.index, queue
+                kept = [each for each in self._dropped.get(key, []) if each[1] > last - LENGTH]
+                self._dropped[key] = [*kept, (reached.get(key, 0), last)]
+        self._marks.clear()
+        self._over = reached
+
+    def _given(self) -> list[tuple[int, What, object]]:
+        return sorted(_copied(self.ring), key=lambda each: each[0])
+
+    def _reached(self) -> dict[_QueueOf, int]:
+        """Up to which number each queue is known to be over."""
+        reached = dict(self._over)
         for last, device, queue, event in _copied(self._marks):
-            key = (device.index, queue)
+            key = device.index, queue
             if last > reached.get(key, 0) and device._reached(event):
                 reached[key] = last
-        return [_entry(number, what, label, reached) for number, what, label in given]
+        return reached
 
-    def _look(self, devices: Sequence[Device], last: int) -> None:
-        """In a thread of its own: a driver whose queue is full may hold whoever marks it."""
+    def _entry(
+        self, number: int, what: What, label: object, reached: dict[_QueueOf, int]
+    ) -> FlightEntry:
+        record = what if isinstance(what, Record) else Record(*what)
+        key = record.device, record.queue
+        dropped = any(after < number <= last for after, last in self._dropped.get(key, ()))
+        return FlightEntry(
+            sequence=number,
+            kind=record.kind,
+            name=record.name,
+            device=record.device,
+            source=record.source,
+            nbytes=record.nbytes,
+            num_rows=record.num_rows,
+            tensors="" if label is None else str(label),
+            queue=record.queue,
+            done=number <= reached.get(key, 0) and not dropped,
+        )
+
+    def _look(self, devices: Sequence[Device], last: int) -> list[_Place]:
+        """In a thread of its own: a driver whose queue is full may hold whoever marks it.
+
+        Returns:
+            The marks that could be made.
+        """
         made: list[_Place] = []
 
         def mark() -> None:
@@ -141,8 +224,9 @@ class Flight:
         self._marks.extend(made)
         while time.monotonic() < end:
             if all(device._reached(event) for _, device, _, event in list(made)):
-                return
+                break
             time.sleep(_LOOK_SECONDS / 20)
+        return list(made)
 
 
 def _copied(ring: deque[Any]) -> list[Any]:
@@ -151,24 +235,6 @@ def _copied(ring: deque[Any]) -> list[Any]:
             return list(ring)
         except RuntimeError:  # another thread appended, where the interpreter has no lock
             continue
-
-
-def _entry(
-    number: int, what: What, label: object, reached: dict[tuple[int, str], int]
-) -> FlightEntry:
-    record = what if isinstance(what, Record) else Record(*what)
-    return FlightEntry(
-        sequence=number,
-        kind=record.kind,
-        name=record.name,
-        device=record.device,
-        source=record.source,
-        nbytes=record.nbytes,
-        num_rows=record.num_rows,
-        tensors="" if label is None else str(label),
-        queue=record.queue,
-        done=number <= reached.get((record.device, record.queue), 0),
-    )
 
 
 def write_flight(path: str, mesh: str, reason: str, entries: Sequence[FlightEntry]) -> None:

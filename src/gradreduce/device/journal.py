@@ -101,7 +101,7 @@ class Recorder:
         keep: is given what is done again from a tape, besides.
     """
 
-    def __init__(self, keep: Callable[[Record], None]) -> None:
+    def __init__(self, keep: Callable[[Record], object]) -> None:
         self._keep = keep
         self._open: tuple[Journal, ...] = ()
         self._lock = threading.Lock()

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from .memory import Dead
+from .memory import Dead, User
 
 if TYPE_CHECKING:
     from .base import Device
 
 __all__ = ["Parking"]
+
+# Blocks whose size nobody asks for again must not pile up.
+MAX_LED = 32
+_Shown = tuple[Dead, list[tuple["Device", User]]]
 
 
 class Parking:
@@ -26,25 +31,40 @@ class Parking:
     def __init__(self) -> None:
         self.dead: deque[Dead] = deque()
         self._parked: deque[tuple[Dead, list[Any]]] = deque()
+        self._led: deque[Dead] = deque()
         self._kept: list[Dead] = []
 
     def __bool__(self) -> bool:
         """Whether anything waits."""
-        return bool(self.dead or self._parked)
+        return bool(self.dead or self._parked or self._led)
+
+    def take(self, nbytes: int) -> Dead | None:
+        """A dead block of this size whose users its home queue trails, for its next owner.
+
+        The pool could not have it: its order is that of the home queue, which knows nothing yet.
+        """
+        with suppress(IndexError):
+            for _ in range(len(self._led)):
+                dead = self._led.popleft()
+                if dead.nbytes == nbytes:
+                    return dead
+                self._led.append(dead)
+        return None
 
     def drain(self, home: Device) -> None:
         """Gives back to the pool of ``home`` what nobody uses any more.
 
         What another queue has used waits, parked, until that queue has passed the place where it
         is now: only then may the compute queue, in whose order the pool hands memory out, write it.
+        So does what a caller's stream was shown, whose own order nobody else knows.
         """
         with suppress(IndexError):  # another thread was faster
+            if len(self._led) > MAX_LED:
+                home._catch_up()
+            for _ in range(len(self._led)):
+                self._settle(self._led.popleft(), home)
             while self.dead:
-                dead = self.dead.popleft()
-                if dead.owned and not dead.touched:  # only its home queue knew it
-                    home._recycle(dead.raw, dead.nbytes)
-                else:
-                    self._park(dead, home)
+                self._settle(self.dead.popleft(), home)
             for _ in range(len(self._parked)):
                 dead, marks = self._parked.popleft()
                 if all(home._passed(mark) for mark in marks):
@@ -53,9 +73,51 @@ class Parking:
                 else:
                     self._parked.append((dead, marks))
 
-    def _park(self, dead: Dead, home: Device) -> None:
-        users = dead.touched if dead.owned else {*dead.touched, (home, "compute")}
-        if any(device.physical in home.fabric.lost for device, _ in users):
-            self._kept.append(dead)  # a lost device never says that it is done
-            return
-        self._parked.append((dead, [device._mark(queue) for device, queue in users]))
+    def shown_to(self, stream: int) -> list[_Shown]:
+        """What has died by now and was shown to a caller's stream; for ``passed``."""
+        if not self.dead:
+            return []
+        found = []
+        for dead in self.dead.copy():
+            users = [each for each in list(dead.touched) if _is(each[1], stream)]
+            if users:
+                found.append((dead, users))
+        return found
+
+    def passed(self, shown: Iterable[_Shown]) -> None:
+        """The compute queue has come behind that stream: it is no user any more.
+
+        So in a training loop, where a call brings arrays of the stream that had the last results,
+        their memory is at hand at once, however far the host is ahead.
+        """
+        for dead, users in shown:
+            dead.touched.difference_update(users)
+
+    def _settle(self, dead: Dead, home: Device) -> None:
+        # Only its home queue knew it, or that comes behind all who did.
+        users = list(dead.touched)
+        ours = dead.owned and all(isinstance(queue, str) for _, queue in users)
+        if ours and all(home._comes_behind(*user) for user in users):
+            if users and home._is_led:
+                self._led.append(dead)
+            else:
+                home._recycle(dead.raw, dead.nbytes)
+        else:
+            self._park(dead, users if dead.owned else [*users, (home, "compute")], home)
+
+    def _park(self, dead: Dead, users: list[tuple[Device, User]], home: Device) -> None:
+        alive = not any(device.physical in home.fabric.lost for device, _ in users)
+        marks = []
+        try:
+            marks = [device._mark(queue) for device, queue in users if alive]
+        except Exception:  # such as of a stream that its owner has destroyed
+            alive = False
+        if alive:
+            self._parked.append((dead, marks))
+        else:
+            self._kept.append(dead)  # nobody ever says that it is done
+
+
+def _is(user: User, stream: int) -> bool:
+    """Whether a user of memory is the caller's stream with this handle."""
+    return not isinstance(user, str) and bool(getattr(user, "ptr", user) == stream)

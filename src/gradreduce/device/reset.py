@@ -29,6 +29,7 @@ def reset(devices: Sequence[Device], timeout: float | None) -> None:
         rest.need(fabric.mourned.wait(rest.seconds), "those who wait are not all woken")
         rest.need(fabric.library_ended(rest.seconds), "the communicators do not let go")
         with rest.held(fabric.launch_lock, "a call is still giving work to the devices"):
+            fabric.flight.drop(devices)  # before marks pass that nothing came to
             alive = [device for device in devices if device.physical not in fabric.lost]
             stuck = [device for device in alive if not device._abandon(rest.seconds)]
             rest.need(not stuck, f"queues have not come to their end: {names_of(stuck)}")

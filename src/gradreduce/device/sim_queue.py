@@ -68,6 +68,10 @@ class Scheduler(ABC):
     def urge(self) -> None:  # noqa: B027  # where work runs at once nothing is left to do
         """Runs what can run, as devices do by themselves; for who only looks at marks."""
 
+    def is_waiting(self, queue: Hashable) -> bool:
+        """Whether a queue can go on only behind an event that has not passed."""
+        return False
+
     def drop(self) -> None:  # noqa: B027
         """Forgets what has not run, and all its marks count as passed."""
 
@@ -194,6 +198,16 @@ class Shuffled(Scheduler):
                     pass
             finally:
                 self._lock.release()
+
+    def is_waiting(self, queue: Hashable) -> bool:
+        """See ``Scheduler.is_waiting``; False where another thread is at it for too long."""
+        if not self._lock.acquire(timeout=_URGE_SECONDS):
+            return False
+        try:
+            line = self._queues.get(queue, deque())
+            return len(line) > 0 and not self._can_run(line)
+        finally:
+            self._lock.release()
 
     def drop(self) -> None:
         """See ``Scheduler.drop``; no queue is stuck afterwards."""
