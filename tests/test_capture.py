@@ -345,10 +345,13 @@ def test_a_call_has_a_deadline_and_one_line_in_the_flight_record(seed):
         value = dense(mesh, (40,), "float32", 1)
         step = gr.HierarchicalCopyAllReduce().capture(SUM, [(value, value)])
         before = mesh.flight_record()[-1].sequence
-        assert len(step(deadline=60)[0].buffers) == 2
+        with mesh.journal() as journal:
+            assert len(step(deadline=60)[0].buffers) == 2
         entry = mesh.flight_record()[-1]
-        assert (entry.sequence, entry.kind, entry.name) == (before + 1, "launch", "capture")
+        assert (entry.sequence, entry.kind, entry.name) == (before + 1, "launch", "captured step")
         assert entry.num_rows == 1  # operations in it
+        assert entry.nbytes == journal.bytes == 320
+        assert entry.tensors == "pack 1 of 1 (tensor 0)"
         mesh.synchronize()
 
 

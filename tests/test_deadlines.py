@@ -12,7 +12,7 @@ from exact import same
 from stuck import PATIENCE, await_death, clock, resume, stall, watchdogs
 
 import gradreduce as gr
-from gradreduce.device import Mesh, watch
+from gradreduce.device import Mesh, Travel, watch
 from gradreduce.errors import BackendUnavailableError, CancelledError, CollectiveError
 
 __all__ = ["clock"]
@@ -172,6 +172,44 @@ def test_a_prepared_step_names_its_packs_and_works_again_after_a_reset(mesh, clo
     assert same(first.buffers[2].numpy(), np.full(SIZES[0], 10, np.float32))
 
 
+def test_a_captured_step_names_its_packs_and_works_again_after_a_reset(mesh, clock, monkeypatch):
+    monkeypatch.setattr("gradreduce.reduce_flow.STAGE_BYTES", 1)
+    values = [gr.PerReplica(list(column), mesh) for column in zip(*gradients(mesh), strict=True)]
+    pairs = [(values[0], values[0]), (values[1], mesh.devices[0]), (values[2], values[2])]
+    step = gr.HierarchicalCopyAllReduce(3, mesh=mesh).capture(gr.ReduceOp.SUM, pairs)
+    tensors = "packs 1 to 3 of 3 (tensors 0, 2), tensor 1"
+    step()
+    entry = mesh.flight_record()[-1]
+    assert (entry.kind, entry.name, entry.tensors) == ("launch", "captured step", tensors)
+    mesh.synchronize()
+    stall(mesh.devices[1])
+    step(deadline=5)
+    clock.pass_by(6)
+    reason = await_death(mesh)
+    assert f"of 5 s for a captured step passed: sim:1 has not joined {tensors}:" in reason
+    mesh.reset(timeout=PATIENCE)
+    first, *_ = step(deadline=PATIENCE)
+    assert same(first.buffers[2].numpy(), np.full(SIZES[0], 10, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("travels", "text"),
+    [
+        ([Travel((0, 3), (1,), 2), Travel((3, 4), (2,), 2)], "packs 1 to 2 of 2 (tensors 0, 3, 4)"),
+        (
+            [Travel((0,), (1,), 1), Travel((1,), (1,), 1)],
+            "pack 1 of 1 (tensor 0), pack 1 of 1 (tensor 1)",
+        ),
+        (
+            [Travel((each,)) for each in range(6)],
+            "tensor 0, tensor 1, tensor 2, tensor 3 and 2 more",
+        ),
+    ],
+)
+def test_what_travels_in_turn_has_one_name(travels, text):
+    assert str(watch.together(travels)) == text
+
+
 def test_a_step_of_training_takes_a_deadline(mesh, clock):
     variable = gr.Variable(np.zeros(4, np.float32), device=mesh)
     step = gr.SyncStep([variable], gr.MomentumOptimizer(1.0, 0.5), gr.NcclAllReduce(mesh=mesh))
@@ -273,18 +311,27 @@ def test_a_host_wait_ends_when_its_own_deadline_passes(mesh, wait):
     wait(mesh, buffer, PATIENCE)
 
 
-@pytest.mark.parametrize("how", ["reduce", "prepare"])
-@pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
+HOW = {
+    "reduce": lambda ops, pairs: lambda: ops.batch_reduce(gr.ReduceOp.SUM, pairs),
+    "prepare": lambda ops, pairs: ops.prepare(gr.ReduceOp.SUM, pairs),
+    "capture": lambda ops, pairs: ops.capture(gr.ReduceOp.SUM, pairs),
+}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "how"),
+    [("nccl", "reduce"), ("nccl", "prepare"), *(("hierarchical_copy", how) for how in HOW)],
+)
 def test_a_host_wait_blames_the_device_that_others_wait_for(algorithm, how):
     """The host waits for device 0, that for device 3, and device 3 is stuck."""
     for seed in (0, 1):
         with opened([0, 1, 2, 3], seed=seed) as mesh:
             ops = gr.AllReduceCrossDeviceOps(algorithm, 2, mesh=mesh)
             value = gr.PerReplica([row[1] for row in gradients(mesh)], mesh)
-            step = ops.prepare(gr.ReduceOp.SUM, [(value, value)])
+            step = HOW[how](ops, [(value, value)])
             mesh.synchronize()
             stall(mesh.devices[3])
-            results = step() if how == "prepare" else [ops.reduce(gr.ReduceOp.SUM, value, value)]
+            results = step()
             waits = (mesh.synchronize, results[0].buffers[0].numpy)
             words = r"passed: sim:3 has not come to the end of its queues.* packs 1 to 2 of 2 "
             with pytest.raises(CollectiveError, match=words + r"\(tensor 0\), #\d+;"):

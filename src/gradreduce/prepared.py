@@ -54,6 +54,8 @@ class PreparedStep:
         results: one ``Mirrored`` for each pair.
     """
 
+    _called = "a prepared step"
+
     def __init__(
         self,
         requests: Sequence[Request],
@@ -104,10 +106,10 @@ class PreparedStep:
             CaptureError: inside a capture.
         """
         seconds = as_deadline(deadline)
-        self._fabric.check_free(self._devices[0], "a prepared step")
+        self._fabric.check_free(self._devices[0], self._called)
         for device in self._devices if self._fabric.lost else ():
             self._fabric.check_usable(device)
-        with due("a prepared step", seconds, self._devices), self._lock, self._fabric.launch_lock:
+        with due(self._called, seconds, self._devices), self._lock, self._fabric.launch_lock:
             self._border.enter()
             if self._read is not self._fabric.last_read:  # somebody copies; maybe from a result
                 self._read = self._fabric.last_read
@@ -133,6 +135,8 @@ class CapturedStep(PreparedStep):
     the same however much is in it; in the simulation a list that is replayed under the same rules
     (``gradreduce.device.Capture``). It is bound to the arrays that it was made with.
     """
+
+    _called = "a captured step"
 
     def __init__(
         self,

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from gradreduce.errors import CaptureError
 
 from .colocated import gather, scatter
-from .journal import Record
+from .journal import CROSSING, Record
 from .memory import Buffer, Mark, overlap
 from .tape import Issue, Span, Tape, behind_readers, spans_of
+from .watch import Cargo, Travel, Travels, together
 
 if TYPE_CHECKING:
     from .base import Device
@@ -87,6 +88,8 @@ class Capture:
         self._last_read: Any = None
         self._again: Issue | None = None
         self._flight: Record | None = None
+        self._cargoes: list[Travel] = []
+        self._cargo: Cargo | None = None
 
     @contextmanager
     def recorded(self) -> Iterator[Capture]:
@@ -108,9 +111,15 @@ class Capture:
                 yield self
             self._again = self.backend.end()
             self._spans = spans_of(self._written)
+            self._cargo = together(self._cargoes) if self._cargoes else None
             # One for all of them: what a call costs is not to depend on what is in it.
-            num = len(self._records)
-            self._flight = Record("launch", "capture", self._leader.index, num_rows=num)
+            self._flight = Record(
+                "launch",
+                "captured step",
+                self._leader.index,
+                nbytes=sum(each.nbytes for each in self._records if each.kind in CROSSING),
+                num_rows=len(self._records),
+            )
         except BaseException:
             self.backend.abandon()
             raise
@@ -134,16 +143,18 @@ class Capture:
         """As a call, whose devices have been checked."""
         if self._again is None or self._flight is None:
             raise CaptureError("the capture is not ended, or has failed")
-        leader, others = self._leader, self._others
-        with self._fabric.launch_lock:
+        leader, others, fabric = self._leader, self._others, self._fabric
+        cargo = self._cargo
+        named = nullcontext() if cargo is None else fabric.watched_pack(cargo, self.devices)
+        with fabric.launch_lock, named:
             self._fence()
             gather(leader, others)
             self._again()
             scatter(leader, others)
             for device, stream in self._streams:  # whose arrays were read
                 device._precede(stream)
-            self._fabric.flight.add(self._flight)
-            recorder = self._fabric.recorder
+            fabric.flight.add(self._flight)
+            recorder = fabric.recorder
             for record in self._records if recorder.recording else ():
                 recorder.add(record)
 
@@ -162,6 +173,10 @@ class Capture:
     def add(self, record: Record) -> None:
         """Keeps what a call will have done."""
         self._records.append(record)
+
+    def carries(self, cargo: Cargo) -> None:
+        """Remembers what the work inside is for."""
+        self._cargoes += cargo if isinstance(cargo, Travels) else [cargo]
 
     def replayed(self, records: Iterable[Record]) -> None:
         """As ``add``, of what a tape gives."""

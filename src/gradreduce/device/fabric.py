@@ -17,7 +17,7 @@ from .captures import Captures
 from .flight import Flight, What, write_flight
 from .journal import Recorder
 from .tape import Tape
-from .watch import Patience, Travel, Watch, WatchedPack, names_of
+from .watch import Cargo, Patience, Watch, WatchedPack, names_of
 from .watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class Fabric(Captures):
                 error.add_note(note)
             raise
 
-    def watched_pack(self, travel: Travel, devices: Iterable[Device] = ()) -> WatchedPack:
+    def watched_pack(self, travel: Cargo, devices: Iterable[Device] = ()) -> WatchedPack:
         """A context manager: what this thread gives inside is for what travels.
 
         So says the flight record and, if the call has a deadline, the error. On a tape it is kept.

@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-__all__ = ["Fields", "Journal", "Kind", "Record", "Recorder", "Sink"]
+__all__ = ["CROSSING", "Fields", "Journal", "Kind", "Record", "Recorder", "Sink"]
 
 # The fields of a Record, in order. Making one costs a tenth of making a Record.
 Fields = tuple[Any, ...]
+# The kinds whose bytes leave a device for another.
+CROSSING = ("launch", "copy", "collective")
 Kind = Literal["launch", "copy", "collective", "fill", "upload", "download", "sync"]
 
 
@@ -66,8 +68,7 @@ class Journal:
     @property
     def bytes(self) -> int:
         """Bytes that left a device for another: by copy, collective, or a peer's launch."""
-        crossing = ("launch", "copy", "collective")
-        return sum(record.nbytes for record in self.records if record.kind in crossing)
+        return sum(record.nbytes for record in self.records if record.kind in CROSSING)
 
     @property
     def uploads(self) -> int:

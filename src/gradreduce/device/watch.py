@@ -23,7 +23,17 @@ if TYPE_CHECKING:
     from .base import Device
     from .fabric import Fabric
 
-__all__ = ["Patience", "Travel", "Watch", "WatchedPack", "as_deadline", "names_of"]
+__all__ = [
+    "Cargo",
+    "Patience",
+    "Travel",
+    "Travels",
+    "Watch",
+    "WatchedPack",
+    "as_deadline",
+    "names_of",
+    "together",
+]
 
 # How long the host sleeps between two looks at a device that it waits for: short at first, because
 # most work is over in no time, and never so long that it is felt.
@@ -68,6 +78,40 @@ class Travel:
         return f"{_numbered('pack', self.packs)} of {self.num_packs} ({tensors})"
 
 
+class Travels(tuple[Travel, ...]):
+    """What travels in several batches, whose packs are counted apart."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        """``"pack 1 of 1 (tensors 0 to 1), tensor 2"``; 4 at most."""
+        more = f" and {len(self) - 4} more" if len(self) > 4 else ""
+        return ", ".join(map(str, self[:4])) + more
+
+
+Cargo = Travel | Travels
+
+
+def together(travels: Iterable[Travel]) -> Cargo:
+    """One name for what travels in turn: the stages of a batch, in whatever order, are one."""
+    made: list[Travel] = []
+    for each in travels:
+        place = next((place for place, had in enumerate(made) if _of_one_batch(had, each)), None)
+        if place is None:
+            made.append(each)
+        else:
+            had = made[place]
+            tensors = tuple(sorted({*had.tensors, *each.tensors}))
+            made[place] = Travel(tensors, sorted({*had.packs, *each.packs}), had.num_packs)
+    return made[0] if len(made) == 1 else Travels(made)
+
+
+def _of_one_batch(had: Travel, other: Travel) -> bool:
+    """Of two batches of as many packs each, the same pack has different tensors."""
+    alike = set(had.packs).isdisjoint(other.packs) or not set(had.tensors).isdisjoint(other.tensors)
+    return alike and 0 < had.num_packs == other.num_packs
+
+
 def _numbered(noun: str, numbers: Sequence[int]) -> str:
     """``"tensor 3"``, ``"tensors 3 to 7"`` or, with gaps, ``"tensors 3, 5, 7"``; 8 at most."""
     if len(numbers) == 1:
@@ -103,7 +147,7 @@ class _Stage(NamedTuple):
         marks: on every queue of every device.
     """
 
-    travel: Travel | None
+    travel: Cargo | None
     leaves: bool
     marks: tuple[_Mark, ...]
 
@@ -132,7 +176,7 @@ class Watch:
         self.dropped = False
         self._stages: list[_Stage] = []
 
-    def line(self, travel: Travel | None, *, leaves: bool, devices: Iterable[Device] = ()) -> None:
+    def line(self, travel: Cargo | None, *, leaves: bool, devices: Iterable[Device] = ()) -> None:
         """Marks both queues of these devices (default: all of the call) where they are now."""
         marks = []
         for device in dict.fromkeys(devices) or self.devices:
@@ -251,7 +295,7 @@ class WatchedPack:
 
     __slots__ = ("_before", "_devices", "_fabric", "_travel")
 
-    def __init__(self, fabric: Fabric, travel: Travel, devices: tuple[Device, ...]) -> None:
+    def __init__(self, fabric: Fabric, travel: Cargo, devices: tuple[Device, ...]) -> None:
         self._fabric = fabric
         self._travel = travel
         self._devices = devices
@@ -280,17 +324,19 @@ class WatchedPack:
             tape.add(partial(_leave, fabric, self._travel, self._devices), (), ())
 
 
-def _line(fabric: Fabric, travel: Travel, devices: tuple[Device, ...], *, leaves: bool) -> None:
+def _line(fabric: Fabric, travel: Cargo, devices: tuple[Device, ...], *, leaves: bool) -> None:
     watch = fabric.watch
     if watch is not None:
         watch.line(travel, leaves=leaves, devices=devices)
+    elif not leaves and fabric.capture is not None:
+        fabric.capture.carries(travel)
 
 
-def _enter(fabric: Fabric, travel: Travel, devices: tuple[Device, ...]) -> None:
+def _enter(fabric: Fabric, travel: Cargo, devices: tuple[Device, ...]) -> None:
     fabric.flight.labelled(travel)
     _line(fabric, travel, devices, leaves=False)
 
 
-def _leave(fabric: Fabric, travel: Travel, devices: tuple[Device, ...]) -> None:
+def _leave(fabric: Fabric, travel: Cargo, devices: tuple[Device, ...]) -> None:
     fabric.flight.labelled(None)
     _line(fabric, travel, devices, leaves=True)
