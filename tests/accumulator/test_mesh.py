@@ -110,15 +110,19 @@ def test_a_plain_gradient_is_added_where_it_lies(accumulator, mesh):
 
 
 def test_a_gradient_from_outside_the_part_is_pulled_to_its_first_device(mesh):
-    part = mesh[1:]
-    acc = gr.ConditionalAccumulator("float32", device=part)
-    with mesh.journal() as journal:
-        acc.apply_grad(mesh.devices[0].put(np.full(2, 4, "float32")))
-    near = mesh.devices[0].physical == mesh.devices[1].physical
-    assert (journal.copies, journal.launches) == (0 if near else 1, 1)
-    assert acc.accumulator_ref.totals[0].numpy().tolist() == [4.0, 4.0]
-    acc.apply_grad([2.0, 2.0])
-    check_mirrored(acc.take_grad(2), part, np.full(2, 3, "float32"))
+    """By a copy, unless its launches reach it: a peer's, in memory of our own."""
+    part, outside = mesh[1:], mesh.devices[0]
+    near = outside.physical == mesh.devices[1].physical
+    peers = mesh.fabric.peers(mesh.devices[1].physical, outside.physical)
+    for place, is_read in ((outside.put, near), (outside.upload, peers)):
+        acc = gr.ConditionalAccumulator("float32", device=part)
+        gradient = place(np.full(2, 4, "float32"))
+        with mesh.journal() as journal:
+            acc.apply_grad(gradient)
+        assert (journal.copies, journal.launches) == (0 if is_read else 1, 1)
+        assert acc.accumulator_ref.totals[0].numpy().tolist() == [4.0, 4.0]
+        acc.apply_grad([2.0, 2.0])
+        check_mirrored(acc.take_grad(2), part, np.full(2, 3, "float32"))
 
 
 def test_halves_cross_in_float32_and_are_rounded_once(accumulator, mesh):
