@@ -18,7 +18,7 @@ from .plugin import fresh
 
 __all__ = ["run"]
 
-SECONDS = 0.02  # of a deadline that passes
+SECONDS = 0.1  # of a deadline that passes; giving a reduction takes a part of it
 MINUTE = 60.0
 SIZE = 300
 
