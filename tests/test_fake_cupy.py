@@ -32,7 +32,7 @@ def run(*arguments: str, **changed: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": path, "GRADREDUCE_BACKEND": "sim", **changed},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=900,
         check=False,
     )
 
