@@ -8,6 +8,7 @@ import pytest
 from exact import exact_data, random_data, same
 from meshes import (
     MeshCase,
+    adopted,
     check_mirrored,
     hierarchical_sum,
     one_device_sum,
@@ -208,19 +209,50 @@ def test_results_are_of_the_kind_asked_for(mesh, as_kind):
     assert isinstance(gr.NcclAllReduce().broadcast(data(0), mesh, as_kind=as_kind).primary, wanted)
 
 
+@pytest.mark.parametrize("peers", [True, False], ids=["peers", "copies"])
+@pytest.mark.parametrize("place", [owned, adopted])
 @pytest.mark.parametrize(
     ("destination", "launches", "copies"),
     [
-        (["sim:0"], 1, 2),  # two replicas cross, one launch adds
-        (["sim:3"], 1, 2),
-        (["sim:0", "sim:1"], 2, 2),  # and one hands out
-        (["sim:2", "sim:0", "sim:1"], 2, 3),  # one copy crosses back, one launch serves the second
+        (["sim:0"], 1, 0),  # two replicas cross, one launch adds
+        (["sim:3"], 1, 0),
+        (["sim:0", "sim:1"], 2, 0),  # and one hands out
+        (["sim:2", "sim:0", "sim:1"], 2, 1),  # one copy crosses back, one launch serves the second
     ],
 )
-def test_the_bytes_take_the_short_way(mesh, destination, launches, copies):
-    value = per_replica(mesh, data, owned)
-    with mesh.journal() as journal:
-        gr.ReductionToOneDevice().reduce(MEAN, value, destination)
-    assert (journal.launches, len(journal.of("copy"))) == (launches, copies)
-    assert {record.nbytes for record in journal.of("copy")} == {data(0).nbytes}
+def test_the_bytes_take_the_short_way(destination, launches, copies, place, peers):
+    """The launch that adds reads what peers hold in our memory; anything else is copied to it."""
+    with MeshCase((0, 0, 1, 1), peers).open() as mesh:
+        value = per_replica(mesh, data, place)
+        with mesh.journal() as journal:
+            found = gr.ReductionToOneDevice().reduce(MEAN, value, destination)
+        check_mirrored(found, one_device_sum([data(replica) for replica in range(4)], 4))
+    is_read = peers and place is owned
+    nbytes = data(0).nbytes
+    copied = [record.nbytes for record in journal.of("copy")]
+    assert copied == [nbytes] * (copies + 2 * (not is_read))
+    read = [record.nbytes for record in journal.of("launch")]
+    assert read == [2 * nbytes * is_read] + [0] * (launches - 1)
     assert not journal.of("sync")
+
+
+@pytest.mark.parametrize("peers", [True, False], ids=["peers", "copies"])
+def test_rows_are_read_where_they_lie_too(peers):
+    """IndexedSlices alone are joined, among dense arrays they are made dense where they are."""
+    with MeshCase((0, 1, 2), peers).open() as mesh:
+        tables = [
+            gr.IndexedSlices(
+                owned(device, np.full((2, 5), device.index, np.float32)), [0, 2], (3, 5)
+            )
+            for device in mesh
+        ]
+        arrays = [owned(device, data(device.index)) for device in mesh]
+        with mesh.journal() as journal:
+            rows = gr.ReductionToOneDevice().reduce(SUM, gr.PerReplica(tables), "sim:1")
+        assert journal.copies == 2 * (not peers)
+        assert rows.primary.values.numpy()[:, 0].tolist() == [0, 0, 1, 1, 2, 2]
+        with mesh.journal() as journal:
+            mixed = gr.PerReplica([arrays[0], arrays[1], tables[2]])
+            total = gr.ReductionToOneDevice().reduce(SUM, mixed, "sim:0")
+        assert journal.copies == 2 * (not peers)
+        check_mirrored(total, one_device_sum([data(0), data(1), tables[2].to_dense().numpy()]))

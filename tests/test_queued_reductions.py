@@ -5,16 +5,31 @@ Seed 0 runs as late as the host allows, seed 1 as early, the others mix.
 
 from __future__ import annotations
 
+import importlib
 import itertools
+from functools import partial
 
+import numpy as np
 import pytest
 from scenes import data, dense, everything
 
 import gradreduce as gr
 from gradreduce import one_device
-from gradreduce.allreduce import ALGORITHMS
+from gradreduce.allreduce import ALGORITHMS, Job
 
-CASES = list(itertools.product(([0, 1], [0, 0, 1, 1], [0, 1, 1, 2, 0]), (True, False)))
+# By full name: functions of the same name hide some of them.
+aggregate_sparse, aggregators, arrivals, hierarchical = (
+    importlib.import_module(f"gradreduce.{name}")
+    for name in (
+        "aggregate_sparse", "aggregators", "accumulator.apply", "allreduce.hierarchical",
+    )
+)  # fmt: skip
+
+ISLANDS = frozenset({(0, 1), (1, 0), (2, 3), (3, 2)})
+CASES = [
+    *itertools.product(([0, 1], [0, 0, 1, 1], [0, 1, 1, 2, 0]), (True, False)),
+    ([0, 1, 1, 2, 0], ISLANDS),
+]
 
 
 def bits(seed, algorithm, placement, peer_access):
@@ -47,16 +62,97 @@ def added(seed):
         return part.numpy().tobytes()
 
 
+def opened(placement, seed, peers=True):
+    return gr.open_mesh(
+        placement, backend="sim", strict=True, peer_access=peers, schedule_seed=seed
+    )
+
+
+def overwritten(buffers):
+    for buffer in buffers:
+        buffer.device.upload(np.full(buffer.shape, 9, buffer.dtype), out=buffer)
+
+
+def read_by_a_peer(use, seed):
+    """What a peer reads is overwritten while the launch that reads it is queued."""
+    with opened([0, 1], seed) as mesh:
+        value = dense(mesh, (40, 7), "float32", 1)
+        made = use(mesh, value)
+        overwritten(value.buffers[::-1])
+        return made.numpy().tobytes()
+
+
+def sum_of(mesh, value):
+    return gr.ReductionToOneDevice().reduce(gr.ReduceOp.MEAN, value, "sim:0").primary
+
+
+def rows_of(mesh, value):
+    tables = gr.PerReplica([gr.IndexedSlices(buffer, [1] * 40) for buffer in value.buffers])
+    return gr.ReductionToOneDevice().reduce(gr.ReduceOp.SUM, tables, "sim:0").primary.values
+
+
+def terms_of(mesh, value):
+    return gr.add_n(value.buffers)
+
+
+def gradient_of(mesh, value):
+    accumulator = gr.ConditionalAccumulator("float32", device=mesh.devices[0])
+    accumulator.apply_grad(value.buffers[1])
+    return accumulator.accumulator_ref.totals[0]
+
+
+def on_islands(seed):
+    """Halves and partial sums that a peer reads, in place too."""
+    results = []
+    for placement, peers in (([0, 1, 2, 3], ISLANDS), ([0, 1], {(0, 1)}), ([0, 2, 1], ISLANDS)):
+        with opened(placement, seed, peers) as mesh:
+            for num_outs in (1, 2):
+                columns = [dense(mesh, (70,), "float32", turn).buffers for turn in range(2)]
+                outs = columns[0] if num_outs == 1 else dense(mesh, (70,), "float32", 3).buffers
+                jobs = [Job(columns[0], outs), Job(columns[1], columns[1], 3.0)]
+                ALGORITHMS["hierarchical_copy"](jobs)
+                if outs is not columns[0]:
+                    overwritten(columns[0])
+                results += [buffer.numpy().tobytes() for buffer in (*outs[::-1], *columns[1][::-1])]
+    return results
+
+
+def unsaid(room, name):
+    return lambda patch: patch.setattr(room, name, lambda *arguments: None)
+
+
+def unread(room, name):
+    """A fence that forgets who is on another GPU."""
+    original = getattr(room, name)
+
+    def near(leader, others, *queue):
+        original(leader, [each for each in others if each.physical == leader.physical], *queue)
+
+    return lambda patch: patch.setattr(room, name, near)
+
+
 FAULTS = {
-    "the sum does not wait for the replicas": ("gather", added),
-    "nobody waits for who hands out": ("scatter", spread),
-}
+    "the sum does not wait for the replicas": (unsaid(one_device, "gather"), added),
+    "nobody waits for who hands out": (unsaid(one_device, "scatter"), spread),
+    **{
+        f"{room.__name__}: {name} forgets peers": (
+            unread(room, name), partial(read_by_a_peer, use),
+        )
+        for room, use in (
+            (one_device, sum_of), (aggregate_sparse, rows_of),
+            (aggregators, terms_of), (arrivals, gradient_of),
+        )
+        for name in ("gather", "scatter")
+    },
+    # Nobody could see a scatter that is not there: the sum is copied to all, behind all that read.
+    "halves are added before they are there": (unread(hierarchical, "gather"), on_islands),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault, monkeypatch):
-    name, scene = FAULTS[fault]
+    plant, scene = FAULTS[fault]
     expected = scene(None)
     assert all(scene(seed) == expected for seed in range(20))
-    monkeypatch.setattr(one_device, name, lambda leader, others: None)
+    plant(monkeypatch)
     assert any(scene(seed) != expected for seed in range(20))

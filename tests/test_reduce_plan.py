@@ -148,6 +148,29 @@ def test_the_plan_tells_who_reads_whose_memory(algorithm, placement, peers, cros
         assert "as float16, packed on 2 devices" in str(half.plan(SUM, [(ours, ours)]))
 
 
+def test_the_plan_tells_what_one_device_reads():
+    with gr.open_mesh((0, 1, 1), backend="sim") as mesh:
+        ours = dense(mesh, (4,), "float32")
+        theirs = gr.PerReplica([np.zeros(4, np.float32) for _ in mesh], mesh)
+        tables = [gr.IndexedSlices(np.zeros((1, 3), np.float32), [1], (4, 3)) for _ in mesh]
+        rows = gr.PerReplica(tables, mesh)
+        mixed = gr.PerReplica([tables[0], tables[1], mesh.devices[2].zeros((4, 3), "float32")],
+                              mesh)  # fmt: skip
+        near = gr.PerReplica(ours.buffers[1:])
+        pairs = [(ours, "sim:0"), (theirs, "sim:0"), (rows, mesh), (mixed, "sim:0"),
+                 (near, "sim:1"), (near, ["sim:1", "sim:0"])]  # fmt: skip
+        found = {}
+        for peers in (True, False, {(1, 0)}):
+            mesh.fabric.peer_access = peers
+            plan = agreed(mesh, ops_of("nccl", mesh), SUM, pairs)
+            found[str(peers)] = [pack.crossing for pack in plan.packs]
+    assert found == {
+        "True": ["direct", "copies", "copies", "direct", "none", "copies"],
+        "False": ["copies", "copies", "copies", "copies", "none", "copies"],
+        "{(1, 0)}": ["copies", "copies", "copies", "copies", "none", "copies"],
+    }
+
+
 def test_a_topology_is_planned_too():
     with MeshCase((0, 1, 2, 3), peer_access=False).open() as mesh:
         ops = gr.HierarchicalCopyAllReduce(mesh=mesh, topology=([0], [3, 2, 1]))
@@ -185,12 +208,12 @@ def test_it_is_printed_for_people():
         values = [dense(mesh, (10,), "float32") for _ in range(5)]
         pairs = [*((value, value) for value in values), (values[0], "sim:2")]
         text = str(ops.plan(SUM, pairs)).splitlines()
-    assert text[0] == ("2 packs on sim [0, 0, 1, 1]: 4 launches, 2 copies, 0 collective ranks, "
+    assert text[0] == ("2 packs on sim [0, 0, 1, 1]: 4 launches, 0 copies, 0 collective ranks, "
                        "1,040 bytes leave a device")  # fmt: skip
     assert text[1].split() == "0 hierarchical_copy float32 240 bytes of each of 4 replicas, " \
         "packed on 4 devices, read and written by their peers: tensors 0-4".split()  # fmt: skip
     assert text[2].split() == "1 one device float32 40 bytes of each of 4 replicas, " \
-        "copied to where they are added: tensors 5".split()  # fmt: skip
+        "read by the device that adds them: tensors 5".split()  # fmt: skip
 
 
 def test_bad_arguments_are_those_of_the_reduction():

@@ -68,7 +68,7 @@ def test_a_function_of_the_callers_adds(mesh, arrays, value, as_buffers):
             return gr.add_n(terms)
         return np.maximum.reduce(terms)
 
-    given = gr.PerReplica(value.buffers) if as_buffers else value
+    given = gr.PerReplica(list(map(owned, mesh, arrays))) if as_buffers else value
     with unchanged(*arrays):
         found = gr.ReductionToOneDevice("sim:1", largest).reduce(SUM, given, "sim:0")
     assert [type(term) for term in seen[0]] == [Buffer if as_buffers else np.ndarray] * 4

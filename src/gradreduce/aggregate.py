@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from gradreduce import ops
@@ -30,8 +30,10 @@ from gradreduce.aggregators import (
 from gradreduce.device import Buffer, as_dtype, compatible
 from gradreduce.errors import MixedDtypesError
 from gradreduce.indexed_slices import IndexedSlices
-from gradreduce.interop import Kind, OneCall, as_result_kind, from_buffer, is_array
+from gradreduce.interop import Aside, Kind, OneCall, as_result_kind, from_buffer, is_array
 from gradreduce.replica_context import current_device, on_current_devices
+
+_END = object()  # of what is read as it comes
 
 __all__ = [
     "AggregationMethod",
@@ -145,7 +147,7 @@ def accumulate_n(
     kind = as_result_kind(as_kind, kind_of_term(inputs[0]))
     terms = list(inputs)
     if shape is not None or tensor_dtype is not None:
-        with OneCall():
+        with OneCall(reads=False):
             terms = on_current_devices(inputs)
         _check_promised(terms, shape, tensor_dtype)
     if len(inputs) == 1:
@@ -164,8 +166,8 @@ def aggregate(
     Args:
         terms: arrays of one shape and dtype; ``None`` among them is left out. What is no list or
             tuple is read as it comes, so that a generator's terms live no longer than the method
-            needs them: the first until the second has come, and none may change before. Those of
-            one device are added there, the partial sums on the device of the first term.
+            needs them, the first until the second has come; none may change before the call is
+            over. Those of one device are added there, the partial sums on that of the first term.
             IndexedSlices among arrays are made dense, then added like them.
         method: an ``AggregationMethod``, its number, or None for DEFAULT.
         as_kind: what the result is instead of the kind of the first term; see ``add_n``.
@@ -210,36 +212,36 @@ def _aggregate(
         if made is not None:
             return made
     spread = Spread(_AGGREGATORS[method], dtype_error)
-    buffers = _checked(terms, spread)
-    home = buffers[0].device
-    if not [buffer for buffer in buffers if buffer.device is not home]:
-        return from_buffer(aggregate_buffers([buffers], home, tree=tree)[0], kind)
-    for buffer in buffers:
-        spread.push(buffer)
-    return from_buffer(spread.result(), kind)
+    with OneCall():
+        buffers = _checked(terms, spread)
+        home = buffers[0].device
+        if not [buffer for buffer in buffers if buffer.device is not home]:
+            return from_buffer(aggregate_buffers([buffers], home, tree=tree)[0], kind)
+        for buffer in buffers:
+            spread.push(buffer)
+        return from_buffer(spread.result(), kind)
 
 
 def _checked(terms: Sequence[Any], spread: Spread) -> list[Buffer]:
     """All terms as Buffers, once they agree; sparse ones made dense."""
     if [term for term in terms if isinstance(term, IndexedSlices)]:
-        with OneCall():
-            placed = [_on_current_device(term) for term in terms]
+        placed = [_on_current_device(term) for term in terms]
         for term in placed:
             spread.check(known_shape(term, alone=len(placed) == 1), term.dtype)
         return with_dense(placed)
-    with OneCall():
-        buffers = on_current_devices(terms)
+    buffers = on_current_devices(terms)
     for buffer in buffers:
         spread.check(buffer.shape, buffer.dtype)
     return buffers
 
 
+@OneCall()
 def _aggregate_lazily(terms: Iterable[Any], method: AggregationMethod, as_kind: str | None) -> Any:
     """As they come: no reference to a term outlives what the method needs of it."""
     spread = Spread(_AGGREGATORS[method], _dtype_error(method))
     kind: Kind = "native"
     held: list[Any] = []  # the first term, which is itself if alone; sparse ones, while all are
-    for term in terms:
+    for term in _given_aside(terms):
         if term is None:
             continue
         found = kind_of_term(term)
@@ -260,6 +262,18 @@ def _aggregate_lazily(terms: Iterable[Any], method: AggregationMethod, as_kind: 
     return from_buffer(spread.result(), kind) if spread.count else None
 
 
+def _given_aside(terms: Iterable[Any]) -> Iterator[Any]:
+    """The same, made by the caller's own code."""
+    left = iter(terms)
+    while True:
+        with Aside():
+            term = next(left, _END)
+        if term is _END:
+            return
+        yield term
+        del term
+
+
 def _alone(term: Any, as_kind: str | None) -> Any:
     """A single term itself; a copy, if ``as_kind`` names another kind than it is of."""
     kind = kind_of_term(term)
@@ -270,9 +284,9 @@ def _alone(term: Any, as_kind: str | None) -> Any:
         return concatenated([term], wanted)
     with OneCall():
         (buffer,) = on_current_devices([term])
-    made = buffer.device.empty(buffer.shape, buffer.dtype)
-    buffer.device.copy(made, buffer)
-    return from_buffer(made, wanted)
+        made = buffer.device.empty(buffer.shape, buffer.dtype)
+        buffer.device.copy(made, buffer)
+        return from_buffer(made, wanted)
 
 
 def _push(spread: Spread, term: Any) -> None:

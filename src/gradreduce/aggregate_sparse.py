@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 from gradreduce import ops
-from gradreduce.device import Buffer, Device, gather, scatter
+from gradreduce.device import Buffer, Device, copy_over, gather, reaches, scatter
 from gradreduce.indexed_slices import IndexedSlices, check_indices, densified
 from gradreduce.interop import Kind, OneCall, kind_of
 
@@ -61,8 +61,8 @@ def with_dense(terms: Sequence[Buffer | IndexedSlices]) -> list[Buffer]:
 def concatenated(terms: Sequence[IndexedSlices], kind: Kind) -> IndexedSlices:
     """The rows of all terms, one term after the other, on the device of the first one.
 
-    One launch copies those of one GPU. ``dense_shape`` is that of the first term; the others' are
-    not compared with it, but no index may leave it.
+    One launch copies all that it reaches. ``dense_shape`` is that of the first term; the others'
+    are not compared with it, but no index may leave it.
 
     Args:
         terms: at least one.
@@ -74,7 +74,7 @@ def concatenated(terms: Sequence[IndexedSlices], kind: Kind) -> IndexedSlices:
     """
     with OneCall():
         placed = [term.placed() for term in terms]
-    return joined(placed, placed[0].values.device).shown(kind)
+        return joined(placed, placed[0].values.device).shown(kind)
 
 
 def joined(placed: Sequence[IndexedSlices], home: Device) -> IndexedSlices:
@@ -104,7 +104,7 @@ def _joined(parts: Sequence[Buffer], home: Device) -> Buffer:
     far: list[tuple[Buffer, Buffer]] = []
     start = 0
     for part in parts:
-        reached = near if part.device.physical == home.physical else far
+        reached = near if reaches(home, part) else far
         reached.append((whole.view(start, part.shape), part))
         start += part.size
     others = [part.device for _, part in near]
@@ -112,5 +112,5 @@ def _joined(parts: Sequence[Buffer], home: Device) -> Buffer:
     ops.pack([view for view, _ in near], [part for _, part in near], device=home)
     scatter(home, others)
     for view, part in far:
-        home.copy(view, part)
+        copy_over(home, view, part)
     return whole

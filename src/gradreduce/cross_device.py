@@ -155,6 +155,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         """In which real floats travel; None: each in its own."""
         return self.settings.wire_dtype
 
+    @OneCall()
     def all_reduce(
         self,
         grads: Sequence[Any],
@@ -194,12 +195,11 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         keys = checked_nest(grads, mesh)
         check_devices(self.settings, mesh.devices)
         values = []
-        with OneCall():
-            for place, key in enumerate(keys):
-                try:
-                    values.append(PerReplica([entry[key] for entry in grads], mesh))
-                except (TypeError, ValueError) as error:
-                    raise about(f"value {place}", error) from None
+        for place, key in enumerate(keys):
+            try:
+                values.append(PerReplica([entry[key] for entry in grads], mesh))
+            except (TypeError, ValueError) as error:
+                raise about(f"value {place}", error) from None
         pairs = [(value, value) for value in values]
         outs = None if out is None else outs_of(out, grads, keys)
         reduced = self.batch_reduce(
@@ -207,8 +207,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         )
         if out is not None:
             return out
-        with OneCall():
-            return nests(grads, keys, [value.values for value in reduced])
+        return nests(grads, keys, [value.values for value in reduced])
 
     def plan(
         self,
@@ -234,6 +233,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         requests = self._plannable(reduce_op, value_destination_pairs)
         return plan_of(self.settings, reduce_op, requests, coalesce=coalesce)
 
+    @OneCall()
     def explain(
         self,
         reduce_op: ReduceOp,
@@ -261,8 +261,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         requests = self._plannable(reduce_op, value_destination_pairs)
         planned = rehearsal_of(self.settings, reduce_op, requests, coalesce=coalesce)
         reduce = partial(self.reduce_batch, reduce_op, requests, coalesce=coalesce)
-        mesh = requests[0].value.mesh
-        with due("explain", as_deadline(deadline), mesh.devices):
+        with due("explain", as_deadline(deadline), (mesh := requests[0].value.mesh).devices):
             return explanation_of(planned, mesh, reduce)
 
     def _plannable(self, reduce_op: ReduceOp, pairs: Sequence[tuple[Any, Any]]) -> list[Request]:
@@ -273,6 +272,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 check_devices(self.settings, request.devices)
         return requests
 
+    @OneCall()
     def prepare(
         self,
         reduce_op: ReduceOp,
@@ -321,6 +321,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         reduce = partial(self.reduce_batch, reduce_op, requests, coalesce=False)
         return _Steady(requests, kinds, reduce, outs)
 
+    @OneCall()
     def capture(
         self,
         reduce_op: ReduceOp,
@@ -341,8 +342,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
         Raises:
             ValueError, DeviceMismatchError, TypeError: what ``prepare`` raises.
-            CollectiveError: ``"nccl"`` over several physical devices of this process. Nothing was
-                launched.
+            CollectiveError: ``"nccl"`` over several physical devices of this process; not launched.
             CaptureError: inside a capture, or two physical devices are no peers: nothing was
                 launched; or CUDA cannot make the graph.
         """

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradreduce.device import Device, Mesh, Travel, as_deadline, due
-from gradreduce.interop import Kind, OneCall, as_result_kind
+from gradreduce.interop import Aside, Kind, OneCall, as_result_kind, reading
 from gradreduce.interop_out import hand_back
 from gradreduce.one_device import Accumulate, copied_to
 from gradreduce.reduce_arguments import (
@@ -24,7 +24,7 @@ from gradreduce.reduce_arguments import (
 )
 from gradreduce.reduce_flow import landed, reduce_to_one
 from gradreduce.reduce_outs import halves_told, shown, with_outs
-from gradreduce.values import Mirrored, Part, ReduceOp, device_of
+from gradreduce.values import Mirrored, Part, ReduceOp, buffer_of, device_of
 
 __all__ = ["CrossDeviceOps", "ReductionToOneDevice", "result_kinds"]
 
@@ -59,6 +59,7 @@ class CrossDeviceOps(ABC):
             reduce_op, pairs, coalesce=coalesce, as_kind=as_kind, out=outs, deadline=deadline
         )[0]
 
+    @OneCall()
     def batch_reduce(
         self,
         reduce_op: ReduceOp,
@@ -71,8 +72,9 @@ class CrossDeviceOps(ABC):
     ) -> list[Mirrored]:
         """Combines the replicas of each value.
 
-        Waits for no device: it returns when all has been launched. The first call for a dtype
-        compiles, and connects the GPUs where NCCL is needed, which may take seconds.
+        Waits for no device: it returns when all has been launched. Arrays on GPUs may be
+        overwritten by then, in the order of their library's current stream. The first call for a
+        dtype compiles, and connects the GPUs where NCCL is needed, which may take seconds.
 
         Args:
             reduce_op: ``ReduceOp.SUM`` or ``ReduceOp.MEAN``. MEAN is true division by the number
@@ -124,21 +126,23 @@ class CrossDeviceOps(ABC):
         if out is None:
             requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
             kinds = result_kinds(requests, as_kind)
-            with due("batch_reduce", seconds, () if seconds is None else devices_of(requests)):
+            involved = () if seconds is None else devices_of(requests)
+            with due("batch_reduce", seconds, involved), Aside():  # a class of the caller's own
                 reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
             return [Mirrored.of(*each) for each in zip(reduced, kinds, strict=True)]
         if as_kind is not None:
             raise ValueError(f"as_kind={as_kind!r}: the results are the arrays of out")
-        with OneCall():  # around inputs and outs: their streams are fenced once
-            requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
-            requests, outs = with_outs(requests, out, reduce_op)
+        requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
+        requests, outs = with_outs(requests, out, reduce_op)
         devices = devices_of(requests)
         with due("batch_reduce", seconds, devices), halves_told(devices):
-            reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
+            with Aside():
+                reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
             landed(requests, reduced)
         hand_back(each for row in outs for each in row)
         return [shown(row) for row in outs]
 
+    @OneCall()
     def broadcast(
         self,
         tensor: Any,
@@ -171,6 +175,7 @@ class CrossDeviceOps(ABC):
         devices = destination_devices(destinations, 0, device_of(part).mesh)
         wanted = as_result_kind(as_kind, kind, devices[0])
         home = device_of(part)
+        reading([buffer_of(part)])
         with due("broadcast", seconds, (home, *devices)), home.fabric.watched_pack(Travel((0,))):
             copied = copied_to(part, devices)
         return Mirrored.of(copied, wanted)

@@ -15,6 +15,7 @@ from gradreduce.device import Buffer, Device, DType
 from gradreduce.errors import InvalidArgumentError
 from gradreduce.interop import (
     Kind,
+    OneCall,
     as_result_kind,
     from_buffer,
     host_array,
@@ -121,6 +122,7 @@ class IndexedSlices:
         """Which kind of array the values are."""
         return kind_of(self._values)
 
+    @OneCall()
     def coalesce(self, *, as_kind: str | None = None) -> IndexedSlices:
         """The same array with every index once, rising.
 
@@ -140,6 +142,7 @@ class IndexedSlices:
         (rows,) = coalesced([self.placed().values], [segments])
         return IndexedSlices.of(from_buffer(rows, kind), segments.indices, self._dense_shape)
 
+    @OneCall()
     def to_dense(self, *, as_kind: str | None = None) -> Any:
         """The whole array: rows of the same index added as by ``coalesce``, zeros elsewhere.
 
@@ -157,9 +160,8 @@ class IndexedSlices:
 
     def placed(self) -> IndexedSlices:
         """The same rows as a Buffer: an array's on the device of ``gr.replica``, else the first."""
-        return IndexedSlices.of(
-            on_current_devices([self._values])[0], self._indices, self._dense_shape
-        )
+        (rows,) = on_current_devices([self._values])
+        return IndexedSlices.of(rows, self._indices, self._dense_shape)
 
     def shown(self, kind: Kind) -> IndexedSlices:
         """The same rows, a Buffer, as an array of ``kind``."""

@@ -20,16 +20,18 @@ from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.errors import DeviceMismatchError
 from gradreduce.interop_gpu import (
     Kind,
-    OneCall,
     adopt_cupy,
     adopt_foreign,
     download_foreign,
     fence_in,
     fence_out,
     from_gpu,
+    reading,
 )
+from gradreduce.one_call import Aside, OneCall
 
 __all__ = [
+    "Aside",
     "Kind",
     "OneCall",
     "as_result_kind",
@@ -39,6 +41,7 @@ __all__ = [
     "host_array",
     "is_array",
     "kind_of",
+    "reading",
     "shape_and_dtype",
     "to_buffer",
 ]
@@ -139,6 +142,9 @@ def host_array(value: Any) -> np.ndarray:
 
 def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> Buffer:
     """``value`` as a Buffer: shared where that is possible.
+
+    The caller may overwrite it, in the order of the stream that was current in its library, when
+    the ``OneCall`` around this has ended; so what reads it must be queued by then.
 
     Args:
         value: a Buffer, which stays where it is; an array of NumPy, CuPy, PyTorch or JAX; a

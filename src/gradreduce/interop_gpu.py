@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
-from types import TracebackType
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -17,10 +16,10 @@ import numpy as np
 from gradreduce.device import Buffer, Device, follow
 from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.errors import DeviceMismatchError
+from gradreduce.one_call import came_in, unfenced
 
 __all__ = [
     "Kind",
-    "OneCall",
     "adopt_cupy",
     "adopt_foreign",
     "current_of",
@@ -28,55 +27,15 @@ __all__ = [
     "fence_in",
     "fence_out",
     "from_gpu",
+    "reading",
+    "taker_of",
 ]
 
 # "native": NumPy arrays and numbers; such results are NumPy on the simulation, CuPy on GPUs.
 # "cuda": arrays of any other library that shows __cuda_array_interface__; results are CuPy's.
+LENDING = ("torch", "cupy", "cuda")  # JAX's arrays never change
 Kind = Literal["native", "numpy", "cupy", "cuda", "torch", "jax", "buffer"]
 _INT16 = np.dtype("int16")
-
-
-class _Fenced(threading.local):
-    """What this thread has fenced in its open ``OneCall``; None outside any."""
-
-    places: set[tuple[bool, Device, int]] | None = None
-
-
-_fenced = _Fenced()
-
-
-class OneCall:
-    """Inside, this thread fences each foreign stream once per device and direction; nests.
-
-    A fence is two driver calls, and a call may bring hundreds of arrays. One serves those that
-    come in, because all of them were given before the call began, and one those that go out, if
-    all work is queued before the first leaves: so no user code belongs inside, and no launch
-    between two that go out. Not so where only the sharing itself makes a stream wait (JAX's).
-    """
-
-    def __enter__(self) -> None:
-        self._outer = _fenced.places
-        if self._outer is None:
-            _fenced.places = set()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        _fenced.places = self._outer
-
-
-def _unfenced(device: Device, stream: int | None, *, leaving: bool) -> int | None:
-    """``stream``, or None if this call has fenced it already."""
-    places = _fenced.places
-    if places is None or stream is None:
-        return stream
-    if (leaving, device, stream) in places:
-        return None
-    places.add((leaving, device, stream))
-    return stream
 
 
 # ---- in ------------------------------------------------------------------------------------------
@@ -120,6 +79,19 @@ def adopt_foreign(
     if stream is None:
         return _adopt(given, device, shared.stream, once=shared.once, writable=writable)
     return _adopt(given, device, stream, writable=writable)
+
+
+def reading(buffers: Iterable[Buffer]) -> None:
+    """What callers lent before this call, as the values of a ``PerReplica``, is read by it now.
+
+    In order with the stream that is current in its library now, as if it came in by this call.
+    """
+    for kind, device in {(buffer.lender, buffer.device) for buffer in buffers}:
+        if kind in LENDING and device.fabric.backend == "cuda":
+            stream = current_of(device, kind)
+            came_in(device, stream)
+            if unfenced(device, stream, leaving=False) is not None:
+                follow(device, stream)
 
 
 def download_foreign(array: Any) -> np.ndarray:
@@ -196,7 +168,10 @@ def _by_interface(array: Any) -> _Shared:
 def _adopt(
     array: Any, device: Device, stream: int | None, *, once: bool = True, writable: bool = True
 ) -> Buffer:
-    """A CuPy array as a Buffer of the mesh; its queue waits for ``stream``, ``once`` a call."""
+    """A CuPy array as a Buffer of the mesh; its queue waits for ``stream``, ``once`` a call.
+
+    And ``stream`` for ours when the call ends, unless nobody ever writes the array (JAX's).
+    """
     gpu = int(array.device.id)
     if device.fabric.backend != "cuda":
         raise DeviceMismatchError(f"the array is on GPU {gpu}, {device.name} is simulated")
@@ -205,12 +180,15 @@ def _adopt(
     if home is None:
         raise DeviceMismatchError(f"the array is on GPU {gpu}, outside the mesh {device.mesh}")
     if array.flags.c_contiguous:
-        stream = _unfenced(home, stream, leaving=False) if once else stream
+        if stream is not None and (writable or once):
+            came_in(home, stream)
+        stream = unfenced(home, stream, leaving=False) if once else stream
         return home.adopt(array, stream, writable=writable)
     current = sys.modules["cupy"].cuda.get_current_stream(gpu)
     with array.device:  # CuPy copies to the current GPU, in the order of its current stream
         if stream is not None and stream != current.ptr:
             _wait(current, stream, gpu)
+            came_in(home, stream, read=True)  # by CuPy's stream, behind which ours is from here on
         array = array.copy()
     # Never fenced before: the copy is younger.
     buffer = home.adopt(array, int(current.ptr), writable=writable)
@@ -241,7 +219,7 @@ def fence_in(buffer: Buffer, kind: Kind) -> None:
 
 def fence_out(buffer: Buffer, kind: Kind) -> None:
     """The stream that is current in the library of ``kind`` waits for our queue."""
-    _released(buffer, current_of(buffer.device, kind))
+    _released(buffer, taker_of(buffer.device, kind))
 
 
 def current_of(device: Device, kind: str) -> int:
@@ -255,10 +233,9 @@ def from_gpu(buffer: Buffer, kind: Kind) -> Any:
     """GPU memory as an array of ``kind``; the stream current in its library waits for ours."""
     if kind == "numpy":
         return buffer.numpy()
-    gpu = buffer.device.physical
     if kind == "torch":
         return _to_torch(buffer)
-    shared = _released(buffer, _current(gpu))
+    shared = _released(buffer, taker_of(buffer.device, kind))
     if kind != "jax":
         return shared
     jax = sys.modules["jax"]
@@ -270,11 +247,23 @@ def from_gpu(buffer: Buffer, kind: Kind) -> Any:
 
 def _to_torch(buffer: Buffer) -> Any:
     torch = sys.modules["torch"]
-    shared = _released(buffer, current_of(buffer.device, "torch"))
+    shared = _released(buffer, taker_of(buffer.device, "torch"))
     if buffer.dtype == BFLOAT16:
         return torch.from_dlpack(shared.view(_INT16)).view(torch.bfloat16)
     return torch.from_dlpack(shared)
 
 
-def _released(buffer: Buffer, stream: int) -> Any:
-    return buffer.device.release(buffer, _unfenced(buffer.device, stream, leaving=True))
+def taker_of(device: Device, kind: str) -> Any:
+    """The current stream in the library of ``kind``: PyTorch's, which never end, by their handle.
+
+    CuPy's as its object, which keeps the stream until what was shown to it can be used anew.
+    """
+    if kind == "torch":
+        return current_of(device, kind)
+    return sys.modules["cupy"].cuda.get_current_stream(device.physical)
+
+
+def _released(buffer: Buffer, taker: Any) -> Any:
+    handle = taker if isinstance(taker, int) else int(taker.ptr)
+    buffer.block.is_shown(taker)
+    return buffer.device.release(buffer, unfenced(buffer.device, handle, leaving=True))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gradreduce.device import Device, follow, precede
-from gradreduce.interop_gpu import current_of
+from gradreduce.device import Buffer, Device, follow, precede
+from gradreduce.interop_gpu import current_of, taker_of
 
 __all__ = ["Border"]
 
@@ -23,7 +23,8 @@ class Border:
     Args:
         lenders: kind of the lending library and device, of every array; Buffers are nobody's.
         takers: likewise of the results. The work ends with every one of its devices behind all
-            of it: so one of them speaks for its GPU.
+            of it: so one of them speaks for its GPU. Lenders are fenced like takers, because they
+            may write their arrays again.
     """
 
     def __init__(
@@ -36,8 +37,9 @@ class Border:
         ]
         self._given: list[tuple[str, Device]] = []  # on GPUs
         self._shown: list[Device] = []  # in host memory
+        self._takers: dict[tuple[str, Device], object] = {}  # the stream of the last call
         places: set[tuple[bool, int]] = set()
-        for kind, device in dict.fromkeys(takers):
+        for kind, device in dict.fromkeys((*takers, *self._lenders)):
             if device.fabric.backend != "cuda":
                 if kind in _ON_HOST and device not in self._shown:
                     self._shown.append(device)
@@ -50,9 +52,19 @@ class Border:
         for kind, device in self._lenders:
             follow(device, current_of(device, kind))
 
-    def leave(self) -> None:
-        """Those streams wait for our compute queues; for arrays in host memory the host does."""
+    def leave(self, results: Iterable[Buffer] = ()) -> None:
+        """Those streams wait for our compute queues; for arrays in host memory the host does.
+
+        Args:
+            results: whose arrays are read there from here on, and may be dropped meanwhile.
+        """
         for kind, device in self._given:
-            precede(device, current_of(device, kind))
+            taker = taker_of(device, kind)
+            precede(device, taker)
+            if self._takers.get((kind, device)) != taker:  # not again at each call
+                self._takers[kind, device] = taker
+                for result in results:
+                    if result.device.physical == device.physical:
+                        result.block.is_shown(taker)
         for device in self._shown:
             precede(device, None)

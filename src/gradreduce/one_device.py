@@ -11,7 +11,17 @@ from typing import Any
 
 from gradreduce import ops
 from gradreduce.aggregate_sparse import joined, with_dense
-from gradreduce.device import Buffer, Device, bring, by_physical, gather, mean_dtype, scatter
+from gradreduce.device import (
+    Buffer,
+    Device,
+    by_physical,
+    copy_over,
+    fetch,
+    gather,
+    mean_dtype,
+    pull,
+    scatter,
+)
 from gradreduce.indexed_slices import IndexedSlices, coalesced
 from gradreduce.interop import Kind, from_buffer, kind_of, to_buffer
 from gradreduce.ops import plan_segments
@@ -36,7 +46,7 @@ def added_on(
     Of IndexedSlices alone: the rows of all replicas, one after the other.
 
     Args:
-        device: where it is added; what lies on another GPU is copied there first.
+        device: where it is added; what its launches cannot reach is copied there first.
         parts: the replicas, in order; alike.
         mean: divide by their number: every row, where all are IndexedSlices.
         coalesce: add rows of the same index, if all are IndexedSlices.
@@ -52,9 +62,12 @@ def added_on(
     if len(sparse) == len(parts):
         rows = _rows_on(device, sparse, 1 if counts else divisor, coalesce=coalesce)
         return _quotient_of_rows(rows, divisor) if counts else rows
-    buffers = [bring(device, buffer) for buffer in with_dense(parts)]
-    if accumulate is not None:
-        buffers = [_accumulated(device, buffers, accumulate, kind)]
+    dense = with_dense(parts)
+    if accumulate is None:
+        buffers = [fetch(device, buffer) for buffer in dense]
+    else:  # which may launch whatever it likes
+        near = [pull(device, buffer) for buffer in dense]
+        buffers = [_accumulated(device, near, accumulate, kind)]
     total = device.empty(buffers[0].shape, buffers[0].dtype)
     _write([total], buffers, 1 if counts else divisor, device)
     return quotients([total], divisor)[0] if counts else total
@@ -108,7 +121,7 @@ def _copies(source: Buffer, devices: Sequence[Device], *, keep: bool) -> tuple[B
         near = source
         if rest and physical != source.device.physical:
             near = rest.pop(0)
-            near.device.copy(near, source)
+            copy_over(near.device, near, source)
         if rest:
             _write(rest, [near], 1, near.device)
     return tuple(outs)
@@ -155,4 +168,4 @@ def _accumulated(
             f"accumulation_fn made {total.dtype}{list(total.shape)} of "
             f"{like.dtype}{list(like.shape)}"
         )
-    return bring(device, total)
+    return fetch(device, total)

@@ -43,8 +43,9 @@ class PreparedStep:
     overwritten. Any thread may call; calls come one after the other.
 
     Arrays of other libraries on GPUs are read behind what their library's current stream holds at
-    the call, and the results are ready for what it is given afterwards. A call with results in
-    host memory, NumPy's or PyTorch's on simulated devices, returns when they are written.
+    the call; what it is given afterwards finds the results ready, and may fill the arrays anew. A
+    call with results in host memory, NumPy's or PyTorch's on simulated devices, returns when they
+    are written.
 
     With ``out`` the results are the arrays that were given, which each call writes behind what
     their library's current stream holds then.
@@ -76,9 +77,8 @@ class PreparedStep:
             gather(self._devices[0], self._devices)
             scatter(self._devices[0], self._devices)
         self._tape.close()
-        self._written = spans_of(
-            part for parts in reduced for part in parts if isinstance(part, Buffer)
-        )
+        self._given = [part for parts in reduced for part in parts if isinstance(part, Buffer)]
+        self._written = spans_of(self._given)
         self._read = self._fabric.last_read
         self.results: list[Mirrored] = [shown(row) for row in outs]
         if outs:
@@ -116,7 +116,7 @@ class PreparedStep:
                 behind_readers(self._written)
             self._play()
         count_writes(self._tensors)
-        self._border.leave()  # which may wait: no lock is held by then
+        self._border.leave(self._given)  # which may wait: no lock is held by then
         return self.results
 
     def _play(self) -> None:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from gradreduce.device import Buffer, Device, DType, Mesh, device_named
 from gradreduce.errors import DeviceMismatchError, InvalidArgumentError, about
 from gradreduce.indexed_slices import IndexedSlices, check_indices
-from gradreduce.interop import Kind, OneCall, is_array, kind_of, to_buffer
+from gradreduce.interop import Kind, OneCall, is_array, kind_of, reading, to_buffer
 from gradreduce.replica_context import current_device
-from gradreduce.values import DistributedValues, Mirrored, Part, PerReplica, ReduceOp
+from gradreduce.values import DistributedValues, Mirrored, Part, PerReplica, ReduceOp, buffer_of
 from gradreduce.variables import Variable
 
 __all__ = [
@@ -101,6 +101,8 @@ def checked_requests(pairs: Any, reduce_op: ReduceOp, mesh: Mesh | None) -> list
                 matches = set(devices) == set(value.devices)
             last = (destination, value)
             requests.append(Request(value, value.devices if matches else devices, matches))
+        lent = [request.value for request in requests if request.value.lent]
+        reading(buffer_of(part) for value in lent for part in value.parts)
     return requests
 
 

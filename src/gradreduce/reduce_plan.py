@@ -26,6 +26,7 @@ from gradreduce.device import (
     by_physical,
     mesh_outline,
     outline_of,
+    reaches,
 )
 from gradreduce.flats import Flats
 from gradreduce.indexed_slices import IndexedSlices
@@ -55,8 +56,9 @@ class PlannedPack:
         moved: on how many devices the tensors are moved into a flat buffer first; on the others
             they lie in one, or alone, and are read where they lie.
         crossing: how bytes get from one physical device to another. ``"none"``: they need not.
-            ``"direct"``: the launches that add read and write the peers' memory. ``"copies"``:
-            each crossing is a copy into memory nearby. ``"collective"``: the library's way.
+            ``"direct"``: the launches that add read and write the peers' memory (added on one
+            device they only read it; what is handed out is copied). ``"copies"``: what is out of
+            a launch's reach is copied into memory nearby. ``"collective"``: the library's way.
     """
 
     tensors: tuple[int, ...]
@@ -324,20 +326,42 @@ def _travels(pack: PlannedPack) -> str:
         "copies": "copied to where they are added",
         "collective": "by the collective library",
     }
+    if (pack.way, pack.crossing) == ("one device", "direct"):
+        crossings["direct"] = "read by the device that adds them"
     return ", ".join(["", *told, crossings[pack.crossing]])
 
 
 def _pack_of_one(request: Request, place: int) -> PlannedPack:
     """A value that is added on one device and travels alone."""
-    part = request.value.parts[0]
-    rows = part if isinstance(part, Buffer) else part.values
-    devices = request.value.devices
-    indices = tuple(device.index for device in devices)
-    alone = len(by_physical([*devices, *request.devices])) == 1
+    rows = _rows_of(request.value.parts[0])
+    indices = tuple(device.index for device in request.value.devices)
     return PlannedPack(
         (place,), rows.dtype, rows.dtype, rows.nbytes, "one device", indices, 0,
-        "none" if alone else "copies",
+        _crossing_to_one(request),
     )  # fmt: skip
+
+
+def _crossing_to_one(request: Request) -> str:
+    """See ``PlannedPack``."""
+    home = request.devices[0]
+    away = [part for part in request.value.parts if _rows_of(part).device.physical != home.physical]
+    if not away and len(by_physical(request.devices)) == 1:
+        return "none"
+    kinds = {type(part) for part in request.value.parts}
+    are_read = bool(away) and all(_is_read(home, part, len(kinds) > 1) for part in away)
+    return "direct" if are_read else "copies"
+
+
+def _is_read(home: Device, part: Part, is_mixed: bool) -> bool:
+    """Whether launches of ``home`` read a replica where it lies."""
+    rows = _rows_of(part)
+    if is_mixed and isinstance(part, IndexedSlices):  # made dense first, in memory of our own
+        return home.fabric.peers(home.physical, rows.device.physical)
+    return reaches(home, rows)
+
+
+def _rows_of(part: Part) -> Buffer:
+    return part if isinstance(part, Buffer) else part.values
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from gradreduce.device import Buffer, Device, Mesh, default_mesh
-from gradreduce.interop import kind_of, to_buffer
+from gradreduce.interop import kind_of, reading, to_buffer
 
 __all__ = ["current_device", "current_replica", "on_current_devices", "replica"]
 
@@ -46,9 +46,9 @@ def current_replica() -> int | None:
 
 
 def on_current_devices(values: Sequence[Any]) -> list[Buffer]:
-    """Each on the device of the enclosing ``gr.replica``, else on device 0; Buffers stay.
+    """Each, to be read, on the device of the enclosing ``gr.replica``, else on device 0.
 
-    Of ``gr.default_mesh()``; a GPU array stays on its GPU, see ``interop.to_buffer``.
+    Buffers stay. Of ``gr.default_mesh()``; a GPU array stays on its GPU, see ``interop.to_buffer``.
 
     Raises:
         TypeError: one is no array.
@@ -63,6 +63,7 @@ def on_current_devices(values: Sequence[Any]) -> list[Buffer]:
                 device = current_device()
             value = to_buffer(value, device)
         placed.append(value)
+    reading(placed)
     return placed
 
 

@@ -15,7 +15,7 @@ from gradreduce.aggregate import AggregationMethod, as_aggregation_method
 from gradreduce.aggregators import aggregate_buffers
 from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.device import Buffer, Device, as_deadline, by_physical, due
-from gradreduce.interop import OneCall, to_buffer
+from gradreduce.interop import OneCall, reading, to_buffer
 from gradreduce.optim import Optimizer
 from gradreduce.values import PerReplica
 from gradreduce.variables import Variable
@@ -80,6 +80,7 @@ class SyncStep:
         """How many updates were made; gradients of an earlier step are stale."""
         return self.accumulators[0].global_step
 
+    @OneCall()
     def __call__(
         self,
         terms: Sequence[Sequence[Sequence[Any] | None]],
@@ -92,7 +93,8 @@ class SyncStep:
         Args:
             terms: ``terms[replica][variable]`` is the list of that replica's micro-batch
                 gradients for that variable, of its shape and dtype; their *sum* is one arrival.
-                None, on every replica, for a variable without a gradient. Not written.
+                None, on every replica, for a variable without a gradient. Not written; when this
+                returns their library's current stream may overwrite them.
             local_step: the step at which they were computed. Default: ``global_step``.
             deadline: seconds from now in which the devices must be done, or their mesh dies.
 
@@ -110,8 +112,7 @@ class SyncStep:
         seconds = as_deadline(deadline)
         step = self.global_step if local_step is None else local_step
         self.optimizer.prepare(self.variables)  # what can fail does so before a gradient is taken
-        with OneCall():
-            present, placed = self._placed(terms)
+        present, placed = self._placed(terms)
         with due("a SyncStep", seconds, self.devices):
             return self._given(present, placed, step)
 
@@ -202,6 +203,7 @@ def _checked_terms(
             f"{terms!r}"
         )
     placed = [to_buffer(term, device, dtype=variable.dtype) for term in terms]
+    reading(placed)
     for buffer in placed:
         if (buffer.shape, buffer.dtype) != (variable.shape, variable.dtype):
             raise ValueError(

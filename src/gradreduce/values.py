@@ -18,6 +18,7 @@ __all__ = [
     "Part",
     "PerReplica",
     "ReduceOp",
+    "buffer_of",
     "device_of",
 ]
 
@@ -41,7 +42,9 @@ class DistributedValues:
 
     Args:
         values: one for each device: arrays of any library, numbers, nested lists, Buffers, or
-            IndexedSlices of these. Shared, not copied, where they can be.
+            IndexedSlices of these. Shared, not copied, where they can be; so a call that reads them
+            comes behind what their library's current stream holds by then, and they may be written
+            again when it has returned.
         mesh: whose devices, in order. Default: that of ``values`` if they are Buffers, else
             ``gr.default_mesh()``.
         devices: on these devices of the mesh instead of all.
@@ -55,6 +58,7 @@ class DistributedValues:
 
     _kept: dict[Part, Any] | None = None  # the arrays of ``keep_arrays``
     _is_sparse: bool | None = None
+    lent: bool = False  # whether any may be a caller's memory
     _parts: tuple[Part, ...]
     _devices: tuple[Device, ...]
     _kind: Kind
@@ -76,7 +80,7 @@ class DistributedValues:
         if len(values) != len(self._devices):
             raise ValueError(f"{len(values)} values for {len(self._devices)} devices")
         parts = []
-        with OneCall():
+        with OneCall(reads=False):
             for replica, value in enumerate(values):
                 try:
                     parts.append(_placed(value, self._devices[replica]))
@@ -85,6 +89,7 @@ class DistributedValues:
         self._parts = tuple(parts)
         first = values[0]
         self._kind = first.kind if isinstance(first, IndexedSlices) else kind_of(first)
+        self.lent = any([type(each) is not Buffer or each.lender is not None for each in values])
 
     @classmethod
     def of(cls, parts: Sequence[Part], kind: Kind = "buffer") -> Self:
@@ -232,6 +237,12 @@ def device_of(part: Part) -> Device:
     device = part.device
     assert device is not None
     return device
+
+
+def buffer_of(part: Part) -> Buffer:
+    """A Buffer itself, or the rows of IndexedSlices of a Buffer."""
+    buffer: Buffer = part if isinstance(part, Buffer) else part.values
+    return buffer
 
 
 def _own_device(value: Any) -> Any:

@@ -8,8 +8,17 @@ from contextlib import contextmanager
 from typing import Any
 
 from gradreduce import ops
-from gradreduce.device import Buffer, Device, DType, Mesh, as_dtype, default_mesh, overlap
-from gradreduce.interop import converted, is_array, to_buffer
+from gradreduce.device import (
+    Buffer,
+    Device,
+    DType,
+    Mesh,
+    as_dtype,
+    copy_over,
+    default_mesh,
+    overlap,
+)
+from gradreduce.interop import OneCall, converted, is_array, reading, to_buffer
 from gradreduce.replica_context import current_replica
 
 __all__ = ["Variable", "get_variable"]
@@ -34,6 +43,7 @@ class Variable:
         ValueError: ``trainable`` with a dtype that is no float.
     """
 
+    @OneCall()
     def __init__(
         self,
         initial_value: Any,
@@ -106,6 +116,7 @@ class Variable:
     def __float__(self) -> float:
         return float(self.numpy())
 
+    @OneCall()
     def assign(self, value: Any) -> Variable:
         """Overwrites every copy.
 
@@ -120,9 +131,10 @@ class Variable:
         near = [self._apart(source) for source in given]
         with self._all_copies():
             for buffer, source in zip(self._buffers, near, strict=True):
-                buffer.device.copy(buffer, source)
+                copy_over(buffer.device, buffer, source)
         return self
 
+    @OneCall()
     def assign_add(self, delta: Any) -> Variable:
         """Adds ``delta`` to every copy; otherwise as ``assign``."""
         given = [self._checked(delta, buffer) for buffer in self._buffers]
@@ -168,6 +180,7 @@ class Variable:
         if isinstance(value, Variable):
             value = next((b for b in value.buffers if b.device is buffer.device), value.buffers[0])
         given = to_buffer(value, buffer.device, dtype=self.dtype)
+        reading([given])
         if (given.shape, given.dtype) != (self.shape, self.dtype):
             raise ValueError(
                 f"value is {given.dtype}{list(given.shape)}, the variable {self.name!r} is "
@@ -223,15 +236,16 @@ def _near(device: Device, source: Buffer) -> Buffer:
     if source.device is device:
         return source
     copied = device.empty(source.shape, source.dtype)
-    device.copy(copied, source)
+    copy_over(device, copied, source)
     return copied
 
 
 def _copied(value: Any, device: Device, dtype: DType) -> Buffer:
     """A Buffer of our own with ``value`` cast to ``dtype``."""
     given = to_buffer(value, device, dtype=dtype)
+    reading([given])
     if given.dtype != dtype:
         given = device.upload(converted(given.numpy(), dtype))
     copied = device.empty(given.shape, dtype)
-    device.copy(copied, given)
+    copy_over(device, copied, given)
     return copied

@@ -27,6 +27,8 @@ SPELLED_OUT = {
     9: lambda r: (((r[0] + r[1]) + r[2]) + r[3]) + ((((r[4] + r[5]) + r[6]) + r[7]) + r[8]),
 }
 
+ISLAND = frozenset({(0, 1), (1, 0), (0, 2)})  # two that reach each other, one that reaches none
+
 
 def check_outs(jobs, expected):
     for job, wanted in zip(jobs, expected, strict=True):
@@ -102,7 +104,7 @@ def test_every_placement_gives_the_same_bits(make_jobs, num_replicas):
             packs.append([random_data((size,), dtype, seed=s) for s in range(num_replicas)])
             expected.append(hierarchical_sum(packs[-1], num_replicas))
     for placement in all_placements(num_replicas, 3):
-        for peer_access in (True, False):
+        for peer_access in (True, False, ISLAND):
             with MeshCase(placement, peer_access).open() as mesh:
                 jobs = make_jobs(mesh, packs, num_replicas)
                 hierarchical_copy(jobs)

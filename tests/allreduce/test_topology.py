@@ -132,6 +132,45 @@ def test_partial_sums_of_halves_cross_in_float32(make_jobs):
     }  # fmt: skip
 
 
+def test_a_lone_replica_crosses_as_it_is(make_jobs):
+    """It is exact in its own dtype; where the other half is a sum, it is widened after crossing."""
+    journal = journal_on((0, 1), make_jobs, [SMALL], peer_access=False, dtype="float16")
+    assert [record.nbytes // SMALL for record in journal.of("copy")] == [2, 2]
+    assert [f"{r.name}@{r.device}" for r in journal.of("launch")] == ["all_sum@0"]
+    journal = journal_on((0, 1, 1), make_jobs, [SMALL, SMALL], peer_access=False, dtype="float16")
+    crossed = [(r.source, r.device, r.nbytes // SMALL) for r in journal.of("copy")]
+    assert crossed == [(1, 0, 4), (0, 1, 2), (0, 1, 2), (1, 0, 2), (1, 2, 2)]
+    assert [f"{r.name}@{r.device}" for r in journal.of("launch")] == [
+        "add_n@1", "add_n@1", "add_n@0", "all_sum@0", "add_n@1", "all_sum@1",
+    ]  # fmt: skip
+
+
+# Islands of two physical devices, whose launches reach each other; one small pack, main device 0.
+ISLANDS = frozenset({(0, 1), (1, 0), (2, 3), (3, 2)})
+ISLED = {
+    # Of each half one launch adds both; its sum crosses, and what comes of it.
+    (0, 1, 2, 3): ([(2, 0), (0, 1), (0, 2), (0, 3)], ["add_n@0", "add_n@2", "all_sum@0"]),
+    (0, 2, 1, 3): (
+        [(1, 0), (3, 2), (0, 1), (0, 2), (0, 3)],
+        ["add_n@0", "add_n@2", "all_sum@0"],
+    ),
+    # Lone replicas: one launch reads both, or one is copied.
+    (0, 1): ([(0, 1)], ["all_sum@0"]),
+    (1, 2): ([(1, 0), (0, 1)], ["all_sum@0"]),
+}
+
+
+@pytest.mark.parametrize("placement", ISLED, ids=str)
+def test_what_is_within_reach_is_not_copied(make_jobs, placement):
+    access = ISLANDS if placement != (0, 1) else frozenset({(0, 1)})  # one way
+    journal = journal_on(placement, make_jobs, [SMALL], peer_access=access)
+    copies, launches = ISLED[placement]
+    assert directions(journal) == copies
+    assert [f"{r.name}@{r.device}" for r in journal.of("launch")] == launches
+    crossed = {(0, 1, 2, 3): [4, 4, 0], (0, 2, 1, 3): [0, 0, 4], (0, 1): [4], (1, 2): [0]}
+    assert [r.nbytes // SMALL for r in journal.of("launch")] == crossed[placement]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "complex64", "int16"])
 @pytest.mark.parametrize("placement", [p for p in PLACEMENTS if len(set(p)) > 1], ids=str)
 def test_without_peers_no_launch_touches_another_device(make_jobs, placement, dtype):

@@ -98,7 +98,7 @@ def test_what_lies_in_a_flat_buffer_is_fenced_once_a_call_as_ever(here, mesh, to
     device = mesh.devices[1]
     row = mesh.flat_buffer(SHAPES, "float32").arrays("torch")[1]
     before = here.counts["record"]
-    with OneCall():
+    with OneCall(reads=False):
         buffers = [to_buffer(tensor, device) for tensor in row]
     assert here.counts["record"] - before == 1
     assert len({buffer.block for buffer in buffers}) == 1
@@ -113,7 +113,7 @@ def test_a_flat_buffer_that_nobody_fenced_is_a_fault(new_machine, monkeypatch):
     refused = pytest.raises(machine.Fault, match="unordered: ")
     with refused, open_mesh(1, backend="cuda") as mesh, theirs:  # closing meets a stopped machine
         (array,) = mesh.flat_buffer([(70,)], "float32").arrays()[0]
-        monkeypatch.setattr(interop_gpu, "_unfenced", lambda device, stream, leaving: None)
+        monkeypatch.setattr(interop_gpu, "unfenced", lambda device, stream, leaving: None)
         array[...] = data((70,))
         to_buffer(array, mesh.devices[0]).numpy()
         theirs.synchronize()  # by then the two have met
@@ -155,7 +155,7 @@ def test_outs_are_written_where_they_are_between_what_their_streams_hold(here, m
         tensors = [Tensor(made_on(torch.stream, data((7, 30)))), flat]
         brain = Tensor(made_on(torch.stream, halves), "bfloat16")
         before = here.counts["record"]
-        with OneCall():
+        with OneCall(reads=False):
             outs = [as_out(each, device, (7, 30), np.dtype("float32")) for each in tensors]
             outs.append(as_out(cupys, device, (7, 30), np.dtype("float32")))
             outs.append(as_out(brain, device, (7, 30), halves.dtype))

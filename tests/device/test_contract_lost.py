@@ -11,6 +11,7 @@ from device.contract import FLOAT, SIZE, add, data, uploaded
 from exact import same
 
 import gradreduce as gr
+from gradreduce.device import bring
 from gradreduce.errors import BackendUnavailableError
 
 from .contract import BACKENDS_APART
@@ -64,6 +65,7 @@ def test_a_buffer_on_a_lost_device_is_refused_by_the_others(mesh):
         lambda: add(device, near, near, far),
         lambda: device.download(far),
         lambda: gr.add_n([far, far]),
+        lambda: bring(device, far),
     ]
     for use in uses:
         with says(lost.name):

@@ -14,7 +14,7 @@ import pytest
 
 from gradreduce.device import as_dtype
 
-__all__ = ["Tensor", "made_on", "torch"]
+__all__ = ["Tensor", "made_on", "stand_in", "torch"]
 
 
 class Tensor:
@@ -62,7 +62,7 @@ class Tensor:
         assert self.dtype != "bfloat16", "DLPack of 16-bit views only"
         if stream > 2:  # the consumer's stream waits for the producer's
             event = cupy.cuda.Event()
-            event.record(sys.modules["torch"].stream)
+            event.record(sys.modules["torch"].stream_of(self.array.device))
             cupy.cuda.ExternalStream(stream, self.array.device.id).wait_event(event)
         return self.array
 
@@ -74,17 +74,35 @@ def _increment_version(tensor: Tensor) -> None:
     tensor.version += 1
 
 
-@pytest.fixture
-def torch(mesh, monkeypatch) -> ModuleType:
-    """A PyTorch whose current stream on GPU 0 is one of its own."""
-    stream = cupy.cuda.Stream(non_blocking=True)
-    handle = SimpleNamespace(cuda_stream=stream.ptr)
+def stand_in() -> ModuleType:
+    """A PyTorch whose current stream on each GPU is one of its own; ``stream``: that on GPU 0."""
+    streams: dict[int, cupy.cuda.Stream] = {}
+
+    def stream_of(device) -> cupy.cuda.Stream:
+        gpu = device if isinstance(device, int) else getattr(device, "index", None)
+        gpu = device.id if gpu is None else gpu
+        if gpu not in streams:
+            with cupy.cuda.Device(gpu):
+                streams[gpu] = cupy.cuda.Stream(non_blocking=True)
+        return streams[gpu]
+
+    def current_stream(device):
+        return SimpleNamespace(cuda_stream=stream_of(device).ptr)
+
     module = ModuleType("torch")
     module.__dict__.update(
-        strided="strided", bfloat16="bfloat16", int16="int16", stream=stream, from_dlpack=Tensor,
-        cuda=SimpleNamespace(current_stream=lambda device: handle),
+        strided="strided", bfloat16="bfloat16", int16="int16", from_dlpack=Tensor,
+        stream=stream_of(0), stream_of=stream_of,
+        cuda=SimpleNamespace(current_stream=current_stream),
         autograd=SimpleNamespace(graph=SimpleNamespace(increment_version=_increment_version)),
     )  # fmt: skip
+    return module
+
+
+@pytest.fixture
+def torch(mesh, monkeypatch) -> ModuleType:
+    """``stand_in``, imported."""
+    module = stand_in()
     monkeypatch.setitem(sys.modules, "torch", module)
     return module
 

@@ -113,6 +113,7 @@ class Machine:
         self.at_sync: list[Callable[[], str | None]] = []  # each says what is wrong, if anything
         self.at_end: list[Callable[[], str | None]] = []  # the same, when all is over
         self.stuck: set[Queue] = set()  # of these nothing runs
+        self.destroyed: set[int] = set()  # handles of streams that have ended
         self._random = random.Random(seed)
         self._early = {0: 0.0, 1: 1.0}.get(seed, self._random.choice((0.1, 0.3, 0.6, 0.8)))
         self._number = 0

@@ -62,7 +62,7 @@ def _child(name: str, writing: int) -> None:
 
 def _outcome(name: str) -> str:
     _plant(FAULTS[name].changes)
-    from . import hang, programs
+    from . import hang, lending, programs
     from .machine import current
     from .plugin import declare_launches
 
@@ -70,6 +70,7 @@ def _outcome(name: str) -> str:
 
     declare_launches()
     run = hang.run if FAULTS[name].hangs else programs.run
+    run = lending.run if FAULTS[name].lends else run
     for turn, seed in enumerate(SEEDS):
         try:
             run(seed, NUM_STEPS)

@@ -32,11 +32,13 @@ class Planted:
         says: words of the machine's message.
         changes: module or kernel, the text there, what it becomes.
         hangs: whether it shows where a queue is stuck (``hang``), not in random programs.
+        lends: whether it shows where callers overwrite and drop arrays (``lending``).
     """
 
     says: str
     changes: tuple[tuple[str, str, str], ...]
     hangs: bool = False
+    lends: bool = False
 
 
 def _change(where: str, old: str, new: str = "pass") -> tuple[str, str, str]:
@@ -70,10 +72,10 @@ _FENCES = {
         "unordered", BASE, 'self.wait(self.mark("compute"), queue=queue)'
     ),
     "an array is adopted without its stream": _one(
-        "unordered", CUDA, 'self._ready("compute").wait_event(self._event(theirs))'
+        "unordered", CUDA, 'self._ready("compute").wait_event(self._event(self._theirs(stream)))'
     ),
     "an array is released without its stream": _one(
-        "unordered", CUDA, 'theirs.wait_event(self._mark("compute"))'
+        "unordered", CUDA, 'self._theirs(stream).wait_event(self._mark("compute"))'
     ),
     "a wait is forgotten": _one("unordered", LINE, "    stream.wait_event(event)", "    pass"),
     "a device table on transfer has no fence": _one(
@@ -100,8 +102,8 @@ _LIVES = {
     "a dead adopted array is not held for compute": _one(
         "unordered",
         PARKING,
-        'users = dead.touched if dead.owned else {*dead.touched, (home, "compute")}',
-        "users = dead.touched",
+        'users if dead.owned else [*users, (home, "compute")]',
+        "users",
     ),
     "an adopted array's death is not seen": _one(
         "unordered", CUDA, "TrackedBlock(self, array,", "Block(self, array,"
@@ -344,6 +346,36 @@ _HANGS = {
 _HANGING = {
     name: Planted(says, (_change(*change),), hangs=True) for name, (says, *change) in _HANGS.items()
 }
+_CALL = "gradreduce.one_call"
+_GPU_DOOR = "gradreduce.interop_gpu"
+_BORDER = "gradreduce.interop_streams"
+_LENDS = {
+    "a call does not hand back what came in": (_CALL, "precede(device, stream)"),
+    "a value made earlier is not handed back": (
+        _GPU_DOOR, "came_in(device, stream)\n            if", "if"
+    ),
+    "an array that comes in is not handed back": (
+        _GPU_DOOR, "came_in(home, stream)\n        stream", "pass\n        stream"
+    ),
+    "a copy elsewhere is no reader": (
+        COLOCATED, "if src.device is not device and (not", "if False and (not"
+    ),
+    "the caller's own code shares the fences of a call": (
+        _CALL, "self._scope.fenced.clear()"
+    ),
+    "a prepared step does not hand back": (
+        _BORDER, "(*takers, *self._lenders)", "takers"
+    ),
+    "a result forgets who was shown it": (_GPU_DOOR, "buffer.block.is_shown(taker)"),
+    "a result does not hold its stream": (
+        _GPU_DOOR, "buffer.block.is_shown(taker)", "buffer.block.is_shown(handle)"
+    ),
+    "a stream is behind all that died before": (
+        PARKING, 'bool(getattr(user, "ptr", user) == stream)', "True"
+    ),
+}  # fmt: skip
+_LENDING = {name: Planted("", (_change(*change),), lends=True) for name, change in _LENDS.items()}
 FAULTS: dict[str, Planted] = {
     **_FENCES, **_LINES, **_LIVES, **_DEVICES, **_KERNELS, **_NCCL, **_HANGING, **_CAPTURES,
+    **_LENDING,
 }  # fmt: skip

@@ -49,8 +49,8 @@ LINES: dict[str, tuple[str, ...]] = {
     "an adopted stream is not noticed": (
         "unordered",
         CUDA,
-        'self._event(theirs))\n        self._given("compute")',
-        "self._event(theirs))",
+        'self._event(self._theirs(stream)))\n        self._given("compute")',
+        "self._event(self._theirs(stream)))",
     ),
     "new memory is not noticed": (
         "unordered",
@@ -67,13 +67,13 @@ LINES: dict[str, tuple[str, ...]] = {
     "a dead block goes to who does not know its users": (
         "unordered",
         PARKING,
-        "all(home._comes_behind(*user) for user in dead.touched)",
+        "all(home._comes_behind(*user) for user in users)",
         "True",
     ),
     "a dead block of whom the pool does not know goes there": (
         "unordered",
         PARKING,
-        "if dead.touched and home._is_led:",
+        "if users and home._is_led:",
         "if False:",
     ),
     "a block's next owner does not know who used it": (

@@ -212,6 +212,11 @@ class Stream(_BaseStream):
             else:
                 self.ptr = machine.add_queue(self.device_id, "stream").handle
 
+    def __del__(self):
+        # No lock while an object dies. What it holds still runs, but nobody may name it again.
+        if getattr(self, "ptr", 0):
+            self._machine.destroyed.add(self.ptr)
+
 
 class ExternalStream(_BaseStream):
     """A stream that somebody else made, by its handle."""
@@ -333,4 +338,6 @@ def queue_of(machine: Machine, stream: Any) -> Queue:
         handle = gpu
     elif handle < machine.num_gpus or handle not in machine.queues:
         machine.fail(f"there is no stream {handle:#x}")
+    elif handle in machine.destroyed:
+        machine.fail(f"the stream {handle:#x} was destroyed")
     return machine.queues[handle]

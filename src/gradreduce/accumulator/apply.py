@@ -15,9 +15,9 @@ from gradreduce.device import (
     Device,
     DType,
     accumulate_dtype,
-    bring,
     by_physical,
     compatible,
+    fetch,
     flat_layout,
     gather,
     scatter,
@@ -126,7 +126,7 @@ def _launch(arrivals: Sequence[Arrival]) -> None:
         state = arrival.state
         for place, gradient in arrival.parts:
             device = state.devices[place]
-            near = bring(device, gradient)
+            near = fetch(device, gradient)
             additions.append(_Addition(state, place, device, near, state.totals[place]))
     fresh = [addition for addition in additions if addition.total is None]
     later = [addition for addition in additions if addition.total is not None]

@@ -18,7 +18,7 @@ from gradreduce.device import (
     as_dtype,
     default_mesh,
 )
-from gradreduce.interop import OneCall, as_result_kind, from_buffer
+from gradreduce.interop import OneCall, as_result_kind, from_buffer, reading
 from gradreduce.ops import prepare_all_sum
 from gradreduce.presets import shared_ops
 from gradreduce.values import Mirrored
@@ -215,7 +215,8 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
 
         Args:
             grad: an array, number or nested list; or a ``PerReplica`` on the accumulator's mesh,
-                each replica of which counts as one gradient. Not written, not kept. A host array
+                each replica of which counts as one gradient. Not written, not kept: when this
+                returns its library's current stream may overwrite it. A host array
                 goes to the device of the enclosing ``gr.replica``, else to the first.
             local_step: the step at which it was computed.
             name: ignored; TensorFlow's name of the operation.
@@ -270,6 +271,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         )[0]
 
 
+@OneCall()
 def apply_grads(
     accumulators: Sequence[ConditionalAccumulator],
     grads: Sequence[Any],
@@ -299,11 +301,11 @@ def apply_grads(
     check_together([each.accumulator_ref for each in accumulators])
     if len(accumulators) != len(grads):
         raise ValueError(f"{len(accumulators)} accumulators and {len(grads)} gradients")
-    with OneCall():
-        arrivals = [
-            arrival(accumulator.accumulator_ref, grad, cast)
-            for accumulator, grad in zip(accumulators, grads, strict=True)
-        ]
+    arrivals = [
+        arrival(accumulator.accumulator_ref, grad, cast)
+        for accumulator, grad in zip(accumulators, grads, strict=True)
+    ]
+    reading(buffer for each in arrivals for _, buffer in each.parts)
     kept, joint = apply_arrivals(arrivals, step)
     serve_joint(joint)
     return kept

@@ -94,8 +94,8 @@ def hierarchical_copy(
     """Reduces every job; the same bits on every placement, whatever the packs and slices.
 
     Where all replicas are within reach of each other, each main device reads all inputs of its
-    slices and writes all outs, in one launch for each stage. Where not, halves are added apart and
-    copied.
+    slices and writes all outs, in one launch for each stage. Where not, halves are added apart,
+    from what a launch reaches where it lies, and copied.
 
     Args:
         jobs: on the same devices, all of them.
@@ -170,7 +170,7 @@ def _direct(
 
 
 class _Staged:
-    """One slice where a launch reaches its own GPU only: every crossing is a copy.
+    """One slice where no launch reaches everything: what one does not reach is copied to it.
 
     The main device adds the half of its own replica, the k-th of that half; the other half is
     added on the device of *its* k-th replica (k modulo its size).
@@ -188,26 +188,34 @@ class _Staged:
         self._partials: list[Buffer] = []
 
     def bring(self, queue: Queue) -> None:
-        """Copies the replicas of each half to where they are added."""
+        """Copies the replicas of each half to where they are added, if they are out of reach."""
         for device, half in self._halves:
             self._near.append([bring(device, self._job.inputs[place], queue) for place in half])
 
     def add_halves(self, queue: Queue) -> None:
-        """Adds each half, and copies the other one to the main device."""
+        """Adds each half, and copies the other one to the main device, if it is out of reach.
+
+        A lone replica is exact as it is: it crosses in its own dtype.
+        """
         for (device, _), near in zip(self._halves, self._near, strict=True):
-            self._partials.append(bring(self.leader, _half_sum(device, near), queue))
+            partial = near[0] if len(near) == 1 else _half_sum(device, near)
+            self._partials.append(bring(self.leader, partial, queue))
         self._near.clear()
 
     def add_both(self, queue: Queue) -> None:
         """Adds the two halves, into all outs nearby, and copies the sum to each other GPU."""
         job, leader = self._job, self.leader
         near = by_physical(self._devices)[leader.physical]
+        partials = self._partials
+        if len({partial.dtype for partial in partials}) > 1:  # one launch reads one dtype
+            partials = [_half_sum(leader, [partial]) for partial in partials]
         sharing = [self._devices[replica] for replica in near]
+        sharing += [partial.device for partial in partials]
         gather(leader, sharing)
         ops.all_sum(
             [[job.outs[replica] for replica in near]],
-            [self._partials],
-            len(self._partials) - 1,
+            [partials],
+            len(partials) - 1,
             divisor=job.divisor,
             device=leader,
         )
@@ -255,7 +263,7 @@ def _arrived(devices: Sequence[Device], queue: Queue) -> None:
 
 
 def _half_sum(device: Device, near: Sequence[Buffer]) -> Buffer:
-    """What lies near ``device``, added left to right on it, in the accumulate type."""
+    """What ``device`` reaches, added left to right on it, in the accumulate type."""
     wide = accumulate_dtype(near[0].dtype)
     if len(near) == 1 and near[0].dtype == wide:
         return near[0]

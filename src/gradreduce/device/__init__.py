@@ -5,7 +5,7 @@ from __future__ import annotations
 from .base import Device
 from .capture import Capture
 from .collective import NOT_CAPTURED, Collective
-from .colocated import bring, by_physical, gather, gather_all, scatter
+from .colocated import bring, by_physical, copy_over, fetch, gather, gather_all, pull, scatter
 from .dtypes import DType, accumulate_dtype, as_dtype, element_of, mean_dtype
 from .due import due
 from .fences import follow, precede
@@ -29,6 +29,7 @@ from .mesh import Mesh
 from .names import device_named
 from .opening import default_mesh, open_mesh
 from .rates import CopyRates, copy_rates
+from .reach import reaches
 from .tape import Tape, behind_readers, spans_of
 from .watch import Travel, as_deadline
 
@@ -65,11 +66,13 @@ __all__ = [
     "bring",
     "by_physical",
     "compatible",
+    "copy_over",
     "copy_rates",
     "default_mesh",
     "device_named",
     "due",
     "element_of",
+    "fetch",
     "flat_layout",
     "follow",
     "gather",
@@ -80,6 +83,8 @@ __all__ = [
     "outline_of",
     "overlap",
     "precede",
+    "pull",
+    "reaches",
     "scatter",
     "spans_of",
 ]

@@ -13,7 +13,7 @@ import numpy as np
 
 from .capture import Recording
 from .kernel import Kernel, Template
-from .memory import Block, Buffer, Mark, Queue, Row
+from .memory import Block, Buffer, Mark, Queue, Row, Stream, User
 from .tape import Issue
 from .watch import Patience
 
@@ -53,7 +53,7 @@ class Backend(ABC):
         """See ``Device.adopt``."""
 
     @abstractmethod
-    def _release(self, buffer: Buffer, stream: int | None) -> Any:
+    def _release(self, buffer: Buffer, stream: Stream | None) -> Any:
         """See ``Device.release``."""
 
     @abstractmethod
@@ -61,7 +61,7 @@ class Backend(ABC):
         """Makes the compute queue wait for a foreign stream."""
 
     @abstractmethod
-    def _precede(self, stream: int | None) -> None:
+    def _precede(self, stream: Stream | None) -> None:
         """Makes a foreign stream, or the host, wait for the compute queue."""
 
     @abstractmethod
@@ -123,8 +123,8 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def _mark(self, queue: Queue) -> Any:
-        """The backend's token for the end of what ``queue`` holds."""
+    def _mark(self, queue: User) -> Any:
+        """The backend's token for the end of what ``queue``, or a caller's stream, holds."""
 
     @abstractmethod
     def _passed(self, event: Any) -> bool:

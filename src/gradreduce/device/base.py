@@ -21,7 +21,7 @@ from .fabric import Fabric
 from .journal import Fields, Record
 from .kernel import Kernel, Template
 from .lent import Lent
-from .memory import Buffer, Mark, Queue, Row
+from .memory import Buffer, Mark, Queue, Row, Stream
 from .parking import Parking
 from .reach import check_reach, check_writable
 from .tape import Issue
@@ -110,10 +110,11 @@ class Device(Backend):
         self.fabric.check_usable(self)
         return self._adopt(array, self.fabric.entering(self, stream), writable)
 
-    def release(self, buffer: Buffer, stream: int | None = None) -> Any:
+    def release(self, buffer: Buffer, stream: Stream | None = None) -> Any:
         """The backend's array of ``buffer``'s memory, kept alive by it; nothing is copied.
 
-        ``stream`` (raw handle; None for a host array) waits for our compute queue.
+        ``stream`` (None for a host array) waits for our compute queue. Of the backend's own class,
+        not a raw handle, it is remembered: the array may be dropped while it is still used there.
 
         Raises:
             DeviceMismatchError: the buffer is another device's.

@@ -151,6 +151,8 @@ class Capture:
             gather(leader, others)
             self._again()
             scatter(leader, others)
+            for device, stream in self._streams:  # whose arrays were read
+                device._precede(stream)
             fabric.flight.add(self._flight)
             recorder = fabric.recorder
             for record in self._records if recorder.recording else ():

@@ -11,11 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from .memory import Buffer, Mark, Queue
+from .reach import check_reach, reaches
 
 if TYPE_CHECKING:
     from .base import Device
 
-__all__ = ["bring", "by_physical", "gather", "gather_all", "scatter"]
+__all__ = ["bring", "by_physical", "copy_over", "fetch", "gather", "gather_all", "pull", "scatter"]
 
 
 def by_physical(devices: Sequence[Device]) -> dict[int, tuple[int, ...]]:
@@ -82,13 +83,49 @@ def _scatter(leaders: Sequence[Device], others: Sequence[Device], queue: Queue) 
 
 
 def bring(device: Device, buffer: Buffer, queue: Queue = "compute") -> Buffer:
-    """``buffer`` where launches of ``device`` read it: itself if co-located, else a copy.
+    """``buffer`` where launches of ``device`` read it: itself if they reach it, else a copy.
 
-    ``gather`` afterwards, with the device of what this returns; and if another queue than
-    ``compute`` copied, its mark must be waited for.
+    ``gather`` afterwards, with the device of what this returns, and ``scatter`` to it; and if
+    another queue than ``compute`` copied, its mark must be waited for.
+
+    Raises:
+        BackendUnavailableError: its device is lost.
     """
-    if buffer.device.physical == device.physical:
+    if _is_read(device, buffer):
         return buffer
     copied = device.empty(buffer.shape, buffer.dtype)
     device.copy(copied, buffer, queue=queue)
     return copied
+
+
+def fetch(device: Device, buffer: Buffer) -> Buffer:
+    """As ``bring``, by ``copy_over``."""
+    return buffer if _is_read(device, buffer) else pull(device, buffer)
+
+
+def pull(device: Device, buffer: Buffer) -> Buffer:
+    """As ``fetch``, but a peer's is copied too: only co-located memory is left where it is."""
+    if buffer.device.physical == device.physical:
+        return buffer
+    copied = device.empty(buffer.shape, buffer.dtype)
+    copy_over(device, copied, buffer)
+    return copied
+
+
+def _is_read(device: Device, buffer: Buffer) -> bool:
+    """Whether launches of ``device`` read it where it lies; raises if its device is lost."""
+    if not reaches(device, buffer):
+        return False
+    check_reach(device, buffer)
+    return True
+
+
+def copy_over(device: Device, dst: Buffer, src: Buffer) -> None:
+    """``device`` copies, and the source's own device comes behind it if a caller may write that.
+
+    Then a fence of that device alone tells the caller's stream that its memory was read. In an
+    all-reduce every device comes behind all that read its memory as it is.
+    """
+    device.copy(dst, src)
+    if src.device is not device and (not src.block.owned or src.block.gaps is not None):
+        src.device.wait(device.mark())

@@ -30,7 +30,7 @@ from .cuda_queues import CudaQueues
 from .dtypes import as_dtype
 from .fabric import Fabric
 from .kernel import Kernel, Template
-from .memory import Block, Buffer, Queue, Row, TrackedBlock
+from .memory import Block, Buffer, Queue, Row, Stream, TrackedBlock
 from .tables import Tables
 from .tape import Issue
 from .watch import Patience
@@ -43,6 +43,8 @@ _LOOK_SECONDS = 1e-3
 # What queues of dead meshes may use for ever, from their death on: in the middle of a collection of
 # garbage it would be too late. Nothing of it is freed before its queues have come to their end.
 _HELD: dict[int, Any] = {}
+# The streams of each device until its ``__del__``, before which a collection might end them.
+_STREAMS: dict[int, Any] = {}
 
 
 @lru_cache(maxsize=1024)
@@ -73,6 +75,7 @@ class CudaDevice(CudaQueues):
         self._staging_lock = threading.Lock()
         with self.gpu:
             self._pool = cupy.cuda.MemoryPool()
+        _STREAMS[id(self)] = self._streams
         fabric.on_death.append(self._hold)
         self._geometry = Geometry.of(self.gpu.attributes)
         self._tables = Tables(self._place)
@@ -93,6 +96,7 @@ class CudaDevice(CudaQueues):
         """A mesh that nobody closed: what its queues still use must not be given away."""
         if sys.is_finalizing():
             return
+        _kept = _STREAMS.pop(id(self), None)  # until this returns
         with suppress(BackendUnavailableError):  # closed, lost, or from before a fork
             self.fabric.check_open()
             if self.fabric.reason is None and (self._is_led or self._staging or self._parking):
@@ -127,9 +131,11 @@ class CudaDevice(CudaQueues):
         block = TrackedBlock(self, array, address, nbytes, owned=False, writable=writable)
         return Buffer(block, 0, array.shape, dtype, array)
 
-    def _release(self, buffer: Buffer, stream: int | None) -> Any:
+    def _release(self, buffer: Buffer, stream: Stream | None) -> Any:
         if stream is not None:
             self._precede(stream)
+            if not isinstance(stream, int):  # whose stream may have ended by the time we ask it
+                buffer.block.is_shown(stream)
         if buffer.array is not None:
             return buffer.array
         memory = cupy.cuda.UnownedMemory(buffer.address, buffer.nbytes, buffer.block, self.physical)
@@ -221,12 +227,9 @@ class CudaDevice(CudaQueues):
             pinned = cupy.cuda.alloc_pinned_memory(max(1, buffer.nbytes))
             if buffer.nbytes:
                 runtime.memcpyAsync(
-                    pinned.ptr,
-                    buffer.address,
-                    buffer.nbytes,
-                    runtime.memcpyDeviceToHost,
-                    stream.ptr,
-                )
+                    pinned.ptr, buffer.address, buffer.nbytes,
+                    runtime.memcpyDeviceToHost, stream.ptr,
+                )  # fmt: skip
             event = self._event(stream)
         self._given("compute")
         if not patience.until(lambda: self._reached(event)):
@@ -346,16 +349,16 @@ class CudaDevice(CudaQueues):
         return True
 
     def _follow(self, stream: int) -> None:
-        theirs = cupy.cuda.ExternalStream(stream, self.physical)
+        dead = self._parking.shown_to(stream)
         with self.gpu:
-            self._ready("compute").wait_event(self._event(theirs))
+            self._ready("compute").wait_event(self._event(self._theirs(stream)))
         self._given("compute")
+        self._parking.passed(dead)
 
-    def _precede(self, stream: int | None) -> None:
+    def _precede(self, stream: Stream | None) -> None:
         if stream is None:
             if not self._host_waits(self._endless, [self._ready("compute")]):
                 raise self.fabric.give_up("work that the host waits for", self, self._endless)
             return
         with self.gpu:
-            theirs = cupy.cuda.ExternalStream(stream, self.physical)
-            theirs.wait_event(self._mark("compute"))
+            self._theirs(stream).wait_event(self._mark("compute"))

@@ -13,7 +13,7 @@ from typing import Any
 
 import cupy
 
-__all__ = ["Line", "event_of"]
+__all__ = ["Line", "event_of", "named"]
 
 
 class Line:
@@ -125,6 +125,11 @@ class Line:
                 self._behind[leader] = event
                 self.given()
             self.leader = None
+
+
+def named(handle: int, physical: int) -> Any:
+    """A stream that somebody else made."""
+    return cupy.cuda.ExternalStream(handle, physical)
 
 
 def event_of(gpu: Any, stream: Any) -> Any:

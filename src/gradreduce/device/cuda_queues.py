@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from .base import Device
 from .cuda_capture import GraphRecording
 from .cuda_gpu import Gpu
-from .cuda_line import Line, event_of
+from .cuda_line import Line, event_of, named
 from .fabric import Fabric
-from .memory import Mark, Queue
+from .memory import Mark, Queue, Stream, User
 
 __all__ = ["CudaQueues"]
 
@@ -49,10 +49,17 @@ class CudaQueues(Device):
         """Something was given to a queue: ``_ready`` came before it."""
         self._lines[queue].given()
 
-    def _mark(self, queue: Queue) -> Any:
+    def _theirs(self, stream: Stream) -> Any:
+        """A caller's stream as CuPy's."""
+        return named(stream, self.physical) if isinstance(stream, int) else stream
+
+    def _mark(self, queue: User) -> Any:
+        if not isinstance(queue, str):
+            return self._event(self._theirs(queue))
+        ours = cast("Queue", queue)
         if self.fabric.capture is None:
-            return self._lines[queue].mark()
-        return self._event(self._ready(queue))
+            return self._lines[ours].mark()
+        return self._event(self._ready(ours))
 
     def _wait(self, mark: Mark, queue: Queue) -> None:
         if self.fabric.capture is None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from .base import Device
+from .memory import Stream
 
 __all__ = ["follow", "precede"]
 
@@ -16,7 +17,7 @@ def follow(device: Device, stream: int) -> None:
     device._follow(stream)
 
 
-def precede(device: Device, stream: int | None) -> None:
+def precede(device: Device, stream: Stream | None) -> None:
     """A caller's stream (None: the host) waits for the compute queue, as in ``release``."""
     device.fabric.check_usable(device)
     device._precede(stream)

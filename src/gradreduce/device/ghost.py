@@ -21,7 +21,7 @@ from .capture import Recording
 from .collective import Collective
 from .fabric import Fabric
 from .kernel import Kernel, Template
-from .memory import ALIGNMENT, Block, Buffer, Mark, Queue, Row
+from .memory import ALIGNMENT, Block, Buffer, Mark, Queue, Row, Stream
 from .mesh import Mesh
 from .tape import Issue
 from .watch import Patience
@@ -138,13 +138,13 @@ class GhostDevice(Device):
     def _adopt(self, array: Any, stream: int | None, writable: bool) -> Buffer:
         return self.put(array)
 
-    def _release(self, buffer: Buffer, stream: int | None) -> Any:
+    def _release(self, buffer: Buffer, stream: Stream | None) -> Any:
         raise DeviceMismatchError(f"{buffer} of a plan has no memory")
 
     def _follow(self, stream: int) -> None:
         raise DeviceMismatchError(f"{self.name} of a plan knows no stream {stream:#x}")
 
-    def _precede(self, stream: int | None) -> None:
+    def _precede(self, stream: Stream | None) -> None:
         raise DeviceMismatchError(f"{self.name} of a plan has no queue to wait for")
 
     def _download(self, buffer: Buffer, patience: Patience) -> np.ndarray | None:

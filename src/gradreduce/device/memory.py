@@ -22,13 +22,17 @@ __all__ = [
     "Mark",
     "Queue",
     "Row",
+    "Stream",
     "TrackedBlock",
+    "User",
     "compatible",
     "flat_layout",
     "overlap",
 ]
 
 Queue = Literal["compute", "transfer"]
+Stream = Any  # a caller's: a raw handle, or the backend's own object, which keeps it from its end
+User = Queue | Stream
 MAX_READERS = 16  # ranges of a block that are told apart
 ALIGNMENT = 16  # bytes: one vector access of a kernel, and what NCCL wants of a buffer's start
 
@@ -48,8 +52,8 @@ class Block:
             bytes from the start) are nobody's; None of any other.
         readers: of each range of bytes the last copy that reads it on each queue, marked; the next
             writer waits.
-        touched: queues other than its home queue that used it; when the block dies with any,
-            its memory is parked until they have passed.
+        touched: queues other than its home queue that used it, and callers' streams that were
+            shown it; when the block dies with any, its memory is parked until they have passed.
     """
 
     __slots__ = (
@@ -78,7 +82,12 @@ class Block:
         self.writable = writable
         self.gaps: dict[int, int] | None = None
         self.readers: dict[tuple[Device, Queue, int, int], Mark] = {}
-        self.touched: set[tuple[Device, Queue]] = set()
+        self.touched: set[tuple[Device, User]] = set()
+
+    def is_shown(self, stream: Stream) -> None:
+        """Remembers that a caller's stream, which lives as long as this, may still use it."""
+        if self.owned:
+            self.touched.add((self.device, stream))
 
     def is_read(self, mark: Mark, part: Buffer) -> None:
         """Remembers that a copy on the mark's queue reads ``part``."""
@@ -131,14 +140,14 @@ class Dead(NamedTuple):
     Attributes:
         raw: the backend's handle, which still keeps the memory.
         nbytes: its size.
-        touched: queues other than its home queue that used it.
+        touched: queues other than its home queue that used it, and callers' streams.
         owned: from our pool, whose order is that of the device's compute queue; a caller's memory
             is in nobody's order that we know.
     """
 
     raw: Any
     nbytes: int
-    touched: set[tuple[Device, Queue]]
+    touched: set[tuple[Device, User]]
     owned: bool
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from .memory import Dead
+from .memory import Dead, User
 
 if TYPE_CHECKING:
     from .base import Device
@@ -15,6 +16,7 @@ __all__ = ["Parking"]
 
 # Blocks whose size nobody asks for again must not pile up.
 MAX_LED = 32
+_Shown = tuple[Dead, list[tuple["Device", User]]]
 
 
 class Parking:
@@ -54,6 +56,7 @@ class Parking:
 
         What another queue has used waits, parked, until that queue has passed the place where it
         is now: only then may the compute queue, in whose order the pool hands memory out, write it.
+        So does what a caller's stream was shown, whose own order nobody else knows.
         """
         with suppress(IndexError):  # another thread was faster
             if len(self._led) > MAX_LED:
@@ -70,19 +73,51 @@ class Parking:
                 else:
                     self._parked.append((dead, marks))
 
+    def shown_to(self, stream: int) -> list[_Shown]:
+        """What has died by now and was shown to a caller's stream; for ``passed``."""
+        if not self.dead:
+            return []
+        found = []
+        for dead in self.dead.copy():
+            users = [each for each in list(dead.touched) if _is(each[1], stream)]
+            if users:
+                found.append((dead, users))
+        return found
+
+    def passed(self, shown: Iterable[_Shown]) -> None:
+        """The compute queue has come behind that stream: it is no user any more.
+
+        So in a training loop, where a call brings arrays of the stream that had the last results,
+        their memory is at hand at once, however far the host is ahead.
+        """
+        for dead, users in shown:
+            dead.touched.difference_update(users)
+
     def _settle(self, dead: Dead, home: Device) -> None:
         # Only its home queue knew it, or that comes behind all who did.
-        if dead.owned and all(home._comes_behind(*user) for user in dead.touched):
-            if dead.touched and home._is_led:
+        users = list(dead.touched)
+        ours = dead.owned and all(isinstance(queue, str) for _, queue in users)
+        if ours and all(home._comes_behind(*user) for user in users):
+            if users and home._is_led:
                 self._led.append(dead)
             else:
                 home._recycle(dead.raw, dead.nbytes)
         else:
-            self._park(dead, home)
+            self._park(dead, users if dead.owned else [*users, (home, "compute")], home)
 
-    def _park(self, dead: Dead, home: Device) -> None:
-        users = dead.touched if dead.owned else {*dead.touched, (home, "compute")}
-        if any(device.physical in home.fabric.lost for device, _ in users):
-            self._kept.append(dead)  # a lost device never says that it is done
-            return
-        self._parked.append((dead, [device._mark(queue) for device, queue in users]))
+    def _park(self, dead: Dead, users: list[tuple[Device, User]], home: Device) -> None:
+        alive = not any(device.physical in home.fabric.lost for device, _ in users)
+        marks = []
+        try:
+            marks = [device._mark(queue) for device, queue in users if alive]
+        except Exception:  # such as of a stream that its owner has destroyed
+            alive = False
+        if alive:
+            self._parked.append((dead, marks))
+        else:
+            self._kept.append(dead)  # nobody ever says that it is done
+
+
+def _is(user: User, stream: int) -> bool:
+    """Whether a user of memory is the caller's stream with this handle."""
+    return not isinstance(user, str) and bool(getattr(user, "ptr", user) == stream)

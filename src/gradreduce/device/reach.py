@@ -11,7 +11,16 @@ from .memory import Buffer
 if TYPE_CHECKING:
     from .base import Device
 
-__all__ = ["check_reach", "check_writable"]
+__all__ = ["check_reach", "check_writable", "reaches"]
+
+
+def reaches(device: Device, operand: Buffer) -> bool:
+    """Whether a launch of ``device`` may touch ``operand``, which is of the same mesh.
+
+    Memory of the same physical device, and of a peer what is of our own pool.
+    """
+    here, there = device.physical, operand.device.physical
+    return here == there or (device.fabric.peers(here, there) and operand.block.owned)
 
 
 def check_reach(device: Device, operand: Buffer) -> None:
@@ -30,9 +39,7 @@ def check_reach(device: Device, operand: Buffer) -> None:
         raise DeviceMismatchError(f"{operand} is of another mesh than {device.name}")
     if fabric.lost:
         fabric.check_usable(home)
-    if home.physical != device.physical and not (
-        fabric.peers(device.physical, home.physical) and operand.block.owned
-    ):
+    if not reaches(device, operand):
         why = "no peer access" if operand.block.owned else "its memory is not our pool's"
         raise DeviceMismatchError(f"{device.name} cannot reach {operand}: {why}; copy it first")
 

@@ -23,7 +23,7 @@ from .fabric import Fabric
 from .flight import QUEUES
 from .journal import Fields, Record
 from .kernel import Arrays, Kernel, Template
-from .memory import Block, Buffer, Mark, Queue, Row, TrackedBlock
+from .memory import Block, Buffer, Mark, Queue, Row, Stream, TrackedBlock
 from .sim_pool import SimPool
 from .sim_queue import Event, Scheduler
 from .sim_replay import Replay
@@ -108,14 +108,14 @@ class SimDevice(Device):
         block = made(self, array, address, array.nbytes, owned=False, writable=writable)
         return Buffer(block, 0, array.shape, dtype, array)
 
-    def _release(self, buffer: Buffer, stream: int | None) -> np.ndarray:
+    def _release(self, buffer: Buffer, stream: Stream | None) -> np.ndarray:
         self._precede(stream)
         return self.array(buffer)
 
     def _follow(self, stream: int) -> None:
         raise DeviceMismatchError(f"{self.name} is simulated and knows no stream {stream:#x}")
 
-    def _precede(self, stream: int | None) -> None:
+    def _precede(self, stream: Stream | None) -> None:
         # A host array has no stream that could wait.
         if not self.scheduler.finish((self, "compute"), self._endless):
             raise self.fabric.give_up("handing out a host array", self, self._endless)

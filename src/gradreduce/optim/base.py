@@ -12,10 +12,20 @@ from typing import Any
 from gradreduce.aggregate import AggregationMethod
 from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.cross_device_ops import CrossDeviceOps
-from gradreduce.device import Buffer, Device, DType, as_deadline, by_physical, due, gather, scatter
+from gradreduce.device import (
+    Buffer,
+    Device,
+    DType,
+    as_deadline,
+    by_physical,
+    copy_over,
+    due,
+    gather,
+    scatter,
+)
 from gradreduce.errors import InvalidVariableError
 from gradreduce.indexed_slices import IndexedSlices
-from gradreduce.interop import OneCall, kind_of, to_buffer
+from gradreduce.interop import OneCall, kind_of, reading, to_buffer
 from gradreduce.values import Mirrored, PerReplica, ReduceOp
 from gradreduce.variables import Variable
 
@@ -77,6 +87,7 @@ class Optimizer:
         slots = [slot for by_variable in self._slots.values() for slot in by_variable.values()]
         return sorted(slots, key=lambda slot: slot.name)
 
+    @OneCall()
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Variable]],
@@ -90,7 +101,8 @@ class Optimizer:
         Args:
             grads_and_vars: pairs. A gradient is None (the variable stays as it is), an array of
                 the variable's shape and dtype, a ``Mirrored`` on its devices, or a
-                ``PerReplica`` on them, which is reduced by MEAN first. Gradients are not written.
+                ``PerReplica`` on them, which is reduced by MEAN first. Gradients are not written;
+                when this returns their library's current stream may overwrite them.
             global_step: a Variable that goes up by one afterwards.
             name: ignored; TensorFlow's name of the operation.
             deadline: seconds from now in which the devices must be done, or their mesh dies.
@@ -109,8 +121,7 @@ class Optimizer:
         variables = [var for _, var in present]
         devices = [device for var in variables for device in var.devices]
         with due("apply_gradients", seconds, devices):
-            with OneCall():
-                gradients = self._near_gradients(present)
+            gradients = self._near_gradients(present)
             self._check_apart(variables, gradients)
             self.prepare(variables)
             self._launch(variables, gradients)
@@ -308,6 +319,7 @@ def _check_gradient(grad: Any, var: Variable) -> None:
     else:
         kind_of(grad)
         buffers = [to_buffer(grad, var.devices[0], dtype=var.dtype)]
+    reading(buffers)
     for buffer in buffers:
         if (buffer.shape, buffer.dtype) != (var.shape, var.dtype):
             raise ValueError(f"the gradient of {var!r} is {buffer.dtype}{list(buffer.shape)}")
@@ -326,5 +338,5 @@ def _everywhere(grad: Any, var: Variable) -> tuple[Buffer, ...]:
     for device in var.devices:
         if device.physical not in near:
             near[device.physical] = device.empty(given.shape, given.dtype)
-            device.copy(near[device.physical], given)
+            copy_over(device, near[device.physical], given)
     return tuple(near[device.physical] for device in var.devices)

@@ -1,0 +1,140 @@
+"""What one public call fences with its caller's streams: each once, in, out and on leaving.
+
+Knows handles of streams, and whose queue; never an array, nor the library that it is of.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ContextDecorator, suppress
+from types import TracebackType
+from typing import Self
+
+from gradreduce.device import Device, precede
+from gradreduce.errors import BackendUnavailableError, CollectiveError
+
+__all__ = ["Aside", "OneCall", "came_in", "unfenced"]
+
+_Place = tuple[Device, int]  # whose compute queue, and the handle of a caller's stream
+
+
+class _Scope:
+    """Of the outermost ``OneCall`` of a thread.
+
+    Attributes:
+        fenced: with which streams, and whether they wait for us (True) or we for them.
+        lent: whose arrays came in, with what is current there; whether one was read already.
+    """
+
+    __slots__ = ("fenced", "lent")
+
+    def __init__(self) -> None:
+        self.fenced: set[tuple[bool, Device, int]] = set()
+        self.lent: dict[_Place, bool] = {}
+
+
+class _Mine(threading.local):
+    """This thread's open scope, and that which an ``Aside`` has put away."""
+
+    scope: _Scope | None = None
+    aside: _Scope | None = None
+
+
+_mine = _Mine()
+
+
+class OneCall(ContextDecorator):
+    """Inside, this thread fences each foreign stream once per device and direction; nests.
+
+    A fence is two driver calls, and a call may bring hundreds of arrays. One serves those that
+    come in, because all of them were given before the call began, and one those that go out, if
+    all work is queued before the first leaves: so no launch belongs between two that go out, and
+    the caller's own code inside only in an ``Aside``. Not so where only the sharing itself makes
+    a stream wait (JAX's).
+
+    The caller may overwrite what came in as soon as the call has returned: whichever stream lent
+    an array, and was given none, waits on leaving for our queue. So whatever reads belongs inside.
+
+    Args:
+        reads: False for what takes arrays in, to be read by a later call: only those that had to
+            be copied were read.
+    """
+
+    def __init__(self, *, reads: bool = True) -> None:
+        self._reads = reads
+
+    def _recreate_cm(self) -> Self:
+        """One for each call of what it decorates, in each thread."""
+        return type(self)(reads=self._reads)
+
+    def __enter__(self) -> None:
+        self._outer = _mine.scope
+        if self._outer is None:
+            _mine.scope = _Scope()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._outer is not None:
+            return
+        scope, _mine.scope = _mine.scope, None
+        if scope is not None and scope.lent:
+            _hand_back(scope, self._reads)
+
+
+class Aside:
+    """Inside a ``OneCall``, around the caller's own code: its calls are calls by themselves.
+
+    What it gave its streams meanwhile is not fenced yet, and it may have read what went out. What
+    comes in inside, but not in a call of its own, is handed back by the call around it.
+    """
+
+    def __enter__(self) -> None:
+        self._outer = _mine.aside
+        self._scope = _mine.scope
+        if self._scope is not None:
+            _mine.aside, _mine.scope = self._scope, None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._scope is not None:
+            self._scope.fenced.clear()
+            _mine.aside, _mine.scope = self._outer, self._scope
+
+
+def unfenced(device: Device, stream: int | None, *, leaving: bool) -> int | None:
+    """``stream``, or None if this call has fenced it already."""
+    scope = _mine.scope
+    if scope is None or stream is None:
+        return stream
+    place = (leaving, device, stream)
+    if place in scope.fenced:
+        return None
+    scope.fenced.add(place)
+    return stream
+
+
+def came_in(device: Device, stream: int, *, read: bool = False) -> None:
+    """``stream`` lent an array to ``device`` that this call reads, or has ``read`` (a copy)."""
+    scope = _mine.scope or _mine.aside
+    if scope is not None:
+        place = (device, stream)
+        scope.lent[place] = read or scope.lent.get(place, False)
+
+
+def _hand_back(scope: _Scope, reads: bool) -> None:
+    """The streams that lent arrays wait for the queues that read them."""
+    for (device, stream), read in scope.lent.items():
+        if not (reads or read) or (True, device, stream) in scope.fenced:
+            continue
+        if device.fabric.capture is None:  # else each call of what is captured does it
+            # On a device that is lost, or never comes to an end, nothing can be in time.
+            with suppress(BackendUnavailableError, CollectiveError):
+                precede(device, stream)

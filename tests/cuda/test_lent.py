@@ -1,0 +1,162 @@
+"""Who lends an array to a call, or drops its result, goes on in the order of its own stream alone.
+
+The caller's streams are PyTorch's, one on each GPU; nobody synchronises. The clocks of the machine
+find what is not ordered, whatever the seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import cupy
+import numpy as np
+import pytest
+from device.contract import data
+from exact import same
+from fake_cupy import foreign
+from fake_cupy.foreign import Tensor
+from fake_cupy.lending import CASES, SHAPE, SUM, dropped, ended, lend, on, overwrite
+from fake_cupy.machine import Machine
+
+import gradreduce as gr
+from gradreduce import replica_context
+from gradreduce.device import Mesh, open_mesh
+from gradreduce.interop import OneCall, to_buffer
+
+pytestmark = pytest.mark.fake_cupy
+SEEDS = (0, 1, 2)
+torch = foreign.torch
+
+
+@pytest.fixture(params=SEEDS)
+def here(request, new_machine) -> Machine:
+    return new_machine(request.param, num_gpus=2)
+
+
+@pytest.fixture
+def mesh(here, monkeypatch) -> Iterator[Mesh]:
+    with open_mesh([0, 0, 1], backend="cuda") as made:
+        monkeypatch.setattr(replica_context, "default_mesh", lambda: made)
+        yield made
+
+
+@pytest.mark.parametrize("call", CASES, ids=lambda call: call.__name__)
+def test_what_a_call_has_read_may_be_overwritten(mesh, torch, call):
+    lend(torch, mesh, call)
+
+
+def test_what_was_put_into_a_value_earlier_is_read_as_it_is_by_then(mesh, torch):
+    tensors = [on(torch, each.physical, data(SHAPE)) for each in mesh]
+    value = gr.PerReplica(tensors, mesh)
+    overwrite(torch, tensors)
+    made = gr.HierarchicalCopyAllReduce().reduce(SUM, value, value)
+    assert same(made.buffers[2].numpy(), np.full(SHAPE, -3, "float32"))
+
+
+def test_what_had_to_be_copied_may_be_overwritten_at_once(mesh, torch):
+    tensor = on(torch, 0, data(SHAPE))
+    value = gr.PerReplica([Tensor(tensor.array[:, ::2])], devices=mesh.devices[:1])
+    overwrite(torch, [tensor])
+    assert same(value.buffers[0].numpy(), np.ascontiguousarray(data(SHAPE)[:, ::2]))
+
+
+def records(here, call) -> int:
+    before = here.counts.get("record", 0)
+    call()
+    return here.counts.get("record", 0) - before
+
+
+def test_a_stream_that_lends_is_fenced_once_a_call(mesh, here, torch):
+    tensors = [on(torch, 0, data(SHAPE)) for _ in range(6)]
+    accs = [gr.ConditionalAccumulator("float32", device=mesh.devices[0]) for _ in tensors]
+    gr.apply_grads(accs, tensors)
+    counts = [records(here, lambda number=number: gr.apply_grads(accs[:number], tensors[:number]))
+              for number in (1, 6)]  # fmt: skip
+    assert counts == [2, 2]
+    # Where a result goes to the same stream, its release is that fence.
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh[:2])
+    rows = [[tensors[0]], [tensors[1]]]
+    ops.all_reduce(rows)
+    given = [records(here, lambda kind=kind: ops.all_reduce(rows, as_kind=kind))
+             for kind in ("torch", "buffer")]  # fmt: skip
+    assert given[0] == given[1]
+    # A value that was made before is fenced at the call that reads it, and only there.
+    assert records(here, lambda: gr.PerReplica(rows[0], devices=mesh.devices[:1])) == 1
+
+
+def test_a_call_that_raises_hands_back_what_came_in(mesh, here, torch):
+    tensor = on(torch, 0, data(SHAPE))
+    acc = gr.ConditionalAccumulator("float32", [3], device=mesh.devices[0])
+
+    def refused():
+        with pytest.raises(ValueError, match="incompatible"):
+            acc.apply_grad(tensor)
+
+    assert records(here, refused) == 2
+    mesh.devices[0].lose("for a test")
+    with pytest.raises(gr.errors.BackendUnavailableError):
+        acc.apply_grad(tensor)
+
+
+def test_the_callers_own_code_is_a_call_by_itself(mesh, here, torch):
+    tensors = [on(torch, 0, data(SHAPE)) for _ in range(2)]
+
+    def adding(tensor):
+        return records(here, lambda: gr.add_n([tensor, tensor], as_kind="cupy"))
+
+    def terms():
+        for tensor in tensors:
+            counts.append(adding(tensor))
+            yield tensor
+
+    adding(tensors[0])
+    counts = [adding(tensors[0])]
+    with OneCall():
+        to_buffer(tensors[0], mesh.devices[0])
+        gr.aggregate(terms(), as_kind="buffer")
+    assert counts[1:] == counts[:1] * 2
+
+
+@pytest.mark.parametrize("kind", ["torch", "cupy"])
+def test_what_is_dropped_while_its_stream_reads_it_is_not_given_away(mesh, torch, kind):
+    dropped(torch, mesh, kind)
+    ended(torch, mesh)
+
+
+def test_what_is_released_to_a_stream_is_held_for_it(mesh):
+    device, theirs = mesh.devices[1], cupy.cuda.Stream(non_blocking=True)
+    array = device.release(device.upload(data(SHAPE)), theirs)
+    with theirs:
+        kept = array.copy()
+    del array
+    device.upload(np.zeros(SHAPE, "float32"))
+    with theirs:
+        assert same(kept.get(), data(SHAPE))
+
+
+def test_a_loop_takes_no_more_memory_however_far_the_host_is_ahead(mesh, here, torch):
+    tensors = [on(torch, 0, data(SHAPE)) for _ in range(2)]
+    taken = []
+    for _ in range(6):
+        result = gr.add_n(tensors)
+        with torch.stream:
+            result.array.copy()
+        del result
+        taken.append(len(here.heap._slots[0]))
+    assert taken[2:] == taken[2:3] * 4
+
+
+def test_results_of_a_prepared_step_are_the_streams_that_had_them_last(mesh, torch):
+    tensors = [on(torch, each.physical, data(SHAPE)) for each in mesh]
+    step = gr.HierarchicalCopyAllReduce(mesh=mesh).prepare(
+        SUM, [(gr.PerReplica(tensors, mesh), mesh)], as_kind="cupy"
+    )
+    device = mesh.devices[0]
+    theirs = cupy.cuda.Stream(non_blocking=True)
+    with theirs:
+        (made,) = step()
+        kept = made.values[0].copy()
+        del made, step
+        fresh = [device.upload(np.zeros(SHAPE, "float32")) for _ in range(4)]
+        assert same(kept.get(), data(SHAPE) * 3)
+    assert same(fresh[0].numpy(), np.zeros(SHAPE, "float32"))

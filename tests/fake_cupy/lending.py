@@ -1,0 +1,270 @@
+"""Calls that read a caller's tensors, and leave its streams free to write them: what they give.
+
+For tests of the fences with callers' streams, and for faults planted in them. The streams are
+PyTorch's, one on each GPU; nobody synchronises, so the clocks of the machine find what is missing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import cupy
+import numpy as np
+
+import gradreduce as gr
+from gradreduce import replica_context
+from gradreduce.device import Mesh, open_mesh
+
+from .foreign import Tensor, made_on, stand_in
+from .plugin import fresh
+
+__all__ = ["CASES", "SHAPE", "SUM", "dropped", "ended", "lend", "on", "overwrite", "run", "values"]
+
+SHAPE = (7, 30)
+SUM = gr.ReduceOp.SUM
+Check = Callable[[], Any]
+
+
+class Shown:
+    """An array of a library that shows nothing but ``__cuda_array_interface__``."""
+
+    __cuda_array_interface__: dict[str, Any] = {}  # noqa: RUF012  # of the class, as libraries do
+
+    def __init__(self, array, stream: int) -> None:
+        self.__cuda_array_interface__ = {
+            "version": 3, "shape": array.shape, "typestr": array.dtype.str, "stream": stream,
+            "data": (array.data.ptr, False), "strides": array.strides,
+        }  # fmt: skip
+
+
+def values(seed: int = 0) -> np.ndarray:
+    """Whole numbers, whose sums are exact."""
+    return np.arange(210, dtype=np.float32).reshape(SHAPE) * (seed + 1)
+
+
+def run(seed: int, num_steps: int = 0) -> int:
+    """Raises where a result is wrong, or something is unordered; ``num_steps`` is ignored."""
+    for call in CASES:
+        machine = fresh(seed, num_gpus=2)
+        sys.modules["torch"] = torch = stand_in()
+        with open_mesh([0, 0, 1], backend="cuda") as mesh:
+            replica_context.default_mesh = lambda made=mesh: made
+            lend(torch, mesh, call)
+            if call is CASES[0]:
+                dropped(torch, mesh, "torch")
+                dropped(torch, mesh, "cupy")
+                ended(torch, mesh)
+        machine.settle()
+    return 1
+
+
+def lend(torch, mesh: Mesh, call: Callable[..., Check]) -> None:
+    """One call, after which its tensors are overwritten before its result is looked at."""
+    tensors = [on(torch, each.physical, values(place)) for place, each in enumerate(mesh)]
+    check = call(mesh, tensors, gr.PerReplica(tensors, mesh))
+    overwrite(torch, tensors)
+    assert (check() == sum(map(values, range(3)))).all(), f"wrong values of {call.__name__}"
+
+
+def dropped(torch, mesh: Mesh, kind: str) -> None:
+    """Results that their stream still reads when nobody else knows them any more."""
+    device = mesh.devices[0]
+    for turn in range(3):
+        theirs = torch.stream if kind == "torch" else cupy.cuda.Stream(non_blocking=True)
+        with theirs:
+            made = gr.add_n([device.upload(values(turn))] * 2, as_kind=kind)
+            array = made.array if kind == "torch" else made
+            kept = array.copy()
+        del made, array
+        fresh_memory = device.upload(np.zeros(SHAPE, "float32"))  # would be theirs
+        with theirs:
+            assert (kept.get() == values(turn) * 2).all(), "wrong values of what was dropped"
+        assert not fresh_memory.numpy().any()
+
+
+def ended(torch, mesh: Mesh) -> None:
+    """As ``dropped``; CuPy would end the stream too, and what comes in meanwhile is another's."""
+    tensor = on(torch, 0, values())
+    theirs, done = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Event(disable_timing=True)
+    with theirs:
+        made = gr.add_n([mesh.devices[0].upload(values())] * 2, as_kind="cupy")
+        kept = made.copy()
+        done.record()
+    del made, theirs
+    gr.add_n([tensor, tensor])
+    with torch.stream:
+        torch.stream.wait_event(done)
+        assert (kept.get() == values() * 2).all(), "wrong values of what was dropped"
+
+
+def on(torch, gpu: int, values: np.ndarray) -> Tensor:
+    with cupy.cuda.Device(gpu):
+        return Tensor(made_on(torch.stream_of(gpu), values))
+
+
+def overwrite(torch, tensors) -> None:
+    """As PyTorch's next ``backward()`` does."""
+    for tensor in tensors:
+        gpu = tensor.array.device.id
+        with cupy.cuda.Device(gpu), torch.stream_of(gpu):
+            tensor.array[...] = -1
+
+
+def reduced_to_one(mesh, tensors, value) -> Check:
+    made = gr.HierarchicalCopyAllReduce().reduce(SUM, value, mesh.devices[0])
+    return lambda: made.buffers[0].numpy()
+
+
+def added_by_the_callers_own(mesh, tensors, value) -> Check:
+    def add(arrays):
+        return Tensor(arrays[0].array.copy())
+
+    with cupy.cuda.Device(0), sys.modules["torch"].stream:
+        ops = gr.ReductionToOneDevice(accumulation_fn=add)
+        made = ops.reduce(SUM, gr.PerReplica(tensors[:2], devices=mesh.devices[:2]),
+                          mesh.devices[0])  # fmt: skip
+    return lambda: made.buffers[0].numpy() + values(1) + values(2)
+
+
+def all_reduced(mesh, tensors, value) -> Check:
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    rows = ops.all_reduce([[each] for each in tensors], op=SUM, as_kind="buffer")
+    return lambda: rows[1][0].numpy()
+
+
+def given_in_place(mesh, tensors, value) -> Check:
+    outs = [each.empty(SHAPE, "float32") for each in mesh]
+    gr.HierarchicalCopyAllReduce().reduce(SUM, value, value, out=outs)
+    return lambda: outs[2].numpy()
+
+
+def prepared(mesh, tensors, value, how="prepare") -> Check:
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    step = getattr(ops, how)(SUM, [(value, value)], as_kind="buffer")
+    (made,) = step()
+    return lambda: made.buffers[2].numpy()
+
+
+def captured(mesh, tensors, value) -> Check:
+    return prepared(mesh, tensors, value, "capture")
+
+
+def broadcast(mesh, tensors, value) -> Check:
+    sums = [gr.HierarchicalCopyAllReduce().broadcast(each, mesh, as_kind="buffer")
+            for each in tensors]  # fmt: skip
+    return lambda: sum(made.buffers[place].numpy() for place, made in enumerate(sums))
+
+
+def added(mesh, tensors, value) -> Check:
+    made = gr.add_n(tensors, as_kind="buffer")
+    return made.numpy
+
+
+def added_of_another_library(mesh, tensors, value) -> Check:
+    theirs = sys.modules["torch"].stream_of
+    shown = [Shown(each.array, theirs(each.array.device).ptr) for each in tensors]
+    return gr.add_n(shown, as_kind="buffer").numpy
+
+
+def accumulated_n(mesh, tensors, value) -> Check:
+    made = gr.accumulate_n(list(value.buffers), tensor_dtype="float32")
+    return made.numpy
+
+
+def aggregated_one_by_one(mesh, tensors, value) -> Check:
+    method = gr.AggregationMethod.EXPERIMENTAL_ACCUMULATE_N
+
+    def terms():  # each is made when it is asked for, behind the fences of the ones before
+        for place in range(len(tensors)):
+            yield on(sys.modules["torch"], 0, values(place))
+
+    return gr.aggregate(terms(), method, as_kind="buffer").numpy
+
+
+def aggregated_at_the_end(mesh, tensors, value) -> Check:
+    return gr.aggregate(iter(tensors), as_kind="buffer").numpy
+
+
+def copied_alone(mesh, tensors, value) -> Check:
+    made = [gr.add_n([each], as_kind="buffer") for each in tensors]
+    return lambda: sum(each.numpy() for each in made)
+
+
+def accumulated(mesh, tensors, value) -> Check:
+    acc = gr.ConditionalAccumulator("float32", reduction_type="SUM", device=mesh.devices[0])
+    gr.apply_grads([acc], [tensors[0]])
+    acc.apply_grad(tensors[1])
+    acc.apply_grad(tensors[2])  # from the other GPU
+    return lambda: acc.take_grad(3, as_kind="buffer").numpy()
+
+
+def accumulated_by_replicas(mesh, tensors, value) -> Check:
+    acc = gr.ConditionalAccumulator("float32", reduction_type="SUM", device=mesh)
+    acc.apply_grad(value)
+    return lambda: acc.take_grad(1, as_kind="buffer").buffers[0].numpy()
+
+
+def stepped(mesh, tensors, value) -> Check:
+    variable = gr.Variable(np.zeros(SHAPE, "float32"), device=mesh)
+    step = gr.SyncStep([variable], gr.GradientDescentOptimizer(-3.0), gr.AllReduceCrossDeviceOps(
+        "hierarchical_copy", mesh=mesh))  # fmt: skip
+    assert step([[[each]] for each in tensors])
+    return variable.numpy
+
+
+def optimized(mesh, tensors, value) -> Check:
+    variables = [gr.Variable(np.zeros(SHAPE, "float32"), device=mesh) for _ in tensors]
+    gr.GradientDescentOptimizer(-1.0).apply_gradients(list(zip(tensors, variables, strict=True)))
+    return lambda: sum(each.numpy() for each in variables)
+
+
+def optimized_by_replicas(mesh, tensors, value) -> Check:
+    variable = gr.Variable(np.zeros(SHAPE, "float32"), device=mesh)
+    optimizer = gr.GradientDescentOptimizer(-3.0)
+    optimizer.cross_device_ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    optimizer.apply_gradients([(value, variable)])
+    return variable.numpy
+
+
+def assigned(mesh, tensors, value) -> Check:
+    variable = gr.Variable(tensors[2], device=mesh)
+    other = gr.Variable(np.zeros(SHAPE, "float32"), device=mesh)
+    other.assign(tensors[1])
+    other.assign_add(tensors[0])
+    return lambda: variable.numpy() + other.numpy()
+
+
+def rows_of(tensors) -> list[gr.IndexedSlices]:
+    return [gr.IndexedSlices(each, np.arange(SHAPE[0]), SHAPE) for each in tensors]
+
+
+def made_dense(mesh, tensors, value) -> Check:
+    made = [rows.to_dense(as_kind="buffer") for rows in rows_of(tensors)]
+    return lambda: sum(each.numpy() for each in made)
+
+
+def merged(mesh, tensors, value) -> Check:
+    made = [rows.coalesce(as_kind="buffer") for rows in rows_of(tensors)]
+    return lambda: sum(each.values.numpy() for each in made)
+
+
+def joined(mesh, tensors, value) -> Check:
+    made = gr.aggregate(rows_of(tensors), as_kind="buffer")
+    return lambda: made.values.numpy().reshape(3, *SHAPE).sum(axis=0)
+
+
+def joined_across(mesh, tensors, value) -> Check:
+    rows = gr.PerReplica(rows_of(tensors), mesh)
+    made = gr.HierarchicalCopyAllReduce().reduce(SUM, rows, mesh.devices[0], coalesce=True)
+    return lambda: made.parts[0].values.numpy()
+
+
+CASES = [
+    reduced_to_one, added_by_the_callers_own, all_reduced, given_in_place, prepared, captured,
+    broadcast, added, added_of_another_library, accumulated_n, aggregated_one_by_one,
+    aggregated_at_the_end, copied_alone,
+    accumulated, accumulated_by_replicas, stepped, optimized, optimized_by_replicas, assigned,
+    made_dense, merged, joined, joined_across,
+]  # fmt: skip
