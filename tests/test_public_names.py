@@ -41,7 +41,14 @@ SIGNATURES = {
     "coalesce=False, as_kind=None, out=None, deadline=None)",
     "AllReduceCrossDeviceOps.plan": "(self, reduce_op, value_destination_pairs, *, coalesce=False)",
     "AllReduceCrossDeviceOps.explain": "(self, reduce_op, value_destination_pairs, *, "
-    "coalesce=False)",
+    "coalesce=False, deadline=None)",
+    "AllReduceCrossDeviceOps.prepare": "(self, reduce_op, value_destination_pairs, *, "
+    "as_kind=None, out=None, deadline=None)",
+    "AllReduceCrossDeviceOps.capture": "(self, reduce_op, value_destination_pairs, *, "
+    "as_kind=None, out=None, deadline=None)",
+    "Variable.numpy": "(self, *, deadline=None)",
+    "Optimizer.apply_gradients": "(self, grads_and_vars, global_step=None, name=None, *, "
+    "deadline=None)",
     "ReductionToOneDevice": "(reduce_to_device=None, accumulation_fn=None, *, mesh=None)",
     "ConditionalAccumulator": "(dtype, shape=None, shared_name=None, "
     "name='conditional_accumulator', reduction_type='MEAN', *, device=None, "

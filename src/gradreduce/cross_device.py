@@ -22,6 +22,7 @@ from gradreduce.device import (
     as_dtype,
     by_physical,
     default_mesh,
+    due,
 )
 from gradreduce.errors import CollectiveError, about
 from gradreduce.explain import Explanation, explanation_of
@@ -239,6 +240,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         value_destination_pairs: Sequence[tuple[Any, Any]],
         *,
         coalesce: bool = False,
+        deadline: float | None = None,
     ) -> Explanation:
         """Where the time of a ``batch_reduce`` of the same arguments goes: print it.
 
@@ -250,6 +252,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             reduce_op: see ``batch_reduce``.
             value_destination_pairs: see ``batch_reduce``; at least one.
             coalesce: see ``batch_reduce``.
+            deadline: seconds from now for all of that, or the mesh dies.
 
         Raises:
             ValueError, DeviceMismatchError, TypeError, BackendUnavailableError, CollectiveError:
@@ -258,7 +261,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         requests = self._plannable(reduce_op, value_destination_pairs)
         planned = rehearsal_of(self.settings, reduce_op, requests, coalesce=coalesce)
         reduce = partial(self.reduce_batch, reduce_op, requests, coalesce=coalesce)
-        return explanation_of(planned, requests[0].value.mesh, reduce)
+        with due("explain", as_deadline(deadline), (mesh := requests[0].value.mesh).devices):
+            return explanation_of(planned, mesh, reduce)
 
     def _plannable(self, reduce_op: ReduceOp, pairs: Sequence[tuple[Any, Any]]) -> list[Request]:
         """Checked, all of them, with the devices on which they are all-reduced."""
@@ -276,6 +280,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         *,
         as_kind: str | None = None,
         out: Sequence[Any] | None = None,
+        deadline: float | None = None,
     ) -> PreparedStep:
         """Works a ``batch_reduce`` out once, to be done many times at little cost to the host.
 
@@ -288,6 +293,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             as_kind: what the results are instead of the kind of each value's first array.
             out: the arrays that each call writes, which are the results then; see
                 ``batch_reduce``. On simulated devices with ``schedule_seed=`` Buffers alone.
+            deadline: of this first time; see ``batch_reduce``.
 
         Raises:
             ValueError: what ``batch_reduce`` raises, no pair, values of several meshes, arrays
@@ -295,7 +301,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 NumPy from a GPU.
             DeviceMismatchError, TypeError: what ``batch_reduce`` raises for an ``out``.
         """
-        return PreparedStep(*self._steady(reduce_op, value_destination_pairs, as_kind, out))
+        steady = self._steady(reduce_op, value_destination_pairs, as_kind, out)
+        with due("prepare", as_deadline(deadline), steady.requests[0].value.mesh.devices):
+            return PreparedStep(*steady)
 
     def _steady(
         self, reduce_op: ReduceOp, pairs: Sequence[tuple[Any, Any]], as_kind: str | None, out: Any
@@ -321,6 +329,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         *,
         as_kind: str | None = None,
         out: Sequence[Any] | None = None,
+        deadline: float | None = None,
     ) -> CapturedStep:
         """As ``prepare``, and each call is one CUDA graph; in the simulation, a list replayed.
 
@@ -329,11 +338,11 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             value_destination_pairs: see ``prepare``.
             as_kind: see ``prepare``.
             out: see ``prepare``.
+            deadline: see ``prepare``.
 
         Raises:
             ValueError, DeviceMismatchError, TypeError: what ``prepare`` raises.
-            CollectiveError: ``"nccl"`` over several physical devices of this process. Nothing was
-                launched.
+            CollectiveError: ``"nccl"`` over several physical devices of this process; not launched.
             CaptureError: inside a capture, or two physical devices are no peers: nothing was
                 launched; or CUDA cannot make the graph.
         """
@@ -342,7 +351,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             crosses = len(by_physical(request.devices)) > 1 and request.is_all_reduced
             if crosses and self.all_reduce_alg == "nccl":
                 raise CollectiveError(f"value {place}: {NOT_CAPTURED}")
-        return CapturedStep(*steady)
+        with due("capture", as_deadline(deadline), steady.requests[0].value.mesh.devices):
+            return CapturedStep(*steady)
 
     def reduce_buffers(
         self,

@@ -96,12 +96,13 @@ class Variable:
         """Of each copy."""
         return self._buffers[0].dtype
 
-    def numpy(self) -> Any:
+    def numpy(self, *, deadline: float | None = None) -> Any:
         """A host copy, of the replica that the enclosing ``gr.replica`` names, else the first.
 
-        Waits for the device. Later updates do not change it.
+        Waits for the device, ``deadline`` seconds or for ever; see ``Device.download``, which
+        raises. Later updates do not change it.
         """
-        return self._current().numpy()
+        return self._current().numpy(deadline=deadline)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         if copy is False:

@@ -10,6 +10,7 @@ from stuck import PATIENCE, resume, stall
 
 import gradreduce as gr
 from gradreduce.device import FlightEntry, Travel, open_mesh
+from gradreduce.device.watch import together
 from gradreduce.errors import CollectiveError
 
 from .contract import BACKENDS, FLOAT, SIZE, add, data, uploaded
@@ -152,3 +153,21 @@ def test_it_can_be_read_when_the_mesh_is_closed():
 )
 def test_what_travels_is_said_in_short(travel, text):
     assert str(travel) == text
+
+
+@pytest.mark.parametrize(
+    ("travels", "text"),
+    [
+        ([Travel((0, 3), (1,), 2), Travel((3, 4), (2,), 2)], "packs 1 to 2 of 2 (tensors 0, 3, 4)"),
+        (
+            [Travel((0,), (1,), 1), Travel((1,), (1,), 1)],
+            "pack 1 of 1 (tensor 0), pack 1 of 1 (tensor 1)",
+        ),
+        (
+            [Travel((each,)) for each in range(6)],
+            "tensor 0, tensor 1, tensor 2, tensor 3 and 2 more",
+        ),
+    ],
+)
+def test_what_travels_in_turn_has_one_name(travels, text):
+    assert str(together(travels)) == text

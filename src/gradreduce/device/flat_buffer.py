@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 from numpy.typing import DTypeLike
 
 from .dtypes import as_dtype
+from .due import due
 from .journal import Record
 from .lent import Lent
 from .memory import Buffer, flat_layout
+from .watch import as_deadline
 
 if TYPE_CHECKING:
     from .base import Device
@@ -108,18 +110,25 @@ class FlatBuffer:
         self._kinds.add(as_kind)
         return made
 
-    def zero(self) -> None:
+    def zero(self, *, deadline: float | None = None) -> None:
         """Makes every element zero, with one fill on each device.
 
         In order with the libraries of ``arrays``: adopts before, releases after.
 
+        Args:
+            deadline: seconds from now in which the devices must be done, or the mesh dies.
+
         Raises:
             BackendUnavailableError: the mesh is closed, or a device lost. Nothing was cleared.
+            CollectiveError: the mesh is dead, or died while the host waited.
+            ValueError: ``deadline`` is no number above 0.
         """
-        self.adopt()
-        for buffer in self.buffers:
-            _clear(buffer)
-        self.release()
+        seconds = as_deadline(deadline)
+        with due("zero", seconds, [buffer.device for buffer in self.buffers]):
+            self.adopt()
+            for buffer in self.buffers:
+                _clear(buffer)
+            self.release()
 
     def adopt(self) -> None:
         """Our queues wait for what the current streams of the libraries of ``arrays`` hold.
@@ -135,17 +144,24 @@ class FlatBuffer:
         for kind in self._kinds:
             self.door.come_in(self.buffers, kind)
 
-    def release(self) -> None:
+    def release(self, *, deadline: float | None = None) -> None:
         """The current streams of the libraries of ``arrays`` wait for what our queues hold.
 
         Say it when work on the ``views`` is queued, before the arrays are read or filled again.
         On the simulation, where a host array has no stream, the host waits.
 
+        Args:
+            deadline: seconds from now in which the devices must be done, or the mesh dies.
+
         Raises:
             BackendUnavailableError: the mesh is closed, or a device lost.
+            CollectiveError: the mesh is dead, or died while the host waited.
+            ValueError: ``deadline`` is no number above 0.
         """
-        for kind in self._kinds:
-            self.door.go_out(self.buffers, kind)
+        seconds = as_deadline(deadline)
+        with due("release", seconds, [buffer.device for buffer in self.buffers]):
+            for kind in self._kinds:
+                self.door.go_out(self.buffers, kind)
 
 
 def _as_shape(shape: Sequence[int], place: int) -> tuple[int, ...]:

@@ -12,7 +12,17 @@ from typing import Any
 from gradreduce.aggregate import AggregationMethod
 from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.cross_device_ops import CrossDeviceOps
-from gradreduce.device import Buffer, Device, DType, by_physical, copy_over, gather, scatter
+from gradreduce.device import (
+    Buffer,
+    Device,
+    DType,
+    as_deadline,
+    by_physical,
+    copy_over,
+    due,
+    gather,
+    scatter,
+)
 from gradreduce.errors import InvalidVariableError
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import OneCall, kind_of, reading, to_buffer
@@ -83,6 +93,8 @@ class Optimizer:
         grads_and_vars: Iterable[tuple[Any, Variable]],
         global_step: Variable | None = None,
         name: str | None = None,
+        *,
+        deadline: float | None = None,
     ) -> None:
         """Changes every variable by its gradient; one launch on each GPU serves all of them.
 
@@ -93,23 +105,28 @@ class Optimizer:
                 when this returns their library's current stream may overwrite them.
             global_step: a Variable that goes up by one afterwards.
             name: ignored; TensorFlow's name of the operation.
+            deadline: seconds from now in which the devices must be done, or their mesh dies.
 
         Raises:
             ValueError: no pair, None for every gradient, a variable twice, a gradient of another
                 shape, dtype or device than its variable or in the memory of a variable that is
-                written, or a ``global_step`` that is no scalar. Nothing was changed.
+                written, a ``global_step`` that is no scalar, or a ``deadline`` that is no number
+                above 0. Nothing was changed.
             TypeError: a gradient that is no array, or something else than a Variable.
             NotImplementedError: IndexedSlices.
         """
+        seconds = as_deadline(deadline)
         present = _checked_pairs(grads_and_vars)
         _check_global_step(global_step)
-        gradients = self._near_gradients(present)
         variables = [var for _, var in present]
-        self._check_apart(variables, gradients)
-        self.prepare(variables)
-        self._launch(variables, gradients)
-        if global_step is not None:
-            global_step.assign_add(1)
+        devices = [device for var in variables for device in var.devices]
+        with due("apply_gradients", seconds, devices):
+            gradients = self._near_gradients(present)
+            self._check_apart(variables, gradients)
+            self.prepare(variables)
+            self._launch(variables, gradients)
+            if global_step is not None:
+                global_step.assign_add(1)
 
     def compute_gradients(
         self,
