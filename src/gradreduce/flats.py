@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from gradreduce import ops
 from gradreduce.device import (
@@ -20,12 +21,12 @@ from gradreduce.device import (
     gather,
     scatter,
 )
-from gradreduce.packing import FlatPlan
+from gradreduce.packing import FlatPlan, Piece
 
 __all__ = ["Flats", "Options", "fill", "lay_out", "move_into", "pack", "spread", "unpack"]
 
-_Row = tuple[Buffer, Buffer]  # what is written, and what is read
-_Rows = list[tuple[Device, _Row]]  # each with the device that it lies on
+# What is written and what is read on a device, one by one.
+_Move = tuple[Device, list[Buffer], list[Buffer]]
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,37 @@ def lay_out(
     """
     owned_only = len(by_physical(devices)) > 1
     # Of what is given or may be overwritten much is no new memory, and nobody knows yet how much.
-    room = _Room(plans if options.given is None and not options.consume else ())
-    return [
-        _laid_out(plan, divisor, gradients, devices, options, (room, owned_only))
-        for plan, divisor in zip(plans, divisors, strict=True)
-    ]
+    fresh = options.given is None and not options.consume
+    room = _Room(plans if fresh else ())
+    made = []
+    for plan, divisor in zip(plans, divisors, strict=True):
+        flats = None
+        if fresh and divisor == 1 and not plan.together:
+            flats = _left_alone(plan, gradients[plan.tensors[0]], devices, room, owned_only)
+        made.append(
+            flats or _laid_out(plan, divisor, gradients, devices, options, (room, owned_only))
+        )
+    return made
+
+
+def _left_alone(
+    plan: FlatPlan,
+    replicas: Sequence[Buffer],
+    devices: Sequence[Device],
+    room: _Room,
+    owned_only: bool,
+) -> Flats | None:
+    """As ``_laid_out`` for a tensor that is read where it lies, in a third of the time.
+
+    Into new memory of its dtype. None where it is not that simple.
+    """
+    if not plan.wire == plan.dtype == plan.out_dtype:
+        return None
+    if owned_only and not all([each.block.owned for each in replicas]):
+        return None
+    outs = tuple([room.take(plan, device, plan.dtype) for device in devices])
+    nothing = (None,) * len(devices)
+    return Flats(plan, tuple(replicas), outs, outs, nothing, nothing)
 
 
 class _Room:
@@ -200,30 +227,37 @@ def fill(parts: Iterable[tuple[Flats, int, int]]) -> None:
     Args:
         parts: flat buffers, and the first and last but one element of a range of each.
     """
-    rows: dict[float, _Rows] = {}
+    moves: dict[float, list[_Move]] = {}
     for flats, start, stop in parts:
+        if not any(tensors is not None for tensors in flats.filling):
+            continue
+        pieces = flats.plan.pieces(start, stop)
+        begins = [at.begin for at in pieces]
+        spans = [(at.end - at.begin,) for at in pieces]  # the gap behind a tensor is written too
         for flat, tensors in zip(flats.inputs, flats.filling, strict=True):
             if tensors is not None:
-                moved = _filled(flats.plan, flat, tensors, start, stop)
-                rows.setdefault(flats.divisor, []).extend((flat.device, row) for row in moved)
-    for divisor, each in rows.items():
+                move = (flat.device, flat.parts(begins, spans), _parts_of(tensors, pieces))
+                moves.setdefault(flats.divisor, []).append(move)
+    for divisor, each in moves.items():
         _move(each, divisor)
 
 
 def spread(parts: Iterable[tuple[Flats, int, int]]) -> None:
     """Moves sums from ranges of the outs to where the results go; see ``fill``."""
-    rows: _Rows = []
+    moves: list[_Move] = []
     for flats, start, stop in parts:
         for replica, out in enumerate(flats.outs):
             given = flats.given[replica]
             if given is not None:
-                moved = _taken(flats.plan, out, given, start, stop)
-                rows += [(out.device, row) for row in moved]
+                pieces = flats.plan.pieces(start, stop)
+                begins = [at.begin for at in pieces]
+                spans = [(at.stop - at.start,) for at in pieces]
+                move = (out.device, _parts_of(given, pieces), out.parts(begins, spans))
+                moves.append(move)
             elif flats.results is not None and flats.results[replica] is not out:
-                whole = [each.parts([start], [(stop - start,)])[0]
-                         for each in (flats.results[replica], out)]  # fmt: skip
-                rows.append((out.device, (whole[0], whole[1])))
-    _move(rows, 1)
+                whole = ([start], [(stop - start,)])
+                moves.append((out.device, flats.results[replica].parts(*whole), out.parts(*whole)))
+    _move(moves, 1)
 
 
 def pack(
@@ -254,62 +288,35 @@ def unpack(flats: Sequence[Flats], shapes: Sequence[tuple[int, ...]]) -> list[tu
     return found
 
 
-def _filled(
-    plan: FlatPlan, flat: Buffer, tensors: Sequence[Buffer], start: int, stop: int
-) -> Iterable[_Row]:
-    """Rows that fill a range; each writes the gap behind its tensor too."""
-    pieces = plan.pieces(start, stop)
-    spans = flat.parts([at.begin for at in pieces], [(at.end - at.begin,) for at in pieces])
-    return zip(spans, _parts_of(tensors, plan, start, stop), strict=True)
-
-
-def _taken(
-    plan: FlatPlan, out: Buffer, given: Sequence[Buffer], start: int, stop: int
-) -> Iterable[_Row]:
-    """Rows that empty a range."""
-    pieces = plan.pieces(start, stop)
-    spans = out.parts([at.begin for at in pieces], [(at.stop - at.start,) for at in pieces])
-    return zip(_parts_of(given, plan, start, stop), spans, strict=True)
-
-
-def _parts_of(tensors: Sequence[Buffer], plan: FlatPlan, start: int, stop: int) -> Iterable[Buffer]:
+def _parts_of(tensors: Sequence[Buffer], pieces: Sequence[Piece]) -> list[Buffer]:
     """Of each tensor in a range the part that is in it."""
-    for place, _, _, first, last in plan.pieces(start, stop):
+    found = []
+    for place, _, _, first, last in pieces:
         tensor = tensors[place]
         whole = last - first == tensor.size
-        yield tensor if whole else tensor.parts([first], [(last - first,)])[0]
+        found.append(tensor if whole else tensor.parts([first], [(last - first,)])[0])
+    return found
 
 
 def move_into(given: Sequence[tuple[Buffer, Buffer]]) -> None:
     """Copies each second into its first, on the same device: one launch for each physical one."""
-    _move([(row[0].device, row) for row in given], 1)
+    _move([(out.device, [out], [part]) for out, part in given], 1)
 
 
-def _move(rows: Sequence[tuple[Device, _Row]], divisor: float) -> None:
+def _move(moves: Sequence[_Move], divisor: float) -> None:
     """One launch for each physical device and dtype."""
-    devices = [device for device, _ in rows]
+    devices = [device for device, _, _ in moves]
     for places in by_physical(devices).values():
         leader = devices[places[0]]
         sharing = [devices[place] for place in places]
         gather(leader, sharing)
-        ops.pack(
-            [rows[place][1][0] for place in places],
-            [rows[place][1][1] for place in places],
+        ops.pack_fitted(
+            list(chain.from_iterable(moves[place][1] for place in places)),
+            list(chain.from_iterable(moves[place][2] for place in places)),
             divisor=divisor,
             device=leader,
         )
         scatter(leader, sharing)
-
-
-def _in_gaps(plan: FlatPlan, tensors: Sequence[Buffer], block: Block) -> bool:
-    """Whether all that lies behind the tensors, as planned, is nobody's: some may be cut short."""
-    gaps = block.gaps or {}
-    itemsize = tensors[0].dtype.itemsize
-    return all(
-        (span - tensor.size) * itemsize <= gaps.get(tensor.offset + tensor.nbytes, 0)
-        for tensor, span in zip(tensors, plan.layout.spans, strict=True)
-        if tensor.size
-    )
 
 
 def _already_flat(
@@ -348,3 +355,14 @@ def _alone(tensor: Buffer, owned_only: bool) -> Buffer | None:
     if tensor.size and owned_only and not tensor.block.owned:
         return None
     return tensor if len(tensor.shape) == 1 else tensor.parts((0,), ((tensor.size,),))[0]
+
+
+def _in_gaps(plan: FlatPlan, tensors: Sequence[Buffer], block: Block) -> bool:
+    """Whether all that lies behind the tensors, as planned, is nobody's: some may be cut short."""
+    gaps = block.gaps or {}
+    itemsize = tensors[0].dtype.itemsize
+    return all(
+        (span - tensor.size) * itemsize <= gaps.get(tensor.offset + tensor.nbytes, 0)
+        for tensor, span in zip(tensors, plan.layout.spans, strict=True)
+        if tensor.size
+    )

@@ -75,6 +75,8 @@ class DistributedValues:
             raise ValueError("values is empty; one array for each device is needed")
         if mesh is not None and devices is None and _lie_there(values, mesh):
             self._parts, self._devices, self._kind = values, mesh.devices, "buffer"
+            self._is_sparse = False
+            self.lent = any([each.lender is not None for each in values])
             return
         self._devices = _devices(values, mesh, devices)
         if len(values) != len(self._devices):

@@ -7,7 +7,7 @@ from .accumulate_n import ACCUMULATE_N, accumulate_n, prepare_accumulate_n
 from .add_n import ADD_N, add_n, added, added_on_host, prepare_add_n
 from .all_sum import ALL_SUM, all_sum, prepare_all_sum
 from .divide import DIVIDE, divide, prepare_divide
-from .pack import PACK, pack, prepare_pack
+from .pack import PACK, pack, pack_fitted, prepare_pack
 from .segment_sum import SEGMENT_SUM, Divisor, prepare_segment_sum, segment_sum
 from .update import MOMENTUM, NESTEROV, SGD, momentum, nesterov, prepare_update, sgd
 
@@ -26,6 +26,7 @@ __all__ = [
     "momentum",
     "nesterov",
     "pack",
+    "pack_fitted",
     "plan_segments",
     "prepare_accumulate_n",
     "prepare_add_n",

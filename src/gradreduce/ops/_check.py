@@ -186,9 +186,12 @@ def by_dtype(
 
 
 def paired(
-    kernel: Kernel, outs: Sequence[Buffer], inputs: Sequence[Buffer]
+    kernel: Kernel, outs: Sequence[Buffer], inputs: Sequence[Buffer], *, fitted: bool = False
 ) -> dict[tuple[str, str, int, int], list[Row]]:
-    """As ``by_dtype`` for one out (padded) and one input each: many of two dtypes, as a rule."""
+    """As ``by_dtype`` for one out (padded) and one input each: many of two dtypes, as a rule.
+
+    ``fitted`` ones are checked only where they are of several dtypes.
+    """
     if len(outs) != len(inputs):
         raise ValueError(f"{kernel.name}: {len(outs)} outs for {len(inputs)} inputs")
     dtypes = {id(out.dtype) for out in outs}, {id(term.dtype) for term in inputs}
@@ -196,8 +199,9 @@ def paired(
         return by_dtype(kernel, zip(zip(outs), zip(inputs), strict=True), padded=True)
     rows: list[Row] = list(zip(outs, inputs, strict=True))
     names = elements(kernel, outs[0], inputs[0])
-    check_rows(kernel.name, rows, 1, padded=True)
-    check_writable(kernel.name, outs)
+    if not fitted:
+        check_rows(kernel.name, rows, 1, padded=True)
+        check_writable(kernel.name, outs)
     if any(element_of(end.dtype).viewed is not None for end in rows[0]):
         rows = [as_elements(row) for row in rows]
     return {(*names, 1, 1): rows}

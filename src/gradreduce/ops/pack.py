@@ -12,7 +12,7 @@ from gradreduce.device.kernel import Arrays
 from ._check import check_divisor, paired
 from ._templates import CASTS, SAME
 
-__all__ = ["PACK", "pack", "prepare_pack"]
+__all__ = ["PACK", "pack", "pack_fitted", "prepare_pack"]
 
 
 def _pack_twin(table: Sequence[Arrays], divisor: float) -> None:
@@ -66,6 +66,18 @@ def pack(
     for (to, of, _, _), operands in paired(PACK, outs, inputs).items():
         device = device or outs[0].device
         device.launch(PACK, (to, of), operands, (float(divisor),), queue=queue)
+
+
+def pack_fitted(
+    outs: Sequence[Buffer], inputs: Sequence[Buffer], *, divisor: float, device: Device
+) -> None:
+    """As ``pack``, of rows that fit by their making, as parts of one layout do: not looked at.
+
+    That took a tenth of the host's time for a reduction of many small tensors.
+    """
+    check_divisor("pack", divisor, inputs)
+    for (to, of, _, _), operands in paired(PACK, outs, inputs, fitted=True).items():
+        device.launch(PACK, (to, of), operands, (float(divisor),))
 
 
 def prepare_pack(device: Device, out: np.dtype, term: np.dtype) -> None:
