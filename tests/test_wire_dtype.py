@@ -150,6 +150,19 @@ def test_the_links_carry_the_wires_bytes_in_no_more_launches(wire, nbytes):
     assert plan.launches == journal.launches
 
 
+def test_a_sum_of_a_wider_wire_is_rounded_by_the_launch_that_adds():
+    """Halves on a float32 wire: they come back as halves, and no launch casts them."""
+    with MeshCase((0, 1)).open() as opened:
+        size = 4096
+        value = per_replica(opened, lambda _: np.ones(size, np.float16))
+        ops = gr.HierarchicalCopyAllReduce(mesh=opened, wire_dtype="float32")
+        with opened.journal() as journal:
+            ops.reduce(MEAN, value, value)
+        assert len(launches_of(journal, "pack")) == 2
+        # The one main device reads a replica in float32 from the other, and writes it a half back.
+        assert journal.bytes == size * (4 + 2)
+
+
 def test_integers_complex_numbers_and_what_goes_elsewhere_travel_as_they_are():
     with MeshCase((0, 1)).open() as opened:
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=opened, wire_dtype="float16")
