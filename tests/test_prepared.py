@@ -253,10 +253,11 @@ def test_a_play_comes_behind_the_one_before_it(algorithm):
             assert unread(seed, placement, algorithm) == expected, (seed, placement)
 
 
-def test_a_lost_device_or_a_closed_mesh_stops_it():
+@pytest.mark.parametrize("form", ["prepare", "capture"])
+def test_a_lost_device_or_a_closed_mesh_stops_it(form):
     with MeshCase((0, 1)).open() as mesh:
         value = dense(mesh, (4,), "float32", 1)
-        step = gr.HierarchicalCopyAllReduce().prepare(SUM, [(value, value)])
+        step = getattr(gr.HierarchicalCopyAllReduce(), form)(SUM, [(value, value)])
         mesh.devices[1].lose("tested")
         with refused(mesh, BackendUnavailableError, "sim:1 was lost"):
             step()

@@ -44,6 +44,14 @@ class Out(NamedTuple):
     buffer: Buffer
     host: np.ndarray | None = None
 
+    @property
+    def address(self) -> int:
+        """Where the caller's own memory begins."""
+        if self.host is None:
+            return self.buffer.address
+        address: int = self.host.__array_interface__["data"][0]
+        return address
+
 
 def as_out(array: Any, device: Device, shape: tuple[int, ...], dtype: np.dtype) -> Out:
     """``array`` as a Buffer that may be written; say ``hand_back`` when all is queued.

@@ -114,10 +114,9 @@ def _as_input(out: Out, request: Request) -> Out:
 def _check_apart(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> None:
     """Raises ``ValueError`` unless each out is apart from all others, and from other inputs."""
     spans = sorted(
-        (address, address + each.buffer.nbytes, place)
+        (each.address, each.address + each.buffer.nbytes, place)
         for place, row in enumerate(outs)
         for each in row
-        for address in [_address_of(each)]
         if each.buffer.nbytes
     )
     for (_, stop, place), (start, _, other) in pairwise(spans):
@@ -127,14 +126,6 @@ def _check_apart(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> 
     for place, request in enumerate(requests):
         for replica, part in enumerate(request.value.buffers):
             _check_input(part, place, replica, spans, starts)
-
-
-def _address_of(out: Out) -> int:
-    """Where the caller's memory begins."""
-    if out.host is None:
-        return out.buffer.address
-    address: int = out.host.__array_interface__["data"][0]
-    return address
 
 
 def _check_input(

@@ -51,6 +51,29 @@ def test_all_reduce_makes_every_buffer_the_sum(mesh, dtype, size):
     assert (journal.launches, journal.bytes) == (0, NUM * terms[0].nbytes)
 
 
+@pytest.mark.parametrize("queue", ["compute", "transfer"])
+def test_a_collective_runs_on_the_queue_it_is_given(mesh, queue):
+    """And its memory is remembered as that queue's: whoever drops it early must not get it back."""
+    terms = terms_of(FLOAT)
+    sources = on_each(mesh, terms)
+    sums, rows = ([each.device.zeros((size,), FLOAT) for each in sources]
+                  for size in (SIZE, NUM * SIZE))  # fmt: skip
+    for device in mesh.devices[:NUM]:
+        device.wait(device.mark(), queue=queue)
+    with mesh.journal() as journal:
+        mesh.collective.all_reduce(sums, sources=sources, queue=queue)
+        mesh.collective.all_gather(rows, sources, queue=queue)
+        mesh.collective.broadcast(sources, 1, queue=queue)
+    assert {record.queue for record in journal.records} == {queue}
+    for buffer in [*sources, *sums, *rows]:
+        assert ((buffer.device, queue) in buffer.block.touched) == (queue == "transfer")
+    for device in mesh.devices[:NUM]:
+        device.wait(device.mark(queue))
+    assert all(same(each.numpy(), terms[0] + terms[1] + terms[2]) for each in sums)
+    assert all(same(each.numpy(), np.concatenate(terms)) for each in rows)
+    assert all(same(each.numpy(), terms[1]) for each in sources)
+
+
 def test_all_reduce_reads_its_sources_and_writes_its_buffers(mesh):
     """One of the sources is its buffer itself: each rank may be in place or not."""
     terms = terms_of(FLOAT)
