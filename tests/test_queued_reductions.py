@@ -21,7 +21,7 @@ from gradreduce.allreduce import ALGORITHMS, Job
 aggregate_sparse, aggregators, arrivals, hierarchical = (
     importlib.import_module(f"gradreduce.{name}")
     for name in (
-        "aggregate_sparse", "aggregators", "accumulator.apply", "allreduce.hierarchical",
+        "aggregate_sparse", "aggregators", "accumulator.dense_sums", "allreduce.hierarchical",
     )
 )  # fmt: skip
 

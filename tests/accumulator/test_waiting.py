@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import gradreduce as gr
-from gradreduce.accumulator import dense, serve
+from gradreduce.accumulator import joint, serve
 from gradreduce.errors import CancelledError, DeadlineExceededError, InvalidArgumentError
 
 
@@ -214,7 +214,7 @@ class Interrupted(threading.Event):
 def test_a_take_that_is_interrupted_loses_nothing(accumulator, monkeypatch):
     acc = accumulator()
     with monkeypatch.context() as patch:
-        patch.setattr(dense, "Ticket", functools.partial(dense.Ticket, done=Interrupted()))
+        patch.setattr(joint, "Ticket", functools.partial(joint.Ticket, done=Interrupted()))
         with pytest.raises(KeyboardInterrupt):
             acc.take_grad(1)
     acc.apply_grad([2.0])

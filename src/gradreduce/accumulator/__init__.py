@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from .dense import (
-    ConditionalAccumulator,
-    ConditionalAccumulatorBase,
-    apply_grads,
-    take_grads,
-    take_now,
-)
+from .base import ConditionalAccumulatorBase
+from .dense import ConditionalAccumulator
+from .joint import apply_grads, take_grads, take_now
 from .sparse import SparseConditionalAccumulator
 
 __all__ = [

@@ -15,8 +15,8 @@ from gradreduce.replica_context import current_replica
 from gradreduce.values import PerReplica
 from gradreduce.variables import Variable
 
-from .apply import Arrival, prepare_arrivals
-from .state import AccumulatorState
+from .dense_sums import prepare_arrivals
+from .state import AccumulatorState, Arrival
 
 __all__ = [
     "DTYPES",

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from gradreduce import ops
-from gradreduce.cross_device import AllReduceCrossDeviceOps
-from gradreduce.device import Buffer, Device, accumulate_dtype, due, gather, scatter
+from gradreduce.device import due
 from gradreduce.errors import CancelledError, DeadlineExceededError
 
 from .state import AccumulatorState, Ticket, locked
+from .take import take_held
 
 __all__ = [
     "await_ticket",
@@ -20,13 +19,9 @@ __all__ = [
     "join",
     "serve_held",
     "serve_joint",
-    "take_held",
 ]
 
 _log = logging.getLogger(__name__)
-
-# Mesh accumulators that travel together: devices, divisor, what reduces them.
-_Batch = tuple[tuple[Device, ...], float, AllReduceCrossDeviceOps]
 
 
 def join(ticket: Ticket) -> None:
@@ -185,80 +180,6 @@ def _serve(ticket: Ticket) -> None:
     else:
         ticket.kinds = kinds
     ticket.leave()
-
-
-def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Buffer, ...]]:
-    """Takes the gradient of each state, all locks held; then its count is 0, its step one on.
-
-    Returns:
-        For each state its gradient on each of its devices; empty for one that holds none.
-    """
-    for state in states:  # a take without a launch must notice too
-        state.check_devices()
-    taken: dict[AccumulatorState, tuple[Buffer, ...]] = {}
-    alone = {state: _room(state) for state in states if state.count and not state.over_mesh}
-    batches: dict[_Batch, list[AccumulatorState]] = {}
-    for state in states:
-        if state.count and state.over_mesh:
-            key = (state.devices, _divisor(state), state.ops)
-            batches.setdefault(key, []).append(state)
-    for place, ((_, divisor, reducer), together) in enumerate(batches.items(), 1):
-        # A batch asks for its memory before its first launch; but a later one may get none, and
-        # then the sums of those before it must be there still.
-        last = place == len(batches)
-        reduced = reducer.reduce_buffers(
-            [_partials(state) for state in together],
-            divisor=divisor,
-            out_dtypes=[state.dtype for state in together],
-            consume=last,
-        )
-        taken.update(zip(together, reduced, strict=True))
-    _divide(alone)
-    taken.update((state, (out,)) for state, (_, out) in alone.items())
-    for state in states:
-        state.emptied()
-    return [taken.get(state, ()) for state in states]
-
-
-def _divisor(state: AccumulatorState) -> float:
-    return float(state.count if state.reduction_type == "MEAN" else 1)
-
-
-def _partials(state: AccumulatorState) -> list[Buffer]:
-    """The partial sum of each device; zeros where nothing came, the one place that zeroes."""
-    wide = accumulate_dtype(state.dtype)
-    shape = state.sum_shape or ()
-    return [
-        device.zeros(shape, wide) if total is None else total
-        for device, total in zip(state.devices, state.totals, strict=True)
-    ]
-
-
-def _room(state: AccumulatorState) -> tuple[Buffer, Buffer]:
-    """The sum on the one device and where its result goes: the sum itself if of its type."""
-    (total,) = _partials(state)
-    same = total.dtype == state.dtype
-    return total, total if same else total.device.empty(total.shape, state.dtype)
-
-
-def _divide(alone: dict[AccumulatorState, tuple[Buffer, Buffer]]) -> None:
-    """``out = total / divisor`` for each state; co-located devices share a launch."""
-    launches: dict[tuple[int, float], list[tuple[Buffer, Buffer]]] = {}
-    for state, (total, out) in alone.items():
-        divisor = _divisor(state)
-        if divisor != 1 or out is not total:
-            key = (total.device.physical, divisor)
-            launches.setdefault(key, []).append((total, out))
-    for (_, divisor), pairs in launches.items():
-        devices = [total.device for total, _ in pairs]
-        gather(devices[0], devices)
-        ops.all_sum(
-            [[out] for _, out in pairs],
-            [[total] for total, _ in pairs],
-            divisor=divisor,
-            device=devices[0],
-        )
-        scatter(devices[0], devices)
 
 
 def _cancelled(state: AccumulatorState) -> str:

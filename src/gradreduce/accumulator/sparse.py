@@ -11,7 +11,7 @@ from typing import Any
 from gradreduce.device import Device, Mesh
 from gradreduce.indexed_slices import IndexedSlices
 
-from .dense import ConditionalAccumulatorBase
+from .base import ConditionalAccumulatorBase
 
 __all__ = ["SparseConditionalAccumulator"]
 

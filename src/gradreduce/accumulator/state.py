@@ -18,7 +18,7 @@ from gradreduce.device import Buffer, Device, DType
 from gradreduce.errors import CancelledError
 from gradreduce.interop import Kind
 
-__all__ = ["AccumulatorState", "Ticket", "locked"]
+__all__ = ["AccumulatorState", "Arrival", "Ticket", "locked"]
 
 _log = logging.getLogger(__name__)
 _numbers = itertools.count()
@@ -140,6 +140,21 @@ class AccumulatorState:
         self.step += 1
         self.sum_shape = None
         self.totals = [None] * len(self.devices)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What one call brings to one accumulator.
+
+    Attributes:
+        state: the accumulator.
+        parts: ``(place in state.devices, gradient)``; each is one gradient of the count.
+        kind: what the caller's arrays are.
+    """
+
+    state: AccumulatorState
+    parts: tuple[tuple[int, Buffer], ...]
+    kind: Kind
 
 
 @contextmanager

@@ -1,0 +1,139 @@
+"""Many accumulators in one call: added to by one decision, taken from by one place in each queue.
+
+Source: own; TensorFlow has one accumulator to a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gradreduce.device import as_deadline
+from gradreduce.interop import OneCall, as_result_kind, from_buffer, reading
+from gradreduce.values import Mirrored
+from gradreduce.variables import Variable
+
+from .apply import apply_arrivals
+from .base import ConditionalAccumulatorBase
+from .door import arrival, as_required, as_step, as_timeout, check_together
+from .serve import await_ticket, join, serve_joint
+from .state import Ticket, locked
+from .take import take_held
+
+__all__ = ["apply_grads", "take_grads", "take_now"]
+
+
+@OneCall()
+def apply_grads(
+    accumulators: Sequence[ConditionalAccumulatorBase],
+    grads: Sequence[Any],
+    local_step: int | Variable = 0,
+    *,
+    cast: bool = False,
+) -> bool:
+    """Adds one gradient to each accumulator, all or none: one decision under all locks.
+
+    One launch on each physical device serves all of them.
+
+    Args:
+        accumulators: each at most once.
+        grads: one for each; see ``ConditionalAccumulator.apply_grad``.
+        local_step: of all of them.
+        cast: as there.
+
+    Returns:
+        True if all were added, False if all were dropped, because the step is stale for one.
+
+    Raises:
+        ValueError: other numbers of accumulators and gradients, an accumulator twice, or what
+            ``apply_grad`` raises. Nothing was added.
+    """
+    step = as_step("local_step", local_step)
+    accumulators, grads = tuple(accumulators), tuple(grads)
+    check_together([each.accumulator_ref for each in accumulators])
+    if len(accumulators) != len(grads):
+        raise ValueError(f"{len(accumulators)} accumulators and {len(grads)} gradients")
+    arrivals = [
+        arrival(accumulator.accumulator_ref, grad, cast)
+        for accumulator, grad in zip(accumulators, grads, strict=True)
+    ]
+    reading(buffer for each in arrivals for _, buffer in each.parts)
+    kept, joint = apply_arrivals(arrivals, step)
+    serve_joint(joint)
+    return kept
+
+
+def take_grads(
+    accumulators: Sequence[ConditionalAccumulatorBase],
+    num_required: int,
+    *,
+    timeout: float | None = None,
+    as_kind: str | None = None,
+    deadline: float | None = None,
+) -> list[Any]:
+    """Takes from all accumulators together, when each holds ``num_required`` gradients.
+
+    Blocks. One place in every queue, taken at once, so that two joint takes never wait for each
+    other; the gradients of a mesh travel in one batch.
+
+    Args:
+        accumulators: each at most once.
+        num_required: of each, at least 1.
+        timeout: seconds to wait; None for ever.
+        as_kind: as there.
+        deadline: see ``ConditionalAccumulator.take_grad``.
+
+    Returns:
+        One gradient for each accumulator, as ``ConditionalAccumulator.take_grad`` gives it.
+
+    Raises:
+        InvalidArgumentError: ``num_required`` is less than 1.
+        ValueError: no accumulator, or one twice.
+        DeadlineExceededError: the time ran out; nothing was taken.
+        CancelledError: an accumulator was closed, or the mesh died while this waited.
+        CollectiveError: the mesh is dead.
+    """
+    required, limit, seconds = as_required(num_required), as_timeout(timeout), as_deadline(deadline)
+    accumulators = tuple(accumulators)
+    as_result_kind(as_kind, "native")  # a wrong name must not cost a gradient
+    check_together([each.accumulator_ref for each in accumulators])
+    ticket = Ticket(tuple(each.accumulator_ref for each in accumulators), required, seconds)
+    join(ticket)
+    await_ticket(ticket, limit)
+    return _handed_out(ticket, as_kind)
+
+
+def take_now(
+    accumulators: Sequence[ConditionalAccumulatorBase], num_required: int
+) -> list[Any] | None:
+    """As ``take_grads``, but never blocks, and an accumulator that holds nothing gives None.
+
+    Takes when the fullest holds ``num_required`` and no other take waits; otherwise returns None
+    and takes nothing. Every accumulator's step goes one further, the empty ones' too.
+    """
+    states = [each.accumulator_ref for each in accumulators]
+    with locked(states):
+        for state in states:
+            state.check_open()
+        if any(state.queue for state in states):
+            return None
+        if max(state.count for state in states) < num_required:
+            return None
+        ticket = Ticket(tuple(states), num_required, kinds=[state.kind for state in states])
+        ticket.taken = take_held(states)
+    return _handed_out(ticket)
+
+
+def _handed_out(ticket: Ticket, as_kind: str | None = None) -> list[Any]:
+    """The taken Buffers as what callers get."""
+    given: list[Any] = []
+    with OneCall():
+        for state, buffers, first in zip(ticket.states, ticket.taken, ticket.kinds, strict=True):
+            kind = as_result_kind(as_kind, first)
+            if not buffers:
+                given.append(None)
+            elif state.over_mesh:
+                given.append(Mirrored.of(buffers, kind))
+            else:
+                given.append(from_buffer(buffers[0], kind))
+    return given
