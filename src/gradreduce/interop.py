@@ -39,6 +39,7 @@ __all__ = [
     "from_buffer",
     "hand_over",
     "host_array",
+    "host_numbers",
     "is_array",
     "kind_of",
     "reading",
@@ -186,7 +187,7 @@ def _entered(value: Any, kind: Kind, device: Device, dtype: np.dtype | None) -> 
     if kind == "native":
         if isinstance(value, np.ndarray):
             return device.put(value)
-        buffer = device.put(value if is_array(value) else _numbers(value, dtype))
+        buffer = device.put(value if is_array(value) else host_numbers(value, dtype))
         buffer.lender = "copy"
         return buffer
     if kind == "torch":
@@ -221,8 +222,13 @@ def from_buffer(buffer: Buffer, kind: Kind) -> Any:
     return _to_jax(array) if kind == "jax" else array
 
 
-def _numbers(value: Any, dtype: np.dtype | None) -> np.ndarray:
-    """Numbers and nested lists as an array of ``dtype``."""
+def host_numbers(value: Any, dtype: np.dtype | None) -> np.ndarray:
+    """Numbers and nested lists as an array of ``dtype``; default NumPy's choice.
+
+    Raises:
+        ValueError: a list that is ragged, or numbers that are not of ``dtype``.
+        TypeError: a dtype that cannot be added.
+    """
     array = np.asarray(value)
     if dtype is not None:
         kinds = {"f": "fiub", "c": "cfiub", "i": "iub", "u": "iub", "V": "fiub"}

@@ -22,7 +22,7 @@ from gradreduce.device import (
     scatter,
 )
 
-from .state import AccumulatorState, Arrival
+from .state import AccumulatorState, Arrival, SparseSum
 
 __all__ = ["add_dense", "prepare_arrivals"]
 
@@ -67,8 +67,11 @@ def add_dense(arrivals: Sequence[Arrival]) -> None:
         state = arrival.state
         for place, gradient in arrival.parts:
             device = state.devices[place]
+            total = state.totals[place]
+            assert isinstance(gradient, Buffer)
+            assert not isinstance(total, SparseSum)
             near = fetch(device, gradient)
-            additions.append(_Addition(state, place, device, near, state.totals[place]))
+            additions.append(_Addition(state, place, device, near, total))
     fresh = [addition for addition in additions if addition.total is None]
     later = [addition for addition in additions if addition.total is not None]
     _make_room(fresh)

@@ -7,9 +7,10 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from gradreduce.aggregate_sparse import with_dense
 from gradreduce.device import Buffer, DType, compatible
 from gradreduce.errors import DeviceMismatchError, InvalidArgumentError
-from gradreduce.indexed_slices import IndexedSlices
+from gradreduce.indexed_slices import IndexedSlices, densified
 from gradreduce.interop import is_array, kind_of, to_buffer
 from gradreduce.replica_context import current_replica
 from gradreduce.values import PerReplica
@@ -25,7 +26,9 @@ __all__ = [
     "as_shape",
     "as_step",
     "as_timeout",
+    "check_dtype",
     "check_together",
+    "home_of",
 ]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -33,23 +36,44 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 def arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
     """Converts and checks one gradient: dtype and the constructor's shape."""
-    if isinstance(grad, IndexedSlices):
-        raise NotImplementedError("IndexedSlices (sparse gradients) are not implemented yet")
+    kind = grad.kind if isinstance(grad, PerReplica | IndexedSlices) else kind_of(grad)
+    grad = _as_dense(state, grad, cast)
     if isinstance(grad, PerReplica):
-        kind, parts = grad.kind, _replicas(state, grad, cast)
+        parts = _replicas(state, grad, cast)
     else:
-        kind = kind_of(grad)
         if is_array(grad) and kind in ("native", "buffer"):
-            _check_dtype(state, grad.dtype, cast)
-        parts = (_placed(state, grad),)
+            check_dtype(state, grad.dtype, cast)
+        parts = (home_of(state, grad),)
         if is_array(grad):  # a dtype of another library is known when it has come in
-            _check_dtype(state, parts[0][1].dtype, cast)
+            check_dtype(state, parts[0][1].dtype, cast)
     for _, buffer in parts:
         if state.shape is not None and not compatible(buffer.shape, state.shape):
             raise ValueError(f"Shapes {buffer.shape} and {state.shape} are incompatible")
     if parts[0][1].dtype != state.dtype:  # cast: what that launches was not prepared before
         prepare_arrivals(state.devices, state.dtype, parts[0][1].dtype)
     return Arrival(state, parts, kind)
+
+
+def _as_dense(state: AccumulatorState, grad: Any, cast: bool) -> Any:
+    """IndexedSlices, alone or one for each replica, made dense; anything else as it is."""
+    if isinstance(grad, IndexedSlices):
+        return densified([_whole(state, grad.placed(), cast)])[0]
+    if isinstance(grad, PerReplica) and grad.is_sparse:
+        slices = [
+            _whole(state, part, cast) if isinstance(part, IndexedSlices) else part
+            for part in grad.parts
+        ]
+        return PerReplica.of(with_dense(slices), grad.kind)
+    return grad
+
+
+def _whole(state: AccumulatorState, slices: IndexedSlices, cast: bool) -> IndexedSlices:
+    """With the accumulator's shape, if that is known and came with no other."""
+    check_dtype(state, slices.dtype, cast)
+    shape = state.shape
+    if slices.dense_shape is not None or not shape or None in shape:
+        return slices
+    return IndexedSlices(slices.values, slices.indices, [extent or 0 for extent in shape])
 
 
 def _replicas(
@@ -60,14 +84,14 @@ def _replicas(
         raise ValueError(f"the gradient lies on {grad.devices}, the sums on {state.devices}")
     first = grad.buffers[0].shape
     for buffer in grad.buffers:
-        _check_dtype(state, buffer.dtype, cast)
+        check_dtype(state, buffer.dtype, cast)
         if buffer.shape != first:
             raise ValueError(f"replicas differ in shape: {buffer.shape} and {first}")
     return tuple(enumerate(grad.buffers))
 
 
-def _placed(state: AccumulatorState, grad: Any) -> tuple[int, Buffer]:
-    """The device whose sum a gradient goes to: where it lies, else the first.
+def home_of(state: AccumulatorState, grad: Any) -> tuple[int, Buffer]:
+    """The place of the device whose sum a gradient goes to, where it lies, else 0; and the Buffer.
 
     A host array goes where it is added at once, not by way of another device.
     """
@@ -81,7 +105,8 @@ def _placed(state: AccumulatorState, grad: Any) -> tuple[int, Buffer]:
     return place, buffer
 
 
-def _check_dtype(state: AccumulatorState, dtype: DType, cast: bool) -> None:
+def check_dtype(state: AccumulatorState, dtype: DType, cast: bool) -> None:
+    """Raises ``ValueError`` for another dtype, or, with ``cast``, for one that is no float."""
     if dtype == state.dtype:
         return
     if not cast:

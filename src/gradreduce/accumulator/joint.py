@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gradreduce.device import as_deadline
-from gradreduce.interop import OneCall, as_result_kind, from_buffer, reading
-from gradreduce.values import Mirrored
+from gradreduce.device import Buffer, as_deadline
+from gradreduce.interop import Kind, OneCall, as_result_kind, from_buffer, reading
+from gradreduce.values import Mirrored, Part
 from gradreduce.variables import Variable
 
 from .apply import apply_arrivals
 from .base import ConditionalAccumulatorBase
 from .door import arrival, as_required, as_step, as_timeout, check_together
 from .serve import await_ticket, join, serve_joint
-from .state import Ticket, locked
+from .sparse_door import sparse_arrival
+from .state import AccumulatorState, Arrival, SparseGradient, Ticket, locked
 from .take import take_held
 
 __all__ = ["apply_grads", "take_grads", "take_now"]
@@ -54,13 +55,25 @@ def apply_grads(
     if len(accumulators) != len(grads):
         raise ValueError(f"{len(accumulators)} accumulators and {len(grads)} gradients")
     arrivals = [
-        arrival(accumulator.accumulator_ref, grad, cast)
+        _arrival(accumulator.accumulator_ref, grad, cast)
         for accumulator, grad in zip(accumulators, grads, strict=True)
     ]
-    reading(buffer for each in arrivals for _, buffer in each.parts)
+    reading(_rows_of(part) for each in arrivals for _, part in each.parts)
     kept, joint = apply_arrivals(arrivals, step)
     serve_joint(joint)
     return kept
+
+
+def _shown(part: Part, kind: Kind) -> Any:
+    return from_buffer(part, kind) if isinstance(part, Buffer) else part.shown(kind)
+
+
+def _rows_of(part: Buffer | SparseGradient) -> Buffer:
+    return part if isinstance(part, Buffer) else part.values
+
+
+def _arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
+    return sparse_arrival(state, grad, cast) if state.sparse else arrival(state, grad, cast)
 
 
 def take_grads(
@@ -135,5 +148,5 @@ def _handed_out(ticket: Ticket, as_kind: str | None = None) -> list[Any]:
             elif state.over_mesh:
                 given.append(Mirrored.of(buffers, kind))
             else:
-                given.append(from_buffer(buffers[0], kind))
+                given.append(_shown(buffers[0], kind))
     return given

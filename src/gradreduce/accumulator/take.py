@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from gradreduce import ops
 from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.device import Buffer, Device, accumulate_dtype, gather, scatter
+from gradreduce.values import Part
 
+from .sparse_sums import take_sparse
 from .state import AccumulatorState
 
 __all__ = ["take_held"]
@@ -16,7 +18,7 @@ __all__ = ["take_held"]
 _Batch = tuple[tuple[Device, ...], float, AllReduceCrossDeviceOps]
 
 
-def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Buffer, ...]]:
+def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Part, ...]]:
     """Takes the gradient of each state, all locks held; then its count is 0, its step one on.
 
     Returns:
@@ -24,11 +26,16 @@ def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Buffer, ...]]:
     """
     for state in states:  # a take without a launch must notice too
         state.check_devices()
-    taken: dict[AccumulatorState, tuple[Buffer, ...]] = {}
-    alone = {state: _room(state) for state in states if state.count and not state.over_mesh}
+    taken: dict[AccumulatorState, tuple[Part, ...]] = {}
+    held = [state for state in states if state.count]
+    dense = [state for state in held if not state.sparse]
+    alone = {state: _room(state) for state in dense if not state.over_mesh}
+    if len(dense) < len(held):  # first, because it writes no sum
+        sparse = [state for state in held if state.sparse]
+        taken.update(zip(sparse, take_sparse(sparse), strict=True))
     batches: dict[_Batch, list[AccumulatorState]] = {}
-    for state in states:
-        if state.count and state.over_mesh:
+    for state in dense:
+        if state.over_mesh:
             key = (state.devices, _divisor(state), state.ops)
             batches.setdefault(key, []).append(state)
     for place, ((_, divisor, reducer), together) in enumerate(batches.items(), 1):
@@ -58,7 +65,7 @@ def _partials(state: AccumulatorState) -> list[Buffer]:
     wide = accumulate_dtype(state.dtype)
     shape = state.sum_shape or ()
     return [
-        device.zeros(shape, wide) if total is None else total
+        total if isinstance(total, Buffer) else device.zeros(shape, wide)
         for device, total in zip(state.devices, state.totals, strict=True)
     ]
 
