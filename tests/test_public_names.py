@@ -136,7 +136,6 @@ def mesh():
 
 
 UNFINISHED = {
-    "SparseConditionalAccumulator": lambda mesh: gr.SparseConditionalAccumulator("float32"),
     "AdamOptimizer": lambda mesh: gr.AdamOptimizer(),
     "AGNCenter": lambda mesh: gr.AGNCenter(mesh),
     "AGNCustomGetter": lambda mesh: gr.AGNCustomGetter(mesh.devices[0]),
