@@ -103,9 +103,9 @@ def test_one_launch_for_all_of_a_dtype(device):
     accumulators[0].set_global_step(0)
     with device.mesh.journal() as journal:
         taken = gr.take_grads(accumulators, 3)
-    # float32: the sum of four and the sum of three; float16: one for both.
+    # float16: one for both; float32, in place: the sum of four and the sum of three.
     assert [(record.name, record.num_rows) for record in journal.records] == [
-        ("all_sum", 1), ("all_sum", 1), ("all_sum", 2),
+        ("all_sum", 2), ("all_sum", 1), ("all_sum", 1),
     ]  # fmt: skip
     assert all(same(left, right) for left, right in zip(taken, grads, strict=True))
     assert counters(*accumulators) == [(0, 1, 0)] * 4
