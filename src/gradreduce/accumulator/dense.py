@@ -69,9 +69,11 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         Args:
             grad: an array, number or nested list; IndexedSlices, which are made dense (without a
                 ``dense_shape`` they have the accumulator's, if that is known); or a ``PerReplica``
-                on the accumulator's mesh, each replica of which counts as one gradient. Not
-                written, not kept: when this returns its library's current stream may overwrite it.
-                A host array goes to the device of the enclosing ``gr.replica``, else to the first.
+                of either, each replica of which counts as one gradient, in order. It is added on
+                the device where it lies, if that is one of the accumulator's, else on the first of
+                them. Not written, not kept: when this returns its library's current stream may
+                overwrite it. A host array goes to the device of the enclosing ``gr.replica``, else
+                to the first.
             local_step: the step at which it was computed.
             name: ignored; TensorFlow's name of the operation.
             cast: convert an array of another float dtype instead of refusing it.
@@ -80,7 +82,9 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             True if it was added, False if it was dropped.
 
         Raises:
-            ValueError: an array of another dtype, or a shape other than the constructor's.
+            ValueError: an array of another dtype, a shape other than the constructor's, or
+                replicas that differ in shape.
+            DeviceMismatchError: it lies on a device of another mesh.
             InvalidArgumentError: another shape than the gradients in the sum.
             CancelledError: the accumulator was closed.
         """

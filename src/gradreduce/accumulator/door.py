@@ -16,7 +16,7 @@ from gradreduce.replica_context import current_replica
 from gradreduce.values import PerReplica
 from gradreduce.variables import Variable
 
-from .dense_sums import prepare_arrivals
+from .dense_sums import prepare_parts
 from .state import AccumulatorState, Arrival
 
 __all__ = [
@@ -49,9 +49,11 @@ def arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
     for _, buffer in parts:
         if state.shape is not None and not compatible(buffer.shape, state.shape):
             raise ValueError(f"Shapes {buffer.shape} and {state.shape} are incompatible")
-    if parts[0][1].dtype != state.dtype:  # cast: what that launches was not prepared before
-        prepare_arrivals(state.devices, state.dtype, parts[0][1].dtype)
-    return Arrival(state, parts, kind)
+    made = Arrival(state, parts, kind)
+    together = len({place for place, _ in parts}) < len(parts)
+    if together or any([buffer.dtype != state.dtype for _, buffer in parts]):
+        prepare_parts(made)  # what the constructor did not
+    return made
 
 
 def _as_dense(state: AccumulatorState, grad: Any, cast: bool) -> Any:
@@ -79,15 +81,15 @@ def _whole(state: AccumulatorState, slices: IndexedSlices, cast: bool) -> Indexe
 def _replicas(
     state: AccumulatorState, grad: PerReplica, cast: bool
 ) -> tuple[tuple[int, Buffer], ...]:
-    """One gradient for each device, all of one shape."""
-    if grad.devices != state.devices:
-        raise ValueError(f"the gradient lies on {grad.devices}, the sums on {state.devices}")
+    """One gradient for each replica, all of one shape; from outside to the first device."""
+    if grad.devices[0].fabric is not state.devices[0].fabric:
+        raise DeviceMismatchError(f"{grad} is of another mesh than {state.devices}")
     first = grad.buffers[0].shape
     for buffer in grad.buffers:
         check_dtype(state, buffer.dtype, cast)
         if buffer.shape != first:
             raise ValueError(f"replicas differ in shape: {buffer.shape} and {first}")
-    return tuple(enumerate(grad.buffers))
+    return tuple([(_place(state, buffer), buffer) for buffer in grad.buffers])
 
 
 def home_of(state: AccumulatorState, grad: Any) -> tuple[int, Buffer]:
@@ -101,8 +103,11 @@ def home_of(state: AccumulatorState, grad: Any) -> tuple[int, Buffer]:
     if index is not None and index < len(home) and home[index] in state.devices:
         device = home[index]
     buffer = to_buffer(grad, device, dtype=state.dtype)
-    place = state.devices.index(buffer.device) if buffer.device in state.devices else 0
-    return place, buffer
+    return _place(state, buffer), buffer
+
+
+def _place(state: AccumulatorState, buffer: Buffer) -> int:
+    return state.devices.index(buffer.device) if buffer.device in state.devices else 0
 
 
 def check_dtype(state: AccumulatorState, dtype: DType, cast: bool) -> None:

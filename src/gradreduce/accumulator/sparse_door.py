@@ -41,8 +41,9 @@ def sparse_arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
         _check_shape(state, slices)
         place, rows = home_of(state, slices.values)
         parts.append((place, _gradient(state, slices, rows)))
-    if parts[0][1].dtype != state.dtype:  # cast: what that launches was not prepared before
-        prepare_gradient(state, parts[0][1].dtype)
+    for dtype in dict.fromkeys(gradient.dtype for _, gradient in parts):
+        if dtype != state.dtype:  # cast: what that launches was not prepared before
+            prepare_gradient(state, dtype)
     return Arrival(state, tuple(parts), grad.kind)
 
 

@@ -199,7 +199,8 @@ class Arrival:
 
     Attributes:
         state: the accumulator.
-        parts: ``(place in state.devices, gradient)``; each is one gradient of the count.
+        parts: ``(place in state.devices, gradient)``; each is one gradient of the count, those of
+            one place are added in this order.
         kind: what the caller's arrays are.
     """
 

@@ -40,8 +40,9 @@ def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Part, ...]]:
             batches.setdefault(key, []).append(state)
     for place, ((_, divisor, reducer), together) in enumerate(batches.items(), 1):
         # A batch asks for its memory before its first launch; but a later one may get none, and
-        # then the sums of those before it must be there still.
-        last = place == len(batches)
+        # then the sums of those before it must be there still. So must those of all batches where
+        # sums are divided on one device afterwards.
+        last = place == len(batches) and not alone
         reduced = reducer.reduce_buffers(
             [_partials(state) for state in together],
             divisor=divisor,
@@ -78,13 +79,33 @@ def _room(state: AccumulatorState) -> tuple[Buffer, Buffer]:
 
 
 def _divide(alone: dict[AccumulatorState, tuple[Buffer, Buffer]]) -> None:
-    """``out = total / divisor`` for each state; co-located devices share a launch."""
-    launches: dict[tuple[int, float], list[tuple[Buffer, Buffer]]] = {}
+    """``out = total / divisor`` for each state; co-located devices share a launch.
+
+    Sums that go elsewhere come first. What is divided in place is no sum any more when a later
+    launch fails: then the devices are lost.
+    """
+    apart: list[tuple[float, Buffer, Buffer]] = []
+    in_place: list[tuple[float, Buffer, Buffer]] = []
     for state, (total, out) in alone.items():
         divisor = _divisor(state)
-        if divisor != 1 or out is not total:
-            key = (total.device.physical, divisor)
-            launches.setdefault(key, []).append((total, out))
+        if out is not total:
+            apart.append((divisor, total, out))
+        elif divisor != 1:
+            in_place.append((divisor, total, out))
+    _launch(apart)
+    if len(in_place) > 1:
+        devices = [total.device for _, total, _ in in_place]
+        with devices[0].fabric.whole_or_lost(devices):
+            _launch(in_place)
+    else:
+        _launch(in_place)
+
+
+def _launch(divisions: list[tuple[float, Buffer, Buffer]]) -> None:
+    """One launch for each physical device, divisor and dtype."""
+    launches: dict[tuple[int, float], list[tuple[Buffer, Buffer]]] = {}
+    for divisor, total, out in divisions:
+        launches.setdefault((total.device.physical, divisor), []).append((total, out))
     for (_, divisor), pairs in launches.items():
         devices = [total.device for total, _ in pairs]
         gather(devices[0], devices)
