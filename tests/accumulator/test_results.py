@@ -215,10 +215,6 @@ def test_a_closed_mesh_says_so():
 
 def test_what_is_missing_says_so(accumulator):
     acc = accumulator()
-    with pytest.raises(NotImplementedError, match="state_dict"):
-        acc.state_dict()
-    with pytest.raises(NotImplementedError, match="load_state_dict"):
-        acc.load_state_dict({})
     with pytest.raises(NotImplementedError, match="SparseConditionalAccumulator"):
         gr.SparseConditionalAccumulator("float32")
     with pytest.raises(NotImplementedError, match="IndexedSlices"):
