@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from gradreduce.device import Device, compatible
+from gradreduce.device import Device
 from gradreduce.errors import about
+from gradreduce.indexed_slices import UNKNOWN
 from gradreduce.interop import Kind, as_result_kind, is_array
 
 from .door import as_shape
@@ -102,16 +103,19 @@ def _check_keys(state: AccumulatorState, given: Mapping[str, Any]) -> None:
 
 def _sum_shape(state: AccumulatorState, given: Any, count: int) -> tuple[int, ...] | None:
     """Of the sums: None without any, else what fits the constructor's shape."""
-    shape = _shape("sum_shape", given)
+    value = _plain(given)
+    if state.sparse and (isinstance(value, list | tuple) or is_array(value)):
+        value = [None if place == 0 and extent == UNKNOWN else extent
+                 for place, extent in enumerate(value)]  # fmt: skip
+    shape = _shape("sum_shape", value)
     _check_presence("sum_shape", shape is not None, count)
     if shape is None:
         return None
-    known = tuple(extent for extent in shape if extent is not None)
-    if len(known) < len(shape) or (state.shape is not None and not compatible(known, state.shape)):
+    if not sums_of(state).fits(shape, state.shape):
         raise ValueError(
             f"state['sum_shape'] is {shape}, which does not fit the accumulator's {state.shape}"
         )
-    return known
+    return tuple(UNKNOWN if extent is None else extent for extent in shape)
 
 
 def _kind(device: Device, given: Any, count: int) -> Kind:
@@ -154,7 +158,9 @@ def _hosts(
     return tuple(
         None
         if each is None
-        else sums.checked(f"state['partial_sums'][{place}]", each, state.dtype, sum_shape or ())
+        else sums.checked(
+            f"state['partial_sums'][{place}]", each, state.dtype, sum_shape or (), count
+        )
         for place, each in enumerate(given)
     )
 
