@@ -10,7 +10,7 @@ from typing import Any
 from gradreduce.device import Buffer, DType, compatible
 from gradreduce.errors import DeviceMismatchError, InvalidArgumentError
 from gradreduce.indexed_slices import IndexedSlices
-from gradreduce.interop import is_array, kind_of, to_buffer
+from gradreduce.interop import is_array, kind_of, numbers, shape_and_dtype, to_buffer
 from gradreduce.replica_context import current_replica
 from gradreduce.values import PerReplica
 from gradreduce.variables import Variable
@@ -26,6 +26,7 @@ __all__ = [
     "as_step",
     "as_timeout",
     "check_together",
+    "num_gradients",
 ]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -45,11 +46,33 @@ def arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
         if is_array(grad):  # a dtype of another library is known when it has come in
             _check_dtype(state, parts[0][1].dtype, cast)
     for _, buffer in parts:
-        if state.shape is not None and not compatible(buffer.shape, state.shape):
-            raise ValueError(f"Shapes {buffer.shape} and {state.shape} are incompatible")
+        _check_shape(state, buffer.shape)
     if parts[0][1].dtype != state.dtype:  # cast: what that launches was not prepared before
         prepare_arrivals(state.devices, state.dtype, parts[0][1].dtype)
     return Arrival(state, parts, kind)
+
+
+def num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
+    """Checks as ``arrival`` does what will be dropped, without making a Buffer of it.
+
+    Returns:
+        How many gradients of the count it would have been.
+    """
+    if isinstance(grad, IndexedSlices | PerReplica):
+        return len(arrival(state, grad, cast).parts)  # they are Buffers
+    kind = kind_of(grad)
+    if kind == "buffer":
+        to_buffer(grad, state.devices[0])  # of this mesh
+    if not is_array(grad):
+        shape = numbers(grad, state.dtype).shape
+    elif kind in ("native", "buffer"):
+        shape = grad.shape
+        _check_dtype(state, grad.dtype, cast)
+    else:
+        shape, dtype = shape_and_dtype(grad)
+        _check_dtype(state, dtype, cast)
+    _check_shape(state, shape)
+    return 1
 
 
 def _replicas(
@@ -81,6 +104,13 @@ def _placed(state: AccumulatorState, grad: Any) -> tuple[int, Buffer]:
     return place, buffer
 
 
+def _check_shape(state: AccumulatorState, shape: tuple[int, ...]) -> None:
+    """The constructor's."""
+    wanted = state.shape
+    if wanted is not None and shape != wanted and not compatible(shape, wanted):
+        raise ValueError(f"Shapes {shape} and {wanted} are incompatible")
+
+
 def _check_dtype(state: AccumulatorState, dtype: DType, cast: bool) -> None:
     if dtype == state.dtype:
         return
@@ -101,6 +131,8 @@ def check_together(states: Sequence[AccumulatorState]) -> None:
     """
     if not states:
         raise ValueError("accumulators is empty")
+    if len(states) == 1:
+        return
     if len(set(states)) != len(states):
         raise ValueError("an accumulator is named twice")
     if len({state.devices[0].fabric for state in states}) > 1:

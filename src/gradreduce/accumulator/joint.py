@@ -13,9 +13,9 @@ from gradreduce.interop import OneCall, as_result_kind, from_buffer, reading
 from gradreduce.values import Mirrored
 from gradreduce.variables import Variable
 
-from .apply import apply_arrivals
+from .apply import apply_arrivals, drop_stale, is_stale
 from .base import ConditionalAccumulatorBase
-from .door import arrival, as_required, as_step, as_timeout, check_together
+from .door import arrival, as_required, as_step, as_timeout, check_together, num_gradients
 from .serve import await_ticket, join, serve_joint
 from .state import Ticket, locked
 from .take import take_held
@@ -23,7 +23,6 @@ from .take import take_held
 __all__ = ["apply_grads", "take_grads", "take_now"]
 
 
-@OneCall()
 def apply_grads(
     accumulators: Sequence[ConditionalAccumulatorBase],
     grads: Sequence[Any],
@@ -49,17 +48,20 @@ def apply_grads(
             ``apply_grad`` raises. Nothing was added.
     """
     step = as_step("local_step", local_step)
-    accumulators, grads = tuple(accumulators), tuple(grads)
-    check_together([each.accumulator_ref for each in accumulators])
-    if len(accumulators) != len(grads):
-        raise ValueError(f"{len(accumulators)} accumulators and {len(grads)} gradients")
-    arrivals = [
-        arrival(accumulator.accumulator_ref, grad, cast)
-        for accumulator, grad in zip(accumulators, grads, strict=True)
-    ]
-    reading(buffer for each in arrivals for _, buffer in each.parts)
-    kept, joint = apply_arrivals(arrivals, step)
-    serve_joint(joint)
+    states, grads = [each.accumulator_ref for each in accumulators], tuple(grads)
+    check_together(states)
+    if len(states) != len(grads):
+        raise ValueError(f"{len(states)} accumulators and {len(grads)} gradients")
+    given = list(zip(states, grads, strict=True))
+    if is_stale(states, step):  # what will be dropped need not become a Buffer
+        counts = [num_gradients(state, grad, cast) for state, grad in given]
+        if drop_stale(states, counts, step):
+            return False
+    with OneCall():
+        arrivals = [arrival(state, grad, cast) for state, grad in given]
+        reading([buffer for each in arrivals for _, buffer in each.parts])
+        kept, joint = apply_arrivals(arrivals, step)
+        serve_joint(joint)
     return kept
 
 
@@ -94,10 +96,10 @@ def take_grads(
         CollectiveError: the mesh is dead.
     """
     required, limit, seconds = as_required(num_required), as_timeout(timeout), as_deadline(deadline)
-    accumulators = tuple(accumulators)
+    states = tuple([each.accumulator_ref for each in accumulators])
     as_result_kind(as_kind, "native")  # a wrong name must not cost a gradient
-    check_together([each.accumulator_ref for each in accumulators])
-    ticket = Ticket(tuple(each.accumulator_ref for each in accumulators), required, seconds)
+    check_together(states)
+    ticket = Ticket(states, required, seconds)
     join(ticket)
     await_ticket(ticket, limit)
     return _handed_out(ticket, as_kind)
