@@ -19,15 +19,10 @@ __all__ = ["apply_arrivals", "drop_stale", "is_stale"]
 
 def is_stale(states: Sequence[AccumulatorState], local_step: int) -> bool:
     """Whether gradients of this step are stale for one of the states, as they are now."""
-    for state in states:
-        if local_step < state.step:
-            return True
-    return False
+    return any([local_step < state.step for state in states])
 
 
-def drop_stale(
-    states: Sequence[AccumulatorState], counts: Sequence[int], local_step: int
-) -> bool:
+def drop_stale(states: Sequence[AccumulatorState], counts: Sequence[int], local_step: int) -> bool:
     """Drops gradients that have not become Buffers, if they are stale.
 
     Args:

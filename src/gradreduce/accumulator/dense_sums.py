@@ -41,7 +41,7 @@ def prepare_arrivals(devices: Sequence[Device], dtype: DType, gradient: DType) -
         ops.prepare_accumulate_n(device, wide, gradient)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Addition:
     """One gradient on its way into one partial sum.
 
@@ -72,24 +72,24 @@ def add_dense(arrivals: Sequence[Arrival]) -> None:
     fresh = [addition for addition in additions if addition.total is None]
     later = [addition for addition in additions if addition.total is not None]
     _make_room(fresh)
-    _add(ops.add_n, fresh)
+    _add(ops.cast_fitted, fresh)
     if later:
         devices = [addition.device for addition in later]
         with devices[0].fabric.whole_or_lost(devices):
-            _add(ops.accumulate_n, later)
+            _add(ops.accumulate_fitted, later)
     for addition in fresh:
         addition.state.totals[addition.place] = addition.total
 
 
 def _add(kernel: Callable[..., None], additions: Sequence[_Addition]) -> None:
-    """One launch for each physical device."""
+    """One launch for each physical device; sums are ours alone and were made to fit."""
     for places in by_physical([addition.device for addition in additions]).values():
         sharing = [additions[place] for place in places]
         involved = [addition.device for addition in sharing]
         involved += [addition.gradient.device for addition in sharing]
         gather(involved[0], involved)
         totals = [addition.total for addition in sharing]
-        kernel(totals, [[addition.gradient] for addition in sharing], device=involved[0])
+        kernel(totals, [addition.gradient for addition in sharing], device=involved[0])
         scatter(involved[0], involved)
 
 
@@ -99,6 +99,10 @@ def _make_room(fresh: Sequence[_Addition]) -> None:
     for addition in fresh:
         together.setdefault((addition.device, addition.state.dtype), []).append(addition)
     for (device, dtype), additions in together.items():
+        if len(additions) == 1 and not additions[0].state.over_mesh:  # no take packs it
+            shape = additions[0].gradient.shape
+            additions[0].total = device.empty(shape, accumulate_dtype(dtype))
+            continue
         layout = flat_layout([each.gradient.size for each in additions], dtype.itemsize)
         flat = device.empty((layout.size,), accumulate_dtype(dtype))
         for offset, addition in zip(layout.offsets, additions, strict=True):
