@@ -15,9 +15,41 @@ from .dense_sums import add_dense
 from .serve import serve_held
 from .sparse_door import check_sum_shape
 from .sparse_sums import SparseAdditions
-from .state import Arrival, Ticket, locked
+from .state import AccumulatorState, Arrival, Ticket, locked
 
-__all__ = ["apply_arrivals"]
+__all__ = ["apply_arrivals", "drop_stale", "is_stale"]
+
+
+def is_stale(states: Sequence[AccumulatorState], local_step: int) -> bool:
+    """Whether gradients of this step are stale for one of the states, as they are now."""
+    return any([local_step < state.step for state in states])
+
+
+def drop_stale(states: Sequence[AccumulatorState], counts: Sequence[int], local_step: int) -> bool:
+    """Drops gradients that have not become Buffers, if they are stale.
+
+    Args:
+        states: for each of which some came.
+        counts: how many.
+        local_step: of all of them.
+
+    Returns:
+        False if they are not stale any more.
+
+    Raises:
+        CancelledError: an accumulator was closed.
+        BackendUnavailableError: the mesh was closed, or lost a device.
+        CollectiveError: the mesh is dead.
+    """
+    with locked(states):
+        for state in states:
+            state.check_open()
+            state.check_devices()
+        if not is_stale(states, local_step):
+            return False
+        for state, count in zip(states, counts, strict=True):
+            state.num_dropped += count
+        return True
 
 
 def apply_arrivals(arrivals: Sequence[Arrival], local_step: int) -> tuple[bool, list[Ticket]]:
@@ -35,7 +67,7 @@ def apply_arrivals(arrivals: Sequence[Arrival], local_step: int) -> tuple[bool, 
     with locked(states):
         for state in states:
             state.check_open()
-        if any(local_step < state.step for state in states):
+        if is_stale(states, local_step):
             for arrival in arrivals:
                 arrival.state.num_dropped += len(arrival.parts)
             return False, []

@@ -52,7 +52,7 @@ def prepare_parts(arrival: Arrival) -> None:
             ops.prepare_accumulate_n(device, wide, dtype)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Addition:
     """Gradients on their way into one partial sum.
 
@@ -71,6 +71,7 @@ class _Addition:
     total: Buffer | None
 
 
+_Kernel = Callable[..., None]
 # What one launch adds to one partial sum.
 _Row = tuple[_Addition, list[Buffer]]
 
@@ -115,7 +116,7 @@ def _start(fresh: Sequence[_Addition]) -> list[_Row]:
     rows = [
         (each, _num_together(accumulate_dtype(each.state.dtype), each.gradients)) for each in fresh
     ]
-    _add(ops.add_n, [(each, each.gradients[:count]) for each, count in rows])
+    _add(ops.add_n, ops.cast_fitted, [(each, each.gradients[:count]) for each, count in rows])
     return [(each, each.gradients[count:]) for each, count in rows if each.gradients[count:]]
 
 
@@ -143,25 +144,39 @@ def _add_in_place(rows: Sequence[_Row], kept: Sequence[Device]) -> None:
 def _accumulate(rows: Sequence[_Row]) -> None:
     """As many launches after each other as the gradients of one sum change their dtype."""
     if all([len(gradients) == 1 for _, gradients in rows]):
-        _add(ops.accumulate_n, rows)
+        _add(ops.accumulate_n, ops.accumulate_fitted, rows)
         return
     runs = [
         (each, [list(run) for _, run in itertools.groupby(gradients, lambda buffer: buffer.dtype)])
         for each, gradients in rows
     ]
     for turn in range(max(len(found) for _, found in runs)):
-        _add(ops.accumulate_n, [(each, found[turn]) for each, found in runs if turn < len(found)])
+        _add(
+            ops.accumulate_n,
+            ops.accumulate_fitted,
+            [(each, found[turn]) for each, found in runs if turn < len(found)],
+        )
 
 
-def _add(kernel: Callable[..., None], rows: Sequence[_Row]) -> None:
-    """One launch for each physical device (and for each dtype and number of gradients)."""
+def _add(together: _Kernel, alone: _Kernel, rows: Sequence[_Row]) -> None:
+    """One launch for each physical device (and for each dtype and number of gradients).
+
+    Args:
+        together: adds lists of gradients.
+        alone: adds one gradient to each sum, and takes it that they fit: sums are ours.
+        rows: what is added.
+    """
+    one_each = all([len(gradients) == 1 for _, gradients in rows])
     for places in by_physical([addition.device for addition, _ in rows]).values():
         sharing = [rows[place] for place in places]
         involved = [addition.device for addition, _ in sharing]
         involved += [gradient.device for _, gradients in sharing for gradient in gradients]
         gather(involved[0], involved)
         totals = [addition.total for addition, _ in sharing]
-        kernel(totals, [gradients for _, gradients in sharing], device=involved[0])
+        if one_each:
+            alone(totals, [gradients[0] for _, gradients in sharing], device=involved[0])
+        else:
+            together(totals, [gradients for _, gradients in sharing], device=involved[0])
         scatter(involved[0], involved)
 
 
@@ -171,6 +186,10 @@ def _make_room(fresh: Sequence[_Addition]) -> None:
     for addition in fresh:
         together.setdefault((addition.device, addition.state.dtype), []).append(addition)
     for (device, dtype), additions in together.items():
+        if len(additions) == 1 and not additions[0].state.over_mesh:  # no take packs it
+            shape = additions[0].gradients[0].shape
+            additions[0].total = device.empty(shape, accumulate_dtype(dtype))
+            continue
         layout = flat_layout([each.gradients[0].size for each in additions], dtype.itemsize)
         flat = device.empty((layout.size,), accumulate_dtype(dtype))
         for offset, addition in zip(layout.offsets, additions, strict=True):

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from gradreduce.aggregate_sparse import with_dense
+from gradreduce.aggregate_sparse import known_shape, with_dense
 from gradreduce.device import Buffer, DType, compatible
 from gradreduce.errors import DeviceMismatchError, InvalidArgumentError
 from gradreduce.indexed_slices import IndexedSlices, densified
-from gradreduce.interop import is_array, kind_of, to_buffer
+from gradreduce.interop import is_array, kind_of, numbers, shape_and_dtype, to_buffer
 from gradreduce.replica_context import current_replica
 from gradreduce.values import PerReplica
 from gradreduce.variables import Variable
@@ -29,6 +29,7 @@ __all__ = [
     "check_dtype",
     "check_together",
     "home_of",
+    "num_gradients",
 ]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -47,10 +48,9 @@ def arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
         if is_array(grad):  # a dtype of another library is known when it has come in
             check_dtype(state, parts[0][1].dtype, cast)
     for _, buffer in parts:
-        if state.shape is not None and not compatible(buffer.shape, state.shape):
-            raise ValueError(f"Shapes {buffer.shape} and {state.shape} are incompatible")
+        _check_shape(state, buffer.shape)
     made = Arrival(state, parts, kind)
-    together = len({place for place, _ in parts}) < len(parts)
+    together = len(parts) > 1 and len({place for place, _ in parts}) < len(parts)
     if together or any([buffer.dtype != state.dtype for _, buffer in parts]):
         prepare_parts(made)  # what the constructor did not
     return made
@@ -59,7 +59,7 @@ def arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
 def _as_dense(state: AccumulatorState, grad: Any, cast: bool) -> Any:
     """IndexedSlices, alone or one for each replica, made dense; anything else as it is."""
     if isinstance(grad, IndexedSlices):
-        return densified([_whole(state, grad.placed(), cast)])[0]
+        return densified([_whole(state, grad, cast).placed()])[0]
     if isinstance(grad, PerReplica) and grad.is_sparse:
         slices = [
             _whole(state, part, cast) if isinstance(part, IndexedSlices) else part
@@ -70,12 +70,41 @@ def _as_dense(state: AccumulatorState, grad: Any, cast: bool) -> Any:
 
 
 def _whole(state: AccumulatorState, slices: IndexedSlices, cast: bool) -> IndexedSlices:
-    """With the accumulator's shape, if that is known and came with no other."""
+    """Checked; with the accumulator's shape, if that is known and came with no other."""
     check_dtype(state, slices.dtype, cast)
     shape = state.shape
-    if slices.dense_shape is not None or not shape or None in shape:
-        return slices
-    return IndexedSlices(slices.values, slices.indices, [extent or 0 for extent in shape])
+    if slices.dense_shape is None and shape and None not in shape:
+        slices = IndexedSlices(slices.values, slices.indices, [extent or 0 for extent in shape])
+    _check_shape(state, known_shape(slices, alone=True))
+    return slices
+
+
+def num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
+    """Checks as ``arrival`` does what will be dropped, without making a Buffer of it.
+
+    Returns:
+        How many gradients of the count it would have been.
+    """
+    if isinstance(grad, IndexedSlices):
+        _whole(state, grad, cast)
+        return 1
+    if isinstance(grad, PerReplica):
+        if not grad.is_sparse:
+            return len(_replicas(state, grad, cast))  # they are Buffers
+        return sum(num_gradients(state, part, cast) for part in grad.parts)
+    kind = kind_of(grad)
+    if kind == "buffer":
+        to_buffer(grad, state.devices[0])  # of this mesh
+    if not is_array(grad):
+        shape = numbers(grad, state.dtype).shape
+    elif kind in ("native", "buffer"):
+        shape = grad.shape
+        check_dtype(state, grad.dtype, cast)
+    else:
+        shape, dtype = shape_and_dtype(grad)
+        check_dtype(state, dtype, cast)
+    _check_shape(state, shape)
+    return 1
 
 
 def _replicas(
@@ -110,6 +139,13 @@ def _place(state: AccumulatorState, buffer: Buffer) -> int:
     return state.devices.index(buffer.device) if buffer.device in state.devices else 0
 
 
+def _check_shape(state: AccumulatorState, shape: tuple[int, ...]) -> None:
+    """The constructor's."""
+    wanted = state.shape
+    if wanted is not None and shape != wanted and not compatible(shape, wanted):
+        raise ValueError(f"Shapes {shape} and {wanted} are incompatible")
+
+
 def check_dtype(state: AccumulatorState, dtype: DType, cast: bool) -> None:
     """Raises ``ValueError`` for another dtype, or, with ``cast``, for one that is no float."""
     if dtype == state.dtype:
@@ -131,6 +167,8 @@ def check_together(states: Sequence[AccumulatorState]) -> None:
     """
     if not states:
         raise ValueError("accumulators is empty")
+    if len(states) == 1:
+        return
     if len(set(states)) != len(states):
         raise ValueError("an accumulator is named twice")
     if len({state.devices[0].fabric for state in states}) > 1:

@@ -138,9 +138,9 @@ def serve_held(states: Sequence[AccumulatorState]) -> list[Ticket]:
     Returns:
         Joint takes at the head of a queue that need locks which the caller does not hold.
     """
-    held = set(states)
     joint: list[Ticket] = []
-    progress = True
+    progress = any([state.queue for state in states])  # mostly nobody waits
+    held = set(states) if progress else set()
     while progress:
         progress = False
         for state in dict.fromkeys(states):

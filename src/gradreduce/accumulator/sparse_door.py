@@ -19,7 +19,7 @@ from .door import check_dtype, home_of
 from .sparse_sums import prepare_gradient
 from .state import AccumulatorState, Arrival, SparseGradient
 
-__all__ = ["check_sum_shape", "sparse_arrival"]
+__all__ = ["check_sum_shape", "num_sparse_gradients", "sparse_arrival"]
 
 
 def sparse_arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
@@ -30,8 +30,24 @@ def sparse_arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
         ValueError: another dtype, without ``cast``.
         InvalidArgumentError: its shape does not fit the accumulator's, or an index leaves that.
     """
-    given: Sequence[Any] = grad.parts if isinstance(grad, PerReplica) else [grad]
     parts = []
+    for slices in _checked(state, grad, cast):
+        place, rows = home_of(state, slices.values)
+        parts.append((place, _gradient(state, slices, rows)))
+    for dtype in dict.fromkeys(gradient.dtype for _, gradient in parts):
+        if dtype != state.dtype:  # cast: what that launches was not prepared before
+            prepare_gradient(state, dtype)
+    return Arrival(state, tuple(parts), grad.kind)
+
+
+def num_sparse_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
+    """As ``num_gradients`` of the door: for what will be dropped."""
+    return len(_checked(state, grad, cast))
+
+
+def _checked(state: AccumulatorState, grad: Any, cast: bool) -> list[IndexedSlices]:
+    """One for each gradient, as they came."""
+    given: Sequence[Any] = grad.parts if isinstance(grad, PerReplica) else [grad]
     for slices in given:
         if not isinstance(slices, IndexedSlices):
             raise TypeError(
@@ -39,12 +55,7 @@ def sparse_arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
             )
         check_dtype(state, slices.dtype, cast)
         _check_shape(state, slices)
-        place, rows = home_of(state, slices.values)
-        parts.append((place, _gradient(state, slices, rows)))
-    for dtype in dict.fromkeys(gradient.dtype for _, gradient in parts):
-        if dtype != state.dtype:  # cast: what that launches was not prepared before
-            prepare_gradient(state, dtype)
-    return Arrival(state, tuple(parts), grad.kind)
+    return list(given)
 
 
 def _gradient(state: AccumulatorState, slices: IndexedSlices, rows: Buffer) -> SparseGradient:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ._segments import Indices, Segments, joined_indices, plan_segments
 from ._slots import Slots, merged_slots
-from .accumulate_n import ACCUMULATE_N, accumulate_n, prepare_accumulate_n
-from .add_n import ADD_N, add_n, added, added_on_host, prepare_add_n
+from .accumulate_n import ACCUMULATE_N, accumulate_fitted, accumulate_n, prepare_accumulate_n
+from .add_n import ADD_N, add_n, added, added_on_host, cast_fitted, prepare_add_n
 from .all_sum import ALL_SUM, all_sum, prepare_all_sum
 from .divide import DIVIDE, divide, prepare_divide
 from .pack import PACK, pack, pack_fitted, prepare_pack
@@ -24,11 +24,13 @@ __all__ = [
     "Indices",
     "Segments",
     "Slots",
+    "accumulate_fitted",
     "accumulate_n",
     "add_n",
     "added",
     "added_on_host",
     "all_sum",
+    "cast_fitted",
     "divide",
     "joined_indices",
     "merged_slots",
