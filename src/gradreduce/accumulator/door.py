@@ -59,7 +59,9 @@ def arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
 def _as_dense(state: AccumulatorState, grad: Any, cast: bool) -> Any:
     """IndexedSlices, alone or one for each replica, made dense; anything else as it is."""
     if isinstance(grad, IndexedSlices):
-        return densified([_whole(state, grad, cast).placed()])[0]
+        whole = _whole(state, grad, cast)
+        _, rows = home_of(state, whole.values)
+        return densified([IndexedSlices.of(rows, whole.indices, whole.dense_shape)])[0]
     if isinstance(grad, PerReplica) and grad.is_sparse:
         slices = [
             _whole(state, part, cast) if isinstance(part, IndexedSlices) else part

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ._segments import Indices, Segments, joined_indices, plan_segments
-from ._slots import Slots, merged_slots
+from ._slots import Slots, alike, merged_slots
 from .accumulate_n import ACCUMULATE_N, accumulate_fitted, accumulate_n, prepare_accumulate_n
 from .add_n import ADD_N, add_n, added, added_on_host, cast_fitted, prepare_add_n
 from .all_sum import ALL_SUM, all_sum, prepare_all_sum
@@ -29,6 +29,7 @@ __all__ = [
     "add_n",
     "added",
     "added_on_host",
+    "alike",
     "all_sum",
     "cast_fitted",
     "divide",
