@@ -95,7 +95,7 @@ def test_equal_counts_are_one_number():
 def test_divisors_are_numbers_only_if_they_are_one():
     plans = [plan_segments(np.arange(size)) for size in (2, 3)]
     assert alike([3.0, 3.0], plans) == [3.0, 3.0]
-    for given in ([3.0, 2.0], [3.0, np.array([3.0, 3.0, 3.0])]):
-        made = alike(given, plans)
-        assert [by.tolist() for by in made] == [[3.0, 3.0], np.broadcast_to(given[1], 3).tolist()]
+    for both in ([3.0, 2.0], [3.0, np.array([3.0, 3.0, 3.0])]):
+        made = alike(both, plans)
+        assert [by.tolist() for by in made] == [[3.0, 3.0], np.broadcast_to(both[1], 3).tolist()]
         assert {by.dtype for by in made} == {np.dtype("float64")}
