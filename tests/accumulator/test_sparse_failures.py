@@ -308,3 +308,14 @@ def test_a_new_sum_of_several_gradients_beside_one_in_place(home):
     indices, values, _ = acc.take_grad(4)
     assert indices.tolist() == [1, 5]
     assert values.primary.tolist() == [[40.0] * 2, [21.0] * 2]
+
+
+def test_a_stale_gradient_of_another_mesh_is_no_gradient(home):
+    acc = sparse(home)
+    acc.set_global_step(1)
+    with gr.open_mesh(1, backend="sim") as other:
+        values = other.devices[0].upload(np.ones((1, 2), "float32"))
+        for step in (0, 1):
+            with pytest.raises(gr.errors.DeviceMismatchError, match="of another mesh"):
+                acc.apply_grad([1], values, None, step)
+    assert (acc.num_accumulated(), acc.num_dropped) == (0, 0)
