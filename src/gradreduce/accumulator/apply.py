@@ -85,5 +85,5 @@ def _check_shape(arrival: Arrival) -> None:
     state = arrival.state
     shape = arrival.parts[0][1].shape
     expected = state.sum_shape if state.count else state.shape
-    if expected is not None and not compatible(shape, expected):
+    if expected is not None and shape != expected and not compatible(shape, expected):
         raise InvalidArgumentError(f"Shape mismatch: expected {list(expected)}, got {list(shape)}")
