@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -220,7 +221,8 @@ def reduce_buffers(
             order for every tensor; replicas of one shape and dtype.
         divisor: of every sum.
         out_dtypes: of the results; default those of the gradients.
-        consume: the gradients may be overwritten and become the results' memory.
+        consume: the gradients may be overwritten and become the results' memory; when it fails
+            half way then, the devices are lost, since nobody could tell sums from gradients.
         out: ``out[tensor][replica]``, where the results go, of their dtype; each apart from all
             others, and from all gradients but its own. Default: new memory.
         places: what the tensors are called in errors and in the flight record; default their
@@ -244,7 +246,9 @@ def reduce_buffers(
     flats = lay_out(plans, gradients, devices, options, _early(settings, plans, divisor))
     jobs, stages = _set_out(flats, divisor, devices, places or range(len(gradients)))
     topology = {} if settings.topology is None else {"topology": settings.topology}
-    ALGORITHMS[settings.all_reduce_alg](jobs, stages=stages, **topology)
+    consumed = options.consume and any([None in each.filling for each in flats])
+    with devices[0].fabric.whole_or_lost(devices) if consumed else nullcontext():
+        ALGORITHMS[settings.all_reduce_alg](jobs, stages=stages, **topology)
     return unpack(flats, shapes) if out is None else [tuple(replicas) for replicas in out]
 
 

@@ -257,14 +257,10 @@ def test_a_per_replica_that_does_not_fit_changes_nothing(accumulator, mesh):
     acc = accumulator(shape=(None,))
     values = list(replicas(mesh))
     odd = [*values[:-1], np.ones(4, "float32")]
-    backwards = gr.PerReplica(values, devices=mesh.devices[::-1])
-    short = gr.PerReplica(values[1:], devices=mesh.devices[1:])
     for grad, match in [
         (gr.PerReplica(odd, mesh), "replicas differ in shape"),
         (gr.PerReplica([value.reshape(1, -1) for value in values], mesh), "incompatible"),
         (gr.PerReplica([*values[:-1], values[0].astype("float64")], mesh), "float64"),
-        (backwards, "lies on"),
-        (short, "lies on"),
     ]:
         with pytest.raises(ValueError, match=match):
             acc.apply_grad(grad)

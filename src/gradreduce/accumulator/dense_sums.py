@@ -6,6 +6,7 @@ nothing is zeroed and nothing waits for a device.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,9 +23,9 @@ from gradreduce.device import (
     scatter,
 )
 
-from .state import AccumulatorState, Arrival
+from .state import AccumulatorState, Arrival, SparseSum
 
-__all__ = ["add_dense", "prepare_arrivals"]
+__all__ = ["add_dense", "prepare_arrivals", "prepare_parts"]
 
 
 def prepare_arrivals(devices: Sequence[Device], dtype: DType, gradient: DType) -> None:
@@ -41,55 +42,130 @@ def prepare_arrivals(devices: Sequence[Device], dtype: DType, gradient: DType) -
         ops.prepare_accumulate_n(device, wide, gradient)
 
 
+def prepare_parts(arrival: Arrival) -> None:
+    """Compiles what only some arrivals launch: of other dtypes, or several for one sum."""
+    wide = accumulate_dtype(arrival.state.dtype)
+    for place, gradients in _by_place(arrival).items():
+        device = arrival.state.devices[place]
+        ops.prepare_add_n(device, wide, gradients[0].dtype, _num_together(wide, gradients))
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+            ops.prepare_accumulate_n(device, wide, dtype)
+
+
 @dataclass(slots=True)
 class _Addition:
-    """One gradient on its way into one partial sum.
+    """Gradients on their way into one partial sum.
 
     Attributes:
         state: the accumulator.
         place: of the device in ``state.devices``.
         device: that device.
-        gradient: within its reach.
+        gradients: within its reach; at least one, in the order in which they are added.
         total: the partial sum; None until there is one.
     """
 
     state: AccumulatorState
     place: int
     device: Device
-    gradient: Buffer
+    gradients: list[Buffer]
     total: Buffer | None
 
 
+# What one launch adds to one partial sum.
+_Row = tuple[_Addition, list[Buffer]]
+
+
 def add_dense(arrivals: Sequence[Arrival]) -> None:
-    """First arrivals are copied, later ones added; co-located devices share launches."""
+    """First arrivals are copied, later ones added; co-located devices share launches.
+
+    Several gradients for one sum are added in their order, with the bits of one arrival each: in
+    one launch where they are of one dtype that the sum accumulates, else one after the other.
+    """
     additions = []
     for arrival in arrivals:
         state = arrival.state
-        for place, gradient in arrival.parts:
+        for place, gradients in _by_place(arrival).items():
             device = state.devices[place]
-            near = fetch(device, gradient)
-            additions.append(_Addition(state, place, device, near, state.totals[place]))
+            total = state.totals[place]
+            assert not isinstance(total, SparseSum)
+            near = [fetch(device, gradient) for gradient in gradients]
+            additions.append(_Addition(state, place, device, near, total))
     fresh = [addition for addition in additions if addition.total is None]
     later = [addition for addition in additions if addition.total is not None]
-    _make_room(fresh)
-    _add(ops.cast_fitted, fresh)
-    if later:
-        devices = [addition.device for addition in later]
-        with devices[0].fabric.whole_or_lost(devices):
-            _add(ops.accumulate_fitted, later)
+    rest = _start(fresh) if fresh else []
+    rest += [(each, each.gradients) for each in later]
+    if rest:
+        _add_in_place(rest, [addition.device for addition in later])
     for addition in fresh:
         addition.state.totals[addition.place] = addition.total
 
 
-def _add(kernel: Callable[..., None], additions: Sequence[_Addition]) -> None:
-    """One launch for each physical device; sums are ours alone and were made to fit."""
-    for places in by_physical([addition.device for addition in additions]).values():
-        sharing = [additions[place] for place in places]
-        involved = [addition.device for addition in sharing]
-        involved += [addition.gradient.device for addition in sharing]
+def _by_place(arrival: Arrival) -> dict[int, list[Buffer]]:
+    """The gradients for each partial sum, in the order of the replicas."""
+    found: dict[int, list[Buffer]] = {}
+    for place, gradient in arrival.parts:
+        assert isinstance(gradient, Buffer)
+        found.setdefault(place, []).append(gradient)
+    return found
+
+
+def _start(fresh: Sequence[_Addition]) -> list[_Row]:
+    """Makes new sums of their first gradients; what is still to be added."""
+    _make_room(fresh)
+    rows = [
+        (each, _num_together(accumulate_dtype(each.state.dtype), each.gradients)) for each in fresh
+    ]
+    _add(ops.add_n_fitted, [(each, each.gradients[:count]) for each, count in rows])
+    return [(each, each.gradients[count:]) for each, count in rows if each.gradients[count:]]
+
+
+def _num_together(wide: DType, gradients: Sequence[Buffer]) -> int:
+    """How many of the first gradients a new sum may be made of with one rounding for each.
+
+    ``add_n`` adds in the type that accumulates its inputs; where the sum's is another one, the
+    first gradient is cast alone.
+    """
+    dtype = gradients[0].dtype
+    if len(gradients) == 1 or accumulate_dtype(dtype) != wide:
+        return 1
+    return len(list(itertools.takewhile(lambda each: each.dtype == dtype, gradients)))
+
+
+def _add_in_place(rows: Sequence[_Row], kept: Sequence[Device]) -> None:
+    """Adds to sums that are there; if one launch of several fails, the devices in ``kept`` go."""
+    if not kept:
+        _accumulate(rows)
+        return
+    with kept[0].fabric.whole_or_lost(kept):
+        _accumulate(rows)
+
+
+def _accumulate(rows: Sequence[_Row]) -> None:
+    """As many launches after each other as the gradients of one sum change their dtype."""
+    if all([len(gradients) == 1 for _, gradients in rows]):
+        _add(ops.accumulate_n_fitted, rows)
+        return
+    runs = [
+        (each, [list(run) for _, run in itertools.groupby(gradients, lambda buffer: buffer.dtype)])
+        for each, gradients in rows
+    ]
+    for turn in range(max(len(found) for _, found in runs)):
+        left = [(each, found[turn]) for each, found in runs if turn < len(found)]
+        _add(ops.accumulate_n_fitted, left)
+
+
+def _add(kernel: Callable[..., None], rows: Sequence[_Row]) -> None:
+    """One launch for each physical device (and for each dtype and number of gradients).
+
+    Sums are nobody else's, and were made for gradients of this shape: the rows fit.
+    """
+    for places in by_physical([addition.device for addition, _ in rows]).values():
+        sharing = [rows[place] for place in places]
+        involved = [addition.device for addition, _ in sharing]
+        involved += [gradient.device for _, gradients in sharing for gradient in gradients]
         gather(involved[0], involved)
-        totals = [addition.total for addition in sharing]
-        kernel(totals, [addition.gradient for addition in sharing], device=involved[0])
+        totals = [addition.total for addition, _ in sharing]
+        kernel(totals, [gradients for _, gradients in sharing], device=involved[0])
         scatter(involved[0], involved)
 
 
@@ -100,10 +176,10 @@ def _make_room(fresh: Sequence[_Addition]) -> None:
         together.setdefault((addition.device, addition.state.dtype), []).append(addition)
     for (device, dtype), additions in together.items():
         if len(additions) == 1 and not additions[0].state.over_mesh:  # no take packs it
-            shape = additions[0].gradient.shape
+            shape = additions[0].gradients[0].shape
             additions[0].total = device.empty(shape, accumulate_dtype(dtype))
             continue
-        layout = flat_layout([each.gradient.size for each in additions], dtype.itemsize)
+        layout = flat_layout([each.gradients[0].size for each in additions], dtype.itemsize)
         flat = device.empty((layout.size,), accumulate_dtype(dtype))
         for offset, addition in zip(layout.offsets, additions, strict=True):
-            addition.total = flat.view(offset, addition.gradient.shape)
+            addition.total = flat.view(offset, addition.gradients[0].shape)

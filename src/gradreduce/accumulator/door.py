@@ -7,15 +7,16 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from gradreduce.aggregate_sparse import with_dense
 from gradreduce.device import Buffer, DType, compatible
 from gradreduce.errors import DeviceMismatchError, InvalidArgumentError
-from gradreduce.indexed_slices import IndexedSlices
-from gradreduce.interop import is_array, kind_of, numbers, shape_and_dtype, to_buffer
+from gradreduce.indexed_slices import IndexedSlices, densified
+from gradreduce.interop import host_numbers, is_array, kind_of, shape_and_dtype, to_buffer
 from gradreduce.replica_context import current_replica
 from gradreduce.values import PerReplica
 from gradreduce.variables import Variable
 
-from .dense_sums import prepare_arrivals
+from .dense_sums import prepare_parts
 from .state import AccumulatorState, Arrival
 
 __all__ = [
@@ -25,7 +26,9 @@ __all__ = [
     "as_shape",
     "as_step",
     "as_timeout",
+    "check_dtype",
     "check_together",
+    "home_of",
     "num_gradients",
 ]
 
@@ -34,22 +37,23 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 def arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
     """Converts and checks one gradient: dtype and the constructor's shape."""
-    if isinstance(grad, IndexedSlices):
-        raise NotImplementedError("IndexedSlices (sparse gradients) are not implemented yet")
+    kind = grad.kind if isinstance(grad, PerReplica | IndexedSlices) else kind_of(grad)
+    grad = _as_dense(state, grad, cast)
     if isinstance(grad, PerReplica):
-        kind, parts = grad.kind, _replicas(state, grad, cast)
+        parts = _replicas(state, grad, cast)
     else:
-        kind = kind_of(grad)
         if is_array(grad) and kind in ("native", "buffer"):
-            _check_dtype(state, grad.dtype, cast)
-        parts = (_placed(state, grad),)
+            check_dtype(state, grad.dtype, cast)
+        parts = (home_of(state, grad),)
         if is_array(grad):  # a dtype of another library is known when it has come in
-            _check_dtype(state, parts[0][1].dtype, cast)
+            check_dtype(state, parts[0][1].dtype, cast)
     for _, buffer in parts:
         _check_shape(state, buffer.shape)
-    if parts[0][1].dtype != state.dtype:  # cast: what that launches was not prepared before
-        prepare_arrivals(state.devices, state.dtype, parts[0][1].dtype)
-    return Arrival(state, parts, kind)
+    made = Arrival(state, parts, kind)
+    together = len({place for place, _ in parts}) < len(parts)
+    if together or any([buffer.dtype != state.dtype for _, buffer in parts]):
+        prepare_parts(made)  # what the constructor did not
+    return made
 
 
 def num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
@@ -58,39 +62,74 @@ def num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
     Returns:
         How many gradients of the count it would have been.
     """
-    if isinstance(grad, IndexedSlices | PerReplica):
+    if isinstance(grad, PerReplica) and not grad.is_sparse:
         return len(arrival(state, grad, cast).parts)  # they are Buffers
+    if isinstance(grad, IndexedSlices | PerReplica):
+        return _num_slices(state, grad, cast)
     kind = kind_of(grad)
     if kind == "buffer":
         to_buffer(grad, state.devices[0])  # of this mesh
     if not is_array(grad):
-        shape = numbers(grad, state.dtype).shape
+        shape = host_numbers(grad, state.dtype).shape
     elif kind in ("native", "buffer"):
         shape = grad.shape
-        _check_dtype(state, grad.dtype, cast)
+        check_dtype(state, grad.dtype, cast)
     else:
         shape, dtype = shape_and_dtype(grad)
-        _check_dtype(state, dtype, cast)
+        check_dtype(state, dtype, cast)
     _check_shape(state, shape)
     return 1
+
+
+def _num_slices(state: AccumulatorState, grad: IndexedSlices | PerReplica, cast: bool) -> int:
+    parts = grad.parts if isinstance(grad, PerReplica) else (grad,)
+    for part in parts:
+        check_dtype(state, part.dtype, cast)
+        whole = _whole(state, part, cast) if isinstance(part, IndexedSlices) else part
+        shape = whole.dense_shape if isinstance(whole, IndexedSlices) else whole.shape
+        if shape is not None:
+            _check_shape(state, shape)
+    return len(parts)
+
+
+def _as_dense(state: AccumulatorState, grad: Any, cast: bool) -> Any:
+    """IndexedSlices, alone or one for each replica, made dense; anything else as it is."""
+    if isinstance(grad, IndexedSlices):
+        return densified([_whole(state, grad.placed(), cast)])[0]
+    if isinstance(grad, PerReplica) and grad.is_sparse:
+        slices = [
+            _whole(state, part, cast) if isinstance(part, IndexedSlices) else part
+            for part in grad.parts
+        ]
+        return PerReplica.of(with_dense(slices), grad.kind)
+    return grad
+
+
+def _whole(state: AccumulatorState, slices: IndexedSlices, cast: bool) -> IndexedSlices:
+    """With the accumulator's shape, if that is known and came with no other."""
+    check_dtype(state, slices.dtype, cast)
+    shape = state.shape
+    if slices.dense_shape is not None or not shape or None in shape:
+        return slices
+    return IndexedSlices(slices.values, slices.indices, [extent or 0 for extent in shape])
 
 
 def _replicas(
     state: AccumulatorState, grad: PerReplica, cast: bool
 ) -> tuple[tuple[int, Buffer], ...]:
-    """One gradient for each device, all of one shape."""
-    if grad.devices != state.devices:
-        raise ValueError(f"the gradient lies on {grad.devices}, the sums on {state.devices}")
+    """One gradient for each replica, all of one shape; from outside to the first device."""
+    if grad.devices[0].fabric is not state.devices[0].fabric:
+        raise DeviceMismatchError(f"{grad} is of another mesh than {state.devices}")
     first = grad.buffers[0].shape
     for buffer in grad.buffers:
-        _check_dtype(state, buffer.dtype, cast)
+        check_dtype(state, buffer.dtype, cast)
         if buffer.shape != first:
             raise ValueError(f"replicas differ in shape: {buffer.shape} and {first}")
-    return tuple(enumerate(grad.buffers))
+    return tuple([(_place(state, buffer), buffer) for buffer in grad.buffers])
 
 
-def _placed(state: AccumulatorState, grad: Any) -> tuple[int, Buffer]:
-    """The device whose sum a gradient goes to: where it lies, else the first.
+def home_of(state: AccumulatorState, grad: Any) -> tuple[int, Buffer]:
+    """The place of the device whose sum a gradient goes to, where it lies, else 0; and the Buffer.
 
     A host array goes where it is added at once, not by way of another device.
     """
@@ -100,8 +139,11 @@ def _placed(state: AccumulatorState, grad: Any) -> tuple[int, Buffer]:
     if index is not None and index < len(home) and home[index] in state.devices:
         device = home[index]
     buffer = to_buffer(grad, device, dtype=state.dtype)
-    place = state.devices.index(buffer.device) if buffer.device in state.devices else 0
-    return place, buffer
+    return _place(state, buffer), buffer
+
+
+def _place(state: AccumulatorState, buffer: Buffer) -> int:
+    return state.devices.index(buffer.device) if buffer.device in state.devices else 0
 
 
 def _check_shape(state: AccumulatorState, shape: tuple[int, ...]) -> None:
@@ -111,7 +153,8 @@ def _check_shape(state: AccumulatorState, shape: tuple[int, ...]) -> None:
         raise ValueError(f"Shapes {shape} and {wanted} are incompatible")
 
 
-def _check_dtype(state: AccumulatorState, dtype: DType, cast: bool) -> None:
+def check_dtype(state: AccumulatorState, dtype: DType, cast: bool) -> None:
+    """Raises ``ValueError`` for another dtype, or, with ``cast``, for one that is no float."""
     if dtype == state.dtype:
         return
     if not cast:

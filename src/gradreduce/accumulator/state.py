@@ -18,8 +18,18 @@ from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.device import Buffer, Device, DType
 from gradreduce.errors import CancelledError
 from gradreduce.interop import Kind
+from gradreduce.ops import Segments, Slots
+from gradreduce.values import Part
 
-__all__ = ["AccumulatorState", "Arrival", "Done", "Ticket", "locked"]
+__all__ = [
+    "AccumulatorState",
+    "Arrival",
+    "Done",
+    "SparseGradient",
+    "SparseSum",
+    "Ticket",
+    "locked",
+]
 
 _log = logging.getLogger(__name__)
 _numbers = itertools.count()
@@ -52,6 +62,50 @@ class Done:
         return self._is_set
 
 
+@dataclass(frozen=True, eq=False)
+class SparseGradient:
+    """One sparse gradient on its way in.
+
+    Attributes:
+        values: its rows, ``(num_rows, …)``.
+        segments: which of them have the same index.
+        dense_shape: of the whole array; -1 as its first entry if that is unknown.
+    """
+
+    values: Buffer
+    segments: Segments
+    dense_shape: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the whole array."""
+        return self.dense_shape
+
+    @property
+    def dtype(self) -> DType:
+        """Of the values."""
+        return self.values.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class SparseSum:
+    """The partial sum of sparse gradients on one device.
+
+    Attributes:
+        slots: which row holds which index, and how many gradients touched it.
+        values: ``(capacity, …)``, in the accumulate type; rows behind ``slots.num_rows`` are not
+            written yet.
+    """
+
+    slots: Slots
+    values: Buffer
+
+    @property
+    def rows(self) -> Buffer:
+        """Those of ``values`` that are in use."""
+        return self.values.view(0, (self.slots.num_rows, *self.values.shape[1:]))
+
+
 @dataclass(eq=False, slots=True)
 class Ticket:
     """A place in the queue of every accumulator of one take.
@@ -70,7 +124,7 @@ class Ticket:
     num_required: int
     deadline: float | None = None
     done: Done | threading.Event = field(default_factory=Done)
-    taken: list[tuple[Buffer, ...]] = field(default_factory=list)
+    taken: list[tuple[Part, ...]] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
     error: BaseException | None = None
 
@@ -100,12 +154,14 @@ class AccumulatorState:
         reduction_type: ``"MEAN"`` or ``"SUM"``.
         devices: one partial sum is kept on each.
         over_mesh: whether results are mirrored on all devices.
-        ops: reduces the partial sums of a mesh at a take; None for the default one.
+        ops: reduces the partial sums of a mesh at a take.
+        sparse: whether gradients are IndexedSlices.
         lock: guards everything below.
         count: gradients in the sum.
         step: gradients of an earlier one are stale.
         num_dropped: stale ones so far.
-        sum_shape: of the gradients in the sum; None without any.
+        sum_shape: of the gradients in the sum; None without any. Of sparse ones that of the whole
+            array, -1 as its first entry if that is unknown.
         totals: the partial sum of each device, in the accumulate type; None where nothing came.
         kind: of the first gradient kept since the last take.
         queue: takes that wait, first come, first served.
@@ -120,6 +176,8 @@ class AccumulatorState:
         devices: tuple[Device, ...],
         over_mesh: bool,
         ops: AllReduceCrossDeviceOps,
+        *,
+        sparse: bool = False,
     ) -> None:
         self.number = next(_numbers)
         self.dtype = dtype
@@ -128,12 +186,13 @@ class AccumulatorState:
         self.devices = devices
         self.over_mesh = over_mesh
         self.ops = ops
+        self.sparse = sparse
         self.lock = threading.RLock()
         self.count = 0
         self.step = 0
         self.num_dropped = 0
         self.sum_shape: tuple[int, ...] | None = None
-        self.totals: list[Buffer | None] = [None] * len(devices)
+        self.totals: list[Buffer | SparseSum | None] = [None] * len(devices)
         self.kind: Kind = "native"
         self.queue: deque[Ticket] = deque()
         self.closed = False
@@ -173,13 +232,19 @@ class Arrival(NamedTuple):
 
     Attributes:
         state: the accumulator.
-        parts: ``(place in state.devices, gradient)``; each is one gradient of the count.
+        parts: ``(place in state.devices, gradient)``; each is one gradient of the count, those of
+            one place are added in this order.
         kind: what the caller's arrays are.
     """
 
     state: AccumulatorState
-    parts: tuple[tuple[int, Buffer], ...]
+    parts: tuple[tuple[int, Buffer | SparseGradient], ...]
     kind: Kind
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of its first gradient."""
+        return self.parts[0][1].shape
 
 
 def locked(states: Sequence[AccumulatorState]) -> AbstractContextManager[object]:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from gradreduce import ops
 from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.device import Buffer, Device, accumulate_dtype, gather, scatter
+from gradreduce.values import Part
 
+from .sparse_sums import take_sparse
 from .state import AccumulatorState
 
 __all__ = ["take_held"]
@@ -16,7 +18,7 @@ __all__ = ["take_held"]
 _Batch = tuple[tuple[Device, ...], float, AllReduceCrossDeviceOps]
 
 
-def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Buffer, ...]]:
+def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Part, ...]]:
     """Takes the gradient of each state, all locks held; then its count is 0, its step one on.
 
     Returns:
@@ -24,17 +26,23 @@ def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Buffer, ...]]:
     """
     for state in states:  # a take without a launch must notice too
         state.check_devices()
-    taken: dict[AccumulatorState, tuple[Buffer, ...]] = {}
-    alone = {state: _room(state) for state in states if state.count and not state.over_mesh}
+    taken: dict[AccumulatorState, tuple[Part, ...]] = {}
+    held = [state for state in states if state.count]
+    dense = [state for state in held if not state.sparse]
+    alone = {state: _room(state) for state in dense if not state.over_mesh}
+    if len(dense) < len(held):  # first, because it writes no sum
+        sparse = [state for state in held if state.sparse]
+        taken.update(zip(sparse, take_sparse(sparse), strict=True))
     batches: dict[_Batch, list[AccumulatorState]] = {}
-    for state in states:
-        if state.count and state.over_mesh:
+    for state in dense:
+        if state.over_mesh:
             key = (state.devices, _divisor(state), state.ops)
             batches.setdefault(key, []).append(state)
     for place, ((_, divisor, reducer), together) in enumerate(batches.items(), 1):
         # A batch asks for its memory before its first launch; but a later one may get none, and
-        # then the sums of those before it must be there still.
-        last = place == len(batches)
+        # then the sums of those before it must be there still. So must those of all batches where
+        # sums are divided on one device afterwards.
+        last = place == len(batches) and not alone
         reduced = reducer.reduce_buffers(
             [_partials(state) for state in together],
             divisor=divisor,
@@ -58,7 +66,7 @@ def _partials(state: AccumulatorState) -> list[Buffer]:
     wide = accumulate_dtype(state.dtype)
     shape = state.sum_shape or ()
     return [
-        device.zeros(shape, wide) if total is None else total
+        total if isinstance(total, Buffer) else device.zeros(shape, wide)
         for device, total in zip(state.devices, state.totals, strict=True)
     ]
 
@@ -71,13 +79,33 @@ def _room(state: AccumulatorState) -> tuple[Buffer, Buffer]:
 
 
 def _divide(alone: dict[AccumulatorState, tuple[Buffer, Buffer]]) -> None:
-    """``out = total / divisor`` for each state; co-located devices share a launch."""
-    launches: dict[tuple[int, float], list[tuple[Buffer, Buffer]]] = {}
+    """``out = total / divisor`` for each state; co-located devices share a launch.
+
+    Sums that go elsewhere come first. What is divided in place is no sum any more when a later
+    launch fails: then the devices are lost.
+    """
+    apart: list[tuple[float, Buffer, Buffer]] = []
+    in_place: list[tuple[float, Buffer, Buffer]] = []
     for state, (total, out) in alone.items():
         divisor = _divisor(state)
-        if divisor != 1 or out is not total:
-            key = (total.device.physical, divisor)
-            launches.setdefault(key, []).append((total, out))
+        if out is not total:
+            apart.append((divisor, total, out))
+        elif divisor != 1:
+            in_place.append((divisor, total, out))
+    _launch(apart)
+    if len(in_place) > 1:
+        devices = [total.device for _, total, _ in in_place]
+        with devices[0].fabric.whole_or_lost(devices):
+            _launch(in_place)
+    else:
+        _launch(in_place)
+
+
+def _launch(divisions: list[tuple[float, Buffer, Buffer]]) -> None:
+    """One launch for each physical device, divisor and dtype."""
+    launches: dict[tuple[int, float], list[tuple[Buffer, Buffer]]] = {}
+    for divisor, total, out in divisions:
+        launches.setdefault((total.device.physical, divisor), []).append((total, out))
     for (_, divisor), pairs in launches.items():
         devices = [total.device for total, _ in pairs]
         gather(devices[0], devices)

@@ -149,6 +149,7 @@ class Collective(ABC):
         fabric = buffers[0].device.fabric
         if fabric.capture is not None and len({buffer.device.physical for buffer in buffers}) > 1:
             raise CollectiveError(NOT_CAPTURED)
+        fabric.gave()  # before: one that fails may have been given to some of the devices
         with fabric.taped(None):  # its fences are its own
             issue()
         records = tuple(

@@ -175,14 +175,18 @@ class Fabric(Captures):
             flight = self.flight  # as its `add` does, whose call would be a fifth of all this costs
             flight.ring.append((next(flight.numbers), what, flight.thread.label))
 
+    def gave(self) -> None:
+        """Counts a collective of this thread, likewise; it is kept where its group is."""
+        self._issued.count += 1
+
     @contextmanager
     def whole_or_lost(self, devices: Iterable[Device]) -> Iterator[None]:
         """For work that writes state in place: all of it is given to the devices, or they are lost.
 
-        A failure before this thread's first launch or copy inside changed nothing and loses
-        nothing. After it the state is half of the old and half of the new, and nobody may use it.
-        A mesh that is dead is not told so again: what its memory holds after a reset is nobody's
-        promise anyway.
+        A failure before this thread's first launch, copy or collective inside changed nothing and
+        loses nothing. After it the state is half of the old and half of the new, and nobody may use
+        it. A mesh that is dead is not told so again: what its memory holds after a reset is
+        nobody's promise anyway.
         """
         before = self._issued.count
         try:
@@ -200,7 +204,7 @@ class Fabric(Captures):
     def halves_told(self, note: str) -> Iterator[None]:
         """For work that writes a caller's memory: an error that comes half way through says so.
 
-        Half way is after this thread's first launch or copy inside.
+        Half way is after this thread's first launch, copy or collective inside.
         """
         before = self._issued.count
         try:

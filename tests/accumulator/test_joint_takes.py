@@ -1,0 +1,220 @@
+"""Joint takes that wait: one place in every queue, served when it is head everywhere."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+import gradreduce as gr
+from gradreduce.accumulator import serve, take_now
+from gradreduce.errors import CancelledError, DeadlineExceededError
+
+
+def counters(*accumulators):
+    return [(acc.num_accumulated(), acc.global_step, acc.num_dropped) for acc in accumulators]
+
+
+def queues(*accumulators):
+    return [len(acc.accumulator_ref.queue) for acc in accumulators]
+
+
+@pytest.fixture
+def several(accumulator):
+    """Makes accumulators on one device."""
+    return lambda count, **options: [accumulator(**options) for _ in range(count)]
+
+
+# -- waiting --------------------------------------------------------------------------------------
+
+
+def test_a_joint_take_needs_enough_in_each(several, crew):
+    first, second = several(2)
+    take = crew.waiting(gr.take_grads, [first, second], 2)
+    gr.apply_grads([first, second], [[1.0], [2.0]])
+    first.apply_grad([3.0])
+    assert not take.served
+    second.apply_grad([4.0])
+    assert take.served
+    assert [array.tolist() for array in take.result()] == [[2.0], [3.0]]
+    assert counters(first, second) == [(0, 1, 0), (0, 1, 0)]
+    assert queues(first, second) == [0, 0]
+
+
+def test_a_joint_take_waits_until_it_is_head_everywhere(several, crew):
+    first, second = several(2)
+    before = crew.waiting(second.take_grad, 2)
+    joint = crew.waiting(gr.take_grads, [first, second], 1)
+    behind = crew.waiting(first.take_grad, 1)
+    gr.apply_grads([first, second], [[1.0], [1.0]])
+    assert not joint.served
+    assert not behind.served
+    second.apply_grad([3.0])
+    assert before.served
+    assert not joint.served, "what it needs of the second was just taken"
+    second.apply_grad([7.0], 1)
+    assert [array.tolist() for array in joint.result()] == [[1.0], [7.0]]
+    assert not behind.served
+    first.apply_grad([9.0], 1)
+    assert before.result().tolist() == [2.0]
+    assert behind.result().tolist() == [9.0]
+
+
+def test_a_timeout_in_front_lets_the_joint_take_through(several, crew):
+    first, second = several(2)
+    gr.apply_grads([first, second], [[1.0], [2.0]])
+    before = crew.expiring(second.take_grad, 2)
+    joint = crew.waiting(gr.take_grads, [first, second], 1)
+    assert not joint.served
+    before.expire()
+    with pytest.raises(DeadlineExceededError):
+        before.result()
+    assert joint.served
+    assert [array.tolist() for array in joint.result()] == [[1.0], [2.0]]
+
+
+def test_a_timeout_leaves_all_queues_and_names_each(several):
+    first, second = several(2)
+    first.apply_grad([5.0])
+    second.set_global_step(3)
+    with pytest.raises(DeadlineExceededError) as caught:
+        gr.take_grads([first, second], 1, timeout=0)
+    assert "step 0: 1 of 1 gradients, 0 missing" in str(caught.value)
+    assert "step 3: 0 of 1 gradients, 1 missing" in str(caught.value)
+    assert queues(first, second) == [0, 0]
+    assert counters(first, second) == [(1, 0, 0), (0, 3, 0)]
+    assert first.take_grad(1, timeout=0).tolist() == [5.0]
+
+
+def test_when_a_joint_take_times_out_the_next_of_every_queue_is_served(several, crew):
+    first, second, third = several(3)
+    gr.apply_grads([first, third], [[1.0], [3.0]])
+    joint = crew.expiring(gr.take_grads, [first, second, third], 1)
+    behind = [crew.waiting(acc.take_grad, 1) for acc in (first, second, third)]
+    assert [take.served for take in behind] == [False] * 3
+    joint.expire()
+    with pytest.raises(DeadlineExceededError):
+        joint.result()
+    assert behind[0].result().tolist() == [1.0]
+    assert behind[2].result().tolist() == [3.0]
+    assert not behind[1].served
+    second.apply_grad([2.0])
+    assert behind[1].result().tolist() == [2.0]
+
+
+def test_close_of_one_cancels_the_joint_take_and_frees_the_queues_of_the_others(several, crew):
+    first, second, third = several(3)
+    gr.apply_grads([second, third], [[2.0], [3.0]])
+    joint = crew.waiting(gr.take_grads, [first, second], 1)
+    behind = crew.waiting(second.take_grad, 1)
+    joint_behind = crew.waiting(gr.take_grads, [third, second], 1)
+    first.close()
+    with pytest.raises(CancelledError):
+        joint.result()
+    assert behind.served
+    assert behind.result().tolist() == [2.0]
+    assert not joint_behind.served
+    second.apply_grad([8.0], 1)
+    assert [array.tolist() for array in joint_behind.result()] == [[3.0], [8.0]]
+    for call in (
+        lambda: gr.apply_grads([first, second], [[1.0], [1.0]], 5),
+        lambda: gr.take_grads([second, first], 1),
+    ):
+        with pytest.raises(CancelledError):
+            call()
+    assert counters(second) == [(0, 2, 0)]
+    assert queues(second, third) == [0, 0]
+
+
+def test_an_apply_while_one_is_being_closed_serves_nobody(several, crew, monkeypatch):
+    """Closed already, and its takes not cancelled yet: they are as good as gone."""
+    first, second = several(2)
+    first.apply_grad([1.0])
+    joint = crew.waiting(gr.take_grads, [first, second], 1)
+    locked, kept = serve.locked, []
+
+    def late(states):
+        if not kept:
+            kept.append(None)
+            kept.append(crew.start(second.apply_grad, [2.0]).result())
+        return locked(states)
+
+    monkeypatch.setattr(serve, "locked", late)
+    first.close()
+    assert kept == [None, True]
+    with pytest.raises(CancelledError):
+        joint.result()
+    assert second.take_grad(1, timeout=0).tolist() == [2.0]
+
+
+def test_opposite_orders_never_deadlock(several, crew):
+    """take_grads([A, B]) against take_grads([B, A]), both against applies in both orders."""
+    rounds = 150
+    first, second = several(2, reduction_type="SUM")
+    start = threading.Barrier(4)
+
+    def take(accumulators):
+        start.wait(30)
+        return [
+            [float(array[0]) for array in gr.take_grads(accumulators, 1)] for _ in range(rounds)
+        ]
+
+    def apply(accumulators, grads):
+        start.wait(30)
+        return sum(gr.apply_grads(accumulators, grads, 10**9) for _ in range(rounds))
+
+    takes = [crew.start(take, order) for order in ([first, second], [second, first])]
+    applies = [
+        crew.start(apply, [first, second], [[1.0], [2.0]]),
+        crew.start(apply, [second, first], [[2.0], [1.0]]),
+    ]
+    assert [call.result() for call in applies] == [rounds, rounds]
+    # As many takes as applies, so the last ones may find less than they need: feed them.
+    while crew.any_runs(takes):
+        gr.apply_grads([first, second], [[1.0], [2.0]], 10**9)
+    for call, (left, right) in zip(takes, ((1, 2), (2, 1)), strict=True):
+        results = call.result()
+        assert len(results) == rounds
+        assert all(pair[0] * right == pair[1] * left > 0 for pair in results)
+
+
+def test_a_ring_of_joint_takes_never_deadlocks(several, crew):
+    rounds = 60
+    ring = several(3)
+    start = threading.Barrier(4)
+
+    def take(accumulators):
+        start.wait(30)
+        for _ in range(rounds):
+            gr.take_grads(accumulators, 1)
+
+    takes = [crew.start(take, [ring[place], ring[(place + 1) % 3]]) for place in range(3)]
+    start.wait(30)
+    while crew.any_runs(takes):
+        gr.apply_grads(ring, [[1.0]] * 3, 10**9)
+    for call in takes:
+        call.result()
+    assert [step for _, step, _ in counters(*ring)] == [2 * rounds] * 3
+
+
+# -- take_now: what the training step uses --------------------------------------------------------
+
+
+def test_take_now_never_blocks_and_moves_every_step(several, crew):
+    first, second = several(2)
+    assert take_now([first, second], 1) is None
+    first.apply_grad([1.0])
+    first.apply_grad([3.0])
+    assert take_now([first, second], 3) is None
+    waiting = crew.waiting(second.take_grad, 1)
+    assert take_now([first, second], 2) is None, "another take waits"
+    assert counters(first, second) == [(2, 0, 0), (0, 0, 0)]
+    second.apply_grad([7.0])
+    assert waiting.result().tolist() == [7.0]
+    taken, nothing = take_now([first, second], 2)
+    assert taken.tolist() == [2.0]
+    assert nothing is None
+    assert counters(first, second) == [(0, 1, 0), (0, 2, 0)]
+    second.close()
+    with pytest.raises(CancelledError):
+        take_now([first, second], 1)

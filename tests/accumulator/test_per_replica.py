@@ -1,0 +1,174 @@
+"""A PerReplica on other devices than the sums: each replica is a gradient, added in order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from exact import FLOATS, random_data, same
+
+import gradreduce as gr
+from gradreduce.errors import DeviceMismatchError, InvalidArgumentError
+
+
+def counters(acc):
+    return acc.num_accumulated(), acc.global_step, acc.num_dropped
+
+
+def put(devices, arrays):
+    """Each array in memory of its device's own."""
+    values = [device.upload(array) for device, array in zip(devices, arrays, strict=True)]
+    return gr.PerReplica(values, devices=devices)
+
+
+def num_copied(device, others):
+    """How many of these devices the launches of ``device`` do not reach."""
+    return sum(not device.fabric.peers(device.physical, each.physical) for each in others)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_one_device_takes_the_replicas_of_a_mesh(mesh, combined, dtype):
+    """In one launch, for what is new and for what is there; copied is only what is out of reach."""
+    home = mesh.devices[1]
+    acc = gr.ConditionalAccumulator(dtype, (None,), device=home)
+    arrays = list(random_data((2 * len(mesh), 301), dtype))
+    for turn, name in enumerate(("add_n", "accumulate_n")):
+        part = arrays[turn * len(mesh) : (turn + 1) * len(mesh)]
+        grad = put(mesh.devices, part)
+        with mesh.journal() as journal:
+            assert acc.apply_grad(grad)
+        assert [record.name for record in journal.of("launch")] == [name]
+        assert journal.copies == num_copied(home, mesh.devices)
+        assert counters(acc) == ((turn + 1) * len(mesh), 0, 0)
+    assert same(acc.take_grad(2 * len(mesh)).numpy(), combined(arrays))
+
+
+def test_the_order_is_that_of_the_replicas_whatever_their_devices(mesh, combined):
+    acc = gr.ConditionalAccumulator("float32", device=mesh.devices[0])
+    arrays = list(random_data((len(mesh), 301), "float32"))
+    acc.apply_grad(put(mesh.devices[::-1], arrays))
+    assert same(acc.take_grad(1).numpy(), combined(arrays))
+
+
+def test_over_a_mesh_each_lies_where_it_is_added(mesh):
+    """In any order, on some of the devices; nothing is moved."""
+    acc = gr.ConditionalAccumulator("float32", device=mesh, reduction_type="SUM")
+    values = [np.full(5, 1 << place, "float32") for place in range(len(mesh))]
+    everyone, some = mesh.devices[::-1], mesh.devices[:0:-2]
+    with mesh.journal() as journal:
+        for devices in (everyone, some):
+            arrays = [values[mesh.devices.index(device)] for device in devices]
+            acc.apply_grad(gr.PerReplica(arrays, devices=devices))
+    assert journal.copies == 0
+    assert counters(acc) == (len(mesh) + len(some), 0, 0)
+    totals = [total.numpy() for total in acc.accumulator_ref.totals]
+    for device, total, value in zip(mesh.devices, totals, values, strict=True):
+        assert (total == value * (2 if device in some else 1)).all()
+
+
+def test_replicas_from_outside_a_part_come_to_its_first_device(mesh):
+    part = mesh[1:]
+    acc = gr.ConditionalAccumulator("float32", device=part, reduction_type="SUM")
+    arrays = [np.full(5, 1 << place, "float32") for place in range(len(mesh))]
+    with mesh.journal() as journal:
+        acc.apply_grad(put(mesh.devices, arrays))
+    assert journal.copies == num_copied(mesh.devices[1], mesh.devices[:1])
+    totals = [total.numpy() for total in acc.accumulator_ref.totals]
+    assert same(totals[0], arrays[0] + arrays[1])
+    assert all(map(same, totals[1:], arrays[2:]))
+    taken = acc.take_grad(len(mesh))
+    assert all(same(buffer.numpy(), sum(arrays)) for buffer in taken.buffers)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("given", FLOATS, ids=str)
+def test_cast_has_the_bits_of_one_arrival_after_the_other(device, dtype, given):
+    """Also where the replicas are of several dtypes, which takes more than one launch."""
+    left, right = device.mesh.devices
+    one, other = (gr.ConditionalAccumulator(dtype, device=right) for _ in range(2))
+    for turn, dtypes in enumerate(((given, given), (given, dtype), (dtype, given))):
+        arrays = [random_data((301,), each, seed=place) for place, each in enumerate(dtypes)]
+        for acc in (one, other):
+            acc.set_global_step(2 * turn)
+        for step in (2 * turn, 2 * turn + 1):
+            one.apply_grad(put([left, right], arrays), step, cast=True)
+            for array in arrays:
+                other.apply_grad(array, step, cast=True)
+        assert same(one.take_grad(4).numpy(), other.take_grad(4, as_kind="numpy"))
+
+
+def test_a_joint_apply_of_several_for_one_sum(device):
+    left, right = device.mesh.devices
+    accumulators = [
+        gr.ConditionalAccumulator("float32", device=each, reduction_type="SUM")
+        for each in (left, right, device.mesh)
+    ]
+    accumulators[1].apply_grad([8.0])
+    both = gr.PerReplica([np.full(1, 1, "float32"), np.full(1, 2, "float32")], device.mesh)
+    with device.mesh.journal() as journal:
+        gr.apply_grads(accumulators, [both, both, both])
+    # Two new sums of two gradients and two of one, which are other launches; the one that is there.
+    assert [(record.name, record.num_rows) for record in journal.records] == [
+        ("add_n", 1), ("add_n", 2), ("accumulate_n", 1),
+    ]  # fmt: skip
+    assert [acc.num_accumulated() for acc in accumulators] == [2, 3, 2]
+    alone, more, mirrored = gr.take_grads(accumulators, 2)
+    assert (alone.tolist(), more.tolist(), mirrored.primary.tolist()) == ([3], [11], [3])
+
+
+def test_a_stale_one_drops_every_replica(device):
+    acc = gr.ConditionalAccumulator("float32", device=device)
+    acc.set_global_step(1)
+    grad = gr.PerReplica([np.ones(1, "float32")] * 2, device.mesh)
+    with device.mesh.journal() as journal:
+        assert acc.apply_grad(grad, 0) is False
+    assert journal.records == []
+    assert counters(acc) == (0, 1, 2)
+
+
+def test_what_does_not_fit_changes_nothing(device):
+    acc = gr.ConditionalAccumulator("float32", device=device)
+    one, two = np.ones(1, "float32"), np.ones(2, "float32")
+    wide = gr.IndexedSlices(np.ones((1, 1)), [0], (1, 1))
+    with gr.open_mesh(1, backend="sim") as other, device.mesh.journal() as journal:
+        for values, error, match in [
+            ([one, two], ValueError, "replicas differ in shape"),
+            ([one, np.ones(1)], ValueError, "the gradient is float64"),
+            ([wide, wide], ValueError, "the gradient is float64"),
+        ]:
+            with pytest.raises(error, match=match):
+                acc.apply_grad(gr.PerReplica(values, device.mesh))
+        with pytest.raises(DeviceMismatchError, match="of another mesh"):
+            acc.apply_grad(gr.PerReplica([one], other), -1)  # before anybody looks at the step
+    assert journal.records == []
+    assert counters(acc) == (0, 0, 0)
+    acc.apply_grad(gr.PerReplica([two, two], device.mesh))
+    with pytest.raises(InvalidArgumentError, match=r"expected \[2\], got \[1\]"):
+        acc.apply_grad(gr.PerReplica([one, one], device.mesh))
+    assert counters(acc) == (2, 0, 0)
+    assert acc.take_grad(2).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(("given", "num_replicas", "together"),
+                         [("float32", 2, 2), ("float64", 2, 1), ("float64", 1, 1)])  # fmt: skip
+def test_what_it_launches_is_compiled_before_any_lock(
+    device, monkeypatch, given, num_replicas, together
+):
+    """A failure to compile changes nothing, and nobody waits for a compiler."""
+    acc = gr.ConditionalAccumulator("float32", device=device)
+    grad = np.ones(1, given)
+    if num_replicas > 1:
+        grad = gr.PerReplica([grad] * num_replicas, device.mesh)
+    asked = []
+
+    def prepare(kernel, template):
+        asked.append((kernel.name, template))
+        raise RuntimeError("no compiler")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "prepare", prepare)
+        with pytest.raises(RuntimeError, match="no compiler"):
+            acc.apply_grad(grad, cast=True)
+    assert counters(acc) == (0, 0, 0)
+    assert asked == [("add_n", ("float32", given, together))]
+    acc.apply_grad(grad, cast=True)
+    assert acc.take_grad(num_replicas).tolist() == [1]

@@ -1,0 +1,36 @@
+"""What tests of saved accumulators share."""
+
+from __future__ import annotations
+
+import pytest
+
+EMPTY = {
+    "format": "gradreduce dense accumulator 1",
+    "dtype": "float16",
+    "reduction_type": "SUM",
+    "shape": [None, 2],
+    "global_step": 0,
+    "num_accumulated": 0,
+    "num_dropped": 0,
+    "sum_shape": None,
+    "kind": None,
+    "partial_sums": [None],
+}
+
+
+def frozen(acc):
+    """All that there is to it, comparable."""
+    state = acc.state_dict()
+    sums = state.pop("partial_sums")
+    return state, [total if total is None else (str(total.dtype), total.tobytes())
+                   for total in sums]  # fmt: skip
+
+
+def check_refused(acc, state, error, text):
+    before = frozen(acc)
+    with acc.accumulator_ref.devices[0].mesh.journal() as journal, pytest.raises(error) as caught:
+        acc.load_state_dict(state)
+    assert type(caught.value) is error
+    assert text in str(caught.value.args[0])
+    assert journal.records == []
+    assert frozen(acc) == before
