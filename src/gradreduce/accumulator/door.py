@@ -33,12 +33,15 @@ __all__ = [
 ]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+_OF_ROWS = (IndexedSlices, PerReplica)  # what may be sparse, or consist of what is
 
 
 def arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
     """Converts and checks one gradient: dtype and the constructor's shape."""
-    kind = grad.kind if isinstance(grad, PerReplica | IndexedSlices) else kind_of(grad)
-    grad = _as_dense(state, grad, cast)
+    if isinstance(grad, _OF_ROWS):
+        kind, grad = grad.kind, _as_dense(state, grad, cast)
+    else:
+        kind = kind_of(grad)
     if isinstance(grad, PerReplica):
         parts = _replicas(state, grad, cast)
     else:
@@ -50,7 +53,7 @@ def arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
     for _, buffer in parts:
         _check_shape(state, buffer.shape)
     made = Arrival(state, parts, kind)
-    together = len({place for place, _ in parts}) < len(parts)
+    together = len(parts) > 1 and len({place for place, _ in parts}) < len(parts)
     if together or any([buffer.dtype != state.dtype for _, buffer in parts]):
         prepare_parts(made)  # what the constructor did not
     return made
@@ -64,7 +67,7 @@ def num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
     """
     if isinstance(grad, PerReplica) and not grad.is_sparse:
         return len(arrival(state, grad, cast).parts)  # they are Buffers
-    if isinstance(grad, IndexedSlices | PerReplica):
+    if isinstance(grad, _OF_ROWS):
         return _num_slices(state, grad, cast)
     kind = kind_of(grad)
     if kind == "buffer":

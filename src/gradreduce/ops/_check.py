@@ -182,9 +182,9 @@ def by_dtype(
             for place in range(num_written):
                 check_writable(kernel.name, [row[place] for row in group])
         names = elements(kernel, out, term)
-        viewed = any([element_of(end.dtype).viewed is not None for end in (out, term)])
-        rows_of_key = [as_elements(row) for row in group] if viewed else group
-        launches.setdefault((*names, num_written, num_read), []).extend(rows_of_key)
+        if element_of(out.dtype).viewed is not None or element_of(term.dtype).viewed is not None:
+            group = [as_elements(row) for row in group]
+        launches.setdefault((*names, num_written, num_read), []).extend(group)
     return launches
 
 
