@@ -29,7 +29,7 @@ from .memory import Block, Buffer, Mark, Queue, Row, Stream, TrackedBlock
 from .sim_pool import SimPool
 from .sim_queue import Event, Scheduler
 from .sim_replay import Replay
-from .sim_workers import Workers
+from .sim_workers import BLOCK_SIZE, Workers
 from .table import CHUNK_SIZE
 from .tables import Tables
 from .tape import Issue
@@ -44,11 +44,6 @@ FACES: dict[str, str | None] = {
     "exact": "exact",
     "sanitized": "sanitized",
 }
-# Elements of a twin's block: few enough for its scratch to stay in the cache and for every launch
-# that is spread over threads to be cut, enough for threads not to wait for each other's turn with
-# the interpreter. 8-term add of 8M float32 on two cores, in turns, 2026-11: 2^14 23 ms, 2^16
-# 14.0 ms, 2^17 12.2 ms, 2^18 11.3 ms, 2^20 11.5 ms; 2^17 is faster than 2^16 at smaller sizes too.
-BLOCK_SIZE = 1 << 17
 # What NumPy's calls for a block cost beside its elements, in elements added meanwhile.
 CALL_COST = 1 << 11
 
@@ -235,6 +230,7 @@ class SimDevice(Device):
         if not strict and not whole and sum([row[0].size for row in rows]) <= BLOCK_SIZE:
             small = [[memory_of(operand) for operand in row] for row in rows]
             return partial(_run, kernel, small, scalars)  # nothing to cut, nothing to share out
+        workers = self.options.workers
         blocks: list[list[np.ndarray]] = []
         costs: list[int] = []
         total = 0
@@ -248,10 +244,10 @@ class SimDevice(Device):
                 blocks.append(arrays)
                 costs.append(CALL_COST + size)
                 continue
-            for start in range(0, size, BLOCK_SIZE):
-                blocks.append([array[start : start + BLOCK_SIZE] for array in arrays])
-            costs += [CALL_COST + BLOCK_SIZE] * -(-size // BLOCK_SIZE)
-        workers = self.options.workers
+            length = workers.block_size(size, streams=kernel.streams_row(row))
+            for start in range(0, size, length):
+                blocks.append([array[start : start + length] for array in arrays])
+            costs += [CALL_COST + length] * -(-size // length)
         jobs = [
             partial(_run, kernel, part, scalars) for part in workers.shares(blocks, total, costs)
         ]
