@@ -21,9 +21,13 @@ EMPTY = {
 def frozen(acc):
     """All that there is to it, comparable."""
     state = acc.state_dict()
-    sums = state.pop("partial_sums")
-    return state, [total if total is None else (str(total.dtype), total.tobytes())
-                   for total in sums]  # fmt: skip
+    return state, [_bits(total) for total in state.pop("partial_sums")]
+
+
+def _bits(total):
+    if isinstance(total, dict):
+        return {key: _bits(array) for key, array in total.items()}
+    return total if total is None else (str(total.dtype), total.shape, total.tobytes())
 
 
 def check_refused(acc, state, error, text):
