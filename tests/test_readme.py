@@ -48,6 +48,16 @@ def test_the_example_of_a_checkpoint_puts_back_what_it_saved(tmp_path, monkeypat
         assert accumulator.take_grad(1).values[2].tolist() == [1.0, 2.0]
 
 
+def test_the_example_of_adding_over_time_prints_what_its_comments_say(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    (code,) = [block for block in blocks if "take_grads" in block]
+    exec(compile(code, "README.md", "exec"), {})
+    wanted = ["[True, True, True, True] [1.5 1.5 1.5] [ 7  8  9 10 11]", "False 1 1"]
+    assert capsys.readouterr().out.splitlines() == wanted
+    for line in wanted:
+        assert f"# {line.replace('[True, True, True, True]', '4 x True')}\n" in code
+
+
 @pytest.mark.torch
 def test_the_example_of_pytorch_prints_what_its_comment_says(capsys):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)

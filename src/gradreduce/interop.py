@@ -39,9 +39,9 @@ __all__ = [
     "from_buffer",
     "hand_over",
     "host_array",
-    "host_numbers",
     "is_array",
     "kind_of",
+    "numbers",
     "reading",
     "shape_and_dtype",
     "to_buffer",
@@ -187,7 +187,7 @@ def _entered(value: Any, kind: Kind, device: Device, dtype: np.dtype | None) -> 
     if kind == "native":
         if isinstance(value, np.ndarray):
             return device.put(value)
-        buffer = device.put(value if is_array(value) else host_numbers(value, dtype))
+        buffer = device.put(value if is_array(value) else numbers(value, dtype))
         buffer.lender = "copy"
         return buffer
     if kind == "torch":
@@ -222,12 +222,12 @@ def from_buffer(buffer: Buffer, kind: Kind) -> Any:
     return _to_jax(array) if kind == "jax" else array
 
 
-def host_numbers(value: Any, dtype: np.dtype | None) -> np.ndarray:
-    """Numbers and nested lists as an array of ``dtype``; default NumPy's choice.
+def numbers(value: Any, dtype: np.dtype | None) -> np.ndarray:
+    """A number or nested list as a host array of ``dtype``; None: of NumPy's choice.
 
     Raises:
-        ValueError: a list that is ragged, or numbers that are not of ``dtype``.
         TypeError: a dtype that cannot be added.
+        ValueError: a nested list that is ragged, or numbers that are not of ``dtype``.
     """
     array = np.asarray(value)
     if dtype is not None:

@@ -112,7 +112,10 @@ class ConditionalAccumulatorBase:
             ``"kind"``, what the next take hands out: that of the first gradient in the sum;
             ``"partial_sums"``, a list with a NumPy array for each device, in mesh order, in the
             accumulate type (float32 for halves, so nothing is rounded), or None where nothing
-            came. With nothing in the sum the last three are None, None and a list of None.
+            came; of a sparse accumulator a dict of three instead of the array: ``"indices"``
+            (int64, rising), ``"num_touches"`` (int64, how many gradients touched each) and
+            ``"values"``, the rows. With nothing in the sum the last three are None, None and a list
+            of None.
 
         Raises:
             CancelledError: the accumulator was closed.

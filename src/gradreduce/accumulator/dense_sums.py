@@ -71,6 +71,7 @@ class _Addition:
     total: Buffer | None
 
 
+_Kernel = Callable[..., None]
 # What one launch adds to one partial sum.
 _Row = tuple[_Addition, list[Buffer]]
 
@@ -120,7 +121,7 @@ def _start(fresh: Sequence[_Addition]) -> list[_Row]:
         first.append((each, gradients[:count]))
         if count < len(gradients):
             rest.append((each, gradients[count:]))
-    _add(ops.add_n_fitted, first)
+    _add(ops.add_n, ops.cast_fitted, first)
     return rest
 
 
@@ -148,29 +149,39 @@ def _add_in_place(rows: Sequence[_Row], kept: Sequence[Device]) -> None:
 def _accumulate(rows: Sequence[_Row]) -> None:
     """As many launches after each other as the gradients of one sum change their dtype."""
     if all([len(gradients) == 1 for _, gradients in rows]):
-        _add(ops.accumulate_n_fitted, rows)
+        _add(ops.accumulate_n, ops.accumulate_fitted, rows)
         return
     runs = [
         (each, [list(run) for _, run in itertools.groupby(gradients, lambda buffer: buffer.dtype)])
         for each, gradients in rows
     ]
     for turn in range(max(len(found) for _, found in runs)):
-        left = [(each, found[turn]) for each, found in runs if turn < len(found)]
-        _add(ops.accumulate_n_fitted, left)
+        _add(
+            ops.accumulate_n,
+            ops.accumulate_fitted,
+            [(each, found[turn]) for each, found in runs if turn < len(found)],
+        )
 
 
-def _add(kernel: Callable[..., None], rows: Sequence[_Row]) -> None:
+def _add(together: _Kernel, alone: _Kernel, rows: Sequence[_Row]) -> None:
     """One launch for each physical device (and for each dtype and number of gradients).
 
-    Sums are nobody else's, and were made for gradients of this shape: the rows fit.
+    Args:
+        together: adds lists of gradients.
+        alone: adds one gradient to each sum, and takes it that they fit: sums are ours.
+        rows: what is added.
     """
+    one_each = all([len(gradients) == 1 for _, gradients in rows])
     for places in by_physical([addition.device for addition, _ in rows]).values():
         sharing = [rows[place] for place in places]
         involved = [addition.device for addition, _ in sharing]
         involved += [gradient.device for _, gradients in sharing for gradient in gradients]
         gather(involved[0], involved)
         totals = [addition.total for addition, _ in sharing]
-        kernel(totals, [gradients for _, gradients in sharing], device=involved[0])
+        if one_each:
+            alone(totals, [gradients[0] for _, gradients in sharing], device=involved[0])
+        else:
+            together(totals, [gradients for _, gradients in sharing], device=involved[0])
         scatter(involved[0], involved)
 
 

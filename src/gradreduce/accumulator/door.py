@@ -7,11 +7,11 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from gradreduce.aggregate_sparse import with_dense
+from gradreduce.aggregate_sparse import known_shape, with_dense
 from gradreduce.device import Buffer, DType, compatible
 from gradreduce.errors import DeviceMismatchError, InvalidArgumentError
 from gradreduce.indexed_slices import IndexedSlices, densified
-from gradreduce.interop import host_numbers, is_array, kind_of, shape_and_dtype, to_buffer
+from gradreduce.interop import is_array, kind_of, numbers, shape_and_dtype, to_buffer
 from gradreduce.replica_context import current_replica
 from gradreduce.values import PerReplica
 from gradreduce.variables import Variable
@@ -59,46 +59,12 @@ def arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
     return made
 
 
-def num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
-    """Checks as ``arrival`` does what will be dropped, without making a Buffer of it.
-
-    Returns:
-        How many gradients of the count it would have been.
-    """
-    if isinstance(grad, PerReplica) and not grad.is_sparse:
-        return len(arrival(state, grad, cast).parts)  # they are Buffers
-    if isinstance(grad, _OF_ROWS):
-        return _num_slices(state, grad, cast)
-    kind = kind_of(grad)
-    if kind == "buffer":
-        to_buffer(grad, state.devices[0])  # of this mesh
-    if not is_array(grad):
-        shape = host_numbers(grad, state.dtype).shape
-    elif kind in ("native", "buffer"):
-        shape = grad.shape
-        check_dtype(state, grad.dtype, cast)
-    else:
-        shape, dtype = shape_and_dtype(grad)
-        check_dtype(state, dtype, cast)
-    _check_shape(state, shape)
-    return 1
-
-
-def _num_slices(state: AccumulatorState, grad: IndexedSlices | PerReplica, cast: bool) -> int:
-    parts = grad.parts if isinstance(grad, PerReplica) else (grad,)
-    for part in parts:
-        check_dtype(state, part.dtype, cast)
-        whole = _whole(state, part, cast) if isinstance(part, IndexedSlices) else part
-        shape = whole.dense_shape if isinstance(whole, IndexedSlices) else whole.shape
-        if shape is not None:
-            _check_shape(state, shape)
-    return len(parts)
-
-
 def _as_dense(state: AccumulatorState, grad: Any, cast: bool) -> Any:
     """IndexedSlices, alone or one for each replica, made dense; anything else as it is."""
     if isinstance(grad, IndexedSlices):
-        return densified([_whole(state, grad.placed(), cast)])[0]
+        whole = _whole(state, grad, cast)
+        _, rows = home_of(state, whole.values)
+        return densified([IndexedSlices.of(rows, whole.indices, whole.dense_shape)])[0]
     if isinstance(grad, PerReplica) and grad.is_sparse:
         slices = [
             _whole(state, part, cast) if isinstance(part, IndexedSlices) else part
@@ -109,12 +75,41 @@ def _as_dense(state: AccumulatorState, grad: Any, cast: bool) -> Any:
 
 
 def _whole(state: AccumulatorState, slices: IndexedSlices, cast: bool) -> IndexedSlices:
-    """With the accumulator's shape, if that is known and came with no other."""
+    """Checked; with the accumulator's shape, if that is known and came with no other."""
     check_dtype(state, slices.dtype, cast)
     shape = state.shape
-    if slices.dense_shape is not None or not shape or None in shape:
-        return slices
-    return IndexedSlices(slices.values, slices.indices, [extent or 0 for extent in shape])
+    if slices.dense_shape is None and shape and None not in shape:
+        slices = IndexedSlices(slices.values, slices.indices, [extent or 0 for extent in shape])
+    _check_shape(state, known_shape(slices, alone=True))
+    return slices
+
+
+def num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
+    """Checks as ``arrival`` does what will be dropped, without making a Buffer of it.
+
+    Returns:
+        How many gradients of the count it would have been.
+    """
+    if isinstance(grad, IndexedSlices):
+        _whole(state, grad, cast)
+        return 1
+    if isinstance(grad, PerReplica):
+        if not grad.is_sparse:
+            return len(_replicas(state, grad, cast))  # they are Buffers
+        return sum(num_gradients(state, part, cast) for part in grad.parts)
+    kind = kind_of(grad)
+    if kind == "buffer":
+        to_buffer(grad, state.devices[0])  # of this mesh
+    if not is_array(grad):
+        shape = numbers(grad, state.dtype).shape
+    elif kind in ("native", "buffer"):
+        shape = grad.shape
+        check_dtype(state, grad.dtype, cast)
+    else:
+        shape, dtype = shape_and_dtype(grad)
+        check_dtype(state, dtype, cast)
+    _check_shape(state, shape)
+    return 1
 
 
 def _replicas(

@@ -74,12 +74,13 @@ def _rows_of(part: Buffer | SparseGradient) -> Buffer:
     return part if isinstance(part, Buffer) else part.values
 
 
+def _num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
+    made = num_sparse_gradients if state.sparse else num_gradients
+    return made(state, grad, cast)
+
+
 def _arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
     return sparse_arrival(state, grad, cast) if state.sparse else arrival(state, grad, cast)
-
-
-def _num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
-    return (num_sparse_gradients if state.sparse else num_gradients)(state, grad, cast)
 
 
 def take_grads(

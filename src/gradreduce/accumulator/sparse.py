@@ -10,7 +10,7 @@ from typing import Any
 
 from gradreduce.device import Device, Mesh
 from gradreduce.indexed_slices import IndexedSlices
-from gradreduce.interop import OneCall, host_numbers, is_array, kind_of
+from gradreduce.interop import OneCall, is_array, kind_of, numbers
 from gradreduce.values import Mirrored, PerReplica, buffer_of
 from gradreduce.variables import Variable
 
@@ -99,7 +99,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
             CancelledError: the accumulator was closed.
         """
         if kind_of(grad_values) == "native" and not is_array(grad_values):
-            grad_values = host_numbers(grad_values, self.dtype)
+            grad_values = numbers(grad_values, self.dtype)
         slices = IndexedSlices(grad_values, grad_indices, grad_shape)
         return apply_grads([self], [slices], local_step, cast=cast)
 

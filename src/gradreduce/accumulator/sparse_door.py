@@ -5,7 +5,7 @@ The words of the errors that TensorFlow has too are TensorFlow's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from gradreduce.device import Buffer, compatible
@@ -41,16 +41,12 @@ def sparse_arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
 
 
 def num_sparse_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
-    """Checks as ``sparse_arrival`` does what will be dropped, and places nothing.
-
-    Returns:
-        How many gradients of the count it would have been.
-    """
-    return len(list(_checked(state, grad, cast)))
+    """As ``num_gradients`` of the door: for what will be dropped."""
+    return len(_checked(state, grad, cast))
 
 
-def _checked(state: AccumulatorState, grad: Any, cast: bool) -> Iterator[IndexedSlices]:
-    """The gradient of each replica, one after the other."""
+def _checked(state: AccumulatorState, grad: Any, cast: bool) -> list[IndexedSlices]:
+    """One for each gradient, as they came."""
     given: Sequence[Any] = grad.parts if isinstance(grad, PerReplica) else [grad]
     for slices in given:
         if not isinstance(slices, IndexedSlices):
@@ -59,7 +55,7 @@ def _checked(state: AccumulatorState, grad: Any, cast: bool) -> Iterator[Indexed
             )
         check_dtype(state, slices.dtype, cast)
         _check_shape(state, slices)
-        yield slices
+    return list(given)
 
 
 def _gradient(state: AccumulatorState, slices: IndexedSlices, rows: Buffer) -> SparseGradient:

@@ -27,7 +27,7 @@ from gradreduce.device import (
 )
 from gradreduce.indexed_slices import IndexedSlices, coalesced
 from gradreduce.one_device import handed_out
-from gradreduce.ops import Indices, Segments, Slots, merged_slots
+from gradreduce.ops import Indices, Segments, Slots, alike, merged_slots
 
 from .state import AccumulatorState, Arrival, SparseGradient, SparseSum
 
@@ -208,7 +208,7 @@ def take_sparse(states: Sequence[AccumulatorState]) -> list[tuple[IndexedSlices,
         _brought_together(states, sums),
         plans,
         dtypes=[state.dtype for state in states],
-        divisors=divisors,
+        divisors=alike(divisors, plans),
     )
     taken = []
     for state, rows, plan in zip(states, outs, plans, strict=True):

@@ -148,7 +148,6 @@ def by_dtype(
     rows: Iterable[tuple[Row, Row]],
     *,
     padded: bool = False,
-    fitted: bool = False,
 ) -> dict[tuple[str, str, int, int], list[Row]]:
     """Rows that one launch can serve, together; checked, all of them.
 
@@ -156,7 +155,6 @@ def by_dtype(
         kernel: launched for them.
         rows: of each tensor what is written and what is read.
         padded: see ``check_rows``.
-        fitted: they need no look: only whether there is such a cast.
 
     Returns:
         Keyed by the element of the written operands, that of the read ones, and how many of each.
@@ -177,14 +175,13 @@ def by_dtype(
     launches: dict[tuple[str, str, int, int], list[Row]] = {}
     for (_, _, num_written, num_read), group in groups.items():
         out, term = group[0][0], group[0][num_written]
-        if not fitted:
-            check_rows(kernel.name, group, num_written, padded=padded)
-            for place in range(num_written):
-                check_writable(kernel.name, [row[place] for row in group])
+        check_rows(kernel.name, group, num_written, padded=padded)
+        for place in range(num_written):
+            check_writable(kernel.name, [row[place] for row in group])
         names = elements(kernel, out, term)
-        if element_of(out.dtype).viewed is not None or element_of(term.dtype).viewed is not None:
-            group = [as_elements(row) for row in group]
-        launches.setdefault((*names, num_written, num_read), []).extend(group)
+        viewed = any(element_of(end.dtype).viewed is not None for end in (out, term))
+        rows_of_key = [as_elements(row) for row in group] if viewed else group
+        launches.setdefault((*names, num_written, num_read), []).extend(rows_of_key)
     return launches
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from ._segments import Segments, plan_segments
 from .segment_sum import Divisor
 
-__all__ = ["Slots", "merged_slots"]
+__all__ = ["Slots", "alike", "merged_slots"]
 
 # Gradients whose touched rows are kept as they came: to count each at once would cost a pass over
 # the counts of all rows for every gradient, however few it touches.
@@ -119,3 +119,14 @@ def merged_slots(sums: Sequence[Slots], *, mean: bool) -> tuple[Segments, Diviso
     counts = np.concatenate([each.num_touches() for each in sums])[plan.order]
     by = np.add.reduceat(counts, plan.bounds[:-1]).astype(np.float64)
     return segments, float(by[0]) if (by == by[0]).all() else by
+
+
+def alike(divisors: Sequence[Divisor], segments: Sequence[Segments]) -> list[Divisor]:
+    """One number if it is the same for all, else one for each segment: so one launch serves all."""
+    numbers = {by for by in divisors if isinstance(by, float)}
+    if len(numbers) < 2 and all(isinstance(by, float) for by in divisors):
+        return list(divisors)
+    return [
+        np.full(plan.num_segments, by) if isinstance(by, float) else by
+        for by, plan in zip(divisors, segments, strict=True)
+    ]

@@ -9,10 +9,10 @@ import numpy as np
 from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype, element_of
 from gradreduce.device.kernel import Arrays
 
-from ._check import by_dtype
+from ._check import by_dtype, paired
 from ._templates import SAME, TO_WIDE
 
-__all__ = ["ACCUMULATE_N", "accumulate_n", "accumulate_n_fitted", "prepare_accumulate_n"]
+__all__ = ["ACCUMULATE_N", "accumulate_fitted", "accumulate_n", "prepare_accumulate_n"]
 
 
 def _accumulate_n_twin(table: Sequence[Arrays], num_inputs: int) -> None:
@@ -67,13 +67,12 @@ def accumulate_n(
         device.launch(ACCUMULATE_N, (to, of), operands, (num_inputs,), queue=queue)
 
 
-def accumulate_n_fitted(
-    totals: Sequence[Buffer], inputs: Sequence[Sequence[Buffer]], *, device: Device
+def accumulate_fitted(
+    totals: Sequence[Buffer], inputs: Sequence[Buffer], *, device: Device
 ) -> None:
-    """As ``accumulate_n``, of rows that fit by their making: see ``pack_fitted``."""
-    rows = zip(zip(totals), inputs, strict=True)
-    for (to, of, _, num_inputs), operands in by_dtype(ACCUMULATE_N, rows, fitted=True).items():
-        device.launch(ACCUMULATE_N, (to, of), operands, (num_inputs,))
+    """``totals[t] += inputs[t]``, of rows that fit by their making: see ``pack_fitted``."""
+    for (to, of, _, _), operands in paired(ACCUMULATE_N, totals, inputs, fitted=True).items():
+        device.launch(ACCUMULATE_N, (to, of), operands, (1,))
 
 
 def prepare_accumulate_n(device: Device, total: np.dtype, term: np.dtype) -> None:
