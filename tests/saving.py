@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 EMPTY = {
     "format": "gradreduce dense accumulator 1",
     "dtype": "float16",
@@ -32,9 +30,14 @@ def _bits(total):
 
 def check_refused(acc, state, error, text):
     before = frozen(acc)
-    with acc.accumulator_ref.devices[0].mesh.journal() as journal, pytest.raises(error) as caught:
-        acc.load_state_dict(state)
-    assert type(caught.value) is error
-    assert text in str(caught.value.args[0])
+    with acc.accumulator_ref.devices[0].mesh.journal() as journal:
+        try:
+            acc.load_state_dict(state)
+        except Exception as raised:  # kept in no variable: it would keep the accumulator's memory
+            found = type(raised), str(raised.args[0])
+        else:
+            found = None, ""
+    assert found[0] is error, found
+    assert text in found[1]
     assert journal.records == []
     assert frozen(acc) == before

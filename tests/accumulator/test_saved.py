@@ -166,6 +166,13 @@ def test_it_survives_any_store(store):
 # -- threads --------------------------------------------------------------------------------------
 
 
+def is_free(lock):
+    free = lock.acquire(blocking=False)
+    if free:
+        lock.release()
+    return free
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_it_is_of_one_moment_and_nobody_waits_for_its_downloads(crew, monkeypatch, seed):
     """Copies are queued under the lock; the lock is free while the host waits for them."""
@@ -176,8 +183,7 @@ def test_it_is_of_one_moment_and_nobody_waits_for_its_downloads(crew, monkeypatc
         free = []
 
         def copy(self, *args, real=gr.Device.copy, **kwargs):
-            lock = acc.accumulator_ref.lock
-            free.append(crew.start(lock.acquire, blocking=False).result())
+            free.append(crew.start(is_free, acc.accumulator_ref.lock).result())
             real(self, *args, **kwargs)
 
         def download(self, *args, real=gr.Device.download, **kwargs):
@@ -255,12 +261,12 @@ def frail():
         yield mesh, acc
 
 
-def test_a_deadline_ends_the_wait_and_a_load_the_loss(frail):
+def test_a_deadline_ends_the_wait_and_a_load_the_loss(frail, crew):
     mesh, acc = frail
     state = acc.state_dict(deadline=PATIENCE)
     stall(mesh.devices[2])
     with pytest.raises(CollectiveError, match="passed: sim:2 has not come to the end"):
-        acc.state_dict(deadline=0.01)
+        crew.start(acc.state_dict, deadline=0.01).result()
     for call in (acc.state_dict, lambda: acc.load_state_dict(state)):
         with pytest.raises(CollectiveError, match="the mesh is dead"):
             call()

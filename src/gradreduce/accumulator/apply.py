@@ -91,7 +91,7 @@ def _check_shape(arrival: Arrival) -> None:
         return
     shape = arrival.shape
     expected = state.sum_shape if state.count else state.shape
-    if expected is not None and not compatible(shape, expected):
+    if expected is not None and shape != expected and not compatible(shape, expected):
         raise InvalidArgumentError(f"Shape mismatch: expected {list(expected)}, got {list(shape)}")
 
 

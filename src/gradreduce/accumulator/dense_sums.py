@@ -123,11 +123,16 @@ def _by_place(arrival: Arrival) -> dict[int, list[Buffer]]:
 
 def _start(fresh: Sequence[_Addition]) -> list[_Row]:
     """Makes new sums of their first gradients; what is still to be added."""
-    rows = [
-        (each, _num_together(accumulate_dtype(each.state.dtype), each.gradients)) for each in fresh
-    ]
-    _add(ops.add_n, ops.cast_fitted, [(each, each.gradients[:count]) for each, count in rows])
-    return [(each, each.gradients[count:]) for each, count in rows if each.gradients[count:]]
+    first: list[_Row] = []
+    rest: list[_Row] = []
+    for each in fresh:
+        gradients = each.gradients
+        count = _num_together(accumulate_dtype(each.state.dtype), gradients)
+        first.append((each, gradients[:count]))
+        if count < len(gradients):
+            rest.append((each, gradients[count:]))
+    _add(ops.add_n, ops.cast_fitted, first)
+    return rest
 
 
 def _num_together(wide: DType, gradients: Sequence[Buffer]) -> int:

@@ -90,7 +90,7 @@ class SparseSums:
     @classmethod
     def fits(cls, shape: _Shape, wanted: _Shape) -> bool:
         """As of ``DenseSums``; the first extent may be unknown, and the array may have more."""
-        if not shape or None in shape[1:]:
+        if not shape or None in shape[1:] or len(shape) < len(wanted or ()):
             return False
         if not wanted:
             return True
