@@ -173,7 +173,7 @@ def _add(together: _Kernel, alone: _Kernel, rows: Sequence[_Row]) -> None:
     """
     one_each = all([len(gradients) == 1 for _, gradients in rows])
     for places in by_physical([addition.device for addition, _ in rows]).values():
-        sharing = [rows[place] for place in places]
+        sharing = [rows[place] for place in places] if len(places) < len(rows) else rows
         involved = [addition.device for addition, _ in sharing]
         involved += [gradient.device for _, gradients in sharing for gradient in gradients]
         gather(involved[0], involved)
