@@ -3,7 +3,7 @@
 Synchronous training is as fast as its slowest worker: each update waits for the gradient of all.
 With backup workers it waits for the first ``replicas_to_aggregate`` gradients out of more workers.
 Who comes later brings a gradient by weights that are no more; it is dropped, and the worker goes
-on from the new ones. The price is its work; nobody has waited for it.
+on from the new ones. That costs its work, but nobody has waited for it.
 
 The protocol:
 
@@ -17,7 +17,8 @@ The protocol:
 
 So a gradient is used at the step at which it was computed, or never. Workers that are on time lose
 some too: what comes after enough others, and what follows on a token that lay in the queue until
-its step was over. TensorFlow's did as well.
+its step was over. TensorFlow's did as well. But there each variable decided by itself; here the
+gradients of a worker are kept or dropped together.
 
 Here the workers are threads, each with a logical device of its own. A straggler is late with some
 of its gradients: an event holds them until the others have made ``--lag`` more updates, no clock,
@@ -33,14 +34,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import rich
 from command_line import Parser, file, in_range, on_devices, one_of, placement
-from digits import Digits, accuracy, backward, initial_weights, load
+from digits import Digits, accuracy, backward, initial_weights, load, read_weights
 from matplotlib.figure import Figure
 from report import conclude, draw_accuracies, draw_losses, print_table, where
 from rich.progress import Progress
@@ -54,6 +56,25 @@ BATCH_SIZE = 32  # images of one gradient
 
 
 # The protocol ----------------------------------------------------------------------------------
+
+
+def grad_accumulators(
+    variables: Sequence[gr.Variable], ops: gr.AllReduceCrossDeviceOps
+) -> list[gr.ConditionalAccumulator]:
+    """One for each variable, over its mesh; those of the same variable are one.
+
+    Each of TensorFlow's workers built its own, and the name made them one; so do they here.
+    """
+    return [
+        gr.ConditionalAccumulator(
+            variable.dtype,
+            variable.shape,
+            shared_name=f"{variable.name}/grad_accum",
+            device=variable.devices[0].mesh,
+            cross_device_ops=ops,
+        )
+        for variable in variables
+    ]
 
 
 class SyncReplicas:
@@ -85,31 +106,14 @@ class SyncReplicas:
         self._moved = threading.Condition()
         self._tokens: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         # One for all accumulators, so that their sums travel together.
-        self._ops = gr.AllReduceCrossDeviceOps("hierarchical_copy")
-        self._accumulators = self.accumulators()
-        for accumulator in self._accumulators:
+        self.ops = gr.AllReduceCrossDeviceOps("hierarchical_copy")
+        self.accumulators = grad_accumulators(variables, self.ops)
+        for accumulator in self.accumulators:
             accumulator.set_global_step(global_step)
-        self.hand_out_tokens()
-
-    def accumulators(self) -> list[gr.ConditionalAccumulator]:
-        """One for each variable, over its mesh; those of the same variable are one.
-
-        Each of TensorFlow's workers built its own and the name made them one; so do they here.
-        """
-        return [
-            gr.ConditionalAccumulator(
-                variable.dtype,
-                variable.shape,
-                shared_name=f"{variable.name}/grad_accum",
-                device=variable.devices[0].mesh,
-                cross_device_ops=self._ops,
-            )
-            for variable in self.variables
-        ]
 
     def update(self) -> None:
         """Waits for enough gradients and updates the variables by their mean."""
-        means = gr.take_grads(self._accumulators, self.replicas_to_aggregate)
+        means = gr.take_grads(self.accumulators, self.replicas_to_aggregate)
         self.optimizer.apply_gradients(zip(means, self.variables, strict=True), self.global_step)
         with self._moved:
             self.step = int(self.global_step)
@@ -143,7 +147,7 @@ class SyncReplicas:
 
     def __exit__(self, *error: object) -> None:
         self.end()
-        for accumulator in self._accumulators:
+        for accumulator in self.accumulators:
             accumulator.close()  # a chief that waits for gradients gets a CancelledError
 
 
@@ -161,11 +165,11 @@ class Gradient:
 def work(
     worker: int, sync: SyncReplicas, digits: Digits, options: argparse.Namespace
 ) -> list[Gradient]:
-    """A worker's half: brings gradients until there are no more tokens; says what became of them.
+    """A worker: brings gradients until there are no more tokens; says what became of them.
 
     Its batches come from a generator of its own, so they do not depend on the other threads.
     """
-    accumulators = sync.accumulators()
+    accumulators = grad_accumulators(sync.variables, sync.ops)
     rng = np.random.default_rng([options.seed, worker])
     straggles = worker >= options.workers - options.stragglers
     gradients: list[Gradient] = []
@@ -191,22 +195,14 @@ def lead(
     accuracies = []
     try:
         for number in range(1, num_steps + 1):
+            sync.hand_out_tokens()
             sync.update()
-            if number < num_steps:
-                sync.hand_out_tokens()
-            # Only the chief changes the weights, so they are at rest here.
             if number % EVALUATE_EVERY == 0 or number == num_steps:
                 accuracies.append((number, accuracy(read_weights(sync.variables, 0), digits)))
             advance()
     finally:
         sync.end()
     return accuracies
-
-
-def read_weights(variables: Sequence[gr.Variable], replica: int) -> list[np.ndarray]:
-    """One replica's own copy of the variables, as NumPy arrays."""
-    with gr.replica(replica):
-        return [variable.numpy() for variable in variables]
 
 
 # The training ----------------------------------------------------------------------------------
@@ -260,26 +256,30 @@ def train(mesh: gr.Mesh, digits: Digits, options: argparse.Namespace) -> History
         options.workers,
     )
     start = time.perf_counter()
-    # Whatever ends the inner blocks, Ctrl-C too: first nobody waits any more, then threads are
-    # waited for.
-    with (
-        Progress() as progress,
-        ThreadPoolExecutor(options.workers + 1) as pool,
-        sync,
-    ):
+    # Whatever ends it, Ctrl-C too: first nobody waits any more, then all threads are waited for.
+    with Progress() as progress, ThreadPoolExecutor(options.workers + 1) as pool, sync:
         bar = progress.add_task("training", total=options.steps)
-        chief = pool.submit(lead, sync, digits, options.steps, lambda: progress.advance(bar))
         workers = [pool.submit(work, i, sync, digits, options) for i in range(options.workers)]
-        for thread in as_completed([chief, *workers]):
-            thread.result()  # the first that failed ends all
+        chief = pool.submit(lead, sync, digits, options.steps, lambda: progress.advance(bar))
+        join([chief, *workers])
     return History(
         [worker.result() for worker in workers],
         chief.result(),
         {variable.name: variable.numpy() for variable in variables},
         time.perf_counter() - start,
         int(global_step),
-        sync.accumulators()[0].num_dropped,
+        sync.accumulators[0].num_dropped,
     )
+
+
+def join(threads: Sequence[Future[Any]]) -> None:
+    """Waits until all have ended; raises the error of the first that failed, at once."""
+    pending = set(threads)
+    while pending:
+        # Not for ever: Python may miss a Ctrl-C that comes just before it begins to wait.
+        done, pending = wait(pending, 0.5, FIRST_EXCEPTION)
+        for thread in done:
+            thread.result()
 
 
 # The report ------------------------------------------------------------------------------------

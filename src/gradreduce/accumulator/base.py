@@ -77,11 +77,12 @@ class ConditionalAccumulatorBase:
         Gradients in the sum stay, waiting takes are not looked at.
 
         Args:
-            new_global_step: an integer, or a Variable that holds one.
+            new_global_step: an integer, below 0 too, or a Variable that holds one, on any devices.
             name: ignored; TensorFlow's name of the operation.
 
         Raises:
             TypeError: neither.
+            InvalidArgumentError: it does not fit in int64.
             CancelledError: the accumulator was closed.
         """
         self._state.set_step(as_step("new_global_step", new_global_step))

@@ -74,7 +74,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
                 them. Not written, not kept: when this returns its library's current stream may
                 overwrite it. A host array goes to the device of the enclosing ``gr.replica``, else
                 to the first.
-            local_step: the step at which it was computed.
+            local_step: the step at which it was computed: an int64, or a Variable that holds one.
             name: ignored; TensorFlow's name of the operation.
             cast: convert an array of another float dtype instead of refusing it.
 

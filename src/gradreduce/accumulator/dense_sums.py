@@ -25,7 +25,7 @@ from gradreduce.device import (
 
 from .state import AccumulatorState, Arrival, SparseSum
 
-__all__ = ["add_dense", "prepare_arrivals", "prepare_parts"]
+__all__ = ["add_dense", "launch_dense", "prepare_arrivals", "prepare_parts", "ready_dense"]
 
 
 def prepare_arrivals(devices: Sequence[Device], dtype: DType, gradient: DType) -> None:
@@ -61,7 +61,7 @@ class _Addition:
         place: of the device in ``state.devices``.
         device: that device.
         gradients: within its reach; at least one, in the order in which they are added.
-        total: the partial sum; None until there is one.
+        total: the partial sum; a new one until it is launched has no memory, or no value yet.
     """
 
     state: AccumulatorState
@@ -82,6 +82,11 @@ def add_dense(arrivals: Sequence[Arrival]) -> None:
     Several gradients for one sum are added in their order, with the bits of one arrival each: in
     one launch where they are of one dtype that the sum accumulates, else one after the other.
     """
+    launch_dense(ready_dense(arrivals))
+
+
+def ready_dense(arrivals: Sequence[Arrival]) -> list[_Addition]:
+    """Gradients within reach, and memory for new sums: what may fail and changes nothing."""
     additions = []
     for arrival in arrivals:
         state = arrival.state
@@ -91,8 +96,14 @@ def add_dense(arrivals: Sequence[Arrival]) -> None:
             assert not isinstance(total, SparseSum)
             near = [fetch(device, gradient) for gradient in gradients]
             additions.append(_Addition(state, place, device, near, total))
-    fresh = [addition for addition in additions if addition.total is None]
-    later = [addition for addition in additions if addition.total is not None]
+    _make_room([addition for addition in additions if addition.total is None])
+    return additions
+
+
+def launch_dense(additions: Sequence[_Addition]) -> None:
+    """Adds what is ready: first into new sums, where a failure harms nothing, then in place."""
+    fresh = [each for each in additions if each.state.totals[each.place] is None]
+    later = [each for each in additions if each.state.totals[each.place] is not None]
     rest = _start(fresh) if fresh else []
     rest += [(each, each.gradients) for each in later]
     if rest:
@@ -112,7 +123,6 @@ def _by_place(arrival: Arrival) -> dict[int, list[Buffer]]:
 
 def _start(fresh: Sequence[_Addition]) -> list[_Row]:
     """Makes new sums of their first gradients; what is still to be added."""
-    _make_room(fresh)
     first: list[_Row] = []
     rest: list[_Row] = []
     for each in fresh:

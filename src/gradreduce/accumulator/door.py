@@ -210,15 +210,24 @@ def as_required(num_required: int) -> int:
 
 
 def as_step(name: str, step: int | Variable) -> int:
-    """An integer, or what a Variable holds; anything else is a ``TypeError``."""
+    """An integer, or what a Variable holds, on whatever devices: that is downloaded.
+
+    Raises:
+        TypeError: neither.
+        InvalidArgumentError: a number that int64, TensorFlow's type of steps, does not have.
+    """
     if isinstance(step, Variable):
         if step.shape or step.dtype.kind not in "iu":
             raise TypeError(f"{name}={step!r} must hold one integer")
-        return int(step)
-    try:
-        return operator.index(step)
-    except TypeError:
-        raise TypeError(f"{name}={step!r} must be an integer or a Variable") from None
+        found = int(step)
+    else:
+        try:
+            found = operator.index(step)
+        except TypeError:
+            raise TypeError(f"{name}={step!r} must be an integer or a Variable") from None
+    if not -(2**63) <= found < 2**63:
+        raise InvalidArgumentError(f"{name}={found} does not fit in int64")
+    return found
 
 
 def as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
