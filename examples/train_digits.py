@@ -1,39 +1,32 @@
 """Trains a small network on handwritten digits, data-parallel, with gradreduce.
 
 Read ``train`` first: it is all that a training script of your own needs from the library. The
-rest is the network with a backward pass written by hand, the report, and the command line
-(``python examples/train_digits.py --help``). NumPy computes the gradients in host memory; from
-there on they are the devices' business.
+network with a backward pass written by hand is in ``digits.py``, the report in ``report.py``, the
+command line (``python examples/train_digits.py --help``) in ``command_line.py``. NumPy computes the
+gradients in host memory; from there on they are the devices' business.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import math
-import os
-import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
 
 import numpy as np
-import rich
+from command_line import Parser, file, in_range, on_devices, one_of, placement
+from digits import Digits, accuracy, backward, initial_weights, load, read_weights
 from matplotlib.figure import Figure
+from report import conclude, draw_accuracies, draw_losses, print_table, where
 from rich.progress import track
-from rich.table import Table
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
 import gradreduce as gr
 
-NUM_HIDDEN = 64
 MICRO_BATCH_SIZE = 16  # images
 MOMENTUM = 0.9
-GOAL = 0.95  # test accuracy
 EVALUATE_EVERY = 10  # steps
 AGGREGATION = {
     "add_n": gr.AggregationMethod.ADD_N,
@@ -114,12 +107,6 @@ def train(mesh: gr.Mesh, digits: Digits, options: argparse.Namespace) -> History
     )
 
 
-def read_weights(variables: Sequence[gr.Variable], replica: int) -> list[np.ndarray]:
-    """One replica's own copy of the variables, as NumPy arrays."""
-    with gr.replica(replica):
-        return [variable.numpy() for variable in variables]
-
-
 def replica_terms(
     replica: int, variables: Sequence[gr.Variable], digits: Digits, picks: np.ndarray
 ) -> tuple[float, list[list[np.ndarray]]]:
@@ -143,85 +130,13 @@ def replica_terms(
     return float(np.mean(losses)), [list(terms) for terms in zip(*rows, strict=True)]
 
 
-# The network -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Digits:
-    """Pictures of 8 by 8 pixels, flat, from 0 to 1, and the digits that they show."""
-
-    train_images: np.ndarray
-    train_labels: np.ndarray
-    test_images: np.ndarray
-    test_labels: np.ndarray
-
-
-def load() -> Digits:
-    """The data set that comes with scikit-learn; a fifth, always the same, is for the test."""
-    images, labels = load_digits(return_X_y=True)
-    images = (images / 16).astype(np.float32)
-    train_images, test_images, train_labels, test_labels = train_test_split(
-        images, labels, test_size=0.2, stratify=labels, random_state=0
-    )
-    return Digits(train_images, train_labels, test_images, test_labels)
-
-
-def initial_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Two dense layers: 64 pixels, ``NUM_HIDDEN`` units, 10 digits."""
-
-    def dense(rows: int, columns: int) -> np.ndarray:
-        return (rng.standard_normal((rows, columns)) / math.sqrt(rows)).astype(np.float32)
-
-    return {
-        "hidden/kernel": dense(64, NUM_HIDDEN),
-        "hidden/bias": np.zeros(NUM_HIDDEN, np.float32),
-        "output/kernel": dense(NUM_HIDDEN, 10),
-        "output/bias": np.zeros(10, np.float32),
-    }
-
-
-def forward(weights: Sequence[np.ndarray], images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The hidden activations and the log-probabilities of the ten digits."""
-    hidden_kernel, hidden_bias, output_kernel, output_bias = weights
-    hidden = np.tanh(images @ hidden_kernel + hidden_bias)
-    logits = hidden @ output_kernel + output_bias
-    logits -= logits.max(axis=1, keepdims=True)
-    return hidden, logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-
-
-def backward(
-    weights: Sequence[np.ndarray], images: np.ndarray, labels: np.ndarray
-) -> tuple[float, list[np.ndarray]]:
-    """The mean cross-entropy of a micro-batch, and its gradient by each of the weights."""
-    hidden, log_probabilities = forward(weights, images)
-    rows = np.arange(len(labels))
-    by_logits = np.exp(log_probabilities)
-    by_logits[rows, labels] -= 1
-    by_logits /= len(labels)
-    by_sums = by_logits @ weights[2].T * (1 - hidden * hidden)
-    return float(-log_probabilities[rows, labels].mean()), [
-        images.T @ by_sums,
-        by_sums.sum(axis=0),
-        hidden.T @ by_logits,
-        by_logits.sum(axis=0),
-    ]
-
-
-def accuracy(weights: Sequence[np.ndarray], digits: Digits) -> float:
-    """The share of test images that are recognised."""
-    _, log_probabilities = forward(weights, digits.test_images)
-    return float((log_probabilities.argmax(axis=1) == digits.test_labels).mean())
-
-
 # The report ------------------------------------------------------------------------------------
 
 
-def print_table(mesh: gr.Mesh, history: History, options: argparse.Namespace) -> None:
-    """The closing table."""
-    placement = ", ".join(str(device.physical) for device in mesh.devices)
-    kind = "simulated" if mesh.backend == "sim" else "GPU"
-    rows = {
-        "devices": f"{len(mesh)} on {kind} {placement}",
+def table_rows(mesh: gr.Mesh, history: History, options: argparse.Namespace) -> dict[str, str]:
+    """What the closing table says."""
+    return {
+        "devices": where(mesh),
         "aggregation": options.aggregation,
         "all-reduce": f"{options.all_reduce}, num_packs {options.num_packs}",
         "test accuracy": f"{history.accuracy:.4f}",
@@ -229,107 +144,23 @@ def print_table(mesh: gr.Mesh, history: History, options: argparse.Namespace) ->
         **{f"{name} per step": f"{count:.10g}" for name, count in history.per_step.items()},
         "digest of the weights": history.digest,
     }
-    table = Table(title=f"{options.steps} steps on handwritten digits")
-    table.add_column(overflow="fold")
-    table.add_column("value", overflow="fold")
-    for name, value in rows.items():
-        table.add_row(name, value)
-    rich.print(table)
 
 
 def save_picture(history: History, path: Path) -> None:
     """Loss and test accuracy over the steps."""
     figure = Figure(figsize=(8, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.plot(range(1, len(history.losses) + 1), history.losses)
-    left.set(title="Training loss", xlabel="step", ylabel="cross-entropy", yscale="log")
-    right.plot(*zip(*history.accuracies, strict=True), marker=".")
-    right.axhline(GOAL, color="gray", linestyle="--", linewidth=1)
-    right.set(title="Test accuracy", xlabel="step", ylabel="share recognised")
+    draw_losses(left, history.losses)
+    draw_accuracies(right, history.accuracies)
     figure.savefig(path, dpi=120)
 
 
 # The command line ------------------------------------------------------------------------------
 
 
-class Parser(argparse.ArgumentParser):
-    """Answers a bad flag with one line: the flag, what came, and the allowed values."""
-
-    def __init__(self) -> None:
-        super().__init__(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
-        self.allowed: dict[str, str] = {}
-
-    def flag(
-        self, name: str, default: Any, read: Callable[[str], Any], allowed: str, meaning: str
-    ) -> None:
-        """Adds a flag whose text ``read`` turns into a value, or raises ``ValueError``."""
-
-        def checked(text: str) -> Any:
-            try:
-                return read(text)
-            except (ValueError, OSError):
-                raise argparse.ArgumentTypeError(f"got {text!r}") from None
-
-        shown = "none" if default is None else default
-        text = f"{meaning} (allowed: {allowed}; default: {shown})"
-        self.add_argument(name, default=default, type=checked, metavar="VALUE", help=text)
-        self.allowed[name] = allowed
-
-    def error(self, message: str) -> NoReturn:
-        """Ends the program with status 2; every fault that argparse finds comes here too."""
-        found = re.match(r"argument (--[a-z-]+): ", message)
-        if found and found[1] in self.allowed:
-            message = f"{message.removeprefix('argument ')}; allowed: {self.allowed[found[1]]}"
-        elif message.startswith("unrecognized"):
-            message += f"; allowed: {', '.join(['--help', *self.allowed])}"
-        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
-
-
-def in_range(kind: type, low: float, high: float) -> Callable[[str], Any]:
-    """Reads a number from ``low`` to ``high``."""
-
-    def read(text: str) -> Any:
-        value = kind(text)
-        if not low <= value <= high:
-            raise ValueError
-        return value
-
-    return read
-
-
-def one_of(*names: str) -> tuple[Callable[[str], str], str]:
-    """Reads one of ``names``; and says which they are."""
-
-    def read(text: str) -> str:
-        if text not in names:
-            raise ValueError
-        return text
-
-    return read, ", ".join(names)
-
-
-def file(suffix: str) -> Callable[[str], Path]:
-    """Reads the path of a file that can be written."""
-
-    def read(text: str) -> Path:
-        path = Path(text)
-        if path.suffix != suffix or path.is_dir() or not path.parent.is_dir():
-            raise ValueError
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ValueError
-        return path
-
-    return read
-
-
-def placement(text: str) -> list[int]:
-    """Reads the physical device of each logical one."""
-    return [in_range(int, 0, 63)(part) for part in text.split(",")]
-
-
 def make_parser() -> Parser:
     """All the flags."""
-    parser = Parser()
+    parser = Parser(__doc__)
     flag = parser.flag
     flag("--devices", 4, in_range(int, 1, 64), "1 to 64", "how many devices share the work")
     flag("--backend", "auto", *one_of("auto", "sim", "cuda"), "GPUs or simulated devices")
@@ -351,44 +182,22 @@ def make_parser() -> Parser:
     return parser
 
 
-def open_devices(options: argparse.Namespace) -> gr.Mesh:
-    """The mesh that the flags ask for; on GPUs, however few, the devices are spread evenly."""
-    backend = None if options.backend == "auto" else options.backend
-    devices: int | list[int] = options.placement or options.devices
-    if options.placement is None and backend != "sim":
-        with gr.open_mesh(backend=backend) as seen:
-            backend, num_gpus = seen.backend, len(seen)
-        if backend == "cuda":
-            devices = [i * num_gpus // options.devices for i in range(options.devices)]
-    return gr.open_mesh(devices, backend=backend, kernels=options.kernels)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; 0 if the goal is reached, else 1. A bad flag exits with 2."""
     parser = make_parser()
     options = parser.parse_args(arguments)
-    if options.placement is not None and len(options.placement) != options.devices:
-        parser.error(f"argument --placement: got {len(options.placement)} numbers for "
-                     f"{options.devices} devices")  # fmt: skip
-    try:
-        mesh = open_devices(options)
-    except (gr.errors.BackendUnavailableError, ValueError) as error:
-        parser.error(f"argument --backend: {error}")
-    with mesh:
-        try:
-            history = train(mesh, load(), options)
-        except gr.errors.BackendUnavailableError as error:  # no compiler for the kernels
-            flag = "--kernels" if mesh.backend == "sim" else "--backend"
-            parser.error(f"argument {flag}: {error}")
-        print_table(mesh, history, options)
+
+    def run(mesh: gr.Mesh) -> History:
+        history = train(mesh, load(), options)
+        title = f"{options.steps} steps on handwritten digits"
+        print_table(title, table_rows(mesh, history, options))
+        return history
+
+    history = on_devices(parser, options, run)
     save_picture(history, options.output)
     if options.save_weights is not None:
         np.savez(options.save_weights, **history.weights)
-    reached = history.accuracy >= GOAL
-    print(f"The picture is in {options.output}.")
-    if not reached:
-        print(f"The test accuracy is below {GOAL}.")
-    return 0 if reached else 1
+    return conclude(history.accuracy, options.output)
 
 
 if __name__ == "__main__":

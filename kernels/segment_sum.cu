@@ -1,8 +1,10 @@
 // segment_sum: out[t][into[s]] = (values[t][order[b]] + … + values[t][order[e-1]]) / divisors[s]
+//          a row of out that is given as ~row is added to, not overwritten
 // order    left to right from b = bounds[s] to e = bounds[s+1], b < e; one rounding per add in the
-//          accumulate type of In; divided (truly) there if not by 1; one rounding at the store
+//          accumulate type of In; divided (truly) there if not by 1; then cast to that of Out and
+//          added to what out holds, if it is; one rounding at the store
 // types    <Out, In>: halves accumulate in float; integers take divisor 1 only; indices are i64
-// aliasing none: out shares no byte with what is read, and no value of into comes twice
+// aliasing none: out shares no byte with the operands behind it, and no row comes twice in into
 // launch   1-D, any grid and block; blocks stride over chunks of (segment, column); 64-bit indices
 // limits   none; without has_into into[s] is s, without has_divisors divisors[s] is divisor
 // twin     src/gradreduce/ops/segment_sum.py, bit-equal except subnormals (-ftz=true)
@@ -12,6 +14,7 @@
 template <typename Out, typename In> struct SegmentSum {
     static constexpr bool GROUPED = true;
     typedef typename accumulate<In>::type Acc;
+    typedef typename accumulate<Out>::type Sum;
     Out* out;
     const In* values;
     const i64 *order, *into, *bounds;
@@ -44,7 +47,16 @@ template <typename Out, typename In> struct SegmentSum {
             UNROLL
             for (int l = 0; l < LANES; ++l) total.lane[l] = quotient(total.lane[l], by);
         }
-        store(out, (into ? into[segment] : segment) * width + column, total);
+        const i64 row = into ? into[segment] : segment;
+        if (row < 0) {
+            Lanes<Sum, LANES> sum = load<Sum, LANES>(out, ~row * width + column);
+            UNROLL
+            for (int l = 0; l < LANES; ++l)
+                sum.lane[l] = add<Sum>(sum.lane[l], to<Sum>::from(total.lane[l]));
+            store(out, ~row * width + column, sum);
+        } else {
+            store(out, row * width + column, total);
+        }
     }
 };
 

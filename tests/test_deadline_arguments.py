@@ -49,6 +49,7 @@ def test_a_deadline_is_a_number_above_zero(mesh, deadline):
         lambda: flat.release(**bad),
         lambda: accumulator.take_grad(1, **bad),
         lambda: gr.take_grads([accumulator], 1, **bad),
+        lambda: accumulator.state_dict(**bad),
         lambda: value.buffers[0].numpy(**bad),
         lambda: mesh.devices[0].download(value.buffers[0], **bad),
         lambda: mesh.devices[0].synchronize(**bad),

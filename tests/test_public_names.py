@@ -136,16 +136,12 @@ def mesh():
 
 
 UNFINISHED = {
-    "SparseConditionalAccumulator": lambda mesh: gr.SparseConditionalAccumulator("float32"),
     "AdamOptimizer": lambda mesh: gr.AdamOptimizer(),
     "AGNCenter": lambda mesh: gr.AGNCenter(mesh),
     "AGNCustomGetter": lambda mesh: gr.AGNCustomGetter(mesh.devices[0]),
     "AGNOptimizer": lambda mesh: gr.AGNOptimizer(gr.GradientDescentOptimizer(0.1), 1, None),
     "compute_gradients": lambda mesh: gr.MomentumOptimizer(0.1, 0.9).compute_gradients(lambda: 0),
     "minimize": lambda mesh: gr.MomentumOptimizer(0.1, 0.9).minimize(lambda: 0),
-    "state_dict": lambda mesh: gr.ConditionalAccumulator(
-        "float32", device=mesh.devices[0]
-    ).state_dict(),
     "custom_getter": lambda mesh: gr.get_variable("v", 1.0, custom_getter=print),
 }
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+import gradreduce as gr
 
 pytestmark = pytest.mark.repo
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,6 +31,31 @@ def test_the_example_runs_and_prints_what_its_comments_say(capsys):
     exec(compile(code[1], "README.md", "exec"), {})
     printed = capsys.readouterr().out
     assert printed == "[[1.5 1.5]\n [1.5 1.5]\n [1.5 1.5]] 6 576\n[1.5 1.5 1.5 1.5 1.5]\n"
+
+
+def test_the_example_of_a_checkpoint_puts_back_what_it_saved(tmp_path, monkeypatch):
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    (code,) = [block for block in blocks if "load_state_dict" in block]
+    monkeypatch.chdir(tmp_path)
+    with gr.open_mesh([0, 0, 1], backend="sim") as mesh:
+        accumulator = gr.ConditionalAccumulator("float32", device=mesh)
+        accumulator.apply_grad([1.0, 2.0])
+        names = {"accumulator": accumulator, "mesh": mesh, "np": np, "json": json}
+        for part in code.split("\n\n"):
+            exec(compile(part, "README.md", "exec"), names)
+            if "load" not in part:
+                accumulator.apply_grad([5.0, 5.0])
+        assert accumulator.take_grad(1).values[2].tolist() == [1.0, 2.0]
+
+
+def test_the_example_of_adding_over_time_prints_what_its_comments_say(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    (code,) = [block for block in blocks if "take_grads" in block]
+    exec(compile(code, "README.md", "exec"), {})
+    wanted = ["[True, True, True, True] [1.5 1.5 1.5] [ 7  8  9 10 11]", "False 1 1"]
+    assert capsys.readouterr().out.splitlines() == wanted
+    for line in wanted:
+        assert f"# {line.replace('[True, True, True, True]', '4 x True')}\n" in code
 
 
 @pytest.mark.torch

@@ -15,7 +15,17 @@ from gradreduce.device import Buffer, Device, copy_over, gather, reaches, scatte
 from gradreduce.indexed_slices import IndexedSlices, check_indices, densified
 from gradreduce.interop import Kind, OneCall, kind_of
 
-__all__ = ["all_sparse", "concatenated", "joined", "kind_of_term", "known_shape", "with_dense"]
+__all__ = [
+    "all_sparse",
+    "concatenated",
+    "joined",
+    "kind_of_term",
+    "known_shape",
+    "rows_together",
+    "with_dense",
+]
+
+_Copy = tuple[Device, Buffer, Buffer]  # whose queue copies, into, from
 
 
 def kind_of_term(term: Any) -> Kind:
@@ -93,24 +103,36 @@ def joined(placed: Sequence[IndexedSlices], home: Device) -> IndexedSlices:
             )
     indices = ops.joined_indices([term.indices for term in placed])
     check_indices(indices, placed[0].dense_shape)
-    return IndexedSlices.of(_joined(parts, home), indices, placed[0].dense_shape)
+    (whole,) = rows_together([(home, parts)])
+    return IndexedSlices.of(whole, indices, placed[0].dense_shape)
 
 
-def _joined(parts: Sequence[Buffer], home: Device) -> Buffer:
-    """New memory on ``home`` that holds them all, one behind the other."""
-    num_rows = sum(part.shape[0] for part in parts)
-    whole = home.empty((num_rows, *parts[0].shape[1:]), parts[0].dtype)
-    near: list[tuple[Buffer, Buffer]] = []
-    far: list[tuple[Buffer, Buffer]] = []
-    start = 0
-    for part in parts:
-        reached = near if reaches(home, part) else far
-        reached.append((whole.view(start, part.shape), part))
-        start += part.size
-    others = [part.device for _, part in near]
-    gather(home, others)
-    ops.pack([view for view, _ in near], [part for _, part in near], device=home)
-    scatter(home, others)
-    for view, part in far:
+def rows_together(groups: Sequence[tuple[Device, Sequence[Buffer]]]) -> list[Buffer]:
+    """For each group new memory on its device that holds its rows, one Buffer behind the other.
+
+    One launch on each device copies all that it reaches.
+
+    Args:
+        groups: where to, and Buffers with rows of one shape and dtype, at least one.
+    """
+    wholes, near, far = [], dict[Device, list[tuple[Buffer, Buffer]]](), list[_Copy]()
+    for home, parts in groups:
+        num_rows = sum(part.shape[0] for part in parts)
+        whole = home.empty((num_rows, *parts[0].shape[1:]), parts[0].dtype)
+        wholes.append(whole)
+        start = 0
+        for part in parts:
+            view = whole.view(start, part.shape)
+            start += part.size
+            if reaches(home, part):
+                near.setdefault(home, []).append((view, part))
+            else:
+                far.append((home, view, part))
+    for home, pairs in near.items():
+        others = [part.device for _, part in pairs]
+        gather(home, others)
+        ops.pack([view for view, _ in pairs], [part for _, part in pairs], device=home)
+        scatter(home, others)
+    for home, view, part in far:
         copy_over(home, view, part)
-    return whole
+    return wholes

@@ -41,6 +41,7 @@ __all__ = [
     "host_array",
     "is_array",
     "kind_of",
+    "numbers",
     "reading",
     "shape_and_dtype",
     "to_buffer",
@@ -186,7 +187,7 @@ def _entered(value: Any, kind: Kind, device: Device, dtype: np.dtype | None) -> 
     if kind == "native":
         if isinstance(value, np.ndarray):
             return device.put(value)
-        buffer = device.put(value if is_array(value) else _numbers(value, dtype))
+        buffer = device.put(value if is_array(value) else numbers(value, dtype))
         buffer.lender = "copy"
         return buffer
     if kind == "torch":
@@ -221,8 +222,13 @@ def from_buffer(buffer: Buffer, kind: Kind) -> Any:
     return _to_jax(array) if kind == "jax" else array
 
 
-def _numbers(value: Any, dtype: np.dtype | None) -> np.ndarray:
-    """Numbers and nested lists as an array of ``dtype``."""
+def numbers(value: Any, dtype: np.dtype | None) -> np.ndarray:
+    """A number or nested list as a host array of ``dtype``; None: of NumPy's choice.
+
+    Raises:
+        TypeError: a dtype that cannot be added.
+        ValueError: a nested list that is ragged, or numbers that are not of ``dtype``.
+    """
     array = np.asarray(value)
     if dtype is not None:
         kinds = {"f": "fiub", "c": "cfiub", "i": "iub", "u": "iub", "V": "fiub"}

@@ -213,18 +213,6 @@ def test_a_closed_mesh_says_so():
         assert counters(acc) == (1, 0, 0)
 
 
-def test_what_is_missing_says_so(accumulator):
-    acc = accumulator()
-    with pytest.raises(NotImplementedError, match="state_dict"):
-        acc.state_dict()
-    with pytest.raises(NotImplementedError, match="load_state_dict"):
-        acc.load_state_dict({})
-    with pytest.raises(NotImplementedError, match="SparseConditionalAccumulator"):
-        gr.SparseConditionalAccumulator("float32")
-    with pytest.raises(NotImplementedError, match="IndexedSlices"):
-        acc.apply_grad(gr.IndexedSlices.__new__(gr.IndexedSlices))
-
-
 def test_a_call_inside_a_launch_sees_the_state_before_it(accumulator, device, crew, monkeypatch):
     """The collector may run a caller's finaliser there: it must not deadlock."""
     acc = accumulator()

@@ -237,6 +237,39 @@ def test_an_accumulator_on_one_device(dtype, reduction_type, gpus):
         assert all(map(same, taken(mesh), taken(sim)))
 
 
+@pytest.mark.parametrize(
+    "placement",
+    [
+        pytest.param([0] * 3, marks=pytest.mark.gpu),
+        pytest.param([0, 1, 1], marks=pytest.mark.multi_gpu(2)),
+    ],
+    ids=str,
+)
+def test_what_is_saved_of_an_accumulator_goes_on_anywhere(placement, gpus):
+    """From a GPU on another accumulator of it and on the simulation, and back."""
+    gpus(4)
+    with opened(placement) as meshes:
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy")
+        made = [
+            gr.ConditionalAccumulator("float16", device=mesh, cross_device_ops=ops)
+            for mesh in (*meshes, *meshes)
+        ]
+        for turn in range(4):
+            with gr.replica(1 + turn % 2):
+                made[0].apply_grad(tensor((1003,), "float16", turn))
+        state = made[0].state_dict(deadline=60)
+        made[0].apply_grad(tensor((1003,), "float16", 9))  # in place, and not in what was saved
+        assert [total is None for total in state["partial_sums"]] == [True, False, False]
+        for accumulator in made[1:]:
+            accumulator.load_state_dict(state)
+            state = accumulator.state_dict()
+            accumulator.apply_grad(tensor((1003,), "float16", 9))
+        taken = [accumulator.take_grad(5).buffers for accumulator in made]
+        wanted, *others = [[buffer.numpy() for buffer in buffers] for buffers in taken]
+        for arrays in others:
+            assert all(map(same, arrays, wanted))
+
+
 @pytest.mark.parametrize(("placement", "algorithm"), [PLACED[2], PLACED[-2]])
 def test_a_reduction_is_explained(monkeypatch, placement, algorithm):
     monkeypatch.setattr("gradreduce.device.rates.GPU_BYTES", 1 << 12)

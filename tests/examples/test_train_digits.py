@@ -96,7 +96,7 @@ def plain_output(monkeypatch, tmp_path):
 def train(script, digits, *flags: str):
     """A short training run without the report."""
     options = script.make_parser().parse_args(["--backend", "sim", "--steps", str(STEPS), *flags])
-    with script.open_devices(options) as mesh:
+    with importlib.import_module("command_line").open_devices(options) as mesh:
         return script.train(mesh, digits, options)
 
 
@@ -136,7 +136,7 @@ def test_the_plain_command_reaches_the_goal_in_time(tmp_path, script):
     assert done.stderr == ""
     assert "100%" in done.stdout  # the progress bar
     rows = table(done.stdout)
-    assert float(rows["test accuracy"]) >= script.GOAL == 0.95
+    assert float(rows["test accuracy"]) >= 0.95
     assert float(rows["steps/s"]) > 500 / ALLOWED_S
     picture = (tmp_path / "digits.png").read_bytes()
     assert picture.startswith(b"\x89PNG\r\n\x1a\n")

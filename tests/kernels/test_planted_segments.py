@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from exact import random_data, same
-from faces import Operand, blank, buffers, opened
+from faces import Operand, buffers, opened
 
 from gradreduce.device import compiled
 from gradreduce.device.kernel import kernel_text
@@ -20,6 +20,7 @@ KERNEL = replace(SEGMENT_SUM, templates=(("float32", "float32"),))
 NUM_ROWS = 200
 INDICES = np.random.default_rng(0).integers(0, 60, NUM_ROWS)
 PLAN = plan_segments(INDICES)
+INTO = np.where(np.arange(PLAN.num_segments) % 3, PLAN.indices, ~PLAN.indices)  # a third added to
 DIVISORS = 1.0 + np.arange(PLAN.num_segments)
 ROWS, VECTORS = 7, 8  # widths: rows that end inside a vector, and whole vectors
 
@@ -37,6 +38,11 @@ FAULTS = {
     "the divisor of the first": ("divisors[segment]", "divisors[0]"),
     "into read for the divisors": ("row.operand<const double>(3 + has_into)",
                                    "row.operand<const double>(3)"),
+    "what is there overwritten": ("add<Sum>(sum.lane[l], to<Sum>::from(total.lane[l]))",
+                                  "to<Sum>::from(total.lane[l])"),
+    "what is there kept": ("store(out, ~row * width + column, sum);", ""),
+    "added to the first row": ("load<Sum, LANES>(out, ~row * width + column)",
+                               "load<Sum, LANES>(out, column)"),
     "a product with the reciprocal": ("quotient(total.lane[l], by)",
                                       "total.lane[l] * (Acc)(1 / by)"),
 }  # fmt: skip
@@ -49,8 +55,8 @@ def launched(face, width, text, monkeypatch):
     monkeypatch.setattr(compiled, "kernel_text", lambda stem: text)
     values = random_data((NUM_ROWS, width), "float32").reshape(-1)
     with opened(face) as device:
-        out = blank(device, 60 * width, "float32")
-        plan = (values, PLAN.order, PLAN.indices, DIVISORS, PLAN.bounds)
+        out = Operand(device, random_data((60 * width,), "float32", seed=1))
+        plan = (values, PLAN.order, INTO, DIVISORS, PLAN.bounds)
         row = [out, *(Operand(device, part) for part in plan)]
         kernel = replace(KERNEL)  # a new one: builds are kept by kernel
         device.launch(kernel, kernel.templates[0], [buffers(row)], (1, 1, 1.0))

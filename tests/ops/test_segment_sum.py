@@ -327,8 +327,9 @@ MISFITS = {
     "divisors of another dtype": (OUT, TERM, {"divisor": [1, np.ones(5, "float32")]}),
     "into too few": (ARRAY, TERM, {"into": [None, np.arange(4)]}),
     "into twice": (ARRAY, TERM, {"into": [None, np.array([0, 1, 1, 2, 3])]}),
-    "into falling": (ARRAY, TERM, {"into": [None, np.array([4, 3, 2, 1, 0])]}),
-    "into below": (ARRAY, TERM, {"into": [None, np.arange(-1, 4)]}),
+    "into twice, unsorted": (ARRAY, TERM, {"into": [None, np.array([4, 1, 2, 1, 0])]}),
+    "into one that is added to": (ARRAY, TERM, {"into": [None, np.arange(-1, 4)]}),
+    "into below": (ARRAY, TERM, {"into": [None, np.array([0, 1, ~9, 2, 3])]}),
     "into beyond": (ARRAY, TERM, {"into": [None, np.arange(5, 10)]}),
     "into of another dtype": (ARRAY, TERM, {"into": [None, np.arange(5, dtype="int32")]}),
 }

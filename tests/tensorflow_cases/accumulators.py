@@ -149,7 +149,9 @@ def _apply_sparse(world: World, step: dict[str, Any]) -> Any:
     accumulator, values = _accumulator(world, step), _given(world, step, step["values"])
     indices = np.array(step["indices"], step.get("indices_dtype", "int64"))
     options, shape = _local_step(step), step.get("dense_shape")
-    if step.get("via") == "indexed_slices":
+    if step.get("via") == "indexed_slices":  # whose values have a dtype of their own
+        if isinstance(values, list):
+            values = decoded(values, Accumulators.of(world).dtype(step))
         slices = gr.IndexedSlices(values, indices, shape)
         return _apply(world, step, lambda: accumulator.apply_indexed_slices_grad(slices, **options))
     return _apply(world, step, lambda: accumulator.apply_grad(indices, values, shape, **options))

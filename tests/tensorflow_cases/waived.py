@@ -36,7 +36,6 @@ def not_built(name: str) -> Waiver:
 TAPE = not_built("gradients of a loss (compute_gradients)")
 AGN = not_built("AGNOptimizer")
 ADAM = not_built("AdamOptimizer")
-SPARSE_ACCUMULATOR = not_built("SparseConditionalAccumulator")
 
 WAIVED: dict[str, Waiver] = {
     "ACCN-025": TAPE,
@@ -66,23 +65,6 @@ WAIVED: dict[str, Waiver] = {
         "num_packs=0 means no packing, for the packer too; a negative number is refused.",
         instead=refuses(1),
     ),
-    "SCA-004": SPARSE_ACCUMULATOR,
-    "SCA-005": SPARSE_ACCUMULATOR,
-    "SCA-006": SPARSE_ACCUMULATOR,
-    "SCA-008": SPARSE_ACCUMULATOR,
-    "SCA-009": SPARSE_ACCUMULATOR,
-    "SCA-010": SPARSE_ACCUMULATOR,
-    "SCA-011": SPARSE_ACCUMULATOR,
-    "SCA-012": SPARSE_ACCUMULATOR,
-    "SCA-014": SPARSE_ACCUMULATOR,
-    "SCA-016": SPARSE_ACCUMULATOR,
-    "SCA-019": SPARSE_ACCUMULATOR,
-    "SCA-020": SPARSE_ACCUMULATOR,
-    "SCA-021": SPARSE_ACCUMULATOR,
-    "SCA-024": SPARSE_ACCUMULATOR,
-    "SCA-025": SPARSE_ACCUMULATOR,
-    "SCA-026": SPARSE_ACCUMULATOR,
-    "SCA-028": SPARSE_ACCUMULATOR,
     "XD-090": Waiver(
         "Only TensorFlow's distribution strategies have values that are not distributed."
     ),

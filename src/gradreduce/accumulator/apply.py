@@ -6,15 +6,50 @@ A gradient that is dropped as stale launches nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from gradreduce.device import compatible
 from gradreduce.errors import InvalidArgumentError
 
-from .dense_sums import add_dense
+from .dense_sums import add_dense, launch_dense, ready_dense
 from .serve import serve_held
-from .state import Arrival, Ticket, locked
+from .sparse_door import check_sum_shape
+from .sparse_sums import SparseAdditions
+from .state import AccumulatorState, Arrival, Ticket, locked
 
-__all__ = ["apply_arrivals"]
+__all__ = ["apply_arrivals", "drop_stale", "is_stale"]
+
+
+def is_stale(states: Sequence[AccumulatorState], local_step: int) -> bool:
+    """Whether gradients of this step are stale for one of the states, as they are now."""
+    return any([local_step < state.step for state in states])
+
+
+def drop_stale(states: Sequence[AccumulatorState], counts: Sequence[int], local_step: int) -> bool:
+    """Drops gradients that have not become Buffers, if they are stale.
+
+    Args:
+        states: for each of which some came.
+        counts: how many.
+        local_step: of all of them.
+
+    Returns:
+        False if they are not stale any more.
+
+    Raises:
+        CancelledError: an accumulator was closed.
+        BackendUnavailableError: the mesh was closed, or lost a device.
+        CollectiveError: the mesh is dead.
+    """
+    with locked(states):
+        for state in states:
+            state.check_open()
+            state.check_devices()
+        if not is_stale(states, local_step):
+            return False
+        for state, count in zip(states, counts, strict=True):
+            state.num_dropped += count
+        return True
 
 
 def apply_arrivals(arrivals: Sequence[Arrival], local_step: int) -> tuple[bool, list[Ticket]]:
@@ -32,18 +67,18 @@ def apply_arrivals(arrivals: Sequence[Arrival], local_step: int) -> tuple[bool, 
     with locked(states):
         for state in states:
             state.check_open()
-        if any(local_step < state.step for state in states):
+        if is_stale(states, local_step):
             for arrival in arrivals:
                 arrival.state.num_dropped += len(arrival.parts)
             return False, []
         for arrival in arrivals:
             _check_shape(arrival)
-        add_dense(arrivals)
+        _add(arrivals)
         for arrival in arrivals:
             state = arrival.state
             if state.count == 0:
                 state.kind = arrival.kind
-                state.sum_shape = arrival.parts[0][1].shape
+                state.sum_shape = arrival.shape
             state.count += len(arrival.parts)
         return True, serve_held(states)
 
@@ -51,7 +86,26 @@ def apply_arrivals(arrivals: Sequence[Arrival], local_step: int) -> tuple[bool, 
 def _check_shape(arrival: Arrival) -> None:
     """The sum's shape, exactly; the constructor's was checked at the door."""
     state = arrival.state
-    shape = arrival.parts[0][1].shape
+    if state.sparse:
+        check_sum_shape(arrival)
+        return
+    shape = arrival.shape
     expected = state.sum_shape if state.count else state.shape
-    if expected is not None and not compatible(shape, expected):
+    if expected is not None and shape != expected and not compatible(shape, expected):
         raise InvalidArgumentError(f"Shape mismatch: expected {list(expected)}, got {list(shape)}")
+
+
+def _add(arrivals: Sequence[Arrival]) -> None:
+    """All are ready before the first launch, and what goes into new memory goes first."""
+    dense = [arrival for arrival in arrivals if not arrival.state.sparse]
+    if len(dense) == len(arrivals):
+        add_dense(dense)
+        return
+    sparse = SparseAdditions([arrival for arrival in arrivals if arrival.state.sparse])
+    additions = ready_dense(dense)
+    sparse.launch_apart()
+    kept = [*sparse.kept, *(device for arrival in dense for device in arrival.state.devices)]
+    with kept[0].fabric.whole_or_lost(kept) if sparse.kept else nullcontext():
+        sparse.launch_in_place()
+        launch_dense(additions)
+    sparse.commit()

@@ -5,12 +5,15 @@ Source: tf.ConditionalAccumulatorBase (conditional_accumulator.md).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
+from gradreduce.device import as_deadline
 from gradreduce.variables import Variable
 
 from .door import as_step
+from .saved import load_state, saved_state
 from .serve import close
 from .state import AccumulatorState
 
@@ -91,21 +94,63 @@ class ConditionalAccumulatorBase:
         """
         close(self._state)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Step, count, dropped and partial sum.
+    def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
+        """What a checkpoint needs: all that the accumulator holds, at one moment, in host memory.
+
+        Other threads may apply and take meanwhile: a copy of each partial sum is queued under the
+        lock, in new memory on its device, and the host waits for the copies outside of it. Takes
+        that wait are no part of it.
+
+        Args:
+            deadline: seconds from now for the copies to reach the host, or the mesh dies.
+
+        Returns:
+            A dict of new objects, for pickle, or for JSON but for the arrays in it:
+            ``"format"``, which kind of accumulator, and the version of these keys;
+            ``"dtype"``, ``"reduction_type"``, ``"shape"``, as constructed (the shape a list);
+            ``"global_step"``, ``"num_accumulated"``, ``"num_dropped"``, integers;
+            ``"sum_shape"``, a list, of the gradients in the sum;
+            ``"kind"``, what the next take hands out: that of the first gradient in the sum;
+            ``"partial_sums"``, a list with a NumPy array for each device, in mesh order, in the
+            accumulate type (float32 for halves, so nothing is rounded), or None where nothing
+            came; of a sparse accumulator a dict of three instead of the array: ``"indices"``
+            (int64, rising), ``"num_touches"`` (int64, how many gradients touched each) and
+            ``"values"``, the rows. With nothing in the sum the last three are None, None and a list
+            of None.
 
         Raises:
-            NotImplementedError: always, in this version.
+            CancelledError: the accumulator was closed.
+            BackendUnavailableError: its mesh was closed, or a device lost.
+            CollectiveError: its mesh is dead, or died meanwhile, of the deadline maybe.
+            ValueError: ``deadline`` is no number above 0.
         """
-        raise NotImplementedError("state_dict of an accumulator is not implemented yet")
+        return saved_state(self._state, as_deadline(deadline))
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Puts a ``state_dict`` back.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Puts a ``state_dict`` back, in place of all that the accumulator holds, or nothing.
+
+        The backend may be another than it came from, the number of devices may not. The step is
+        what the state says, without a warning where it goes back: that is what loading is for.
+        What the next take gives has the bits that it would have had. Takes that wait stay in
+        their places; those that now have enough are served before this returns.
+
+        Args:
+            state: from ``state_dict``, or what a store made of it: tuples, lists or arrays for
+                lists, arrays without dimensions for numbers and strings, tensors for arrays.
+                Copied, not kept. CuPy's ``"kind"`` is NumPy's on simulated devices.
 
         Raises:
-            NotImplementedError: always, in this version.
+            KeyError: a key is missing or unknown.
+            TypeError: a value of another type.
+            ValueError: the state is of another kind of accumulator, ``dtype``,
+                ``reduction_type``, ``shape`` or number of devices; its numbers do not fit each
+                other; or its ``"kind"`` is of a library that is not imported. The text of these
+                three names the key.
+            CancelledError: the accumulator was closed.
+            BackendUnavailableError: its mesh was closed, or a device lost.
+            CollectiveError: its mesh is dead, or died meanwhile.
         """
-        raise NotImplementedError("load_state_dict of an accumulator is not implemented yet")
+        load_state(self._state, state)
 
     def __enter__(self) -> Any:
         return self

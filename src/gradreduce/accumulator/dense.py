@@ -9,24 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradreduce.cross_device import AllReduceCrossDeviceOps
-from gradreduce.device import (
-    Device,
-    Mesh,
-    accumulate_dtype,
-    as_dtype,
-    default_mesh,
-)
-from gradreduce.ops import prepare_all_sum
-from gradreduce.presets import shared_ops
+from gradreduce.device import Device, Mesh
 from gradreduce.variables import Variable
 
 from .base import ConditionalAccumulatorBase
-from .dense_sums import prepare_arrivals
-from .door import DTYPES, as_shape
+from .definition import defined
 from .joint import apply_grads, take_grads
-from .registry import shared_state
-from .serve import cancel_waiting, forget
-from .state import AccumulatorState
 
 __all__ = ["ConditionalAccumulator"]
 
@@ -64,29 +52,10 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         device: Device | Mesh | None = None,
         cross_device_ops: AllReduceCrossDeviceOps | None = None,
     ) -> None:  # fmt: skip
-        found = as_dtype(dtype)
-        if found.name not in DTYPES:
-            raise TypeError(f"dtype {found} is not one of {', '.join(DTYPES)}")
-        if reduction_type not in ("MEAN", "SUM"):
-            raise ValueError(f'reduction_type {reduction_type!r} not in: "MEAN", "SUM"')
-        wanted = None if shape is None else as_shape(shape)
-        device = default_mesh().devices[0] if device is None else device
-        if not isinstance(device, Device | Mesh):
-            raise TypeError(f"device={device!r} is neither a Device nor a Mesh")
-        reducer = shared_ops() if cross_device_ops is None else cross_device_ops
-        if not isinstance(reducer, AllReduceCrossDeviceOps):
-            raise TypeError(f"cross_device_ops={reducer!r} is no AllReduceCrossDeviceOps")
-        over_mesh = isinstance(device, Mesh)
-        devices = device.devices if isinstance(device, Mesh) else (device,)
-        prepare_arrivals(devices, found, found)
-        for each in devices:
-            prepare_all_sum(each, found, accumulate_dtype(found))
-        if over_mesh:
-            reducer.compile_for(devices, accumulate_dtype(found), found)
-        state = AccumulatorState(found, wanted, reduction_type, devices, over_mesh, reducer)
-        devices[0].fabric.on_close[state] = cancel_waiting
-        devices[0].fabric.on_reset[state] = forget
-        super().__init__(shared_state(shared_name, state), name)
+        state = defined(
+            dtype, shape, shared_name, reduction_type, device, cross_device_ops=cross_device_ops
+        )
+        super().__init__(state, name)
 
     def apply_grad(
         self, grad: Any, local_step: int | Variable = 0, name: str | None = None, *,
@@ -98,11 +67,13 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         takes that wait.
 
         Args:
-            grad: an array, number or nested list; or a ``PerReplica``, each replica of which
-                counts as one gradient, in order. It is added on the device where it lies, if that
-                is one of the accumulator's, else on the first of them. Not written, not kept: when
-                this returns its library's current stream may overwrite it. A host array goes to
-                the device of the enclosing ``gr.replica``, else to the first.
+            grad: an array, number or nested list; IndexedSlices, which are made dense (without a
+                ``dense_shape`` they have the accumulator's, if that is known); or a ``PerReplica``
+                of either, each replica of which counts as one gradient, in order. It is added on
+                the device where it lies, if that is one of the accumulator's, else on the first of
+                them. Not written, not kept: when this returns its library's current stream may
+                overwrite it. A host array goes to the device of the enclosing ``gr.replica``, else
+                to the first.
             local_step: the step at which it was computed: an int64, or a Variable that holds one.
             name: ignored; TensorFlow's name of the operation.
             cast: convert an array of another float dtype instead of refusing it.

@@ -24,9 +24,16 @@ from gradreduce.device import (
     scatter,
 )
 
-from .state import AccumulatorState, Arrival
+from .state import AccumulatorState, Arrival, SparseSum
 
-__all__ = ["add_dense", "lie_together", "prepare_arrivals", "prepare_parts"]
+__all__ = [
+    "add_dense",
+    "launch_dense",
+    "lie_together",
+    "prepare_arrivals",
+    "prepare_parts",
+    "ready_dense",
+]
 
 
 def prepare_arrivals(devices: Sequence[Device], dtype: DType, gradient: DType) -> None:
@@ -53,7 +60,7 @@ def prepare_parts(arrival: Arrival) -> None:
             ops.prepare_accumulate_n(device, wide, dtype)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Addition:
     """Gradients on their way into one partial sum.
 
@@ -62,7 +69,7 @@ class _Addition:
         place: of the device in ``state.devices``.
         device: that device.
         gradients: within its reach; at least one, in the order in which they are added.
-        total: the partial sum; None until there is one.
+        total: the partial sum; a new one until it is launched has no memory, or no value yet.
     """
 
     state: AccumulatorState
@@ -72,6 +79,7 @@ class _Addition:
     total: Buffer | None
 
 
+_Kernel = Callable[..., None]
 # What one launch adds to one partial sum.
 _Row = tuple[_Addition, list[Buffer]]
 
@@ -82,15 +90,28 @@ def add_dense(arrivals: Sequence[Arrival]) -> None:
     Several gradients for one sum are added in their order, with the bits of one arrival each: in
     one launch where they are of one dtype that the sum accumulates, else one after the other.
     """
+    launch_dense(ready_dense(arrivals))
+
+
+def ready_dense(arrivals: Sequence[Arrival]) -> list[_Addition]:
+    """Gradients within reach, and memory for new sums: what may fail and changes nothing."""
     additions = []
     for arrival in arrivals:
         state = arrival.state
         for place, gradients in _by_place(arrival).items():
             device = state.devices[place]
+            total = state.totals[place]
+            assert not isinstance(total, SparseSum)
             near = [fetch(device, gradient) for gradient in gradients]
-            additions.append(_Addition(state, place, device, near, state.totals[place]))
-    fresh = [addition for addition in additions if addition.total is None]
-    later = [addition for addition in additions if addition.total is not None]
+            additions.append(_Addition(state, place, device, near, total))
+    _make_room([addition for addition in additions if addition.total is None])
+    return additions
+
+
+def launch_dense(additions: Sequence[_Addition]) -> None:
+    """Adds what is ready: first into new sums, where a failure harms nothing, then in place."""
+    fresh = [each for each in additions if each.state.totals[each.place] is None]
+    later = [each for each in additions if each.state.totals[each.place] is not None]
     rest = _start(fresh) if fresh else []
     rest += [(each, each.gradients) for each in later]
     if rest:
@@ -103,18 +124,23 @@ def _by_place(arrival: Arrival) -> dict[int, list[Buffer]]:
     """The gradients for each partial sum, in the order of the replicas."""
     found: dict[int, list[Buffer]] = {}
     for place, gradient in arrival.parts:
+        assert isinstance(gradient, Buffer)
         found.setdefault(place, []).append(gradient)
     return found
 
 
 def _start(fresh: Sequence[_Addition]) -> list[_Row]:
     """Makes new sums of their first gradients; what is still to be added."""
-    _make_room(fresh)
-    rows = [
-        (each, _num_together(accumulate_dtype(each.state.dtype), each.gradients)) for each in fresh
-    ]
-    _add(ops.add_n, [(each, each.gradients[:count]) for each, count in rows])
-    return [(each, each.gradients[count:]) for each, count in rows if each.gradients[count:]]
+    first: list[_Row] = []
+    rest: list[_Row] = []
+    for each in fresh:
+        gradients = each.gradients
+        count = _num_together(accumulate_dtype(each.state.dtype), gradients)
+        first.append((each, gradients[:count]))
+        if count < len(gradients):
+            rest.append((each, gradients[count:]))
+    _add(ops.add_n, ops.cast_fitted, first)
+    return rest
 
 
 def _num_together(wide: DType, gradients: Sequence[Buffer]) -> int:
@@ -141,25 +167,39 @@ def _add_in_place(rows: Sequence[_Row], kept: Sequence[Device]) -> None:
 def _accumulate(rows: Sequence[_Row]) -> None:
     """As many launches after each other as the gradients of one sum change their dtype."""
     if all([len(gradients) == 1 for _, gradients in rows]):
-        _add(ops.accumulate_n, rows)
+        _add(ops.accumulate_n, ops.accumulate_fitted, rows)
         return
     runs = [
         (each, [list(run) for _, run in itertools.groupby(gradients, lambda buffer: buffer.dtype)])
         for each, gradients in rows
     ]
     for turn in range(max(len(found) for _, found in runs)):
-        _add(ops.accumulate_n, [(each, found[turn]) for each, found in runs if turn < len(found)])
+        _add(
+            ops.accumulate_n,
+            ops.accumulate_fitted,
+            [(each, found[turn]) for each, found in runs if turn < len(found)],
+        )
 
 
-def _add(kernel: Callable[..., None], rows: Sequence[_Row]) -> None:
-    """One launch for each physical device (and for each dtype and number of gradients)."""
+def _add(together: _Kernel, alone: _Kernel, rows: Sequence[_Row]) -> None:
+    """One launch for each physical device (and for each dtype and number of gradients).
+
+    Args:
+        together: adds lists of gradients.
+        alone: adds one gradient to each sum, and takes it that they fit: sums are ours.
+        rows: what is added.
+    """
+    one_each = all([len(gradients) == 1 for _, gradients in rows])
     for places in by_physical([addition.device for addition, _ in rows]).values():
         sharing = [rows[place] for place in places]
         involved = [addition.device for addition, _ in sharing]
         involved += [gradient.device for _, gradients in sharing for gradient in gradients]
         gather(involved[0], involved)
         totals = [addition.total for addition, _ in sharing]
-        kernel(totals, [gradients for _, gradients in sharing], device=involved[0])
+        if one_each:
+            alone(totals, [gradients[0] for _, gradients in sharing], device=involved[0])
+        else:
+            together(totals, [gradients for _, gradients in sharing], device=involved[0])
         scatter(involved[0], involved)
 
 
@@ -170,6 +210,9 @@ def _make_room(fresh: Sequence[_Addition]) -> None:
         together.setdefault((addition.device, addition.state.dtype), []).append(addition)
     for (device, dtype), additions in together.items():
         shapes = [each.gradients[0].shape for each in additions]
+        if len(additions) == 1 and not additions[0].state.over_mesh:  # no take packs it
+            additions[0].total = device.empty(shapes[0], accumulate_dtype(dtype))
+            continue
         for addition, total in zip(
             additions, lie_together(device.empty, dtype, shapes), strict=True
         ):

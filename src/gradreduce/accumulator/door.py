@@ -7,10 +7,11 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from gradreduce.aggregate_sparse import known_shape, with_dense
 from gradreduce.device import Buffer, DType, compatible
 from gradreduce.errors import DeviceMismatchError, InvalidArgumentError
-from gradreduce.indexed_slices import IndexedSlices
-from gradreduce.interop import is_array, kind_of, to_buffer
+from gradreduce.indexed_slices import IndexedSlices, densified
+from gradreduce.interop import is_array, kind_of, numbers, shape_and_dtype, to_buffer
 from gradreduce.replica_context import current_replica
 from gradreduce.values import PerReplica
 from gradreduce.variables import Variable
@@ -25,33 +26,90 @@ __all__ = [
     "as_shape",
     "as_step",
     "as_timeout",
+    "check_dtype",
     "check_together",
+    "home_of",
+    "num_gradients",
 ]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+_OF_ROWS = (IndexedSlices, PerReplica)  # what may be sparse, or consist of what is
 
 
 def arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
     """Converts and checks one gradient: dtype and the constructor's shape."""
-    if isinstance(grad, IndexedSlices):
-        raise NotImplementedError("IndexedSlices (sparse gradients) are not implemented yet")
-    if isinstance(grad, PerReplica):
-        kind, parts = grad.kind, _replicas(state, grad, cast)
+    if isinstance(grad, _OF_ROWS):
+        kind, grad = grad.kind, _as_dense(state, grad, cast)
     else:
         kind = kind_of(grad)
+    if isinstance(grad, PerReplica):
+        parts = _replicas(state, grad, cast)
+    else:
         if is_array(grad) and kind in ("native", "buffer"):
-            _check_dtype(state, grad.dtype, cast)
-        parts = (_placed(state, grad),)
+            check_dtype(state, grad.dtype, cast)
+        parts = (home_of(state, grad),)
         if is_array(grad):  # a dtype of another library is known when it has come in
-            _check_dtype(state, parts[0][1].dtype, cast)
+            check_dtype(state, parts[0][1].dtype, cast)
     for _, buffer in parts:
-        if state.shape is not None and not compatible(buffer.shape, state.shape):
-            raise ValueError(f"Shapes {buffer.shape} and {state.shape} are incompatible")
+        _check_shape(state, buffer.shape)
     made = Arrival(state, parts, kind)
-    together = len({place for place, _ in parts}) < len(parts)
+    together = len(parts) > 1 and len({place for place, _ in parts}) < len(parts)
     if together or any([buffer.dtype != state.dtype for _, buffer in parts]):
         prepare_parts(made)  # what the constructor did not
     return made
+
+
+def _as_dense(state: AccumulatorState, grad: Any, cast: bool) -> Any:
+    """IndexedSlices, alone or one for each replica, made dense; anything else as it is."""
+    if isinstance(grad, IndexedSlices):
+        whole = _whole(state, grad, cast)
+        _, rows = home_of(state, whole.values)
+        return densified([IndexedSlices.of(rows, whole.indices, whole.dense_shape)])[0]
+    if isinstance(grad, PerReplica) and grad.is_sparse:
+        slices = [
+            _whole(state, part, cast) if isinstance(part, IndexedSlices) else part
+            for part in grad.parts
+        ]
+        return PerReplica.of(with_dense(slices), grad.kind)
+    return grad
+
+
+def _whole(state: AccumulatorState, slices: IndexedSlices, cast: bool) -> IndexedSlices:
+    """Checked; with the accumulator's shape, if that is known and came with no other."""
+    check_dtype(state, slices.dtype, cast)
+    shape = state.shape
+    if slices.dense_shape is None and shape and None not in shape:
+        slices = IndexedSlices(slices.values, slices.indices, [extent or 0 for extent in shape])
+    _check_shape(state, known_shape(slices, alone=True))
+    return slices
+
+
+def num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
+    """Checks as ``arrival`` does what will be dropped, without making a Buffer of it.
+
+    Returns:
+        How many gradients of the count it would have been.
+    """
+    if isinstance(grad, IndexedSlices):
+        _whole(state, grad, cast)
+        return 1
+    if isinstance(grad, PerReplica):
+        if not grad.is_sparse:
+            return len(_replicas(state, grad, cast))  # they are Buffers
+        return sum(num_gradients(state, part, cast) for part in grad.parts)
+    kind = kind_of(grad)
+    if kind == "buffer":
+        to_buffer(grad, state.devices[0])  # of this mesh
+    if not is_array(grad):
+        shape = numbers(grad, state.dtype).shape
+    elif kind in ("native", "buffer"):
+        shape = grad.shape
+        check_dtype(state, grad.dtype, cast)
+    else:
+        shape, dtype = shape_and_dtype(grad)
+        check_dtype(state, dtype, cast)
+    _check_shape(state, shape)
+    return 1
 
 
 def _replicas(
@@ -62,14 +120,14 @@ def _replicas(
         raise DeviceMismatchError(f"{grad} is of another mesh than {state.devices}")
     first = grad.buffers[0].shape
     for buffer in grad.buffers:
-        _check_dtype(state, buffer.dtype, cast)
+        check_dtype(state, buffer.dtype, cast)
         if buffer.shape != first:
             raise ValueError(f"replicas differ in shape: {buffer.shape} and {first}")
     return tuple([(_place(state, buffer), buffer) for buffer in grad.buffers])
 
 
-def _placed(state: AccumulatorState, grad: Any) -> tuple[int, Buffer]:
-    """The device whose sum a gradient goes to: where it lies, else the first.
+def home_of(state: AccumulatorState, grad: Any) -> tuple[int, Buffer]:
+    """The place of the device whose sum a gradient goes to, where it lies, else 0; and the Buffer.
 
     A host array goes where it is added at once, not by way of another device.
     """
@@ -86,7 +144,15 @@ def _place(state: AccumulatorState, buffer: Buffer) -> int:
     return state.devices.index(buffer.device) if buffer.device in state.devices else 0
 
 
-def _check_dtype(state: AccumulatorState, dtype: DType, cast: bool) -> None:
+def _check_shape(state: AccumulatorState, shape: tuple[int, ...]) -> None:
+    """The constructor's."""
+    wanted = state.shape
+    if wanted is not None and shape != wanted and not compatible(shape, wanted):
+        raise ValueError(f"Shapes {shape} and {wanted} are incompatible")
+
+
+def check_dtype(state: AccumulatorState, dtype: DType, cast: bool) -> None:
+    """Raises ``ValueError`` for another dtype, or, with ``cast``, for one that is no float."""
     if dtype == state.dtype:
         return
     if not cast:
@@ -106,6 +172,8 @@ def check_together(states: Sequence[AccumulatorState]) -> None:
     """
     if not states:
         raise ValueError("accumulators is empty")
+    if len(states) == 1:
+        return
     if len(set(states)) != len(states):
         raise ValueError("an accumulator is named twice")
     if len({state.devices[0].fabric for state in states}) > 1:

@@ -8,22 +8,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gradreduce.device import as_deadline
-from gradreduce.interop import OneCall, as_result_kind, from_buffer, reading
-from gradreduce.values import Mirrored
+from gradreduce.device import Buffer, as_deadline
+from gradreduce.interop import Kind, OneCall, as_result_kind, from_buffer, reading
+from gradreduce.values import Mirrored, Part
 from gradreduce.variables import Variable
 
-from .apply import apply_arrivals
+from .apply import apply_arrivals, drop_stale, is_stale
 from .base import ConditionalAccumulatorBase
-from .door import arrival, as_required, as_step, as_timeout, check_together
+from .door import arrival, as_required, as_step, as_timeout, check_together, num_gradients
 from .serve import await_ticket, join, serve_joint
-from .state import Ticket, locked
+from .sparse_door import num_sparse_gradients, sparse_arrival
+from .state import AccumulatorState, Arrival, SparseGradient, Ticket, locked
 from .take import take_held
 
 __all__ = ["apply_grads", "take_grads", "take_now"]
 
 
-@OneCall()
 def apply_grads(
     accumulators: Sequence[ConditionalAccumulatorBase],
     grads: Sequence[Any],
@@ -49,18 +49,38 @@ def apply_grads(
             ``apply_grad`` raises. Nothing was added.
     """
     step = as_step("local_step", local_step)
-    accumulators, grads = tuple(accumulators), tuple(grads)
-    check_together([each.accumulator_ref for each in accumulators])
-    if len(accumulators) != len(grads):
-        raise ValueError(f"{len(accumulators)} accumulators and {len(grads)} gradients")
-    arrivals = [
-        arrival(accumulator.accumulator_ref, grad, cast)
-        for accumulator, grad in zip(accumulators, grads, strict=True)
-    ]
-    reading(buffer for each in arrivals for _, buffer in each.parts)
-    kept, joint = apply_arrivals(arrivals, step)
-    serve_joint(joint)
+    states, grads = [each.accumulator_ref for each in accumulators], tuple(grads)
+    check_together(states)
+    if len(states) != len(grads):
+        raise ValueError(f"{len(states)} accumulators and {len(grads)} gradients")
+    given = list(zip(states, grads, strict=True))
+    if is_stale(states, step):  # what will be dropped need not become a Buffer
+        counts = [_num_gradients(state, grad, cast) for state, grad in given]
+        if drop_stale(states, counts, step):
+            return False
+    with OneCall():
+        arrivals = [_arrival(state, grad, cast) for state, grad in given]
+        reading([_rows_of(part) for each in arrivals for _, part in each.parts])
+        kept, joint = apply_arrivals(arrivals, step)
+        serve_joint(joint)
     return kept
+
+
+def _shown(part: Part, kind: Kind) -> Any:
+    return from_buffer(part, kind) if isinstance(part, Buffer) else part.shown(kind)
+
+
+def _rows_of(part: Buffer | SparseGradient) -> Buffer:
+    return part if isinstance(part, Buffer) else part.values
+
+
+def _num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
+    made = num_sparse_gradients if state.sparse else num_gradients
+    return made(state, grad, cast)
+
+
+def _arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
+    return sparse_arrival(state, grad, cast) if state.sparse else arrival(state, grad, cast)
 
 
 def take_grads(
@@ -94,10 +114,10 @@ def take_grads(
         CollectiveError: the mesh is dead.
     """
     required, limit, seconds = as_required(num_required), as_timeout(timeout), as_deadline(deadline)
-    accumulators = tuple(accumulators)
+    states = tuple([each.accumulator_ref for each in accumulators])
     as_result_kind(as_kind, "native")  # a wrong name must not cost a gradient
-    check_together([each.accumulator_ref for each in accumulators])
-    ticket = Ticket(tuple(each.accumulator_ref for each in accumulators), required, seconds)
+    check_together(states)
+    ticket = Ticket(states, required, seconds)
     join(ticket)
     await_ticket(ticket, limit)
     return _handed_out(ticket, as_kind)
@@ -135,5 +155,5 @@ def _handed_out(ticket: Ticket, as_kind: str | None = None) -> list[Any]:
             elif state.over_mesh:
                 given.append(Mirrored.of(buffers, kind))
             else:
-                given.append(from_buffer(buffers[0], kind))
+                given.append(_shown(buffers[0], kind))
     return given

@@ -24,7 +24,7 @@ def shared_state(shared_name: str | None, state: AccumulatorState) -> Accumulato
         return state
     with _lock:
         found = _shared.setdefault(shared_name, state)
-    for field in ("dtype", "shape", "reduction_type", "devices", "over_mesh"):
+    for field in ("sparse", "dtype", "shape", "reduction_type", "devices", "over_mesh"):
         had, wanted = getattr(found, field), getattr(state, field)
         if had != wanted:
             raise ValueError(f"shared_name={shared_name!r} has {field} {had}, not {wanted}")

@@ -1,4 +1,4 @@
-"""Arrivals of one sparse gradient: names and signatures; the arithmetic is still missing.
+"""How arrivals of one sparse gradient over time become one: the public sparse accumulator.
 
 Source: tf.SparseConditionalAccumulator (conditional_accumulator.md).
 """
@@ -10,28 +10,41 @@ from typing import Any
 
 from gradreduce.device import Device, Mesh
 from gradreduce.indexed_slices import IndexedSlices
+from gradreduce.interop import OneCall, is_array, kind_of, numbers
+from gradreduce.values import Mirrored, PerReplica, buffer_of
+from gradreduce.variables import Variable
 
 from .base import ConditionalAccumulatorBase
+from .definition import defined
+from .joint import apply_grads, take_grads
 
 __all__ = ["SparseConditionalAccumulator"]
 
-_MISSING = "SparseConditionalAccumulator is not implemented yet"
-
 
 class SparseConditionalAccumulator(ConditionalAccumulatorBase):
-    """A conditional accumulator of sparse gradients (tf.SparseConditionalAccumulator).
+    """Adds sparse gradients that are not stale, and hands out their mean when enough have come.
+
+    Rows of the same index are added: those of one gradient first, in the order in which they came,
+    then those of one gradient after the other. Indices may be unsorted and may repeat. Memory is
+    held for the rows that any gradient touched, no others. One launch adds a gradient, and one
+    small upload brings its indices; indices on a GPU are first brought to the host, which waits.
 
     Args:
-        dtype: of the values.
-        shape: of the dense gradient; None entries fit any extent.
-        shared_name: as for ``ConditionalAccumulator``.
+        dtype: of the values: float16, bfloat16, float32 or float64; halves are summed in float32.
+        shape: of the whole array, ``(rows, …)``; None or () for any, None entries for any extent.
+            Gradients may have more dimensions.
+        shared_name: if not empty, all accumulators of this name in the process are one.
         name: of the accumulator.
-        reduction_type: ``"MEAN"``, which divides each row by the number of gradients that
-            touched it, or ``"SUM"``.
-        device: as for ``ConditionalAccumulator``.
+        reduction_type: ``"MEAN"``, which divides each row by the number of gradients that touched
+            it, not by the number that came, or ``"SUM"``.
+        device: a device, or a whole mesh: then a partial sum is kept on each of its devices, and
+            their rows are merged once, at the take, in mesh order, on the first device. Default:
+            device 0 of ``gr.default_mesh()``.
 
     Raises:
-        NotImplementedError: always, in this version.
+        TypeError: another dtype, or ``device`` is neither a device nor a mesh.
+        ValueError: an unknown ``reduction_type``, a negative extent, or another definition of
+            the same ``shared_name``.
     """
 
     def __init__(
@@ -44,62 +57,144 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         *,
         device: Device | Mesh | None = None,
     ) -> None:
-        raise NotImplementedError(_MISSING)
+        state = defined(dtype, shape, shared_name, reduction_type, device, sparse=True)
+        super().__init__(state, name)
 
+    @OneCall()
     def apply_grad(
         self,
         grad_indices: Any,
         grad_values: Any,
-        grad_shape: Any = None,
-        local_step: int = 0,
+        grad_shape: Sequence[int] | None = None,
+        local_step: int | Variable = 0,
         name: str | None = None,
+        *,
+        cast: bool = False,
     ) -> bool:
-        """Adds rows, unless they are stale.
+        """Adds rows, unless they are stale: ``local_step`` less than the accumulator's step.
 
         Args:
-            grad_indices: row numbers, ``(num_rows,)``.
-            grad_values: the rows, ``(num_rows, …)``.
-            grad_shape: of the dense gradient, if known.
-            local_step: the step at which they were computed.
+            grad_indices: the row number of each, ``(num_rows,)``: integers of any dtype, library
+                and order. No row at all is a gradient too: it counts, and touches nothing.
+            grad_values: the rows, ``(num_rows, …)``: an array of any library, or a nested list.
+                Not written, not kept: when this returns its library's current stream may
+                overwrite it. A host array goes to the device of the enclosing ``gr.replica``,
+                else to the first.
+            grad_shape: of the whole array, if known; -1 as its first entry if only that is not.
+                That of the first gradient after a take is remembered: it bounds the indices of
+                later ones, and the take has it.
+            local_step: the step at which they were computed. A later one is not stale.
             name: ignored; TensorFlow's name of the operation.
+            cast: convert values of another float dtype instead of refusing them.
 
         Returns:
             True if they were added, False if dropped.
+
+        Raises:
+            InvalidArgumentError: (a ``ValueError``) indices are not one for each row, one is
+                negative or too large, or a shape does not fit the accumulator's, or that of the
+                gradients in the sum. Nothing was added.
+            ValueError: values of another dtype.
+            TypeError: indices that are no integers.
+            CancelledError: the accumulator was closed.
         """
-        raise NotImplementedError(_MISSING)
+        if kind_of(grad_values) == "native" and not is_array(grad_values):
+            grad_values = numbers(grad_values, self.dtype)
+        slices = IndexedSlices(grad_values, grad_indices, grad_shape)
+        return apply_grads([self], [slices], local_step, cast=cast)
 
     def apply_indexed_slices_grad(
-        self, grad: IndexedSlices, local_step: int = 0, name: str | None = None
+        self,
+        grad: IndexedSlices | PerReplica,
+        local_step: int | Variable = 0,
+        name: str | None = None,
+        *,
+        cast: bool = False,
     ) -> bool:
         """As ``apply_grad``, with the rows in one object.
 
         Args:
-            grad: the rows.
-            local_step: the step at which they were computed.
+            grad: IndexedSlices; or a ``PerReplica`` of them, each of which counts as one gradient
+                and is added on the device where it lies.
+            local_step: see ``apply_grad``.
             name: ignored; TensorFlow's name of the operation.
+            cast: see ``apply_grad``.
+
+        Raises:
+            TypeError: neither of the two.
+            ValueError, CancelledError: what ``apply_grad`` raises.
         """
-        raise NotImplementedError(_MISSING)
+        return apply_grads([self], [grad], local_step, cast=cast)
 
     def take_grad(
-        self, num_required: int, name: str | None = None, *, timeout: float | None = None
+        self,
+        num_required: int,
+        name: str | None = None,
+        *,
+        timeout: float | None = None,
+        as_kind: str | None = None,
+        deadline: float | None = None,
     ) -> tuple[Any, Any, Any]:
-        """Blocks until enough came; then ``(indices, values, shape)``, indices sorted.
+        """As ``take_indexed_slices_grad``, in three parts.
 
         Args:
-            num_required: at least 1.
+            num_required: see there, as for the others.
             name: ignored; TensorFlow's name of the operation.
-            timeout: seconds to wait; None for ever.
+            timeout: see there.
+            as_kind: see there.
+            deadline: see there.
+
+        Returns:
+            The indices, a NumPy array, int64, rising; the rows, an array of the kind of the first
+            gradient, over a mesh a ``Mirrored`` of such; and the shape of the whole array.
         """
-        raise NotImplementedError(_MISSING)
+        taken = self.take_indexed_slices_grad(
+            num_required, timeout=timeout, as_kind=as_kind, deadline=deadline
+        )
+        if isinstance(taken, IndexedSlices):
+            slices, values = taken, taken.values
+        else:
+            slices = taken.primary
+            values = Mirrored.of([buffer_of(part) for part in taken.parts], taken.kind)
+        return slices.indices, values, slices.dense_shape
 
     def take_indexed_slices_grad(
-        self, num_required: int, name: str | None = None, *, timeout: float | None = None
-    ) -> IndexedSlices:
-        """As ``take_grad``, in one object.
+        self,
+        num_required: int,
+        name: str | None = None,
+        *,
+        timeout: float | None = None,
+        as_kind: str | None = None,
+        deadline: float | None = None,
+    ) -> IndexedSlices | Mirrored:
+        """Blocks until ``num_required`` gradients are in, then hands out their mean or sum.
+
+        All that arrived are included. MEAN divides each row by the number of gradients that
+        touched it. Takes are served in the order of the calls. Afterwards the sum is gone, the
+        count 0, the step one further.
 
         Args:
             num_required: at least 1.
             name: ignored; TensorFlow's name of the operation.
             timeout: seconds to wait; None for ever.
+            as_kind: what the values of the result are instead of the kind of the first gradient;
+                see ``ConditionalAccumulator.take_grad``.
+            deadline: see ``ConditionalAccumulator.take_grad``.
+
+        Returns:
+            IndexedSlices with every index once, rising, on the accumulator's device; over a mesh a
+            ``Mirrored`` of them. They are the caller's and never written again. The first entry of
+            ``dense_shape`` is the accumulator's, else that of the first gradient, else -1.
+
+        Raises:
+            InvalidArgumentError: ``num_required`` is less than 1.
+            DeadlineExceededError: the time ran out; nothing was taken.
+            CancelledError: the accumulator was closed, or the mesh died while this waited.
+            CollectiveError: the mesh is dead.
+            ValueError: ``deadline`` is no number above 0.
         """
-        raise NotImplementedError(_MISSING)
+        (taken,) = take_grads(
+            [self], num_required, timeout=timeout, as_kind=as_kind, deadline=deadline
+        )
+        made: IndexedSlices | Mirrored = taken
+        return made

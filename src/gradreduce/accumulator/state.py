@@ -10,21 +10,103 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.device import Buffer, Device, DType
 from gradreduce.errors import CancelledError
 from gradreduce.interop import Kind
+from gradreduce.ops import Segments, Slots
+from gradreduce.values import Part
 
-__all__ = ["AccumulatorState", "Arrival", "Ticket", "locked"]
+__all__ = [
+    "AccumulatorState",
+    "Arrival",
+    "Done",
+    "SparseGradient",
+    "SparseSum",
+    "Ticket",
+    "locked",
+]
 
 _log = logging.getLogger(__name__)
 _numbers = itertools.count()
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
+class SparseGradient:
+    """One sparse gradient on its way in.
+
+    Attributes:
+        values: its rows, ``(num_rows, …)``.
+        segments: which of them have the same index.
+        dense_shape: of the whole array; -1 as its first entry if that is unknown.
+    """
+
+    values: Buffer
+    segments: Segments
+    dense_shape: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the whole array."""
+        return self.dense_shape
+
+    @property
+    def dtype(self) -> DType:
+        """Of the values."""
+        return self.values.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class SparseSum:
+    """The partial sum of sparse gradients on one device.
+
+    Attributes:
+        slots: which row holds which index, and how many gradients touched it.
+        values: ``(capacity, …)``, in the accumulate type; rows behind ``slots.num_rows`` are not
+            written yet.
+    """
+
+    slots: Slots
+    values: Buffer
+
+    @property
+    def rows(self) -> Buffer:
+        """Those of ``values`` that are in use."""
+        return self.values.view(0, (self.slots.num_rows, *self.values.shape[1:]))
+
+
+class Done:
+    """As a ``threading.Event``, in a third of the time: most takes never wait for theirs."""
+
+    __slots__ = ("_is_set", "_lock")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._lock = threading.Lock()  # held until it is set
+        self._lock.acquire()
+
+    def is_set(self) -> bool:
+        """See ``threading.Event``."""
+        return self._is_set
+
+    def set(self) -> None:
+        """See ``threading.Event``; by one thread at a time."""
+        if not self._is_set:
+            self._is_set = True
+            self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """See ``threading.Event``; ``timeout`` is from ``as_timeout``."""
+        if not self._is_set and self._lock.acquire(timeout=-1 if timeout is None else timeout):
+            self._lock.release()  # for the next who waits
+        return self._is_set
+
+
+@dataclass(eq=False, slots=True)
 class Ticket:
     """A place in the queue of every accumulator of one take.
 
@@ -41,20 +123,18 @@ class Ticket:
     states: tuple[AccumulatorState, ...]
     num_required: int
     deadline: float | None = None
-    done: threading.Event = field(default_factory=threading.Event)
-    taken: list[tuple[Buffer, ...]] = field(default_factory=list)
+    done: Done | threading.Event = field(default_factory=Done)
+    taken: list[tuple[Part, ...]] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
     error: BaseException | None = None
 
     def is_ready(self) -> bool:
         """Whether it heads every queue, all open, and all hold enough; all locks must be held."""
-        return all(
-            not state.closed
-            and state.queue
-            and state.queue[0] is self
-            and state.count >= self.num_required
-            for state in self.states
-        )
+        for state in self.states:
+            heads = state.queue and state.queue[0] is self
+            if not heads or state.closed or state.count < self.num_required:
+                return False
+        return True
 
     def leave(self) -> None:
         """Takes it out of every queue; all locks must be held."""
@@ -74,12 +154,14 @@ class AccumulatorState:
         reduction_type: ``"MEAN"`` or ``"SUM"``.
         devices: one partial sum is kept on each.
         over_mesh: whether results are mirrored on all devices.
-        ops: reduces the partial sums of a mesh at a take; None for the default one.
+        ops: reduces the partial sums of a mesh at a take.
+        sparse: whether gradients are IndexedSlices.
         lock: guards everything below.
         count: gradients in the sum.
         step: gradients of an earlier one are stale.
         num_dropped: stale ones so far.
-        sum_shape: of the gradients in the sum; None without any.
+        sum_shape: of the gradients in the sum; None without any. Of sparse ones that of the whole
+            array, -1 as its first entry if that is unknown.
         totals: the partial sum of each device, in the accumulate type; None where nothing came.
         kind: of the first gradient kept since the last take.
         queue: takes that wait, first come, first served.
@@ -94,6 +176,8 @@ class AccumulatorState:
         devices: tuple[Device, ...],
         over_mesh: bool,
         ops: AllReduceCrossDeviceOps,
+        *,
+        sparse: bool = False,
     ) -> None:
         self.number = next(_numbers)
         self.dtype = dtype
@@ -102,12 +186,13 @@ class AccumulatorState:
         self.devices = devices
         self.over_mesh = over_mesh
         self.ops = ops
+        self.sparse = sparse
         self.lock = threading.RLock()
         self.count = 0
         self.step = 0
         self.num_dropped = 0
         self.sum_shape: tuple[int, ...] | None = None
-        self.totals: list[Buffer | None] = [None] * len(devices)
+        self.totals: list[Buffer | SparseSum | None] = [None] * len(devices)
         self.kind: Kind = "native"
         self.queue: deque[Ticket] = deque()
         self.closed = False
@@ -142,8 +227,7 @@ class AccumulatorState:
         self.totals = [None] * len(self.devices)
 
 
-@dataclass(frozen=True)
-class Arrival:
+class Arrival(NamedTuple):
     """What one call brings to one accumulator.
 
     Attributes:
@@ -154,13 +238,22 @@ class Arrival:
     """
 
     state: AccumulatorState
-    parts: tuple[tuple[int, Buffer], ...]
+    parts: tuple[tuple[int, Buffer | SparseGradient], ...]
     kind: Kind
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of its first gradient."""
+        return self.parts[0][1].shape
+
+
+def locked(states: Sequence[AccumulatorState]) -> AbstractContextManager[object]:
+    """Holds the locks of all states, taken in the order of creation: no two callers deadlock."""
+    return states[0].lock if len(states) == 1 else _all_locked(states)
 
 
 @contextmanager
-def locked(states: Sequence[AccumulatorState]) -> Iterator[None]:
-    """Holds the locks of all states, taken in the order of creation: no two callers deadlock."""
+def _all_locked(states: Sequence[AccumulatorState]) -> Iterator[None]:
     with ExitStack() as stack:
         for state in sorted(set(states), key=lambda state: state.number):
             stack.enter_context(state.lock)

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from gradreduce import ops
 from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.device import Buffer, Device, DType, gather, scatter
+from gradreduce.values import Part
 
 from .dense_sums import lie_together
+from .sparse_sums import take_sparse
 from .state import AccumulatorState
 
 __all__ = ["take_held"]
@@ -17,7 +19,7 @@ __all__ = ["take_held"]
 _Batch = tuple[tuple[Device, ...], float, AllReduceCrossDeviceOps]
 
 
-def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Buffer, ...]]:
+def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Part, ...]]:
     """Takes the gradient of each state, all locks held; then its count is 0, its step one on.
 
     Returns:
@@ -25,11 +27,16 @@ def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Buffer, ...]]:
     """
     for state in states:  # a take without a launch must notice too
         state.check_devices()
-    taken: dict[AccumulatorState, tuple[Buffer, ...]] = {}
-    alone = {state: _room(state) for state in states if state.count and not state.over_mesh}
+    taken: dict[AccumulatorState, tuple[Part, ...]] = {}
+    held = [state for state in states if state.count]
+    dense = [state for state in held if not state.sparse]
+    alone = {state: _room(state) for state in dense if not state.over_mesh}
+    if len(dense) < len(held):  # first, because it writes no sum
+        sparse = [state for state in held if state.sparse]
+        taken.update(zip(sparse, take_sparse(sparse), strict=True))
     batches: dict[_Batch, list[AccumulatorState]] = {}
-    for state in states:
-        if state.count and state.over_mesh:
+    for state in dense:
+        if state.over_mesh:
             key = (state.devices, _divisor(state), state.ops)
             batches.setdefault(key, []).append(state)
     for place, ((_, divisor, reducer), together) in enumerate(batches.items(), 1):
@@ -72,7 +79,7 @@ def _partials(states: Sequence[AccumulatorState]) -> list[list[Buffer]]:
             zeros.update(zip([(state, place) for state in found], made, strict=True))
     return [
         [
-            zeros[state, place] if total is None else total
+            total if isinstance(total, Buffer) else zeros[state, place]
             for place, total in enumerate(state.totals)
         ]
         for state in states
@@ -82,7 +89,7 @@ def _partials(states: Sequence[AccumulatorState]) -> list[list[Buffer]]:
 def _room(state: AccumulatorState) -> tuple[Buffer, Buffer]:
     """The sum on the one device and where its result goes: the sum itself if of its type."""
     (total,) = state.totals
-    assert total is not None, "it has a count"
+    assert isinstance(total, Buffer), "it holds gradients"
     same = total.dtype == state.dtype
     return total, total if same else total.device.empty(total.shape, state.dtype)
 

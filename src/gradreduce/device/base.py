@@ -266,7 +266,8 @@ class Device(Backend):
         written = {operand.block: operand for row in rows for operand in row[:num_written]}
         for operand in written.values():
             check_writable(operand)
-        crossing = self._touch([away] if queue == "compute" else rows, queue)
+        touched = [away] if queue == "compute" else rows
+        crossing = self._touch(touched, queue) if away or queue != "compute" else 0
         for operand in written.values():
             self._before_write(operand, queue)
         issue = self._launch(kernel, template, rows, scalars, queue)

@@ -21,6 +21,8 @@ __all__ = ["bring", "by_physical", "copy_over", "fetch", "gather", "gather_all",
 
 def by_physical(devices: Sequence[Device]) -> dict[int, tuple[int, ...]]:
     """Physical device -> the places in ``devices`` of its logical ones; first seen first."""
+    if len(devices) == 1:
+        return {devices[0].physical: (0,)}
     places: dict[int, list[int]] = {}
     for place, device in enumerate(devices):
         places.setdefault(device.physical, []).append(place)
@@ -32,7 +34,9 @@ def gather(leader: Device, others: Iterable[Device], queue: Queue = "compute") -
 
     Say it after the last allocation: memory comes in the order of its device's compute queue.
     """
-    gather_all([leader], others, queue)
+    others = dict.fromkeys(others)
+    if not _is_all(leader, others, queue):
+        gather_all([leader], others, queue)
 
 
 def gather_all(leaders: Iterable[Device], others: Iterable[Device], queue: Queue) -> None:
@@ -42,7 +46,14 @@ def gather_all(leaders: Iterable[Device], others: Iterable[Device], queue: Queue
 
 def scatter(leader: Device, others: Iterable[Device], queue: Queue = "compute") -> None:
     """What the others launch from now on comes behind what the leader's queue holds so far."""
-    _fenced(_scatter, (leader,), dict.fromkeys(others), queue)
+    others = dict.fromkeys(others)
+    if not _is_all(leader, others, queue):
+        _fenced(_scatter, (leader,), others, queue)
+
+
+def _is_all(leader: Device, others: dict[Device, None], queue: Queue) -> bool:
+    """Whether there is nobody else: a queue comes behind itself without a fence."""
+    return queue == "compute" and len(others) == 1 and leader in others
 
 
 def _fenced(

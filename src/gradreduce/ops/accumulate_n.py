@@ -9,10 +9,10 @@ import numpy as np
 from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype, element_of
 from gradreduce.device.kernel import Arrays
 
-from ._check import by_dtype
+from ._check import by_dtype, paired
 from ._templates import SAME, TO_WIDE
 
-__all__ = ["ACCUMULATE_N", "accumulate_n", "prepare_accumulate_n"]
+__all__ = ["ACCUMULATE_N", "accumulate_fitted", "accumulate_n", "prepare_accumulate_n"]
 
 
 def _accumulate_n_twin(table: Sequence[Arrays], num_inputs: int) -> None:
@@ -36,6 +36,7 @@ ACCUMULATE_N = Kernel(
     twin=_accumulate_n_twin,
     scalars=(("num_inputs", "int64"),),
     templates=(*SAME, *TO_WIDE),
+    streams=True,
 )
 
 
@@ -64,6 +65,14 @@ def accumulate_n(
     for (to, of, _, num_inputs), operands in by_dtype(ACCUMULATE_N, rows).items():
         device = device or totals[0].device
         device.launch(ACCUMULATE_N, (to, of), operands, (num_inputs,), queue=queue)
+
+
+def accumulate_fitted(
+    totals: Sequence[Buffer], inputs: Sequence[Buffer], *, device: Device
+) -> None:
+    """``totals[t] += inputs[t]``, of rows that fit by their making: see ``pack_fitted``."""
+    for (to, of, _, _), operands in paired(ACCUMULATE_N, totals, inputs, fitted=True).items():
+        device.launch(ACCUMULATE_N, (to, of), operands, (1,))
 
 
 def prepare_accumulate_n(device: Device, total: np.dtype, term: np.dtype) -> None:

@@ -11,10 +11,10 @@ from gradreduce.device import Buffer, Device, Kernel, Queue, Template, accumulat
 from gradreduce.device.dtypes import is_known
 from gradreduce.device.kernel import Arrays
 
-from ._check import as_elements, by_dtype
+from ._check import as_elements, by_dtype, paired
 from ._templates import SAME, TO_WIDE
 
-__all__ = ["ADD_N", "add_n", "added", "added_on_host", "prepare_add_n"]
+__all__ = ["ADD_N", "add_n", "added", "added_on_host", "cast_fitted", "prepare_add_n"]
 
 # Input counts that are compiled in, so that all loads of a vector are in flight together.
 UNROLLED = 8
@@ -51,6 +51,7 @@ ADD_N = Kernel(
         for pair in pairs
         for count in counts
     ),
+    streams=True,
 )
 
 
@@ -85,6 +86,12 @@ def add_n(
     for (to, of, _, num_inputs), operands in by_dtype(ADD_N, rows).items():
         device = device or outs[0].device
         device.launch(ADD_N, _template(to, of, num_inputs), operands, (num_inputs,), queue=queue)
+
+
+def cast_fitted(outs: Sequence[Buffer], inputs: Sequence[Buffer], *, device: Device) -> None:
+    """``outs[t] = inputs[t]``, cast, of rows that fit by their making: see ``pack_fitted``."""
+    for (to, of, _, _), operands in paired(ADD_N, outs, inputs, fitted=True).items():
+        device.launch(ADD_N, _template(to, of, 1), operands, (1,))
 
 
 def added(terms: Sequence[Buffer], dtype: np.dtype) -> Buffer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from ._check import as_elements, check_apart, check_divisor, check_writable, ele
 from ._segments import Segments
 from ._templates import FROM_WIDE, SAME, TO_WIDE
 
-__all__ = ["SEGMENT_SUM", "Divisor", "prepare_segment_sum", "segment_sum"]
+__all__ = ["SEGMENT_SUM", "Divisor", "prepare_segment_sum", "ready_segment_sum", "segment_sum"]
 
 # The twin adds the k-th rows of all segments at once while k is below this, and then the rest of
 # each long segment by itself: neither a few long nor many short ones make many NumPy calls.
@@ -37,7 +37,10 @@ _Key = tuple[str, str, int, int, float]
 def _segment_sum_twin(
     table: Sequence[Arrays], has_into: int, has_divisors: int, divisor: float
 ) -> None:
-    """``out[into[s]] = (values[order[b]] + … + values[order[e-1]]) / divisors[s]``, b to e."""
+    """``out[into[s]] = (values[order[b]] + … + values[order[e-1]]) / divisors[s]``, b to e.
+
+    A row that is given as ``~row`` is added to.
+    """
     for out, values, order, *optional, bounds in table:
         values = values.reshape(order.size, -1)
         total = _left_to_right(values, order, bounds)
@@ -47,7 +50,23 @@ def _segment_sum_twin(
         if has_divisors or divisor != 1:
             np.true_divide(total, by, out=total)
         rows = out.reshape(-1, values.shape[1])
-        rows[optional[0] if has_into else slice(None)] = total
+        if has_into:
+            _put(rows, optional[0], total)
+        else:
+            rows[...] = total
+
+
+def _put(rows: np.ndarray, into: np.ndarray, total: np.ndarray) -> None:
+    """Into the rows of the out; where ``into`` is negative, on top of what they hold."""
+    held = into < 0
+    if not held.any():
+        rows[into] = total
+        return
+    places = np.where(held, ~into, into)
+    sums = total.astype(accumulate_dtype(rows.dtype), copy=False)
+    where = slice(None) if held.all() else held
+    sums[where] = rows[places[where]] + sums[where]
+    rows[places] = sums
 
 
 def _left_to_right(values: np.ndarray, order: np.ndarray, bounds: np.ndarray) -> np.ndarray:
@@ -105,8 +124,9 @@ def segment_sum(
             with ``values``.
         values: one per tensor, ``(num_rows, …)``; of the out's dtype or one that is cast to it.
         segments: one per tensor, of as many rows as ``values`` has.
-        into: for each tensor the row of the out that each segment becomes, int64, rising; None
-            (for one tensor or all): row s is segment s, and there is no other.
+        into: for each tensor the row of the out that each segment becomes, int64, none twice;
+            ``~row`` instead adds the segment's sum to what that row holds, in the accumulate type
+            of the out. None (for one tensor or all): row s is segment s, and there is no other.
         divisor: of every sum, or one for each tensor: a number, or float64 for each segment. In
             the accumulate type, before the one rounding; 1 divides nothing.
         device: whose queue launches; it holds the plans. Default: that of ``outs[0]``. Fences
@@ -114,19 +134,42 @@ def segment_sum(
         queue: which of its queues.
 
     Raises:
-        ValueError: sizes, rows or dtypes do not fit, an out overlaps its values, ``into`` does
-            not rise or leaves the out, or integers would be divided.
+        ValueError: sizes, rows or dtypes do not fit, an out overlaps its values, ``into`` names a
+            row twice or one that the out has not, or integers would be divided.
+    """
+    ready_segment_sum(
+        outs, values, segments, into=into, divisor=divisor, device=device, queue=queue
+    )()
+
+
+def ready_segment_sum(
+    outs: Sequence[Buffer],
+    values: Sequence[Buffer],
+    segments: Sequence[Segments],
+    *,
+    into: Sequence[np.ndarray | None] | None = None,
+    divisor: Divisor | Sequence[Divisor] = 1,
+    device: Device | None = None,
+    queue: Queue = "compute",
+) -> Callable[[], None]:
+    """As ``segment_sum``, but only checks and uploads; calling what it returns launches.
+
+    So that what makes several launches has its memory before the first.
     """
     planned = _planned(outs, values, segments, into, divisor)
     if not planned:
-        return
-    device = device or outs[0].device
-    uploaded = _upload([row.plan for row in planned], device, queue)
+        return lambda: None
+    home = device or outs[0].device
+    uploaded = _upload([row.plan for row in planned], home, queue)
     launches: dict[_Key, list[list[Buffer]]] = {}
     for row, plans in zip(planned, uploaded, strict=True):
         launches.setdefault(row.key, []).append([*row.operands, *plans])
-    for (to, of, *scalars), rows in launches.items():
-        device.launch(SEGMENT_SUM, (to, of), rows, scalars, queue=queue)
+
+    def launch() -> None:
+        for (to, of, *scalars), rows in launches.items():
+            home.launch(SEGMENT_SUM, (to, of), rows, scalars, queue=queue)
+
+    return launch
 
 
 def prepare_segment_sum(device: Device, out: np.dtype, term: np.dtype) -> None:
@@ -182,12 +225,21 @@ def _check_rows(out: Buffer, values: Buffer, plan: Segments, into: np.ndarray | 
     if into is None:
         if out.shape[0] != num_segments:
             raise ValueError(f"segment_sum: {num_segments} segments into the rows of {out}")
-    elif into.shape != (num_segments,) or into.dtype != np.int64 or (np.diff(into) <= 0).any():
-        raise ValueError(f"segment_sum: into={into} is not a rising row for each segment, int64")
-    elif num_segments and (into[0] < 0 or into[-1] >= out.shape[0]):
-        raise ValueError(f"segment_sum: into={into} leaves {out}")
+    elif into.shape != (num_segments,) or into.dtype != np.int64:
+        raise ValueError(f"segment_sum: into={into} is not a row for each segment, int64")
+    else:
+        _check_into(out, into)
     check_writable("segment_sum", [out])
     check_apart("segment_sum", out, values)
+
+
+def _check_into(out: Buffer, into: np.ndarray) -> None:
+    """Raises ``ValueError`` if it leaves the out, or two sums would go into one row."""
+    rows = np.where(into < 0, ~into, into)
+    if rows.max(initial=-1) >= out.shape[0]:
+        raise ValueError(f"segment_sum: into={into} leaves {out}")
+    if (np.diff(rows) <= 0).any() and np.unique(rows).size < rows.size:  # rising ones cannot
+        raise ValueError(f"segment_sum: into={into} names a row of {out} twice")
 
 
 def _check_divisors(values: Buffer, plan: Segments, divisor: Divisor) -> None:

@@ -1,0 +1,119 @@
+"""The flags of the examples, how a bad one is answered, and the devices that they ask for."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import gradreduce as gr
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a bad flag with one line: the flag, what came, and the allowed values."""
+
+    def __init__(self, text: str | None) -> None:
+        super().__init__(description=(text or "").splitlines()[0], allow_abbrev=False)
+        self.allowed: dict[str, str] = {}
+
+    def flag(
+        self, name: str, default: Any, read: Callable[[str], Any], allowed: str, meaning: str
+    ) -> None:
+        """Adds a flag whose text ``read`` turns into a value, or raises ``ValueError``."""
+
+        def checked(text: str) -> Any:
+            try:
+                return read(text)
+            except (ValueError, OSError):
+                raise argparse.ArgumentTypeError(f"got {text!r}") from None
+
+        shown = "none" if default is None else default
+        text = f"{meaning} (allowed: {allowed}; default: {shown})"
+        self.add_argument(name, default=default, type=checked, metavar="VALUE", help=text)
+        self.allowed[name] = allowed
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with status 2; every fault that argparse finds comes here too."""
+        found = re.match(r"argument (--[a-z-]+): ", message)
+        if found and found[1] in self.allowed:
+            message = f"{message.removeprefix('argument ')}; allowed: {self.allowed[found[1]]}"
+        elif message.startswith("unrecognized"):
+            message += f"; allowed: {', '.join(['--help', *self.allowed])}"
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
+
+
+def in_range(kind: type, low: float, high: float) -> Callable[[str], Any]:
+    """Reads a number from ``low`` to ``high``."""
+
+    def read(text: str) -> Any:
+        value = kind(text)
+        if not low <= value <= high:
+            raise ValueError
+        return value
+
+    return read
+
+
+def one_of(*names: str) -> tuple[Callable[[str], str], str]:
+    """Reads one of ``names``; and says which they are."""
+
+    def read(text: str) -> str:
+        if text not in names:
+            raise ValueError
+        return text
+
+    return read, ", ".join(names)
+
+
+def file(suffix: str) -> Callable[[str], Path]:
+    """Reads the path of a file that can be written."""
+
+    def read(text: str) -> Path:
+        path = Path(text)
+        if path.suffix != suffix or path.is_dir() or not path.parent.is_dir():
+            raise ValueError
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError
+        return path
+
+    return read
+
+
+def placement(text: str) -> list[int]:
+    """Reads the physical device of each logical one."""
+    return [in_range(int, 0, 63)(part) for part in text.split(",")]
+
+
+def open_devices(options: argparse.Namespace) -> gr.Mesh:
+    """The mesh that the flags ask for; on GPUs, however few, the devices are spread evenly."""
+    backend = None if options.backend == "auto" else options.backend
+    devices: int | list[int] = options.placement or options.devices
+    if options.placement is None and backend != "sim":
+        with gr.open_mesh(backend=backend) as seen:
+            backend, num_gpus = seen.backend, len(seen)
+        if backend == "cuda":
+            devices = [i * num_gpus // options.devices for i in range(options.devices)]
+    return gr.open_mesh(devices, backend=backend, kernels=options.kernels)
+
+
+def on_devices(parser: Parser, options: argparse.Namespace, run: Callable[[gr.Mesh], Any]) -> Any:
+    """What ``run`` returns for the mesh that the flags ask for.
+
+    Devices that are not there, or no compiler for their kernels, are a bad flag.
+    """
+    if options.placement is not None and len(options.placement) != options.devices:
+        parser.error(f"argument --placement: got {len(options.placement)} numbers for "
+                     f"{options.devices} devices")  # fmt: skip
+    try:
+        mesh = open_devices(options)
+    except (gr.errors.BackendUnavailableError, ValueError) as error:
+        parser.error(f"argument --backend: {error}")
+    with mesh:
+        try:
+            return run(mesh)
+        except gr.errors.BackendUnavailableError as error:  # no compiler for the kernels
+            flag = "--kernels" if mesh.backend == "sim" else "--backend"
+            parser.error(f"argument {flag}: {error}")

@@ -1,0 +1,399 @@
+"""Trains on handwritten digits with backup workers, as TensorFlow's SyncReplicasOptimizer did.
+
+Synchronous training is as fast as its slowest worker: each update waits for the gradient of all.
+With backup workers it waits for the first ``replicas_to_aggregate`` gradients out of more workers.
+Who comes later brings a gradient by weights that are no more; it is dropped, and the worker goes
+on from the new ones. That costs its work, but nobody has waited for it.
+
+The protocol:
+
+* Each variable has a ``ConditionalAccumulator``, whose step is the global step. It adds up the
+  gradients that come with a local step as high as its own, and drops those with a lower one.
+* A worker reads the weights, brings its gradients with its local step, and waits for a token. The
+  number on the token is its next local step.
+* The chief waits until enough gradients are in, takes their mean, which puts the accumulators one
+  step on, updates the variables, and hands out as many tokens with the new global step as there
+  are workers (or gradients in an update, if that is more).
+
+So a gradient is used at the step at which it was computed, or never. Workers that are on time lose
+some too: what comes after enough others, and what follows on a token that lay in the queue until
+its step was over. TensorFlow's did as well. But there each variable decided by itself; here the
+gradients of a worker are kept or dropped together.
+
+Here the workers are threads, each with a logical device of its own. A straggler is late with some
+of its gradients: an event holds them until the others have made ``--lag`` more updates, no clock,
+so all of them are stale. Read ``SyncReplicas``, ``work`` and ``lead`` first. The network is in
+``digits.py``, the report in ``report.py``, the command line in ``command_line.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import rich
+from command_line import Parser, file, in_range, on_devices, one_of, placement
+from digits import Digits, accuracy, backward, initial_weights, load, read_weights
+from matplotlib.figure import Figure
+from report import conclude, draw_accuracies, draw_losses, print_table, where
+from rich.progress import Progress
+from rich.table import Table
+
+import gradreduce as gr
+
+MOMENTUM = 0.9
+EVALUATE_EVERY = 10  # steps
+BATCH_SIZE = 32  # images of one gradient
+
+
+# The protocol ----------------------------------------------------------------------------------
+
+
+def grad_accumulators(
+    variables: Sequence[gr.Variable], ops: gr.AllReduceCrossDeviceOps
+) -> list[gr.ConditionalAccumulator]:
+    """One for each variable, over its mesh; those of the same variable are one.
+
+    Each of TensorFlow's workers built its own, and the name made them one; so do they here.
+    """
+    return [
+        gr.ConditionalAccumulator(
+            variable.dtype,
+            variable.shape,
+            shared_name=f"{variable.name}/grad_accum",
+            device=variable.devices[0].mesh,
+            cross_device_ops=ops,
+        )
+        for variable in variables
+    ]
+
+
+class SyncReplicas:
+    """What the chief and the workers share. Leaving it ends all of them.
+
+    Args:
+        variables: mirrored, on the devices of one mesh.
+        optimizer: applies the mean gradients.
+        global_step: a Variable that counts the updates; where it stands the training begins.
+        replicas_to_aggregate: gradients in an update.
+        total_num_replicas: workers; those beyond ``replicas_to_aggregate`` are the backup.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[gr.Variable],
+        optimizer: gr.Optimizer,
+        global_step: gr.Variable,
+        replicas_to_aggregate: int,
+        total_num_replicas: int,
+    ) -> None:
+        self.variables = variables
+        self.optimizer = optimizer
+        self.global_step = global_step
+        self.replicas_to_aggregate = replicas_to_aggregate
+        self.total_num_replicas = total_num_replicas
+        self.step = int(global_step)  # the number on the latest tokens
+        self.over = False
+        self._moved = threading.Condition()
+        self._tokens: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        # One for all accumulators, so that their sums travel together.
+        self.ops = gr.AllReduceCrossDeviceOps("hierarchical_copy")
+        self.accumulators = grad_accumulators(variables, self.ops)
+        for accumulator in self.accumulators:
+            accumulator.set_global_step(global_step)
+
+    def update(self) -> None:
+        """Waits for enough gradients and updates the variables by their mean."""
+        means = gr.take_grads(self.accumulators, self.replicas_to_aggregate)
+        self.optimizer.apply_gradients(zip(means, self.variables, strict=True), self.global_step)
+        with self._moved:
+            self.step = int(self.global_step)
+            self._moved.notify_all()
+
+    def hand_out_tokens(self) -> None:
+        """Lets the workers compute gradients of this step; who is quick may draw a second token."""
+        for _ in range(max(self.total_num_replicas, self.replicas_to_aggregate)):
+            self._tokens.put(self.step)
+
+    def next_step(self) -> int | None:
+        """Waits for a token: the next local step of a worker, or None when the training is over."""
+        token = self._tokens.get()
+        return None if self.over else token
+
+    def await_step(self, step: int) -> None:
+        """Waits until the global step has come so far, or the training is over."""
+        with self._moved:
+            self._moved.wait_for(lambda: self.over or self.step >= step)
+
+    def end(self) -> None:
+        """Nobody waits for a token or a step any more."""
+        with self._moved:
+            self.over = True
+            self._moved.notify_all()
+        for _ in range(self.total_num_replicas):
+            self._tokens.put(None)
+
+    def __enter__(self) -> SyncReplicas:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+        for accumulator in self.accumulators:
+            accumulator.close()  # a chief that waits for gradients gets a CancelledError
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What became of a gradient: who brought it, of which step, and whether it was kept."""
+
+    worker: int
+    local_step: int
+    loss: float
+    held: bool
+    kept: bool
+
+
+def work(
+    worker: int, sync: SyncReplicas, digits: Digits, options: argparse.Namespace
+) -> list[Gradient]:
+    """A worker: brings gradients until there are no more tokens; says what became of them.
+
+    Its batches come from a generator of its own, so they do not depend on the other threads.
+    """
+    accumulators = grad_accumulators(sync.variables, sync.ops)
+    rng = np.random.default_rng([options.seed, worker])
+    straggles = worker >= options.workers - options.stragglers
+    gradients: list[Gradient] = []
+    for local_step in iter(sync.next_step, None):
+        # Weights that the chief is changing meanwhile are of no step; but then it has taken the
+        # gradients of this one, and what is computed here is dropped.
+        weights = read_weights(sync.variables, worker)
+        pick = rng.integers(len(digits.train_images), size=BATCH_SIZE)
+        loss, grads = backward(weights, digits.train_images[pick], digits.train_labels[pick])
+        held = straggles and len(gradients) % options.late_every == 0
+        if held:
+            sync.await_step(local_step + options.lag)
+        with gr.replica(worker):  # on whose device the arrays are added up
+            kept = gr.apply_grads(accumulators, grads, local_step)
+        gradients.append(Gradient(worker, local_step, loss, held, kept))
+    return gradients
+
+
+def lead(
+    sync: SyncReplicas, digits: Digits, num_steps: int, advance: Callable[[], None]
+) -> list[tuple[int, float]]:
+    """The chief: makes every update; gives pairs of a step and the test accuracy after it."""
+    accuracies = []
+    try:
+        for number in range(1, num_steps + 1):
+            sync.hand_out_tokens()
+            sync.update()
+            if number % EVALUATE_EVERY == 0 or number == num_steps:
+                accuracies.append((number, accuracy(read_weights(sync.variables, 0), digits)))
+            advance()
+    finally:
+        sync.end()
+    return accuracies
+
+
+# The training ----------------------------------------------------------------------------------
+
+
+@dataclass
+class History:
+    """What a training run leaves behind.
+
+    Attributes:
+        gradients: for each worker all that it brought, in order.
+        accuracies: pairs of a step and the test accuracy after it.
+        weights: the final ones, by name.
+        seconds: of the whole training.
+        global_step: at the end.
+        num_dropped: stale gradients, counted by the accumulators.
+    """
+
+    gradients: list[list[Gradient]]
+    accuracies: list[tuple[int, float]]
+    weights: dict[str, np.ndarray]
+    seconds: float
+    global_step: int
+    num_dropped: int
+
+    @property
+    def accuracy(self) -> float:
+        """The test accuracy at the end."""
+        return self.accuracies[-1][1]
+
+    @property
+    def losses(self) -> list[float]:
+        """Of each step, the mean over the gradients that were kept."""
+        kept = [each for worker in self.gradients for each in worker if each.kept]
+        totals = np.zeros((2, self.global_step))
+        for each in kept:
+            totals[:, each.local_step] += each.loss, 1
+        return list(totals[0] / totals[1])
+
+
+def train(mesh: gr.Mesh, digits: Digits, options: argparse.Namespace) -> History:
+    """Trains with one worker on each device of ``mesh``, and a chief."""
+    initial = initial_weights(np.random.default_rng(options.seed))
+    variables = [gr.Variable(value, name, device=mesh) for name, value in initial.items()]
+    global_step = gr.Variable(0, "global_step", trainable=False, device=mesh.devices[0])
+    sync = SyncReplicas(
+        variables,
+        gr.MomentumOptimizer(options.learning_rate, MOMENTUM),
+        global_step,
+        options.replicas_to_aggregate,
+        options.workers,
+    )
+    start = time.perf_counter()
+    # Whatever ends it, Ctrl-C too: first nobody waits any more, then all threads are waited for.
+    with Progress() as progress, ThreadPoolExecutor(options.workers + 1) as pool, sync:
+        bar = progress.add_task("training", total=options.steps)
+        workers = [pool.submit(work, i, sync, digits, options) for i in range(options.workers)]
+        chief = pool.submit(lead, sync, digits, options.steps, lambda: progress.advance(bar))
+        join([chief, *workers])
+    return History(
+        [worker.result() for worker in workers],
+        chief.result(),
+        {variable.name: variable.numpy() for variable in variables},
+        time.perf_counter() - start,
+        int(global_step),
+        sync.accumulators[0].num_dropped,
+    )
+
+
+def join(threads: Sequence[Future[Any]]) -> None:
+    """Waits until all have ended; raises the error of the first that failed, at once."""
+    pending = set(threads)
+    while pending:
+        # Not for ever: Python may miss a Ctrl-C that comes just before it begins to wait.
+        done, pending = wait(pending, 0.5, FIRST_EXCEPTION)
+        for thread in done:
+            thread.result()
+
+
+# The report ------------------------------------------------------------------------------------
+
+
+def print_workers(mesh: gr.Mesh, history: History) -> None:
+    """What became of each worker's gradients."""
+    table = Table(title="Gradients of each worker")
+    for name in ("worker", "device", "kept", "dropped", "held back"):
+        table.add_column(name, justify="right")
+    for number, gradients in enumerate(history.gradients):
+        kept, held = sum(each.kept for each in gradients), sum(each.held for each in gradients)
+        cells = number, mesh.devices[number].name, kept, len(gradients) - kept, held
+        table.add_row(*map(str, cells))
+    rich.print(table)
+
+
+def table_rows(mesh: gr.Mesh, history: History, options: argparse.Namespace) -> dict[str, str]:
+    """What the closing table says."""
+    gradients = [each for worker in history.gradients for each in worker]
+    held = sum(each.held for each in gradients)
+    return {
+        "workers": where(mesh),
+        "gradients in an update": f"{options.replicas_to_aggregate} or more",
+        "global step": str(history.global_step),
+        "kept": str(sum(each.kept for each in gradients)),
+        "dropped": f"{history.num_dropped}, {held} of them held back",
+        "test accuracy": f"{history.accuracy:.4f}",
+        "steps/s": f"{options.steps / history.seconds:.1f}",
+    }
+
+
+def save_picture(history: History, path: Path) -> None:
+    """Loss and test accuracy over the steps, and what became of each worker's gradients."""
+    figure = Figure(figsize=(11, 3.5), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    draw_losses(left, history.losses)
+    draw_accuracies(middle, history.accuracies)
+    names = [str(number) for number in range(len(history.gradients))]
+    bottom = np.zeros(len(names))
+    fates = {
+        "kept": lambda each: each.kept,
+        "dropped": lambda each: not each.kept and not each.held,
+        "held back, dropped": lambda each: not each.kept and each.held,
+    }
+    for label, is_one in fates.items():
+        counts = [sum(map(is_one, worker)) for worker in history.gradients]
+        right.bar(names, counts, bottom=bottom, label=label)
+        bottom += counts
+    room = 1.4 * bottom.max()  # above the bars, for the legend
+    right.set(title="Gradients", xlabel="worker", ylabel="number", ylim=(0, room))
+    right.legend()
+    figure.savefig(path, dpi=120)
+
+
+# The command line ------------------------------------------------------------------------------
+
+
+def make_parser() -> Parser:
+    """All the flags."""
+    parser = Parser(__doc__)
+    flag = parser.flag
+    flag("--workers", 5, in_range(int, 1, 64), "1 to 64", "threads, each with a device of its own")
+    flag("--replicas-to-aggregate", None, in_range(int, 1, 64), "1 to 64",
+         "gradients that an update waits for; none: one less than workers")  # fmt: skip
+    flag("--stragglers", None, in_range(int, 0, 63), "0 to the number of backup workers",
+         "how many workers are late at times; none: one, if there is a backup")  # fmt: skip
+    flag("--late-every", 4, in_range(int, 1, 10_000), "1 to 10000",
+         "a straggler is late with one gradient in so many")  # fmt: skip
+    flag("--lag", 2, in_range(int, 1, 10_000), "1 to 10000",
+         "updates that the others make meanwhile")  # fmt: skip
+    flag("--backend", "auto", *one_of("auto", "sim", "cuda"), "GPUs or simulated devices")
+    flag("--placement", None, placement, "a number from 0 to 63 for each worker, as 0,0,1,1,2",
+         "the physical device of each worker")  # fmt: skip
+    flag("--kernels", "numpy", *one_of("numpy", "compiled"), "what simulated devices run")
+    flag("--steps", 400, in_range(int, 1, 10_000), "1 to 10000", "how long to train")
+    flag("--learning-rate", 0.1, in_range(float, 1e-6, 10), "1e-6 to 10", "of the momentum rule")
+    flag("--seed", 0, in_range(int, 0, 2**32 - 1), "0 to 4294967295", "of weights and batches")
+    flag("--output", "sync_replicas.png", file(".png"), "a .png file in a folder that exists",
+         "where the picture goes")  # fmt: skip
+    return parser
+
+
+def read_options(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The flags, checked against each other; those not given follow from the others."""
+    options = parser.parse_args(arguments)
+    options.devices = options.workers
+    if options.replicas_to_aggregate is None:
+        options.replicas_to_aggregate = max(1, options.workers - 1)
+    backup = max(0, options.workers - options.replicas_to_aggregate)
+    if options.stragglers is None:
+        options.stragglers = min(1, backup)
+    if options.stragglers > backup:
+        parser.error(f"argument --stragglers: got {options.stragglers} for {backup} backup "
+                     "workers, so that an update would wait for one that is late")  # fmt: skip
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program; 0 if the goal is reached, else 1. A bad flag exits with 2."""
+    parser = make_parser()
+    options = read_options(parser, arguments)
+
+    def run(mesh: gr.Mesh) -> History:
+        history = train(mesh, load(), options)
+        print_workers(mesh, history)
+        title = f"{options.steps} steps on handwritten digits"
+        print_table(title, table_rows(mesh, history, options))
+        return history
+
+    history = on_devices(parser, options, run)
+    save_picture(history, options.output)
+    return conclude(history.accuracy, options.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

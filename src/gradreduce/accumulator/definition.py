@@ -1,0 +1,66 @@
+"""What an accumulator is: the arguments that define it checked, all that it launches compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gradreduce.cross_device import AllReduceCrossDeviceOps
+from gradreduce.device import Device, Mesh, accumulate_dtype, as_dtype, default_mesh
+from gradreduce.ops import prepare_all_sum
+from gradreduce.presets import shared_ops
+
+from .dense_sums import prepare_arrivals
+from .door import DTYPES, as_shape
+from .registry import shared_state
+from .serve import cancel_waiting, forget
+from .sparse_sums import prepare_sparse
+from .state import AccumulatorState
+
+__all__ = ["defined"]
+
+
+def defined(
+    dtype: Any,
+    shape: Sequence[int | None] | None,
+    shared_name: str | None,
+    reduction_type: str,
+    device: Device | Mesh | None,
+    *,
+    cross_device_ops: AllReduceCrossDeviceOps | None = None,
+    sparse: bool = False,
+) -> AccumulatorState:
+    """The state that a new handle is for: see ``ConditionalAccumulator`` for the arguments."""
+    found = as_dtype(dtype)
+    if found.name not in DTYPES:
+        raise TypeError(f"dtype {found} is not one of {', '.join(DTYPES)}")
+    if reduction_type not in ("MEAN", "SUM"):
+        raise ValueError(f'reduction_type {reduction_type!r} not in: "MEAN", "SUM"')
+    wanted = None if shape is None else as_shape(shape)
+    device = default_mesh().devices[0] if device is None else device
+    if not isinstance(device, Device | Mesh):
+        raise TypeError(f"device={device!r} is neither a Device nor a Mesh")
+    reducer = shared_ops() if cross_device_ops is None else cross_device_ops
+    if not isinstance(reducer, AllReduceCrossDeviceOps):
+        raise TypeError(f"cross_device_ops={reducer!r} is no AllReduceCrossDeviceOps")
+    over_mesh = isinstance(device, Mesh)
+    devices = device.devices if isinstance(device, Mesh) else (device,)
+    state = AccumulatorState(
+        found, wanted, reduction_type, devices, over_mesh, reducer, sparse=sparse
+    )
+    if sparse:
+        prepare_sparse(state)
+    else:
+        _prepare_dense(state)
+    devices[0].fabric.on_close[state] = cancel_waiting
+    devices[0].fabric.on_reset[state] = forget
+    return shared_state(shared_name, state)
+
+
+def _prepare_dense(state: AccumulatorState) -> None:
+    wide = accumulate_dtype(state.dtype)
+    prepare_arrivals(state.devices, state.dtype, state.dtype)
+    for device in state.devices:
+        prepare_all_sum(device, state.dtype, wide)
+    if state.over_mesh:
+        state.ops.compile_for(state.devices, wide, state.dtype)

@@ -1,0 +1,374 @@
+"""What is saved of an accumulator, and that what is loaded goes on with the same bits."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from exact import FLOATS, random_data, same
+from saving import EMPTY, check_refused, frozen
+from stuck import PATIENCE, stall
+
+import gradreduce as gr
+from gradreduce.device import accumulate_dtype
+from gradreduce.errors import CollectiveError
+
+LIMIT_S = 60.0  # for what takes a second
+
+
+def go_on(acc, values, step):
+    """More arrivals of one step and a take, twice; the results as one list."""
+    made = []
+    for turn in range(2):
+        for value in values:
+            assert acc.apply_grad(value, step + turn)
+        taken = acc.take_grad(1)
+        made += list(taken.values) if isinstance(taken, gr.Mirrored) else [taken]
+    return [np.array(array) for array in made]
+
+
+# -- what it is -----------------------------------------------------------------------------------
+
+
+def test_the_keys_and_their_types(accumulator, device):
+    acc = accumulator("float16", (None, 2), reduction_type="SUM")
+    assert acc.state_dict() == EMPTY
+    acc.set_global_step(3)
+    for value, step in ((60000.0, 3), (60000.0, 5), (1.0, 2)):
+        acc.apply_grad([[value, 2.0**-24]], step)
+    live = device._pool.live_bytes
+    state = acc.state_dict()
+    device.drain()
+    assert device._pool.live_bytes == live
+    (total,) = state.pop("partial_sums")
+    counted = {"global_step": 3, "num_accumulated": 2, "num_dropped": 1}
+    assert state | {"partial_sums": [None]} == EMPTY | counted | {
+        "sum_shape": [1, 2],
+        "kind": "native",
+    }
+    assert {key: type(value) for key, value in state.items()} == {
+        **dict.fromkeys(("format", "dtype", "reduction_type", "kind"), str),
+        **dict.fromkeys(("global_step", "num_accumulated", "num_dropped"), int),
+        **dict.fromkeys(("shape", "sum_shape"), list),
+    }
+    assert json.loads(json.dumps(state)) == state
+    assert type(total) is np.ndarray
+    assert same(total, np.array([[120000.0, 2.0**-23]], "float32")), "no half would hold it"
+    total[:] = 0
+    assert acc.take_grad(2).tolist() == [[np.inf, 2.0**-23]], "the array is a copy"
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
+@pytest.mark.parametrize("shape", [(), (37,), (0, 3)], ids=str)
+def test_what_goes_on_from_a_state_has_the_same_bits(accumulator, dtype, reduction_type, shape):
+    acc, fresh = (accumulator(dtype, reduction_type=reduction_type) for _ in range(2))
+    values = [random_data(shape, dtype, seed=seed) for seed in range(6)]
+    acc.set_global_step(4)
+    for value in values[:2]:
+        acc.apply_grad(value, 4)
+    acc.apply_grad(values[2], 3)
+    state = acc.state_dict()
+    assert state["partial_sums"][0].dtype == accumulate_dtype(dtype)
+    before = state["partial_sums"][0].copy()
+    wanted = go_on(acc, values[3:], 4)
+    assert same(state["partial_sums"][0], before), "what came later shows in it"
+    fresh.apply_grad(values[5], 0)  # of another life
+    fresh.load_state_dict(state)
+    assert (fresh.num_accumulated(), fresh.global_step, fresh.num_dropped) == (2, 4, 1)
+    found = go_on(fresh, values[3:], 4)
+    assert all(map(same, found, wanted))
+    assert same(state["partial_sums"][0], before), "the caller's array was written"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_over_a_mesh_with_any_number_of_devices_filled(mesh, dtype):
+    everyone = range(len(mesh))
+    values = random_data((len(mesh), 19), dtype)
+    for filled in ((), everyone[1:2], everyone[1:], everyone):
+        acc, fresh = (gr.ConditionalAccumulator(dtype, (None,), device=mesh) for _ in range(2))
+        for place in filled:
+            with gr.replica(place):
+                acc.apply_grad(values[place])
+        with mesh.journal() as journal:
+            state = acc.state_dict()
+        assert (journal.copies, journal.launches, journal.uploads) == (len(filled), 0, 0)
+        assert [total is not None for total in state["partial_sums"]] == [
+            place in filled for place in everyone
+        ]
+        with mesh.journal() as journal:
+            fresh.load_state_dict(state)
+        assert (journal.copies, journal.launches, journal.uploads) == (0, 0, len(filled))
+        assert frozen(fresh) == frozen(acc)
+        arrivals = [gr.PerReplica(list(values[::-1]), mesh)]
+        assert all(map(same, go_on(fresh, arrivals, 0), go_on(acc, arrivals, 0)))
+
+
+def npz(state):
+    rest, sums = dict(state), state["partial_sums"]
+    del rest["partial_sums"]
+    file = io.BytesIO()
+    np.savez(file, rest=json.dumps(rest), **{str(place): total for place, total in enumerate(sums)
+                                             if total is not None})  # fmt: skip
+    file.seek(0)
+    with np.load(file) as stored:
+        found = json.loads(str(stored["rest"]))
+        return {**found, "partial_sums": [stored.get(str(place)) for place in range(len(sums))]}
+
+
+def arrays_of_all(state):
+    """As a store does that knows nothing but arrays; and whose arrays are read-only."""
+    sums = state.pop("partial_sums")
+    made = {key: None if value is None else np.array(value) for key, value in state.items()}
+    for total in sums:
+        if total is not None:
+            total.flags.writeable = False
+    return made | {"partial_sums": tuple(sums)}
+
+
+def torch_store(state):
+    torch = pytest.importorskip("torch")
+    sums = [None if total is None else torch.from_numpy(total) for total in state["partial_sums"]]
+    file = io.BytesIO()
+    torch.save({**state, "partial_sums": sums}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "store",
+    [
+        npz,
+        arrays_of_all,
+        lambda state: pickle.loads(pickle.dumps(state)),
+        pytest.param(torch_store, marks=pytest.mark.torch),
+    ],
+    ids=["npz", "arrays", "pickle", "torch"],
+)
+def test_it_survives_any_store(store):
+    with gr.open_mesh([0, 1, 1], backend="sim", strict=True) as mesh:
+        acc, fresh = (gr.ConditionalAccumulator("float16", (3, 2), device=mesh) for _ in range(2))
+        fresh.load_state_dict(store(acc.state_dict()))
+        with gr.replica(1):
+            acc.apply_grad(random_data((3, 2), "float16"))
+        fresh.load_state_dict(store(acc.state_dict()))
+        assert frozen(fresh) == frozen(acc)
+
+
+# -- threads --------------------------------------------------------------------------------------
+
+
+def is_free(lock):
+    free = lock.acquire(blocking=False)
+    if free:
+        lock.release()
+    return free
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_it_is_of_one_moment_and_nobody_waits_for_its_downloads(crew, monkeypatch, seed):
+    """Copies are queued under the lock; the lock is free while the host waits for them."""
+    with gr.open_mesh([0, 0, 1], backend="sim", strict=True, schedule_seed=seed) as mesh:
+        acc = gr.ConditionalAccumulator("float32", device=mesh, reduction_type="SUM")
+        ones = gr.PerReplica([np.ones(5, "float32")] * 3, mesh)
+        acc.apply_grad(ones)
+        free = []
+
+        def copy(self, *args, real=gr.Device.copy, **kwargs):
+            free.append(crew.start(is_free, acc.accumulator_ref.lock).result())
+            real(self, *args, **kwargs)
+
+        def download(self, *args, real=gr.Device.download, **kwargs):
+            assert crew.start(acc.apply_grad, ones).result()
+            return real(self, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(gr.Device, "copy", copy)
+            patch.setattr(gr.Device, "download", download)
+            state = acc.state_dict()
+        assert free == [False] * 3
+        assert (state["num_accumulated"], acc.num_accumulated()) == (3, 12)
+        assert [total.tolist() for total in state["partial_sums"]] == [[1.0] * 5] * 3
+        assert acc.take_grad(12).values[0].tolist() == [12.0] * 5
+
+
+def test_takes_that_wait_are_served_by_a_load(accumulator, crew):
+    acc, other, source = accumulator(), accumulator(), accumulator()
+    for value in (1.0, 3.0):
+        source.apply_grad([value])
+    state = source.state_dict()
+    more = crew.waiting(acc.take_grad, 3)
+    joint = crew.waiting(gr.take_grads, [acc, other], 2)
+    last = crew.waiting(acc.take_grad, 2)
+    acc.load_state_dict(state)
+    assert [call.served for call in (more, joint, last)] == [False] * 3
+    acc.apply_grad([5.0])
+    assert more.result().tolist() == [3.0]
+    other.load_state_dict(state)
+    assert not joint.served
+    acc.load_state_dict(state)
+    assert joint.served
+    assert [array.tolist() for array in joint.result()] == [[2.0], [2.0]]
+    assert not last.served
+    acc.load_state_dict(state)
+    assert last.result().tolist() == [2.0]
+
+
+def test_a_step_that_goes_back_is_no_warning(accumulator, caplog):
+    acc = accumulator()
+    state = acc.state_dict()
+    acc.set_global_step(7)
+    acc.load_state_dict(state)
+    assert acc.global_step == 0
+    assert caplog.text == ""
+
+
+# -- kinds ----------------------------------------------------------------------------------------
+
+
+def test_the_kind_of_the_next_result_is_what_it_was(accumulator, device, monkeypatch):
+    acc, fresh = accumulator(), accumulator()
+    acc.apply_grad(device.put(np.ones(1, "float32")))
+    state = acc.state_dict()
+    fresh.load_state_dict(state)
+    assert isinstance(fresh.take_grad(1), gr.Buffer)
+    for kind in ("cupy", "cuda"):  # saved on a GPU
+        fresh.load_state_dict(state | {"kind": kind})
+        assert type(fresh.take_grad(1)) is np.ndarray
+    for kind in ("torch", "jax"):
+        monkeypatch.delitem(sys.modules, kind, raising=False)
+        text = f"state['kind']: as_kind='{kind}': {kind} is not imported"
+        check_refused(acc, state | {"kind": kind}, ValueError, text)
+
+
+# -- a mesh that dies -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def frail():
+    """A mesh that may die, and an accumulator over it."""
+    with gr.open_mesh([0, 1, 2], backend="sim", strict=True, schedule_seed=3) as mesh:
+        acc = gr.ConditionalAccumulator("float32", device=mesh)
+        acc.apply_grad(gr.PerReplica([[2.0]] * 3, mesh), cast=True)
+        yield mesh, acc
+
+
+def test_a_deadline_ends_the_wait_and_a_load_the_loss(frail, crew):
+    mesh, acc = frail
+    state = acc.state_dict(deadline=PATIENCE)
+    stall(mesh.devices[2])
+    with pytest.raises(CollectiveError, match="passed: sim:2 has not come to the end"):
+        crew.start(acc.state_dict, deadline=0.01).result()
+    for call in (acc.state_dict, lambda: acc.load_state_dict(state)):
+        with pytest.raises(CollectiveError, match="the mesh is dead"):
+            call()
+    mesh.reset(timeout=PATIENCE)
+    assert acc.num_accumulated() == 0
+    acc.load_state_dict(state)
+    assert acc.take_grad(3).values[0].tolist() == [2.0]
+
+
+@pytest.mark.parametrize("method", ["download", "upload"])
+def test_a_mesh_that_dies_and_is_reset_meanwhile(frail, monkeypatch, method):
+    """Its memory is nobody's promise then: it is neither handed out nor put in."""
+    mesh, acc = frail
+    state = acc.state_dict()
+
+    real = getattr(gr.Device, method)
+
+    def late(self, *args, **kwargs):
+        if self is not mesh.devices[1]:
+            return real(self, *args, **kwargs)
+        made = real(self, *args, **kwargs) if method == "upload" else None
+        mesh.fabric.fail("planted")
+        mesh.reset(timeout=PATIENCE)
+        return real(self, *args, **kwargs) if made is None else made
+
+    monkeypatch.setattr(gr.Device, method, late)
+    with pytest.raises(CollectiveError, match="the mesh died while the state of an accumulator"):
+        acc.state_dict() if method == "download" else acc.load_state_dict(state)
+    assert acc.num_accumulated() == 0
+
+
+# -- a process that is killed ---------------------------------------------------------------------
+
+RUN = """
+import pickle, sys
+from pathlib import Path
+import numpy as np
+import gradreduce as gr
+
+mode, path = sys.argv[1], Path(sys.argv[2])
+mesh = gr.open_mesh([0, 0, 1], backend="sim")
+accumulators = [
+    gr.ConditionalAccumulator("float16", device=mesh.devices[1]),
+    gr.ConditionalAccumulator("bfloat16", (2, 50), device=mesh),
+    gr.SparseConditionalAccumulator("float16", (9, 50), device=mesh),
+]
+data = np.random.default_rng(8).standard_normal((4, 2, 50)).astype("float32")
+
+def apply(turn):
+    with gr.replica(1 + turn % 2):
+        for accumulator in accumulators[:2]:
+            accumulator.apply_grad(data[turn], 5, cast=True)
+        accumulators[2].apply_grad([8 - turn, turn % 2], data[turn], None, 5, cast=True)
+
+if mode == "resume":
+    for accumulator, state in zip(accumulators, pickle.loads(path.read_bytes())):
+        accumulator.load_state_dict(state)
+else:
+    for accumulator in accumulators:
+        accumulator.set_global_step(5)
+    apply(0)
+    apply(1)
+if mode == "die":
+    path.write_bytes(pickle.dumps([accumulator.state_dict() for accumulator in accumulators]))
+    apply(3)  # it is lost
+    print("saved", flush=True)
+    sys.stdin.read()
+apply(2)
+for accumulator in accumulators:
+    count, step = accumulator.num_accumulated(), accumulator.global_step
+    taken = accumulator.take_grad(3, as_kind="numpy")
+    indices, taken, shape = taken if isinstance(taken, tuple) else ("all", taken, "")
+    array = taken.values[2] if isinstance(taken, gr.Mirrored) else taken
+    print(count, step, array.dtype, array.tobytes().hex(), indices, shape)
+"""
+
+
+def started(mode, path) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", RUN, mode, str(path)],
+        env={**os.environ, "PYTHONPATH": str(Path(gr.__file__).parent.parent)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_process_that_was_killed_goes_on_in_another(tmp_path, crew):
+    path = tmp_path / "checkpoint"
+    first, whole = processes = [started(mode, path) for mode in ("die", "live")]
+    try:
+        said = crew.start(first.stdout.readline).result()
+        os.kill(first.pid, signal.SIGKILL)
+        assert (said, first.wait(LIMIT_S)) == ("saved\n", -signal.SIGKILL), first.stderr.read()
+        processes.append(started("resume", path))
+        found, wanted = (each.communicate(timeout=LIMIT_S) for each in (processes[2], whole))
+    finally:
+        for process in processes:
+            with process:
+                process.kill()
+    assert found == wanted
+    counted = [line.split()[:3] for line in wanted[0].splitlines()]
+    assert counted == [["3", "5", dtype] for dtype in ("float16", "bfloat16", "float16")], wanted
+    assert wanted[0].endswith(" [0 1 6 7 8] (9, 50)\n"), wanted

@@ -1,0 +1,329 @@
+"""The sparse accumulator on one device: against a dictionary of rows, bit by bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from exact import FLOATS, random_data, same
+
+import gradreduce as gr
+from gradreduce.device import accumulate_dtype
+from gradreduce.errors import InvalidArgumentError
+
+
+@pytest.fixture
+def sparse(device):
+    """Makes sparse accumulators on the device."""
+
+    def make(dtype="float32", shape=None, **options):
+        return gr.SparseConditionalAccumulator(dtype, shape, device=device, **options)
+
+    return make
+
+
+def counters(acc):
+    return acc.num_accumulated(), acc.global_step, acc.num_dropped
+
+
+def coalesced(indices, values):
+    """The rows of one gradient by index: those of the same index added as they came, widened."""
+    wide, found = accumulate_dtype(values.dtype), {}
+    with np.errstate(all="ignore"):
+        for index, row in zip(indices, values.astype(wide), strict=True):
+            found[index] = found[index] + row if index in found else row
+    return found
+
+
+def combined(gradients, dtype, reduction_type="MEAN"):
+    """What a take gives: indices and rows, in a plain loop over the gradients."""
+    dtype = np.dtype(dtype)
+    wide, total, counts = accumulate_dtype(dtype), {}, {}
+    with np.errstate(all="ignore"):
+        for indices, values in gradients:
+            for index, row in coalesced(indices, values).items():
+                row = row.astype(wide)
+                total[index] = total[index] + row if index in total else row
+                counts[index] = counts.get(index, 0) + 1
+        found = sorted(total)
+        rows = np.array([total[index] for index in found], wide)
+        rows = rows.reshape(len(found), *gradients[0][1].shape[1:])
+        if reduction_type == "MEAN":
+            by = np.array([counts[index] for index in found], wide)
+            rows = rows / by.reshape(-1, *[1] * (rows.ndim - 1))
+        return found, rows.astype(dtype)
+
+
+def random_gradient(seed, dtype, row=(5,), num_rows=None, end=40):
+    """Indices in no order, some of them twice."""
+    luck = np.random.default_rng(seed)
+    indices = luck.integers(0, end, luck.integers(1, 30) if num_rows is None else num_rows)
+    return indices.tolist(), random_data((len(indices), *row), dtype, seed=seed)
+
+
+def check(acc, gradients, reduction_type="MEAN", num_required=1):
+    indices, values, _ = acc.take_grad(num_required)
+    wanted, rows = combined(gradients, acc.dtype, reduction_type)
+    assert indices.dtype == np.int64
+    assert indices.tolist() == wanted
+    assert same(values if isinstance(values, np.ndarray) else values.numpy(), rows)
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_rows_are_added_where_their_index_lies(sparse, dtype, reduction_type):
+    acc = sparse(dtype, reduction_type=reduction_type)
+    for turn, row in enumerate([(5,), (), (2, 3), (16,), (1,)]):
+        gradients = [random_gradient(seed, dtype, row) for seed in range(turn, turn + 4)]
+        for indices, values in gradients:
+            assert acc.apply_grad(indices, values, local_step=turn) is True
+        assert counters(acc) == (4, turn, 0)
+        check(acc, gradients, reduction_type, 4)
+        assert counters(acc) == (0, turn + 1, 0)
+
+
+def test_each_row_is_divided_by_the_gradients_that_touched_it(sparse):
+    """Not by those that came, and a gradient that names a row twice has touched it once."""
+    acc = sparse()
+    acc.apply_grad([0, 1], [[1, 0], [0, 2]])
+    acc.apply_grad([0, 2], [[0, 1], [3, 0]])
+    acc.apply_grad([2, 2], [[1, 1], [2, 2]])
+    indices, values, shape = acc.take_grad(3)
+    assert indices.tolist() == [0, 1, 2]
+    assert values.tolist() == [[0.5, 0.5], [0, 2], [3, 1.5]]
+    assert shape == (-1, 2)
+
+
+def test_rows_of_one_gradient_are_merged_before_they_are_added(sparse):
+    """1e8 - 1e8 + 1 is 1; with a sum of 1 that is there first it would be 0, and 1 after it 1."""
+    acc = sparse(reduction_type="SUM")
+    acc.apply_grad([3], [[1.0]])
+    acc.apply_grad([3, 3, 3], [[1e8], [-1e8], [1.0]])
+    assert acc.take_grad(2)[1].tolist() == [[2.0]]
+
+
+def test_halves_are_summed_in_float32_and_rounded_once(sparse):
+    acc = sparse("float16", reduction_type="MEAN")
+    for value in (60000, 60000, 1):
+        acc.apply_grad([7], [[value]])
+    assert acc.take_grad(3)[1].tolist() == [[float(np.float16(np.float32(120001) / 3))]]
+
+
+def test_many_gradients_of_few_rows_and_a_sum_that_grows(sparse):
+    """More gradients than are counted at once, and rows that outgrow their memory many times."""
+    acc = sparse("float16")
+    gradients = [random_gradient(seed, "float16", (3,), 2, end=1000) for seed in range(200)]
+    for indices, values in gradients:
+        acc.apply_grad(indices, values)
+    check(acc, gradients)
+
+
+def test_a_large_gradient_is_spread_over_threads(sparse):
+    acc = sparse()
+    gradients = [random_gradient(seed, "float32", (256,), 1200, end=1500) for seed in range(3)]
+    for indices, values in gradients:
+        acc.apply_grad(indices, values)
+    check(acc, gradients)
+
+
+def test_nan_and_infinities_stay_in_their_element(sparse):
+    acc = sparse(reduction_type="SUM")
+    acc.apply_grad([1, 2], [[np.nan, 1], [np.inf, 2]])
+    acc.apply_grad([2, 1], [[-np.inf, 3], [1, 1]])
+    rows = acc.take_grad(2)[1]
+    assert np.isnan(rows[:, 0]).all()
+    assert rows[:, 1].tolist() == [2, 5]
+
+
+# -- indices --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64", "uint64"])
+def test_indices_of_every_dtype(sparse, dtype):
+    acc = sparse()
+    acc.apply_grad(np.array([9, 3], dtype), np.ones((2, 1), "float32"))
+    assert acc.take_grad(1)[0].tolist() == [3, 9]
+
+
+def test_indices_on_a_device(sparse, device):
+    acc = sparse()
+    acc.apply_grad(device.put(np.array([9, 3])), device.put(np.ones((2, 1), "float32")))
+    indices, values, _ = acc.take_grad(1)
+    assert isinstance(indices, np.ndarray)
+    assert indices.tolist() == [3, 9]
+    assert isinstance(values, gr.device.Buffer)
+
+
+def test_very_large_indices(sparse):
+    acc = sparse()
+    acc.apply_grad([2**62, 1], [[1.0], [2.0]])
+    acc.apply_grad([2**62], [[3.0]])
+    indices, values, _ = acc.take_grad(2)
+    assert (indices.tolist(), values.tolist()) == ([1, 2**62], [[2.0], [2.0]])
+
+
+def test_no_row_at_all_is_a_gradient_too(sparse, device):
+    acc = sparse()
+    empty = np.empty((0, 3), "float32")
+    with device.mesh.journal() as journal:
+        assert acc.apply_grad([], empty)
+        assert acc.apply_grad(np.empty(0, "int32"), empty)
+        taken = acc.take_indexed_slices_grad(2)
+    assert journal.launches == 0
+    assert (taken.indices.tolist(), taken.values.shape, taken.dense_shape) == ([], (0, 3), (-1, 3))
+    acc.apply_grad([], empty, None, 1)
+    acc.apply_grad([4], [[1, 2, 3]], None, 1)
+    acc.apply_grad([], empty, None, 1)
+    indices, values, _ = acc.take_grad(3)
+    assert (indices.tolist(), values.tolist()) == ([4], [[1, 2, 3]])
+    acc.apply_grad([4], empty[:, :0].reshape(0, 0)[:0].reshape(1, 0), None, 2)  # a row of nothing
+    assert acc.take_grad(1)[1].shape == (1, 0)
+
+
+REFUSED = {
+    "negative": ([-1], [[1.0, 2.0]], None, "indices\\[0\\] = -1 is negative"),
+    "too large for the shape": ([0, 4], np.ones((2, 2)), None, "index is 4 exceeded 4"),
+    "too large for its own shape": ([3], [[1, 2]], (3, 2), "not below dense_shape\\[0\\] = 3"),
+    "too few": ([0], np.ones((2, 2)), None, "1 indices for 2 rows"),
+    "no vector": ([[0]], [[1.0, 2.0]], None, "indices must be a vector"),
+    "a scalar": ([0], 1.0, None, "0-dimensional"),
+    "rows of another shape": ([0], [[1.0]], None, "expected values dim 1 to be 2, got 1"),
+    "too few dimensions": ([0], [1.0], None, "expected values rank at least 2, got 1"),
+    "another shape": ([0], [[1, 2]], (5, 2), "expected shape dim 0 to be 4, got 5"),
+    "a shape of fewer dimensions": ([0], [[1, 2]], (4,), "not rows of an array of shape"),
+}
+
+
+@pytest.mark.parametrize(("indices", "values", "shape", "text"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_changes_nothing(sparse, device, indices, values, shape, text):
+    acc = sparse("float32", (4, 2))
+    acc.apply_grad([1], [[1, 1]])
+    values = np.asarray(values, "float32")
+    for step in (0, -1):  # a stale gradient too
+        with device.mesh.journal() as journal, pytest.raises(InvalidArgumentError, match=text):
+            acc.apply_grad(indices, values, shape, step)
+        assert journal.records == []
+    assert counters(acc) == (1, 0, 0)
+    indices, values, shape = acc.take_grad(1)
+    assert (indices.tolist(), values.tolist(), shape) == ([1], [[1, 1]], (4, 2))
+
+
+@pytest.mark.parametrize("indices", [[0.0], ["a"], [None], np.array([True])])
+def test_indices_that_are_no_integers(sparse, indices):
+    acc = sparse()
+    with pytest.raises((TypeError, ValueError)):
+        acc.apply_grad(indices, [[1.0]])
+    assert counters(acc) == (0, 0, 0)
+
+
+# -- shapes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "dense_shape", "wanted"),
+    [
+        (None, None, (-1, 2)),
+        ((), None, (-1, 2)),
+        (None, (7, 2), (7, 2)),
+        (None, (-1, 2), (-1, 2)),
+        ((None, 2), (7, 2), (7, 2)),
+        ((None, None), None, (-1, 2)),
+        ((9,), None, (9, 2)),
+        ((9, None), (9, 2), (9, 2)),
+    ],
+)
+def test_the_shape_of_a_take(sparse, shape, dense_shape, wanted):
+    acc = sparse("float32", shape)
+    for step in range(2):  # what was remembered goes with the take
+        acc.apply_grad([3], [[1, 2]], dense_shape, step)
+        assert acc.take_grad(1)[2] == wanted
+    acc.apply_grad([3], [[1, 2]], None, 2)
+    assert acc.take_grad(1)[2] == (9 if shape == (9,) or shape == (9, None) else -1, 2)
+
+
+def test_the_first_gradient_fixes_what_is_open_until_the_take(sparse):
+    acc = sparse()
+    acc.apply_grad([3], [[1, 2]], (7, 2))
+    acc.apply_grad([6], [[1, 2]])
+    for indices, values, shape, text in [
+        ([7], [[1, 2]], None, r"not below dense_shape\[0\] = 7"),
+        ([0], [[1, 2]], (8, 2), r"expected \[7, 2\], got \[8, 2\]"),
+        ([0], [[1, 2, 3]], None, r"expected \[7, 2\], got \[-1, 3\]"),
+        ([0], [1], None, r"expected \[7, 2\], got \[-1\]"),
+    ]:
+        with pytest.raises(InvalidArgumentError, match=text):
+            acc.apply_grad(indices, values, shape)
+        assert acc.apply_grad(indices, values, shape, -1) is False, "stale comes first here"
+    assert counters(acc) == (2, 0, 4)
+    acc.take_grad(2)
+    assert acc.apply_grad([70], [[1, 2, 3]], None, 1)
+
+
+def test_a_shape_that_comes_later_is_not_remembered(sparse):
+    """Earlier gradients may have rows beyond it."""
+    acc = sparse()
+    acc.apply_grad([30], [[1, 2]])
+    acc.apply_grad([3], [[1, 2]], (7, 2))
+    assert acc.take_grad(2)[2] == (-1, 2)
+
+
+@pytest.mark.parametrize("shape", [(2, -1), 3, (2.0,)])
+def test_a_shape_that_is_none(device, shape):
+    with pytest.raises((TypeError, ValueError)):
+        gr.SparseConditionalAccumulator("float32", shape, device=device)
+
+
+# -- dtypes and kinds -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("given", FLOATS, ids=str)
+def test_only_cast_converts(sparse, device, dtype, given):
+    acc = sparse(dtype, reduction_type="SUM")
+    gradients = [random_gradient(seed, given) for seed in range(3)]
+    for indices, values in gradients:
+        if given != dtype:
+            with pytest.raises(ValueError, match=f"the gradient is {given}, the accumulator"):
+                acc.apply_grad(indices, values)
+        assert acc.apply_grad(indices, device.put(values), cast=True)
+    check(acc, gradients, "SUM", 3)
+
+
+def test_what_is_no_sparse_gradient(sparse, device):
+    acc = sparse()
+    for grad in (np.ones((2, 2), "float32"), device.put(np.ones(2, "float32")), None, [1.0]):
+        with pytest.raises(TypeError, match="takes IndexedSlices"):
+            acc.apply_indexed_slices_grad(grad)
+    with pytest.raises(TypeError, match="takes IndexedSlices"):
+        gr.apply_grads([acc], [gr.PerReplica([[1.0]], devices=[device])])
+    with pytest.raises(ValueError, match="not converted"):
+        acc.apply_grad([0], np.ones((1, 1), "int32"), cast=True)
+    assert counters(acc) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "complex64", "bool"])
+def test_a_dtype_that_is_not_accumulated(device, dtype):
+    with pytest.raises(TypeError, match="dtype"):
+        gr.SparseConditionalAccumulator(dtype, device=device)
+
+
+def test_a_shared_name_is_of_one_kind(device, sparse):
+    first = sparse("float32", (4, 2), shared_name="of rows")
+    assert sparse("float32", (4, 2), shared_name="of rows").accumulator_ref is first.accumulator_ref
+    with pytest.raises(ValueError, match="has sparse True, not False"):
+        gr.ConditionalAccumulator("float32", (4, 2), shared_name="of rows", device=device)
+    assert sparse().name == "sparse_conditional_accumulator"
+    assert isinstance(first, gr.ConditionalAccumulatorBase)
+
+
+def test_the_kind_is_that_of_the_first_gradient(sparse, device):
+    acc = sparse()
+    acc.apply_indexed_slices_grad(gr.IndexedSlices(device.put(np.ones((1, 1), "float32")), [0]))
+    acc.apply_grad([0], [[1.0]])
+    assert isinstance(acc.take_indexed_slices_grad(2).values, gr.device.Buffer)
+    acc.apply_grad([0], [[1.0]], None, 1)
+    assert isinstance(acc.take_indexed_slices_grad(1).values, np.ndarray)
+    acc.apply_grad([0], [[1.0]], None, 2)
+    assert isinstance(acc.take_grad(1, as_kind="buffer")[1], gr.device.Buffer)

@@ -1,0 +1,247 @@
+"""A sparse accumulator over a mesh: rows on each device, merged once at the take, in mesh order."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from exact import FLOATS, exact_data, random_data, same
+
+import gradreduce as gr
+from gradreduce.device import accumulate_dtype
+from gradreduce.errors import DeviceMismatchError, InvalidArgumentError
+
+
+@pytest.fixture
+def sparse(mesh):
+    """Makes sparse accumulators over the mesh."""
+
+    def make(dtype="float32", shape=None, **options):
+        return gr.SparseConditionalAccumulator(dtype, shape, device=mesh, **options)
+
+    return make
+
+
+def counters(acc):
+    return acc.num_accumulated(), acc.global_step, acc.num_dropped
+
+
+def gradient(seed, dtype, make=exact_data, row=(3,)):
+    """Its own rows for every seed, some of which others have too, in no order."""
+    indices = np.random.default_rng(seed).integers(0, 12, 1 + seed % 7)
+    return gr.IndexedSlices(make((indices.size, *row), dtype, seed=seed), indices)
+
+
+def row_sums(slices):
+    """Rows by index, widened, those of one gradient added first."""
+    found, wide = {}, accumulate_dtype(slices.dtype)
+    for index, row in zip(slices.indices.tolist(), slices.values.astype(wide), strict=True):
+        found[index] = found[index] + row if index in found else row
+    return found
+
+
+def combined(by_device, dtype, reduction_type):
+    """Gradients of each device in their order, then the sums of the devices in theirs."""
+    total, counts = {}, {}
+    for gradients in by_device:
+        partial = {}
+        for slices in gradients:
+            for index, row in row_sums(slices).items():
+                partial[index] = partial[index] + row if index in partial else row
+                counts[index] = counts.get(index, 0) + 1
+        for index, row in partial.items():
+            total[index] = total[index] + row if index in total else row
+    found = sorted(total)
+    wide = accumulate_dtype(np.dtype(dtype))
+    rows = [total[k] / wide.type(counts[k] if reduction_type == "MEAN" else 1) for k in found]
+    return found, np.array(rows, wide).astype(dtype)
+
+
+def check(taken, mesh, by_device, dtype, reduction_type="MEAN"):
+    indices, rows = combined(by_device, dtype, reduction_type)
+    assert type(taken) is gr.Mirrored
+    assert taken.devices == mesh.devices
+    for part, device in zip(taken.parts, mesh, strict=True):
+        assert part.device is device
+        assert part.indices.tolist() == indices
+        assert same(part.values.numpy(), rows.reshape(part.values.shape))
+    assert len({part.values.address for part in taken.parts}) == len(mesh)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
+def test_every_replica_counts_once(sparse, mesh, dtype, reduction_type):
+    acc = sparse(dtype, reduction_type=reduction_type)
+    size = len(mesh)
+    for step, num_applies in enumerate((1, 3)):
+        by_device = [[gradient(turn * size + k, dtype, random_data) for turn in range(num_applies)]
+                     for k in range(size)]  # fmt: skip
+        for turn in range(num_applies):
+            grad = gr.PerReplica([each[turn] for each in by_device], mesh)
+            assert acc.apply_indexed_slices_grad(grad, step)
+        assert counters(acc) == (num_applies * size, step, 0)
+        with np.errstate(all="ignore"):
+            taken = acc.take_indexed_slices_grad(num_applies * size)
+            check(taken, mesh, by_device, dtype, reduction_type)
+
+
+def test_any_devices_may_be_the_filled_ones(sparse, mesh):
+    """One, all but one, all: each subset of these sizes; and the parts of ``take_grad``."""
+    acc, size = sparse(), len(mesh)
+    sets = [each for count in {1, size - 1, size}
+            for each in itertools.combinations(range(size), count)]  # fmt: skip
+    for step, filled in enumerate(sets):
+        by_device = [[gradient(k + step, "float32")] if k in filled else [] for k in range(size)]
+        for k in filled:
+            with gr.replica(k):
+                acc.apply_indexed_slices_grad(by_device[k][0], step)
+        totals = acc.accumulator_ref.totals
+        assert [k for k in range(size) if totals[k] is not None] == list(filled)
+        if step % 2:
+            indices, values, shape = acc.take_grad(len(filled))
+            assert shape == (-1, 3)
+            wanted, rows = combined(by_device, "float32", "MEAN")
+            assert indices.tolist() == wanted
+            assert all(same(value, rows) for value in values.values)
+        else:
+            check(acc.take_indexed_slices_grad(len(filled)), mesh, by_device, "float32")
+
+
+def test_gradients_without_rows(sparse, mesh):
+    acc = sparse("float32", (9, 2))
+    empty = gr.IndexedSlices(np.empty((0, 2), "float32"), [])
+    acc.apply_indexed_slices_grad(gr.PerReplica([empty] * len(mesh), mesh))
+    taken = acc.take_indexed_slices_grad(len(mesh))
+    assert [part.indices.tolist() for part in taken.parts] == [[]] * len(mesh)
+    assert {part.dense_shape for part in taken.parts} == {(9, 2)}
+    with gr.replica(1):
+        acc.apply_indexed_slices_grad(empty, 1)
+    acc.apply_grad([4], [[1, 2]], None, 1)
+    taken = acc.take_indexed_slices_grad(2)
+    assert [part.values.numpy().tolist() for part in taken.parts] == [[[1, 2]]] * len(mesh)
+
+
+def test_a_gradient_from_outside_goes_to_the_first_device(mesh):
+    """Of a part of a mesh; and replicas one by one to the sum of one device, in order."""
+    part, last = mesh[0:1], mesh.devices[-1]
+    acc = gr.SparseConditionalAccumulator("float32", device=part, reduction_type="SUM")
+    rows = last.put(np.array([[1e8], [1.0]], "float32"))
+    assert acc.apply_indexed_slices_grad(gr.IndexedSlices(rows, [4, 2]))
+    assert acc.apply_indexed_slices_grad(
+        gr.PerReplica([gr.IndexedSlices(np.full((1, 1), value, "float32"), [4])
+                       for value in ([1.0, -1e8] + [0.0] * len(mesh))[: len(mesh)]], mesh)
+    )  # fmt: skip
+    assert acc.num_accumulated() == 1 + len(mesh)
+    taken = acc.take_indexed_slices_grad(1)
+    (only,) = taken.parts
+    assert only.device is mesh.devices[0]
+    assert only.indices.tolist() == [2, 4]
+    assert only.values.numpy().tolist() == [[1.0], [0.0]]  # (1e8 + 1) - 1e8, as float32 does it
+    one = gr.SparseConditionalAccumulator("float32", device=last)
+    replicas = [gr.IndexedSlices(np.full((1, 1), k, "float32"), [k % 2]) for k in range(len(mesh))]
+    one.apply_indexed_slices_grad(gr.PerReplica(replicas, mesh))
+    assert one.num_accumulated() == len(mesh)
+    even, odd = range(0, len(mesh), 2), range(1, len(mesh), 2)
+    means = [[sum(even) / len(even)], [sum(odd) / len(odd)]]
+    assert one.take_grad(1)[1].tolist() == np.array(means, "float32").tolist()
+
+
+def test_launches(sparse, mesh):
+    """One on each GPU for replicas that arrive; at the take one that merges."""
+    acc = sparse()
+    grad = gr.PerReplica([gradient(k, "float32") for k in range(len(mesh))], mesh)
+    num_physical = len(mesh.by_physical)
+    for _ in range(2):
+        with mesh.journal() as journal:
+            acc.apply_indexed_slices_grad(grad)
+        launched = [record.name for record in journal.of("launch")]
+        assert launched == ["segment_sum"] * num_physical
+        assert (journal.uploads, journal.copies, journal.syncs) == (num_physical, 0, 0)
+        assert journal.of("fill") == []
+    with mesh.journal() as journal:
+        acc.take_indexed_slices_grad(1)
+    launched = [record.name for record in journal.of("launch")]
+    assert launched.count("segment_sum") == 1
+    assert launched.count("pack") == 1  # all that the first device reaches, at once
+    assert (journal.uploads, journal.syncs) == (1, 0)
+    assert journal.of("fill") == []
+
+
+def test_accumulators_taken_together_are_brought_together_at_once(sparse, mesh):
+    accumulators = [sparse() for _ in range(5)]
+    grads = [gr.PerReplica([gradient(k + turn, "float32") for k in range(len(mesh))], mesh)
+             for turn in range(5)]  # fmt: skip
+    with mesh.journal() as journal:
+        gr.apply_grads(accumulators, grads)
+    assert journal.launches == len(mesh.by_physical)
+    with mesh.journal() as journal:
+        taken = gr.take_grads(accumulators, 1)
+    launched = [record.name for record in journal.of("launch")]
+    assert (launched.count("segment_sum"), launched.count("pack"), journal.uploads) == (1, 1, 1)
+    for each, grad in zip(taken, grads, strict=True):
+        by_device = [[gr.IndexedSlices(part.values.numpy(), part.indices)] for part in grad.parts]
+        check(each, mesh, by_device, "float32")
+
+
+def test_sparse_and_dense_over_a_mesh_together(sparse, mesh):
+    accumulators = [gr.ConditionalAccumulator("float32", device=mesh), sparse("float16")]
+    dense = gr.PerReplica([np.full(4, k, "float32") for k in range(len(mesh))], mesh)
+    rows = [gradient(k, "float16") for k in range(len(mesh))]
+    assert gr.apply_grads(accumulators, [dense, gr.PerReplica(rows, mesh)])
+    one, other = gr.take_grads(accumulators, len(mesh))
+    mean = sum(range(len(mesh))) / len(mesh)
+    assert all(same(value, np.full(4, mean, "float32")) for value in one.values)
+    check(other, mesh, [[each] for each in rows], "float16")
+
+
+def test_the_kind_of_a_result(sparse, mesh):
+    acc = sparse()
+    acc.apply_indexed_slices_grad(gr.PerReplica([gradient(3, "float32")] * len(mesh), mesh))
+    taken = acc.take_indexed_slices_grad(1)
+    assert all(isinstance(value.values, np.ndarray) for value in taken.values)
+    assert all(isinstance(value, gr.IndexedSlices) for value in taken.values)
+    with gr.replica(1):
+        assert taken.get().values is not None
+    acc.apply_grad([1], mesh.devices[1].put(np.ones((1, 1), "float32")), None, 1)
+    assert isinstance(acc.take_indexed_slices_grad(1).primary.values, gr.device.Buffer)
+
+
+def test_replicas_that_do_not_fit_change_nothing(sparse, mesh):
+    acc = sparse()
+    good = gradient(3, "float32")
+    wide = gr.IndexedSlices(np.ones((1, 4), "float32"), [0])
+    for last, error, text in [
+        (gradient(3, "float64"), ValueError, "the gradient is float64"),
+        (wide, InvalidArgumentError, "expected"),
+        (np.ones(3, "float32"), TypeError, "takes IndexedSlices"),
+    ]:
+        grad = gr.PerReplica([*[good] * (len(mesh) - 1), last], mesh)
+        with mesh.journal() as journal, pytest.raises(error, match=text):
+            acc.apply_indexed_slices_grad(grad)
+        assert journal.launches == 0
+    with gr.open_mesh(1, backend="sim") as other, pytest.raises(DeviceMismatchError):
+        acc.apply_grad([0], other.devices[0].put(np.ones((1, 3), "float32")))
+    assert counters(acc) == (0, 0, 0)
+
+
+def test_stale_replicas_do_no_work(sparse, mesh):
+    acc = sparse()
+    acc.set_global_step(1)
+    grad = gr.PerReplica([gradient(k, "float32") for k in range(len(mesh))], mesh)
+    with mesh.journal() as journal:
+        assert acc.apply_indexed_slices_grad(grad, 0) is False
+    assert journal.records == []
+    assert counters(acc) == (0, 1, len(mesh))
+
+
+def test_results_are_the_callers(sparse, mesh):
+    acc = sparse()
+    held = []
+    for step in range(3):
+        grad = gr.PerReplica([gradient(k + step, "float32") for k in range(len(mesh))], mesh)
+        acc.apply_indexed_slices_grad(grad, step)
+        taken = acc.take_indexed_slices_grad(1)
+        held.append((taken, [part.values.numpy().tolist() for part in taken.parts]))
+        for each, wanted in held:
+            assert [part.values.numpy().tolist() for part in each.parts] == wanted
