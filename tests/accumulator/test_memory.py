@@ -41,6 +41,7 @@ def check_steady(mesh, cycle, num_cycles):
     assert after[0] - before[0] < FEW_BLOCKS
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_cycles():
     """Two applies and a take; some are dropped, and some takes have no time."""
     with gr.open_mesh(1, backend="sim") as mesh:
