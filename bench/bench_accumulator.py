@@ -33,7 +33,9 @@ from gradreduce.device import Device, Mesh
 SIZE, GPU_SIZE, QUICK_SIZE = 2**24, 2**26, 2**10  # float32 elements: 64 MiB, 256 MiB
 MANY_SIZE, QUICK_MANY = 16, 12
 ROWS, WIDTH, INDICES, QUICK_ROWS = 20_000, 64, 100_000, 100  # of a sparse gradient
-NUMBER, QUICK_NUMBER = 300, 10  # calls of one loop, where a call is microseconds
+ROUNDS = 60  # on a CPU, of which the best one counts
+# Calls of one loop, where a call is microseconds: a loop as short as a scheduler's slice of time.
+NUMBER, QUICK_NUMBER = 50, 10
 LATE = 2**40  # a step that is never stale
 
 APPLY, FIRST, TAKE, SMALL = "apply", "first apply", "take, MEAN", "one element"
@@ -101,7 +103,7 @@ class Bench:
         self.on_gpu = "cuda" in meshes
         self.quick = quick
         (*_, mesh) = meshes.values()
-        best = HostClock(quick, of_rounds=min)
+        best = HostClock(quick, of_rounds=min, rounds=ROUNDS)
         self.clock: Clock = clock_of(mesh, quick=quick) if self.on_gpu else best
         self.peers, self.absent = find_peers(on_gpu=self.on_gpu)
         self.number = QUICK_NUMBER if quick else NUMBER
@@ -212,7 +214,7 @@ class Bench:
             kept_sum.apply_grad(mine)
             calls[f"{face}, later apply"] = partial(kept_sum.apply_grad, mine)
             calls[f"{face}, drop"] = partial(kept_sum.apply_grad, mine, -1)
-        seconds = host_seconds(calls, self.number, quick=self.quick)
+        seconds = host_seconds(calls, self.number, quick=self.quick, rounds=ROUNDS)
         self.settle()
         figures = {f"{name}, us": taken * 1e6 for name, taken in seconds.items()}
         for theirs_, mine_ in ((CYCLE, "numpy, apply + take"), (DROP, "numpy, drop")):
@@ -237,7 +239,7 @@ class Bench:
             with self.meshes[face].journal() as journal:
                 gr.apply_grads(accumulators, mine, LATE)
             figures[f"{face}, launches"] = journal.launches
-        seconds = host_seconds(calls, 1 if self.quick else 20, quick=self.quick)
+        seconds = host_seconds(calls, 1, quick=self.quick, rounds=ROUNDS)
         self.settle()
         figures |= {f"{name}, us a tensor": took / number * 1e6 for name, took in seconds.items()}
         self.keep(Case(MANY, f"{number} x {MANY_SIZE} float32 in one call", figures=figures))
