@@ -63,8 +63,9 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
     ) -> bool:  # fmt: skip
         """Adds a gradient, unless it is stale: ``local_step`` less than the accumulator's step.
 
-        A later step than the accumulator's is not stale. Never blocks for a device; may serve
-        takes that wait.
+        A later step than the accumulator's is not stale. Of what is, only the dtype and the
+        constructor's shape are looked at: it costs the device nothing. Never blocks for a device;
+        may serve takes that wait.
 
         Args:
             grad: an array, number or nested list; IndexedSlices, which are made dense (without a
