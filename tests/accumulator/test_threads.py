@@ -165,6 +165,7 @@ class Run:
             assert (wanted == sums[:, NUM_APPLIERS + applier]).all()
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_applies_of_sixty_four_threads(crew):
     with opened(1) as mesh:
         acc = gr.ConditionalAccumulator("float64", reduction_type="SUM", device=mesh.devices[0])

@@ -7,6 +7,7 @@ nothing is zeroed and nothing waits for a device.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,14 @@ from gradreduce.device import (
 
 from .state import AccumulatorState, Arrival, SparseSum
 
-__all__ = ["add_dense", "launch_dense", "prepare_arrivals", "prepare_parts", "ready_dense"]
+__all__ = [
+    "add_dense",
+    "launch_dense",
+    "lie_together",
+    "prepare_arrivals",
+    "prepare_parts",
+    "ready_dense",
+]
 
 
 def prepare_arrivals(devices: Sequence[Device], dtype: DType, gradient: DType) -> None:
@@ -208,11 +216,28 @@ def _make_room(fresh: Sequence[_Addition]) -> None:
     for addition in fresh:
         together.setdefault((addition.device, addition.state.dtype), []).append(addition)
     for (device, dtype), additions in together.items():
+        shapes = [each.gradients[0].shape for each in additions]
         if len(additions) == 1 and not additions[0].state.over_mesh:  # no take packs it
-            shape = additions[0].gradients[0].shape
-            additions[0].total = device.empty(shape, accumulate_dtype(dtype))
+            additions[0].total = device.empty(shapes[0], accumulate_dtype(dtype))
             continue
-        layout = flat_layout([each.gradients[0].size for each in additions], dtype.itemsize)
-        flat = device.empty((layout.size,), accumulate_dtype(dtype))
-        for offset, addition in zip(layout.offsets, additions, strict=True):
-            addition.total = flat.view(offset, addition.gradients[0].shape)
+        for addition, total in zip(
+            additions, lie_together(device.empty, dtype, shapes), strict=True
+        ):
+            addition.total = total
+
+
+def lie_together(
+    make: Callable[[tuple[int, ...], DType], Buffer],
+    dtype: DType,
+    shapes: Sequence[tuple[int, ...]],
+) -> list[Buffer]:
+    """Partial sums end to end in one flat buffer, as they are reduced: what lies so is not packed.
+
+    Args:
+        make: ``empty`` or ``zeros`` of their device.
+        dtype: of their accumulators.
+        shapes: of each.
+    """
+    layout = flat_layout([math.prod(shape) for shape in shapes], dtype.itemsize)
+    flat = make((layout.size,), accumulate_dtype(dtype))
+    return [flat.view(offset, shape) for offset, shape in zip(layout.offsets, shapes, strict=True)]
