@@ -33,7 +33,7 @@ from gradreduce.device import Device, Mesh
 SIZE, GPU_SIZE, QUICK_SIZE = 2**24, 2**26, 2**10  # float32 elements: 64 MiB, 256 MiB
 MANY_SIZE, QUICK_MANY = 16, 12
 ROWS, WIDTH, INDICES, QUICK_ROWS = 20_000, 64, 100_000, 100  # of a sparse gradient
-NUMBER, QUICK_NUMBER = 1000, 10  # calls of one loop, where a call is microseconds
+NUMBER, QUICK_NUMBER = 300, 10  # calls of one loop, where a call is microseconds
 LATE = 2**40  # a step that is never stale
 
 APPLY, FIRST, TAKE, SMALL = "apply", "first apply", "take, MEAN", "one element"

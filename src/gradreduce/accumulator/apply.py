@@ -97,10 +97,10 @@ def _check_shape(arrival: Arrival) -> None:
 
 def _add(arrivals: Sequence[Arrival]) -> None:
     """All are ready before the first launch, and what goes into new memory goes first."""
-    dense = [arrival for arrival in arrivals if not arrival.state.sparse]
-    if len(dense) == len(arrivals):
-        add_dense(dense)
+    if not any([arrival.state.sparse for arrival in arrivals]):
+        add_dense(arrivals)
         return
+    dense = [arrival for arrival in arrivals if not arrival.state.sparse]
     sparse = SparseAdditions([arrival for arrival in arrivals if arrival.state.sparse])
     additions = ready_dense(dense)
     sparse.launch_apart()

@@ -189,18 +189,25 @@ def _add(together: _Kernel, alone: _Kernel, rows: Sequence[_Row]) -> None:
         alone: adds one gradient to each sum, and takes it that they fit: sums are ours.
         rows: what is added.
     """
-    one_each = all([len(gradients) == 1 for _, gradients in rows])
     for places in by_physical([addition.device for addition, _ in rows]).values():
-        sharing = [rows[place] for place in places]
-        involved = [addition.device for addition, _ in sharing]
-        involved += [gradient.device for _, gradients in sharing for gradient in gradients]
-        gather(involved[0], involved)
-        totals = [addition.total for addition, _ in sharing]
-        if one_each:
-            alone(totals, [gradients[0] for _, gradients in sharing], device=involved[0])
+        totals: list[Buffer | None] = []
+        terms: list[list[Buffer]] = []
+        flat: list[Buffer] = []
+        involved: list[Device] = []
+        for place in places:
+            addition, gradients = rows[place]
+            involved.append(addition.device)
+            totals.append(addition.total)
+            terms.append(gradients)
+            flat += gradients
+        leader = involved[0]
+        involved += [gradient.device for gradient in flat]
+        gather(leader, involved)
+        if len(flat) == len(terms):
+            alone(totals, flat, device=leader)
         else:
-            together(totals, [gradients for _, gradients in sharing], device=involved[0])
-        scatter(involved[0], involved)
+            together(totals, terms, device=leader)
+        scatter(leader, involved)
 
 
 def _make_room(fresh: Sequence[_Addition]) -> None:

@@ -52,7 +52,8 @@ def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Part, ...]]:
         )
         taken.update(zip(together, reduced, strict=True))
     _divide(alone)
-    taken.update((state, (out,)) for state, (_, out) in alone.items())
+    for state, (_, out) in alone.items():
+        taken[state] = (out,)
     for state in states:
         state.emptied()
     return [taken.get(state, ()) for state in states]
@@ -108,12 +109,13 @@ def _divide(alone: dict[AccumulatorState, tuple[Buffer, Buffer]]) -> None:
             apart.append((divisor, total, out))
         elif divisor != 1:
             in_place.append((divisor, total, out))
-    _launch(apart)
+    if apart:
+        _launch(apart)
     if len(in_place) > 1:
         devices = [total.device for _, total, _ in in_place]
         with devices[0].fabric.whole_or_lost(devices):
             _launch(in_place)
-    else:
+    elif in_place:
         _launch(in_place)
 
 

@@ -79,6 +79,7 @@ class Device(Backend):
             raise ValueError(f"shape={shape} has a negative extent")
         block = self._allocate(math.prod(shape) * dtype.itemsize)
         buffer = Buffer(block, 0, tuple(shape), dtype)
+        buffer.address = block.address  # at hand here: to ask later takes far longer
         self._fill_fresh(buffer)
         return buffer
 

@@ -58,9 +58,9 @@ class Tables:
             items: of each row, the items of work; not zero.
             chunk_size: items of a chunk.
         """
-        looked = array("q", items)
-        looked.extend([row[-1].size for row in rows])
-        looked.extend([operand.address for row in rows for operand in row])
+        sizes = [row[-1].size for row in rows]
+        addresses = [operand.address for row in rows for operand in row]
+        looked = array("q", [*items, *sizes, *addresses])
         key = (chunk_size, len(rows), looked.tobytes())
         with self._lock:
             found = self._made.get(key)
