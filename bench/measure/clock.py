@@ -27,6 +27,7 @@ Call = Callable[[], Any]
 
 HOST_ROUNDS, GPU_ROUNDS, QUICK_ROUNDS = 25, 9, 2
 WARM_UPS = 2
+LOOPS = 4  # of one round, where a call is microseconds: the first finds its caches cold
 # Threads of another library may still spin when its call has returned; they are waited for.
 PAUSE_SECONDS = 0.005
 
@@ -92,13 +93,15 @@ def clock_of(mesh: Mesh, *, quick: bool) -> Clock:
     return GpuClock(mesh.devices[0], quick=quick) if mesh.backend == "cuda" else HostClock(quick)
 
 
-def host_seconds(calls: Mapping[str, Call], number: int, *, quick: bool) -> dict[str, float]:
-    """The host's time of one call of each candidate: the best of several loops of ``number`` calls.
+def host_seconds(
+    calls: Mapping[str, Call], number: int, *, quick: bool, rounds: int = HOST_ROUNDS
+) -> dict[str, float]:
+    """The host's time of one call of each candidate: the best of so many loops of ``number`` calls.
 
     The best, not the median: a few microseconds are doubled by whatever else the machine does.
     """
 
-    taken = HostClock(quick).in_turns(calls, number)
+    taken = HostClock(quick, rounds=rounds).in_turns(calls, number, LOOPS)
     return {name: min(times) / number for name, times in taken.items()}
 
 
@@ -120,6 +123,7 @@ class HostClock:
         copy_threads: that copy; default one for each core.
         of_rounds: what is told of the rounds of a candidate; the best (``min``) on a machine that
             others keep busy, where a median says how busy.
+        rounds: how many; few with ``quick``.
     """
 
     def __init__(
@@ -127,9 +131,10 @@ class HostClock:
         quick: bool,
         copy_threads: int | None = None,
         of_rounds: Callable[[Sequence[float]], float] = statistics.median,
+        rounds: int = HOST_ROUNDS,
     ) -> None:
         self._of_rounds = of_rounds
-        self._rounds = QUICK_ROUNDS if quick else HOST_ROUNDS
+        self._rounds = QUICK_ROUNDS if quick else rounds
         self._copy_threads = copy_threads
 
     def measure(self, calls: Mapping[str, Call], nbytes: int) -> dict[str, Took]:
@@ -138,15 +143,17 @@ class HostClock:
         told = {name: self._of_rounds(times) for name, times in taken.items()}
         return {name: Took(seconds, seconds) for name, seconds in told.items()}
 
-    def in_turns(self, calls: Mapping[str, Call], number: int = 1) -> dict[str, list[float]]:
-        """The seconds of every round of each candidate, ``number`` calls, all in turns."""
+    def in_turns(
+        self, calls: Mapping[str, Call], number: int = 1, loops: int = 1
+    ) -> dict[str, list[float]]:
+        """The seconds of ``number`` calls of each candidate: loops of all rounds, in turns."""
         taken: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(WARM_UPS + self._rounds):
             for name, call in calls.items():
                 time.sleep(PAUSE_SECONDS)
-                seconds = _seconds(call, number)
+                seconds = [_seconds(call, number) for _ in range(loops)]
                 if turn >= WARM_UPS:
-                    taken[name].append(seconds)
+                    taken[name] += seconds
         return taken
 
 

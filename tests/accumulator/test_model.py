@@ -320,4 +320,4 @@ def no_warnings(caplog):
 
 
 TestAccumulators = Accumulators.TestCase
-TestAccumulators.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestAccumulators.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

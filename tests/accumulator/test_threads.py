@@ -18,6 +18,7 @@ from gradreduce.errors import CancelledError, DeadlineExceededError
 
 NUM_APPLIERS = 48
 NUM_TAKERS = 16
+LONG_S = 180.0  # for what takes ten seconds where nobody else works
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +84,7 @@ class Run:
         takers = [crew.start(self.take, number) for number in range(NUM_TAKERS)]
         appliers = [crew.start(self.apply, number) for number in range(NUM_APPLIERS)]
         for call in appliers:
-            call.result()
+            call.result(LONG_S)
         # What is left is not enough for whoever is head: they would wait for ever.
         self.left, self.counts, self.steps = [], [], []
         with locked(self.states):

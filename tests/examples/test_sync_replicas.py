@@ -152,6 +152,7 @@ def test_each_update_is_the_mean_of_what_was_kept_at_its_step(script, digits, fl
     gradients = [each for worker in history.gradients for each in worker]
     assert history.global_step == STEPS
     assert history.num_dropped == sum(not each.kept for each in gradients)
+    assert history.num_dropped == 0 or options.workers > options.replicas_to_aggregate
     assert not any(each.kept for each in gradients if each.held)
     assert len(history.losses) == STEPS
 
@@ -219,15 +220,14 @@ def test_training_goes_on_from_the_global_step(script):
                     "float32", (2,), "w/grad_accum", device=mesh
                 ).accumulator_ref
             )
-            sync.hand_out_tokens()
-            assert [sync.next_step() for _ in range(3)] == [7, 7, 7]
+            assert sync.first_step == 7
             gradient = np.full(2, 2, np.float32)
             assert not mine.apply_grad(gradient, 6)
             assert mine.apply_grad(gradient, 7)
             assert other.apply_grad(2 * gradient, 7)
             sync.update()
             assert not mine.apply_grad(gradient, 7)
-            sync.hand_out_tokens()
+            sync.hand_out_tokens(3)
             assert [sync.next_step() for _ in range(2)] == [8, 8]  # and a third one
             assert (int(counter), mine.num_dropped) == (8, 2)
         assert (variables[0].numpy() == 1 - 0.5 * 3).all()
