@@ -26,7 +26,8 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         dtype: float16, bfloat16, float32 or float64; halves are summed in float32.
         shape: of the gradients; None for any, None entries for any extent. The first gradient
             after a take fixes what is open, until the next take.
-        shared_name: if not empty, all accumulators of this name in the process are one.
+        shared_name: if not empty, all accumulators of this name in the process are one, as long
+            as a handle of it is held and until it is closed.
         name: of the accumulator.
         reduction_type: ``"MEAN"``, which divides by all that arrived, or ``"SUM"``.
         device: a device, or a whole mesh: then a partial sum is kept on each of its devices and

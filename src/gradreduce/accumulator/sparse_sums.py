@@ -115,6 +115,7 @@ class SparseAdditions:
         device = state.devices[place]
         growing = self._sums.get((state, place))
         if growing is None:
+            device.fabric.check_usable(device)  # where there are no rows nothing else asks
             total = state.totals[place]
             assert not isinstance(total, Buffer)
             slots = Slots.none() if total is None else total.slots
