@@ -34,6 +34,7 @@ SIZE, GPU_SIZE, QUICK_SIZE = 2**24, 2**26, 2**10  # float32 elements: 64 MiB, 25
 MANY_SIZE, QUICK_MANY = 16, 12
 ROWS, WIDTH, INDICES, QUICK_ROWS = 20_000, 64, 100_000, 100  # of a sparse gradient
 ROUNDS = 60  # on a CPU, of which the best one counts
+LOOPS = 4  # of one round, where a call is microseconds: the first finds its caches cold
 # Calls of one loop, where a call is microseconds: a loop as short as a scheduler's slice of time.
 NUMBER, QUICK_NUMBER = 50, 10
 LATE = 2**40  # a step that is never stale
@@ -223,7 +224,7 @@ class Bench:
             kept_sum.apply_grad(mine)
             calls[f"{face}, later apply"] = partial(kept_sum.apply_grad, mine)
             calls[f"{face}, drop"] = partial(kept_sum.apply_grad, mine, -1)
-        seconds = host_seconds(calls, self.number, quick=self.quick, rounds=ROUNDS)
+        seconds = host_seconds(calls, self.number, quick=self.quick, rounds=ROUNDS, loops=LOOPS)
         self.settle()
         figures = {f"{name}, us": taken * 1e6 for name, taken in seconds.items()}
         for theirs_, mine_ in ((CYCLE, "numpy, apply + take"), (DROP, "numpy, drop")):
@@ -248,7 +249,7 @@ class Bench:
             with self.meshes[face].journal() as journal:
                 gr.apply_grads(accumulators, mine, LATE)
             figures[f"{face}, launches"] = journal.launches
-        seconds = host_seconds(calls, 1, quick=self.quick, rounds=ROUNDS)
+        seconds = host_seconds(calls, 1, quick=self.quick, rounds=ROUNDS, loops=LOOPS)
         self.settle()
         figures |= {f"{name}, us a tensor": took / number * 1e6 for name, took in seconds.items()}
         self.keep(Case(MANY, f"{number} x {MANY_SIZE} float32 in one call", figures=figures))
