@@ -155,11 +155,11 @@ def check_dtype(state: AccumulatorState, dtype: DType, cast: bool) -> None:
     """Raises ``ValueError`` for another dtype, or, with ``cast``, for one that is no float."""
     if dtype == state.dtype:
         return
+    convertible = dtype.name in DTYPES and dtype.isnative
     if not cast:
-        raise ValueError(
-            f"the gradient is {dtype}, the accumulator {state.dtype}; cast=True converts"
-        )
-    if dtype.name not in DTYPES:
+        hint = "; cast=True converts" if convertible else ""
+        raise ValueError(f"the gradient is {dtype}, the accumulator {state.dtype}{hint}")
+    if not convertible:
         raise ValueError(f"a gradient of {dtype} is not converted to {state.dtype}")
 
 
