@@ -163,9 +163,9 @@ def test_names(mesh):
     assert repr(named) == "<Variable 'weights' float32[] on sim:0, sim:1, sim:2, sim:3>"
 
 
-def test_zeros_like(place):
+def test_filled_like(place):
     variable = gr.Variable(np.ones((2, 3), "float16"), device=place)
-    slot = gr.Variable.zeros_like(variable, "slot")
+    slot = gr.Variable.filled_like(variable, "slot")
     assert (slot.name, slot.trainable) == ("slot", False)
     assert (slot.shape, slot.dtype, slot.devices) == ((2, 3), np.float16, variable.devices)
     check(slot, np.zeros((2, 3), "float16"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from gradreduce.device import (
     default_mesh,
     overlap,
 )
-from gradreduce.interop import OneCall, converted, is_array, reading, to_buffer
+from gradreduce.interop import OneCall, converted, is_array, numbers, reading, to_buffer
 from gradreduce.replica_context import current_replica
 
 __all__ = ["Variable", "get_variable"]
@@ -66,13 +67,23 @@ class Variable:
         self._buffers = tuple(_copied(initial_value, device, wanted) for device in devices)
 
     @classmethod
-    def zeros_like(cls, variable: Variable, name: str) -> Variable:
-        """Zeros of a variable's shape and dtype on its devices, not trainable; a slot."""
+    def filled_like(
+        cls, variable: Variable, name: str, value: float = 0.0, *, dtype: DType | None = None
+    ) -> Variable:
+        """One number everywhere, of a variable's shape on its devices, not trainable; a slot.
+
+        Args:
+            variable: whose shape and devices.
+            name: of the new one.
+            value: the number.
+            dtype: default that of ``variable``.
+        """
         made = cls.__new__(cls)
         made.name = name
         made.trainable = False
+        dtype = variable.dtype if dtype is None else dtype
         made._buffers = tuple(
-            buffer.device.zeros(buffer.shape, buffer.dtype) for buffer in variable.buffers
+            _filled(device, variable.shape, dtype, value) for device in variable.devices
         )
         return made
 
@@ -229,6 +240,13 @@ def _wanted_dtype(initial_value: Any, dtype: Any, device: Device) -> DType:
         return as_dtype(dtype)
     found = to_buffer(initial_value, device).dtype
     return as_dtype("float32") if found.kind == "f" and not is_array(initial_value) else found
+
+
+def _filled(device: Device, shape: tuple[int, ...], dtype: DType, value: float) -> Buffer:
+    if not value:
+        return device.zeros(shape, dtype)
+    one = numbers(value, dtype)
+    return device.upload(one.repeat(math.prod(shape)).reshape(shape))
 
 
 def _near(device: Device, source: Buffer) -> Buffer:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from ._segments import Indices, Segments, joined_indices, plan_segments
+from ._segments import Indices, Segments, each_row, joined_indices, plan_segments
 from ._slots import Slots, alike, merged_slots
+from ._updates import Update, prepare_rule
 from .accumulate_n import ACCUMULATE_N, accumulate_fitted, accumulate_n, prepare_accumulate_n
+from .adaptive import ADAGRAD, ADAM, RMSPROP, adagrad, adam, rmsprop
 from .add_n import ADD_N, add_n, added, added_on_host, cast_fitted, prepare_add_n
 from .all_sum import ALL_SUM, all_sum, prepare_all_sum
 from .divide import DIVIDE, divide, prepare_divide
@@ -16,7 +18,8 @@ from .segment_sum import (
     ready_segment_sum,
     segment_sum,
 )
-from .update import MOMENTUM, NESTEROV, SGD, momentum, nesterov, prepare_update, sgd
+from .take_rows import TAKE_ROWS, prepare_take_rows, ready_take_rows, take_rows
+from .update import MOMENTUM, NESTEROV, SGD, momentum, nesterov, sgd
 
 __all__ = [
     "KERNELS",
@@ -24,8 +27,11 @@ __all__ = [
     "Indices",
     "Segments",
     "Slots",
+    "Update",
     "accumulate_fitted",
     "accumulate_n",
+    "adagrad",
+    "adam",
     "add_n",
     "added",
     "added_on_host",
@@ -33,6 +39,7 @@ __all__ = [
     "all_sum",
     "cast_fitted",
     "divide",
+    "each_row",
     "joined_indices",
     "merged_slots",
     "momentum",
@@ -45,11 +52,18 @@ __all__ = [
     "prepare_all_sum",
     "prepare_divide",
     "prepare_pack",
+    "prepare_rule",
     "prepare_segment_sum",
-    "prepare_update",
+    "prepare_take_rows",
     "ready_segment_sum",
+    "ready_take_rows",
+    "rmsprop",
     "segment_sum",
     "sgd",
+    "take_rows",
 ]
 
-KERNELS = (ADD_N, ACCUMULATE_N, ALL_SUM, PACK, DIVIDE, SEGMENT_SUM, SGD, MOMENTUM, NESTEROV)
+KERNELS = (
+    ADD_N, ACCUMULATE_N, ALL_SUM, PACK, DIVIDE, SEGMENT_SUM, TAKE_ROWS,
+    SGD, MOMENTUM, NESTEROV, ADAM, ADAGRAD, RMSPROP,
+)  # fmt: skip

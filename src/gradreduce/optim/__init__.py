@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from .adaptive import AdagradOptimizer, AdamOptimizer, RMSPropOptimizer
 from .agn import AGNCenter, AGNCustomGetter, AGNOptimizer
 from .base import Optimizer
-from .rules import AdamOptimizer, GradientDescentOptimizer, MomentumOptimizer
+from .rules import GradientDescentOptimizer, MomentumOptimizer
 
 __all__ = [
     "AGNCenter",
     "AGNCustomGetter",
     "AGNOptimizer",
+    "AdagradOptimizer",
     "AdamOptimizer",
     "GradientDescentOptimizer",
     "MomentumOptimizer",
     "Optimizer",
+    "RMSPropOptimizer",
 ]

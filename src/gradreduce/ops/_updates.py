@@ -1,0 +1,158 @@
+"""What every update rule shares: its launcher, and its twin in blocks; knows no formula.
+
+Source: own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from gradreduce.device import Buffer, Device, Kernel, Queue, Template, accumulate_dtype
+from gradreduce.device.kernel import Arrays
+
+from ._check import check_rows, check_writable
+from ._templates import FLOATS, UPDATES
+
+__all__ = ["Update", "prepare_rule", "run_rule", "update"]
+
+# The operands of one tensor: the variable, a float; its master, if it has one; the slots of the
+# rule; the gradient, which is only read. They are of one size, and none overlaps another. The
+# gradient has the dtype of the variable, and so have the slots. A master is the float32 of which a
+# half is the rounded value; then the slots are float32 too. One that does not round to its variable
+# is overwritten, not used: the variable was assigned to.
+Update = Sequence[Buffer]
+# A rule on arrays of one block: the variable, the slots and the gradient, scratch, scalars. Changes
+# the first two in place.
+Step = Callable[..., None]
+
+# Elements of a block: with the scratch beside them they stay in the cache of a core.
+BLOCK_SIZE = 1 << 15
+# Rows below this are put side by side: a NumPy call for each of them takes longer than the copies.
+SMALL_SIZE = 1 << 11
+
+
+def run_rule(
+    table: Sequence[Arrays],
+    num_slots: int,
+    step: Step,
+    num_scratch: int,
+    scalars: Sequence[float],
+) -> None:
+    """The twin of an update: ``step`` over every row, in blocks, in the accumulate type.
+
+    Args:
+        table: the rows of a launch.
+        num_slots: of the rule.
+        step: ``step(var, *slots, grad, *scratch, *scalars)``, arrays of one length and numbers,
+            all in the accumulate type.
+        num_scratch: arrays that ``step`` wants beside them; they hold anything.
+        scalars: cast to the accumulate type.
+    """
+    if not table:
+        return
+    dtype, num_operands = table[0][0].dtype, len(table[0])
+    wide = accumulate_dtype(dtype)
+    given = [wide.type(scalar) for scalar in scalars]
+    size = min(BLOCK_SIZE, sum([row[0].size for row in table]))
+    scratch = np.empty((num_scratch, size), wide)
+    copies: np.ndarray | None = None
+    for rows in _blocks(table):
+        length = sum([row[0].size for row in rows])
+        spare = [array[:length] for array in scratch]
+        if dtype == wide and len(rows) == 1:
+            step(*rows[0], *spare, *given)
+            continue
+        if copies is None:
+            copies = np.empty((num_operands, size), wide)
+        work = [array[:length] for array in copies]
+        for place, array in enumerate(work):
+            np.concatenate([row[place] for row in rows], out=array)
+        master = work.pop(1) if num_operands == num_slots + 3 else None
+        if master is not None:
+            np.copyto(work[0], master, where=master.astype(dtype).astype(wide) == work[0])
+        step(*work, *spare, *given)
+        if master is not None:
+            work.insert(1, work[0])
+        _put_back(rows, work[:-1])
+
+
+def _put_back(rows: Sequence[Arrays], work: Sequence[np.ndarray]) -> None:
+    """What was worked on side by side, into the operands that are written."""
+    for place, array in enumerate(work):
+        start = 0
+        for row in rows:
+            end = start + row[place].size
+            row[place][...] = array[start:end]
+            start = end
+
+
+def _blocks(table: Sequence[Arrays]) -> Iterator[list[Arrays]]:
+    """Rows, or parts of rows, that are worked on at once; small ones side by side."""
+    small: list[Arrays] = []
+    length = 0
+    for row in table:
+        size = row[0].size
+        if size < SMALL_SIZE:
+            if length + size > BLOCK_SIZE:
+                yield small
+                small, length = [], 0
+            small.append(row)
+            length += size
+        elif size <= BLOCK_SIZE:
+            yield [row]
+        else:
+            for start in range(0, size, BLOCK_SIZE):
+                yield [[operand[start : start + BLOCK_SIZE] for operand in row]]
+    if small:
+        yield small
+
+
+def update(
+    kernel: Kernel,
+    rows: Sequence[Update],
+    num_slots: int,
+    scalars: Sequence[float],
+    device: Device | None,
+    queue: Queue,
+) -> None:
+    """One launch of a rule for each dtype; see the launchers.
+
+    Raises:
+        ValueError: what ``Update`` says does not hold.
+    """
+    launches: dict[tuple[Template, int], list[Update]] = {}
+    for row in rows:
+        has_master = len(row) == num_slots + 3
+        key = (_template(kernel, row, num_slots, has_master), len(row) - 1)
+        launches.setdefault(key, []).append(row)
+    for (_, num_written), launched in launches.items():
+        has_master = num_written == num_slots + 2
+        leaders = [0, *[int(has_master)] * (num_written - 1), 0]
+        # All as if they were written: a rule that reads what it has written is another rule.
+        check_rows(kernel.name, launched, num_written + 1, leaders=leaders)
+        for place in range(num_written):
+            check_writable(kernel.name, [row[place] for row in launched])
+    for (template, num_written), launched in launches.items():
+        given = (num_written, *map(float, scalars))
+        (device or launched[0][0].device).launch(kernel, template, launched, given, queue=queue)
+
+
+def prepare_rule(kernel: Kernel, device: Device, dtype: np.dtype, state: np.dtype) -> None:
+    """Compiles what a rule launches for variables of one dtype and slots of another."""
+    device.prepare(kernel, (dtype.name, state.name))
+
+
+def _template(kernel: Kernel, row: Update, num_slots: int, has_master: bool) -> tuple[str, str]:
+    if len(row) - has_master != num_slots + 2:
+        raise ValueError(
+            f"{kernel.name}: a row of {len(row)} operands: a variable, {num_slots} slots and a "
+            "gradient are needed"
+        )
+    found = (row[0].dtype.name, row[int(has_master)].dtype.name)
+    if found[0] not in FLOATS:
+        raise ValueError(f"{kernel.name}: {row[0]} is not of a float dtype: {', '.join(FLOATS)}")
+    if has_master and (found[0] == found[1] or found not in UPDATES):
+        raise ValueError(f"{kernel.name}: {row[1]} is no float32 master of a half, as {row[0]}")
+    return found
