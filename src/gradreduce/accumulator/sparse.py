@@ -33,7 +33,8 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         dtype: of the values: float16, bfloat16, float32 or float64; halves are summed in float32.
         shape: of the whole array, ``(rows, …)``; None or () for any, None entries for any extent.
             Gradients may have more dimensions.
-        shared_name: if not empty, all accumulators of this name in the process are one.
+        shared_name: if not empty, all accumulators of this name in the process are one, as long
+            as a handle of it is held and until it is closed.
         name: of the accumulator.
         reduction_type: ``"MEAN"``, which divides each row by the number of gradients that touched
             it, not by the number that came, or ``"SUM"``.
