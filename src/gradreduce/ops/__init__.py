@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ._check import Ranges
 from ._segments import Indices, Segments, each_row, joined_indices, plan_segments
 from ._slots import Slots, alike, merged_slots
-from ._updates import Update, prepare_rule
+from ._updates import Update, prepare_rule, update_fitted
 from .accumulate_n import ACCUMULATE_N, accumulate_fitted, accumulate_n, prepare_accumulate_n
 from .adaptive import ADAGRAD, ADAM, RMSPROP, adagrad, adam, rmsprop
 from .add_n import ADD_N, add_n, added, added_on_host, cast_fitted, prepare_add_n
@@ -25,6 +26,7 @@ __all__ = [
     "KERNELS",
     "Divisor",
     "Indices",
+    "Ranges",
     "Segments",
     "Slots",
     "Update",
@@ -61,6 +63,7 @@ __all__ = [
     "segment_sum",
     "sgd",
     "take_rows",
+    "update_fitted",
 ]
 
 KERNELS = (

@@ -14,6 +14,7 @@ from gradreduce.device.dtypes import Element
 from gradreduce.device.memory import Row
 
 __all__ = [
+    "Ranges",
     "as_elements",
     "by_dtype",
     "check_apart",
@@ -134,6 +135,30 @@ def check_apart(name: str, target: Buffer, other: Buffer) -> None:
     """Raises ``ValueError`` if the two share a byte."""
     if overlap(target, other):
         raise ValueError(f"{name}: {target} overlaps {other}")
+
+
+class Ranges:
+    """Where disjoint memory lies, to be asked again and again who else is there.
+
+    Args:
+        buffers: none shares a byte with another.
+    """
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        starts = np.array([buffer.address for buffer in buffers], np.uint64)
+        order = np.argsort(starts)
+        self._starts = starts[order]
+        sizes = np.array([buffer.nbytes for buffer in buffers], np.uint64)
+        self._ends = self._starts + sizes[order]
+
+    def shared_by(self, buffers: Sequence[Buffer]) -> int | None:
+        """The place of the first buffer that shares a byte with them; None if none does."""
+        starts = np.array([buffer.address for buffer in buffers], np.uint64)
+        ends = starts + np.array([buffer.nbytes for buffer in buffers], np.uint64)
+        before = np.searchsorted(self._starts, ends)  # how many begin in front of its end
+        shares = (before > 0) & (ends > starts)
+        shares &= starts < self._ends[before - 1] if self._ends.size else False
+        return int(shares.argmax()) if shares.any() else None
 
 
 def check_writable(name: str, written: Sequence[Buffer]) -> None:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, Queue, Template, accumulate_dtype
+from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype
 from gradreduce.device.kernel import Arrays
 
 from ._check import check_rows, check_writable
 from ._templates import FLOATS, UPDATES
 
-__all__ = ["Update", "prepare_rule", "run_rule", "update"]
+__all__ = ["Update", "prepare_rule", "run_rule", "update", "update_fitted"]
 
 # The operands of one tensor: the variable, a float; its master, if it has one; the slots of the
 # rule; the gradient, which is only read. They are of one size, and none overlaps another. The
@@ -122,21 +122,44 @@ def update(
     Raises:
         ValueError: what ``Update`` says does not hold.
     """
-    launches: dict[tuple[Template, int], list[Update]] = {}
-    for row in rows:
-        has_master = len(row) == num_slots + 3
-        key = (_template(kernel, row, num_slots, has_master), len(row) - 1)
-        launches.setdefault(key, []).append(row)
-    for (_, num_written), launched in launches.items():
-        has_master = num_written == num_slots + 2
+    for launched in _alike(rows):
+        has_master = len(launched[0]) == num_slots + 3
+        _check_template(kernel, launched[0], num_slots, has_master)
+        num_written = len(launched[0]) - 1
         leaders = [0, *[int(has_master)] * (num_written - 1), 0]
         # All as if they were written: a rule that reads what it has written is another rule.
         check_rows(kernel.name, launched, num_written + 1, leaders=leaders)
         for place in range(num_written):
             check_writable(kernel.name, [row[place] for row in launched])
-    for (template, num_written), launched in launches.items():
-        given = (num_written, *map(float, scalars))
-        (device or launched[0][0].device).launch(kernel, template, launched, given, queue=queue)
+    if rows:
+        update_fitted(kernel, rows, scalars, device or rows[0][0].device, queue)
+
+
+def update_fitted(
+    kernel: Kernel,
+    rows: Sequence[Update],
+    scalars: Sequence[float],
+    device: Device,
+    queue: Queue = "compute",
+) -> None:
+    """As ``update``, of rows that fit by their making: not looked at."""
+    for launched in _alike(rows):
+        first = launched[0]
+        template = (first[0].dtype.name, first[1 if len(first) > 2 else 0].dtype.name)
+        given = (len(first) - 1, *map(float, scalars))
+        device.launch(kernel, template, launched, given, queue=queue)
+
+
+def _alike(rows: Sequence[Update]) -> list[list[Update]]:
+    """Those that one launch serves, together: of the same dtypes, and all with a master or none."""
+    if len({(id(row[0].dtype), id(row[1].dtype), len(row)) for row in rows if len(row) > 1}) == 1:
+        return [list(rows)]
+    groups: dict[tuple[int, int, int], list[Update]] = {}  # by id: hashing a dtype is slow
+    for row in rows:
+        if len(row) < 2:
+            raise ValueError(f"an update of {len(row)} operands")
+        groups.setdefault((id(row[0].dtype), id(row[1].dtype), len(row)), []).append(row)
+    return list(groups.values())
 
 
 def prepare_rule(kernel: Kernel, device: Device, dtype: np.dtype, state: np.dtype) -> None:
@@ -144,7 +167,7 @@ def prepare_rule(kernel: Kernel, device: Device, dtype: np.dtype, state: np.dtyp
     device.prepare(kernel, (dtype.name, state.name))
 
 
-def _template(kernel: Kernel, row: Update, num_slots: int, has_master: bool) -> tuple[str, str]:
+def _check_template(kernel: Kernel, row: Update, num_slots: int, has_master: bool) -> None:
     if len(row) - has_master != num_slots + 2:
         raise ValueError(
             f"{kernel.name}: a row of {len(row)} operands: a variable, {num_slots} slots and a "
@@ -155,4 +178,3 @@ def _template(kernel: Kernel, row: Update, num_slots: int, has_master: bool) -> 
         raise ValueError(f"{kernel.name}: {row[0]} is not of a float dtype: {', '.join(FLOATS)}")
     if has_master and (found[0] == found[1] or found not in UPDATES):
         raise ValueError(f"{kernel.name}: {row[1]} is no float32 master of a half, as {row[0]}")
-    return found

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
-from gradreduce import ops
-from gradreduce.device import Device, DType
-from gradreduce.ops import Update
+from gradreduce.device import Kernel
 from gradreduce.ops.adaptive import ADAGRAD, ADAM, RMSPROP
 from gradreduce.variables import Variable
 
@@ -80,8 +77,9 @@ class AdamOptimizer(Optimizer):
             variable.assign(power)
         return sorted([*self._power_variables, *slots], key=lambda each: each.name)
 
-    def _compile(self, device: Device, dtype: DType, state: DType) -> None:
-        ops.prepare_rule(ADAM, device, dtype, state)
+    @property
+    def _kernel(self) -> Kernel:
+        return ADAM
 
     def _scalars(self) -> tuple[float, ...]:
         rate, beta1, beta2, epsilon = super()._scalars()
@@ -89,10 +87,6 @@ class AdamOptimizer(Optimizer):
         power1, power2 = self._powers or self._betas
         corrected = rate * math.sqrt(1 - power2) / (1 - power1)
         return corrected, 1 - beta1, 1 - beta2, epsilon
-
-    def _launch(self, rows: Sequence[Update], scalars: tuple[float, ...], device: Device) -> None:
-        rate, rest1, rest2, epsilon = scalars
-        ops.adam(rows, rate=rate, rest1=rest1, rest2=rest2, epsilon=epsilon, device=device)
 
     def _finish(self) -> None:
         power1, power2 = self._powers or self._betas
@@ -137,11 +131,9 @@ class AdagradOptimizer(Optimizer):
     def _slot_start(self, name: str) -> float:
         return self.initial_accumulator_value
 
-    def _compile(self, device: Device, dtype: DType, state: DType) -> None:
-        ops.prepare_rule(ADAGRAD, device, dtype, state)
-
-    def _launch(self, rows: Sequence[Update], scalars: tuple[float, ...], device: Device) -> None:
-        ops.adagrad(rows, rate=scalars[0], device=device)
+    @property
+    def _kernel(self) -> Kernel:
+        return ADAGRAD
 
 
 class RMSPropOptimizer(Optimizer):
@@ -181,13 +173,10 @@ class RMSPropOptimizer(Optimizer):
     def _slot_start(self, name: str) -> float:
         return 1.0 if name == "rms" else 0.0
 
-    def _compile(self, device: Device, dtype: DType, state: DType) -> None:
-        ops.prepare_rule(RMSPROP, device, dtype, state)
+    @property
+    def _kernel(self) -> Kernel:
+        return RMSPROP
 
     def _scalars(self) -> tuple[float, ...]:
         rate, decay, momentum, epsilon = super()._scalars()
         return rate, 1 - decay, momentum, epsilon
-
-    def _launch(self, rows: Sequence[Update], scalars: tuple[float, ...], device: Device) -> None:
-        rate, rest, decay, epsilon = scalars
-        ops.rmsprop(rows, rate=rate, rest=rest, decay=decay, epsilon=epsilon, device=device)

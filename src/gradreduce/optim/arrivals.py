@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from gradreduce import ops
 from gradreduce.cross_device_ops import CrossDeviceOps
 from gradreduce.device import Buffer, Device, copy_over
 from gradreduce.errors import InvalidVariableError
 from gradreduce.indexed_slices import IndexedSlices, check_indices, densified
-from gradreduce.interop import kind_of, reading, shape_and_dtype, to_buffer
+from gradreduce.interop import reading, shape_and_dtype, to_buffer
 from gradreduce.values import Mirrored, Part, PerReplica, ReduceOp, buffer_of, device_of
 from gradreduce.variables import Variable
 
 __all__ = ["Near", "check_apart", "check_global_step", "checked_pairs", "made_dense", "near"]
 
 Pair = tuple[Any, Variable]
+Given = Part | PerReplica | Mirrored
 Near = tuple[Part, ...]  # for each copy of a variable its gradient, on the same physical device
 
 
@@ -37,7 +38,10 @@ def checked_pairs(grads_and_vars: Iterable[Pair]) -> list[Pair]:
         ValueError: no pair, a variable twice, or None for every gradient.
         TypeError: something that is no pair, or no Variable in it.
     """
-    pairs = [_checked_pair(pair) for pair in grads_and_vars]
+    pairs = list(grads_and_vars)
+    for pair in pairs:
+        if type(pair) is not tuple or len(pair) != 2 or type(pair[1]) is not Variable:
+            _check_pair(pair)
     if not pairs:
         raise ValueError("No variables provided.")
     if len({var for _, var in pairs}) != len(pairs):
@@ -48,12 +52,11 @@ def checked_pairs(grads_and_vars: Iterable[Pair]) -> list[Pair]:
     return present
 
 
-def _checked_pair(pair: Any) -> Pair:
+def _check_pair(pair: Any) -> None:
     if not isinstance(pair, tuple) or len(pair) != 2:
         raise TypeError(f"grads_and_vars holds {pair!r}, which is no (gradient, variable) pair")
     if not isinstance(pair[1], Variable):
         raise InvalidVariableError(f"{pair[1]!r} is not a Variable")
-    return pair
 
 
 def near(present: Sequence[Pair], cross_device_ops: CrossDeviceOps | None) -> list[Near]:
@@ -68,7 +71,13 @@ def near(present: Sequence[Pair], cross_device_ops: CrossDeviceOps | None) -> li
             the variable has not.
         TypeError: a gradient that is no array.
     """
-    given = [_checked(grad, var) for grad, var in present]
+    given = [_placed(grad, var) for grad, var in present]
+    for grad, (_, var) in zip(given, present, strict=True):
+        if type(grad) is Buffer:
+            _check_dense(grad, var)
+        else:
+            _check_parts(grad, var)
+    reading([part for grad in given for part in _buffers(grad)])
     spread = [(grad, grad) for grad in given if isinstance(grad, PerReplica)]
     reduced: Sequence[Mirrored] = ()
     if spread:
@@ -86,31 +95,39 @@ def near(present: Sequence[Pair], cross_device_ops: CrossDeviceOps | None) -> li
     return found
 
 
-def _checked(grad: Any, var: Variable) -> Part | PerReplica | Mirrored:
+def _placed(grad: Any, var: Variable) -> Given:
     """As it came, or as a Buffer or IndexedSlices of a Buffer."""
     if isinstance(grad, PerReplica | Mirrored):
-        if grad.devices != var.devices and set(grad.devices) != set(var.devices):
-            raise ValueError(f"the gradient of {var!r} lies on {grad.devices}")
-        parts: Sequence[Part] = grad.parts
-        given: Part | PerReplica | Mirrored = grad
-    else:
-        given = _placed(grad, var)
-        parts = (given,)
-    reading([buffer_of(part) for part in parts])
+        return grad
+    first = var.buffers[0]
+    if isinstance(grad, IndexedSlices):
+        rows = to_buffer(grad.values, first.device, dtype=first.dtype)
+        return IndexedSlices.of(rows, grad.indices, grad.dense_shape)
+    return to_buffer(grad, first.device, dtype=first.dtype)
+
+
+def _buffers(grad: Given) -> Sequence[Buffer]:
+    if type(grad) is Buffer:
+        return (grad,)
+    parts = grad.parts if isinstance(grad, PerReplica | Mirrored) else (grad,)
+    return [buffer_of(part) for part in parts]
+
+
+def _check_dense(part: Buffer, var: Variable) -> None:
+    like = var.buffers[0]
+    if part.shape != like.shape or part.dtype != like.dtype:
+        raise ValueError(f"the gradient of {var!r} is {part.dtype}{list(part.shape)}")
+
+
+def _check_parts(grad: Given, var: Variable) -> None:
+    parts: Sequence[Part] = (grad,) if isinstance(grad, Part) else grad.parts
+    if isinstance(grad, PerReplica | Mirrored) and set(grad.devices) != set(var.devices):
+        raise ValueError(f"the gradient of {var!r} lies on {grad.devices}")
     for part in parts:
         if isinstance(part, IndexedSlices):
             _check_rows(part, var)
-        elif part.shape != var.shape or part.dtype != var.dtype:
-            raise ValueError(f"the gradient of {var!r} is {part.dtype}{list(part.shape)}")
-    return given
-
-
-def _placed(grad: Any, var: Variable) -> Part:
-    if not isinstance(grad, IndexedSlices):
-        kind_of(grad)
-        return to_buffer(grad, var.devices[0], dtype=var.dtype)
-    rows = to_buffer(grad.values, var.devices[0], dtype=var.dtype)
-    return IndexedSlices.of(rows, grad.indices, grad.dense_shape)
+        else:
+            _check_dense(part, var)
 
 
 def _check_rows(slices: IndexedSlices, var: Variable) -> None:
@@ -135,9 +152,10 @@ def _in_order(grad: Mirrored, var: Variable) -> Near:
 
 def _everywhere(grad: Part, var: Variable) -> Near:
     """A plain gradient within reach of each of the variable's devices, copied where it must be."""
-    if len(var.devices) == 1 and device_of(grad).physical == var.devices[0].physical:
+    home = device_of(grad)
+    if len(var.buffers) == 1 and home.physical == var.buffers[0].device.physical:
         return (grad,)
-    reached: dict[int, Part] = {device_of(grad).physical: grad}
+    reached: dict[int, Part] = {home.physical: grad}
     for device in var.devices:
         if device.physical not in reached:
             reached[device.physical] = _moved(grad, device)
@@ -155,6 +173,8 @@ def _moved(grad: Part, device: Device) -> Part:
 
 def made_dense(gradients: Sequence[Near], variables: Sequence[Variable]) -> list[Near]:
     """Rows as whole arrays with zeros elsewhere, new ones; one for each physical device."""
+    if all([type(part) is Buffer for parts in gradients for part in parts]):
+        return list(gradients)
     dense: dict[int, Buffer] = {}  # by id: the copies on one physical device share theirs
     found = [
         (part, var)
@@ -171,30 +191,25 @@ def made_dense(gradients: Sequence[Near], variables: Sequence[Variable]) -> list
 
 
 def check_apart(
-    variables: Sequence[Variable], gradients: Sequence[Near], written: Sequence[Buffer]
+    variables: Sequence[Variable], gradients: Sequence[Near], written: ops.Ranges
 ) -> None:
     """A launch reads all gradients while it writes all variables, in no order.
 
     Args:
         variables: one for each gradient, for the message.
         gradients: what is read.
-        written: what is written: disjoint.
+        written: what is written.
 
     Raises:
         ValueError: a gradient shares a byte with what is written.
     """
-    ranges = sorted([(buffer.address, buffer.nbytes) for buffer in written])
-    starts = [start for start, _ in ranges]
-    for var, parts in zip(variables, gradients, strict=True):
-        for part in parts:
-            if _touches(buffer_of(part), ranges, starts):
-                raise ValueError(
-                    f"the gradient of {var!r} is the memory of a variable or slot that this call "
-                    "writes; pass a copy"
-                )
-
-
-def _touches(buffer: Buffer, written: list[tuple[int, int]], starts: list[int]) -> bool:
-    """Whether a gradient shares a byte with one of the sorted ranges, which are disjoint."""
-    place = bisect_left(starts, buffer.address + buffer.nbytes)
-    return place > 0 and buffer.nbytes > 0 and buffer.address < sum(written[place - 1])
+    place = written.shared_by(
+        [part if type(part) is Buffer else buffer_of(part) for parts in gradients for part in parts]
+    )
+    if place is None:
+        return
+    owners = [var for var, parts in zip(variables, gradients, strict=True) for _ in parts]
+    raise ValueError(
+        f"the gradient of {owners[place]!r} is the memory of a variable or slot that this call "
+        "writes; pass a copy"
+    )

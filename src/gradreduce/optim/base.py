@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from gradreduce import ops
 from gradreduce.aggregate import AggregationMethod
 from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.cross_device_ops import CrossDeviceOps
-from gradreduce.device import Device, DType, as_deadline, by_physical, due
+from gradreduce.device import Device, Kernel, as_deadline, due
 from gradreduce.interop import OneCall
-from gradreduce.ops import Update
 from gradreduce.values import PerReplica
 from gradreduce.variables import Variable
 
@@ -22,6 +22,7 @@ from .arrivals import Near, check_apart, check_global_step, checked_pairs, made_
 from .custom import changed_by
 from .launches import Job
 from .numbers import as_number, value_of
+from .plan import Plan
 from .slots import Slots
 
 __all__ = ["Optimizer"]
@@ -64,7 +65,7 @@ class Optimizer:
         self._name = name
         self._slots = Slots(name, self._slot_names, master_dtype)
         self._cross_device_ops: CrossDeviceOps | None = None
-        self._compiled: set[tuple[Device, DType, DType]] = set()
+        self._plan: Plan | None = None
 
     # -- the two hooks ----------------------------------------------------------------------------
 
@@ -91,16 +92,14 @@ class Optimizer:
     _densifies = False  # whether a sparse gradient changes all rows
     _hyperparameters: tuple[str, ...] = ()  # attributes: numbers, or callables
 
-    def _compile(self, device: Device, dtype: DType, state: DType) -> None:
-        """Compiles the rule for variables of a dtype, with slots of another."""
-
     def _scalars(self) -> tuple[float, ...]:
         """What the rule takes, of the hyperparameters; asked once, before anything is launched."""
         return tuple(value_of(getattr(self, attribute)) for attribute in self._hyperparameters)
 
-    def _launch(self, rows: Sequence[Update], scalars: tuple[float, ...], device: Device) -> None:
-        """Launches the rule over all rows; overridden, ``_apply`` is not called."""
-        raise NotImplementedError
+    @property
+    def _kernel(self) -> Kernel | None:
+        """The rule, over rows of variable, master, slots and gradient; then not ``_apply``."""
+        return None
 
     def _finish(self) -> None:
         """Called when an update is launched."""
@@ -118,8 +117,8 @@ class Optimizer:
         return self._cross_device_ops
 
     @cross_device_ops.setter
-    def cross_device_ops(self, ops: CrossDeviceOps) -> None:
-        self._cross_device_ops = ops
+    def cross_device_ops(self, chosen: CrossDeviceOps) -> None:
+        self._cross_device_ops = chosen
 
     def get_name(self) -> str:
         """The name given to the constructor."""
@@ -169,16 +168,21 @@ class Optimizer:
         present = checked_pairs(grads_and_vars)
         check_global_step(global_step)
         variables = [var for _, var in present]
-        devices = [device for var in variables for device in var.devices]
+        plan = self._known(variables)
+        devices = _devices(variables) if plan is None else plan.devices
         with due("apply_gradients", seconds, devices):
-            spread = any(isinstance(grad, PerReplica) for grad, _ in present)
-            gradients = near(present, self.cross_device_ops if spread else None)
-            kept = [each for var in variables for each in (var, *self._slots.of(var))]
-            check_apart(variables, gradients, [copy for each in kept for copy in each.buffers])
+            gradients = None if plan is None else plan.plain([grad for grad, _ in present])
+            if gradients is None:
+                gradients = self._near(present)
+            ranges = self._ranges(variables) if plan is None else plan.ranges
+            check_apart(variables, gradients, ranges)
             if self._densifies:
                 gradients = made_dense(gradients, variables)
-            self.prepare(variables)
-            self._change(variables, gradients)
+            self._check_numbers()
+            if plan is None:
+                self.prepare(variables)
+                self._plan = plan = Plan(variables, self._slots, self._kernel)
+            self._change(plan, gradients)
             if global_step is not None:
                 global_step.assign_add(1)
 
@@ -240,36 +244,59 @@ class Optimizer:
 
         ``apply_gradients`` does it too; a caller who may not fail half-way does it before.
         """
-        for attribute in self._hyperparameters:  # may have been set to anything meanwhile
-            as_number(getattr(self, attribute))
-        for var in variables:
-            state = self._slots.state_dtype(var)
-            for device in var.devices:
-                if (device, var.dtype, state) not in self._compiled:
-                    self._compile(device, var.dtype, state)
-                    self._compiled.add((device, var.dtype, state))
+        self._check_numbers()
+        kernel = self._kernel
+        if kernel is not None:
+            for var in variables:
+                state = self._slots.state_dtype(var)
+                for buffer in var.buffers:
+                    ops.prepare_rule(kernel, buffer.device, var.dtype, state)
         self._slots.make(variables, self._slot_start)
 
-    def _change(self, variables: Sequence[Variable], gradients: Sequence[Near]) -> None:
+    def _near(self, present: Sequence[tuple[Any, Variable]]) -> list[Near]:
+        spread = any(isinstance(grad, PerReplica) for grad, _ in present)
+        return near(present, self.cross_device_ops if spread else None)
+
+    def _check_numbers(self) -> None:
+        for attribute in self._hyperparameters:  # may have been set to anything meanwhile
+            as_number(getattr(self, attribute))
+
+    def _known(self, variables: Sequence[Variable]) -> Plan | None:
+        """The plan of the last update, if it was of these; nothing that it knows ever changes."""
+        plan = self._plan
+        if plan is None or len(plan.variables) != len(variables) or plan.kernel is not self._kernel:
+            return None
+        same = all([one is other for one, other in zip(plan.variables, variables, strict=True)])
+        return plan if same else None
+
+    def _ranges(self, variables: Sequence[Variable]) -> ops.Ranges:
+        """Of what exists; slots that will be made are nobody's gradient."""
+        kept = [each for var in variables for each in (var, *self._slots.of(var))]
+        return ops.Ranges([copy for each in kept for copy in each.buffers])
+
+    def _change(self, plan: Plan, gradients: Sequence[Near]) -> None:
         """The rule over all copies of all variables: one job for each physical device."""
-        written = [row for var in variables for row in self._slots.rows(var)]
         parts = [part for near_ones in gradients for part in near_ones]
-        devices = [row[0].device for row in written]
         scalars = self._scalars()
         jobs = [
-            Job([written[place] for place in places], [parts[place] for place in places])
-            for places in by_physical(devices).values()
+            Job([plan.written[place] for place in places], [parts[place] for place in places])
+            for places in plan.places
         ]
         ready = [self._ready(job, scalars) for job in jobs]
-        fabric = devices[0].fabric
-        with fabric.launch_lock, fabric.whole_or_lost(devices):  # all, or another thread's turn
+        fabric = plan.devices[0].fabric
+        with fabric.launch_lock, fabric.whole_or_lost(plan.devices):  # all, or another's turn
             for launch in ready:
                 launch()
         self._finish()
 
     def _ready(self, job: Job, scalars: tuple[float, ...]) -> Callable[[], None]:
         """What does a job; a rule on arrays has been computed by then."""
-        if type(self)._launch is not Optimizer._launch:
-            return partial(job.run, lambda rows, device: self._launch(rows, scalars, device))
+        kernel = self._kernel
+        if kernel is not None:
+            return partial(job.run, lambda rows, at: ops.update_fitted(kernel, rows, scalars, at))
         job.begin()
         return partial(job.end, changed_by(self._apply, self._slot_names, job))
+
+
+def _devices(variables: Sequence[Variable]) -> list[Device]:
+    return [copy.device for var in variables for copy in var.buffers]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from gradreduce import ops
-from gradreduce.device import Device, DType
-from gradreduce.ops import Update
+from gradreduce.device import Kernel
 from gradreduce.ops.update import MOMENTUM, NESTEROV, SGD
 
 from .base import Optimizer
@@ -37,11 +34,9 @@ class GradientDescentOptimizer(Optimizer):
         super().__init__(name, master_dtype=master_dtype)
         self.learning_rate = as_number(learning_rate)
 
-    def _compile(self, device: Device, dtype: DType, state: DType) -> None:
-        ops.prepare_rule(SGD, device, dtype, state)
-
-    def _launch(self, rows: Sequence[Update], scalars: tuple[float, ...], device: Device) -> None:
-        ops.sgd(rows, rate=scalars[0], device=device)
+    @property
+    def _kernel(self) -> Kernel:
+        return SGD
 
 
 class MomentumOptimizer(Optimizer):
@@ -77,9 +72,6 @@ class MomentumOptimizer(Optimizer):
         self.momentum = as_number(momentum)
         self.use_nesterov = bool(use_nesterov)
 
-    def _compile(self, device: Device, dtype: DType, state: DType) -> None:
-        ops.prepare_rule(NESTEROV if self.use_nesterov else MOMENTUM, device, dtype, state)
-
-    def _launch(self, rows: Sequence[Update], scalars: tuple[float, ...], device: Device) -> None:
-        rule = ops.nesterov if self.use_nesterov else ops.momentum
-        rule(rows, rate=scalars[0], decay=scalars[1], device=device)
+    @property
+    def _kernel(self) -> Kernel:
+        return NESTEROV if self.use_nesterov else MOMENTUM
