@@ -141,7 +141,6 @@ UNFINISHED = {
     "AGNOptimizer": lambda mesh: gr.AGNOptimizer(gr.GradientDescentOptimizer(0.1), 1, None),
     "compute_gradients": lambda mesh: gr.MomentumOptimizer(0.1, 0.9).compute_gradients(lambda: 0),
     "minimize": lambda mesh: gr.MomentumOptimizer(0.1, 0.9).minimize(lambda: 0),
-    "custom_getter": lambda mesh: gr.get_variable("v", 1.0, custom_getter=print),
 }
 
 

@@ -81,6 +81,15 @@ class AdamOptimizer(Optimizer):
     def _kernel(self) -> Kernel:
         return ADAM
 
+    _number_names = ("beta1_power", "beta2_power")
+
+    def _saved_numbers(self) -> dict[str, float]:
+        return dict(zip(self._number_names, self._powers or (), strict=False))
+
+    def _load_numbers(self, numbers: dict[str, float]) -> None:
+        power1, power2 = (numbers.get(name) for name in self._number_names)
+        self._powers = None if power1 is None or power2 is None else (power1, power2)
+
     def _scalars(self) -> tuple[float, ...]:
         rate, beta1, beta2, epsilon = super()._scalars()
         self._betas = (beta1, beta2)

@@ -5,7 +5,7 @@ Source: tf.train.Optimizer, as agn_optimizer.md lists its members.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from .custom import changed_by
 from .launches import Job
 from .numbers import as_number, value_of
 from .plan import Plan
+from .saved import checked_numbers, checked_state, loaded_slots, saved_state
 from .slots import Slots
 
 __all__ = ["Optimizer"]
@@ -103,6 +104,15 @@ class Optimizer:
 
     def _finish(self) -> None:
         """Called when an update is launched."""
+
+    _number_names: tuple[str, ...] = ()  # what it keeps beside slots
+
+    def _saved_numbers(self) -> dict[str, float]:
+        """By those names; nothing before the first update."""
+        return {}
+
+    def _load_numbers(self, numbers: dict[str, float]) -> None:
+        """Puts them back."""
 
     # -- members ----------------------------------------------------------------------------------
 
@@ -238,6 +248,42 @@ class Optimizer:
             NotImplementedError: always, in this version: the tape is missing.
         """
         raise NotImplementedError("minimize needs a tape, which is not implemented yet")
+
+    def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
+        """What the optimizer keeps, as host data: slots, masters, and Adam's powers.
+
+        Hyperparameters are not in it, nor the variables themselves. Slots that are halves come as
+        float32. Waits for the devices.
+
+        Args:
+            deadline: seconds from now in which the devices must be done, or their mesh dies.
+
+        Raises:
+            ValueError: two variables with slots have the same name.
+        """
+        seconds = as_deadline(deadline)
+        return saved_state(type(self).__name__, self._slots, self._saved_numbers(), seconds)
+
+    def load_state_dict(self, state: Mapping[str, Any], variables: Sequence[Variable]) -> None:
+        """Puts back what ``state_dict`` gave, in this process or another, on any backend.
+
+        Slots that there are now are dropped. What is refused has changed nothing.
+
+        Args:
+            state: from an optimizer of the same class.
+            variables: found by their names; at least those that the state has slots of.
+
+        Raises:
+            KeyError: a key is missing or unknown, or slots of a variable that is not given.
+            TypeError: a value of another type.
+            ValueError: another class or format, a slot of another shape or dtype, or two variables
+                of the same name.
+        """
+        given = checked_state(type(self).__name__, self._slots, variables, state)
+        numbers = checked_numbers(state, tuple(self._number_names))
+        self._slots.by_name = loaded_slots(self._slots, given)
+        self._plan = None
+        self._load_numbers(numbers)
 
     def prepare(self, variables: Sequence[Variable]) -> None:
         """Compiles what an update of these variables launches, and makes their slots.

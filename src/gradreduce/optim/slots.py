@@ -65,17 +65,21 @@ class Slots:
                     self.by_name[name][var] = self._made(var, name, start)
 
     def _made(self, var: Variable, name: str, start: Callable[[str], float]) -> Variable:
-        whole = f"{var.name}/{self.owner}"
-        dtype = self.state_dtype(var)
+        made = self.named(var, name, 0.0 if name == MASTER else start(name))
         if name == MASTER:
-            made = Variable.filled_like(var, f"{whole}/{MASTER}", 0.0, dtype=dtype)
             for master, copy in zip(made.buffers, var.buffers, strict=True):
                 ops.pack([master], [copy])
-            return made
-        place = self.names.index(name)
-        return Variable.filled_like(
-            var, f"{whole}_{place}" if place else whole, start(name), dtype=dtype
-        )
+        return made
+
+    def named(self, var: Variable, name: str, value: float = 0.0) -> Variable:
+        """A new slot of a variable, filled with a number, that is kept nowhere yet."""
+        if name == MASTER:
+            last = f"/{MASTER}"
+        else:
+            place = self.names.index(name)
+            last = f"_{place}" if place else ""
+        whole = f"{var.name}/{self.owner}{last}"
+        return Variable.filled_like(var, whole, value, dtype=self.state_dtype(var))
 
     def of(self, var: Variable) -> list[Variable]:
         """Those of a variable that exist."""
