@@ -358,6 +358,21 @@ def test_the_memory_of_a_variable_is_no_gradient(mesh):
     assert [var.numpy().tolist() for var in variables] == [[2.0], [-2.0]]
 
 
+def test_it_is_none_at_the_second_try_either(mesh):
+    """A step knows its variables again, and where gradients lay that were apart."""
+    device = mesh.devices[1]
+    first, second = variables = [gr.Variable([1.0], device=device) for _ in range(2)]
+    optimizer = gr.MomentumOptimizer(1.0, 0.5)
+    apart = [device.put(ones(1)) for _ in variables]
+    for _ in range(2):
+        optimizer.apply_gradients(zip(apart, variables, strict=True))
+        for wrong in (first, second, optimizer.get_slot(second, "momentum")):
+            for _ in range(2):
+                with pytest.raises(ValueError, match="the memory of a variable or slot"):
+                    optimizer.apply_gradients([(wrong.buffers[0], first), (apart[1], second)])
+    assert [var.numpy().tolist() for var in variables] == [[-1.5]] * 2
+
+
 @pytest.mark.parametrize("method", ["_launch", "_allocate"])
 def test_a_failure_before_the_first_launch_changes_nothing(mesh, model, monkeypatch, method):
     before = model.state()

@@ -182,10 +182,13 @@ class Optimizer:
         devices = _devices(variables) if plan is None else plan.devices
         with due("apply_gradients", seconds, devices):
             gradients = None if plan is None else plan.plain([grad for grad, _ in present])
-            if gradients is None:
-                gradients = self._near(present)
-            ranges = self._ranges(variables) if plan is None else plan.ranges
-            check_apart(variables, gradients, ranges)
+            if plan is None or gradients is None or not plan.lie_as_before(gradients):
+                are_plain = gradients is not None
+                gradients = gradients or self._near(present)
+                ranges = self._ranges(variables) if plan is None else plan.ranges
+                check_apart(variables, gradients, ranges)
+                if plan is not None and are_plain:
+                    plan.are_apart(gradients)
             if self._densifies:
                 gradients = made_dense(gradients, variables)
             self._check_numbers()
@@ -328,18 +331,20 @@ class Optimizer:
             Job([plan.written[place] for place in places], [parts[place] for place in places])
             for places in plan.places
         ]
-        ready = [self._ready(job, scalars) for job in jobs]
+        ready = [self._ready(job, scalars, plan.alike) for job in jobs]
         fabric = plan.devices[0].fabric
         with fabric.launch_lock, fabric.whole_or_lost(plan.devices):  # all, or another's turn
             for launch in ready:
                 launch()
         self._finish()
 
-    def _ready(self, job: Job, scalars: tuple[float, ...]) -> Callable[[], None]:
+    def _ready(self, job: Job, scalars: tuple[float, ...], alike: bool) -> Callable[[], None]:
         """What does a job; a rule on arrays has been computed by then."""
         kernel = self._kernel
         if kernel is not None:
-            return partial(job.run, lambda rows, at: ops.update_fitted(kernel, rows, scalars, at))
+            return partial(
+                job.run, lambda rows, at: ops.update_fitted(kernel, rows, scalars, at, alike=alike)
+            )
         job.begin()
         return partial(job.end, changed_by(self._apply, self._slot_names, job))
 

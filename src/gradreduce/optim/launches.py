@@ -34,13 +34,19 @@ class Job:
 
     def __init__(self, written: Sequence[list[Buffer]], gradients: Sequence[Part]) -> None:
         self.leader = written[0][0].device
-        self.updates: list[Update] = []
-        rows: list[_Rows] = []
-        for operands, part in zip(written, gradients, strict=True):
-            if not isinstance(part, IndexedSlices):
-                self.updates.append([*operands, part])
-            elif part.values.size:
-                rows.append(_Rows(operands, part, self.leader))
+        pairs = list(zip(written, gradients, strict=True))
+        self.updates: list[Update] = [
+            [*operands, part] for operands, part in pairs if type(part) is Buffer
+        ]
+        rows = (
+            [
+                _Rows(operands, part, self.leader)
+                for operands, part in pairs
+                if isinstance(part, IndexedSlices) and part.values.size
+            ]
+            if len(self.updates) < len(pairs)
+            else []
+        )
         self.updates += [row.update for row in rows]
         self._take, self._put_back = _nothing, _nothing
         if rows:

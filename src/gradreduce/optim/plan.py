@@ -29,6 +29,7 @@ class Plan:
         devices: of each copy.
         ranges: where all of that lies.
         places: for each physical device the copies there.
+        alike: whether one launch serves all rows of a device.
     """
 
     def __init__(self, variables: Sequence[Variable], slots: Slots, kernel: Kernel | None) -> None:
@@ -40,6 +41,9 @@ class Plan:
         self.places = list(by_physical(self.devices).values())
         self._dtypes = [var.dtype for var in self.variables]
         self._shapes = [var.shape for var in self.variables]
+        kinds = {(id(row[0].dtype), id(row[-1].dtype), len(row)) for row in self.written}
+        self.alike = len(kinds) == 1
+        self._addresses: list[int] = []
         self._has_copies = len(self.devices) > len(self.variables)
 
     def plain(self, gradients: Sequence[Any]) -> list[Near] | None:
@@ -56,5 +60,21 @@ class Plan:
         )
         if not fit:
             return None
-        reading(gradients)
+        if {grad.lender for grad in gradients} != {None}:
+            reading(gradients)
         return [(grad,) for grad in gradients]
+
+    def lie_as_before(self, gradients: Sequence[Near]) -> bool:
+        """Whether each begins where that of the last update did, and so is apart, as that was.
+
+        Asked of what ``plain`` gave, whose sizes are those of the variables.
+        """
+        return _addresses(gradients) == self._addresses
+
+    def are_apart(self, gradients: Sequence[Near]) -> None:
+        """Remembers where they lie: they share nothing with what is written."""
+        self._addresses = _addresses(gradients)
+
+
+def _addresses(gradients: Sequence[Near]) -> list[int]:
+    return [near[0].address for near in gradients]  # type: ignore[union-attr]  # all Buffers
