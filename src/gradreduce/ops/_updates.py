@@ -5,7 +5,7 @@ Source: own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -57,11 +57,11 @@ def run_rule(
     dtype, num_operands = table[0][0].dtype, len(table[0])
     wide = accumulate_dtype(dtype)
     given = [wide.type(scalar) for scalar in scalars]
-    size = min(BLOCK_SIZE, sum([row[0].size for row in table]))
+    blocks = _blocks(table)
+    size = max([length for _, length in blocks])
     scratch = np.empty((num_scratch, size), wide)
     copies: np.ndarray | None = None
-    for rows in _blocks(table):
-        length = sum([row[0].size for row in rows])
+    for rows, length in blocks:
         spare = [array[:length] for array in scratch]
         if dtype == wide and len(rows) == 1:
             step(*rows[0], *spare, *given)
@@ -90,25 +90,28 @@ def _put_back(rows: Sequence[Arrays], work: Sequence[np.ndarray]) -> None:
             start = end
 
 
-def _blocks(table: Sequence[Arrays]) -> Iterator[list[Arrays]]:
-    """Rows, or parts of rows, that are worked on at once; small ones side by side."""
+def _blocks(table: Sequence[Arrays]) -> list[tuple[list[Arrays], int]]:
+    """Rows, or parts of rows, that are worked on at once, and their size; small ones together."""
+    blocks: list[tuple[list[Arrays], int]] = []
     small: list[Arrays] = []
     length = 0
     for row in table:
         size = row[0].size
         if size < SMALL_SIZE:
             if length + size > BLOCK_SIZE:
-                yield small
+                blocks.append((small, length))
                 small, length = [], 0
             small.append(row)
             length += size
         elif size <= BLOCK_SIZE:
-            yield [row]
+            blocks.append(([row], size))
         else:
             for start in range(0, size, BLOCK_SIZE):
-                yield [[operand[start : start + BLOCK_SIZE] for operand in row]]
+                part = [operand[start : start + BLOCK_SIZE] for operand in row]
+                blocks.append(([part], part[0].size))
     if small:
-        yield small
+        blocks.append((small, length))
+    return blocks
 
 
 def update(
