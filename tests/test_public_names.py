@@ -15,7 +15,7 @@ accumulate_n aggregate AllReduceCrossDeviceOps CrossDeviceOps all_reduce NcclAll
 HierarchicalCopyAllReduce ReductionToOneDevice ConditionalAccumulatorBase ConditionalAccumulator
 SparseConditionalAccumulator apply_grads take_grads Variable replica get_variable Optimizer
 GradientDescentOptimizer MomentumOptimizer AdamOptimizer AdagradOptimizer RMSPropOptimizer
-AGNCenter AGNCustomGetter AGNOptimizer SyncStep errors
+clip_by_global_norm AGNCenter AGNCustomGetter AGNOptimizer SyncStep errors
 """.split()
 
 SIGNATURES = {

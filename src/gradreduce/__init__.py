@@ -30,6 +30,7 @@ from gradreduce.optim import (
     MomentumOptimizer,
     Optimizer,
     RMSPropOptimizer,
+    clip_by_global_norm,
 )
 from gradreduce.presets import HierarchicalCopyAllReduce, NcclAllReduce, all_reduce
 from gradreduce.replica_context import replica
@@ -72,6 +73,7 @@ __all__ = [
     "aggregate",
     "all_reduce",
     "apply_grads",
+    "clip_by_global_norm",
     "default_mesh",
     "errors",
     "get_variable",

@@ -22,6 +22,8 @@ LAUNCHES = {
     "divide": (2, (0.5,)),
     "segment_sum": (4, (0, 0, 1.0)),
     "take_rows": (3, ()),
+    "square_sum": (2, (1, 0)),
+    "clip": (3, (1000.0,)),
     "sgd": (2, (1, 0.5)),
     "momentum": (3, (2, 0.5, 0.5)),
     "nesterov": (3, (2, 0.5, 0.5)),
@@ -51,6 +53,11 @@ def row_of(device, kernel, template, num_operands, num_written):
     if kernel.name == "segment_sum":
         sizes = [WIDTH * (BOUNDS.size - 1), WIDTH * ORDER.size]
         plan = [Operand(device, part) for part in (ORDER, BOUNDS)]
+    if kernel.name in ("square_sum", "clip"):
+        found = [np.dtype("float64" if kernel.name == "square_sum" else template[0]), template[0]]
+        rest = [Operand(device, np.array([2.0]))] if kernel.name == "clip" else []
+        return [Operand(device, np.full(SIZE, value).astype(as_dtype(dtype)))
+                for value, dtype in zip((100, 3), found, strict=True)] + rest  # fmt: skip
     if kernel.name == "take_rows":
         sizes, plan = [WIDTH * ORDER.size, WIDTH * ORDER.size], [Operand(device, ORDER)]
     dtypes = dtypes_of(kernel, template, num_operands, num_written)

@@ -10,6 +10,7 @@ from .accumulate_n import ACCUMULATE_N, accumulate_fitted, accumulate_n, prepare
 from .adaptive import ADAGRAD, ADAM, RMSPROP, adagrad, adam, rmsprop
 from .add_n import ADD_N, add_n, added, added_on_host, cast_fitted, prepare_add_n
 from .all_sum import ALL_SUM, all_sum, prepare_all_sum
+from .clip import CLIP, clip, prepare_clip
 from .divide import DIVIDE, divide, prepare_divide
 from .pack import PACK, pack, pack_fitted, prepare_pack
 from .segment_sum import (
@@ -19,6 +20,7 @@ from .segment_sum import (
     ready_segment_sum,
     segment_sum,
 )
+from .square_sum import SQUARE_SUM, norm_of, prepare_norm_of, square_sum
 from .take_rows import TAKE_ROWS, prepare_take_rows, ready_take_rows, take_rows
 from .update import MOMENTUM, NESTEROV, SGD, momentum, nesterov, sgd
 
@@ -40,19 +42,23 @@ __all__ = [
     "alike",
     "all_sum",
     "cast_fitted",
+    "clip",
     "divide",
     "each_row",
     "joined_indices",
     "merged_slots",
     "momentum",
     "nesterov",
+    "norm_of",
     "pack",
     "pack_fitted",
     "plan_segments",
     "prepare_accumulate_n",
     "prepare_add_n",
     "prepare_all_sum",
+    "prepare_clip",
     "prepare_divide",
+    "prepare_norm_of",
     "prepare_pack",
     "prepare_rule",
     "prepare_segment_sum",
@@ -62,11 +68,12 @@ __all__ = [
     "rmsprop",
     "segment_sum",
     "sgd",
+    "square_sum",
     "take_rows",
     "update_fitted",
 ]
 
 KERNELS = (
-    ADD_N, ACCUMULATE_N, ALL_SUM, PACK, DIVIDE, SEGMENT_SUM, TAKE_ROWS,
+    ADD_N, ACCUMULATE_N, ALL_SUM, PACK, DIVIDE, SEGMENT_SUM, TAKE_ROWS, SQUARE_SUM, CLIP,
     SGD, MOMENTUM, NESTEROV, ADAM, ADAGRAD, RMSPROP,
 )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .adaptive import AdagradOptimizer, AdamOptimizer, RMSPropOptimizer
 from .agn import AGNCenter, AGNCustomGetter, AGNOptimizer
 from .base import Optimizer
+from .clip import clip_by_global_norm
 from .rules import GradientDescentOptimizer, MomentumOptimizer
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "MomentumOptimizer",
     "Optimizer",
     "RMSPropOptimizer",
+    "clip_by_global_norm",
 ]
