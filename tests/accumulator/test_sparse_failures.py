@@ -319,3 +319,17 @@ def test_a_stale_gradient_of_another_mesh_is_no_gradient(home):
             with pytest.raises(gr.errors.DeviceMismatchError, match="of another mesh"):
                 acc.apply_grad([1], values, None, step)
     assert (acc.num_accumulated(), acc.num_dropped) == (0, 0)
+
+
+def test_no_rows_for_a_device_that_is_gone_are_no_gradient(face):
+    """They launch nothing, on a sum that is there; still they would be told as kept."""
+    for lose in (True, False):
+        with gr.open_mesh([0, 1], backend="sim", kernels=face) as mesh:
+            acc, none = sparse(mesh, rows([1])), mesh.devices[0].upload(np.ones((0, 2), "float32"))
+            if lose:
+                mesh.devices[0].lose("for a test")
+            else:
+                mesh.close()
+            with pytest.raises(BackendUnavailableError, match="for a test" if lose else "closed"):
+                acc.apply_grad([], none)
+            assert acc.num_accumulated() == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from exact import same, unflushed_data
+from saving import frozen
 
 import gradreduce as gr
 from gradreduce.device import Mesh
@@ -167,3 +168,46 @@ def test_what_is_stale_or_refused_asks_nothing_of_a_gpu(gpus, waits):
         assert waits(machine, stale) == (0, {})
         assert waits(machine, refused) == (0, {})
         assert (acc.num_accumulated(), acc.num_dropped) == (1, 2)
+
+
+@pytest.mark.fake_cupy
+@pytest.mark.parametrize(
+    ("kernel", "what"),
+    [
+        ("segment_sum", "apply"),
+        ("pack", "grow"),
+        ("segment_sum", "grow"),
+        ("pack", "take"),
+        ("segment_sum", "take"),
+        ("all_sum", "take"),
+    ],
+)
+def test_a_kernel_that_does_not_compile_leaves_all_as_it_was(kernel, what, gpus, monkeypatch):
+    """What the constructor compiled is gone, as after a ``mesh.reset``."""
+    from gradreduce.device import cuda_compile
+
+    gpus(0)
+    compiled = cuda_compile._compile
+
+    def refusing(kernel_of, template):
+        if kernel_of.name == kernel:
+            raise RuntimeError(f"planted: {kernel}")
+        return compiled(kernel_of, template)
+
+    with gr.open_mesh([0, 0, 1], backend="cuda") as mesh:
+        acc = gr.SparseConditionalAccumulator("float16", device=mesh)
+        ones = gr.PerReplica([gr.IndexedSlices(np.ones((2, 3), "float16"), [5, place])
+                              for place in range(3)], mesh)  # fmt: skip
+        more = gr.IndexedSlices(np.ones((1, 3), "float16"), [5 if what == "apply" else 9])
+        acc.apply_indexed_slices_grad(ones)
+        before = frozen(acc)
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda_compile, "_functions", {})
+            patch.setattr(cuda_compile, "_compile", refusing)
+            with pytest.raises(RuntimeError, match="planted"):
+                acc.take_grad(3) if what == "take" else acc.apply_indexed_slices_grad(more)
+        assert frozen(acc) == before
+        acc.apply_indexed_slices_grad(more)
+        indices, values, _ = acc.take_grad(4)
+        assert indices.tolist() == [0, 1, 2, 5] + [9] * (what != "apply")
+        assert all((array.get() == 1).all() for array in values.values)

@@ -26,8 +26,9 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
 
     Rows of the same index are added: those of one gradient first, in the order in which they came,
     then those of one gradient after the other. Indices may be unsorted and may repeat. Memory is
-    held for the rows that any gradient touched, no others. One launch adds a gradient, and one
-    small upload brings its indices; indices on a GPU are first brought to the host, which waits.
+    held for the rows that any gradient touched, and for less than as many again. One launch adds a
+    gradient, and one small upload brings its indices; indices on a GPU are first brought to the
+    host, which waits.
 
     Args:
         dtype: of the values: float16, bfloat16, float32 or float64; halves are summed in float32.
@@ -153,11 +154,11 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
             num_required, timeout=timeout, as_kind=as_kind, deadline=deadline
         )
         if isinstance(taken, IndexedSlices):
-            slices, values = taken, taken.values
-        else:
-            slices = taken.primary
-            values = Mirrored.of([buffer_of(part) for part in taken.parts], taken.kind)
-        return slices.indices, values, slices.dense_shape
+            return taken.indices, taken.values, taken.dense_shape
+        first = taken.parts[0]
+        assert isinstance(first, IndexedSlices)
+        rows = Mirrored.of([buffer_of(part) for part in taken.parts], taken.kind)
+        return first.indices, rows, first.dense_shape
 
     def take_indexed_slices_grad(
         self,
