@@ -58,8 +58,11 @@ def trained(mesh: Mesh, make, dtype, **more) -> list[np.ndarray]:
         ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
         optimizer.cross_device_ops = ops
         optimizer.apply_gradients(list(zip(grads, variables, strict=True)))
+    mirrored = [gr.Mirrored.of(variable.buffers) for variable in variables]
+    clipped, norm = gr.clip_by_global_norm(mirrored, 0.5)
+    found = [part.numpy() for each in (*clipped, norm) for part in each.parts]
     kept = [*variables, *optimizer.variables()]
-    return [buffer.numpy() for each in kept for buffer in each.buffers]
+    return found + [buffer.numpy() for each in kept for buffer in each.buffers]
 
 
 @pytest.mark.parametrize("placement", PLACED)
