@@ -12,7 +12,7 @@ import argparse
 import hashlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,12 @@ from rich.progress import track
 import gradreduce as gr
 
 MICRO_BATCH_SIZE = 16  # images
-MOMENTUM = 0.9
+# name -> an optimizer of a learning rate, and the rate that it takes here
+OPTIMIZERS: dict[str, tuple[Callable[[float], gr.Optimizer], float]] = {
+    "sgd": (gr.GradientDescentOptimizer, 0.5),
+    "momentum": (lambda rate: gr.MomentumOptimizer(rate, 0.9), 0.1),
+    "adam": (gr.AdamOptimizer, 0.005),
+}
 EVALUATE_EVERY = 10  # steps
 AGGREGATION = {
     "add_n": gr.AggregationMethod.ADD_N,
@@ -77,7 +82,7 @@ def train(mesh: gr.Mesh, digits: Digits, options: argparse.Namespace) -> History
     ]
     step = gr.SyncStep(
         variables,
-        gr.MomentumOptimizer(options.learning_rate, MOMENTUM),
+        make_optimizer(options),
         gr.AllReduceCrossDeviceOps(options.all_reduce, num_packs=options.num_packs, mesh=mesh),
         aggregation_method=AGGREGATION[options.aggregation],
     )
@@ -105,6 +110,12 @@ def train(mesh: gr.Mesh, digits: Digits, options: argparse.Namespace) -> History
             "bytes": journal.bytes / options.steps,
         },
     )
+
+
+def make_optimizer(options: argparse.Namespace) -> gr.Optimizer:
+    """The one that was asked for, with its own learning rate unless another was."""
+    make, usual_rate = OPTIMIZERS[options.optimizer]
+    return make(usual_rate if options.learning_rate is None else options.learning_rate)
 
 
 def replica_terms(
@@ -173,7 +184,10 @@ def make_parser() -> Parser:
          "how devices add theirs")  # fmt: skip
     flag("--num-packs", 1, in_range(int, 0, 1000), "0 to 1000", "packs of an all-reduce")
     flag("--steps", 500, in_range(int, 1, 10_000), "1 to 10000", "how long to train")
-    flag("--learning-rate", 0.1, in_range(float, 1e-6, 10), "1e-6 to 10", "of the momentum rule")
+    flag("--optimizer", "momentum", *one_of(*OPTIMIZERS), "how gradients change the weights")
+    usual = ", ".join(f"{rate} of {name}" for name, (_, rate) in OPTIMIZERS.items())
+    flag("--learning-rate", None, in_range(float, 1e-6, 10), "1e-6 to 10",
+         f"of the optimizer; without one {usual}")  # fmt: skip
     flag("--seed", 0, in_range(int, 0, 2**32 - 1), "0 to 4294967295", "same seed, same weights")
     flag("--output", "digits.png", file(".png"), "a .png file in a folder that exists",
          "where the picture goes")  # fmt: skip

@@ -2,88 +2,56 @@
 // momentum: mom = decay * mom + grad; var -= rate * mom
 // nesterov: mom = decay * mom + grad; var -= rate * grad + rate * decay * mom
 // order    as written, one rounding per operation (-fmad=false), one at each store
-// types    <T>: halves computed in float; the momentum has the variable's type
-// aliasing none: variable, slots and gradient are different arrays
+// types    <T, State>: halves computed in float; State, of the slots, is T, or float with a master
+// aliasing none: variable, master, slots and gradient are different arrays
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
-// limits   none on rows or elements
+// limits   none on rows or elements; num_written is that of T and State: operands before grad
 // twin     src/gradreduce/ops/update.py, bit-equal except subnormals (CuPy builds with -ftz=true)
 // source   TensorFlow's ApplyGradientDescent and ApplyMomentum: the formulas
 #include "common.cuh"
 
-template <typename T> struct Sgd {
-    static constexpr bool GROUPED = false;
-    typedef typename accumulate<T>::type Acc;
-    T* var;
-    const T* grad;
+template <typename Acc> struct Sgd {
+    static constexpr int SLOTS = 0;
     Acc rate;
 
-    DEVICE Sgd(const Row& row, double rate) : rate((Acc)rate) {
-        var = row.operand<T>(0);
-        grad = row.operand<const T>(1);
-    }
+    DEVICE explicit Sgd(double rate) : rate((Acc)rate) {}
 
-    template <int LANES> DEVICE void at(i64 i) const {
-        Lanes<Acc, LANES> v = load<Acc, LANES>(var, i), g = load<Acc, LANES>(grad, i);
-        UNROLL
-        for (int l = 0; l < LANES; ++l) v.lane[l] = v.lane[l] - rate * g.lane[l];
-        store(var, i, v);
-    }
+    DEVICE void step(Acc& var, Acc*, Acc grad) const { var = var - rate * grad; }
 };
 
-template <typename T> __global__ void sgd(TABLE_ARGUMENT table, double rate) {
-    elementwise<Sgd<T>, lanes_of<T, T>::value>(table, rate);
+template <typename T, typename State>
+__global__ void sgd(TABLE_ARGUMENT table, i64 num_written, double rate) {
+    update<Sgd, T, State>(table, num_written, rate);
 }
 
-template <typename T> struct Momentum {
-    static constexpr bool GROUPED = false;
-    typedef typename accumulate<T>::type Acc;
-    T* var;
-    T* mom;
-    const T* grad;
+template <typename Acc> struct Momentum {
+    static constexpr int SLOTS = 1;
     Acc rate, decay;
 
-    DEVICE Momentum(const Row& row, double rate, double decay)
-        : rate((Acc)rate), decay((Acc)decay) {
-        var = row.operand<T>(0);
-        mom = row.operand<T>(1);
-        grad = row.operand<const T>(2);
-    }
+    DEVICE Momentum(double rate, double decay) : rate((Acc)rate), decay((Acc)decay) {}
 
-    template <int LANES> DEVICE void at(i64 i) const {
-        Lanes<Acc, LANES> v = load<Acc, LANES>(var, i), m = load<Acc, LANES>(mom, i);
-        const Lanes<Acc, LANES> g = load<Acc, LANES>(grad, i);
-        UNROLL
-        for (int l = 0; l < LANES; ++l) {
-            m.lane[l] = decay * m.lane[l] + g.lane[l];
-            v.lane[l] = v.lane[l] - rate * m.lane[l];
-        }
-        store(mom, i, m);
-        store(var, i, v);
+    DEVICE void step(Acc& var, Acc* mom, Acc grad) const {
+        mom[0] = decay * mom[0] + grad;
+        var = var - rate * mom[0];
     }
 };
 
-template <typename T> __global__ void momentum(TABLE_ARGUMENT table, double rate, double decay) {
-    elementwise<Momentum<T>, lanes_of<T, T>::value>(table, rate, decay);
+template <typename T, typename State>
+__global__ void momentum(TABLE_ARGUMENT table, i64 num_written, double rate, double decay) {
+    update<Momentum, T, State>(table, num_written, rate, decay);
 }
 
-template <typename T> struct Nesterov : Momentum<T> {
-    typedef typename accumulate<T>::type Acc;
-    using Momentum<T>::Momentum;
+template <typename Acc> struct Nesterov : Momentum<Acc> {
+    using Momentum<Acc>::Momentum;
 
-    template <int LANES> DEVICE void at(i64 i) const {
+    DEVICE void step(Acc& var, Acc* mom, Acc grad) const {
         const Acc rate = this->rate, decay = this->decay;
-        Lanes<Acc, LANES> v = load<Acc, LANES>(this->var, i), m = load<Acc, LANES>(this->mom, i);
-        const Lanes<Acc, LANES> g = load<Acc, LANES>(this->grad, i);
-        UNROLL
-        for (int l = 0; l < LANES; ++l) {
-            m.lane[l] = decay * m.lane[l] + g.lane[l];
-            v.lane[l] = v.lane[l] - (rate * g.lane[l] + rate * decay * m.lane[l]);
-        }
-        store(this->mom, i, m);
-        store(this->var, i, v);
+        mom[0] = decay * mom[0] + grad;
+        var = var - (rate * grad + rate * decay * mom[0]);
     }
 };
 
-template <typename T> __global__ void nesterov(TABLE_ARGUMENT table, double rate, double decay) {
-    elementwise<Nesterov<T>, lanes_of<T, T>::value>(table, rate, decay);
+template <typename T, typename State>
+__global__ void nesterov(TABLE_ARGUMENT table, i64 num_written, double rate, double decay) {
+    update<Nesterov, T, State>(table, num_written, rate, decay);
 }

@@ -16,6 +16,9 @@ OPTIMIZERS = [
     lambda: gr.GradientDescentOptimizer(0.5),
     lambda: gr.MomentumOptimizer(0.1, 0.9),
     lambda: gr.MomentumOptimizer(0.1, 0.9, use_nesterov=True),
+    lambda: gr.AdamOptimizer(0.1),
+    lambda: gr.AdagradOptimizer(0.1),
+    lambda: gr.RMSPropOptimizer(0.1, momentum=0.5),
 ]
 FACES = {"numpy": "twin", "compiled": "text"}
 
@@ -36,7 +39,7 @@ def steps(mesh: gr.Mesh) -> list[np.ndarray]:
             gr.Variable(random_data(shape, "float32", seed=50), device=mesh) for shape in SHAPES
         ]
         ops = gr.AllReduceCrossDeviceOps(["hierarchical_copy", "nccl"][place % 2], 1, mesh=mesh)
-        step = gr.SyncStep(variables, optimizer(), ops, aggregation_method=place)
+        step = gr.SyncStep(variables, optimizer(), ops, aggregation_method=place % 3)
         for turn in range(2):
             assert step(terms_of(10 * turn))
         found += [variable.numpy() for variable in variables]
@@ -52,6 +55,9 @@ def sums(mesh: gr.Mesh) -> list[np.ndarray]:
     made += [gr.add_n([rows, *terms]), rows.coalesce().values, gr.aggregate([rows, rows]).values]
     made.append(device.empty((300,), "float64"))
     divide(made[-1:], [device.upload(random_data((300,), "int64"))], 3)
+    table = gr.Variable(random_data((40, 5), "float16"), device=mesh)
+    gr.AdamOptimizer(0.1, lazy=True, master_dtype="float32").apply_gradients([(rows, table)])
+    made += [*table.buffers, *gr.clip_by_global_norm(terms[:2], 0.5)[0]]
     return [buffer.numpy() for buffer in made]
 
 

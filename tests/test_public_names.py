@@ -14,8 +14,8 @@ open_mesh default_mesh ReduceOp PerReplica Mirrored IndexedSlices AggregationMet
 accumulate_n aggregate AllReduceCrossDeviceOps CrossDeviceOps all_reduce NcclAllReduce
 HierarchicalCopyAllReduce ReductionToOneDevice ConditionalAccumulatorBase ConditionalAccumulator
 SparseConditionalAccumulator apply_grads take_grads Variable replica get_variable Optimizer
-GradientDescentOptimizer MomentumOptimizer AdamOptimizer AGNCenter AGNCustomGetter AGNOptimizer
-SyncStep errors
+GradientDescentOptimizer MomentumOptimizer AdamOptimizer AdagradOptimizer RMSPropOptimizer
+clip_by_global_norm AGNCenter AGNCustomGetter AGNOptimizer SyncStep errors
 """.split()
 
 SIGNATURES = {
@@ -136,13 +136,11 @@ def mesh():
 
 
 UNFINISHED = {
-    "AdamOptimizer": lambda mesh: gr.AdamOptimizer(),
     "AGNCenter": lambda mesh: gr.AGNCenter(mesh),
     "AGNCustomGetter": lambda mesh: gr.AGNCustomGetter(mesh.devices[0]),
     "AGNOptimizer": lambda mesh: gr.AGNOptimizer(gr.GradientDescentOptimizer(0.1), 1, None),
     "compute_gradients": lambda mesh: gr.MomentumOptimizer(0.1, 0.9).compute_gradients(lambda: 0),
     "minimize": lambda mesh: gr.MomentumOptimizer(0.1, 0.9).minimize(lambda: 0),
-    "custom_getter": lambda mesh: gr.get_variable("v", 1.0, custom_getter=print),
 }
 
 

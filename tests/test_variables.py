@@ -163,9 +163,9 @@ def test_names(mesh):
     assert repr(named) == "<Variable 'weights' float32[] on sim:0, sim:1, sim:2, sim:3>"
 
 
-def test_zeros_like(place):
+def test_filled_like(place):
     variable = gr.Variable(np.ones((2, 3), "float16"), device=place)
-    slot = gr.Variable.zeros_like(variable, "slot")
+    slot = gr.Variable.filled_like(variable, "slot")
     assert (slot.name, slot.trainable) == ("slot", False)
     assert (slot.shape, slot.dtype, slot.devices) == ((2, 3), np.float16, variable.devices)
     check(slot, np.zeros((2, 3), "float16"))
@@ -377,8 +377,78 @@ def test_get_variable(mesh, monkeypatch):
     assert gr.get_variable("w", mesh.devices[2].put(np.ones(1))).devices == (mesh.devices[2],)
     with pytest.raises(ValueError, match="Invalid type int64"):
         gr.get_variable("step", 0)
-    with pytest.raises(NotImplementedError, match="AGNCustomGetter"):
-        gr.get_variable("w", 1.0, custom_getter=gr.Variable)
+    for name, error in [("", ValueError), (None, TypeError), (3, TypeError)]:
+        with pytest.raises(error, match="name"):
+            gr.get_variable(name, 1.0)
+
+
+def test_no_store_remembers_names(mesh):
+    one, two = (gr.get_variable("w", mesh.devices[0].put(np.ones(1))) for _ in range(2))
+    assert one is not two
+    one.assign([5.0])
+    assert two.numpy() == 1
+
+
+def test_a_custom_getter_makes_the_variable(mesh):
+    calls, beside = [], []
+
+    def getter(make, name, initial_value, **given):
+        calls.append((name, initial_value, given))
+        beside.append(make(f"shadow/{name}", initial_value, trainable=False, dtype="float64",
+                           device=mesh.devices[1]))  # fmt: skip
+        return make(name, initial_value, device=mesh, **given)
+
+    made = gr.get_variable("w", [1.0], custom_getter=getter)
+    assert (made.name, made.trainable, made.devices) == ("w", True, mesh.devices)
+    assert (beside[0].name, beside[0].trainable) == ("shadow/w", False)
+    assert (beside[0].dtype, beside[0].devices) == (np.float64, (mesh.devices[1],))
+    step = gr.get_variable("step", 0, trainable=False, custom_getter=getter)
+    assert step.dtype == np.int64
+    assert calls == [("w", [1.0], {"trainable": True}), ("step", 0, {"trainable": False})]
+
+
+def test_a_getter_that_gives_no_variable_is_refused():
+    for getter, match in [(lambda *given, **more: None, "no Variable"), (3, "cannot be called")]:
+        with pytest.raises(TypeError, match=match):
+            gr.get_variable("w", 1.0, custom_getter=getter)
+
+
+# -- views ----------------------------------------------------------------------------------------
+
+
+def test_a_view_is_the_memory_of_the_copy_that_is_read(mesh):
+    variable = gr.Variable(np.arange(6.0).reshape(2, 3), device=mesh)
+    for index in range(len(mesh)):
+        with gr.replica(index):
+            for kind in (None, "numpy"):
+                view = variable.array(kind)
+                assert view.ctypes.data == variable.buffers[index].address
+                assert (view.shape, view.dtype) == ((2, 3), variable.dtype)
+    assert variable.array("buffer") is variable.buffers[0]
+    first = variable.array()
+    variable.assign_add(np.ones((2, 3)))
+    assert first.tolist() == [[1, 2, 3], [4, 5, 6]], "what comes later shows in it"
+
+
+def test_a_kind_that_cannot_be_is_refused(mesh):
+    variable = gr.Variable([1.0], device=mesh)
+    for kind in ("cupy", "jax", "list", ""):
+        with pytest.raises(ValueError, match="as_kind"):
+            variable.array(kind)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_a_view_for_torch(mesh, dtype):
+    import torch
+
+    variable = gr.Variable([1.0, 2.0], dtype=dtype, device=mesh)
+    view = variable.array("torch")
+    assert isinstance(view, torch.Tensor)
+    assert view.dtype is getattr(torch, dtype)
+    assert view.data_ptr() == variable.buffers[0].address
+    gr.GradientDescentOptimizer(1.0).apply_gradients([(view.clone(), variable)])
+    assert view.tolist() == [0.0, 0.0]
 
 
 def test_bfloat16_by_its_name(place):

@@ -21,6 +21,7 @@ from gradreduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from gradreduce.device import Buffer, Device, Mesh, default_mesh, open_mesh
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.optim import (
+    AdagradOptimizer,
     AdamOptimizer,
     AGNCenter,
     AGNCustomGetter,
@@ -28,6 +29,8 @@ from gradreduce.optim import (
     GradientDescentOptimizer,
     MomentumOptimizer,
     Optimizer,
+    RMSPropOptimizer,
+    clip_by_global_norm,
 )
 from gradreduce.presets import HierarchicalCopyAllReduce, NcclAllReduce, all_reduce
 from gradreduce.replica_context import replica
@@ -41,6 +44,7 @@ __all__ = [
     "AGNCenter",
     "AGNCustomGetter",
     "AGNOptimizer",
+    "AdagradOptimizer",
     "AdamOptimizer",
     "AggregationMethod",
     "AllReduceCrossDeviceOps",
@@ -58,6 +62,7 @@ __all__ = [
     "NcclAllReduce",
     "Optimizer",
     "PerReplica",
+    "RMSPropOptimizer",
     "ReduceOp",
     "ReductionToOneDevice",
     "SparseConditionalAccumulator",
@@ -68,6 +73,7 @@ __all__ = [
     "aggregate",
     "all_reduce",
     "apply_grads",
+    "clip_by_global_norm",
     "default_mesh",
     "errors",
     "get_variable",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,16 @@ from gradreduce.device import (
     default_mesh,
     overlap,
 )
-from gradreduce.interop import OneCall, converted, is_array, reading, to_buffer
+from gradreduce.interop import (
+    OneCall,
+    as_result_kind,
+    converted,
+    from_buffer,
+    is_array,
+    numbers,
+    reading,
+    to_buffer,
+)
 from gradreduce.replica_context import current_replica
 
 __all__ = ["Variable", "get_variable"]
@@ -66,13 +76,23 @@ class Variable:
         self._buffers = tuple(_copied(initial_value, device, wanted) for device in devices)
 
     @classmethod
-    def zeros_like(cls, variable: Variable, name: str) -> Variable:
-        """Zeros of a variable's shape and dtype on its devices, not trainable; a slot."""
+    def filled_like(
+        cls, variable: Variable, name: str, value: float = 0.0, *, dtype: DType | None = None
+    ) -> Variable:
+        """One number everywhere, of a variable's shape on its devices, not trainable; a slot.
+
+        Args:
+            variable: whose shape and devices.
+            name: of the new one.
+            value: the number.
+            dtype: default that of ``variable``.
+        """
         made = cls.__new__(cls)
         made.name = name
         made.trainable = False
+        dtype = variable.dtype if dtype is None else dtype
         made._buffers = tuple(
-            buffer.device.zeros(buffer.shape, buffer.dtype) for buffer in variable.buffers
+            _filled(device, variable.shape, dtype, value) for device in variable.devices
         )
         return made
 
@@ -103,6 +123,33 @@ class Variable:
         raises. Later updates do not change it.
         """
         return self._current().numpy(deadline=deadline)
+
+    @OneCall()
+    def array(self, as_kind: str | None = None) -> Any:
+        """A view of the memory itself, of the replica that ``gr.replica`` names, else the first.
+
+        Nothing is copied. The stream that is current in the library waits for our queue; later
+        updates write the same memory, behind what that stream held when it lent their gradients.
+        To read what they wrote on a GPU, ask for a view again. Only to be read: change a variable
+        by ``assign``.
+
+        Args:
+            as_kind: ``"numpy"`` (on the simulation), ``"cupy"`` (on GPUs), ``"torch"`` or
+                ``"buffer"``. Default: NumPy's or CuPy's, where the variable lies.
+
+        Raises:
+            ValueError: another word, a library that is not imported or cannot see that memory, or
+                JAX's, whose arrays never change.
+        """
+        buffer = self._current()
+        kind = as_result_kind(as_kind, "native", buffer.device)
+        if kind == "jax":
+            raise ValueError("as_kind='jax': JAX arrays never change, and this memory does")
+        if kind == "numpy" and buffer.device.fabric.backend != "sim":
+            raise ValueError(
+                f"as_kind='numpy': {buffer.device.name} is a GPU, which NumPy cannot see"
+            )
+        return from_buffer(buffer, kind)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         if copy is False:
@@ -198,18 +245,44 @@ def get_variable(
 ) -> Variable:
     """A new Variable, made by a custom getter where one is given (tf.get_variable).
 
+    There is no store: two calls of one name make two Variables.
+
     Args:
         name: of the variable.
         initial_value: see ``Variable``.
         trainable: see ``Variable``.
-        custom_getter: an ``AGNCustomGetter``.
+        custom_getter: called as ``custom_getter(getter, name, initial_value, trainable=trainable)``
+            and returns the Variable. ``getter`` makes one: it takes the same, and ``dtype`` and
+            ``device`` as ``Variable`` does. An ``AGNCustomGetter``, say.
 
     Raises:
-        NotImplementedError: a ``custom_getter``; the one there is, AGN's, is still missing.
+        TypeError: ``name`` is no text, or ``custom_getter`` is no callable or returns no Variable.
+        ValueError: an empty ``name``.
     """
-    if custom_getter is not None:
-        raise NotImplementedError("custom_getter needs AGNCustomGetter, which is not implemented")
-    return Variable(initial_value, name, trainable=trainable)
+    if not isinstance(name, str):
+        raise TypeError(f"name={name!r} must be a text")
+    if not name:
+        raise ValueError("a variable must have a name")
+    if custom_getter is None:
+        return _got(name, initial_value, trainable=trainable)
+    if not callable(custom_getter):
+        raise TypeError(f"custom_getter={custom_getter!r} cannot be called")
+    made = custom_getter(_got, name, initial_value, trainable=trainable)
+    if not isinstance(made, Variable):
+        raise TypeError(f"custom_getter={custom_getter!r} made {made!r}, which is no Variable")
+    return made
+
+
+def _got(
+    name: str,
+    initial_value: Any,
+    *,
+    trainable: bool = True,
+    dtype: Any = None,
+    device: Device | Mesh | None = None,
+) -> Variable:
+    """What makes a Variable in the end."""
+    return Variable(initial_value, name, trainable=trainable, dtype=dtype, device=device)
 
 
 def _devices(device: Device | Mesh | None, initial_value: Any) -> Sequence[Device]:
@@ -229,6 +302,13 @@ def _wanted_dtype(initial_value: Any, dtype: Any, device: Device) -> DType:
         return as_dtype(dtype)
     found = to_buffer(initial_value, device).dtype
     return as_dtype("float32") if found.kind == "f" and not is_array(initial_value) else found
+
+
+def _filled(device: Device, shape: tuple[int, ...], dtype: DType, value: float) -> Buffer:
+    if not value:
+        return device.zeros(shape, dtype)
+    one = numbers(value, dtype)
+    return device.upload(one.repeat(math.prod(shape)).reshape(shape))
 
 
 def _near(device: Device, source: Buffer) -> Buffer:

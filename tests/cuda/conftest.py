@@ -24,6 +24,7 @@ SHARED = {
         "digits",
         "flows",
         "ops",
+        "optimizers",
         "prepared",
         "reductions",
         "segments",

@@ -48,6 +48,7 @@ BAD_FLAGS = [
     ("--steps", ["--steps", "0"], "1 to 10000"),
     ("--learning-rate", ["--learning-rate", "nan"], "1e-6 to 10"),
     ("--learning-rate", ["--learning-rate", "0"], "1e-6 to 10"),
+    ("--optimizer", ["--optimizer", "lbfgs"], "sgd"),
     ("--seed", ["--seed", "x"], "0 to 4294967295"),
     ("--seed", ["--seed", "-1"], "0 to 4294967295"),
     ("--output", ["--output", "no such folder/digits.png"], ".png"),
@@ -176,6 +177,18 @@ def test_nccl_gives_the_same_bits_for_all_packs_on_one_placement(script, digits,
 def test_compiled_kernels_give_the_same_bits_as_numpy(script, digits):
     expected = train(script, digits).digest
     assert train(script, digits, "--kernels", "compiled").digest == expected
+
+
+def test_every_optimizer_learns_and_no_two_alike(script, digits):
+    flags = ("--micro-batches", "2", "--steps", "60", "--optimizer")
+    found = {name: train(script, digits, *flags, name) for name in script.OPTIMIZERS}
+    assert min(history.accuracy for history in found.values()) > 0.8
+    assert len({history.digest for history in found.values()}) == 3
+    rated = train(script, digits, *flags, "momentum", "--learning-rate", "0.1")
+    assert rated.digest == found["momentum"].digest
+    assert train(script, digits, *flags, "adam", "--learning-rate", "0.1").digest != (
+        found["adam"].digest
+    )
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 5])

@@ -32,12 +32,18 @@ LAUNCHES: dict[str, tuple[Template, int, tuple]] = {
     "all_sum": (("uint8", "uint8"), 5, (2, 3, 1, 1.0)),
     "pack": (("uint8", "uint8"), 2, (1.0,)),
     "divide": (("float32", "int8"), 2, (3.0,)),
-    "sgd": (("float16",), 2, (0.1,)),
-    "momentum": (("float16",), 3, (0.1, 0.9)),
-    "nesterov": (("float16",), 3, (0.1, 0.9)),
+    "sgd": (("float16", "float16"), 2, (1, 0.1)),
+    "momentum": (("float16", "float16"), 3, (2, 0.1, 0.9)),
+    "nesterov": (("float16", "float16"), 3, (2, 0.1, 0.9)),
+    "adam": (("float16", "float16"), 4, (3, 0.1, 0.2, 0.3, 0.1)),
+    "adagrad": (("float16", "float16"), 3, (2, 0.1)),
+    "rmsprop": (("float16", "float16"), 4, (3, 0.1, 0.2, 0.3, 0.1)),
 }
 ELEMENTWISE = [kernel for kernel in KERNELS if kernel.items is None]
-(SEGMENT_SUM,) = (kernel for kernel in KERNELS if kernel.items is not None)
+TAKE_ROWS, SEGMENT_SUM = (
+    next(kernel for kernel in KERNELS if kernel.name == name)
+    for name in ("take_rows", "segment_sum")
+)
 
 
 def reserved(size: int, dtype: str) -> np.ndarray:
@@ -150,6 +156,18 @@ def test_more_segments(host_device):
     near = 2**20  # far more than the pieces that are run
     bounds[-near:] = np.arange(SIZE + 1 - near, SIZE + 1)
     add_segments(host_device, out, values, order, bounds)
+    assert same(out[-BEHIND:], values[-BEHIND:][::-1].copy())
+    assert not out[:BEHIND].any()
+
+
+@pytest.mark.host
+def test_more_rows_taken(host_device):
+    """Row k is row k, but the last ones the other way round."""
+    values, out, rows = reserved(SIZE, "uint8"), reserved(SIZE, "uint8"), reserved(SIZE, "int64")
+    values[-BEHIND:] = random_data((BEHIND,), "uint8")
+    rows[-BEHIND:] = np.arange(SIZE - 1, SIZE - 1 - BEHIND, -1)
+    buffers = [host_device.adopt(array) for array in (out, values, rows)]
+    launch(host_device, TAKE_ROWS, ("uint8",), [buffers], ())
     assert same(out[-BEHIND:], values[-BEHIND:][::-1].copy())
     assert not out[:BEHIND].any()
 

@@ -60,16 +60,28 @@ CALLS = {
         1, 1, MEANS,
     ),
     "sgd": Call(
-        lambda rows: ops.sgd([row[0] for row in rows], [row[1] for row in rows], rate=1),
+        lambda rows: ops.sgd(rows, rate=1),
         1, 1, UPDATED,
     ),
     "momentum": Call(
-        lambda rows: ops.momentum(*map(list, zip(*rows, strict=True)), rate=1, decay=1),
+        lambda rows: ops.momentum(rows, rate=1, decay=1),
         2, 1, UPDATED,
     ),
     "nesterov": Call(
-        lambda rows: ops.nesterov(*map(list, zip(*rows, strict=True)), rate=1, decay=1),
+        lambda rows: ops.nesterov(rows, rate=1, decay=1),
         2, 1, UPDATED,
+    ),
+    "adam": Call(
+        lambda rows: ops.adam(rows, rate=1, rest1=1, rest2=1, epsilon=1),
+        3, 1, UPDATED,
+    ),
+    "adagrad": Call(
+        lambda rows: ops.adagrad(rows, rate=1),
+        2, 1, UPDATED,
+    ),
+    "rmsprop": Call(
+        lambda rows: ops.rmsprop(rows, rate=1, rest=1, decay=1, epsilon=1),
+        3, 1, UPDATED,
     ),
 }  # fmt: skip
 

@@ -101,9 +101,12 @@ MOVED = {
     "all_sum": (("bfloat16", "float32"), (2, 3, 1, 3.0), [WRITTEN] * 2 + [READ] * 3),
     "pack": (("float32", "bfloat16"), (0.5,), [WRITTEN, READ]),
     "divide": (("float32", "int8"), (3.0,), [WRITTEN, READ]),
-    "sgd": (("float32",), (0.1,), [BOTH, READ]),
-    "momentum": (("float32",), (0.1, 0.9), [BOTH, BOTH, READ]),
-    "nesterov": (("bfloat16",), (0.1, 0.9), [BOTH, BOTH, READ]),
+    "sgd": (("float32", "float32"), (1, 0.1), [BOTH, READ]),
+    "momentum": (("float32", "float32"), (2, 0.1, 0.9), [BOTH, BOTH, READ]),
+    "nesterov": (("bfloat16", "bfloat16"), (2, 0.1, 0.9), [BOTH, BOTH, READ]),
+    "adam": (("bfloat16", "float32"), (4, 0.1, 0.2, 0.3, 0.1), [BOTH, BOTH, BOTH, BOTH, READ]),
+    "adagrad": (("float64", "float64"), (2, 0.1), [BOTH, BOTH, READ]),
+    "rmsprop": (("float32", "float32"), (3, 0.1, 0.2, 0.3, 0.1), [BOTH, BOTH, BOTH, READ]),
 }
 
 
@@ -116,6 +119,8 @@ def test_every_element_is_moved_once(counter, kernel):
     template, scalars, expected = MOVED[kernel.name]
     dtypes = [template[0] if written else template[-1 if len(template) < 3 else 1]
               for _, written in expected]  # fmt: skip
+    if "num_written" in dict(kernel.scalars):  # a variable, its master and slots, the gradient
+        dtypes = [template[0], *[template[1]] * (len(expected) - 2), template[0]]
     for starts in start_patterns(len(expected))[:3]:
         row = [
             Operand(counter.device, random_data((SIZE,), dtype, seed=place), start)

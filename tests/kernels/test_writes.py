@@ -21,14 +21,30 @@ LAUNCHES = {
     "pack": (2, (1.0,)),
     "divide": (2, (0.5,)),
     "segment_sum": (4, (0, 0, 1.0)),
-    "sgd": (2, (0.5,)),
-    "momentum": (3, (0.5, 0.5)),
-    "nesterov": (3, (0.5, 0.5)),
+    "take_rows": (3, ()),
+    "square_sum": (2, (1, 0)),
+    "clip": (3, (1000.0,)),
+    "sgd": (2, (1, 0.5)),
+    "momentum": (3, (2, 0.5, 0.5)),
+    "nesterov": (3, (2, 0.5, 0.5)),
+    "adam": (4, (3, 0.5, 0.5, 0.5, 0.5)),
+    "adagrad": (3, (2, 500.0)),
+    "rmsprop": (4, (3, 0.5, 0.5, 0.5, 0.5)),
 }
 
 
 # of segment_sum: 31 segments of two rows, each a whole number of vectors
 ORDER, BOUNDS, WIDTH = np.arange(62)[::-1].copy(), np.arange(0, 63, 2), 16
+
+
+def dtypes_of(kernel, template, num_operands, num_written):
+    """Of each operand."""
+    names = [name for name in template if isinstance(name, str)]
+    if "num_written" in dict(kernel.scalars):  # var, master and slots, grad
+        found = [names[0], *[names[1]] * (num_operands - 2), names[0]]
+    else:
+        found = [names[0]] * num_written + [names[-1]] * (num_operands - num_written)
+    return [as_dtype(name) for name in found]
 
 
 def row_of(device, kernel, template, num_operands, num_written):
@@ -37,13 +53,19 @@ def row_of(device, kernel, template, num_operands, num_written):
     if kernel.name == "segment_sum":
         sizes = [WIDTH * (BOUNDS.size - 1), WIDTH * ORDER.size]
         plan = [Operand(device, part) for part in (ORDER, BOUNDS)]
-    dtypes = [as_dtype(name) for name in template if isinstance(name, str)]
+    if kernel.name in ("square_sum", "clip"):
+        found = [np.dtype("float64" if kernel.name == "square_sum" else template[0]), template[0]]
+        rest = [Operand(device, np.array([2.0]))] if kernel.name == "clip" else []
+        return [Operand(device, np.full(SIZE, value).astype(as_dtype(dtype)))
+                for value, dtype in zip((100, 3), found, strict=True)] + rest  # fmt: skip
+    if kernel.name == "take_rows":
+        sizes, plan = [WIDTH * ORDER.size, WIDTH * ORDER.size], [Operand(device, ORDER)]
+    dtypes = dtypes_of(kernel, template, num_operands, num_written)
     rng = np.random.default_rng(0)
     row = []
     for place, size in enumerate(sizes):
-        written = place < num_written
-        values = np.full(size, 100) if written else rng.integers(1, 5, size)
-        row.append(Operand(device, values.astype(dtypes[0 if written else -1])))
+        values = np.full(size, 100) if place < num_written else rng.integers(1, 5, size)
+        row.append(Operand(device, values.astype(dtypes[place])))
     return row + plan
 
 
@@ -51,6 +73,8 @@ def launch(device, kernel, template):
     num_operands, scalars = LAUNCHES[kernel.name]
     if kernel.name == "add_n" and template[2]:
         num_operands, scalars = 1 + template[2], (template[2],)
+    if "num_written" in dict(kernel.scalars) and template[0] != template[1]:  # a master
+        num_operands, scalars = num_operands + 1, (scalars[0] + 1, *scalars[1:])
     num_written = kernel.num_written(scalars)
     row = row_of(device, kernel, template, num_operands, num_written)
     device.launch(kernel, template, [buffers(row)], scalars)
@@ -80,22 +104,21 @@ def test_what_is_declared_is_written_and_nothing_else(device, kernel):
 def test_the_number_written_comes_from_the_declaration(kernel):
     _, scalars = LAUNCHES[kernel.name]
     assert len(scalars) == len(kernel.scalars)
-    assert kernel.num_written(scalars) == {"all_sum": 2, "momentum": 2, "nesterov": 2}.get(
-        kernel.name, 1
-    )
+    several = {"all_sum": 2, "momentum": 2, "nesterov": 2, "adam": 3, "adagrad": 2, "rmsprop": 3}
+    assert kernel.num_written(scalars) == several.get(kernel.name, 1)
 
 
 def test_a_kernel_that_declares_too_little_is_caught(device, face):
     liar = replace(MOMENTUM, writes=1)
     if face == "numpy":  # a twin gets what it must not write as read-only views
         with pytest.raises(ValueError, match="read-only"):
-            launch(device, liar, ("float32",))
+            launch(device, liar, ("float32", "float32"))
     else:
-        assert problems(*launch(device, liar, ("float32",))) == ["operand 1 was written"]
+        assert problems(*launch(device, liar, ("float32", "float32"))) == ["operand 1 was written"]
 
 
 def test_a_kernel_that_declares_too_much_is_caught():
     with opened("numpy") as device:
         liar = replace(MOMENTUM, writes=3)
-        found = problems(*launch(device, liar, ("float32",)))
+        found = problems(*launch(device, liar, ("float32", "float32")))
     assert found == ["operand 2 was not written everywhere"]

@@ -1,4 +1,4 @@
-"""sgd, momentum and nesterov on every face, against their formulas, bit by bit."""
+"""Every update rule on every face, against its formula, bit by bit."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ from faces import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradreduce.ops import momentum, nesterov, sgd
+from gradreduce.ops import adagrad, adam, momentum, nesterov, rmsprop, sgd
 
-RATE, DECAY = 0.1, 0.9  # no float has either exactly: the casts show
+RATE, DECAY, REST, EPSILON = 0.1, 0.9, 0.3, 0.01  # no float has one exactly: the casts show
+HALVES = FLOATS[:2]
+SINGLE = np.dtype("float32")
 
 
-# The rules as in the header of update.cu, with NumPy's operators: each rounds once. Every array and
-# scalar comes in the accumulate type; what is returned is rounded to the dtype at the end.
+# The rules as in the headers of update.cu and adaptive.cu, by NumPy's operators: each rounds once.
+# Every array and scalar comes in the accumulate type; what is returned is rounded to the dtype at
+# the end.
 
 
 def sgd_rule(var, grad, rate):
@@ -45,36 +48,89 @@ def nesterov_rule(var, mom, grad, rate, decay):
     return [var - (rate * grad + rate * decay * mom), mom]
 
 
+def adam_rule(  # noqa: PLR0913  # operands and scalars
+    var, mom, square, grad, rate, rest1, rest2, epsilon
+):
+    mom = mom + rest1 * (grad - mom)
+    square = square + rest2 * (grad * grad - square)
+    return [var - rate * mom / (np.sqrt(square) + epsilon), mom, square]
+
+
+def adagrad_rule(var, total, grad, rate):
+    total = total + grad * grad
+    return [var - rate * grad / np.sqrt(total), total]
+
+
+def rmsprop_rule(  # noqa: PLR0913  # operands and scalars
+    var, square, mom, grad, rate, rest, decay, epsilon
+):
+    square = square + rest * (grad * grad - square)
+    mom = decay * mom + rate * grad / np.sqrt(square + epsilon)
+    return [var - mom, square, mom]
+
+
 class Rule:
     """One rule: its launcher, called with a list of rows, and its formula.
 
-    A row is the variable, the slots, and the gradient.
+    A row is the variable, its master if it has one, the slots, and the gradient.
     """
 
-    def __init__(self, launch, formula, num_operands, **scalars):
-        self.launcher, self.formula, self.num_operands = launch, formula, num_operands
+    def __init__(self, launch, formula, num_slots, *, master=False, **scalars):
+        self.launcher, self.formula, self.has_master = launch, formula, master
+        self.num_operands = 2 + num_slots + master
         self.scalars = scalars
+        self.dtypes = HALVES if master else FLOATS
 
     def launch(self, rows, **scalars):
-        columns = [[row[place] for row in rows] for place in range(self.num_operands)]
-        self.launcher(*columns, **(self.scalars | scalars))
+        self.launcher(rows, **(self.scalars | scalars))
+
+    def values(self, size, dtype, seed=0):
+        """Data for a row of a variable of a dtype; every third master is not its variable's."""
+        parts = random_terms(self.num_operands, size, dtype, seed=seed)
+        if self.has_master:
+            parts[1:-1] = random_terms(self.num_operands - 2, size, SINGLE, seed=seed + 1)
+            with np.errstate(all="ignore"):
+                parts[0][::3] = parts[1].astype(parts[0].dtype)[::3]
+        return parts
 
     def reference(self, values, **scalars):
-        dtype, wide = values[0].dtype, wide_of(values[0].dtype)
+        values, dtype, wide = list(values), values[0].dtype, wide_of(values[0].dtype)
         with np.errstate(all="ignore"):
             given = [wide.type(scalar) for scalar in (self.scalars | scalars).values()]
+            if self.has_master:
+                master = values.pop(1)
+                values[0] = np.where(master.astype(dtype) == values[0], master, values[0])
             changed = self.formula(*(part.astype(wide) for part in values), *given)
+            if self.has_master:
+                return [changed[0].astype(dtype), *changed]
             return [part.astype(dtype) for part in changed]
 
 
+ADAM = {"rate": RATE, "rest1": REST, "rest2": 1 - DECAY, "epsilon": EPSILON}
+RMSPROP = {"rate": RATE, "rest": REST, "decay": DECAY, "epsilon": EPSILON}
 RULES = {
-    "sgd": Rule(sgd, sgd_rule, 2, rate=RATE),
-    "momentum": Rule(momentum, momentum_rule, 3, rate=RATE, decay=DECAY),
-    "nesterov": Rule(nesterov, nesterov_rule, 3, rate=RATE, decay=DECAY),
+    "sgd": Rule(sgd, sgd_rule, 0, rate=RATE),
+    "momentum": Rule(momentum, momentum_rule, 1, rate=RATE, decay=DECAY),
+    "nesterov": Rule(nesterov, nesterov_rule, 1, rate=RATE, decay=DECAY),
+    "adam": Rule(adam, adam_rule, 2, **ADAM),
+    "adagrad": Rule(adagrad, adagrad_rule, 1, rate=RATE),
+    "rmsprop": Rule(rmsprop, rmsprop_rule, 2, **RMSPROP),
+    "sgd-master": Rule(sgd, sgd_rule, 0, master=True, rate=RATE),
+    "nesterov-master": Rule(nesterov, nesterov_rule, 1, master=True, rate=RATE, decay=DECAY),
+    "adam-master": Rule(adam, adam_rule, 2, master=True, **ADAM),
 }
+# One body of the kernels serves all rules: what no formula touches is tried with a few.
+FEW = ["sgd", "adam", "nesterov-master"]
 
 
-@pytest.fixture(params=RULES.values(), ids=RULES)
+def cases(names):
+    """Each of these rules with each dtype that it has."""
+    found = [(name, dtype) for name in names for dtype in RULES[name].dtypes]
+    values = [pytest.param(RULES[name], dtype, id=f"{name}-{dtype}") for name, dtype in found]
+    return pytest.mark.parametrize(("rule", "dtype"), values)
+
+
+@pytest.fixture(params=[rule for rule in RULES.values() if not rule.has_master])
 def rule(request):
     return request.param
 
@@ -93,40 +149,40 @@ def check(device, rule, rows, starts=None, **scalars):
         assert grad.unchanged()
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@cases(FEW)
 def test_every_size_and_start(device, rule, dtype):
-    values = random_terms(rule.num_operands, max(SIZES), dtype)
+    values = rule.values(max(SIZES), dtype)
     for size in SIZES:
         for starts in start_patterns(rule.num_operands):
             check(device, rule, [[part[:size] for part in values]], [starts])
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@cases(RULES)
 @pytest.mark.parametrize("rate", [0, 1, 0.001, -3, 1e300, float("inf"), float("nan")])
 def test_any_rate(device, rule, dtype, rate):
-    check(device, rule, [random_terms(rule.num_operands, 1003, dtype)], rate=rate)
+    check(device, rule, [rule.values(1003, dtype)], rate=rate)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name", ["momentum", "nesterov"])
-@pytest.mark.parametrize("decay", [0, 1, 0.999, -0.5, float("nan")])
-def test_any_decay(device, name, dtype, decay):
-    check(device, RULES[name], [random_terms(3, 1003, dtype)], decay=decay)
+@cases(["momentum", "nesterov", "adam", "rmsprop", "adam-master"])
+@pytest.mark.parametrize("value", [0, 1, 0.999, -0.5, float("nan")])
+def test_any_scalar(device, rule, dtype, value):
+    for name in rule.scalars.keys() - {"rate"}:
+        check(device, rule, [rule.values(1003, dtype)], **{name: value})
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@cases(RULES)
 def test_any_geometry(geometric_device, rule, dtype):
-    for size in (1, 17, 255, 16_385, 40_000):
+    for size in (1, 17, 16_385, 40_000):
         for starts in start_patterns(rule.num_operands)[:2]:
-            check(geometric_device, rule, [random_terms(rule.num_operands, size, dtype)], [starts])
+            check(geometric_device, rule, [rule.values(size, dtype)], [starts])
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@cases(FEW)
 def test_one_launch_for_rows_of_all_sizes(device, rule, dtype):
     sizes = [1, 60_001, 0, 3, 16_384, 7, *range(40, 40 + INLINE_ROWS), 16_385, 0, 2]
     for num_rows in (6, len(sizes)):  # the table inline, and beyond
-        rows = [random_terms(rule.num_operands, size, dtype, seed=size) for size in sizes]
-        starts = [[row % 3, row % 2, 0][: rule.num_operands] for row in range(num_rows)]
+        rows = [rule.values(size, dtype, seed=size) for size in sizes]
+        starts = [[row % 3, row % 2, 0, 1, row % 5][: rule.num_operands] for row in range(num_rows)]
         with recorded(device) as journal:
             check(device, rule, rows[:num_rows], starts)
         assert journal.launches == 1
@@ -134,9 +190,7 @@ def test_one_launch_for_rows_of_all_sizes(device, rule, dtype):
 
 
 def test_a_thousand_tiny_rows_are_one_launch(device, rule):
-    rows = [
-        random_terms(rule.num_operands, 1 + row % 5, "float32", seed=row) for row in range(1000)
-    ]
+    rows = [rule.values(1 + row % 5, "float32", seed=row) for row in range(1000)]
     with recorded(device) as journal:
         check(device, rule, rows)
     assert [(record.name, record.num_rows) for record in journal.records] == [
@@ -144,11 +198,11 @@ def test_a_thousand_tiny_rows_are_one_launch(device, rule):
     ]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@cases(FEW)
 def test_large_rows_are_spread_over_threads(device, rule, dtype):
     with spread(device) as num_jobs:
         for starts in start_patterns(rule.num_operands)[::3]:
-            check(device, rule, [random_terms(rule.num_operands, SPREAD_SIZE, dtype)], [starts])
+            check(device, rule, [rule.values(SPREAD_SIZE, dtype)], [starts])
     assert num_jobs == [NUM_THREADS] * 2
 
 
@@ -204,12 +258,49 @@ def test_other_dtypes_are_refused(device, rule, dtype):
     assert all(operand.unchanged() for operand in [*good, *row])
 
 
-def test_lists_of_different_lengths_change_nothing(device, rule):
-    row = operands(device, random_terms(rule.num_operands, 16, "float32"))
-    columns = [[buffer] for buffer in buffers(row)]
-    with pytest.raises(ValueError, match="zip"):
-        rule.launcher(*columns[:-1], columns[-1] * 2, **rule.scalars)
+def test_a_row_of_too_many_or_too_few_operands_changes_nothing(device, rule):
+    good, row = (operands(device, random_terms(rule.num_operands, 16, "float32")) for _ in range(2))
+    extra = operands(device, random_terms(2, 16, "float32"))
+    for wrong in (row[1:], [*row, *extra]):
+        with pytest.raises(ValueError, match=rule.launcher.__name__):
+            rule.launch([buffers(good), buffers(wrong)])
+    assert all(operand.unchanged() for operand in [*good, *row, *extra])
+
+
+@pytest.mark.parametrize(
+    ("var", "master", "slot"),
+    [
+        ("float16", "float16", "float16"),
+        ("float32", "float32", "float32"),
+        ("bfloat16", "float64", "float64"),
+        ("float32", "float16", "float16"),
+        ("float64", "float32", "float32"),
+        ("float16", "float32", "float16"),
+    ],
+)
+def test_a_master_is_a_float32_beside_a_half(device, var, master, slot):
+    dtypes = [var, master, slot, slot, var]
+    row = [Operand(device, random_data((16,), dtype)) for dtype in dtypes]
+    with pytest.raises(ValueError, match=r"adam: (.* no float32 master|dtypes differ)"):
+        adam([buffers(row)], **ADAM)
     assert all(operand.unchanged() for operand in row)
+
+
+def test_a_master_keeps_what_its_half_rounds_away(device):
+    """Steps too small for a half: none shows in it by itself, all of them do with a master."""
+    half, grad = np.ones(40, np.float16), np.ones(40, np.float16)
+    alone, kept = Operand(device, half), Operand(device, half)
+    master = Operand(device, half.astype(SINGLE))
+    given = Operand(device, grad).buffer
+    for _ in range(100):
+        sgd([[alone.buffer, given], [kept.buffer, master.buffer, given]], rate=2.0**-13)
+    assert (alone.array == 1).all()
+    assert (master.array == 1 - 100 * 2.0**-13).all()
+    assert (kept.array == np.float16(1 - 100 * 2.0**-13)).all()
+    kept.array[:20] = 5  # assigned to
+    sgd([[kept.buffer, master.buffer, given]], rate=2.0**-13)
+    assert (master.array[:20] == 5 - 2.0**-13).all()
+    assert (master.array[20:] == 1 - 101 * 2.0**-13).all()
 
 
 def test_the_gradient_may_be_read_only_and_nothing_else(device, rule):
@@ -229,16 +320,15 @@ def test_the_gradient_may_be_read_only_and_nothing_else(device, rule):
 
 @settings(max_examples=30, deadline=None)
 @given(
-    dtype=st.sampled_from(FLOATS),
-    name=st.sampled_from(list(RULES)),
+    case=st.sampled_from([(name, dtype) for name in RULES for dtype in RULES[name].dtypes]),
     rate=st.floats(width=32),
     sizes=st.lists(st.one_of(st.integers(0, 40), st.integers(0, 40_000)), min_size=1, max_size=8),
-    starts=st.lists(st.integers(0, 5), min_size=3, max_size=3),
+    starts=st.lists(st.integers(0, 5), min_size=5, max_size=5),
 )
-def test_many_rows_are_as_one_launch_each(device, dtype, name, rate, sizes, starts):
-    rule = RULES[name]
+def test_many_rows_are_as_one_launch_each(device, case, rate, sizes, starts):
+    rule, dtype = RULES[case[0]], case[1]
     places = starts[: rule.num_operands]
-    rows = [random_terms(rule.num_operands, size, dtype, seed=size) for size in sizes]
+    rows = [rule.values(size, dtype, seed=size) for size in sizes]
     together, alone = ([operands(device, row, places) for row in rows] for _ in range(2))
     rule.launch([buffers(row) for row in together], rate=rate)
     for row in alone:

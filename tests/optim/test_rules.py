@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from exact import FLOATS, random_data, same
@@ -12,62 +14,197 @@ from gradreduce.device import accumulate_dtype
 RATE, DECAY = 0.1, 0.9  # neither is a float32
 
 
-def sgd(var, mom, grad, wide):
-    return var - grad * wide.type(RATE), mom
+# Each in the accumulate type `w`, with the slots as they were and the number of the step.
 
 
-def momentum(var, mom, grad, wide):
-    moved = mom * wide.type(DECAY) + grad
-    return var - moved * wide.type(RATE), moved
+def sgd(w, step, grad, var):
+    return [var - w(RATE) * grad]
 
 
-def nesterov(var, mom, grad, wide):
-    moved = mom * wide.type(DECAY) + grad
-    step = grad * wide.type(RATE) + moved * (wide.type(RATE) * wide.type(DECAY))
-    return var - step, moved
+def momentum(w, step, grad, var, mom):
+    moved = w(DECAY) * mom + grad
+    return [var - w(RATE) * moved, moved]
 
 
+def nesterov(w, step, grad, var, mom):
+    moved = w(DECAY) * mom + grad
+    return [var - (w(RATE) * grad + w(RATE) * w(DECAY) * moved), moved]
+
+
+def adam(w, step, grad, var, mom, square):
+    power1 = power2 = 1.0
+    for _ in range(step):
+        power1, power2 = power1 * DECAY, power2 * 0.99
+    rate = RATE * math.sqrt(1 - power2) / (1 - power1)
+    mom = mom + w(1 - DECAY) * (grad - mom)
+    square = square + w(1 - 0.99) * (grad * grad - square)
+    return [var - w(rate) * mom / (np.sqrt(square) + w(0.01)), mom, square]
+
+
+def adagrad(w, step, grad, var, total):
+    total = total + grad * grad
+    return [var - w(RATE) * grad / np.sqrt(total), total]
+
+
+def rmsprop(w, step, grad, var, square, mom):
+    square = square + w(1 - 0.8) * (grad * grad - square)
+    mom = w(DECAY) * mom + w(RATE) * grad / np.sqrt(square + w(0.001))
+    return [var - mom, square, mom]
+
+
+# name -> the rule, an optimizer of it, its slots and what is in them at first
 RULES = {
-    "sgd": (sgd, lambda: gr.GradientDescentOptimizer(RATE)),
-    "momentum": (momentum, lambda: gr.MomentumOptimizer(RATE, DECAY)),
-    "nesterov": (nesterov, lambda: gr.MomentumOptimizer(RATE, DECAY, use_nesterov=True)),
-}
+    "sgd": (sgd, lambda **more: gr.GradientDescentOptimizer(RATE, **more), {}),
+    "momentum": (momentum, lambda **more: gr.MomentumOptimizer(RATE, DECAY, **more),
+                 {"momentum": 0}),
+    "nesterov": (nesterov, lambda **more: gr.MomentumOptimizer(RATE, DECAY, True, **more),
+                 {"momentum": 0}),
+    "adam": (adam, lambda **more: gr.AdamOptimizer(RATE, DECAY, 0.99, 0.01, **more),
+             {"m": 0, "v": 0}),
+    "adagrad": (adagrad, lambda **more: gr.AdagradOptimizer(RATE, 0.2, **more),
+                {"accumulator": 0.2}),
+    "rmsprop": (rmsprop, lambda **more: gr.RMSPropOptimizer(RATE, 0.8, DECAY, 0.001, **more),
+                {"rms": 1, "momentum": 0}),
+}  # fmt: skip
 
 
 @pytest.fixture(params=RULES)
 def rule(request):
-    """A rule in plain NumPy, and an optimizer of it."""
-    reference, make = RULES[request.param]
-    return reference, make()
+    return RULES[request.param]
 
 
-def stepped(reference, state, grad):
-    """Computed in the accumulate type, stored in the variable's."""
-    dtype = grad.dtype
-    wide = accumulate_dtype(dtype)
-    with np.errstate(all="ignore"):
-        moved = reference(*(array.astype(wide) for array in (*state, grad)), wide)
-        return tuple(array.astype(dtype) for array in moved)
+class Model:
+    """A variable, or rows of it, and its slots, moved on by a rule in plain NumPy.
+
+    Attributes:
+        state: the variable and its slots. Of a half with a master that in the variable's place.
+    """
+
+    def __init__(self, rule, values, *, master=False):
+        self.formula, _, starts = rule
+        self.dtype, self.wide = values.dtype, accumulate_dtype(values.dtype)
+        kept = self.wide if master else self.dtype
+        self.state = [values.astype(kept), *(np.full(values.shape, start, kept)
+                                             for start in starts.values())]  # fmt: skip
+        self.step = 0
+
+    def move(self, grad, rows=...):
+        self.step += 1
+        old = [array[rows].astype(self.wide) for array in self.state]
+        with np.errstate(all="ignore"):
+            new = self.formula(self.wide.type, self.step, grad.astype(self.wide), *old)
+            for array, part in zip(self.state, new, strict=True):
+                array[rows] = part
+
+    def check(self, optimizer, variable, names):
+        """Every copy of the variable and of its slots, bit by bit."""
+        values = [self.state[0].astype(self.dtype), *self.state[1:]]
+        found = [variable, *(optimizer.get_slot(variable, name) for name in names)]
+        for each, value in zip(found, values, strict=True):
+            assert all(same(buffer.numpy(), value) for buffer in each.buffers), each
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_four_steps(mesh, rule, dtype):
-    reference, optimizer = rule
-    shapes = [(3, 7), (), (257,)]
+    _, make, starts = rule
+    optimizer, shapes = make(), [(3, 7), (), (257,)]
     start = [random_data(shape, dtype, seed=place) for place, shape in enumerate(shapes)]
     variables = [gr.Variable(values, device=mesh) for values in start]
-    states = [(values, np.zeros_like(values)) for values in start]
+    models = [Model(rule, values) for values in start]
     for turn in range(4):
         grads = [random_data(shape, dtype, seed=10 * turn + len(shape)) for shape in shapes]
         optimizer.apply_gradients(list(zip(grads, variables, strict=True)))
-        states = [
-            stepped(reference, state, grad) for state, grad in zip(states, grads, strict=True)
-        ]
-        for variable, (value, moment) in zip(variables, states, strict=True):
-            assert all(same(buffer.numpy(), value) for buffer in variable.buffers)
-            slot = optimizer.get_slot(variable, "momentum")
-            if reference is not sgd:
-                assert all(same(buffer.numpy(), moment) for buffer in slot.buffers)
+        for variable, model, grad in zip(variables, models, grads, strict=True):
+            model.move(grad)
+            model.check(optimizer, variable, starts)
+    assert optimizer.get_slot_names() == sorted(starts)
+    assert all(slot.dtype == dtype for slot in map(optimizer.get_slot, variables, starts))
+
+
+def test_a_rate_may_be_a_callable_asked_once_for_each_update(mesh, rule):
+    _, make, _ = rule
+    plain, called = make(), make()
+    asked = []
+
+    def rate():
+        asked.append(RATE / (1 + len(asked)))
+        return asked[-1]
+
+    called.learning_rate = rate
+    pairs = []
+    for optimizer in (plain, called):
+        variables = [gr.Variable(random_data((5,), dtype), device=mesh)
+                     for dtype in ("float32", "float64")]  # fmt: skip
+        pairs.append(variables)
+        for turn in range(3):
+            if optimizer is plain:
+                optimizer.learning_rate = RATE / (1 + turn)
+            optimizer.apply_gradients([(var.numpy(), var) for var in variables])
+    assert len(asked) == 3
+    assert all(same(one.numpy(), two.numpy()) for one, two in zip(*pairs, strict=True))
+
+
+def test_a_rate_that_cannot_be_said_changes_nothing(mesh, rule):
+    _, make, starts = rule
+    optimizer, variable = make(), gr.Variable([1.0], device=mesh)
+    optimizer.apply_gradients([([1.0], variable)])
+    kept = [variable, *(optimizer.get_slot(variable, name) for name in starts)]
+    before = [each.numpy().tolist() for each in kept]
+    for wrong in (lambda: 1 / 0, lambda: None, "fast"):
+        optimizer.learning_rate = wrong
+        with pytest.raises((ZeroDivisionError, TypeError, ValueError)):
+            optimizer.apply_gradients([([1.0], variable)])
+    assert [each.numpy().tolist() for each in kept] == before
+    optimizer.learning_rate = RATE  # Adam's powers have not moved either
+    optimizer.apply_gradients([([1.0], variable)])
+    model = Model(rule, np.ones(1, "float32"))
+    model.move(np.ones(1, "float32"))
+    model.move(np.ones(1, "float32"))
+    model.check(optimizer, variable, starts)
+
+
+def test_the_powers_of_adam_are_one_pair_for_all_variables(mesh):
+    """They move once for each update, whichever variables it is of: what AGN builds on."""
+    optimizer = gr.AdamOptimizer(RATE, DECAY, 0.99)
+    one, two = (gr.Variable([1.0], device=mesh) for _ in range(2))
+    assert optimizer.variables() == []
+    for variable in (one, two, two):
+        optimizer.apply_gradients([([1.0], variable)])
+    powers = [each for each in optimizer.variables() if "power" in each.name]
+    assert [each.name for each in powers] == ["beta1_power", "beta2_power"]
+    wanted = [DECAY * DECAY**3, 0.99 * 0.99**3]
+    assert np.allclose([float(each) for each in powers], wanted, rtol=1e-6)
+    assert len(optimizer.variables()) == 2 + 4
+    assert [each.name for each in optimizer.variables()] == sorted(
+        each.name for each in optimizer.variables()
+    )
+
+
+def test_names_of_slots_are_those_of_tensorflow(mesh):
+    variable = gr.Variable([1.0], "w", device=mesh)
+    for optimizer, wanted in [
+        (gr.AdamOptimizer(), {"m": "w/Adam", "v": "w/Adam_1"}),
+        (gr.RMSPropOptimizer(0.1), {"rms": "w/RMSProp", "momentum": "w/RMSProp_1"}),
+        (gr.AdagradOptimizer(0.1), {"accumulator": "w/Adagrad"}),
+        (gr.AdagradOptimizer(0.1, name="mine"), {"accumulator": "w/mine"}),
+    ]:
+        optimizer.apply_gradients([([1.0], variable)])
+        assert {name: optimizer.get_slot(variable, name).name for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("value", [0, -0.5, float("nan")])
+def test_adagrad_starts_above_zero(value):
+    with pytest.raises(ValueError, match="initial_accumulator_value must be positive"):
+        gr.AdagradOptimizer(0.1, value)
+
+
+def test_defaults_are_those_of_tensorflow():
+    adam, rms = gr.AdamOptimizer(), gr.RMSPropOptimizer(0.1)
+    assert (adam.learning_rate, adam.beta1, adam.beta2, adam.epsilon) == (0.001, 0.9, 0.999, 1e-8)
+    assert adam.lazy is False
+    assert (rms.decay, rms.momentum, rms.epsilon) == (0.9, 0.0, 1e-10)
+    assert gr.AdagradOptimizer(0.1).initial_accumulator_value == 0.1
+    assert [each.get_name() for each in (adam, rms)] == ["Adam", "RMSProp"]
 
 
 def test_a_rate_may_change_between_steps(mesh):
@@ -97,6 +234,10 @@ def test_a_rate_is_a_number(wrong):
         lambda: gr.GradientDescentOptimizer(wrong),
         lambda: gr.MomentumOptimizer(wrong, 0.9),
         lambda: gr.MomentumOptimizer(0.1, wrong),
+        lambda: gr.AdamOptimizer(wrong),
+        lambda: gr.AdamOptimizer(epsilon=wrong),
+        lambda: gr.AdagradOptimizer(wrong),
+        lambda: gr.RMSPropOptimizer(0.1, momentum=wrong),
     ):
         with pytest.raises((TypeError, ValueError)):
             make()

@@ -269,8 +269,10 @@ class Device(Backend):
             check_writable(operand)
         touched = [away] if queue == "compute" else rows
         crossing = self._touch(touched, queue) if away or queue != "compute" else 0
-        for operand in written.values():
-            self._before_write(operand, queue)
+        capture = self.fabric.capture
+        for block, operand in written.items():
+            if (capture or block).readers:  # asked here: an update writes hundreds of blocks
+                self._before_write(operand, queue)
         issue = self._launch(kernel, template, rows, scalars, queue)
         what: Fields = ("launch", kernel.name, self.index, -1, crossing, queue, len(rows))
         self.fabric.issued(what)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from ._segments import Indices, Segments, joined_indices, plan_segments
+from ._check import Ranges
+from ._segments import Indices, Segments, each_row, joined_indices, plan_segments
 from ._slots import Slots, alike, merged_slots
+from ._updates import Update, prepare_rule, update_fitted
 from .accumulate_n import ACCUMULATE_N, accumulate_fitted, accumulate_n, prepare_accumulate_n
+from .adaptive import ADAGRAD, ADAM, RMSPROP, adagrad, adam, rmsprop
 from .add_n import ADD_N, add_n, added, added_on_host, cast_fitted, prepare_add_n
 from .all_sum import ALL_SUM, all_sum, prepare_all_sum
+from .clip import CLIP, clip, prepare_clip
 from .divide import DIVIDE, divide, prepare_divide
 from .pack import PACK, pack, pack_fitted, prepare_pack
 from .segment_sum import (
@@ -16,40 +20,60 @@ from .segment_sum import (
     ready_segment_sum,
     segment_sum,
 )
-from .update import MOMENTUM, NESTEROV, SGD, momentum, nesterov, prepare_update, sgd
+from .square_sum import SQUARE_SUM, norm_of, prepare_norm_of, square_sum
+from .take_rows import TAKE_ROWS, prepare_take_rows, ready_take_rows, take_rows
+from .update import MOMENTUM, NESTEROV, SGD, momentum, nesterov, sgd
 
 __all__ = [
     "KERNELS",
     "Divisor",
     "Indices",
+    "Ranges",
     "Segments",
     "Slots",
+    "Update",
     "accumulate_fitted",
     "accumulate_n",
+    "adagrad",
+    "adam",
     "add_n",
     "added",
     "added_on_host",
     "alike",
     "all_sum",
     "cast_fitted",
+    "clip",
     "divide",
+    "each_row",
     "joined_indices",
     "merged_slots",
     "momentum",
     "nesterov",
+    "norm_of",
     "pack",
     "pack_fitted",
     "plan_segments",
     "prepare_accumulate_n",
     "prepare_add_n",
     "prepare_all_sum",
+    "prepare_clip",
     "prepare_divide",
+    "prepare_norm_of",
     "prepare_pack",
+    "prepare_rule",
     "prepare_segment_sum",
-    "prepare_update",
+    "prepare_take_rows",
     "ready_segment_sum",
+    "ready_take_rows",
+    "rmsprop",
     "segment_sum",
     "sgd",
+    "square_sum",
+    "take_rows",
+    "update_fitted",
 ]
 
-KERNELS = (ADD_N, ACCUMULATE_N, ALL_SUM, PACK, DIVIDE, SEGMENT_SUM, SGD, MOMENTUM, NESTEROV)
+KERNELS = (
+    ADD_N, ACCUMULATE_N, ALL_SUM, PACK, DIVIDE, SEGMENT_SUM, TAKE_ROWS, SQUARE_SUM, CLIP,
+    SGD, MOMENTUM, NESTEROV, ADAM, ADAGRAD, RMSPROP,
+)  # fmt: skip

@@ -14,6 +14,7 @@ from gradreduce.device.dtypes import Element
 from gradreduce.device.memory import Row
 
 __all__ = [
+    "Ranges",
     "as_elements",
     "by_dtype",
     "check_apart",
@@ -40,7 +41,14 @@ def as_elements(buffers: Sequence[Buffer]) -> list[Buffer]:
     return viewed
 
 
-def check_rows(name: str, rows: Sequence[Row], num_written: int, *, padded: bool = False) -> None:
+def check_rows(
+    name: str,
+    rows: Sequence[Row],
+    num_written: int,
+    *,
+    padded: bool = False,
+    leaders: Sequence[int] | None = None,
+) -> None:
     """Checks rows of one launch, all at once where they are many.
 
     Args:
@@ -48,25 +56,31 @@ def check_rows(name: str, rows: Sequence[Row], num_written: int, *, padded: bool
         rows: of as many operands each, the written ones first.
         num_written: how many of each row are.
         padded: the one written operand may be longer than the one that is read.
+        leaders: for each operand the place of that whose dtype it must have. Default: the first
+            that is written for those, the first that is read for the others.
 
     Raises:
         ValueError: sizes differ, the dtypes of the written or of the read operands differ among
             themselves, or a written operand overlaps another one without being exactly it.
     """
-    if len(rows) >= MANY and _all_fit(rows, num_written, padded=padded):
+    if not rows:
+        return
+    if leaders is None:
+        leaders = [0] * num_written + [num_written] * (len(rows[0]) - num_written)
+    if len(rows) >= MANY and _all_fit(rows, num_written, leaders, padded=padded):
         return
     for row in rows:
         written, read = row[:num_written], row[num_written:]
         if padded and written[0].size != read[0].size:
             _check_padded(name, written[0], read[0])
         else:
-            _check_row(name, written, read)
+            _check_row(name, written, read, leaders)
 
 
-def _check_row(name: str, written: Row, read: Row) -> None:
+def _check_row(name: str, written: Row, read: Row, leaders: Sequence[int]) -> None:
     operands = (*written, *read)
     for place, operand in enumerate(operands):
-        leader = written[0] if place < len(written) else read[0]
+        leader = operands[leaders[place]]
         if operand.dtype != leader.dtype:
             raise ValueError(f"{name}: dtypes differ: {operand} and {leader}")
         if operand.size != operands[0].size:
@@ -81,7 +95,7 @@ def _check_row(name: str, written: Row, read: Row) -> None:
 def _check_padded(name: str, out: Buffer, term: Buffer) -> None:
     if out.size < term.size:
         raise ValueError(f"{name}: {out} is shorter than {term}")
-    _check_row(name, [out.view(0, term.shape)], [term])
+    _check_row(name, [out.view(0, term.shape)], [term], (0, 1))
     check_apart(name, out.view(term.size, (out.size - term.size,)), term)
 
 
@@ -89,12 +103,14 @@ def _same(buffer: Buffer, other: Buffer) -> bool:
     return buffer.address == other.address and buffer.nbytes == other.nbytes
 
 
-def _all_fit(rows: Sequence[Row], num_written: int, *, padded: bool) -> bool:
+def _all_fit(
+    rows: Sequence[Row], num_written: int, leaders: Sequence[int], *, padded: bool
+) -> bool:
     """Whether no row can have a fault; if not, one has, or only a look at each row can tell."""
     columns = list(zip(*rows, strict=True))
     starts, ends, sizes = [], [], []
-    for place, column in enumerate(columns):
-        dtype = columns[0 if place < num_written else num_written][0].dtype
+    for leader, column in zip(leaders, columns, strict=True):
+        dtype = columns[leader][0].dtype
         if [operand.dtype for operand in column].count(dtype) != len(column):
             return False
         sizes.append(np.array([operand.size for operand in column], np.int64))
@@ -119,6 +135,30 @@ def check_apart(name: str, target: Buffer, other: Buffer) -> None:
     """Raises ``ValueError`` if the two share a byte."""
     if overlap(target, other):
         raise ValueError(f"{name}: {target} overlaps {other}")
+
+
+class Ranges:
+    """Where disjoint memory lies, to be asked again and again who else is there.
+
+    Args:
+        buffers: none shares a byte with another.
+    """
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        starts = np.array([buffer.address for buffer in buffers], np.uint64)
+        order = np.argsort(starts)
+        self._starts = starts[order]
+        sizes = np.array([buffer.nbytes for buffer in buffers], np.uint64)
+        self._ends = self._starts + sizes[order]
+
+    def shared_by(self, buffers: Sequence[Buffer]) -> int | None:
+        """The place of the first buffer that shares a byte with them; None if none does."""
+        starts = np.array([buffer.address for buffer in buffers], np.uint64)
+        ends = starts + np.array([buffer.nbytes for buffer in buffers], np.uint64)
+        before = np.searchsorted(self._starts, ends)  # how many begin in front of its end
+        shares = (before > 0) & (ends > starts)
+        shares &= starts < self._ends[before - 1] if self._ends.size else False
+        return int(shares.argmax()) if shares.any() else None
 
 
 def check_writable(name: str, written: Sequence[Buffer]) -> None:

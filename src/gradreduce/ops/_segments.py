@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Indices", "Segments", "joined_indices", "plan_segments"]
+__all__ = ["Indices", "Segments", "each_row", "joined_indices", "plan_segments"]
 
 Indices = np.ndarray  # for rooms that hold indices and import no array library
 
@@ -53,6 +53,11 @@ def plan_segments(indices: np.ndarray) -> Segments:
     starts = np.flatnonzero(np.append(True, ranked[1:] != ranked[:-1])[: ranked.size])
     bounds = np.append(starts, ranked.size).astype(np.int64, copy=False)
     return Segments(ranked[starts], order, bounds)
+
+
+def each_row(num_rows: int) -> Segments:
+    """Every row a segment of its own, in the order in which they are."""
+    return Segments(np.arange(num_rows), np.arange(num_rows), np.arange(num_rows + 1))
 
 
 def joined_indices(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -6,161 +6,142 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype
+from gradreduce.device import Device, Kernel, Queue
 from gradreduce.device.kernel import Arrays
-from gradreduce.device.memory import Row
 
-from ._check import check_rows, check_writable
-from ._templates import FLOATS
+from ._templates import UPDATES
+from ._updates import Update, run_rule, update
 
-__all__ = ["MOMENTUM", "NESTEROV", "SGD", "momentum", "nesterov", "prepare_update", "sgd"]
+__all__ = ["MOMENTUM", "NESTEROV", "SGD", "momentum", "nesterov", "sgd"]
+
+_Array = np.ndarray
 
 
-def _sgd_twin(table: Sequence[Arrays], rate: float) -> None:
+def _sgd_twin(table: Sequence[Arrays], num_written: int, rate: float) -> None:
     """``var -= rate * grad``."""
-    for var, grad in table:
-        wide = accumulate_dtype(var.dtype)
-        step = np.multiply(grad, wide.type(rate), dtype=wide)
-        var[...] = np.subtract(var, step, out=step, dtype=wide)
+    run_rule(table, 0, _sgd_step, 1, (rate,))
 
 
-def _momentum_twin(table: Sequence[Arrays], rate: float, decay: float) -> None:
+def _sgd_step(var: _Array, grad: _Array, step: _Array, rate: float) -> None:
+    np.multiply(grad, rate, out=step)
+    np.subtract(var, step, out=var)
+
+
+def _momentum_twin(table: Sequence[Arrays], num_written: int, rate: float, decay: float) -> None:
     """``mom = decay * mom + grad; var -= rate * mom``."""
-    for var, mom, grad in table:
-        wide = accumulate_dtype(var.dtype)
-        moved = np.multiply(mom, wide.type(decay), dtype=wide)
-        np.add(moved, grad, out=moved, dtype=wide)
-        mom[...] = moved
-        step = np.multiply(moved, wide.type(rate), out=moved)
-        var[...] = np.subtract(var, step, out=step, dtype=wide)
+    run_rule(table, 1, _momentum_step, 1, (rate, decay))
 
 
-def _nesterov_twin(table: Sequence[Arrays], rate: float, decay: float) -> None:
+def _momentum_step(
+    var: _Array, mom: _Array, grad: _Array, step: _Array, rate: float, decay: float
+) -> None:
+    np.multiply(mom, decay, out=mom)
+    np.add(mom, grad, out=mom)
+    np.multiply(mom, rate, out=step)
+    np.subtract(var, step, out=var)
+
+
+def _nesterov_twin(table: Sequence[Arrays], num_written: int, rate: float, decay: float) -> None:
     """``mom = decay * mom + grad; var -= rate * grad + rate * decay * mom``."""
-    for var, mom, grad in table:
-        wide = accumulate_dtype(var.dtype)
-        moved = np.multiply(mom, wide.type(decay), dtype=wide)
-        np.add(moved, grad, out=moved, dtype=wide)
-        mom[...] = moved
-        ahead = np.multiply(moved, wide.type(rate) * wide.type(decay), out=moved)
-        step = np.multiply(grad, wide.type(rate), dtype=wide)
-        np.add(step, ahead, out=step)
-        var[...] = np.subtract(var, step, out=step, dtype=wide)
+    run_rule(table, 1, _nesterov_step, 2, (rate, decay))
 
 
-_RULE = (("rate", "float64"), ("decay", "float64"))
-_TEMPLATES = tuple((element,) for element in FLOATS)
-SGD = Kernel("sgd", "update", _sgd_twin, (("rate", "float64"),), _TEMPLATES)
-MOMENTUM = Kernel("momentum", "update", _momentum_twin, _RULE, _TEMPLATES, writes=2)
-NESTEROV = Kernel("nesterov", "update", _nesterov_twin, _RULE, _TEMPLATES, writes=2)
+def _nesterov_step(
+    var: _Array, mom: _Array, grad: _Array, ahead: _Array, step: _Array, rate: float, decay: float
+) -> None:
+    np.multiply(mom, decay, out=mom)
+    np.add(mom, grad, out=mom)
+    np.multiply(mom, rate * decay, out=ahead)
+    np.multiply(grad, rate, out=step)
+    np.add(step, ahead, out=step)
+    np.subtract(var, step, out=var)
+
+
+SGD = Kernel(
+    "sgd", "update", _sgd_twin,
+    (("num_written", "int64"), ("rate", "float64")),
+    UPDATES, writes="num_written",
+)  # fmt: skip
+MOMENTUM = Kernel(
+    "momentum", "update", _momentum_twin,
+    (("num_written", "int64"), ("rate", "float64"), ("decay", "float64")),
+    UPDATES, writes="num_written",
+)  # fmt: skip
+NESTEROV = Kernel(
+    "nesterov", "update", _nesterov_twin,
+    (("num_written", "int64"), ("rate", "float64"), ("decay", "float64")),
+    UPDATES, writes="num_written",
+)  # fmt: skip
 
 
 def sgd(
-    variables: Sequence[Buffer],
-    grads: Sequence[Buffer],
+    rows: Sequence[Update],
     *,
     rate: float,
     device: Device | None = None,
     queue: Queue = "compute",
 ) -> None:
-    """``variables[t] -= rate * grads[t]`` for every tensor t; one launch for each dtype.
+    """``variable -= rate * grad``.
+
+    One launch for all rows of the same dtypes.
 
     Args:
-        variables: float tensors; overwritten.
-        grads: of the same sizes and dtypes; only read.
+        rows: variable and gradient. See ``Update``.
         rate: the learning rate.
-        device: whose queue launches; default that of ``variables[0]``. Fences nothing.
+        device: whose queue launches; default that of the first variable. Fences nothing.
         queue: which of its queues.
 
     Raises:
-        ValueError: sizes or dtypes differ, or a variable overlaps its gradient.
+        ValueError: what ``Update`` says does not hold.
     """
-    _update(SGD, [[var] for var in variables], grads, (float(rate),), device, queue)
+    update(SGD, rows, 0, (rate,), device, queue)
 
 
 def momentum(
-    variables: Sequence[Buffer],
-    moments: Sequence[Buffer],
-    grads: Sequence[Buffer],
+    rows: Sequence[Update],
     *,
     rate: float,
     decay: float,
     device: Device | None = None,
     queue: Queue = "compute",
 ) -> None:
-    """``moments = decay * moments + grads; variables -= rate * moments``.
+    """``moment = decay * moment + grad; variable -= rate * moment``.
 
-    For every tensor; one launch for each dtype.
+    One launch for all rows of the same dtypes.
 
     Args:
-        variables: float tensors; overwritten.
-        moments: of the same sizes and dtypes; overwritten.
-        grads: of the same sizes and dtypes; only read.
+        rows: variable, moment and gradient. See ``Update``.
         rate: the learning rate.
         decay: how much of the moment stays.
-        device: whose queue launches; default that of ``variables[0]``. Fences nothing.
+        device: whose queue launches; default that of the first variable. Fences nothing.
         queue: which of its queues.
 
     Raises:
-        ValueError: sizes or dtypes differ, or two operands overlap.
+        ValueError: what ``Update`` says does not hold.
     """
-    written = [[var, mom] for var, mom in zip(variables, moments, strict=True)]
-    _update(MOMENTUM, written, grads, (float(rate), float(decay)), device, queue)
+    update(MOMENTUM, rows, 1, (rate, decay), device, queue)
 
 
 def nesterov(
-    variables: Sequence[Buffer],
-    moments: Sequence[Buffer],
-    grads: Sequence[Buffer],
+    rows: Sequence[Update],
     *,
     rate: float,
     decay: float,
     device: Device | None = None,
     queue: Queue = "compute",
 ) -> None:
-    """As ``momentum``, but ``variables -= rate * grads + rate * decay * moments``.
+    """As ``momentum``, but ``variable -= rate * grad + rate * decay * moment``.
 
-    For every tensor; one launch for each dtype.
+    One launch for all rows of the same dtypes.
 
     Args:
-        variables: float tensors; overwritten.
-        moments: of the same sizes and dtypes; overwritten.
-        grads: of the same sizes and dtypes; only read.
+        rows: variable, moment and gradient. See ``Update``.
         rate: the learning rate.
         decay: how much of the moment stays.
-        device: whose queue launches; default that of ``variables[0]``. Fences nothing.
+        device: whose queue launches; default that of the first variable. Fences nothing.
         queue: which of its queues.
 
     Raises:
-        ValueError: sizes or dtypes differ, or two operands overlap.
+        ValueError: what ``Update`` says does not hold.
     """
-    written = [[var, mom] for var, mom in zip(variables, moments, strict=True)]
-    _update(NESTEROV, written, grads, (float(rate), float(decay)), device, queue)
-
-
-def prepare_update(rule: str, device: Device, dtype: np.dtype) -> None:
-    """Compiles what ``sgd``, ``momentum`` or ``nesterov`` launches for variables of a dtype."""
-    kernel = {"sgd": SGD, "momentum": MOMENTUM, "nesterov": NESTEROV}[rule]
-    device.prepare(kernel, (dtype.name,))
-
-
-def _update(
-    kernel: Kernel,
-    written: Sequence[list[Buffer]],
-    grads: Sequence[Buffer],
-    scalars: tuple[float, ...],
-    device: Device | None,
-    queue: Queue,
-) -> None:
-    rows: dict[str, list[Row]] = {}
-    for operands, grad in zip(written, grads, strict=True):
-        if grad.dtype.name not in FLOATS:
-            raise ValueError(f"{kernel.name}: {grad} is not of a float dtype: {', '.join(FLOATS)}")
-        rows.setdefault(grad.dtype.name, []).append((*operands, grad))
-    for launched in rows.values():
-        check_rows(kernel.name, launched, len(launched[0]))  # nothing may overlap, grads neither
-    for operands in written:
-        check_writable(kernel.name, operands)
-    for element, launched in rows.items():
-        chosen = device or launched[0][0].device
-        chosen.launch(kernel, (element,), launched, scalars, queue=queue)
+    update(NESTEROV, rows, 1, (rate, decay), device, queue)

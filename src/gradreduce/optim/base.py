@@ -1,45 +1,56 @@
-"""How gradients reach variables: checks, slots and the launch; never differentiates.
+"""What every optimizer is: takes gradients in, keeps slots, and makes one launch; knows no rule.
 
 Source: tf.train.Optimizer, as agn_optimizer.md lists its members.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from gradreduce import ops
 from gradreduce.aggregate import AggregationMethod
 from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.cross_device_ops import CrossDeviceOps
-from gradreduce.device import (
-    Buffer,
-    Device,
-    DType,
-    as_deadline,
-    by_physical,
-    copy_over,
-    due,
-    gather,
-    scatter,
-)
-from gradreduce.errors import InvalidVariableError
-from gradreduce.indexed_slices import IndexedSlices
-from gradreduce.interop import OneCall, kind_of, reading, to_buffer
-from gradreduce.values import Mirrored, PerReplica, ReduceOp
+from gradreduce.device import Device, Kernel, as_deadline, due
+from gradreduce.interop import OneCall
+from gradreduce.values import PerReplica
 from gradreduce.variables import Variable
+
+from .arrivals import Near, check_apart, check_global_step, checked_pairs, made_dense, near
+from .custom import changed_by
+from .launches import Job
+from .numbers import as_number, value_of
+from .plan import Plan
+from .saved import checked_numbers, checked_state, loaded_slots, saved_state
+from .slots import Slots
 
 __all__ = ["Optimizer"]
 
 
 class Optimizer:
-    """Base class of the update rules; a subclass implements ``_update``.
+    """Base class of the update rules, made to be subclassed.
+
+    A subclass says in ``_slot_names`` what it keeps for each variable, and overrides two hooks:
+    ``_apply`` changes one variable and its slots, given as arrays, and ``_slot_start`` says what a
+    slot is filled with at first. All else is done here: gradients of every kind, sparse ones (of
+    which ``_apply`` sees the rows that they touch, each once), mirrored variables, masters, errors.
+
+    Args:
+        name: of the optimizer.
+        master_dtype: ``"float32"`` keeps a float32 master of each float16 and bfloat16 variable,
+            from which it is rounded at every update, and float32 slots. None: slots are of the
+            variable's dtype. A variable that is assigned to between updates counts, not its master.
 
     Attributes:
         GATE_NONE: gradients may be used as they come.
         GATE_OP: all gradients of an operation before any of them is used.
         GATE_GRAPH: all gradients before any is used. As in eager TensorFlow the three make no
             difference: an update is one launch over all variables.
+
+    Raises:
+        ValueError: an empty name, or another ``master_dtype``.
     """
 
     GATE_NONE = 0
@@ -49,12 +60,61 @@ class Optimizer:
     #: names of the slots that the rule keeps for each variable
     _slot_names: tuple[str, ...] = ()
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, master_dtype: Any = None) -> None:
         if not name:
             raise ValueError("Must specify the optimizer name")
         self._name = name
-        self._slots: dict[str, dict[Variable, Variable]] = {each: {} for each in self._slot_names}
+        self._slots = Slots(name, self._slot_names, master_dtype)
         self._cross_device_ops: CrossDeviceOps | None = None
+        self._plan: Plan | None = None
+
+    # -- the two hooks ----------------------------------------------------------------------------
+
+    def _apply(self, variable: Any, slots: dict[str, Any], gradient: Any) -> None:
+        """Changes ``variable`` and ``slots`` by ``gradient``, in place: the rule, by elements.
+
+        Called for each copy of each variable, in no order. Plain NumPy: ``variable -= 0.1 *
+        gradient``. What it raises changes nothing.
+
+        Args:
+            variable: an array of NumPy, or of CuPy on GPUs: a copy, or the rows that a sparse
+                gradient touches; float32 in place of a half that has a master.
+            slots: by name, arrays of the same shape.
+            gradient: of the same shape; only to be read.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no update rule")
+
+    def _slot_start(self, name: str) -> float:
+        """What slot ``name`` is filled with when it is made; 0 unless a subclass says otherwise."""
+        return 0.0
+
+    # -- what the rules of this library override instead, which are kernels ------------------------
+
+    _densifies = False  # whether a sparse gradient changes all rows
+    _hyperparameters: tuple[str, ...] = ()  # attributes: numbers, or callables
+
+    def _scalars(self) -> tuple[float, ...]:
+        """What the rule takes, of the hyperparameters; asked once, before anything is launched."""
+        return tuple(value_of(getattr(self, attribute)) for attribute in self._hyperparameters)
+
+    @property
+    def _kernel(self) -> Kernel | None:
+        """The rule, over rows of variable, master, slots and gradient; then not ``_apply``."""
+        return None
+
+    def _finish(self) -> None:
+        """Called when an update is launched."""
+
+    _number_names: tuple[str, ...] = ()  # what it keeps beside slots
+
+    def _saved_numbers(self) -> dict[str, float]:
+        """By those names; nothing before the first update."""
+        return {}
+
+    def _load_numbers(self, numbers: dict[str, float]) -> None:
+        """Puts them back."""
+
+    # -- members ----------------------------------------------------------------------------------
 
     @property
     def cross_device_ops(self) -> CrossDeviceOps:
@@ -67,25 +127,24 @@ class Optimizer:
         return self._cross_device_ops
 
     @cross_device_ops.setter
-    def cross_device_ops(self, ops: CrossDeviceOps) -> None:
-        self._cross_device_ops = ops
+    def cross_device_ops(self, chosen: CrossDeviceOps) -> None:
+        self._cross_device_ops = chosen
 
     def get_name(self) -> str:
         """The name given to the constructor."""
         return self._name
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
-        """The slot ``name`` of ``var``; None if it was not created."""
-        return self._slots.get(name, {}).get(var)
+        """The slot ``name`` of ``var``; None if it was not created. A master is ``"master"``."""
+        return self._slots.by_name.get(name, {}).get(var)
 
     def get_slot_names(self) -> list[str]:
         """Names of the slots that exist, sorted."""
-        return sorted(name for name, slots in self._slots.items() if slots)
+        return sorted(name for name, slots in self._slots.by_name.items() if slots)
 
     def variables(self) -> list[Variable]:
-        """Every slot, sorted by name."""
-        slots = [slot for by_variable in self._slots.values() for slot in by_variable.values()]
-        return sorted(slots, key=lambda slot: slot.name)
+        """Every Variable in which the optimizer keeps something, sorted by name."""
+        return self._slots.all()
 
     @OneCall()
     def apply_gradients(
@@ -100,7 +159,8 @@ class Optimizer:
 
         Args:
             grads_and_vars: pairs. A gradient is None (the variable stays as it is), an array of
-                the variable's shape and dtype, a ``Mirrored`` on its devices, or a
+                the variable's shape and dtype, ``IndexedSlices`` of its rows (those of the same
+                index are added first), a ``Mirrored`` of either on its devices, or a
                 ``PerReplica`` on them, which is reduced by MEAN first. Gradients are not written;
                 when this returns their library's current stream may overwrite them.
             global_step: a Variable that goes up by one afterwards.
@@ -109,22 +169,33 @@ class Optimizer:
 
         Raises:
             ValueError: no pair, None for every gradient, a variable twice, a gradient of another
-                shape, dtype or device than its variable or in the memory of a variable that is
-                written, a ``global_step`` that is no scalar, or a ``deadline`` that is no number
-                above 0. Nothing was changed.
+                shape, dtype or device than its variable, with rows that it has not, or in the
+                memory of a variable that is written, a ``global_step`` that is no scalar, or a
+                ``deadline`` that is no number above 0. Nothing was changed.
             TypeError: a gradient that is no array, or something else than a Variable.
-            NotImplementedError: IndexedSlices.
         """
         seconds = as_deadline(deadline)
-        present = _checked_pairs(grads_and_vars)
-        _check_global_step(global_step)
+        present = checked_pairs(grads_and_vars)
+        check_global_step(global_step)
         variables = [var for _, var in present]
-        devices = [device for var in variables for device in var.devices]
+        plan = self._known(variables)
+        devices = _devices(variables) if plan is None else plan.devices
         with due("apply_gradients", seconds, devices):
-            gradients = self._near_gradients(present)
-            self._check_apart(variables, gradients)
-            self.prepare(variables)
-            self._launch(variables, gradients)
+            gradients = None if plan is None else plan.plain([grad for grad, _ in present])
+            if plan is None or gradients is None or not plan.lie_as_before(gradients):
+                are_plain = gradients is not None
+                gradients = gradients or self._near(present)
+                ranges = self._ranges(variables) if plan is None else plan.ranges
+                check_apart(variables, gradients, ranges)
+                if plan is not None and are_plain:
+                    plan.are_apart(gradients)
+            if self._densifies:
+                gradients = made_dense(gradients, variables)
+            self._check_numbers()
+            if plan is None:
+                self.prepare(variables)
+                self._plan = plan = Plan(variables, self._slots, self._kernel)
+            self._change(plan, gradients)
             if global_step is not None:
                 global_step.assign_add(1)
 
@@ -181,162 +252,102 @@ class Optimizer:
         """
         raise NotImplementedError("minimize needs a tape, which is not implemented yet")
 
+    def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
+        """What the optimizer keeps, as host data: slots, masters, and Adam's powers.
+
+        Hyperparameters are not in it, nor the variables themselves. Slots that are halves come as
+        float32. Waits for the devices.
+
+        Args:
+            deadline: seconds from now in which the devices must be done, or their mesh dies.
+
+        Raises:
+            ValueError: two variables with slots have the same name.
+        """
+        seconds = as_deadline(deadline)
+        return saved_state(type(self).__name__, self._slots, self._saved_numbers(), seconds)
+
+    def load_state_dict(self, state: Mapping[str, Any], variables: Sequence[Variable]) -> None:
+        """Puts back what ``state_dict`` gave, in this process or another, on any backend.
+
+        Slots that there are now are dropped. What is refused has changed nothing.
+
+        Args:
+            state: from an optimizer of the same class.
+            variables: found by their names; at least those that the state has slots of.
+
+        Raises:
+            KeyError: a key is missing or unknown, or slots of a variable that is not given.
+            TypeError: a value of another type.
+            ValueError: another class or format, a slot of another shape or dtype, or two variables
+                of the same name.
+        """
+        given = checked_state(type(self).__name__, self._slots, variables, state)
+        numbers = checked_numbers(state, tuple(self._number_names))
+        self._slots.by_name = loaded_slots(self._slots, given)
+        self._plan = None
+        self._load_numbers(numbers)
+
     def prepare(self, variables: Sequence[Variable]) -> None:
         """Compiles what an update of these variables launches, and makes their slots.
 
         ``apply_gradients`` does it too; a caller who may not fail half-way does it before.
         """
-        for var in variables:
-            for device in var.devices:
-                self._prepare(device, var.dtype)
-        for slot_name in self._slot_names:
-            slots = self._slots[slot_name]
+        self._check_numbers()
+        kernel = self._kernel
+        if kernel is not None:
             for var in variables:
-                if var not in slots:
-                    slots[var] = Variable.zeros_like(var, f"{var.name}/{self._name}")
+                state = self._slots.state_dtype(var)
+                for buffer in var.buffers:
+                    ops.prepare_rule(kernel, buffer.device, var.dtype, state)
+        self._slots.make(variables, self._slot_start)
 
-    def _prepare(self, device: Device, dtype: DType) -> None:
-        """Compiles the rule for variables of a dtype."""
+    def _near(self, present: Sequence[tuple[Any, Variable]]) -> list[Near]:
+        spread = any(isinstance(grad, PerReplica) for grad, _ in present)
+        return near(present, self.cross_device_ops if spread else None)
 
-    def _update(
-        self,
-        variables: Sequence[Buffer],
-        slots: Sequence[Sequence[Buffer]],
-        gradients: Sequence[Buffer],
-        device: Device,
-    ) -> None:
-        """Launches the rule: ``slots[name][tensor]`` in the order of ``_slot_names``."""
-        raise NotImplementedError(f"{type(self).__name__} has no update rule")
+    def _check_numbers(self) -> None:
+        for attribute in self._hyperparameters:  # may have been set to anything meanwhile
+            as_number(getattr(self, attribute))
 
-    def _near_gradients(self, present: Sequence[tuple[Any, Variable]]) -> list[tuple[Buffer, ...]]:
-        """For each variable its gradient on each of its devices; PerReplica ones reduced."""
-        for grad, var in present:
-            _check_gradient(grad, var)
-        spread = [(grad, grad) for grad, _ in present if isinstance(grad, PerReplica)]
-        reduced = iter(self.cross_device_ops.batch_reduce(ReduceOp.MEAN, spread) if spread else [])
-        found = []
-        for grad, var in present:
-            if isinstance(grad, PerReplica):
-                found.append(_in_order(next(reduced), var))
-            elif isinstance(grad, Mirrored):
-                found.append(_in_order(grad, var))
-            else:
-                found.append(_everywhere(grad, var))
-        return found
+    def _known(self, variables: Sequence[Variable]) -> Plan | None:
+        """The plan of the last update, if it was of these; nothing that it knows ever changes."""
+        plan = self._plan
+        if plan is None or len(plan.variables) != len(variables) or plan.kernel is not self._kernel:
+            return None
+        same = all([one is other for one, other in zip(plan.variables, variables, strict=True)])
+        return plan if same else None
 
-    def _check_apart(
-        self, variables: Sequence[Variable], gradients: Sequence[tuple[Buffer, ...]]
-    ) -> None:
-        """A launch reads all gradients while it writes all variables, in no order."""
-        slots = [slots[var] for slots in self._slots.values() for var in variables if var in slots]
-        written = sorted(
-            (buffer.address, buffer.nbytes)
-            for var in (*variables, *slots)
-            for buffer in var.buffers
-        )
-        starts = [start for start, _ in written]
-        for var, near in zip(variables, gradients, strict=True):
-            if any(_touches(buffer, written, starts) for buffer in near):
-                raise ValueError(
-                    f"the gradient of {var!r} is the memory of a variable or slot that this call "
-                    "writes; pass a copy"
-                )
+    def _ranges(self, variables: Sequence[Variable]) -> ops.Ranges:
+        """Of what exists; slots that will be made are nobody's gradient."""
+        kept = [each for var in variables for each in (var, *self._slots.of(var))]
+        return ops.Ranges([copy for each in kept for copy in each.buffers])
 
-    def _launch(
-        self, variables: Sequence[Variable], gradients: Sequence[tuple[Buffer, ...]]
-    ) -> None:
-        """The rule over all copies of all variables: one call for each physical device."""
-        copies = [buffer for var in variables for buffer in var.buffers]
-        near = [buffer for grads in gradients for buffer in grads]
-        slots = [
-            [buffer for var in variables for buffer in self._slots[name][var].buffers]
-            for name in self._slot_names
+    def _change(self, plan: Plan, gradients: Sequence[Near]) -> None:
+        """The rule over all copies of all variables: one job for each physical device."""
+        parts = [part for near_ones in gradients for part in near_ones]
+        scalars = self._scalars()
+        jobs = [
+            Job([plan.written[place] for place in places], [parts[place] for place in places])
+            for places in plan.places
         ]
-        fabric, devices = copies[0].device.fabric, [copy.device for copy in copies]
-        with fabric.launch_lock, fabric.whole_or_lost(devices):  # all, or another thread's turn
-            self._launch_copies(copies, slots, near)
+        ready = [self._ready(job, scalars, plan.alike) for job in jobs]
+        fabric = plan.devices[0].fabric
+        with fabric.launch_lock, fabric.whole_or_lost(plan.devices):  # all, or another's turn
+            for launch in ready:
+                launch()
+        self._finish()
 
-    def _launch_copies(
-        self, copies: list[Buffer], slots: list[list[Buffer]], near: list[Buffer]
-    ) -> None:
-        for places in by_physical([buffer.device for buffer in copies]).values():
-            chosen = [copies[place] for place in places]
-            devices = [buffer.device for buffer in chosen]
-            devices += [near[place].device for place in places]
-            gather(devices[0], devices)
-            self._update(
-                chosen,
-                [[by_name[place] for place in places] for by_name in slots],
-                [near[place] for place in places],
-                devices[0],
+    def _ready(self, job: Job, scalars: tuple[float, ...], alike: bool) -> Callable[[], None]:
+        """What does a job; a rule on arrays has been computed by then."""
+        kernel = self._kernel
+        if kernel is not None:
+            return partial(
+                job.run, lambda rows, at: ops.update_fitted(kernel, rows, scalars, at, alike=alike)
             )
-            scatter(devices[0], devices)
+        job.begin()
+        return partial(job.end, changed_by(self._apply, self._slot_names, job))
 
 
-def _touches(buffer: Buffer, written: list[tuple[int, int]], starts: list[int]) -> bool:
-    """Whether a gradient shares a byte with one of the sorted ranges, which are disjoint."""
-    place = bisect_left(starts, buffer.address + buffer.nbytes)
-    return place > 0 and buffer.nbytes > 0 and buffer.address < sum(written[place - 1])
-
-
-def _check_global_step(global_step: Any) -> None:
-    if global_step is None:
-        return
-    if not isinstance(global_step, Variable):
-        raise TypeError(f"global_step={global_step!r} is not a Variable")
-    if global_step.shape:
-        raise ValueError(f"global_step={global_step!r} must hold one number")
-
-
-def _checked_pairs(grads_and_vars: Iterable[tuple[Any, Variable]]) -> list[tuple[Any, Variable]]:
-    """The pairs that have a gradient."""
-    pairs = [_checked_pair(pair) for pair in grads_and_vars]
-    if not pairs:
-        raise ValueError("No variables provided.")
-    if len({var for _, var in pairs}) != len(pairs):
-        raise ValueError("a variable is named twice")
-    present = [(grad, var) for grad, var in pairs if grad is not None]
-    if not present:
-        raise ValueError("No gradients provided for any variable")
-    return present
-
-
-def _checked_pair(pair: Any) -> tuple[Any, Variable]:
-    if not isinstance(pair, tuple) or len(pair) != 2:
-        raise TypeError(f"grads_and_vars holds {pair!r}, which is no (gradient, variable) pair")
-    if not isinstance(pair[1], Variable):
-        raise InvalidVariableError(f"{pair[1]!r} is not a Variable")
-    return pair
-
-
-def _check_gradient(grad: Any, var: Variable) -> None:
-    if isinstance(grad, IndexedSlices):
-        raise NotImplementedError("IndexedSlices (sparse gradients) are not implemented yet")
-    if isinstance(grad, PerReplica | Mirrored):
-        if set(grad.devices) != set(var.devices):
-            raise ValueError(f"the gradient of {var!r} lies on {grad.devices}")
-        buffers: Sequence[Buffer] = grad.buffers
-    else:
-        kind_of(grad)
-        buffers = [to_buffer(grad, var.devices[0], dtype=var.dtype)]
-    reading(buffers)
-    for buffer in buffers:
-        if (buffer.shape, buffer.dtype) != (var.shape, var.dtype):
-            raise ValueError(f"the gradient of {var!r} is {buffer.dtype}{list(buffer.shape)}")
-
-
-def _in_order(grad: Mirrored, var: Variable) -> tuple[Buffer, ...]:
-    """The gradient's copies in the order of the variable's devices."""
-    by_device = dict(zip(grad.devices, grad.buffers, strict=True))
-    return tuple(by_device[device] for device in var.devices)
-
-
-def _everywhere(grad: Any, var: Variable) -> tuple[Buffer, ...]:
-    """A plain gradient within reach of each of the variable's devices, copied where it must be."""
-    given = to_buffer(grad, var.devices[0], dtype=var.dtype)
-    near: dict[int, Buffer] = {given.device.physical: given}
-    for device in var.devices:
-        if device.physical not in near:
-            near[device.physical] = device.empty(given.shape, given.dtype)
-            copy_over(device, near[device.physical], given)
-    return tuple(near[device.physical] for device in var.devices)
+def _devices(variables: Sequence[Variable]) -> list[Device]:
+    return [copy.device for var in variables for copy in var.buffers]

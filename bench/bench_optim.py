@@ -1,0 +1,241 @@
+"""How fast a step of an optimizer is over all variables of a model, beside PyTorch's optimizers.
+
+On a GPU where CuPy sees one, else on both faces of a simulated device. 16 M parameters in 50
+variables (64 M on a GPU), float32, gradients that lie there; beside PyTorch's loop, foreach and
+fused optimizers, NumPy's own passes in blocks and a copy of as many bytes, all in the same rounds;
+and what a step over 161 tiny variables costs the host. What is not installed is left out, visibly.
+Exit status 1 if a floor is broken.
+
+    python bench/bench_optim.py [--json FILE] [--quick]
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+from measure.case import OURS, Case
+from measure.clock import Call, Clock, HostClock, clock_of, host_seconds
+from measure.floors import Floor, counted, kept, of_the_copy, over_the_peer, times_the_peer
+from measure.optim_peers import BLOCKS, find_optim_peers, sgd_in_blocks, sizes_of
+from measure.report import finish, options_of
+from measure.resnet50 import resnet50
+
+import gradreduce as gr
+from gradreduce.device import Device, Mesh
+
+SIZE, GPU_SIZE, QUICK_SIZE = 16_000_000, 64_000_000, 2_000
+NUM_VARIABLES, QUICK_VARIABLES = 50, 5
+TINY_SIZE, QUICK_TINY = 16, 12
+ROUNDS = 25  # on a CPU, of which the best one counts
+NUMBER, QUICK_NUMBER = 20, 2
+TINY = "161 tiny variables"
+ROWS, WIDTH, NUM_ROWS, QUICK_ROWS = 20_000, 64, 100_000, 100
+SPARSE = "sparse adam, lazy"
+
+FACES = ("numpy", "compiled")
+NOT_YET = "nothing yet: no GPU was there, 2026-11"
+BESIDE = "the table of bench/README.md, 2026-11"
+# name -> an optimizer, and how often a variable's bytes are read or written
+RULES: dict[str, tuple[Callable[[], gr.Optimizer], int]] = {
+    "sgd": (lambda: gr.GradientDescentOptimizer(0.1), 3),
+    "momentum": (lambda: gr.MomentumOptimizer(0.1, 0.9), 5),
+    "adam": (lambda: gr.AdamOptimizer(0.001), 7),
+    "adagrad": (lambda: gr.AdagradOptimizer(0.1), 5),
+    "rmsprop": (lambda: gr.RMSPropOptimizer(0.001, momentum=0.9), 7),
+}
+PROMISED = ("sgd", "momentum", "adam")
+CPU_FLOORS = (
+    Floor("numpy, sgd over NumPy in blocks", "sgd", over_the_peer(BLOCKS, "numpy"), "<=", 1.2,
+          BESIDE),
+    Floor("numpy, adam, times torch foreach", "adam", times_the_peer("torch foreach", "numpy"),
+          ">=", 2, BESIDE, ("torch",)),
+    Floor("compiled, adam, times torch fused", "adam", times_the_peer("torch fused", "compiled"),
+          ">=", 1, BESIDE, ("torch",)),
+    *(
+        Floor(f"{face}, sgd, us of a step", TINY, counted(f"{face}, sgd, us"), "<=", 400, BESIDE)
+        for face in FACES
+    ),
+    *(
+        Floor(f"{face}, launches of a step", TINY, counted(f"{face}, launches"), "<=", 1, "1")
+        for face in FACES
+    ),
+)  # fmt: skip
+GPU_FLOORS = (
+    *(
+        Floor(f"{rule}, of the copy", rule, of_the_copy("cuda"), ">=", 0.9, NOT_YET)
+        for rule in PROMISED
+    ),
+    *(
+        Floor(f"{rule}, times torch {way}", rule, times_the_peer(f"torch {way}", "cuda"), ">=",
+              least, NOT_YET, ("torch",))
+        for rule in PROMISED
+        for way, least in (("fused", 1), ("loop", 2))
+    ),
+    Floor("launches of a step", TINY, counted("cuda, launches"), "<=", 1, NOT_YET),
+)  # fmt: skip
+
+
+def hosts(sizes: Sequence[int], value: float) -> list[np.ndarray]:
+    return [np.full(size, value, np.float32) for size in sizes]
+
+
+class Step:
+    """One optimizer over variables on one device, and what it is given."""
+
+    def __init__(self, make: Callable[[], gr.Optimizer], device: Device, sizes: Sequence[int]):
+        self.optimizer = make()
+        self.device = device
+        self.variables = [gr.Variable(each, device=device) for each in hosts(sizes, 1.0)]
+        given = [device.put(each) for each in hosts(sizes, 0.5)]
+        self.pairs = list(zip(given, self.variables, strict=True))
+
+    def __call__(self) -> None:
+        self.optimizer.apply_gradients(self.pairs)
+
+
+class Bench:
+    """One device, its faces, its peers, and what is measured on it."""
+
+    def __init__(self, meshes: dict[str, Mesh], *, quick: bool) -> None:
+        self.meshes = meshes
+        self.on_gpu = "cuda" in meshes
+        self.quick = quick
+        (*_, mesh) = meshes.values()
+        best = HostClock(quick, of_rounds=min, rounds=ROUNDS)
+        self.clock: Clock = clock_of(mesh, quick=quick) if self.on_gpu else best
+        self.absent: dict[str, str] = {}
+        self.cases: dict[str, Case] = {}
+
+    def faces(self) -> Iterator[tuple[str, Device]]:
+        """The name of each face, and its device."""
+        for face, mesh in self.meshes.items():
+            yield face, mesh.devices[0]
+
+    def keep(self, case: Case) -> None:
+        """Prints a case and remembers it."""
+        case.show()
+        self.cases[case.name] = case
+
+    def rule(self, rule: str) -> None:
+        """A step over a whole model."""
+        make, units = RULES[rule]
+        size = QUICK_SIZE if self.quick else GPU_SIZE if self.on_gpu else SIZE
+        sizes = sizes_of(size, QUICK_VARIABLES if self.quick else NUM_VARIABLES)
+        calls: dict[str, Call] = {}
+        if rule in PROMISED:
+            place = "cuda" if self.on_gpu else "cpu"
+            values, gradients = hosts(sizes, 1.0), hosts(sizes, 0.5)
+            calls, absent = find_optim_peers(rule, values, gradients, place=place)
+            self.absent |= absent
+            if rule == "sgd" and not self.on_gpu:
+                calls[BLOCKS] = sgd_in_blocks(values, gradients)
+        steps = {OURS + face: Step(make, device, sizes) for face, device in self.faces()}
+        checked(rule, list(steps.values()))
+        nbytes = units * 4 * size
+        took = self.clock.measure({**steps, **calls}, nbytes)
+        self.keep(Case(rule, f"{size} float32 in {len(sizes)} variables", nbytes, took))
+
+    def tiny(self) -> None:
+        """What a step costs the host when there is next to nothing to change."""
+        number = QUICK_TINY if self.quick else len(resnet50())
+        calls: dict[str, Call] = {}
+        figures: dict[str, float] = {}
+        for face, device in self.faces():
+            for rule in PROMISED:
+                step = Step(RULES[rule][0], device, [TINY_SIZE] * number)
+                step()
+                calls[f"{face}, {rule}"] = step
+            with self.meshes[face].journal() as journal:
+                step()
+            figures[f"{face}, launches"] = journal.launches
+        calls_of_a_loop = QUICK_NUMBER if self.quick else NUMBER
+        seconds = host_seconds(calls, calls_of_a_loop, quick=self.quick, rounds=ROUNDS)
+        figures |= {f"{name}, us": taken * 1e6 for name, taken in seconds.items()}
+        self.keep(Case(TINY, f"{number} x {TINY_SIZE} float32, host us of a step", figures=figures))
+
+    def sparse(self) -> None:
+        """Rows of a table: merged, taken, updated, put back."""
+        rows = QUICK_ROWS if self.quick else ROWS
+        shape = (NUM_ROWS * rows // ROWS, WIDTH)
+        indices = np.random.default_rng(0).integers(0, shape[0], rows)
+        calls: dict[str, Call] = {}
+        for face, device in self.faces():
+            variable = gr.Variable(np.ones(shape, np.float32), device=device)
+            slices = gr.IndexedSlices(
+                device.put(np.full((rows, WIDTH), 0.5, np.float32)), indices, shape
+            )
+            optimizer = gr.AdamOptimizer(0.001, lazy=True)
+            calls[OURS + face] = partial(optimizer.apply_gradients, [(slices, variable)])
+        nbytes = 7 * 4 * rows * WIDTH
+        took = self.clock.measure(calls, nbytes)
+        self.keep(Case(SPARSE, f"{rows} rows of {shape[0]} x {WIDTH} float32", nbytes, took))
+
+
+def checked(rule: str, steps: Sequence[Step]) -> None:
+    """Raises unless one step has moved every variable, alike, and all the same on every face."""
+    found = []
+    for step in steps:
+        step()
+        found.append([variable.numpy() for variable in step.variables])
+    for arrays in found:
+        if not all(np.array_equal(one, two) for one, two in zip(arrays, found[0], strict=True)):
+            raise AssertionError(f"{rule}: the faces do not agree")
+        if not all((array < 1).all() and np.ptp(array) == 0 for array in arrays):
+            raise AssertionError(f"{rule}: not every element was moved alike")
+
+
+def all_cases(bench: Bench) -> list[Callable[[], None]]:
+    """In the order in which they run; each frees its arrays when it ends."""
+    return [*(partial(bench.rule, rule) for rule in RULES), bench.tiny, bench.sparse]
+
+
+# -- the run ---------------------------------------------------------------------------------------
+
+
+def meshes() -> dict[str, Mesh]:
+    """The GPU, or both faces of a simulated device."""
+    if importlib.util.find_spec("cupy") is not None:
+        import cupy
+
+        if cupy.cuda.is_available():
+            return {"cuda": gr.open_mesh(1, backend="cuda")}
+    return {face: gr.open_mesh(1, backend="sim", kernels=face, strict=False) for face in FACES}
+
+
+def measured(found: dict[str, Mesh], *, quick: bool) -> dict[str, Any]:
+    """Runs all cases; what there is to report, as JSON knows it."""
+    load = os.getloadavg()[0]
+    bench = Bench(found, quick=quick)
+    print(f"{', '.join(found)}; load average {load:.2f}")
+    for case in all_cases(bench):
+        case()
+    for library, why in bench.absent.items():
+        print(f"{library}: {why}")
+    floors = GPU_FLOORS if bench.on_gpu else CPU_FLOORS
+    return {
+        "faces": list(found),
+        "load_average": load,
+        "absent": bench.absent,
+        "cases": [case.as_json() for case in bench.cases.values()],
+        "floors": [] if quick else kept(floors, bench.cases, bench.absent),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = options_of(__doc__, arguments)
+    with ExitStack() as stack:
+        found = meshes()
+        for mesh in found.values():
+            stack.enter_context(mesh)
+        report = measured(found, quick=options.quick)
+    finish(report, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+// square_sum: out[p] = in[p]^2 + in[p + P]^2 + in[p + 2P]^2 + …, where P is the size of out
+// order    left to right, from zero, in double; the squares too
+// types    <In>: out is double; squared 0: of the elements themselves; rooted: the root of the sum
+// aliasing none: out shares no byte with in
+// launch   1-D, any grid and block; blocks stride over chunks of out's elements; 64-bit indices
+// limits   none; out may be longer than in, then what is behind it is zero
+// twin     src/gradreduce/ops/square_sum.py, bit-equal but for subnormal float32 (-ftz=true)
+// source   own; tf.global_norm for the operation
+#include "common.cuh"
+
+template <typename In> struct SquareSum {
+    static constexpr bool GROUPED = true;
+    double* out;
+    const In* in;
+    i64 stride, end;
+    bool squared, rooted;
+
+    DEVICE SquareSum(const Row& row, i64 squared, i64 rooted)
+        : squared(squared != 0), rooted(rooted != 0) {
+        out = row.operand<double>(0);
+        in = row.operand<const In>(1);
+        stride = row.size();
+        end = row.last_size();
+    }
+
+    DEVICE double with(double total, double term) const {
+        return total + (squared ? term * term : term);
+    }
+
+    template <int LANES> DEVICE void last(Lanes<double, LANES>& total, int l, i64 k) const {
+        total.lane[l] = with(total.lane[l], load<double, 1>(in, k + l).lane[0]);
+    }
+
+    template <int LANES> DEVICE void at(i64 i) const {
+        if (LANES > 1 && stride % LANES) {  // every other stride would begin between two vectors
+            for (i64 l = i; l < i + LANES; ++l) at<1>(l);
+            return;
+        }
+        Lanes<double, LANES> total = {};
+        i64 k = i;
+        for (; k + LANES <= end; k += stride) {
+            const Lanes<double, LANES> term = load<double, LANES>(in, k);
+            UNROLL
+            for (int l = 0; l < LANES; ++l) total.lane[l] = with(total.lane[l], term.lane[l]);
+        }
+        for (int l = 0; l < LANES && k + l < end; ++l) last(total, l, k);
+        if (rooted) {
+            UNROLL
+            for (int l = 0; l < LANES; ++l) total.lane[l] = root(total.lane[l]);
+        }
+        store(out, i, total);
+    }
+};
+
+template <typename In>
+__global__ void square_sum(TABLE_ARGUMENT table, i64 squared, i64 rooted) {
+    elementwise<SquareSum<In>, lanes_of<double, In>::value>(table, squared, rooted);
+}

@@ -1,0 +1,80 @@
+"""How many tensors are made smaller together: ``kernels/clip.cu`` and its twin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype
+from gradreduce.device.kernel import Arrays
+
+from ._check import check_apart, check_rows, check_writable
+from ._templates import FLOATS
+
+__all__ = ["CLIP", "clip", "prepare_clip"]
+
+
+def _clip_twin(table: Sequence[Arrays], limit: float) -> None:
+    """``out = in * factor``, with ``factor = limit * min(1 / norm, 1 / limit)``."""
+    for out, given, norm in table:
+        most, least = np.float64(1) / np.float64(limit), np.float64(1) / norm[0]
+        factor = np.float64(limit) * (least if least < most else most) + (norm[0] - norm[0])
+        wide = accumulate_dtype(given.dtype)
+        out[...] = np.multiply(given, wide.type(factor), dtype=wide)
+
+
+CLIP = Kernel(
+    name="clip",
+    source="clip",
+    twin=_clip_twin,
+    scalars=(("limit", "float64"),),
+    templates=tuple((element,) for element in FLOATS),
+    items=lambda sizes: sizes[0],
+)
+
+
+def clip(
+    outs: Sequence[Buffer],
+    inputs: Sequence[Buffer],
+    norm: Buffer,
+    *,
+    limit: float,
+    device: Device | None = None,
+    queue: Queue = "compute",
+) -> None:
+    """``outs[t] = inputs[t] * limit * min(1 / norm, 1 / limit)`` for every tensor t.
+
+    One launch for all tensors of the same dtype.
+
+    Args:
+        outs: one per tensor; overwritten. May be its input exactly.
+        inputs: floats, one per tensor.
+        norm: float64, one element; one that is infinite or NaN makes every out NaN.
+        limit: above 0.
+        device: whose queue launches; default that of ``outs[0]``. Fences nothing.
+        queue: which of its queues.
+
+    Raises:
+        ValueError: sizes or dtypes differ, an out overlaps its input partly or the norm, or is
+            read-only.
+    """
+    launches: dict[str, list[list[Buffer]]] = {}
+    for out, given in zip(outs, inputs, strict=True):
+        if given.dtype.name not in FLOATS or given.dtype != out.dtype:
+            raise ValueError(f"clip: {given} into {out}: both must be of one float dtype")
+        check_apart("clip", out, norm)
+        launches.setdefault(given.dtype.name, []).append([out, given])
+    if norm.dtype != np.float64 or norm.size != 1:
+        raise ValueError(f"clip: the norm is {norm}, not one float64")
+    for rows in launches.values():
+        check_rows("clip", rows, 1)
+    check_writable("clip", outs)
+    for name, rows in launches.items():
+        table = [[*row, norm] for row in rows]
+        (device or outs[0].device).launch(CLIP, (name,), table, (float(limit),), queue=queue)
+
+
+def prepare_clip(device: Device, dtype: np.dtype) -> None:
+    """Compiles what ``clip`` of tensors of a dtype launches."""
+    device.prepare(CLIP, (dtype.name,))

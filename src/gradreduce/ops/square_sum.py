@@ -1,0 +1,113 @@
+"""How large many tensors are together: ``kernels/square_sum.cu`` and its twin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gradreduce.device import Buffer, Device, Kernel, Queue
+from gradreduce.device.kernel import Arrays
+
+from ._check import check_apart, check_writable
+from ._templates import FLOATS
+
+__all__ = ["SQUARE_SUM", "norm_of", "prepare_norm_of", "square_sum"]
+
+STRIDES = 256  # elements that go into one sum, as a rule
+_DOUBLE = np.dtype(np.float64)
+
+
+def _square_sum_twin(table: Sequence[Arrays], squared: int, rooted: int) -> None:
+    """``out[p] = in[p]² + in[p + P]² + …``, from zero, in float64."""
+    for out, given in table:
+        out[...] = 0
+        scratch = np.empty(out.size)
+        for start in range(0, given.size, out.size):
+            part = given[start : start + out.size]
+            terms = scratch[: part.size]
+            np.copyto(terms, part)
+            if squared:
+                np.multiply(terms, terms, out=terms)
+            np.add(out[: part.size], terms, out=out[: part.size])
+        if rooted:
+            np.sqrt(out, out=out)
+
+
+SQUARE_SUM = Kernel(
+    name="square_sum",
+    source="square_sum",
+    twin=_square_sum_twin,
+    scalars=(("squared", "int64"), ("rooted", "int64")),
+    templates=tuple((element,) for element in FLOATS),
+    items=lambda sizes: sizes[0],
+)
+
+
+def square_sum(
+    outs: Sequence[Buffer],
+    inputs: Sequence[Buffer],
+    *,
+    squared: bool = True,
+    rooted: bool = False,
+    device: Device | None = None,
+    queue: Queue = "compute",
+) -> None:
+    """``outs[t][p]`` becomes the sum of the squares of every P-th element of ``inputs[t]``, from p.
+
+    P is the size of the out. In a fixed order, so the same bits every time, whatever the geometry.
+    One launch for all inputs of the same dtype.
+
+    Args:
+        outs: float64, one per tensor; overwritten. Shares no memory with its input.
+        inputs: floats, one per tensor.
+        squared: False adds the elements themselves.
+        rooted: take the root of each sum.
+        device: whose queue launches; default that of ``outs[0]``. Fences nothing.
+        queue: which of its queues.
+
+    Raises:
+        ValueError: an input that is no float, an out that is not float64, read-only, or overlaps
+            its input.
+    """
+    launches: dict[str, list[list[Buffer]]] = {}
+    for out, given in zip(outs, inputs, strict=True):
+        if given.dtype.name not in FLOATS or out.dtype != _DOUBLE:
+            raise ValueError(f"square_sum: {given} into {out}: floats go into float64")
+        check_apart("square_sum", out, given)
+        launches.setdefault(given.dtype.name, []).append([out, given])
+    check_writable("square_sum", outs)
+    for name, rows in launches.items():
+        scalars = (int(squared), int(rooted))
+        (device or outs[0].device).launch(SQUARE_SUM, (name,), rows, scalars, queue=queue)
+
+
+def norm_of(inputs: Sequence[Buffer], device: Device) -> Buffer:
+    """The root of the sum of the squares of all elements of all tensors: float64, ``(1,)``, new.
+
+    A few launches on ``device``, each over less; the host does not wait.
+    """
+    sizes = [_num_sums(given.size) for given in inputs]
+    flat = device.empty((sum(sizes),), _DOUBLE)
+    starts = np.cumsum([0, *sizes])
+    outs = [flat.view(int(start), (size,)) for start, size in zip(starts[:-1], sizes, strict=True)]
+    square_sum(outs, inputs, device=device)
+    while True:
+        last = flat.size <= STRIDES
+        fewer = device.empty((1 if last else _num_sums(flat.size),), _DOUBLE)
+        square_sum([fewer], [flat], squared=False, rooted=last, device=device)
+        if last:
+            return fewer
+        flat = fewer
+
+
+def prepare_norm_of(device: Device, dtype: np.dtype) -> None:
+    """Compiles what ``norm_of`` tensors of a dtype launches."""
+    for each in (dtype, _DOUBLE):
+        device.prepare(SQUARE_SUM, (each.name,))
+
+
+def _num_sums(size: int) -> int:
+    """For so many elements; a multiple of 16, so that vectors lie alike in every stride."""
+    sums = (size + STRIDES - 1) // STRIDES
+    return (sums + 15) // 16 * 16

@@ -1,0 +1,126 @@
+"""How rows of an array come to lie side by side: ``kernels/take_rows.cu`` and its twin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from gradreduce.device import Buffer, Device, Kernel, Queue
+from gradreduce.device.kernel import Arrays
+
+from ._check import check_apart, check_writable
+from ._segments import Indices
+
+__all__ = ["TAKE_ROWS", "prepare_take_rows", "ready_take_rows", "take_rows"]
+
+
+def _take_rows_twin(table: Sequence[Arrays]) -> None:
+    """``out[k] = values[rows[k]]``."""
+    for out, values, rows in table:
+        width = out.size // rows.size
+        np.take(values.reshape(-1, width), rows, axis=0, out=out.reshape(-1, width), mode="clip")
+
+
+# Bits are moved, whatever they mean: complex128 as two numbers.
+_WORDS = {size: np.dtype(f"uint{8 * size}") for size in (1, 2, 4, 8)}
+
+TAKE_ROWS = Kernel(
+    name="take_rows",
+    source="take_rows",
+    twin=_take_rows_twin,
+    scalars=(),
+    templates=tuple((word.name,) for word in _WORDS.values()),
+    items=lambda sizes: sizes[0],
+)
+
+
+def take_rows(
+    outs: Sequence[Buffer],
+    values: Sequence[Buffer],
+    rows: Sequence[Indices],
+    *,
+    device: Device | None = None,
+    queue: Queue = "compute",
+) -> None:
+    """``outs[t][k] = values[t][rows[t][k]]`` for every tensor t.
+
+    One upload of all row numbers; one launch for all tensors whose elements are of one size.
+
+    Args:
+        outs: one per tensor, ``(num_taken, …)``; overwritten. Shares no memory with ``values``.
+        values: one per tensor, ``(num_rows, …)``, of the out's dtype; only read.
+        rows: for each tensor the number of each row that is taken: int64, ``(num_taken,)``, from 0
+            on and below ``num_rows``, in any order.
+        device: whose queue launches; it holds the row numbers. Default: that of ``outs[0]``.
+            Fences nothing.
+        queue: which of its queues.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, an out overlaps its values, or a row that the
+            values have not.
+    """
+    ready_take_rows(outs, values, rows, device=device, queue=queue)()
+
+
+def ready_take_rows(
+    outs: Sequence[Buffer],
+    values: Sequence[Buffer],
+    rows: Sequence[Indices],
+    *,
+    device: Device | None = None,
+    queue: Queue = "compute",
+) -> Callable[[], None]:
+    """As ``take_rows``, but only checks and uploads; calling what it returns launches."""
+    chosen: list[tuple[Buffer, Buffer, Indices]] = []
+    for out, term, numbers in zip(outs, values, rows, strict=True):
+        _check(out, term, numbers)
+        if out.size:
+            chosen.append((out, term, numbers))
+    if not chosen:
+        return lambda: None
+    home = device or outs[0].device
+    # Tensors of one variable take the same rows: uploaded once.
+    own = {id(numbers): numbers for _, _, numbers in chosen}
+    flat = home.upload(np.concatenate(list(own.values())), queue=queue)
+    views: dict[int, Buffer] = {}
+    start = 0
+    for key, numbers in own.items():
+        views[key] = flat.view(start, numbers.shape)
+        start += numbers.size
+    launches: dict[str, list[list[Buffer]]] = {}
+    for out, term, numbers in chosen:
+        word = _word(out.dtype)
+        size = word.itemsize
+        operands = [each.view(0, (each.nbytes // size,), word) for each in (out, term)]
+        launches.setdefault(word.name, []).append([*operands, views[id(numbers)]])
+
+    def launch() -> None:
+        for name, table in launches.items():
+            home.launch(TAKE_ROWS, (name,), table, (), queue=queue)
+
+    return launch
+
+
+def prepare_take_rows(device: Device, dtype: np.dtype) -> None:
+    """Compiles what ``take_rows`` of a dtype launches."""
+    device.prepare(TAKE_ROWS, (_word(dtype).name,))
+
+
+def _word(dtype: np.dtype) -> np.dtype:
+    return _WORDS[min(dtype.itemsize, 8)]
+
+
+def _check(out: Buffer, values: Buffer, rows: Indices) -> None:
+    """Raises ``ValueError`` if one tensor does not fit."""
+    if out.dtype != values.dtype or not values.shape or not out.shape:
+        raise ValueError(f"take_rows: rows of {values} into {out}")
+    if math.prod(out.shape[1:]) != math.prod(values.shape[1:]):
+        raise ValueError(f"take_rows: rows of other sizes: {out} and {values}")
+    if rows.dtype != np.int64 or rows.shape != out.shape[:1]:
+        raise ValueError(f"take_rows: {rows.dtype}{list(rows.shape)} rows for {out}")
+    if rows.size and not 0 <= rows.min() <= rows.max() < values.shape[0]:
+        raise ValueError(f"take_rows: rows={rows} leave {values}")
+    check_writable("take_rows", [out])
+    check_apart("take_rows", out, values)

@@ -1,0 +1,154 @@
+"""Gradients made smaller together, when they are too large together; never waits for a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gradreduce import ops
+from gradreduce.device import Buffer, Device, accumulate_dtype, as_dtype, fetch, gather, scatter
+from gradreduce.indexed_slices import IndexedSlices
+from gradreduce.interop import (
+    OneCall,
+    as_result_kind,
+    from_buffer,
+    host_array,
+    kind_of,
+    reading,
+    to_buffer,
+)
+from gradreduce.replica_context import current_device
+from gradreduce.values import Mirrored, Part, PerReplica, buffer_of
+
+__all__ = ["clip_by_global_norm"]
+
+
+@OneCall()
+def clip_by_global_norm(
+    t_list: Sequence[Any],
+    clip_norm: float,
+    use_norm: Any = None,
+    name: str | None = None,
+    *,
+    as_kind: str | None = None,
+) -> tuple[list[Any], Any]:
+    """Scales gradients so that their norm, of all together, is at most ``clip_norm``.
+
+    Each becomes ``t * clip_norm * min(1 / norm, 1 / clip_norm)`` (tf.clip_by_global_norm). The norm
+    is added up in float64 in a fixed order: the same bits every time, on every backend. One launch
+    of each kind for each dtype, whatever the number of tensors; the host does not wait.
+
+    Args:
+        t_list: float arrays of any library, Buffers, ``IndexedSlices`` (whose values count, rows of
+            the same index each for itself, as TensorFlow has it), and None, which stays None. Or
+            ``Mirrored`` ones, all on the same devices: each device clips its own.
+        clip_norm: above 0.
+        use_norm: instead of their norm: a number, or an array of one, which the host waits for.
+        name: ignored; TensorFlow's name of the operation.
+        as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the results
+            are instead of what each tensor is.
+
+    Returns:
+        New arrays, on the device of the first tensor, and the norm: infinite or NaN if an element
+        is, and then all results are NaN. Mirrored ones for Mirrored ones.
+
+    Raises:
+        TypeError: ``t_list`` is no list or tuple, a tensor is no array or ``PerReplica`` (which is
+            to be reduced first), or Mirrored ones beside others.
+        ValueError: ``clip_norm`` is not above 0, a tensor is not of a float dtype, or Mirrored ones
+            on different devices.
+    """
+    if not isinstance(t_list, list | tuple):
+        raise TypeError(f"t_list should be a list or tuple, got {type(t_list).__name__}")
+    limit = float(clip_norm)
+    if not limit > 0:
+        raise ValueError(f"clip_norm={clip_norm!r} must be above 0")
+    norm = None if use_norm is None else float(host_array(use_norm))
+    present = [each for each in t_list if each is not None]
+    if any(isinstance(each, PerReplica) for each in present):
+        raise TypeError("t_list holds a PerReplica, whose replicas differ: reduce it first")
+    if not present:
+        return list(t_list), norm or 0.0
+    if any(isinstance(each, Mirrored) for each in present):
+        clipped, found = _mirrored(present, limit, norm)
+    else:
+        clipped, found = _plain(present, limit, norm, as_kind)
+    made = iter(clipped)
+    return [None if each is None else next(made) for each in t_list], found
+
+
+def _plain(
+    present: Sequence[Any], limit: float, norm: float | None, as_kind: str | None
+) -> tuple[list[Any], Any]:
+    parts = [_placed(each) for each in present]
+    kinds = [
+        as_result_kind(as_kind, each.kind if isinstance(each, IndexedSlices) else kind_of(each))
+        for each in present
+    ]
+    clipped, found = _clipped(parts, limit, norm, buffer_of(parts[0]).device)
+    shown = [
+        part.shown(kind) if isinstance(part, IndexedSlices) else from_buffer(part, kind)
+        for part, kind in zip(clipped, kinds, strict=True)
+    ]
+    return shown, from_buffer(found, kinds[0])
+
+
+def _mirrored(present: Sequence[Any], limit: float, norm: float | None) -> tuple[list[Any], Any]:
+    first = next(each for each in present if isinstance(each, Mirrored))
+    for each in present:
+        if not isinstance(each, Mirrored):
+            raise TypeError(f"t_list holds {first} and {type(each).__name__}: all or none Mirrored")
+        if each.devices != first.devices:
+            raise ValueError(f"t_list holds {first} and {each}, on different devices")
+    on_each = [
+        _clipped([each.parts[place] for each in present], limit, norm, device)
+        for place, device in enumerate(first.devices)
+    ]
+    clipped = [
+        Mirrored.of(parts, each.kind)
+        for each, parts in zip(
+            present, zip(*(made for made, _ in on_each), strict=True), strict=True
+        )
+    ]
+    return clipped, Mirrored.of([found for _, found in on_each], first.kind)
+
+
+def _placed(tensor: Any) -> Part:
+    if isinstance(tensor, IndexedSlices):
+        return tensor.placed()
+    return tensor if isinstance(tensor, Buffer) else to_buffer(tensor, current_device())
+
+
+def _clipped(
+    parts: Sequence[Part], limit: float, norm: float | None, home: Device
+) -> tuple[list[Part], Buffer]:
+    """New ones on ``home``, and the norm, of the first one's accumulate dtype."""
+    given = [buffer_of(part) for part in parts]
+    for buffer in given:
+        if buffer.dtype.kind not in "fV":  # bfloat16 is of kind V in ml_dtypes
+            raise ValueError(f"t_list holds {buffer}, which is not of a float dtype")
+    reading(given)
+    near = [fetch(home, buffer) for buffer in given]
+    double, told = as_dtype("float64"), accumulate_dtype(given[0].dtype)
+    for dtype in {buffer.dtype for buffer in near}:
+        ops.prepare_norm_of(home, dtype)
+        ops.prepare_clip(home, dtype)
+    ops.prepare_pack(home, told, double)
+    outs = [home.empty(buffer.shape, buffer.dtype) for buffer in near]
+    found = home.empty((1,), told)
+    devices = [home, *(buffer.device for buffer in near)]
+    if norm is not None:
+        total = to_buffer([norm], home, dtype=double)
+    gather(home, devices)
+    if norm is None:
+        total = ops.norm_of(near, home)
+    ops.clip(outs, near, total, limit=limit, device=home)
+    ops.pack([found], [total], device=home)
+    scatter(home, devices)
+    clipped = [
+        IndexedSlices.of(out, part.indices.copy(), part.dense_shape)
+        if isinstance(part, IndexedSlices)
+        else out
+        for part, out in zip(parts, outs, strict=True)
+    ]
+    return clipped, found.view(0, ())

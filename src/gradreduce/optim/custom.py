@@ -1,0 +1,70 @@
+"""How a rule that a subclass writes on arrays is run; never knows what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gradreduce import ops
+from gradreduce.device import Buffer, Device
+from gradreduce.interop import Aside, OneCall, from_buffer
+from gradreduce.interop_gpu import fence_in
+from gradreduce.ops import Update
+
+from .launches import Job, Rule
+
+__all__ = ["OnArrays", "changed_by"]
+
+OnArrays = Callable[[Any, dict[str, Any], Any], None]
+
+
+def changed_by(apply: OnArrays, names: Sequence[str], job: Job) -> Rule:
+    """Runs a caller's rule on copies; what it returns brings them where they belong.
+
+    So an error in it has changed nothing, and no lock is held meanwhile.
+
+    Args:
+        apply: ``apply(variable, slots, gradient)`` changes the first two in place: arrays, which
+            are NumPy's or CuPy's. A half with a master comes as that.
+        names: of the slots.
+        job: that has begun.
+    """
+    copies = [_copied(row, job.leader) for row in job.updates]
+    for row, copied in zip(job.updates, copies, strict=True):
+        shown = [*copied[-len(names) - 1 :], row[-1]]  # from a master on, if there is one
+        _call(apply, names, shown, job.leader)
+
+    def bring(rows: Sequence[Update], device: Device) -> None:
+        outs = [operand for row in rows for operand in row[:-1]]
+        # A master is rounded once, to its variable.
+        values = [
+            part
+            for copied in copies
+            for part in ([copied[1], *copied[1:]] if len(copied) > len(names) + 1 else copied)
+        ]
+        ops.pack(outs, values, device=device)
+
+    for out, copied in zip(job.updates, copies, strict=True):
+        for operand in out[:-1]:
+            ops.prepare_pack(job.leader, operand.dtype, operand.dtype)
+        ops.prepare_pack(job.leader, out[0].dtype, copied[min(1, len(copied) - 1)].dtype)
+    return bring
+
+
+def _copied(row: Update, leader: Device) -> list[Buffer]:
+    """New memory with what is written; a master that does not round to its variable is that."""
+    made = [leader.empty(operand.shape, operand.dtype) for operand in row[:-1]]
+    ops.pack(made, row[:-1], device=leader)
+    if len(row) > 2 and made[1].dtype != made[0].dtype:
+        zeros = leader.zeros(row[0].shape, row[0].dtype)
+        ops.sgd([[made[0], made[1], zeros]], rate=0.0, device=leader)
+    return made
+
+
+def _call(apply: OnArrays, names: Sequence[str], shown: Sequence[Buffer], leader: Device) -> None:
+    with Aside():
+        with OneCall():
+            variable, *slots, gradient = [from_buffer(each, "native") for each in shown]
+        apply(variable, dict(zip(names, slots, strict=True)), gradient)
+    if leader.fabric.backend != "sim":
+        fence_in(shown[0], "native")

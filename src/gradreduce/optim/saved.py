@@ -1,0 +1,151 @@
+"""What a checkpoint of an optimizer holds, and how one is put back; never writes a file.
+
+All of it is host data, so that it is loaded on another backend, and kept by any store: strings,
+numbers, and arrays of float32 or float64; slots that are halves are saved as float32.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradreduce.device import Buffer, accumulate_dtype
+from gradreduce.errors import about
+from gradreduce.interop import converted, host_array, is_array, shape_and_dtype
+from gradreduce.variables import Variable
+
+from .slots import Slots
+
+__all__ = ["checked_numbers", "checked_state", "loaded_slots", "saved_state"]
+
+FORMAT = "gradreduce optimizer 1"
+_KEYS = ("format", "optimizer", "numbers", "slots")
+
+
+def saved_state(
+    kind: str, slots: Slots, numbers: Mapping[str, float], deadline: float | None
+) -> dict[str, Any]:
+    """See ``Optimizer.state_dict``.
+
+    Args:
+        kind: name of the optimizer's class.
+        slots: of the optimizer.
+        numbers: what it keeps beside them.
+        deadline: seconds from ``as_deadline``, for all downloads together.
+    """
+    end = None if deadline is None else time.monotonic() + deadline
+    copies: dict[str, dict[str, Buffer]] = {}
+    owners: dict[str, Variable] = {}
+    for name, by_variable in slots.by_name.items():
+        for var, slot in by_variable.items():
+            if owners.setdefault(var.name, var) is not var:
+                raise ValueError(f"two variables have the name {var.name!r}: states go by names")
+            copies.setdefault(var.name, {})[name] = _copied(slot.buffers[0])
+    saved = {
+        owner: {name: _downloaded(copy, end) for name, copy in by_name.items()}
+        for owner, by_name in copies.items()
+    }
+    return {"format": FORMAT, "optimizer": kind, "numbers": dict(numbers), "slots": saved}
+
+
+def _copied(slot: Buffer) -> Buffer:
+    """Queued, so that all slots are of one moment; nothing waits."""
+    copy = slot.device.empty(slot.shape, slot.dtype)
+    slot.device.copy(copy, slot)
+    return copy
+
+
+def _downloaded(copy: Buffer, end: float | None) -> Any:
+    deadline = None if end is None else max(end - time.monotonic(), 1e-6)
+    return converted(copy.numpy(deadline=deadline), accumulate_dtype(copy.dtype))
+
+
+def checked_state(
+    kind: str, slots: Slots, variables: Sequence[Variable], state: Any
+) -> dict[Variable, dict[str, Any]]:
+    """The slots that a state holds, as host arrays, by the variables whose they are.
+
+    Raises:
+        KeyError: a key is missing or unknown, or slots of a variable that is not given.
+        TypeError: a value of another type.
+        ValueError: a value that does not fit.
+    """
+    _check_keys("state", state, _KEYS)
+    for key, wanted in (("format", FORMAT), ("optimizer", kind)):
+        if _plain(state[key]) != wanted:
+            raise ValueError(f"state[{key!r}] is {_plain(state[key])!r}, not {wanted!r}")
+    owners: dict[str, Variable] = {}
+    for var in variables:
+        if owners.setdefault(var.name, var) is not var:
+            raise ValueError(f"two variables have the name {var.name!r}: states go by names")
+    if not isinstance(state["slots"], Mapping):
+        raise TypeError(f"state['slots'] is a {type(state['slots']).__name__}, not a dict")
+    unknown = [name for name in state["slots"] if name not in owners]
+    if unknown:
+        raise KeyError(f"state['slots'] has {unknown}, which no variable is named")
+    return {
+        owners[name]: _checked_slots(f"state['slots'][{name!r}]", slots, owners[name], given)
+        for name, given in state["slots"].items()
+    }
+
+
+def _check_keys(what: str, given: Any, wanted: Sequence[str]) -> None:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{what} is a {type(given).__name__}, not a dict from state_dict()")
+    if set(given) != set(wanted):
+        raise KeyError(f"{what} has {sorted(map(str, given))}, must have {sorted(wanted)}")
+
+
+def _plain(value: Any) -> Any:
+    """What stores that know only arrays have made an array without dimensions of."""
+    return value.item() if is_array(value) and not tuple(value.shape) else value
+
+
+def _checked_slots(where: str, slots: Slots, var: Variable, given: Any) -> dict[str, Any]:
+    names = slots.names_for(var)
+    _check_keys(where, given, names)
+    wanted = (var.shape, accumulate_dtype(slots.state_dtype(var)))
+    found = {}
+    for name in names:
+        here = f"{where}[{name!r}]"
+        if not is_array(given[name]):
+            raise TypeError(f"{here} is a {type(given[name]).__name__}, not an array")
+        try:
+            shape, dtype = shape_and_dtype(given[name])
+        except TypeError as error:
+            raise about(here, error) from None
+        if (shape, dtype) != wanted:
+            raise ValueError(f"{here} is {dtype}{shape}, must be {wanted[1]}{wanted[0]}")
+        found[name] = host_array(given[name])
+    return found
+
+
+def checked_numbers(state: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, float]:
+    """What a state holds beside slots: nothing, or a number for each name.
+
+    Raises:
+        KeyError: a key is missing or unknown.
+        TypeError: something that is no number.
+    """
+    given = state["numbers"]
+    if given == {}:
+        return {}
+    _check_keys("state['numbers']", given, wanted)
+    try:
+        return {name: float(_plain(value)) for name, value in given.items()}
+    except (TypeError, ValueError) as error:
+        raise about("state['numbers']", error) from None
+
+
+def loaded_slots(
+    slots: Slots, given: Mapping[Variable, Mapping[str, Any]]
+) -> dict[str, dict[Variable, Variable]]:
+    """New slots that hold these values, on every device of their variables; nothing is changed."""
+    made: dict[str, dict[Variable, Variable]] = {name: {} for name in slots.by_name}
+    for var, values in given.items():
+        for name, value in values.items():
+            slot = slots.named(var, name)
+            slot.assign(converted(value, slot.dtype))
+            made[name][var] = slot
+    return made

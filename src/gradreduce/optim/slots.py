@@ -1,0 +1,96 @@
+"""What an optimizer keeps for each variable: slots, and masters of halves; never changes one.
+
+The copies of a slot lie where those of its variable do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gradreduce import ops
+from gradreduce.device import Buffer, DType, as_dtype
+from gradreduce.variables import Variable
+
+__all__ = ["MASTER", "Slots"]
+
+MASTER = "master"  # the slot that holds the unrounded values of a half
+
+
+class Slots:
+    """The slots of one optimizer.
+
+    Args:
+        owner: name of the optimizer; that of a slot is ``variable/owner``, ``variable/owner_1`` …
+        names: of the slots of its rule, in the order in which the rule takes them.
+        master_dtype: None, or float32: halves have a master, and slots of this dtype.
+
+    Raises:
+        ValueError: another ``master_dtype``.
+    """
+
+    def __init__(self, owner: str, names: Sequence[str], master_dtype: Any) -> None:
+        if master_dtype is not None and as_dtype(master_dtype) != as_dtype("float32"):
+            raise ValueError(f"master_dtype={master_dtype!r} must be 'float32' or None")
+        self.owner = owner
+        self.names = tuple(names)
+        self.has_masters = master_dtype is not None
+        masters = (MASTER,) if self.has_masters else ()
+        self.by_name: dict[str, dict[Variable, Variable]] = {
+            name: {} for name in (*masters, *names)
+        }
+
+    def wants_master(self, var: Variable) -> bool:
+        """Whether a variable is a half that gets one."""
+        return self.has_masters and var.dtype.itemsize == 2
+
+    def state_dtype(self, var: Variable) -> DType:
+        """Of the slots of a variable."""
+        return as_dtype("float32") if self.wants_master(var) else var.dtype
+
+    def names_for(self, var: Variable) -> tuple[str, ...]:
+        """In the order of a row: see ``ops.Update``."""
+        return (MASTER, *self.names) if self.wants_master(var) else self.names
+
+    def make(self, variables: Sequence[Variable], start: Callable[[str], float]) -> None:
+        """Those that are missing; one whose making fails is not there.
+
+        Args:
+            variables: of which.
+            start: of a slot's name what it is filled with.
+        """
+        for var in variables:
+            for name in self.names_for(var):
+                if var not in self.by_name[name]:
+                    self.by_name[name][var] = self._made(var, name, start)
+
+    def _made(self, var: Variable, name: str, start: Callable[[str], float]) -> Variable:
+        made = self.named(var, name, 0.0 if name == MASTER else start(name))
+        if name == MASTER:
+            for master, copy in zip(made.buffers, var.buffers, strict=True):
+                ops.pack([master], [copy])
+        return made
+
+    def named(self, var: Variable, name: str, value: float = 0.0) -> Variable:
+        """A new slot of a variable, filled with a number, that is kept nowhere yet."""
+        if name == MASTER:
+            last = f"/{MASTER}"
+        else:
+            place = self.names.index(name)
+            last = f"_{place}" if place else ""
+        whole = f"{var.name}/{self.owner}{last}"
+        return Variable.filled_like(var, whole, value, dtype=self.state_dtype(var))
+
+    def of(self, var: Variable) -> list[Variable]:
+        """Those of a variable that exist."""
+        return [slots[var] for slots in self.by_name.values() if var in slots]
+
+    def rows(self, var: Variable) -> list[list[Buffer]]:
+        """For each copy of a variable what an update of it writes: see ``ops.Update``."""
+        kept = [var, *(self.by_name[name][var] for name in self.names_for(var))]
+        return [list(row) for row in zip(*(each.buffers for each in kept), strict=True)]
+
+    def all(self) -> list[Variable]:
+        """Every slot, sorted by name."""
+        found = [slot for by_variable in self.by_name.values() for slot in by_variable.values()]
+        return sorted(found, key=lambda slot: slot.name)

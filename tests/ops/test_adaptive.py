@@ -1,0 +1,70 @@
+"""adam, adagrad and rmsprop: many steps against float64. test_update.py has the bits."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from faces import Operand
+
+from gradreduce.ops import adagrad, adam, rmsprop
+
+NUM_STEPS = 40
+
+
+def adam_steps(grads):
+    """Textbook Adam, element by element, in Python's numbers."""
+    value = first = second = 0.0
+    for step, grad in enumerate(grads, 1):
+        first = 0.9 * first + 0.1 * grad
+        second = 0.999 * second + 0.001 * grad * grad
+        corrected = second / (1 - 0.999**step)
+        epsilon = 1e-8 / math.sqrt(1 - 0.999**step)  # TensorFlow adds it before the correction
+        value -= 0.01 * first / (1 - 0.9**step) / (math.sqrt(corrected) + epsilon)
+    return value
+
+
+def adagrad_steps(grads):
+    value, total = 0.0, 0.1
+    for grad in grads:
+        total += grad * grad
+        value -= 0.01 * grad / math.sqrt(total)
+    return value
+
+
+def rmsprop_steps(grads):
+    value, square, moment = 0.0, 1.0, 0.0
+    for grad in grads:
+        square = 0.9 * square + 0.1 * grad * grad
+        moment = 0.5 * moment + 0.01 * grad / math.sqrt(square + 1e-10)
+        value -= moment
+    return value
+
+
+def adam_launch(rows, step):
+    rate = 0.01 * math.sqrt(1 - 0.999**step) / (1 - 0.9**step)
+    adam(rows, rate=rate, rest1=0.1, rest2=0.001, epsilon=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("launch", "starts", "model"),
+    [
+        (adam_launch, (0, 0), adam_steps),
+        (lambda rows, step: adagrad(rows, rate=0.01), (0.1,), adagrad_steps),
+        (
+            lambda rows, step: rmsprop(rows, rate=0.01, rest=0.1, decay=0.5, epsilon=1e-10),
+            (1, 0),
+            rmsprop_steps,
+        ),
+    ],
+    ids=["adam", "adagrad", "rmsprop"],
+)
+def test_many_steps_are_those_of_the_textbook(device, launch, starts, model):
+    grads = np.random.default_rng(0).standard_normal((NUM_STEPS, 37))
+    for dtype, bound in ((np.float64, 1e-14), (np.float32, 1e-6)):
+        row = [Operand(device, np.full(37, start, dtype)) for start in (0, *starts)]
+        for step, grad in enumerate(grads.astype(dtype), 1):
+            launch([[*(operand.buffer for operand in row), device.upload(grad)]], step)
+        wanted = [model(column) for column in grads.astype(dtype).astype(float).T]
+        assert np.abs(row[0].array - wanted).max() < bound

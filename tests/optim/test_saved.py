@@ -1,0 +1,129 @@
+"""Checkpoints of optimizers: what is loaded goes on with the same bits; the wrong is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from exact import exact_data, same
+from optim.test_rules import RULES
+
+import gradreduce as gr
+
+SHAPES = {"w": (4, 3), "b": (3,)}
+
+
+@pytest.fixture(params=RULES)
+def make(request):
+    return RULES[request.param][1]
+
+
+def variables_on(mesh, dtype):
+    return [gr.Variable(exact_data(shape, dtype), name, device=mesh)
+            for name, shape in SHAPES.items()]  # fmt: skip
+
+
+def step(optimizer, variables, seed):
+    pairs = [(exact_data(var.shape, var.dtype, seed=seed), var) for var in variables]
+    optimizer.apply_gradients(pairs)
+
+
+def stored(state):
+    """As a store that knows only arrays would give it back."""
+    slots = {
+        owner: {name: np.asarray(array).copy() for name, array in by_name.items()}
+        for owner, by_name in state["slots"].items()
+    }
+    numbers = {name: np.asarray(value) for name, value in state["numbers"].items()}
+    return {**state, "format": np.asarray(state["format"]), "numbers": numbers, "slots": slots}
+
+
+@pytest.mark.parametrize("masters", [None, "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_what_is_loaded_goes_on_with_the_same_bits(mesh, make, dtype, masters):
+    one, variables = make(master_dtype=masters), variables_on(mesh, dtype)
+    for turn in range(2):
+        step(one, variables, turn)
+    state = stored(one.state_dict())
+    values = [variable.numpy() for variable in variables]
+    step(one, variables, 2)
+    with gr.open_mesh(2, backend="sim") as other:
+        two, restored = make(master_dtype=masters), variables_on(other, dtype)
+        step(two, restored, 7)  # something else was there
+        for variable, value in zip(restored, values, strict=True):
+            variable.assign(value)
+        two.load_state_dict(state, restored[::-1])
+        step(two, restored, 2)
+        assert two.get_slot_names() == one.get_slot_names()
+        for here, there in zip(variables, restored, strict=True):
+            kept = [(here, there)]
+            kept += [(one.get_slot(here, n), two.get_slot(there, n)) for n in one.get_slot_names()]
+            for left, right in kept:
+                assert left.name == right.name
+                assert all(same(left.numpy(), buffer.numpy()) for buffer in right.buffers)
+
+
+def test_before_the_first_update_there_is_nothing(mesh, make):
+    optimizer, variables = make(), variables_on(mesh, "float32")
+    empty = optimizer.state_dict()
+    assert (empty["slots"], empty["numbers"]) == ({}, {})
+    step(optimizer, variables, 0)
+    optimizer.load_state_dict(empty, variables)
+    assert optimizer.get_slot_names() == optimizer.variables() == []
+    assert optimizer.state_dict() == empty
+
+
+def test_a_state_is_of_one_moment_and_nobody_elses_memory(mesh):
+    optimizer, variables = gr.MomentumOptimizer(0.5, 0.5), variables_on(mesh, "float32")
+    step(optimizer, variables, 0)
+    state = optimizer.state_dict()
+    kept = {owner: by["momentum"].copy() for owner, by in state["slots"].items()}
+    step(optimizer, variables, 1)
+    assert all(same(state["slots"][owner]["momentum"], kept[owner]) for owner in SHAPES)
+    optimizer.load_state_dict(state, variables)
+    for by_name in state["slots"].values():
+        by_name["momentum"][...] = 9
+    for variable in variables:
+        assert same(optimizer.get_slot(variable, "momentum").numpy(), kept[variable.name])
+
+
+def changed(state, *path, to=None, drop=False):
+    if len(path) == 1:
+        rest = {key: value for key, value in state.items() if key != path[0]}
+        return rest if drop else {**rest, path[0]: to}
+    return {**state, path[0]: changed(state[path[0]], *path[1:], to=to, drop=drop)}
+
+
+def test_what_is_wrong_changes_nothing(mesh):
+    optimizer, variables = gr.AdamOptimizer(0.5), variables_on(mesh, "float32")
+    step(optimizer, variables, 0)
+    state = optimizer.state_dict()
+    twin = gr.Variable([1.0], "w", device=mesh)
+    for given, those, error, match in [
+        ([], variables, TypeError, "not a dict from state_dict"),
+        (changed(state, "format", drop=True), variables, KeyError, "must have"),
+        (changed(state, "more", to=1), variables, KeyError, "more"),
+        (changed(state, "format", to="gradreduce optimizer 2"), variables, ValueError, "format"),
+        (changed(state, "optimizer", to="MomentumOptimizer"), variables, ValueError, "optimizer"),
+        (changed(state, "slots", to=[]), variables, TypeError, "not a dict"),
+        (state, variables[:1], KeyError, "which no variable is named"),
+        (state, [*variables, twin], ValueError, "two variables have the name 'w'"),
+        (changed(state, "slots", "w", "m", drop=True), variables, KeyError, r"\['w'\]"),
+        (changed(state, "slots", "w", "m", to=[1.0]), variables, TypeError, "not an array"),
+        (changed(state, "slots", "w", "m", to=np.ones((3, 4), "float32")), variables, ValueError,
+         r"\['w'\]\['m'\] is float32\(3, 4\), must be float32\(4, 3\)"),
+        (changed(state, "slots", "w", "m", to=np.ones((4, 3))), variables, ValueError, "float64"),
+        (changed(state, "numbers", "beta1_power", drop=True), variables, KeyError, "numbers"),
+        (changed(state, "numbers", "beta1_power", to="x"), variables, ValueError, "numbers"),
+        (changed(state, "numbers", to=None), variables, TypeError, "numbers"),
+    ]:  # fmt: skip
+        slots = [optimizer.get_slot(var, name) for var in variables for name in ("m", "v")]
+        with pytest.raises(error, match=match):
+            optimizer.load_state_dict(given, those)
+        assert slots == [optimizer.get_slot(var, name) for var in variables for name in ("m", "v")]
+    after = optimizer.state_dict()
+    assert after["numbers"] == state["numbers"]
+    assert all(same(after["slots"][owner][name], state["slots"][owner][name])
+               for owner in SHAPES for name in ("m", "v"))  # fmt: skip
+    step(optimizer, [twin], 0)
+    with pytest.raises(ValueError, match="two variables have the name 'w'"):
+        optimizer.state_dict()

@@ -1,0 +1,116 @@
+"""A rule of a user's own: two hooks, on plain arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from exact import exact_data
+
+import gradreduce as gr
+
+
+class Lion(gr.Optimizer):
+    """Sign of a mean of gradients, with a slot that does not start at zero."""
+
+    _slot_names = ("mean", "count")
+
+    def __init__(self, rate, **more):
+        super().__init__("Lion", **more)
+        self.rate = rate
+        self.fails_at = None
+        self.shapes = []
+
+    def _slot_start(self, name):
+        return 4.0 if name == "count" else 0.0
+
+    def _apply(self, variable, slots, gradient):
+        self.shapes.append(variable.shape)
+        slots["mean"] *= 0.5
+        slots["mean"] += 0.5 * gradient
+        slots["count"] += 1
+        variable -= self.rate * np.sign(slots["mean"])
+        if len(self.shapes) == self.fails_at:
+            raise RuntimeError("planted")
+
+
+def state(optimizer, *variables):
+    kept = [each for var in variables for each in (var, *optimizer._slots.of(var))]
+    return [buffer.numpy().tolist() for each in kept for buffer in each.buffers]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_two_hooks_make_an_optimizer(mesh, dtype):
+    optimizer = Lion(0.25)
+    variable = gr.Variable(np.zeros((2, 3), dtype), "w", device=mesh)
+    alone = gr.Variable(np.ones(4, dtype), device=mesh.devices[1])
+    step = gr.Variable(0, trainable=False, device=mesh)
+    spread = [np.full((2, 3), place + 1, dtype) for place in range(len(mesh))]
+    for _ in range(3):
+        pairs = [(gr.PerReplica(spread, mesh), variable), (-np.ones(4, dtype), alone)]
+        optimizer.apply_gradients(pairs, step)
+    assert int(step) == 3
+    assert all((buffer.numpy() == -0.75).all() for buffer in variable.buffers)
+    assert (alone.numpy() == 1.75).all()
+    count = optimizer.get_slot(variable, "count")
+    assert all((buffer.numpy() == 7).all() for buffer in count.buffers)
+    assert (optimizer.get_slot(alone, "mean").numpy() == -0.875).all()
+    assert optimizer.get_slot_names() == ["count", "mean"]
+    assert [each.name for each in optimizer.variables()][:1] == [f"{alone.name}/Lion"]
+
+
+def test_rows_of_a_sparse_gradient_come_once_and_by_themselves(mesh):
+    optimizer = Lion(0.25)
+    variable = gr.Variable(np.zeros((6, 2), "float32"), device=mesh)
+    values = exact_data((4, 2), "float32")
+    optimizer.apply_gradients([(gr.IndexedSlices(values, [5, 1, 5, 3]), variable)])
+    assert optimizer.shapes == [(3, 2)] * len(mesh)
+    sums = np.zeros((6, 2), "float32")
+    np.add.at(sums, [5, 1, 5, 3], values)
+    for buffer in variable.buffers:
+        assert (buffer.numpy() == -0.25 * np.sign(sums)).all()
+    count = optimizer.get_slot(variable, "count").numpy()
+    assert count[:, 0].tolist() == [4, 5, 4, 5, 4, 5]
+
+
+def test_a_half_with_a_master_comes_as_that(mesh):
+    optimizer = Lion(2.0**-13, master_dtype="float32")
+    variable = gr.Variable(np.ones(4, "float16"), device=mesh)
+    for _ in range(40):
+        optimizer.apply_gradients([(np.ones(4, "float16"), variable)])
+    wanted = 1 - 40 * 2.0**-13
+    assert (optimizer.get_slot(variable, "master").numpy() == wanted).all()
+    assert all((buffer.numpy() == np.float16(wanted)).all() for buffer in variable.buffers)
+    variable.assign(np.full(4, 3, "float16"))
+    optimizer.apply_gradients([(np.ones(4, "float16"), variable)])
+    assert (optimizer.get_slot(variable, "master").numpy() == 3 - 2.0**-13).all()
+
+
+def test_an_error_in_a_hook_changes_nothing(mesh):
+    optimizer = Lion(0.25)
+    variables = [gr.Variable(np.ones(3, "float32"), device=mesh) for _ in range(3)]
+    pairs = [(np.ones(3, "float32"), variable) for variable in variables]
+    pairs.append(
+        (
+            gr.IndexedSlices(np.ones(1, "float32"), [2]),
+            gr.Variable(np.ones(3, "float32"), device=mesh),
+        )
+    )
+    optimizer.apply_gradients(pairs)
+    before = state(optimizer, *(variable for _, variable in pairs))
+    for fails_at in range(1, 4 * len(mesh) + 1):
+        optimizer.shapes, optimizer.fails_at = [], fails_at
+        with pytest.raises(RuntimeError, match="planted"):
+            optimizer.apply_gradients(pairs)
+        assert state(optimizer, *(variable for _, variable in pairs)) == before
+    optimizer.fails_at = None
+    optimizer.apply_gradients(pairs)  # nothing is lost
+
+
+def test_a_rule_that_is_none_says_so(mesh):
+    class SignDescent(gr.Optimizer):
+        pass
+
+    variable = gr.Variable([1.0], device=mesh)
+    with pytest.raises(NotImplementedError, match="SignDescent has no update rule"):
+        SignDescent("sign").apply_gradients([([1.0], variable)])
+    assert variable.numpy().tolist() == [1.0]

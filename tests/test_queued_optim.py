@@ -1,0 +1,63 @@
+"""Optimizers in every order that the fences allow give what they give in one order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from exact import exact_data, same
+
+import gradreduce as gr
+
+SEEDS = range(24)
+PLACEMENTS = {"00": [0, 0], "0110": [0, 1, 1, 0]}
+
+
+class Signs(gr.Optimizer):
+    """A rule of a user's own."""
+
+    _slot_names = ("mean",)
+
+    def __init__(self, **more):
+        super().__init__("Signs", **more)
+
+    def _apply(self, variable, slots, gradient):
+        slots["mean"] += gradient
+        variable -= np.sign(slots["mean"])
+
+
+RULES = {
+    "adam": lambda **more: gr.AdamOptimizer(0.5, **more),
+    "lazy adam": lambda **more: gr.AdamOptimizer(0.5, lazy=True, **more),
+    "nesterov": lambda **more: gr.MomentumOptimizer(0.5, 0.5, True, **more),
+    "own": Signs,
+}
+
+
+def trained(make, placement, **options) -> list[np.ndarray]:
+    with gr.open_mesh(placement, backend="sim", strict=True, **options) as mesh:
+        optimizer = make(master_dtype="float32")
+        table = gr.Variable(exact_data((7, 3), "float16"), "table", device=mesh)
+        weights = gr.Variable(exact_data((40,), "float32"), "weights", device=mesh)
+        alone = gr.Variable(exact_data((5,), "float32"), "alone", device=mesh.devices[1])
+        for turn in range(3):
+            given = exact_data((6, 4, 3), "float16", seed=turn)
+            parts = [gr.IndexedSlices(part, [5, turn, 5, 2])
+                     for part in given[: len(mesh)]]  # fmt: skip
+            spread = list(exact_data((len(mesh), 40), "float32", seed=turn))
+            pairs = [(gr.PerReplica(parts, mesh), table), (gr.PerReplica(spread, mesh), weights),
+                     (exact_data((5,), "float32", seed=turn), alone)]  # fmt: skip
+            optimizer.apply_gradients(pairs)
+            if turn == 1:
+                optimizer.load_state_dict(optimizer.state_dict(), [alone, table, weights])
+            del given, parts, spread, pairs
+        kept = [table, weights, alone, *optimizer.variables()]
+        return [buffer.numpy() for each in kept for buffer in each.buffers]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_every_order_gives_the_same(rule, placement):
+    wanted = trained(RULES[rule], placement)
+    for seed in SEEDS:
+        found = trained(RULES[rule], placement, schedule_seed=seed, peer_access=seed % 2 == 0)
+        assert all(map(same, found, wanted)), seed
