@@ -1,0 +1,172 @@
+"""Every rule: against differences in float64, HIPS autograd, an array like CuPy's; its dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import autograd
+import autograd.numpy as hips
+import numpy as np
+import pytest
+from operations import OPERATIONS, Operation
+from strict_array import StrictArray
+
+from gradreduce.aggregate import AggregationMethod
+from gradreduce.autodiff import tape
+from gradreduce.autodiff.rules import indexing
+from gradreduce.autodiff.tape import Trace, walk
+from gradreduce.autodiff.terms import Terms
+
+STEP = 1e-6
+
+
+class Sum(Terms):
+    """Adds terms by their own arithmetic, so that no device has a part in it."""
+
+    def __init__(self) -> None:
+        super().__init__(AggregationMethod.ADD_N)
+        self.total: Any = None
+
+    def push(self, term, order, device) -> None:
+        if term is None:
+            return
+        self.total = term if self.total is None else self.total + term
+
+    def result(self):
+        return self.total
+
+
+def gradients(do, operands):
+    """Of the sum of what ``do`` gives, weighted, with respect to each operand."""
+    trace = Trace()
+    sums = [Sum() for _ in operands]
+    leaves = [trace.leaf(x, None, terms) for x, terms in zip(operands, sums, strict=True)]
+    loss = do(*leaves)
+    one = np.ones_like(loss.value)
+    walk([loss.node], one, Sum)
+    return [terms.result() for terms in sums]
+
+
+def weighted(operation: Operation, module, library=lambda x: x):
+    """The operation as a loss; weights make every element of the result count on its own."""
+
+    def loss(*operands):
+        made = operation.do(module, *operands)
+        weights = np.linspace(0.5, 1.5, int(np.prod(np.shape(made)))).reshape(np.shape(made))
+        return module.sum(made * library(weights.astype(made.dtype)))
+
+    return loss
+
+
+def differences(loss, operands):
+    """Along a direction of each operand: what the loss does there."""
+    rng = np.random.default_rng(5)
+    found = []
+    for place, operand in enumerate(operands):
+        way = rng.normal(size=operand.shape)
+        ends = []
+        for sign in (1, -1):
+            moved = list(operands)
+            moved[place] = operand + sign * STEP * way
+            ends.append(float(loss(*moved)))
+        found.append((way, (ends[0] - ends[1]) / (2 * STEP)))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def rows_of_numpy(monkeypatch):
+    """Rows added on the host, of an array like CuPy's too: the room that does it has tests."""
+
+    def added(values, rows, shape):
+        bare = values.array if isinstance(values, StrictArray) else values
+        whole = np.zeros(shape, bare.dtype)
+        np.add.at(whole, rows, bare)
+        return StrictArray(whole) if isinstance(values, StrictArray) else whole
+
+    monkeypatch.setattr(indexing, "_added_by_segments", added)
+    monkeypatch.setattr(indexing, "_rows", added)
+
+
+def every(check):
+    return pytest.mark.parametrize("operation", OPERATIONS, ids=str)(check)
+
+
+@every
+def test_a_gradient_is_what_differences_say(operation):
+    for shapes in operation.shapes:
+        operands = operation.operands(shapes)
+        loss = weighted(operation, np)
+        found = gradients(loss, operands)
+        for gradient, operand, (way, slope) in zip(
+            found, operands, differences(loss, operands), strict=True
+        ):
+            if gradient is None:
+                assert slope == 0
+                continue
+            assert gradient.shape == operand.shape
+            np.testing.assert_allclose(np.sum(gradient * way), slope, rtol=2e-7, atol=2e-8)
+
+
+@every
+def test_a_second_gradient_is_what_differences_of_the_first_say(operation):
+    if not operation.smooth:
+        return
+    loss = weighted(operation, np)
+    for shapes in operation.shapes[:3]:
+        operands = operation.operands(shapes)
+
+        def squares(*xs, loss=loss):
+            return sum(np.sum(np.square(g)) for g in gradients(loss, xs) if g is not None)
+
+        second = gradients(squares, operands) if reaches(squares, operands) else []
+        for gradient, (way, slope) in zip(second, differences(squares, operands), strict=False):
+            told = 0.0 if gradient is None else np.sum(gradient * way)
+            np.testing.assert_allclose(told, slope, rtol=1e-5, atol=1e-5)
+
+
+def reaches(loss, operands) -> bool:
+    """Whether a loss depends on its operands at all: the gradient of a sum does not."""
+    trace = Trace()
+    return isinstance(loss(*[trace.leaf(x, None, Sum()) for x in operands]), tape.Traced)
+
+
+@pytest.mark.parametrize("operation", [each for each in OPERATIONS if each.oracle], ids=str)
+def test_a_gradient_is_that_of_hips_autograd(operation):
+    for shapes in operation.shapes:
+        operands = operation.operands(shapes)
+        mine = gradients(weighted(operation, np), operands)
+        theirs = autograd.grad(weighted(operation, hips), tuple(range(len(operands))))(*operands)
+        for left, right in zip(mine, theirs, strict=True):
+            np.testing.assert_allclose(left, right, rtol=1e-12, atol=1e-13)
+
+
+@every
+def test_an_array_like_cupys_gets_the_same_gradient(operation):
+    for shapes in operation.shapes:
+        operands = operation.operands(shapes)
+        loss = weighted(operation, np, StrictArray)
+        found = gradients(loss, [StrictArray(x) for x in operands])
+        for left, right in zip(found, gradients(weighted(operation, np), operands), strict=True):
+            assert (left is None) == (right is None)
+            if left is not None:
+                assert type(left) is StrictArray
+                assert (left.array == right).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@every
+def test_every_value_and_every_term_keeps_its_dtype(operation, dtype, monkeypatch):
+    if operation.name == "float_power":
+        return  # NumPy's own is float64
+    terms = []
+
+    def unchanged(term, node):
+        terms.append(term)
+        assert term is None or term.dtype == node.dtype == dtype
+        return term
+
+    monkeypatch.setattr(tape, "_as_operand", unchanged)
+    shapes = operation.shapes[0]
+    found = gradients(weighted(operation, np), operation.operands(shapes, dtype))
+    assert all(gradient is None or gradient.dtype == dtype for gradient in found)
+    assert terms
