@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import autograd
-import autograd.numpy as hips
 import numpy as np
 import pytest
 from operations import OPERATIONS, Operation
@@ -132,6 +130,9 @@ def reaches(loss, operands) -> bool:
 
 @pytest.mark.parametrize("operation", [each for each in OPERATIONS if each.oracle], ids=str)
 def test_a_gradient_is_that_of_hips_autograd(operation):
+    import autograd  # here: environments that run other tests of this file's kind have none
+    import autograd.numpy as hips
+
     for shapes in operation.shapes:
         operands = operation.operands(shapes)
         mine = gradients(weighted(operation, np), operands)

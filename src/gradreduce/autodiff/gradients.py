@@ -243,10 +243,12 @@ def _seed(value: Any, grad_loss: Any) -> Any:
         base = value
         while isinstance(base, Traced):
             base = base.value
-        given = given if is_array(given) else np.asarray(given, like=base)
+        if not is_array(given):
+            host = isinstance(base, np.generic)
+            given = np.asarray(given) if host else np.asarray(given, like=base)
     if given.shape != value.shape:
         raise ValueError(f"grad_loss is of shape {given.shape}, the loss of shape {value.shape}")
-    return given if given.dtype == value.dtype else given.astype(value.dtype)
+    return given.astype(value.dtype)  # a copy: a gradient may be this very array
 
 
 def _own(gradient: Any, seen: set[int]) -> Any:

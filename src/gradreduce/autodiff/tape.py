@@ -11,10 +11,10 @@ only the operands that it needs; the node itself holds no array, so that a value
 the loss nor a rule needs it.
 
 **Backward.** A tensor that was used n times gets n terms. ``walk`` starts at the loss with its
-gradient. Of all nodes whose terms have all come it takes the one that was made first, has its terms
-combined to its gradient, and hands each parent its term. So the terms of one tensor come in the
-order of its uses, as far as one use does not depend on another; ``Terms`` combines them, by the
-AggregationMethod of the call, as they come.
+gradient. Of all nodes whose terms have all come it takes the one that leads to the earliest use of
+a tensor, has its terms combined to its gradient, and hands each parent its term. So the terms of
+one tensor come in the order of its uses, as far as no use waits for a later one, as the steps of a
+recurrent network do; ``Terms`` combines them, by the AggregationMethod of the call, as they come.
 
 **Twice.** A loss may compute gradients itself. Each call is a ``Trace`` with a level, one above
 that of the call around it; an operation belongs to the highest trace among its operands, which sees
@@ -156,7 +156,7 @@ class Traced(ArrayMethods, Traceable):
         if method != "__call__":
             raise no_rule(f"{ufunc.__name__}.{method}")
         out = kwargs.pop("out", None)
-        if out is not None and not all(each is inputs[0] for each in out):  # else: x += y
+        if out is not None and not all(each is self is inputs[0] for each in out):  # but x += y
             raise TypeError(
                 f"np.{ufunc.__name__} would write a traced value into an array: a loss has no "
                 "out= and no a += b of an array; write a = a + b"
@@ -320,12 +320,12 @@ def walk(roots: list[Node], gradient: Any, new_terms: Callable[[], Terms]) -> No
     last = root.number
     if root.terms is not None:
         root.terms.push(gradient, (last, -1), root.device)
-    awaited = _num_uses(root)
+    awaited, turns = _schedule(root)
     arrived: dict[int, Terms] = {}
-    ready = [(last, root)]
+    ready = [(turns[last], last, root)]
     del root
     while ready:
-        _, node = heapq.heappop(ready)
+        _, _, node = heapq.heappop(ready)
         if node.number != last:
             gradient = arrived.pop(node.number).result()
         for place, (parent, pull) in enumerate(zip(node.parents, node.pulls, strict=True)):
@@ -336,20 +336,34 @@ def walk(roots: list[Node], gradient: Any, new_terms: Callable[[], Terms]) -> No
                 into.push(_as_operand(pull(gradient), parent), (node.number, place), parent.device)
             awaited[parent.number] -= 1
             if not awaited[parent.number] and parent.terms is None:
-                heapq.heappush(ready, (parent.number, parent))
+                heapq.heappush(ready, (turns[parent.number], parent.number, parent))
 
 
-def _num_uses(root: Node) -> dict[int, int]:
-    """How many terms each node before ``root`` gets, by its number."""
-    awaited: dict[int, int] = {}
+def _schedule(root: Node) -> tuple[dict[int, int], dict[int, int]]:
+    """What ``walk`` must know of each node before ``root``, by its number.
+
+    Returns:
+        How many terms it gets; and its turn: the number of the first node behind it, or itself,
+        that uses a tensor which has several uses. Of two nodes the one that leads to an earlier
+        use goes first.
+    """
+    awaited = {root.number: 0}
+    parents: dict[int, list[int]] = {}
     left = [root]
     while left:
-        for parent in left.pop().parents:
+        node = left.pop()
+        parents[node.number] = [parent.number for parent in node.parents]
+        for parent in node.parents:
             if parent.number not in awaited:
                 awaited[parent.number] = 0
                 left.append(parent)
             awaited[parent.number] += 1
-    return awaited
+    turns: dict[int, int] = {}
+    for number in sorted(parents):  # parents before their children
+        shared = any(awaited[each] > 1 for each in parents[number])
+        behind = [turns[each] for each in parents[number]]
+        turns[number] = min([*behind, number if shared else root.number])
+    return awaited, turns
 
 
 def _as_operand(term: Any, node: Node) -> Any:

@@ -135,7 +135,7 @@ def _rows(values: Any, rows: Any, shape: Shape) -> Any:
 
 def _embedding_lookup(out: Any, params: Any, ids: Any) -> tuple[Maker]:
     shape = shape_of(params)
-    return (lambda: _gathered(shape, np.asarray(host_array(ids))),)
+    return (lambda: _gathered(shape, _on_host(ids)),)
 
 
 def _take(
@@ -148,8 +148,8 @@ def _take(
     extent = math.prod(shape) if flat else shape[along]
 
     def make() -> Pull:
-        places = np.asarray(host_array(indices))
-        places = places.astype(np.int64) if not places.size else places
+        places = _on_host(indices)
+        places = np.asarray(places)
         places = np.clip(places, 0, extent - 1) if mode == "clip" else places % extent
         if along == 0 and not flat:
             return _gathered(shape, places)
