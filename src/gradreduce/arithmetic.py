@@ -10,17 +10,27 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from gradreduce.interop import kind_of
 from gradreduce.loss_context import Traceable
 
 __all__ = ["Readable"]
 
 
 def _before(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda self, other: operation(self.read(), other)
+    return lambda self, other: operation(self.read(_library(other)), other)
 
 
 def _after(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda self, other: operation(other, self.read())
+    return lambda self, other: operation(other, self.read(_library(other)))
+
+
+def _library(other: Any) -> str | None:
+    """As whose array a value is read beside ``other``; None: as NumPy's or CuPy's."""
+    try:
+        kind = kind_of(other)
+    except TypeError:  # a traced value, say
+        return None
+    return kind if kind in ("torch", "jax") else None
 
 
 def _alone(operation: Callable[[Any], Any]) -> Callable[[Any], Any]:

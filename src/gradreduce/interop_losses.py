@@ -12,8 +12,9 @@ from typing import Any
 
 from gradreduce.device import Buffer, DType
 from gradreduce.errors import InvalidVariableError
+from gradreduce.interop import OneCall, from_buffer
 
-__all__ = ["JaxLoss", "is_tensor", "tensor_gradients"]
+__all__ = ["JaxLoss", "as_jax", "is_tensor", "tensor_gradients"]
 
 
 def is_tensor(value: Any) -> bool:
@@ -91,6 +92,7 @@ class JaxLoss:
         if not copies:
             return []
         _, found = jax.value_and_grad(total)([self._arrays[copy] for copy in copies])
+        jax.block_until_ready(found)  # JAX still reads the Variables, which may be written next
         return [
             (copy, _in_dtype(gradient, self._dtypes[copy]))
             for copy, gradient in zip(copies, found, strict=True)
@@ -114,6 +116,12 @@ class JaxLoss:
                 value = value * seed
             total = total + jnp.sum(value)
         return total
+
+
+def as_jax(copy: Buffer) -> Any:
+    """A copy of a Variable as a JAX array on its memory, also while JAX traces."""
+    with OneCall(), sys.modules["jax"].ensure_compile_time_eval():
+        return from_buffer(copy, "jax")
 
 
 def _in_dtype(gradient: Any, dtype: DType) -> Any:

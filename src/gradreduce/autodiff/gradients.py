@@ -17,7 +17,7 @@ from gradreduce.errors import InvalidVariableError
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import OneCall, from_buffer, is_array
 from gradreduce.interop_gpu import fence_in
-from gradreduce.interop_losses import JaxLoss, is_tensor, tensor_gradients
+from gradreduce.interop_losses import JaxLoss, as_jax, is_tensor, tensor_gradients
 from gradreduce.loss_context import Reader, current_reader, reading_by
 from gradreduce.variables import Variable
 
@@ -203,8 +203,7 @@ class _Reading:
         if self._jax is None:
             raise ValueError('a Variable is read as a JAX array: pass engine="jax"')
         if copy not in self._tensors:
-            with OneCall():
-                self._tensors[copy] = (variable, from_buffer(copy, "jax"))
+            self._tensors[copy] = (variable, as_jax(copy))
             if self._is_wanted(variable):
                 self._terms_of(variable)
                 self._jax.add(copy, self._tensors[copy][1], variable.dtype)

@@ -177,6 +177,15 @@ class Traced(ArrayMethods, Traceable):
             raise no_rule(str(kernel.name))
         return self.__array_ufunc__(ufunc, "__call__", *args, **kwargs)
 
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise TypeError(
+            "a value that NumPy's tape traces has come into a PyTorch function: in such a loss "
+            'write variable.read("torch") * 2 instead of variable * 2'
+        )
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         raise TypeError(
             "a traced value cannot become a plain array inside its loss, where its gradient would "
