@@ -252,3 +252,14 @@ INDEXING = [
 ]  # fmt: skip
 
 OPERATIONS = [*ELEMENTWISE, *REDUCTIONS, *LINEAR, *SHAPING, *INDEXING]
+
+
+def weighted(operation: Operation, module: Any, library: Callable[[Any], Any] = np.asarray) -> Any:
+    """The operation as a loss; weights make every element of the result count on its own."""
+
+    def loss(*operands):
+        made = operation.do(module, *operands)
+        weights = np.linspace(0.5, 1.5, int(np.prod(np.shape(made)))).reshape(np.shape(made))
+        return module.sum(made * library(weights.astype(made.dtype)))
+
+    return loss

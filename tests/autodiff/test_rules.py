@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
-from operations import OPERATIONS, Operation
+from operations import OPERATIONS, weighted
 from strict_array import StrictArray
 
 from gradreduce.aggregate import AggregationMethod
@@ -43,17 +45,6 @@ def gradients(do, operands):
     one = np.ones_like(loss.value)
     walk([loss.node], one, Sum)
     return [terms.result() for terms in sums]
-
-
-def weighted(operation: Operation, module, library=lambda x: x):
-    """The operation as a loss; weights make every element of the result count on its own."""
-
-    def loss(*operands):
-        made = operation.do(module, *operands)
-        weights = np.linspace(0.5, 1.5, int(np.prod(np.shape(made)))).reshape(np.shape(made))
-        return module.sum(made * library(weights.astype(made.dtype)))
-
-    return loss
 
 
 def differences(loss, operands):
@@ -171,3 +162,48 @@ def test_every_value_and_every_term_keeps_its_dtype(operation, dtype, monkeypatc
     found = gradients(weighted(operation, np), operation.operands(shapes, dtype))
     assert all(gradient is None or gradient.dtype == dtype for gradient in found)
     assert terms
+
+
+NEITHER = """
+negative|positive|add|subtract|sum over None|mean over 0|reshape|transpose|swapaxes|
+moveaxis|squeeze|expand_dims|broadcast_to|flip|roll|concatenate|stack|cumsum|an element|slices|
+where of a number|clip|fancy rows|take|embedding_lookup|astype|max over None|relu|maximum|
+einsum of a sum|tile|repeat
+""".replace("\n", "").split("|")
+ONLY_RESULT = "exp exp2 expm1 sqrt cbrt reciprocal tan tanh sigmoid".split()
+ONLY_OPERAND = "log log1p sin cos square arctan".split()
+
+
+def held_by(operation):
+    """Of a node whose value is gone: whether it holds its operand, and its result."""
+    shapes = max(operation.shapes, key=lambda shapes: np.prod(shapes[0]))
+    operand = operation.operands(shapes)[0] * 1.0
+    trace = Trace()
+    others = [StrictArray(x) for x in operation.operands(shapes)[1:]]
+    made = operation.do(np, trace.leaf(StrictArray(operand), None, Sum()), *others)
+    refs = [weakref.ref(operand), weakref.ref(made.value.array)]
+    node = made.node
+    del operand, made, others
+    assert node.parents
+    return [ref() is not None for ref in refs]
+
+
+def named(names):
+    found = [each for each in OPERATIONS if each.name in names]
+    assert len(found) == len(names)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("operation", "held"),
+    [(each, [False, False]) for each in named(NEITHER)]
+    + [(each, [False, True]) for each in named(ONLY_RESULT)]
+    + [(each, [True, False]) for each in named(ONLY_OPERAND)],
+    ids=str,
+)
+def test_a_rule_holds_only_the_operands_that_it_needs(operation, held):
+    gc.disable()  # what ends, ends by itself
+    try:
+        assert held_by(operation) == held
+    finally:
+        gc.enable()

@@ -1,0 +1,63 @@
+"""Losses on CuPy's arrays; the fake has no NumPy functions, so this is for real GPUs alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from operations import OPERATIONS, weighted
+
+import gradreduce as gr
+
+pytestmark = pytest.mark.gpu
+
+DESCENT = gr.GradientDescentOptimizer(0.125)
+
+
+def gradients(mesh, operation, shapes, library):
+    """Of an operation on Variables of a mesh, as NumPy's arrays."""
+    variables = [gr.Variable(x, device=mesh) for x in operation.operands(shapes)]
+    loss = weighted(operation, np, library)
+    pairs = DESCENT.compute_gradients(lambda: loss(*[v * 1.0 for v in variables]), variables)
+    found = [gradient for gradient, _ in pairs]
+    return [None if g is None else g if type(g) is np.ndarray else g.get() for g in found]
+
+
+def test_every_operation_gives_on_a_gpu_what_it_gives_on_the_host():
+    import cupy
+
+    wrong = []
+    with gr.open_mesh([0], backend="cuda") as gpus, gr.open_mesh(1, backend="sim") as host:
+        for operation in OPERATIONS:
+            for shapes in operation.shapes:
+                wanted = gradients(host, operation, shapes, np.asarray)
+                try:
+                    found = gradients(gpus, operation, shapes, cupy.asarray)
+                    for left, right in zip(found, wanted, strict=True):
+                        assert (left is None) == (right is None)
+                        if left is not None:
+                            np.testing.assert_allclose(left, right, rtol=1e-9, atol=1e-11)
+                except Exception as error:  # all that fails is told, not the first alone
+                    wrong.append(f"{operation} {shapes}: {type(error).__name__}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_training_on_a_gpu_follows_the_host():
+    import cupy
+
+    def trained(backend, library):
+        rng = np.random.default_rng(2)
+        with gr.open_mesh([0], backend=backend) as mesh:
+            table = gr.Variable(rng.normal(size=(6, 4)), device=mesh)
+            weights = gr.Variable(rng.normal(size=(4, 3)), device=mesh)
+            labels = library(np.array([0, 2, 1, 1]))
+
+            def loss():
+                hidden = np.tanh(gr.embedding_lookup(table, [0, 5, 5, 2]) + np.mean(table * 0.5))
+                return np.mean(gr.autodiff.softmax_cross_entropy(hidden @ weights, labels))
+
+            for method in gr.AggregationMethod:
+                DESCENT.minimize(loss, aggregation_method=method)
+            return [table.numpy(), weights.numpy()]
+
+    for left, right in zip(trained("cuda", cupy.asarray), trained("sim", np.asarray), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-10, atol=1e-12)
