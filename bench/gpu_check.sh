@@ -9,7 +9,7 @@
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-export PYTHONPATH="$root/src:$root/bench${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$root/src:$root/bench:$root/examples${PYTHONPATH:+:$PYTHONPATH}"
 # exec, so that a signal to this script reaches the program that ends its children. -P keeps the
 # caller's folder off the path of imports.
 exec "${PYTHON:-python3}" -P -m gpu_check "$@"

@@ -1,7 +1,4 @@
-"""What the examples train: the digits, and a small network with a backward pass written by hand.
-
-Only NumPy: there is nothing of gradreduce in it.
-"""
+"""What the examples train: the digits, and a small network with a backward pass written by hand."""
 
 from __future__ import annotations
 
@@ -12,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
+
+import gradreduce as gr
 
 NUM_HIDDEN = 64
 GOAL = 0.95  # test accuracy
@@ -49,6 +48,12 @@ def initial_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
         "output/kernel": dense(NUM_HIDDEN, 10),
         "output/bias": np.zeros(10, np.float32),
     }
+
+
+def read_weights(variables: Sequence[gr.Variable], replica: int) -> list[np.ndarray]:
+    """One replica's own copy of the variables, as NumPy arrays."""
+    with gr.replica(replica):
+        return [variable.numpy() for variable in variables]
 
 
 def forward(weights: Sequence[np.ndarray], images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

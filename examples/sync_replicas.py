@@ -3,21 +3,22 @@
 Synchronous training is as fast as its slowest worker: each update waits for the gradient of all.
 With backup workers it waits for the first ``replicas_to_aggregate`` gradients out of more workers.
 Who comes later brings a gradient by weights that are no more; it is dropped, and the worker goes
-on from the new ones. The price is its work; nobody has waited for it.
+on from the new ones. That costs its work, but nobody has waited for it.
 
 The protocol:
 
 * Each variable has a ``ConditionalAccumulator``, whose step is the global step. It adds up the
   gradients that come with a local step as high as its own, and drops those with a lower one.
 * A worker reads the weights, brings its gradients with its local step, and waits for a token. The
-  number on the token is its next local step.
+  number on it is its next local step; the first is the global step at the start.
 * The chief waits until enough gradients are in, takes their mean, which puts the accumulators one
-  step on, updates the variables, and hands out as many tokens with the new global step as there
-  are workers (or gradients in an update, if that is more).
+  step on, updates the variables, and hands out tokens with the new global step: as many as there
+  are workers, or gradients in an update if that is more.
 
 So a gradient is used at the step at which it was computed, or never. Workers that are on time lose
 some too: what comes after enough others, and what follows on a token that lay in the queue until
-its step was over. TensorFlow's did as well.
+its step was over. TensorFlow's did as well. But there each variable decided by itself; here the
+gradients of a worker are kept or dropped together.
 
 Here the workers are threads, each with a logical device of its own. A straggler is late with some
 of its gradients: an event holds them until the others have made ``--lag`` more updates, no clock,
@@ -28,19 +29,21 @@ so all of them are stale. Read ``SyncReplicas``, ``work`` and ``lead`` first. Th
 from __future__ import annotations
 
 import argparse
+import itertools
 import queue
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import rich
 from command_line import Parser, file, in_range, on_devices, one_of, placement
-from digits import Digits, accuracy, backward, initial_weights, load
+from digits import Digits, accuracy, backward, initial_weights, load, read_weights
 from matplotlib.figure import Figure
 from report import conclude, draw_accuracies, draw_losses, print_table, where
 from rich.progress import Progress
@@ -54,6 +57,25 @@ BATCH_SIZE = 32  # images of one gradient
 
 
 # The protocol ----------------------------------------------------------------------------------
+
+
+def grad_accumulators(
+    variables: Sequence[gr.Variable], ops: gr.AllReduceCrossDeviceOps
+) -> list[gr.ConditionalAccumulator]:
+    """One for each variable, over its mesh; those of the same variable are one.
+
+    Each of TensorFlow's workers built its own, and the name made them one; so do they here.
+    """
+    return [
+        gr.ConditionalAccumulator(
+            variable.dtype,
+            variable.shape,
+            shared_name=f"{variable.name}/grad_accum",
+            device=variable.devices[0].mesh,
+            cross_device_ops=ops,
+        )
+        for variable in variables
+    ]
 
 
 class SyncReplicas:
@@ -80,44 +102,35 @@ class SyncReplicas:
         self.global_step = global_step
         self.replicas_to_aggregate = replicas_to_aggregate
         self.total_num_replicas = total_num_replicas
-        self.step = int(global_step)  # the number on the latest tokens
+        self.first_step = self.step = int(global_step)
         self.over = False
         self._moved = threading.Condition()
         self._tokens: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         # One for all accumulators, so that their sums travel together.
-        self._ops = gr.AllReduceCrossDeviceOps("hierarchical_copy")
-        self._accumulators = self.accumulators()
-        for accumulator in self._accumulators:
+        self.ops = gr.AllReduceCrossDeviceOps("hierarchical_copy")
+        self.accumulators = grad_accumulators(variables, self.ops)
+        for accumulator in self.accumulators:
             accumulator.set_global_step(global_step)
-        self.hand_out_tokens()
-
-    def accumulators(self) -> list[gr.ConditionalAccumulator]:
-        """One for each variable, over its mesh; those of the same variable are one.
-
-        Each of TensorFlow's workers built its own and the name made them one; so do they here.
-        """
-        return [
-            gr.ConditionalAccumulator(
-                variable.dtype,
-                variable.shape,
-                shared_name=f"{variable.name}/grad_accum",
-                device=variable.devices[0].mesh,
-                cross_device_ops=self._ops,
-            )
-            for variable in self.variables
-        ]
+        # Each worker's first gradients need no token. Where more are wanted, some bring others.
+        self.hand_out_tokens(replicas_to_aggregate - total_num_replicas)
 
     def update(self) -> None:
         """Waits for enough gradients and updates the variables by their mean."""
-        means = gr.take_grads(self._accumulators, self.replicas_to_aggregate)
-        self.optimizer.apply_gradients(zip(means, self.variables, strict=True), self.global_step)
+        means = gr.take_grads(self.accumulators, self.replicas_to_aggregate)
+        pairs = zip(means, self.variables, strict=True)
         with self._moved:
+            self.optimizer.apply_gradients(pairs, self.global_step)
             self.step = int(self.global_step)
             self._moved.notify_all()
 
-    def hand_out_tokens(self) -> None:
+    def weights(self, worker: int) -> list[np.ndarray]:
+        """A worker's copy of the weights; never while an update is changing them."""
+        with self._moved:
+            return read_weights(self.variables, worker)
+
+    def hand_out_tokens(self, num_tokens: int) -> None:
         """Lets the workers compute gradients of this step; who is quick may draw a second token."""
-        for _ in range(max(self.total_num_replicas, self.replicas_to_aggregate)):
+        for _ in range(num_tokens):
             self._tokens.put(self.step)
 
     def next_step(self) -> int | None:
@@ -143,15 +156,14 @@ class SyncReplicas:
 
     def __exit__(self, *error: object) -> None:
         self.end()
-        for accumulator in self._accumulators:
+        for accumulator in self.accumulators:
             accumulator.close()  # a chief that waits for gradients gets a CancelledError
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """What became of a gradient: who brought it, of which step, and whether it was kept."""
+    """What became of a worker's gradient: of which step it was, and whether it was kept."""
 
-    worker: int
     local_step: int
     loss: float
     held: bool
@@ -161,18 +173,18 @@ class Gradient:
 def work(
     worker: int, sync: SyncReplicas, digits: Digits, options: argparse.Namespace
 ) -> list[Gradient]:
-    """A worker's half: brings gradients until there are no more tokens; says what became of them.
+    """A worker: brings gradients until there are no more tokens; says what became of them.
 
     Its batches come from a generator of its own, so they do not depend on the other threads.
     """
-    accumulators = sync.accumulators()
+    accumulators = grad_accumulators(sync.variables, sync.ops)
     rng = np.random.default_rng([options.seed, worker])
     straggles = worker >= options.workers - options.stragglers
     gradients: list[Gradient] = []
-    for local_step in iter(sync.next_step, None):
-        # Weights that the chief is changing meanwhile are of no step; but then it has taken the
-        # gradients of this one, and what is computed here is dropped.
-        weights = read_weights(sync.variables, worker)
+    for local_step in itertools.chain([sync.first_step], iter(sync.next_step, None)):
+        # Weights of a later step do no harm: then the gradients of this one were taken, and what
+        # is computed here is dropped.
+        weights = sync.weights(worker)
         pick = rng.integers(len(digits.train_images), size=BATCH_SIZE)
         loss, grads = backward(weights, digits.train_images[pick], digits.train_labels[pick])
         held = straggles and len(gradients) % options.late_every == 0
@@ -180,7 +192,7 @@ def work(
             sync.await_step(local_step + options.lag)
         with gr.replica(worker):  # on whose device the arrays are added up
             kept = gr.apply_grads(accumulators, grads, local_step)
-        gradients.append(Gradient(worker, local_step, loss, held, kept))
+        gradients.append(Gradient(local_step, loss, held, kept))
     return gradients
 
 
@@ -189,24 +201,18 @@ def lead(
 ) -> list[tuple[int, float]]:
     """The chief: makes every update; gives pairs of a step and the test accuracy after it."""
     accuracies = []
+    num_tokens = max(sync.total_num_replicas, sync.replicas_to_aggregate)
     try:
         for number in range(1, num_steps + 1):
             sync.update()
             if number < num_steps:
-                sync.hand_out_tokens()
-            # Only the chief changes the weights, so they are at rest here.
+                sync.hand_out_tokens(num_tokens)
             if number % EVALUATE_EVERY == 0 or number == num_steps:
                 accuracies.append((number, accuracy(read_weights(sync.variables, 0), digits)))
             advance()
     finally:
         sync.end()
     return accuracies
-
-
-def read_weights(variables: Sequence[gr.Variable], replica: int) -> list[np.ndarray]:
-    """One replica's own copy of the variables, as NumPy arrays."""
-    with gr.replica(replica):
-        return [variable.numpy() for variable in variables]
 
 
 # The training ----------------------------------------------------------------------------------
@@ -233,17 +239,11 @@ class History:
     num_dropped: int
 
     @property
-    def accuracy(self) -> float:
-        """The test accuracy at the end."""
-        return self.accuracies[-1][1]
-
-    @property
     def losses(self) -> list[float]:
         """Of each step, the mean over the gradients that were kept."""
-        kept = [each for worker in self.gradients for each in worker if each.kept]
         totals = np.zeros((2, self.global_step))
-        for each in kept:
-            totals[:, each.local_step] += each.loss, 1
+        for each in itertools.chain(*self.gradients):
+            totals[:, each.local_step] += each.kept * each.loss, each.kept
         return list(totals[0] / totals[1])
 
 
@@ -252,34 +252,34 @@ def train(mesh: gr.Mesh, digits: Digits, options: argparse.Namespace) -> History
     initial = initial_weights(np.random.default_rng(options.seed))
     variables = [gr.Variable(value, name, device=mesh) for name, value in initial.items()]
     global_step = gr.Variable(0, "global_step", trainable=False, device=mesh.devices[0])
-    sync = SyncReplicas(
-        variables,
-        gr.MomentumOptimizer(options.learning_rate, MOMENTUM),
-        global_step,
-        options.replicas_to_aggregate,
-        options.workers,
-    )
+    optimizer = gr.MomentumOptimizer(options.learning_rate, MOMENTUM)
+    replicas = options.replicas_to_aggregate, options.workers
+    sync = SyncReplicas(variables, optimizer, global_step, *replicas)
     start = time.perf_counter()
-    # Whatever ends the inner blocks, Ctrl-C too: first nobody waits any more, then threads are
-    # waited for.
-    with (
-        Progress() as progress,
-        ThreadPoolExecutor(options.workers + 1) as pool,
-        sync,
-    ):
+    # Whatever ends it, Ctrl-C too: first nobody waits any more, then all threads are waited for.
+    with Progress() as progress, ThreadPoolExecutor(options.workers + 1) as pool, sync:
         bar = progress.add_task("training", total=options.steps)
-        chief = pool.submit(lead, sync, digits, options.steps, lambda: progress.advance(bar))
         workers = [pool.submit(work, i, sync, digits, options) for i in range(options.workers)]
-        for thread in as_completed([chief, *workers]):
-            thread.result()  # the first that failed ends all
+        chief = pool.submit(lead, sync, digits, options.steps, lambda: progress.advance(bar))
+        join([chief, *workers])
     return History(
         [worker.result() for worker in workers],
         chief.result(),
         {variable.name: variable.numpy() for variable in variables},
         time.perf_counter() - start,
         int(global_step),
-        sync.accumulators()[0].num_dropped,
+        sync.accumulators[0].num_dropped,
     )
+
+
+def join(threads: Sequence[Future[Any]]) -> None:
+    """Waits until all have ended; raises the error of the first that failed, at once."""
+    pending = set(threads)
+    while pending:
+        # Not for ever: Python may miss a Ctrl-C that comes just before it begins to wait.
+        done, pending = wait(pending, 0.5, FIRST_EXCEPTION)
+        for thread in done:
+            thread.result()
 
 
 # The report ------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def print_workers(mesh: gr.Mesh, history: History) -> None:
 
 def table_rows(mesh: gr.Mesh, history: History, options: argparse.Namespace) -> dict[str, str]:
     """What the closing table says."""
-    gradients = [each for worker in history.gradients for each in worker]
+    gradients = list(itertools.chain(*history.gradients))
     held = sum(each.held for each in gradients)
     return {
         "workers": where(mesh),
@@ -307,7 +307,7 @@ def table_rows(mesh: gr.Mesh, history: History, options: argparse.Namespace) -> 
         "global step": str(history.global_step),
         "kept": str(sum(each.kept for each in gradients)),
         "dropped": f"{history.num_dropped}, {held} of them held back",
-        "test accuracy": f"{history.accuracy:.4f}",
+        "test accuracy": f"{history.accuracies[-1][1]:.4f}",
         "steps/s": f"{options.steps / history.seconds:.1f}",
     }
 
@@ -329,8 +329,7 @@ def save_picture(history: History, path: Path) -> None:
         counts = [sum(map(is_one, worker)) for worker in history.gradients]
         right.bar(names, counts, bottom=bottom, label=label)
         bottom += counts
-    room = 1.4 * bottom.max()  # above the bars, for the legend
-    right.set(title="Gradients", xlabel="worker", ylabel="number", ylim=(0, room))
+    right.set(title="Gradients", xlabel="worker", ylabel="number", ylim=(0, 1.4 * bottom.max()))
     right.legend()
     figure.savefig(path, dpi=120)
 
@@ -392,7 +391,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     history = on_devices(parser, options, run)
     save_picture(history, options.output)
-    return conclude(history.accuracy, options.output)
+    return conclude(history.accuracies[-1][1], options.output)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 from command_line import Parser, file, in_range, on_devices, one_of, placement
-from digits import Digits, accuracy, backward, initial_weights, load
+from digits import Digits, accuracy, backward, initial_weights, load, read_weights
 from matplotlib.figure import Figure
 from report import conclude, draw_accuracies, draw_losses, print_table, where
 from rich.progress import track
@@ -105,12 +105,6 @@ def train(mesh: gr.Mesh, digits: Digits, options: argparse.Namespace) -> History
             "bytes": journal.bytes / options.steps,
         },
     )
-
-
-def read_weights(variables: Sequence[gr.Variable], replica: int) -> list[np.ndarray]:
-    """One replica's own copy of the variables, as NumPy arrays."""
-    with gr.replica(replica):
-        return [variable.numpy() for variable in variables]
 
 
 def replica_terms(

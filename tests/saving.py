@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 EMPTY = {
     "format": "gradreduce dense accumulator 1",
     "dtype": "float16",
@@ -21,16 +19,25 @@ EMPTY = {
 def frozen(acc):
     """All that there is to it, comparable."""
     state = acc.state_dict()
-    sums = state.pop("partial_sums")
-    return state, [total if total is None else (str(total.dtype), total.tobytes())
-                   for total in sums]  # fmt: skip
+    return state, [_bits(total) for total in state.pop("partial_sums")]
+
+
+def _bits(total):
+    if isinstance(total, dict):
+        return {key: _bits(array) for key, array in total.items()}
+    return total if total is None else (str(total.dtype), total.shape, total.tobytes())
 
 
 def check_refused(acc, state, error, text):
     before = frozen(acc)
-    with acc.accumulator_ref.devices[0].mesh.journal() as journal, pytest.raises(error) as caught:
-        acc.load_state_dict(state)
-    assert type(caught.value) is error
-    assert text in str(caught.value.args[0])
+    with acc.accumulator_ref.devices[0].mesh.journal() as journal:
+        try:
+            acc.load_state_dict(state)
+        except Exception as raised:  # kept in no variable: it would keep the accumulator's memory
+            found = type(raised), str(raised.args[0])
+        else:
+            found = None, ""
+    assert found[0] is error, found
+    assert text in found[1]
     assert journal.records == []
     assert frozen(acc) == before

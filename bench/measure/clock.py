@@ -21,12 +21,13 @@ import numpy as np
 
 from gradreduce.device import Buffer, Mesh
 
-__all__ = ["Call", "Clock", "Took", "clock_of", "host_seconds"]
+__all__ = ["After", "Call", "Clock", "Took", "clock_of", "host_seconds"]
 
 Call = Callable[[], Any]
 
 HOST_ROUNDS, GPU_ROUNDS, QUICK_ROUNDS = 25, 9, 2
 WARM_UPS = 2
+LOOPS = 4  # of one round, where a call is microseconds: the first finds its caches cold
 # Threads of another library may still spin when its call has returned; they are waited for.
 PAUSE_SECONDS = 0.005
 
@@ -51,11 +52,35 @@ class Took:
     host_bound: bool = False
 
 
+@dataclass(frozen=True)
+class After:
+    """A call that something comes before, each time; the host's clock does not time that.
+
+    Attributes:
+        before: it.
+        call: the call.
+    """
+
+    before: Call
+    call: Call
+
+    def __call__(self) -> Any:
+        self.before()
+        return self.call()
+
+    def seconds(self) -> float:
+        """That the call takes."""
+        self.before()
+        start = time.perf_counter()
+        self.call()
+        return time.perf_counter() - start
+
+
 class Clock(Protocol):
     """Of the host, or of a GPU."""
 
     def measure(self, calls: Mapping[str, Call], nbytes: int) -> dict[str, Took]:
-        """The median of every candidate and of ``copy``, all called in turns after a warm-up.
+        """The time of every candidate and of ``copy``, all called in turns after a warm-up.
 
         Args:
             calls: the candidates.
@@ -68,19 +93,26 @@ def clock_of(mesh: Mesh, *, quick: bool) -> Clock:
     return GpuClock(mesh.devices[0], quick=quick) if mesh.backend == "cuda" else HostClock(quick)
 
 
-def host_seconds(calls: Mapping[str, Call], number: int, *, quick: bool) -> dict[str, float]:
-    """The host's time of one call of each candidate: the best of several loops of ``number`` calls.
+def host_seconds(
+    calls: Mapping[str, Call], number: int, *, quick: bool, rounds: int = HOST_ROUNDS
+) -> dict[str, float]:
+    """The host's time of one call of each candidate: the best of so many loops of ``number`` calls.
 
     The best, not the median: a few microseconds are doubled by whatever else the machine does.
     """
 
-    def loop(call: Call) -> None:
-        for _ in range(number):
-            call()
-
-    loops = {name: partial(loop, call) for name, call in calls.items()}
-    taken = HostClock(quick).in_turns(loops)
+    taken = HostClock(quick, rounds=rounds).in_turns(calls, number, LOOPS)
     return {name: min(times) / number for name, times in taken.items()}
+
+
+def _seconds(call: Call, number: int) -> float:
+    """That so many calls take, one after the other."""
+    if isinstance(call, After):
+        return sum([call.seconds() for _ in range(number)])
+    start = time.perf_counter()
+    for _ in range(number):
+        call()
+    return time.perf_counter() - start
 
 
 class HostClock:
@@ -89,28 +121,39 @@ class HostClock:
     Args:
         quick: few rounds.
         copy_threads: that copy; default one for each core.
+        of_rounds: what is told of the rounds of a candidate; the best (``min``) on a machine that
+            others keep busy, where a median says how busy.
+        rounds: how many; few with ``quick``.
     """
 
-    def __init__(self, quick: bool, copy_threads: int | None = None) -> None:
-        self._rounds = QUICK_ROUNDS if quick else HOST_ROUNDS
+    def __init__(
+        self,
+        quick: bool,
+        copy_threads: int | None = None,
+        of_rounds: Callable[[Sequence[float]], float] = statistics.median,
+        rounds: int = HOST_ROUNDS,
+    ) -> None:
+        self._of_rounds = of_rounds
+        self._rounds = QUICK_ROUNDS if quick else rounds
         self._copy_threads = copy_threads
 
     def measure(self, calls: Mapping[str, Call], nbytes: int) -> dict[str, Took]:
         """See ``Clock``."""
         taken = self.in_turns({**calls, "copy": HostCopy(nbytes, self._copy_threads)})
-        medians = {name: statistics.median(times) for name, times in taken.items()}
-        return {name: Took(seconds, seconds) for name, seconds in medians.items()}
+        told = {name: self._of_rounds(times) for name, times in taken.items()}
+        return {name: Took(seconds, seconds) for name, seconds in told.items()}
 
-    def in_turns(self, calls: Mapping[str, Call]) -> dict[str, list[float]]:
-        """The seconds of every round of each candidate, all called in turns."""
+    def in_turns(
+        self, calls: Mapping[str, Call], number: int = 1, loops: int = 1
+    ) -> dict[str, list[float]]:
+        """The seconds of ``number`` calls of each candidate: loops of all rounds, in turns."""
         taken: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(WARM_UPS + self._rounds):
             for name, call in calls.items():
                 time.sleep(PAUSE_SECONDS)
-                start = time.perf_counter()
-                call()
+                seconds = [_seconds(call, number) for _ in range(loops)]
                 if turn >= WARM_UPS:
-                    taken[name].append(time.perf_counter() - start)
+                    taken[name] += seconds
         return taken
 
 

@@ -15,6 +15,7 @@ __all__ = [
     "kept",
     "of_the_copy",
     "over_the_copy",
+    "over_the_peer",
     "times_the_fastest_peer",
     "times_the_peer",
 ]
@@ -105,14 +106,19 @@ def of_the_copy(face: str) -> Figure:
     return times_the_peer("copy", face)
 
 
-def over_the_copy(face: str) -> Figure:
-    """Our time in times of a copy that moves as many bytes."""
+def over_the_peer(peer: str, face: str) -> Figure:
+    """Our time in times of one peer's."""
 
     def figure(case: Case) -> float | None:
-        rate = of_the_copy(face)(case)
+        rate = times_the_peer(peer, face)(case)
         return None if rate is None else 1 / rate
 
     return figure
+
+
+def over_the_copy(face: str) -> Figure:
+    """Our time in times of a copy that moves as many bytes."""
+    return over_the_peer("copy", face)
 
 
 def counted(name: str) -> Figure:

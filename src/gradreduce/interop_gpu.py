@@ -86,8 +86,9 @@ def reading(buffers: Iterable[Buffer]) -> None:
 
     In order with the stream that is current in its library now, as if it came in by this call.
     """
-    for kind, device in {(buffer.lender, buffer.device) for buffer in buffers}:
-        if kind in LENDING and device.fabric.backend == "cuda":
+    lent = [buffer for buffer in buffers if buffer.lender in LENDING]
+    for kind, device in {(buffer.lender, buffer.device) for buffer in lent}:
+        if kind is not None and device.fabric.backend == "cuda":
             stream = current_of(device, kind)
             came_in(device, stream)
             if unfenced(device, stream, leaving=False) is not None:

@@ -123,9 +123,9 @@ class Call:
         """Whether its take has left the queue: at once, not when its thread has noticed."""
         return self.ticket.done.is_set()
 
-    def result(self) -> Any:
+    def result(self, limit: float = LIMIT_S) -> Any:
         """What it returns or raises; it must end in time."""
-        self.thread.join(LIMIT_S)
+        self.thread.join(limit)
         assert not self.thread.is_alive(), "deadlock: a call did not end"
         if self._error is not None:
             raise self._error

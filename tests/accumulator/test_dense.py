@@ -123,9 +123,9 @@ def test_a_gradient_that_is_not_contiguous(accumulator):
 def test_only_an_earlier_step_is_stale(accumulator):
     acc = accumulator()
     acc.set_global_step(5)
-    kept = [acc.apply_grad([float(step)], step) for step in (4, 5, 6, 10**30, 0, -1)]
-    assert kept == [False, True, True, True, False, False]
-    assert counters(acc) == (3, 5, 3)
+    kept = [acc.apply_grad([float(step)], step) for step in (4, 5, 6, 2**63 - 1, 0, -1, -(2**63))]
+    assert kept == [False, True, True, True, False, False, False]
+    assert counters(acc) == (3, 5, 4)
 
 
 def test_a_take_moves_the_step_by_one_whatever_the_local_steps(accumulator):
@@ -163,6 +163,37 @@ def test_steps_may_be_variables_and_numpy_integers(accumulator, device, dtype):
     acc.set_global_step(np.array(7, dtype))
     assert type(acc.global_step) is int
     assert acc.global_step == 7
+
+
+def test_a_step_variable_may_lie_anywhere(accumulator, device):
+    """On this device, on another, on a whole mesh, on another mesh: what it holds is read."""
+    acc = accumulator()
+    with gr.open_mesh(3, backend="sim") as other:
+        for value, home in enumerate((device, device.mesh.devices[0], device.mesh, other), 1):
+            step = gr.Variable(value, trainable=False, dtype="int64", device=home)
+            acc.set_global_step(step)
+            assert acc.global_step == value
+            assert acc.apply_grad([1.0], step)
+            assert not acc.apply_grad([1.0], value - 1)
+            with gr.replica(1):
+                step.assign_add(1)
+                acc.set_global_step(step)
+            assert acc.global_step == value + 1
+
+
+@pytest.mark.parametrize("step", [2**63, -(2**63) - 1, 10**30, np.uint64(2**63)])
+def test_a_step_beyond_int64(accumulator, device, step):
+    acc = accumulator()
+    acc.set_global_step(-(2**63))
+    steps = [step]
+    if isinstance(step, np.uint64):
+        steps.append(gr.Variable(step, trainable=False, device=device))
+    for each in steps:
+        with pytest.raises(InvalidArgumentError, match=f"^local_step={step} does not fit in int64"):
+            acc.apply_grad([1.0], each)
+        with pytest.raises(InvalidArgumentError, match=f"^new_global_step={step} does not fit"):
+            acc.set_global_step(each)
+    assert counters(acc) == (0, -(2**63), 0)
 
 
 @pytest.mark.parametrize("step", [0.0, 0.9, np.float32(1), "1", None, [1], np.array([1]), 1j])

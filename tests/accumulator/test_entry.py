@@ -145,6 +145,14 @@ def test_names(accumulator):
     assert acc.accumulator_ref is acc.accumulator_ref
 
 
+def test_names_of_operations_are_ignored(accumulator):
+    acc = accumulator()
+    acc.set_global_step(3, "set")
+    assert acc.apply_grad([2.0], 3, "apply")
+    assert acc.num_accumulated("count") == acc.num_accumulated(name="count") == 1
+    assert acc.take_grad(1, "take").tolist() == [2.0]
+
+
 def test_the_default_device_is_the_first_of_the_default_mesh(monkeypatch):
     with gr.open_mesh(3, backend="sim") as mesh:
         monkeypatch.setattr("gradreduce.accumulator.definition.default_mesh", lambda: mesh)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import gradreduce as gr
+from gradreduce.accumulator import take_now
 
 
 class Planted(RuntimeError):
@@ -118,6 +119,19 @@ def test_a_take(accumulator, device, plant, method, dtype):
     assert counters(acc) == [(0, 1, 0)]
 
 
+def test_a_take_that_does_not_wait(accumulator, device, plant, method):
+    acc, empty = accumulator("float16"), accumulator()
+    acc.apply_grad([3.0])
+    plant([device], method)
+    with pytest.raises(Planted):
+        take_now([acc, empty], 1)
+    assert counters(acc, empty) == [(1, 0, 0), (0, 0, 0)]
+    assert values(acc) == [[3.0]]
+    taken, nothing = take_now([acc, empty], 1)
+    assert (taken.tolist(), nothing) == ([3.0], None)
+    assert counters(acc, empty) == [(0, 1, 0), (0, 1, 0)]
+
+
 def test_a_take_that_another_threads_apply_serves(accumulator, device, plant, method, crew):
     """The taker gets the error, the applier goes on, the next in the queue is looked at."""
     acc = accumulator("float16")
@@ -163,6 +177,27 @@ def test_a_take_that_a_timeout_serves(accumulator, device, plant, method, crew):
         behind.result()
     assert counters(acc) == [(1, 0, 0)]
     assert values(acc) == [[3.0]]
+
+
+@pytest.mark.parametrize("step", ["_allocate", "_copy", "_launch"])
+def test_replicas_that_come_to_one_device(mesh, plant, step):
+    """Whichever memory, copy or launch fails, the first or the last: none of them is added."""
+    acc = gr.ConditionalAccumulator("float32", device=mesh.devices[0], reduction_type="SUM")
+    grad = gr.PerReplica([device.upload(np.ones(2, "float32")) for device in mesh.devices])
+    for applied in range(2):
+        before = values(acc)
+        for first in range(1, 10):
+            calls = plant(mesh.devices, step, first=first)
+            try:
+                acc.apply_grad(grad)
+            except Planted:
+                assert counters(acc) == [(applied * len(mesh), 0, 0)]
+                assert values(acc) == before
+                continue
+            assert len(calls) < first, "all have failed once"
+            break
+        plant()
+    assert acc.take_grad(1).numpy().tolist() == [2.0 * len(mesh)] * 2
 
 
 # -- several accumulators -------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 
 import gradreduce as gr
 from gradreduce.device.sim_collective import SimCollective
-from gradreduce.errors import BackendUnavailableError
+from gradreduce.errors import BackendUnavailableError, CancelledError
 
 
 class Planted(RuntimeError):
@@ -150,3 +150,23 @@ def test_every_launch_of_these_takes_was_made_to_fail(face, case):
         with failing_at(mesh, 0) as tried:
             case.check(gr.take_grads(accumulators, 2))
         assert len(tried) == len(case.outcomes)
+
+
+def test_the_taker_is_told_and_whoever_waits_behind_it(face, crew):
+    """Also where another thread's apply served it: that has kept its gradient, and goes on."""
+    with gr.open_mesh([0, 0], backend="sim", kernels=face, strict=True) as mesh:
+        first, second = (gr.ConditionalAccumulator("float32", device=each) for each in mesh.devices)
+        for acc, times in ((first, 4), (second, 2)):
+            for _ in range(times):
+                acc.apply_grad([1.0])
+        joint = crew.waiting(gr.take_grads, [first, second], 3)
+        behind = crew.waiting(second.take_grad, 1)
+        with failing_at(mesh, 3) as tried:  # the apply's own, and a division by 4
+            assert second.apply_grad([1.0]) is True
+        assert len(tried) == 3
+        with pytest.raises(Planted) as caught:
+            joint.result()
+        assert "cannot be used any more" in caught.value.__notes__[0]
+        with pytest.raises((BackendUnavailableError, CancelledError), match=r"lost|cancelled"):
+            behind.result()
+        assert counters([first, second]) == [(4, 0, 0), (3, 0, 0)]

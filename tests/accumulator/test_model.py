@@ -1,152 +1,277 @@
-"""Any order of calls against a plain model: two accumulators on one device, alone and together."""
+"""Any order of calls against a plain model: three accumulators, alone and together, with a queue.
+
+One is on one device and two are over a mesh; each has two handles. Takes wait as tickets, which
+need no threads: whether one is served is known when the call that serves it has returned.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import gradreduce as gr
+from gradreduce.accumulator import joint, serve, take_now
 from gradreduce.errors import CancelledError, DeadlineExceededError, InvalidArgumentError
 
-WHICH = st.integers(0, 1)
-SIZES = st.integers(1, 3)
-OFFSETS = st.integers(-2, 2)
-SMALL = st.integers(-1000, 1000)
+NUM_DEVICES = 3
+OFFSETS = st.sampled_from([0, 0, 0, 1, 2, -1, -2])
+SMALL = st.integers(-300, 300)
+SIZES = st.sampled_from([(1, 1, 1), (1, 1, 1), (1, 1, 1), (2, 2, 1)])
+HANDLES = st.integers(0, 1)
+# Accumulators of one call, in its order; one most often.
+SOME = st.one_of(
+    st.integers(0, 2).map(lambda which: [which]),
+    st.lists(st.integers(0, 2), min_size=2, max_size=3, unique=True),
+)
+# How a gradient comes: by itself, from a replica, or as replicas on some devices, in any order.
+FORMS = st.one_of(
+    st.none(),
+    st.integers(0, NUM_DEVICES - 1),
+    st.permutations(range(NUM_DEVICES)),
+    st.just([2, 0]),
+)
+_names = itertools.count()
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A take in the queues of the model.
+
+    Attributes:
+        which: whose.
+        num_required: of each.
+        outcome: what each gave, ``"cancelled"``, or None while it waits.
+    """
+
+    which: list[int]
+    num_required: int
+    outcome: object = None
 
 
 class Model:
     """What an accumulator is, in plain Python."""
 
     def __init__(self, dtype, reduction_type):
-        self.dtype = dtype
-        self.reduction_type = reduction_type
+        self.dtype, self.reduction_type = dtype, reduction_type
         self.values = []  # lists of integers of one length
-        self.step = 0
-        self.num_dropped = 0
+        self.step = self.num_dropped = 0
         self.closed = False
+        self.queue = []
 
-    def is_stale(self, local_step):
-        return local_step < self.step
-
-    def fits(self, value):
-        return not self.values or len(value) == len(self.values[0])
+    def fits(self, grads):
+        return not self.values or len(grads[0]) == len(self.values[0])
 
     def take(self):
+        self.step += 1
+        if not self.values:
+            return None
         total = np.sum(self.values, axis=0, dtype="float32")
         divisor = len(self.values) if self.reduction_type == "MEAN" else 1
         self.values = []
-        self.step += 1
         return (total / np.float32(divisor)).astype(self.dtype).tolist()
+
+
+class World:
+    """Three models and who waits for them."""
+
+    def __init__(self):
+        self.models = [Model("float32", "MEAN"), Model("float16", "SUM"), Model("float32", "SUM")]
+
+    def of(self, which):
+        return [self.models[place] for place in which]
+
+    def is_closed(self, which):
+        return any(model.closed for model in self.of(which))
+
+    def apply(self, which, grads, local_step):
+        """Whether they are kept, or the error."""
+        models = self.of(which)
+        if self.is_closed(which):
+            return CancelledError
+        if any(local_step < model.step for model in models):
+            for model, parts in zip(models, grads, strict=True):
+                model.num_dropped += len(parts)
+            return False
+        if not all(model.fits(parts) for model, parts in zip(models, grads, strict=True)):
+            return InvalidArgumentError
+        for model, parts in zip(models, grads, strict=True):
+            model.values += parts
+        self.serve()
+        return True
+
+    def join(self, waiting):
+        for model in self.of(waiting.which):
+            model.queue.append(waiting)
+        self.serve()
+
+    def leave(self, waiting, outcome=None):
+        waiting.outcome = outcome
+        for model in self.of(waiting.which):
+            model.queue.remove(waiting)
+        self.serve()
+
+    def serve(self):
+        """Takes that head every queue and find enough, until there is none."""
+        for head in [model.queue[0] for model in self.models if model.queue]:
+            models = self.of(head.which)
+            if not self.is_closed(head.which) and all(
+                model.queue[0] is head and len(model.values) >= head.num_required
+                for model in models
+            ):
+                self.leave(head, [model.take() for model in models])
+                return
+
+    def close(self, which):
+        model = self.models[which]
+        model.closed, model.values = True, []
+        while model.queue:
+            self.leave(model.queue[0], "cancelled")
 
 
 class Accumulators(RuleBasedStateMachine):
     """Small integers: every gradient is exact in float16, their sum only in float32."""
 
-    def __init__(self):
-        super().__init__()
-        self.mesh = gr.open_mesh(1, backend="sim", strict=True)
-        self.models = [Model("float32", "MEAN"), Model("float16", "SUM")]
-        self.accumulators = [
-            gr.ConditionalAccumulator(
-                model.dtype, reduction_type=model.reduction_type, device=self.mesh.devices[0]
-            )
-            for model in self.models
-        ]
+    @initialize(algorithm=st.sampled_from(["hierarchical_copy", "nccl"]), peers=st.booleans())
+    def open_mesh(self, algorithm, peers):
+        self.mesh = gr.open_mesh([0, 0, 1], backend="sim", strict=True, peer_access=peers)
+        ops = gr.AllReduceCrossDeviceOps(algorithm)
+        self.world = World()
+        self.handles = []
+        for place, model in enumerate(self.world.models):
+            home = self.mesh if place else self.mesh.devices[1]
+            name = f"model {next(_names)}"
+            self.handles.append([
+                gr.ConditionalAccumulator(
+                    model.dtype, shared_name=name, reduction_type=model.reduction_type,
+                    device=home, cross_device_ops=ops,
+                )
+                for _ in range(2)
+            ])  # fmt: skip
+        self.waiting = []  # (ticket, in the model)
         self.held = []
 
     def teardown(self):
-        for array, wanted in self.held:
+        if hasattr(self, "mesh"):
+            self.mesh.close()
+        for array, wanted in getattr(self, "held", []):
             assert array.tolist() == wanted
-        self.mesh.close()
 
-    def open(self):
-        return not any(model.closed for model in self.models)
+    def some(self, which, handle=0):
+        return [self.handles[place][handle] for place in which]
 
-    def gradients(self, value, size):
-        return [value + place for place in range(size)]
+    def hold(self, taken, wanted):
+        """What was taken is what the model says, now and at the end."""
+        for result, values in zip(taken, wanted, strict=True):
+            if values is None:
+                assert result is None
+                continue
+            for array in result.values if isinstance(result, gr.Mirrored) else [result]:
+                assert array.tolist() == values
+                self.held.append((array, values))
 
-    @rule(which=WHICH, value=SMALL, size=SIZES, offset=OFFSETS, cast=st.booleans())
-    def apply(self, which, value, size, offset, cast):
-        acc, model = self.accumulators[which], self.models[which]
-        grad, local_step = self.gradients(value, size), model.step + offset
-        array = np.array(grad, "float64") if cast else grad
-        if model.closed:
-            with pytest.raises(CancelledError):
-                acc.apply_grad(array, local_step, cast=cast)
-        elif model.is_stale(local_step):
-            assert acc.apply_grad(array, local_step, cast=cast) is False
-            model.num_dropped += 1
-        elif not model.fits(grad):
-            with pytest.raises(InvalidArgumentError):
-                acc.apply_grad(array, local_step, cast=cast)
-        else:
-            assert acc.apply_grad(array, local_step, cast=cast) is True
-            model.values.append(grad)
+    def gradient(self, form, value, size, cast):
+        """An array or a PerReplica, and what it adds."""
+        devices = form if isinstance(form, list) else [0]
+        values = [[value + place + 10 * turn for place in range(size)]
+                  for turn in range(len(devices))]  # fmt: skip
+        arrays = [np.array(each, "float64") if cast else np.array(each) * 1.0 for each in values]
+        if not isinstance(form, list):
+            return arrays[0] if cast else values[0], values
+        return gr.PerReplica(arrays, devices=[self.mesh.devices[each] for each in devices]), values
 
-    @rule(values=st.tuples(SMALL, SMALL), sizes=st.tuples(SIZES, SIZES), offset=OFFSETS,
-          backwards=st.booleans())  # fmt: skip
-    def apply_both(self, values, sizes, offset, backwards):
-        grads = [self.gradients(*pair) for pair in zip(values, sizes, strict=True)]
-        order = slice(None, None, -1 if backwards else 1)
-        local_step = max(model.step for model in self.models) + offset
+    @rule(which=st.integers(0, 2), form=FORMS, value=SMALL, handle=HANDLES)
+    def apply_one(self, which, form, value, handle):
+        self.apply([which], form, value, (1, 1, 1), 0, handle)
+
+    @rule(which=SOME, form=FORMS, value=SMALL, sizes=SIZES, offset=OFFSETS, handle=HANDLES)
+    def apply(self, which, form, value, sizes, offset, handle):
+        made = [
+            self.gradient(form, value + place, sizes[place], cast=True)
+            for place in range(len(which))
+        ]
+        local_step = max(model.step for model in self.world.of(which)) + offset
+        wanted = self.world.apply(which, [parts for _, parts in made], local_step)
+        with gr.replica(form) if isinstance(form, int) else nullcontext():
+            accumulators, grads = self.some(which, handle), [grad for grad, _ in made]
+
+            def call():
+                if len(which) == 1:
+                    return accumulators[0].apply_grad(grads[0], local_step, cast=True)
+                return gr.apply_grads(accumulators, grads, local_step, cast=True)
+
+            if isinstance(wanted, bool):
+                assert call() is wanted
+            else:
+                with pytest.raises(wanted):
+                    call()
+
+    @rule(which=SOME, num_required=st.sampled_from([1, 1, 1, 2, 0]), handle=HANDLES)
+    def take(self, which, num_required, handle):
+        """With no time: it is served at once, or loses its place again."""
+        waiting = Waiting(which, num_required)
+        if num_required >= 1 and not self.world.is_closed(which):
+            self.world.join(waiting)
+            if waiting.outcome is None:
+                self.world.leave(waiting)
+        accumulators = self.some(which, handle)
 
         def call():
-            return gr.apply_grads(self.accumulators[order], grads[order], local_step)
+            if len(which) == 1:
+                return [accumulators[0].take_grad(num_required, timeout=0)]
+            return gr.take_grads(accumulators, num_required, timeout=0)
 
-        if not self.open():
+        if waiting.outcome is not None:
+            self.hold(call(), waiting.outcome)
+            return
+        closed = CancelledError if self.world.is_closed(which) else DeadlineExceededError
+        with pytest.raises(InvalidArgumentError if num_required < 1 else closed):
+            call()
+
+    @rule(which=SOME, num_required=st.integers(1, 4))
+    def wait(self, which, num_required):
+        states = tuple(acc.accumulator_ref for acc in self.some(which))
+        ticket, waiting = joint.Ticket(states, num_required), Waiting(which, num_required)
+        if self.world.is_closed(which):
             with pytest.raises(CancelledError):
-                call()
-        elif any(model.is_stale(local_step) for model in self.models):
-            assert call() is False
-            for model in self.models:
-                model.num_dropped += 1
-        elif not all(model.fits(grad) for model, grad in zip(self.models, grads, strict=True)):
-            with pytest.raises(InvalidArgumentError):
-                call()
-        else:
-            assert call() is True
-            for model, grad in zip(self.models, grads, strict=True):
-                model.values.append(grad)
-
-    @rule(which=WHICH, num_required=st.integers(0, 4))
-    def take(self, which, num_required):
-        acc, model = self.accumulators[which], self.models[which]
-        if num_required < 1:
-            error = InvalidArgumentError
-        elif model.closed:
-            error = CancelledError
-        elif len(model.values) < num_required:
-            error = DeadlineExceededError
-        else:
-            wanted = model.take()
-            taken = acc.take_grad(num_required, timeout=0)
-            assert taken.tolist() == wanted
-            self.held.append((taken, wanted))
+                serve.join(ticket)
             return
-        with pytest.raises(error):
-            acc.take_grad(num_required, timeout=0)
+        self.waiting.append((ticket, waiting))
+        self.world.join(waiting)
+        serve.join(ticket)
 
-    @rule(num_required=st.integers(1, 3), backwards=st.booleans())
-    def take_both(self, num_required, backwards):
-        order = slice(None, None, -1 if backwards else 1)
-        enough = min(len(model.values) for model in self.models) >= num_required
-        if not (self.open() and enough):
-            with pytest.raises(DeadlineExceededError if self.open() else CancelledError):
-                gr.take_grads(self.accumulators[order], num_required, timeout=0)
+    @precondition(lambda self: self.waiting)
+    @rule(place=st.integers(0, 9))
+    def expire(self, place):
+        ticket, waiting = self.waiting.pop(place % len(self.waiting))
+        self.world.leave(waiting)
+        with pytest.raises(DeadlineExceededError):
+            serve.await_ticket(ticket, 0)
+
+    @rule(which=SOME, num_required=st.integers(1, 3))
+    def take_now(self, which, num_required):
+        models = self.world.of(which)
+        if self.world.is_closed(which):
+            with pytest.raises(CancelledError):
+                take_now(self.some(which), num_required)
             return
-        wanted = [model.take() for model in self.models]
-        taken = gr.take_grads(self.accumulators[order], num_required, timeout=0)[order]
-        assert [array.tolist() for array in taken] == wanted
-        self.held += zip(taken, wanted, strict=True)
+        taken = take_now(self.some(which), num_required)
+        enough = max(len(model.values) for model in models) >= num_required
+        if any(model.queue for model in models) or not enough:
+            assert taken is None
+        else:
+            self.hold(taken, [model.take() for model in models])
 
-    @rule(which=WHICH, offset=st.integers(-3, 3))
-    def set_step(self, which, offset):
-        acc, model = self.accumulators[which], self.models[which]
+    @rule(which=st.integers(0, 2), offset=st.integers(-3, 3), handle=HANDLES)
+    def set_step(self, which, offset, handle):
+        (acc,), model = self.some([which], handle), self.world.models[which]
         if model.closed:
             with pytest.raises(CancelledError):
                 acc.set_global_step(model.step + offset)
@@ -154,19 +279,37 @@ class Accumulators(RuleBasedStateMachine):
             acc.set_global_step(model.step + offset)
             model.step += offset
 
-    @precondition(lambda self: self.open() and len(self.held) > 3)
-    @rule(which=WHICH)
-    def close(self, which):
-        self.accumulators[which].close()
-        self.models[which].closed = True
+    @precondition(lambda self: not self.world.is_closed([0, 1, 2]) and len(self.held) > 3)
+    @rule(which=st.integers(0, 2), handle=HANDLES)
+    def close(self, which, handle):
+        self.handles[which][handle].close()
+        self.world.close(which)
+
+    @invariant()
+    def waiters_agree(self):
+        """Whoever the model has served or cancelled is, and nobody else."""
+        still = []
+        for ticket, waiting in self.waiting:
+            assert ticket.done.is_set() == (waiting.outcome is not None)
+            if waiting.outcome is None:
+                still.append((ticket, waiting))
+            elif waiting.outcome == "cancelled":
+                with pytest.raises(CancelledError):
+                    serve.await_ticket(ticket, 0)
+            else:
+                serve.await_ticket(ticket, 0)
+                self.hold(joint._handed_out(ticket), waiting.outcome)
+        self.waiting = still
 
     @invariant()
     def counts_agree(self):
-        for acc, model in zip(self.accumulators, self.models, strict=True):
-            assert (acc.global_step, acc.num_dropped) == (model.step, model.num_dropped)
-            if not model.closed:
-                assert acc.num_accumulated() == len(model.values)
-            assert not acc.accumulator_ref.queue
+        for place, handles in enumerate(self.handles):
+            model = self.world.models[place]
+            for acc in handles:
+                assert (acc.global_step, acc.num_dropped) == (model.step, model.num_dropped)
+                if not model.closed:
+                    assert acc.num_accumulated() == len(model.values)
+                assert len(acc.accumulator_ref.queue) == len(model.queue)
 
 
 @pytest.fixture(autouse=True)
@@ -177,4 +320,4 @@ def no_warnings(caplog):
 
 
 TestAccumulators = Accumulators.TestCase
-TestAccumulators.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAccumulators.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

@@ -67,11 +67,13 @@ def test_what_is_missing_is_named(filled):
     assert same(filled.take_grad(2), TOTAL.astype("float16")), "a NaN is a sum as good as any"
 
 
-def test_more_sums_than_gradients(mesh):
+def test_sums_that_fit_neither_count_nor_shape(mesh):
     acc = gr.ConditionalAccumulator("float32", device=mesh)
     acc.apply_grad(gr.PerReplica([[1.0]] * len(mesh), mesh), cast=True)
     state = acc.state_dict() | {"num_accumulated": len(mesh) - 1}
     check_refused(acc, state, ValueError, f"{len(mesh)} sums of {len(mesh) - 1} gradients")
+    state = acc.state_dict() | {"sum_shape": [None, 1]}
+    check_refused(acc, state, ValueError, "is (None, 1), which does not fit the accumulator's None")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import gradreduce as gr
+from gradreduce.errors import CancelledError
 
 
 def test_handles_of_one_name_are_one_accumulator(accumulator, crew):
@@ -116,3 +117,15 @@ def test_threads_that_come_first_together_get_the_same_one(accumulator, crew):
     handles = [call.result() for call in [crew.start(handle) for _ in range(16)]]
     assert len({made.accumulator_ref for made in handles}) == 1
     assert handles[0].num_accumulated() == 16
+
+
+def test_a_closed_one_gives_its_name_up(accumulator):
+    """Though its handle, or a traceback, is still there; and to another definition too."""
+    first = accumulator("float32", (2,), shared_name="given up")
+    first.close()
+    second = accumulator("float64", shared_name="given up")
+    assert second.accumulator_ref is not first.accumulator_ref
+    assert second.apply_grad([1.0])
+    assert accumulator("float64", shared_name="given up").num_accumulated() == 1
+    with pytest.raises(CancelledError):
+        first.apply_grad([1.0, 1.0])

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
+from collections import deque
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 import gradreduce as gr
+from gradreduce.accumulator.serve import close
 from gradreduce.accumulator.state import locked
-from gradreduce.errors import CancelledError
+from gradreduce.errors import CancelledError, DeadlineExceededError
 
-NUM_APPLIERS = 12
-NUM_TAKERS = 4
-NUM_EACH = 140  # applies of each applier: in three tests on two faces, 10,080 in all
+NUM_APPLIERS = 48
+NUM_TAKERS = 16
+LONG_S = 180.0  # for what takes ten seconds where nobody else works
 
 
 @pytest.fixture(autouse=True)
@@ -26,128 +30,219 @@ def restless():
     sys.setswitchinterval(before)
 
 
-def one_hot(place, size):
-    """A gradient that can be recognised in any sum."""
-    made = np.zeros(size, "float32")
-    made[place] = 1
-    return made
+@contextmanager
+def opened(placement, face="numpy"):
+    """A mesh that is closed if all goes well: after a deadlock that would wait for ever."""
+    mesh = gr.open_mesh(placement, backend="sim", kernels=face, strict=True)
+    yield mesh
+    mesh.close()
+
+
+class Watched(deque):
+    """A queue of takes that notes who came and who was served, in order; its lock is held.
+
+    Attributes:
+        joined: every ticket, with the thread that waits for it.
+        served: tickets that were handed a gradient, with whether they were the head.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.joined, self.served = [], []
+
+    def append(self, ticket):
+        super().append(ticket)
+        self.joined.append((ticket, threading.get_ident()))
+
+    def remove(self, ticket):
+        if ticket.taken:
+            self.served.append((ticket, self[0] is ticket))
+        super().remove(ticket)
 
 
 class Run:
-    """Appliers and takers that start together.
+    """Appliers and takers that start together, and what becomes of every gradient.
 
-    Attributes:
-        kept: gradients that were kept, by place.
-        taken: ``taken[take][accumulator]``, the sums that were handed out.
+    The k-th gradient of an applier says whose it is and that it is the k-th: it holds 1 at the
+    applier's place, and k at its place in the second half. An applier's gradients are kept in
+    order, so the counts of the takes before tell which of them a take must hold.
+
+    Args:
+        crew: whose threads they are.
+        accumulators: of SUM.
+        num_each: applies of each applier.
     """
 
-    def __init__(self, crew, accumulators):
-        self.accumulators = accumulators
-        self.size = NUM_APPLIERS * NUM_EACH
-        self.kept = np.zeros(self.size, bool)
-        self.taken = []
+    def __init__(self, crew, accumulators, num_each):
+        self.accumulators, self.num_each = accumulators, num_each
+        self.states = [acc.accumulator_ref for acc in accumulators]
+        for state in self.states:
+            state.queue = Watched()
+        self.kept = [[] for _ in range(NUM_APPLIERS)]
+        self.results = {}  # of the takes of each thread, [accumulator or None]
         self._start = threading.Barrier(NUM_APPLIERS + NUM_TAKERS)
         takers = [crew.start(self.take, number) for number in range(NUM_TAKERS)]
         appliers = [crew.start(self.apply, number) for number in range(NUM_APPLIERS)]
         for call in appliers:
-            call.result()
+            call.result(LONG_S)
         # What is left is not enough for whoever is head: they would wait for ever.
-        with locked([acc.accumulator_ref for acc in accumulators]):
-            self.left = [
-                [total.numpy() for total in acc.accumulator_ref.totals if total is not None]
-                for acc in accumulators
-            ]
-            self.counts = [acc.num_accumulated() for acc in accumulators]
-            self.steps = [acc.global_step for acc in accumulators]
-            for acc in accumulators:
-                acc.close()
+        self.left, self.counts, self.steps = [], [], []
+        with locked(self.states):
+            for state in self.states:
+                totals = [total.numpy() for total in state.totals if total is not None]
+                self.left.append(np.sum(totals, axis=0))
+                self.counts.append(state.count)
+                self.steps.append(state.step)
+                close(state)  # a take from the next one alone may be served by that
         for call in takers:
             with pytest.raises(CancelledError):
                 call.result()
 
+    # -- what the threads do ------------------------------------------------------------------
+
     def apply(self, number):
-        mine = range(number, self.size, NUM_APPLIERS)
-        grads = [one_hot(place, self.size) for place in mine]
+        grad = np.zeros(2 * NUM_APPLIERS)
+        grad[number] = 1
         self._start.wait(30)
-        for place, grad in zip(mine, grads, strict=True):
-            step = max(acc.global_step for acc in self.accumulators)
-            self.kept[place] = self.apply_one(number, grad, step)
+        for place in range(self.num_each):
+            grad[NUM_APPLIERS + number] = place  # not kept: it may be written again
+            step = max(acc.global_step for acc in self.accumulators) + place % 3
+            self.kept[number] += [place] * self.apply_one(number, grad, step)
 
     def apply_one(self, number, grad, step):
+        """How many gradients were kept."""
         (acc,) = self.accumulators
-        return acc.apply_grad(grad, step)
+        return int(acc.apply_grad(grad, step))
 
     def take(self, number):
+        mine = self.results[threading.get_ident()] = []
         self._start.wait(30)
         while True:
-            self.taken.append(self.take_one(number))
+            try:
+                mine.append(self.take_one(number, None if number % 4 else 0.001))
+            except DeadlineExceededError:
+                mine.append(None)
 
-    def take_one(self, number):
+    def take_one(self, number, timeout):
         (acc,) = self.accumulators
-        return [acc.take_grad(1 + number)]
+        return [acc.take_grad(1 + 5 * number, timeout=timeout)]
 
-    def check(self, each=1):
-        """Nothing is lost and nothing twice: every element of the sums is 0 or 1."""
-        assert set(self.steps) == {len(self.taken)}
-        for place in range(len(self.accumulators)):
-            assert self.counts[place] * each < self.size
-            total = np.zeros(self.size, "float32")
-            for sums in self.taken:
-                assert sums[place].sum() >= 1
-                total += sums[place]
-            for left in self.left[place]:
-                total += left
-            assert (total == self.kept).all()
-            assert sum(left.sum() for left in self.left[place]) == self.counts[place]
+    # -- what must have happened --------------------------------------------------------------
+
+    def check(self):
+        """Nothing is lost and nothing twice, and who came first was served first."""
+        for place, state in enumerate(self.states):
+            sums = self.in_order(place, state)
+            assert self.steps[place] == len(sums) > 0
+            self.account([*sums, self.left[place]], self.counts[place])
+
+    def in_order(self, place, state):
+        """The sums that takes were handed, in the order of the takes."""
+        joined = [ticket for ticket, _ in state.queue.joined]
+        served = [ticket for ticket, _ in state.queue.served]
+        assert all(was_head for _, was_head in state.queue.served)
+        assert served == [ticket for ticket in joined if ticket.taken], "first come, first served"
+        # The takes of one thread, cancelled by the end without a result, stood here in its order.
+        results = {thread: iter(mine) for thread, mine in self.results.items()}
+        handed = {ticket: next(results[thread], None) for ticket, thread in state.queue.joined}
+        sums = []
+        for ticket in served:
+            taken = handed[ticket][ticket.states.index(state)]
+            copies = taken.values if isinstance(taken, gr.Mirrored) else [taken]
+            assert all((copies[0] == copy).all() for copy in copies[1:])
+            assert copies[0][:NUM_APPLIERS].sum() >= ticket.num_required
+            sums.append(copies[0])
+        return sums
+
+    def account(self, sums, num_left):
+        """Every applier's gradients are in the sums one after the other, each once."""
+        sums = np.array([np.broadcast_to(total, 2 * NUM_APPLIERS) for total in sums])
+        assert sums[-1, :NUM_APPLIERS].sum() == num_left
+        upto = np.cumsum(sums[:, :NUM_APPLIERS], axis=0).astype(int)
+        for applier, kept in enumerate(self.kept):
+            numbers = np.array([0, *itertools.accumulate(kept)])
+            assert upto[-1, applier] == len(numbers) - 1
+            wanted = np.diff(numbers[upto[:, applier]], prepend=0)
+            assert (wanted == sums[:, NUM_APPLIERS + applier]).all()
 
 
-def test_sixteen_threads_on_one_accumulator(accumulator, crew):
-    run = Run(crew, [accumulator(reduction_type="SUM")])
-    run.check()
-    assert len(run.taken) > 0
+@pytest.mark.slow
+def test_a_hundred_thousand_applies_of_sixty_four_threads(crew):
+    with opened(1) as mesh:
+        acc = gr.ConditionalAccumulator("float64", reduction_type="SUM", device=mesh.devices[0])
+        Run(crew, [acc], -(-100_000 // NUM_APPLIERS)).check()
 
 
-class MeanRun(Run):
-    """Means of one accumulator over a mesh, its gradients from every replica."""
+class MeshRun(Run):
+    """Gradients from one replica, or from all of them."""
 
     def apply_one(self, number, grad, step):
         (acc,) = self.accumulators
-        with gr.replica(number % 4):
-            return acc.apply_grad(grad, step)
-
-    def take_one(self, number):
-        (acc,) = self.accumulators
-        (mean, *others) = acc.take_grad(1 + number).values
-        assert all((mean == other).all() for other in others)
-        count = np.count_nonzero(mean)
-        assert count >= 1 + number
-        assert (mean[mean != 0] == np.float32(1) / np.float32(count)).all()
-        return [(mean != 0).astype("float32")]
+        mesh = acc.accumulator_ref.devices[0].mesh
+        if number % 5 == 0:
+            return len(mesh) * acc.apply_grad(gr.PerReplica([grad] * len(mesh), mesh), step)
+        with gr.replica(number % 5 - 1):
+            return int(acc.apply_grad(grad, step))
 
 
-def test_sixteen_threads_over_a_mesh(face, crew):
-    with gr.open_mesh([0, 0, 1, 1], backend="sim", kernels=face, strict=True) as mesh:
-        MeanRun(crew, [gr.ConditionalAccumulator("float32", device=mesh)]).check()
+def test_sixty_four_threads_over_a_mesh(face, crew):
+    with opened([0, 0, 1, 1], face) as mesh:
+        acc = gr.ConditionalAccumulator("float64", reduction_type="SUM", device=mesh)
+        MeshRun(crew, [acc], 40).check()
 
 
 class JointRun(Run):
-    """Two accumulators; half of the threads name them in the other order."""
+    """Two accumulators; the threads name them in either order, and some take from one alone."""
 
-    def ordered(self, number, values):
-        return values[::-1] if number % 2 else list(values)
+    def ordered(self, number):
+        return self.accumulators[:: -1 if number % 2 else 1]
 
     def apply_one(self, number, grad, step):
-        return gr.apply_grads(self.ordered(number, self.accumulators), [grad, grad], step)
+        return int(gr.apply_grads(self.ordered(number), [grad, grad], step))
 
-    def take_one(self, number):
-        taken = gr.take_grads(self.ordered(number, self.accumulators), 1 + number // 2)
-        return self.ordered(number, taken)
+    def take_one(self, number, timeout):
+        if number % 3 == 0:
+            (acc, _) = self.ordered(number)
+            return [acc.take_grad(1 + number, timeout=timeout)]
+        return gr.take_grads(self.ordered(number), 1 + number, timeout=timeout)
 
 
-def test_sixteen_threads_on_two_accumulators_together(accumulator, crew):
-    run = JointRun(crew, [accumulator(reduction_type="SUM") for _ in range(2)])
-    run.check()
-    assert all((left == right).all() for left, right in run.taken)
+@pytest.mark.parametrize("second", [0, slice(1, None)], ids=["device", "mesh"])
+def test_sixty_four_threads_on_two_accumulators_together(face, crew, second):
+    with opened([0, 0, 1], face) as mesh:
+        homes = mesh.devices[1], mesh.devices[0] if second == 0 else mesh[second]
+        accumulators = [
+            gr.ConditionalAccumulator("float64", reduction_type="SUM", device=home)
+            for home in homes
+        ]
+        JointRun(crew, accumulators, 40).check()
+
+
+def test_means_of_many_threads_are_of_all_that_each_take_holds(face, crew):
+    """Every gradient can be told in a mean too: one over the count, at its place."""
+    num_each, num_threads = 20, 16
+    size = num_each * num_threads
+    with opened([0, 0, 1, 1], face) as mesh:
+        acc = gr.ConditionalAccumulator("float32", device=mesh)
+        start = threading.Barrier(num_threads + 1)
+
+        def apply(number):
+            start.wait(30)
+            with gr.replica(number % len(mesh)):
+                for place in range(number, size, num_threads):
+                    assert acc.apply_grad(np.eye(1, size, place, "float32")[0], 2**62)
+
+        calls = [crew.start(apply, number) for number in range(num_threads)]
+        start.wait(30)
+        seen = np.zeros(size, int)
+        while seen.sum() < size:
+            for copy in acc.take_grad(1).values:
+                count = np.count_nonzero(copy)
+                assert (copy[copy != 0] == np.float32(1) / np.float32(count)).all()
+            seen += copy != 0
+        assert (seen == 1).all()
+        for call in calls:
+            call.result()
 
 
 def test_a_waiting_take_gets_no_more_than_it_needs_from_applies_of_one_step(accumulator, crew):

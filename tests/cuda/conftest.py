@@ -28,6 +28,7 @@ SHARED = {
         "prepared",
         "reductions",
         "segments",
+        "sparse",
     )
 }
 FAKE = getattr(sys.modules.get("cupy"), "FAKE", False)

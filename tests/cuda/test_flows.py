@@ -270,6 +270,39 @@ def test_what_is_saved_of_an_accumulator_goes_on_anywhere(placement, gpus):
             assert all(map(same, arrays, wanted))
 
 
+@pytest.mark.parametrize("peers", [True, False])
+@pytest.mark.parametrize(
+    "placement",
+    [
+        pytest.param([0, 0, 0], marks=pytest.mark.gpu),
+        pytest.param([0, 1, 1], marks=pytest.mark.multi_gpu(2)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_replicas_of_a_mesh_on_one_device(placement, dtype, peers, gpus):
+    """Added where one sum is, in order; they may be overwritten as soon as the call is back."""
+
+    def taken(mesh: Mesh) -> list[np.ndarray]:
+        accumulator = gr.ConditionalAccumulator(dtype, (1003,), device=mesh.devices[1])
+        made = []
+        for turn in range(2):
+            for part in range(2):
+                values = [
+                    device.upload(tensor((1003,), dtype, 10 * turn + 3 * part + place))
+                    for place, device in enumerate(mesh.devices)
+                ]
+                assert accumulator.apply_grad(gr.PerReplica(values), turn)
+                for value in values:
+                    value.device.upload(tensor((1003,), dtype, 99), out=value)
+            made.append(accumulator.take_grad(6).numpy())
+        return made
+
+    gpus(5, peers=peers)
+    with opened(placement) as (mesh, sim):
+        assert all(map(same, taken(mesh), taken(sim)))
+
+
 @pytest.mark.parametrize(("placement", "algorithm"), [PLACED[2], PLACED[-2]])
 def test_a_reduction_is_explained(monkeypatch, placement, algorithm):
     monkeypatch.setattr("gradreduce.device.rates.GPU_BYTES", 1 << 12)

@@ -184,3 +184,17 @@ def test_a_failure_half_way_through_an_accumulation_loses_the_devices(mesh, monk
     with pytest.raises(BackendUnavailableError, match="a call failed half way"):
         accumulator.take_grad(4, timeout=0)
     assert accumulator.num_accumulated() == 4
+
+
+def test_a_collective_counts_as_work_that_was_given(mesh):
+    """It writes in place: what fails behind it is half way through."""
+    first, other = mesh.devices[0], mesh.devices[2]
+    buffers = [uploaded(first, 1), uploaded(other, 2)]
+    with pytest.raises(RuntimeError) as caught, mesh.fabric.whole_or_lost([first, other]):
+        mesh.collective.all_reduce(buffers)
+        raise RuntimeError("no more")
+    assert "cannot be used any more" in caught.value.__notes__[0]
+    for lost in (first, other):
+        with pytest.raises(BackendUnavailableError, match="a call failed half way"):
+            lost.empty((1,), FLOAT)
+    assert mesh.devices[3].zeros((1,), FLOAT).numpy() == 0

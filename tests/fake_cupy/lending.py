@@ -206,6 +206,34 @@ def accumulated_by_replicas(mesh, tensors, value) -> Check:
     return lambda: acc.take_grad(1, as_kind="buffer").buffers[0].numpy()
 
 
+def accumulated_rows(mesh, tensors, value) -> Check:
+    """Each device by itself, then one for both that share a GPU: both sums grow, by its launch."""
+    accs = [gr.SparseConditionalAccumulator("float32", reduction_type="SUM", device=device)
+            for device in mesh.devices[:2]]  # fmt: skip
+    first = Tensor(tensors[0].array[:2])
+    for acc in accs:
+        acc.apply_grad([1, 0], first)
+    for rows in rows_of(tensors):  # the last ones come from the other GPU
+        gr.apply_grads(accs, [rows, rows])
+
+    def taken():
+        found = [acc.take_indexed_slices_grad(4, as_kind="buffer").values for acc in accs]
+        last, rows = found[1].numpy(), found[0].numpy()
+        assert (last == rows).all(), "wrong values of one of them"
+        rows[1::-1] -= values()[:2]
+        return rows
+
+    return taken
+
+
+def accumulated_rows_by_replicas(mesh, tensors, value) -> Check:
+    """Their sums are brought together while what was shown to the caller may be written."""
+    acc = gr.SparseConditionalAccumulator("float32", reduction_type="SUM", device=mesh)
+    acc.apply_indexed_slices_grad(gr.PerReplica(rows_of(tensors), mesh))
+    taken = acc.take_indexed_slices_grad(3, as_kind="buffer")
+    return lambda: taken.parts[2].values.numpy()
+
+
 def stepped(mesh, tensors, value) -> Check:
     variable = gr.Variable(np.zeros(SHAPE, "float32"), device=mesh)
     step = gr.SyncStep([variable], gr.GradientDescentOptimizer(-3.0), gr.AllReduceCrossDeviceOps(
@@ -265,6 +293,7 @@ CASES = [
     reduced_to_one, added_by_the_callers_own, all_reduced, given_in_place, prepared, captured,
     broadcast, added, added_of_another_library, accumulated_n, aggregated_one_by_one,
     aggregated_at_the_end, copied_alone,
-    accumulated, accumulated_by_replicas, stepped, optimized, optimized_by_replicas, assigned,
+    accumulated, accumulated_by_replicas, accumulated_rows, accumulated_rows_by_replicas,
+    stepped, optimized, optimized_by_replicas, assigned,
     made_dense, merged, joined, joined_across,
 ]  # fmt: skip

@@ -374,6 +374,16 @@ _LENDS = {
         PARKING, 'bool(getattr(user, "ptr", user) == stream)', "True"
     ),
 }  # fmt: skip
+_ROWS = "gradreduce.accumulator.sparse_sums"
+_LENDS |= {
+    "sparse sums do not gather": (_ROWS, "        gather(devices[0], devices)\n        add()",
+                                  "        add()"),
+    "sparse sums do not scatter": (_ROWS, "        add()\n        scatter(devices[0], devices)",
+                                   "        add()"),
+    "a sparse sum grows without a fence": (
+        _ROWS, "        gather(devices[0], devices)\n        ops.pack(", "        ops.pack("
+    ),
+}  # fmt: skip
 _LENDING = {name: Planted("", (_change(*change),), lends=True) for name, change in _LENDS.items()}
 FAULTS: dict[str, Planted] = {
     **_FENCES, **_LINES, **_LIVES, **_DEVICES, **_KERNELS, **_NCCL, **_HANGING, **_CAPTURES,

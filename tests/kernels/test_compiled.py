@@ -142,4 +142,4 @@ def test_a_table_may_lie_outside_the_parameters(face, num_rows):
 def test_an_unknown_template_is_an_error():
     entry = compiled.host_kernel(small(), BUILD)
     with pytest.raises(KeyError):
-        entry.run(("float64", "float64", 2), np.zeros(1, compiled.TABLE), (2,))
+        entry.run(("float64", "float64", 2), np.zeros(1, compiled.TABLE).ctypes.data, (2,))

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from gradreduce.device import compatible
 from gradreduce.errors import InvalidArgumentError
 
-from .dense_sums import add_dense
+from .dense_sums import add_dense, launch_dense, ready_dense
 from .serve import serve_held
 from .sparse_door import check_sum_shape
 from .sparse_sums import SparseAdditions
@@ -91,19 +91,21 @@ def _check_shape(arrival: Arrival) -> None:
         return
     shape = arrival.shape
     expected = state.sum_shape if state.count else state.shape
-    if expected is not None and not compatible(shape, expected):
+    if expected is not None and shape != expected and not compatible(shape, expected):
         raise InvalidArgumentError(f"Shape mismatch: expected {list(expected)}, got {list(shape)}")
 
 
 def _add(arrivals: Sequence[Arrival]) -> None:
-    """Sparse gradients are ready before the first launch that writes in place."""
-    dense = [arrival for arrival in arrivals if not arrival.state.sparse]
-    if len(dense) == len(arrivals):
-        add_dense(dense)
+    """All are ready before the first launch, and what goes into new memory goes first."""
+    if not any([arrival.state.sparse for arrival in arrivals]):
+        add_dense(arrivals)
         return
+    dense = [arrival for arrival in arrivals if not arrival.state.sparse]
     sparse = SparseAdditions([arrival for arrival in arrivals if arrival.state.sparse])
-    devices = [device for arrival in arrivals for device in arrival.state.devices]
-    with devices[0].fabric.whole_or_lost(devices) if dense else nullcontext():
-        add_dense(dense)
-        sparse.launch()
+    additions = ready_dense(dense)
+    sparse.launch_apart()
+    kept = [*sparse.kept, *(device for arrival in dense for device in arrival.state.devices)]
+    with kept[0].fabric.whole_or_lost(kept) if sparse.kept else nullcontext():
+        sparse.launch_in_place()
+        launch_dense(additions)
     sparse.commit()

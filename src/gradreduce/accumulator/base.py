@@ -77,11 +77,12 @@ class ConditionalAccumulatorBase:
         Gradients in the sum stay, waiting takes are not looked at.
 
         Args:
-            new_global_step: an integer, or a Variable that holds one.
+            new_global_step: an integer, below 0 too, or a Variable that holds one, on any devices.
             name: ignored; TensorFlow's name of the operation.
 
         Raises:
             TypeError: neither.
+            InvalidArgumentError: it does not fit in int64.
             CancelledError: the accumulator was closed.
         """
         self._state.set_step(as_step("new_global_step", new_global_step))
@@ -112,7 +113,10 @@ class ConditionalAccumulatorBase:
             ``"kind"``, what the next take hands out: that of the first gradient in the sum;
             ``"partial_sums"``, a list with a NumPy array for each device, in mesh order, in the
             accumulate type (float32 for halves, so nothing is rounded), or None where nothing
-            came. With nothing in the sum the last three are None, None and a list of None.
+            came; of a sparse accumulator a dict of three instead of the array: ``"indices"``
+            (int64, rising), ``"num_touches"`` (int64, how many gradients touched each) and
+            ``"values"``, the rows. With nothing in the sum the last three are None, None and a list
+            of None.
 
         Raises:
             CancelledError: the accumulator was closed.

@@ -26,7 +26,8 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         dtype: float16, bfloat16, float32 or float64; halves are summed in float32.
         shape: of the gradients; None for any, None entries for any extent. The first gradient
             after a take fixes what is open, until the next take.
-        shared_name: if not empty, all accumulators of this name in the process are one.
+        shared_name: if not empty, all accumulators of this name in the process are one, as long
+            as a handle of it is held and until it is closed.
         name: of the accumulator.
         reduction_type: ``"MEAN"``, which divides by all that arrived, or ``"SUM"``.
         device: a device, or a whole mesh: then a partial sum is kept on each of its devices and
@@ -63,8 +64,9 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
     ) -> bool:  # fmt: skip
         """Adds a gradient, unless it is stale: ``local_step`` less than the accumulator's step.
 
-        A later step than the accumulator's is not stale. Never blocks for a device; may serve
-        takes that wait.
+        A later step than the accumulator's is not stale. Of what is, only the dtype and the
+        constructor's shape are looked at: it costs the device nothing. Never blocks for a device;
+        may serve takes that wait.
 
         Args:
             grad: an array, number or nested list; IndexedSlices, which are made dense (without a
@@ -74,7 +76,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
                 them. Not written, not kept: when this returns its library's current stream may
                 overwrite it. A host array goes to the device of the enclosing ``gr.replica``, else
                 to the first.
-            local_step: the step at which it was computed.
+            local_step: the step at which it was computed: an int64, or a Variable that holds one.
             name: ignored; TensorFlow's name of the operation.
             cast: convert an array of another float dtype instead of refusing it.
 

@@ -7,6 +7,7 @@ nothing is zeroed and nothing waits for a device.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,14 @@ from gradreduce.device import (
 
 from .state import AccumulatorState, Arrival, SparseSum
 
-__all__ = ["add_dense", "prepare_arrivals", "prepare_parts"]
+__all__ = [
+    "add_dense",
+    "launch_dense",
+    "lie_together",
+    "prepare_arrivals",
+    "prepare_parts",
+    "ready_dense",
+]
 
 
 def prepare_arrivals(devices: Sequence[Device], dtype: DType, gradient: DType) -> None:
@@ -61,7 +69,7 @@ class _Addition:
         place: of the device in ``state.devices``.
         device: that device.
         gradients: within its reach; at least one, in the order in which they are added.
-        total: the partial sum; None until there is one.
+        total: the partial sum; a new one until it is launched has no memory, or no value yet.
     """
 
     state: AccumulatorState
@@ -82,6 +90,11 @@ def add_dense(arrivals: Sequence[Arrival]) -> None:
     Several gradients for one sum are added in their order, with the bits of one arrival each: in
     one launch where they are of one dtype that the sum accumulates, else one after the other.
     """
+    launch_dense(ready_dense(arrivals))
+
+
+def ready_dense(arrivals: Sequence[Arrival]) -> list[_Addition]:
+    """Gradients within reach, and memory for new sums: what may fail and changes nothing."""
     additions = []
     for arrival in arrivals:
         state = arrival.state
@@ -91,8 +104,14 @@ def add_dense(arrivals: Sequence[Arrival]) -> None:
             assert not isinstance(total, SparseSum)
             near = [fetch(device, gradient) for gradient in gradients]
             additions.append(_Addition(state, place, device, near, total))
-    fresh = [addition for addition in additions if addition.total is None]
-    later = [addition for addition in additions if addition.total is not None]
+    _make_room([addition for addition in additions if addition.total is None])
+    return additions
+
+
+def launch_dense(additions: Sequence[_Addition]) -> None:
+    """Adds what is ready: first into new sums, where a failure harms nothing, then in place."""
+    fresh = [each for each in additions if each.state.totals[each.place] is None]
+    later = [each for each in additions if each.state.totals[each.place] is not None]
     rest = _start(fresh) if fresh else []
     rest += [(each, each.gradients) for each in later]
     if rest:
@@ -112,12 +131,16 @@ def _by_place(arrival: Arrival) -> dict[int, list[Buffer]]:
 
 def _start(fresh: Sequence[_Addition]) -> list[_Row]:
     """Makes new sums of their first gradients; what is still to be added."""
-    _make_room(fresh)
-    rows = [
-        (each, _num_together(accumulate_dtype(each.state.dtype), each.gradients)) for each in fresh
-    ]
-    _add(ops.add_n, ops.cast_fitted, [(each, each.gradients[:count]) for each, count in rows])
-    return [(each, each.gradients[count:]) for each, count in rows if each.gradients[count:]]
+    first: list[_Row] = []
+    rest: list[_Row] = []
+    for each in fresh:
+        gradients = each.gradients
+        count = _num_together(accumulate_dtype(each.state.dtype), gradients)
+        first.append((each, gradients[:count]))
+        if count < len(gradients):
+            rest.append((each, gradients[count:]))
+    _add(ops.add_n, ops.cast_fitted, first)
+    return rest
 
 
 def _num_together(wide: DType, gradients: Sequence[Buffer]) -> int:
@@ -166,18 +189,25 @@ def _add(together: _Kernel, alone: _Kernel, rows: Sequence[_Row]) -> None:
         alone: adds one gradient to each sum, and takes it that they fit: sums are ours.
         rows: what is added.
     """
-    one_each = all([len(gradients) == 1 for _, gradients in rows])
     for places in by_physical([addition.device for addition, _ in rows]).values():
-        sharing = [rows[place] for place in places]
-        involved = [addition.device for addition, _ in sharing]
-        involved += [gradient.device for _, gradients in sharing for gradient in gradients]
-        gather(involved[0], involved)
-        totals = [addition.total for addition, _ in sharing]
-        if one_each:
-            alone(totals, [gradients[0] for _, gradients in sharing], device=involved[0])
+        totals: list[Buffer | None] = []
+        terms: list[list[Buffer]] = []
+        flat: list[Buffer] = []
+        involved: list[Device] = []
+        for place in places:
+            addition, gradients = rows[place]
+            involved.append(addition.device)
+            totals.append(addition.total)
+            terms.append(gradients)
+            flat += gradients
+        leader = involved[0]
+        involved += [gradient.device for gradient in flat]
+        gather(leader, involved)
+        if len(flat) == len(terms):
+            alone(totals, flat, device=leader)
         else:
-            together(totals, [gradients for _, gradients in sharing], device=involved[0])
-        scatter(involved[0], involved)
+            together(totals, terms, device=leader)
+        scatter(leader, involved)
 
 
 def _make_room(fresh: Sequence[_Addition]) -> None:
@@ -186,11 +216,28 @@ def _make_room(fresh: Sequence[_Addition]) -> None:
     for addition in fresh:
         together.setdefault((addition.device, addition.state.dtype), []).append(addition)
     for (device, dtype), additions in together.items():
+        shapes = [each.gradients[0].shape for each in additions]
         if len(additions) == 1 and not additions[0].state.over_mesh:  # no take packs it
-            shape = additions[0].gradients[0].shape
-            additions[0].total = device.empty(shape, accumulate_dtype(dtype))
+            additions[0].total = device.empty(shapes[0], accumulate_dtype(dtype))
             continue
-        layout = flat_layout([each.gradients[0].size for each in additions], dtype.itemsize)
-        flat = device.empty((layout.size,), accumulate_dtype(dtype))
-        for offset, addition in zip(layout.offsets, additions, strict=True):
-            addition.total = flat.view(offset, addition.gradients[0].shape)
+        for addition, total in zip(
+            additions, lie_together(device.empty, dtype, shapes), strict=True
+        ):
+            addition.total = total
+
+
+def lie_together(
+    make: Callable[[tuple[int, ...], DType], Buffer],
+    dtype: DType,
+    shapes: Sequence[tuple[int, ...]],
+) -> list[Buffer]:
+    """Partial sums end to end in one flat buffer, as they are reduced: what lies so is not packed.
+
+    Args:
+        make: ``empty`` or ``zeros`` of their device.
+        dtype: of their accumulators.
+        shapes: of each.
+    """
+    layout = flat_layout([math.prod(shape) for shape in shapes], dtype.itemsize)
+    flat = make((layout.size,), accumulate_dtype(dtype))
+    return [flat.view(offset, shape) for offset, shape in zip(layout.offsets, shapes, strict=True)]

@@ -33,12 +33,15 @@ __all__ = [
 ]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+_OF_ROWS = (IndexedSlices, PerReplica)  # what may be sparse, or consist of what is
 
 
 def arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
     """Converts and checks one gradient: dtype and the constructor's shape."""
-    kind = grad.kind if isinstance(grad, PerReplica | IndexedSlices) else kind_of(grad)
-    grad = _as_dense(state, grad, cast)
+    if isinstance(grad, _OF_ROWS):
+        kind, grad = grad.kind, _as_dense(state, grad, cast)
+    else:
+        kind = kind_of(grad)
     if isinstance(grad, PerReplica):
         parts = _replicas(state, grad, cast)
     else:
@@ -207,15 +210,24 @@ def as_required(num_required: int) -> int:
 
 
 def as_step(name: str, step: int | Variable) -> int:
-    """An integer, or what a Variable holds; anything else is a ``TypeError``."""
+    """An integer, or what a Variable holds, on whatever devices: that is downloaded.
+
+    Raises:
+        TypeError: neither.
+        InvalidArgumentError: a number that int64, TensorFlow's type of steps, does not have.
+    """
     if isinstance(step, Variable):
         if step.shape or step.dtype.kind not in "iu":
             raise TypeError(f"{name}={step!r} must hold one integer")
-        return int(step)
-    try:
-        return operator.index(step)
-    except TypeError:
-        raise TypeError(f"{name}={step!r} must be an integer or a Variable") from None
+        found = int(step)
+    else:
+        try:
+            found = operator.index(step)
+        except TypeError:
+            raise TypeError(f"{name}={step!r} must be an integer or a Variable") from None
+    if not -(2**63) <= found < 2**63:
+        raise InvalidArgumentError(f"{name}={found} does not fit in int64")
+    return found
 
 
 def as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:

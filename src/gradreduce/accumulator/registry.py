@@ -17,6 +17,8 @@ _lock = threading.Lock()
 def shared_state(shared_name: str | None, state: AccumulatorState) -> AccumulatorState:
     """The state that ``shared_name`` stands for: ``state``, if it is the first of that name.
 
+    One that was closed has given its name up, whoever still holds a handle of it.
+
     Raises:
         ValueError: the name stands for an accumulator of another definition.
     """
@@ -24,6 +26,8 @@ def shared_state(shared_name: str | None, state: AccumulatorState) -> Accumulato
         return state
     with _lock:
         found = _shared.setdefault(shared_name, state)
+        if found.closed:
+            found = _shared[shared_name] = state
     for field in ("sparse", "dtype", "shape", "reduction_type", "devices", "over_mesh"):
         had, wanted = getattr(found, field), getattr(state, field)
         if had != wanted:

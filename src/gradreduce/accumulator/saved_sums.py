@@ -10,7 +10,7 @@ from typing import Any
 
 from gradreduce.device import Buffer, Device, DType, accumulate_dtype, compatible
 from gradreduce.errors import about
-from gradreduce.indexed_slices import IndexedSlices
+from gradreduce.indexed_slices import UNKNOWN, IndexedSlices
 from gradreduce.interop import host_array, is_array, shape_and_dtype
 from gradreduce.ops import Slots, joined_indices
 
@@ -90,13 +90,12 @@ class SparseSums:
     @classmethod
     def fits(cls, shape: _Shape, wanted: _Shape) -> bool:
         """As of ``DenseSums``; the first extent may be unknown, and the array may have more."""
-        if not shape or None in shape[1:]:
+        if not shape or None in shape[1:] or len(shape) < len(wanted or ()):
             return False
-        first = shape[0] if not wanted or wanted[0] is None else wanted[0]
-        return shape[0] == first and all(
-            known is None or extent == known
-            for extent, known in zip(shape[1:], (wanted or ())[1:], strict=False)
-        )
+        if not wanted:
+            return True
+        first = [UNKNOWN if extent is None else extent for extent in shape[: len(wanted)]]
+        return compatible(first, wanted)
 
     @classmethod
     def checked(

@@ -171,7 +171,7 @@ def serve_joint(tickets: Sequence[Ticket]) -> None:
 def _serve(ticket: Ticket) -> None:
     """Launches the take, then counts; a failure goes to the taker and leaves the sums alone."""
     kinds = [state.kind for state in ticket.states]
-    devices = [device for state in ticket.states for device in state.devices]
+    devices = (device for state in ticket.states for device in state.devices)
     try:
         with due("take_grad", ticket.deadline, devices):
             ticket.taken = take_held(ticket.states)

@@ -26,14 +26,16 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
 
     Rows of the same index are added: those of one gradient first, in the order in which they came,
     then those of one gradient after the other. Indices may be unsorted and may repeat. Memory is
-    held for the rows that any gradient touched, no others. One launch adds a gradient, and one
-    small upload brings its indices; indices on a GPU are first brought to the host, which waits.
+    held for the rows that any gradient touched, and for less than as many again. One launch adds a
+    gradient, and one small upload brings its indices; indices on a GPU are first brought to the
+    host, which waits.
 
     Args:
         dtype: of the values: float16, bfloat16, float32 or float64; halves are summed in float32.
         shape: of the whole array, ``(rows, …)``; None or () for any, None entries for any extent.
             Gradients may have more dimensions.
-        shared_name: if not empty, all accumulators of this name in the process are one.
+        shared_name: if not empty, all accumulators of this name in the process are one, as long
+            as a handle of it is held and until it is closed.
         name: of the accumulator.
         reduction_type: ``"MEAN"``, which divides each row by the number of gradients that touched
             it, not by the number that came, or ``"SUM"``.

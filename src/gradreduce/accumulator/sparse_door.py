@@ -10,8 +10,8 @@ from typing import Any
 
 from gradreduce.device import Buffer, compatible
 from gradreduce.errors import InvalidArgumentError
-from gradreduce.indexed_slices import UNKNOWN, IndexedSlices, check_indices
-from gradreduce.interop import shape_and_dtype
+from gradreduce.indexed_slices import UNKNOWN, IndexedSlices
+from gradreduce.interop import shape_and_dtype, to_buffer
 from gradreduce.ops import plan_segments
 from gradreduce.values import PerReplica
 
@@ -42,7 +42,11 @@ def sparse_arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
 
 def num_sparse_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
     """As ``num_gradients`` of the door: for what will be dropped."""
-    return len(_checked(state, grad, cast))
+    given = _checked(state, grad, cast)
+    for slices in given:
+        if isinstance(slices.values, Buffer):
+            to_buffer(slices.values, state.devices[0])  # of this mesh
+    return len(given)
 
 
 def _checked(state: AccumulatorState, grad: Any, cast: bool) -> list[IndexedSlices]:
@@ -113,4 +117,9 @@ def check_sum_shape(arrival: Arrival) -> None:
             raise InvalidArgumentError(
                 f"Shape mismatch: expected {list(expected)}, got {[first, *row]}"
             )
-        check_indices(gradient.segments.indices, expected)
+        indices = gradient.segments.indices  # every one once, rising: no places of the caller's
+        if expected[0] != UNKNOWN and len(indices) and indices[-1] >= expected[0]:
+            raise InvalidArgumentError(
+                f"index {indices[-1]} is not below dense_shape[0] = {expected[0]}, which the first "
+                "gradient in the sum came with"
+            )

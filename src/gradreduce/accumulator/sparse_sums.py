@@ -82,10 +82,15 @@ class _Growing:
 class SparseAdditions:
     """Gradients on their way into partial sums: with memory and plans, but not added yet.
 
-    What makes it may fail and has changed nothing; then ``launch``, then ``commit``.
+    What makes it may fail and has changed nothing; then ``launch_apart``, ``launch_in_place`` and
+    ``commit``.
 
     Args:
         arrivals: of sparse accumulators; all locks are held.
+
+    Attributes:
+        kept: devices of the sums that ``launch_in_place`` writes over; none where it has nothing
+            to do.
     """
 
     def __init__(self, arrivals: Sequence[Arrival]) -> None:
@@ -96,14 +101,21 @@ class SparseAdditions:
                 self._plan(arrival.state, place, gradient)
         growing = list(self._sums.values())
         _make_room(growing)
-        self._launches: list[tuple[bool, Callable[[], None]]] = []
+        launches: list[tuple[bool, Callable[[], None]]] = []
         for wave in range(max((len(each.steps) for each in growing), default=0)):
-            self._launches += _additions([each for each in growing if wave < len(each.steps)], wave)
+            made = _additions([each for each in growing if wave < len(each.steps)], wave)
+            launches += sorted(made, key=lambda launch: launch[0])
+        # A new sum may share a launch with one in place; then its next gradient comes behind that.
+        apart = next((at for at, (writes, _) in enumerate(launches) if writes), len(launches))
+        self._apart = [launch for _, launch in launches[:apart]]
+        self._in_place = [launch for _, launch in launches[apart:]]
+        self.kept = [each.device for each in growing] if self._in_place else []
 
     def _plan(self, state: AccumulatorState, place: int, gradient: SparseGradient) -> None:
         device = state.devices[place]
         growing = self._sums.get((state, place))
         if growing is None:
+            device.fabric.check_usable(device)  # where there are no rows nothing else asks
             total = state.totals[place]
             assert not isinstance(total, Buffer)
             slots = Slots.none() if total is None else total.slots
@@ -112,20 +124,15 @@ class SparseAdditions:
         growing.slots, into = growing.slots.touched(gradient.segments.indices)
         growing.steps.append((near, gradient.segments, into))
 
-    def launch(self) -> None:
-        """Adds: first into new memory, where a failure harms nothing, then in place.
+    def launch_apart(self) -> None:
+        """Adds into new memory, where a failure harms nothing."""
+        for launch in self._apart:
+            launch()
 
-        A failure in the middle of the second loses the devices; see ``Fabric.whole_or_lost``.
-        """
-        in_place = [launch for writes, launch in self._launches if writes]
-        for writes, launch in self._launches:
-            if not writes:
-                launch()
-        if in_place:
-            devices = [each.device for each in self._sums.values()]
-            with devices[0].fabric.whole_or_lost(devices):
-                for launch in in_place:
-                    launch()
+    def launch_in_place(self) -> None:
+        """Adds the rest; what fails half way leaves no sum that anybody may use."""
+        for launch in self._in_place:
+            launch()
 
     def commit(self) -> None:
         """Makes the new sums the accumulators' own."""

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from gradreduce import ops
 from gradreduce.cross_device import AllReduceCrossDeviceOps
-from gradreduce.device import Buffer, Device, accumulate_dtype, gather, scatter
+from gradreduce.device import Buffer, Device, DType, gather, scatter
 from gradreduce.values import Part
 
+from .dense_sums import lie_together
 from .sparse_sums import take_sparse
 from .state import AccumulatorState
 
@@ -44,14 +45,15 @@ def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Part, ...]]:
         # sums are divided on one device afterwards.
         last = place == len(batches) and not alone
         reduced = reducer.reduce_buffers(
-            [_partials(state) for state in together],
+            _partials(together),
             divisor=divisor,
             out_dtypes=[state.dtype for state in together],
             consume=last,
         )
         taken.update(zip(together, reduced, strict=True))
     _divide(alone)
-    taken.update((state, (out,)) for state, (_, out) in alone.items())
+    for state, (_, out) in alone.items():
+        taken[state] = (out,)
     for state in states:
         state.emptied()
     return [taken.get(state, ()) for state in states]
@@ -61,19 +63,34 @@ def _divisor(state: AccumulatorState) -> float:
     return float(state.count if state.reduction_type == "MEAN" else 1)
 
 
-def _partials(state: AccumulatorState) -> list[Buffer]:
-    """The partial sum of each device; zeros where nothing came, the one place that zeroes."""
-    wide = accumulate_dtype(state.dtype)
-    shape = state.sum_shape or ()
+def _partials(states: Sequence[AccumulatorState]) -> list[list[Buffer]]:
+    """The partial sum of each device; zeros where nothing came, the one place that zeroes.
+
+    The zeros of a device lie together, as sums do that came together: so what is packed, and in
+    which order, is a matter of the accumulators and not of who has brought something.
+    """
+    zeros: dict[tuple[AccumulatorState, int], Buffer] = {}
+    for place, device in enumerate(states[0].devices):
+        empty: dict[DType, list[AccumulatorState]] = {}
+        for state in states:
+            if state.totals[place] is None:
+                empty.setdefault(state.dtype, []).append(state)
+        for dtype, found in empty.items():
+            made = lie_together(device.zeros, dtype, [state.sum_shape or () for state in found])
+            zeros.update(zip([(state, place) for state in found], made, strict=True))
     return [
-        total if isinstance(total, Buffer) else device.zeros(shape, wide)
-        for device, total in zip(state.devices, state.totals, strict=True)
+        [
+            total if isinstance(total, Buffer) else zeros[state, place]
+            for place, total in enumerate(state.totals)
+        ]
+        for state in states
     ]
 
 
 def _room(state: AccumulatorState) -> tuple[Buffer, Buffer]:
     """The sum on the one device and where its result goes: the sum itself if of its type."""
-    (total,) = _partials(state)
+    (total,) = state.totals
+    assert isinstance(total, Buffer), "it holds gradients"
     same = total.dtype == state.dtype
     return total, total if same else total.device.empty(total.shape, state.dtype)
 
@@ -92,12 +109,13 @@ def _divide(alone: dict[AccumulatorState, tuple[Buffer, Buffer]]) -> None:
             apart.append((divisor, total, out))
         elif divisor != 1:
             in_place.append((divisor, total, out))
-    _launch(apart)
+    if apart:
+        _launch(apart)
     if len(in_place) > 1:
         devices = [total.device for _, total, _ in in_place]
         with devices[0].fabric.whole_or_lost(devices):
             _launch(in_place)
-    else:
+    elif in_place:
         _launch(in_place)
 
 

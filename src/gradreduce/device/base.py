@@ -79,6 +79,7 @@ class Device(Backend):
             raise ValueError(f"shape={shape} has a negative extent")
         block = self._allocate(math.prod(shape) * dtype.itemsize)
         buffer = Buffer(block, 0, tuple(shape), dtype)
+        buffer.address = block.address  # at hand here: to ask later takes far longer
         self._fill_fresh(buffer)
         return buffer
 
@@ -266,7 +267,8 @@ class Device(Backend):
         written = {operand.block: operand for row in rows for operand in row[:num_written]}
         for operand in written.values():
             check_writable(operand)
-        crossing = self._touch([away] if queue == "compute" else rows, queue)
+        touched = [away] if queue == "compute" else rows
+        crossing = self._touch(touched, queue) if away or queue != "compute" else 0
         for operand in written.values():
             self._before_write(operand, queue)
         issue = self._launch(kernel, template, rows, scalars, queue)

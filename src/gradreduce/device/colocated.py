@@ -21,6 +21,8 @@ __all__ = ["bring", "by_physical", "copy_over", "fetch", "gather", "gather_all",
 
 def by_physical(devices: Sequence[Device]) -> dict[int, tuple[int, ...]]:
     """Physical device -> the places in ``devices`` of its logical ones; first seen first."""
+    if len(devices) == 1:
+        return {devices[0].physical: (0,)}
     places: dict[int, list[int]] = {}
     for place, device in enumerate(devices):
         places.setdefault(device.physical, []).append(place)

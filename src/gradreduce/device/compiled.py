@@ -21,8 +21,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from gradreduce.errors import BackendUnavailableError
 
 from .kernel import Kernel, Template, kernel_text
@@ -64,7 +62,7 @@ class HostKernel:
     def run(
         self,
         template: Template,
-        table: np.ndarray,
+        table: int,
         scalars: Sequence[int | float],
         geometry: tuple[int, int] = (1, 1),
     ) -> None:
@@ -72,11 +70,11 @@ class HostKernel:
 
         Args:
             template: which instantiation; one of ``kernel.templates``.
-            table: one element of ``TABLE``, from ``pack_table``.
+            table: the address of one element of ``TABLE``.
             scalars: as the kernel declares them.
             geometry: blocks, and threads of a block; the fast build has but one of each.
         """
-        self._entries[template](table.ctypes.data, *geometry, *scalars)
+        self._entries[template](table, *geometry, *scalars)
 
 
 _loaded: set[tuple[Kernel, str]] = set()

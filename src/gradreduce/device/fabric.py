@@ -362,7 +362,8 @@ class Fabric(Captures):
             BackendUnavailableError: it is lost, or what ``check_open`` raises.
             CollectiveError: its mesh is dead.
         """
-        self.check_open()
+        if self.is_closed or self._forks != _forks[0]:
+            self.check_open()
         if self.reason is not None:
             raise self._death(self.reason)
         if self.lost and device.physical in self.lost:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .dtypes import C_TYPES
+from .dtypes import C_TYPES, accumulate_dtype
 
 if TYPE_CHECKING:
     from .memory import Row
@@ -47,6 +47,8 @@ class Kernel:
             of the scalar that says so. Everything behind them is only read.
         items: the items of work that operands of these sizes make: what the chunks of the table
             count. None: elementwise, one for each element of the first operand.
+        streams: whether the twin needs no scratch for a row of two operands of one dtype in which
+            that is added: it goes over each of them once.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Kernel:
     templates: tuple[Template, ...]
     writes: int | str = 1
     items: Callable[[Sequence[int]], int] | None = None
+    streams: bool = False
 
     def num_written(self, scalars: Sequence[int | float]) -> int:
         """How many operands of each row a launch with these scalars writes."""
@@ -69,6 +72,12 @@ class Kernel:
         if self.items is None:
             return row[0].size
         return self.items([operand.size for operand in row])
+
+    def streams_row(self, row: Row) -> bool:
+        """Whether its twin goes over the operands of a row once; see ``streams``."""
+        dtype = row[-1].dtype
+        alike = len(row) == 2 and row[0].dtype == dtype == accumulate_dtype(dtype)
+        return self.streams and alike
 
     def expression(self, template: Template) -> str:
         """The C++ name of one instantiation, ``add_n<float, float, 8>``."""

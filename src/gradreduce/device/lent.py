@@ -11,9 +11,11 @@ from bisect import bisect_right
 from typing import TypeGuard
 from weakref import ref
 
+import numpy as np
+
 from .memory import Block
 
-__all__ = ["Lent"]
+__all__ = ["Lent", "may_be_lent"]
 
 
 class Lent:
@@ -52,3 +54,11 @@ class Lent:
 def _lives(block: Block | None) -> TypeGuard[Block]:
     """Whether it still has its memory: a weak reference may show it while it is dying."""
     return block is not None and block.raw is not None
+
+
+def may_be_lent(array: np.ndarray) -> bool:
+    """Whether it may show memory that is not NumPy's own; asking for its address takes longer."""
+    base = array.base
+    while type(base) is np.ndarray:
+        base = base.base
+    return base is not None

@@ -58,7 +58,7 @@ class Parking:
         is now: only then may the compute queue, in whose order the pool hands memory out, write it.
         So does what a caller's stream was shown, whose own order nobody else knows.
         """
-        with suppress(IndexError):  # another thread was faster
+        try:
             if len(self._led) > MAX_LED:
                 home._catch_up()
             for _ in range(len(self._led)):
@@ -72,6 +72,8 @@ class Parking:
                         home._recycle(dead.raw, dead.nbytes)
                 else:
                     self._parked.append((dead, marks))
+        except IndexError:  # another thread was faster
+            pass
 
     def shown_to(self, stream: int) -> list[_Shown]:
         """What has died by now and was shown to a caller's stream; for ``passed``."""
@@ -94,7 +96,10 @@ class Parking:
             dead.touched.difference_update(users)
 
     def _settle(self, dead: Dead, home: Device) -> None:
-        # Only its home queue knew it, or that comes behind all who did.
+        if dead.owned and not dead.touched:  # only its home queue knew it
+            home._recycle(dead.raw, dead.nbytes)
+            return
+        # Or that comes behind all who did.
         users = list(dead.touched)
         ours = dead.owned and all(isinstance(queue, str) for _, queue in users)
         if ours and all(home._comes_behind(*user) for user in users):

@@ -7,6 +7,7 @@ pool and is handed out dirty, as on a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from ctypes import addressof, c_char
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,11 +24,12 @@ from .fabric import Fabric
 from .flight import QUEUES
 from .journal import Fields, Record
 from .kernel import Arrays, Kernel, Template
+from .lent import may_be_lent
 from .memory import Block, Buffer, Mark, Queue, Row, Stream, TrackedBlock
 from .sim_pool import SimPool
 from .sim_queue import Event, Scheduler
 from .sim_replay import Replay
-from .sim_workers import Workers
+from .sim_workers import BLOCK_SIZE, Workers
 from .table import CHUNK_SIZE
 from .tables import Tables
 from .tape import Issue
@@ -42,11 +44,6 @@ FACES: dict[str, str | None] = {
     "exact": "exact",
     "sanitized": "sanitized",
 }
-# Elements of a twin's block: few enough for its scratch to stay in the cache and for every launch
-# that is spread over threads to be cut, enough for threads not to wait for each other's turn with
-# the interpreter. 8-term add of 8M float32 on two cores, in turns, 2026-11: 2^14 23 ms, 2^16
-# 14.0 ms, 2^17 12.2 ms, 2^18 11.3 ms, 2^20 11.5 ms; 2^17 is faster than 2^16 at smaller sizes too.
-BLOCK_SIZE = 1 << 17
 # What NumPy's calls for a block cost beside its elements, in elements added meanwhile.
 CALL_COST = 1 << 11
 
@@ -98,7 +95,7 @@ class SimDevice(Device):
     def _share(self, array: np.ndarray, address: int | None, writable: bool) -> Buffer:
         dtype = as_dtype(array.dtype)
         if self.lent is not None and writable:
-            if address is None and _may_be_lent(array):
+            if address is None and may_be_lent(array):
                 address = self.address_of(array)
             if address is not None:
                 lent = self.lent.find(address, array.nbytes)
@@ -135,9 +132,11 @@ class SimDevice(Device):
         return self.upload(array)
 
     def address_of(self, raw: np.ndarray) -> int:
-        """See ``Device.address_of``: of a caller's array."""
-        address: int = raw.__array_interface__["data"][0]
-        return address
+        """See ``Device.address_of``: of a caller's array; NumPy needs five times as long to say."""
+        try:
+            return addressof(c_char.from_buffer(raw))  # type: ignore[arg-type]
+        except (TypeError, ValueError):  # read-only, empty, or bfloat16
+            return raw.ctypes.data
 
     def array(self, buffer: Buffer) -> np.ndarray:
         """The NumPy array of ``buffer``'s memory; it keeps the block alive."""
@@ -231,6 +230,7 @@ class SimDevice(Device):
         if not strict and not whole and sum([row[0].size for row in rows]) <= BLOCK_SIZE:
             small = [[memory_of(operand) for operand in row] for row in rows]
             return partial(_run, kernel, small, scalars)  # nothing to cut, nothing to share out
+        workers = self.options.workers
         blocks: list[list[np.ndarray]] = []
         costs: list[int] = []
         total = 0
@@ -244,10 +244,10 @@ class SimDevice(Device):
                 blocks.append(arrays)
                 costs.append(CALL_COST + size)
                 continue
-            for start in range(0, size, BLOCK_SIZE):
-                blocks.append([array[start : start + BLOCK_SIZE] for array in arrays])
-            costs += [CALL_COST + BLOCK_SIZE] * -(-size // BLOCK_SIZE)
-        workers = self.options.workers
+            length = workers.block_size(size, streams=kernel.streams_row(row))
+            for start in range(0, size, length):
+                blocks.append([array[start : start + length] for array in arrays])
+            costs += [CALL_COST + length] * -(-size // length)
         jobs = [
             partial(_run, kernel, part, scalars) for part in workers.shares(blocks, total, costs)
         ]
@@ -267,15 +267,18 @@ class SimDevice(Device):
         # What must outlive the work: the words, and the memory (though not its ownership).
         held = (table.held, [operand.block.raw for row in rows for operand in row])
 
-        def job(part: np.ndarray, _held: object) -> None:
-            entry.run(template, part, scalars, self.options.geometry)
+        def job(part: np.ndarray, address: int, _held: object) -> None:
+            entry.run(template, address, scalars, self.options.geometry)
 
-        jobs = []
         workers = self.options.workers
-        for chunks in workers.shares(range(table.num_chunks), sum(items)):
+        shares = workers.shares(range(table.num_chunks), sum(items))
+        if len(shares) == 1:
+            return partial(job, table.struct, table.address, held)
+        jobs = []
+        for chunks in shares:
             part = table.struct.copy()
             part["first_chunk"], part["end_chunk"] = chunks[0], chunks[-1] + 1
-            jobs.append(partial(job, part, held))
+            jobs.append(partial(job, part, part.ctypes.data, held))
         return partial(workers.run, jobs)
 
     def run_on_host(
@@ -343,14 +346,6 @@ class _Shown:
             "typestr": buffer.dtype.str,
             "data": (buffer.address, False),
         }
-
-
-def _may_be_lent(array: np.ndarray) -> bool:
-    """Whether it may show memory that is not NumPy's own; asking for its address takes longer."""
-    base = array.base
-    while type(base) is np.ndarray:
-        base = base.base
-    return base is not None
 
 
 def _run(kernel: Kernel, rows: Sequence[Arrays], scalars: Sequence[int | float]) -> None:

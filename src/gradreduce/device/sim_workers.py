@@ -8,10 +8,15 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import accumulate, pairwise
 from typing import Any
 
-__all__ = ["SPREAD_SIZE", "Workers"]
+__all__ = ["BLOCK_SIZE", "SPREAD_SIZE", "Workers"]
 
 # Handing work to another thread costs about 50 us: below this many elements one thread is faster.
 SPREAD_SIZE = 1 << 18
+# Elements of a twin's block: few enough for its scratch to stay in the cache and for every launch
+# that is spread over threads to be cut, enough for threads not to wait for each other's turn with
+# the interpreter. 8-term add of 8M float32 on two cores, in turns, 2026-11: 2^14 23 ms, 2^16
+# 14.0 ms, 2^17 12.2 ms, 2^18 11.3 ms, 2^20 11.5 ms; 2^17 is faster than 2^16 at smaller sizes too.
+BLOCK_SIZE = 1 << 17
 
 
 def _wait_for(futures: Sequence[Future[None]]) -> None:
@@ -57,6 +62,16 @@ class Workers:
     def close(self) -> None:
         """Ends the threads."""
         self._pool.shutdown()
+
+    def block_size(self, size: int, *, streams: bool) -> int:
+        """Elements of the blocks into which a twin's row of so many is cut.
+
+        One that streams has nothing that the cache must hold: four blocks for each thread leave
+        none of them without work for long. 64 MB into a sum, in turns with NumPy's ``+=`` on two
+        cores, 2026-11: 1.03 to 1.10 times as long in blocks of 2^17 elements, 0.91 to 0.96 in
+        those of 2^19 or more.
+        """
+        return max(BLOCK_SIZE, -(-size // (4 * self.num_threads))) if streams else BLOCK_SIZE
 
     def shares(
         self, blocks: Sequence[Any], size: int, costs: Sequence[int] | None = None

@@ -28,11 +28,13 @@ class Table(NamedTuple):
         struct: what the kernel takes by value; never written.
         num_chunks: how many there are.
         held: what keeps the words that are not inline; None if they are.
+        address: of the struct, in host memory.
     """
 
     struct: np.ndarray
     num_chunks: int
     held: Any
+    address: int
 
 
 class Tables:
@@ -56,9 +58,9 @@ class Tables:
             items: of each row, the items of work; not zero.
             chunk_size: items of a chunk.
         """
-        looked = array("q", items)
-        looked.extend([row[-1].size for row in rows])
-        looked.extend([operand.address for row in rows for operand in row])
+        sizes = [row[-1].size for row in rows]
+        addresses = [operand.address for row in rows for operand in row]
+        looked = array("q", [*items, *sizes, *addresses])
         key = (chunk_size, len(rows), looked.tobytes())
         with self._lock:
             found = self._made.get(key)
@@ -82,7 +84,7 @@ class Tables:
         if words.size > INLINE_WORDS:
             address, held = self._place(np.append(words, row_map(words, num_chunks)))
         made = struct(words, num_chunks, address=address, chunk_size=chunk_size)
-        return Table(made, num_chunks, held)
+        return Table(made, num_chunks, held, made.ctypes.data)
 
 
 def _words_of(key: tuple[int, int, bytes]) -> int:

@@ -202,7 +202,7 @@ def paired(
     if not fitted:
         check_rows(kernel.name, rows, 1, padded=True)
         check_writable(kernel.name, outs)
-    if any(element_of(end.dtype).viewed is not None for end in rows[0]):
+    if any([element_of(end.dtype).viewed is not None for end in rows[0]]):
         rows = [as_elements(row) for row in rows]
     return {(*names, 1, 1): rows}
 

@@ -36,6 +36,7 @@ ACCUMULATE_N = Kernel(
     twin=_accumulate_n_twin,
     scalars=(("num_inputs", "int64"),),
     templates=(*SAME, *TO_WIDE),
+    streams=True,
 )
 
 

@@ -51,6 +51,7 @@ ADD_N = Kernel(
         for pair in pairs
         for count in counts
     ),
+    streams=True,
 )
 
 

@@ -36,12 +36,13 @@ def _all_sum_twin(
             ready, room, rest = size, scratch[:size], scratch[largest : largest + size]
         holds = size >= LARGE and _may_hold(outs[0], inputs[min(first, 2) :], wide)
         total = outs[0] if holds else room
-        _left_to_right(total, inputs[:first])
+        if num_inputs > 1 or divisor == 1:
+            _left_to_right(total, inputs[:first])
         if split:
             _left_to_right(rest, inputs[split:])
             np.add(total, rest, total)
-        if divisor != 1:
-            np.true_divide(total, over, total)
+        if divisor != 1:  # of one input without a pass that copies it first
+            np.true_divide(total if num_inputs > 1 else inputs[0], over, total, dtype=wide)
         for out in outs:
             if out is not total:
                 out[...] = total
@@ -74,6 +75,7 @@ ALL_SUM = Kernel(
     ),
     templates=(*SAME, *FROM_WIDE),
     writes="num_outs",
+    streams=True,
 )
 
 

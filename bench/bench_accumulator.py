@@ -1,0 +1,382 @@
+"""What it costs to add gradients over time: an accumulator's apply, take and drop.
+
+On a GPU where CuPy sees one, else on both faces of a simulated device. Large gradients are read
+beside NumPy's own pass over as many bytes and beside a copy, small ones beside TensorFlow's eager
+accumulator, sparse ones beside np.add.at, all in the same rounds. What is not installed is left
+out, visibly. Exit status 1 if a floor is broken.
+
+    python bench/bench_accumulator.py [--json FILE] [--quick]
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import count
+from typing import Any
+
+import numpy as np
+from measure.accumulator_peers import CYCLE, DROP, find_accumulator_peer
+from measure.case import OURS, Case
+from measure.clock import After, Call, Clock, HostClock, clock_of, host_seconds
+from measure.floors import Floor, counted, kept, of_the_copy, over_the_peer, times_the_peer
+from measure.peers import find_peers
+from measure.report import finish, options_of
+from measure.resnet50 import resnet50
+
+import gradreduce as gr
+from gradreduce.device import Device, Mesh
+
+SIZE, GPU_SIZE, QUICK_SIZE = 2**24, 2**26, 2**10  # float32 elements: 64 MiB, 256 MiB
+MANY_SIZE, QUICK_MANY = 16, 12
+ROWS, WIDTH, INDICES, QUICK_ROWS = 20_000, 64, 100_000, 100  # of a sparse gradient
+ROUNDS = 60  # on a CPU, of which the best one counts
+# Calls of one loop, where a call is microseconds: a loop as short as a scheduler's slice of time.
+NUMBER, QUICK_NUMBER = 50, 10
+LATE = 2**40  # a step that is never stale
+
+APPLY, FIRST, TAKE, SMALL = "apply", "first apply", "take, MEAN", "one element"
+MANY, SPARSE, SPARSE_TAKE = "161 accumulators", "sparse apply", "sparse take, MEAN"
+IN_PLACE, COPYTO, SCALED = "numpy +=", "numpy copyto", "numpy /="
+ADD_AT, SORTED = "numpy add.at", "numpy sort, add.reduceat"
+
+NOT_YET = "nothing yet: no GPU was there, 2026-11"
+FACES = ("numpy", "compiled")
+# On an AMD EPYC virtual machine with 2 cores, 2026-11, load average 1.8 to 5.7: of four runs.
+MEASURED = {
+    (APPLY, "numpy"): "0.77 to 1.12", (APPLY, "compiled"): "0.81 to 1.25",
+    (TAKE, "numpy"): "0.88 to 1.08", (TAKE, "compiled"): "1.06 to 1.25",
+    ("drop, us", "numpy"): "3.5 to 3.8", ("drop, us", "compiled"): "3.5 to 3.8",
+    ("apply + take, us", "numpy"): "52.7 to 60.4", ("apply + take, us", "compiled"): "57.0 to 62.8",
+    (SPARSE, "numpy"): "2.7 to 4.1", (SPARSE, "compiled"): "4.6 to 6.4",
+}  # fmt: skip
+CPU_FLOORS = (
+    *(
+        Floor(f"{face}, {name}, over {peer}", name, over_the_peer(peer, face), "<=", most,
+              MEASURED[name, face])
+        for name, peer, bounds in (
+            (APPLY, IN_PLACE, (1.1, 1.0)),
+            (TAKE, SCALED, (1.2, 1.2)),
+        )
+        for face, most in zip(FACES, bounds, strict=True)
+    ),
+    *(
+        Floor(f"{face}, {what}", SMALL, counted(f"{face}, {what}"), "<=", most,
+              MEASURED[what, face])
+        for face in FACES
+        for what, most in (("drop, us", 5), ("apply + take, us", 60))
+    ),
+    Floor("numpy, apply + take, over tf's", SMALL, counted("times tf apply + take"), ">=", 5,
+          "1.3 to 1.4", ("tensorflow",)),
+    *(
+        Floor(f"{face}, launches of a joint apply", MANY, counted(f"{face}, launches"), "<=", 1,
+              "1")
+        for face in FACES
+    ),
+    *(
+        Floor(f"{face}, sparse apply over add.at", SPARSE, times_the_peer(ADD_AT, face), ">=", 1,
+              MEASURED[SPARSE, face])
+        for face in FACES
+    ),
+)  # fmt: skip
+GPU_FLOORS = (
+    Floor("apply, of a copy of 3 units", APPLY, of_the_copy("cuda"), ">=", 1 / 1.1, NOT_YET),
+    Floor("first apply, of a copy of 2 units", FIRST, of_the_copy("cuda"), ">=", 1 / 1.1, NOT_YET),
+    Floor("two applies and a take, of a copy of 7 units", TAKE, of_the_copy("cuda"), ">=", 1 / 1.1,
+          NOT_YET),
+    Floor("launches of a joint apply", MANY, counted("cuda, launches"), "<=", 1, NOT_YET),
+    Floor("satisfied take, host us", SMALL, counted("cuda, satisfied take, us"), "<=", 30, NOT_YET),
+)  # fmt: skip
+
+
+def host(size: int) -> np.ndarray:
+    """Small whole numbers: sums and means of a few are exact."""
+    pattern = np.random.default_rng(0).integers(-64, 64, min(size, 2**16)).astype(np.float32)
+    return np.resize(pattern, size)
+
+
+def check(name: str, found: Any, wanted: np.ndarray) -> None:
+    """Raises unless a result is right."""
+    if not np.array_equal(found.numpy() if hasattr(found, "numpy") else found, wanted):
+        raise AssertionError(f"{name} is not what NumPy makes it")
+
+
+class Bench:
+    """One device, its faces, its peers, and what is measured on it."""
+
+    def __init__(self, meshes: dict[str, Mesh], *, quick: bool) -> None:
+        self.meshes = meshes
+        self.on_gpu = "cuda" in meshes
+        self.quick = quick
+        (*_, mesh) = meshes.values()
+        best = HostClock(quick, of_rounds=min, rounds=ROUNDS)
+        self.clock: Clock = clock_of(mesh, quick=quick) if self.on_gpu else best
+        self.peers, self.absent = find_peers(on_gpu=self.on_gpu)
+        self.number = QUICK_NUMBER if quick else NUMBER
+        self.cases: dict[str, Case] = {}
+
+    def faces(self) -> Iterator[tuple[str, Device]]:
+        """The name of each face, and its device."""
+        for face, mesh in self.meshes.items():
+            yield face, mesh.devices[0]
+
+    def operand(self, device: Device, array: np.ndarray) -> Any:
+        """A gradient as it lies there: a NumPy array in host memory, a Buffer on a GPU."""
+        return device.put(array) if self.on_gpu else array
+
+    def after(self, before: Call, call: Call) -> Call:
+        """A call behind another, which a GPU's clock, with many calls in a row, times too."""
+        return partial(both, before, call) if self.on_gpu else After(before, call)
+
+    def keep(self, case: Case) -> None:
+        """Prints a case and remembers it."""
+        case.show()
+        self.cases[case.name] = case
+
+    def large(
+        self, name: str, size: int, units: int, ours: Mapping[str, Call], peers: Mapping[str, Call]
+    ) -> None:
+        """Measures candidates beside a copy that moves so many times the gradient's bytes."""
+        calls = {OURS + face: call for face, call in ours.items()}
+        calls |= peers
+        nbytes = units * 4 * size
+        self.keep(Case(name, f"{size} float32", nbytes, self.clock.measure(calls, nbytes)))
+
+    def peer_calls(self, operation: str, *operands: Sequence[np.ndarray]) -> dict[str, Call]:
+        """The candidates of all peers for an operation."""
+        calls: dict[str, Call] = {}
+        for peer in self.peers:
+            calls |= peer.calls(operation, *operands)
+        return calls
+
+    # -- large gradients --------------------------------------------------------------------------
+
+    def apply(self, size: int) -> None:
+        """One more gradient into a sum that is there: reads two, writes one."""
+        gradient = host(size)
+        ours: dict[str, Call] = {}
+        for face, device in self.faces():
+            accumulator = gr.ConditionalAccumulator("float32", (size,), device=device)
+            mine = self.operand(device, gradient)
+            accumulator.apply_grad(mine, LATE)
+            ours[face] = partial(accumulator.apply_grad, mine, LATE)
+        self.large(APPLY, size, 3, ours, self.peer_calls("accumulate", [host(size), gradient]))
+
+    def first_apply(self, size: int) -> None:
+        """The first gradient after a take, which is copied into new memory."""
+        gradient, out = host(size), np.empty(size, np.float32)
+        ours: dict[str, Call] = {}
+        for face, device in self.faces():
+            accumulator = gr.ConditionalAccumulator(
+                "float32", (size,), reduction_type="SUM", device=device
+            )
+            apply = partial(accumulator.apply_grad, self.operand(device, gradient), LATE)
+            take = partial(accumulator.take_grad, 1)  # a SUM of this dtype: launches nothing
+            apply()
+            check(f"{face}, {FIRST}", take(as_kind="buffer"), gradient)
+            apply()
+            ours[face] = self.after(take, apply)
+        peers = {} if self.on_gpu else {COPYTO: partial(np.copyto, out, gradient)}
+        self.large(FIRST, size, 2, ours, peers)
+
+    def take(self, size: int) -> None:
+        """The mean of two, in place; on a GPU the two applies are in the time."""
+        gradient = host(size)
+        ours: dict[str, Call] = {}
+        for face, device in self.faces():
+            accumulator = gr.ConditionalAccumulator("float32", (size,), device=device)
+            mine = self.operand(device, gradient)
+            applies = partial(repeated, partial(accumulator.apply_grad, mine, LATE), 2)
+            take = partial(accumulator.take_grad, 2)
+            applies()
+            check(f"{face}, {TAKE}", take(as_kind="buffer"), gradient)
+            ours[face] = self.after(applies, take)
+        peers = {} if self.on_gpu else {SCALED: self.scaled(gradient)}
+        self.large(TAKE, size, 7 if self.on_gpu else 2, ours, peers)
+
+    def scaled(self, gradient: np.ndarray) -> Call:
+        """NumPy's pass over a sum of two that was just made, as ours was."""
+        total = np.empty_like(gradient)
+        sums = [partial(np.copyto, total, gradient), partial(np.add, total, gradient, total)]
+        return After(partial(both, *sums), partial(np.true_divide, total, np.float32(2), total))
+
+    # -- the host's time --------------------------------------------------------------------------
+
+    def small(self) -> None:
+        """What a call costs the host when there is next to nothing to add."""
+        gradient = host(1)
+        calls: dict[str, Call] = {}
+        if not self.on_gpu:
+            theirs, absent = find_accumulator_peer(gradient)
+            calls, self.absent = theirs, {**self.absent, **absent}
+        for face, device in self.faces():
+            accumulator = gr.ConditionalAccumulator("float32", (1,), device=device)
+            mine = self.operand(device, gradient)
+            apply = partial(apply_next, accumulator, mine, count())
+            take = partial(accumulator.take_grad, 1)
+            calls[f"{face}, apply + take"] = partial(both, apply, take)
+            calls[f"{face}, satisfied take"] = After(apply, take)
+            kept_sum = gr.ConditionalAccumulator("float32", (1,), device=device)
+            kept_sum.apply_grad(mine)
+            calls[f"{face}, later apply"] = partial(kept_sum.apply_grad, mine)
+            calls[f"{face}, drop"] = partial(kept_sum.apply_grad, mine, -1)
+        seconds = host_seconds(calls, self.number, quick=self.quick, rounds=ROUNDS)
+        self.settle()
+        figures = {f"{name}, us": taken * 1e6 for name, taken in seconds.items()}
+        for theirs_, mine_ in ((CYCLE, "numpy, apply + take"), (DROP, "numpy, drop")):
+            if theirs_ in seconds:
+                figures[f"times {theirs_}"] = seconds[theirs_] / seconds[mine_]
+        self.keep(Case(SMALL, "1 float32, host us of a call", figures=figures))
+
+    def many(self) -> None:
+        """All gradients of a model in one call."""
+        number = QUICK_MANY if self.quick else len(resnet50())
+        gradients = [host(MANY_SIZE) for _ in range(number)]
+        calls: dict[str, Call] = {}
+        figures: dict[str, float] = {}
+        for face, device in self.faces():
+            accumulators = [
+                gr.ConditionalAccumulator("float32", (MANY_SIZE,), device=device) for _ in gradients
+            ]
+            mine = [self.operand(device, gradient) for gradient in gradients]
+            calls[f"{face}, apply"] = partial(gr.apply_grads, accumulators, mine, LATE)
+            joint = partial(gr.take_grads, accumulators, 1)
+            calls[f"{face}, apply + take"] = partial(both, calls[f"{face}, apply"], joint)
+            with self.meshes[face].journal() as journal:
+                gr.apply_grads(accumulators, mine, LATE)
+            figures[f"{face}, launches"] = journal.launches
+        seconds = host_seconds(calls, 1, quick=self.quick, rounds=ROUNDS)
+        self.settle()
+        figures |= {f"{name}, us a tensor": took / number * 1e6 for name, took in seconds.items()}
+        self.keep(Case(MANY, f"{number} x {MANY_SIZE} float32 in one call", figures=figures))
+
+    def settle(self) -> None:
+        """Waits for a GPU that was given much and never waited for."""
+        if self.on_gpu:
+            self.meshes["cuda"].synchronize()
+
+    # -- sparse gradients -------------------------------------------------------------------------
+
+    def sparse(self, rows: int) -> None:
+        """Rows into rows that are there, and their means in the order of the indices."""
+        num_indices = rows * INDICES // ROWS
+        values = host(rows * WIDTH).reshape(rows, WIDTH)
+        indices = np.random.default_rng(1).integers(0, num_indices, rows)
+        applies: dict[str, Call] = {}
+        takes: dict[str, Call] = {}
+        for face, device in self.faces():
+            slices = gr.IndexedSlices(device.put(values), indices, (num_indices, WIDTH))
+            adding, taking = (
+                gr.SparseConditionalAccumulator("float32", (num_indices, WIDTH), device=device)
+                for _ in range(2)
+            )
+            applies[face] = partial(adding.apply_indexed_slices_grad, slices, LATE)
+            before = partial(taking.apply_indexed_slices_grad, slices, LATE)
+            take = partial(taking.take_indexed_slices_grad, 1)
+            applies[face]()
+            before()
+            check(f"{face}, {SPARSE}", take().values, by_sorting(indices, values)[1])
+            takes[face] = self.after(before, take)
+        total = np.zeros((num_indices, WIDTH), np.float32)
+        peers: dict[str, Call] = {}
+        if not self.on_gpu:
+            peers[ADD_AT] = partial(np.add.at, total, indices, values)
+            peers[SORTED] = partial(add_sorted, total, indices, values)
+        size = rows * WIDTH
+        self.large(SPARSE, size, 3, applies, peers)
+        self.large(SPARSE_TAKE, size, 5 if self.on_gpu else 2, takes, {})
+
+
+def both(first: Call, second: Call) -> None:
+    """One after the other."""
+    first()
+    second()
+
+
+def repeated(call: Call, times: int) -> None:
+    """Calls so often."""
+    for _ in range(times):
+        call()
+
+
+def apply_next(accumulator: gr.ConditionalAccumulator, gradient: Any, steps: Iterator[int]) -> None:
+    """As a loop does that takes after each gradient: the step goes on by one each time."""
+    accumulator.apply_grad(gradient, next(steps))
+
+
+def by_sorting(indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The indices, each once and rising, and the sums of their rows."""
+    order = np.argsort(indices, kind="stable")
+    ranked = indices[order]
+    starts = np.flatnonzero(np.append(True, ranked[1:] != ranked[:-1]))
+    return ranked[starts], np.add.reduceat(values[order], starts, axis=0)
+
+
+def add_sorted(total: np.ndarray, indices: np.ndarray, values: np.ndarray) -> None:
+    """What a user of NumPy does whom np.add.at is too slow."""
+    places, rows = by_sorting(indices, values)
+    total[places] += rows
+
+
+def all_cases(bench: Bench) -> list[Callable[[], None]]:
+    """In the order in which they run; each frees its arrays when it ends."""
+    size = QUICK_SIZE if bench.quick else GPU_SIZE if bench.on_gpu else SIZE
+    return [
+        partial(bench.apply, size),
+        partial(bench.first_apply, size),
+        partial(bench.take, size),
+        bench.small,
+        bench.many,
+        partial(bench.sparse, QUICK_ROWS if bench.quick else ROWS),
+    ]
+
+
+# -- the run ---------------------------------------------------------------------------------------
+
+
+def meshes() -> dict[str, Mesh]:
+    """The GPU, or both faces of a simulated device."""
+    if importlib.util.find_spec("cupy") is not None:
+        import cupy
+
+        if cupy.cuda.is_available():
+            return {"cuda": gr.open_mesh(1, backend="cuda")}
+    return {face: gr.open_mesh(1, backend="sim", kernels=face, strict=False) for face in FACES}
+
+
+def measured(found: dict[str, Mesh], *, quick: bool) -> dict[str, Any]:
+    """Runs all cases; what there is to report, as JSON knows it."""
+    load = os.getloadavg()[0]
+    bench = Bench(found, quick=quick)
+    print(f"{', '.join(found)}; load average {load:.2f}")
+    for case in all_cases(bench):
+        case()
+    for library, why in bench.absent.items():
+        print(f"{library}: {why}")
+    if not bench.on_gpu:
+        print("no GPU: what is promised of one is not measured")
+    floors = GPU_FLOORS if bench.on_gpu else CPU_FLOORS
+    return {
+        "faces": list(found),
+        "load_average": load,
+        "absent": bench.absent,
+        "cases": [case.as_json() for case in bench.cases.values()],
+        "floors": [] if quick else kept(floors, bench.cases, bench.absent),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = options_of(__doc__, arguments)
+    with ExitStack() as stack:
+        found = meshes()
+        for mesh in found.values():
+            stack.enter_context(mesh)
+        report = measured(found, quick=options.quick)
+    finish(report, options.json)
+
+
+if __name__ == "__main__":
+    main()

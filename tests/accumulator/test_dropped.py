@@ -1,0 +1,126 @@
+"""A stale gradient is dropped as it is: looked at, but never made a Buffer, sent or launched."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+from gradreduce.accumulator import apply, state
+from gradreduce.errors import (
+    BackendUnavailableError,
+    CancelledError,
+    DeviceMismatchError,
+    InvalidArgumentError,
+)
+
+ROWS = gr.IndexedSlices(np.ones((2, 3), np.float32), [1, 0], (4, 3))
+
+
+@pytest.fixture
+def queued():
+    """Work waits in queues, so that a host array cannot be shared: it would be uploaded."""
+    with gr.open_mesh(2, backend="sim", schedule_seed=0) as mesh:
+        yield mesh
+
+
+def dense(device, **options):
+    acc = gr.ConditionalAccumulator("float32", (4, 3), device=device, **options)
+    acc.set_global_step(5)
+    return acc
+
+
+def sparse(device):
+    acc = gr.SparseConditionalAccumulator("float32", (4, 3), device=device)
+    acc.set_global_step(5)
+    return acc
+
+
+@pytest.mark.parametrize("grad", [
+    np.ones((4, 3), np.float32), np.ones((4, 6), np.float32)[:, ::2], [[1, 2, 3]] * 4, ROWS,
+], ids=["array", "in pieces", "list", "rows"])  # fmt: skip
+def test_nothing_is_given_to_the_device(queued, grad):
+    acc = dense(queued.devices[1])
+    with queued.journal() as journal:
+        assert acc.apply_grad(grad, 4) is False
+        assert journal.records == []
+        assert acc.apply_grad(grad, 5)
+        assert journal.uploads > 0
+    assert (acc.num_dropped, acc.num_accumulated()) == (1, 1)
+
+
+@pytest.mark.parametrize("make", [dense, sparse])
+def test_nor_of_replicas_or_of_rows(queued, make):
+    acc = make(queued)
+    grad = gr.PerReplica([ROWS, ROWS], queued)
+    with queued.journal() as journal:
+        assert gr.apply_grads([acc], [grad], 4) is False
+        assert gr.apply_grads([acc], [ROWS], 4) is False
+    assert journal.records == []
+    assert acc.num_dropped == 3
+
+
+def test_all_are_looked_at_before_any_is_dropped(queued):
+    first, second = dense(queued.devices[0]), dense(queued.devices[0])
+    good = np.ones((4, 3), np.float32)
+    for bad, error in [
+        (good.astype(np.float64), "float64"),
+        (good[:2], "incompatible"),
+        ([["no"] * 3] * 4, "numbers"),
+        (gr.IndexedSlices(good[:, :2], [0, 1, 2, 3], (4, 2)), "incompatible"),
+    ]:
+        with pytest.raises(ValueError, match=error):
+            gr.apply_grads([first, second], [good, bad], 4)
+    with pytest.raises(TypeError):
+        first.apply_grad(object(), 4)
+    with gr.open_mesh(1, backend="sim") as other, pytest.raises(DeviceMismatchError):
+        first.apply_grad(other.devices[0].put(good), 4)
+    rows = sparse(queued.devices[0])
+    with pytest.raises(InvalidArgumentError, match="exceeded limits"):
+        rows.apply_grad([4], good[:1], local_step=4)
+    assert [acc.num_dropped for acc in (first, second, rows)] == [0, 0, 0]
+
+
+def test_what_is_of_no_use_any_more_drops_nothing(queued):
+    closed, lost = dense(queued.devices[0]), dense(queued.devices[1])
+    grad = np.ones((4, 3), np.float32)
+    closed.close()
+    with pytest.raises(CancelledError):
+        closed.apply_grad(grad, 4)
+    queued.devices[1].lose("planted")
+    with pytest.raises(BackendUnavailableError, match="planted"):
+        lost.apply_grad(grad, 4)
+    assert (closed.num_dropped, lost.num_dropped) == (0, 0)
+
+
+def test_one_that_is_not_stale_any_more_is_added(queued, monkeypatch):
+    """The step goes back between the first look, which takes no lock, and the decision."""
+    acc = dense(queued.devices[0])
+    locked = apply.locked
+
+    def late(states):
+        if acc.global_step == 5:
+            acc.set_global_step(4)
+        return locked(states)
+
+    monkeypatch.setattr(apply, "locked", late)
+    assert acc.apply_grad(np.ones((4, 3), np.float32), 4)
+    assert (acc.num_dropped, acc.num_accumulated()) == (0, 1)
+
+
+def test_a_place_in_a_queue_is_waited_for_as_an_event_is():
+    done = state.Done()
+    assert not done.wait(0)
+    assert not done.is_set()
+    waiting = [threading.Thread(target=done.wait) for _ in range(3)]
+    for thread in waiting:
+        thread.start()
+    done.set()
+    done.set()
+    for thread in waiting:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in waiting), "only one was let go"
+    assert done.wait()
+    assert done.is_set()

@@ -1,0 +1,84 @@
+"""Nothing grows: neither a device's memory nor the process's, however long it goes on."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+from gradreduce.errors import DeadlineExceededError
+
+# Python's own blocks that all cycles together may leave; three do.
+FEW_BLOCKS = 100
+
+
+def blocks(mesh):
+    """What is in use: Python's blocks, and of each device's memory all and what is asked for."""
+    for device in mesh.devices:
+        device.drain()
+    gc.collect()
+    return (
+        sys.getallocatedblocks(),
+        [(device._pool.grown, device._pool.live_bytes) for device in mesh.devices],
+    )
+
+
+def check_steady(mesh, cycle, num_cycles, warm):
+    """The last cycles leave what the first ones left.
+
+    Those fill the record of the last thousand operations, which is kept whole.
+    """
+    step = 0
+    for count in (warm, num_cycles - warm):
+        before = blocks(mesh)
+        for _ in range(count):
+            cycle(step)
+            step += 1
+    after = blocks(mesh)
+    assert after[1] == before[1]
+    assert after[0] - before[0] < FEW_BLOCKS
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_cycles():
+    """Two applies and a take; some are dropped, and some takes have no time."""
+    with gr.open_mesh(1, backend="sim") as mesh:
+        acc = gr.ConditionalAccumulator("float32", (1,), device=mesh.devices[0])
+        grad = np.ones(1, "float32")
+
+        def cycle(step):
+            acc.apply_grad(grad, step)
+            acc.apply_grad(grad, step)
+            acc.take_grad(2)
+            if step % 100 == 0:
+                assert not acc.apply_grad(grad, step)
+                with pytest.raises(DeadlineExceededError):
+                    acc.take_grad(1, timeout=0)
+
+        check_steady(mesh, cycle, 100_000, 500)
+        assert acc.global_step == 100_000
+
+
+@pytest.mark.parametrize(("algorithm", "peers"), [("nccl", True), ("hierarchical_copy", False)])
+def test_cycles_over_a_mesh(algorithm, peers):
+    """From all replicas and from one, alone and together; halves, of which every take asks more."""
+    with gr.open_mesh([0, 0, 1], backend="sim", peer_access=peers) as mesh:
+        ops = gr.AllReduceCrossDeviceOps(algorithm)
+        accumulators = [
+            gr.ConditionalAccumulator(dtype, device=home, cross_device_ops=ops)
+            for dtype, home in (("float16", mesh), ("float32", mesh), ("float16", mesh.devices[1]))
+        ]
+        grads = [gr.PerReplica([np.ones(9, acc.dtype)] * len(mesh), mesh) for acc in accumulators]
+
+        def cycle(step):
+            gr.apply_grads(accumulators, grads, 2 * step)
+            gr.take_grads(accumulators, 3)
+            with gr.replica(step % len(mesh)):
+                for acc in accumulators:
+                    acc.apply_grad(np.ones(9, acc.dtype), 2 * step + 1)
+                    acc.take_grad(1)
+
+        check_steady(mesh, cycle, 400, 100)

@@ -1,0 +1,153 @@
+"""Over a mesh, whichever devices something came to: one plan, one order, and zeros elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from exact import exact_data, random_data, same
+
+import gradreduce as gr
+
+ALGORITHMS = ["nccl", "hierarchical_copy"]
+SIZE = 19
+
+
+def patterns(mesh):
+    """Every set of devices to which something comes."""
+    places = range(len(mesh))
+    return [
+        set(some)
+        for count in range(1, len(mesh) + 1)
+        for some in itertools.combinations(places, count)
+    ]
+
+
+def take(mesh, acc):
+    """A take and what it did, zeros apart."""
+    with mesh.journal() as journal:
+        taken = acc.take_grad(1)
+    steps = [record for record in journal.records if record.kind != "fill"]
+    return taken, steps, [record.device for record in journal.of("fill")]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_pattern_of_arrivals_has_the_same_plan_and_order(mesh, algorithm, dtype):
+    """The same launches, copies and collectives, between the same devices, in the same order.
+
+    (Of a SUM: a mean divides by the count, and a mean of one by nothing.)
+    """
+    ops = gr.AllReduceCrossDeviceOps(algorithm)
+    acc = gr.ConditionalAccumulator(dtype, device=mesh, cross_device_ops=ops, reduction_type="SUM")
+    grads = exact_data((len(mesh), SIZE), dtype, num_terms=32)
+    plans = []
+    for step, pattern in enumerate(patterns(mesh)):
+        for place in pattern:
+            with gr.replica(place):
+                acc.apply_grad(grads[place], step)
+        taken, steps, zeroed = take(mesh, acc)
+        plans.append(steps)
+        assert zeroed == [place for place in range(len(mesh)) if place not in pattern]
+        total = np.sum([grads[place].astype("float64") for place in pattern], axis=0)
+        wanted = total.astype(acc.dtype)
+        assert all(same(buffer.numpy(), wanted) for buffer in taken.buffers)
+    assert all(plan == plans[0] for plan in plans)
+    assert len([record for record in plans[0] if record.kind == "launch"]) > 0
+    copied = [record for record in plans[0] if record.kind == "copy"]
+    reaches = mesh.fabric.peers(0, 1) or len(mesh.by_physical) == 1
+    assert (copied == []) is (algorithm == "nccl" or reaches)
+
+
+def test_a_gradient_that_is_not_there_adds_as_a_zero_does(mesh):
+    """Bit by bit: where it would have stood, in the order that the number of devices fixes."""
+    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy")
+    some, all_of_them = (
+        gr.ConditionalAccumulator(
+            "float32", device=mesh, cross_device_ops=ops, reduction_type="SUM"
+        )
+        for _ in range(2)
+    )
+    grads = random_data((len(mesh), SIZE), "float32")
+    for step, pattern in enumerate(patterns(mesh)):
+        filled = [grad if place in pattern else np.zeros_like(grad)
+                  for place, grad in enumerate(grads)]  # fmt: skip
+        for place in pattern:
+            with gr.replica(place):
+                some.apply_grad(grads[place], step)
+        all_of_them.apply_grad(gr.PerReplica(filled, mesh), step)
+        left, right = some.take_grad(1), all_of_them.take_grad(1)
+        assert all(same(one.numpy(), other.numpy())
+                   for one, other in zip(left.buffers, right.buffers, strict=True))  # fmt: skip
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_many_accumulators_taken_together_travel_packed(mesh, algorithm):
+    """As many copies, collectives, launches and fills as for one, wherever something came to."""
+    ops = gr.AllReduceCrossDeviceOps(algorithm)
+    many, (alone,) = (
+        [gr.ConditionalAccumulator("float32", device=mesh, cross_device_ops=ops)
+         for _ in range(count)]
+        for count in (12, 1)
+    )  # fmt: skip
+    counts = []
+    for step, filled in enumerate((range(len(mesh)), [1])):
+        for accumulators in (many, [alone]):
+            for place in filled:
+                with gr.replica(place):
+                    grads = [np.full(3, acc, "float32") for acc, _ in enumerate(accumulators)]
+                    gr.apply_grads(accumulators, grads, step)
+            with mesh.journal() as journal:
+                taken = gr.take_grads(accumulators, 1)
+            for value, result in enumerate(taken):
+                assert all((copy == value).all() for copy in result.values)
+            assert "pack" not in [record.name for record in journal.of("launch")]
+            kinds = [record.kind for record in journal.records]
+            counts.append([kinds.count(kind) for kind in ("copy", "collective", "launch", "fill")])
+    for together, single in (counts[:2], counts[2:]):
+        assert together == single
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_results_of_a_joint_take_stay_what_they_were(mesh, algorithm):
+    """They share flat buffers: with each other, not with what comes later, whoever is dropped."""
+    ops = gr.AllReduceCrossDeviceOps(algorithm)
+    homes = [mesh, mesh, mesh.devices[0], mesh.devices[1], mesh.devices[0]]
+    shapes = [(5,), (), (2, 3), (7,), (1,)]
+    accumulators = [
+        gr.ConditionalAccumulator("float32", device=home, cross_device_ops=ops) for home in homes
+    ]
+    held = []
+    for step in range(4):
+        for value in (step, step + 2):
+            grads = [np.full(shape, value, "float32") for shape in shapes]
+            gr.apply_grads(accumulators, grads, step)
+        taken = gr.take_grads(accumulators, 2)
+        for place, result in enumerate(taken):
+            values = result.values if isinstance(result, gr.Mirrored) else [result]
+            if place == step:  # a caller may write its own; another drops it
+                for value in values:
+                    value[...] = -1
+                continue
+            held.append((values, step + 1))
+        del taken, result, values
+        for values, wanted in held:
+            assert all((value == wanted).all() for value in values)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_gradient_from_outside_comes_to_the_first_device_of_the_mesh(mesh, algorithm):
+    """Of a part of an open mesh: pulled, counted once, and taken on the part alone."""
+    part, outside = mesh[1:], mesh.devices[0]
+    ops = gr.AllReduceCrossDeviceOps(algorithm)
+    acc = gr.ConditionalAccumulator("float32", device=part, cross_device_ops=ops)
+    acc.apply_grad(outside.upload(np.full(3, 8, "float32")))
+    with gr.replica(0):  # no device of the part: a host array goes straight to its first
+        acc.apply_grad(np.full(3, 4, "float32"))
+    assert [total is not None for total in acc.accumulator_ref.totals] == [
+        place == 0 for place in range(len(part))
+    ]
+    taken = acc.take_grad(2)
+    assert taken.devices == part.devices
+    assert all((buffer.numpy() == 6).all() for buffer in taken.buffers)

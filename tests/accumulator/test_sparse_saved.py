@@ -1,0 +1,373 @@
+"""What is saved of a sparse accumulator, what is loaded, and what is no state of one."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+
+import numpy as np
+import pytest
+from exact import FLOATS, random_data, same
+from saving import EMPTY, check_refused, frozen
+
+import gradreduce as gr
+from gradreduce.device import accumulate_dtype
+from gradreduce.errors import InvalidArgumentError
+
+FORMAT = "gradreduce sparse accumulator 1"
+
+
+@pytest.fixture
+def sparse(device):
+    def make(dtype="float32", shape=None, **options):
+        return gr.SparseConditionalAccumulator(dtype, shape, device=device, **options)
+
+    return make
+
+
+def gradient(seed, dtype, row=(5,)):
+    """Indices in no order, some of them twice; now and then none."""
+    luck = np.random.default_rng(seed)
+    indices = luck.integers(0, 12, luck.integers(0, 9))
+    return gr.IndexedSlices(random_data((len(indices), *row), dtype, seed=seed), indices)
+
+
+def go_on(acc, gradients, step):
+    """More arrivals of one step and a take, twice; the results as one list."""
+    made = []
+    for turn in range(2):
+        for each in gradients:
+            assert acc.apply_indexed_slices_grad(each, step + turn)
+        taken = acc.take_indexed_slices_grad(1, as_kind="numpy")
+        parts = taken.values if isinstance(taken, gr.Mirrored) else [taken]
+        made += [(part.indices, part.values, part.dense_shape) for part in parts]
+    return made
+
+
+def check_goes_on(acc, fresh, gradients, step=0):
+    pairs = zip(go_on(fresh, gradients, step), go_on(acc, gradients, step), strict=True)
+    for (indices, values, shape), (wanted, rows, wanted_shape) in pairs:
+        assert same(indices, wanted)
+        assert same(values, rows)
+        assert shape == wanted_shape
+
+
+# -- what it is -----------------------------------------------------------------------------------
+
+
+def test_the_keys_and_their_types(sparse, device):
+    """Rows in the order of their indices, however they came."""
+    acc = sparse("float16", (None, 2), reduction_type="SUM")
+    empty = EMPTY | {"format": FORMAT}
+    assert acc.state_dict() == empty
+    acc.set_global_step(3)
+    large, tiny = np.full((1, 2), 60000, "float16"), np.full((1, 2), 2.0**-24, "float16")
+    acc.apply_grad([7], large, (9, 2), 3)
+    acc.apply_grad([4, 7], np.concatenate([tiny, large]), None, 3)
+    acc.apply_grad([4, 4], np.concatenate([tiny, tiny]), None, 5)
+    assert not acc.apply_grad([4], tiny, None, 2)
+    device.drain()
+    live = device._pool.live_bytes
+    state = acc.state_dict()
+    device.drain()
+    assert device._pool.live_bytes == live
+    (total,) = state.pop("partial_sums")
+    counted = {"global_step": 3, "num_accumulated": 3, "num_dropped": 1}
+    assert state | {"partial_sums": [None]} == empty | counted | {
+        "sum_shape": [9, 2],
+        "kind": "native",
+    }
+    assert json.loads(json.dumps(state)) == state
+    assert set(total) == {"indices", "num_touches", "values"}
+    assert same(total["indices"], np.array([4, 7]))
+    assert same(total["num_touches"], np.array([2, 2]))
+    assert same(total["values"], np.array([[3 * 2.0**-24] * 2, [120000] * 2], "float32"))
+    for array in total.values():
+        array[:] = 0
+    indices, values, shape = acc.take_grad(3)
+    assert (indices.tolist(), shape) == ([4, 7], (9, 2)), "the arrays are copies"
+    assert values.tolist() == [[3 * 2.0**-24] * 2, [np.inf] * 2]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
+@pytest.mark.parametrize("row", [(), (5,), (0, 3)], ids=str)
+def test_what_goes_on_from_a_state_has_the_same_bits(sparse, dtype, reduction_type, row):
+    acc, fresh = (sparse(dtype, reduction_type=reduction_type) for _ in range(2))
+    given = [gradient(seed, dtype, row) for seed in range(8)]
+    acc.set_global_step(4)
+    for each in given[:4]:
+        acc.apply_indexed_slices_grad(each, 4)
+    acc.apply_indexed_slices_grad(given[4], 3)
+    state = acc.state_dict()
+    before = pickle.dumps(state)
+    fresh.apply_indexed_slices_grad(given[5], 0)  # of another life
+    fresh.load_state_dict(state)
+    assert frozen(fresh) == frozen(acc)
+    assert state["partial_sums"][0]["values"].dtype == accumulate_dtype(dtype)
+    check_goes_on(acc, fresh, given[4:], 4)
+    assert pickle.dumps(state) == before, "the caller's arrays were written"
+
+
+def test_touches_of_many_gradients_are_all_there(sparse):
+    """More than are kept as they came; and those that come after the load are counted on top."""
+    acc, fresh = sparse(), sparse()
+    for turn in range(70):
+        acc.apply_grad([turn % 2, 2], np.ones((2, 1), "float32"))
+    state = acc.state_dict()
+    assert state["partial_sums"][0]["num_touches"].tolist() == [35, 35, 70]
+    fresh.load_state_dict(state)
+    for _ in range(70):
+        fresh.apply_grad([0, 3], np.full((2, 1), 4, "float32"))
+    indices, values, _ = fresh.take_grad(140)
+    assert indices.tolist() == [0, 1, 2, 3]
+    assert values.tolist() == [[3.0], [1.0], [1.0], [4.0]]
+
+
+def test_over_a_mesh_with_any_number_of_devices_filled(mesh):
+    everyone, dtype = range(len(mesh)), "bfloat16"
+    given = [gradient(seed, dtype) for seed in range(1, 1 + 2 * len(mesh))]
+    for filled in ((), everyone[1:2], everyone[1:], everyone):
+        acc, fresh = (gr.SparseConditionalAccumulator(dtype, device=mesh) for _ in range(2))
+        for place in filled:
+            with gr.replica(place):
+                acc.apply_indexed_slices_grad(given[place])
+        with mesh.journal() as journal:
+            state = acc.state_dict()
+        num_sums = sum(total is not None for total in acc.accumulator_ref.totals)
+        with_rows = sum(len(given[place].indices) > 0 for place in filled)
+        assert (journal.copies, journal.launches, journal.uploads) == (with_rows, 0, 0)
+        assert [total is not None for total in state["partial_sums"]] == [
+            place in filled for place in everyone
+        ]
+        with mesh.journal() as journal:
+            fresh.load_state_dict(state)
+        assert (journal.copies, journal.launches, journal.uploads) == (0, 0, with_rows)
+        assert num_sums == len(filled)
+        assert frozen(fresh) == frozen(acc)
+        check_goes_on(acc, fresh, [gr.PerReplica(given[len(mesh) :], mesh)])
+
+
+def test_gradients_without_rows(sparse):
+    acc, fresh = sparse(shape=(None, 3)), sparse(shape=(None, 3))
+    for _ in range(2):
+        acc.apply_grad([], np.empty((0, 3), "float32"), (6, 3))
+    state = acc.state_dict()
+    (total,) = state["partial_sums"]
+    assert [total[key].shape for key in ("indices", "num_touches", "values")] == [
+        (0,),
+        (0,),
+        (0, 3),
+    ]
+    fresh.load_state_dict(state)
+    fresh.apply_grad([5], np.ones((1, 3), "float32"))
+    indices, values, shape = fresh.take_grad(3)
+    assert (indices.tolist(), values.tolist(), shape) == ([5], [[1.0] * 3], (6, 3))
+    fresh.load_state_dict(state)
+    taken = fresh.take_indexed_slices_grad(2)
+    assert (taken.indices.size, taken.values.shape, taken.dense_shape) == (0, (0, 3), (6, 3))
+
+
+def npz(state):
+    rest, arrays = dict(state), {}
+    for place, total in enumerate(rest.pop("partial_sums")):
+        arrays |= {f"{place}/{key}": array for key, array in (total or {}).items()}
+    file = io.BytesIO()
+    np.savez(file, rest=json.dumps(rest), num_sums=len(state["partial_sums"]), **arrays)
+    file.seek(0)
+    with np.load(file) as stored:
+        sums = [
+            {key: stored[f"{place}/{key}"] for key in ("indices", "num_touches", "values")}
+            if f"{place}/values" in stored else None
+            for place in range(stored["num_sums"])
+        ]  # fmt: skip
+        return {**json.loads(str(stored["rest"])), "partial_sums": sums}
+
+
+def arrays_of_all(state):
+    """As a store does that knows nothing but arrays; and whose arrays are read-only."""
+    sums = state.pop("partial_sums")
+    for array in (array for total in sums if total is not None for array in total.values()):
+        array.flags.writeable = False
+    made = {key: None if value is None else np.array(value) for key, value in state.items()}
+    return made | {"partial_sums": tuple(sums)}
+
+
+def torch_store(state):
+    torch = pytest.importorskip("torch")
+    sums = [
+        total and {key: torch.from_numpy(array) for key, array in total.items()}
+        for total in state["partial_sums"]
+    ]
+    file = io.BytesIO()
+    torch.save({**state, "partial_sums": sums}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "store",
+    [npz, arrays_of_all, pytest.param(torch_store, marks=pytest.mark.torch)],
+    ids=["npz", "arrays", "torch"],
+)
+def test_it_survives_any_store(store):
+    with gr.open_mesh([0, 1, 1], backend="sim", strict=True) as mesh:
+        acc, fresh = (
+            gr.SparseConditionalAccumulator("float16", (None, 5), device=mesh) for _ in range(2)
+        )
+        fresh.load_state_dict(store(acc.state_dict()))
+        with gr.replica(1):
+            acc.apply_indexed_slices_grad(gradient(1, "float16"))
+            acc.apply_indexed_slices_grad(gradient(2, "float16"))
+        wanted = frozen(acc)
+        fresh.load_state_dict(store(acc.state_dict()))
+        assert frozen(fresh) == wanted
+        check_goes_on(acc, fresh, [gradient(3, "float16")])
+
+
+def test_takes_that_wait_are_served_by_a_load(sparse, accumulator, crew):
+    acc, other, source = sparse(), accumulator(), sparse()
+    for value in (1.0, 3.0):
+        source.apply_grad([2], [[value]])
+        other.apply_grad([value])
+    joint = crew.waiting(gr.take_grads, [acc, other], 2)
+    acc.load_state_dict(source.state_dict())
+    slices, array = joint.result()
+    assert (slices.values.tolist(), array.tolist()) == ([[2.0]], [2.0])
+
+
+# -- what is none ---------------------------------------------------------------------------------
+
+ROWS = np.array([[1.0, np.nan], [2.0, 3.0]], "float32")
+TOTAL = {"indices": np.array([1, 4]), "num_touches": np.array([1, 2]), "values": ROWS}
+FILLED = EMPTY | {
+    "format": FORMAT,
+    "num_accumulated": 2,
+    "sum_shape": [9, 2],
+    "kind": "native",
+    "partial_sums": [TOTAL],
+}
+SUM = "state['partial_sums'][0]"
+
+
+def with_sum(**changed):
+    return {"partial_sums": [TOTAL | changed]}
+
+
+WRONG = {
+    "dense": ({"format": EMPTY["format"]}, ValueError,
+              f"['format'] is {EMPTY['format']!r}, not {FORMAT!r}"),
+    "shorter": ({"sum_shape": [9]} | with_sum(values=ROWS[:, 0]), ValueError,
+                "['sum_shape'] is (9,), which does not fit the accumulator's (None, 2)"),
+    "scalar": ({"sum_shape": []}, ValueError, "['sum_shape'] is (), which does not fit"),
+    "other rows": ({"sum_shape": [9, 3]}, ValueError, "['sum_shape'] is (9, 3), which does not"),
+    "open rows": ({"sum_shape": [9, None]}, ValueError, "['sum_shape'] is (9, None), which does"),
+    "unknown rows": ({"sum_shape": [9, -1]}, ValueError, "shape=(9, -1) has a negative extent"),
+    "negative": ({"sum_shape": [-2, 2]}, ValueError, "shape=(-2, 2) has a negative extent"),
+    "an array": ({"partial_sums": [ROWS]}, TypeError, f"{SUM} is a ndarray, not a dict or None"),
+    "missing": ({"partial_sums": [{"indices": [1], "values": ROWS}]}, KeyError,
+                f"{SUM} has ['indices', 'values'], must have"),
+    "unknown": (with_sum(more=1), KeyError, f"{SUM} has ['indices', 'more', 'num_touches', 'val"),
+    "falling": (with_sum(indices=np.array([4, 1])), ValueError, f"{SUM}['indices'] must rise:"),
+    "twice": (with_sum(indices=np.array([4, 4])), ValueError, f"{SUM}['indices'] must rise: [4 4]"),
+    "less than 0": (with_sum(indices=np.array([-1, 4])), InvalidArgumentError,
+                    f"{SUM}: indices[0] = -1 is negative"),
+    "too large": (with_sum(indices=np.array([1, 9])), InvalidArgumentError,
+                  f"{SUM}: indices[1] = 9 is not below dense_shape[0] = 9"),
+    "floats": (with_sum(indices=np.array([1.0, 4.0])), TypeError,
+               f"{SUM}: indices must be integers, got float64"),
+    "fewer": (with_sum(indices=np.array([1])), InvalidArgumentError,
+              f"{SUM}: 1 indices for 2 rows"),
+    "of no rows": (with_sum(values=np.float32(1)), InvalidArgumentError,
+                   f"{SUM}: values cannot be 0-dim"),
+    "wide rows": (with_sum(values=np.ones((2, 3), "float32")), InvalidArgumentError,
+                  f"{SUM}: values of shape [2, 3] are not rows of an array of shape [9, 2]"),
+    "rounded": (with_sum(values=ROWS.astype("float16")), ValueError,
+                f"{SUM}['values'] is float16, must be float32"),
+    "a list": (with_sum(values=ROWS.tolist()), ValueError, f"{SUM}['values'] is"),
+    "swapped": (with_sum(values=ROWS.astype(">f4")), TypeError, f"{SUM}: dtype >f4"),
+    "no text": (with_sum(values="rows"), TypeError, f"{SUM}: str is not an array"),
+    "one touch": (with_sum(num_touches=np.array([1])), ValueError,
+                  f"{SUM}['num_touches'] must be an integer for each of 2 indices"),
+    "half a touch": (with_sum(num_touches=np.array([1.0, 2.0])), ValueError,
+                     f"{SUM}['num_touches'] must be an integer for each of 2 indices"),
+    "not touched": (with_sum(num_touches=np.array([0, 2])), ValueError,
+                    f"{SUM}['num_touches'] must be from 1 to 2: [0 2]"),
+    "touched too often": (with_sum(num_touches=np.array([1, 3])), ValueError,
+                          f"{SUM}['num_touches'] must be from 1 to 2: [1 3]"),
+    "no touches": (with_sum(num_touches=None), TypeError, f"{SUM}: NoneType is not an array"),
+    "devices": ({"partial_sums": [TOTAL, None]}, ValueError, "of 2 devices, the accumulator is on"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def filled(sparse):
+    acc = sparse("float16", (None, 2), reduction_type="SUM")
+    acc.set_global_step(3)
+    acc.apply_grad([5, 1], [[7.0, 8.0], [9.0, 10.0]], (6, 2), 3)
+    return acc
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_refused_changes_nothing(filled, what):
+    change, error, text = WRONG[what]
+    check_refused(filled, FILLED | change, error, text)
+
+
+def test_what_is_right_is_loaded(filled):
+    filled.load_state_dict(FILLED)
+    filled.load_state_dict(FILLED | {"sum_shape": [-1, 2]})
+    taken = filled.take_indexed_slices_grad(2)
+    assert (taken.indices.tolist(), taken.dense_shape) == ([1, 4], (-1, 2))
+    assert same(taken.values, ROWS.astype("float16")), "a NaN is a sum as good as any"
+
+
+def test_an_accumulator_that_knows_its_extent_takes_no_other(sparse):
+    acc = sparse("float16", (9, 2), reduction_type="SUM")
+    state = FILLED | {"shape": [9, 2]}
+    for extent, shown in ((10, "(10, 2)"), (-1, "(None, 2)")):
+        text = f"state['sum_shape'] is {shown}, which does not fit the accumulator's (9, 2)"
+        check_refused(acc, state | {"sum_shape": [extent, 2]}, ValueError, text)
+    acc.load_state_dict(state)
+    assert acc.take_indexed_slices_grad(1).dense_shape == (9, 2)
+    acc = sparse("float16", reduction_type="SUM")
+    for extents, shown in (([9, None], "(9, None)"), ([], "()")):
+        text = f"state['sum_shape'] is {shown}, which does not fit the accumulator's None"
+        check_refused(acc, state | {"shape": None, "sum_shape": extents}, ValueError, text)
+
+
+def test_dense_and_sparse_states_are_no_states_of_each_other(sparse, accumulator):
+    acc, other = sparse(), accumulator()
+    acc.apply_grad([1], [[2.0]])
+    other.apply_grad([[2.0]])
+    states = acc.state_dict(), other.state_dict()
+    text = f"state['format'] is {EMPTY['format']!r}, not {FORMAT!r}"
+    check_refused(acc, states[1], ValueError, text)
+    text = f"state['format'] is {FORMAT!r}, not {EMPTY['format']!r}"
+    check_refused(other, states[0], ValueError, text)
+    # And where only the name of the format was changed.
+    check_refused(acc, states[1] | {"format": FORMAT}, TypeError, f"{SUM} is a ndarray, not a dict")
+    check_refused(other, states[0] | {"format": EMPTY["format"]}, ValueError, "shape=(-1, 1) has a")
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [("_allocate", "load"), ("_upload", "load"), ("_allocate", "save"), ("_copy", "save")],
+)
+def test_a_failure_changes_nothing(mesh, monkeypatch, method, name):
+    acc, source = (gr.SparseConditionalAccumulator("float16", device=mesh) for _ in range(2))
+    given = [gr.IndexedSlices(np.ones((2, 1), "float16"), [3, place]) for place in range(len(mesh))]
+    source.apply_indexed_slices_grad(gr.PerReplica(given, mesh))
+    acc.apply_grad([5], [[6.0]])
+    state, before = source.state_dict(), [frozen(acc), frozen(source)]
+    calls = {"load": lambda: acc.load_state_dict(state), "save": source.state_dict}
+
+    def failing(*args):
+        raise MemoryError(method)
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError, match=method):
+        patch.setattr(mesh.devices[-1], method, failing)  # when those before it have theirs
+        calls[name]()
+    assert [frozen(acc), frozen(source)] == before
+    calls[name]()

@@ -1,0 +1,354 @@
+"""Backup workers: what is kept is added up exactly, what is late is dropped, all threads end."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+
+pytestmark = pytest.mark.repo
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "sync_replicas.py"
+ALLOWED_S = 60.0  # the promise for the whole command on two cores
+STEPS = 20
+
+BAD_FLAGS = [
+    ("--workers", ["--workers", "0"], "1 to 64"),
+    ("--replicas-to-aggregate", ["--replicas-to-aggregate", "0"], "1 to 64"),
+    ("--stragglers", ["--stragglers", "-1"], "backup workers"),
+    ("--stragglers", ["--stragglers", "2"], "backup workers"),
+    ("--stragglers", ["--stragglers", "1", "--replicas-to-aggregate", "5"], "backup workers"),
+    ("--late-every", ["--late-every", "0"], "1 to 10000"),
+    ("--lag", ["--lag", "0"], "1 to 10000"),
+    ("--backend", ["--backend", "gpu"], "auto, sim, cuda"),
+    ("--placement", ["--placement", "0,0,1,1"], "each worker"),
+    ("--kernels", ["--kernels", "cuda"], "numpy, compiled"),
+    ("--steps", ["--steps", "0"], "1 to 10000"),
+    ("--learning-rate", ["--learning-rate", "nan"], "1e-6 to 10"),
+    ("--seed", ["--seed", "-1"], "0 to 4294967295"),
+    ("--output", ["--output", "digits.jpg"], ".png"),
+    ("--colour", ["--colour", "red"], "--workers"),
+]
+
+
+@pytest.fixture(scope="module")
+def script():
+    module = importlib.import_module("sync_replicas")
+    gc.freeze()  # the libraries that it imports stay; each gc.collect() would search them
+    return module
+
+
+@pytest.fixture(scope="module")
+def digits(script):
+    return script.load()
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch, tmp_path):
+    """The simulation, plain text, a folder of the test's own; who hangs is shown and ended."""
+    for name in ("FORCE_COLOR", "GRADREDUCE_BACKEND", "GRADREDUCE_SIM_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.chdir(tmp_path)
+    faulthandler.dump_traceback_later(2 * ALLOWED_S, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+    names = [thread.name for thread in threading.enumerate()]
+    assert not any(name.startswith("ThreadPoolExecutor") for name in names), names
+
+
+def options_of(script, *flags):
+    return script.read_options(
+        script.make_parser(), ["--backend", "sim", "--steps", str(STEPS), *flags]
+    )
+
+
+def train(script, digits, *flags):
+    options = options_of(script, *flags)
+    with importlib.import_module("command_line").open_devices(options) as mesh:
+        return script.train(mesh, digits, options)
+
+
+def batches(script, digits, worker):
+    """Pictures and labels of a worker's gradients, in order, with the seed 0."""
+    rng = np.random.default_rng([0, worker])
+    while True:
+        pick = rng.integers(len(digits.train_images), size=script.BATCH_SIZE)
+        yield digits.train_images[pick], digits.train_labels[pick]
+
+
+def plain(script, updates):
+    """Synchronous training with momentum in plain NumPy.
+
+    ``updates[step][worker]`` lists the batches of that worker in that update. Additions are in the
+    order that gradreduce promises: each device's as they come, then the halves of the mesh.
+    """
+    weights = list(script.initial_weights(np.random.default_rng(0)).values())
+    moments = [np.zeros_like(weight) for weight in weights]
+    rate, decay = np.float32(0.1), np.float32(0.9)
+    for workers in updates:
+        sums = [[np.zeros_like(weight) for weight in weights] for _ in workers]
+        for total, brought in zip(sums, workers, strict=True):
+            for batch in brought:
+                for into, gradient in zip(total, script.backward(weights, *batch)[1], strict=True):
+                    into += gradient
+        count = np.float32(sum(map(len, workers)))
+        for place, (weight, moment) in enumerate(zip(weights, moments, strict=True)):
+            moment[...] = decay * moment + halves([total[place] for total in sums]) / count
+            weight -= rate * moment
+    return weights
+
+
+def halves(arrays):
+    middle = len(arrays) // 2
+    sides = [sum(side[1:], side[0]) for side in (arrays[:middle], arrays[middle:]) if side]
+    return sum(sides[1:], sides[0])
+
+
+def same(history, weights):
+    return all(map(np.array_equal, history.weights.values(), weights))
+
+
+# Values ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--workers", "4", "--replicas-to-aggregate", "4"],
+        ["--workers", "3", "--replicas-to-aggregate", "7"],
+        ["--workers", "6", "--replicas-to-aggregate", "3", "--stragglers", "3",
+         "--late-every", "1", "--placement", "0,0,1,1,2,0"],
+    ],
+    ids=["a backup", "no backup", "several each", "more late than not"],
+)  # fmt: skip
+def test_each_update_is_the_mean_of_what_was_kept_at_its_step(script, digits, flags):
+    options = options_of(script, *flags)
+    history = train(script, digits, *flags)
+    updates = [[[] for _ in range(options.workers)] for _ in range(STEPS)]
+    for worker, gradients in enumerate(history.gradients):
+        for each, batch in zip(gradients, batches(script, digits, worker), strict=False):
+            if each.kept:
+                updates[each.local_step][worker].append(batch)
+    # Bit for bit: each gradient in one update or none, computed by the weights of its own step.
+    assert same(history, plain(script, updates))
+    counts = [sum(map(len, workers)) for workers in updates]
+    assert min(counts) >= options.replicas_to_aggregate
+    assert max(counts) <= max(options.workers, options.replicas_to_aggregate)
+    gradients = [each for worker in history.gradients for each in worker]
+    assert history.global_step == STEPS
+    assert history.num_dropped == sum(not each.kept for each in gradients)
+    assert history.num_dropped == 0 or options.workers > options.replicas_to_aggregate
+    assert not any(each.kept for each in gradients if each.held)
+    assert len(history.losses) == STEPS
+
+
+@pytest.mark.parametrize("workers", [1, 4, 5])
+def test_workers_in_step_and_no_backup_make_plain_synchronous_training(
+    script, digits, monkeypatch, workers
+):
+    # A quick worker may draw the token of a slow one. Here each waits until all have theirs.
+    line = threading.Barrier(workers)
+    draw = script.SyncReplicas.next_step
+
+    def in_step(sync):
+        token = draw(sync)
+        line.wait(ALLOWED_S)
+        return token
+
+    monkeypatch.setattr(script.SyncReplicas, "next_step", in_step)
+    flags = ("--workers", str(workers), "--replicas-to-aggregate", str(workers))
+    history = train(script, digits, *flags)
+    sources = [batches(script, digits, worker) for worker in range(workers)]
+    updates = [[[next(source)] for source in sources] for _ in range(STEPS)]
+    assert same(history, plain(script, updates))
+    assert history.num_dropped == 0
+    for worker in history.gradients:
+        assert [each.local_step for each in worker] == list(range(STEPS))
+
+
+# The straggler -----------------------------------------------------------------------------------
+
+
+def test_who_is_always_late_is_always_dropped(script, digits):
+    history = train(script, digits, "--late-every", "1", "--lag", "3")
+    late = history.gradients[-1]
+    assert late
+    assert all(each.held and not each.kept for each in late)
+    assert not any(each.held for worker in history.gradients[:-1] for each in worker)
+
+
+def test_a_straggler_is_held_until_the_others_have_gone_on(script, digits, monkeypatch):
+    seen = []
+    wait = script.SyncReplicas.await_step
+
+    def noting(sync, step):
+        wait(sync, step)
+        seen.append((sync.over, sync.step - step))
+
+    monkeypatch.setattr(script.SyncReplicas, "await_step", noting)
+    train(script, digits, "--late-every", "1", "--lag", "3")
+    assert len(seen) >= 1
+    assert all(over or ahead >= 0 for over, ahead in seen)
+
+
+def test_training_goes_on_from_the_global_step(script):
+    with gr.open_mesh(3, backend="sim") as mesh:
+        variables = [gr.Variable(np.ones(2, np.float32), "w", device=mesh)]
+        counter = gr.Variable(7, "global_step", trainable=False, device=mesh.devices[0])
+        optimizer = gr.GradientDescentOptimizer(0.5)
+        with script.SyncReplicas(variables, optimizer, counter, 2, 3) as sync:
+            (mine,), (other,) = sync.accumulators, script.grad_accumulators(variables, sync.ops)
+            assert mine.accumulator_ref is other.accumulator_ref
+            assert (
+                mine.accumulator_ref
+                is gr.ConditionalAccumulator(
+                    "float32", (2,), "w/grad_accum", device=mesh
+                ).accumulator_ref
+            )
+            assert sync.first_step == 7
+            gradient = np.full(2, 2, np.float32)
+            assert not mine.apply_grad(gradient, 6)
+            assert mine.apply_grad(gradient, 7)
+            assert other.apply_grad(2 * gradient, 7)
+            sync.update()
+            assert not mine.apply_grad(gradient, 7)
+            sync.hand_out_tokens(3)
+            assert [sync.next_step() for _ in range(2)] == [8, 8]  # and a third one
+            assert (int(counter), mine.num_dropped) == (8, 2)
+        assert (variables[0].numpy() == 1 - 0.5 * 3).all()
+        assert sync.next_step() is None
+        with pytest.raises(gr.errors.CancelledError):
+            mine.num_accumulated()
+
+
+# The end -----------------------------------------------------------------------------------------
+
+
+def interrupt():
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+def fail():
+    raise ArithmeticError("no more")
+
+
+@pytest.mark.parametrize(
+    ("action", "error"), [(fail, ArithmeticError), (interrupt, KeyboardInterrupt)]
+)
+@pytest.mark.parametrize("where", ["worker", "chief"])
+def test_whatever_fails_ends_every_thread_and_reaches_the_caller(
+    script, digits, monkeypatch, where, action, error
+):
+    owner, name = {"worker": (script, "backward"), "chief": (script, "accuracy")}[where]
+    original = getattr(script, name)
+    calls, waiting, wait = [], threading.Event(), script.wait
+
+    def failing(*arguments):
+        calls.append(None)
+        if len(calls) == 3:
+            assert waiting.wait(ALLOWED_S)  # not while the threads are being started
+            action()
+        return original(*arguments)
+
+    monkeypatch.setattr(owner, name, failing)
+    monkeypatch.setattr(script, "wait", lambda *jobs: (waiting.set(), wait(*jobs))[1])
+    closed = []
+    leave = script.SyncReplicas.__exit__
+    monkeypatch.setattr(
+        script.SyncReplicas, "__exit__", lambda sync, *e: closed.append(leave(sync, *e))
+    )
+    # One worker fails while all others and the chief wait for its gradient.
+    flags = ("--replicas-to-aggregate", "5", "--steps", "10000")
+    with pytest.raises(error):
+        train(script, digits, *flags)
+    assert closed == [None]
+    monkeypatch.undo()
+    gc.collect()
+    assert train(script, digits).global_step == STEPS  # the names are free again
+
+
+# The command -------------------------------------------------------------------------------------
+
+
+def cells(text):
+    rows = (line.strip("│| ").split("│") for line in text.splitlines() if line.startswith("│"))
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+@pytest.mark.slow
+def test_the_plain_command_reaches_the_goal_in_time(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(gr.__file__).parent.parent),
+            "PYTHONIOENCODING": "utf-8",
+            "GRADREDUCE_BACKEND": "sim",
+        },
+        capture_output=True, text=True, encoding="utf-8", timeout=4 * ALLOWED_S,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "100%" in done.stdout  # the progress bar
+    found = cells(done.stdout)
+    workers = np.array([row[2:] for row in found if row[1].startswith("sim:")], int)
+    rows = {row[0]: row[1] for row in found}
+    assert workers.shape == (5, 3)
+    kept, dropped, held = workers.sum(axis=0)
+    assert (workers[:-1, 2] == 0).all()
+    assert dropped >= workers[-1, 1] >= held > 0
+    assert rows["global step"] == "400"
+    assert rows["kept"] == str(kept)
+    assert rows["dropped"] == f"{dropped}, {held} of them held back"
+    assert float(rows["test accuracy"]) >= 0.95
+    assert float(rows["steps/s"]) > 400 / ALLOWED_S
+    picture = (tmp_path / "sync_replicas.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+    assert len(picture) > 5000
+
+
+def test_a_run_that_misses_the_goal_says_so_and_exits_with_1(script, capsys):
+    assert script.main(["--backend", "sim", "--steps", "1"]) == 1
+    assert "below 0.95" in capsys.readouterr().out
+    assert Path("sync_replicas.png").is_file()
+
+
+@pytest.mark.parametrize(("flag", "arguments", "allowed"), BAD_FLAGS)
+def test_a_bad_flag_gets_one_line_and_status_2(script, capsys, flag, arguments, allowed):
+    with pytest.raises(SystemExit) as stopped:
+        script.main(["--backend", "sim", *arguments])
+    assert stopped.value.code == 2
+    answer = capsys.readouterr()
+    assert answer.out == ""
+    assert re.fullmatch(r"[^\n]+\n", answer.err), answer.err
+    assert flag in answer.err
+    assert allowed in answer.err.partition("allowed: ")[2]
+
+
+def test_every_flag_is_tried_with_a_bad_value(script):
+    assert set(script.make_parser().allowed) <= {flag for flag, _, _ in BAD_FLAGS}
+
+
+def test_flags_that_are_not_given_follow_from_the_others(script):
+    def found(*flags):
+        options = options_of(script, *flags)
+        return options.workers, options.replicas_to_aggregate, options.stragglers
+
+    assert found() == (5, 4, 1)
+    assert found("--workers", "1") == (1, 1, 0)
+    assert found("--replicas-to-aggregate", "5") == (5, 5, 0)
+    assert found("--replicas-to-aggregate", "2") == (5, 2, 1)
