@@ -174,6 +174,8 @@ LINEAR = [
     of("tensordot over 0", lambda np, x, y: np.tensordot(x, y, 0), ((2,), (3, 2))),
     of("tensordot over axes", lambda np, x, y: np.tensordot(x, y, axes=[[0, -1], [2, 0]]),
        ((2, 3, 4), (4, 2, 2))),
+    of("tensordot over axes in another order",
+       lambda np, x, y: np.tensordot(x, y, axes=[[2, 0], [0, 1]]), ((2, 3, 4), (4, 2, 2))),
     of("tensordot over an axis", lambda np, x, y: np.tensordot(x, y, axes=(1, -1)),
        ((2, 3), (4, 3))),
     of("einsum", lambda np, x, y: np.einsum("ij,jk->ki", x, y), ((2, 3), (3, 4))),
@@ -207,6 +209,7 @@ SHAPING = [
     of("broadcast_to", lambda np, x: np.broadcast_to(x, (2, 3, 4)), ((3, 1),), ((),), **OURS),
     of("flip", lambda np, x: np.flip(x, 0), ((2, 3),), **OURS),
     of("roll", lambda np, x: np.roll(x, 2, axis=1), ((2, 3),)),
+    of("roll of two", lambda np, x: np.roll(x, (1, -2), axis=(0, 1)), ((2, 3),), **OURS),
     of("concatenate", lambda np, x, y: np.concatenate([x, y, x * 2], axis=1), ((2, 3), (2, 1)),
        ((2, 0), (2, 2))),
     of("concatenate from the back", lambda np, x, y: np.concatenate((x, y), axis=-1),
@@ -260,6 +263,6 @@ def weighted(operation: Operation, module: Any, library: Callable[[Any], Any] = 
     def loss(*operands):
         made = operation.do(module, *operands)
         weights = np.linspace(0.5, 1.5, int(np.prod(np.shape(made)))).reshape(np.shape(made))
-        return module.sum(made * library(weights.astype(made.dtype)))
+        return module.sum(library(weights.astype(made.dtype)) * made)
 
     return loss

@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
 from operations import OPERATIONS, weighted
 from strict_array import StrictArray
 
@@ -162,6 +165,39 @@ def test_every_value_and_every_term_keeps_its_dtype(operation, dtype, monkeypatc
     found = gradients(weighted(operation, np), operation.operands(shapes, dtype))
     assert all(gradient is None or gradient.dtype == dtype for gradient in found)
     assert terms
+
+
+@given(
+    npst.mutually_broadcastable_shapes(num_shapes=3, max_dims=3, min_side=0, max_side=3),
+    st.integers(0, 2**16),
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_random_shapes_are_broadcast_and_reduced_as_hips_does(drawn, seed):
+    import autograd
+    import autograd.numpy as hips
+
+    rng = np.random.default_rng(seed)
+    operands = [rng.uniform(0.5, 2.0, shape) for shape in drawn.input_shapes]
+    ndim = len(drawn.result_shape)
+    axes = tuple(int(each) - ndim * int(rng.integers(2)) for each in np.flatnonzero(
+        rng.integers(0, 2, ndim)))  # fmt: skip
+    keepdims = bool(rng.integers(2))
+
+    def loss(module):
+        def computed(x, y, z):
+            whole = x * y / (z + 1) - y**2 + module.logaddexp(x, z)
+            parts = module.sum(whole, axis=axes, keepdims=keepdims) * 3
+            if whole.size:
+                parts = parts + module.mean(whole * y, axis=axes, keepdims=keepdims)
+                parts = parts + module.max(module.swapaxes(whole[None], 0, -1) * 2)
+            return module.sum(module.square(parts))
+
+        return computed
+
+    mine = gradients(loss(np), operands)
+    theirs = autograd.grad(loss(hips), (0, 1, 2))(*operands)
+    for left, right in zip(mine, theirs, strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-10, atol=1e-12)
 
 
 NEITHER = """

@@ -7,15 +7,16 @@ tape, PyTorch's tensors, or JAX's arrays.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
 
 from gradreduce.aggregate import AggregationMethod
 from gradreduce.device import Buffer, Device
-from gradreduce.errors import InvalidVariableError
+from gradreduce.errors import BackendUnavailableError, CollectiveError, InvalidVariableError
 from gradreduce.indexed_slices import IndexedSlices
-from gradreduce.interop import OneCall, from_buffer, is_array
+from gradreduce.interop import Kind, OneCall, from_buffer, is_array
 from gradreduce.interop_gpu import fence_in
 from gradreduce.interop_losses import JaxLoss, as_jax, is_tensor, tensor_gradients
 from gradreduce.loss_context import Reader, current_reader, reading_by
@@ -166,9 +167,10 @@ class _Reading:
     def close(self) -> None:
         """What the loss made is plain data from here on; updates come behind what it read."""
         self.trace.closed = True
-        for copy in (*self._leaves, *self._tensors):
-            if copy.device.fabric.backend != "sim":
-                fence_in(copy, "torch" if copy in self._tensors and self._jax is None else "native")
+        if self._jax is not None:  # which has been waited for
+            return
+        _follow(self._leaves, "native")
+        _follow(self._tensors, "torch")
 
     def _is_wanted(self, variable: Variable) -> bool:
         if str(variable.dtype) not in _ALLOWED:
@@ -208,6 +210,15 @@ class _Reading:
                 self._terms_of(variable)
                 self._jax.add(copy, self._tensors[copy][1], variable.dtype)
         return self._jax.values.get(copy, self._tensors[copy][1])
+
+
+def _follow(copies: Iterable[Buffer], kind: Kind) -> None:
+    """What writes these copies next comes behind what the library of ``kind`` has queued."""
+    for copy in copies:
+        if copy.device.fabric.backend != "sim":
+            # On a device that is lost nothing can be written any more.
+            with suppress(BackendUnavailableError, CollectiveError):
+                fence_in(copy, kind)
 
 
 def _plain(copy: Buffer) -> Any:
@@ -257,7 +268,7 @@ def _own(gradient: Any, seen: set[int]) -> Any:
     """
     if isinstance(gradient, IndexedSlices):
         rows = _own(gradient.values, seen)
-        return IndexedSlices.of(rows, gradient.indices.copy(), gradient.dense_shape)
+        return IndexedSlices.of(rows, gradient.indices, gradient.dense_shape)
     if isinstance(gradient, np.generic):
         return np.asarray(gradient)
     if gradient is None or isinstance(gradient, Traced):

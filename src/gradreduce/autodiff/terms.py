@@ -56,14 +56,12 @@ class Terms:
             self._held = [((-1, -1), self.result(), device)]  # traced terms are added all at once
         if self._spread is None:
             self._held.append((order, term, device))
-            del term
             if len(self._held) > 1 and self._streams():
                 self._spread = Spread(aggregator_of(self._method))
                 self._kind = kind_of_term(self._held[0][1])
                 while self._held:
                     _, first, its_device = self._held.pop(0)
                     self._add(first, its_device)
-                    del first
         else:
             self._add(term, device)
 

@@ -152,6 +152,7 @@ class Optimizer:
                 differentiates (a Variable is a tensor in PyTorch's functions). It may be a
                 generator of terms, such as the losses of micro-batches: each is differentiated
                 and dropped before the next is made, and their gradients are terms like others.
+                What another thread computes for it is a constant.
             var_list: Variables, or one; default the trainable ones that ``loss`` reads, in the
                 order of first reading.
             gate_gradients: ``GATE_NONE``, ``GATE_OP`` or ``GATE_GRAPH``; no effect.

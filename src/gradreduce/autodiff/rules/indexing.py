@@ -84,14 +84,12 @@ def _put_back(out: Any, values: Any, index: Any, shape: Shape) -> tuple[Maker]:
 def _scattered(g: Any, flat: Any, shape: Shape) -> Any:
     """The elements of ``g``, added at the places ``flat`` of an array of ``shape``."""
     size = math.prod(shape)
-    if not g.size:
-        return np.zeros_like(g, shape=shape)
     return np.reshape(rows_added(np.reshape(g, (-1,)), flat, (size,)), shape)
 
 
 def _is_basic(index: Any) -> bool:
     within = index if isinstance(index, tuple) else (index,)
-    return all(isinstance(each, _BASIC) and not isinstance(each, bool) for each in within)
+    return all(isinstance(each, _BASIC) for each in within)
 
 
 def _on_host(index: Any) -> Any:

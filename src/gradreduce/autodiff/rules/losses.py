@@ -65,7 +65,7 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Any:
     log_sum = logsumexp(logits, axis=-1)
     wanted = _as_probabilities(logits, labels)
     total = np.sum(wanted, axis=-1)
-    return log_sum * total - np.sum(chosen(wanted != 0, logits * wanted), axis=-1)
+    return log_sum * total - np.sum(chosen(wanted != 0, logits) * wanted, axis=-1)
 
 
 def _reduced(shape: tuple[int, ...], axis: Any) -> tuple[int, ...]:

@@ -56,7 +56,7 @@ def _mean(
 ) -> tuple[Maker]:
     _only("mean", where=where)
     shape = shape_of(a)
-    count = max(_num_reduced(shape, axis), 1)
+    count = _num_reduced(shape, axis)
     return (lambda: lambda g: spread(_over(g, count), shape, axis),)
 
 
@@ -127,7 +127,7 @@ def _var(
 ) -> tuple[Maker]:
     _only("var", where=where)
     shape = shape_of(a)
-    count = max(_num_reduced(shape, axis) - ddof, 1)
+    count = max(_num_reduced(shape, axis) - ddof, 0)
     axes = reduced_axes(axis, len(shape))
     return (lambda: lambda g: spread(_over(g * 2, count), shape, axis) * _centred(a, axes),)
 
@@ -146,7 +146,7 @@ def _std(
     """Zero where all are equal, which is where it has no slope."""
     _only("std", where=where)
     shape = shape_of(a)
-    count = max(_num_reduced(shape, axis) - ddof, 1)
+    count = max(_num_reduced(shape, axis) - ddof, 0)
     axes = reduced_axes(axis, len(shape))
 
     def pull(g: Any) -> Any:
