@@ -264,6 +264,20 @@ def test_reductions_of_ufuncs_are_those_of_functions(v):
     assert gradients(lambda: np.multiply.reduce(v * 1))[0].tolist() == [6.0, 3.0, 2.0]
 
 
+def test_methods_take_what_methods_of_arrays_take(v):
+    for loss, wanted in [
+        (lambda x: x.sum(0, None, None, True), [2.0, 4.0, 6.0]),
+        (lambda x: np.sum(x, 0, "float32", None), [2.0, 4.0, 6.0]),
+        (lambda x: np.sum(x, out=None) + x.max(0, None, False), [2.0, 4.0, 12.0]),
+        (lambda x: x.var(0, None, None, 1) * 0 + x.cumsum()[0] + x.repeat(2)[0], [4.0, 0.0, 0.0]),
+        (lambda x: np.concatenate([x, x], axis=0, out=None).round(1).sum() + x.take(0), [2, 0, 0]),
+    ]:
+        (found,) = gradients(lambda loss=loss: loss(v * v), [v])
+        assert found.tolist() == wanted
+    with pytest.raises(NotImplementedError, match="out="):
+        gradients(lambda: (v * v).sum(0, None, np.zeros(())))
+
+
 def test_operands_may_be_named(v):
     assert gradients(lambda: np.sum(a=v * 2, axis=0))[0].tolist() == [2.0] * 3
     assert gradients(lambda: np.sum(np.clip(v * 1, a_min=v - 1, a_max=v[1])))[0].tolist() == [

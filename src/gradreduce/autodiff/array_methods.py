@@ -6,7 +6,7 @@ Never decides how anything is differentiated: each ends in ``__array_ufunc__`` o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,17 @@ def stop_gradient(x: Any) -> Any:
         The array itself, on the memory that a Variable may have. Only read it.
     """
     return x
+
+
+def _forwarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The method of the name of a NumPy function, whose arguments it has in the same order."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    method.__name__ = function.__name__
+    method.__doc__ = f"As of an array: ``np.{function.__name__}``."
+    return method
 
 
 class ArrayMethods(NDArrayOperatorsMixin):
@@ -134,81 +145,29 @@ class ArrayMethods(NDArrayOperatorsMixin):
             axes = axes[0]
         return np.transpose(self, axes or None)
 
-    def swapaxes(self, axis1: int, axis2: int) -> Any:
-        """As of an array."""
-        return np.swapaxes(self, axis1, axis2)
-
-    def squeeze(self, axis: Any = None) -> Any:
-        """As of an array."""
-        return np.squeeze(self, axis)
-
-    def take(self, indices: Any, axis: int | None = None) -> Any:
-        """As of an array."""
-        return np.take(self, indices, axis=axis)
-
-    def repeat(self, repeats: Any, axis: int | None = None) -> Any:
-        """As of an array."""
-        return np.repeat(self, repeats, axis=axis)
-
-    def dot(self, other: Any) -> Any:
-        """As of an array."""
-        return np.dot(self, other)
-
-    def clip(self, min: Any = None, max: Any = None) -> Any:
-        """As of an array."""
-        return np.clip(self, min, max)
-
-    def sum(self, axis: Any = None, dtype: Any = None, keepdims: bool = False) -> Any:
-        """As of an array."""
-        return np.sum(self, axis=axis, dtype=dtype, keepdims=keepdims)
-
-    def mean(self, axis: Any = None, dtype: Any = None, keepdims: bool = False) -> Any:
-        """As of an array."""
-        return np.mean(self, axis=axis, dtype=dtype, keepdims=keepdims)
-
-    def prod(self, axis: Any = None, keepdims: bool = False) -> Any:
-        """As of an array."""
-        return np.prod(self, axis=axis, keepdims=keepdims)
-
-    def max(self, axis: Any = None, keepdims: bool = False) -> Any:
-        """As of an array."""
-        return np.max(self, axis=axis, keepdims=keepdims)
-
-    def min(self, axis: Any = None, keepdims: bool = False) -> Any:
-        """As of an array."""
-        return np.min(self, axis=axis, keepdims=keepdims)
-
-    def var(self, axis: Any = None, ddof: int = 0, keepdims: bool = False) -> Any:
-        """As of an array."""
-        return np.var(self, axis=axis, ddof=ddof, keepdims=keepdims)
-
-    def std(self, axis: Any = None, ddof: int = 0, keepdims: bool = False) -> Any:
-        """As of an array."""
-        return np.std(self, axis=axis, ddof=ddof, keepdims=keepdims)
-
-    def cumsum(self, axis: int | None = None) -> Any:
-        """As of an array."""
-        return np.cumsum(self, axis=axis)
-
-    def argmax(self, axis: int | None = None) -> Any:
-        """As of an array."""
-        return np.argmax(self, axis=axis)
-
-    def argmin(self, axis: int | None = None) -> Any:
-        """As of an array."""
-        return np.argmin(self, axis=axis)
-
-    def argsort(self, axis: int = -1) -> Any:
-        """As of an array."""
-        return np.argsort(self, axis=axis)
-
-    def all(self, axis: Any = None) -> Any:
-        """As of an array."""
-        return np.all(self, axis=axis)
-
-    def any(self, axis: Any = None) -> Any:
-        """As of an array."""
-        return np.any(self, axis=axis)
+    swapaxes = _forwarded(np.swapaxes)
+    squeeze = _forwarded(np.squeeze)
+    take = _forwarded(np.take)
+    repeat = _forwarded(np.repeat)
+    dot = _forwarded(np.dot)
+    clip = _forwarded(np.clip)
+    round = _forwarded(np.round)
+    sum = _forwarded(np.sum)
+    mean = _forwarded(np.mean)
+    prod = _forwarded(np.prod)
+    max = _forwarded(np.max)
+    min = _forwarded(np.min)
+    var = _forwarded(np.var)
+    std = _forwarded(np.std)
+    cumsum = _forwarded(np.cumsum)
+    diagonal = _forwarded(np.diagonal)
+    trace = _forwarded(np.trace)
+    argmax = _forwarded(np.argmax)
+    argmin = _forwarded(np.argmin)
+    argsort = _forwarded(np.argsort)
+    nonzero = _forwarded(np.nonzero)
+    all = _forwarded(np.all)
+    any = _forwarded(np.any)
 
     def tolist(self) -> Any:
         """The numbers, as constants."""

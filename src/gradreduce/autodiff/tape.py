@@ -168,14 +168,18 @@ class Traced(ArrayMethods, Traceable):
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if kwargs.get("out") is not None:
             raise TypeError(f"{_name(function)} would write a traced value: a loss has no out=")
+        if "out" in kwargs:
+            kwargs = {name: given for name, given in kwargs.items() if name != "out"}
         return apply(function, args, kwargs)
 
     def __cupy_override_elementwise_kernel__(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
         """CuPy's own functions, which do not know NumPy's protocols, ask this."""
-        ufunc = getattr(np, str(kernel.name).removeprefix("cupy_"), None)
-        if not isinstance(ufunc, np.ufunc):
+        function = getattr(np, str(kernel.name).removeprefix("cupy_"), None)
+        if isinstance(function, np.ufunc):
+            return self.__array_ufunc__(function, "__call__", *args, **kwargs)
+        if function not in RULES:
             raise no_rule(str(kernel.name))
-        return self.__array_ufunc__(ufunc, "__call__", *args, **kwargs)
+        return self.__array_function__(function, (), args, kwargs)
 
     @classmethod
     def __torch_function__(

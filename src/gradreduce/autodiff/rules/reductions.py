@@ -39,7 +39,7 @@ def _sum(
     initial: Any = None,
     where: Any = True,
 ) -> tuple[Maker]:
-    _only("sum", where=where)  # initial is only added
+    _only("sum", out=_out, where=where)  # initial is only added
     shape = shape_of(a)
     return (lambda: lambda g: spread(g, shape, axis),)
 
@@ -54,7 +54,7 @@ def _mean(
     *,
     where: Any = True,
 ) -> tuple[Maker]:
-    _only("mean", where=where)
+    _only("mean", out=_out, where=where)
     shape = shape_of(a)
     count = _num_reduced(shape, axis)
     return (lambda: lambda g: spread(_over(g, count), shape, axis),)
@@ -70,7 +70,7 @@ def _max(
     where: Any = True,
 ) -> tuple[Maker]:
     """Also of min. Equal largest ones share the gradient evenly, as in TensorFlow."""
-    _only("max", initial=initial, where=where)
+    _only("max", out=_out, initial=initial, where=where)
     kept = kept_shape(shape_of(a), axis)
 
     def make() -> Pull:
@@ -93,7 +93,7 @@ def _prod(
     where: Any = True,
 ) -> tuple[Maker]:
     """The product of the others, also where one of them is zero."""
-    _only("prod", initial=initial, where=where)
+    _only("prod", out=_out, initial=initial, where=where)
     shape = shape_of(a)
     axes = reduced_axes(axis, len(shape))
 
@@ -125,7 +125,7 @@ def _var(
     *,
     where: Any = True,
 ) -> tuple[Maker]:
-    _only("var", where=where)
+    _only("var", out=_out, where=where)
     shape = shape_of(a)
     count = max(_num_reduced(shape, axis) - ddof, 0)
     axes = reduced_axes(axis, len(shape))
@@ -144,7 +144,7 @@ def _std(
     where: Any = True,
 ) -> tuple[Maker]:
     """Zero where all are equal, which is where it has no slope."""
-    _only("std", where=where)
+    _only("std", out=_out, where=where)
     shape = shape_of(a)
     count = max(_num_reduced(shape, axis) - ddof, 0)
     axes = reduced_axes(axis, len(shape))
@@ -159,6 +159,7 @@ def _std(
 def _cumsum(
     out: Any, a: Any, axis: Any = None, dtype: Any = None, _out: Any = None
 ) -> tuple[Maker]:
+    _only("cumsum", out=_out)
     shape = shape_of(a)
     along = 0 if axis is None else axis
 
