@@ -37,7 +37,7 @@ collect_ignore = [
     path.name for path in Path(__file__).parent.glob("test_*.py") if path.name not in SHARED
 ]
 if FAKE:
-    collect_ignore = ["test_gradients.py"]  # it computes with CuPy, which the fake does not
+    collect_ignore = []
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Losses on CuPy's arrays; the fake has no NumPy functions, so this is for real GPUs alone."""
+"""Losses on CuPy's arrays give what they give on NumPy's."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ def gradients(mesh, operation, shapes, library):
     return [None if g is None else g if type(g) is np.ndarray else g.get() for g in found]
 
 
-def test_every_operation_gives_on_a_gpu_what_it_gives_on_the_host():
+def test_every_operation_gives_on_a_gpu_what_it_gives_on_the_host(gpus):
+    gpus(0)
     import cupy
 
     wrong = []
-    with gr.open_mesh([0], backend="cuda") as gpus, gr.open_mesh(1, backend="sim") as host:
+    with gr.open_mesh([0], backend="cuda") as device, gr.open_mesh(1, backend="sim") as host:
         for operation in OPERATIONS:
             for shapes in operation.shapes:
                 wanted = gradients(host, operation, shapes, np.asarray)
                 try:
-                    found = gradients(gpus, operation, shapes, cupy.asarray)
+                    found = gradients(device, operation, shapes, cupy.asarray)
                     for left, right in zip(found, wanted, strict=True):
                         assert (left is None) == (right is None)
                         if left is not None:
@@ -41,7 +42,9 @@ def test_every_operation_gives_on_a_gpu_what_it_gives_on_the_host():
     assert not wrong, "\n".join(wrong)
 
 
-def test_training_on_a_gpu_follows_the_host():
+@pytest.mark.parametrize("seed", range(4))
+def test_training_on_a_gpu_follows_the_host(gpus, seed):
+    gpus(seed)
     import cupy
 
     def trained(backend, library):

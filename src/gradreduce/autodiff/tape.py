@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 
 from gradreduce.device import Device
+from gradreduce.interop_gpu import on_gpu_of
 from gradreduce.loss_context import Traceable
 
 from .array_methods import ArrayMethods
@@ -346,7 +347,10 @@ def walk(roots: list[Node], gradient: Any, new_terms: Callable[[], Terms]) -> No
             if into is None:
                 into = arrived.setdefault(parent.number, new_terms())
             if gradient is not None:
-                into.push(_as_operand(pull(gradient), parent), (node.number, place), parent.device)
+                with on_gpu_of(node.device):
+                    term = _as_operand(pull(gradient), parent)
+                into.push(term, (node.number, place), parent.device)
+                del term
             awaited[parent.number] -= 1
             if not awaited[parent.number] and parent.terms is None:
                 heapq.heappush(ready, (turns[parent.number], parent.number, parent))
