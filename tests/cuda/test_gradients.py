@@ -64,3 +64,54 @@ def test_training_on_a_gpu_follows_the_host(gpus, seed):
 
     for left, right in zip(trained("cuda", cupy.asarray), trained("sim", np.asarray), strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.multi_gpu(2)
+@pytest.mark.parametrize("seed", range(4))
+def test_each_replica_is_differentiated_on_its_own_gpu(gpus, seed):
+    """The walk back leaves the loss's own choice of a GPU behind, and goes where tensors lie."""
+    gpus(seed)
+    import cupy
+
+    with gr.open_mesh([0, 1], backend="cuda") as mesh:
+        v = gr.Variable([1.0, 2.0, 3.0], device=mesh)
+
+        def loss(replica):
+            with cupy.cuda.Device(mesh.devices[replica].physical):
+                hidden = np.tanh(v * (replica + 1.0)) * v
+                return np.sum(hidden * hidden)
+
+        parts = []
+        for replica in range(2):
+            with gr.replica(replica):
+                ((part, _),) = DESCENT.compute_gradients(lambda replica=replica: loss(replica))
+            assert part.device.id == mesh.devices[replica].physical
+            parts.append(part)
+        DESCENT.apply_gradients([(gr.PerReplica(parts, mesh), v)])
+        found = [buffer.numpy() for buffer in v.buffers]
+    x = np.float32([1, 2, 3])
+    slopes = []
+    for scale in (1, 2):
+        t = np.tanh(x * scale)
+        slopes.append(2 * t * x * (t + x * scale * (1 - t * t)))
+    for each in found:
+        np.testing.assert_allclose(each, x - 0.125 * sum(slopes) / 2, rtol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_loss_has_read_is_written_after_it(gpus, seed):
+    gpus(seed)
+    import cupy
+
+    with gr.open_mesh([0], backend="cuda") as mesh:
+        read = gr.Variable(np.ones(64), device=mesh)
+        other = gr.Variable(np.ones(64), device=mesh)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            ((found, _),) = DESCENT.compute_gradients(lambda: np.sum(read * other), [other])
+            read.assign(np.full(64, 5.0))
+            with pytest.raises(ZeroDivisionError):
+                DESCENT.compute_gradients(lambda: np.sum(np.tanh(read)) * (1 / 0))
+            read.assign(np.full(64, 7.0))
+            assert (found == 1).all()
+            assert (read.read() + other == 8).all()

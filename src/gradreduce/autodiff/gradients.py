@@ -17,7 +17,7 @@ from gradreduce.device import Buffer, Device
 from gradreduce.errors import BackendUnavailableError, CollectiveError, InvalidVariableError
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import Kind, OneCall, from_buffer, is_array
-from gradreduce.interop_gpu import fence_in
+from gradreduce.interop_gpu import fence_in, on_gpu_of
 from gradreduce.interop_losses import JaxLoss, as_jax, is_tensor, tensor_gradients
 from gradreduce.loss_context import Reader, current_reader, reading_by
 from gradreduce.variables import Variable
@@ -137,7 +137,8 @@ class _Reading:
         _check_loss(value)
         if not isinstance(value, Traced) or value.node.trace is not self.trace:
             return
-        seed = _seed(value.value, grad_loss)
+        with on_gpu_of(value.node.device):
+            seed = _seed(value.value, grad_loss)
         roots = [value.node]
         del value
         walk(roots, seed, lambda: Terms(self._method))
@@ -159,9 +160,9 @@ class _Reading:
         found: dict[Variable, Any] = {}
         for variable in variables:
             if variable not in found:
-                terms = self._terms.get(variable)
-                gradient = None if terms is None else terms.result()
-                found[variable] = _own(gradient, seen)
+                terms = self._terms_of(variable)
+                with on_gpu_of(terms.home):
+                    found[variable] = _own(terms.result(), seen)
         return [(found[variable], variable) for variable in variables]
 
     def close(self) -> None:

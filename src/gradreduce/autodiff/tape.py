@@ -341,7 +341,8 @@ def walk(roots: list[Node], gradient: Any, new_terms: Callable[[], Terms]) -> No
     while ready:
         _, _, node = heapq.heappop(ready)
         if node.number != last:
-            gradient = arrived.pop(node.number).result()
+            with on_gpu_of(node.device):
+                gradient = arrived.pop(node.number).result()
         for place, (parent, pull) in enumerate(zip(node.parents, node.pulls, strict=True)):
             into = parent.terms
             if into is None:

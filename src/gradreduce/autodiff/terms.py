@@ -29,9 +29,12 @@ class Terms:
     Args:
         method: how dense terms are combined.
         keep_rows: whether terms that are all IndexedSlices stay so; else they are made dense.
+
+    Attributes:
+        home: where the first term lay, and the gradient will.
     """
 
-    __slots__ = ("_held", "_keep_rows", "_kind", "_method", "_spread")
+    __slots__ = ("_held", "_keep_rows", "_kind", "_method", "_spread", "home")
 
     def __init__(self, method: AggregationMethod, *, keep_rows: bool = False) -> None:
         self._method = method
@@ -39,6 +42,7 @@ class Terms:
         self._held: list[tuple[Order, Any, Device]] = []
         self._spread: Spread | None = None
         self._kind: Kind = "native"  # of the sum: that of the first term
+        self.home: Device | None = None
 
     def push(self, term: Any, order: Order, device: Device) -> None:
         """Takes the next term; None is left out.
@@ -50,6 +54,8 @@ class Terms:
         """
         if term is None:
             return
+        if self.home is None:
+            self.home = device
         if isinstance(term, IndexedSlices) and not self._keep_rows:
             term = term.to_dense()
         if self._spread is not None and isinstance(term, Traceable):
