@@ -1,8 +1,7 @@
 // segment_sum: out[t][into[s]] = (values[t][order[b]] + … + values[t][order[e-1]]) / divisors[s]
-//          a row of out that is given as ~row is added to, not overwritten
 // order    left to right from b = bounds[s] to e = bounds[s+1], b < e; one rounding per add in the
-//          accumulate type of In; divided (truly) there if not by 1; then cast to that of Out and
-//          added to what out holds, if it is; one rounding at the store
+//          accumulate type of In; divided (truly) there if not by 1; where into[s] is ~row, cast to
+//          the accumulate type of Out and added to what the row holds; one rounding at the store
 // types    <Out, In>: halves accumulate in float; integers take divisor 1 only; indices are i64
 // aliasing none: out shares no byte with the operands behind it, and no row comes twice in into
 // launch   1-D, any grid and block; blocks stride over chunks of (segment, column); 64-bit indices

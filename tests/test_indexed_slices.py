@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from meshes import refused
 
 import gradreduce as gr
-from gradreduce.device import accumulate_dtype, as_dtype
+from gradreduce.device import as_dtype
 from gradreduce.errors import InvalidArgumentError
 from gradreduce.indexed_slices import coalesced, densified
 from gradreduce.ops import plan_segments
@@ -320,12 +320,15 @@ def test_partial_sums_are_wide_and_divided_row_by_row(mesh):
     """What an accumulator of halves needs: float32 sums, then each row by its own count."""
     slices, plan = slices_of("float16"), plan_segments(np.array(INDICES))
     values = mesh.devices[0].put(slices.values)
-    (wide,) = coalesced([values], [plan], dtypes=[accumulate_dtype(values.dtype)])
+    room = mesh.devices[0].empty((plan.num_segments, *values.shape[1:]), as_dtype("float32"))
+    (wide,) = coalesced([values], [plan], outs=[room])
+    assert wide is room
     rows = gr.IndexedSlices(slices.values.astype("float32"), INDICES)
     assert same(wide.numpy(), merged(rows)[1])
     counts = np.diff(plan.bounds).astype("float64")
     each = plan_segments(plan.indices)
-    (mean,) = coalesced([wide], [each], dtypes=[as_dtype("float16")], divisors=[counts])
+    room = mesh.devices[0].empty(wide.shape, as_dtype("float16"))
+    (mean,) = coalesced([wide], [each], outs=[room], divisors=[counts])
     with np.errstate(all="ignore"):
         expected = (merged(rows)[1] / counts[:, None].astype("float32")).astype("float16")
     assert same(mean.numpy(), expected)

@@ -27,7 +27,6 @@ Call = Callable[[], Any]
 
 HOST_ROUNDS, GPU_ROUNDS, QUICK_ROUNDS = 25, 9, 2
 WARM_UPS = 2
-LOOPS = 4  # of one round, where a call is microseconds: the first finds its caches cold
 # Threads of another library may still spin when its call has returned; they are waited for.
 PAUSE_SECONDS = 0.005
 
@@ -94,14 +93,19 @@ def clock_of(mesh: Mesh, *, quick: bool) -> Clock:
 
 
 def host_seconds(
-    calls: Mapping[str, Call], number: int, *, quick: bool, rounds: int = HOST_ROUNDS
+    calls: Mapping[str, Call],
+    number: int,
+    *,
+    quick: bool,
+    rounds: int = HOST_ROUNDS,
+    loops: int = 1,
 ) -> dict[str, float]:
-    """The host's time of one call of each candidate: the best of so many loops of ``number`` calls.
+    """The host's time of one call of each candidate: the best of several loops of ``number`` calls.
 
     The best, not the median: a few microseconds are doubled by whatever else the machine does.
     """
 
-    taken = HostClock(quick, rounds=rounds).in_turns(calls, number, LOOPS)
+    taken = HostClock(quick, rounds=rounds).in_turns(calls, number, loops)
     return {name: min(times) / number for name, times in taken.items()}
 
 

@@ -11,7 +11,16 @@ from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 from gradreduce import ops
-from gradreduce.device import Buffer, Device, copy_over, gather, reaches, scatter
+from gradreduce.device import (
+    Buffer,
+    Device,
+    DType,
+    copy_over,
+    flat_layout,
+    gather,
+    reaches,
+    scatter,
+)
 from gradreduce.indexed_slices import IndexedSlices, check_indices, densified
 from gradreduce.interop import Kind, OneCall, kind_of
 
@@ -25,7 +34,7 @@ __all__ = [
     "with_dense",
 ]
 
-_Copy = tuple[Device, Buffer, Buffer]  # whose queue copies, into, from
+_Move = tuple[Buffer, Buffer]  # rows: where to, and where they are
 
 
 def kind_of_term(term: Any) -> Kind:
@@ -110,29 +119,57 @@ def joined(placed: Sequence[IndexedSlices], home: Device) -> IndexedSlices:
 def rows_together(groups: Sequence[tuple[Device, Sequence[Buffer]]]) -> list[Buffer]:
     """For each group new memory on its device that holds its rows, one Buffer behind the other.
 
-    One launch on each device copies all that it reaches.
+    One launch on each device copies all that it reaches. What it does not reach comes in one copy
+    from each other device, packed there if it is several.
 
     Args:
         groups: where to, and Buffers with rows of one shape and dtype, at least one.
     """
-    wholes, near, far = [], dict[Device, list[tuple[Buffer, Buffer]]](), list[_Copy]()
+    wholes, near, far = [], dict[Device, list[_Move]](), dict[tuple[Device, Device], list[_Move]]()
     for home, parts in groups:
         num_rows = sum(part.shape[0] for part in parts)
         whole = home.empty((num_rows, *parts[0].shape[1:]), parts[0].dtype)
         wholes.append(whole)
         start = 0
         for part in parts:
-            view = whole.view(start, part.shape)
+            move = (whole.view(start, part.shape), part)
             start += part.size
             if reaches(home, part):
-                near.setdefault(home, []).append((view, part))
+                near.setdefault(home, []).append(move)
             else:
-                far.append((home, view, part))
-    for home, pairs in near.items():
-        others = [part.device for _, part in pairs]
-        gather(home, others)
-        ops.pack([view for view, _ in pairs], [part for _, part in pairs], device=home)
-        scatter(home, others)
-    for home, view, part in far:
-        copy_over(home, view, part)
+                far.setdefault((home, part.device), []).append(move)
+    for (home, _), moves in far.items():
+        if len(moves) == 1:
+            copy_over(home, *moves[0])
+        else:
+            near.setdefault(home, []).extend(_arrived(home, moves))
+    for home, moves in near.items():
+        _pack(home, moves)
     return wholes
+
+
+def _arrived(home: Device, moves: Sequence[_Move]) -> list[_Move]:
+    """The same rows on ``home``, by way of two flat buffers; all come from one device."""
+    source = moves[0][1].device
+    flats: dict[DType, list[_Move]] = {}
+    for move in moves:
+        flats.setdefault(move[1].dtype, []).append(move)
+    arrived, packed = list[_Move](), list[_Move]()
+    for dtype, sharing in flats.items():
+        layout = flat_layout([part.size for _, part in sharing], dtype.itemsize)
+        there, here = (device.empty((layout.size,), dtype) for device in (source, home))
+        for (into, part), offset in zip(sharing, layout.offsets, strict=True):
+            packed.append((there.view(offset, part.shape), part))
+            arrived.append((into, here.view(offset, part.shape)))
+        _pack(source, packed)
+        copy_over(home, here, there)
+        packed = []
+    return arrived
+
+
+def _pack(device: Device, moves: Sequence[_Move]) -> None:
+    """One launch by ``device``, which reaches all of it."""
+    others = [part.device for _, part in moves]
+    gather(device, others)
+    ops.pack([into for into, _ in moves], [part for _, part in moves], device=device)
+    scatter(device, others)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradreduce import ops
-from gradreduce.device import Buffer, Device, DType
+from gradreduce.device import Buffer, Device, DType, by_physical, gather, scatter
 from gradreduce.errors import InvalidArgumentError
 from gradreduce.interop import (
     Kind,
@@ -182,22 +182,23 @@ def coalesced(
     values: Sequence[Buffer],
     segments: Sequence[Segments],
     *,
-    dtypes: Sequence[DType] | None = None,
+    outs: Sequence[Buffer] | None = None,
     divisors: Sequence[Divisor] | None = None,
 ) -> list[Buffer]:
-    """The rows of each segment added, for many tensors: new Buffers ``(num_segments, …)``.
+    """The rows of each segment added, for many tensors: ``(num_segments, …)``.
 
     Args:
         values: the rows of each tensor.
         segments: which of them become one, from ``plan_segments``.
-        dtypes: of the results; default those of the values.
+        outs: where the results go, on the devices of the values; default new Buffers of their
+            dtypes.
         divisors: for each tensor a number, or a float64 array with one for each segment.
     """
-    dtypes = [rows.dtype for rows in values] if dtypes is None else dtypes
-    outs = [
-        rows.device.empty((plan.num_segments, *rows.shape[1:]), dtype)
-        for rows, plan, dtype in zip(values, segments, dtypes, strict=True)
-    ]
+    if outs is None:
+        outs = [
+            rows.device.empty((plan.num_segments, *rows.shape[1:]), rows.dtype)
+            for rows, plan in zip(values, segments, strict=True)
+        ]
     by = [1.0] * len(outs) if divisors is None else divisors
     return _summed(outs, values, segments, [None] * len(outs), by)
 
@@ -218,23 +219,27 @@ def densified(slices: Sequence[IndexedSlices]) -> list[Buffer]:
 
 
 def _summed(
-    outs: list[Buffer],
+    outs: Sequence[Buffer],
     values: Sequence[Buffer],
     segments: Sequence[Segments],
     into: Sequence[Indices | None],
     divisors: Sequence[Divisor],
 ) -> list[Buffer]:
-    """``ops.segment_sum`` on each device: one upload, and one launch for each dtype."""
-    for device in dict.fromkeys(out.device for out in outs):
-        here = [place for place, out in enumerate(outs) if out.device is device]
+    """``ops.segment_sum`` on each physical device: one upload, and one launch for each dtype."""
+    devices = [out.device for out in outs]
+    for here in by_physical(devices).values():
+        sharing = [devices[place] for place in here]
+        gather(sharing[0], sharing)
         ops.segment_sum(
             [outs[place] for place in here],
             [values[place] for place in here],
             [segments[place] for place in here],
             into=[into[place] for place in here],
             divisor=[divisors[place] for place in here],
+            device=sharing[0],
         )
-    return outs
+        scatter(sharing[0], sharing)
+    return list(outs)
 
 
 def check_indices(indices: Indices, dense_shape: tuple[int, ...] | None) -> None:

@@ -258,3 +258,24 @@ def test_closing_ends_the_threads():
         assert in_time(lambda: device.launch(kernel, PAIR, rows, (2,))) is None
         assert len(set(threading.enumerate()) - before) == 2
     assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("out, terms, streams", [
+    ("float32", ["float32"], True),
+    ("float64", ["float64"], True),
+    ("float32", ["float16"], False),  # is cast: scratch
+    ("bfloat16", ["bfloat16"], False),  # is added in another type
+    ("float32", ["float32", "float32"], False),  # the sum is used again, from the cache
+])  # fmt: skip
+def test_what_needs_no_scratch_is_cut_into_fewer_blocks(out, terms, streams):
+    """As few as leave no thread without work: each block costs as much as adding thousands."""
+    size = 16 * BLOCK_SIZE
+    lengths = []
+
+    def twin(rows, num_inputs: int) -> None:
+        lengths.extend(row[0].size for row in rows)
+
+    with opened(2) as device:
+        row = [device.empty((size,), dtype) for dtype in (out, *terms)]
+        device.launch(replace(ADD_N, twin=twin), (out, terms[0], len(terms)), [row], (len(terms),))
+    assert lengths == [2 * BLOCK_SIZE] * 8 if streams else lengths == [BLOCK_SIZE] * 16

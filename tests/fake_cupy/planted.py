@@ -124,7 +124,7 @@ _LIVES = {
         "unordered", CUDA, "table.held.block.touched.add((self, queue))"
     ),
     "a device table is not held": _one(
-        "", TABLES, "return Table(made, num_chunks, held)", "return Table(made, num_chunks, None)"
+        "", TABLES, "made, num_chunks, held, made.ctypes.data", "made, num_chunks, None, 0"
     ),
     "pinned memory is not kept": _one(
         "the host", CUDA, "self._staging.append((pinned, self._event(stream)))"

@@ -44,7 +44,9 @@ ENTRIES = [(stem, entry) for stem in STEMS for entry in entries_of(stem)]
 def test_every_kernel_file_has_a_twin_and_a_test_and_the_other_way_round():
     assert STEMS
     assert sorted(path.stem for path in OPS.glob("[!_]*.py")) == STEMS
-    assert sorted(path.stem for path in TESTS.glob("test_*.py")) == [f"test_{s}" for s in STEMS]
+    tests = {path.stem.removeprefix("test_") for path in TESTS.glob("test_*.py")}
+    assert tests >= set(STEMS)
+    assert all(test.startswith(tuple(STEMS)) for test in tests), "of a kernel's part, or of none"
 
 
 def test_every_entry_has_a_kernel_and_the_other_way_round():

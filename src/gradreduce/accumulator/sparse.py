@@ -154,11 +154,11 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
             num_required, timeout=timeout, as_kind=as_kind, deadline=deadline
         )
         if isinstance(taken, IndexedSlices):
-            slices, values = taken, taken.values
-        else:
-            slices = taken.primary
-            values = Mirrored.of([buffer_of(part) for part in taken.parts], taken.kind)
-        return slices.indices, values, slices.dense_shape
+            return taken.indices, taken.values, taken.dense_shape
+        first = taken.parts[0]
+        assert isinstance(first, IndexedSlices)
+        rows = Mirrored.of([buffer_of(part) for part in taken.parts], taken.kind)
+        return first.indices, rows, first.dense_shape
 
     def take_indexed_slices_grad(
         self,

@@ -1,11 +1,8 @@
-"""How sparse gradients get into partial sums, and out: one launch each, whatever rows they touch.
+"""How sparse gradients get into partial sums: one launch each, whatever rows they touch.
 
 A sum holds the rows that any gradient touched, and no others. They lie in the order in which they
 came (``ops/_slots.py``), so a launch adds to those that are there and lays down new ones behind
-them. When there is no room left, the rows are copied into twice as much. A take puts them into the
-order of their indices and divides each by the number of gradients that touched it, in one launch.
-Over a mesh each device has such a sum; at the take their rows are brought together on the first
-one, in mesh order, and merged there once.
+them. When there is no room left, the rows are copied into twice as much.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gradreduce import ops
-from gradreduce.aggregate_sparse import rows_together
 from gradreduce.device import (
     Buffer,
     Device,
@@ -25,13 +21,11 @@ from gradreduce.device import (
     gather,
     scatter,
 )
-from gradreduce.indexed_slices import IndexedSlices, coalesced
-from gradreduce.one_device import handed_out
-from gradreduce.ops import Indices, Segments, Slots, alike, merged_slots
+from gradreduce.ops import Indices, Segments, Slots
 
 from .state import AccumulatorState, Arrival, SparseGradient, SparseSum
 
-__all__ = ["SparseAdditions", "prepare_gradient", "prepare_sparse", "take_sparse"]
+__all__ = ["SparseAdditions", "prepare_gradient", "prepare_sparse"]
 
 
 def prepare_sparse(state: AccumulatorState) -> None:
@@ -193,49 +187,3 @@ def _fenced(devices: Sequence[Device], add: Callable[[], None]) -> Callable[[], 
         scatter(devices[0], devices)
 
     return launch
-
-
-def take_sparse(states: Sequence[AccumulatorState]) -> list[tuple[IndexedSlices, ...]]:
-    """The gradient of each state, on each of its devices, in new memory; the sums stay.
-
-    All together: one upload and one launch on each device where rows are merged.
-
-    Args:
-        states: sparse ones, each with a gradient or more.
-    """
-    sums = [[total for total in state.totals if isinstance(total, SparseSum)] for state in states]
-    plans, divisors = [], []
-    for state, totals in zip(states, sums, strict=True):
-        segments, by = merged_slots(
-            [total.slots for total in totals], mean=state.reduction_type == "MEAN"
-        )
-        plans.append(segments)
-        divisors.append(by)
-    outs = coalesced(
-        _brought_together(states, sums),
-        plans,
-        dtypes=[state.dtype for state in states],
-        divisors=alike(divisors, plans),
-    )
-    taken = []
-    for state, rows, plan in zip(states, outs, plans, strict=True):
-        slices = IndexedSlices.of(rows, plan.indices, state.sum_shape)
-        taken.append(handed_out(slices, state.devices) if state.over_mesh else (slices,))
-    return taken  # type: ignore[return-value]  # parts of IndexedSlices are IndexedSlices
-
-
-def _brought_together(
-    states: Sequence[AccumulatorState], sums: Sequence[Sequence[SparseSum]]
-) -> list[Buffer]:
-    """The rows of each state's sums on its first device, one sum behind the other."""
-    there: list[Buffer | None] = []
-    groups: list[tuple[Device, list[Buffer]]] = []
-    for state, totals in zip(states, sums, strict=True):
-        rows = [total.rows for total in totals]
-        if len(rows) == 1 and rows[0].device is state.devices[0]:
-            there.append(rows[0])
-        else:
-            there.append(None)
-            groups.append((state.devices[0], rows))
-    brought = iter(rows_together(groups))
-    return [next(brought) if rows is None else rows for rows in there]

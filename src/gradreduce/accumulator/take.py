@@ -10,7 +10,7 @@ from gradreduce.device import Buffer, Device, DType, gather, scatter
 from gradreduce.values import Part
 
 from .dense_sums import lie_together
-from .sparse_sums import take_sparse
+from .sparse_take import take_sparse
 from .state import AccumulatorState
 
 __all__ = ["take_held"]
