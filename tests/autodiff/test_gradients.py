@@ -283,8 +283,14 @@ def test_operands_may_be_named(v):
     assert gradients(lambda: np.sum(np.clip(v * 1, a_min=v - 1, a_max=v[1])))[0].tolist() == [
         1.0, 2.0, 0.0
     ]  # fmt: skip
-    with pytest.raises(NotImplementedError, match="where="):
-        gradients(lambda: np.sum(v * 1, where=v * 1))
+    assert gradients(lambda: np.sum(v) * np.argmax(a=v * 2, axis=0))[0].tolist() == [2.0] * 3
+    for loss, name in [
+        (lambda: np.sum(v * 1, where=v * 1), "where="),
+        (lambda: np.sort(a=v * 1), "np.sort"),
+        (lambda: np.where(v * 1), "np.where"),
+    ]:
+        with pytest.raises(NotImplementedError, match=name):
+            gradients(loss)
 
 
 def test_ties(v):

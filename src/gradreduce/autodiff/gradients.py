@@ -23,8 +23,9 @@ from gradreduce.loss_context import Reader, current_reader, reading_by
 from gradreduce.variables import Variable
 
 from . import rules
-from .tape import Trace, Traced, settled, walk
+from .tape import Trace, Traced, settled
 from .terms import Terms
+from .walk import walk
 
 __all__ = ["ENGINES", "Engine", "gradients_of"]
 

@@ -10,7 +10,7 @@ from the gradient of the result to a *term* of the gradient of the parent. Such 
 only the operands that it needs; the node itself holds no array, so that a value ends when neither
 the loss nor a rule needs it.
 
-**Backward.** A tensor that was used n times gets n terms. ``walk`` starts at the loss with its
+**Backward.** A tensor that was used n times gets n terms. ``walk.py`` starts at the loss with its
 gradient. Of all nodes whose terms have all come it takes the one that leads to the earliest use of
 a tensor, has its terms combined to its gradient, and hands each parent its term. So the terms of
 one tensor come in the order of its uses, as far as no use waits for a later one, as the steps of a
@@ -27,7 +27,6 @@ Nothing here is shared between threads, and nothing outlives a call but what it 
 
 from __future__ import annotations
 
-import heapq
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,7 +34,6 @@ from typing import Any
 import numpy as np
 
 from gradreduce.device import Device
-from gradreduce.interop_gpu import on_gpu_of
 from gradreduce.loss_context import Traceable
 
 from .array_methods import ArrayMethods
@@ -53,7 +51,6 @@ __all__ = [
     "apply",
     "no_rule",
     "settled",
-    "walk",
 ]
 
 Pull = Callable[[Any], Any]  # a gradient of the result → a term of one operand's, or None
@@ -243,9 +240,7 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if rule is None:
         raise no_rule(_name(function))
     value = function(*raw, **kwargs)
-    if value.dtype.kind not in "fV":  # bfloat16 is of kind V in ml_dtypes
-        if value.dtype.kind == "c":
-            raise no_rule(f"{_name(function)} with complex numbers")
+    if not _is_float(function, value):
         return value
     makers = rule(value, *raw, **kwargs)
     pulls = [
@@ -255,6 +250,15 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return Traced(value, Node(top, value, parents[0].device, parents, pulls))
 
 
+def _is_float(function: Any, value: Any) -> bool:
+    """Whether a result can change with its operands; integers are constants."""
+    if not hasattr(value, "dtype"):
+        raise no_rule(f"{_name(function)} with {type(value).__name__} as its result")
+    if value.dtype.kind == "c":
+        raise no_rule(f"{_name(function)} with complex numbers")
+    return value.dtype.kind in "fV"  # bfloat16 is of kind V in ml_dtypes
+
+
 def _holds_traceable(given: Any) -> bool:
     within = given if isinstance(given, list | tuple) else (given,)
     return any(isinstance(each, Traceable) for each in within)
@@ -262,9 +266,11 @@ def _holds_traceable(given: Any) -> bool:
 
 def _bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Operands given by name, by their place in the rule, whose parameters are named alike."""
+    if function in CONSTANT:
+        return args, {name: _bare(given) for name, given in kwargs.items()}
     rule = COMPOSED.get(function) or RULES.get(function)
     if rule is None:
-        return args, {} if function in CONSTANT else kwargs
+        raise no_rule(_name(function))
     names = list(inspect.signature(rule).parameters)[0 if function in COMPOSED else 1 :]
     placed, rest = list(args), dict(kwargs)
     for name in names[len(args) :]:
@@ -274,6 +280,14 @@ def _bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if any(_holds_traceable(given) for given in rest.values()):
         raise no_rule(f"{_name(function)} with {', '.join(rest)}= of traced values")
     return placed, rest
+
+
+def _bare(given: Any) -> Any:
+    """An argument that nothing can be differentiated by, as a plain array."""
+    given = settled(given)
+    while isinstance(given, Traced):
+        given = given.value
+    return given
 
 
 def settled(given: Any) -> Any:
@@ -319,73 +333,3 @@ def _plain(given: Any, top: Trace, place: int, operands: list[tuple[int, int | N
         else:
             within.append(each)
     return within
-
-
-def walk(roots: list[Node], gradient: Any, new_terms: Callable[[], Terms]) -> None:
-    """Pushes every term that ``gradient``, of the root, sends to a leaf into the leaf's ``Terms``.
-
-    Args:
-        roots: the node of the loss alone; taken out, so that what a node holds ends with its turn,
-            if nobody else has it.
-        gradient: of its shape and dtype.
-        new_terms: makes what combines the terms of a tensor in between.
-    """
-    root = roots.pop()
-    last = root.number
-    if root.terms is not None:
-        root.terms.push(gradient, (last, -1), root.device)
-    awaited, turns = _schedule(root)
-    arrived: dict[int, Terms] = {}
-    ready = [(turns[last], last, root)]
-    del root
-    while ready:
-        _, _, node = heapq.heappop(ready)
-        if node.number != last:
-            with on_gpu_of(node.device):
-                gradient = arrived.pop(node.number).result()
-        for place, (parent, pull) in enumerate(zip(node.parents, node.pulls, strict=True)):
-            into = parent.terms
-            if into is None:
-                into = arrived.setdefault(parent.number, new_terms())
-            if gradient is not None:
-                with on_gpu_of(node.device):
-                    term = _as_operand(pull(gradient), parent)
-                into.push(term, (node.number, place), parent.device)
-                del term
-            awaited[parent.number] -= 1
-            if not awaited[parent.number] and parent.terms is None:
-                heapq.heappush(ready, (turns[parent.number], parent.number, parent))
-
-
-def _schedule(root: Node) -> tuple[dict[int, int], dict[int, int]]:
-    """What ``walk`` must know of each node before ``root``, by its number.
-
-    Returns:
-        How many terms it gets; and its turn: the number of the first node behind it, or itself,
-        that uses a tensor which has several uses. Of two nodes the one that leads to an earlier
-        use goes first.
-    """
-    awaited = {root.number: 0}
-    parents: dict[int, list[int]] = {}
-    left = [root]
-    while left:
-        node = left.pop()
-        parents[node.number] = [parent.number for parent in node.parents]
-        for parent in node.parents:
-            if parent.number not in awaited:
-                awaited[parent.number] = 0
-                left.append(parent)
-            awaited[parent.number] += 1
-    turns: dict[int, int] = {}
-    for number in sorted(parents):  # parents before their children
-        shared = any(awaited[each] > 1 for each in parents[number])
-        behind = [turns[each] for each in parents[number]]
-        turns[number] = min([*behind, number if shared else root.number])
-    return awaited, turns
-
-
-def _as_operand(term: Any, node: Node) -> Any:
-    """A term in the dtype of its tensor, where an operation has mixed dtypes."""
-    if term is None or term.dtype == node.dtype:
-        return term
-    return term.astype(node.dtype)
