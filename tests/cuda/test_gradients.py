@@ -115,3 +115,23 @@ def test_what_a_loss_has_read_is_written_after_it(gpus, seed):
             read.assign(np.full(64, 7.0))
             assert (found == 1).all()
             assert (read.read() + other == 8).all()
+
+
+@pytest.mark.multi_gpu(2)
+@pytest.mark.parametrize("method", list(gr.AggregationMethod))
+def test_terms_of_several_gpus_are_added_where_the_first_lies(gpus, method):
+    gpus(2)
+    import cupy
+
+    with gr.open_mesh([0, 1], backend="cuda") as mesh:
+        v = gr.Variable([1.0, 2.0, 3.0], device=mesh)
+
+        def loss():
+            for replica in (1, 0, 1, 0):
+                with gr.replica(replica), cupy.cuda.Device(mesh.devices[replica].physical):
+                    term = np.sum(np.square(v) * (replica + 1.0))
+                yield term
+
+        ((found, _),) = DESCENT.compute_gradients(loss, aggregation_method=method)
+        assert found.device.id == 1
+        assert found.get().tolist() == [12.0, 24.0, 36.0]
