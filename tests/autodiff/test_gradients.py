@@ -293,6 +293,17 @@ def test_operands_may_be_named(v):
             gradients(loss)
 
 
+def test_a_condition_has_no_gradient(v):
+    assert gradients(lambda: np.sum(np.where((v - 1) * 1, v * 2, v)))[0].tolist() == [1.0, 2.0, 2.0]
+    assert gradients(lambda: np.sum(np.where(v * 1, 1.0, 0.0)), [v]) == [None]
+
+
+def test_an_index_may_be_a_variable(w, mesh):
+    place = gr.Variable(1, trainable=False, device=mesh)
+    assert gradients(lambda: w[place, 0] * 1, [w])[0].tolist() == [[0, 0], [1, 0], [0, 0]]
+    assert gradients(lambda: (w * 2)[place, 1:][0])[0].tolist() == [[0, 0], [0, 2], [0, 0]]
+
+
 def test_ties(v):
     assert gradients(lambda: np.sum(np.maximum(v, v * 1)))[0].tolist() == [1.0] * 3
     assert gradients(lambda: np.sum(np.minimum(2.0, v)))[0].tolist() == [1.0, 0.0, 0.0]
@@ -523,6 +534,8 @@ def test_rows_of_what_is_no_variable_are_dense(w):
         lambda x: gr.embedding_lookup(x, np.array([2, 0, 2])),
         lambda x: x[[2, 0, 2]],
         lambda x: np.take(x, [2, 0, -1], axis=0),
+        lambda x: np.take(x, [5, 0, 2], axis=0, mode="wrap"),
+        lambda x: np.take(x, [2, -7, 9], axis=0, mode="clip"),
         lambda x: np.take(x, [4, 5, 0, 1, 4, 5]),
     ):
         (found,) = gradients(lambda look_up=look_up: np.sum(look_up(w * 2)))

@@ -65,23 +65,26 @@ def gradients_of(
             if engine == "jax":
                 reading.differentiate_jax(loss, grad_loss)
             else:
-                for value in _terms_of(loss):
-                    reading.differentiate([value], grad_loss)
-                    del value
+                for held in _terms_of(loss):
+                    reading.differentiate(held, grad_loss)
             return reading.pairs(variables)
         finally:
             reading.close()
 
 
-def _terms_of(loss: Callable[[], Any]) -> Iterator[Any]:
-    """What the loss returns; or, of an iterator, one term after the other, each dropped."""
-    made = loss()
-    if hasattr(made, "__next__"):
-        yield from made
-    else:
-        held = [made]
-        del made
-        yield held.pop()
+def _terms_of(loss: Callable[[], Any]) -> Iterator[list[Any]]:
+    """What the loss returns; or, of an iterator, one term after the other.
+
+    Each in a list of its own, from which it is taken: so nobody else keeps what it was made of.
+    """
+    held = [loss()]
+    if not hasattr(held[0], "__next__"):
+        yield held
+        return
+    for term in held.pop():
+        held.append(term)
+        del term
+        yield held
 
 
 class _Reading:
