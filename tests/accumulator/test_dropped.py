@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gradreduce as gr
-from gradreduce.accumulator import apply, state
+from gradreduce.accumulator import apply, joint, state
 from gradreduce.errors import (
     BackendUnavailableError,
     CancelledError,
@@ -108,6 +108,14 @@ def test_one_that_is_not_stale_any_more_is_added(queued, monkeypatch):
     monkeypatch.setattr(apply, "locked", late)
     assert acc.apply_grad(np.ones((4, 3), np.float32), 4)
     assert (acc.num_dropped, acc.num_accumulated()) == (0, 1)
+
+
+def test_every_replica_of_one_that_has_become_stale_is_counted(queued, monkeypatch):
+    """The step goes on between the first look, which takes no lock, and the decision."""
+    acc = dense(queued)
+    monkeypatch.setattr(joint, "is_stale", lambda states, step: False)
+    assert not acc.apply_grad(gr.PerReplica([np.ones((4, 3), np.float32)] * 2, queued), 4)
+    assert (acc.num_dropped, acc.num_accumulated()) == (2, 0)
 
 
 def test_a_place_in_a_queue_is_waited_for_as_an_event_is():

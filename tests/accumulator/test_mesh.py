@@ -88,10 +88,10 @@ def test_any_devices_may_be_the_filled_ones(accumulator, mesh, dtype, num_packs)
 
 def test_a_plain_gradient_is_added_where_it_lies(accumulator, mesh):
     acc = accumulator()
-    totals = acc.accumulator_ref.totals
+    state = acc.accumulator_ref
     with mesh.journal() as journal:
         acc.apply_grad(np.ones(3, "float32"))
-        assert [total is not None for total in totals] == [True] + [False] * (len(mesh) - 1)
+        assert [total is not None for total in state.totals] == [True] + [False] * (len(mesh) - 1)
         last = len(mesh) - 1
         with gr.replica(last):
             acc.apply_grad([3.0, 3.0, 3.0])
@@ -100,6 +100,7 @@ def test_a_plain_gradient_is_added_where_it_lies(accumulator, mesh):
         acc.apply_grad(mesh.devices[last].put(np.full(3, 7, "float32")))
         with gr.replica(0):
             acc.apply_grad(mesh.devices[last].put(np.full(3, 8, "float32")))
+    totals = state.totals
     assert [total is not None for total in totals] == [
         place in (0, last) for place in range(len(mesh))
     ]

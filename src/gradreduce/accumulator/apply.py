@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from gradreduce.device import compatible
 from gradreduce.errors import InvalidArgumentError
 
-from .dense_sums import add_dense, launch_dense, ready_dense
+from .dense_sums import DenseAdditions
 from .serve import serve_held
 from .sparse_door import check_sum_shape
 from .sparse_sums import SparseAdditions
@@ -74,12 +74,6 @@ def apply_arrivals(arrivals: Sequence[Arrival], local_step: int) -> tuple[bool, 
         for arrival in arrivals:
             _check_shape(arrival)
         _add(arrivals)
-        for arrival in arrivals:
-            state = arrival.state
-            if state.count == 0:
-                state.kind = arrival.kind
-                state.sum_shape = arrival.shape
-            state.count += len(arrival.parts)
         return True, serve_held(states)
 
 
@@ -96,16 +90,43 @@ def _check_shape(arrival: Arrival) -> None:
 
 
 def _add(arrivals: Sequence[Arrival]) -> None:
-    """All are ready before the first launch, and what goes into new memory goes first."""
-    if not any([arrival.state.sparse for arrival in arrivals]):
-        add_dense(arrivals)
-        return
-    dense = [arrival for arrival in arrivals if not arrival.state.sparse]
-    sparse = SparseAdditions([arrival for arrival in arrivals if arrival.state.sparse])
-    additions = ready_dense(dense)
-    sparse.launch_apart()
-    kept = [*sparse.kept, *(device for arrival in dense for device in arrival.state.devices)]
-    with kept[0].fabric.whole_or_lost(kept) if sparse.kept else nullcontext():
-        sparse.launch_in_place()
-        launch_dense(additions)
-    sparse.commit()
+    """All are ready before the first launch, and what goes into new memory goes first.
+
+    Whatever comes between the first launch in place and the count, a failure or Ctrl-C, leaves sums
+    of which nobody can tell what is in them: then their devices are lost.
+    """
+    sparse = [arrival for arrival in arrivals if arrival.state.sparse]
+    dense = [arrival for arrival in arrivals if not arrival.state.sparse] if sparse else arrivals
+    additions: list[DenseAdditions | SparseAdditions] = []
+    if sparse:
+        additions.append(SparseAdditions(sparse))
+    if dense:
+        additions.append(DenseAdditions(dense))
+    for each in additions:
+        each.launch_apart()
+    kept = [device for each in additions for device in each.kept]
+    with kept[0].fabric.whole_or_lost(kept) if kept else nullcontext():
+        for each in additions:
+            each.launch_in_place()
+        _count(arrivals, additions)
+
+
+def _count(
+    arrivals: Sequence[Arrival], additions: Sequence[DenseAdditions | SparseAdditions]
+) -> None:
+    """Each accumulator changes at once."""
+    totals = {arrival.state: list(arrival.state.totals) for arrival in arrivals}
+    for each in additions:
+        for state, place, total in each.totals():
+            totals[state][place] = total
+    for arrival in arrivals:
+        state, count = arrival.state, arrival.state.count
+        if count:
+            state.become(totals=totals[state], count=count + len(arrival.parts))
+        else:
+            state.become(
+                totals=totals[state],
+                count=len(arrival.parts),
+                kind=arrival.kind,
+                sum_shape=arrival.shape,
+            )

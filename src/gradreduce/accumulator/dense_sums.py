@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gradreduce import ops
@@ -27,12 +27,10 @@ from gradreduce.device import (
 from .state import AccumulatorState, Arrival, SparseSum
 
 __all__ = [
-    "add_dense",
-    "launch_dense",
+    "DenseAdditions",
     "lie_together",
     "prepare_arrivals",
     "prepare_parts",
-    "ready_dense",
 ]
 
 
@@ -84,40 +82,61 @@ _Kernel = Callable[..., None]
 _Row = tuple[_Addition, list[Buffer]]
 
 
-def add_dense(arrivals: Sequence[Arrival]) -> None:
-    """First arrivals are copied, later ones added; co-located devices share launches.
+class DenseAdditions:
+    """Gradients on their way into partial sums: with memory, but not added yet.
 
-    Several gradients for one sum are added in their order, with the bits of one arrival each: in
-    one launch where they are of one dtype that the sum accumulates, else one after the other.
+    First arrivals are copied, later ones added; co-located devices share launches. Several
+    gradients for one sum are added in their order, with the bits of one arrival each: in one launch
+    where they are of one dtype that the sum accumulates, else one after the other.
+
+    What makes it may fail and has changed nothing; then ``launch_apart``, ``launch_in_place`` and
+    what ``totals`` gives.
+
+    Args:
+        arrivals: of dense accumulators; all locks are held.
+
+    Attributes:
+        kept: devices of the sums that ``launch_in_place`` writes over.
     """
-    launch_dense(ready_dense(arrivals))
 
+    __slots__ = ("_additions", "_fresh", "_rows", "kept")
 
-def ready_dense(arrivals: Sequence[Arrival]) -> list[_Addition]:
-    """Gradients within reach, and memory for new sums: what may fail and changes nothing."""
-    additions = []
-    for arrival in arrivals:
-        state = arrival.state
-        for place, gradients in _by_place(arrival).items():
-            device = state.devices[place]
-            total = state.totals[place]
-            assert not isinstance(total, SparseSum)
-            near = [fetch(device, gradient) for gradient in gradients]
-            additions.append(_Addition(state, place, device, near, total))
-    _make_room([addition for addition in additions if addition.total is None])
-    return additions
+    def __init__(self, arrivals: Sequence[Arrival]) -> None:
+        self._additions: list[_Addition] = []
+        self._rows: list[_Row] = []
+        self.kept: list[Device] = []
+        self._fresh: list[_Addition] = []
+        for arrival in arrivals:
+            state = arrival.state
+            for place, gradients in _by_place(arrival).items():
+                device = state.devices[place]
+                total = state.totals[place]
+                assert not isinstance(total, SparseSum)
+                near = [fetch(device, gradient) for gradient in gradients]
+                addition = _Addition(state, place, device, near, total)
+                self._additions.append(addition)
+                if total is None:
+                    self._fresh.append(addition)
+                else:
+                    self._rows.append((addition, near))
+                    self.kept.append(device)
+        if self._fresh:
+            _make_room(self._fresh)
 
+    def launch_apart(self) -> None:
+        """Makes new sums of their first gradients, where a failure harms nothing."""
+        if self._fresh:
+            self._rows = _start(self._fresh) + self._rows
 
-def launch_dense(additions: Sequence[_Addition]) -> None:
-    """Adds what is ready: first into new sums, where a failure harms nothing, then in place."""
-    fresh = [each for each in additions if each.state.totals[each.place] is None]
-    later = [each for each in additions if each.state.totals[each.place] is not None]
-    rest = _start(fresh) if fresh else []
-    rest += [(each, each.gradients) for each in later]
-    if rest:
-        _add_in_place(rest, [addition.device for addition in later])
-    for addition in fresh:
-        addition.state.totals[addition.place] = addition.total
+    def launch_in_place(self) -> None:
+        """Adds the rest; what fails half way leaves no sum that anybody may use."""
+        if self._rows:
+            _accumulate(self._rows)
+
+    def totals(self) -> Iterator[tuple[AccumulatorState, int, Buffer | None]]:
+        """The sum of each accumulator at each place that got something."""
+        for each in self._additions:
+            yield each.state, each.place, each.total
 
 
 def _by_place(arrival: Arrival) -> dict[int, list[Buffer]]:
@@ -153,15 +172,6 @@ def _num_together(wide: DType, gradients: Sequence[Buffer]) -> int:
     if len(gradients) == 1 or accumulate_dtype(dtype) != wide:
         return 1
     return len(list(itertools.takewhile(lambda each: each.dtype == dtype, gradients)))
-
-
-def _add_in_place(rows: Sequence[_Row], kept: Sequence[Device]) -> None:
-    """Adds to sums that are there; if one launch of several fails, the devices in ``kept`` go."""
-    if not kept:
-        _accumulate(rows)
-        return
-    with kept[0].fabric.whole_or_lost(kept):
-        _accumulate(rows)
 
 
 def _accumulate(rows: Sequence[_Row]) -> None:

@@ -85,7 +85,7 @@ def _whole(state: AccumulatorState, slices: IndexedSlices, cast: bool) -> Indexe
 
 
 def num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
-    """Checks as ``arrival`` does what will be dropped, without making a Buffer of it.
+    """Checks as ``arrival`` does what will be dropped, but for what making a Buffer shows.
 
     Returns:
         How many gradients of the count it would have been.
@@ -155,11 +155,11 @@ def check_dtype(state: AccumulatorState, dtype: DType, cast: bool) -> None:
     """Raises ``ValueError`` for another dtype, or, with ``cast``, for one that is no float."""
     if dtype == state.dtype:
         return
+    converts = dtype.name in DTYPES and dtype.isnative
     if not cast:
-        raise ValueError(
-            f"the gradient is {dtype}, the accumulator {state.dtype}; cast=True converts"
-        )
-    if dtype.name not in DTYPES:
+        hint = "; cast=True converts" if converts else ""
+        raise ValueError(f"the gradient is {dtype}, the accumulator {state.dtype}{hint}")
+    if not converts:
         raise ValueError(f"a gradient of {dtype} is not converted to {state.dtype}")
 
 

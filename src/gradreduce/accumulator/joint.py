@@ -33,7 +33,8 @@ def apply_grads(
 ) -> bool:
     """Adds one gradient to each accumulator, all or none: one decision under all locks.
 
-    One launch on each physical device serves all of them.
+    One launch on each physical device serves all that are of one dtype and the first since a take,
+    and one all that are not; one all sparse ones of a dtype.
 
     Args:
         accumulators: each at most once.
@@ -49,8 +50,7 @@ def apply_grads(
             ``apply_grad`` raises. Nothing was added.
     """
     step = as_step("local_step", local_step)
-    states, grads = [each.accumulator_ref for each in accumulators], tuple(grads)
-    check_together(states)
+    states, grads = _states_of(accumulators), tuple(grads)
     if len(states) != len(grads):
         raise ValueError(f"{len(states)} accumulators and {len(grads)} gradients")
     given = list(zip(states, grads, strict=True))
@@ -64,6 +64,16 @@ def apply_grads(
         kept, joint = apply_arrivals(arrivals, step)
         serve_joint(joint)
     return kept
+
+
+def _states_of(accumulators: Sequence[ConditionalAccumulatorBase]) -> list[AccumulatorState]:
+    """Checked: whether one call may be about all of them."""
+    try:
+        states = [each.accumulator_ref for each in accumulators]
+    except AttributeError:
+        raise TypeError(f"accumulators={accumulators!r} holds one that is none") from None
+    check_together(states)
+    return states
 
 
 def _shown(part: Part, kind: Kind) -> Any:
@@ -94,7 +104,10 @@ def take_grads(
     """Takes from all accumulators together, when each holds ``num_required`` gradients.
 
     Blocks. One place in every queue, taken at once, so that two joint takes never wait for each
-    other; the gradients of a mesh travel in one batch.
+    other. Those over a mesh travel in one batch, if the same ops reduce them and MEAN divides
+    them by the same number; all sparse ones in one. Gradients that were added or taken together may
+    share one block of memory, which is freed with the last of them. Ctrl-C loses nothing while this
+    waits; in the moment in which it is served the gradients may go with it.
 
     Args:
         accumulators: each at most once.
@@ -114,12 +127,14 @@ def take_grads(
         CollectiveError: the mesh is dead.
     """
     required, limit, seconds = as_required(num_required), as_timeout(timeout), as_deadline(deadline)
-    states = tuple([each.accumulator_ref for each in accumulators])
     as_result_kind(as_kind, "native")  # a wrong name must not cost a gradient
-    check_together(states)
-    ticket = Ticket(states, required, seconds)
-    join(ticket)
-    await_ticket(ticket, limit)
+    ticket = Ticket(tuple(_states_of(accumulators)), required, seconds)
+    try:
+        join(ticket)
+        await_ticket(ticket, limit)
+    except BaseException:  # both clean up; a second Ctrl-C may have come while they did
+        ticket.abandoned = True
+        raise
     return _handed_out(ticket, as_kind)
 
 

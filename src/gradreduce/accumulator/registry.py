@@ -28,7 +28,7 @@ def shared_state(shared_name: str | None, state: AccumulatorState) -> Accumulato
         found = _shared.setdefault(shared_name, state)
         if found.closed:
             found = _shared[shared_name] = state
-    for field in ("sparse", "dtype", "shape", "reduction_type", "devices", "over_mesh"):
+    for field in ("sparse", "dtype", "shape", "reduction_type", "devices", "over_mesh", "ops"):
         had, wanted = getattr(found, field), getattr(state, field)
         if had != wanted:
             raise ValueError(f"shared_name={shared_name!r} has {field} {had}, not {wanted}")

@@ -15,7 +15,7 @@ from gradreduce.errors import about
 from gradreduce.indexed_slices import UNKNOWN
 from gradreduce.interop import Kind, as_result_kind, is_array
 
-from .door import as_shape
+from .door import as_shape, as_step
 from .saved_sums import sums_of
 from .state import AccumulatorState
 
@@ -81,6 +81,7 @@ def checked_state(state: AccumulatorState, given: Mapping[str, Any]) -> CheckedS
     for key, number in (("num_accumulated", count), ("num_dropped", num_dropped)):
         if number < 0:
             raise ValueError(f"state[{key!r}]={number} is negative")
+    as_step("state['global_step']", step)
     sum_shape = _sum_shape(state, given["sum_shape"], count)
     kind = _kind(state.devices[0], given["kind"], count)
     hosts = _hosts(state, given["partial_sums"], count, sum_shape)

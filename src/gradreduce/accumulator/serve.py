@@ -144,6 +144,8 @@ def serve_held(states: Sequence[AccumulatorState]) -> list[Ticket]:
     while progress:
         progress = False
         for state in dict.fromkeys(states):
+            while state.queue and state.queue[0].abandoned:
+                state.queue.popleft()
             head = state.queue[0] if state.queue else None
             if head is None or state.count < head.num_required:
                 continue
@@ -193,7 +195,7 @@ def _missing(ticket: Ticket, timeout: float | None) -> str:
     parts = [
         f"step {state.step}: {state.count} of {ticket.num_required} gradients, "
         f"{max(0, ticket.num_required - state.count)} missing, {state.num_dropped} dropped as stale"
-        + ("" if state.queue[0] is ticket else ", behind another take")
+        + ("" if state.queue and state.queue[0] is ticket else ", behind another take")
         for state in ticket.states
     ]
     return f"no gradient within {timeout} s; " + "; ".join(parts)

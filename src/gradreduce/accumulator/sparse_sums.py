@@ -7,7 +7,7 @@ them. When there is no room left, the rows are copied into twice as much.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gradreduce import ops
@@ -77,7 +77,7 @@ class SparseAdditions:
     """Gradients on their way into partial sums: with memory and plans, but not added yet.
 
     What makes it may fail and has changed nothing; then ``launch_apart``, ``launch_in_place`` and
-    ``commit``.
+    what ``totals`` gives.
 
     Args:
         arrivals: of sparse accumulators; all locks are held.
@@ -128,11 +128,11 @@ class SparseAdditions:
         for launch in self._in_place:
             launch()
 
-    def commit(self) -> None:
-        """Makes the new sums the accumulators' own."""
+    def totals(self) -> Iterator[tuple[AccumulatorState, int, SparseSum]]:
+        """The sum of each accumulator at each place that got something."""
         for growing in self._sums.values():
             assert growing.values is not None
-            growing.state.totals[growing.place] = SparseSum(growing.slots, growing.values)
+            yield growing.state, growing.place, SparseSum(growing.slots, growing.values)
 
 
 def _make_room(growing: Sequence[_Growing]) -> None:

@@ -10,9 +10,9 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.device import Buffer, Device, DType
@@ -118,6 +118,8 @@ class Ticket:
         taken: for each state, its gradient on each of its devices.
         kinds: for each state, the kind of array to hand out.
         error: what serving it raised.
+        abandoned: whether whoever made it waits no more, and was interrupted before it could leave
+            its queues: then it leaves them when it comes to their head, and takes nothing.
     """
 
     states: tuple[AccumulatorState, ...]
@@ -127,6 +129,7 @@ class Ticket:
     taken: list[tuple[Part, ...]] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
     error: BaseException | None = None
+    abandoned: bool = False
 
     def is_ready(self) -> bool:
         """Whether it heads every queue, all open, and all hold enough; all locks must be held."""
@@ -221,10 +224,12 @@ class AccumulatorState:
 
     def emptied(self) -> None:
         """After a take: nothing accumulated, one step on; the lock must be held."""
-        self.count = 0
-        self.step += 1
-        self.sum_shape = None
-        self.totals = [None] * len(self.devices)
+        nothing = [None] * len(self.devices)
+        self.become(count=0, step=self.step + 1, sum_shape=None, totals=nothing)
+
+    def become(self, **attributes: Any) -> None:
+        """Sets them all at once: Ctrl-C comes before or behind it; the lock must be held."""
+        vars(self).update(attributes)
 
 
 class Arrival(NamedTuple):
@@ -254,7 +259,12 @@ def locked(states: Sequence[AccumulatorState]) -> AbstractContextManager[object]
 
 @contextmanager
 def _all_locked(states: Sequence[AccumulatorState]) -> Iterator[None]:
-    with ExitStack() as stack:
+    held = []
+    try:  # Ctrl-C in the middle must leave none of them locked
         for state in sorted(set(states), key=lambda state: state.number):
-            stack.enter_context(state.lock)
+            state.lock.acquire()
+            held.append(state.lock)
         yield
+    finally:
+        for lock in reversed(held):
+            lock.release()

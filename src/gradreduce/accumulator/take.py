@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from gradreduce import ops
 from gradreduce.cross_device import AllReduceCrossDeviceOps
@@ -51,11 +52,9 @@ def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Part, ...]]:
             consume=last,
         )
         taken.update(zip(together, reduced, strict=True))
-    _divide(alone)
     for state, (_, out) in alone.items():
         taken[state] = (out,)
-    for state in states:
-        state.emptied()
+    _divide(alone, states)
     return [taken.get(state, ()) for state in states]
 
 
@@ -95,11 +94,13 @@ def _room(state: AccumulatorState) -> tuple[Buffer, Buffer]:
     return total, total if same else total.device.empty(total.shape, state.dtype)
 
 
-def _divide(alone: dict[AccumulatorState, tuple[Buffer, Buffer]]) -> None:
-    """``out = total / divisor`` for each state; co-located devices share a launch.
+def _divide(
+    alone: dict[AccumulatorState, tuple[Buffer, Buffer]], states: Sequence[AccumulatorState]
+) -> None:
+    """``out = total / divisor`` for each sum; then all states are empty.
 
-    Sums that go elsewhere come first. What is divided in place is no sum any more when a later
-    launch fails: then the devices are lost.
+    Co-located devices share a launch. Sums that go elsewhere come first. What is divided in place
+    is no sum any more: if a later launch fails, or Ctrl-C comes, the devices are lost.
     """
     apart: list[tuple[float, Buffer, Buffer]] = []
     in_place: list[tuple[float, Buffer, Buffer]] = []
@@ -111,12 +112,12 @@ def _divide(alone: dict[AccumulatorState, tuple[Buffer, Buffer]]) -> None:
             in_place.append((divisor, total, out))
     if apart:
         _launch(apart)
-    if len(in_place) > 1:
-        devices = [total.device for _, total, _ in in_place]
-        with devices[0].fabric.whole_or_lost(devices):
+    kept = [total.device for _, total, _ in in_place]
+    with kept[0].fabric.whole_or_lost(kept) if kept else nullcontext():
+        if in_place:
             _launch(in_place)
-    elif in_place:
-        _launch(in_place)
+        for state in states:
+            state.emptied()
 
 
 def _launch(divisions: list[tuple[float, Buffer, Buffer]]) -> None:

@@ -81,7 +81,7 @@ _ACCUMULATE = {np.dtype("float16"): np.dtype("float32"), BFLOAT16: np.dtype("flo
 
 
 def as_dtype(dtype: DTypeLike) -> np.dtype:
-    """The NumPy dtype of a name, a type or a dtype (``"bfloat16"`` too).
+    """The NumPy dtype of a name, a type or a dtype (``"bfloat16"`` and PyTorch's too).
 
     Raises:
         TypeError: not a dtype (None is none), not in native byte order, or one that cannot be
@@ -91,6 +91,8 @@ def as_dtype(dtype: DTypeLike) -> np.dtype:
         return dtype
     if dtype is None:  # NumPy takes it for float64
         raise TypeError("dtype=None names no NumPy dtype")
+    if type(dtype).__module__ == "torch":  # found by its name: it is not imported for this
+        dtype = str(dtype).removeprefix("torch.")
     try:
         found = BFLOAT16 if isinstance(dtype, str) and dtype == "bfloat16" else np.dtype(dtype)
     except (TypeError, ValueError):
