@@ -7,7 +7,7 @@ whole flow of one training step.
 
 from __future__ import annotations
 
-from gradreduce import errors
+from gradreduce import autodiff, errors
 from gradreduce.accumulator import (
     ConditionalAccumulator,
     ConditionalAccumulatorBase,
@@ -16,6 +16,7 @@ from gradreduce.accumulator import (
     take_grads,
 )
 from gradreduce.aggregate import AggregationMethod, accumulate_n, add_n, aggregate
+from gradreduce.autodiff import embedding_lookup
 from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from gradreduce.device import Buffer, Device, Mesh, default_mesh, open_mesh
@@ -73,8 +74,10 @@ __all__ = [
     "aggregate",
     "all_reduce",
     "apply_grads",
+    "autodiff",
     "clip_by_global_norm",
     "default_mesh",
+    "embedding_lookup",
     "errors",
     "get_variable",
     "open_mesh",

@@ -31,6 +31,7 @@ from gradreduce.device import Buffer, as_dtype, compatible
 from gradreduce.errors import MixedDtypesError
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import Aside, Kind, OneCall, as_result_kind, from_buffer, is_array
+from gradreduce.loss_context import current_reader, traceable
 from gradreduce.replica_context import current_device, on_current_devices
 
 _END = object()  # of what is read as it comes
@@ -40,6 +41,7 @@ __all__ = [
     "accumulate_n",
     "add_n",
     "aggregate",
+    "aggregator_of",
     "as_aggregation_method",
 ]
 
@@ -80,6 +82,12 @@ def as_aggregation_method(method: AggregationMethod | int | None) -> Aggregation
         ) from None
 
 
+def aggregator_of(method: AggregationMethod) -> type[Aggregator]:
+    """What adds the terms of one device as they come."""
+    return _AGGREGATORS[method]
+
+
+@traceable
 def add_n(inputs: Sequence[Any], name: str | None = None, *, as_kind: str | None = None) -> Any:
     """The sum of ``inputs``, left to right (tf.add_n).
 
@@ -110,6 +118,7 @@ def add_n(inputs: Sequence[Any], name: str | None = None, *, as_kind: str | None
     return _aggregate(list(inputs), AggregationMethod.ADD_N, TypeError, kind)
 
 
+@traceable
 def accumulate_n(
     inputs: Sequence[Any],
     shape: Sequence[int | None] | None = None,
@@ -155,6 +164,7 @@ def accumulate_n(
     return _aggregate(terms, AggregationMethod.EXPERIMENTAL_ACCUMULATE_N, ValueError, kind)
 
 
+@traceable
 def aggregate(
     terms: Iterable[Any],
     method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
@@ -187,6 +197,8 @@ def aggregate(
     method = as_aggregation_method(method)
     as_result_kind(as_kind, "native")  # a wrong name must not cost a term
     if not isinstance(terms, list | tuple):
+        if current_reader() is not None:  # there may be traced values among them
+            return aggregate(list(terms), method, as_kind=as_kind)
         return _aggregate_lazily(terms, method, as_kind)
     present = [term for term in terms if term is not None]
     if not present:

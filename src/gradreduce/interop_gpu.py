@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ __all__ = [
     "fence_in",
     "fence_out",
     "from_gpu",
+    "on_gpu_of",
     "reading",
     "taker_of",
 ]
@@ -36,6 +38,7 @@ __all__ = [
 LENDING = ("torch", "cupy", "cuda")  # JAX's arrays never change
 Kind = Literal["native", "numpy", "cupy", "cuda", "torch", "jax", "buffer"]
 _INT16 = np.dtype("int16")
+_NOWHERE = nullcontext()
 
 
 # ---- in ------------------------------------------------------------------------------------------
@@ -228,6 +231,14 @@ def current_of(device: Device, kind: str) -> int:
     if kind == "torch":
         return int(sys.modules["torch"].cuda.current_stream(device.physical).cuda_stream)
     return _current(device.physical)
+
+
+def on_gpu_of(device: Device | None) -> AbstractContextManager[Any]:
+    """Inside, CuPy computes on the GPU of ``device``; on the simulation nothing changes."""
+    if device is None or device.fabric.backend != "cuda":
+        return _NOWHERE
+    gpu: AbstractContextManager[Any] = sys.modules["cupy"].cuda.Device(device.physical)
+    return gpu
 
 
 def from_gpu(buffer: Buffer, kind: Kind) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 from gradreduce.device import Buffer, Device, Mesh, default_mesh
 from gradreduce.interop import kind_of, reading, to_buffer
+from gradreduce.loss_context import current_reader
 
 __all__ = ["current_device", "current_replica", "on_current_devices", "replica"]
 
@@ -71,11 +72,17 @@ def current_device(mesh: Mesh | None = None) -> Device:
     """That of the enclosing ``gr.replica`` in ``mesh``, else its first.
 
     Args:
-        mesh: default ``gr.default_mesh()``.
+        mesh: default, inside a loss, that of the first Variable that it has read, whose device
+            takes the place of the first; elsewhere ``gr.default_mesh()``.
 
     Raises:
         ValueError: the mesh has not so many replicas.
     """
+    reader = current_reader()
+    if mesh is None and reader is not None and reader.home is not None:
+        if current_replica() is None:
+            return reader.home
+        mesh = reader.home.mesh
     devices = (mesh or default_mesh()).devices
     index = current_replica() or 0
     if index >= len(devices):

@@ -1,4 +1,7 @@
-"""What is trained: named arrays that live on one device or mirrored on several; never computes."""
+"""What is trained: named arrays that live on one device or mirrored on several.
+
+Never computes: arithmetic with a Variable is that of its value, see ``arithmetic.py``.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from gradreduce import ops
+from gradreduce.arithmetic import Readable
 from gradreduce.device import (
     Buffer,
     Device,
@@ -29,6 +33,7 @@ from gradreduce.interop import (
     reading,
     to_buffer,
 )
+from gradreduce.loss_context import current_reader
 from gradreduce.replica_context import current_replica
 
 __all__ = ["Variable", "get_variable"]
@@ -36,7 +41,7 @@ __all__ = ["Variable", "get_variable"]
 _numbers = itertools.count()
 
 
-class Variable:
+class Variable(Readable):
     """A named array that is changed in place, with one equal copy on each of its devices.
 
     Args:
@@ -151,9 +156,39 @@ class Variable:
             )
         return from_buffer(buffer, kind)
 
+    def read(self, as_kind: str | None = None) -> Any:
+        """The value to compute with, of the replica that the enclosing ``gr.replica`` names.
+
+        NumPy's functions and operators read a Variable by themselves, and so do PyTorch's
+        functions. Inside a loss that is being differentiated the value is traced, on the memory of
+        the Variable; elsewhere it is a new array, which later updates do not change.
+
+        Args:
+            as_kind: ``"torch"`` is a tensor, by which PyTorch differentiates a loss that returns
+                a tensor; default an array of NumPy, on GPUs of CuPy. Outside a loss also
+                ``"numpy"``, ``"cupy"``, ``"jax"`` or ``"buffer"``.
+
+        Raises:
+            ValueError: an unknown ``as_kind``, or a library that is not imported.
+        """
+        current = self._current()
+        kind = as_result_kind(as_kind, "native", current.device)
+        reader = current_reader()
+        if reader is not None:
+            return reader.read(self, current, as_kind)
+        with OneCall():
+            copied = current.device.empty(current.shape, current.dtype)
+            copy_over(current.device, copied, current)
+            return from_buffer(copied, kind)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         if copy is False:
             raise ValueError("a Variable is copied to the host: copy=False cannot be had")
+        if current_reader() is not None and self.dtype.kind in "fV":
+            raise TypeError(
+                f"{self!r} cannot become a plain array inside a loss, where its gradient would be "
+                "lost; variable.numpy() is a constant"
+            )
         array = self.numpy()
         return array if dtype is None else array.astype(dtype)
 

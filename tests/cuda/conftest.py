@@ -23,6 +23,7 @@ SHARED = {
         "capture",
         "digits",
         "flows",
+        "gradients",
         "ops",
         "optimizers",
         "prepared",

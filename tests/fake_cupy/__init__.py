@@ -8,7 +8,7 @@ folder's parent on ``PYTHONPATH``. The rooms:
 * ``recorder``: which bytes a launch reads and writes, from the shipped text built by g++.
 * ``kernels``: ``RawModule`` and ``Function``; checks of arguments.
 * ``surface``: ``Device``, ``Stream``, ``Event``; ``arrays``: pools, pinned memory, copies, a
-  minimal ``ndarray``.
+  minimal ``ndarray``; ``computing``: NumPy's functions on it.
 * ``nccl``: communicators and groups.
 * ``plugin``: puts it in CuPy's place, one machine for each test module.
 * ``__main__``: ``python -m fake_cupy SCRIPT`` runs any program so.

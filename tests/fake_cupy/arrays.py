@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from .computing import Computing
 from .machine import READ, WRITE, Call, current
 from .memory import PINNED, REGION
 from .surface import Device, check_addresses, get_current_stream, getDevice, queue_of
@@ -205,8 +206,8 @@ def _checked_queue(machine, what: str, stream):
     return queue
 
 
-class ndarray:
-    """As little of ``cupy.ndarray`` as our files and tests use: views, fills, copies.
+class ndarray(Computing):
+    """As little of ``cupy.ndarray`` as our files and tests use: views, fills, copies, arithmetic.
 
     What it does, it does in the order of the current stream.
     """
@@ -226,18 +227,24 @@ class ndarray:
         return self.data.device
 
     def __getitem__(self, key):
-        view = self._memory()[key]
+        within = key if isinstance(key, tuple) else (key,)
+        if any(isinstance(each, list | np.ndarray) for each in within):
+            return self._gathered(key)
+        whole = within if Ellipsis in within else (*within, Ellipsis)  # an element is a view too
+        view = self._memory()[whole]
+        if min(view.strides, default=0) < 0:
+            return self._gathered(key)
         offset = view.__array_interface__["data"][0] - self.data.mem.ptr
         return ndarray(view.shape, self.dtype, MemoryPointer(self.data.mem, offset), view.strides)
 
     def __setitem__(self, key, value):
+        if isinstance(value, ndarray):
+            source = value._memory()
+            value._submit("read", READ, lambda memory: None)
+            self._submit("copy", WRITE, lambda memory: memory.__setitem__(key, source))
+            return
         view = self[key]
         view._submit("fill", WRITE, lambda memory: np.copyto(memory, value))
-
-    def __eq__(self, other):
-        return self.get() == other
-
-    __hash__ = None  # type: ignore[assignment]
 
     def view(self, dtype=None):
         """The same bytes as another dtype of the same width."""

@@ -33,11 +33,9 @@ def not_built(name: str) -> Waiver:
     return Waiver(NOT_BUILT + name)
 
 
-TAPE = not_built("gradients of a loss (compute_gradients)")
 AGN = not_built("AGNOptimizer")
 
 WAIVED: dict[str, Waiver] = {
-    "ACCN-025": TAPE,
     "AGN-002": AGN,
     "AGN-004": AGN,
     "AGN-006": AGN,
@@ -56,10 +54,6 @@ WAIVED: dict[str, Waiver] = {
         instead=refuses(1, 4, 6, a=0, b=0, c=0),
     ),
     "CA-056": Waiver("Static shapes do not exist outside a graph: a take has no result before it."),
-    "GRAD-102": TAPE,
-    "GRAD-202": TAPE,
-    "GRAD-301": TAPE,
-    "GRAD-302": TAPE,
     "PK-007": Waiver(
         "num_packs=0 means no packing, for the packer too; a negative number is refused.",
         instead=refuses(1),

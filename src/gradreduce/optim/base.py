@@ -11,6 +11,7 @@ from typing import Any
 
 from gradreduce import ops
 from gradreduce.aggregate import AggregationMethod
+from gradreduce.autodiff.gradients import Engine
 from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.cross_device_ops import CrossDeviceOps
 from gradreduce.device import Device, Kernel, as_deadline, due
@@ -20,6 +21,7 @@ from gradreduce.variables import Variable
 
 from .arrivals import Near, check_apart, check_global_step, checked_pairs, made_dense, near
 from .custom import changed_by
+from .gradients import checked_gradients
 from .launches import Job
 from .numbers import as_number, value_of
 from .plan import Plan
@@ -207,22 +209,49 @@ class Optimizer:
         aggregation_method: AggregationMethod | int | None = None,
         colocate_gradients_with_ops: bool = False,
         grad_loss: Any = None,
+        *,
+        engine: Engine | None = None,
     ) -> list[tuple[Any, Variable]]:
         """Gradients of ``loss`` with respect to variables; the first half of ``minimize``.
 
         Args:
-            loss: takes no argument, returns the value to minimize.
-            var_list: default the trainable variables that ``loss`` reads.
+            loss: takes no argument, reads Variables, and returns the value to minimize (of an
+                array: the sum of its elements). It is plain NumPy, on NumPy's and on CuPy's
+                arrays; an operation that is not differentiated here raises
+                ``NotImplementedError``. It may return a PyTorch tensor, which PyTorch
+                differentiates (a Variable is a tensor in PyTorch's functions). It may be a
+                generator of terms, such as the losses of micro-batches: each is differentiated
+                and dropped before the next is made, and their gradients are terms like others.
+                What another thread computes for it is a constant. On another GPU than CuPy's
+                current one it computes inside ``with cupy.cuda.Device(...)``, as CuPy wants it;
+                the way back finds its GPUs itself.
+            var_list: Variables, or one; default the trainable ones that ``loss`` reads, in the
+                order of first reading.
             gate_gradients: ``GATE_NONE``, ``GATE_OP`` or ``GATE_GRAPH``; no effect.
-            aggregation_method: how the terms of a gradient are combined.
+            aggregation_method: how the terms of a gradient are combined, one term for each use
+                of a tensor; of what PyTorch and JAX have differentiated, one for each loss.
             colocate_gradients_with_ops: no effect.
-            grad_loss: the gradient of ``loss`` itself.
+            grad_loss: the gradient of ``loss`` itself, of its shape; default ones. Of a
+                generator, of each term.
+            engine: ``"jax"``: ``loss`` is one of JAX's, and goes through ``jax.value_and_grad``;
+                it is called twice. A Variable is a JAX array in JAX's functions.
+
+        Returns:
+            A pair (gradient, variable) for each variable. A gradient is an array of the
+            variable's shape and dtype; ``IndexedSlices``, if the variable was only looked up by
+            ``gr.embedding_lookup`` or ``np.take(variable, rows, axis=0)``; or None, if the loss
+            does not reach the variable. It is the caller's.
 
         Raises:
-            NotImplementedError: always, in this version: the tape is missing. Pass gradients of
-                your own to ``apply_gradients``.
+            ValueError: an invalid ``gate_gradients``, ``aggregation_method`` or ``engine``, a
+                ``grad_loss`` of another shape than the loss, or no variable.
+            InvalidVariableError: (a ``TypeError`` and a ``ValueError``) ``var_list`` holds
+                something else than Variables of floats, or the loss returned no float.
+            RuntimeError: ``loss`` is not callable.
         """
-        raise NotImplementedError("compute_gradients needs a tape, which is not implemented yet")
+        return checked_gradients(
+            loss, var_list, gate_gradients, aggregation_method, grad_loss, engine
+        )
 
     def minimize(  # noqa: PLR0913  # the signature of the seed
         self,
@@ -234,23 +263,30 @@ class Optimizer:
         colocate_gradients_with_ops: bool = False,
         name: str | None = None,
         grad_loss: Any = None,
+        *,
+        engine: Engine | None = None,
     ) -> None:
-        """``compute_gradients`` and ``apply_gradients`` in one call.
+        """``compute_gradients`` and ``apply_gradients`` in one call, with their arguments.
 
         Args:
-            loss: takes no argument, returns the value to minimize.
+            loss: see ``compute_gradients``, as all that is not named here.
             global_step: a Variable that goes up by one afterwards.
-            var_list: default the trainable variables that ``loss`` reads.
-            gate_gradients: no effect.
-            aggregation_method: how the terms of a gradient are combined.
+            var_list: see there.
+            gate_gradients: see there.
+            aggregation_method: see there.
             colocate_gradients_with_ops: no effect.
             name: ignored.
-            grad_loss: the gradient of ``loss`` itself.
+            grad_loss: see there.
+            engine: see there.
 
         Raises:
-            NotImplementedError: always, in this version: the tape is missing.
+            ValueError: the loss reaches none of the variables; and what the two raise.
         """
-        raise NotImplementedError("minimize needs a tape, which is not implemented yet")
+        pairs = self.compute_gradients(
+            loss, var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops,
+            grad_loss, engine=engine,
+        )  # fmt: skip
+        self.apply_gradients(pairs, global_step, name)
 
     def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
         """What the optimizer keeps, as host data: slots, masters, and Adam's powers.

@@ -1,0 +1,118 @@
+"""How a Variable takes part in arithmetic: it is read first, and its value does the rest.
+
+Inside a loss the value is a traced one, elsewhere a plain array. Never computes anything itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from gradreduce.interop import kind_of
+from gradreduce.loss_context import Traceable
+
+__all__ = ["Readable"]
+
+
+def _before(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda self, other: operation(self.read(_library(other)), other)
+
+
+def _after(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda self, other: operation(other, self.read(_library(other)))
+
+
+def _library(other: Any) -> str | None:
+    """As whose array a value is read beside ``other``; None: as NumPy's or CuPy's."""
+    try:
+        kind = kind_of(other)
+    except TypeError:  # a traced value, say
+        return None
+    return kind if kind in ("torch", "jax") else None
+
+
+def _alone(operation: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda self: operation(self.read())
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def call(self: Readable, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.read(), name)(*args, **kwargs)
+
+    call.__name__ = name
+    call.__doc__ = "As of an array, of what ``read`` gives."
+    return call
+
+
+def _refused(self: Readable, other: Any) -> NoReturn:
+    raise TypeError("a Variable is written by assign and assign_add, not in place by an operator")
+
+
+class Readable(Traceable):
+    """Operators and protocols of what has to be read before it can be computed with.
+
+    ``==`` compares identity, as of any object that is a key of a dictionary.
+    """
+
+    __array_priority__ = 1000  # above CuPy's 100
+
+    @abstractmethod
+    def read(self, as_kind: str | None = None) -> Any:
+        """The value."""
+
+    __add__, __radd__ = _before(operator.add), _after(operator.add)
+    __sub__, __rsub__ = _before(operator.sub), _after(operator.sub)
+    __mul__, __rmul__ = _before(operator.mul), _after(operator.mul)
+    __truediv__, __rtruediv__ = _before(operator.truediv), _after(operator.truediv)
+    __floordiv__, __rfloordiv__ = _before(operator.floordiv), _after(operator.floordiv)
+    __mod__, __rmod__ = _before(operator.mod), _after(operator.mod)
+    __pow__, __rpow__ = _before(operator.pow), _after(operator.pow)
+    __matmul__, __rmatmul__ = _before(operator.matmul), _after(operator.matmul)
+    __lt__, __le__ = _before(operator.lt), _before(operator.le)
+    __gt__, __ge__ = _before(operator.gt), _before(operator.ge)
+    __getitem__ = _before(operator.getitem)
+    __neg__, __pos__, __abs__ = _alone(operator.neg), _alone(operator.pos), _alone(abs)
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ipow__ = __imatmul__ = _refused
+    __ifloordiv__ = __imod__ = _refused
+
+    T = property(_alone(operator.attrgetter("T")), doc="The transposed value.")
+    sum, mean, reshape = _method("sum"), _method("mean"), _method("reshape")
+    transpose, astype, dot = _method("transpose"), _method("astype"), _method("dot")
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if any(isinstance(each, Readable) for each in kwargs.get("out") or ()):
+            _refused(self, None)
+        return getattr(ufunc, method)(*[_read(each) for each in inputs], **kwargs)
+
+    def __array_function__(
+        self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any
+    ) -> Any:
+        named = {name: _read(each) for name, each in kwargs.items()}
+        return function(*[_read(each) for each in args], **named)
+
+    def __cupy_override_elementwise_kernel__(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        """CuPy's own functions, which do not know NumPy's protocols, ask this."""
+        return kernel(*[_read(each) for each in args], **kwargs)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """In PyTorch's functions it is a tensor on its own memory."""
+        named = {name: _read(each, "torch") for name, each in (kwargs or {}).items()}
+        return function(*[_read(each, "torch") for each in args], **named)
+
+    def __jax_array__(self) -> Any:
+        return self.read("jax")
+
+
+def _read(given: Any, as_kind: str | None = None) -> Any:
+    """An argument with what is readable in it read; in a list or tuple too."""
+    if isinstance(given, Readable):
+        return given.read(as_kind)
+    if isinstance(given, list | tuple) and any(isinstance(each, Readable) for each in given):
+        within = [_read(each, as_kind) for each in given]
+        return tuple(within) if isinstance(given, tuple) else within
+    return given

@@ -1,0 +1,21 @@
+"""How a loss becomes gradients: a tape over NumPy's dispatch protocols, and functions for losses.
+
+Never updates a Variable. ``tape.py`` is the place to start reading.
+"""
+
+from __future__ import annotations
+
+from .array_methods import stop_gradient
+from .gradients import gradients_of
+from .rules.indexing import embedding_lookup
+from .rules.losses import logsumexp, relu, sigmoid, softmax_cross_entropy
+
+__all__ = [
+    "embedding_lookup",
+    "gradients_of",
+    "logsumexp",
+    "relu",
+    "sigmoid",
+    "softmax_cross_entropy",
+    "stop_gradient",
+]

@@ -1,0 +1,186 @@
+"""What users write behind a dot: the methods and operators of arrays, as NumPy's functions.
+
+Never decides how anything is differentiated: each ends in ``__array_ufunc__`` or
+``__array_function__`` of the class that has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from gradreduce.interop import host_array
+from gradreduce.loss_context import traceable
+
+__all__ = ["ArrayMethods", "astype", "index_into", "stop_gradient"]
+
+
+@traceable
+def astype(x: Any, dtype: Any) -> Any:
+    """``x`` in another dtype."""
+    return x.astype(dtype)
+
+
+@traceable
+def index_into(x: Any, index: Any) -> Any:
+    """``x[index]``: basic or fancy, as NumPy tells them apart."""
+    return x[index]
+
+
+@traceable
+def stop_gradient(x: Any) -> Any:
+    """The plain value of ``x``, which the loss takes as a constant (tf.stop_gradient).
+
+    Args:
+        x: a traced value, a Variable or an array.
+
+    Returns:
+        The array itself, on the memory that a Variable may have. Only read it.
+    """
+    return x
+
+
+def _forwarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The method of the name of a NumPy function, whose arguments it has in the same order."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    method.__name__ = function.__name__
+    method.__doc__ = f"As of an array: ``np.{function.__name__}``."
+    return method
+
+
+class ArrayMethods(NDArrayOperatorsMixin):
+    """Operators, methods and attributes of an array that knows its ``shape`` and ``dtype``."""
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]  # as of an array: == compares elements
+
+    shape: Any
+    dtype: Any
+    value: Any
+
+    @property
+    def ndim(self) -> int:
+        """As of an array."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """As of an array."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def T(self) -> Any:  # NumPy's name
+        """As of an array."""
+        return np.transpose(self)
+
+    @property
+    def mT(self) -> Any:  # NumPy's name
+        """As of an array."""
+        return np.swapaxes(self, -1, -2)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of unsized object")
+        return int(self.shape[0])
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[place] for place in range(len(self)))
+
+    def __getitem__(self, index: Any) -> Any:
+        return index_into(self, index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise TypeError(
+            "a traced value cannot be written: build the whole by np.where, np.concatenate or "
+            "np.stack"
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __int__(self) -> int:
+        return int(self.value)
+
+    def item(self) -> Any:
+        """The number, as a constant."""
+        return self.value.item()
+
+    def numpy(self) -> Any:
+        """A copy of the value in host memory, as a constant."""
+        plain = self.value
+        return plain.numpy() if isinstance(plain, ArrayMethods) else host_array(plain).copy()
+
+    def astype(self, dtype: Any) -> Any:
+        """As of an array."""
+        return astype(self, dtype)
+
+    def copy(self) -> Any:
+        """As of an array; it cannot be told from this one, which is never written."""
+        return self
+
+    def reshape(self, *shape: Any) -> Any:
+        """As of an array."""
+        return np.reshape(self, shape[0] if len(shape) == 1 else shape)
+
+    def ravel(self) -> Any:
+        """As of an array."""
+        return np.ravel(self)
+
+    def flatten(self) -> Any:
+        """As of an array."""
+        return np.ravel(self)
+
+    def transpose(self, *axes: Any) -> Any:
+        """As of an array."""
+        if len(axes) == 1:
+            axes = axes[0]
+        return np.transpose(self, axes or None)
+
+    swapaxes = _forwarded(np.swapaxes)
+    squeeze = _forwarded(np.squeeze)
+    take = _forwarded(np.take)
+    repeat = _forwarded(np.repeat)
+    dot = _forwarded(np.dot)
+    clip = _forwarded(np.clip)
+    round = _forwarded(np.round)
+    sum = _forwarded(np.sum)
+    mean = _forwarded(np.mean)
+    prod = _forwarded(np.prod)
+    max = _forwarded(np.max)
+    min = _forwarded(np.min)
+    var = _forwarded(np.var)
+    std = _forwarded(np.std)
+    cumsum = _forwarded(np.cumsum)
+    diagonal = _forwarded(np.diagonal)
+    trace = _forwarded(np.trace)
+    argmax = _forwarded(np.argmax)
+    argmin = _forwarded(np.argmin)
+    argsort = _forwarded(np.argsort)
+    nonzero = _forwarded(np.nonzero)
+    all = _forwarded(np.all)
+    any = _forwarded(np.any)
+
+    def tolist(self) -> Any:
+        """The numbers, as constants."""
+        return self.value.tolist()
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and hasattr(np.ndarray, name):
+            raise NoMethodError(
+                f"ndarray.{name} has no rule of differentiation here; use NumPy's functions, or "
+                "return a PyTorch tensor from the loss: then PyTorch differentiates"
+            )
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+
+class NoMethodError(NotImplementedError, AttributeError):
+    """A method of arrays without a rule; an AttributeError too, so that ``hasattr`` is False."""

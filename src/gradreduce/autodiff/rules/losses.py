@@ -1,0 +1,125 @@
+"""Functions that losses are made of and NumPy has not, each with its rule.
+
+All take NumPy's arrays, CuPy's, Variables and traced values, and keep the dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gradreduce.autodiff.tape import RULES, Maker, Pull
+from gradreduce.loss_context import traceable
+
+from .broadcast import kept_shape, shape_of
+from .elementwise import chosen, one
+
+__all__ = ["logsumexp", "relu", "sigmoid", "softmax_cross_entropy"]
+
+
+@traceable
+def relu(x: Any) -> Any:
+    """``max(x, 0)``; its slope at 0 is 0."""
+    return np.maximum(x, 0)
+
+
+@traceable
+def sigmoid(x: Any) -> Any:
+    """``1 / (1 + exp(-x))``, without overflow."""
+    return np.tanh(x * 0.5) * 0.5 + 0.5
+
+
+@traceable
+def logsumexp(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
+    """``log(sum(exp(x)))`` over ``axis``, without overflow.
+
+    Args:
+        x: an array.
+        axis: None for all, an integer or a tuple of them.
+        keepdims: as of ``np.sum``.
+    """
+    shape = shape_of(x)
+    top = np.max(x, axis=axis, keepdims=True)
+    top = np.where(np.isfinite(top), top, np.zeros_like(top))  # inf - inf would be nan
+    with np.errstate(divide="ignore"):  # of -inf alone
+        found = np.log(np.sum(np.exp(x - top), axis=axis, keepdims=True)) + top
+    return found if keepdims else np.reshape(found, _reduced(shape, axis))
+
+
+@traceable
+def softmax_cross_entropy(logits: Any, labels: Any) -> Any:
+    """How far ``softmax(logits)`` is from ``labels``, for each example.
+
+    Args:
+        logits: ``(…, classes)``.
+        labels: ``(…,)`` integers, the class of each example, or ``(…, classes)`` floats, the
+            probability of each class.
+
+    Returns:
+        The losses, ``(…,)``, of the dtype of ``logits``.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    log_sum = logsumexp(logits, axis=-1)
+    wanted = _as_probabilities(logits, labels)
+    total = np.sum(wanted, axis=-1)
+    return log_sum * total - np.sum(chosen(wanted != 0, logits) * wanted, axis=-1)
+
+
+def _reduced(shape: tuple[int, ...], axis: Any) -> tuple[int, ...]:
+    whole = kept_shape(shape, axis)
+    axes = range(len(shape)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    gone = {each % len(shape) for each in axes}
+    return tuple(extent for place, extent in enumerate(whole) if place not in gone)
+
+
+def _as_probabilities(logits: Any, labels: Any) -> Any:
+    """``labels`` as an array of the shape and dtype of ``logits``."""
+    shape = shape_of(logits)
+    if labels.dtype.kind not in "iub":
+        if shape_of(labels) != shape:
+            raise ValueError(f"labels {shape_of(labels)} for logits {shape}")
+        return labels if labels.dtype == logits.dtype else labels.astype(logits.dtype)
+    if shape_of(labels) != shape[:-1]:
+        raise ValueError(f"labels {shape_of(labels)} for logits {shape}: a class for each example")
+    classes = np.arange(shape[-1], like=labels)
+    return (labels[..., None] == classes).astype(logits.dtype)
+
+
+def _logsumexp(out: Any, x: Any, axis: Any = None, keepdims: bool = False) -> tuple[Maker]:
+    kept = kept_shape(shape_of(x), axis)
+
+    def pull(g: Any) -> Any:
+        share = np.exp(x - np.reshape(out, kept))
+        return np.reshape(g, kept) * share
+
+    return (lambda: pull,)
+
+
+def _softmax_cross_entropy(out: Any, logits: Any, labels: Any) -> tuple[Maker, Maker]:
+    def to_logits() -> Pull:
+        def pull(g: Any) -> Any:
+            share = np.exp(logits - logsumexp(logits, axis=-1, keepdims=True))
+            wanted = _as_probabilities(logits, labels)
+            total = np.sum(wanted, axis=-1, keepdims=True)
+            return g[..., None] * (share * total - wanted)
+
+        return pull
+
+    def to_labels() -> Pull:
+        return lambda g: g[..., None] * (logsumexp(logits, axis=-1, keepdims=True) - logits)
+
+    return to_logits, to_labels
+
+
+def _relu(out: Any, x: Any) -> Pull:
+    above = out > 0
+    return lambda g: chosen(above, g)
+
+
+one(relu, _relu)
+one(sigmoid, lambda out, x: lambda g: g * (out * (1 - out)))
+RULES[logsumexp] = _logsumexp
+RULES[softmax_cross_entropy] = _softmax_cross_entropy

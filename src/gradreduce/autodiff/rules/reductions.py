@@ -1,0 +1,191 @@
+"""Rules of operations that take axes away, and of sums that run along one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from gradreduce.autodiff.tape import COMPOSED, CONSTANT, RULES, Maker, Pull, no_rule
+
+from .broadcast import kept_shape, reduced_axes, shape_of, spread
+from .elementwise import chosen
+
+
+def _only(name: str, **extras: Any) -> None:
+    """Raises for what the rules do not know."""
+    for key, value in extras.items():
+        if value is not None and value is not True:
+            raise no_rule(f"np.{name}(..., {key}=)")
+
+
+def _num_reduced(shape: tuple[int, ...], axis: Any) -> int:
+    return math.prod(shape[place] for place in reduced_axes(axis, len(shape)))
+
+
+def _over(g: Any, count: int) -> Any:
+    """``g / count``; halves end at 65504, so that a count beyond would be infinite."""
+    return g / count if count < 60_000 else g * (1 / count)
+
+
+def _sum(
+    out: Any,
+    a: Any,
+    axis: Any = None,
+    dtype: Any = None,
+    _out: Any = None,
+    keepdims: Any = False,
+    initial: Any = None,
+    where: Any = True,
+) -> tuple[Maker]:
+    _only("sum", out=_out, where=where)  # initial is only added
+    shape = shape_of(a)
+    return (lambda: lambda g: spread(g, shape, axis),)
+
+
+def _mean(
+    out: Any,
+    a: Any,
+    axis: Any = None,
+    dtype: Any = None,
+    _out: Any = None,
+    keepdims: Any = False,
+    *,
+    where: Any = True,
+) -> tuple[Maker]:
+    _only("mean", out=_out, where=where)
+    shape = shape_of(a)
+    count = _num_reduced(shape, axis)
+    return (lambda: lambda g: spread(_over(g, count), shape, axis),)
+
+
+def _max(
+    out: Any,
+    a: Any,
+    axis: Any = None,
+    _out: Any = None,
+    keepdims: Any = False,
+    initial: Any = None,
+    where: Any = True,
+) -> tuple[Maker]:
+    """Also of min. Equal largest ones share the gradient evenly, as in TensorFlow."""
+    _only("max", out=_out, initial=initial, where=where)
+    kept = kept_shape(shape_of(a), axis)
+
+    def make() -> Pull:
+        mask = a == np.reshape(out, kept)
+        axes = reduced_axes(axis, len(kept))
+        count = np.sum(mask, axis=axes, keepdims=True).astype(a.dtype)
+        return lambda g: chosen(mask, np.broadcast_to(np.reshape(g, kept) / count, mask.shape))
+
+    return (make,)
+
+
+def _prod(
+    out: Any,
+    a: Any,
+    axis: Any = None,
+    dtype: Any = None,
+    _out: Any = None,
+    keepdims: Any = False,
+    initial: Any = None,
+    where: Any = True,
+) -> tuple[Maker]:
+    """The product of the others, also where one of them is zero."""
+    _only("prod", out=_out, initial=initial, where=where)
+    shape = shape_of(a)
+    axes = reduced_axes(axis, len(shape))
+
+    def pull(g: Any) -> Any:
+        zero = a == 0
+        num_zeros = np.sum(zero, axis=axes, keepdims=True)
+        others = np.where(zero, np.ones_like(a), a)
+        product = np.prod(others, axis=axes, keepdims=True)
+        slope = np.where(
+            zero, chosen(num_zeros == 1, product), chosen(num_zeros == 0, product) / others
+        )
+        return spread(g, shape, axis) * slope
+
+    return (lambda: pull,)
+
+
+def _centred(a: Any, axis: Any) -> Any:
+    return a - np.mean(a, axis=axis, keepdims=True)
+
+
+def _var(
+    out: Any,
+    a: Any,
+    axis: Any = None,
+    dtype: Any = None,
+    _out: Any = None,
+    ddof: Any = 0,
+    keepdims: Any = False,
+    *,
+    where: Any = True,
+) -> tuple[Maker]:
+    _only("var", out=_out, where=where)
+    shape = shape_of(a)
+    count = max(_num_reduced(shape, axis) - ddof, 0)
+    axes = reduced_axes(axis, len(shape))
+    return (lambda: lambda g: spread(_over(g * 2, count), shape, axis) * _centred(a, axes),)
+
+
+def _std(
+    out: Any,
+    a: Any,
+    axis: Any = None,
+    dtype: Any = None,
+    _out: Any = None,
+    ddof: Any = 0,
+    keepdims: Any = False,
+    *,
+    where: Any = True,
+) -> tuple[Maker]:
+    """Zero where all are equal, which is where it has no slope."""
+    _only("std", out=_out, where=where)
+    shape = shape_of(a)
+    count = max(_num_reduced(shape, axis) - ddof, 0)
+    axes = reduced_axes(axis, len(shape))
+
+    def pull(g: Any) -> Any:
+        per_unit = g / np.where(out == 0, np.ones_like(out), out)
+        return spread(_over(per_unit, count), shape, axis) * _centred(a, axes)
+
+    return (lambda: pull,)
+
+
+def _cumsum(
+    out: Any, a: Any, axis: Any = None, dtype: Any = None, _out: Any = None
+) -> tuple[Maker]:
+    _only("cumsum", out=_out)
+    shape = shape_of(a)
+    along = 0 if axis is None else axis
+
+    def pull(g: Any) -> Any:
+        summed = np.flip(np.cumsum(np.flip(g, along), axis=along), along)
+        return np.reshape(summed, shape)
+
+    return (lambda: pull,)
+
+
+def _norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
+    if ord is not None and not (ord == 2 and (isinstance(axis, int) or x.ndim == 1)):
+        raise no_rule(f"np.linalg.norm(..., ord={ord!r})")
+    return np.sqrt(np.sum(np.square(x), axis=axis, keepdims=keepdims))
+
+
+RULES[np.sum] = _sum
+RULES[np.mean] = _mean
+RULES[np.max] = RULES[np.amax] = RULES[np.min] = RULES[np.amin] = _max
+RULES[np.prod] = _prod
+RULES[np.var] = _var
+RULES[np.std] = _std
+RULES[np.cumsum] = _cumsum
+COMPOSED[np.linalg.norm] = _norm
+
+CONSTANT |= {
+    np.argmax, np.argmin, np.argsort, np.all, np.any, np.count_nonzero, np.nonzero, np.argwhere,
+    np.flatnonzero, np.searchsorted,
+}  # fmt: skip

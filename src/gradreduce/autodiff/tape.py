@@ -1,0 +1,335 @@
+"""How a loss in plain NumPy is differentiated: what it did is written down, and walked backwards.
+
+**Forward.** A Variable that a loss reads becomes a ``Traced`` value. NumPy asks such a value what
+to do with it: ``np.tanh(x)`` calls its ``__array_ufunc__``, ``np.sum(x)`` its
+``__array_function__``, and operators and methods end in one of the two. Each time ``apply`` does
+the operation on the plain arrays, by the same NumPy function, which CuPy's arrays answer in turn,
+and asks the operation's *rule* how a change of the result goes back to each operand. The result is
+a new ``Traced`` value: the array, and a ``Node`` that knows its parents and, for each, a function
+from the gradient of the result to a *term* of the gradient of the parent. Such a function holds
+only the operands that it needs; the node itself holds no array, so that a value ends when neither
+the loss nor a rule needs it.
+
+**Backward.** A tensor that was used n times gets n terms. ``walk.py`` starts at the loss with its
+gradient. Of all nodes whose terms have all come it takes the one that leads to the earliest use of
+a tensor, has its terms combined to its gradient, and hands each parent its term. So the terms of
+one tensor come in the order of its uses, as far as no use waits for a later one, as the steps of a
+recurrent network do; ``Terms`` combines them, by the AggregationMethod of the call, as they come.
+
+**Twice.** A loss may compute gradients itself. Each call is a ``Trace`` with a level, one above
+that of the call around it; an operation belongs to the highest trace among its operands, which sees
+the values of the others as plain arrays, and they may in turn be traced values of an outer one.
+Rules are written with NumPy's functions, so that the outer trace sees the inner walk like any
+other arithmetic.
+
+Nothing here is shared between threads, and nothing outlives a call but what it has returned.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from gradreduce.device import Device
+from gradreduce.loss_context import Traceable
+
+from .array_methods import ArrayMethods
+from .terms import Terms
+
+__all__ = [
+    "COMPOSED",
+    "CONSTANT",
+    "RULES",
+    "Maker",
+    "Node",
+    "Pull",
+    "Trace",
+    "Traced",
+    "apply",
+    "no_rule",
+    "settled",
+]
+
+Pull = Callable[[Any], Any]  # a gradient of the result → a term of one operand's, or None
+Maker = Callable[..., Pull]  # makes one, when its operand is known to be traced
+
+#: What an operation's rule is: given the result and the arguments, one ``Maker`` for each
+#: positional argument; that of a list of arrays is asked with the place in the list.
+RULES: dict[Any, Callable[..., Sequence[Maker]]] = {}
+#: Operations whose result does not change, or only in steps, with their arguments.
+CONSTANT: set[Any] = set()
+#: Operations that are written in terms of others.
+COMPOSED: dict[Any, Callable[..., Any]] = {}
+
+
+class Trace:
+    """One call of a loss.
+
+    Args:
+        outer: the call around it.
+
+    Attributes:
+        level: how many calls are around it.
+        closed: whether it is over; what it made is then plain data.
+    """
+
+    __slots__ = ("closed", "level", "num_nodes")
+
+    def __init__(self, outer: Trace | None = None) -> None:
+        self.level: int = 0 if outer is None else outer.level + 1
+        self.closed = False
+        self.num_nodes = 0
+
+    def leaf(self, value: Any, device: Device, terms: Terms) -> Traced:
+        """A value to differentiate by; ``terms`` gathers its gradient."""
+        node = Node(self, value, device, (), ())
+        node.terms = terms
+        return Traced(value, node)
+
+
+class Node:
+    """How a traced value was made; holds neither the value nor its gradient.
+
+    Attributes:
+        trace: of which call.
+        number: how many nodes of the trace were made before.
+        shape: of the value.
+        dtype: of the value.
+        device: the logical device that it is thought to lie on: that of its first parent.
+        parents: of the operands that are traced.
+        pulls: for each, from this gradient to a term of its.
+        terms: of a leaf, where its terms go.
+    """
+
+    __slots__ = ("device", "dtype", "number", "parents", "pulls", "shape", "terms", "trace")
+
+    def __init__(
+        self,
+        trace: Trace,
+        value: Any,
+        device: Device,
+        parents: Sequence[Node],
+        pulls: Sequence[Pull],
+    ) -> None:
+        self.trace = trace
+        self.number = trace.num_nodes
+        trace.num_nodes += 1
+        self.shape, self.dtype = value.shape, value.dtype
+        self.device = device
+        self.parents, self.pulls = parents, pulls
+        self.terms: Terms | None = None
+
+
+class Traced(ArrayMethods, Traceable):
+    """An array whose uses a loss writes down. Never written; arithmetic makes new ones.
+
+    Attributes:
+        value: the array: NumPy's, CuPy's, or a traced value of the call around this one.
+        node: how it was made.
+    """
+
+    __slots__ = ("node", "value")
+    __array_priority__ = 1000  # above CuPy's 100
+
+    def __init__(self, value: Any, node: Node) -> None:
+        self.value = value
+        self.node = node
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As of an array."""
+        return self.node.shape  # type: ignore[no-any-return]
+
+    @property
+    def dtype(self) -> Any:
+        """As of an array."""
+        return self.node.dtype
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if method == "reduce" and ufunc in _REDUCED:
+            return apply(_REDUCED[ufunc], inputs, {"axis": 0, **kwargs})
+        if method != "__call__":
+            raise no_rule(f"{ufunc.__name__}.{method}")
+        out = kwargs.pop("out", None)
+        if out is not None and not all(each is self is inputs[0] for each in out):  # but x += y
+            raise TypeError(
+                f"np.{ufunc.__name__} would write a traced value into an array: a loss has no "
+                "out= and no a += b of an array; write a = a + b"
+            )
+        if kwargs.get("where", True) is not True:
+            raise no_rule(f"{ufunc.__name__}(..., where=)")
+        return apply(ufunc, inputs, kwargs)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if kwargs.get("out") is not None:
+            raise TypeError(f"{_name(function)} would write a traced value: a loss has no out=")
+        if "out" in kwargs:
+            kwargs = {name: given for name, given in kwargs.items() if name != "out"}
+        return apply(function, args, kwargs)
+
+    def __cupy_override_elementwise_kernel__(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        """CuPy's own functions, which do not know NumPy's protocols, ask this."""
+        function = getattr(np, str(kernel.name).removeprefix("cupy_"), None)
+        if isinstance(function, np.ufunc):
+            return self.__array_ufunc__(function, "__call__", *args, **kwargs)
+        if function not in RULES:
+            raise no_rule(str(kernel.name))
+        return self.__array_function__(function, (), args, kwargs)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise TypeError(
+            "a value that NumPy's tape traces has come into a PyTorch function: in such a loss "
+            'write variable.read("torch") * 2 instead of variable * 2'
+        )
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        raise TypeError(
+            "a traced value cannot become a plain array inside its loss, where its gradient would "
+            "be lost: np.stack joins several, gr.autodiff.stop_gradient(x) is the plain value"
+        )
+
+    def __repr__(self) -> str:
+        return f"Traced({self.value!r})"
+
+
+_REDUCED = {np.add: np.sum, np.multiply: np.prod, np.maximum: np.max, np.minimum: np.min}
+
+
+def no_rule(name: str) -> NotImplementedError:
+    """What an operation without a rule raises."""
+    return NotImplementedError(
+        f"{name} has no rule of differentiation here; write it in other operations, wrap what "
+        "needs no gradient in gr.autodiff.stop_gradient(...), or return a PyTorch tensor from the "
+        "loss (gr.Variables are tensors in torch functions): then PyTorch differentiates"
+    )
+
+
+def _name(function: Any) -> str:
+    module = getattr(function, "__module__", None) or ""
+    prefix = "gr" if module.startswith("gradreduce") else "np" + module.removeprefix("numpy")
+    return f"{prefix}.{getattr(function, '__name__', function)}"
+
+
+def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``function(*args, **kwargs)`` of which some operands are traced: a traced value.
+
+    A plain one where nothing of it can change: comparisons, integers.
+
+    Raises:
+        NotImplementedError: ``function`` has no rule, or the result is complex.
+    """
+    if kwargs and any(_holds_traceable(given) for given in kwargs.values()):
+        args, kwargs = _bound(function, args, kwargs)
+    args = [settled(given) for given in args]
+    top = _highest(args)
+    if top is None:
+        return function(*args, **kwargs)
+    if function in COMPOSED:
+        return COMPOSED[function](*args, **kwargs)
+    operands: list[tuple[int, int | None, Node]] = []
+    raw = [_plain(given, top, place, operands) for place, given in enumerate(args)]
+    if function in CONSTANT:
+        return function(*raw, **kwargs)
+    rule = RULES.get(function)
+    if rule is None:
+        raise no_rule(_name(function))
+    value = function(*raw, **kwargs)
+    if not _is_float(function, value):
+        return value
+    makers = rule(value, *raw, **kwargs)
+    pulls = [
+        makers[place]() if item is None else makers[place](item) for place, item, _ in operands
+    ]
+    parents = [node for _, _, node in operands]
+    return Traced(value, Node(top, value, parents[0].device, parents, pulls))
+
+
+def _is_float(function: Any, value: Any) -> bool:
+    """Whether a result can change with its operands; integers are constants."""
+    if not hasattr(value, "dtype"):
+        raise no_rule(f"{_name(function)} with {type(value).__name__} as its result")
+    if value.dtype.kind == "c":
+        raise no_rule(f"{_name(function)} with complex numbers")
+    return value.dtype.kind in "fV"  # bfloat16 is of kind V in ml_dtypes
+
+
+def _holds_traceable(given: Any) -> bool:
+    within = given if isinstance(given, list | tuple) else (given,)
+    return any(isinstance(each, Traceable) for each in within)
+
+
+def _bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Operands given by name, by their place in the rule, whose parameters are named alike."""
+    if function in CONSTANT:
+        return args, {name: _bare(given) for name, given in kwargs.items()}
+    rule = COMPOSED.get(function) or RULES.get(function)
+    if rule is None:
+        raise no_rule(_name(function))
+    names = list(inspect.signature(rule).parameters)[0 if function in COMPOSED else 1 :]
+    placed, rest = list(args), dict(kwargs)
+    for name in names[len(args) :]:
+        if name not in rest:
+            break
+        placed.append(rest.pop(name))
+    if any(_holds_traceable(given) for given in rest.values()):
+        raise no_rule(f"{_name(function)} with {', '.join(rest)}= of traced values")
+    return placed, rest
+
+
+def _bare(given: Any) -> Any:
+    """An argument that nothing can be differentiated by, as a plain array."""
+    given = settled(given)
+    while isinstance(given, Traced):
+        given = given.value
+    return given
+
+
+def settled(given: Any) -> Any:
+    """An argument with its Variables read, and what an earlier loss has left as plain data."""
+    if isinstance(given, Traced):
+        while isinstance(given, Traced) and given.node.trace.closed:
+            given = given.value
+        return given
+    if isinstance(given, Traceable):
+        return given.read()  # type: ignore[attr-defined]  # a Variable
+    if isinstance(given, list | tuple) and _holds_traceable(given):
+        within = [settled(each) for each in given]
+        return tuple(within) if isinstance(given, tuple) else within
+    return given
+
+
+def _highest(args: Sequence[Any]) -> Trace | None:
+    """The innermost trace of the operands."""
+    top: Trace | None = None
+    for given in args:
+        for each in given if isinstance(given, list | tuple) else (given,):
+            if isinstance(each, Traced) and (top is None or each.node.trace.level > top.level):
+                top = each.node.trace
+    return top
+
+
+def _plain(given: Any, top: Trace, place: int, operands: list[tuple[int, int | None, Node]]) -> Any:
+    """An argument as ``top`` sees it, below its own level; its operands are noted."""
+    if isinstance(given, Traced):
+        if given.node.trace is not top:
+            return given
+        operands.append((place, None, given.node))
+        return given.value
+    if not isinstance(given, list | tuple):
+        return given
+    if not any(isinstance(each, Traced) for each in given):
+        return given
+    within = []
+    for item, each in enumerate(given):
+        if isinstance(each, Traced) and each.node.trace is top:
+            operands.append((place, item, each.node))
+            within.append(each.value)
+        else:
+            within.append(each)
+    return within

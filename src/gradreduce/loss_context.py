@@ -1,0 +1,83 @@
+"""Which loss a thread is computing, and how it reads Variables; never differentiates.
+
+NumPy's functions find a traced value by NumPy's own protocols. Functions of ours that may be given
+one (``gr.add_n``) are ``traceable``: they hand a call over in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from gradreduce.device import Buffer, Device
+
+__all__ = ["Reader", "Traceable", "current_reader", "reading_by", "traceable"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class Reader(Protocol):
+    """What a loss reads Variables by.
+
+    Attributes:
+        home: of the first copy that was read; where arrays of the loss lie that are no Buffers.
+    """
+
+    home: Device | None
+
+    def read(self, variable: Any, copy: Buffer, as_kind: str | None) -> Any:
+        """The value of one copy of a Variable, as what the loss differentiates by."""
+
+
+# Of a thread or, within one, of an asyncio task: several losses may be computed at once.
+_reader: ContextVar[Reader | None] = ContextVar("gradreduce_reader", default=None)
+
+
+def current_reader() -> Reader | None:
+    """That of the innermost loss which this thread is computing; None outside any."""
+    return _reader.get()
+
+
+@contextmanager
+def reading_by(reader: Reader | None) -> Iterator[None]:
+    """Inside, this thread's Variables are read by ``reader``; whatever comes, not afterwards."""
+    before = _reader.get()
+    _reader.set(reader)
+    try:
+        yield
+    finally:
+        _reader.set(before)
+
+
+class Traceable:
+    """What answers for itself when a ``traceable`` function is given it: see NumPy's NEP 18."""
+
+    __slots__ = ()
+
+    def __array_function__(
+        self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Does the call."""
+        raise NotImplementedError
+
+
+def traceable(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """``function``, which a traced value or a Variable among its arguments does instead.
+
+    They are looked for among the arguments and in lists and tuples of them.
+    """
+
+    @wraps(function)
+    def dispatched(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for given in (*args, *kwargs.values()):
+            for each in given if isinstance(given, list | tuple) else (given,):
+                if isinstance(each, Traceable):
+                    made: _R = each.__array_function__(dispatched, (), args, kwargs)
+                    return made
+        return function(*args, **kwargs)
+
+    return dispatched

@@ -1,0 +1,212 @@
+"""Losses that PyTorch or JAX differentiates, over the same Variables."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+from gradreduce.errors import InvalidVariableError
+
+DESCENT = gr.GradientDescentOptimizer(1.0)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    with gr.open_mesh([0, 1], backend="sim") as made:
+        yield made
+
+
+@pytest.fixture
+def v(mesh):
+    return gr.Variable([1.0, 2.0, 3.0], "v", device=mesh)
+
+
+@pytest.fixture
+def w(mesh):
+    return gr.Variable(np.arange(6.0).reshape(3, 2), "w", dtype="float32", device=mesh)
+
+
+def gradients(loss, *args, **options):
+    return [gradient for gradient, _ in DESCENT.compute_gradients(loss, *args, **options)]
+
+
+@pytest.mark.torch
+class TestTorch:
+    def test_a_loss_of_tensors(self, v, w):
+        import torch
+
+        x = torch.tensor([[1.0, 0.0, 2.0]])
+
+        def loss():
+            hidden = torch.tanh(torch.nn.functional.linear(x, torch.t(w))) * 1.0
+            return hidden.sum() + (x * v).sum() + torch.stack([v, v]).sum() + (v * x).sum()
+
+        pairs = DESCENT.compute_gradients(loss)
+        assert [variable for _, variable in pairs] == [w, v]
+        assert all(isinstance(gradient, torch.Tensor) for gradient, _ in pairs)
+        assert pairs[1][0].tolist() == [4.0, 2.0, 6.0]
+        slope = 1 - np.tanh(x.numpy() @ w.numpy()) ** 2
+        np.testing.assert_allclose(pairs[0][0], x.numpy().T * slope, rtol=1e-6)
+        before = v.numpy()
+        DESCENT.apply_gradients(pairs)
+        assert (v.numpy() == before - [4.0, 2.0, 6.0]).all()
+
+    def test_tensors_lie_on_the_variables_memory(self, v):
+        import torch
+
+        def loss():
+            tensor = v.read("torch")
+            assert tensor.data_ptr() == v.buffers[0].address
+            assert tensor is v.read("torch")
+            assert tensor.requires_grad
+            return torch.sum(tensor * tensor)
+
+        assert gradients(loss)[0].tolist() == [2.0, 4.0, 6.0]
+        outside = v.read("torch")
+        assert not outside.requires_grad
+        assert outside.data_ptr() != v.buffers[0].address
+        assert torch.sum(v).item() == 6
+
+    def test_nobodys_grad_is_touched(self, v):
+        import torch
+
+        layer = torch.nn.Linear(3, 1)
+        (found,) = gradients(lambda: layer(v.read("torch")).sum())
+        assert found.tolist() == layer.weight[0].tolist()
+        assert layer.weight.grad is None
+
+    def test_replicas_terms_and_none(self, mesh, v, w):
+        import torch
+
+        def loss():
+            for replica in (1, 0, 1):
+                with gr.replica(replica):
+                    yield torch.sum(v.read("torch") * (replica + 1))
+            yield torch.ones(())
+
+        for method in gr.AggregationMethod:
+            found = gradients(loss, [v, w], aggregation_method=method)
+            assert isinstance(found[0], torch.Tensor)
+            assert found[0].tolist() == [5.0] * 3
+            assert found[1] is None
+        assert gradients(lambda: torch.sum(v) * 0 + 1, [w]) == [None]
+
+    def test_arguments(self, v, w):
+        import torch
+
+        assert gradients(lambda: v * torch.ones(3), grad_loss=[1.0, 2.0, 3.0])[0].tolist() == [
+            1.0, 2.0, 3.0
+        ]  # fmt: skip
+        assert gradients(lambda: v * torch.ones(3))[0].tolist() == [1.0] * 3
+        with pytest.raises(ValueError, match="grad_loss"):
+            gradients(lambda: v * torch.ones(3), grad_loss=1.0)
+        with pytest.raises(InvalidVariableError, match="Invalid type"):
+            gradients(lambda: torch.sum(v).long(), [v])
+        (rows,) = gradients(
+            lambda: torch.nn.functional.embedding(
+                torch.tensor([0, 0]), w.read("torch"), sparse=True
+            ).sum()
+        )
+        assert rows.tolist() == [[2.0, 2.0], [0.0, 0.0], [0.0, 0.0]]
+
+    def test_halves(self, mesh):
+        import torch
+
+        x = gr.Variable([1.0, 2.0], dtype="bfloat16", device=mesh)
+        (found,) = gradients(lambda: torch.sum(torch.mul(x, x)))
+        assert found.dtype == torch.bfloat16
+        DESCENT.apply_gradients([(found, x)])
+        assert x.numpy().tolist() == [-1.0, -2.0]
+
+    def test_minimize(self, v):
+        import torch
+
+        DESCENT.minimize(lambda: torch.sum(v) * 2)
+        assert v.numpy().tolist() == [-1.0, 0.0, 1.0]
+
+    def test_a_traced_value_in_a_torch_function_says_what_to_write(self, v):
+        import torch
+
+        with pytest.raises(TypeError, match="torch"):
+            gradients(lambda: torch.sum(v * 2))
+
+    def test_a_tape_in_the_same_loss_is_apart(self, v, w):
+        import torch
+
+        def loss():
+            return torch.sum(v) * np.sum(w).item()
+
+        found = gradients(loss, [v, w])
+        assert found[0].tolist() == [15.0] * 3
+        assert found[1] is None
+
+
+@pytest.mark.jax
+class TestJax:
+    def test_a_loss_of_jax(self, v, w):
+        import jax.numpy as jnp
+
+        x = jnp.array([[1.0, 0.0, 2.0]])
+
+        def loss():
+            return jnp.sum(jnp.tanh(x @ w.read("jax") / 8)) + jnp.sum(x * v) + (v * v).sum()
+
+        pairs = DESCENT.compute_gradients(loss, engine="jax")
+        assert [variable for _, variable in pairs] == [w, v]
+        assert pairs[1][0].tolist() == [3.0, 4.0, 8.0]
+        slope = (1 - np.tanh(np.asarray(x) @ w.numpy() / 8) ** 2) / 8
+        np.testing.assert_allclose(pairs[0][0], np.asarray(x).T * slope, rtol=1e-5)
+        DESCENT.apply_gradients(pairs)
+        assert v.numpy().tolist() == [-2.0, -2.0, -5.0]
+
+    def test_arguments(self, v, w, mesh):
+        import jax.numpy as jnp
+
+        one, two = gradients(lambda: jnp.sum(v * 2), [w, v], engine="jax")
+        assert one is None
+        assert two.tolist() == [2.0] * 3
+        (found,) = gradients(
+            lambda: v.read("jax") * 2, engine="jax", grad_loss=np.array([1.0, 2.0, 3.0])
+        )
+        assert found.tolist() == [2.0, 4.0, 6.0]
+        assert gradients(lambda: v.read("jax") * 2, engine="jax")[0].tolist() == [2.0] * 3
+        with pytest.raises(ValueError, match="grad_loss"):
+            gradients(lambda: v.read("jax") * 2, engine="jax", grad_loss=1.0)
+        with pytest.raises(InvalidVariableError, match="Invalid type"):
+            gradients(lambda: jnp.argmax(v.read("jax")), engine="jax")
+        with pytest.raises(ValueError, match="No variables"):
+            gradients(lambda: 1.0, engine="jax")
+        with pytest.raises(ValueError, match="engine"):
+            gradients(lambda: jnp.sum(v.read("jax")))
+        count = gr.Variable(3, trainable=False, device=mesh)
+        assert gradients(lambda: jnp.sum(v * int(count)), engine="jax")[0].tolist() == [3.0] * 3
+
+    def test_terms_replicas_and_other_dtypes(self, mesh, v):
+        import jax.numpy as jnp
+
+        wide = gr.Variable([1.0, 2.0], dtype="float64", device=mesh)
+        half = gr.Variable([1.0, 2.0], dtype="float16", device=mesh)
+
+        def loss():
+            for replica in (0, 1):
+                with gr.replica(replica):
+                    yield jnp.sum(v.read("jax")) * (replica + 1)
+            yield jnp.sum(wide.read("jax") * 2) + jnp.sum(half.read("jax") * 3)
+
+        found = gradients(loss, engine="jax")
+        assert [np.asarray(each).tolist() for each in found] == [[3.0] * 3, [2.0] * 2, [3.0] * 2]
+        assert [str(each.dtype) for each in found] == ["float32", "float64", "float16"]
+        DESCENT.minimize(loss, engine="jax")
+        assert v.numpy().tolist() == [-2.0, -1.0, 0.0]
+
+    def test_a_fault_leaves_nothing_behind(self, v):
+        import jax.numpy as jnp
+
+        def loss():
+            jnp.sum(v.read("jax"))
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            gradients(loss, engine="jax")
+        assert isinstance(v * 2, np.ndarray)

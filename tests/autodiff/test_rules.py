@@ -1,0 +1,246 @@
+"""Every rule: against differences in float64, HIPS autograd, an array like CuPy's; its dtype."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+from operations import OPERATIONS, weighted
+from strict_array import StrictArray
+
+from gradreduce.aggregate import AggregationMethod
+from gradreduce.autodiff import tape
+from gradreduce.autodiff.rules import indexing
+from gradreduce.autodiff.tape import Trace
+from gradreduce.autodiff.terms import Terms
+from gradreduce.autodiff.walk import walk
+
+STEP = 1e-6
+
+
+class Sum(Terms):
+    """Adds terms by their own arithmetic, so that no device has a part in it."""
+
+    def __init__(self) -> None:
+        super().__init__(AggregationMethod.ADD_N)
+        self.total: Any = None
+
+    def push(self, term, order, device) -> None:
+        if term is None:
+            return
+        self.total = term if self.total is None else self.total + term
+
+    def result(self):
+        return self.total
+
+
+def gradients(do, operands):
+    """Of the sum of what ``do`` gives, weighted, with respect to each operand."""
+    trace = Trace()
+    sums = [Sum() for _ in operands]
+    leaves = [trace.leaf(x, None, terms) for x, terms in zip(operands, sums, strict=True)]
+    loss = do(*leaves)
+    one = np.ones_like(loss.value)
+    walk([loss.node], one, Sum)
+    return [terms.result() for terms in sums]
+
+
+def differences(loss, operands):
+    """Along a direction of each operand: what the loss does there."""
+    rng = np.random.default_rng(5)
+    found = []
+    for place, operand in enumerate(operands):
+        way = rng.normal(size=operand.shape)
+        ends = []
+        for sign in (1, -1):
+            moved = list(operands)
+            moved[place] = operand + sign * STEP * way
+            ends.append(float(loss(*moved)))
+        found.append((way, (ends[0] - ends[1]) / (2 * STEP)))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def rows_of_numpy(monkeypatch):
+    """Rows added on the host, of an array like CuPy's too: the room that does it has tests."""
+
+    def added(values, rows, shape):
+        bare = values.array if isinstance(values, StrictArray) else values
+        whole = np.zeros(shape, bare.dtype)
+        np.add.at(whole, rows, bare)
+        return StrictArray(whole) if isinstance(values, StrictArray) else whole
+
+    monkeypatch.setattr(indexing, "_added_by_segments", added)
+    monkeypatch.setattr(indexing, "_rows", added)
+
+
+def every(check):
+    return pytest.mark.parametrize("operation", OPERATIONS, ids=str)(check)
+
+
+@every
+def test_a_gradient_is_what_differences_say(operation):
+    for shapes in operation.shapes:
+        operands = operation.operands(shapes)
+        loss = weighted(operation, np)
+        found = gradients(loss, operands)
+        for gradient, operand, (way, slope) in zip(
+            found, operands, differences(loss, operands), strict=True
+        ):
+            if gradient is None:
+                assert slope == 0
+                continue
+            assert gradient.shape == operand.shape
+            np.testing.assert_allclose(np.sum(gradient * way), slope, rtol=2e-7, atol=2e-8)
+
+
+@every
+def test_a_second_gradient_is_what_differences_of_the_first_say(operation):
+    if not operation.smooth:
+        return
+    loss = weighted(operation, np)
+    for shapes in operation.shapes[:3]:
+        operands = operation.operands(shapes)
+
+        def squares(*xs, loss=loss):
+            return sum(np.sum(np.square(g)) for g in gradients(loss, xs) if g is not None)
+
+        second = gradients(squares, operands) if reaches(squares, operands) else []
+        for gradient, (way, slope) in zip(second, differences(squares, operands), strict=False):
+            told = 0.0 if gradient is None else np.sum(gradient * way)
+            np.testing.assert_allclose(told, slope, rtol=1e-5, atol=1e-5)
+
+
+def reaches(loss, operands) -> bool:
+    """Whether a loss depends on its operands at all: the gradient of a sum does not."""
+    trace = Trace()
+    return isinstance(loss(*[trace.leaf(x, None, Sum()) for x in operands]), tape.Traced)
+
+
+@pytest.mark.parametrize("operation", [each for each in OPERATIONS if each.oracle], ids=str)
+def test_a_gradient_is_that_of_hips_autograd(operation):
+    import autograd  # here: environments that run other tests of this file's kind have none
+    import autograd.numpy as hips
+
+    for shapes in operation.shapes:
+        operands = operation.operands(shapes)
+        mine = gradients(weighted(operation, np), operands)
+        theirs = autograd.grad(weighted(operation, hips), tuple(range(len(operands))))(*operands)
+        for left, right in zip(mine, theirs, strict=True):
+            np.testing.assert_allclose(left, right, rtol=1e-12, atol=1e-13)
+
+
+@every
+def test_an_array_like_cupys_gets_the_same_gradient(operation):
+    for shapes in operation.shapes:
+        operands = operation.operands(shapes)
+        loss = weighted(operation, np, StrictArray)
+        found = gradients(loss, [StrictArray(x) for x in operands])
+        for left, right in zip(found, gradients(weighted(operation, np), operands), strict=True):
+            assert (left is None) == (right is None)
+            if left is not None:
+                assert type(left) is StrictArray
+                assert (left.array == right).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@every
+def test_every_value_and_every_term_keeps_its_dtype(operation, dtype, monkeypatch):
+    if operation.name == "float_power":
+        return  # NumPy's own is float64
+    terms = []
+
+    def unchanged(term, node):
+        terms.append(term)
+        assert term is None or term.dtype == node.dtype == dtype
+        return term
+
+    monkeypatch.setattr("gradreduce.autodiff.walk._as_operand", unchanged)
+    shapes = operation.shapes[0]
+    found = gradients(weighted(operation, np), operation.operands(shapes, dtype))
+    assert all(gradient is None or gradient.dtype == dtype for gradient in found)
+    assert terms
+
+
+@given(
+    npst.mutually_broadcastable_shapes(num_shapes=3, max_dims=3, min_side=0, max_side=3),
+    st.integers(0, 2**16),
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_random_shapes_are_broadcast_and_reduced_as_hips_does(drawn, seed):
+    import autograd
+    import autograd.numpy as hips
+
+    rng = np.random.default_rng(seed)
+    operands = [rng.uniform(0.5, 2.0, shape) for shape in drawn.input_shapes]
+    ndim = len(drawn.result_shape)
+    axes = tuple(int(each) - ndim * int(rng.integers(2)) for each in np.flatnonzero(
+        rng.integers(0, 2, ndim)))  # fmt: skip
+    keepdims = bool(rng.integers(2))
+
+    def loss(module):
+        def computed(x, y, z):
+            whole = x * y / (z + 1) - y**2 + module.logaddexp(x, z)
+            parts = module.sum(whole, axis=axes, keepdims=keepdims) * 3
+            if whole.size:
+                parts = parts + module.mean(whole * y, axis=axes, keepdims=keepdims)
+                parts = parts + module.max(module.swapaxes(whole[None], 0, -1) * 2)
+            return module.sum(module.square(parts))
+
+        return computed
+
+    mine = gradients(loss(np), operands)
+    theirs = autograd.grad(loss(hips), (0, 1, 2))(*operands)
+    for left, right in zip(mine, theirs, strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-10, atol=1e-12)
+
+
+NEITHER = """
+negative|positive|add|subtract|sum over None|mean over 0|reshape|transpose|swapaxes|
+moveaxis|squeeze|expand_dims|broadcast_to|flip|roll|concatenate|stack|cumsum|an element|slices|
+where of a number|clip|fancy rows|take|embedding_lookup|astype|max over None|relu|maximum|
+einsum of a sum|tile|repeat
+""".replace("\n", "").split("|")
+ONLY_RESULT = "exp exp2 expm1 sqrt cbrt reciprocal tan tanh sigmoid".split()
+ONLY_OPERAND = "log log1p sin cos square arctan".split()
+
+
+def held_by(operation):
+    """Of a node whose value is gone: whether it holds its operand, and its result."""
+    shapes = max(operation.shapes, key=lambda shapes: np.prod(shapes[0]))
+    operand = operation.operands(shapes)[0] * 1.0
+    trace = Trace()
+    others = [StrictArray(x) for x in operation.operands(shapes)[1:]]
+    made = operation.do(np, trace.leaf(StrictArray(operand), None, Sum()), *others)
+    refs = [weakref.ref(operand), weakref.ref(made.value.array)]
+    node = made.node
+    del operand, made, others
+    assert node.parents
+    return [ref() is not None for ref in refs]
+
+
+def named(names):
+    found = [each for each in OPERATIONS if each.name in names]
+    assert len(found) == len(names)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("operation", "held"),
+    [(each, [False, False]) for each in named(NEITHER)]
+    + [(each, [False, True]) for each in named(ONLY_RESULT)]
+    + [(each, [True, False]) for each in named(ONLY_OPERAND)],
+    ids=str,
+)
+def test_a_rule_holds_only_the_operands_that_it_needs(operation, held):
+    gc.disable()  # what ends, ends by itself
+    try:
+        assert held_by(operation) == held
+    finally:
+        gc.enable()

@@ -1,0 +1,187 @@
+"""Every term of a tensor goes through the aggregation method: in which order, how many alive."""
+
+from __future__ import annotations
+
+import gc
+import math
+import tracemalloc
+import weakref
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+from gradreduce.aggregate import AggregationMethod
+from gradreduce.autodiff.terms import Terms
+
+DESCENT = gr.GradientDescentOptimizer(1.0)
+METHODS = list(AggregationMethod)
+ADD_N, TREE, ACCUMULATE_N = METHODS
+NUM_USES = 16
+SIZE = 1 << 18  # elements: a MiB
+
+
+@pytest.fixture
+def mesh():
+    with gr.open_mesh([0, 0], backend="sim") as made:
+        yield made
+
+
+def gradient(loss, method):
+    ((found, _),) = DESCENT.compute_gradients(loss, aggregation_method=method)
+    return found
+
+
+def left_to_right(terms):
+    total = np.float32(0)
+    for term in terms:
+        total = np.float32(total + np.float32(term))
+    return total
+
+
+def in_pairs(terms):
+    terms = [np.float32(term) for term in terms]
+    while len(terms) > 1:
+        terms = [sum(terms[place : place + 2], np.float32(0)) for place in range(0, len(terms), 2)]
+    return terms[0]
+
+
+BIG = [9.0, 5.0, 7.0, 1e8, -1e8, 7.0, 7.0]  # of which every order has a sum of its own
+
+
+def of_a_variable(x):
+    return sum(np.sum(x * np.float32(term)) for term in BIG)
+
+
+def of_a_value(x):
+    return of_a_variable(x * np.float32(1))
+
+
+def yielded(x):
+    for term in BIG:
+        yield np.sum(x * np.float32(term))
+
+
+def by_fold(x):
+    total = np.zeros(1, "float32")
+    for term in BIG:
+        total = np.tanh(x * np.float32(term)) + total * np.float32(1)
+    return np.sum(total)
+
+
+def first_at_the_end_of_a_chain(x):
+    first = np.sum(np.tanh(np.sin(x * np.float32(BIG[0]))))
+    rest = [np.sum(x * np.float32(term)) for term in BIG[1:]]
+    for _ in range(20):
+        first = np.tanh(first)
+    return sum(rest) + first
+
+
+@pytest.mark.parametrize(
+    "loss", [of_a_variable, of_a_value, yielded, by_fold, first_at_the_end_of_a_chain]
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_terms_are_combined_in_the_order_of_the_uses(mesh, method, loss):
+    x = gr.Variable([0.0], dtype="float32", device=mesh)
+    wanted = in_pairs(BIG) if method is TREE else left_to_right(BIG)
+    assert wanted not in (left_to_right(BIG[::-1]), in_pairs(BIG[::-1]))
+    assert left_to_right(BIG) != in_pairs(BIG)
+    assert gradient(lambda: loss(x), method)[0] == wanted
+
+
+def test_held_terms_are_put_in_the_order_of_the_uses(mesh):
+    """Each step of a recurrence comes back after the next: what is added at once comes so."""
+    x = gr.Variable([1.0], dtype="float32", device=mesh)
+    terms = [2.0**24, 1.0, 1.0, 1.0]
+
+    def loss():
+        state = np.float32(terms[:1])
+        for following in (*terms[1:], 0.0):
+            state = x * state
+            state = state + np.float32(following - float(state[0]))
+        return np.sum(state)
+
+    assert left_to_right(terms) != left_to_right(terms[::-1])
+    assert gradient(loss, ADD_N)[0] == left_to_right(terms)
+    assert gradient(loss, ACCUMULATE_N)[0] == left_to_right(terms[::-1])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_methods_agree_on_exact_data_and_hold_what_they_say(mesh, method):
+    """Peaks in gradients: ADD_N all and the sum; TREE log2 n + 1; ACCUMULATE_N three."""
+    x = gr.Variable(np.zeros(SIZE, "float32"), device=mesh)
+
+    def loss():
+        return sum(np.sum(x * (place + 1.0)) for place in range(NUM_USES))
+
+    gradient(lambda: np.sum(x * 2) + np.sum(x), method)  # what is made once, and kept
+    gc.collect()
+    tracemalloc.start()
+    try:
+        found = gradient(loss, method)
+        peak = tracemalloc.get_traced_memory()[1] / found.nbytes
+    finally:
+        tracemalloc.stop()
+    assert (found == sum(range(NUM_USES + 1))).all()
+    most = {ADD_N: NUM_USES + 1, TREE: math.log2(NUM_USES) + 1, ACCUMULATE_N: 3}[method]
+    assert most - 1.1 < peak < most + 0.1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_terms_alive_while_they_come(mesh, method):
+    terms = Terms(method)
+    alive, most = [], 0
+    for place in range(NUM_USES):
+        term = np.full(3, place + 1.0)
+        alive.append(weakref.ref(term))
+        terms.push(term, (place, 0), mesh.devices[0])
+        del term
+        most = max(most, sum(each() is not None for each in alive))
+    assert most == {ADD_N: NUM_USES, TREE: 1, ACCUMULATE_N: 1}[method]
+    assert terms.result().tolist() == [136.0] * 3
+    assert not [each for each in alive if each() is not None]
+    assert terms.result() is None, "it starts anew"
+
+
+def test_a_lone_term_is_handed_on(mesh):
+    for method in METHODS:
+        terms, term = Terms(method), np.ones(3)
+        terms.push(None, (0, 0), mesh.devices[0])
+        terms.push(term, (1, 0), mesh.devices[0])
+        assert terms.result() is term
+        assert Terms(method).result() is None
+
+
+def test_a_term_is_never_written(mesh):
+    for method in METHODS:
+        given = [np.full(3, place, "float16") for place in range(5)]
+        for each in given:
+            each.flags.writeable = False
+        terms = Terms(method)
+        for place, each in enumerate(given):
+            terms.push(each, (place, 0), mesh.devices[1])
+        total = terms.result()
+        assert total.tolist() == [10.0] * 3
+        assert total.flags.writeable
+
+
+def test_what_a_rule_holds_ends_with_its_turn(mesh):
+    """Eight layers hold eight operands, and make eight gradients: never both."""
+    layers = [gr.Variable(np.ones(SIZE, "float32"), device=mesh) for _ in range(8)]
+
+    def loss():
+        hidden = np.ones(SIZE, "float32")
+        for layer in layers:
+            hidden = hidden * layer
+        return np.sum(hidden)
+
+    DESCENT.compute_gradients(loss)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        found = DESCENT.compute_gradients(loss)
+        peak = tracemalloc.get_traced_memory()[1] / found[0][0].nbytes
+    finally:
+        tracemalloc.stop()
+    assert len(found) == 8
+    assert peak < 8 + 3.1

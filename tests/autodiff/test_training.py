@@ -1,0 +1,91 @@
+"""Gradients in a training loop, with work that is queued, over replicas, and through SyncStep."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+
+NUM_REPLICAS, NUM_STEPS = 4, 4
+
+
+def trained(mesh) -> list[list[float]]:
+    """What a small network has become; its data is exact, so that every order gives the same."""
+    weights = gr.Variable(np.full((3, 2), 0.5), dtype="float32", device=mesh)
+    table = gr.Variable(np.arange(8.0).reshape(4, 2), dtype="float32", device=mesh)
+    optimizer = gr.MomentumOptimizer(0.125, 0.5)
+
+    def loss(replica):
+        x = np.float32([[1, 2, 0], [0, 1, replica]])
+        hidden = np.maximum(x @ weights, table[[replica, 1]])
+        return np.sum(hidden) + np.sum(weights * replica) + np.sum(table * weights[0])
+
+    for _ in range(NUM_STEPS):
+        parts = []
+        for replica in range(NUM_REPLICAS):
+            with gr.replica(replica):
+                parts.append(
+                    optimizer.compute_gradients(
+                        lambda replica=replica: loss(replica),
+                        [weights, table],
+                        aggregation_method=gr.AggregationMethod.EXPERIMENTAL_TREE,
+                    )
+                )
+        spread = [
+            (gr.PerReplica([part[place][0] for part in parts], mesh), variable)
+            for place, variable in enumerate((weights, table))
+        ]
+        optimizer.apply_gradients(spread)
+    return [variable.numpy().tolist() for variable in (weights, table)]
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    with gr.open_mesh(NUM_REPLICAS, backend="sim") as mesh:
+        return trained(mesh)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_queued_work_gives_the_same(wanted, seed):
+    options = {"schedule_seed": seed, "strict": True, "peer_access": bool(seed % 2)}
+    with gr.open_mesh([0, 1, 1, 0], backend="sim", **options) as mesh:
+        assert trained(mesh) == wanted
+
+
+def test_a_step_of_terms_from_compute_gradients():
+    """Micro-batch gradients of each replica go to a SyncStep."""
+    with gr.open_mesh(2, backend="sim") as mesh:
+        x = gr.Variable([1.0, 2.0], device=mesh)
+        optimizer = gr.GradientDescentOptimizer(0.5)
+        step = gr.SyncStep([x], optimizer, gr.AllReduceCrossDeviceOps(mesh=mesh))
+        terms = []
+        for replica in range(2):
+            with gr.replica(replica):
+                batches = [
+                    optimizer.compute_gradients(lambda scale=scale: np.sum(x * x) * scale, [x])
+                    for scale in (1.0, replica + 2.0)
+                ]
+            terms.append([[pairs[0][0] for pairs in batches]])
+        assert step(terms)
+        # the replicas bring 6 x and 8 x
+        assert x.numpy().tolist() == [1.0 - 3.5, 2.0 - 7.0]
+
+
+def test_it_learns():
+    with gr.open_mesh(1, backend="sim") as mesh:
+        rng = np.random.default_rng(3)
+        x = rng.normal(size=(64, 4)).astype("float32")
+        labels = np.argmax(x @ rng.normal(size=(4, 3)), axis=1)
+        hidden = gr.Variable(rng.normal(size=(4, 16)) * 0.5, dtype="float32", device=mesh)
+        out = gr.Variable(np.zeros((16, 3)), dtype="float32", device=mesh)
+
+        def loss():
+            logits = np.tanh(x @ hidden) @ out
+            return np.mean(gr.autodiff.softmax_cross_entropy(logits, labels))
+
+        optimizer = gr.MomentumOptimizer(0.5, 0.9)
+        assert abs(float(loss()) - np.log(3)) < 1e-6
+        for _ in range(40):
+            optimizer.minimize(loss)
+        assert float(loss()) < 0.2

@@ -1,0 +1,122 @@
+"""NumPy's functions on the fake's arrays: by its two protocols, in the order of the stream.
+
+As CuPy's, these arrays refuse to become NumPy's and to stand beside them. What a call gives is new
+memory, also where CuPy gives a view.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from .machine import READ, WRITE, current
+from .surface import getDevice
+
+__all__ = ["Computing"]
+
+SCALARS = (int, float, complex, bool, np.generic)
+
+
+class Computing(NDArrayOperatorsMixin):
+    """Of ``ndarray``: what is computed is submitted, and done when its queue comes to it."""
+
+    __array_priority__ = 100
+    __hash__ = None
+
+    ndim = property(lambda self: len(self.shape))
+
+    def __array__(self, *args, **kwargs):
+        raise TypeError("Implicit conversion to a NumPy array is not allowed.")
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
+        if method != "__call__" or kwargs.get("out") is not None:
+            return NotImplemented
+        for each in inputs:
+            if isinstance(each, np.ndarray):
+                raise TypeError("Unsupported type <class 'numpy.ndarray'>")
+            if not isinstance(each, (Computing, *SCALARS)):
+                return NotImplemented
+        return self._computed(ufunc, inputs, kwargs)
+
+    def __array_function__(self, function, types, args, kwargs):
+        if not all(issubclass(each, Computing) for each in types):
+            return NotImplemented
+        if "like" in kwargs:
+            made = function(*args, **{key: kwargs[key] for key in kwargs if key != "like"})
+            return self._uploaded(made)
+        return self._computed(function, args, kwargs)
+
+    def __eq__(self, other):
+        """With NumPy's arrays, and from another GPU, on the host, for tests; else an operator."""
+        on_host = isinstance(other, np.ndarray) or self.device.id != getDevice()
+        return self.get() == other if on_host else np.equal(self, other)
+
+    def all(self):
+        return np.all(self)
+
+    def __float__(self):
+        return float(self.get())
+
+    def __bool__(self):
+        return bool(self.get())
+
+    def __int__(self):
+        return int(self.get())
+
+    def item(self):
+        return self.get().item()
+
+    def astype(self, dtype):
+        return self._computed(lambda array: array.astype(dtype), [self], {})
+
+    def _uploaded(self, host):
+        made = type(self)(host.shape, host.dtype)
+        made._submit("fill", WRITE, lambda memory: np.copyto(memory, host))
+        return made
+
+    def _gathered(self, key):
+        """``self[key]`` where integers name the places."""
+        return self._computed(lambda array: array[key], [self], {})
+
+    def _computed(self, function, args, kwargs):
+        operands: list = []
+        _seen(args, operands)
+        _seen(list(kwargs.values()), operands)
+        for each in operands:
+            if each.device.id != getDevice():
+                current().fail(f"wrong device: CuPy computes on GPU {getDevice()}")
+            each._submit("read", READ, lambda memory: None)
+        like = _bare(args, lambda array: np.ones(array.shape, array.dtype))
+        named = {key: _bare(each, lambda array: np.ones(array.shape, array.dtype))
+                 for key, each in kwargs.items()}  # fmt: skip
+        with np.errstate(all="ignore"):
+            shown = function(*like, **named)
+        if not isinstance(shown, np.ndarray | np.generic):
+            return shown
+        made = type(self)(shown.shape, shown.dtype)
+        now = _bare(args, lambda array: array._memory())
+        named = {key: _bare(each, lambda array: array._memory()) for key, each in kwargs.items()}
+
+        def work(memory):
+            with np.errstate(all="ignore"):
+                np.copyto(memory, function(*now, **named))
+
+        made._submit(getattr(function, "__name__", "call"), WRITE, work)
+        return made
+
+
+def _seen(given, found: list) -> None:
+    for each in given:
+        if isinstance(each, Computing):
+            found.append(each)
+        elif isinstance(each, list | tuple):
+            _seen(each, found)
+
+
+def _bare(given, shown):
+    """Arguments with the fake's arrays as NumPy's."""
+    if isinstance(given, Computing):
+        return shown(given)
+    if isinstance(given, list | tuple):
+        return type(given)(_bare(each, shown) for each in given)
+    return given
