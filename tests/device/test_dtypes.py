@@ -116,3 +116,28 @@ def test_a_kernel_can_be_told_the_sign_of_an_integer():
     signed = {f"int{bits}": f"i{bits}" for bits in (8, 16, 32, 64)}
     assert {name: c_type for name, c_type in C_TYPES.items() if name not in ELEMENTS} == signed
     assert len(set(C_TYPES.values())) == len(C_TYPES)
+
+
+def test_a_dtype_of_pytorch_is_found_by_its_name():
+    """Whoever has a tensor writes ``tensor.dtype``; PyTorch is not imported for it."""
+
+    class Dtype:
+        def __init__(self, name):
+            self.name = name
+
+        def __str__(self):
+            return f"torch.{self.name}"
+
+    Dtype.__module__ = "torch"
+    for name in ("float32", "bfloat16", "int64", "complex64"):
+        assert as_dtype(Dtype(name)) == as_dtype(name)
+    for name in ("bool", "float8_e5m2", "qint8"):
+        with pytest.raises(TypeError):
+            as_dtype(Dtype(name))
+
+
+@pytest.mark.torch
+def test_dtypes_of_pytorch_itself():
+    torch = pytest.importorskip("torch")
+    assert as_dtype(torch.float16) == as_dtype("float16")
+    assert as_dtype(torch.zeros(2, dtype=torch.bfloat16).dtype) == as_dtype("bfloat16")

@@ -24,7 +24,7 @@ class ConditionalAccumulatorBase:
     """What dense and sparse accumulators share (tf.ConditionalAccumulatorBase).
 
     A context manager: leaving it closes the accumulator. All methods may be called from any
-    thread.
+    thread, but not from a signal handler: what it interrupts may be half way. Set a flag there.
     """
 
     def __init__(self, state: AccumulatorState, name: str) -> None:

@@ -27,8 +27,8 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
     Rows of the same index are added: those of one gradient first, in the order in which they came,
     then those of one gradient after the other. Indices may be unsorted and may repeat. Memory is
     held for the rows that any gradient touched, and for less than as many again. One launch adds a
-    gradient, and one small upload brings its indices; indices on a GPU are first brought to the
-    host, which waits.
+    gradient, behind a copy where the sum outgrows its memory, and one small upload brings its
+    indices; indices on a GPU are first brought to the host, which waits.
 
     Args:
         dtype: of the values: float16, bfloat16, float32 or float64; halves are summed in float32.

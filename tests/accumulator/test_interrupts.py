@@ -1,0 +1,132 @@
+"""Ctrl-C at the worst moments: nothing is counted wrongly, and no queue or lock is left behind."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import pytest
+
+import gradreduce as gr
+from gradreduce.accumulator import joint, serve
+from gradreduce.accumulator.state import AccumulatorState, locked
+from gradreduce.errors import BackendUnavailableError
+
+
+def pressed(*args, **options):
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def own():
+    """A device that may be lost."""
+    with gr.open_mesh(1, backend="sim", strict=True) as mesh:
+        yield mesh.devices[0]
+
+
+KINDS = {
+    "dense": (gr.ConditionalAccumulator, lambda acc, value: acc.apply_grad([value])),
+    "sparse": (
+        gr.SparseConditionalAccumulator,
+        lambda acc, value: acc.apply_grad([3], [[value]]),
+    ),
+}
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS)
+def kind(request, own):
+    made, apply = request.param
+    return made("float32", device=own, reduction_type="SUM"), apply
+
+
+def taken_sum(acc):
+    taken = acc.take_grad(1, timeout=0)
+    return (taken[1] if isinstance(taken, tuple) else taken).sum()
+
+
+def test_behind_the_launch_of_a_first_gradient(kind):
+    """It is in memory that nobody holds."""
+    acc, apply = kind
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(AccumulatorState, "become", pressed)
+        apply(acc, 7.0)
+    assert acc.num_accumulated() == 0
+    assert apply(acc, 100.0)
+    assert taken_sum(acc) == 100
+
+
+def test_behind_the_launch_of_a_later_gradient(kind):
+    """It is in the sum, and nobody has counted it: the sum may not be used."""
+    acc, apply = kind
+    apply(acc, 7.0)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt) as caught:
+        patch.setattr(AccumulatorState, "become", pressed)
+        apply(acc, 100.0)
+    assert "half way" in caught.value.__notes__[0]
+    with pytest.raises(BackendUnavailableError, match="half way"):
+        acc.take_grad(1)
+
+
+def test_behind_the_division_of_a_take(own, monkeypatch):
+    """The sum is divided and still counts two: it would be divided again."""
+    acc = gr.ConditionalAccumulator("float32", device=own)
+    acc.apply_grad([2.0])
+    acc.apply_grad([4.0])
+    with monkeypatch.context() as patch:
+        patch.setattr(AccumulatorState, "become", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            acc.take_grad(2)
+    with pytest.raises(BackendUnavailableError, match="half way"):
+        acc.take_grad(2)
+
+
+def test_a_take_whose_division_goes_elsewhere_leaves_the_sum(own, monkeypatch):
+    acc = gr.ConditionalAccumulator("float16", device=own)
+    acc.apply_grad([2.0])
+    acc.apply_grad([4.0])
+    with monkeypatch.context() as patch:
+        patch.setattr(AccumulatorState, "become", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            acc.take_grad(2)
+    assert not acc.accumulator_ref.queue
+    assert acc.take_grad(2, timeout=0).tolist() == [3.0]
+
+
+class Pressed(threading.Event):
+    """An event whose waiter is interrupted."""
+
+    def wait(self, timeout=None):
+        raise KeyboardInterrupt
+
+
+def test_a_second_one_while_the_first_is_dealt_with(own, monkeypatch):
+    """The ticket could not leave its queue; it takes nothing when it comes to the head."""
+    acc, other = (gr.ConditionalAccumulator("float32", device=own) for _ in range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(joint, "Ticket", functools.partial(joint.Ticket, done=Pressed()))
+        patch.setattr(serve, "_withdraw", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            gr.take_grads([acc, other], 1)
+    assert len(acc.accumulator_ref.queue) == 1
+    gr.apply_grads([acc, other], [[5.0], [6.0]])
+    assert [each.num_accumulated() for each in (acc, other)] == [1, 1]
+    assert acc.take_grad(1, timeout=0).tolist() == [5.0]
+    assert other.take_grad(1, timeout=0).tolist() == [6.0]
+    assert not acc.accumulator_ref.queue
+    assert not other.accumulator_ref.queue
+
+
+def test_in_the_middle_of_many_locks(own):
+    states = [gr.ConditionalAccumulator("float32", device=own).accumulator_ref for _ in range(3)]
+
+    class Lock:
+        acquire = staticmethod(pressed)
+
+    states[2].lock = Lock()
+    with pytest.raises(KeyboardInterrupt), locked(states):
+        raise AssertionError("locked without the third")
+    for state in states[:2]:
+        thread = threading.Thread(target=state.lock.acquire)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive(), "its lock was left locked"
