@@ -21,7 +21,7 @@ from gradreduce.packing import plan_packing
 flats_room, aggregation, sparse, optimizer, arrivals, hierarchical, nccl_room = (
     importlib.import_module(f"gradreduce.{name}")
     for name in (
-        "flats", "aggregators", "aggregate_sparse", "optim.base", "accumulator.dense_sums",
+        "flats", "aggregators", "aggregate_sparse", "optim.launches", "accumulator.dense_sums",
         "allreduce.hierarchical", "allreduce.nccl",
     )
 )  # fmt: skip
