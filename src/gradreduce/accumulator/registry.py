@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from typing import Any
 
 from .state import AccumulatorState
 
@@ -29,7 +30,14 @@ def shared_state(shared_name: str | None, state: AccumulatorState) -> Accumulato
         if found.closed:
             found = _shared[shared_name] = state
     for field in ("sparse", "dtype", "shape", "reduction_type", "devices", "over_mesh", "ops"):
-        had, wanted = getattr(found, field), getattr(state, field)
+        had, wanted = (_defined(each, field) for each in (found, state))
         if had != wanted:
             raise ValueError(f"shared_name={shared_name!r} has {field} {had}, not {wanted}")
     return found
+
+
+def _defined(state: AccumulatorState, field: str) -> Any:
+    """What both definitions must have: of what reduces a mesh's sums, how it does that."""
+    if field == "ops":
+        return state.ops.settings if state.over_mesh else None
+    return getattr(state, field)
