@@ -132,16 +132,17 @@ def test_a_closed_one_gives_its_name_up(accumulator):
 
 
 def test_over_a_mesh_it_is_reduced_in_one_way(device):
-    """Two objects that do the same are as good as one."""
+    """Two objects that do the same are as good as one; who names none takes what there is."""
 
-    def made(algorithm, num_packs):
-        ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs)
+    def made(*how):
+        ops = gr.AllReduceCrossDeviceOps(*how) if how else None
         return gr.ConditionalAccumulator(
             "float32", shared_name="one way", device=device.mesh, cross_device_ops=ops
         )
 
     first = made("hierarchical_copy", 1)
     assert made("hierarchical_copy", 1).accumulator_ref is first.accumulator_ref
+    assert made().accumulator_ref is first.accumulator_ref
     for other in (("nccl", 1), ("hierarchical_copy", 2)):
-        with pytest.raises(ValueError, match="'one way' has ops"):
+        with pytest.raises(ValueError, match="'one way' has Settings"):
             made(*other)
