@@ -129,3 +129,20 @@ def test_a_closed_one_gives_its_name_up(accumulator):
     assert accumulator("float64", shared_name="given up").num_accumulated() == 1
     with pytest.raises(CancelledError):
         first.apply_grad([1.0, 1.0])
+
+
+def test_over_a_mesh_it_is_reduced_in_one_way(device):
+    """Two objects that do the same are as good as one; who names none takes what there is."""
+
+    def made(*how):
+        ops = gr.AllReduceCrossDeviceOps(*how) if how else None
+        return gr.ConditionalAccumulator(
+            "float32", shared_name="one way", device=device.mesh, cross_device_ops=ops
+        )
+
+    first = made("hierarchical_copy", 1)
+    assert made("hierarchical_copy", 1).accumulator_ref is first.accumulator_ref
+    assert made().accumulator_ref is first.accumulator_ref
+    for other in (("nccl", 1), ("hierarchical_copy", 2)):
+        with pytest.raises(ValueError, match="'one way' has Settings"):
+            made(*other)

@@ -54,7 +54,7 @@ def defined(
         _prepare_dense(state)
     devices[0].fabric.on_close[state] = cancel_waiting
     devices[0].fabric.on_reset[state] = forget
-    return shared_state(shared_name, state)
+    return shared_state(shared_name, state, cross_device_ops)
 
 
 def _prepare_dense(state: AccumulatorState) -> None:

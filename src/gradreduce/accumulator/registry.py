@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 
+from gradreduce.cross_device import AllReduceCrossDeviceOps
+
 from .state import AccumulatorState
 
 __all__ = ["shared_state"]
@@ -14,10 +16,19 @@ _shared: weakref.WeakValueDictionary[str, AccumulatorState] = weakref.WeakValueD
 _lock = threading.Lock()
 
 
-def shared_state(shared_name: str | None, state: AccumulatorState) -> AccumulatorState:
+def shared_state(
+    shared_name: str | None,
+    state: AccumulatorState,
+    named_ops: AllReduceCrossDeviceOps | None = None,
+) -> AccumulatorState:
     """The state that ``shared_name`` stands for: ``state``, if it is the first of that name.
 
     One that was closed has given its name up, whoever still holds a handle of it.
+
+    Args:
+        shared_name: as given.
+        state: of this definition.
+        named_ops: what is to reduce the sums of a mesh, if the definition says it.
 
     Raises:
         ValueError: the name stands for an accumulator of another definition.
@@ -28,8 +39,12 @@ def shared_state(shared_name: str | None, state: AccumulatorState) -> Accumulato
         found = _shared.setdefault(shared_name, state)
         if found.closed:
             found = _shared[shared_name] = state
-    for field in ("sparse", "dtype", "shape", "reduction_type", "devices", "over_mesh", "ops"):
+    for field in ("sparse", "dtype", "shape", "reduction_type", "devices", "over_mesh"):
         had, wanted = getattr(found, field), getattr(state, field)
         if had != wanted:
             raise ValueError(f"shared_name={shared_name!r} has {field} {had}, not {wanted}")
+    if named_ops is not None and found.over_mesh and found.ops.settings != named_ops.settings:
+        raise ValueError(
+            f"shared_name={shared_name!r} has {found.ops.settings}, not {named_ops.settings}"
+        )
     return found
