@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gradreduce import ops
@@ -133,10 +133,9 @@ class DenseAdditions:
         if self._rows:
             _accumulate(self._rows)
 
-    def totals(self) -> Iterator[tuple[AccumulatorState, int, Buffer | None]]:
+    def totals(self) -> list[tuple[AccumulatorState, int, Buffer | SparseSum | None]]:
         """The sum of each accumulator at each place that got something."""
-        for each in self._additions:
-            yield each.state, each.place, each.total
+        return [(each.state, each.place, each.total) for each in self._additions]
 
 
 def _by_place(arrival: Arrival) -> dict[int, list[Buffer]]:
@@ -154,6 +153,9 @@ def _start(fresh: Sequence[_Addition]) -> list[_Row]:
     rest: list[_Row] = []
     for each in fresh:
         gradients = each.gradients
+        if len(gradients) == 1:
+            first.append((each, gradients))
+            continue
         count = _num_together(accumulate_dtype(each.state.dtype), gradients)
         first.append((each, gradients[:count]))
         if count < len(gradients):
@@ -222,14 +224,15 @@ def _add(together: _Kernel, alone: _Kernel, rows: Sequence[_Row]) -> None:
 
 def _make_room(fresh: Sequence[_Addition]) -> None:
     """New sums, end to end in flat buffers: at a joint take they need not be packed again."""
+    if len(fresh) == 1 and not fresh[0].state.over_mesh:  # no take packs it
+        (one,) = fresh
+        one.total = one.device.empty(one.gradients[0].shape, accumulate_dtype(one.state.dtype))
+        return
     together: dict[tuple[Device, DType], list[_Addition]] = {}
     for addition in fresh:
         together.setdefault((addition.device, addition.state.dtype), []).append(addition)
     for (device, dtype), additions in together.items():
         shapes = [each.gradients[0].shape for each in additions]
-        if len(additions) == 1 and not additions[0].state.over_mesh:  # no take packs it
-            additions[0].total = device.empty(shapes[0], accumulate_dtype(dtype))
-            continue
         for addition, total in zip(
             additions, lie_together(device.empty, dtype, shapes), strict=True
         ):

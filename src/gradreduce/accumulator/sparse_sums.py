@@ -7,7 +7,7 @@ them. When there is no room left, the rows are copied into twice as much.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gradreduce import ops
@@ -128,11 +128,13 @@ class SparseAdditions:
         for launch in self._in_place:
             launch()
 
-    def totals(self) -> Iterator[tuple[AccumulatorState, int, SparseSum]]:
+    def totals(self) -> list[tuple[AccumulatorState, int, Buffer | SparseSum | None]]:
         """The sum of each accumulator at each place that got something."""
-        for growing in self._sums.values():
-            assert growing.values is not None
-            yield growing.state, growing.place, SparseSum(growing.slots, growing.values)
+        return [
+            (each.state, each.place, SparseSum(each.slots, each.values))
+            for each in self._sums.values()
+            if each.values is not None
+        ]
 
 
 def _make_room(growing: Sequence[_Growing]) -> None:
