@@ -126,7 +126,7 @@ def test_in_the_middle_of_many_locks(own):
     with pytest.raises(KeyboardInterrupt), locked(states):
         raise AssertionError("locked without the third")
     for state in states[:2]:
-        thread = threading.Thread(target=state.lock.acquire)
+        thread = threading.Thread(target=state.lock.acquire, daemon=True)
         thread.start()
         thread.join(10)
         assert not thread.is_alive(), "its lock was left locked"

@@ -1,0 +1,258 @@
+"""Gradients that come out: their dtype, memory and rows; and arguments that are refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+from gradreduce.errors import InvalidArgumentError, InvalidVariableError
+
+DESCENT = gr.GradientDescentOptimizer(1.0)
+ADD_N, TREE, ACCUMULATE_N = 0, 1, 2
+
+
+def gradients(loss, *args, **options):
+    return [gradient for gradient, _ in DESCENT.compute_gradients(loss, *args, **options)]
+
+
+# -- dtypes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "bfloat16"])
+def test_a_gradient_has_the_dtype_of_its_variable(mesh, dtype):
+    x = gr.Variable([[0.5, 1.0], [1.5, 2.0]], dtype=dtype, device=mesh)
+    for loss, wanted in [
+        (lambda: np.sum(x * x) + np.sum(x), [[2.0, 3.0], [4.0, 5.0]]),
+        (lambda: np.mean(np.square(x)), [[0.25, 0.5], [0.75, 1.0]]),
+        (lambda: np.sum(x * np.full(2, 2.0)), [[2.0, 2.0], [2.0, 2.0]]),  # float64 beside it
+        (lambda: np.sum(gr.autodiff.relu(x - 1) * 2), [[0.0, 0.0], [2.0, 2.0]]),
+        (lambda: np.max(x) * 2, [[0.0, 0.0], [0.0, 2.0]]),
+    ]:
+        (found,) = gradients(loss)
+        assert found.dtype == x.dtype
+        assert found.tolist() == wanted
+
+
+def test_halves_are_added_in_float32(mesh):
+    x = gr.Variable(np.zeros(2), dtype="float16", device=mesh)
+    terms = [2048.0, 1.0, 1.0, 1.0]
+    for method in (ADD_N, TREE, ACCUMULATE_N):
+        (found,) = gradients(lambda: sum(np.sum(x * t) for t in terms), aggregation_method=method)
+        assert found.tolist() == [2052.0, 2052.0]  # 2051, rounded once; in halves 2048
+
+
+def test_what_is_no_float_is_refused(mesh, v):
+    count = gr.Variable(3, trainable=False, device=mesh)
+    with pytest.raises(InvalidVariableError, match="Invalid type int64"):
+        DESCENT.compute_gradients(lambda: np.sum(v), [count])
+    for loss in (lambda: np.argmax(v), lambda: np.array(1j), lambda: np.array([True])):
+        with pytest.raises(InvalidVariableError, match="Invalid type"):
+            DESCENT.compute_gradients(loss, [v])
+    for made in (None, "loss", [1.0], {}, True, object()):
+        with pytest.raises(InvalidVariableError, match="the loss returned"):
+            DESCENT.compute_gradients(lambda made=made: made, [v])
+
+
+# -- arguments ------------------------------------------------------------------------------------
+
+
+def test_arguments_are_checked_before_the_loss_is_called(v):
+    def loss():
+        raise AssertionError("called")
+
+    for wrong in (3, -1, 1.5, "GATE_OP", None, True):
+        with pytest.raises(ValueError, match="gate_gradients must be one of"):
+            DESCENT.compute_gradients(loss, gate_gradients=wrong)
+    for wrong in (3, -1, "TREE", 0.5):
+        with pytest.raises(ValueError, match="Invalid aggregation_method"):
+            DESCENT.compute_gradients(loss, aggregation_method=wrong)
+    for wrong in ("torch", "tape", 1):
+        with pytest.raises(ValueError, match="engine"):
+            DESCENT.compute_gradients(loss, engine=wrong)
+    for wrong in ([v, 1.0], [None], ["v"], [v.numpy()], 3, np.ones(2), "v"):
+        with pytest.raises(InvalidVariableError) as caught:
+            DESCENT.compute_gradients(loss, wrong)
+        assert isinstance(caught.value, TypeError)
+        assert isinstance(caught.value, ValueError)
+        with pytest.raises(InvalidVariableError):
+            DESCENT.minimize(loss, var_list=wrong)
+    for wrong in (3.0, None, v.numpy(), "loss"):
+        with pytest.raises(RuntimeError, match="function"):
+            DESCENT.compute_gradients(wrong)
+        with pytest.raises(RuntimeError, match="function"):
+            DESCENT.minimize(wrong)
+    with pytest.raises(ValueError, match="No variables to optimize"):
+        DESCENT.compute_gradients(loss, [])
+    with pytest.raises(ValueError, match="No variables to optimize"):
+        DESCENT.compute_gradients(lambda: 1.0)
+
+
+def test_gates_and_colocation_make_no_difference(v):
+    for gate in (gr.Optimizer.GATE_NONE, gr.Optimizer.GATE_OP, gr.Optimizer.GATE_GRAPH):
+        found = gradients(
+            lambda: np.sum(v * 2), gate_gradients=gate, colocate_gradients_with_ops=True
+        )
+        assert found[0].tolist() == [2.0] * 3
+
+
+def test_grad_loss(v):
+    vector = lambda: v * v  # noqa: E731
+    assert gradients(vector)[0].tolist() == [2.0, 4.0, 6.0], "of the sum"
+    for given in ([1.0, 0.5, 2.0], np.array([1.0, 0.5, 2.0]), np.float32([1, 0.5, 2])):
+        assert gradients(vector, grad_loss=given)[0].tolist() == [2.0, 2.0, 12.0]
+    assert gradients(lambda: np.sum(v), grad_loss=3)[0].tolist() == [3.0] * 3
+    for wrong in (2.0, [1.0], np.ones((3, 1))):
+        with pytest.raises(ValueError, match="grad_loss"):
+            DESCENT.compute_gradients(vector, grad_loss=wrong)
+
+
+def test_minimize(v, w, mesh):
+    step = gr.Variable(0, trainable=False, device=mesh)
+    assert DESCENT.minimize(lambda: np.sum(v * 2), step) is None
+    assert v.numpy().tolist() == [-1.0, 0.0, 1.0]
+    DESCENT.minimize(lambda: np.sum(v) + np.sum(w), step, [w], name="step", grad_loss=2.0)
+    assert v.numpy().tolist() == [-1.0, 0.0, 1.0]
+    assert w.numpy().tolist() == [[-1.0, 0.0], [1.0, 2.0], [3.0, 4.0]]
+    assert int(step) == 2
+    with pytest.raises(ValueError, match="No gradients provided for any variable"):
+        DESCENT.minimize(lambda: np.sum(v), step, [w])
+    with pytest.raises(ValueError, match="No variables to optimize"):
+        DESCENT.minimize(lambda: 1.0, step)
+    assert int(step) == 2
+
+
+def test_a_loss_may_return_a_variable(mesh):
+    scalar = gr.Variable(3.0, device=mesh)
+    ((gradient, _),) = DESCENT.compute_gradients(lambda: scalar)
+    assert (gradient.shape, gradient.dtype, float(gradient)) == ((), np.float32, 1.0)
+
+
+# -- whose memory ---------------------------------------------------------------------------------
+
+
+def test_a_gradient_is_the_callers(v, w, mesh):
+    other = gr.Variable([1.0, 1.0, 1.0], device=mesh)
+    seed = np.ones(3, "float32")
+    for loss, options in [
+        (lambda: v + other, {"grad_loss": seed}),
+        (lambda: np.sum(v + other), {}),
+        (lambda: np.sum(v * other), {}),
+        (lambda: np.sum(np.broadcast_to(v, (2, 3)).T[:, 0]) + np.sum(other), {}),
+    ]:
+        first, second = gradients(loss, [v, other], **options)
+        assert not np.shares_memory(first, second)
+        assert not np.shares_memory(first, seed)
+        for gradient in (first, second):
+            assert gradient.flags.writeable
+            assert gradient.flags.c_contiguous
+        before = v.numpy()
+        first[...] = 7
+        second[...] = 9
+        assert (first == 7).all()
+        assert (v.numpy() == before).all()
+    kept = gradients(lambda: np.sum(np.square(v)), [v])[0]
+    gradients(lambda: np.sum(v * 100) + np.sum(v), [v], aggregation_method=TREE)
+    v.assign([0.0, 0.0, 0.0])
+    assert kept.tolist() == [2.0, 4.0, 6.0]
+
+
+def test_the_variable_cannot_be_written_through_its_value(v):
+    def loss():
+        gr.autodiff.stop_gradient(v)[0] = 5.0
+
+    with pytest.raises(ValueError, match="read-only"):
+        DESCENT.compute_gradients(loss)
+    assert v.numpy().tolist() == [1.0, 2.0, 3.0]
+
+
+# -- rows -----------------------------------------------------------------------------------------
+
+
+def test_what_is_looked_up_has_rows_as_its_gradient(w):
+    for method in (ADD_N, TREE, ACCUMULATE_N):
+        (found,) = gradients(
+            lambda: (
+                np.sum(gr.embedding_lookup(w, [[2, 0], [2, 2]]) * 3)
+                + np.sum(np.take(w, [-1, 0], axis=0))
+            ),
+            aggregation_method=method,
+        )
+        assert isinstance(found, gr.IndexedSlices)
+        assert found.indices.tolist() == [2, 0, 2, 2, 2, 0], "in the order of the uses"
+        assert found.values.tolist() == [[3.0, 3.0]] * 4 + [[1.0, 1.0]] * 2
+        assert found.dense_shape == (3, 2)
+        found.values[...] = 1  # the caller's
+        (alone,) = gradients(lambda: np.sum(gr.embedding_lookup(w, [1])), [w])
+        assert alone.values.tolist() == [[1.0, 1.0]]
+        alone.values[...] = 5
+
+
+def test_rows_among_dense_terms_are_made_dense(w):
+    for method in (ADD_N, TREE, ACCUMULATE_N):
+        for order in (0, 1):
+
+            def loss(order=order):
+                terms = [np.sum(gr.embedding_lookup(w, [2, 2])), np.sum(w * 2)]
+                return terms[order] + terms[1 - order] + np.sum(gr.embedding_lookup(w, [0]))
+
+            (found,) = gradients(loss, aggregation_method=method)
+            assert found.tolist() == [[3.0, 3.0], [2.0, 2.0], [4.0, 4.0]]
+
+
+def test_rows_of_what_is_no_variable_are_dense(w):
+    for look_up in (
+        lambda x: gr.embedding_lookup(x, np.array([2, 0, 2])),
+        lambda x: x[[2, 0, 2]],
+        lambda x: np.take(x, [2, 0, -1], axis=0),
+        lambda x: np.take(x, [5, 0, 2], axis=0, mode="wrap"),
+        lambda x: np.take(x, [2, -7, 9], axis=0, mode="clip"),
+        lambda x: np.take(x, [4, 5, 0, 1, 4, 5]),
+    ):
+        (found,) = gradients(lambda look_up=look_up: np.sum(look_up(w * 2)))
+        assert found.tolist() == [[2.0, 2.0], [0.0, 0.0], [4.0, 4.0]]
+    (fancy,) = gradients(lambda: np.sum(w[[2, 0, 2]]))
+    assert fancy.tolist() == [[1.0, 1.0], [0.0, 0.0], [2.0, 2.0]], "an index is dense"
+    (nothing,) = gradients(lambda: np.sum(w[w.numpy() > 9]) + np.sum(gr.embedding_lookup(w, [])))
+    assert not nothing.any()
+
+
+def test_what_cannot_be_looked_up(w):
+    for ids, error in [
+        ([0.5], TypeError),
+        (["a"], TypeError),
+        ([3], InvalidArgumentError),
+        ([-1], InvalidArgumentError),
+        ([[0], [5]], InvalidArgumentError),
+    ]:
+        with pytest.raises(error):
+            gr.embedding_lookup(w, ids)
+        with pytest.raises(error):
+            DESCENT.compute_gradients(lambda ids=ids: np.sum(gr.embedding_lookup(w, ids)))
+    assert gr.embedding_lookup(w, [[1], [0]]).tolist() == [[[3.0, 4.0]], [[1.0, 2.0]]]
+    assert gr.embedding_lookup(w.numpy(), [1]).tolist() == [[3.0, 4.0]]
+
+
+# -- sums of ours ---------------------------------------------------------------------------------
+
+
+def test_sums_of_ours_are_differentiable(v, w):
+    for add in (
+        gr.add_n,
+        gr.accumulate_n,
+        gr.aggregate,
+        lambda xs: gr.accumulate_n(xs, shape=[3], tensor_dtype="float32"),
+        lambda xs: gr.aggregate(iter(xs), TREE),
+        lambda xs: gr.aggregate((x for x in [*xs, None]), ACCUMULATE_N),
+    ):
+
+        def loss(add=add):
+            return np.sum(add([v, v * 2, np.ones(3, "float32"), w[:, 0]]) * [1, 2, 3])
+
+        first, second = gradients(loss)
+        assert first.tolist() == [3.0, 6.0, 9.0]
+        assert second.tolist() == [[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]]
+    assert gr.add_n([v, v]).tolist() == [2.0, 4.0, 6.0], "outside a loss too"
+    assert gradients(lambda: np.sum(gr.add_n([v])))[0].tolist() == [1.0] * 3
+    with pytest.raises(ValueError, match="same size and shape"):
+        DESCENT.compute_gradients(lambda: np.sum(gr.add_n([v, w])))
