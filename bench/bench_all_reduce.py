@@ -30,9 +30,9 @@ from measure.all_reduce_peers import (
 )
 from measure.case import OURS, Case
 from measure.clock import Call, HostClock, host_seconds
-from measure.floors import Floor, counted, kept, over_the_copy, times_the_peer
+from measure.floors import Floor, counted, over_the_copy, times_the_peer
 from measure.reduced import Reduced
-from measure.report import finish, options_of
+from measure.report import finish, options_of, report_of
 from measure.resnet50 import resnet50
 
 import gradreduce as gr
@@ -276,16 +276,8 @@ def measured(*, quick: bool) -> dict[str, Any]:
     gpu = has_gpu()
     print(f"{'cuda' if gpu else ', '.join(FACES)}; load average {load:.2f}")
     bench = on_gpu(quick=quick) if gpu else on_cpu(quick=quick)
-    for library, why in bench.absent.items():
-        print(f"{library}: {why}")
     floors = GPU_FLOORS if gpu else CPU_FLOORS
-    return {
-        "faces": ["cuda"] if gpu else list(FACES),
-        "load_average": load,
-        "absent": bench.absent,
-        "cases": [case.as_json() for case in bench.cases.values()],
-        "floors": [] if quick else kept(floors, bench.cases, bench.absent),
-    }
+    return report_of(["cuda"] if gpu else FACES, load, bench, floors, quick=quick)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

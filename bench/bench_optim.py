@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from measure.case import OURS, Case
 from measure.clock import Call, Clock, HostClock, clock_of, host_seconds
-from measure.floors import Floor, counted, kept, of_the_copy, over_the_peer, times_the_peer
+from measure.floors import Floor, counted, of_the_copy, over_the_peer, times_the_peer
 from measure.optim_peers import BLOCKS, find_optim_peers, sgd_in_blocks, sizes_of
-from measure.report import finish, options_of
+from measure.report import finish, options_of, report_of
 from measure.resnet50 import resnet50
 
 import gradreduce as gr
@@ -215,16 +215,8 @@ def measured(found: dict[str, Mesh], *, quick: bool) -> dict[str, Any]:
     print(f"{', '.join(found)}; load average {load:.2f}")
     for case in all_cases(bench):
         case()
-    for library, why in bench.absent.items():
-        print(f"{library}: {why}")
     floors = GPU_FLOORS if bench.on_gpu else CPU_FLOORS
-    return {
-        "faces": list(found),
-        "load_average": load,
-        "absent": bench.absent,
-        "cases": [case.as_json() for case in bench.cases.values()],
-        "floors": [] if quick else kept(floors, bench.cases, bench.absent),
-    }
+    return report_of(list(found), load, bench, floors, quick=quick)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

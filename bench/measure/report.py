@@ -7,9 +7,24 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-__all__ = ["finish", "options_of"]
+from .case import Case
+from .floors import Floor, kept
+
+__all__ = ["finish", "options_of", "report_of"]
+
+
+class Measured(Protocol):
+    """What a benchmark has found.
+
+    Attributes:
+        cases: what was timed, by name.
+        absent: why a library is missing, by its name.
+    """
+
+    cases: dict[str, Case]
+    absent: dict[str, str]
 
 
 def options_of(doc: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -18,6 +33,29 @@ def options_of(doc: str | None, arguments: Sequence[str] | None) -> argparse.Nam
     parser.add_argument("--json", type=Path, help="where the figures go")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: only shows that it runs")
     return parser.parse_args(arguments)
+
+
+def report_of(
+    faces: Sequence[str], load: float, bench: Measured, floors: tuple[Floor, ...], *, quick: bool
+) -> dict[str, Any]:
+    """Says which libraries are absent, and checks the floors: a report, as JSON knows it.
+
+    Args:
+        faces: of the kernels that were timed.
+        load: the machine's as the run began.
+        bench: has run its cases.
+        floors: of the machine that it ran on.
+        quick: sizes were tiny: no floor is checked.
+    """
+    for library, why in bench.absent.items():
+        print(f"{library}: {why}")
+    return {
+        "faces": list(faces),
+        "load_average": load,
+        "absent": bench.absent,
+        "cases": [case.as_json() for case in bench.cases.values()],
+        "floors": [] if quick else kept(floors, bench.cases, bench.absent),
+    }
 
 
 def finish(report: Mapping[str, Any], path: Path | None) -> None:
