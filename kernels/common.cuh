@@ -1,4 +1,4 @@
-// What kernels share: element types, 16-byte vectors, the pointer table and its loop, updates.
+// What kernels share: element types, 16-byte vectors, the pointer table and its loop.
 // No CUDA header is included: NVRTC carries none, and a host compiler needs none. The same text
 // is built three times: by NVRTC for a GPU, by g++ "exact" (every block and thread of a launch in
 // turn) and by g++ "fast" (GRADREDUCE_FAST: one thread, which the compiler may vectorise).
@@ -112,6 +112,15 @@ template <typename Acc> DEVICE Acc quotient(Acc value, double divisor) {
     }
     return value;
 }
+
+// The square root, correctly rounded whatever the compiler's flags are.
+#if defined(__CUDACC__)
+DEVICE float root(float value) { return __fsqrt_rn(value); }
+DEVICE double root(double value) { return __dsqrt_rn(value); }
+#else
+DEVICE float root(float value) { return __builtin_sqrtf(value); }
+DEVICE double root(double value) { return __builtin_sqrt(value); }
+#endif
 
 // ---- vectors -----------------------------------------------------------------------------------
 
@@ -258,71 +267,3 @@ DEVICE void elementwise(const Table& table, Arguments... arguments) {
 template <typename A, typename B> struct lanes_of {
     static constexpr int value = 16 / (int)(sizeof(A) < sizeof(B) ? sizeof(A) : sizeof(B));
 };
-
-// ---- updates -----------------------------------------------------------------------------------
-
-template <typename A, typename B> struct is_same { static constexpr bool value = false; };
-template <typename A> struct is_same<A, A> { static constexpr bool value = true; };
-
-// The square root, correctly rounded whatever the compiler's flags are.
-#if defined(__CUDACC__)
-DEVICE float root(float value) { return __fsqrt_rn(value); }
-DEVICE double root(double value) { return __dsqrt_rn(value); }
-#else
-DEVICE float root(float value) { return __builtin_sqrtf(value); }
-DEVICE double root(double value) { return __builtin_sqrt(value); }
-#endif
-
-// What every update is: var, [master,] slots, grad -> Rule::step(var, slots, grad), for each element.
-// State is T, or float beside a half: then a master goes before the slots and stands for the
-// variable, as long as it rounds to it; if not, the variable was assigned to, and counts.
-template <template <typename> class Rule, typename T, typename State> struct Update {
-    static constexpr bool GROUPED = false;
-    static constexpr bool MASTER = !is_same<T, State>::value;
-    typedef typename accumulate<T>::type Acc;
-    static constexpr int SLOTS = Rule<Acc>::SLOTS;
-    T* var;
-    const T* grad;
-    State* state[1 + SLOTS];  // the master (or nothing), and the slots
-    Rule<Acc> rule;
-
-    template <typename... Scalars>
-    DEVICE Update(const Row& row, i64 num_written, Scalars... scalars) : rule(scalars...) {
-        var = row.operand<T>(0);
-        state[0] = row.operand<State>(1);
-        UNROLL
-        for (int k = 1; k <= SLOTS; ++k) state[k] = row.operand<State>(MASTER + k);
-        grad = row.operand<const T>(num_written);
-    }
-
-    template <int LANES> DEVICE void at(i64 i) const {
-        Lanes<Acc, LANES> v = load<Acc, LANES>(var, i), slots[1 + SLOTS];
-        const Lanes<Acc, LANES> g = load<Acc, LANES>(grad, i);
-        if constexpr (MASTER) {
-            const Lanes<Acc, LANES> master = load<Acc, LANES>(state[0], i);
-            UNROLL
-            for (int l = 0; l < LANES; ++l)
-                if (widen(to<T>::from(master.lane[l])) == v.lane[l]) v.lane[l] = master.lane[l];
-        }
-        UNROLL
-        for (int k = 1; k <= SLOTS; ++k) slots[k] = load<Acc, LANES>(state[k], i);
-        UNROLL
-        for (int l = 0; l < LANES; ++l) {
-            Acc here[1 + SLOTS];
-            UNROLL
-            for (int k = 1; k <= SLOTS; ++k) here[k] = slots[k].lane[l];
-            rule.step(v.lane[l], here + 1, g.lane[l]);
-            UNROLL
-            for (int k = 1; k <= SLOTS; ++k) slots[k].lane[l] = here[k];
-        }
-        UNROLL
-        for (int k = 1; k <= SLOTS; ++k) store(state[k], i, slots[k]);
-        if constexpr (MASTER) store(state[0], i, v);
-        store(var, i, v);
-    }
-};
-
-template <template <typename> class Rule, typename T, typename State, typename... Scalars>
-DEVICE void update(const Table& table, i64 num_written, Scalars... scalars) {
-    elementwise<Update<Rule, T, State>, lanes_of<T, State>::value>(table, num_written, scalars...);
-}

@@ -75,10 +75,10 @@ def test_text_templates_and_flags_are_in_the_key(cache, monkeypatch):
 def test_a_text_that_does_not_compile_is_named_with_its_line(cache, monkeypatch):
     lines = (compiled.kernel_text("update") + "\n").splitlines()
     place = lines.index("        mom[0] = decay * mom[0] + grad;")
-    header = lines.index('#line 1 "kernels/update.cu"')
+    header = lines.index('#line 1 "kernels/rules.cuh"')
     lines[place] = "        mom[0] = decay * mom[0] + gradient;"
     monkeypatch.setattr(compiled, "kernel_text", lambda stem: "\n".join(lines))
-    expected = rf"(?s)refused the {BUILD} build of momentum.*kernels/update\.cu:{place - header}:"
+    expected = rf"(?s)refused the {BUILD} build of momentum.*kernels/rules\.cuh:{place - header}:"
     with pytest.raises(RuntimeError, match=expected):
         compiled.host_kernel(replace(MOMENTUM), BUILD)
     assert list(cache.iterdir()) == []

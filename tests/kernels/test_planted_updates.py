@@ -13,6 +13,9 @@ from gradreduce.device import compiled
 from gradreduce.device.kernel import kernel_text
 from gradreduce.ops.adaptive import ADAGRAD, ADAM, RMSPROP
 from gradreduce.ops.clip import CLIP
+from gradreduce.ops.distance_scale import DISTANCE_SCALE
+from gradreduce.ops.global_update import GLOBAL_MOMENTUM
+from gradreduce.ops.local_update import LOCAL_MOMENTUM
 from gradreduce.ops.square_sum import SQUARE_SUM
 from gradreduce.ops.take_rows import TAKE_ROWS
 
@@ -26,6 +29,11 @@ LAUNCHES = {
            (4, 0.1, 0.2, 0.3, 0.01)),
     ADAGRAD: ((SINGLE, SINGLE), [(SINGLE, SIZE)] * 3, (2, 0.1)),
     RMSPROP: ((SINGLE, SINGLE), [(SINGLE, SIZE)] * 4, (3, 0.1, 0.2, 0.3, 0.01)),
+    LOCAL_MOMENTUM: ((HALF, SINGLE), [(HALF, SIZE), *[(SINGLE, SIZE)] * 3, (HALF, SIZE)],
+                     (4, 0, 0.1, 0.2)),
+    GLOBAL_MOMENTUM: ((HALF, SINGLE), [(HALF, SIZE), *[(SINGLE, SIZE)] * 2, (HALF, SIZE),
+                                       *[(SINGLE, SIZE)] * 2], (5, 3, 0.1, 0.2)),
+    DISTANCE_SCALE: ((HALF,), [*[(SINGLE, SIZE)] * 2, *[(HALF, SIZE)] * 2], (0.3,)),
     TAKE_ROWS: (("uint32",), [("uint32", 400), ("uint32", 160), ("int64", 50)], ()),
     SQUARE_SUM: ((SINGLE,), [("float64", 32), (SINGLE, SIZE)], (1, 1)),
     CLIP: ((SINGLE,), [(SINGLE, SIZE)] * 2 + [("float64", 1)], (0.3,)),
@@ -46,6 +54,20 @@ FAULTS = {
     "the sum behind the step": (ADAGRAD, "root(sum[0])", "root(sum[0] - grad * grad)"),
     "no momentum": (RMSPROP, "decay * slots[1] + rate", "rate"),
     "epsilon left out": (RMSPROP, "root(slots[0] + epsilon)", "root(slots[0])"),
+    "a sum always written": (LOCAL_MOMENTUM, "if (!first) {", "if (false) {"),
+    "a sum of sums": (LOCAL_MOMENTUM, "add_to(total, g);", "add_to(total, total);"),
+    "a sum not kept": (LOCAL_MOMENTUM, "store(sum, i, total);", ""),
+    "a step by the sum": (LOCAL_MOMENTUM, "by<LANES>(i, g)", "by<LANES>(i, total)"),
+    "no mean": (GLOBAL_MOMENTUM, "quotient(mean.lane[l], period)", "mean.lane[l]"),
+    "a product for the mean": (
+        GLOBAL_MOMENTUM, "quotient(mean.lane[l], period)", "mean.lane[l] * (Acc)(1 / period)"
+    ),
+    "no pull": (GLOBAL_MOMENTUM, "store(copy, i, v);", ""),
+    "the mean pulled": (GLOBAL_MOMENTUM, "store(copy, i, v);", "store(copy, i, mean);"),
+    "no master pulled": (GLOBAL_MOMENTUM, "if constexpr (Base::MASTER) store(master, i, v);", ""),
+    "no distance": (DISTANCE_SCALE, "away * away / gamma", "gamma"),
+    "a distance without its square": (DISTANCE_SCALE, "away * away / gamma", "away / gamma"),
+    "infinite near the centre": (DISTANCE_SCALE, " / gamma + (Acc)1)", " / gamma)"),
     "rows as they lie": (TAKE_ROWS, "rows[i / width] * width", "(i / width % 20) * width"),
     "the first column": (TAKE_ROWS, "width + i % width", "width"),
     "no square": (SQUARE_SUM, "squared ? term * term : term", "term"),
@@ -73,7 +95,12 @@ def launched(face, kernel, text, monkeypatch, norm=np.inf):
             if kernel is CLIP and size == 1:
                 values = np.array([norm])
             row.append(Operand(device, values))
-        if kernel is ADAM:  # every other master is its variable's
+        if kernel in (
+            ADAM,
+            LOCAL_MOMENTUM,
+            GLOBAL_MOMENTUM,
+        ):
+            # Every other master is its variable's.
             row[0].array[::2] = row[1].array[::2].astype(HALF)
         # A new one: builds are kept by kernel.
         device.launch(replace(kernel, templates=(template,)), template, [buffers(row)], scalars)

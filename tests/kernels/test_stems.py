@@ -13,11 +13,16 @@ import gradreduce.ops
 from gradreduce.device.kernel import kernels_folder
 from gradreduce.device.table import INLINE_WORDS, TABLE
 from gradreduce.ops import KERNELS
+from gradreduce.ops._rules import RULES
 
 KERNELS_FOLDER = kernels_folder()
 OPS = Path(gradreduce.ops.__file__).parent
 TESTS = Path(__file__).resolve().parent.parent / "ops"
 STEMS = sorted(path.stem for path in KERNELS_FOLDER.glob("*.cu"))
+# Their entries differ in the rule alone, and have one launcher, which is told the kernel.
+FAMILIES = ("local_update", "global_update")
+HEADERS = {"common.cuh": [], "rules.cuh": ['"common.cuh"']}
+RULE_STEMS = ("update", "adaptive", *FAMILIES)
 HEADER_KEYS = ["order", "types", "aliasing", "launch", "limits", "twin", "source"]
 # C type of a scalar -> its kind in Kernel.scalars
 KINDS = {"i64": "int64", "double": "float64"}
@@ -28,6 +33,10 @@ ENTRY = re.compile(
 
 def text_of(stem):
     return (KERNELS_FOLDER / f"{stem}.cu").read_text(encoding="utf-8")
+
+
+def name_of(rule):
+    return next(name for name, found in RULES.items() if found is rule)
 
 
 def entries_of(stem):
@@ -58,6 +67,9 @@ def test_every_entry_has_a_kernel_and_the_other_way_round():
 def test_the_constant_and_the_twin_have_the_names_of_the_entry(kernel):
     module = import_module(f"gradreduce.ops.{kernel.source}")
     assert getattr(module, kernel.name.upper()) is kernel
+    if kernel.source in FAMILIES:
+        assert callable(getattr(gradreduce.ops, kernel.source))
+        return
     assert kernel.twin is getattr(module, f"_{kernel.name}_twin")
     assert callable(getattr(gradreduce.ops, kernel.name))
 
@@ -69,7 +81,12 @@ def test_scalars_are_alike_in_entry_declaration_and_twin(kernel):
     assert table == ["TABLE_ARGUMENT", "table"]
     assert tuple((name, KINDS[kind]) for kind, name in scalars) == kernel.scalars
     twin = list(inspect.signature(kernel.twin).parameters)
-    assert twin == ["table", *(name for name, _ in kernel.scalars)]
+    names = [name for name, _ in kernel.scalars]
+    if kernel.source in FAMILIES:
+        names[-len(kernel.rule.scalars) :] = ["scalars"]
+        assert kernel.name == f"{kernel.form}_{name_of(kernel.rule)}"
+        assert tuple(name for name, _ in kernel.scalars[2:]) == kernel.rule.scalars
+    assert twin == ["table", *names]
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
@@ -83,12 +100,13 @@ def test_templates_are_what_the_entry_takes(kernel):
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_the_header_says_what_must_be_known(stem):
-    """At most 12 lines: a formula for each entry, then the keys, then the one include."""
+    """At most 14 lines: a formula for each entry, then the keys, then the one include."""
     lines = text_of(stem).splitlines()
     end = next(place for place, line in enumerate(lines) if not line.startswith("//"))
     header = [line.removeprefix("// ") for line in lines[:end]]
-    assert len(header) <= 12
-    assert lines[end] == '#include "common.cuh"'
+    assert len(header) <= 14
+    header_file = "rules.cuh" if stem in RULE_STEMS else "common.cuh"
+    assert lines[end] == f'#include "{header_file}"'
     keys = [line.split()[0] for line in header if line.split()[0] in HEADER_KEYS]
     assert keys == HEADER_KEYS
     formulas = header[: header.index(next(line for line in header if line.startswith("order")))]
@@ -102,13 +120,14 @@ def test_the_header_says_what_must_be_known(stem):
 def test_no_cuda_header_and_nothing_that_threads_share(path):
     text = path.read_text(encoding="utf-8")
     included = re.findall(r"^\s*#\s*include\s*(.*)$", text, re.MULTILINE)
-    assert included == ([] if path.name == "common.cuh" else ['"common.cuh"'])
+    wanted = ['"rules.cuh"' if path.stem in RULE_STEMS else '"common.cuh"']
+    assert included == HEADERS.get(path.name, wanted)
     assert not re.search(r"__shared__|__syncthreads|__shfl|atomic[A-Z]|curand|cuda_fp16", text)
 
 
-def test_the_folder_holds_kernels_and_their_one_header():
+def test_the_folder_holds_kernels_and_their_headers():
     names = {path.name for path in KERNELS_FOLDER.iterdir()}
-    assert names == {"common.cuh", *(f"{stem}.cu" for stem in STEMS)}
+    assert names == {*HEADERS, *(f"{stem}.cu" for stem in STEMS)}
 
 
 def test_the_table_is_one_struct_in_both_languages():

@@ -19,6 +19,14 @@ from faces import (
     start_patterns,
     wide_of,
 )
+from formulas import (
+    adagrad_rule,
+    adam_rule,
+    momentum_rule,
+    nesterov_rule,
+    rmsprop_rule,
+    sgd_rule,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,46 +35,6 @@ from gradreduce.ops import adagrad, adam, momentum, nesterov, rmsprop, sgd
 RATE, DECAY, REST, EPSILON = 0.1, 0.9, 0.3, 0.01  # no float has one exactly: the casts show
 HALVES = FLOATS[:2]
 SINGLE = np.dtype("float32")
-
-
-# The rules as in the headers of update.cu and adaptive.cu, by NumPy's operators: each rounds once.
-# Every array and scalar comes in the accumulate type; what is returned is rounded to the dtype at
-# the end.
-
-
-def sgd_rule(var, grad, rate):
-    return [var - rate * grad]
-
-
-def momentum_rule(var, mom, grad, rate, decay):
-    mom = decay * mom + grad
-    return [var - rate * mom, mom]
-
-
-def nesterov_rule(var, mom, grad, rate, decay):
-    mom = decay * mom + grad
-    return [var - (rate * grad + rate * decay * mom), mom]
-
-
-def adam_rule(  # noqa: PLR0913  # operands and scalars
-    var, mom, square, grad, rate, rest1, rest2, epsilon
-):
-    mom = mom + rest1 * (grad - mom)
-    square = square + rest2 * (grad * grad - square)
-    return [var - rate * mom / (np.sqrt(square) + epsilon), mom, square]
-
-
-def adagrad_rule(var, total, grad, rate):
-    total = total + grad * grad
-    return [var - rate * grad / np.sqrt(total), total]
-
-
-def rmsprop_rule(  # noqa: PLR0913  # operands and scalars
-    var, square, mom, grad, rate, rest, decay, epsilon
-):
-    square = square + rest * (grad * grad - square)
-    mom = decay * mom + rate * grad / np.sqrt(square + epsilon)
-    return [var - mom, square, mom]
 
 
 class Rule:

@@ -104,15 +104,18 @@ def kernels_folder() -> Path:
 
 @cache
 def kernel_text(stem: str) -> str:
-    """The text of ``kernels/<stem>.cu`` with the shared header pasted in front.
+    """The text of ``kernels/<stem>.cu`` with the headers that it includes pasted in front.
 
     Pasted, not included, because CuPy's on-disk cache is keyed by the source text and would miss
     a changed header. ``#line`` makes the compiler's errors point into the shipped files.
     """
     folder = kernels_folder()
-    parts = []
-    for name in ("common.cuh", f"{stem}.cu"):
-        text = (folder / name).read_text(encoding="utf-8")
-        kept = [line if not line.startswith('#include "') else "" for line in text.splitlines()]
-        parts.append(f'#line 1 "kernels/{name}"\n' + "\n".join(kept) + "\n")
+    parts: list[str] = []
+    names = [f"{stem}.cu"]
+    while names:
+        name = names.pop()
+        lines = (folder / name).read_text(encoding="utf-8").splitlines()
+        names += [line.split('"')[1] for line in lines if line.startswith('#include "')]
+        kept = [line if not line.startswith('#include "') else "" for line in lines]
+        parts.insert(0, f'#line 1 "kernels/{name}"\n' + "\n".join(kept) + "\n")
     return "".join(parts)

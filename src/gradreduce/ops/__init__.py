@@ -5,13 +5,34 @@ from __future__ import annotations
 from ._check import Ranges
 from ._segments import Indices, Segments, each_row, joined_indices, plan_segments
 from ._slots import Slots, alike, merged_slots
-from ._updates import Update, prepare_rule, update_fitted
+from ._updates import RuleKernel, Update, prepare_rule, update_fitted
 from .accumulate_n import ACCUMULATE_N, accumulate_fitted, accumulate_n, prepare_accumulate_n
 from .adaptive import ADAGRAD, ADAM, RMSPROP, adagrad, adam, rmsprop
 from .add_n import ADD_N, add_n, added, added_on_host, cast_fitted, prepare_add_n
 from .all_sum import ALL_SUM, all_sum, prepare_all_sum
 from .clip import CLIP, clip, prepare_clip
+from .distance_scale import DISTANCE_SCALE, distance_scale, prepare_distance_scale
 from .divide import DIVIDE, divide, prepare_divide
+from .global_update import (
+    GLOBAL_ADAGRAD,
+    GLOBAL_ADAM,
+    GLOBAL_MOMENTUM,
+    GLOBAL_NESTEROV,
+    GLOBAL_RMSPROP,
+    GLOBAL_SGD,
+    global_update,
+    global_update_of,
+)
+from .local_update import (
+    LOCAL_ADAGRAD,
+    LOCAL_ADAM,
+    LOCAL_MOMENTUM,
+    LOCAL_NESTEROV,
+    LOCAL_RMSPROP,
+    LOCAL_SGD,
+    local_update,
+    local_update_of,
+)
 from .pack import PACK, pack, pack_fitted, prepare_pack
 from .segment_sum import (
     SEGMENT_SUM,
@@ -29,6 +50,7 @@ __all__ = [
     "Divisor",
     "Indices",
     "Ranges",
+    "RuleKernel",
     "Segments",
     "Slots",
     "Update",
@@ -43,9 +65,14 @@ __all__ = [
     "all_sum",
     "cast_fitted",
     "clip",
+    "distance_scale",
     "divide",
     "each_row",
+    "global_update",
+    "global_update_of",
     "joined_indices",
+    "local_update",
+    "local_update_of",
     "merged_slots",
     "momentum",
     "nesterov",
@@ -57,6 +84,7 @@ __all__ = [
     "prepare_add_n",
     "prepare_all_sum",
     "prepare_clip",
+    "prepare_distance_scale",
     "prepare_divide",
     "prepare_norm_of",
     "prepare_pack",
@@ -75,5 +103,7 @@ __all__ = [
 
 KERNELS = (
     ADD_N, ACCUMULATE_N, ALL_SUM, PACK, DIVIDE, SEGMENT_SUM, TAKE_ROWS, SQUARE_SUM, CLIP,
-    SGD, MOMENTUM, NESTEROV, ADAM, ADAGRAD, RMSPROP,
+    SGD, MOMENTUM, NESTEROV, ADAM, ADAGRAD, RMSPROP, DISTANCE_SCALE,
+    LOCAL_SGD, LOCAL_MOMENTUM, LOCAL_NESTEROV, LOCAL_ADAM, LOCAL_ADAGRAD, LOCAL_RMSPROP,
+    GLOBAL_SGD, GLOBAL_MOMENTUM, GLOBAL_NESTEROV, GLOBAL_ADAM, GLOBAL_ADAGRAD, GLOBAL_RMSPROP,
 )  # fmt: skip

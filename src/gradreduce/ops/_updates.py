@@ -1,11 +1,13 @@
-"""What every update rule shares: its launcher, and its twin in blocks; knows no formula.
+"""What updates by a rule share, plain, local and global: launchers, and twins in blocks.
 
-Source: own.
+Knows no formula; those are in ``_rules.py``. Source: own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
@@ -13,19 +15,22 @@ from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype
 from gradreduce.device.kernel import Arrays
 
 from ._check import check_rows, check_writable
+from ._rules import RULES, Rule
 from ._templates import FLOATS, UPDATES
 
-__all__ = ["Update", "prepare_rule", "run_rule", "update", "update_fitted"]
+__all__ = ["RuleKernel", "Update", "prepare_rule", "rule_kernel", "update", "update_fitted"]
 
 # The operands of one tensor: the variable, a float; its master, if it has one; the slots of the
-# rule; the gradient, which is only read. They are of one size, and none overlaps another. The
-# gradient has the dtype of the variable, and so have the slots. A master is the float32 of which a
-# half is the rounded value; then the slots are float32 too. One that does not round to its variable
-# is overwritten, not used: the variable was assigned to.
+# rule; what the form of the update wants; the gradient, which is only read. They are of one size,
+# and none overlaps another. The gradient has the dtype of the variable, and so have the slots. A
+# master is the float32 of which a half is the rounded value; then the slots are float32 too. One
+# that does not round to its variable is overwritten, not used: the variable was assigned to.
 Update = Sequence[Buffer]
-# A rule on arrays of one block: the variable, the slots and the gradient, scratch, scalars. Changes
-# the first two in place.
-Step = Callable[..., None]
+
+# plain: nothing more. local: before the gradient the sum of a period, in the accumulate type.
+# global: the copy that is pulled, and its master if the variable has one; the gradient is the sum.
+Form = Literal["plain", "local", "global"]
+_MORE: dict[Form, int] = {"plain": 0, "local": 1, "global": 1}
 
 # Elements of a block; as many as the simulation cuts a launch into. SGD, momentum and Adam over 16M
 # float32 in 50 variables, best of 12 in turns on two busy cores, 2026-11: 2^15 10.3, 15.5, 34.2 ms,
@@ -34,29 +39,135 @@ BLOCK_SIZE = 1 << 17
 # Rows below this are put side by side: a NumPy call for each of them takes longer than the copies.
 SMALL_SIZE = 1 << 11
 
+# What a twin does to one block: the operands without masters, and scratch.
+Block = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], None]
 
-def run_rule(
-    table: Sequence[Arrays],
-    num_slots: int,
-    step: Step,
-    num_scratch: int,
-    scalars: Sequence[float],
-) -> None:
-    """The twin of an update: ``step`` over every row, in blocks, in the accumulate type.
+
+@dataclass(frozen=True, eq=False)
+class RuleKernel(Kernel):
+    """A kernel that changes variables by a rule.
+
+    Attributes:
+        rule: as NumPy computes it.
+        form: what else it does in the same pass.
+    """
+
+    rule: Rule = RULES["sgd"]
+    form: Form = "plain"
+
+    @property
+    def num_plain(self) -> int:
+        """Operands of a row without masters."""
+        return 2 + self.rule.num_slots + _MORE[self.form]
+
+    @property
+    def num_masters(self) -> int:
+        """Of a row that has them."""
+        return 2 if self.form == "global" else 1
+
+    def template_of(self, row: Update) -> tuple[str, str]:
+        """Which instantiation serves a row: the dtypes of its variable and of its slots."""
+        state = row[int(len(row) > self.num_plain)]
+        return row[0].dtype.name, state.dtype.name
+
+    def leaders(self, *, has_master: bool) -> list[int]:
+        """For each operand of a row that whose dtype it has; the sum leads itself."""
+        state = [int(has_master)] * (self.rule.num_slots + has_master)
+        if self.form == "plain":
+            return [0, *state, 0]
+        if self.form == "local":
+            return [0, *state, len(state) + 1, 0]
+        copies = [0, 1] if has_master else [0]
+        return [0, *state, *copies, 1 + len(state) + len(copies)]
+
+
+def rule_kernel(name: str, source: str, twin: Callable[..., None], form: Form) -> RuleKernel:
+    """The kernel of a rule in one form.
 
     Args:
-        table: the rows of a launch.
-        num_slots: of the rule.
-        step: ``step(var, *slots, grad, *scratch, *scalars)``, arrays of one length and numbers,
-            all in the accumulate type.
-        num_scratch: arrays that ``step`` wants beside them; they hold anything.
-        scalars: cast to the accumulate type.
+        name: of the entry, which ends in that of the rule.
+        source: stem of its file.
+        twin: see ``Kernel``.
+        form: see above.
+    """
+    rule = RULES[name.removeprefix(f"{form}_")]
+    lead: dict[Form, tuple[str, ...]] = {"plain": (), "local": ("first",), "global": ("period",)}
+    return RuleKernel(
+        name,
+        source,
+        twin,
+        (
+            ("num_written", "int64"),
+            *((scalar, "int64") for scalar in lead[form]),
+            *((scalar, "float64") for scalar in rule.scalars),
+        ),
+        UPDATES,
+        writes="num_written",
+        rule=rule,
+        form=form,
+    )
+
+
+def run_plain(table: Sequence[Arrays], rule: Rule, scalars: Sequence[float]) -> None:
+    """The twin of a plain update."""
+
+    def block(operands: Sequence[np.ndarray], scratch: Sequence[np.ndarray]) -> None:
+        rule.step(*operands, *scratch, *given)
+
+    given = _given(table, scalars)
+    run_blocks(table, 2 + rule.num_slots, block, rule.num_scratch)
+
+
+def run_local(table: Sequence[Arrays], rule: Rule, first: int, scalars: Sequence[float]) -> None:
+    """The twin of a local update: the rule, and the gradient into the sum."""
+
+    def block(operands: Sequence[np.ndarray], scratch: Sequence[np.ndarray]) -> None:
+        *changed, total, grad = operands
+        if first:
+            np.copyto(total, grad)
+        else:
+            np.add(total, grad, out=total)
+        rule.step(*changed, grad, *scratch, *given)
+
+    given = _given(table, scalars)
+    run_blocks(table, 3 + rule.num_slots, block, rule.num_scratch)
+
+
+def run_global(table: Sequence[Arrays], rule: Rule, period: int, scalars: Sequence[float]) -> None:
+    """The twin of a global update: the rule by the mean, and what was changed into the copy."""
+
+    def block(operands: Sequence[np.ndarray], scratch: Sequence[np.ndarray]) -> None:
+        *changed, copy, total = operands
+        mean, *spare = scratch
+        np.true_divide(total, by, out=mean)
+        rule.step(*changed, mean, *spare, *given)
+        np.copyto(copy, changed[0])
+
+    by, *given = _given(table, (period, *scalars))
+    run_blocks(table, 3 + rule.num_slots, block, rule.num_scratch + 1)
+
+
+def _given(table: Sequence[Arrays], scalars: Sequence[float]) -> list[Any]:
+    """The scalars in the accumulate type; as they are, where there is nothing to do."""
+    if not table:
+        return list(scalars)
+    wide = accumulate_dtype(table[0][0].dtype)
+    return [wide.type(scalar) for scalar in scalars]
+
+
+def run_blocks(table: Sequence[Arrays], num_plain: int, block: Block, num_scratch: int) -> None:
+    """``block`` over every row, in blocks, in the accumulate type; masters stand for variables.
+
+    Args:
+        table: the rows of a launch; all operands but the last are written.
+        num_plain: operands of a row without masters.
+        block: changes the operands of a block, which are without masters.
+        num_scratch: arrays that it wants beside them; they hold anything.
     """
     if not table:
         return
     dtype, num_operands = table[0][0].dtype, len(table[0])
     wide = accumulate_dtype(dtype)
-    given = [wide.type(scalar) for scalar in scalars]
     blocks = _blocks(table)
     size = max([length for _, length in blocks])
     scratch = np.empty((num_scratch, size), wide)
@@ -64,20 +175,38 @@ def run_rule(
     for rows, length in blocks:
         spare = [array[:length] for array in scratch]
         if dtype == wide and len(rows) == 1:
-            step(*rows[0], *spare, *given)
+            block(rows[0], spare)
             continue
         if copies is None:
             copies = np.empty((num_operands, size), wide)
         work = [array[:length] for array in copies]
         for place, array in enumerate(work):
             np.concatenate([row[place] for row in rows], out=array)
-        master = work.pop(1) if num_operands == num_slots + 3 else None
-        if master is not None:
-            np.copyto(work[0], master, where=master.astype(dtype).astype(wide) == work[0])
-        step(*work, *spare, *given)
-        if master is not None:
-            work.insert(1, work[0])
+        if num_operands == num_plain:
+            block(work, spare)
+        else:
+            _block_of_masters(work, num_plain, dtype, block, spare)
         _put_back(rows, work[:-1])
+
+
+def _block_of_masters(
+    work: list[np.ndarray],
+    num_plain: int,
+    dtype: np.dtype,
+    block: Block,
+    spare: Sequence[np.ndarray],
+) -> None:
+    """``block`` of operands with a master behind the variable, and one behind a copy of it."""
+    variable, master, *others = work
+    unrounded = master.astype(dtype).astype(variable.dtype) == variable
+    np.copyto(variable, master, where=unrounded)
+    if len(work) == num_plain + 2:
+        *others, copy, copy_master, total = others
+        block([variable, *others, copy, total], spare)
+        np.copyto(copy_master, copy)
+    else:
+        block([variable, *others], spare)
+    np.copyto(master, variable)
 
 
 def _put_back(rows: Sequence[Arrays], work: Sequence[np.ndarray]) -> None:
@@ -115,39 +244,52 @@ def _blocks(table: Sequence[Arrays]) -> list[tuple[list[Arrays], int]]:
 
 
 def update(
-    kernel: Kernel,
+    kernel: RuleKernel,
     rows: Sequence[Update],
-    num_slots: int,
     scalars: Sequence[float],
     device: Device | None,
     queue: Queue,
+    *lead: int,
 ) -> None:
     """One launch of a rule for each dtype; see the launchers.
 
     Raises:
         ValueError: what ``Update`` says does not hold.
     """
+    sizes = (kernel.num_plain, kernel.num_plain + kernel.num_masters)
     for row in rows:
-        if len(row) not in (num_slots + 2, num_slots + 3):
+        if len(row) not in sizes:
             raise ValueError(
-                f"{kernel.name}: a row of {len(row)} operands: a variable, {num_slots} slots and "
-                "a gradient are needed, and at most a master"
+                f"{kernel.name}: a row of {len(row)} operands: a variable, "
+                f"{kernel.rule.num_slots} slots and a gradient are needed, and at most a master"
+                if kernel.form == "plain"
+                else f"{kernel.name}: a row of {len(row)} operands, not {sizes[0]}, or {sizes[1]} "
+                "with masters"
             )
-    for launched in _alike(rows):
-        has_master = len(launched[0]) == num_slots + 3
-        _check_template(kernel, launched[0], has_master)
-        num_written = len(launched[0]) - 1
-        leaders = [0, *[int(has_master)] * (num_written - 1), 0]
-        # All as if they were written: a rule that reads what it has written is another rule.
-        check_rows(kernel.name, launched, num_written + 1, leaders=leaders)
-        for place in range(num_written):
-            check_writable(kernel.name, [row[place] for row in launched])
+    for launched in _alike(kernel, rows):
+        _check_alike(kernel, launched)
     if rows:
-        update_fitted(kernel, rows, scalars, device or rows[0][0].device, queue)
+        update_fitted(kernel, rows, (*lead, *scalars), device or rows[0][0].device, queue)
+
+
+def _check_alike(kernel: RuleKernel, rows: Sequence[Update]) -> None:
+    """Raises unless these rows, of one launch, fit together."""
+    first, num_operands = rows[0], len(rows[0])
+    has_master = num_operands > kernel.num_plain
+    _check_template(kernel, first, has_master)
+    # All as if they were written: a rule that reads what it has written is another rule.
+    leaders = kernel.leaders(has_master=has_master)
+    check_rows(kernel.name, rows, num_operands, leaders=leaders)
+    if kernel.form != "plain":
+        total = first[-2 if kernel.form == "local" else -1]
+        if total.dtype != accumulate_dtype(first[0].dtype):
+            raise ValueError(f"{kernel.name}: {total} is no sum for gradients of {first[0]}")
+    for place in range(num_operands - 1):
+        check_writable(kernel.name, [row[place] for row in rows])
 
 
 def update_fitted(
-    kernel: Kernel,
+    kernel: RuleKernel,
     rows: Sequence[Update],
     scalars: Sequence[float],
     device: Device,
@@ -155,24 +297,24 @@ def update_fitted(
     *,
     alike: bool = False,
 ) -> None:
-    """As ``update``, of rows that fit by their making: not looked at.
+    """As the launchers, of rows that fit by their making: not looked at.
 
-    ``alike`` ones are of the same dtypes, and as many operands each.
+    ``scalars`` are all that the kernel takes behind ``num_written``. ``alike`` rows are of the
+    same dtypes, and as many operands each.
     """
-    for launched in [rows] if alike and rows else _alike(rows):
-        first = launched[0]
-        template = (first[0].dtype.name, first[1 if len(first) > 2 else 0].dtype.name)
-        given = (len(first) - 1, *map(float, scalars))
-        device.launch(kernel, template, launched, given, queue=queue)
+    for launched in [rows] if alike and rows else _alike(kernel, rows):
+        given = (len(launched[0]) - 1, *scalars)
+        device.launch(kernel, kernel.template_of(launched[0]), launched, given, queue=queue)
 
 
-def _alike(rows: Sequence[Update]) -> list[list[Update]]:
+def _alike(kernel: RuleKernel, rows: Sequence[Update]) -> list[list[Update]]:
     """Those that one launch serves, together: of the same dtypes, and all with a master or none."""
+    # By id: hashing a dtype is slow.
     if len({(id(row[0].dtype), id(row[1].dtype), len(row)) for row in rows}) == 1:
         return [list(rows)]
-    groups: dict[tuple[int, int, int], list[Update]] = {}  # by id: hashing a dtype is slow
+    groups: dict[tuple[str, str, int], list[Update]] = {}
     for row in rows:
-        groups.setdefault((id(row[0].dtype), id(row[1].dtype), len(row)), []).append(row)
+        groups.setdefault((*kernel.template_of(row), len(row)), []).append(row)
     return list(groups.values())
 
 
@@ -181,8 +323,8 @@ def prepare_rule(kernel: Kernel, device: Device, dtype: np.dtype, state: np.dtyp
     device.prepare(kernel, (dtype.name, state.name))
 
 
-def _check_template(kernel: Kernel, row: Update, has_master: bool) -> None:
-    found = (row[0].dtype.name, row[int(has_master)].dtype.name)
+def _check_template(kernel: RuleKernel, row: Update, has_master: bool) -> None:
+    found = kernel.template_of(row)
     if found[0] not in FLOATS:
         raise ValueError(f"{kernel.name}: {row[0]} is not of a float dtype: {', '.join(FLOATS)}")
     if has_master and (found[0] == found[1] or found not in UPDATES):

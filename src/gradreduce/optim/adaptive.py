@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from gradreduce.device import Kernel
+from gradreduce.ops import RuleKernel
 from gradreduce.ops.adaptive import ADAGRAD, ADAM, RMSPROP
 from gradreduce.variables import Variable
 
@@ -78,7 +78,7 @@ class AdamOptimizer(Optimizer):
         return sorted([*self._power_variables, *slots], key=lambda each: each.name)
 
     @property
-    def _kernel(self) -> Kernel:
+    def _kernel(self) -> RuleKernel:
         return ADAM
 
     _number_names = ("beta1_power", "beta2_power")
@@ -141,7 +141,7 @@ class AdagradOptimizer(Optimizer):
         return self.initial_accumulator_value
 
     @property
-    def _kernel(self) -> Kernel:
+    def _kernel(self) -> RuleKernel:
         return ADAGRAD
 
 
@@ -183,7 +183,7 @@ class RMSPropOptimizer(Optimizer):
         return 1.0 if name == "rms" else 0.0
 
     @property
-    def _kernel(self) -> Kernel:
+    def _kernel(self) -> RuleKernel:
         return RMSPROP
 
     def _scalars(self) -> tuple[float, ...]:

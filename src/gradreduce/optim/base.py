@@ -14,7 +14,7 @@ from gradreduce.aggregate import AggregationMethod
 from gradreduce.autodiff.gradients import Engine
 from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.cross_device_ops import CrossDeviceOps
-from gradreduce.device import Device, Kernel, as_deadline, due
+from gradreduce.device import Device, as_deadline, due
 from gradreduce.interop import OneCall
 from gradreduce.values import PerReplica
 from gradreduce.variables import Variable
@@ -100,7 +100,7 @@ class Optimizer:
         return tuple(value_of(getattr(self, attribute)) for attribute in self._hyperparameters)
 
     @property
-    def _kernel(self) -> Kernel | None:
+    def _kernel(self) -> ops.RuleKernel | None:
         """The rule, over rows of variable, master, slots and gradient; then not ``_apply``."""
         return None
 

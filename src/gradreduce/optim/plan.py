@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradreduce import ops
-from gradreduce.device import Buffer, Kernel, by_physical
+from gradreduce.device import Buffer, by_physical
 from gradreduce.interop import reading
 from gradreduce.variables import Variable
 
@@ -32,7 +32,9 @@ class Plan:
         alike: whether one launch serves all rows of a device.
     """
 
-    def __init__(self, variables: Sequence[Variable], slots: Slots, kernel: Kernel | None) -> None:
+    def __init__(
+        self, variables: Sequence[Variable], slots: Slots, kernel: ops.RuleKernel | None
+    ) -> None:
         self.variables = tuple(variables)
         self.kernel = kernel
         self.written = [row for var in variables for row in slots.rows(var)]

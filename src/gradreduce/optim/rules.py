@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradreduce.device import Kernel
+from gradreduce.ops import RuleKernel
 from gradreduce.ops.update import MOMENTUM, NESTEROV, SGD
 
 from .base import Optimizer
@@ -35,7 +35,7 @@ class GradientDescentOptimizer(Optimizer):
         self.learning_rate = as_number(learning_rate)
 
     @property
-    def _kernel(self) -> Kernel:
+    def _kernel(self) -> RuleKernel:
         return SGD
 
 
@@ -73,5 +73,5 @@ class MomentumOptimizer(Optimizer):
         self.use_nesterov = bool(use_nesterov)
 
     @property
-    def _kernel(self) -> Kernel:
+    def _kernel(self) -> RuleKernel:
         return NESTEROV if self.use_nesterov else MOMENTUM

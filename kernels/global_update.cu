@@ -1,0 +1,48 @@
+// global_sgd:      update.cu's sgd by sum / period; then copy = var
+// global_momentum: likewise
+// global_nesterov: likewise
+// global_adam:     likewise with adaptive.cu's adam
+// global_adagrad:  likewise
+// global_rmsprop:  likewise
+// order    the rule's, one rounding per operation (-fmad=false); the mean by a true division
+// types    <T, State>: see update.cu; the sum is T, or float of halves
+// aliasing none: variable, master, slots, copy, its master and sum are different arrays
+// launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
+// limits   none on rows or elements; period is 1 or more
+// twin     src/gradreduce/ops/global_update.py, bit-equal except subnormals (CuPy builds with -ftz=true)
+// source   TensorFlow's AGNOptimizer (agn_optimizer.md): push, global update and pull
+#include "rules.cuh"
+
+template <typename T, typename State>
+__global__ void global_sgd(TABLE_ARGUMENT table, i64 num_written, i64 period, double rate) {
+    changed_by<GlobalUpdate, Sgd, T, State>(table, num_written, period, rate);
+}
+
+template <typename T, typename State>
+__global__ void global_momentum(TABLE_ARGUMENT table, i64 num_written, i64 period, double rate,
+                                double decay) {
+    changed_by<GlobalUpdate, Momentum, T, State>(table, num_written, period, rate, decay);
+}
+
+template <typename T, typename State>
+__global__ void global_nesterov(TABLE_ARGUMENT table, i64 num_written, i64 period, double rate,
+                                double decay) {
+    changed_by<GlobalUpdate, Nesterov, T, State>(table, num_written, period, rate, decay);
+}
+
+template <typename T, typename State>
+__global__ void global_adam(TABLE_ARGUMENT table, i64 num_written, i64 period, double rate,
+                            double rest1, double rest2, double epsilon) {
+    changed_by<GlobalUpdate, Adam, T, State>(table, num_written, period, rate, rest1, rest2, epsilon);
+}
+
+template <typename T, typename State>
+__global__ void global_adagrad(TABLE_ARGUMENT table, i64 num_written, i64 period, double rate) {
+    changed_by<GlobalUpdate, Adagrad, T, State>(table, num_written, period, rate);
+}
+
+template <typename T, typename State>
+__global__ void global_rmsprop(TABLE_ARGUMENT table, i64 num_written, i64 period, double rate,
+                               double rest, double decay, double epsilon) {
+    changed_by<GlobalUpdate, RmsProp, T, State>(table, num_written, period, rate, rest, decay, epsilon);
+}

@@ -1,0 +1,114 @@
+"""The update rules as NumPy computes them: each once, in place, on blocks of the accumulate type.
+
+A step is called ``step(var, *slots, grad, *scratch, *scalars)`` and changes ``var`` and the slots.
+Source: the formulas of TensorFlow's Apply operations, as the headers of the kernels have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["RULES", "Rule"]
+
+_Array = np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """One rule.
+
+    Attributes:
+        step: see above.
+        num_slots: that it keeps for each variable.
+        num_scratch: arrays of a block that it wants beside them; they hold anything.
+        scalars: names of the numbers that it takes.
+    """
+
+    step: Callable[..., None]
+    num_slots: int
+    num_scratch: int
+    scalars: tuple[str, ...]
+
+
+def _sgd(var: _Array, grad: _Array, step: _Array, rate: float) -> None:
+    np.multiply(grad, rate, out=step)
+    np.subtract(var, step, out=var)
+
+
+def _momentum(
+    var: _Array, mom: _Array, grad: _Array, step: _Array, rate: float, decay: float
+) -> None:
+    np.multiply(mom, decay, out=mom)
+    np.add(mom, grad, out=mom)
+    np.multiply(mom, rate, out=step)
+    np.subtract(var, step, out=var)
+
+
+def _nesterov(
+    var: _Array, mom: _Array, grad: _Array, ahead: _Array, step: _Array, rate: float, decay: float
+) -> None:
+    np.multiply(mom, decay, out=mom)
+    np.add(mom, grad, out=mom)
+    np.multiply(mom, rate * decay, out=ahead)
+    np.multiply(grad, rate, out=step)
+    np.add(step, ahead, out=step)
+    np.subtract(var, step, out=var)
+
+
+def _adam(  # noqa: PLR0913  # operands, scratch and scalars
+    var: _Array, first: _Array, second: _Array, grad: _Array, step: _Array, by: _Array,
+    rate: float, rest1: float, rest2: float, epsilon: float,
+) -> None:  # fmt: skip
+    np.subtract(grad, first, out=step)
+    np.multiply(step, rest1, out=step)
+    np.add(first, step, out=first)
+    np.multiply(grad, grad, out=step)
+    np.subtract(step, second, out=step)
+    np.multiply(step, rest2, out=step)
+    np.add(second, step, out=second)
+    np.sqrt(second, out=by)
+    np.add(by, epsilon, out=by)
+    np.multiply(first, rate, out=step)
+    np.true_divide(step, by, out=step)
+    np.subtract(var, step, out=var)
+
+
+def _adagrad(
+    var: _Array, total: _Array, grad: _Array, step: _Array, by: _Array, rate: float
+) -> None:
+    np.multiply(grad, grad, out=step)
+    np.add(total, step, out=total)
+    np.sqrt(total, out=by)
+    np.multiply(grad, rate, out=step)
+    np.true_divide(step, by, out=step)
+    np.subtract(var, step, out=var)
+
+
+def _rmsprop(  # noqa: PLR0913  # operands, scratch and scalars
+    var: _Array, square: _Array, mom: _Array, grad: _Array, step: _Array, by: _Array,
+    rate: float, rest: float, decay: float, epsilon: float,
+) -> None:  # fmt: skip
+    np.multiply(grad, grad, out=step)
+    np.subtract(step, square, out=step)
+    np.multiply(step, rest, out=step)
+    np.add(square, step, out=square)
+    np.add(square, epsilon, out=by)
+    np.sqrt(by, out=by)
+    np.multiply(grad, rate, out=step)
+    np.true_divide(step, by, out=step)
+    np.multiply(mom, decay, out=mom)
+    np.add(mom, step, out=mom)
+    np.subtract(var, mom, out=var)
+
+
+RULES = {
+    "sgd": Rule(_sgd, 0, 1, ("rate",)),
+    "momentum": Rule(_momentum, 1, 1, ("rate", "decay")),
+    "nesterov": Rule(_nesterov, 1, 2, ("rate", "decay")),
+    "adam": Rule(_adam, 2, 2, ("rate", "rest1", "rest2", "epsilon")),
+    "adagrad": Rule(_adagrad, 1, 2, ("rate",)),
+    "rmsprop": Rule(_rmsprop, 2, 2, ("rate", "rest", "decay", "epsilon")),
+}

@@ -1,0 +1,89 @@
+"""Sums made small where the centre has moved: ``kernels/distance_scale.cu`` and its twin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype
+from gradreduce.device.kernel import Arrays
+
+from ._check import check_rows, check_writable
+from ._templates import FLOATS
+
+__all__ = ["DISTANCE_SCALE", "distance_scale", "prepare_distance_scale"]
+
+
+def _distance_scale_twin(table: Sequence[Arrays], gamma: float) -> None:
+    """``out = sum / ((center - pulled)² / gamma + 1)``."""
+    for out, total, center, pulled in table:
+        wide = out.dtype
+        away = np.subtract(center, pulled, dtype=wide)
+        np.multiply(away, away, out=away)
+        np.true_divide(away, wide.type(gamma), out=away)
+        np.add(away, wide.type(1), out=away)
+        np.true_divide(total, away, out=out)
+
+
+DISTANCE_SCALE = Kernel(
+    name="distance_scale",
+    source="distance_scale",
+    twin=_distance_scale_twin,
+    scalars=(("gamma", "float64"),),
+    templates=tuple((name,) for name in FLOATS),
+)
+
+
+def distance_scale(
+    outs: Sequence[Buffer],
+    sums: Sequence[Buffer],
+    centers: Sequence[Buffer],
+    pulled: Sequence[Buffer],
+    *,
+    gamma: float,
+    device: Device | None = None,
+    queue: Queue = "compute",
+) -> None:
+    """``outs[t] = sums[t] / ((centers[t] - pulled[t])**2 / gamma + 1)`` for every tensor t.
+
+    One launch for all tensors of the same dtype.
+
+    Args:
+        outs: one per tensor, of its size, in the accumulate type; overwritten. It may be its sum
+            exactly.
+        sums: one per tensor, of the same type.
+        centers: one per tensor, of a float dtype.
+        pulled: one per tensor, of the same dtype: what the centre was.
+        gamma: the squared distance that halves a sum; above 0.
+        device: whose queue launches; default that of ``outs[0]``. Fences nothing.
+        queue: which of its queues.
+
+    Raises:
+        ValueError: dtypes or sizes that do not fit, an operand that overlaps an out, or a
+            ``gamma`` that is not above 0.
+    """
+    if not gamma > 0:
+        raise ValueError(f"distance_scale: gamma={gamma} must be above 0")
+    groups: dict[str, list[list[Buffer]]] = {}
+    for row in zip(outs, sums, centers, pulled, strict=True):
+        dtype = row[2].dtype
+        if dtype.name not in FLOATS:
+            raise ValueError(
+                f"distance_scale: {row[2]} is not of a float dtype: {', '.join(FLOATS)}"
+            )
+        if row[0].dtype != accumulate_dtype(dtype):
+            raise ValueError(f"distance_scale: {row[0]} is no sum for {row[2]}")
+        groups.setdefault(dtype.name, []).append(list(row))
+    for rows in groups.values():
+        check_rows("distance_scale", rows, 1, leaders=(0, 0, 2, 2))
+        check_writable("distance_scale", [row[0] for row in rows])
+    for name, rows in groups.items():
+        (device or outs[0].device).launch(
+            DISTANCE_SCALE, (name,), rows, (float(gamma),), queue=queue
+        )
+
+
+def prepare_distance_scale(device: Device, dtype: np.dtype) -> None:
+    """Compiles what ``distance_scale`` launches for centres of a dtype."""
+    device.prepare(DISTANCE_SCALE, (dtype.name,))
