@@ -31,8 +31,7 @@ def parametrized(cases: list[Case]) -> pytest.MarkDecorator:
 
 
 HOLDING = [case for case in all_cases() if case.id not in WAIVED]
-NOT_BUILT = [case for case in all_cases() if case.id in WAIVED and WAIVED[case.id].not_built]
-DIFFERENT = [case for case in all_cases() if case.id in WAIVED and not WAIVED[case.id].not_built]
+DIFFERENT = [case for case in all_cases() if case.id in WAIVED]
 
 
 def quiet(case: Case) -> list[int]:
@@ -74,12 +73,6 @@ def runner(way, monkeypatch) -> Runner:
 @parametrized(HOLDING)
 def test_a_case_holds(case, runner):
     runner(as_here(case))
-
-
-@parametrized(NOT_BUILT)
-def test_what_is_not_built_says_so(case, runner):
-    with pytest.raises(NotImplementedError):
-        runner(as_here(case))
 
 
 @parametrized(DIFFERENT)

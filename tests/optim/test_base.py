@@ -396,20 +396,6 @@ def test_a_closed_mesh_says_so():
         gr.MomentumOptimizer(1.0, 0.5).apply_gradients([(ones(1), variable)])
 
 
-# -- what is missing ------------------------------------------------------------------------------
-
-
-def test_what_is_missing_says_so(mesh):
-    optimizer = gr.MomentumOptimizer(1.0, 0.5)
-    for call, match in [
-        (gr.AGNCenter, "AGNCenter"),
-        (lambda: gr.AGNCustomGetter(mesh.devices[0]), "AGNCustomGetter"),
-        (lambda: gr.AGNOptimizer(optimizer, 1, None), "AGNOptimizer"),
-    ]:
-        with pytest.raises(NotImplementedError, match=match):
-            call()
-
-
 def test_the_gates():
     assert (gr.Optimizer.GATE_NONE, gr.Optimizer.GATE_OP, gr.Optimizer.GATE_GRAPH) == (0, 1, 2)
     assert gr.MomentumOptimizer.GATE_GRAPH == 2

@@ -9,7 +9,7 @@ from .colocated import bring, by_physical, copy_over, fetch, gather, gather_all,
 from .dtypes import DType, accumulate_dtype, as_dtype, element_of, mean_dtype
 from .due import due
 from .fences import follow, precede
-from .flat_buffer import FlatBuffer
+from .flat_buffer import FlatBuffer, clear
 from .flight import FlightEntry
 from .ghost import Ghosts, MeshOutline, Outline, Touched, mesh_outline, outline_of
 from .journal import Journal, Record
@@ -65,6 +65,7 @@ __all__ = [
     "behind_readers",
     "bring",
     "by_physical",
+    "clear",
     "compatible",
     "copy_over",
     "copy_rates",

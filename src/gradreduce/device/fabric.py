@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -180,39 +180,42 @@ class Fabric(Captures):
         self._issued.count += 1
 
     @contextmanager
-    def whole_or_lost(self, devices: Iterable[Device]) -> Iterator[None]:
-        """For work that writes state in place: all of it is given to the devices, or they are lost.
+    def half_way(self, then: Callable[[BaseException], None]) -> Iterator[None]:
+        """For work that is given to the devices whole, or has to be told of.
 
-        A failure before this thread's first launch, copy or collective inside changed nothing and
-        loses nothing. After it the state is half of the old and half of the new, and nobody may use
-        it. A mesh that is dead is not told so again: what its memory holds after a reset is
-        nobody's promise anyway.
-        """
-        before = self._issued.count
-        try:
-            yield
-        except BaseException as error:
-            if self._issued.count != before and self.reason is None:
-                found = list(dict.fromkeys(devices))
-                names = ", ".join(device.name for device in found)
-                for device in found:
-                    self.lose(device.physical, f"a call failed half way: {error!r}")
-                error.add_note(f"This came half way through: {names} cannot be used any more.")
-            raise
-
-    @contextmanager
-    def halves_told(self, note: str) -> Iterator[None]:
-        """For work that writes a caller's memory: an error that comes half way through says so.
-
-        Half way is after this thread's first launch, copy or collective inside.
+        A failure before this thread's first launch, copy or collective inside changed nothing.
+        After it ``then`` is called with the error, which goes on.
         """
         before = self._issued.count
         try:
             yield
         except BaseException as error:
             if self._issued.count != before:
-                error.add_note(note)
+                then(error)
             raise
+
+    def whole_or_lost(self, devices: Iterable[Device]) -> AbstractContextManager[None]:
+        """For work that writes state in place: all of it is given to the devices, or they are lost.
+
+        If it fails half way the state is half of the old and half of the new, and nobody may use
+        it. A mesh that is dead is not told so again: what its memory holds after a reset is
+        nobody's promise anyway.
+        """
+
+        def lose(error: BaseException) -> None:
+            if self.reason is not None:
+                return
+            found = list(dict.fromkeys(devices))
+            names = ", ".join(device.name for device in found)
+            for device in found:
+                self.lose(device.physical, f"a call failed half way: {error!r}")
+            error.add_note(f"This came half way through: {names} cannot be used any more.")
+
+        return self.half_way(lose)
+
+    def halves_told(self, note: str) -> AbstractContextManager[None]:
+        """For work that writes a caller's memory: an error that comes half way through says so."""
+        return self.half_way(lambda error: error.add_note(note))
 
     def watched_pack(self, travel: Cargo, devices: Iterable[Device] = ()) -> WatchedPack:
         """A context manager: what this thread gives inside is for what travels.

@@ -22,7 +22,7 @@ from .watch import as_deadline
 if TYPE_CHECKING:
     from .base import Device
 
-__all__ = ["Door", "FlatBuffer"]
+__all__ = ["Door", "FlatBuffer", "clear"]
 
 _first = threading.Lock()  # of those who make the first flat buffer of a device
 
@@ -127,7 +127,7 @@ class FlatBuffer:
         with due("zero", seconds, [buffer.device for buffer in self.buffers]):
             self.adopt()
             for buffer in self.buffers:
-                _clear(buffer)
+                clear(buffer)
             self.release()
 
     def adopt(self) -> None:
@@ -174,7 +174,7 @@ def _as_shape(shape: Sequence[int], place: int) -> tuple[int, ...]:
     return extents
 
 
-def _clear(buffer: Buffer) -> None:
+def clear(buffer: Buffer) -> None:
     """Zeros, in the order of the compute queue."""
     if not buffer.size:
         return

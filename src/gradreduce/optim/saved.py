@@ -7,17 +7,30 @@ numbers, and arrays of float32 or float64; slots that are halves are saved as fl
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gradreduce.device import Buffer, accumulate_dtype
+from gradreduce.device import Buffer, DType, accumulate_dtype
 from gradreduce.errors import about
 from gradreduce.interop import converted, host_array, is_array, shape_and_dtype
 from gradreduce.variables import Variable
 
 from .slots import Slots
 
-__all__ = ["checked_numbers", "checked_state", "loaded_slots", "saved_state"]
+__all__ = [
+    "by_name",
+    "check_keys",
+    "checked_array",
+    "checked_numbers",
+    "checked_state",
+    "copied",
+    "downloaded",
+    "end_of",
+    "loaded_slots",
+    "plain",
+    "queued_state",
+    "saved_state",
+]
 
 FORMAT = "gradreduce optimizer 1"
 _KEYS = ("format", "optimizer", "numbers", "slots")
@@ -34,29 +47,46 @@ def saved_state(
         numbers: what it keeps beside them.
         deadline: seconds from ``as_deadline``, for all downloads together.
     """
-    end = None if deadline is None else time.monotonic() + deadline
+    return queued_state(kind, slots, numbers)(end_of(deadline))
+
+
+def queued_state(
+    kind: str, slots: Slots, numbers: Mapping[str, float]
+) -> Callable[[float | None], dict[str, Any]]:
+    """As ``saved_state``, but only queues copies; what it returns downloads them by a moment."""
     copies: dict[str, dict[str, Buffer]] = {}
     owners: dict[str, Variable] = {}
     for name, by_variable in slots.by_name.items():
         for var, slot in by_variable.items():
             if owners.setdefault(var.name, var) is not var:
                 raise ValueError(f"two variables have the name {var.name!r}: states go by names")
-            copies.setdefault(var.name, {})[name] = _copied(slot.buffers[0])
-    saved = {
-        owner: {name: _downloaded(copy, end) for name, copy in by_name.items()}
-        for owner, by_name in copies.items()
-    }
-    return {"format": FORMAT, "optimizer": kind, "numbers": dict(numbers), "slots": saved}
+            copies.setdefault(var.name, {})[name] = copied(slot.buffers[0])
+    kept = dict(numbers)
+
+    def finish(end: float | None) -> dict[str, Any]:
+        saved = {
+            owner: {name: downloaded(copy, end) for name, copy in by_name.items()}
+            for owner, by_name in copies.items()
+        }
+        return {"format": FORMAT, "optimizer": kind, "numbers": kept, "slots": saved}
+
+    return finish
 
 
-def _copied(slot: Buffer) -> Buffer:
-    """Queued, so that all slots are of one moment; nothing waits."""
-    copy = slot.device.empty(slot.shape, slot.dtype)
-    slot.device.copy(copy, slot)
+def end_of(deadline: float | None) -> float | None:
+    """The moment at which seconds from now are over."""
+    return None if deadline is None else time.monotonic() + deadline
+
+
+def copied(buffer: Buffer) -> Buffer:
+    """Queued, so that all copies of a state are of one moment; nothing waits."""
+    copy = buffer.device.empty(buffer.shape, buffer.dtype)
+    buffer.device.copy(copy, buffer)
     return copy
 
 
-def _downloaded(copy: Buffer, end: float | None) -> Any:
+def downloaded(copy: Buffer, end: float | None) -> Any:
+    """On the host, in the accumulate type, by a moment."""
     deadline = None if end is None else max(end - time.monotonic(), 1e-6)
     return converted(copy.numpy(deadline=deadline), accumulate_dtype(copy.dtype))
 
@@ -71,14 +101,11 @@ def checked_state(
         TypeError: a value of another type.
         ValueError: a value that does not fit.
     """
-    _check_keys("state", state, _KEYS)
+    check_keys("state", state, _KEYS)
     for key, wanted in (("format", FORMAT), ("optimizer", kind)):
-        if _plain(state[key]) != wanted:
-            raise ValueError(f"state[{key!r}] is {_plain(state[key])!r}, not {wanted!r}")
-    owners: dict[str, Variable] = {}
-    for var in variables:
-        if owners.setdefault(var.name, var) is not var:
-            raise ValueError(f"two variables have the name {var.name!r}: states go by names")
+        if plain(state[key]) != wanted:
+            raise ValueError(f"state[{key!r}] is {plain(state[key])!r}, not {wanted!r}")
+    owners = by_name(variables)
     if not isinstance(state["slots"], Mapping):
         raise TypeError(f"state['slots'] is a {type(state['slots']).__name__}, not a dict")
     unknown = [name for name in state["slots"] if name not in owners]
@@ -90,35 +117,54 @@ def checked_state(
     }
 
 
-def _check_keys(what: str, given: Any, wanted: Sequence[str]) -> None:
+def by_name(variables: Sequence[Variable]) -> dict[str, Variable]:
+    """Variables, found by their names; ``ValueError`` if two have the same."""
+    owners: dict[str, Variable] = {}
+    for var in variables:
+        if owners.setdefault(var.name, var) is not var:
+            raise ValueError(f"two variables have the name {var.name!r}: states go by names")
+    return owners
+
+
+def check_keys(what: str, given: Any, wanted: Sequence[str]) -> None:
+    """Raises unless a dictionary has these keys and no others."""
     if not isinstance(given, Mapping):
         raise TypeError(f"{what} is a {type(given).__name__}, not a dict from state_dict()")
     if set(given) != set(wanted):
         raise KeyError(f"{what} has {sorted(map(str, given))}, must have {sorted(wanted)}")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """What stores that know only arrays have made an array without dimensions of."""
     return value.item() if is_array(value) and not tuple(value.shape) else value
 
 
 def _checked_slots(where: str, slots: Slots, var: Variable, given: Any) -> dict[str, Any]:
     names = slots.names_for(var)
-    _check_keys(where, given, names)
+    check_keys(where, given, names)
     wanted = (var.shape, accumulate_dtype(slots.state_dtype(var)))
     found = {}
     for name in names:
-        here = f"{where}[{name!r}]"
-        if not is_array(given[name]):
-            raise TypeError(f"{here} is a {type(given[name]).__name__}, not an array")
-        try:
-            shape, dtype = shape_and_dtype(given[name])
-        except TypeError as error:
-            raise about(here, error) from None
-        if (shape, dtype) != wanted:
-            raise ValueError(f"{here} is {dtype}{shape}, must be {wanted[1]}{wanted[0]}")
-        found[name] = host_array(given[name])
+        found[name] = checked_array(f"{where}[{name!r}]", given[name], *wanted)
     return found
+
+
+def checked_array(where: str, given: Any, wanted: tuple[int, ...], of_dtype: DType) -> Any:
+    """On the host.
+
+    Raises:
+        TypeError: no array.
+        ValueError: one of another shape or dtype.
+    """
+    if not is_array(given):
+        raise TypeError(f"{where} is a {type(given).__name__}, not an array")
+    try:
+        shape, dtype = shape_and_dtype(given)
+    except TypeError as error:
+        raise about(where, error) from None
+    if (shape, dtype) != (wanted, of_dtype):
+        raise ValueError(f"{where} is {dtype}{shape}, must be {of_dtype}{wanted}")
+    return host_array(given)
 
 
 def checked_numbers(state: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, float]:
@@ -131,9 +177,9 @@ def checked_numbers(state: Mapping[str, Any], wanted: Sequence[str]) -> dict[str
     given = state["numbers"]
     if given == {}:
         return {}
-    _check_keys("state['numbers']", given, wanted)
+    check_keys("state['numbers']", given, wanted)
     try:
-        return {name: float(_plain(value)) for name, value in given.items()}
+        return {name: float(plain(value)) for name, value in given.items()}
     except (TypeError, ValueError) as error:
         raise about("state['numbers']", error) from None
 

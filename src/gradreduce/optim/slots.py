@@ -67,9 +67,14 @@ class Slots:
     def _made(self, var: Variable, name: str, start: Callable[[str], float]) -> Variable:
         made = self.named(var, name, 0.0 if name == MASTER else start(name))
         if name == MASTER:
-            for master, copy in zip(made.buffers, var.buffers, strict=True):
-                ops.pack([master], [copy])
+            _follow(made, var)
         return made
+
+    def follow(self, var: Variable) -> None:
+        """A variable was assigned to: so is its master, if it has one."""
+        master = self.by_name[MASTER].get(var) if self.has_masters else None
+        if master is not None:
+            _follow(master, var)
 
     def named(self, var: Variable, name: str, value: float = 0.0) -> Variable:
         """A new slot of a variable, filled with a number, that is kept nowhere yet."""
@@ -94,3 +99,8 @@ class Slots:
         """Every slot, sorted by name."""
         found = [slot for by_variable in self.by_name.values() for slot in by_variable.values()]
         return sorted(found, key=lambda slot: slot.name)
+
+
+def _follow(master: Variable, var: Variable) -> None:
+    for kept, copy in zip(master.buffers, var.buffers, strict=True):
+        ops.pack([kept], [copy])

@@ -1,0 +1,12 @@
+"""Accumulated gradient normalization: workers that push the mean of a period to a centre.
+
+Source: tf.contrib.opt.AGNOptimizer (agn_optimizer.md); arXiv 1710.02368.
+"""
+
+from __future__ import annotations
+
+from .center import AGNCenter
+from .getter import AGNCustomGetter
+from .optimizer import AGNOptimizer
+
+__all__ = ["AGNCenter", "AGNCustomGetter", "AGNOptimizer"]

@@ -1,0 +1,276 @@
+"""The centre: what all workers push to and pull from, on its own devices; never trains.
+
+Its lock is held while a push is launched, never while memory is asked for or a kernel is compiled.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from gradreduce.device import Device, Mesh, as_deadline, default_mesh
+from gradreduce.errors import CollectiveError, DeadlineExceededError, DeviceMismatchError
+from gradreduce.optim.base import Optimizer
+from gradreduce.optim.slots import Slots
+from gradreduce.variables import Variable
+
+from .saved import load_center, saved_center
+from .workers import WorkerThread
+
+__all__ = ["PREFIX", "AGNCenter", "process_wide"]
+
+PREFIX = "global_center_variable"
+
+_log = logging.getLogger("gradreduce.agn")
+
+
+class AGNCenter:
+    """Centre variables and their slots, for the workers of one training.
+
+    A variable is made when the first worker makes its own of that name, with that one's value; the
+    slots of a rule when its first push comes. Whole variables are spread over the devices: each
+    goes to that which holds the fewest bytes, so that pushes of many workers do not queue at one
+    GPU. All methods may be called from any thread.
+
+    Args:
+        mesh: where they lie: a mesh, a part of one, or a device. Default: ``gr.default_mesh()``.
+
+    Attributes:
+        devices: those.
+
+    Raises:
+        TypeError: ``mesh`` is something else.
+    """
+
+    def __init__(self, mesh: Mesh | Device | None = None) -> None:
+        if mesh is None:
+            mesh = default_mesh()
+        if not isinstance(mesh, Mesh | Device):
+            raise TypeError(f"mesh={mesh!r} is neither a Mesh nor a Device")
+        self.devices: tuple[Device, ...] = mesh.devices if isinstance(mesh, Mesh) else (mesh,)
+        self._lock = threading.RLock()
+        self._variables: dict[str, Variable] = {}
+        self._slots: Slots | None = None
+        self._rule = ""
+        self._fault: str | None = None
+        self._begun: set[int] = set()
+        self._begins = threading.Condition(self._lock)
+        self._lost: list[int] = []
+
+    # -- members ----------------------------------------------------------------------------------
+
+    def variables(self) -> list[Variable]:
+        """Centre variables and their slots, sorted by name."""
+        with self._lock:
+            kept = [*self._variables.values(), *self.slot_variables()]
+            return sorted(kept, key=lambda each: each.name)
+
+    @property
+    def lost_workers(self) -> tuple[int, ...]:
+        """Task indices of the workers that an exception has ended, in that order."""
+        with self._lock:
+            return tuple(self._lost)
+
+    def start_worker(self, task_index: int, work: Callable[[], object]) -> threading.Thread:
+        """Runs a worker in a thread of its own.
+
+        Args:
+            task_index: of the worker.
+            work: what it does; called without arguments.
+
+        Returns:
+            The running thread. Its ``join`` raises the exception that ended the worker, if one
+            did; the others go on, and ``lost_workers`` names it.
+        """
+        worker = WorkerThread(task_index, work, self.lose)
+        worker.start()
+        return worker
+
+    def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
+        """Centre variables and their slots, as host data; halves come as float32.
+
+        Of one moment: no push is half in it. Waits for the devices.
+
+        Args:
+            deadline: seconds from now in which the devices must be done, or their mesh dies.
+        """
+        seconds = as_deadline(deadline)
+        with self._lock:
+            self.check_usable()
+            finish = saved_center(self._rule, self._variables, self._slots)
+        return finish(seconds)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Puts back what ``state_dict`` gave, in this process or another, on any backend.
+
+        A centre that refuses pushes, because one failed half way, is whole again. What is refused
+        has changed nothing.
+
+        Args:
+            state: of a centre with variables of the same names.
+
+        Raises:
+            KeyError: a key is missing or unknown, or a variable that no worker has made.
+            TypeError: a value of another type.
+            ValueError: another format or rule, slots where no worker has made an
+                ``AGNOptimizer``, or an array of another shape or dtype.
+        """
+        with self._lock:
+            load_center(self._rule, self._variables, self._slots, state)
+            self._fault = None
+
+    # -- what getters and optimizers ask ----------------------------------------------------------
+
+    def check_reached(self, devices: Sequence[Device]) -> None:
+        """Raises unless a worker's devices are of the same mesh, so that copies get there."""
+        for device in devices:
+            if device.fabric is not self.devices[0].fabric:
+                raise DeviceMismatchError(
+                    f"{device.name} of the worker is of another mesh than {self.devices[0].name} "
+                    "of the centre"
+                )
+
+    def variable_for(self, name: str, local: Variable) -> Variable:
+        """The centre variable of a name, made like a worker's if it is the first of that name.
+
+        Raises:
+            ValueError: it has another shape or dtype.
+        """
+        with self._lock:
+            found = self._variables.get(name)
+            if found is None:
+                found = self._variables[name] = Variable(
+                    local.buffers[0], f"{PREFIX}/{name}", trainable=False, device=self._emptiest()
+                )
+            elif (found.shape, found.dtype) != (local.shape, local.dtype):
+                raise ValueError(
+                    f"{name!r} is {local.dtype}{list(local.shape)} here, and {found.dtype}"
+                    f"{list(found.shape)} at the centre, where another worker has made it"
+                )
+            return found
+
+    def _emptiest(self) -> Device:
+        held = dict.fromkeys(self.devices, 0)
+        for variable in self._variables.values():
+            held[variable.devices[0]] += variable.buffers[0].nbytes
+        return min(self.devices, key=lambda device: held[device])
+
+    def join(self, optimizer: Optimizer) -> Slots:
+        """The slots of centre variables, whose rule is that of the first optimizer.
+
+        Raises:
+            ValueError: one of another class, or with other slots or masters.
+        """
+        with self._lock:
+            rule, own = type(optimizer).__name__, optimizer._slots
+            if self._slots is None:
+                self._rule = rule
+                dtype = "float32" if own.has_masters else None
+                self._slots = Slots(own.owner, own.names, dtype)
+            elif (rule, own.names, own.has_masters) != (
+                self._rule, self._slots.names, self._slots.has_masters
+            ):  # fmt: skip
+                raise ValueError(
+                    f"the centre is updated by {self._rule} with slots {list(self._slots.names)}"
+                    f"{' and masters' if self._slots.has_masters else ''}; a worker brings {rule} "
+                    f"with {list(own.names)}{' and masters' if own.has_masters else ''}"
+                )
+            return self._slots
+
+    def prepare(self, optimizer: Optimizer, variables: Sequence[Variable]) -> None:
+        """Makes the slots of centre variables that are not there yet."""
+        with self._lock:
+            self.check_usable()
+            self.join(optimizer).make(variables, optimizer._slot_start)
+
+    def slot(self, variable: Variable, name: str) -> Variable | None:
+        """That of a centre variable; None if it was not created."""
+        with self._lock:
+            return self._slots.by_name.get(name, {}).get(variable) if self._slots else None
+
+    def slots_of(self, variable: Variable) -> list[Variable]:
+        """Those of a centre variable that exist."""
+        with self._lock:
+            return self._slots.of(variable) if self._slots else []
+
+    def slot_variables(self) -> list[Variable]:
+        """Every slot of a centre variable."""
+        with self._lock:
+            return self._slots.all() if self._slots else []
+
+    def pushing(self, *, use_locking: bool) -> AbstractContextManager[object]:
+        """Inside, with locking, no other worker pushes, updates or pulls."""
+        return self._lock if use_locking else nullcontext()
+
+    def check_usable(self) -> None:
+        """Raises ``CollectiveError`` if a push failed half way."""
+        if self._fault is not None:
+            raise CollectiveError(
+                f"the centre is half updated, since a push failed half way: {self._fault}; "
+                "load_state_dict makes it whole"
+            )
+
+    def half_pushed(self, task: str, error: BaseException) -> None:
+        """From now on pushes are refused."""
+        self._fault = f"{task}: {error!r}"
+        error.add_note("This came half way through a push: the centre refuses others.")
+
+    # -- workers that come and go ------------------------------------------------------------------
+
+    def begin(self, task_index: int) -> None:
+        """A worker is there; if it was lost, it is back."""
+        with self._begins:
+            self._begun.add(task_index)
+            if task_index in self._lost:
+                self._lost.remove(task_index)
+            self._begins.notify_all()
+
+    def wait_for(self, num_worker: int, timeout: float) -> None:
+        """Blocks until so many different workers have begun.
+
+        Raises:
+            DeadlineExceededError: naming who is missing.
+        """
+        with self._begins:
+            self._begins.wait_for(lambda: len(self._begun) >= num_worker, timeout)
+            begun = sorted(self._begun)
+        if len(begun) < num_worker:
+            missing = [task for task in range(num_worker) if task not in begun]
+            raise DeadlineExceededError(
+                f"after {timeout} s {len(begun)} of {num_worker} workers have begun, {begun}: "
+                f"{num_worker - len(begun)} of {missing} are missing"
+            )
+
+    def lose(self, task_index: int, error: BaseException) -> None:
+        """An exception has ended a worker: one warning says so."""
+        with self._lock:
+            if task_index in self._lost:
+                return
+            self._lost.append(task_index)
+        _log.warning(
+            "worker %d was lost, the others go on: %s: %s",
+            task_index, type(error).__name__, error,
+        )  # fmt: skip
+
+
+_latest: weakref.ref[AGNCenter] | None = None
+_latest_lock = threading.Lock()
+
+
+def process_wide(near: Device) -> AGNCenter:
+    """The centre of all getters that name none; it lives as long as one of them holds it.
+
+    Args:
+        near: a device of the mesh over which it is spread, if it is made now.
+    """
+    global _latest
+    with _latest_lock:
+        center = None if _latest is None else _latest()
+        if center is None:
+            center = AGNCenter(near.mesh)
+            _latest = weakref.ref(center)
+        return center

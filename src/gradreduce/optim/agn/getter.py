@@ -1,0 +1,117 @@
+"""A worker's variables, each with its copy at the centre and its accumulation; never updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from gradreduce.device import Device, Mesh
+from gradreduce.variables import Variable
+
+from .center import AGNCenter, process_wide
+from .lazy import Accumulation
+
+__all__ = ["AGNCustomGetter", "Member"]
+
+
+class Member(NamedTuple):
+    """A variable of a worker.
+
+    Attributes:
+        local: the worker's copy.
+        center: the centre's.
+        total: the sum of its gradients since the last push.
+    """
+
+    local: Variable
+    center: Variable
+    total: Accumulation
+
+
+class AGNCustomGetter:
+    """Makes the local, centre and accumulation copies of a worker's variables.
+
+    One for each worker: the ``custom_getter`` of ``gr.get_variable``. A trainable variable ``n``
+    lies on the worker; the centre has ``global_center_variable/n``, made by whichever worker comes
+    first, and the worker ``grad_variable/n``, zero at first. Others lie on the worker, alone.
+
+    Args:
+        worker_device: the worker's device, or its part of a mesh: then its variables are mirrored
+            there, and it is several replicas.
+        center: where the centre variables are. Default: the process-wide centre, spread over the
+            mesh of the getter that comes first; it lives as long as a getter holds it.
+
+    Raises:
+        DeviceMismatchError: the worker's device is not of the centre's mesh.
+        TypeError: an argument of another type.
+    """
+
+    def __init__(self, worker_device: Device | Mesh, *, center: AGNCenter | None = None) -> None:
+        if not isinstance(worker_device, Mesh | Device):
+            raise TypeError(f"worker_device={worker_device!r} is neither a Device nor a Mesh")
+        if center is not None and not isinstance(center, AGNCenter):
+            raise TypeError(f"center={center!r} is not an AGNCenter")
+        self.worker_device = worker_device
+        self.devices: tuple[Device, ...] = (
+            worker_device.devices if isinstance(worker_device, Mesh) else (worker_device,)
+        )
+        self.center = process_wide(self.devices[0]) if center is None else center
+        self.center.check_reached(self.devices)
+        self._members: dict[Variable, Member] = {}
+
+    def __call__(
+        self,
+        getter: Callable[..., Variable],
+        name: str,
+        initial_value: Any,
+        *,
+        trainable: bool = True,
+        **options: Any,
+    ) -> Variable:
+        """See ``gr.get_variable``, which calls it.
+
+        Raises:
+            ValueError: the centre has a variable of this name with another shape or dtype.
+        """
+        options["device"] = self.worker_device
+        local = getter(name, initial_value, trainable=trainable, **options)
+        if local.trainable:
+            total = Accumulation(local, f"grad_variable/{name}")
+            self._members[local] = Member(local, self.center.variable_for(name, local), total)
+        return local
+
+    def center_variable(self, var: Variable) -> Variable:
+        """The centre copy of a worker's variable: what the last push of any worker made of it.
+
+        Args:
+            var: a variable that came through this getter.
+
+        Raises:
+            KeyError: another one.
+        """
+        return self.member(var).center
+
+    def accumulation(self, var: Variable) -> Variable:
+        """The sum of the gradients of a worker's variable since its last push; only to be read.
+
+        Of float32 for halves. A sum of sparse gradients is made dense when it is read.
+
+        Args:
+            var: a variable that came through this getter.
+
+        Raises:
+            KeyError: another one.
+        """
+        return self.member(var).total
+
+    def member(self, var: Variable) -> Member:
+        """All copies of a worker's variable; ``KeyError`` for another one."""
+        found = self._members.get(var) if isinstance(var, Variable) else None
+        if found is None:
+            raise KeyError(f"{var!r} did not come through this AGNCustomGetter")
+        return found
+
+    @property
+    def members(self) -> list[Member]:
+        """Of every trainable variable, in the order in which they were made."""
+        return list(self._members.values())

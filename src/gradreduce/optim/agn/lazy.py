@@ -1,0 +1,212 @@
+"""Variables whose memory is made true when somebody looks, because a step has no time for it.
+
+The sum of a period is zero after a push, and ``local_step`` is a number that the host counts: to
+write either at every step would cost a launch that nobody reads.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, Literal
+
+from gradreduce import ops
+from gradreduce.accumulator.sparse_sums import SparseAdditions, prepare_gradient
+from gradreduce.accumulator.state import AccumulatorState, Arrival, SparseGradient, SparseSum
+from gradreduce.cross_device import AllReduceCrossDeviceOps
+from gradreduce.device import Buffer, Device, DType, accumulate_dtype, as_dtype, copy_over
+from gradreduce.indexed_slices import IndexedSlices, coalesced, densified
+from gradreduce.interop import numbers
+from gradreduce.variables import Variable
+
+__all__ = ["Accumulation", "Count"]
+
+
+class _Lazy(Variable):
+    """Whatever reads it asks for its buffers, and so gets the truth.
+
+    Args:
+        name: of the Variable.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.trainable = False
+
+    @property
+    @abstractmethod
+    def _true(self) -> tuple[Buffer, ...]:
+        """Memory that holds what the Variable is."""
+
+    @property
+    def _buffers(self) -> tuple[Buffer, ...]:  # type: ignore[override]  # which a plain one keeps
+        return self._true
+
+
+class Count(_Lazy):
+    """An int32 that the host counts; what is assigned to it is lost.
+
+    Args:
+        name: of the Variable.
+        device: where it is shown.
+
+    Attributes:
+        value: what it is.
+    """
+
+    def __init__(self, name: str, device: Device) -> None:
+        super().__init__(name)
+        self.value = 0
+        self._device = device
+        self._shown: tuple[int, Buffer] | None = None
+
+    @property
+    def _true(self) -> tuple[Buffer, ...]:
+        if self._shown is None or self._shown[0] != self.value:
+            number = numbers(self.value, as_dtype("int32"))
+            self._shown = (self.value, self._device.upload(number))
+        return (self._shown[1],)
+
+
+# What the memory of a sum is: of an earlier period or not there, zeros, or the sum.
+_Holds = Literal["nothing", "zeros", "sum"]
+
+
+class Accumulation(_Lazy):
+    """The sum of the gradients of a worker's variable since its last push.
+
+    Of the accumulate type: float32 of halves. It is dense, on each device of the variable, or, as
+    long as every gradient was sparse, the rows that they touched, on the first; whoever reads it
+    makes it dense. Only to be read.
+
+    Args:
+        local: the worker's variable.
+        name: of this one.
+
+    Attributes:
+        rows: the sparse sum; None if it is dense, or nothing.
+    """
+
+    def __init__(self, local: Variable, name: str) -> None:
+        super().__init__(name)
+        self._local = local
+        self._memory: tuple[Buffer, ...] = ()
+        self._holds: _Holds = "nothing"
+        self.rows: AccumulatorState | None = None
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Those of the variable."""
+        return self._local.devices
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the variable."""
+        return self._local.shape
+
+    @property
+    def dtype(self) -> DType:
+        """The accumulate type."""
+        return accumulate_dtype(self._local.dtype)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no gradient came since the last push."""
+        return self.rows is None and self._holds != "sum"
+
+    @property
+    def is_first(self) -> bool:
+        """Whether a dense gradient is to be written to the memory: what is there is not read."""
+        return self._holds == "nothing"
+
+    @property
+    def memory(self) -> tuple[Buffer, ...]:
+        """The memory for a dense sum on each device; it holds anything if ``is_first``."""
+        if not self._memory:
+            self._memory = tuple(device.empty(self.shape, self.dtype) for device in self.devices)
+        return self._memory
+
+    @property
+    def allocated(self) -> tuple[Buffer, ...]:
+        """As ``memory``, but nothing is made."""
+        return self._memory
+
+    def added(self) -> None:
+        """A dense gradient was added, or written."""
+        self._holds = "sum"
+
+    def cleared(self) -> None:
+        """It is zero from now on; launches nothing."""
+        self._holds, self.rows = "nothing", None
+
+    def arrival(self, gradient: IndexedSlices) -> Arrival:
+        """A sparse gradient on its way into the rows; whoever adds it sets ``rows``."""
+        state = self.rows or AccumulatorState(
+            self._local.dtype, self.shape, "SUM", self.devices[:1], False, _NO_OPS, sparse=True
+        )
+        prepare_gradient(state, gradient.dtype)
+        segments = ops.plan_segments(gradient.indices)
+        part = SparseGradient(gradient.values, segments, self.shape)
+        return Arrival(state, ((0, part),), "native")
+
+    @property
+    def sparse_sum(self) -> SparseSum:
+        """The rows, which there must be."""
+        assert self.rows is not None
+        (total,) = self.rows.totals
+        assert isinstance(total, SparseSum)
+        return total
+
+    @property
+    def current(self) -> Buffer | SparseSum:
+        """The sum on the first device, as it is; there must be one."""
+        return self.memory[0] if self.rows is None else self.sparse_sum
+
+    def make_dense(self) -> None:
+        """Rows become an array, on every device; nothing becomes zeros."""
+        if self.rows is not None:
+            (whole,) = densified([self.merged()])
+            self._memory = (whole, *(_copied(device, whole) for device in self.devices[1:]))
+            self._holds, self.rows = "sum", None
+        elif self._holds == "nothing":
+            self._memory = tuple(device.zeros(self.shape, self.dtype) for device in self.devices)
+            self._holds = "zeros"
+
+    def merged(self) -> IndexedSlices:
+        """The rows in the order of their indices, in new memory."""
+        total = self.sparse_sum
+        plan, _ = ops.merged_slots([total.slots], mean=False)
+        (rows,) = coalesced([total.rows], [plan])
+        return IndexedSlices.of(rows, plan.indices, self.shape)
+
+    def become(self, dense: Any | None, rows: IndexedSlices | None) -> None:
+        """What a checkpoint holds, instead of what is there.
+
+        Args:
+            dense: on the host; None: it is not dense.
+            rows: on the first device; None: it is not sparse.
+        """
+        self.cleared()
+        if dense is not None:
+            self._memory = tuple(device.upload(dense) for device in self.devices)
+            self._holds = "sum"
+        elif rows is not None:
+            arrival = self.arrival(rows)
+            addition = SparseAdditions([arrival])
+            addition.launch_apart()
+            ((state, place, total),) = addition.totals()
+            state.totals[place] = total
+            self.rows = state
+
+    @property
+    def _true(self) -> tuple[Buffer, ...]:
+        self.make_dense()
+        return self._memory
+
+
+def _copied(device: Device, buffer: Buffer) -> Buffer:
+    copied = device.empty(buffer.shape, buffer.dtype)
+    copy_over(device, copied, buffer)
+    return copied
+
+
+_NO_OPS = AllReduceCrossDeviceOps()  # a sum on one device is never reduced

@@ -1,0 +1,170 @@
+"""A worker's step: the rule and the accumulation in one pass over its variables.
+
+``Optimizer`` knows how a rule reaches variables; what is added here is the sum that goes with each.
+A sparse gradient changes the rows that it touches, by the plain rule, and its rows are added to
+those of the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from gradreduce import ops
+from gradreduce.accumulator.sparse_sums import SparseAdditions
+from gradreduce.accumulator.state import Arrival, SparseSum
+from gradreduce.device import Buffer, Device
+from gradreduce.indexed_slices import IndexedSlices
+from gradreduce.optim.arrivals import Near, made_dense
+from gradreduce.optim.base import Optimizer
+from gradreduce.optim.custom import changed_by
+from gradreduce.optim.launches import Job
+from gradreduce.values import Part
+
+from .getter import Member
+
+__all__ = ["LocalStep", "without_mixtures"]
+
+# How a copy of a variable is changed: a dense gradient is written to the sum, or added to it; rows.
+_FIRST, _LATER, _ROWS = range(3)
+
+
+def without_mixtures(members: Sequence[Member], gradients: Sequence[Near]) -> list[Near]:
+    """A gradient of the kind of the sum that it goes to: dense and sparse make a dense one."""
+    mixed = []
+    for place, (member, near) in enumerate(zip(members, gradients, strict=True)):
+        if not isinstance(near[0], IndexedSlices):
+            if member.total.rows is not None:
+                member.total.make_dense()
+        elif not member.total.is_first:
+            mixed.append(place)
+    found = list(gradients)
+    dense = made_dense(
+        [gradients[place] for place in mixed], [members[place].local for place in mixed]
+    )
+    for place, near in zip(mixed, dense, strict=True):
+        found[place] = near
+    return found
+
+
+class LocalStep:
+    """One step of a worker: has all its memory and every plan, and is not launched yet.
+
+    Args:
+        optimizer: whose rule; its slots of the variables exist.
+        members: the variables.
+        gradients: of each, near each of its copies; not of another kind than its sum.
+        scalars: of the rule.
+        numbers: of the optimizer when it is done.
+
+    Attributes:
+        devices: of the variables.
+        numbers: see there.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        members: Sequence[Member],
+        gradients: Sequence[Near],
+        scalars: Sequence[float],
+        numbers: dict[str, float],
+    ) -> None:
+        self.numbers = numbers
+        self._dense: list[Member] = []
+        self._sparse: list[tuple[Member, Arrival]] = []
+        groups: dict[tuple[int, int], list[tuple[list[Buffer], Part, Buffer | None]]] = {}
+        for member, near in zip(members, gradients, strict=True):
+            rows = optimizer._slots.rows(member.local)
+            kind, totals = self._kind(member, near[0])
+            for written, part, total in zip(rows, near, totals, strict=True):
+                key = (written[0].device.physical, kind)
+                groups.setdefault(key, []).append((written, part, total))
+        self._additions = SparseAdditions([arrival for _, arrival in self._sparse])
+        self.devices = [copy.device for member in members for copy in member.local.buffers]
+        self._launches = [
+            launch
+            for (_, kind), group in groups.items()
+            for launch in _launches(optimizer, kind, group, tuple(scalars))
+        ]
+
+    def _kind(
+        self, member: Member, gradient: Part
+    ) -> tuple[int, Sequence[Buffer] | Sequence[None]]:
+        """How it is changed, and the sum of each copy, if that is dense."""
+        if isinstance(gradient, IndexedSlices):
+            if gradient.values.size:
+                self._sparse.append((member, member.total.arrival(gradient)))
+            return _ROWS, [None] * len(member.local.buffers)
+        self._dense.append(member)
+        return (_FIRST if member.total.is_first else _LATER), member.total.memory
+
+    def sums(self) -> dict[Member, Buffer | SparseSum]:
+        """Where the sum of each variable lies, on its first device, when the step is launched."""
+        totals = {state: total for state, _, total in self._additions.totals()}
+        rows = {member: totals[arrival.state] for member, arrival in self._sparse}
+        dense = {member: member.total.memory[0] for member in self._dense}
+        return dense | {member: total for member, total in rows.items() if total is not None}
+
+    def launch(self) -> None:
+        """All of it; all variables are changed, or their devices are lost."""
+        fabric = self.devices[0].fabric
+        with fabric.launch_lock, fabric.whole_or_lost(self.devices):
+            for launch in self._launches:
+                launch()
+            self._additions.launch_apart()
+            self._additions.launch_in_place()
+        for member in self._dense:
+            member.total.added()
+        for state, place, total in self._additions.totals():
+            state.totals[place] = total
+        for member, arrival in self._sparse:
+            member.total.rows = arrival.state
+
+
+def _launches(
+    optimizer: Optimizer,
+    kind: int,
+    group: Sequence[tuple[list[Buffer], Part, Buffer | None]],
+    scalars: tuple[float, ...],
+) -> list[Callable[[], None]]:
+    """What changes the copies of one kind on one physical device."""
+    kernel, parts = optimizer._kernel, [part for _, part, _ in group]
+    if kernel is None:
+        return _by_arrays(optimizer, kind, group)
+    if kind == _ROWS:
+        job = Job([written for written, _, _ in group], parts)
+        return [partial(job.run, lambda rows, at: ops.update_fitted(kernel, rows, scalars, at))]
+    written = [[*row, total] for row, _, total in group if total is not None]
+    local, given = ops.local_update_of(kernel), (int(kind == _FIRST), *scalars)
+    job = Job(written, parts)
+    return [partial(job.run, lambda rows, at: ops.update_fitted(local, rows, given, at))]
+
+
+def _by_arrays(
+    optimizer: Optimizer, kind: int, group: Sequence[tuple[list[Buffer], Part, Buffer | None]]
+) -> list[Callable[[], None]]:
+    """As ``_launches``, by a rule on arrays, which is computed here; then the sum by itself."""
+    job = Job([written for written, _, _ in group], [part for _, part, _ in group])
+    job.begin()
+    ends: list[Callable[[], None]] = [
+        partial(job.end, changed_by(optimizer._apply, optimizer._slot_names, job))
+    ]
+    pairs = [
+        (total, part) for _, part, total in group if total is not None and type(part) is Buffer
+    ]
+    if pairs:
+        sums = Job([[total] for total, _ in pairs], [part for _, part in pairs])
+        ends.append(partial(sums.run, partial(_add, first=kind == _FIRST)))
+        for total, part in pairs:
+            ops.prepare_pack(sums.leader, total.dtype, part.dtype)
+            ops.prepare_accumulate_n(sums.leader, total.dtype, part.dtype)
+    return ends
+
+
+def _add(rows: Sequence[Sequence[Buffer]], device: Device, *, first: bool) -> None:
+    totals, gradients = [row[0] for row in rows], [row[1] for row in rows]
+    if first:
+        ops.pack(totals, gradients, device=device)
+    else:
+        ops.accumulate_n(totals, [[gradient] for gradient in gradients], device=device)

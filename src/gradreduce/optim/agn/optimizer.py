@@ -1,0 +1,413 @@
+"""AGN: a worker's steps, and what happens once in a period; see arXiv 1710.02368.
+
+local:  w <- rule(w, g); a <- a + g                 each step, one launch
+global: c <- rule(c, a / period); w <- c; a <- 0    once in a period, one launch on each GPU
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from gradreduce import ops
+from gradreduce.aggregate import AggregationMethod
+from gradreduce.autodiff.gradients import Engine
+from gradreduce.cross_device_ops import CrossDeviceOps
+from gradreduce.device import as_deadline, clear, copy_over, due
+from gradreduce.interop import OneCall
+from gradreduce.optim.arrivals import (
+    Near,
+    Pair,
+    check_apart,
+    check_global_step,
+    checked_pairs,
+    made_dense,
+)
+from gradreduce.optim.base import Optimizer
+from gradreduce.variables import Variable
+
+from .getter import AGNCustomGetter, Member
+from .hook import AGNHook
+from .lazy import Count
+from .local import LocalStep, without_mixtures
+from .push import How, Push, Sum
+from .saved_worker import Worker, load_worker, saved_worker
+
+__all__ = ["AGNOptimizer"]
+
+
+class AGNOptimizer(Optimizer):
+    """Accumulates gradients locally and pushes their mean to the centre once per period.
+
+    One for each worker, with a getter and an inner optimizer of its own; workers are threads, as a
+    rule. Each ``apply_gradients`` changes the worker's variables by the inner rule and adds the
+    gradients up. Every ``communication_period`` of them the sum, divided by the period, changes the
+    centre variables by the same rule, with slots of their own that all workers share, and the
+    worker's variables become what the centre is then; its local progress is given up for that.
+    Adam's powers are the worker's, and advance with both updates. Slots of the worker's variables
+    stay as they are at a pull.
+
+    Args:
+        optimizer: the rule for local and centre updates.
+        num_worker: how many workers there are; the hook may wait for them.
+        custom_getter: the worker's ``AGNCustomGetter``, which made the variables.
+        communication_period: local steps between two pushes, at least 1.
+        use_locking: whether push, centre update and pull are one step that no other worker sees
+            half done. Without, workers may come between each other's variables; never within one.
+        name: of the optimizer.
+        distance_scale: each element of a mean is divided by ``d**2 / distance_scale + 1``, with d
+            how far the centre has moved since this worker's last pull; about 1e-4 lets many workers
+            with a short period converge. None: no scaling.
+        reset_momentum: whether a pull makes the worker's momentum zero, which belongs to the
+            progress that is given up: the slots that the inner optimizer names ``"momentum"`` or
+            ``"m"``.
+
+    Raises:
+        ValueError: a period or ``num_worker`` less than 1, a ``distance_scale`` that is not above
+            0, an empty name, or a rule that is not that of the centre's other workers.
+        TypeError: an argument of another type.
+    """
+
+    def __init__(  # noqa: PLR0913  # the signature of the seed
+        self,
+        optimizer: Optimizer,
+        num_worker: int,
+        custom_getter: AGNCustomGetter,
+        communication_period: int = 10,
+        use_locking: bool = True,
+        name: str = "AGNOptimizer",
+        *,
+        distance_scale: float | None = None,
+        reset_momentum: bool = False,
+    ) -> None:
+        super().__init__(name)
+        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, AGNOptimizer):
+            raise TypeError(f"optimizer={optimizer!r} is no optimizer to wrap")
+        if not isinstance(custom_getter, AGNCustomGetter):
+            raise TypeError(f"custom_getter={custom_getter!r} is not an AGNCustomGetter")
+        self._inner, self._getter = optimizer, custom_getter
+        self._center = custom_getter.center
+        self._num_worker = _at_least_one("num_worker", num_worker)
+        self._period = _at_least_one("communication_period", communication_period)
+        self._use_locking = bool(use_locking)
+        self._gamma = None if distance_scale is None else float(distance_scale)
+        if self._gamma is not None and not self._gamma > 0:
+            raise ValueError(f"distance_scale={distance_scale!r} must be above 0, or None")
+        self._resets = bool(reset_momentum)
+        self._step = Count("local_step", custom_getter.devices[0])
+        self._is_due = False  # a push failed before it changed anything, and is to be made
+        self._pulled: dict[Variable, Variable] = {}
+        self._prepared: set[Member] = set()  # whose slots at the centre exist
+        self._center.join(optimizer)
+
+    # -- members ----------------------------------------------------------------------------------
+
+    @property
+    def local_step(self) -> Variable:
+        """How many steps this worker has made: an int32; only to be read."""
+        return self._step
+
+    @property
+    def cross_device_ops(self) -> CrossDeviceOps:
+        """Reduces the ``PerReplica`` gradients of a worker that is several replicas; settable."""
+        return self._inner.cross_device_ops
+
+    @cross_device_ops.setter
+    def cross_device_ops(self, chosen: CrossDeviceOps) -> None:
+        self._inner.cross_device_ops = chosen
+
+    def get_slot(self, var: Variable, name: str) -> Variable | None:
+        """The slot ``name`` of a worker's or a centre variable; None if it was not created."""
+        found = self._inner.get_slot(var, name)
+        return self._center.slot(var, name) if found is None else found
+
+    def get_slot_names(self) -> list[str]:
+        """Names of the inner optimizer's slots that exist, sorted."""
+        return self._inner.get_slot_names()
+
+    def variables(self) -> list[Variable]:
+        """What the inner optimizer keeps for worker and centre, sorted by name."""
+        kept = [*self._inner.variables(), *self._center.slot_variables()]
+        return sorted(kept, key=lambda each: each.name)
+
+    @OneCall()
+    def apply_gradients(  # type: ignore[override]  # of others there is nothing to say
+        self,
+        grads_and_vars: Iterable[tuple[Any, Variable]],
+        global_step: Variable | None = None,
+        name: str | None = None,
+        *,
+        deadline: float | None = None,
+    ) -> bool:
+        """One local step; every ``communication_period`` of them a push, global update and pull.
+
+        A variable without a gradient in the whole period is neither pushed nor pulled.
+
+        Args:
+            grads_and_vars: see ``Optimizer.apply_gradients``; variables from the getter.
+            global_step: a Variable that goes up by one with each communication.
+            name: ignored.
+            deadline: seconds from now in which the devices must be done, or their mesh dies.
+
+        Returns:
+            Whether it communicated.
+
+        Raises:
+            KeyError: a variable that did not come through the getter.
+            ValueError: see ``Optimizer.apply_gradients``; or two variables of one name.
+            TypeError: see there.
+            CollectiveError: the centre refuses pushes, because one failed half way.
+
+        What is refused has changed nothing. If a communication fails before it has changed the
+        centre, the local step was made, and the next call makes up for the push before its own.
+        """
+        seconds = as_deadline(deadline)
+        present = checked_pairs(grads_and_vars)
+        members = [self._getter.member(var) for _, var in present]
+        check_global_step(global_step)
+        devices = [device for member in members for device in member.local.devices]
+        with due("apply_gradients", seconds, [*devices, *self._center.devices]):
+            gradients = self._arrived(members, present)
+            makes_up = self._is_due
+            if makes_up:
+                self._make_up(global_step)
+            step, push = self._planned(members, gradients)
+            step.launch()
+            self._step.value += 1
+            self._inner._load_numbers(step.numbers)
+            if push is not None:
+                self._is_due = True
+                self._communicate(push, global_step)
+        return makes_up or push is not None
+
+    def minimize(  # type: ignore[override]  # noqa: PLR0913  # the signature of the seed
+        self,
+        loss: Callable[[], Any],
+        global_step: Variable | None = None,
+        var_list: Sequence[Variable] | None = None,
+        gate_gradients: int = Optimizer.GATE_OP,
+        aggregation_method: AggregationMethod | int | None = None,
+        colocate_gradients_with_ops: bool = False,
+        name: str | None = None,
+        grad_loss: Any = None,
+        *,
+        engine: Engine | None = None,
+    ) -> bool:
+        """``compute_gradients`` and ``apply_gradients`` in one call; see ``Optimizer.minimize``.
+
+        Returns:
+            Whether it communicated.
+        """
+        pairs = self.compute_gradients(
+            loss, var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops,
+            grad_loss, engine=engine,
+        )  # fmt: skip
+        return self.apply_gradients(pairs, global_step, name)
+
+    def get_init_op(self, task_index: int) -> Callable[[], None]:
+        """What lets a worker start where the centre is.
+
+        Args:
+            task_index: of the worker.
+
+        Returns:
+            A callable that copies the centre to the local variables and clears their
+            accumulations. It waits for nobody.
+
+        Raises:
+            ValueError: the getter has made no trainable variable, or a negative ``task_index``.
+        """
+        _as_task(task_index)
+        if not self._getter.members:
+            raise ValueError("the list of local variables should not be empty: none came through "
+                             "the AGNCustomGetter")  # fmt: skip
+        return self._start
+
+    def make_session_run_hook(
+        self, is_chief: bool, task_index: int, *, wait_timeout: float | None = None
+    ) -> AGNHook:
+        """A context manager for a worker's training, which starts it at the centre.
+
+        Args:
+            is_chief: ignored: centre variables have their values since they were made.
+            task_index: of the worker, from 0 on.
+            wait_timeout: seconds to wait until ``num_worker`` different task indices have begun;
+                None waits for nobody.
+
+        Raises:
+            ValueError: see ``get_init_op``.
+        """
+        start = self.get_init_op(task_index)
+        return AGNHook(self._center, start, _as_task(task_index), self._num_worker, wait_timeout)
+
+    def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
+        """The worker, as host data: variables, sums, inner optimizer, ``local_step``.
+
+        With the centre's ``state_dict``, taken while no worker steps, training goes on with the
+        same bits. Waits for the devices.
+
+        Args:
+            deadline: seconds from now in which the devices must be done, or their mesh dies.
+
+        Raises:
+            ValueError: two variables have the same name.
+        """
+        seconds = as_deadline(deadline)
+        worker = Worker(self._step.value, self._is_due, self._pulled)
+        return saved_worker(self._inner, self._getter.members, worker, seconds)
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], variables: Sequence[Variable] | None = None
+    ) -> None:
+        """Puts back what ``state_dict`` gave, in this process or another, on any backend.
+
+        What is refused has changed nothing.
+
+        Args:
+            state: of a worker with the same inner rule.
+            variables: ignored: they are the getter's.
+
+        Raises:
+            KeyError: a key is missing or unknown, or a variable that the getter has not.
+            TypeError: a value of another type.
+            ValueError: another format or rule, or an array of another shape or dtype.
+        """
+        loaded = load_worker(self._inner, self._getter.members, state)
+        self._step.value, self._is_due = loaded.local_step, loaded.is_due
+        self._pulled = loaded.pulled
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    def _arrived(self, members: Sequence[Member], present: Sequence[Pair]) -> list[Near]:
+        """The gradients near their variables, checked; reduced, if they are of replicas."""
+        if len({member.center for member in members}) != len(members):
+            raise ValueError("two variables have the same name, and so the same centre variable")
+        gradients = self._inner._near(present)
+        variables = [member.local for member in members]
+        kept = [*variables, *(member.center for member in members), *self._pulled.values()]
+        written = [copy for each in kept for copy in each.buffers]
+        for member in members:
+            slots = [*self._inner._slots.of(member.local), *self._center.slots_of(member.center)]
+            written += [copy for slot in slots for copy in slot.buffers]
+            written += member.total.allocated
+        check_apart(variables, gradients, ops.Ranges(written))
+        return made_dense(gradients, variables) if self._inner._densifies else gradients
+
+    def _planned(
+        self, members: Sequence[Member], gradients: Sequence[Near]
+    ) -> tuple[LocalStep, Push | None]:
+        """A step, and the communication if one is due then: they have all that may fail."""
+        inner = self._inner
+        inner.prepare([member.local for member in members])
+        if not self._prepared.issuperset(members):
+            self._center.prepare(inner, [member.center for member in members])
+            self._prepared.update(members)
+        self._keep_pulled(members)
+        before = inner._saved_numbers()
+        try:
+            scalars, numbers = self._scalars_of_next()
+            gradients = without_mixtures(members, gradients)
+            step = LocalStep(inner, members, gradients, scalars, numbers)
+            if (self._step.value + 1) % self._period:
+                return step, None
+            sums = self._held() | step.sums()
+            return step, self._push(sums)
+        finally:
+            inner._load_numbers(before)
+
+    def _scalars_of_next(self) -> tuple[tuple[float, ...], dict[str, float]]:
+        """Of the rule for the next update, and the inner optimizer's numbers after it."""
+        scalars = self._inner._scalars()
+        self._inner._finish()
+        return scalars, self._inner._saved_numbers()
+
+    def _keep_pulled(self, members: Sequence[Member]) -> None:
+        """A worker that was never told to start has pulled what its variables are."""
+        for member in members if self._gamma is not None else ():
+            if member.local not in self._pulled:
+                first, name = member.local.buffers[0], f"pulled/{member.local.name}"
+                self._pulled[member.local] = Variable(first, name, trainable=False)
+
+    # -- a communication --------------------------------------------------------------------------
+
+    def _held(self) -> dict[Member, Sum]:
+        """The sums of the period, so far."""
+        return {
+            member: member.total.current
+            for member in self._getter.members
+            if not member.total.is_empty
+        }
+
+    def _push(self, sums: Mapping[Member, Sum]) -> Push:
+        """One for these, planned; ``_finish`` is called."""
+        scalars, numbers = self._scalars_of_next()
+        how = How(self._period, self._use_locking, self._gamma, self.get_name())
+        return Push(self._center, self._inner, sums, self._pulled, scalars, numbers, how)
+
+    def _make_up(self, global_step: Variable | None) -> None:
+        """The push that has failed."""
+        before = self._inner._saved_numbers()
+        try:
+            push = self._push(self._held())
+        finally:
+            self._inner._load_numbers(before)
+        self._communicate(push, global_step)
+
+    def _communicate(self, push: Push, global_step: Variable | None) -> None:
+        push.run()
+        self._is_due = False
+        self._inner._load_numbers(push.numbers)
+        for member in push.members:
+            member.total.cleared()
+        if self._resets:
+            self._reset([member.local for member in push.members])
+        if global_step is not None:
+            global_step.assign_add(1)
+
+    def _reset(self, variables: Sequence[Variable]) -> None:
+        """Momentum of these is zero."""
+        for name in _MOMENTUM & set(self._inner._slot_names):
+            for var in variables:
+                for copy in self._inner._slots.by_name[name][var].buffers:
+                    clear(copy)
+
+    def _start(self) -> None:
+        """The worker is where the centre is, and has accumulated nothing."""
+        members = self._getter.members
+        with self._center.pushing(use_locking=self._use_locking):
+            self._center.check_usable()
+            for member in members:
+                (center,) = member.center.buffers
+                for copy in member.local.buffers:
+                    copy_over(copy.device, copy, center)
+        for member in members:
+            member.total.cleared()
+            self._inner._slots.follow(member.local)
+            if member.local in self._pulled:
+                self._pulled[member.local].assign(member.local.buffers[0])
+        self._is_due = False
+
+
+# Names of slots that hold a direction in which a variable goes on.
+_MOMENTUM = {"momentum", "m"}
+
+
+def _at_least_one(name: str, value: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r} must be an integer") from None
+    if number < 1:
+        raise ValueError(f"{name}={value!r} must be at least 1")
+    return number
+
+
+def _as_task(task_index: int) -> int:
+    try:
+        number = operator.index(task_index)
+    except TypeError:
+        raise TypeError(f"task_index={task_index!r} must be an integer") from None
+    if number < 0:
+        raise ValueError(f"task_index={task_index!r} must be 0 or more")
+    return number

@@ -1,0 +1,355 @@
+"""A communication: the mean of a period goes to the centre, which is updated and pulled.
+
+Where the centre reaches the worker's memory (the same GPU, or a peer) one launch does all of it:
+normalise, update, pull. Elsewhere sums are copied there before, and what it pulled back afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from gradreduce import ops
+from gradreduce.accumulator.state import SparseSum
+from gradreduce.device import (
+    Buffer,
+    Device,
+    copy_over,
+    gather,
+    reaches,
+    scatter,
+)
+from gradreduce.indexed_slices import IndexedSlices
+from gradreduce.optim.base import Optimizer
+from gradreduce.optim.custom import changed_by
+from gradreduce.optim.launches import Job
+from gradreduce.values import Part
+from gradreduce.variables import Variable
+
+from .center import AGNCenter
+from .getter import Member
+
+__all__ = ["How", "Push", "Sum"]
+
+Sum = Buffer | SparseSum  # of a period, on the worker's first device
+# Out, sum, what the centre is and what it was: see ``ops.distance_scale``.
+_Scaling = tuple[Buffer, Buffer, Buffer, Buffer]
+_Move = tuple[Device, Buffer, Buffer]  # who copies, where to, from where
+
+
+class How(NamedTuple):
+    """How a worker communicates.
+
+    Attributes:
+        period: steps between two pushes: what sums are divided by.
+        use_locking: whether no other worker pushes meanwhile.
+        gamma: of the distance scaling; None: there is none.
+        task: who the worker is, for messages.
+    """
+
+    period: int
+    use_locking: bool
+    gamma: float | None
+    task: str
+
+
+@dataclass(eq=False)
+class _Visit:
+    """What one communication does on one physical device of the centre.
+
+    Attributes:
+        leader: whose compute queue launches.
+        takes: launches that take rows out of the worker's memory.
+        inward: copies of the worker's memory to where the leader reaches it.
+        looks: launches that read the centre, into new memory.
+        others: devices of all operands.
+        updates: launches that change the centre.
+        outward: copies of what was pulled.
+    """
+
+    leader: Device
+    takes: list[Callable[[], None]] = field(default_factory=list)
+    inward: list[_Move] = field(default_factory=list)
+    looks: list[Callable[[], None]] = field(default_factory=list)
+    others: list[Device] = field(default_factory=list)
+    updates: list[Callable[[], None]] = field(default_factory=list)
+    outward: list[_Move] = field(default_factory=list)
+
+    def near(self, buffer: Buffer) -> Buffer:
+        """Memory of the worker where the leader reads it."""
+        self.others.append(buffer.device)
+        if reaches(self.leader, buffer):
+            return buffer
+        staged = self.leader.empty(buffer.shape, buffer.dtype)
+        self.inward.append((self.leader, staged, buffer))
+        return staged
+
+    def into(self, buffer: Buffer) -> Buffer:
+        """Where the leader writes what belongs to memory of the worker."""
+        self.others.append(buffer.device)
+        if reaches(self.leader, buffer):
+            return buffer
+        staged = self.leader.empty(buffer.shape, buffer.dtype)
+        self.outward.append((buffer.device, buffer, staged))
+        return staged
+
+    def fenced(self, launch: Callable[[], None]) -> None:
+        """Launches behind and in front of all whose memory it touches."""
+        gather(self.leader, self.others)
+        launch()
+        scatter(self.leader, self.others)
+
+
+class Push:
+    """One communication of a worker: has its memory and its plans, and is not launched yet.
+
+    Args:
+        center: that it goes to; its slots exist.
+        optimizer: of the worker; its slots exist.
+        sums: of the variables that a gradient reached in the period; they may be written until
+            ``run``.
+        pulled: of the worker's variables what the centre was at the last pull; for the distance.
+        scalars: of the rule.
+        numbers: of the optimizer when it is done.
+        how: see there.
+
+    Attributes:
+        members: the variables.
+        numbers: see there.
+    """
+
+    def __init__(
+        self,
+        center: AGNCenter,
+        optimizer: Optimizer,
+        sums: Mapping[Member, Sum],
+        pulled: Mapping[Variable, Variable],
+        scalars: Sequence[float],
+        numbers: dict[str, float],
+        how: How,
+    ) -> None:
+        self.members, self.numbers = list(sums), numbers
+        self._center, self._optimizer, self._how = center, optimizer, how
+        self._slots = center.join(optimizer)
+        self._pulled, self._scalars = pulled, tuple(scalars)
+        self._merges: dict[Device, list[tuple[Buffer, Buffer, ops.Segments]]] = {}
+        self._visits: list[_Visit] = []
+        self._jobs: list[tuple[_Visit, Job]] = []  # of a rule on arrays
+        groups: dict[int, list[tuple[Member, Sum]]] = {}
+        for member, total in sums.items():
+            groups.setdefault(member.center.devices[0].physical, []).append((member, total))
+        for group in groups.values():
+            visit = _Visit(group[0][0].center.devices[0])
+            self._visits.append(visit)
+            fused = [(m, s) for m, s in group if isinstance(s, Buffer) and optimizer._kernel]
+            if fused:
+                self._plan_fused(visit, fused)
+            if len(fused) < len(group):
+                self._plan_by_parts(visit, [pair for pair in group if pair not in fused])
+            for member, _ in group:
+                self._plan_copies(visit, member)
+        self._before = [_merge(device, rows) for device, rows in self._merges.items()]
+        self._before += [take for visit in self._visits for take in visit.takes]
+
+    # -- plans ------------------------------------------------------------------------------------
+
+    def _plan_fused(self, visit: _Visit, group: Sequence[tuple[Member, Sum]]) -> None:
+        """Dense sums, by a kernel: one launch for all of them."""
+        assert self._optimizer._kernel is not None
+        kernel = ops.global_update_of(self._optimizer._kernel)
+        rows: list[ops.Update] = []
+        scalings: list[_Scaling] = []
+        for member, total in group:
+            assert isinstance(total, Buffer)
+            (changed,) = self._slots.rows(member.center)
+            mine = self._optimizer._slots.rows(member.local)[0]
+            near = visit.near(total)
+            if self._how.gamma is not None:
+                scaled = visit.leader.empty(total.shape, total.dtype)
+                then = visit.near(self._pulled[member.local].buffers[0])
+                scalings.append((scaled, near, changed[0], then))
+                near = scaled
+            copies = [visit.into(each) for each in mine[: self._num_copies(member)]]
+            rows.append([*changed, *copies, near])
+            visit.others.append(changed[0].device)
+            ops.prepare_rule(
+                kernel, visit.leader, member.local.dtype, self._slots.state_dtype(member.center)
+            )
+        self._scale(visit, scalings)
+        given = (self._how.period, *self._scalars)
+        visit.updates.append(
+            partial(visit.fenced, partial(ops.update_fitted, kernel, rows, given, visit.leader))
+        )
+
+    def _plan_by_parts(self, visit: _Visit, group: Sequence[tuple[Member, Sum]]) -> None:
+        """Rows, and rules on arrays: mean, update and pull by launches of their own."""
+        parts = self._plan_means(visit, group)
+        members = [member for member, _ in group]
+        job = Job([self._slots.rows(member.center)[0] for member in members], parts)
+        for member in members:  # from the centre itself: no launch writes the worker's memory
+            (changed,) = self._slots.rows(member.center)
+            mine = self._optimizer._slots.rows(member.local)[0]
+            for place in range(self._num_copies(member)):
+                visit.outward.append((mine[place].device, mine[place], changed[place]))
+        kernel = self._optimizer._kernel
+        if kernel is None:
+            self._jobs.append((visit, job))
+            return
+        for member in members:
+            state = self._slots.state_dtype(member.center)
+            ops.prepare_rule(kernel, visit.leader, member.center.dtype, state)
+        rule = partial(_by_kernel, kernel, self._scalars)
+        visit.updates.append(partial(job.run, rule))
+
+    def _plan_means(self, visit: _Visit, group: Sequence[tuple[Member, Sum]]) -> list[Part]:
+        """For each variable the mean of its gradients near the centre, of its dtype."""
+        divided: list[tuple[Buffer, Buffer]] = []
+        scalings: list[_Scaling] = []
+        parts: list[Part] = []
+        taken = _Taken()
+        for member, total in group:
+            center = member.center.buffers[0]
+            rows, indices = (total, None) if isinstance(total, Buffer) else self._merged(total)
+            near = visit.near(rows)
+            if self._how.gamma is not None:
+                scaled = visit.leader.empty(rows.shape, rows.dtype)
+                now, then = center, self._pulled[member.local].buffers[0]
+                if indices is not None:
+                    now = taken.rows(visit.leader, center, indices)
+                    then = taken.rows(then.device, then, indices)
+                scalings.append((scaled, near, now, visit.near(then)))
+                near = scaled
+            mean = visit.leader.empty(rows.shape, center.dtype)
+            divided.append((mean, near))
+            visit.others.append(center.device)
+            parts.append(mean if indices is None else IndexedSlices.of(mean, indices, center.shape))
+        visit.takes += taken.before(visit.leader)
+        visit.looks += [partial(visit.fenced, take) for take in taken.behind(visit.leader)]
+        self._scale(visit, scalings)
+        for mean, near in divided:
+            ops.prepare_pack(visit.leader, mean.dtype, near.dtype)
+        outs, sums = (list(column) for column in zip(*divided, strict=True))
+        by = float(self._how.period)
+        divide = partial(ops.pack, outs, sums, divisor=by, device=visit.leader)
+        visit.looks.append(partial(visit.fenced, divide))
+        return parts
+
+    def _merged(self, total: SparseSum) -> tuple[Buffer, ops.Indices]:
+        """The rows of a sum in the order of their indices, when ``run`` has merged them."""
+        plan, _ = ops.merged_slots([total.slots], mean=False)
+        device = total.values.device
+        rows = device.empty((plan.num_segments, *total.values.shape[1:]), total.values.dtype)
+        ops.prepare_segment_sum(device, rows.dtype, rows.dtype)
+        self._merges.setdefault(device, []).append((rows, total.rows, plan))
+        return rows, plan.indices
+
+    def _scale(self, visit: _Visit, rows: Sequence[_Scaling]) -> None:
+        """Sums are made small where the centre has moved: one launch."""
+        if not rows or self._how.gamma is None:
+            return
+        for _, _, now, _ in rows:
+            ops.prepare_distance_scale(visit.leader, now.dtype)
+        columns = [list(column) for column in zip(*rows, strict=True)]
+        scale = partial(ops.distance_scale, *columns, gamma=self._how.gamma, device=visit.leader)
+        visit.looks.append(partial(visit.fenced, scale))
+
+    def _num_copies(self, member: Member) -> int:
+        """What is pulled of a row of the worker: the variable, and its master."""
+        return 2 if self._slots.wants_master(member.center) else 1
+
+    def _plan_copies(self, visit: _Visit, member: Member) -> None:
+        """From the worker's first device to its others, and to where the distance is kept."""
+        first, *others = self._optimizer._slots.rows(member.local)
+        for row in others:
+            for place in range(self._num_copies(member)):
+                visit.outward.append((row[place].device, row[place], first[place]))
+        if self._how.gamma is not None:
+            kept = self._pulled[member.local].buffers[0]
+            visit.outward.append((kept.device, kept, first[0]))
+
+    # -- the communication ------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """All of it. A failure before the centre is changed has changed nothing.
+
+        Raises:
+            CollectiveError: the centre is half updated, by an earlier push.
+        """
+        for launch in self._before:
+            launch()
+        for visit in self._visits:
+            for mover, to, of in visit.inward:
+                copy_over(mover, to, of)
+        # A rule on arrays reads the centre and writes it later.
+        with self._center.pushing(use_locking=self._how.use_locking or bool(self._jobs)):
+            self._center.check_usable()
+            for visit in self._visits:
+                for look in visit.looks:
+                    look()
+            for visit, job in self._jobs:
+                job.begin()
+                rule = changed_by(self._optimizer._apply, self._optimizer._slot_names, job)
+                visit.updates.append(partial(job.end, rule))
+            self._launch()
+
+    def _launch(self) -> None:
+        fabric = self._center.devices[0].fabric
+        failed = partial(self._center.half_pushed, self._how.task)
+        with fabric.half_way(failed):
+            if self._how.use_locking:
+                with fabric.launch_lock:
+                    for visit in self._visits:
+                        _updated(visit)
+                return
+            for visit in self._visits:
+                with fabric.launch_lock:
+                    _updated(visit)
+
+
+def _by_kernel(
+    kernel: ops.RuleKernel, scalars: tuple[float, ...], rows: Sequence[ops.Update], device: Device
+) -> None:
+    ops.update_fitted(kernel, rows, scalars, device)
+
+
+def _merge(
+    device: Device, rows: Sequence[tuple[Buffer, Buffer, ops.Segments]]
+) -> Callable[[], None]:
+    """Rows of sums into the order of their indices: one launch for all that lie on a device."""
+    outs, values, plans = zip(*rows, strict=True)
+    return ops.ready_segment_sum(outs, values, plans, device=device)
+
+
+def _updated(visit: _Visit) -> None:
+    for update in visit.updates:
+        update()
+    for mover, to, of in visit.outward:
+        copy_over(mover, to, of)
+
+
+class _Taken:
+    """Rows of whole arrays, taken out on the device where they lie."""
+
+    def __init__(self) -> None:
+        self._of: dict[Device, list[tuple[Buffer, Buffer, ops.Indices]]] = {}
+
+    def rows(self, device: Device, whole: Buffer, indices: ops.Indices) -> Buffer:
+        """New memory for these rows; written by what the other two give."""
+        out = device.empty((indices.size, *whole.shape[1:]), whole.dtype)
+        ops.prepare_take_rows(device, whole.dtype)
+        self._of.setdefault(device, []).append((out, whole, indices))
+        return out
+
+    def before(self, leader: Device) -> list[Callable[[], None]]:
+        """What takes rows on other devices than the leader."""
+        return [self._ready(device) for device in self._of if device is not leader]
+
+    def behind(self, leader: Device) -> list[Callable[[], None]]:
+        """What takes rows on the leader."""
+        return [self._ready(device) for device in self._of if device is leader]
+
+    def _ready(self, device: Device) -> Callable[[], None]:
+        outs, wholes, indices = zip(*self._of[device], strict=True)
+        return ops.ready_take_rows(outs, wholes, indices, device=device)

@@ -1,0 +1,134 @@
+"""What a checkpoint of a worker holds, and how one is put back; likewise host data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradreduce.device import Buffer, accumulate_dtype
+from gradreduce.errors import about
+from gradreduce.indexed_slices import IndexedSlices
+from gradreduce.interop import converted
+from gradreduce.optim.base import Optimizer
+from gradreduce.optim.saved import (
+    by_name,
+    check_keys,
+    checked_array,
+    checked_numbers,
+    checked_state,
+    copied,
+    downloaded,
+    end_of,
+    loaded_slots,
+    plain,
+    saved_state,
+)
+from gradreduce.variables import Variable
+
+from .getter import Member
+from .saved import assign, check_format, checked_values
+
+__all__ = ["Worker", "load_worker", "saved_worker"]
+
+_WORKER = "gradreduce AGN worker 1"
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a worker keeps beside its variables and the inner optimizer.
+
+    Attributes:
+        local_step: how many steps it has made.
+        is_due: whether a push is to be made up for.
+        pulled: what the centre was at the last pull.
+    """
+
+    local_step: int
+    is_due: bool
+    pulled: dict[Variable, Variable]
+
+
+_KEYS = ("format", "optimizer", "variables", "sums", "rows", "pulled", "local_step", "is_due")
+
+
+def saved_worker(
+    inner: Optimizer, members: Sequence[Member], worker: Worker, deadline: float | None
+) -> dict[str, Any]:
+    """See ``AGNOptimizer.state_dict``."""
+    end = end_of(deadline)
+    owners = {member.local.name: member for member in members}
+    by_name([member.local for member in members])
+    values = {name: copied(member.local.buffers[0]) for name, member in owners.items()}
+    full = {name: member.total for name, member in owners.items() if not member.total.is_empty}
+    sums = {
+        name: copied(total.current)
+        for name, total in full.items()
+        if isinstance(total.current, Buffer)
+    }
+    rows = {name: total.merged() for name, total in full.items() if total.rows is not None}
+    pulled = {var.name: copied(kept.buffers[0]) for var, kept in worker.pulled.items()}
+    return {
+        "format": _WORKER,
+        "optimizer": saved_state(type(inner).__name__, inner._slots, inner._saved_numbers(), None),
+        "variables": {name: downloaded(copy, end) for name, copy in values.items()},
+        "sums": {name: downloaded(copy, end) for name, copy in sums.items()},
+        "rows": {
+            name: {"indices": each.indices.copy(), "values": downloaded(each.values, end)}
+            for name, each in rows.items()
+        },
+        "pulled": {name: downloaded(copy, end) for name, copy in pulled.items()},
+        "local_step": worker.local_step,
+        "is_due": worker.is_due,
+    }
+
+
+def load_worker(inner: Optimizer, members: Sequence[Member], state: Any) -> Worker:
+    """See ``AGNOptimizer.load_state_dict``."""
+    check_keys("state", state, _KEYS)
+    check_format(state, _WORKER)
+    owners = {member.local.name: member for member in members}
+    variables = by_name([member.local for member in members])
+    values = checked_values("state['variables']", state["variables"], variables)
+    sums = checked_values("state['sums']", state["sums"], variables, all_of_them=False)
+    pulled = checked_values("state['pulled']", state["pulled"], variables, all_of_them=False)
+    rows = _checked_rows(state["rows"], variables)
+    step, is_due = int(plain(state["local_step"])), bool(plain(state["is_due"]))
+    given = checked_state(
+        type(inner).__name__, inner._slots, list(variables.values()), state["optimizer"]
+    )
+    numbers = checked_numbers(state["optimizer"], tuple(inner._number_names))
+    inner._slots.by_name = loaded_slots(inner._slots, given)
+    inner._plan = None
+    inner._load_numbers(numbers)
+    assign(values, variables)
+    for name, member in owners.items():
+        member.total.become(sums.get(name), rows.get(name))
+    kept = {}
+    for name, value in pulled.items():
+        var = variables[name]
+        kept[var] = Variable(
+            converted(value, var.dtype), f"pulled/{name}", trainable=False, device=var.devices[0]
+        )
+    return Worker(step, is_due, kept)
+
+
+def _checked_rows(given: Any, variables: Mapping[str, Variable]) -> dict[str, IndexedSlices]:
+    """Sparse sums, by the names of variables."""
+    names = set(given) & set(variables) if isinstance(given, Mapping) else set(variables)
+    check_keys("state['rows']", given, sorted(names))
+    found = {}
+    for name in names:
+        here, var = f"state['rows'][{name!r}]", variables[name]
+        check_keys(here, given[name], ("indices", "values"))
+        try:
+            rows = IndexedSlices(given[name]["values"], given[name]["indices"], var.shape)
+        except (TypeError, ValueError) as error:
+            raise about(here, error) from None
+        shape = (len(rows.indices), *var.shape[1:])
+        values = checked_array(
+            f"{here}['values']", given[name]["values"], shape, accumulate_dtype(var.dtype)
+        )
+        placed = var.devices[0].upload(values)
+        found[name] = IndexedSlices.of(placed, rows.indices, var.shape)
+    return found
