@@ -264,14 +264,15 @@ class Device(Backend):
             check_reach(self, operand)
         self.fabric.check_compiled(self, kernel, template)
         num_written = kernel.num_written(scalars)
-        written = {operand.block: operand for row in rows for operand in row[:num_written]}
-        for operand in written.values():
-            check_writable(operand)
+        written = [operand for row in rows for operand in row[:num_written]]
+        if not all([operand.block.writable for operand in written]):
+            for operand in written:
+                check_writable(operand)
         touched = [away] if queue == "compute" else rows
         crossing = self._touch(touched, queue) if away or queue != "compute" else 0
-        capture = self.fabric.capture
-        for block, operand in written.items():
-            if (capture or block).readers:  # asked here: an update writes hundreds of blocks
+        # Of all of them, not of one for each block: each waits for the readers of its own bytes.
+        if self.fabric.capture is not None or any([operand.block.readers for operand in written]):
+            for operand in written:
                 self._before_write(operand, queue)
         issue = self._launch(kernel, template, rows, scalars, queue)
         what: Fields = ("launch", kernel.name, self.index, -1, crossing, queue, len(rows))
