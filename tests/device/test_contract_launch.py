@@ -200,21 +200,6 @@ def test_work_of_two_queues_is_ordered_by_a_mark(apart):
     assert same(out.numpy(), data((SIZE,), seed=1))
 
 
-@pytest.fixture
-def waits(apart, monkeypatch) -> list[tuple]:
-    """Every wait that a device of ``apart`` is told: who and on which queue, for whose mark."""
-    told: list[tuple] = []
-    cls = type(apart.devices[0])
-    original = cls._wait
-
-    def wait(self, mark, queue) -> None:
-        told.append((self.index, queue, mark.device.index, mark.queue))
-        original(self, mark, queue)
-
-    monkeypatch.setattr(cls, "_wait", wait)
-    return told
-
-
 @pytest.mark.parametrize(
     ("runner", "queue", "told", "reading"),
     [
