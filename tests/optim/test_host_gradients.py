@@ -68,8 +68,9 @@ def test_a_step_uploads_the_small_ones_together(mesh):
     variables = [gr.Variable(np.zeros(5, dtype), device=device)
                  for dtype in ("float32", "float16") * 30]  # fmt: skip
     beside = gr.Variable(np.zeros(5, "float32"), device=mesh.devices[0])
+    large = gr.Variable(np.zeros(SMALL_BYTES, "float32"), device=device)  # is shared as it is
     optimizer = gr.GradientDescentOptimizer(1.0)
-    pairs = [(np.ones(5, var.dtype), var) for var in (*variables, beside)]
+    pairs = [(np.ones(var.shape, var.dtype), var) for var in (*variables, beside, large)]
     optimizer.apply_gradients(pairs)
     for _ in range(2):
         with mesh.journal() as journal:
@@ -81,37 +82,57 @@ def test_a_step_uploads_the_small_ones_together(mesh):
     ] * 60
 
 
-@pytest.mark.parametrize("large", [False, True])
-def test_what_is_wrong_at_a_later_step_changes_nothing(mesh, large):
+@pytest.mark.parametrize("size", [3, SMALL_BYTES])
+@pytest.mark.parametrize("given", ["array", "buffer"])
+def test_what_is_wrong_at_a_later_step_changes_nothing(mesh, size, given):
     device = mesh.devices[1]
-    size = SMALL_BYTES if large else 3
     variables = [gr.Variable(np.ones(size, "float32"), device=device) for _ in range(2)]
     optimizer = gr.MomentumOptimizer(1.0, 0.5)
-    good = np.ones(size, "float32")
+    good = as_given(np.ones(size, "float32"), given, device)
     for _ in range(2):
         optimizer.apply_gradients([(good, var) for var in variables])
     slot = optimizer.get_slot(variables[0], "momentum")
     before = [each.numpy() for each in (*variables, slot)]
-    for wrong, match in [
-        (np.ones(size + 1, "float32"), "is float32"),
-        (np.ones((size, 1), "float32"), "is float32"),
-        (np.ones(size), "is float64"),
-        (np.ones(size, "int32"), "is int32"),
-        (variables[0].array(), "the memory of a variable or slot"),
-        (variables[0].array()[:], "the memory of a variable or slot"),
-        (slot.array().reshape(-1), "the memory of a variable or slot"),
-    ]:
-        for pairs in ([(good, variables[0]), (wrong, variables[1])],
-                      [(wrong, variables[0]), (good, variables[1])]):  # fmt: skip
+    wrong = [(np.ones(size + 1, "float32"), "is float32"), (np.ones((size, 1), "float32"), "is"),
+             (np.ones(size), "is float64"), (np.ones(size, "int32"), "is int32")]  # fmt: skip
+    wrong = [(as_given(array, given, device), match) for array, match in wrong]
+    own = [variables[0].array(), variables[0].array()[:], slot.array().reshape(-1)]
+    for grad, match in [*wrong, *((array, "the memory of a variable or slot") for array in own)]:
+        for pairs in ([(good, variables[0]), (grad, variables[1])],
+                      [(grad, variables[0]), (good, variables[1])]):  # fmt: skip
             with pytest.raises(ValueError, match=match):
                 optimizer.apply_gradients(pairs)
     masked = np.ma.ones(size, "float32")
     with pytest.raises(TypeError, match="mask"):
         optimizer.apply_gradients([(good, variables[0]), (masked, variables[1])])
-    after = [each.numpy() for each in (*variables, slot)]
-    assert all(map(same, before, after))
+    assert all(map(same, before, [each.numpy() for each in (*variables, slot)]))
     optimizer.apply_gradients([(good, var) for var in variables])
     assert variables[1].numpy()[0] == 1 - 1 - 1.5 - 1.75
+
+
+def as_given(array, given, device):
+    return device.upload(array) if given == "buffer" else array
+
+
+def test_a_gradient_may_lie_elsewhere_at_a_later_step(mesh):
+    home = mesh.devices[1]
+    variable = gr.Variable(np.zeros(3, "float32"), device=home)
+    optimizer = gr.GradientDescentOptimizer(1.0)
+    for count, device in enumerate((home, home, *mesh.devices, home)):
+        optimizer.apply_gradients([(device.upload(np.ones(3, "float32")), variable)])
+        assert variable.numpy().tolist() == [-1.0 - count] * 3
+
+
+def test_what_was_lent_before_is_read_in_order(mesh, monkeypatch):
+    """A Buffer of a PerReplica is still the memory of its library, whose stream has gone on."""
+    read = []
+    monkeypatch.setattr("gradreduce.optim.plan.reading", read.extend)
+    lent = gr.PerReplica([np.ones(3, "float32")] * len(mesh), mesh).buffers[0]
+    variable = gr.Variable(np.zeros(3, "float32"), device=mesh.devices[0])
+    optimizer = gr.GradientDescentOptimizer(1.0)
+    for _ in range(2):
+        optimizer.apply_gradients([(lent, variable)])
+    assert read == [lent]
 
 
 def test_a_rule_on_arrays_is_shown_the_array_that_was_given(mesh):
