@@ -76,6 +76,18 @@ def test_inside_a_capture_it_is_kept_for_each_call(near):
     assert same(out.numpy(), 2 * data((SIZE,), seed=1))
 
 
+def test_inside_a_capture_it_waits_for_what_is_read_there(apart, waits):
+    near, beside, _ = apart.devices
+    out, term, away = near.zeros((SIZE,), FLOAT), uploaded(near, 1), beside.empty((SIZE,), FLOAT)
+    prepare_accumulate_n(near, out.dtype, out.dtype)
+    writer, capture = Writer(near, [[out]]), Capture(apart.devices)
+    with capture.recorded():
+        beside.copy(away, out)
+        waits.clear()
+        writer.launch(ACCUMULATE_N, TEMPLATE, [[out, term]], (1,))
+        assert waits == [(near.index, "compute", beside.index, "compute")]
+
+
 @pytest.mark.parametrize("closed", [False, True])
 def test_of_a_device_that_is_gone_it_says_so(reopen, closed):
     mesh = reopen([0])

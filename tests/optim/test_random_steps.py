@@ -7,7 +7,7 @@ import pytest
 
 import gradreduce as gr
 
-SHAPE, NUM_STEPS = (7, 3), 24
+SHAPE, NUM_STEPS = (7, 3), 12
 B1, B2, DECAY, MU, EPSILON = 0.8, 0.95, 0.7, 0.3, 1e-3
 
 # The textbook's forms, not those of the kernels: each takes the rate, the step's number, the
