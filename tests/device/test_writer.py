@@ -80,7 +80,7 @@ def test_inside_a_capture_it_waits_for_what_is_read_there(apart, waits):
     near, beside, _ = apart.devices
     out, term, away = near.zeros((SIZE,), FLOAT), uploaded(near, 1), beside.empty((SIZE,), FLOAT)
     prepare_accumulate_n(near, out.dtype, out.dtype)
-    writer, capture = Writer(near, [[out]]), Capture(apart.devices)
+    writer, capture = Writer(near, [[out]]), Capture([near, beside])
     with capture.recorded():
         beside.copy(away, out)
         waits.clear()

@@ -81,7 +81,7 @@ class Optimizer:
         Args:
             variable: an array of NumPy, or of CuPy on GPUs: a copy, or the rows that a sparse
                 gradient touches; float32 in place of a half that has a master.
-            slots: by name, arrays of the same shape.
+            slots: by name, arrays of the same shape; another one put there is a ``ValueError``.
             gradient: of the same shape; only to be read.
         """
         raise NotImplementedError(f"{type(self).__name__} has no update rule")
