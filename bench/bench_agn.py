@@ -113,7 +113,9 @@ class Worker:
 
     def push(self) -> None:
         """A communication by itself, of what was accumulated, again and again."""
-        self.optimizer._push(self.optimizer._held()).run()
+        self.optimizer._plan_push(self.optimizer._held())
+        assert self.optimizer._push is not None
+        self.optimizer._push.run(self.optimizer._next[0])
 
 
 class Bench:
@@ -253,7 +255,8 @@ def checked(rule: str, workers: Sequence[Worker]) -> None:
 
 def all_cases(bench: Bench) -> list[Callable[[], None]]:
     """In the order in which they run; each frees its arrays when it ends."""
-    cases = [*(partial(bench.local, rule) for rule in RULES), bench.push, bench.tiny]
+    cases: list[Callable[[], None]] = [partial(bench.local, rule) for rule in RULES]
+    cases += [bench.push, bench.tiny]
     return cases if bench.on_gpu else [*cases, bench.spread]
 
 
