@@ -33,7 +33,8 @@ from gradreduce.interop import (
     reading,
     to_buffer,
 )
-from gradreduce.loss_context import current_reader
+from gradreduce.interop_gpu import on_gpu_of
+from gradreduce.loss_context import current_reader, made_like
 from gradreduce.replica_context import current_replica
 
 __all__ = ["Variable", "get_variable"]
@@ -180,6 +181,11 @@ class Variable(Readable):
             copied = current.device.empty(current.shape, current.dtype)
             copy_over(current.device, copied, current)
             return from_buffer(copied, kind)
+
+    def _beside(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        current = self._current()
+        with OneCall(), on_gpu_of(current.device):
+            return made_like(function, args, kwargs, from_buffer(current, "native"))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         if copy is False:

@@ -200,6 +200,7 @@ def test_a_value_says_what_an_array_says(v):
         (lambda x: np.linalg.inv(np.outer(x, x)), "np.linalg.inv"),
         (lambda x: np.fft.fft(x), "np.fft.fft"),
         (lambda x: np.sinc(x), "np.sinc"),
+        (lambda x: np.block([[x, x]]), "np.block"),
         (lambda x: np.spacing(x), "np.spacing"),
         (lambda x: x * 1j, "complex"),
         (lambda x: np.logaddexp.reduce(x), "logaddexp.reduce"),
@@ -282,6 +283,17 @@ def test_an_index_may_be_a_variable(w, mesh):
     place = gr.Variable(1, trainable=False, device=mesh)
     assert gradients(lambda: w[place, 0] * 1, [w])[0].tolist() == [[0, 0], [1, 0], [0, 0]]
     assert gradients(lambda: (w * 2)[place, 1:][0])[0].tolist() == [[0, 0], [0, 2], [0, 0]]
+
+
+def test_an_array_is_made_beside_a_variable_or_a_traced_value(v, w):
+    """By ``like=``, which reads nothing; on a GPU it is how a host array gets there."""
+    assert type(np.asarray([1.0, 2.0, 3.0], like=v)) is np.ndarray
+    (found,) = gradients(lambda: np.sum(v * np.asarray(np.float32([3, 2, 1]), like=w)))
+    assert found.tolist() == [3.0, 2.0, 1.0]
+    assert type(np.arange(3.0, like=v)) is np.ndarray
+    assert gradients(lambda: np.sum(v) * np.full((), 2.0, like=np.sum(v)))[0].tolist() == [2.0] * 3
+    with pytest.raises(NotImplementedError, match=r"np\.block.*PyTorch"):
+        np.block([[v, v]])
 
 
 def test_ties(v):
