@@ -118,6 +118,16 @@ class Variable(Readable):
         return self._buffers[0].shape
 
     @property
+    def ndim(self) -> int:
+        """Of each copy."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Of each copy, in elements."""
+        return math.prod(self.shape)
+
+    @property
     def dtype(self) -> DType:
         """Of each copy."""
         return self._buffers[0].dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from types import SimpleNamespace
 
 import numpy as np
@@ -110,6 +111,18 @@ def test_variables_take_part_in_arithmetic(v, w):
         assert found.dtype == np.float32
         outside = loss()
         assert isinstance(outside, np.ndarray | np.floating), "elsewhere plain arrays"
+
+
+def test_every_operator_is_that_of_an_array_from_either_side(v):
+    x = v.numpy()
+    names = "add sub mul truediv floordiv mod pow lt le gt ge"
+    for do in [getattr(operator, name) for name in names.split()]:
+        for other in (2, 2.5, np.float32([3, 2, 1])):
+            assert do(v, other).tolist() == do(x, other).tolist(), do
+            assert do(other, v).tolist() == do(other, x).tolist(), do
+        assert do(v, v).tolist() == do(x, x).tolist(), do
+    assert (v @ [1, 2, 4], [[1, 2, 4]] @ v) == (17, [17])
+    assert ((-v).tolist(), (+v).tolist(), abs(-v).tolist()) == ([-1, -2, -3], [1, 2, 3], [1, 2, 3])
 
 
 def test_outside_a_loss_a_value_does_not_change(v):
@@ -239,8 +252,11 @@ def test_what_cupys_own_functions_ask_is_answered(v):
         )
 
 
-def test_reductions_of_ufuncs_are_those_of_functions(v):
+def test_reductions_of_ufuncs_are_those_of_functions(v, w):
     assert gradients(lambda: np.add.reduce(v * 2))[0].tolist() == [2.0] * 3
+    assert (
+        gradients(lambda: np.add.reduce(w * 2), [w], grad_loss=[1, 3])[0].tolist() == [[2, 6]] * 3
+    )
     assert gradients(lambda: np.maximum.reduce(v * 2))[0].tolist() == [0.0, 0.0, 2.0]
     assert gradients(lambda: np.multiply.reduce(v * 1))[0].tolist() == [6.0, 3.0, 2.0]
 
@@ -299,6 +315,7 @@ def test_an_array_is_made_beside_a_variable_or_a_traced_value(v, w):
 def test_ties(v):
     assert gradients(lambda: np.sum(np.maximum(v, v * 1)))[0].tolist() == [1.0] * 3
     assert gradients(lambda: np.sum(np.minimum(2.0, v)))[0].tolist() == [1.0, 0.0, 0.0]
+    assert gradients(lambda: np.sum(np.clip(v, 1, 3)))[0].tolist() == [1.0] * 3, "the ends too"
     assert gradients(lambda: np.max(v * 0))[0].tolist() == [0.0] * 3
     assert gradients(lambda: np.max(np.minimum(v, 2)))[0].tolist() == [0.0, 0.5, 0.0]
     assert gradients(lambda: np.sum(gr.autodiff.relu(v - 2)))[0].tolist() == [0.0, 0.0, 1.0]

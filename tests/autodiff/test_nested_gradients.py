@@ -62,6 +62,37 @@ def test_an_inner_call_may_use_values_of_the_outer_one(v):
     assert gradients(loss)[0].tolist() == [8.0, 16.0, 24.0]
 
 
+def test_an_inner_loss_that_is_of_the_outer_one_alone_is_a_constant(v):
+    def loss():
+        doubled = np.sum(v * 2)
+        assert gradients(lambda: doubled, [v]) == [None]
+        return doubled
+
+    assert gradients(loss)[0].tolist() == [2.0] * 3
+
+
+def test_the_gradient_of_an_inner_loss_may_be_a_value_of_the_outer_one(v):
+    def loss():
+        (slope,) = gradients(lambda: v**3, [v], grad_loss=v)  # 3 v**3
+        return np.sum(slope)
+
+    assert gradients(loss)[0].tolist() == [9.0, 36.0, 81.0]
+
+
+def test_arrays_of_an_inner_loss_lie_where_the_outer_one_does(v, monkeypatch):
+    def refused():
+        raise AssertionError("another mesh")
+
+    monkeypatch.setattr("gradreduce.replica_context.default_mesh", refused)
+
+    def loss():
+        total = np.sum(v)
+        (slope,) = gradients(lambda: np.sum(gr.add_n([np.ones(3), np.ones(3)]) * v), [v])
+        return total * slope[0]
+
+    assert gradients(loss)[0].tolist() == [2.0] * 3
+
+
 def test_an_inner_call_is_a_constant_to_other_variables(v, w):
     def loss():
         (slope,) = gradients(lambda: np.sum(v * v), [v])

@@ -20,6 +20,7 @@ def test_an_arrays_dtype_is_kept(place, dtype):
     values = exact_data((2, 3), dtype)
     variable = gr.Variable(values, trainable=False, device=place)
     assert (variable.dtype, variable.shape) == (dtype, (2, 3))
+    assert (variable.ndim, variable.size) == (2, 6)
     assert same_copies(variable, values)
 
 

@@ -57,8 +57,9 @@ def gradients_of(
 
     Raises:
         InvalidVariableError: the loss returned no number and no array of floats.
-        ValueError: ``grad_loss`` is not of its shape, or there is no variable.
+        ValueError: ``grad_loss`` is not of its shape or no real numbers, or there is no variable.
     """
+    grad_loss = settled(grad_loss)  # a Variable is read as it is around the loss
     reading = _Reading(current_reader(), variables, method)
     with reading_by(reading):
         try:
@@ -253,7 +254,7 @@ def _seed(value: Any, grad_loss: Any) -> Any:
     """The gradient of the loss, of its shape, dtype and library."""
     if grad_loss is None:
         return np.ones_like(value)
-    given = settled(grad_loss)
+    given = grad_loss
     if not isinstance(given, Traced):
         base = value
         while isinstance(base, Traced):
@@ -261,6 +262,8 @@ def _seed(value: Any, grad_loss: Any) -> Any:
         if not is_array(given):
             host = isinstance(base, np.generic)
             given = np.asarray(given) if host else np.asarray(given, like=base)
+    if given.dtype.kind not in "fiubV":
+        raise ValueError(f"grad_loss is of dtype {given.dtype}: it must be real numbers")
     if given.shape != value.shape:
         raise ValueError(f"grad_loss is of shape {given.shape}, the loss of shape {value.shape}")
     return given.astype(value.dtype)  # a copy: a gradient may be this very array

@@ -244,14 +244,16 @@ class Optimizer:
 
         Raises:
             ValueError: an invalid ``gate_gradients``, ``aggregation_method`` or ``engine``, a
-                ``grad_loss`` of another shape than the loss, or no variable.
+                ``colocate_gradients_with_ops`` that is no bool, a ``grad_loss`` of another shape
+                than the loss or not of real numbers, or no variable.
             InvalidVariableError: (a ``TypeError`` and a ``ValueError``) ``var_list`` holds
                 something else than Variables of floats, or the loss returned no float.
             RuntimeError: ``loss`` is not callable.
         """
         return checked_gradients(
-            loss, var_list, gate_gradients, aggregation_method, grad_loss, engine
-        )
+            loss, var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops,
+            grad_loss, engine,
+        )  # fmt: skip
 
     def minimize(  # noqa: PLR0913  # the signature of the seed
         self,
