@@ -105,7 +105,7 @@ def test_grad_loss(mesh, v):
     for given in ([1.0, 0.5, 2.0], np.array([1.0, 0.5, 2.0]), np.float32([1, 0.5, 2])):
         assert gradients(vector, grad_loss=given)[0].tolist() == [2.0, 2.0, 12.0]
     assert gradients(lambda: np.sum(v), grad_loss=3)[0].tolist() == [3.0] * 3
-    for wrong in (2.0, [1.0], np.ones((3, 1)), [1j, 0, 0], ["1", "2", "3"]):
+    for wrong in (2.0, [1.0], np.ones((3, 1)), [1j, 0, 0], ["1", "2", "3"], np.complex64(1)):
         with pytest.raises(ValueError, match="grad_loss"):
             DESCENT.compute_gradients(vector, grad_loss=wrong)
     (pair,) = DESCENT.compute_gradients(vector, grad_loss=gr.Variable([1.0, 0.5, 2.0], device=mesh))

@@ -59,7 +59,7 @@ def gradients_of(
         InvalidVariableError: the loss returned no number and no array of floats.
         ValueError: ``grad_loss`` is not of its shape or no real numbers, or there is no variable.
     """
-    grad_loss = settled(grad_loss)  # a Variable is read as it is around the loss
+    grad_loss = _checked_seed(grad_loss)
     reading = _Reading(current_reader(), variables, method)
     with reading_by(reading):
         try:
@@ -250,6 +250,17 @@ def _check_loss(value: Any) -> None:
         )
 
 
+def _checked_seed(grad_loss: Any) -> Any:
+    """``grad_loss`` with its Variables read, which is done as around the loss, not inside."""
+    if grad_loss is None:
+        return None
+    given = settled(grad_loss)
+    name = str(given.dtype if is_array(given) else np.asarray(given).dtype)
+    if not any(kind in name for kind in ("float", "int", "bool")):
+        raise ValueError(f"grad_loss is of dtype {name}: it must be real numbers")
+    return given
+
+
 def _seed(value: Any, grad_loss: Any) -> Any:
     """The gradient of the loss, of its shape, dtype and library."""
     if grad_loss is None:
@@ -262,8 +273,6 @@ def _seed(value: Any, grad_loss: Any) -> Any:
         if not is_array(given):
             host = isinstance(base, np.generic)
             given = np.asarray(given) if host else np.asarray(given, like=base)
-    if given.dtype.kind not in "fiubV":
-        raise ValueError(f"grad_loss is of dtype {given.dtype}: it must be real numbers")
     if given.shape != value.shape:
         raise ValueError(f"grad_loss is of shape {given.shape}, the loss of shape {value.shape}")
     return given.astype(value.dtype)  # a copy: a gradient may be this very array

@@ -234,7 +234,8 @@ class Optimizer:
             grad_loss: the gradient of ``loss`` itself, of its shape; default ones. Of a
                 generator, of each term.
             engine: ``"jax"``: ``loss`` is one of JAX's, and goes through ``jax.value_and_grad``;
-                it is called twice. A Variable is a JAX array in JAX's functions.
+                it is called twice. It reads Variables by ``variable.read("jax")``, and by operators
+                beside arrays of JAX.
 
         Returns:
             A pair (gradient, variable) for each variable. A gradient is an array of the
