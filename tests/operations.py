@@ -79,6 +79,7 @@ KINKED = {"smooth": False}
 ELEMENTWISE = [
     *[one(name) for name in "negative exp exp2 expm1 square sin cos tanh sinh cosh".split()],
     *[one(name) for name in "arcsinh arctan reciprocal absolute fabs".split()],
+    of("copy", lambda np, x: np.copy(x) * 2, ((2, 3),), oracle=lambda np, x: x * 2),
     one("positive", oracle=lambda np, x: x * 1),
     one("tan", **INSIDE),
     *[one(name, **POSITIVE) for name in "log log2 log10 log1p sqrt".split()],

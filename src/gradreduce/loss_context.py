@@ -7,7 +7,7 @@ what is to be made beside one, as ``np.asarray(x, like=variable)``: ``made_like`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -18,6 +18,7 @@ from gradreduce.device import Buffer, Device
 __all__ = [
     "Reader",
     "Traceable",
+    "check_unread",
     "current_reader",
     "holds_traceable",
     "made_like",
@@ -46,6 +47,9 @@ class Reader(Protocol):
     def read(self, variable: Any, copy: Buffer, as_kind: str | None) -> Any:
         """The value of one copy of a Variable, as what the loss differentiates by."""
 
+    def check_unread(self, variables: Iterable[Any]) -> None:
+        """See the function of that name."""
+
 
 # Of a thread or, within one, of an asyncio task: several losses may be computed at once.
 _reader: ContextVar[Reader | None] = ContextVar("gradreduce_reader", default=None)
@@ -54,6 +58,17 @@ _reader: ContextVar[Reader | None] = ContextVar("gradreduce_reader", default=Non
 def current_reader() -> Reader | None:
     """That of the innermost loss which this thread is computing; None outside any."""
     return _reader.get()
+
+
+def check_unread(variables: Iterable[Any]) -> None:
+    """Raises if one is written inside a loss that has read it: the tape holds its memory.
+
+    Raises:
+        RuntimeError: which.
+    """
+    reader = _reader.get()
+    if reader is not None:
+        reader.check_unread(variables)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from gradreduce.interop import (
     to_buffer,
 )
 from gradreduce.interop_gpu import on_gpu_of
-from gradreduce.loss_context import current_reader, made_like
+from gradreduce.loss_context import check_unread, current_reader, made_like
 from gradreduce.replica_context import current_replica
 
 __all__ = ["Variable", "get_variable"]
@@ -224,7 +224,9 @@ class Variable(Readable):
 
         Raises:
             ValueError: another shape or dtype; nothing is changed.
+            RuntimeError: inside a loss that has read this Variable, likewise.
         """
+        check_unread([self])
         given = [self._checked(value, buffer) for buffer in self._buffers]
         near = [self._apart(source) for source in given]
         with self._all_copies():
@@ -235,6 +237,7 @@ class Variable(Readable):
     @OneCall()
     def assign_add(self, delta: Any) -> Variable:
         """Adds ``delta`` to every copy; otherwise as ``assign``."""
+        check_unread([self])
         given = [self._checked(delta, buffer) for buffer in self._buffers]
         near = [
             _near(buffer.device, self._apart(source))

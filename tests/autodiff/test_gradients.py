@@ -194,6 +194,13 @@ def test_a_value_says_what_an_array_says(v):
         assert x.numpy().tolist() == x.tolist() == [2.0, 4.0, 6.0]
         assert (float(x[0]), int(x[1]), bool(x[2]), x[0].item()) == (2.0, 4, True, 2.0)
         assert x.argmax() == 2
+        assert (f"{x[1]:.2f}", f"{x[0]}") == ("4.00", repr(x[0]))
+        for take in (
+            lambda given: gr.Variable(given, device=v.devices[0]),
+            lambda given: gr.IndexedSlices(given, [0, 1, 2]),
+        ):
+            with pytest.raises(TypeError, match=r"Traced is not an array.*stop_gradient"):
+                take(x * 1)
         assert x.astype("int32").tolist() == [2, 4, 6], "integers are constants"
         assert "Traced" in repr(x)
         with pytest.raises(TypeError):

@@ -116,6 +116,44 @@ def test_a_value_of_an_earlier_loss_is_a_constant(v):
     assert gradients(lambda: np.sum(kept[0]), [v]) == [None]
 
 
+# -- writing inside a loss ------------------------------------------------------------------------
+
+
+def test_what_a_loss_has_read_is_not_written_inside_it(v, w):
+    """The tape holds the memory of the Variable: the gradient would be of another value."""
+    before = v.numpy()
+    for write in (
+        lambda: v.assign([7.0, 8.0, 9.0]),
+        lambda: v.assign_add([7.0, 8.0, 9.0]),
+        lambda: DESCENT.apply_gradients([(np.ones((3, 2), "float32"), w), (before, v)]),
+        lambda: DESCENT.minimize(lambda: np.sum(v)),
+        lambda: gradients(lambda: v.assign([7.0, 8.0, 9.0]) * w[0, 0], [w]),
+    ):
+
+        def loss(write=write):
+            total = np.sum(v * v)
+            with pytest.raises(RuntimeError, match=r"'v'.*inside a loss that has read it"):
+                write()
+            return total
+
+        for variables in (None, [w, v]):
+            assert gradients(loss, variables)[-1].tolist() == [2.0, 4.0, 6.0]
+        assert (v.numpy() == before).all()
+    assert w.numpy()[0, 0] == 1
+
+
+def test_what_a_loss_only_looks_at_may_be_written(v, w):
+    def loss():
+        w.assign_add(w.numpy())
+        v.assign(gr.autodiff.stop_gradient(w[:, 0] * 1))
+        return np.sum(v * w[:, 1])
+
+    first, second = gradients(loss, [v, w])
+    assert first.tolist() == [4.0, 8.0, 12.0]
+    assert second.tolist() == [[0.0, 2.0], [0.0, 6.0], [0.0, 10.0]]
+    assert gradients(lambda: np.sum(v.assign([1.0, 1.0, 1.0]) * 2))[0].tolist() == [2.0] * 3
+
+
 # -- micro-batches --------------------------------------------------------------------------------
 
 

@@ -107,6 +107,7 @@ class _Reading:
         self._outer = outer
         self._wanted = None if wanted is None else frozenset(wanted)
         self._method = method
+        self._seen: set[Variable] = set()
         self._terms: dict[Variable, Terms] = {}  # in the order of first reading
         self._leaves: dict[Buffer, Traced] = {}
         self._tensors: dict[Buffer, tuple[Variable, Any]] = {}
@@ -114,6 +115,7 @@ class _Reading:
 
     def read(self, variable: Variable, copy: Buffer, as_kind: str | None) -> Any:
         """See ``Reader.read``; of a variable that nobody asked for, the plain value."""
+        self._seen.add(variable)
         if self.home is None:
             self.home = copy.device
         if self._jax is not None or as_kind == "jax":
@@ -132,6 +134,17 @@ class _Reading:
         leaf = self.trace.leaf(value, copy.device, self._terms_of(variable))
         self._leaves[copy] = leaf
         return leaf
+
+    def check_unread(self, variables: Iterable[Variable]) -> None:
+        """See ``loss_context.check_unread``."""
+        for variable in variables:
+            if variable in self._seen:
+                raise RuntimeError(
+                    f"{variable!r} is written inside a loss that has read it, whose gradients may "
+                    "need what it was: write it after the loss, or read it by variable.numpy()"
+                )
+        if self._outer is not None:
+            self._outer.check_unread(variables)
 
     def differentiate(self, values: list[Any], grad_loss: Any) -> None:
         """Pushes the terms that one value of the loss, taken out of the list, gives."""

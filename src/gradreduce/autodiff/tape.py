@@ -133,6 +133,7 @@ class Traced(ArrayMethods, Traceable):
     """
 
     __slots__ = ("node", "value")
+    _instead = ": gr.autodiff.stop_gradient(x) is the plain value of what a loss computes with"
     __array_priority__ = 1000  # above CuPy's 100
 
     def __init__(self, value: Any, node: Node) -> None:
