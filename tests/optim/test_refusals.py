@@ -99,6 +99,16 @@ def test_a_refused_call_makes_no_slots(mesh):
     assert (optimizer.variables(), optimizer.get_slot_names()) == ([], [])
 
 
+def test_a_rate_that_is_none_makes_no_slots(mesh):
+    optimizer, variable = gr.MomentumOptimizer(1.0, 0.5), gr.Variable([1.0], device=mesh)
+    for name in ("learning_rate", "momentum"):
+        setattr(optimizer, name, "fast")
+        with pytest.raises(ValueError, match="fast"):
+            optimizer.apply_gradients([([1.0], variable)])
+        assert optimizer.variables() == []
+        setattr(optimizer, name, 1.0)
+
+
 def test_a_wrong_global_step_changes_nothing(mesh, model):
     before = model.state()
     vector = gr.Variable([0, 0], trainable=False, device=mesh)
