@@ -139,6 +139,24 @@ def test_the_memory_of_a_variable_is_no_gradient(mesh):
     assert [var.numpy().tolist() for var in variables] == [[2.0], [-2.0]]
 
 
+def test_a_slot_of_an_earlier_step_is_none_either(mesh):
+    """Of other variables than those of the last step, and with a master."""
+    first, second = (gr.Variable(ones(1, dtype="float16"), device=mesh) for _ in range(2))
+    optimizer = gr.AdagradOptimizer(1.0, master_dtype="float32")
+    plain = gr.Variable([1.0], device=mesh)
+    optimizer.apply_gradients(
+        [(ones(1, dtype="float16"), first), (ones(1, dtype="float16"), second), ([1.0], plain)]
+    )
+    slot = optimizer.get_slot(plain, "accumulator")
+    before = [each.numpy().tolist() for each in (plain, slot)]
+    with pytest.raises(ValueError, match="the memory of a variable or slot"):
+        optimizer.apply_gradients([(slot.buffers[0], plain)])
+    master = optimizer.get_slot(first, "master").buffers[-1].view(0, (1,), first.dtype)
+    with pytest.raises(ValueError, match="the memory of a variable or slot"):
+        optimizer.apply_gradients([(master, first)])
+    assert [each.numpy().tolist() for each in (plain, slot)] == before
+
+
 def test_it_is_none_at_the_second_try_either(mesh):
     """A step knows its variables again, and where gradients lay that were apart."""
     device = mesh.devices[1]
