@@ -99,6 +99,16 @@ def test_a_refused_call_makes_no_slots(mesh):
     assert (optimizer.variables(), optimizer.get_slot_names()) == ([], [])
 
 
+def test_a_rate_that_is_none_makes_no_slots(mesh):
+    optimizer, variable = gr.MomentumOptimizer(1.0, 0.5), gr.Variable([1.0], device=mesh)
+    for name in ("learning_rate", "momentum"):
+        setattr(optimizer, name, "fast")
+        with pytest.raises(ValueError, match="fast"):
+            optimizer.apply_gradients([([1.0], variable)])
+        assert optimizer.variables() == []
+        setattr(optimizer, name, 1.0)
+
+
 def test_a_wrong_global_step_changes_nothing(mesh, model):
     before = model.state()
     vector = gr.Variable([0, 0], trainable=False, device=mesh)
@@ -127,6 +137,24 @@ def test_the_memory_of_a_variable_is_no_gradient(mesh):
     plain.apply_gradients([(first.buffers[0], second)])  # it is only read
     plain.apply_gradients([(gr.PerReplica(first.buffers), first)])  # reduced to new memory
     assert [var.numpy().tolist() for var in variables] == [[2.0], [-2.0]]
+
+
+def test_a_slot_of_an_earlier_step_is_none_either(mesh):
+    """Of other variables than those of the last step, and with a master."""
+    first, second = (gr.Variable(ones(1, dtype="float16"), device=mesh) for _ in range(2))
+    optimizer = gr.AdagradOptimizer(1.0, master_dtype="float32")
+    plain = gr.Variable([1.0], device=mesh)
+    optimizer.apply_gradients(
+        [(ones(1, dtype="float16"), first), (ones(1, dtype="float16"), second), ([1.0], plain)]
+    )
+    slot = optimizer.get_slot(plain, "accumulator")
+    before = [each.numpy().tolist() for each in (plain, slot)]
+    with pytest.raises(ValueError, match="the memory of a variable or slot"):
+        optimizer.apply_gradients([(slot.buffers[0], plain)])
+    master = optimizer.get_slot(first, "master").buffers[-1].view(0, (1,), first.dtype)
+    with pytest.raises(ValueError, match="the memory of a variable or slot"):
+        optimizer.apply_gradients([(master, first)])
+    assert [each.numpy().tolist() for each in (plain, slot)] == before
 
 
 def test_it_is_none_at_the_second_try_either(mesh):

@@ -164,7 +164,8 @@ class Optimizer:
                 the variable's shape and dtype, ``IndexedSlices`` of its rows (those of the same
                 index are added first), a ``Mirrored`` of either on its devices, or a
                 ``PerReplica`` on them, which is reduced by MEAN first. Gradients are not written;
-                when this returns their library's current stream may overwrite them.
+                when this returns their library's current stream may overwrite them. Small NumPy
+                arrays travel together.
             global_step: a Variable that goes up by one afterwards.
             name: ignored; TensorFlow's name of the operation.
             deadline: seconds from now in which the devices must be done, or their mesh dies.
