@@ -16,11 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from kernels.nvrtc import architectures, compiled
+from updates import layout
 
 from gradreduce.device.dtypes import C_TYPES
 from gradreduce.device.kernel import kernel_text
 from gradreduce.device.table import TABLE
-from gradreduce.ops import KERNELS
+from gradreduce.ops import KERNELS, RuleKernel
 from gradreduce.ops._templates import FLOATS
 from gradreduce.ops.add_n import ADD_N
 
@@ -39,7 +40,6 @@ TAILS = {
     "for (i64 l = i; l < i + LANES; ++l) at<1>(l);": 0,
     "for (int l = 0; l < LANES && k + l < end; ++l) last(total, l, k);": 0,
 }
-SLOTS = {"sgd": 0, "momentum": 1, "nesterov": 1, "adam": 2, "adagrad": 1, "rmsprop": 2}
 # Read in another type than written, or once for a whole chunk: their own tests count.
 APART = ("square_sum", "clip")
 READ_ONE = ("pack", "divide", "take_rows")
@@ -108,6 +108,14 @@ def vectors(kernel, template):
     return lanes * types[-1] // 16, lanes * types[0] // 16
 
 
+def vectors_of_update(kernel, template):
+    """16-byte vectors that one turn reads, and that it writes, of all operands together."""
+    lanes = 16 // min(ITEMSIZE[part] for part in template)
+    operands = [(kind, lanes * ITEMSIZE[dtype] // 16) for kind, dtype in layout(kernel, template)]
+    read = sum(n for kind, n in operands if kind != "copy")
+    return read, sum(n for _, n in operands[:-1])
+
+
 def test_this_nvrtc_knows_every_architecture():
     assert SAMPLES.keys() <= architectures()
 
@@ -172,10 +180,8 @@ def test_every_operand_is_read_and_written_by_vectors(kernel, arch, program):
         found = accesses(program.entries[kernel.expression(template)][1])
         loads, stores = found["ld.global.v4.u32"], found["st.global.v4.u32"]
         read, written = vectors(kernel, template)
-        if kernel.name in SLOTS:
-            num_states = SLOTS[kernel.name] + (template[0] != template[1])  # with a master
-            stored = written + read * num_states  # read: vectors of a slot; of a variable: written
-            assert (loads, stores) == (stored + written, stored), template
+        if isinstance(kernel, RuleKernel):
+            assert (loads, stores) == vectors_of_update(kernel, template), template
         elif kernel.name in APART:
             assert min(loads, stores) >= 1, template
         elif kernel.name in READ_ONE or (kernel.name == "add_n" and template[2]):
