@@ -1,6 +1,7 @@
 """The centre: what all workers push to and pull from, on its own devices; never trains.
 
-Its lock is held while a push is launched, never while memory is asked for or a kernel is compiled.
+Its lock is held while a push is launched and while variables and slots are made; never while a
+kernel is compiled, nor while the host waits for a device.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from gradreduce import ops
 from gradreduce.device import Device, Mesh, as_deadline, default_mesh
 from gradreduce.errors import CollectiveError, DeadlineExceededError, DeviceMismatchError
 from gradreduce.optim.base import Optimizer
@@ -186,6 +188,11 @@ class AGNCenter:
 
     def prepare(self, optimizer: Optimizer, variables: Sequence[Variable]) -> None:
         """Makes the slots of centre variables that are not there yet."""
+        for variable in variables:
+            if optimizer._slots.wants_master(variable):
+                ops.prepare_pack(
+                    variable.devices[0], optimizer._slots.state_dtype(variable), variable.dtype
+                )
         with self._lock:
             self.check_usable()
             self.join(optimizer).make(variables, optimizer._slot_start)

@@ -41,7 +41,8 @@ class AGNOptimizer(Optimizer):
     centre variables by the same rule, with slots of their own that all workers share, and the
     worker's variables become what the centre is then; its local progress is given up for that.
     Adam's powers are the worker's, and advance with both updates. Slots of the worker's variables
-    stay as they are at a pull.
+    stay as they are at a pull. A rule on arrays, a subclass's ``_apply``, is computed for the
+    centre while no other worker pushes.
 
     Args:
         optimizer: the rule for local and centre updates.
@@ -199,6 +200,14 @@ class AGNOptimizer(Optimizer):
             grad_loss, engine=engine,
         )  # fmt: skip
         return self.apply_gradients(pairs, global_step, name)
+
+    def prepare(self, variables: Sequence[Variable]) -> None:
+        """Compiles what a step of these variables launches, and makes their slots, here and there.
+
+        Raises:
+            KeyError: a variable that did not come through the getter.
+        """
+        self._prepare([self._getter.member(var) for var in variables])
 
     def get_init_op(self, task_index: int) -> Callable[[], None]:
         """What lets a worker start where the centre is.
