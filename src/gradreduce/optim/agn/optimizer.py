@@ -167,7 +167,7 @@ class AGNOptimizer(Optimizer):
         members = plan.members if plan else [self._getter.member(var) for var in variables]
         devices = [device for var in variables for device in var.devices] if seconds else []
         with due("apply_gradients", seconds, [*devices, *self._center.devices]):
-            parts = self._checked(gradients, members, plan)
+            parts = self._checked(gradients, variables, members, plan)
             makes_up = self._is_due
             if makes_up:
                 self._make_up(global_step)
@@ -285,10 +285,13 @@ class AGNOptimizer(Optimizer):
     # -- a step -----------------------------------------------------------------------------------
 
     def _checked(
-        self, gradients: Sequence[Any], members: Sequence[Member], plan: LocalPlan | None
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Variable],
+        members: Sequence[Member],
+        plan: LocalPlan | None,
     ) -> Sequence[Part]:
         """Of each copy of each variable its gradient near it; reduced, if it is of replicas."""
-        variables = [member.local for member in members]
         parts = self._inner._arrived(gradients, variables, plan)
         if plan is None:
             if len({member.center for member in members}) != len(members):
