@@ -216,8 +216,14 @@ class AGNCenter:
         """Inside, with locking, no other worker pushes, updates or pulls."""
         return self._lock if use_locking else nullcontext()
 
-    def check_usable(self) -> None:
-        """Raises ``CollectiveError`` if a push failed half way."""
+    def check_usable(self, version: int | None = None) -> None:
+        """Raises ``CollectiveError`` if a push failed half way.
+
+        Args:
+            version: for which a push was planned; it is refused too if that has passed.
+        """
+        if version is not None and version != self.version:
+            raise CollectiveError("the centre was loaded while a push was planned")
         if self._fault is not None:
             raise CollectiveError(
                 f"the centre is half updated, since a push failed half way: {self._fault}; "
@@ -280,7 +286,7 @@ def process_wide(near: Device) -> AGNCenter:
     global _latest
     with _latest_lock:
         center = None if _latest is None else _latest()
-        if center is None:
+        if center is None or center.devices[0].fabric.is_closed:
             center = AGNCenter(near.mesh)
             _latest = weakref.ref(center)
         return center
