@@ -11,6 +11,7 @@ from gradreduce.device import Buffer, Device, copy_over
 from gradreduce.errors import InvalidVariableError
 from gradreduce.indexed_slices import IndexedSlices, check_indices, densified
 from gradreduce.interop import reading, shape_and_dtype, to_buffer
+from gradreduce.loss_context import check_unread
 from gradreduce.values import Mirrored, Part, PerReplica, ReduceOp, buffer_of, device_of
 from gradreduce.variables import Variable
 
@@ -37,6 +38,7 @@ def checked_pairs(grads_and_vars: Iterable[Pair]) -> list[Pair]:
     Raises:
         ValueError: no pair, a variable twice, or None for every gradient.
         TypeError: something that is no pair, or no Variable in it.
+        RuntimeError: a variable is written inside a loss that has read it.
     """
     pairs = list(grads_and_vars)
     for pair in pairs:
@@ -49,6 +51,7 @@ def checked_pairs(grads_and_vars: Iterable[Pair]) -> list[Pair]:
     present = [(grad, var) for grad, var in pairs if grad is not None]
     if not present:
         raise ValueError("No gradients provided for any variable")
+    check_unread(var for _, var in present)
     return present
 
 

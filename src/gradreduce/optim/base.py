@@ -234,7 +234,8 @@ class Optimizer:
             grad_loss: the gradient of ``loss`` itself, of its shape; default ones. Of a
                 generator, of each term.
             engine: ``"jax"``: ``loss`` is one of JAX's, and goes through ``jax.value_and_grad``;
-                it is called twice. A Variable is a JAX array in JAX's functions.
+                it is called twice. It reads Variables by ``variable.read("jax")``, and by operators
+                beside arrays of JAX.
 
         Returns:
             A pair (gradient, variable) for each variable. A gradient is an array of the
@@ -244,14 +245,16 @@ class Optimizer:
 
         Raises:
             ValueError: an invalid ``gate_gradients``, ``aggregation_method`` or ``engine``, a
-                ``grad_loss`` of another shape than the loss, or no variable.
+                ``colocate_gradients_with_ops`` that is no bool, a ``grad_loss`` of another shape
+                than the loss or not of real numbers, or no variable.
             InvalidVariableError: (a ``TypeError`` and a ``ValueError``) ``var_list`` holds
                 something else than Variables of floats, or the loss returned no float.
             RuntimeError: ``loss`` is not callable.
         """
         return checked_gradients(
-            loss, var_list, gate_gradients, aggregation_method, grad_loss, engine
-        )
+            loss, var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops,
+            grad_loss, engine,
+        )  # fmt: skip
 
     def minimize(  # noqa: PLR0913  # the signature of the seed
         self,
