@@ -89,6 +89,17 @@ def every(check):
 
 
 @every
+def test_a_traced_value_is_that_of_numpy(operation):
+    for shapes in operation.shapes:
+        operands = operation.operands(shapes)
+        trace = Trace()
+        made = operation.do(np, *[trace.leaf(x, None, Sum()) for x in operands])
+        wanted = operation.do(np, *operands)
+        assert (made.shape, made.dtype) == (np.shape(wanted), wanted.dtype)
+        np.testing.assert_allclose(made.value, wanted, rtol=1e-14, atol=0)
+
+
+@every
 def test_a_gradient_is_what_differences_say(operation):
     for shapes in operation.shapes:
         operands = operation.operands(shapes)
