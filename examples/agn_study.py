@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import cache
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 
 import numpy as np
@@ -187,7 +187,7 @@ def judge_repair(found: list[Sequence[Outcome]]) -> tuple[str, bool]:
 
 def judge_slowness(found: list[Sequence[Outcome]]) -> tuple[str, bool]:
     long, short = map(steps_to_train, found)
-    return f"{long:g} steps, λ=10 {short:g}", long >= SLOWED * short < float("inf")
+    return f"{long:.0f} steps, λ=10 {short:.0f}", long >= SLOWED * short < float("inf")
 
 
 def judge_better(found: list[Sequence[Outcome]]) -> tuple[str, bool]:
@@ -222,13 +222,17 @@ def outcomes_of(cases: Sequence[Case], num_processes: int) -> Iterator[tuple[Cas
     if num_processes == 1:
         yield from ((case, run_one(case)) for case in cases)
         return
+    before = active_children()
     with ProcessPoolExecutor(num_processes, get_context("spawn")) as pool:
         futures = {pool.submit(run_one, case): case for case in cases}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
-        finally:
+        except BaseException:  # Ctrl-C too: nobody waits for what is running
             pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(active_children()) - set(before):
+                process.terminate()
+            raise
 
 
 def run_one(case: Case) -> Outcome:
