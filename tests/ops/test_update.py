@@ -20,17 +20,19 @@ from faces import (
     wide_of,
 )
 from formulas import (
+    FORMULAS,
     adagrad_rule,
     adam_rule,
     momentum_rule,
     nesterov_rule,
+    rmsprop_centered_rule,
     rmsprop_rule,
     sgd_rule,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradreduce.ops import adagrad, adam, momentum, nesterov, rmsprop, sgd
+from gradreduce.ops import adagrad, adam, momentum, nesterov, rmsprop, rmsprop_centered, sgd
 
 RATE, DECAY, REST, EPSILON = 0.1, 0.9, 0.3, 0.01  # no float has one exactly: the casts show
 HALVES = FLOATS[:2]
@@ -83,6 +85,7 @@ RULES = {
     "adam": Rule(adam, adam_rule, 2, **ADAM),
     "adagrad": Rule(adagrad, adagrad_rule, 1, rate=RATE),
     "rmsprop": Rule(rmsprop, rmsprop_rule, 2, **RMSPROP),
+    "rmsprop_centered": Rule(rmsprop_centered, rmsprop_centered_rule, 3, **RMSPROP),
     "sgd-master": Rule(sgd, sgd_rule, 0, master=True, rate=RATE),
     "nesterov-master": Rule(nesterov, nesterov_rule, 1, master=True, rate=RATE, decay=DECAY),
     "adam-master": Rule(adam, adam_rule, 2, master=True, **ADAM),
@@ -115,6 +118,10 @@ def check(device, rule, rows, starts=None, **scalars):
             assert same(operand.array, expected), (operand.buffer, starts)
             assert operand.contained()
         assert grad.unchanged()
+
+
+def test_every_rule_is_here():
+    assert FORMULAS.keys() == {name.removesuffix("-master") for name in RULES}
 
 
 @cases(FEW)

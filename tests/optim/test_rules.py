@@ -9,6 +9,7 @@ import pytest
 from exact import FLOATS, random_data, same
 
 import gradreduce as gr
+from gradreduce import ops
 from gradreduce.device import accumulate_dtype
 
 RATE, DECAY = 0.1, 0.9  # neither is a float32
@@ -52,6 +53,15 @@ def rmsprop(w, step, grad, var, square, mom):
     return [var - mom, square, mom]
 
 
+def rmsprop_centered(  # operands
+    w, step, grad, var, square, mean, mom
+):
+    square = square + w(1 - 0.8) * (grad * grad - square)
+    mean = mean + w(1 - 0.8) * (grad - mean)
+    mom = w(DECAY) * mom + w(RATE) * grad / np.sqrt(square - mean * mean + w(0.001))
+    return [var - mom, square, mean, mom]
+
+
 # name -> the rule, an optimizer of it, its slots and what is in them at first
 RULES = {
     "sgd": (sgd, lambda **more: gr.GradientDescentOptimizer(RATE, **more), {}),
@@ -65,6 +75,10 @@ RULES = {
                 {"accumulator": 0.2}),
     "rmsprop": (rmsprop, lambda **more: gr.RMSPropOptimizer(RATE, 0.8, DECAY, 0.001, **more),
                 {"rms": 1, "momentum": 0}),
+    "rmsprop centered": (
+        rmsprop_centered,
+        lambda **more: gr.RMSPropOptimizer(RATE, 0.8, DECAY, 0.001, centered=True, **more),
+        {"rms": 1, "mg": 0, "momentum": 0}),
 }  # fmt: skip
 
 
@@ -185,6 +199,10 @@ def test_names_of_slots_are_those_of_tensorflow(mesh):
     for optimizer, wanted in [
         (gr.AdamOptimizer(), {"m": "w/Adam", "v": "w/Adam_1"}),
         (gr.RMSPropOptimizer(0.1), {"rms": "w/RMSProp", "momentum": "w/RMSProp_1"}),
+        (
+            gr.RMSPropOptimizer(0.1, centered=True),
+            {"rms": "w/RMSProp", "mg": "w/RMSProp_1", "momentum": "w/RMSProp_2"},
+        ),
         (gr.AdagradOptimizer(0.1), {"accumulator": "w/Adagrad"}),
         (gr.AdagradOptimizer(0.1, name="mine"), {"accumulator": "w/mine"}),
     ]:
@@ -219,6 +237,22 @@ def test_a_rate_may_change_between_steps(mesh):
     plain.learning_rate = 2.0
     plain.apply_gradients([([1.0], variable)])
     assert variable.numpy().tolist() == [-2.5]
+
+
+def test_another_rule_is_compiled_before_its_first_step(mesh, monkeypatch):
+    optimizer = gr.MomentumOptimizer(0.5, 0.5)
+    variable = gr.Variable([1.0], device=mesh.devices[0])
+    for _ in range(2):
+        optimizer.apply_gradients([([1.0], variable)])
+    prepared, prepare = [], ops.prepare_rule
+    monkeypatch.setattr(
+        ops, "prepare_rule", lambda *of: (prepared.append(of[0].name), prepare(*of))
+    )
+    optimizer.use_nesterov = True
+    for _ in range(2):
+        optimizer.apply_gradients([([1.0], variable)])
+    assert prepared == ["nesterov"]
+    assert variable.numpy() == 1 - 0.5 - 0.75 - (0.5 + 0.25 * 1.75) - (0.5 + 0.25 * 1.875)
 
 
 def test_nesterov_is_off_by_default():

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype
+from gradreduce.device import Buffer, Device, Kernel, Queue, Writer, accumulate_dtype
 from gradreduce.device.kernel import Arrays
 
 from ._check import check_rows, check_writable
@@ -180,13 +181,14 @@ def run_blocks(table: Sequence[Arrays], num_plain: int, block: Block, num_scratc
         if copies is None:
             copies = np.empty((num_operands, size), wide)
         work = [array[:length] for array in copies]
-        for place, array in enumerate(work):
-            np.concatenate([row[place] for row in rows], out=array)
+        columns = list(zip(*rows, strict=True))
+        for column, array in zip(columns, work, strict=True):
+            np.concatenate(column, out=array)
         if num_operands == num_plain:
             block(work, spare)
         else:
             _block_of_masters(work, num_plain, dtype, block, spare)
-        _put_back(rows, work[:-1])
+        _put_back(columns[:-1], work)
 
 
 def _block_of_masters(
@@ -209,14 +211,13 @@ def _block_of_masters(
     np.copyto(master, variable)
 
 
-def _put_back(rows: Sequence[Arrays], work: Sequence[np.ndarray]) -> None:
-    """What was worked on side by side, into the operands that are written."""
-    for place, array in enumerate(work):
-        start = 0
-        for row in rows:
-            end = start + row[place].size
-            row[place][...] = array[start:end]
-            start = end
+def _put_back(columns: Sequence[Arrays], work: Sequence[np.ndarray]) -> None:
+    """What was worked on side by side, into the operands of all rows that are written."""
+    ends = list(accumulate([array.size for array in columns[0]]))
+    starts = [0, *ends[:-1]]
+    for column, array in zip(columns, work, strict=False):
+        for out, start, end in zip(column, starts, ends, strict=True):
+            out[...] = array[start:end]
 
 
 def _blocks(table: Sequence[Arrays]) -> list[tuple[list[Arrays], int]]:
@@ -295,16 +296,20 @@ def update_fitted(
     device: Device,
     queue: Queue = "compute",
     *,
-    alike: bool = False,
+    writer: Writer | None = None,
 ) -> None:
     """As the launchers, of rows that fit by their making: not looked at.
 
-    ``scalars`` are all that the kernel takes behind ``num_written``. ``alike`` rows are of the
-    same dtypes, and as many operands each.
+    ``scalars`` are all that the kernel takes behind ``num_written``. A ``writer`` of what they
+    write says that they are of the same dtypes, and on ``device``'s compute queue; it launches
+    faster.
     """
-    for launched in [rows] if alike and rows else _alike(kernel, rows):
-        given = (len(launched[0]) - 1, *scalars)
-        device.launch(kernel, kernel.template_of(launched[0]), launched, given, queue=queue)
+    for launched in [rows] if writer is not None else _alike(kernel, rows):
+        template, given = kernel.template_of(launched[0]), (len(launched[0]) - 1, *scalars)
+        if writer is None:
+            device.launch(kernel, template, launched, given, queue=queue)
+        else:
+            writer.launch(kernel, template, launched, given)
 
 
 def _alike(kernel: RuleKernel, rows: Sequence[Update]) -> list[list[Update]]:

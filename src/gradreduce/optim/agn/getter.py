@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from gradreduce.device import Device, Mesh
 from gradreduce.variables import Variable
 
 from .center import AGNCenter, process_wide
-from .lazy import Accumulation
+from .lazy import Accumulation, Changes
 
 __all__ = ["AGNCustomGetter", "Member"]
 
 
-class Member(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Member:
     """A variable of a worker.
 
     Attributes:
@@ -58,6 +60,7 @@ class AGNCustomGetter:
         self.center = process_wide(self.devices[0]) if center is None else center
         self.center.check_reached(self.devices)
         self._members: dict[Variable, Member] = {}
+        self._changes = Changes()
 
     def __call__(
         self,
@@ -76,7 +79,7 @@ class AGNCustomGetter:
         options["device"] = self.worker_device
         local = getter(name, initial_value, trainable=trainable, **options)
         if local.trainable:
-            total = Accumulation(local, f"grad_variable/{name}")
+            total = Accumulation(local, f"grad_variable/{name}", self._changes)
             self._members[local] = Member(local, self.center.variable_for(name, local), total)
         return local
 

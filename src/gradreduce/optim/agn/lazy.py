@@ -13,12 +13,12 @@ from gradreduce import ops
 from gradreduce.accumulator.sparse_sums import SparseAdditions, prepare_gradient
 from gradreduce.accumulator.state import AccumulatorState, Arrival, SparseGradient, SparseSum
 from gradreduce.cross_device import AllReduceCrossDeviceOps
-from gradreduce.device import Buffer, Device, DType, accumulate_dtype, as_dtype, copy_over
+from gradreduce.device import Buffer, Device, DType, accumulate_dtype, as_dtype, clear, copy_over
 from gradreduce.indexed_slices import IndexedSlices, coalesced, densified
 from gradreduce.interop import numbers
 from gradreduce.variables import Variable
 
-__all__ = ["Accumulation", "Count"]
+__all__ = ["Accumulation", "Changes", "Count"]
 
 
 class _Lazy(Variable):
@@ -71,6 +71,12 @@ class Count(_Lazy):
 _Holds = Literal["nothing", "zeros", "sum"]
 
 
+class Changes:
+    """How often the sums of a worker became something else than a sum of one gradient more."""
+
+    count = 0
+
+
 class Accumulation(_Lazy):
     """The sum of the gradients of a worker's variable since its last push.
 
@@ -81,14 +87,16 @@ class Accumulation(_Lazy):
     Args:
         local: the worker's variable.
         name: of this one.
+        changes: of the worker.
 
     Attributes:
         rows: the sparse sum; None if it is dense, or nothing.
+        changes: see there.
     """
 
-    def __init__(self, local: Variable, name: str) -> None:
+    def __init__(self, local: Variable, name: str, changes: Changes) -> None:
         super().__init__(name)
-        self._local = local
+        self._local, self.changes = local, changes
         self._memory: tuple[Buffer, ...] = ()
         self._holds: _Holds = "nothing"
         self.rows: AccumulatorState | None = None
@@ -132,14 +140,19 @@ class Accumulation(_Lazy):
 
     def added(self) -> None:
         """A dense gradient was added, or written."""
-        self._holds = "sum"
+        if self._holds != "sum":
+            self._become("sum")
 
     def cleared(self) -> None:
         """It is zero from now on; launches nothing."""
-        self._holds, self.rows = "nothing", None
+        self._become("nothing")
+
+    def _become(self, holds: _Holds, rows: AccumulatorState | None = None) -> None:
+        self._holds, self.rows = holds, rows
+        self.changes.count += 1
 
     def arrival(self, gradient: IndexedSlices) -> Arrival:
-        """A sparse gradient on its way into the rows; whoever adds it sets ``rows``."""
+        """A sparse gradient on its way into the rows; whoever adds it says ``added_rows``."""
         state = self.rows or AccumulatorState(
             self._local.dtype, self.shape, "SUM", self.devices[:1], False, _NO_OPS, sparse=True
         )
@@ -147,6 +160,11 @@ class Accumulation(_Lazy):
         segments = ops.plan_segments(gradient.indices)
         part = SparseGradient(gradient.values, segments, self.shape)
         return Arrival(state, ((0, part),), "native")
+
+    def added_rows(self, state: AccumulatorState) -> None:
+        """A sparse gradient was added to these."""
+        if self.rows is not state:
+            self._become(self._holds, state)
 
     @property
     def sparse_sum(self) -> SparseSum:
@@ -166,10 +184,11 @@ class Accumulation(_Lazy):
         if self.rows is not None:
             (whole,) = densified([self.merged()])
             self._memory = (whole, *(_copied(device, whole) for device in self.devices[1:]))
-            self._holds, self.rows = "sum", None
+            self._become("sum")
         elif self._holds == "nothing":
-            self._memory = tuple(device.zeros(self.shape, self.dtype) for device in self.devices)
-            self._holds = "zeros"
+            for copy in self.memory:
+                clear(copy)
+            self._become("zeros")
 
     def merged(self) -> IndexedSlices:
         """The rows in the order of their indices, in new memory."""
@@ -188,14 +207,14 @@ class Accumulation(_Lazy):
         self.cleared()
         if dense is not None:
             self._memory = tuple(device.upload(dense) for device in self.devices)
-            self._holds = "sum"
+            self._become("sum")
         elif rows is not None:
             arrival = self.arrival(rows)
             addition = SparseAdditions([arrival])
             addition.launch_apart()
             ((state, place, total),) = addition.totals()
             state.totals[place] = total
-            self.rows = state
+            self.added_rows(state)
 
     @property
     def _true(self) -> tuple[Buffer, ...]:
