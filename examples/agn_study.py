@@ -73,11 +73,15 @@ def make_claims(num_steps: int) -> list[Claim]:
     Args:
         num_steps: of all workers of a training together; twice as many with forty workers.
     """
+    usual = Case("agn", 10, 15, num_steps)
+    crowd = Case("agn", 40, 10, 2 * num_steps)
+    return [*claims_of_the_rule(usual, crowd), *claims_of_the_period(usual, crowd),
+            *claims_of_others(usual)]  # fmt: skip
 
-    few, many = max(1, num_steps // 2), 2 * num_steps
-    usual, long = Case("agn", 10, 15, num_steps), Case("agn", 20, 40, num_steps)
-    crowd = Case("agn", 40, 10, many)
-    each = Case("agn", 4, 1, max(1, num_steps // 10))
+
+def claims_of_the_rule(usual: Case, crowd: Case) -> list[Claim]:
+    each = Case("agn", 4, 1, max(1, usual.num_steps // 10))
+    long = replace(usual, num_workers=20, period=40)
     return [
         Claim(
             "the staleness of a push is n-1 on average",
@@ -97,6 +101,12 @@ def make_claims(num_steps: int) -> list[Claim]:
             (replace(usual, method="downpour"), usual, replace(long, method="downpour"), long),
             judge_divergence,
         ),
+    ]
+
+
+def claims_of_the_period(usual: Case, crowd: Case) -> list[Claim]:
+    few = Case("agn", 2, 10, max(1, usual.num_steps // 2))
+    return [
         Claim(
             "many workers with a small λ hurt AGN",
             f"n=40: λ=10 {HURT:.0%} below λ=40",
@@ -112,9 +122,14 @@ def make_claims(num_steps: int) -> list[Claim]:
         Claim(
             "a large λ slows few workers",
             f"n=2: λ=40 needs {SLOWED} times the steps of λ=10 to {TRAINED:.0%}",
-            (Case("agn", 2, 40, few), Case("agn", 2, 10, few)),
+            (replace(few, period=40), few),
             judge_slowness,
         ),
+    ]
+
+
+def claims_of_others(usual: Case) -> list[Claim]:
+    return [
         Claim(
             "AGN is better than AEASGD",
             f"n=10, λ=15: {BETTER:.0%} above",
