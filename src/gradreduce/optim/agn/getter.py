@@ -94,7 +94,7 @@ class AGNCustomGetter:
     def accumulation(self, var: Variable) -> Variable:
         """The sum of the gradients of a worker's variable since its last push; only to be read.
 
-        Of float32 for halves. A sum of sparse gradients is made dense when it is read.
+        Of float32 for halves. A sum of sparse gradients is shown as an array, and stays sparse.
 
         Args:
             var: a variable that came through this getter.
