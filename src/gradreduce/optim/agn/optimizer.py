@@ -30,7 +30,7 @@ from gradreduce.variables import Variable
 from .getter import AGNCustomGetter, Member
 from .hook import AGNHook
 from .lazy import Count
-from .local import LocalStep, without_mixtures
+from .local import LocalStep, mixed
 from .push import How, Push, Sum
 from .saved_worker import Worker, load_worker, saved_worker
 
@@ -307,8 +307,8 @@ class AGNOptimizer(Optimizer):
         before = inner._saved_numbers()
         try:
             scalars, numbers = self._scalars_of_next()
-            gradients = without_mixtures(members, gradients)
-            step = LocalStep(inner, members, gradients, scalars, numbers)
+            additions = mixed(members, gradients)
+            step = LocalStep(inner, members, gradients, additions, scalars, numbers)
             if (self._step.value + 1) % self._period:
                 return step, None
             sums = self._held() | step.sums()
