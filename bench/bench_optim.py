@@ -58,8 +58,10 @@ CPU_FLOORS = (
     Floor("compiled, adam, times torch fused", "adam", times_the_peer("torch fused", "compiled"),
           ">=", 1, BESIDE, ("torch",)),
     *(
-        Floor(f"{face}, sgd, us of a step", TINY, counted(f"{face}, sgd, us"), "<=", 400, BESIDE)
+        Floor(f"{face}, sgd{of}, us of a step", TINY, counted(f"{face}, sgd{of}, us"), "<=", 400,
+              BESIDE)
         for face in FACES
+        for of in ("", " of NumPy arrays")
     ),
     *(
         Floor(f"{face}, launches of a step", TINY, counted(f"{face}, launches"), "<=", 1, "1")
@@ -88,11 +90,18 @@ def hosts(sizes: Sequence[int], value: float) -> list[np.ndarray]:
 class Step:
     """One optimizer over variables on one device, and what it is given."""
 
-    def __init__(self, make: Callable[[], gr.Optimizer], device: Device, sizes: Sequence[int]):
+    def __init__(
+        self,
+        make: Callable[[], gr.Optimizer],
+        device: Device,
+        sizes: Sequence[int],
+        *,
+        on_host: bool = False,
+    ):
         self.optimizer = make()
         self.device = device
         self.variables = [gr.Variable(each, device=device) for each in hosts(sizes, 1.0)]
-        given = [device.put(each) for each in hosts(sizes, 0.5)]
+        given = [each if on_host else device.put(each) for each in hosts(sizes, 0.5)]
         self.pairs = list(zip(given, self.variables, strict=True))
 
     def __call__(self) -> None:
@@ -151,6 +160,9 @@ class Bench:
                 step = Step(RULES[rule][0], device, [TINY_SIZE] * number)
                 step()
                 calls[f"{face}, {rule}"] = step
+            arrays = Step(RULES["sgd"][0], device, [TINY_SIZE] * number, on_host=True)
+            arrays()
+            calls[f"{face}, sgd of NumPy arrays"] = arrays
             with self.meshes[face].journal() as journal:
                 step()
             figures[f"{face}, launches"] = journal.launches

@@ -1,10 +1,11 @@
-"""What the examples train: the digits, and a small network with a backward pass written by hand."""
+"""What the examples train: the digits, and a small network with its loss."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from sklearn.datasets import load_digits
@@ -56,34 +57,48 @@ def read_weights(variables: Sequence[gr.Variable], replica: int) -> list[np.ndar
         return [variable.numpy() for variable in variables]
 
 
-def forward(weights: Sequence[np.ndarray], images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The hidden activations and the log-probabilities of the ten digits."""
+def logits(weights: Sequence[Any], images: Any) -> Any:
+    """A number for each of the ten digits: the larger, the likelier."""
     hidden_kernel, hidden_bias, output_kernel, output_bias = weights
-    hidden = np.tanh(images @ hidden_kernel + hidden_bias)
-    logits = hidden @ output_kernel + output_bias
-    logits -= logits.max(axis=1, keepdims=True)
-    return hidden, logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    return np.tanh(images @ hidden_kernel + hidden_bias) @ output_kernel + output_bias
 
 
-def backward(
-    weights: Sequence[np.ndarray], images: np.ndarray, labels: np.ndarray
-) -> tuple[float, list[np.ndarray]]:
-    """The mean cross-entropy of a micro-batch, and its gradient by each of the weights."""
-    hidden, log_probabilities = forward(weights, images)
-    rows = np.arange(len(labels))
-    by_logits = np.exp(log_probabilities)
-    by_logits[rows, labels] -= 1
-    by_logits /= len(labels)
-    by_sums = by_logits @ weights[2].T * (1 - hidden * hidden)
-    return float(-log_probabilities[rows, labels].mean()), [
-        images.T @ by_sums,
-        by_sums.sum(axis=0),
-        hidden.T @ by_logits,
-        by_logits.sum(axis=0),
-    ]
+def mean_loss(weights: Sequence[Any], images: np.ndarray, labels: np.ndarray) -> Any:
+    """The mean cross-entropy of a batch.
+
+    Args:
+        weights: Variables, by which it can be differentiated, or arrays.
+        images: in host memory, from where they go to the weights.
+        labels: likewise.
+    """
+    images, labels = (np.asarray(each, like=weights[0]) for each in (images, labels))
+    return np.mean(gr.autodiff.softmax_cross_entropy(logits(weights, images), labels))
+
+
+def loss_and_gradients(
+    optimizer: gr.Optimizer,
+    variables: Sequence[gr.Variable],
+    images: np.ndarray,
+    labels: np.ndarray,
+    *,
+    share: float = 1.0,
+) -> tuple[Any, list[Any]]:
+    """The mean loss of a batch, and ``share`` of its gradient by each variable.
+
+    Both lie on the device of the enclosing ``gr.replica``.
+    """
+    found = []
+
+    def loss() -> Any:
+        value = mean_loss(variables, images, labels)
+        found.append(gr.autodiff.stop_gradient(value))
+        return value
+
+    pairs = optimizer.compute_gradients(loss, variables, grad_loss=share)
+    return found[0], [gradient for gradient, _ in pairs]
 
 
 def accuracy(weights: Sequence[np.ndarray], digits: Digits) -> float:
     """The share of test images that are recognised."""
-    _, log_probabilities = forward(weights, digits.test_images)
-    return float((log_probabilities.argmax(axis=1) == digits.test_labels).mean())
+    found = logits(weights, digits.test_images).argmax(axis=1)
+    return float((found == digits.test_labels).mean())

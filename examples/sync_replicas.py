@@ -43,7 +43,7 @@ from typing import Any
 import numpy as np
 import rich
 from command_line import Parser, file, in_range, on_devices, one_of, placement
-from digits import Digits, accuracy, backward, initial_weights, load, read_weights
+from digits import Digits, accuracy, initial_weights, load, loss_and_gradients, read_weights
 from matplotlib.figure import Figure
 from report import conclude, draw_accuracies, draw_losses, print_table, where
 from rich.progress import Progress
@@ -123,10 +123,11 @@ class SyncReplicas:
             self.step = int(self.global_step)
             self._moved.notify_all()
 
-    def weights(self, worker: int) -> list[np.ndarray]:
-        """A worker's copy of the weights; never while an update is changing them."""
+    def pull(self, local: Sequence[gr.Variable]) -> None:
+        """Copies the weights to a worker's own; never while an update is changing them."""
         with self._moved:
-            return read_weights(self.variables, worker)
+            for own, variable in zip(local, self.variables, strict=True):
+                own.assign(variable)
 
     def hand_out_tokens(self, num_tokens: int) -> None:
         """Lets the workers compute gradients of this step; who is quick may draw a second token."""
@@ -178,21 +179,26 @@ def work(
     Its batches come from a generator of its own, so they do not depend on the other threads.
     """
     accumulators = grad_accumulators(sync.variables, sync.ops)
+    local = [
+        gr.Variable(np.zeros(each.shape), dtype=each.dtype, device=each.devices[worker])
+        for each in sync.variables
+    ]
     rng = np.random.default_rng([options.seed, worker])
     straggles = worker >= options.workers - options.stragglers
     gradients: list[Gradient] = []
     for local_step in itertools.chain([sync.first_step], iter(sync.next_step, None)):
         # Weights of a later step do no harm: then the gradients of this one were taken, and what
         # is computed here is dropped.
-        weights = sync.weights(worker)
+        sync.pull(local)
         pick = rng.integers(len(digits.train_images), size=BATCH_SIZE)
-        loss, grads = backward(weights, digits.train_images[pick], digits.train_labels[pick])
+        batch = digits.train_images[pick], digits.train_labels[pick]
+        loss, grads = loss_and_gradients(sync.optimizer, local, *batch)
         held = straggles and len(gradients) % options.late_every == 0
         if held:
             sync.await_step(local_step + options.lag)
         with gr.replica(worker):  # on whose device the arrays are added up
             kept = gr.apply_grads(accumulators, grads, local_step)
-        gradients.append(Gradient(local_step, loss, held, kept))
+        gradients.append(Gradient(local_step, float(loss), held, kept))
     return gradients
 
 

@@ -1,9 +1,9 @@
 """Trains a small network on handwritten digits, data-parallel, with gradreduce.
 
 Read ``train`` first: it is all that a training script of your own needs from the library. The
-network with a backward pass written by hand is in ``digits.py``, the report in ``report.py``, the
-command line (``python examples/train_digits.py --help``) in ``command_line.py``. NumPy computes the
-gradients in host memory; from there on they are the devices' business.
+network and its loss, in plain NumPy, are in ``digits.py``, the report in ``report.py``, the command
+line (``python examples/train_digits.py --help``) in ``command_line.py``. Each device computes the
+gradients of its own images, on a GPU by CuPy.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from command_line import Parser, file, in_range, on_devices, one_of, placement
-from digits import Digits, accuracy, backward, initial_weights, load, read_weights
+from digits import Digits, accuracy, initial_weights, load, loss_and_gradients, read_weights
 from matplotlib.figure import Figure
 from report import conclude, draw_accuracies, draw_losses, print_table, where
 from rich.progress import track
@@ -80,9 +81,10 @@ def train(mesh: gr.Mesh, digits: Digits, options: argparse.Namespace) -> History
         gr.Variable(value, name, device=mesh)  # one copy on each device
         for name, value in initial_weights(rng).items()
     ]
+    optimizer = make_optimizer(options)
     step = gr.SyncStep(
         variables,
-        make_optimizer(options),
+        optimizer,
         gr.AllReduceCrossDeviceOps(options.all_reduce, num_packs=options.num_packs, mesh=mesh),
         aggregation_method=AGGREGATION[options.aggregation],
     )
@@ -92,11 +94,13 @@ def train(mesh: gr.Mesh, digits: Digits, options: argparse.Namespace) -> History
     with mesh.journal() as journal:
         for number in track(range(1, options.steps + 1), "training"):
             picks = rng.integers(len(digits.train_images), size=shape)
-            replicas = [replica_terms(i, variables, digits, picks[i]) for i in range(len(mesh))]
+            replicas = [
+                replica_terms(i, optimizer, variables, digits, picks[i]) for i in range(len(mesh))
+            ]
             # terms[replica][variable] is a list of micro-batch gradients. One call aggregates,
             # accumulates, packs, all-reduces and applies them.
             step([terms for _, terms in replicas])
-            losses.append(float(np.mean([loss for loss, _ in replicas])))
+            losses.append(float(np.mean([float(loss) for of, _ in replicas for loss in of])))
             if number % EVALUATE_EVERY == 0 or number == options.steps:
                 accuracies.append((number, accuracy(read_weights(variables, 0), digits)))
     return History(
@@ -119,26 +123,32 @@ def make_optimizer(options: argparse.Namespace) -> gr.Optimizer:
 
 
 def replica_terms(
-    replica: int, variables: Sequence[gr.Variable], digits: Digits, picks: np.ndarray
-) -> tuple[float, list[list[np.ndarray]]]:
-    """One replica's share of a step: its loss, and for each variable a list of gradients.
+    replica: int,
+    optimizer: gr.Optimizer,
+    variables: Sequence[gr.Variable],
+    digits: Digits,
+    picks: np.ndarray,
+) -> tuple[list[Any], list[list[Any]]]:
+    """One replica's share of a step: its losses, and for each variable a list of gradients.
 
     The terms of a list are added up, so each is divided by their number. The mean over the
     replicas is the library's business.
 
     Args:
         replica: which one.
-        variables: to read the weights from.
+        optimizer: computes the gradients.
+        variables: the weights.
         digits: the data.
         picks: numbers of training images, a row for each micro-batch.
     """
-    weights = read_weights(variables, replica)
     losses, rows = [], []
-    for pick in picks:
-        loss, gradients = backward(weights, digits.train_images[pick], digits.train_labels[pick])
-        losses.append(loss)
-        rows.append([gradient / len(picks) for gradient in gradients])
-    return float(np.mean(losses)), [list(terms) for terms in zip(*rows, strict=True)]
+    with gr.replica(replica):  # whose copy of the weights is read
+        for pick in picks:
+            batch = digits.train_images[pick], digits.train_labels[pick]
+            loss, gradients = loss_and_gradients(optimizer, variables, *batch, share=1 / len(picks))
+            losses.append(loss)
+            rows.append(gradients)
+    return losses, [list(terms) for terms in zip(*rows, strict=True)]
 
 
 # The report ------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -166,3 +167,8 @@ def _specials(dtype: np.dtype) -> np.ndarray:
     positive = [0.0, least, 3 * least, normal, normal - least, halfway, halfway + 2, 1.0, 3.0]
     positive += [largest, half_step]
     return np.array([sign * value for value in positive for sign in (1.0, -1.0)])
+
+
+def same_copies(variable: Any, wanted: Any) -> bool:
+    """Whether every copy of a Variable is ``same`` as ``wanted``."""
+    return all(same(buffer.numpy(), np.asarray(wanted)) for buffer in variable.buffers)

@@ -29,7 +29,7 @@ class Operation:
         shapes: of the operands, for each try.
         low: the least operand.
         high: the largest.
-        oracle: whether HIPS autograd knows it.
+        oracle: the same by operations that HIPS autograd knows, where it does not know these.
         smooth: whether it has a second derivative worth comparing.
     """
 
@@ -38,7 +38,7 @@ class Operation:
     shapes: Sequence[tuple[Shape, ...]]
     low: float = -1.7
     high: float = 1.7
-    oracle: bool = True
+    oracle: Callable[..., Any] | None = None
     smooth: bool = True
 
     def __str__(self) -> str:
@@ -74,35 +74,38 @@ def of(name: str, do: Callable[..., Any], *shapes: Any, **options: Any) -> Opera
 
 POSITIVE = {"low": 0.3, "high": 2.9}
 INSIDE = {"low": -0.9, "high": 0.9}
-OURS = {"oracle": False}
 KINKED = {"smooth": False}
 
 ELEMENTWISE = [
     *[one(name) for name in "negative exp exp2 expm1 square sin cos tanh sinh cosh".split()],
     *[one(name) for name in "arcsinh arctan reciprocal absolute fabs".split()],
-    one("positive", **OURS),
+    of("copy", lambda np, x: np.copy(x) * 2, ((2, 3),), oracle=lambda np, x: x * 2),
+    one("positive", oracle=lambda np, x: x * 1),
     one("tan", **INSIDE),
     *[one(name, **POSITIVE) for name in "log log2 log10 log1p sqrt".split()],
-    one("cbrt", **POSITIVE, **OURS),
+    one("cbrt", **POSITIVE, oracle=lambda np, x: x ** (1 / 3)),
     *[one(name, **INSIDE) for name in "arcsin arccos arctanh".split()],
     one("arccosh", low=1.2, high=3.0),
     *[two(name) for name in "add subtract multiply divide arctan2 logaddexp".split()],
-    two("hypot", **OURS),
+    two("hypot"),
     two("power", **POSITIVE),
-    two("float_power", **POSITIVE, **OURS),
+    two("float_power", **POSITIVE, oracle=lambda np, x, y: x**y),
     two("remainder", **POSITIVE, **KINKED),
     *[two(name, **KINKED) for name in "maximum minimum fmax fmin".split()],
     of("operators", lambda np, x, y: (2 - x) / (y * y + 3) + x**3 - (-y) * 2.5, *PAIRS),
     of("power of numbers", lambda np, x: x**2 + x**3 + x**1 + x**-1, ((3,),), ((),)),
     of("number to a power", lambda np, x: 2.0**x, ((3,),), ((),)),
-    of("relu", lambda np, x: gr.autodiff.relu(x), *[(s,) for s in SHAPES], **OURS, **KINKED),
-    of("sigmoid", lambda np, x: gr.autodiff.sigmoid(x), *[(s,) for s in SHAPES], **OURS),
-    of("where", lambda np, x, y: np.where(x > y, x, y * 2), *PAIRS, **OURS, **KINKED),
+    of("relu", lambda np, x: gr.autodiff.relu(x), *[(s,) for s in SHAPES], **KINKED,
+       oracle=lambda np, x: np.maximum(x, 0)),
+    of("sigmoid", lambda np, x: gr.autodiff.sigmoid(x), *[(s,) for s in SHAPES],
+       oracle=lambda np, x: 1 / (1 + np.exp(-x))),
+    of("where", lambda np, x, y: np.where(x > y, x, y * 2), *PAIRS, **KINKED,
+       oracle=lambda np, x, y: np.where(x > y, x + 0 * y, y * 2 + 0 * x)),
     of("where of a number", lambda np, x: np.where(x > 0.1, x, 0.0), ((2, 3),), **KINKED),
     of("clip", lambda np, x: np.clip(x, -0.9, 0.8), *[(s,) for s in SHAPES], **KINKED),
-    of("clip at one end", lambda np, x: x.clip(None, 0.8), ((5,),), **OURS, **KINKED),
+    of("clip at one end", lambda np, x: x.clip(None, 0.8), ((5,),), **KINKED),
     of("clip at traced ends", lambda np, x, y: np.clip(x, y - 1, y + 0.5), ((2, 3), (3,)),
-       **OURS, **KINKED),
+       **KINKED, oracle=lambda np, x, y: np.minimum(np.maximum(x, y - 1), y + 0.5)),
     of("astype", lambda np, x: x.astype(x.dtype) * 2, ((2, 3),)),
 ]  # fmt: skip
 
@@ -124,32 +127,39 @@ def reduction(name: str, **options: Any) -> list[Operation]:
 REDUCTIONS = [
     *reduction("sum"),
     *reduction("mean"),
-    *reduction("prod", **POSITIVE, oracle=False),
+    *reduction("prod", **POSITIVE),
     *reduction("max", **KINKED),
     *reduction("min", **KINKED),
     *reduction("var"),
     *reduction("std"),
-    of("scalars", lambda np, x: np.sum(x) + np.mean(x) + np.max(x) + np.prod(x), ((),), **OURS),
+    of("scalars", lambda np, x: np.sum(x) + np.mean(x) + np.max(x) + np.prod(x), ((),)),
     of("empty", lambda np, x: np.sum(x, axis=0) + np.sum(x), ((0, 3),)),
     of("var of a sample", lambda np, x: np.var(x, axis=0, ddof=1), ((4, 3),)),
-    of("std of a sample", lambda np, x: x.std(ddof=1), ((4, 3),), **OURS),
+    of("std of a sample", lambda np, x: x.std(ddof=1), ((4, 3),)),
     of("methods", lambda np, x: x.sum(0) * x.mean() + x.max(axis=0) - x.min() + x.var(),
-       ((2, 3),), **OURS),
+       ((2, 3),)),
     of("cumsum", lambda np, x: np.cumsum(x, axis=1), ((3, 4),)),
     of("cumsum of all", lambda np, x: np.cumsum(x), ((3, 4),)),
     of("norm", lambda np, x: np.linalg.norm(x), ((3, 4),)),
-    of("norm of rows", lambda np, x: np.linalg.norm(x, axis=1, keepdims=True), ((3, 4),), **OURS),
-    of("logsumexp", lambda np, x: gr.autodiff.logsumexp(x), ((2, 3),), ((),), **OURS),
+    of("norm of rows", lambda np, x: np.linalg.norm(x, axis=1, keepdims=True), ((3, 4),),
+       oracle=lambda np, x: np.sqrt(np.sum(x**2, axis=1, keepdims=True))),
+    of("logsumexp", lambda np, x: gr.autodiff.logsumexp(x), ((2, 3),), ((),),
+       oracle=lambda np, x: log_sum(np, x, None)),
     of("logsumexp of rows", lambda np, x: gr.autodiff.logsumexp(x, axis=-1, keepdims=True),
-       ((2, 3),), **OURS),
+       ((2, 3),), oracle=lambda np, x: log_sum(np, x, -1)),
     of("logsumexp over two", lambda np, x: gr.autodiff.logsumexp(x, axis=(0, -1)), ((2, 3, 4),),
-       **OURS),
+       oracle=lambda np, x: log_sum(np, x, (0, -1))[0, :, 0]),
     of("softmax cross-entropy", lambda np, x, y: gr.autodiff.softmax_cross_entropy(x, y),
-       ((4, 3), (4, 3)), ((3,), (3,)), **OURS, low=0.2, high=2.0),
+       ((4, 3), (4, 3)), ((3,), (3,)), low=0.2, high=2.0,
+       oracle=lambda np, x, y: -np.sum(y * (x - log_sum(np, x, -1)), axis=-1)),
     of("softmax cross-entropy of classes",
        lambda np, x: gr.autodiff.softmax_cross_entropy(x, like(x, [2, 0, 1, 1])), ((4, 3),),
-       **OURS),
+       oracle=lambda np, x: log_sum(np, x, -1)[:, 0] - x[[0, 1, 2, 3], [2, 0, 1, 1]]),
 ]  # fmt: skip
+
+
+def log_sum(np: Any, x: Any, axis: Any) -> Any:
+    return np.log(np.sum(np.exp(x), axis=axis, keepdims=axis is not None))
 
 
 def like(x: Any, values: Any) -> Any:
@@ -168,7 +178,8 @@ LINEAR = [
        ((2, 3), (3,)), ((2, 2, 3), (3,)), ((2, 2, 3), (2, 3, 2))),
     of("inner", lambda np, x, y: np.inner(x, y), ((3,), (3,)), ((2, 3), (4, 3))),
     of("outer", lambda np, x, y: np.outer(x, y), ((3,), (2,))),
-    of("vdot", lambda np, x, y: np.vdot(x, y), ((2, 3), (2, 3)), **OURS),
+    of("vdot", lambda np, x, y: np.vdot(x, y), ((2, 3), (2, 3)),
+       oracle=lambda np, x, y: np.sum(x * y)),
     of("tensordot", lambda np, x, y: np.tensordot(x, y), ((2, 3, 4), (3, 4, 2))),
     of("tensordot over 1", lambda np, x, y: np.tensordot(x, y, 1), ((2, 3), (3, 4))),
     of("tensordot over 0", lambda np, x, y: np.tensordot(x, y, 0), ((2,), (3, 2))),
@@ -186,51 +197,63 @@ LINEAR = [
     of("einsum of three", lambda np, x, y, z: np.einsum("i,ij,jk->k", x, y, z),
        ((2,), (2, 3), (3, 2))),
     of("einsum of an ellipsis", lambda np, x, y: np.einsum("...ij,...jk->...ik", x, y),
-       ((2, 2, 3), (2, 3, 2)), ((2, 2, 3), (3, 2)), ((1, 2, 3), (4, 3, 2)), **OURS),
+       ((2, 2, 3), (2, 3, 2)), ((2, 2, 3), (3, 2)), ((1, 2, 3), (4, 3, 2))),
     of("einsum of an ellipsis without arrow", lambda np, x, y: np.einsum("...i,i", x, y),
-       ((2, 2, 3), (3,)), **OURS),
+       ((2, 2, 3), (3,))),
     of("einsum of a scale", lambda np, x, y: np.einsum("ij,->ji", x, y), ((2, 3), ())),
 ]  # fmt: skip
 
 SHAPING = [
-    of("reshape", lambda np, x: np.reshape(x, (4, -1)), ((2, 6),), ((4, 0),), **OURS),
+    of("reshape", lambda np, x: np.reshape(x, (4, -1)), ((2, 6),), ((4, 0),)),
     of("reshape method", lambda np, x: x.reshape(3, 4) * x.reshape((3, 4)), ((2, 6),)),
     of("reshape to a scalar", lambda np, x: np.reshape(x, ()), ((1, 1),)),
     of("ravel", lambda np, x: np.ravel(x) * x.flatten(), ((2, 3),)),
     of("transpose", lambda np, x: np.transpose(x), *ROOM),
-    of("transpose of axes", lambda np, x: np.transpose(x, (2, 0, -2)), ((2, 3, 4),), **OURS),
-    of("transpose method", lambda np, x: x.transpose(1, 0) * x.T, ((3, 4),), **OURS),
+    of("transpose of axes", lambda np, x: np.transpose(x, (2, 0, -2)), ((2, 3, 4),),
+       oracle=lambda np, x: np.transpose(x, (2, 0, 1))),
+    of("transpose method", lambda np, x: x.transpose(1, 0, 2) * x.T[0, 0, 0], ((3, 2, 4),),
+       oracle=lambda np, x: np.swapaxes(x, 0, 1) * x[0, 0, 0]),
     of("swapaxes", lambda np, x: np.swapaxes(x, 0, -1), *ROOM),
     of("moveaxis", lambda np, x: np.moveaxis(x, 0, -1), *ROOM),
     of("moveaxis of two", lambda np, x: np.moveaxis(x, [0, 1], [2, 0]), ((2, 3, 4),)),
     of("squeeze", lambda np, x: np.squeeze(x), ((1, 3, 1),)),
     of("squeeze of an axis", lambda np, x: np.squeeze(x, axis=-1), ((1, 3, 1),)),
     of("expand_dims", lambda np, x: np.expand_dims(x, -1), ((2, 3),), ((),)),
-    of("broadcast_to", lambda np, x: np.broadcast_to(x, (2, 3, 4)), ((3, 1),), ((),), **OURS),
-    of("flip", lambda np, x: np.flip(x, 0), ((2, 3),), **OURS),
+    of("broadcast_to", lambda np, x: np.broadcast_to(x, (2, 3, 4)), ((3, 1),), ((),),
+       oracle=lambda np, x: x * np.ones((2, 3, 4))),
+    of("flip", lambda np, x: np.flip(x, 0), ((2, 3),), oracle=lambda np, x: x[::-1]),
     of("roll", lambda np, x: np.roll(x, 2, axis=1), ((2, 3),)),
-    of("roll of two", lambda np, x: np.roll(x, (1, -2), axis=(0, 1)), ((2, 3),), **OURS),
+    of("roll of two", lambda np, x: np.roll(x, (1, -2), axis=(0, 1)), ((2, 3),),
+       oracle=lambda np, x: np.roll(np.roll(x, 1, axis=0), -2, axis=1)),
     of("concatenate", lambda np, x, y: np.concatenate([x, y, x * 2], axis=1), ((2, 3), (2, 1)),
        ((2, 0), (2, 2))),
     of("concatenate from the back", lambda np, x, y: np.concatenate((x, y), axis=-1),
        ((2, 3), (2, 1))),
     of("concatenate flat", lambda np, x, y: np.concatenate([x, y], axis=None), ((2, 3), (2,)),
-       **OURS),
+       oracle=lambda np, x, y: np.concatenate([np.ravel(x), y])),
     of("stack", lambda np, x, y: np.stack([x, y, x], axis=-1), ((2, 3), (2, 3)), ((), ())),
     of("vstack", lambda np, x, y: np.vstack([x, y]), ((3,), (2, 3))),
     of("hstack", lambda np, x, y: np.hstack([x, y]), ((3,), (2,)), ((2, 3), (2, 1))),
-    of("column_stack", lambda np, x, y: np.column_stack([x, y]), ((3,), (3, 2)), **OURS),
+    of("column_stack", lambda np, x, y: np.column_stack([x, y]), ((3,), (3, 2))),
     of("split", lambda np, x: np.split(x, 2, axis=1)[1] * np.split(x, [1, 3], axis=1)[1],
        ((2, 4),)),
     of("repeat", lambda np, x: np.repeat(x, 3, axis=1), ((2, 3),)),
     of("repeat of all", lambda np, x: np.repeat(x, 2), ((2, 3),)),
     of("tile", lambda np, x: np.tile(x, (2, 1, 3)), ((2, 3),)),
-    of("tile once", lambda np, x: np.tile(x, 2), ((2, 3),), **OURS),
-    of("trace", lambda np, x: np.trace(x) * np.diagonal(x), ((3, 3),), ((2, 3),), **OURS),
-    of("broadcast_arrays", lambda np, x, y: np.broadcast_arrays(x, y)[0], ((3,), (2, 1)), **OURS),
+    of("tile once", lambda np, x: np.tile(x, 2), ((2, 3),),
+       oracle=lambda np, x: np.concatenate([x, x], axis=1)),
+    of("trace", lambda np, x: np.trace(x) * np.diagonal(x), ((3, 3),), ((2, 3),),
+       oracle=lambda np, x: np.sum(x * eye(x)) * np.sum(x * eye(x), axis=1)),
+    of("broadcast_arrays", lambda np, x, y: (lambda a, b: a * b)(*np.broadcast_arrays(x, y)),
+       ((3,), (2, 1)), oracle=lambda np, x, y: x * y),
 ]  # fmt: skip
 
 COLUMNS = np.array([[1], [0]])
+
+
+def eye(x: Any) -> Any:
+    return np.eye(*x.shape)
+
 
 INDEXING = [
     of("an element", lambda np, x: x[1, -1], ((2, 3),)),
@@ -243,15 +266,18 @@ INDEXING = [
     of("fancy elements", lambda np, x: x[[0, 1, 1], [2, 0, 0]], ((2, 3),)),
     of("fancy and a slice", lambda np, x: x[:, [0, 0, 2]], ((2, 3),)),
     of("fancy matrix", lambda np, x: x[[[0, 1], [1, 1]]], ((3, 2),)),
-    of("fancy nothing", lambda np, x: x[[]], ((3, 2),), oracle=False),
-    of("take", lambda np, x: np.take(x, [0, 2, 2, -1], axis=0), ((3, 2),), **OURS),
-    of("take of columns", lambda np, x: x.take([[0, 1], [1, 1]], axis=-1), ((3, 2),), **OURS),
-    of("take of all", lambda np, x: np.take(x, [5, 0, 5]), ((3, 2),), **OURS),
+    of("fancy nothing", lambda np, x: x[[]], ((3, 2),)),
+    of("take", lambda np, x: np.take(x, [0, 2, 2, -1], axis=0), ((3, 2),),
+       oracle=lambda np, x: x[[0, 2, 2, -1]]),
+    of("take of columns", lambda np, x: x.take([[0, 1], [1, 1]], axis=-1), ((3, 2),),
+       oracle=lambda np, x: x[:, [[0, 1], [1, 1]]]),
+    of("take of all", lambda np, x: np.take(x, [5, 0, 5]), ((3, 2),),
+       oracle=lambda np, x: np.ravel(x)[[5, 0, 5]]),
     of("embedding_lookup", lambda np, x: gr.embedding_lookup(x, [[0, 2], [2, 1]]), ((3, 2),),
-       **OURS),
-    of("mask", lambda np, x: x[[True, False, True]], ((3, 2),), **OURS),
+       oracle=lambda np, x: x[[[0, 2], [2, 1]]]),
+    of("mask", lambda np, x: x[[True, False, True]], ((3, 2),), oracle=lambda np, x: x[[0, 2]]),
     of("take_along_axis", lambda np, x: np.take_along_axis(x, COLUMNS, axis=1), ((2, 3),),
-       oracle=False),
+       oracle=lambda np, x: x[[[0], [1]], COLUMNS]),
 ]  # fmt: skip
 
 OPERATIONS = [*ELEMENTWISE, *REDUCTIONS, *LINEAR, *SHAPING, *INDEXING]

@@ -61,3 +61,34 @@ def test_every_order_gives_the_same(rule, placement):
     for seed in SEEDS:
         found = trained(RULES[rule], placement, schedule_seed=seed, peer_access=seed % 2 == 0)
         assert all(map(same, found, wanted)), seed
+
+
+def crossed(has_copies, is_sparse, **options) -> list[np.ndarray]:
+    """A variable on both devices of a GPU, or a gradient on the one that has none of it."""
+    with gr.open_mesh([0, 0], backend="sim", strict=True, **options) as mesh:
+        home, beside = mesh.devices
+        variable = gr.Variable(
+            np.zeros((6, 3), "float32"), "v", device=mesh if has_copies else home
+        )
+        optimizer = gr.MomentumOptimizer(0.5, 0.5)
+        for turn in range(4):
+            variable.assign_add(exact_data((6, 3), "float32", seed=turn))  # each copy in its queue
+            lender = home if has_copies else beside
+            given = lender.empty((6, 3), "float32")
+            for seed in range(8):  # the last one counts; others are read by who does not wait
+                lender.upload(exact_data((6, 3), "float32", seed=seed), out=given)
+            if is_sparse:
+                given = gr.IndexedSlices(given, [1, 4, 1, 0, 5, 4])
+            optimizer.apply_gradients([(given, variable)])
+            del given
+        kept = [variable, *optimizer.variables()]
+        return [buffer.numpy() for each in reversed(kept) for buffer in reversed(each.buffers)]
+
+
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("has_copies", [False, True], ids=["gradient beside", "copies"])
+def test_devices_of_one_gpu_come_behind_each_other(has_copies, is_sparse):
+    wanted = crossed(has_copies, is_sparse)
+    for seed in SEEDS:
+        found = crossed(has_copies, is_sparse, schedule_seed=seed)
+        assert all(map(same, found, wanted)), seed

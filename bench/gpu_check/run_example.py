@@ -1,8 +1,9 @@
 """Section ``example``: the digits, on eight logical devices of one GPU and of the simulation.
 
-The networks must end with the same bits: ``hierarchical_copy`` adds in an order that the number of
-replicas fixes, and with one GPU ``nccl`` adds what shares it in mesh order, without the library.
-The gradients are NumPy's in both runs. What may differ is a subnormal: CuPy builds with -ftz=true.
+The networks must end as good as each other. Not with the same bits: each backend computes its
+gradients by its own library, and cuBLAS adds the products of a matrix in an order of its own. (On
+the stand-in both are NumPy's, and the bits are the same.) What is ours is compared bit by bit in
+the section ``tests``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ NEEDED = ("sklearn", "matplotlib", "rich")
 ALGORITHMS = ("hierarchical_copy", "nccl")
 NUM_DEVICES = 8
 FAKE_STEPS = 4
+LARGEST_DIFFERENCE = 0.03  # of the accuracies; 11 of the 360 test images
 BELOW_GOAL = 1  # the example's exit status when the accuracy is below its goal
 
 
@@ -73,7 +75,7 @@ def _comparison(algorithm: str, found: Mapping[str, Any], wanted: Mapping[str, A
         "accuracy_difference": found["accuracy"] - wanted["accuracy"],
     }
     name = f"{algorithm}: cuda and sim agree"
-    if figures["same_bits"]:
+    if abs(figures["accuracy_difference"]) <= LARGEST_DIFFERENCE:
         return Verdict(name, PASSED, figures)
-    reason = f"digests {found['digest']} and {wanted['digest']} differ"
+    reason = f"accuracies {found['accuracy']} and {wanted['accuracy']} differ"
     return Verdict(name, FAILED, figures, reason)

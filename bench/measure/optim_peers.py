@@ -14,7 +14,10 @@ import numpy as np
 
 from .clock import Call
 
-__all__ = ["BLOCKS", "WAYS", "find_optim_peers", "sgd_in_blocks", "sizes_of"]
+__all__ = [
+    "BLOCKS", "BLOCK_SIZE", "WAYS", "find_optim_peers", "on_our_stream", "sgd_in_blocks",
+    "sizes_of",
+]  # fmt: skip
 
 BLOCKS = "numpy, blocks"
 WAYS = ("loop", "foreach", "fused")
@@ -51,12 +54,12 @@ def find_optim_peers(
             parameters.append(parameter)
         switch = {} if way == "loop" else {way: True}
         optimizer = makes[rule](parameters, **{"foreach": False, **switch})
-        calls[f"torch {way}"] = partial(_on_our_stream, torch, place, optimizer.step)
+        calls[f"torch {way}"] = partial(on_our_stream, torch, place, optimizer.step)
     return calls, {}
 
 
-def _on_our_stream(torch: Any, place: str, step: Call) -> None:
-    """On a GPU in the order of the stream that is measured, CuPy's current one."""
+def on_our_stream(torch: Any, place: str, step: Call) -> None:
+    """Calls it; on a GPU in the order of the stream that is measured, CuPy's current one."""
     with contextlib.ExitStack() as stack:
         if place == "cuda":
             current = importlib.import_module("cupy").cuda.get_current_stream()

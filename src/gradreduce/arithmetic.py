@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from gradreduce.interop import kind_of
-from gradreduce.loss_context import Traceable
+from gradreduce.loss_context import Traceable, holds_traceable
 
 __all__ = ["Readable"]
 
@@ -62,6 +62,10 @@ class Readable(Traceable):
     def read(self, as_kind: str | None = None) -> Any:
         """The value."""
 
+    @abstractmethod
+    def _beside(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """What NumPy's ``function`` makes where the value lies, without reading it."""
+
     __add__, __radd__ = _before(operator.add), _after(operator.add)
     __sub__, __rsub__ = _before(operator.sub), _after(operator.sub)
     __mul__, __rmul__ = _before(operator.mul), _after(operator.mul)
@@ -89,6 +93,8 @@ class Readable(Traceable):
     def __array_function__(
         self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any
     ) -> Any:
+        if not any(holds_traceable(each) for each in (*args, *kwargs.values())):
+            return self._beside(function, args, kwargs)
         named = {name: _read(each) for name, each in kwargs.items()}
         return function(*[_read(each) for each in args], **named)
 

@@ -80,7 +80,8 @@ def _kind_of_class(cls: type) -> Kind:
             return kind
     if hasattr(cls, "__cuda_array_interface__"):  # Numba, RMM, ...: what CuPy would make of it
         return "cuda"
-    raise TypeError(f"{cls.__name__} is not an array, a list of numbers or a Buffer")
+    hint = getattr(cls, "_instead", "")  # of what the autodiff room makes
+    raise TypeError(f"{cls.__name__} is not an array, a list of numbers or a Buffer{hint}")
 
 
 def as_result_kind(as_kind: str | None, kind: Kind, device: Device | None = None) -> Kind:

@@ -104,7 +104,13 @@ class JaxLoss:
         terms = list(made) if hasattr(made, "__next__") else [made]
         total: Any = 0.0
         for term in terms:
-            value = jnp.asarray(term)
+            try:
+                value = jnp.asarray(term)
+            except (TypeError, ValueError):
+                raise InvalidVariableError(
+                    f"the loss returned {type(term).__name__}; it must return a number, an array "
+                    "of JAX's, or an iterator of them"
+                ) from None
             if not jnp.issubdtype(value.dtype, jnp.floating):
                 raise InvalidVariableError(f"Invalid type {value.dtype} of the loss")
             if grad_loss is not None:

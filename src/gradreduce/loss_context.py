@@ -1,12 +1,13 @@
 """Which loss a thread is computing, and how it reads Variables; never differentiates.
 
 NumPy's functions find a traced value by NumPy's own protocols. Functions of ours that may be given
-one (``gr.add_n``) are ``traceable``: they hand a call over in the same way.
+one (``gr.add_n``) are ``traceable``: they hand a call over in the same way. NumPy hands over too
+what is to be made beside one, as ``np.asarray(x, like=variable)``: ``made_like``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -14,7 +15,21 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from gradreduce.device import Buffer, Device
 
-__all__ = ["Reader", "Traceable", "current_reader", "reading_by", "traceable"]
+__all__ = [
+    "Reader",
+    "Traceable",
+    "check_unread",
+    "current_reader",
+    "holds_traceable",
+    "made_like",
+    "reading_by",
+    "traceable",
+]
+
+_CREATING = {
+    "arange", "array", "asanyarray", "asarray", "ascontiguousarray", "empty", "eye", "full",
+    "identity", "ones", "tri", "zeros",
+}  # fmt: skip
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -32,6 +47,9 @@ class Reader(Protocol):
     def read(self, variable: Any, copy: Buffer, as_kind: str | None) -> Any:
         """The value of one copy of a Variable, as what the loss differentiates by."""
 
+    def check_unread(self, variables: Iterable[Any]) -> None:
+        """See the function of that name."""
+
 
 # Of a thread or, within one, of an asyncio task: several losses may be computed at once.
 _reader: ContextVar[Reader | None] = ContextVar("gradreduce_reader", default=None)
@@ -40,6 +58,17 @@ _reader: ContextVar[Reader | None] = ContextVar("gradreduce_reader", default=Non
 def current_reader() -> Reader | None:
     """That of the innermost loss which this thread is computing; None outside any."""
     return _reader.get()
+
+
+def check_unread(variables: Iterable[Any]) -> None:
+    """Raises if one is written inside a loss that has read it: the tape holds its memory.
+
+    Raises:
+        RuntimeError: which.
+    """
+    reader = _reader.get()
+    if reader is not None:
+        reader.check_unread(variables)
 
 
 @contextmanager
@@ -63,6 +92,32 @@ class Traceable:
     ) -> Any:
         """Does the call."""
         raise NotImplementedError
+
+
+def holds_traceable(given: Any) -> bool:
+    """Whether an argument is ``Traceable``, or a list or tuple of which an element is."""
+    within = given if isinstance(given, list | tuple) else (given,)
+    return any(isinstance(each, Traceable) for each in within)
+
+
+def made_like(function: Callable[..., Any], args: Any, kwargs: dict[str, Any], array: Any) -> Any:
+    """What NumPy's ``function`` makes beside a plain ``array``, of its library.
+
+    For a call that NumPy hands over because of ``like=``, which it has taken away: nothing among
+    its arguments is ``Traceable``.
+
+    Raises:
+        NotImplementedError: it has no ``like=``; a Traceable lies deeper in its arguments.
+    """
+    name = function.__name__
+    if name not in _CREATING:
+        raise NotImplementedError(
+            f"np.{name} of nested lists has no rule of differentiation here; use np.stack and "
+            "np.concatenate, or return a PyTorch tensor from the loss: then PyTorch differentiates"
+        )
+    if hasattr(array, "__array_function__"):
+        kwargs = {**kwargs, "like": array}
+    return function(*args, **kwargs)  # beside one of NumPy's numbers an array is NumPy's anyway
 
 
 def traceable(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -33,7 +33,8 @@ from gradreduce.interop import (
     reading,
     to_buffer,
 )
-from gradreduce.loss_context import current_reader
+from gradreduce.interop_gpu import on_gpu_of
+from gradreduce.loss_context import check_unread, current_reader, made_like
 from gradreduce.replica_context import current_replica
 
 __all__ = ["Variable", "get_variable"]
@@ -117,6 +118,16 @@ class Variable(Readable):
         return self._buffers[0].shape
 
     @property
+    def ndim(self) -> int:
+        """Of each copy."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Of each copy, in elements."""
+        return math.prod(self.shape)
+
+    @property
     def dtype(self) -> DType:
         """Of each copy."""
         return self._buffers[0].dtype
@@ -181,6 +192,11 @@ class Variable(Readable):
             copy_over(current.device, copied, current)
             return from_buffer(copied, kind)
 
+    def _beside(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        current = self._current()
+        with OneCall(), on_gpu_of(current.device):
+            return made_like(function, args, kwargs, from_buffer(current, "native"))
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         if copy is False:
             raise ValueError("a Variable is copied to the host: copy=False cannot be had")
@@ -208,7 +224,9 @@ class Variable(Readable):
 
         Raises:
             ValueError: another shape or dtype; nothing is changed.
+            RuntimeError: inside a loss that has read this Variable, likewise.
         """
+        check_unread([self])
         given = [self._checked(value, buffer) for buffer in self._buffers]
         near = [self._apart(source) for source in given]
         with self._all_copies():
@@ -219,6 +237,7 @@ class Variable(Readable):
     @OneCall()
     def assign_add(self, delta: Any) -> Variable:
         """Adds ``delta`` to every copy; otherwise as ``assign``."""
+        check_unread([self])
         given = [self._checked(delta, buffer) for buffer in self._buffers]
         near = [
             _near(buffer.device, self._apart(source))

@@ -64,6 +64,9 @@ def test_arguments_are_checked_before_the_loss_is_called(v):
     for wrong in (3, -1, 1.5, "GATE_OP", None, True):
         with pytest.raises(ValueError, match="gate_gradients must be one of"):
             DESCENT.compute_gradients(loss, gate_gradients=wrong)
+    for wrong in ("no", None, 2):
+        with pytest.raises(ValueError, match="colocate_gradients_with_ops"):
+            DESCENT.compute_gradients(loss, colocate_gradients_with_ops=wrong)
     for wrong in (3, -1, "TREE", 0.5):
         with pytest.raises(ValueError, match="Invalid aggregation_method"):
             DESCENT.compute_gradients(loss, aggregation_method=wrong)
@@ -96,15 +99,18 @@ def test_gates_and_colocation_make_no_difference(v):
         assert found[0].tolist() == [2.0] * 3
 
 
-def test_grad_loss(v):
+def test_grad_loss(mesh, v):
     vector = lambda: v * v  # noqa: E731
     assert gradients(vector)[0].tolist() == [2.0, 4.0, 6.0], "of the sum"
     for given in ([1.0, 0.5, 2.0], np.array([1.0, 0.5, 2.0]), np.float32([1, 0.5, 2])):
         assert gradients(vector, grad_loss=given)[0].tolist() == [2.0, 2.0, 12.0]
     assert gradients(lambda: np.sum(v), grad_loss=3)[0].tolist() == [3.0] * 3
-    for wrong in (2.0, [1.0], np.ones((3, 1))):
+    for wrong in (2.0, [1.0], np.ones((3, 1)), [1j, 0, 0], ["1", "2", "3"], np.complex64(1)):
         with pytest.raises(ValueError, match="grad_loss"):
             DESCENT.compute_gradients(vector, grad_loss=wrong)
+    (pair,) = DESCENT.compute_gradients(vector, grad_loss=gr.Variable([1.0, 0.5, 2.0], device=mesh))
+    assert type(pair[0]) is np.ndarray, "a Variable there is no part of the loss"
+    assert pair[0].tolist() == [2.0, 2.0, 12.0]
 
 
 def test_minimize(v, w, mesh):
@@ -166,6 +172,22 @@ def test_the_variable_cannot_be_written_through_its_value(v):
     assert v.numpy().tolist() == [1.0, 2.0, 3.0]
 
 
+def test_terms_are_added_where_their_tensor_lies(mesh, v):
+    """That of a result is where its first operand lies; each operand's where that does."""
+    other = gr.Variable([1.0, 1.0, 1.0], device=mesh.devices[1])
+
+    def loss():
+        with gr.replica(2):
+            mixed = v * other * 2
+            return np.sum(mixed * mixed) + np.sum(v) + np.sum(other)
+
+    for method in (ADD_N, TREE, ACCUMULATE_N):
+        with mesh.journal() as journal:
+            gradients(loss, [v, other], aggregation_method=method)
+        found = [record.device for record in journal.records if record.kind == "launch"]
+        assert (found, journal.copies) == ([2, 2, 1], 0), method
+
+
 # -- rows -----------------------------------------------------------------------------------------
 
 
@@ -206,7 +228,7 @@ def test_rows_of_what_is_no_variable_are_dense(w):
         lambda x: x[[2, 0, 2]],
         lambda x: np.take(x, [2, 0, -1], axis=0),
         lambda x: np.take(x, [5, 0, 2], axis=0, mode="wrap"),
-        lambda x: np.take(x, [2, -7, 9], axis=0, mode="clip"),
+        lambda x: np.take(x, [2, -8, 9], axis=0, mode="clip"),
         lambda x: np.take(x, [4, 5, 0, 1, 4, 5]),
     ):
         (found,) = gradients(lambda look_up=look_up: np.sum(look_up(w * 2)))

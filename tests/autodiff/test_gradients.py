@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from types import SimpleNamespace
 
 import numpy as np
@@ -112,6 +113,18 @@ def test_variables_take_part_in_arithmetic(v, w):
         assert isinstance(outside, np.ndarray | np.floating), "elsewhere plain arrays"
 
 
+def test_every_operator_is_that_of_an_array_from_either_side(v):
+    x = v.numpy()
+    names = "add sub mul truediv floordiv mod pow lt le gt ge"
+    for do in [getattr(operator, name) for name in names.split()]:
+        for other in (2, 2.5, np.float32([3, 2, 1])):
+            assert do(v, other).tolist() == do(x, other).tolist(), do
+            assert do(other, v).tolist() == do(other, x).tolist(), do
+        assert do(v, v).tolist() == do(x, x).tolist(), do
+    assert (v @ [1, 2, 4], [[1, 2, 4]] @ v) == (17, [17])
+    assert ((-v).tolist(), (+v).tolist(), abs(-v).tolist()) == ([-1, -2, -3], [1, 2, 3], [1, 2, 3])
+
+
 def test_outside_a_loss_a_value_does_not_change(v):
     before = v.read()
     view = v[1:]
@@ -181,6 +194,13 @@ def test_a_value_says_what_an_array_says(v):
         assert x.numpy().tolist() == x.tolist() == [2.0, 4.0, 6.0]
         assert (float(x[0]), int(x[1]), bool(x[2]), x[0].item()) == (2.0, 4, True, 2.0)
         assert x.argmax() == 2
+        assert (f"{x[1]:.2f}", f"{x[0]}") == ("4.00", repr(x[0]))
+        for take in (
+            lambda given: gr.Variable(given, device=v.devices[0]),
+            lambda given: gr.IndexedSlices(given, [0, 1, 2]),
+        ):
+            with pytest.raises(TypeError, match=r"Traced is not an array.*stop_gradient"):
+                take(x * 1)
         assert x.astype("int32").tolist() == [2, 4, 6], "integers are constants"
         assert "Traced" in repr(x)
         with pytest.raises(TypeError):
@@ -200,6 +220,7 @@ def test_a_value_says_what_an_array_says(v):
         (lambda x: np.linalg.inv(np.outer(x, x)), "np.linalg.inv"),
         (lambda x: np.fft.fft(x), "np.fft.fft"),
         (lambda x: np.sinc(x), "np.sinc"),
+        (lambda x: np.block([[x, x]]), "np.block"),
         (lambda x: np.spacing(x), "np.spacing"),
         (lambda x: x * 1j, "complex"),
         (lambda x: np.logaddexp.reduce(x), "logaddexp.reduce"),
@@ -238,8 +259,11 @@ def test_what_cupys_own_functions_ask_is_answered(v):
         )
 
 
-def test_reductions_of_ufuncs_are_those_of_functions(v):
+def test_reductions_of_ufuncs_are_those_of_functions(v, w):
     assert gradients(lambda: np.add.reduce(v * 2))[0].tolist() == [2.0] * 3
+    assert (
+        gradients(lambda: np.add.reduce(w * 2), [w], grad_loss=[1, 3])[0].tolist() == [[2, 6]] * 3
+    )
     assert gradients(lambda: np.maximum.reduce(v * 2))[0].tolist() == [0.0, 0.0, 2.0]
     assert gradients(lambda: np.multiply.reduce(v * 1))[0].tolist() == [6.0, 3.0, 2.0]
 
@@ -284,9 +308,21 @@ def test_an_index_may_be_a_variable(w, mesh):
     assert gradients(lambda: (w * 2)[place, 1:][0])[0].tolist() == [[0, 0], [0, 2], [0, 0]]
 
 
+def test_an_array_is_made_beside_a_variable_or_a_traced_value(v, w):
+    """By ``like=``, which reads nothing; on a GPU it is how a host array gets there."""
+    assert type(np.asarray([1.0, 2.0, 3.0], like=v)) is np.ndarray
+    (found,) = gradients(lambda: np.sum(v * np.asarray(np.float32([3, 2, 1]), like=w)))
+    assert found.tolist() == [3.0, 2.0, 1.0]
+    assert type(np.arange(3.0, like=v)) is np.ndarray
+    assert gradients(lambda: np.sum(v) * np.full((), 2.0, like=np.sum(v)))[0].tolist() == [2.0] * 3
+    with pytest.raises(NotImplementedError, match=r"np\.block.*PyTorch"):
+        np.block([[v, v]])
+
+
 def test_ties(v):
     assert gradients(lambda: np.sum(np.maximum(v, v * 1)))[0].tolist() == [1.0] * 3
     assert gradients(lambda: np.sum(np.minimum(2.0, v)))[0].tolist() == [1.0, 0.0, 0.0]
+    assert gradients(lambda: np.sum(np.clip(v, 1, 3)))[0].tolist() == [1.0] * 3, "the ends too"
     assert gradients(lambda: np.max(v * 0))[0].tolist() == [0.0] * 3
     assert gradients(lambda: np.max(np.minimum(v, 2)))[0].tolist() == [0.0, 0.5, 0.0]
     assert gradients(lambda: np.sum(gr.autodiff.relu(v - 2)))[0].tolist() == [0.0, 0.0, 1.0]

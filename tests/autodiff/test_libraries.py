@@ -92,7 +92,7 @@ class TestTorch:
             assert found[1] is None
         assert gradients(lambda: torch.sum(v) * 0 + 1, [w]) == [None]
 
-    def test_arguments(self, v, w):
+    def test_arguments(self, v, w, mesh):
         import torch
 
         assert gradients(lambda: v * torch.ones(3), grad_loss=[1.0, 2.0, 3.0])[0].tolist() == [
@@ -101,6 +101,13 @@ class TestTorch:
         assert gradients(lambda: v * torch.ones(3))[0].tolist() == [1.0] * 3
         with pytest.raises(ValueError, match="grad_loss"):
             gradients(lambda: v * torch.ones(3), grad_loss=1.0)
+        for seed in ([1j, 0, 0], torch.ones(3, dtype=torch.complex64)):
+            with pytest.raises(ValueError, match="grad_loss"):
+                gradients(lambda: v * torch.ones(3), grad_loss=seed)
+        given = gr.Variable([1.0, 2.0, 3.0], device=mesh)
+        ((found, only),) = DESCENT.compute_gradients(lambda: torch.mul(v, v), grad_loss=given)
+        assert only is v
+        assert found.tolist() == [2.0, 8.0, 18.0]
         with pytest.raises(InvalidVariableError, match="Invalid type"):
             gradients(lambda: torch.sum(v).long(), [v])
         (rows,) = gradients(
@@ -175,6 +182,11 @@ class TestJax:
             gradients(lambda: v.read("jax") * 2, engine="jax", grad_loss=1.0)
         with pytest.raises(InvalidVariableError, match="Invalid type"):
             gradients(lambda: jnp.argmax(v.read("jax")), engine="jax")
+        with pytest.raises(InvalidVariableError, match="the loss returned NoneType"):
+            gradients(lambda: None, engine="jax")
+        for seed in ([1j, 0, 0], np.ones(3, "complex64"), jnp.ones(3, "complex64")):
+            with pytest.raises(ValueError, match="grad_loss"):
+                gradients(lambda: v.read("jax") * 2, engine="jax", grad_loss=seed)
         with pytest.raises(ValueError, match="No variables"):
             gradients(lambda: 1.0, engine="jax")
         with pytest.raises(ValueError, match="engine"):

@@ -40,7 +40,7 @@ def test_a_gradient_of_a_gradient(v):
 def test_a_gradient_of_a_sum_of_terms(v, w, method):
     def inner():
         rows = np.sum(np.square(gr.embedding_lookup(w, [0, 0, 2])))
-        return np.sum(v) + np.sum(v * 1) + np.sum(v * v) + np.sum(v**3) + rows + np.sum(w[1:] * 2)
+        return np.sum(v) + np.sum(v * 1) + np.sum(v * v) + np.sum(v**3) + rows + np.sum(w[2:] * 2)
 
     def outer():
         slopes = gradients(inner, [v, w], aggregation_method=method)
@@ -60,6 +60,37 @@ def test_an_inner_call_may_use_values_of_the_outer_one(v):
         return np.sum(slope)
 
     assert gradients(loss)[0].tolist() == [8.0, 16.0, 24.0]
+
+
+def test_an_inner_loss_that_is_of_the_outer_one_alone_is_a_constant(v):
+    def loss():
+        doubled = np.sum(v * 2)
+        assert gradients(lambda: doubled, [v]) == [None]
+        return doubled
+
+    assert gradients(loss)[0].tolist() == [2.0] * 3
+
+
+def test_the_gradient_of_an_inner_loss_may_be_a_value_of_the_outer_one(v):
+    def loss():
+        (slope,) = gradients(lambda: v**3, [v], grad_loss=v)  # 3 v**3
+        return np.sum(slope)
+
+    assert gradients(loss)[0].tolist() == [9.0, 36.0, 81.0]
+
+
+def test_arrays_of_an_inner_loss_lie_where_the_outer_one_does(v, monkeypatch):
+    def refused():
+        raise AssertionError("another mesh")
+
+    monkeypatch.setattr("gradreduce.replica_context.default_mesh", refused)
+
+    def loss():
+        total = np.sum(v)
+        (slope,) = gradients(lambda: np.sum(gr.add_n([np.ones(3), np.ones(3)]) * v), [v])
+        return total * slope[0]
+
+    assert gradients(loss)[0].tolist() == [2.0] * 3
 
 
 def test_an_inner_call_is_a_constant_to_other_variables(v, w):
@@ -83,6 +114,44 @@ def test_a_value_of_an_earlier_loss_is_a_constant(v):
     assert (kept[0] + 1).tolist() == [3.0, 5.0, 7.0], "plain arithmetic"
     assert gradients(lambda: np.sum(kept[0] * v))[0].tolist() == [2.0, 4.0, 6.0]
     assert gradients(lambda: np.sum(kept[0]), [v]) == [None]
+
+
+# -- writing inside a loss ------------------------------------------------------------------------
+
+
+def test_what_a_loss_has_read_is_not_written_inside_it(v, w):
+    """The tape holds the memory of the Variable: the gradient would be of another value."""
+    before = v.numpy()
+    for write in (
+        lambda: v.assign([7.0, 8.0, 9.0]),
+        lambda: v.assign_add([7.0, 8.0, 9.0]),
+        lambda: DESCENT.apply_gradients([(np.ones((3, 2), "float32"), w), (before, v)]),
+        lambda: DESCENT.minimize(lambda: np.sum(v)),
+        lambda: gradients(lambda: v.assign([7.0, 8.0, 9.0]) * w[0, 0], [w]),
+    ):
+
+        def loss(write=write):
+            total = np.sum(v * v)
+            with pytest.raises(RuntimeError, match=r"'v'.*inside a loss that has read it"):
+                write()
+            return total
+
+        for variables in (None, [w, v]):
+            assert gradients(loss, variables)[-1].tolist() == [2.0, 4.0, 6.0]
+        assert (v.numpy() == before).all()
+    assert w.numpy()[0, 0] == 1
+
+
+def test_what_a_loss_only_looks_at_may_be_written(v, w):
+    def loss():
+        w.assign_add(w.numpy())
+        v.assign(gr.autodiff.stop_gradient(w[:, 0] * 1))
+        return np.sum(v * w[:, 1])
+
+    first, second = gradients(loss, [v, w])
+    assert first.tolist() == [4.0, 8.0, 12.0]
+    assert second.tolist() == [[0.0, 2.0], [0.0, 6.0], [0.0, 10.0]]
+    assert gradients(lambda: np.sum(v.assign([1.0, 1.0, 1.0]) * 2))[0].tolist() == [2.0] * 3
 
 
 # -- micro-batches --------------------------------------------------------------------------------

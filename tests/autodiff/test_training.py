@@ -72,6 +72,53 @@ def test_a_step_of_terms_from_compute_gradients():
         assert x.numpy().tolist() == [1.0 - 3.5, 2.0 - 7.0]
 
 
+IDS = [[4, 1, 4], [0, 0, 2], [2, 4, 2]]  # of each step; all hold a row twice
+
+
+def descent(table, slots, rows, gradient, step):
+    table -= 0.5 * gradient
+
+
+def momentum(table, slots, rows, gradient, step):
+    """Of the rows that the gradient has; the others rest."""
+    slots[0][rows] = 0.9 * slots[0][rows] + gradient[rows]
+    table[rows] -= 0.5 * slots[0][rows]
+
+
+def adam(table, slots, rows, gradient, step):
+    """The moments of all rows decay."""
+    slots[0] += 0.1 * (gradient - slots[0])
+    slots[1] += 0.001 * (gradient**2 - slots[1])
+    rate = 0.125 * np.sqrt(1 - 0.999**step) / (1 - 0.9**step)
+    table -= rate * slots[0] / (np.sqrt(slots[1]) + 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("make", "model"),
+    [
+        (lambda: gr.GradientDescentOptimizer(0.5), descent),
+        (lambda: gr.MomentumOptimizer(0.5, 0.9), momentum),
+        (lambda: gr.AdamOptimizer(0.125), adam),
+    ],
+)
+def test_minimize_with_rows_of_a_table(make, model):
+    """A row that comes twice counts once, with the sum of both."""
+    plain = np.arange(12.0).reshape(6, 2) - 4
+    scale = np.arange(1.0, 4.0)[:, None]
+    with gr.open_mesh([0, 1], backend="sim", strict=True) as mesh:
+        table = gr.Variable(plain, device=mesh)
+        optimizer, slots = make(), np.zeros((2, 6, 2))
+        for step, ids in enumerate(IDS, start=1):
+            optimizer.minimize(
+                lambda ids=ids: np.sum(np.square(gr.embedding_lookup(table, ids)) * scale)
+            )
+            gradient = np.zeros_like(plain)
+            np.add.at(gradient, ids, 2 * plain[ids] * scale)
+            model(plain, slots, sorted(set(ids)), gradient, step)
+            for buffer in table.buffers:
+                np.testing.assert_allclose(buffer.numpy(), plain, rtol=1e-12)
+
+
 def test_it_learns():
     with gr.open_mesh(1, backend="sim") as mesh:
         rng = np.random.default_rng(3)

@@ -134,6 +134,21 @@ def test_host_arrays_come_back_as_cupys(mesh, cupy):
         assert same(array.get(), sum(terms))
 
 
+def test_a_variable_is_seen_as_a_cupy_array_on_its_memory(mesh, cupy):
+    variable = gr.Variable(data((4,)), device=mesh)
+    for place, device in enumerate(mesh.devices):
+        with gr.replica(place):
+            for kind in (None, "cupy"):
+                view = variable.array(kind)
+                assert isinstance(view, cupy.ndarray)
+                assert view.data.ptr == variable.buffers[place].address
+                assert view.device.id == device.physical
+            with pytest.raises(ValueError, match=r"as_kind='numpy'.*is a GPU"):
+                variable.array("numpy")
+    variable.assign_add(data((4,)))
+    assert same(variable.array().get(), 2 * data((4,)))
+
+
 @pytest.mark.parametrize("placement", PLACED)
 def test_a_mesh_that_nobody_closes_gives_nothing_away_too_early(here, on_gpu, placement):
     mesh = open_mesh(placement, backend="cuda")

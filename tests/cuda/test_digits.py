@@ -1,4 +1,7 @@
-"""The digits example trains on the CUDA backend to the same bits as on the simulation."""
+"""The digits example trains on the CUDA backend to the weights of the simulation.
+
+On the stand-in to the same bits. On a GPU cuBLAS adds the products of a matrix in its own order.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ pytestmark = pytest.mark.repo
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_digits.py"
 STEPS = 6
+FAKE = getattr(sys.modules.get("cupy"), "FAKE", False)
+ROUNDING = 0 if FAKE else 1e-4  # of weights near 1, after six steps in float32
 
 
 @pytest.fixture(scope="module")
@@ -60,4 +65,4 @@ def test_the_weights_are_those_of_the_simulation(
     wanted = weights(example, tmp_path, "sim", *flags)
     assert found.keys() == wanted.keys()
     for name, array in found.items():
-        assert (array == wanted[name]).all(), name
+        np.testing.assert_allclose(array, wanted[name], rtol=0, atol=ROUNDING, err_msg=name)

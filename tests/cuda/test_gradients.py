@@ -98,6 +98,32 @@ def test_each_replica_is_differentiated_on_its_own_gpu(gpus, seed):
         np.testing.assert_allclose(each, x - 0.125 * sum(slopes) / 2, rtol=1e-5)
 
 
+@pytest.mark.multi_gpu(2)
+def test_a_loss_need_not_choose_a_gpu(gpus):
+    """What it does is done where the Variable lies, and host arrays come there by ``like=``."""
+    gpus(0)
+    x = np.float32([[1, 2, 3], [0, 1, 1]])
+
+    def loss():
+        hidden = np.tanh(np.asarray(x, like=v) * v)
+        return np.sum(np.maximum(hidden, np.full((), 0.5, like=hidden)) * hidden)
+
+    found = []
+    for backend in ("cuda", "sim"):
+        with gr.open_mesh([0, 1], backend=backend) as mesh:
+            v = gr.Variable([1.0, 0.25, 0.5], device=mesh)
+            parts = []
+            for replica in (1, 0):
+                with gr.replica(replica):
+                    parts += [part for part, _ in DESCENT.compute_gradients(loss)]
+                    if backend == "cuda":
+                        assert parts[-1].device.id == mesh.devices[replica].physical
+            found.append(
+                [np.asarray(getattr(part, "get", lambda part=part: part)()) for part in parts]
+            )
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_what_a_loss_has_read_is_written_after_it(gpus, seed):
     gpus(seed)

@@ -10,12 +10,36 @@ import gradreduce as gr
 from gradreduce.device import Mesh
 
 SHAPES = ((9, 5), (1003,), ())
+
+
+class Clipped(gr.Optimizer):
+    """A rule of a user's own, of operations that NumPy and CuPy round alike."""
+
+    _slot_names = ("mean", "steps")
+
+    def __init__(self, rate, **more):
+        super().__init__("Clipped", **more)
+        self.rate = rate
+
+    def _slot_start(self, name):
+        return 1.0 if name == "steps" else 0.0
+
+    def _apply(self, variable, slots, gradient):
+        mean = slots["mean"]
+        mean *= 0.5
+        mean += 0.5 * gradient
+        slots["steps"] += 1
+        variable -= self.rate * np.maximum(np.minimum(mean, 1), -1) / slots["steps"]
+
+
 RULES = {
     "sgd": lambda **more: gr.GradientDescentOptimizer(0.1, **more),
     "momentum": lambda **more: gr.MomentumOptimizer(0.1, 0.9, **more),
     "adam": lambda **more: gr.AdamOptimizer(0.1, epsilon=0.01, **more),
     "lazy adam": lambda **more: gr.AdamOptimizer(0.1, epsilon=0.01, lazy=True, **more),
     "adagrad": lambda **more: gr.AdagradOptimizer(0.1, **more),
+    "own": lambda **more: Clipped(0.25, **more),
+    "nesterov": lambda **more: gr.MomentumOptimizer(0.1, 0.9, True, **more),
     "rmsprop": lambda **more: gr.RMSPropOptimizer(0.1, momentum=0.5, epsilon=0.01, **more),
 }
 PLACED = [

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 import threading
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 pytestmark = pytest.mark.repo
 STEPS = 4
+FAKE = getattr(sys.modules.get("cupy"), "FAKE", False)
+ROUNDING = 0 if FAKE else 1e-4  # cuBLAS adds the products of a matrix in its own order
 PLACED = [
     pytest.param("0,0,0,0", 0, marks=pytest.mark.gpu),
     pytest.param("0,0,1,1", 6, marks=pytest.mark.multi_gpu(2)),
@@ -53,7 +57,7 @@ def test_workers_in_step_end_with_the_weights_of_the_simulation(
     wanted = train(example, "sim", *flags).weights
     assert found.keys() == wanted.keys()
     for name, array in found.items():
-        assert (array == wanted[name]).all(), name
+        np.testing.assert_allclose(array, wanted[name], rtol=0, atol=ROUNDING, err_msg=name)
 
 
 @pytest.mark.parametrize(("placement", "seed"), PLACED)

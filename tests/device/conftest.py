@@ -24,6 +24,21 @@ def apart(request) -> Iterator[Mesh]:
         yield mesh
 
 
+@pytest.fixture
+def waits(apart, monkeypatch) -> list[tuple]:
+    """Every wait that a device of ``apart`` is told: who and on which queue, for whose mark."""
+    told: list[tuple] = []
+    cls = type(apart.devices[0])
+    original = cls._wait
+
+    def wait(self, mark, queue) -> None:
+        told.append((self.index, queue, mark.device.index, mark.queue))
+        original(self, mark, queue)
+
+    monkeypatch.setattr(cls, "_wait", wait)
+    return told
+
+
 @pytest.fixture(params=BACKENDS)
 def reopen(request) -> Callable[..., Mesh]:
     """Opens meshes of one backend; the test closes them."""

@@ -200,21 +200,6 @@ def test_work_of_two_queues_is_ordered_by_a_mark(apart):
     assert same(out.numpy(), data((SIZE,), seed=1))
 
 
-@pytest.fixture
-def waits(apart, monkeypatch) -> list[tuple]:
-    """Every wait that a device of ``apart`` is told: who and on which queue, for whose mark."""
-    told: list[tuple] = []
-    cls = type(apart.devices[0])
-    original = cls._wait
-
-    def wait(self, mark, queue) -> None:
-        told.append((self.index, queue, mark.device.index, mark.queue))
-        original(self, mark, queue)
-
-    monkeypatch.setattr(cls, "_wait", wait)
-    return told
-
-
 @pytest.mark.parametrize(
     ("runner", "queue", "told", "reading"),
     [
@@ -242,6 +227,19 @@ def test_a_copy_waits_for_both_ends_and_the_next_writer_for_it(
         assert waits == written
         write()  # once is enough
         assert waits == written
+
+
+def test_each_part_of_a_block_waits_for_its_own_readers(apart, waits):
+    """A launch that writes two tensors of one flat buffer, of which the first is copied away."""
+    near, _, far = apart.devices
+    flat = near.empty((2 * SIZE,), FLOAT)
+    parts = [flat.view(place * SIZE, (SIZE,)) for place in range(2)]
+    term = uploaded(near, 1)
+    far.copy(far.empty((SIZE,), FLOAT), parts[0])
+    waits.clear()
+    near.launch(ADD_N, ("float32", "float32", 1), [[part, term] for part in parts], (1,))
+    assert waits == [(0, "compute", far.index, "compute")]
+    assert flat.block.readers == {}
 
 
 def test_a_copy_in_one_queue_waits_for_nobody(apart, waits):

@@ -29,14 +29,15 @@ class Computing(NDArrayOperatorsMixin):
         raise TypeError("Implicit conversion to a NumPy array is not allowed.")
 
     def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
-        if method != "__call__" or kwargs.get("out") is not None:
+        (out,) = kwargs.pop("out", None) or (None,)
+        if method != "__call__" or not (out is None or isinstance(out, Computing)):
             return NotImplemented
         for each in inputs:
             if isinstance(each, np.ndarray):
                 raise TypeError("Unsupported type <class 'numpy.ndarray'>")
             if not isinstance(each, (Computing, *SCALARS)):
                 return NotImplemented
-        return self._computed(ufunc, inputs, kwargs)
+        return self._computed(ufunc, inputs, kwargs, out)
 
     def __array_function__(self, function, types, args, kwargs):
         if not all(issubclass(each, Computing) for each in types):
@@ -78,8 +79,8 @@ class Computing(NDArrayOperatorsMixin):
         """``self[key]`` where integers name the places."""
         return self._computed(lambda array: array[key], [self], {})
 
-    def _computed(self, function, args, kwargs):
-        operands: list = []
+    def _computed(self, function, args, kwargs, out=None):
+        operands: list = [] if out is None else [out]
         _seen(args, operands)
         _seen(list(kwargs.values()), operands)
         for each in operands:
@@ -93,13 +94,15 @@ class Computing(NDArrayOperatorsMixin):
             shown = function(*like, **named)
         if not isinstance(shown, np.ndarray | np.generic):
             return shown
-        made = type(self)(shown.shape, shown.dtype)
+        made = type(self)(shown.shape, shown.dtype) if out is None else out
+        if made.shape != shown.shape or not np.can_cast(shown.dtype, made.dtype, "same_kind"):
+            raise TypeError(f"{shown.dtype}{shown.shape} does not go into {made.dtype}{made.shape}")
         now = _bare(args, lambda array: array._memory())
         named = {key: _bare(each, lambda array: array._memory()) for key, each in kwargs.items()}
 
         def work(memory):
             with np.errstate(all="ignore"):
-                np.copyto(memory, function(*now, **named))
+                np.copyto(memory, function(*now, **named), casting="same_kind")
 
         made._submit(getattr(function, "__name__", "call"), WRITE, work)
         return made

@@ -109,8 +109,9 @@ def _plant_kernels(changes: Sequence[tuple[str, str, str]]) -> None:
 
     def kernel_text(stem: str) -> str:
         text = kernel.kernel_text(stem)
-        for where in places & {f"kernels/{stem}.cu", "kernels/common.cuh"}:
-            text = _changed(text, where, changes)
+        for where in places:
+            if f'#line 1 "{where}"' in text:  # its own, or that of a header
+                text = _changed(text, where, changes)
         return text
 
     cuda_compile.kernel_text = kernel_text

@@ -227,6 +227,10 @@ _KERNELS = {
         "reads", "kernels/add_n.cu", "store(out, i, total);",
         "store(out, i, total); (void)*(const volatile In*)(in[0] + i + 1);",
     ),
+    "an update writes its gradient": Planted("undeclared", ((
+        "kernels/rules.cuh", "this->template by<LANES>(i, load<",
+        "store((T*)grad, i, Lanes<T, LANES>()); this->template by<LANES>(i, load<",
+    ),), lends=True),
 }  # fmt: skip
 _NCCL = {
     "no group": Planted("outside a group", (

@@ -135,7 +135,7 @@ def declare_launches() -> None:
 
     launch = CudaDevice._launch
 
-    def held(self, kernel, template, rows, scalars, queue):
+    def held(self, kernel, template, rows, scalars, *rest):
         num_written = kernel.num_written(scalars)
         spans = [[(one.address, one.address + one.nbytes) for one in row] for row in rows]
         what = Declared(
@@ -143,7 +143,7 @@ def declare_launches() -> None:
             tuple(span for row in spans for span in row[num_written:]),
         )
         with declared(what):
-            return launch(self, kernel, template, rows, scalars, queue)
+            return launch(self, kernel, template, rows, scalars, *rest)
 
     CudaDevice._launch = held
 

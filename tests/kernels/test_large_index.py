@@ -15,30 +15,35 @@ import numpy as np
 import pytest
 from exact import random_data, same
 from faces import ASKED, EXACT, opened
+from formulas import FORMULAS
+from updates import given, layout, rule_of
 
 from gradreduce.device import Buffer, Device, compiled
 from gradreduce.device.kernel import Kernel, Template, kernel_text
-from gradreduce.ops import KERNELS, plan_segments
+from gradreduce.ops import KERNELS, RuleKernel, plan_segments
 
 BEHIND = 100  # elements behind 2**32: vectors and a tail
 SIZE = 2**32 + BEHIND
 GAP = 37  # of pack
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's; Python names it from 3.13 on
 LAST = 3  # chunks, or blocks of a twin, that are run: the small row, and the end of the large one
-# kernel -> template, operands, scalars
-LAUNCHES: dict[str, tuple[Template, int, tuple]] = {
-    "add_n": (("uint8", "uint8", 2), 3, (2,)),
-    "accumulate_n": (("uint8", "uint8"), 3, (2,)),
-    "all_sum": (("uint8", "uint8"), 5, (2, 3, 1, 1.0)),
-    "pack": (("uint8", "uint8"), 2, (1.0,)),
-    "divide": (("float32", "int8"), 2, (3.0,)),
-    "sgd": (("float16", "float16"), 2, (1, 0.1)),
-    "momentum": (("float16", "float16"), 3, (2, 0.1, 0.9)),
-    "nesterov": (("float16", "float16"), 3, (2, 0.1, 0.9)),
-    "adam": (("float16", "float16"), 4, (3, 0.1, 0.2, 0.3, 0.1)),
-    "adagrad": (("float16", "float16"), 3, (2, 0.1)),
-    "rmsprop": (("float16", "float16"), 4, (3, 0.1, 0.2, 0.3, 0.1)),
+# kernel -> template, dtypes of the operands, scalars
+LAUNCHES: dict[str, tuple[Template, list[str], tuple]] = {
+    "add_n": (("uint8", "uint8", 2), ["uint8"] * 3, (2,)),
+    "accumulate_n": (("uint8", "uint8"), ["uint8"] * 3, (2,)),
+    "all_sum": (("uint8", "uint8"), ["uint8"] * 5, (2, 3, 1, 1.0)),
+    "pack": (("uint8", "uint8"), ["uint8"] * 2, (1.0,)),
+    "divide": (("float32", "int8"), ["float32", "int8"], (3.0,)),
+    "distance_scale": (("float16",), ["float32"] * 2 + ["float16"] * 2, (0.3,)),
 }
+HALVES = ("float16", "float16")
+for rule_kernel in KERNELS:
+    if isinstance(rule_kernel, RuleKernel):
+        LAUNCHES[rule_kernel.name] = (
+            HALVES,
+            [dtype for _, dtype in layout(rule_kernel, HALVES)],
+            given(rule_kernel, HALVES, FORMULAS[rule_of(rule_kernel)][2]),
+        )
 ELEMENTWISE = [kernel for kernel in KERNELS if kernel.items is None]
 TAKE_ROWS, SEGMENT_SUM = (
     next(kernel for kernel in KERNELS if kernel.name == name)
@@ -68,12 +73,9 @@ def launch(device: Device, kernel: Kernel, template: Template, rows, scalars) ->
 
 def row_of(device: Device, kernel: Kernel, size: int) -> tuple[list[np.ndarray], list[Buffer]]:
     """Operands that hold data at their end and zeros before it."""
-    template, num_operands, scalars = LAUNCHES[kernel.name]
-    dtypes = [part for part in template if isinstance(part, str)]
     arrays = []
-    for place in range(num_operands):
+    for place, dtype in enumerate(LAUNCHES[kernel.name][1]):
         short = GAP if kernel.name == "pack" and place else 0
-        dtype = dtypes[0 if place < kernel.num_written(scalars) else -1]
         array = reserved(size - short, dtype)
         end = min(size, BEHIND) - short
         array[array.size - end :] = random_data((end,), dtype, seed=place)
@@ -120,9 +122,17 @@ FAULTS = {
 }
 
 
+# Of the updates, which share their indices, the rule with the most operands in every form.
+PLANTED = [
+    kernel
+    for kernel in ELEMENTWISE
+    if not isinstance(kernel, RuleKernel) or rule_of(kernel) == "adam"
+]
+
+
 @pytest.mark.host
 @pytest.mark.parametrize("sound", FAULTS)
-@pytest.mark.parametrize("kernel", ELEMENTWISE, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", PLANTED, ids=lambda kernel: kernel.name)
 def test_an_index_of_32_bits_shows(host_device, kernel, sound, monkeypatch):
     text = kernel_text(kernel.source)
     assert text.count(sound) == 1, f"the text has changed: {sound}"

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 from exact import random_data
 from faces import Operand, buffers, recorded
+from updates import layout
 
 from gradreduce import ops
 from gradreduce.device import Buffer, as_dtype
@@ -24,14 +25,17 @@ class Call(NamedTuple):
     Attributes:
         launch: with rows of operands, the written ones first.
         num_written: of each row.
-        num_read: of each row.
-        casts: dtypes of what is written and of what is read.
+        rows: dtypes of the operands of one, for each that is tried.
     """
 
     launch: Callable[[list[list[Buffer]]], None]
     num_written: int
-    num_read: int
-    casts: tuple[tuple[str, str], ...]
+    rows: list[tuple[str, ...]]
+
+
+def casts(num_written: int, num_read: int, *pairs: tuple[str, str]) -> list[tuple[str, ...]]:
+    """Rows of one dtype in what is written, and of one in what is read."""
+    return [(to,) * num_written + (of,) * num_read for to, of in pairs]
 
 
 SAME = (("bfloat16", "bfloat16"), ("float32", "float32"), ("complex128", "complex128"))
@@ -41,49 +45,48 @@ WIDER, NARROWER = ("float32", "bfloat16"), ("float16", "float32")
 CALLS = {
     "add_n": Call(
         lambda rows: ops.add_n([row[0] for row in rows], [row[1:] for row in rows]),
-        1, 4, (*SAME, WIDER),
+        1, casts(1, 4, *SAME, WIDER),
     ),
     "accumulate_n": Call(
         lambda rows: ops.accumulate_n([row[0] for row in rows], [row[1:] for row in rows]),
-        1, 4, (*SAME, WIDER),
+        1, casts(1, 4, *SAME, WIDER),
     ),
     "all_sum": Call(
         lambda rows: ops.all_sum([row[:3] for row in rows], [row[3:] for row in rows], 1),
-        3, 3, (*SAME, NARROWER),
+        3, casts(3, 3, *SAME, NARROWER),
     ),
     "pack": Call(
         lambda rows: ops.pack([row[0] for row in rows], [row[1] for row in rows]),
-        1, 1, (*SAME, WIDER, NARROWER),
+        1, casts(1, 1, *SAME, WIDER, NARROWER),
     ),
     "divide": Call(
         lambda rows: ops.divide([row[0] for row in rows], [row[1] for row in rows], 3),
-        1, 1, MEANS,
+        1, casts(1, 1, *MEANS),
     ),
-    "sgd": Call(
-        lambda rows: ops.sgd(rows, rate=1),
-        1, 1, UPDATED,
-    ),
-    "momentum": Call(
-        lambda rows: ops.momentum(rows, rate=1, decay=1),
-        2, 1, UPDATED,
-    ),
-    "nesterov": Call(
-        lambda rows: ops.nesterov(rows, rate=1, decay=1),
-        2, 1, UPDATED,
-    ),
-    "adam": Call(
-        lambda rows: ops.adam(rows, rate=1, rest1=1, rest2=1, epsilon=1),
-        3, 1, UPDATED,
-    ),
-    "adagrad": Call(
-        lambda rows: ops.adagrad(rows, rate=1),
-        2, 1, UPDATED,
-    ),
-    "rmsprop": Call(
-        lambda rows: ops.rmsprop(rows, rate=1, rest=1, decay=1, epsilon=1),
-        3, 1, UPDATED,
+    "distance_scale": Call(
+        lambda rows: ops.distance_scale(*zip(*rows, strict=True), gamma=1),
+        1, [("float32", "float32", "float16", "float16"), ("float64",) * 4],
     ),
 }  # fmt: skip
+
+
+def of_a_rule(kernel: ops.RuleKernel) -> Call:
+    """By the launcher that its form has; a rule's plain one has its name."""
+    names = kernel.rule.scalars
+    ones = [1] * len(names)
+    launches = {
+        "plain": lambda rows: getattr(ops, kernel.name)(rows, **dict.fromkeys(names, 1)),
+        "local": lambda rows: ops.local_update(kernel, rows, first=0, scalars=ones),
+        "global": lambda rows: ops.global_update(kernel, rows, period=1, scalars=ones),
+    }
+    found = [layout(kernel, template) for template in UPDATED]
+    rows = [tuple(dtype for _, dtype in row) for row in found]
+    return Call(launches[kernel.form], len(rows[0]) - 1, rows)
+
+
+CALLS |= {
+    kernel.name: of_a_rule(kernel) for kernel in ops.KERNELS if isinstance(kernel, ops.RuleKernel)
+}
 
 
 def test_every_elementwise_kernel_is_here():
@@ -94,11 +97,10 @@ def test_every_elementwise_kernel_is_here():
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_no_pair_overlaps_partly(device, call):
     """By any number of elements, in front or behind; and not with another dtype at one place."""
-    num_operands = call.num_written + call.num_read
-    for to, of in call.casts:
-        dtypes = [as_dtype(to)] * call.num_written + [as_dtype(of)] * call.num_read
+    for row in call.rows:
+        dtypes = [as_dtype(name) for name in row]
         for written in range(call.num_written):
-            for other in set(range(num_operands)) - {written}:
+            for other in set(range(len(row))) - {written}:
                 size, other_size = (dtypes[place].itemsize for place in (written, other))
                 step = max(size, other_size)
                 near = [0] if size != other_size else []
@@ -117,8 +119,7 @@ def refuse(device, call: Call, dtypes, pair: tuple[int, int], shift: int) -> Non
         shift: how far the second of them lies behind the first, in bytes.
     """
     memory = Operand(device, random_data((1024,), "uint8"))
-    kinds = [call.casts[0][place >= call.num_written] for place in range(len(dtypes))]
-    good = [Operand(device, random_data((SIZE,), kind)) for kind in kinds]
+    good = [Operand(device, random_data((SIZE,), dtype)) for dtype in call.rows[0]]
     bad = [Operand(device, random_data((SIZE,), dtype)) for dtype in dtypes]
     row = buffers(bad)
     for place, start in zip(pair, (512, 512 + shift), strict=True):

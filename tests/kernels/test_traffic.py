@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 from exact import random_data
 from faces import Operand, blank, buffers, opened, operands, random_terms, start_patterns
+from formulas import FORMULAS
+from updates import given, layout, rule_of
 
 from gradreduce.device import Device, compiled
 from gradreduce.device.kernel import Kernel
-from gradreduce.ops import KERNELS, plan_segments
+from gradreduce.ops import KERNELS, RuleKernel, plan_segments
 from gradreduce.ops.all_sum import ALL_SUM
 from gradreduce.ops.segment_sum import SEGMENT_SUM
 
@@ -94,20 +96,43 @@ def counter(monkeypatch) -> Iterator[Counter]:
 
 
 READ, WRITTEN, BOTH = (1, 0), (0, 1), (1, 1)
-# kernel -> template, scalars, how often each operand is read and written
+# kernel -> template, scalars, dtypes of the operands, how often each is read and written
 MOVED = {
-    "add_n": (("bfloat16", "bfloat16", 3), (3,), [WRITTEN, READ, READ, READ]),
-    "accumulate_n": (("float32", "bfloat16"), (2,), [BOTH, READ, READ]),
-    "all_sum": (("bfloat16", "float32"), (2, 3, 1, 3.0), [WRITTEN] * 2 + [READ] * 3),
-    "pack": (("float32", "bfloat16"), (0.5,), [WRITTEN, READ]),
-    "divide": (("float32", "int8"), (3.0,), [WRITTEN, READ]),
-    "sgd": (("float32", "float32"), (1, 0.1), [BOTH, READ]),
-    "momentum": (("float32", "float32"), (2, 0.1, 0.9), [BOTH, BOTH, READ]),
-    "nesterov": (("bfloat16", "bfloat16"), (2, 0.1, 0.9), [BOTH, BOTH, READ]),
-    "adam": (("bfloat16", "float32"), (4, 0.1, 0.2, 0.3, 0.1), [BOTH, BOTH, BOTH, BOTH, READ]),
-    "adagrad": (("float64", "float64"), (2, 0.1), [BOTH, BOTH, READ]),
-    "rmsprop": (("float32", "float32"), (3, 0.1, 0.2, 0.3, 0.1), [BOTH, BOTH, BOTH, READ]),
+    "add_n": (("bfloat16", "bfloat16", 3), (3,), ["bfloat16"] * 4, [WRITTEN, READ, READ, READ]),
+    "accumulate_n": (
+        ("float32", "bfloat16"), (2,), ["float32", *["bfloat16"] * 2], [BOTH, READ, READ]
+    ),
+    "all_sum": (
+        ("bfloat16", "float32"), (2, 3, 1, 3.0), [*["bfloat16"] * 2, *["float32"] * 3],
+        [WRITTEN] * 2 + [READ] * 3,
+    ),
+    "pack": (("float32", "bfloat16"), (0.5,), ["float32", "bfloat16"], [WRITTEN, READ]),
+    "divide": (("float32", "int8"), (3.0,), ["float32", "int8"], [WRITTEN, READ]),
+    "distance_scale": (
+        ("bfloat16",), (0.3,), [*["float32"] * 2, *["bfloat16"] * 2], [WRITTEN, READ, READ, READ]
+    ),
+}  # fmt: skip
+# rule -> the template of its kernels, where it is not that of float32
+TEMPLATES = {
+    "nesterov": ("bfloat16", "bfloat16"),
+    "adam": ("bfloat16", "float32"),  # a master
+    "adagrad": ("float64", "float64"),
 }
+
+
+def of_a_rule(kernel: RuleKernel, *, first: int = 0):
+    """What it moves: as the others have it."""
+    rule = rule_of(kernel)
+    template = TEMPLATES.get(rule, ("float32", "float32"))
+    kinds, dtypes = zip(*layout(kernel, template), strict=True)
+    moved = dict.fromkeys(("var", "master", "slot"), BOTH) | {"grad": READ, "copy": WRITTEN}
+    moved["sum"] = READ if kernel.form == "global" else WRITTEN if first else BOTH
+    scalars = given(kernel, template, FORMULAS[rule][2], first=first)
+    return template, scalars, dtypes, [moved[kind] for kind in kinds]
+
+
+UPDATES = [kernel for kernel in KERNELS if isinstance(kernel, RuleKernel)]
+MOVED |= {kernel.name: of_a_rule(kernel) for kernel in UPDATES}
 
 
 def test_every_elementwise_kernel_is_here():
@@ -116,11 +141,17 @@ def test_every_elementwise_kernel_is_here():
 
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if k.items is None], ids=lambda k: k.name)
 def test_every_element_is_moved_once(counter, kernel):
-    template, scalars, expected = MOVED[kernel.name]
-    dtypes = [template[0] if written else template[-1 if len(template) < 3 else 1]
-              for _, written in expected]  # fmt: skip
-    if "num_written" in dict(kernel.scalars):  # a variable, its master and slots, the gradient
-        dtypes = [template[0], *[template[1]] * (len(expected) - 2), template[0]]
+    check(counter, kernel, *MOVED[kernel.name])
+
+
+def test_the_first_gradient_of_a_period_does_not_read_the_sum(counter):
+    """With a master and without."""
+    for kernel in UPDATES:
+        if kernel.form == "local" and rule_of(kernel) in ("sgd", "adam"):
+            check(counter, kernel, *of_a_rule(kernel, first=1))
+
+
+def check(counter, kernel, template, scalars, dtypes, expected):
     for starts in start_patterns(len(expected))[:3]:
         row = [
             Operand(counter.device, random_data((SIZE,), dtype, seed=place), start)

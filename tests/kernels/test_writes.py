@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from faces import Operand, buffers, opened
+from faces import Operand, buffers, opened, wide_of
+from formulas import FORMULAS
+from updates import given, layout, rule_of
 
 from gradreduce.device import as_dtype
-from gradreduce.ops import KERNELS
+from gradreduce.ops import KERNELS, RuleKernel
 from gradreduce.ops.update import MOMENTUM
 
 SIZE = 1003  # vectors and a tail
-# kernel -> operands, scalars
+# kernel, but those of a rule -> operands, scalars
 LAUNCHES = {
     "add_n": (4, (3,)),
     "accumulate_n": (4, (3,)),
@@ -24,13 +26,11 @@ LAUNCHES = {
     "take_rows": (3, ()),
     "square_sum": (2, (1, 0)),
     "clip": (3, (1000.0,)),
-    "sgd": (2, (1, 0.5)),
-    "momentum": (3, (2, 0.5, 0.5)),
-    "nesterov": (3, (2, 0.5, 0.5)),
-    "adam": (4, (3, 0.5, 0.5, 0.5, 0.5)),
-    "adagrad": (3, (2, 500.0)),
-    "rmsprop": (4, (3, 0.5, 0.5, 0.5, 0.5)),
+    "distance_scale": (4, (0.5,)),
 }
+# rule -> its scalars, in every form, by which a half of 100 becomes another
+SCALARS = {name: (0.5,) * len(scalars) for name, (_, _, scalars) in FORMULAS.items()}
+SCALARS["adagrad"] = (500.0,)
 
 
 # of segment_sum: 31 segments of two rows, each a whole number of vectors
@@ -40,8 +40,10 @@ ORDER, BOUNDS, WIDTH = np.arange(62)[::-1].copy(), np.arange(0, 63, 2), 16
 def dtypes_of(kernel, template, num_operands, num_written):
     """Of each operand."""
     names = [name for name in template if isinstance(name, str)]
-    if "num_written" in dict(kernel.scalars):  # var, master and slots, grad
-        found = [names[0], *[names[1]] * (num_operands - 2), names[0]]
+    if isinstance(kernel, RuleKernel):
+        found = [dtype for _, dtype in layout(kernel, template)]
+    elif kernel.name == "distance_scale":
+        found = [wide_of(as_dtype(names[0]))] * 2 + [names[0]] * 2
     else:
         found = [names[0]] * num_written + [names[-1]] * (num_operands - num_written)
     return [as_dtype(name) for name in found]
@@ -69,12 +71,18 @@ def row_of(device, kernel, template, num_operands, num_written):
     return row + plan
 
 
-def launch(device, kernel, template):
-    num_operands, scalars = LAUNCHES[kernel.name]
+def launch_of(kernel, template):
+    """The number of operands, and the scalars."""
+    if isinstance(kernel, RuleKernel):
+        scalars = given(kernel, template, SCALARS[rule_of(kernel)], period=1)
+        return len(layout(kernel, template)), scalars
     if kernel.name == "add_n" and template[2]:
-        num_operands, scalars = 1 + template[2], (template[2],)
-    if "num_written" in dict(kernel.scalars) and template[0] != template[1]:  # a master
-        num_operands, scalars = num_operands + 1, (scalars[0] + 1, *scalars[1:])
+        return 1 + template[2], (template[2],)
+    return LAUNCHES[kernel.name]
+
+
+def launch(device, kernel, template):
+    num_operands, scalars = launch_of(kernel, template)
     num_written = kernel.num_written(scalars)
     row = row_of(device, kernel, template, num_operands, num_written)
     device.launch(kernel, template, [buffers(row)], scalars)
@@ -102,10 +110,12 @@ def test_what_is_declared_is_written_and_nothing_else(device, kernel):
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_the_number_written_comes_from_the_declaration(kernel):
-    _, scalars = LAUNCHES[kernel.name]
+    _, scalars = launch_of(kernel, kernel.templates[0])
     assert len(scalars) == len(kernel.scalars)
-    several = {"all_sum": 2, "momentum": 2, "nesterov": 2, "adam": 3, "adagrad": 2, "rmsprop": 3}
-    assert kernel.num_written(scalars) == several.get(kernel.name, 1)
+    expected = 2 if kernel.name == "all_sum" else 1
+    if isinstance(kernel, RuleKernel):  # the variable, its slots, a sum or a copy
+        expected += FORMULAS[rule_of(kernel)][1] + (kernel.form != "plain")
+    assert kernel.num_written(scalars) == expected
 
 
 def test_a_kernel_that_declares_too_little_is_caught(device, face):

@@ -4,180 +4,43 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from exact import FLOATS, random_data, same
-from faces import (
-    INLINE_ROWS,
-    NUM_THREADS,
-    SPREAD_SIZE,
-    Operand,
-    buffers,
-    operands,
-    random_terms,
-    recorded,
-    spread,
-    start_patterns,
-    wide_of,
-)
-from formulas import FORMULAS, master_or_variable
+from faces import buffers, operands
+from updates import FormBody, changed
 
-from gradreduce.ops import KERNELS, global_update
-
-SIZES = (0, 1, 7, 16, 17, 255, 16_385)
-HALVES = FLOATS[:2]
-# rule, dtype of the variable, whether it has a master
-CASES = [(name, dtype, False) for name in FORMULAS for dtype in FLOATS]
-CASES += [(name, dtype, True) for name in FORMULAS for dtype in HALVES]
-cases = pytest.mark.parametrize(
-    "case", CASES, ids=[f"{name}-{dtype}{'-master' * master}" for name, dtype, master in CASES]
-)
-few = pytest.mark.parametrize("case", [CASES[0], CASES[-2], CASES[1], ("adam", HALVES[1], True)])
+from gradreduce.ops import global_update
 
 
-def kernel_of(name):
-    return next(kernel for kernel in KERNELS if kernel.name == f"global_{name}")
+class TestGlobalUpdate(FormBody):
+    form = "global"
+    launcher = staticmethod(global_update)
+    lead, leads = "period", (1, 10)
 
+    def reference(self, case, values, lead):
+        total = values[-1]
+        new = changed(case, values, total / total.dtype.type(lead))
+        has_master = case[2]
+        return [*new, *new[: 1 + has_master]]
 
-def row_of(case, size, seed=0):
-    """Variable, master, slots, copy, its master, and sum."""
-    name, dtype, has_master = case
-    num_state = FORMULAS[name][1] + has_master
-    wide = wide_of(np.dtype(dtype))
-    var, copy = random_terms(2, size, dtype, seed=seed)
-    state = random_terms(num_state, size, wide if has_master else dtype, seed=seed + 1)
-    total, copy_master = random_terms(2, size, wide, seed=seed + 2)
-    with np.errstate(all="ignore"):
-        if has_master:
-            var[::3] = state[0].astype(dtype)[::3]
-    return [var, *state, copy, *([copy_master] if has_master else []), total]
+    def test_the_mean_is_a_division_and_no_product(self, device):
+        """1/3 is no float: a third of these is off by a bit when multiplied by it."""
+        total = np.arange(1, 1000, dtype=np.float32)
+        assert (total / np.float32(3) != total * np.float32(1 / 3)).any()
+        row = operands(device, [np.zeros(999, np.float32), np.empty(999, np.float32), total])
+        global_update(self.kernel_of("sgd"), [buffers(row)], period=3, scalars=(-1.0,))
+        assert (row[0].array == total / np.float32(3)).all()
+        assert (row[1].array == row[0].array).all()
 
-
-def reference(case, values, period):
-    name, dtype, has_master = case
-    formula, num_slots, scalars = FORMULAS[name]
-    wide = wide_of(np.dtype(dtype))
-    var, *state = values[: 1 + has_master + num_slots]
-    with np.errstate(all="ignore"):
-        mean = values[-1] / wide.type(period)
-        start = master_or_variable(var, state.pop(0)) if has_master else var.astype(wide)
-        given = [wide.type(scalar) for scalar in scalars]
-        changed = formula(start, *(part.astype(wide) for part in state), mean, *given)
-        new = changed[0].astype(dtype)
-        slots = [part.astype(old.dtype) for part, old in zip(changed[1:], state, strict=True)]
-        master = [changed[0]] if has_master else []
-        return [new, *master, *slots, new, *master]
-
-
-def check(device, case, rows, starts=None, period=3):
-    made = [
-        operands(device, row, places)
-        for row, places in zip(rows, starts or [None] * len(rows), strict=True)
-    ]
-    kernel, scalars = kernel_of(case[0]), FORMULAS[case[0]][2]
-    global_update(kernel, [buffers(row) for row in made], period=period, scalars=scalars)
-    for (*written, total), values in zip(made, rows, strict=True):
-        for operand, expected in zip(written, reference(case, values, period), strict=True):
-            assert same(operand.array, expected), operand.buffer
-            assert operand.contained()
-        assert total.unchanged()
-
-
-@cases
-@pytest.mark.parametrize("period", [1, 10])
-def test_the_rule_by_the_mean_and_the_pull(device, case, period):
-    check(device, case, [row_of(case, 1003)], period=period)
-
-
-@few
-def test_every_size_and_start(device, case):
-    values = row_of(case, max(SIZES))
-    for size in SIZES:
-        for starts in start_patterns(len(values)):
-            check(device, case, [[part[:size] for part in values]], [starts])
-
-
-@cases
-def test_any_geometry(geometric_device, case):
-    for size in (17, 40_000):
-        values = row_of(case, size)
-        for starts in start_patterns(len(values))[:2]:
-            check(geometric_device, case, [values], [starts])
-
-
-@few
-def test_one_launch_for_rows_of_all_sizes(device, case):
-    sizes = [1, 60_001, 0, 3, 16_384, 7, *range(40, 40 + INLINE_ROWS)]
-    with recorded(device) as journal:
-        check(device, case, [row_of(case, size, seed=size) for size in sizes])
-    assert [(record.name, record.num_rows) for record in journal.records] == [
-        (f"global_{case[0]}", len(sizes) - 1)
-    ]
-
-
-@few
-def test_large_rows_are_spread_over_threads(device, case):
-    with spread(device) as num_jobs:
-        check(device, case, [row_of(case, SPREAD_SIZE)])
-    assert num_jobs == [NUM_THREADS]
-
-
-def test_the_mean_is_a_division_and_no_product(device):
-    """1/3 is no float: a third of these is off by a bit when multiplied by it."""
-    total = np.arange(1, 1000, dtype=np.float32)
-    assert (total / np.float32(3) != total * np.float32(1 / 3)).any()
-    row = operands(device, [np.zeros(999, np.float32), np.empty(999, np.float32), total])
-    global_update(kernel_of("sgd"), [buffers(row)], period=3, scalars=(-1.0,))
-    assert (row[0].array == total / np.float32(3)).all()
-    assert (row[1].array == row[0].array).all()
-
-
-def test_each_dtype_is_a_launch_and_masters_are_another(device):
-    kernel, scalars = kernel_of("momentum"), FORMULAS["momentum"][2]
-    found = [case for case in CASES if case[0] == "momentum"]
-    rows = [buffers(operands(device, row_of(case, 100))) for case in found * 2]
-    with recorded(device) as journal:
-        global_update(kernel, rows, period=2, scalars=scalars)
-    assert journal.launches == len(found)
-
-
-def test_nothing_is_launched_for_nothing(device):
-    with recorded(device) as journal:
-        global_update(kernel_of("sgd"), [], period=1, scalars=(0.1,))
-        check(device, CASES[0], [row_of(CASES[0], 0)])
-    assert journal.launches == 0
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "message"),
-    [
-        (("float16", "float16", "float16"), "is no sum for gradients of"),
-        (("float32", "float32", "float64"), "is no sum for gradients of"),
-        (("float32", "float64", "float32"), "dtypes differ"),
-        (("float16", "float32", "float16", "float16", "float32"), "dtypes differ"),
-        (("int32", "int32", "int32"), "float dtype"),
-        (("float64", "float32", "float64", "float32", "float64"), "no float32 master"),
-        (("float32",) * 4, "a row of 4 operands, not 3, or 5 with masters"),
-    ],
-)
-def test_operands_that_do_not_fit_change_nothing(device, dtypes, message):
-    good = operands(device, row_of(("sgd", "float64", False), 16))
-    row = [Operand(device, random_data((16,), dtype)) for dtype in dtypes]
-    with recorded(device) as journal, pytest.raises(ValueError, match=f"global_sgd: .*{message}"):
-        global_update(kernel_of("sgd"), [buffers(good), buffers(row)], period=2, scalars=(0.1,))
-    assert journal.launches == 0
-    assert all(operand.unchanged() for operand in [*good, *row])
-
-
-def test_overlaps_and_what_may_not_be_written_change_nothing(device):
-    values = row_of(("momentum", "float32", False), 16)
-    for place in range(len(values)):
-        row = operands(device, values)
-        for other in range(place):
-            given = buffers(row)
-            given[other] = given[place]
-            with pytest.raises(ValueError, match="overlaps operand"):
-                global_update(kernel_of("momentum"), [given], period=1, scalars=(0.1, 0.9))
-        if place < len(values) - 1:
-            row[place] = Operand(device, values[place], writable=False)
-            with pytest.raises(ValueError, match="read-only"):
-                global_update(kernel_of("momentum"), [buffers(row)], period=1, scalars=(0.1, 0.9))
-        assert all(operand.unchanged() for operand in row)
+    @pytest.mark.parametrize(
+        ("dtypes", "message"),
+        [
+            (("float16", "float16", "float16"), "is no sum for gradients of"),
+            (("float32", "float32", "float64"), "is no sum for gradients of"),
+            (("float32", "float64", "float32"), "dtypes differ"),
+            (("float16", "float32", "float16", "float16", "float32"), "dtypes differ"),
+            (("int32", "int32", "int32"), "float dtype"),
+            (("float64", "float32", "float64", "float32", "float64"), "no float32 master"),
+            (("float32",) * 4, "a row of 4 operands, not 3, or 5 with masters"),
+        ],
+    )
+    def test_operands_that_do_not_fit_change_nothing(self, device, dtypes, message):
+        self.refuse(device, dtypes, message)

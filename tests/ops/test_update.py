@@ -20,6 +20,7 @@ from faces import (
     wide_of,
 )
 from formulas import (
+    FORMULAS,
     adagrad_rule,
     adam_rule,
     momentum_rule,
@@ -115,6 +116,10 @@ def check(device, rule, rows, starts=None, **scalars):
             assert same(operand.array, expected), (operand.buffer, starts)
             assert operand.contained()
         assert grad.unchanged()
+
+
+def test_every_rule_is_here():
+    assert FORMULAS.keys() == {name.removesuffix("-master") for name in RULES}
 
 
 @cases(FEW)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from optim.model import Model
 
 import gradreduce as gr
 
@@ -27,3 +28,8 @@ def mesh(request, face) -> Iterator[gr.Mesh]:
     options = {"peer_access": peers, "kernels": face, "strict": True}
     with gr.open_mesh(placement, backend="sim", **options) as made:
         yield made
+
+
+@pytest.fixture
+def model(mesh) -> Model:
+    return Model(mesh)

@@ -1,51 +1,13 @@
-"""How gradients reach variables: what is taken in, what is refused, and what is launched."""
+"""How gradients reach variables: what is taken in, and what is launched."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 from exact import exact_data, same
+from optim.model import ones
 
 import gradreduce as gr
-from gradreduce.errors import BackendUnavailableError, InvalidVariableError
-
-
-def ones(*shape, dtype="float32"):
-    return np.ones(shape, dtype)
-
-
-class Planted(RuntimeError):
-    """The failure that a test plants."""
-
-
-class Model:
-    """Two mirrored variables, one on one device, their slots, and what all of them hold."""
-
-    def __init__(self, mesh):
-        self.variables = [
-            gr.Variable(np.full((2, 3), 1.0), "w", dtype="float32", device=mesh),
-            gr.Variable(np.full(3, 2.0), "b", dtype="float16", device=mesh),
-            gr.Variable(3.0, "s", device=mesh.devices[1]),
-        ]
-        self.step = gr.Variable(0, "global_step", trainable=False, device=mesh)
-        self.optimizer = gr.MomentumOptimizer(1.0, 0.5)
-        self.grads = [np.ones(v.shape, v.dtype) for v in self.variables]
-        self.optimizer.apply_gradients(self.pairs(), self.step)
-
-    def pairs(self, *grads):
-        return list(zip(grads or self.grads, self.variables, strict=False))
-
-    def state(self):
-        return [
-            [buffer.numpy().tolist() for buffer in variable.buffers]
-            for variable in (*self.variables, *self.optimizer.variables(), self.step)
-        ]
-
-
-@pytest.fixture
-def model(mesh):
-    return Model(mesh)
-
 
 # -- gradients ------------------------------------------------------------------------------------
 
@@ -240,160 +202,18 @@ def test_a_plain_gradient_travels_once_to_each_other_gpu(mesh):
     assert (journal.syncs, journal.uploads) == (0, 0)
 
 
-# -- errors ---------------------------------------------------------------------------------------
+# -- what is missing ------------------------------------------------------------------------------
 
 
-def test_nothing_to_do(model):
-    before = model.state()
-    for pairs in ([], (), iter([]), zip(strict=True)):
-        with pytest.raises(ValueError, match=r"No variables provided\."):
-            model.optimizer.apply_gradients(pairs, model.step)
-    for variables in (model.variables, model.variables[:1]):
-        with pytest.raises(ValueError, match="No gradients provided for any variable"):
-            model.optimizer.apply_gradients([(None, var) for var in variables], model.step)
-    assert model.state() == before
-
-
-def test_a_variable_twice(model):
-    before = model.state()
-    variable = model.variables[0]
-    for grads in ((ones(2, 3), ones(2, 3)), (ones(2, 3), None), (None, None)):
-        with pytest.raises(ValueError, match="twice"):
-            model.optimizer.apply_gradients([(grad, variable) for grad in grads], model.step)
-    assert model.state() == before
-
-
-@pytest.mark.parametrize(
-    ("pair", "error"),
-    [
-        ([1.0, 2.0], TypeError),
-        (([1.0],), TypeError),
-        (([1.0], None, None), TypeError),
-        (None, TypeError),
-        (3, TypeError),
-        ("gv", TypeError),
-        (([1.0], None), InvalidVariableError),
-        (([1.0], np.ones(1)), InvalidVariableError),
-        ((None, "w"), InvalidVariableError),
-    ],
-)
-def test_what_is_no_pair(model, pair, error):
-    before = model.state()
-    for pairs in ([pair], [*model.pairs(), pair], [pair, *model.pairs()]):
-        with pytest.raises(error) as caught:
-            model.optimizer.apply_gradients(pairs, model.step)
-        assert isinstance(caught.value, TypeError)
-    assert issubclass(InvalidVariableError, ValueError)
-    assert model.state() == before
-
-
-def test_what_is_no_gradient_for_the_variable(mesh, model):
-    """The wrong one comes last: nothing of the others is done either."""
-    before = model.state()
-    fine = model.grads[1:]
-    spread, part = [ones(2, 3)] * len(mesh), mesh[1:]
-    with gr.open_mesh(len(mesh), backend="sim") as other:
-        for grad, error in [
-            (ones(3, 2), ValueError),
-            (ones(6), ValueError),
-            (1.0, ValueError),
-            (ones(2, 3, dtype="float64"), ValueError),
-            (ones(2, 3, dtype="int32"), ValueError),
-            (np.ones((2, 3), bool), TypeError),
-            ([[1.0] * 3, [1j] * 3], ValueError),
-            ("grad", TypeError),
-            (object(), TypeError),
-            (gr.Variable(ones(2, 3), device=mesh), TypeError),
-            (gr.Mirrored([ones(3, 2)] * len(mesh), mesh), ValueError),
-            (gr.PerReplica([*spread[1:], ones(3, 2)], mesh), ValueError),
-            (gr.PerReplica([*spread[1:], ones(2, 3, dtype="float64")], mesh), ValueError),
-            (gr.PerReplica(spread[1:], part), ValueError),
-            (gr.Mirrored(spread[1:], part), ValueError),
-            (gr.Mirrored(spread, other), ValueError),
-            (gr.PerReplica(spread, other), ValueError),
-            (other.devices[0].put(ones(2, 3)), ValueError),
-        ]:
-            variables = [*model.variables[1:], model.variables[0]]
-            with pytest.raises(error):
-                pairs = zip([*fine, grad], variables, strict=True)
-                model.optimizer.apply_gradients(pairs, model.step)
-            assert model.state() == before, grad
-
-
-def test_a_refused_call_makes_no_slots(mesh):
+def test_what_is_missing_says_so(mesh):
     optimizer = gr.MomentumOptimizer(1.0, 0.5)
-    variables = [gr.Variable([1.0], device=mesh) for _ in range(2)]
-    with pytest.raises(ValueError, match="is float64"):
-        optimizer.apply_gradients(zip([ones(1), np.ones(1)], variables, strict=True))
-    assert (optimizer.variables(), optimizer.get_slot_names()) == ([], [])
-
-
-def test_a_wrong_global_step_changes_nothing(mesh, model):
-    before = model.state()
-    vector = gr.Variable([0, 0], trainable=False, device=mesh)
-    for step, error in [(0, TypeError), (np.int64(0), TypeError), ("step", TypeError),
-                        (vector, ValueError)]:  # fmt: skip
-        with pytest.raises(error, match="global_step"):
-            model.optimizer.apply_gradients(model.pairs(), step)
-    assert model.state() == before
-    assert vector.numpy().tolist() == [0, 0]
-
-
-def test_the_memory_of_a_variable_is_no_gradient(mesh):
-    """A launch reads gradients while it writes variables: no order makes that right."""
-    first, second = variables = [gr.Variable([1.0], device=mesh) for _ in range(2)]
-    optimizer = gr.MomentumOptimizer(1.0, 0.5)
-    optimizer.apply_gradients(zip([[1.0], [1.0]], variables, strict=True))
-    slot = optimizer.get_slot(second, "momentum")
-    for buffers in (first.buffers, second.buffers, slot.buffers):
-        for grad in (buffers[-1], gr.Mirrored(buffers)):
-            with pytest.raises(ValueError, match="the memory of a variable or slot"):
-                optimizer.apply_gradients([(grad, first), ([1.0], second)])
-    values = [buffer.numpy().tolist() for var in variables for buffer in var.buffers]
-    assert values == [[0.0]] * (2 * len(mesh))
-    plain = gr.GradientDescentOptimizer(0.5)
-    first.assign([4.0])
-    plain.apply_gradients([(first.buffers[0], second)])  # it is only read
-    plain.apply_gradients([(gr.PerReplica(first.buffers), first)])  # reduced to new memory
-    assert [var.numpy().tolist() for var in variables] == [[2.0], [-2.0]]
-
-
-def test_it_is_none_at_the_second_try_either(mesh):
-    """A step knows its variables again, and where gradients lay that were apart."""
-    device = mesh.devices[1]
-    first, second = variables = [gr.Variable([1.0], device=device) for _ in range(2)]
-    optimizer = gr.MomentumOptimizer(1.0, 0.5)
-    apart = [device.put(ones(1)) for _ in variables]
-    for _ in range(2):
-        optimizer.apply_gradients(zip(apart, variables, strict=True))
-        for wrong in (first, second, optimizer.get_slot(second, "momentum")):
-            for _ in range(2):
-                with pytest.raises(ValueError, match="the memory of a variable or slot"):
-                    optimizer.apply_gradients([(wrong.buffers[0], first), (apart[1], second)])
-    assert [var.numpy().tolist() for var in variables] == [[-1.5]] * 2
-
-
-@pytest.mark.parametrize("method", ["_launch", "_allocate"])
-def test_a_failure_before_the_first_launch_changes_nothing(mesh, model, monkeypatch, method):
-    before = model.state()
-
-    def failing(*args):
-        raise Planted
-
-    spread = gr.PerReplica([ones(2, 3)] * len(mesh), mesh)
-    with monkeypatch.context() as patch:
-        for device in mesh.devices:
-            patch.setattr(device, method, failing)
-        with pytest.raises(Planted):
-            model.optimizer.apply_gradients(model.pairs(spread, *model.grads[1:]), model.step)
-    assert model.state() == before
-
-
-def test_a_closed_mesh_says_so():
-    with gr.open_mesh(2, backend="sim") as mesh:
-        variable = gr.Variable([1.0], device=mesh)
-    with pytest.raises(BackendUnavailableError):
-        gr.MomentumOptimizer(1.0, 0.5).apply_gradients([(ones(1), variable)])
+    for call, match in [
+        (gr.AGNCenter, "AGNCenter"),
+        (lambda: gr.AGNCustomGetter(mesh.devices[0]), "AGNCustomGetter"),
+        (lambda: gr.AGNOptimizer(optimizer, 1, None), "AGNOptimizer"),
+    ]:
+        with pytest.raises(NotImplementedError, match=match):
+            call()
 
 
 def test_the_gates():

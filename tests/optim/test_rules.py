@@ -9,6 +9,7 @@ import pytest
 from exact import FLOATS, random_data, same
 
 import gradreduce as gr
+from gradreduce import ops
 from gradreduce.device import accumulate_dtype
 
 RATE, DECAY = 0.1, 0.9  # neither is a float32
@@ -219,6 +220,22 @@ def test_a_rate_may_change_between_steps(mesh):
     plain.learning_rate = 2.0
     plain.apply_gradients([([1.0], variable)])
     assert variable.numpy().tolist() == [-2.5]
+
+
+def test_another_rule_is_compiled_before_its_first_step(mesh, monkeypatch):
+    optimizer = gr.MomentumOptimizer(0.5, 0.5)
+    variable = gr.Variable([1.0], device=mesh.devices[0])
+    for _ in range(2):
+        optimizer.apply_gradients([([1.0], variable)])
+    prepared, prepare = [], ops.prepare_rule
+    monkeypatch.setattr(
+        ops, "prepare_rule", lambda *of: (prepared.append(of[0].name), prepare(*of))
+    )
+    optimizer.use_nesterov = True
+    for _ in range(2):
+        optimizer.apply_gradients([([1.0], variable)])
+    assert prepared == ["nesterov"]
+    assert variable.numpy() == 1 - 0.5 - 0.75 - (0.5 + 0.25 * 1.75) - (0.5 + 0.25 * 1.875)
 
 
 def test_nesterov_is_off_by_default():

@@ -86,6 +86,25 @@ def test_a_state_is_of_one_moment_and_nobody_elses_memory(mesh):
         assert same(optimizer.get_slot(variable, "momentum").numpy(), kept[variable.name])
 
 
+def test_an_update_while_it_is_downloaded_is_not_in_it(mesh, monkeypatch):
+    optimizer, variables = gr.MomentumOptimizer(0.5, 0.5), variables_on(mesh, "float32")
+    step(optimizer, variables, 0)
+    before = [optimizer.get_slot(var, "momentum").numpy() for var in variables]
+    cls = type(mesh.devices[0])
+    download = cls.download
+
+    def late(*args, **options):
+        monkeypatch.setattr(cls, "download", download)
+        step(optimizer, variables, 1)
+        return download(*args, **options)
+
+    monkeypatch.setattr(cls, "download", late)
+    slots = optimizer.state_dict()["slots"]
+    assert cls.download is download
+    assert all(same(slots[var.name]["momentum"], value)
+               for var, value in zip(variables, before, strict=True))  # fmt: skip
+
+
 def changed(state, *path, to=None, drop=False):
     if len(path) == 1:
         rest = {key: value for key, value in state.items() if key != path[0]}

@@ -107,6 +107,10 @@ def test_launches_do_not_grow_with_the_number_of_variables(mesh, num_sparse):
         for each in [("segment_sum", rows), ("take_rows", 2 * rows), ("momentum", 2 * rows),
                      ("segment_sum", 2 * rows)]  # merged, taken, updated, put back
     ]  # fmt: skip
+    for place, (_, variable) in enumerate(pairs[::2]):  # each by rows of its own
+        counts = np.bincount((INDICES + place) % SHAPE[0], minlength=SHAPE[0])
+        wanted = np.repeat(-0.5 * counts[:, None], SHAPE[1], axis=1)
+        assert all((buffer.numpy() == wanted).all() for buffer in variable.buffers)
     assert journal.uploads == 3 * len(num_rows)
     assert (journal.copies, journal.syncs) == (0, 0)
 

@@ -106,6 +106,25 @@ def test_an_error_in_a_hook_changes_nothing(mesh):
     optimizer.apply_gradients(pairs)  # nothing is lost
 
 
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_slot_that_is_not_changed_in_place_is_refused(mesh, drop):
+    class Lost(Lion):
+        def _apply(self, variable, slots, gradient):
+            super()._apply(variable, slots, gradient)
+            if drop:
+                del slots["mean"]
+            else:
+                slots["mean"] = slots["mean"] + gradient
+
+    optimizer, variable = Lost(0.25), gr.Variable([1.0], device=mesh)
+    with pytest.raises(ValueError, match=r"another array in slots\['mean'\]"):
+        optimizer.apply_gradients([([1.0], variable)])
+    assert all((buffer.numpy() == 1).all() for buffer in variable.buffers)
+    assert all(
+        (buffer.numpy() == 4).all() for buffer in optimizer.get_slot(variable, "count").buffers
+    )
+
+
 def test_a_rule_that_is_none_says_so(mesh):
     class SignDescent(gr.Optimizer):
         pass

@@ -110,6 +110,9 @@ class ArrayMethods(NDArrayOperatorsMixin):
     def __int__(self) -> int:
         return int(self.value)
 
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec) if spec else str(self)
+
     def item(self) -> Any:
         """The number, as a constant."""
         return self.value.item()

@@ -57,8 +57,9 @@ def gradients_of(
 
     Raises:
         InvalidVariableError: the loss returned no number and no array of floats.
-        ValueError: ``grad_loss`` is not of its shape, or there is no variable.
+        ValueError: ``grad_loss`` is not of its shape or no real numbers, or there is no variable.
     """
+    grad_loss = _checked_seed(grad_loss)
     reading = _Reading(current_reader(), variables, method)
     with reading_by(reading):
         try:
@@ -106,6 +107,7 @@ class _Reading:
         self._outer = outer
         self._wanted = None if wanted is None else frozenset(wanted)
         self._method = method
+        self._seen: set[Variable] = set()
         self._terms: dict[Variable, Terms] = {}  # in the order of first reading
         self._leaves: dict[Buffer, Traced] = {}
         self._tensors: dict[Buffer, tuple[Variable, Any]] = {}
@@ -113,6 +115,7 @@ class _Reading:
 
     def read(self, variable: Variable, copy: Buffer, as_kind: str | None) -> Any:
         """See ``Reader.read``; of a variable that nobody asked for, the plain value."""
+        self._seen.add(variable)
         if self.home is None:
             self.home = copy.device
         if self._jax is not None or as_kind == "jax":
@@ -131,6 +134,17 @@ class _Reading:
         leaf = self.trace.leaf(value, copy.device, self._terms_of(variable))
         self._leaves[copy] = leaf
         return leaf
+
+    def check_unread(self, variables: Iterable[Variable]) -> None:
+        """See ``loss_context.check_unread``."""
+        for variable in variables:
+            if variable in self._seen:
+                raise RuntimeError(
+                    f"{variable!r} is written inside a loss that has read it, whose gradients may "
+                    "need what it was: write it after the loss, or read it by variable.numpy()"
+                )
+        if self._outer is not None:
+            self._outer.check_unread(variables)
 
     def differentiate(self, values: list[Any], grad_loss: Any) -> None:
         """Pushes the terms that one value of the loss, taken out of the list, gives."""
@@ -249,11 +263,22 @@ def _check_loss(value: Any) -> None:
         )
 
 
+def _checked_seed(grad_loss: Any) -> Any:
+    """``grad_loss`` with its Variables read, which is done as around the loss, not inside."""
+    if grad_loss is None:
+        return None
+    given = settled(grad_loss)
+    name = str(given.dtype if is_array(given) else np.asarray(given).dtype)
+    if not any(kind in name for kind in ("float", "int", "bool")):
+        raise ValueError(f"grad_loss is of dtype {name}: it must be real numbers")
+    return given
+
+
 def _seed(value: Any, grad_loss: Any) -> Any:
     """The gradient of the loss, of its shape, dtype and library."""
     if grad_loss is None:
         return np.ones_like(value)
-    given = settled(grad_loss)
+    given = grad_loss
     if not isinstance(given, Traced):
         base = value
         while isinstance(base, Traced):

@@ -34,7 +34,8 @@ from typing import Any
 import numpy as np
 
 from gradreduce.device import Device
-from gradreduce.loss_context import Traceable
+from gradreduce.interop_gpu import on_gpu_of
+from gradreduce.loss_context import Traceable, holds_traceable, made_like
 
 from .array_methods import ArrayMethods
 from .terms import Terms
@@ -132,6 +133,7 @@ class Traced(ArrayMethods, Traceable):
     """
 
     __slots__ = ("node", "value")
+    _instead = ": gr.autodiff.stop_gradient(x) is the plain value of what a loss computes with"
     __array_priority__ = 1000  # above CuPy's 100
 
     def __init__(self, value: Any, node: Node) -> None:
@@ -168,6 +170,9 @@ class Traced(ArrayMethods, Traceable):
             raise TypeError(f"{_name(function)} would write a traced value: a loss has no out=")
         if "out" in kwargs:
             kwargs = {name: given for name, given in kwargs.items() if name != "out"}
+        if not any(holds_traceable(given) for given in (*args, *kwargs.values())):
+            with on_gpu_of(self.node.device):
+                return made_like(function, args, kwargs, _bare(self))
         return apply(function, args, kwargs)
 
     def __cupy_override_elementwise_kernel__(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
@@ -224,7 +229,7 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     Raises:
         NotImplementedError: ``function`` has no rule, or the result is complex.
     """
-    if kwargs and any(_holds_traceable(given) for given in kwargs.values()):
+    if kwargs and any(holds_traceable(given) for given in kwargs.values()):
         args, kwargs = _bound(function, args, kwargs)
     args = [settled(given) for given in args]
     top = _highest(args)
@@ -234,19 +239,20 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return COMPOSED[function](*args, **kwargs)
     operands: list[tuple[int, int | None, Node]] = []
     raw = [_plain(given, top, place, operands) for place, given in enumerate(args)]
-    if function in CONSTANT:
-        return function(*raw, **kwargs)
-    rule = RULES.get(function)
-    if rule is None:
-        raise no_rule(_name(function))
-    value = function(*raw, **kwargs)
-    if not _is_float(function, value):
-        return value
-    makers = rule(value, *raw, **kwargs)
-    pulls = [
-        makers[place]() if item is None else makers[place](item) for place, item, _ in operands
-    ]
     parents = [node for _, _, node in operands]
+    with on_gpu_of(parents[0].device):
+        if function in CONSTANT:
+            return function(*raw, **kwargs)
+        rule = RULES.get(function)
+        if rule is None:
+            raise no_rule(_name(function))
+        value = function(*raw, **kwargs)
+        if not _is_float(function, value):
+            return value
+        makers = rule(value, *raw, **kwargs)
+        pulls = [
+            makers[place]() if item is None else makers[place](item) for place, item, _ in operands
+        ]
     return Traced(value, Node(top, value, parents[0].device, parents, pulls))
 
 
@@ -257,11 +263,6 @@ def _is_float(function: Any, value: Any) -> bool:
     if value.dtype.kind == "c":
         raise no_rule(f"{_name(function)} with complex numbers")
     return value.dtype.kind in "fV"  # bfloat16 is of kind V in ml_dtypes
-
-
-def _holds_traceable(given: Any) -> bool:
-    within = given if isinstance(given, list | tuple) else (given,)
-    return any(isinstance(each, Traceable) for each in within)
 
 
 def _bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -277,7 +278,7 @@ def _bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if name not in rest:
             break
         placed.append(rest.pop(name))
-    if any(_holds_traceable(given) for given in rest.values()):
+    if any(holds_traceable(given) for given in rest.values()):
         raise no_rule(f"{_name(function)} with {', '.join(rest)}= of traced values")
     return placed, rest
 
@@ -298,7 +299,7 @@ def settled(given: Any) -> Any:
         return given
     if isinstance(given, Traceable):
         return given.read()  # type: ignore[attr-defined]  # a Variable
-    if isinstance(given, list | tuple) and _holds_traceable(given):
+    if isinstance(given, list | tuple) and holds_traceable(given):
         within = [settled(each) for each in given]
         return tuple(within) if isinstance(given, tuple) else within
     return given

@@ -82,8 +82,9 @@ class Terms:
             return held[0][1] if held else None
         if any(isinstance(term, Traceable) for _, term, _ in held):
             return aggregate([_dense(term) for _, term, _ in held], self._method)
-        if len({device for _, _, device in held}) == 1:
-            return aggregate([term for _, term, _ in held], self._method)
+        rows = [term for _, term, _ in held if isinstance(term, IndexedSlices)]
+        if len(rows) == len(held) and len({device for _, _, device in held}) == 1:
+            return aggregate(rows, self._method)
         with OneCall():
             spread = Spread(aggregator_of(self._method))
             buffers = [to_buffer(_dense(term), device) for _, term, device in held]

@@ -32,6 +32,7 @@ from .rates import CopyRates, copy_rates
 from .reach import reaches
 from .tape import Tape, behind_readers, spans_of
 from .watch import Travel, as_deadline
+from .writer import Writer
 
 __all__ = [
     "ALIGNMENT",
@@ -59,6 +60,7 @@ __all__ = [
     "Template",
     "Touched",
     "Travel",
+    "Writer",
     "accumulate_dtype",
     "as_deadline",
     "as_dtype",

@@ -264,20 +264,17 @@ class Device(Backend):
             check_reach(self, operand)
         self.fabric.check_compiled(self, kernel, template)
         num_written = kernel.num_written(scalars)
-        written = {operand.block: operand for row in rows for operand in row[:num_written]}
-        for operand in written.values():
-            check_writable(operand)
+        written = [operand for row in rows for operand in row[:num_written]]
+        if not all([operand.block.writable for operand in written]):
+            for operand in written:
+                check_writable(operand)
         touched = [away] if queue == "compute" else rows
         crossing = self._touch(touched, queue) if away or queue != "compute" else 0
-        capture = self.fabric.capture
-        for block, operand in written.items():
-            if (capture or block).readers:  # asked here: an update writes hundreds of blocks
+        # Of all of them, not of one for each block: each waits for the readers of its own bytes.
+        if self.fabric.capture is not None or any([operand.block.readers for operand in written]):
+            for operand in written:
                 self._before_write(operand, queue)
-        issue = self._launch(kernel, template, rows, scalars, queue)
-        what: Fields = ("launch", kernel.name, self.index, -1, crossing, queue, len(rows))
-        self.fabric.issued(what)
-        if self.fabric.watched:
-            self._noted(Record(*what), issue, [operand for row in rows for operand in row])
+        self._launch(kernel, template, rows, scalars, queue, crossing)
 
     def prepare(self, kernel: Kernel, template: Template) -> None:
         """Compiles, if anything must be compiled, so that a later launch does not (under a lock).
@@ -371,11 +368,15 @@ class Device(Backend):
         rows: Sequence[Row],
         scalars: Sequence[int | float],
         queue: Queue,
-    ) -> Issue:
-        """Queues a kernel; what queues it again."""
+        crossing: int,
+    ) -> None:
+        """Queues a kernel whose fences are said, and writes it down."""
         issue = self._resolved(kernel, template, rows, scalars, queue)
         issue()
-        return issue
+        what: Fields = ("launch", kernel.name, self.index, -1, crossing, queue, len(rows))
+        self.fabric.issued(what)
+        if self.fabric.watched:
+            self._noted(Record(*what), issue, [operand for row in rows for operand in row])
 
     def _noted(self, record: Record, issue: Issue, operands: Iterable[Buffer]) -> None:
         """In the open journals, and on this thread's tape."""

@@ -228,7 +228,10 @@ class SimDevice(Device):
         num_written = kernel.num_written(scalars)
         strict, whole = self.options.strict, kernel.items is not None
         if not strict and not whole and sum([row[0].size for row in rows]) <= BLOCK_SIZE:
-            small = [[memory_of(operand) for operand in row] for row in rows]
+            small = [
+                [memory_of(operand) if operand.flat is None else operand.flat for operand in row]
+                for row in rows
+            ]
             return partial(_run, kernel, small, scalars)  # nothing to cut, nothing to share out
         workers = self.options.workers
         blocks: list[list[np.ndarray]] = []
@@ -370,6 +373,7 @@ def memory_of(buffer: Buffer) -> np.ndarray:
     if whole.ndim != 1:
         whole = whole.reshape(-1)
     if buffer.array is block.raw:
+        buffer.flat = whole  # of memory that the buffer itself keeps, as its array
         return whole
     part = whole.view(np.uint8)[buffer.offset : buffer.offset + buffer.nbytes]
     return part.view(buffer.dtype)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype
+from gradreduce.device import Buffer, Device, Kernel, Queue, Writer, accumulate_dtype
 from gradreduce.device.kernel import Arrays
 
 from ._check import check_rows, check_writable
@@ -295,16 +295,20 @@ def update_fitted(
     device: Device,
     queue: Queue = "compute",
     *,
-    alike: bool = False,
+    writer: Writer | None = None,
 ) -> None:
     """As the launchers, of rows that fit by their making: not looked at.
 
-    ``scalars`` are all that the kernel takes behind ``num_written``. ``alike`` rows are of the
-    same dtypes, and as many operands each.
+    ``scalars`` are all that the kernel takes behind ``num_written``. A ``writer`` of what they
+    write says that they are of the same dtypes, and on ``device``'s compute queue; it launches
+    faster.
     """
-    for launched in [rows] if alike and rows else _alike(kernel, rows):
-        given = (len(launched[0]) - 1, *scalars)
-        device.launch(kernel, kernel.template_of(launched[0]), launched, given, queue=queue)
+    for launched in [rows] if writer is not None else _alike(kernel, rows):
+        template, given = kernel.template_of(launched[0]), (len(launched[0]) - 1, *scalars)
+        if writer is None:
+            device.launch(kernel, template, launched, given, queue=queue)
+        else:
+            writer.launch(kernel, template, launched, given)
 
 
 def _alike(kernel: RuleKernel, rows: Sequence[Update]) -> list[list[Update]]:

@@ -11,6 +11,7 @@ from gradreduce.device import Buffer, Device, copy_over
 from gradreduce.errors import InvalidVariableError
 from gradreduce.indexed_slices import IndexedSlices, check_indices, densified
 from gradreduce.interop import reading, shape_and_dtype, to_buffer
+from gradreduce.loss_context import check_unread
 from gradreduce.values import Mirrored, Part, PerReplica, ReduceOp, buffer_of, device_of
 from gradreduce.variables import Variable
 
@@ -31,12 +32,13 @@ def check_global_step(global_step: Any) -> None:
         raise ValueError(f"global_step={global_step!r} must hold one number")
 
 
-def checked_pairs(grads_and_vars: Iterable[Pair]) -> list[Pair]:
-    """The pairs that have a gradient; nothing is known of the gradients yet.
+def checked_pairs(grads_and_vars: Iterable[Pair]) -> tuple[list[Any], list[Variable]]:
+    """The gradients that there are, and their variables; nothing is known of the former yet.
 
     Raises:
         ValueError: no pair, a variable twice, or None for every gradient.
         TypeError: something that is no pair, or no Variable in it.
+        RuntimeError: a variable is written inside a loss that has read it.
     """
     pairs = list(grads_and_vars)
     for pair in pairs:
@@ -44,12 +46,16 @@ def checked_pairs(grads_and_vars: Iterable[Pair]) -> list[Pair]:
             _check_pair(pair)
     if not pairs:
         raise ValueError("No variables provided.")
-    if len({var for _, var in pairs}) != len(pairs):
+    variables = [var for _, var in pairs]
+    if len(set(variables)) != len(pairs):
         raise ValueError("a variable is named twice")
-    present = [(grad, var) for grad, var in pairs if grad is not None]
-    if not present:
+    gradients = [grad for grad, _ in pairs if grad is not None]
+    if not gradients:
         raise ValueError("No gradients provided for any variable")
-    return present
+    if len(gradients) < len(pairs):
+        variables = [var for grad, var in pairs if grad is not None]
+    check_unread(variables)
+    return gradients, variables
 
 
 def _check_pair(pair: Any) -> None:
@@ -59,11 +65,16 @@ def _check_pair(pair: Any) -> None:
         raise InvalidVariableError(f"{pair[1]!r} is not a Variable")
 
 
-def near(present: Sequence[Pair], cross_device_ops: CrossDeviceOps | None) -> list[Near]:
+def near(
+    gradients: Sequence[Any],
+    variables: Sequence[Variable],
+    cross_device_ops: CrossDeviceOps | None,
+) -> list[Near]:
     """For each variable its gradient near each of its copies; PerReplica ones reduced by MEAN.
 
     Args:
-        present: pairs with a gradient.
+        gradients: one for each variable.
+        variables: whose.
         cross_device_ops: reduces; may be None if nothing is PerReplica.
 
     Raises:
@@ -71,8 +82,8 @@ def near(present: Sequence[Pair], cross_device_ops: CrossDeviceOps | None) -> li
             the variable has not.
         TypeError: a gradient that is no array.
     """
-    given = [_placed(grad, var) for grad, var in present]
-    for grad, (_, var) in zip(given, present, strict=True):
+    given = [_placed(grad, var) for grad, var in zip(gradients, variables, strict=True)]
+    for grad, var in zip(given, variables, strict=True):
         if type(grad) is Buffer:
             _check_dense(grad, var)
         else:
@@ -85,7 +96,7 @@ def near(present: Sequence[Pair], cross_device_ops: CrossDeviceOps | None) -> li
         reduced = cross_device_ops.batch_reduce(ReduceOp.MEAN, spread)
     ready = iter(reduced)
     found = []
-    for grad, (_, var) in zip(given, present, strict=True):
+    for grad, var in zip(given, variables, strict=True):
         if isinstance(grad, PerReplica):
             grad = next(ready)
         if isinstance(grad, Mirrored):

@@ -14,12 +14,12 @@ from gradreduce.aggregate import AggregationMethod
 from gradreduce.autodiff.gradients import Engine
 from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.cross_device_ops import CrossDeviceOps
-from gradreduce.device import Device, as_deadline, due
+from gradreduce.device import Device, Writer, as_deadline, due
 from gradreduce.interop import OneCall
-from gradreduce.values import PerReplica
+from gradreduce.values import Part, PerReplica
 from gradreduce.variables import Variable
 
-from .arrivals import Near, check_apart, check_global_step, checked_pairs, made_dense, near
+from .arrivals import check_apart, check_global_step, checked_pairs, made_dense, near
 from .custom import changed_by
 from .gradients import checked_gradients
 from .launches import Job
@@ -81,7 +81,7 @@ class Optimizer:
         Args:
             variable: an array of NumPy, or of CuPy on GPUs: a copy, or the rows that a sparse
                 gradient touches; float32 in place of a half that has a master.
-            slots: by name, arrays of the same shape.
+            slots: by name, arrays of the same shape; another one put there is a ``ValueError``.
             gradient: of the same shape; only to be read.
         """
         raise NotImplementedError(f"{type(self).__name__} has no update rule")
@@ -164,7 +164,8 @@ class Optimizer:
                 the variable's shape and dtype, ``IndexedSlices`` of its rows (those of the same
                 index are added first), a ``Mirrored`` of either on its devices, or a
                 ``PerReplica`` on them, which is reduced by MEAN first. Gradients are not written;
-                when this returns their library's current stream may overwrite them.
+                when this returns their library's current stream may overwrite them. Small NumPy
+                arrays travel together.
             global_step: a Variable that goes up by one afterwards.
             name: ignored; TensorFlow's name of the operation.
             deadline: seconds from now in which the devices must be done, or their mesh dies.
@@ -177,27 +178,17 @@ class Optimizer:
             TypeError: a gradient that is no array, or something else than a Variable.
         """
         seconds = as_deadline(deadline)
-        present = checked_pairs(grads_and_vars)
+        gradients, variables = checked_pairs(grads_and_vars)
         check_global_step(global_step)
-        variables = [var for _, var in present]
         plan = self._known(variables)
         devices = _devices(variables) if plan is None else plan.devices
         with due("apply_gradients", seconds, devices):
-            gradients = None if plan is None else plan.plain([grad for grad, _ in present])
-            if plan is None or gradients is None or not plan.lie_as_before(gradients):
-                are_plain = gradients is not None
-                gradients = gradients or self._near(present)
-                ranges = self._ranges(variables) if plan is None else plan.ranges
-                check_apart(variables, gradients, ranges)
-                if plan is not None and are_plain:
-                    plan.are_apart(gradients)
-            if self._densifies:
-                gradients = made_dense(gradients, variables)
+            parts = self._arrived(gradients, variables, plan)
             self._check_numbers()
             if plan is None:
                 self.prepare(variables)
-                self._plan = plan = Plan(variables, self._slots, self._kernel)
-            self._change(plan, gradients)
+                self._plan = plan = Plan(variables, self._slots.rows, self._kernel)
+            self._change(plan, parts)
             if global_step is not None:
                 global_step.assign_add(1)
 
@@ -234,7 +225,8 @@ class Optimizer:
             grad_loss: the gradient of ``loss`` itself, of its shape; default ones. Of a
                 generator, of each term.
             engine: ``"jax"``: ``loss`` is one of JAX's, and goes through ``jax.value_and_grad``;
-                it is called twice. A Variable is a JAX array in JAX's functions.
+                it is called twice. It reads Variables by ``variable.read("jax")``, and by operators
+                beside arrays of JAX.
 
         Returns:
             A pair (gradient, variable) for each variable. A gradient is an array of the
@@ -244,14 +236,16 @@ class Optimizer:
 
         Raises:
             ValueError: an invalid ``gate_gradients``, ``aggregation_method`` or ``engine``, a
-                ``grad_loss`` of another shape than the loss, or no variable.
+                ``colocate_gradients_with_ops`` that is no bool, a ``grad_loss`` of another shape
+                than the loss or not of real numbers, or no variable.
             InvalidVariableError: (a ``TypeError`` and a ``ValueError``) ``var_list`` holds
                 something else than Variables of floats, or the loss returned no float.
             RuntimeError: ``loss`` is not callable.
         """
         return checked_gradients(
-            loss, var_list, gate_gradients, aggregation_method, grad_loss, engine
-        )
+            loss, var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops,
+            grad_loss, engine,
+        )  # fmt: skip
 
     def minimize(  # noqa: PLR0913  # the signature of the seed
         self,
@@ -338,9 +332,23 @@ class Optimizer:
                     ops.prepare_rule(kernel, buffer.device, var.dtype, state)
         self._slots.make(variables, self._slot_start)
 
-    def _near(self, present: Sequence[tuple[Any, Variable]]) -> list[Near]:
-        spread = any(isinstance(grad, PerReplica) for grad, _ in present)
-        return near(present, self.cross_device_ops if spread else None)
+    def _arrived(
+        self, gradients: Sequence[Any], variables: Sequence[Variable], plan: Plan | None
+    ) -> Sequence[Part]:
+        """Of each copy of each variable its gradient near it, checked; nothing was launched."""
+        if plan is not None:
+            plain = plan.plain(gradients)
+            if plain is not None:
+                if not plan.lie_as_before(plain):
+                    check_apart(variables, [(part,) for part in plain], plan.ranges)
+                    plan.are_apart(plain)
+                return plain
+        spread = any([isinstance(grad, PerReplica) for grad in gradients])
+        found = near(gradients, variables, self.cross_device_ops if spread else None)
+        check_apart(variables, found, self._ranges(variables) if plan is None else plan.ranges)
+        if self._densifies:
+            found = made_dense(found, variables)
+        return [part for parts in found for part in parts]
 
     def _check_numbers(self) -> None:
         for attribute in self._hyperparameters:  # may have been set to anything meanwhile
@@ -359,27 +367,32 @@ class Optimizer:
         kept = [each for var in variables for each in (var, *self._slots.of(var))]
         return ops.Ranges([copy for each in kept for copy in each.buffers])
 
-    def _change(self, plan: Plan, gradients: Sequence[Near]) -> None:
+    def _change(self, plan: Plan, parts: Sequence[Part]) -> None:
         """The rule over all copies of all variables: one job for each physical device."""
-        parts = [part for near_ones in gradients for part in near_ones]
         scalars = self._scalars()
         jobs = [
             Job([plan.written[place] for place in places], [parts[place] for place in places])
             for places in plan.places
         ]
-        ready = [self._ready(job, scalars, plan.alike) for job in jobs]
+        ready = [
+            self._ready(job, scalars, writer if job.is_dense else None)
+            for job, writer in zip(jobs, plan.writers, strict=True)
+        ]
         fabric = plan.devices[0].fabric
         with fabric.launch_lock, fabric.whole_or_lost(plan.devices):  # all, or another's turn
             for launch in ready:
                 launch()
         self._finish()
 
-    def _ready(self, job: Job, scalars: tuple[float, ...], alike: bool) -> Callable[[], None]:
+    def _ready(
+        self, job: Job, scalars: tuple[float, ...], writer: Writer | None
+    ) -> Callable[[], None]:
         """What does a job; a rule on arrays has been computed by then."""
         kernel = self._kernel
         if kernel is not None:
             return partial(
-                job.run, lambda rows, at: ops.update_fitted(kernel, rows, scalars, at, alike=alike)
+                job.run,
+                lambda rows, at: ops.update_fitted(kernel, rows, scalars, at, writer=writer),
             )
         job.begin()
         return partial(job.end, changed_by(self._apply, self._slot_names, job))

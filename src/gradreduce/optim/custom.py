@@ -8,7 +8,7 @@ from typing import Any
 from gradreduce import ops
 from gradreduce.device import Buffer, Device
 from gradreduce.interop import Aside, OneCall, from_buffer
-from gradreduce.interop_gpu import fence_in
+from gradreduce.interop_gpu import fence_in, on_gpu_of
 from gradreduce.ops import Update
 
 from .launches import Job, Rule
@@ -65,6 +65,11 @@ def _call(apply: OnArrays, names: Sequence[str], shown: Sequence[Buffer], leader
     with Aside():
         with OneCall():
             variable, *slots, gradient = [from_buffer(each, "native") for each in shown]
-        apply(variable, dict(zip(names, slots, strict=True)), gradient)
+        given = dict(zip(names, slots, strict=True))
+        with on_gpu_of(leader):  # where CuPy computes
+            apply(variable, given, gradient)
+    for name, slot in zip(names, slots, strict=True):
+        if given.get(name) is not slot:  # else it would be lost, and nobody would know
+            raise ValueError(f"_apply put another array in slots[{name!r}]: change the one there")
     if leader.fabric.backend != "sim":
         fence_in(shown[0], "native")

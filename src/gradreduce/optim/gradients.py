@@ -20,6 +20,7 @@ def checked_gradients(
     var_list: Any,
     gate_gradients: int,
     aggregation_method: AggregationMethod | int | None,
+    colocate: bool,
     grad_loss: Any,
     engine: Engine | None,
 ) -> list[tuple[Any, Variable]]:
@@ -30,6 +31,8 @@ def checked_gradients(
             f"Optimizer.GATE_GRAPH. Not {gate_gradients!r}"
         )
     method = as_aggregation_method(aggregation_method)
+    if colocate not in (True, False):
+        raise ValueError(f"colocate_gradients_with_ops={colocate!r} must be True or False")
     if engine is not None and engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is not one of {ENGINES}, or None")
     if not callable(loss):

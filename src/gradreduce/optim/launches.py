@@ -30,6 +30,7 @@ class Job:
     Attributes:
         leader: whose compute queue launches: that of the first copy.
         updates: what a rule is given.
+        is_dense: whether these are all of ``written``, in its order.
     """
 
     def __init__(self, written: Sequence[list[Buffer]], gradients: Sequence[Part]) -> None:
@@ -38,21 +39,25 @@ class Job:
         self.updates: list[Update] = [
             [*operands, part] for operands, part in pairs if type(part) is Buffer
         ]
-        rows = (
-            [
-                _Rows(operands, part, self.leader)
-                for operands, part in pairs
-                if isinstance(part, IndexedSlices) and part.values.size
-            ]
-            if len(self.updates) < len(pairs)
-            else []
-        )
-        self.updates += [row.update for row in rows]
+        leader = self.leader
+        self._devices = dict.fromkeys([leader])
+        for place in (0, -1):
+            others = [row[place].device for row in self.updates if row[place].device is not leader]
+            self._devices |= dict.fromkeys(others)
         self._take, self._put_back = _nothing, _nothing
+        self.is_dense = len(self.updates) == len(pairs)
+        if not self.is_dense:
+            self._add_sparse(
+                [(operands, part) for operands, part in pairs if isinstance(part, IndexedSlices)]
+            )
+
+    def _add_sparse(self, pairs: Sequence[tuple[list[Buffer], IndexedSlices]]) -> None:
+        self._devices |= dict.fromkeys([row[0].device for row, _ in pairs])
+        self._devices |= dict.fromkeys([device_of(part) for _, part in pairs])
+        rows = [_Rows(operands, part, self.leader) for operands, part in pairs if part.values.size]
+        self.updates += [row.update for row in rows]
         if rows:
             self._take, self._put_back = _ready(rows, self.leader)
-        self._devices = [row[0].device for row in written]
-        self._devices += [device_of(part) for part in gradients]
 
     def begin(self) -> None:
         """Comes behind all other devices, and takes out the rows that sparse gradients touch."""

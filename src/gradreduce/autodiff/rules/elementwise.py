@@ -94,6 +94,7 @@ def _sign_of(out: Any, x: Any) -> Pull:
 # Each pull names what it holds: of exp the result, of log the operand, of add neither.
 one(np.negative, lambda out, x: lambda g: -g)
 one(np.positive, lambda out, x: itself)
+one(np.copy, lambda out, x: itself)
 one(np.exp, lambda out, x: lambda g: g * out)
 one(np.exp2, lambda out, x: lambda g: g * (out * LN2))
 one(np.expm1, lambda out, x: lambda g: g * (out + 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,13 @@ def _num_reduced(shape: tuple[int, ...], axis: Any) -> int:
     return math.prod(shape[place] for place in reduced_axes(axis, len(shape)))
 
 
-def _over(g: Any, count: int) -> Any:
-    """``g / count``; halves end at 65504, so that a count beyond would be infinite."""
-    return g / count if count < 60_000 else g * (1 / count)
+def _over(g: Any, count: float) -> Any:
+    """``g / count`` in the dtype of ``g``, of which NumPy 1 makes float64 if it is a number.
+
+    Halves end at 65504, so that a count beyond would be infinite.
+    """
+    share = g / count if count < 60_000 else g * (1 / count)
+    return share if share.dtype == g.dtype else share.astype(g.dtype)
 
 
 def _sum(
@@ -114,46 +119,44 @@ def _centred(a: Any, axis: Any) -> Any:
     return a - np.mean(a, axis=axis, keepdims=True)
 
 
-def _var(
-    out: Any,
-    a: Any,
-    axis: Any = None,
-    dtype: Any = None,
-    _out: Any = None,
-    ddof: Any = 0,
-    keepdims: Any = False,
-    *,
-    where: Any = True,
-) -> tuple[Maker]:
-    _only("var", out=_out, where=where)
-    shape = shape_of(a)
-    count = max(_num_reduced(shape, axis) - ddof, 0)
-    axes = reduced_axes(axis, len(shape))
-    return (lambda: lambda g: spread(_over(g * 2, count), shape, axis) * _centred(a, axes),)
+def _deviation(
+    name: str, factor: Callable[[Any], Callable[[Any, float], Any]]
+) -> Callable[..., tuple[Maker]]:
+    """The rule of ``np.var`` or ``np.std``: a factor times how far each element is off the mean.
+
+    Args:
+        name: which of the two.
+        factor: given the result, makes what gets the gradient and the count, and gives the factor.
+    """
+
+    def rule(
+        out: Any,
+        a: Any,
+        axis: Any = None,
+        dtype: Any = None,
+        _out: Any = None,
+        ddof: Any = 0,
+        keepdims: Any = False,
+        *,
+        where: Any = True,
+    ) -> tuple[Maker]:
+        _only(name, out=_out, where=where)
+        shape = shape_of(a)
+        count = max(_num_reduced(shape, axis) - ddof, 0)
+        axes = reduced_axes(axis, len(shape))
+        scale = factor(out)
+        return (lambda: lambda g: spread(scale(g, count), shape, axis) * _centred(a, axes),)
+
+    return rule
 
 
-def _std(
-    out: Any,
-    a: Any,
-    axis: Any = None,
-    dtype: Any = None,
-    _out: Any = None,
-    ddof: Any = 0,
-    keepdims: Any = False,
-    *,
-    where: Any = True,
-) -> tuple[Maker]:
+def _of_var(out: Any) -> Callable[[Any, float], Any]:
+    return lambda g, count: _over(g, count / 2)
+
+
+def _of_std(out: Any) -> Callable[[Any, float], Any]:
     """Zero where all are equal, which is where it has no slope."""
-    _only("std", out=_out, where=where)
-    shape = shape_of(a)
-    count = max(_num_reduced(shape, axis) - ddof, 0)
-    axes = reduced_axes(axis, len(shape))
-
-    def pull(g: Any) -> Any:
-        per_unit = g / np.where(out == 0, np.ones_like(out), out)
-        return spread(_over(per_unit, count), shape, axis) * _centred(a, axes)
-
-    return (lambda: pull,)
+    return lambda g, count: _over(g / np.where(out == 0, np.ones_like(out), out), count)
 
 
 def _cumsum(
@@ -180,8 +183,8 @@ RULES[np.sum] = _sum
 RULES[np.mean] = _mean
 RULES[np.max] = RULES[np.amax] = RULES[np.min] = RULES[np.amin] = _max
 RULES[np.prod] = _prod
-RULES[np.var] = _var
-RULES[np.std] = _std
+RULES[np.var] = _deviation("var", _of_var)
+RULES[np.std] = _deviation("std", _of_std)
 RULES[np.cumsum] = _cumsum
 COMPOSED[np.linalg.norm] = _norm
 

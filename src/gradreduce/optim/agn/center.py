@@ -41,6 +41,7 @@ class AGNCenter:
 
     Attributes:
         devices: those.
+        version: how often its slots were replaced by those of a checkpoint.
 
     Raises:
         TypeError: ``mesh`` is something else.
@@ -52,6 +53,7 @@ class AGNCenter:
         if not isinstance(mesh, Mesh | Device):
             raise TypeError(f"mesh={mesh!r} is neither a Mesh nor a Device")
         self.devices: tuple[Device, ...] = mesh.devices if isinstance(mesh, Mesh) else (mesh,)
+        self.version = 0
         self._lock = threading.RLock()
         self._variables: dict[str, Variable] = {}
         self._slots: Slots | None = None
@@ -122,6 +124,7 @@ class AGNCenter:
         with self._lock:
             load_center(self._rule, self._variables, self._slots, state)
             self._fault = None
+            self.version += 1
 
     # -- what getters and optimizers ask ----------------------------------------------------------
 

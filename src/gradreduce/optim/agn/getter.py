@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from gradreduce.device import Device, Mesh
 from gradreduce.variables import Variable
@@ -14,7 +15,8 @@ from .lazy import Accumulation
 __all__ = ["AGNCustomGetter", "Member"]
 
 
-class Member(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Member:
     """A variable of a worker.
 
     Attributes:

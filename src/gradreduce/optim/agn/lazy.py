@@ -13,7 +13,7 @@ from gradreduce import ops
 from gradreduce.accumulator.sparse_sums import SparseAdditions, prepare_gradient
 from gradreduce.accumulator.state import AccumulatorState, Arrival, SparseGradient, SparseSum
 from gradreduce.cross_device import AllReduceCrossDeviceOps
-from gradreduce.device import Buffer, Device, DType, accumulate_dtype, as_dtype, copy_over
+from gradreduce.device import Buffer, Device, DType, accumulate_dtype, as_dtype, clear, copy_over
 from gradreduce.indexed_slices import IndexedSlices, coalesced, densified
 from gradreduce.interop import numbers
 from gradreduce.variables import Variable
@@ -204,7 +204,8 @@ class Accumulation(_Lazy):
         if self.rows is not None:
             return self._as_arrays()
         if self._holds == "nothing":
-            self._memory = tuple(device.zeros(self.shape, self.dtype) for device in self.devices)
+            for copy in self.memory:
+                clear(copy)
             self._holds = "zeros"
         return self._memory
 

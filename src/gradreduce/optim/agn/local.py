@@ -9,24 +9,121 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol, TypeGuard
 
 from gradreduce import ops
 from gradreduce.accumulator.sparse_sums import SparseAdditions
 from gradreduce.accumulator.state import Arrival, SparseSum
-from gradreduce.device import Buffer, Device
+from gradreduce.device import Buffer, Device, Writer
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.optim.arrivals import Near, made_dense
 from gradreduce.optim.base import Optimizer
 from gradreduce.optim.custom import changed_by
 from gradreduce.optim.launches import Job
+from gradreduce.optim.plan import Plan
 from gradreduce.values import Part, buffer_of
+from gradreduce.variables import Variable
 
 from .getter import Member
 
-__all__ = ["LocalStep", "mixed"]
+__all__ = ["DenseStep", "LocalPlan", "LocalStep", "Step", "is_planned", "mixed"]
 
 # How a copy of a variable is changed: a dense gradient is written to the sum, or added to it; rows.
 _FIRST, _LATER, _ROWS = range(3)
+
+
+class LocalPlan(Plan):
+    """Steps of these variables by dense gradients: worked out once.
+
+    Args:
+        optimizer: whose rule is a kernel; its slots of the variables exist.
+        members: the variables; their sums have memory.
+        others: what a gradient may not lie in either.
+
+    Attributes:
+        members: see there.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, members: Sequence[Member], others: Sequence[Buffer]
+    ) -> None:
+        assert optimizer._kernel is not None
+        totals = {member.local: member.total.memory for member in members}
+
+        def rows_of(var: Variable) -> list[list[Buffer]]:
+            rows = zip(optimizer._slots.rows(var), totals[var], strict=True)
+            return [[*row, total] for row, total in rows]
+
+        kernel = ops.local_update_of(optimizer._kernel)
+        super().__init__([member.local for member in members], rows_of, kernel)
+        self.members = list(members)
+        self._memory = list(totals.values())
+        self.ranges = ops.Ranges([*(each for row in self.written for each in row), *others])
+
+    def serves(self, optimizer: Optimizer, variables: Sequence[Variable]) -> bool:
+        """Whether it is of these variables, and as they are now."""
+        rule = optimizer._kernel
+        if rule is None or len(variables) != len(self.variables):
+            return False
+        same = all([one is two for one, two in zip(variables, self.variables, strict=True)])
+        return same and ops.local_update_of(rule) is self.kernel and self._is_true()
+
+    def _is_true(self) -> bool:
+        """Whether the sums are dense, where they were."""
+        pairs = zip(self.members, self._memory, strict=True)
+        return all([each.total.rows is None and each.total.memory is here for each, here in pairs])
+
+
+class Step(Protocol):
+    """A step of a worker that has all its memory and every plan, and is not launched yet."""
+
+    def sums(self) -> dict[Member, Buffer | SparseSum]:
+        """Where the sum of each variable lies, on its first device, when it is launched."""
+
+    def launch(self) -> None:
+        """All of it; all variables are changed, or their devices are lost."""
+
+
+def is_planned(gradients: Sequence[Part], plan: LocalPlan) -> TypeGuard[Sequence[Buffer]]:
+    """Whether they are all dense, and all sums are to be written, or all added to."""
+    firsts = {member.total.is_first for member in plan.members}
+    return len(firsts) == 1 and {type(part) for part in gradients} == {Buffer}
+
+
+class DenseStep:
+    """A step that was worked out before; see ``Step``.
+
+    Args:
+        plan: of its variables.
+        gradients: for each copy of each; ``is_planned``.
+        scalars: of the rule.
+    """
+
+    def __init__(
+        self, plan: LocalPlan, gradients: Sequence[Buffer], scalars: Sequence[float]
+    ) -> None:
+        self._plan, self._scalars = plan, tuple(scalars)
+        self._jobs = [
+            Job([plan.written[place] for place in places], [gradients[place] for place in places])
+            for places in plan.places
+        ]
+        self._first = int(plan.members[0].total.is_first)
+
+    def sums(self) -> dict[Member, Buffer | SparseSum]:
+        """See ``Step``."""
+        return {member: member.total.memory[0] for member in self._plan.members}
+
+    def launch(self) -> None:
+        """See ``Step``."""
+        plan, given = self._plan, (self._first, *self._scalars)
+        kernel = plan.kernel
+        assert kernel is not None
+        fabric = plan.devices[0].fabric
+        with fabric.launch_lock, fabric.whole_or_lost(plan.devices):
+            for job, writer in zip(self._jobs, plan.writers, strict=True):
+                job.run(partial(_by_kernel, kernel, given, writer))
+        for member in plan.members:
+            member.total.added()
 
 
 def mixed(members: Sequence[Member], gradients: Sequence[Near]) -> list[Near | None]:
@@ -50,7 +147,7 @@ def mixed(members: Sequence[Member], gradients: Sequence[Near]) -> list[Near | N
 
 
 class LocalStep:
-    """One step of a worker: has all its memory and every plan, and is not launched yet.
+    """A step by gradients of any kind; see ``Step``.
 
     Args:
         optimizer: whose rule; its slots of the variables exist.
@@ -58,11 +155,10 @@ class LocalStep:
         gradients: of each, near each of its copies; no dense one whose sum is rows.
         additions: what ``mixed`` gives for them.
         scalars: of the rule.
-        numbers: of the optimizer when it is done.
 
     Attributes:
         devices: of the variables.
-        numbers: see there.
+        is_dense: whether a kernel changes whole variables, and nothing else is done.
     """
 
     def __init__(
@@ -72,9 +168,7 @@ class LocalStep:
         gradients: Sequence[Near],
         additions: Sequence[Near | None],
         scalars: Sequence[float],
-        numbers: dict[str, float],
     ) -> None:
-        self.numbers = numbers
         self._dense: list[Member] = []
         self._sparse: list[tuple[Member, Arrival]] = []
         groups: dict[tuple[int, int], list[tuple[list[Buffer], Part, Buffer | None]]] = {}
@@ -85,10 +179,10 @@ class LocalStep:
             for written, part, total in zip(rows, near, totals, strict=True):
                 key = (written[0].device.physical, kind)
                 groups.setdefault(key, []).append((written, part, total))
-            for memory, dense in zip(
-                member.total.memory if added else (), added or (), strict=True
-            ):
+            for memory, dense in zip(member.total.memory, added, strict=True) if added else ():
                 apart.setdefault(memory.device.physical, []).append((memory, dense))
+        has_rows = any([kind == _ROWS for _, kind in groups])
+        self.is_dense = not has_rows and optimizer._kernel is not None
         self._additions = SparseAdditions([arrival for _, arrival in self._sparse])
         self.devices = [copy.device for member in members for copy in member.local.buffers]
         self._launches = [
@@ -112,14 +206,14 @@ class LocalStep:
         return (_FIRST if member.total.is_first else _LATER), member.total.memory
 
     def sums(self) -> dict[Member, Buffer | SparseSum]:
-        """Where the sum of each variable lies, on its first device, when the step is launched."""
+        """See ``Step``."""
         totals = {state: total for state, _, total in self._additions.totals()}
         rows = {member: totals[arrival.state] for member, arrival in self._sparse}
         dense = {member: member.total.memory[0] for member in self._dense}
         return dense | {member: total for member, total in rows.items() if total is not None}
 
     def launch(self) -> None:
-        """All of it; all variables are changed, or their devices are lost."""
+        """See ``Step``."""
         fabric = self.devices[0].fabric
         with fabric.launch_lock, fabric.whole_or_lost(self.devices):
             for launch in self._launches:
@@ -146,11 +240,11 @@ def _launches(
         return _by_arrays(optimizer, kind, group)
     if kind == _ROWS:
         job = Job([written for written, _, _ in group], parts)
-        return [partial(job.run, lambda rows, at: ops.update_fitted(kernel, rows, scalars, at))]
+        return [partial(job.run, partial(_by_kernel, kernel, scalars, None))]
     written = [[*row, total] for row, _, total in group if total is not None]
     local, given = ops.local_update_of(kernel), (int(kind == _FIRST), *scalars)
     job = Job(written, parts)
-    return [partial(job.run, lambda rows, at: ops.update_fitted(local, rows, given, at))]
+    return [partial(job.run, partial(_by_kernel, local, given, None))]
 
 
 def _by_arrays(
@@ -178,6 +272,16 @@ def _sums(pairs: Sequence[tuple[Buffer, Part]], *, first: bool) -> Callable[[], 
         ops.prepare_pack(job.leader, total.dtype, dtype)
         ops.prepare_accumulate_n(job.leader, total.dtype, dtype)
     return partial(job.run, partial(_add, first=first))
+
+
+def _by_kernel(
+    kernel: ops.RuleKernel,
+    scalars: Sequence[float],
+    writer: Writer | None,
+    rows: Sequence[ops.Update],
+    device: Device,
+) -> None:
+    ops.update_fitted(kernel, rows, scalars, device, writer=writer)
 
 
 def _add(rows: Sequence[Sequence[Buffer]], device: Device, *, first: bool) -> None:

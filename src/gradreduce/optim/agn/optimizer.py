@@ -8,29 +8,24 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from gradreduce import ops
 from gradreduce.aggregate import AggregationMethod
 from gradreduce.autodiff.gradients import Engine
 from gradreduce.cross_device_ops import CrossDeviceOps
-from gradreduce.device import as_deadline, clear, copy_over, due
+from gradreduce.device import Buffer, as_deadline, clear, copy_over, due
 from gradreduce.interop import OneCall
-from gradreduce.optim.arrivals import (
-    Near,
-    Pair,
-    check_apart,
-    check_global_step,
-    checked_pairs,
-    made_dense,
-)
+from gradreduce.optim.arrivals import Near, check_apart, check_global_step, checked_pairs
 from gradreduce.optim.base import Optimizer
+from gradreduce.values import Part
 from gradreduce.variables import Variable
 
 from .getter import AGNCustomGetter, Member
 from .hook import AGNHook
 from .lazy import Count
-from .local import LocalStep, mixed
+from .local import DenseStep, LocalPlan, LocalStep, Step, is_planned, mixed
 from .push import How, Push, Sum
 from .saved_worker import Worker, load_worker, saved_worker
 
@@ -98,7 +93,9 @@ class AGNOptimizer(Optimizer):
         self._step = Count("local_step", custom_getter.devices[0])
         self._is_due = False  # a push failed before it changed anything, and is to be made
         self._pulled: dict[Variable, Variable] = {}
-        self._prepared: set[Member] = set()  # whose slots at the centre exist
+        self._local: LocalPlan | None = None  # of the last dense step
+        self._push: Push | None = None  # the next one, or the last, if that may be run again
+        self._next: tuple[tuple[float, ...], dict[str, float]] = ((), {})  # for the next push
         self._center.join(optimizer)
 
     # -- members ----------------------------------------------------------------------------------
@@ -163,23 +160,21 @@ class AGNOptimizer(Optimizer):
         centre, the local step was made, and the next call makes up for the push before its own.
         """
         seconds = as_deadline(deadline)
-        present = checked_pairs(grads_and_vars)
-        members = [self._getter.member(var) for _, var in present]
+        gradients, variables = checked_pairs(grads_and_vars)
         check_global_step(global_step)
-        devices = [device for member in members for device in member.local.devices]
+        plan = self._local if self._local and self._local.serves(self._inner, variables) else None
+        members = plan.members if plan else [self._getter.member(var) for var in variables]
+        devices = [device for var in variables for device in var.devices] if seconds else []
         with due("apply_gradients", seconds, [*devices, *self._center.devices]):
-            gradients = self._arrived(members, present)
+            parts = self._checked(gradients, members, plan)
             makes_up = self._is_due
             if makes_up:
                 self._make_up(global_step)
-            step, push = self._planned(members, gradients)
-            step.launch()
-            self._step.value += 1
-            self._inner._load_numbers(step.numbers)
-            if push is not None:
-                self._is_due = True
-                self._communicate(push, global_step)
-        return makes_up or push is not None
+            self._is_due = self._step_by(members, parts, plan)
+            communicates = self._is_due
+            if communicates:
+                self._communicate(global_step)
+        return makes_up or communicates
 
     def minimize(  # type: ignore[override]  # noqa: PLR0913  # the signature of the seed
         self,
@@ -276,58 +271,85 @@ class AGNOptimizer(Optimizer):
         loaded = load_worker(self._inner, self._getter.members, state)
         self._step.value, self._is_due = loaded.local_step, loaded.is_due
         self._pulled = loaded.pulled
+        self._local = self._push = None
 
     # -- a step -----------------------------------------------------------------------------------
 
-    def _arrived(self, members: Sequence[Member], present: Sequence[Pair]) -> list[Near]:
-        """The gradients near their variables, checked; reduced, if they are of replicas."""
-        if len({member.center for member in members}) != len(members):
-            raise ValueError("two variables have the same name, and so the same centre variable")
-        gradients = self._inner._near(present)
+    def _checked(
+        self, gradients: Sequence[Any], members: Sequence[Member], plan: LocalPlan | None
+    ) -> Sequence[Part]:
+        """Of each copy of each variable its gradient near it; reduced, if it is of replicas."""
         variables = [member.local for member in members]
-        kept = [*variables, *(member.center for member in members), *self._pulled.values()]
-        written = [copy for each in kept for copy in each.buffers]
-        for member in members:
-            slots = [*self._inner._slots.of(member.local), *self._center.slots_of(member.center)]
-            written += [copy for slot in slots for copy in slot.buffers]
-            written += member.total.allocated
-        check_apart(variables, gradients, ops.Ranges(written))
-        return made_dense(gradients, variables) if self._inner._densifies else gradients
+        parts = self._inner._arrived(gradients, variables, plan)
+        if plan is None:
+            if len({member.center for member in members}) != len(members):
+                raise ValueError("two variables have one name, and so the same centre variable")
+            near = _by_variable(members, parts)
+            check_apart(variables, near, ops.Ranges(self._written_besides(members)))
+        return parts
 
-    def _planned(
-        self, members: Sequence[Member], gradients: Sequence[Near]
-    ) -> tuple[LocalStep, Push | None]:
-        """A step, and the communication if one is due then: they have all that may fail."""
+    def _written_besides(self, members: Sequence[Member]) -> list[Buffer]:
+        """What a call writes, but for the worker's variables and their slots."""
+        kept = [member.center for member in members] + list(self._pulled.values())
+        kept += [slot for member in members for slot in self._center.slots_of(member.center)]
+        copies = [copy for each in kept for copy in each.buffers]
+        return copies + [copy for member in members for copy in member.total.allocated]
+
+    def _step_by(
+        self, members: Sequence[Member], parts: Sequence[Part], plan: LocalPlan | None
+    ) -> bool:
+        """A local step, and before it all that may fail of the communication that is due then.
+
+        Returns:
+            Whether one is.
+        """
         inner = self._inner
-        inner.prepare([member.local for member in members])
-        if not self._prepared.issuperset(members):
-            self._center.prepare(inner, [member.center for member in members])
-            self._prepared.update(members)
-        self._keep_pulled(members)
+        inner._check_numbers()
+        if plan is None:
+            self._prepare(members)
         before = inner._saved_numbers()
         try:
             scalars, numbers = self._scalars_of_next()
-            additions = mixed(members, gradients)
-            step = LocalStep(inner, members, gradients, additions, scalars, numbers)
-            if (self._step.value + 1) % self._period:
-                return step, None
-            sums = self._held() | step.sums()
-            return step, self._push(sums)
+            step = self._local_step(members, parts, plan, scalars)
+            is_due = not (self._step.value + 1) % self._period
+            if is_due:
+                self._plan_push(self._held() | step.sums())
         finally:
             inner._load_numbers(before)
+        step.launch()
+        inner._load_numbers(numbers)
+        self._step.value += 1
+        if plan is None and isinstance(step, LocalStep) and step.is_dense:
+            self._local = LocalPlan(inner, members, self._written_besides(members))
+        return is_due
+
+    def _prepare(self, members: Sequence[Member]) -> None:
+        """Compiles what a step launches, and makes the slots here and at the centre."""
+        self._inner.prepare([member.local for member in members])
+        self._center.prepare(self._inner, [member.center for member in members])
+        for member in members if self._gamma is not None else ():
+            # A worker that was never told to start has pulled what its variables are.
+            if member.local not in self._pulled:
+                first, name = member.local.buffers[0], f"pulled/{member.local.name}"
+                self._pulled[member.local] = Variable(first, name, trainable=False)
+
+    def _local_step(
+        self,
+        members: Sequence[Member],
+        parts: Sequence[Part],
+        plan: LocalPlan | None,
+        scalars: tuple[float, ...],
+    ) -> Step:
+        if plan is not None and is_planned(parts, plan):
+            return DenseStep(plan, parts, scalars)
+        near = _by_variable(members, parts)
+        return LocalStep(self._inner, members, near, mixed(members, near), scalars)
 
     def _scalars_of_next(self) -> tuple[tuple[float, ...], dict[str, float]]:
         """Of the rule for the next update, and the inner optimizer's numbers after it."""
         scalars = self._inner._scalars()
         self._inner._finish()
         return scalars, self._inner._saved_numbers()
-
-    def _keep_pulled(self, members: Sequence[Member]) -> None:
-        """A worker that was never told to start has pulled what its variables are."""
-        for member in members if self._gamma is not None else ():
-            if member.local not in self._pulled:
-                first, name = member.local.buffers[0], f"pulled/{member.local.name}"
-                self._pulled[member.local] = Variable(first, name, trainable=False)
 
     # -- a communication --------------------------------------------------------------------------
 
@@ -339,27 +361,33 @@ class AGNOptimizer(Optimizer):
             if not member.total.is_empty
         }
 
-    def _push(self, sums: Mapping[Member, Sum]) -> Push:
-        """One for these, planned; ``_finish`` is called."""
-        scalars, numbers = self._scalars_of_next()
+    def _plan_push(self, sums: Mapping[Member, Sum]) -> None:
+        """Of these; ``_communicate`` runs it."""
         how = How(self._period, self._use_locking, self._gamma, self.get_name())
-        return Push(self._center, self._inner, sums, self._pulled, scalars, numbers, how)
+        if self._push is None or not self._push.serves(sums, how):
+            self._push = Push(self._center, self._inner, sums, self._pulled, how)
+        self._next = self._scalars_of_next()
 
     def _make_up(self, global_step: Variable | None) -> None:
         """The push that has failed."""
         before = self._inner._saved_numbers()
         try:
-            push = self._push(self._held())
+            self._plan_push(self._held())
         finally:
             self._inner._load_numbers(before)
-        self._communicate(push, global_step)
+        self._communicate(global_step)
 
-    def _communicate(self, push: Push, global_step: Variable | None) -> None:
-        push.run()
+    def _communicate(self, global_step: Variable | None) -> None:
+        """What is planned."""
+        push, (scalars, numbers) = self._push, self._next
+        assert push is not None
+        push.run(scalars)
         self._is_due = False
-        self._inner._load_numbers(push.numbers)
+        self._inner._load_numbers(numbers)
         for member in push.members:
             member.total.cleared()
+        if not push.is_kept:
+            self._push = None
         if self._resets:
             self._reset([member.local for member in push.members])
         if global_step is not None:
@@ -387,6 +415,12 @@ class AGNOptimizer(Optimizer):
             if member.local in self._pulled:
                 self._pulled[member.local].assign(member.local.buffers[0])
         self._is_due = False
+
+
+def _by_variable(members: Sequence[Member], parts: Sequence[Part]) -> list[Near]:
+    """Gradients of all copies, one variable's together."""
+    left = iter(parts)
+    return [tuple(islice(left, len(member.local.devices))) for member in members]
 
 
 # Names of slots that hold a direction in which a variable goes on.

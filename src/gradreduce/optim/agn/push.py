@@ -16,6 +16,7 @@ from gradreduce.accumulator.state import SparseSum
 from gradreduce.device import (
     Buffer,
     Device,
+    Writer,
     copy_over,
     gather,
     reaches,
@@ -24,7 +25,7 @@ from gradreduce.device import (
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.optim.base import Optimizer
 from gradreduce.optim.custom import changed_by
-from gradreduce.optim.launches import Job
+from gradreduce.optim.launches import Job, Rule
 from gradreduce.values import Part
 from gradreduce.variables import Variable
 
@@ -65,8 +66,9 @@ class _Visit:
         inward: copies of the worker's memory to where the leader reaches it.
         looks: launches that read the centre, into new memory.
         others: devices of all operands.
-        updates: launches that change the centre.
+        updates: launches that change the centre, given the scalars of the rule.
         outward: copies of what was pulled.
+        is_staged: whether there is memory for what the leader does not reach.
     """
 
     leader: Device
@@ -74,14 +76,16 @@ class _Visit:
     inward: list[_Move] = field(default_factory=list)
     looks: list[Callable[[], None]] = field(default_factory=list)
     others: list[Device] = field(default_factory=list)
-    updates: list[Callable[[], None]] = field(default_factory=list)
+    updates: list[Callable[[tuple[float, ...]], None]] = field(default_factory=list)
     outward: list[_Move] = field(default_factory=list)
+    is_staged: bool = False
 
     def near(self, buffer: Buffer) -> Buffer:
         """Memory of the worker where the leader reads it."""
         self.others.append(buffer.device)
         if reaches(self.leader, buffer):
             return buffer
+        self.is_staged = True
         staged = self.leader.empty(buffer.shape, buffer.dtype)
         self.inward.append((self.leader, staged, buffer))
         return staged
@@ -91,6 +95,7 @@ class _Visit:
         self.others.append(buffer.device)
         if reaches(self.leader, buffer):
             return buffer
+        self.is_staged = True
         staged = self.leader.empty(buffer.shape, buffer.dtype)
         self.outward.append((buffer.device, buffer, staged))
         return staged
@@ -111,13 +116,11 @@ class Push:
         sums: of the variables that a gradient reached in the period; they may be written until
             ``run``.
         pulled: of the worker's variables what the centre was at the last pull; for the distance.
-        scalars: of the rule.
-        numbers: of the optimizer when it is done.
         how: see there.
 
     Attributes:
         members: the variables.
-        numbers: see there.
+        is_kept: whether it may be run again: it holds no memory that is wanted elsewhere meanwhile.
     """
 
     def __init__(
@@ -126,14 +129,13 @@ class Push:
         optimizer: Optimizer,
         sums: Mapping[Member, Sum],
         pulled: Mapping[Variable, Variable],
-        scalars: Sequence[float],
-        numbers: dict[str, float],
         how: How,
     ) -> None:
-        self.members, self.numbers = list(sums), numbers
+        self.members, self._places = list(sums), list(sums.values())
+        self._version = center.version
         self._center, self._optimizer, self._how = center, optimizer, how
         self._slots = center.join(optimizer)
-        self._pulled, self._scalars = pulled, tuple(scalars)
+        self._pulled = pulled
         self._merges: dict[Device, list[tuple[Buffer, Buffer, ops.Segments]]] = {}
         self._visits: list[_Visit] = []
         self._jobs: list[tuple[_Visit, Job]] = []  # of a rule on arrays
@@ -150,8 +152,11 @@ class Push:
                 self._plan_by_parts(visit, [pair for pair in group if pair not in fused])
             for member, _ in group:
                 self._plan_copies(visit, member)
+        self.is_kept = not any(visit.is_staged or visit.looks for visit in self._visits)
         self._before = [_merge(device, rows) for device, rows in self._merges.items()]
         self._before += [take for visit in self._visits for take in visit.takes]
+        for visit in self._visits:
+            visit.others = list(dict.fromkeys(visit.others))
 
     # -- plans ------------------------------------------------------------------------------------
 
@@ -178,10 +183,17 @@ class Push:
                 kernel, visit.leader, member.local.dtype, self._slots.state_dtype(member.center)
             )
         self._scale(visit, scalings)
-        given = (self._how.period, *self._scalars)
-        visit.updates.append(
-            partial(visit.fenced, partial(ops.update_fitted, kernel, rows, given, visit.leader))
-        )
+        written = [row[:-1] for row in rows]
+        kinds = {(id(row[0].dtype), id(row[-1].dtype), len(row)) for row in written}
+        writer = Writer(visit.leader, written) if len(kinds) == 1 else None
+
+        def update(scalars: tuple[float, ...]) -> None:
+            given = (self._how.period, *scalars)
+            gather(visit.leader, visit.others)
+            ops.update_fitted(kernel, rows, given, visit.leader, writer=writer)
+            scatter(visit.leader, visit.others)
+
+        visit.updates.append(update)
 
     def _plan_by_parts(self, visit: _Visit, group: Sequence[tuple[Member, Sum]]) -> None:
         """Rows, and rules on arrays: mean, update and pull by launches of their own."""
@@ -200,8 +212,7 @@ class Push:
         for member in members:
             state = self._slots.state_dtype(member.center)
             ops.prepare_rule(kernel, visit.leader, member.center.dtype, state)
-        rule = partial(_by_kernel, kernel, self._scalars)
-        visit.updates.append(partial(job.run, rule))
+        visit.updates.append(lambda scalars: job.run(partial(_by_kernel, kernel, scalars)))
 
     def _plan_means(self, visit: _Visit, group: Sequence[tuple[Member, Sum]]) -> list[Part]:
         """For each variable the mean of its gradients near the centre, of its dtype."""
@@ -271,8 +282,18 @@ class Push:
 
     # -- the communication ------------------------------------------------------------------------
 
-    def run(self) -> None:
+    def serves(self, sums: Mapping[Member, Sum], how: How) -> bool:
+        """Whether it may be run again, for these: nothing but their values has changed."""
+        if not self.is_kept or how != self._how or self._center.version != self._version:
+            return False
+        pairs = zip(self._places, sums.values(), strict=False)
+        return len(sums) == len(self._places) and all([one is two for one, two in pairs])
+
+    def run(self, scalars: Sequence[float]) -> None:
         """All of it. A failure before the centre is changed has changed nothing.
+
+        Args:
+            scalars: of the rule.
 
         Raises:
             CollectiveError: the centre is half updated, by an earlier push.
@@ -291,21 +312,25 @@ class Push:
             for visit, job in self._jobs:
                 job.begin()
                 rule = changed_by(self._optimizer._apply, self._optimizer._slot_names, job)
-                visit.updates.append(partial(job.end, rule))
-            self._launch()
+                visit.updates.append(partial(_end, job, rule))
+            self._launch(tuple(scalars))
 
-    def _launch(self) -> None:
+    def _launch(self, scalars: tuple[float, ...]) -> None:
         fabric = self._center.devices[0].fabric
         failed = partial(self._center.half_pushed, self._how.task)
         with fabric.half_way(failed):
             if self._how.use_locking:
                 with fabric.launch_lock:
                     for visit in self._visits:
-                        _updated(visit)
+                        _updated(visit, scalars)
                 return
             for visit in self._visits:
                 with fabric.launch_lock:
-                    _updated(visit)
+                    _updated(visit, scalars)
+
+
+def _end(job: Job, rule: Rule, scalars: tuple[float, ...]) -> None:
+    job.end(rule)
 
 
 def _by_kernel(
@@ -322,9 +347,9 @@ def _merge(
     return ops.ready_segment_sum(outs, values, plans, device=device)
 
 
-def _updated(visit: _Visit) -> None:
+def _updated(visit: _Visit, scalars: tuple[float, ...]) -> None:
     for update in visit.updates:
-        update()
+        update(scalars)
     for mover, to, of in visit.outward:
         copy_over(mover, to, of)
 

@@ -1,0 +1,288 @@
+"""How fast AGN is: a worker's local step, and what happens once in a period.
+
+On a GPU where CuPy sees one, else on both faces of a simulated device. 16 M parameters in 50
+variables (64 M on a GPU), float32, gradients that lie there; beside PyTorch's optimizer plus
+``_foreach_add_``, NumPy's own passes in blocks and a copy of as many bytes, all in the same rounds;
+what a step over 161 tiny variables costs the host; and which share of the bytes the busiest device
+of a centre carries. What is not installed is left out, visibly. Exit status 1 if a floor is broken.
+
+    python bench/bench_agn.py [--json FILE] [--quick]
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+from measure.agn_peers import BLOCKS, WAYS, find_agn_peers, local_sgd_in_blocks
+from measure.case import OURS, Case
+from measure.clock import Call, Clock, HostClock, clock_of, host_seconds
+from measure.floors import Floor, counted, of_the_copy, over_the_copy, over_the_peer, times_the_peer
+from measure.optim_peers import sizes_of
+from measure.report import finish, options_of, report_of
+from measure.resnet50 import resnet50
+from measure.setting import FACES, one_device
+
+import gradreduce as gr
+from gradreduce.device import Device, Mesh
+
+SIZE, GPU_SIZE, QUICK_SIZE = 16_000_000, 64_000_000, 2_000
+NUM_VARIABLES, QUICK_VARIABLES = 50, 5
+TINY_SIZE, QUICK_TINY = 16, 12
+ROUNDS = 25  # on a CPU, of which the best one counts
+NUMBER, QUICK_NUMBER = 20, 2
+NEVER = 1 << 40  # a period that no run comes to the end of
+TINY = "161 tiny variables"
+PUSH = "a communication, sgd"
+# Ten workers push 100 MB each to a centre over four devices.
+SPREAD, WORKERS, SPREAD_SIZE, CENTER_DEVICES = "ten workers push", 10, 25_000_000, 4
+
+NOT_YET = "nothing yet: no GPU was there, 2026-11"
+BESIDE = "the table of bench/README.md, 2026-11"
+# name -> an optimizer, how often a variable's bytes are read or written, and the gain over
+# PyTorch's fused optimizer and an addition that is promised for a GPU
+RULES: dict[str, tuple[Callable[[], gr.Optimizer], int, float]] = {
+    "sgd": (lambda: gr.GradientDescentOptimizer(0.1), 5, 1.1),
+    "momentum": (lambda: gr.MomentumOptimizer(0.1, 0.9), 7, 1.08),
+    "adam": (lambda: gr.AdamOptimizer(0.001), 9, 1.05),
+}
+PUSH_UNITS = 4
+FUSED = WAYS["fused"]
+CPU_FLOORS = (
+    Floor("numpy, local sgd over NumPy in blocks", "sgd", over_the_peer(BLOCKS, "numpy"), "<=",
+          1.2, BESIDE),
+    Floor("compiled, local sgd, times torch fused and add", "sgd",
+          times_the_peer(FUSED, "compiled"), ">=", 1, BESIDE, ("torch",)),
+    Floor("bytes of the busiest device of the centre", SPREAD, counted("share of the busiest"),
+          "<=", 0.3, "0.25"),
+    *(
+        Floor(f"{face}, launches of a {what}", TINY, counted(f"{face}, launches of a {what}"),
+              "<=", 1, "1")
+        for face in FACES
+        for what in ("step", "communication")
+    ),
+)  # fmt: skip
+GPU_FLOORS = (
+    *(
+        Floor(f"local {rule}, of the copy", rule, of_the_copy("cuda"), ">=", 0.9, NOT_YET)
+        for rule in RULES
+    ),
+    *(
+        Floor(f"local {rule}, times torch fused and add", rule, times_the_peer(FUSED, "cuda"),
+              ">=", least, NOT_YET, ("torch",))
+        for rule, (_, _, least) in RULES.items()
+    ),
+    Floor("a communication over its copy", PUSH, over_the_copy("cuda"), "<=", 1.2, NOT_YET),
+    *(
+        Floor(f"launches of a {what}", TINY, counted(f"cuda, launches of a {what}"), "<=", 1,
+              NOT_YET)
+        for what in ("step", "communication")
+    ),
+)  # fmt: skip
+
+
+class Worker:
+    """A worker on one device, with a centre beside it or elsewhere, and what it is given."""
+
+    def __init__(
+        self,
+        make: Callable[[], gr.Optimizer],
+        device: Device,
+        sizes: Sequence[int],
+        period: int,
+        *,
+        center: gr.AGNCenter | None = None,
+    ) -> None:
+        self.getter = gr.AGNCustomGetter(device, center=center or gr.AGNCenter(device))
+        self.optimizer = gr.AGNOptimizer(make(), 1, self.getter, period)
+        self.variables = [
+            gr.get_variable(f"v{place}", np.ones(size, np.float32), custom_getter=self.getter)
+            for place, size in enumerate(sizes)
+        ]
+        self.given = [device.put(np.full(size, 0.5, np.float32)) for size in sizes]
+        self.pairs = list(zip(self.given, self.variables, strict=True))
+
+    def __call__(self) -> None:
+        self.optimizer.apply_gradients(self.pairs)
+
+    def push(self) -> None:
+        """A communication by itself, of what was accumulated, again and again."""
+        self.optimizer._plan_push(self.optimizer._held())
+        assert self.optimizer._push is not None
+        self.optimizer._push.run(self.optimizer._next[0])
+
+
+class Bench:
+    """One device, its faces, its peers, and what is measured on it."""
+
+    def __init__(self, meshes: dict[str, Mesh], *, quick: bool) -> None:
+        self.meshes = meshes
+        self.on_gpu = "cuda" in meshes
+        self.quick = quick
+        (*_, mesh) = meshes.values()
+        best = HostClock(quick, of_rounds=min, rounds=ROUNDS)
+        self.clock: Clock = clock_of(mesh, quick=quick) if self.on_gpu else best
+        self.absent: dict[str, str] = {}
+        self.cases: dict[str, Case] = {}
+        size = QUICK_SIZE if quick else GPU_SIZE if self.on_gpu else SIZE
+        self.size, self.sizes = size, sizes_of(size, QUICK_VARIABLES if quick else NUM_VARIABLES)
+
+    def faces(self) -> Iterator[tuple[str, Device]]:
+        """The name of each face, and its device."""
+        for face, mesh in self.meshes.items():
+            yield face, mesh.devices[0]
+
+    def keep(self, case: Case) -> None:
+        """Prints a case and remembers it."""
+        case.show()
+        self.cases[case.name] = case
+
+    def local(self, rule: str) -> None:
+        """A local step over a whole model: the rule and the accumulation."""
+        make, units, _ = RULES[rule]
+        calls, absent = find_agn_peers(rule, self.sizes, place="cuda" if self.on_gpu else "cpu")
+        self.absent |= absent
+        if rule == "sgd" and not self.on_gpu:
+            calls[BLOCKS] = local_sgd_in_blocks(self.sizes)
+        workers = {
+            OURS + face: Worker(make, device, self.sizes, NEVER) for face, device in self.faces()
+        }
+        checked(rule, list(workers.values()))
+        self.measure(rule, {**workers, **calls}, units)
+
+    def push(self) -> None:
+        """Normalise, update the centre, pull."""
+        calls: dict[str, Call] = {}
+        for face, device in self.faces():
+            worker = Worker(RULES["sgd"][0], device, self.sizes, NEVER)
+            worker()
+            calls[OURS + face] = worker.push
+        self.measure(PUSH, calls, PUSH_UNITS)
+
+    def measure(self, name: str, calls: dict[str, Call], units: int) -> None:
+        """Of so many passes over all variables."""
+        nbytes = units * 4 * self.size
+        took = self.clock.measure(calls, nbytes)
+        text = f"{self.size} float32 in {len(self.sizes)} variables, {units} units"
+        self.keep(Case(name, text, nbytes, took))
+
+    def tiny(self) -> None:
+        """What a step costs the host when there is next to nothing to change."""
+        number = QUICK_TINY if self.quick else len(resnet50())
+        calls: dict[str, Call] = {}
+        figures: dict[str, float] = {}
+        for face, device in self.faces():
+            for what, period in (("step", NEVER), ("step and communication", 1)):
+                worker = Worker(RULES["sgd"][0], device, [TINY_SIZE] * number, period)
+                worker()
+                calls[f"{face}, sgd, {what}"] = worker
+                with self.meshes[face].journal() as journal:
+                    worker()
+                figures[f"{face}, launches of a {what}"] = journal.launches
+            both = figures.pop(f"{face}, launches of a step and communication")
+            alone = figures[f"{face}, launches of a step"]
+            figures[f"{face}, launches of a communication"] = both - alone
+        calls_of_a_loop = QUICK_NUMBER if self.quick else NUMBER
+        seconds = host_seconds(calls, calls_of_a_loop, quick=self.quick, rounds=ROUNDS)
+        figures |= {f"{name}, us": taken * 1e6 for name, taken in seconds.items()}
+        self.keep(Case(TINY, f"{number} x {TINY_SIZE} float32, host us", figures=figures))
+
+    def spread(self) -> None:
+        """Threads push at the same time; all of a simulated mesh without peers, so bytes show."""
+        size = QUICK_SIZE if self.quick else SPREAD_SIZE
+        sizes = sizes_of(size, QUICK_VARIABLES * 4 if self.quick else NUM_VARIABLES)
+        figures: dict[str, float] = {}
+        for number in (1, CENTER_DEVICES):
+            seconds, share = pushed(number, sizes)
+            figures[f"seconds, centre on {number}"] = seconds
+        figures["share of the busiest"] = share
+        text = f"{WORKERS} threads, {4 * size} bytes each, to {CENTER_DEVICES} devices"
+        self.keep(Case(SPREAD, text, figures=figures))
+
+
+def pushed(num_devices: int, sizes: Sequence[int]) -> tuple[float, float]:
+    """Ten workers push once: the seconds, and what the busiest centre device carries of all."""
+    places = CENTER_DEVICES + WORKERS
+    with gr.open_mesh(places, backend="sim", peer_access=False, strict=False) as mesh:
+        center = gr.AGNCenter(mesh[0:num_devices])
+        workers = [
+            Worker(RULES["sgd"][0], device, sizes, 2, center=center)
+            for device in mesh.devices[CENTER_DEVICES:]
+        ]
+        for worker in workers:
+            worker()  # the first of the period, which sends nothing
+        threads = [threading.Thread(target=worker) for worker in workers]
+        with mesh.journal() as journal:
+            began = time.perf_counter()
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            for device in mesh.devices:
+                device.synchronize()
+            seconds = time.perf_counter() - began
+        carried = dict.fromkeys(range(num_devices), 0)
+        for record in journal.of("copy"):
+            for end in {record.device, record.source} & carried.keys():
+                carried[end] += record.nbytes
+        total = 2 * 4 * sum(sizes) * len(workers)
+        assert sum(carried.values()) == total, "each sum goes there once, and each variable back"
+        return seconds, max(carried.values()) / total
+
+
+def checked(rule: str, workers: Sequence[Worker]) -> None:
+    """Raises unless two steps have moved and summed every variable, alike on every face."""
+    found = []
+    for worker in workers:
+        worker()
+        worker()
+        sums = [worker.getter.accumulation(variable).numpy() for variable in worker.variables]
+        if not all((array == 1).all() for array in sums):
+            raise AssertionError(f"{rule}: two gradients of 0.5 are not 1")
+        found.append([variable.numpy() for variable in worker.variables])
+    for arrays in found:
+        if not all(np.array_equal(one, two) for one, two in zip(arrays, found[0], strict=True)):
+            raise AssertionError(f"{rule}: the faces do not agree")
+        if not all((array < 1).all() and np.ptp(array) == 0 for array in arrays):
+            raise AssertionError(f"{rule}: not every element was moved alike")
+
+
+def all_cases(bench: Bench) -> list[Callable[[], None]]:
+    """In the order in which they run; each frees its arrays when it ends."""
+    cases: list[Callable[[], None]] = [partial(bench.local, rule) for rule in RULES]
+    cases += [bench.push, bench.tiny]
+    return cases if bench.on_gpu else [*cases, bench.spread]
+
+
+# -- the run ---------------------------------------------------------------------------------------
+
+
+def measured(found: dict[str, Mesh], *, quick: bool) -> dict[str, Any]:
+    """Runs all cases; what there is to report, as JSON knows it."""
+    load = os.getloadavg()[0]
+    bench = Bench(found, quick=quick)
+    print(f"{', '.join(found)}; load average {load:.2f}")
+    for case in all_cases(bench):
+        case()
+    floors = GPU_FLOORS if bench.on_gpu else CPU_FLOORS
+    return report_of(list(found), load, bench, floors, quick=quick)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = options_of(__doc__, arguments)
+    with ExitStack() as stack:
+        found = one_device()
+        for mesh in found.values():
+            stack.enter_context(mesh)
+        report = measured(found, quick=options.quick)
+    finish(report, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""A local step of AGN by PyTorch's optimizers and one addition, and by NumPy in blocks."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from .clock import Call
+from .optim_peers import BLOCK_SIZE, find_optim_peers, on_our_stream
+
+__all__ = ["BLOCKS", "WAYS", "find_agn_peers", "local_sgd_in_blocks"]
+
+BLOCKS = "numpy, blocks"
+# The optimizer's way -> its name here.
+WAYS = {way: f"torch {way} and add" for way in ("foreach", "fused")}
+
+
+def find_agn_peers(
+    rule: str, sizes: Sequence[int], *, place: str
+) -> tuple[dict[str, Call], dict[str, str]]:
+    """Each way of ``torch.optim`` for a rule, and ``_foreach_add_`` behind it; why there is none.
+
+    Args:
+        rule: ``"sgd"``, ``"momentum"`` or ``"adam"``.
+        sizes: of the parameters, float32.
+        place: ``"cpu"`` or ``"cuda"``.
+    """
+    values = [np.ones(size, np.float32) for size in sizes]
+    gradients = [np.full(size, 0.5, np.float32) for size in sizes]
+    steps, absent = find_optim_peers(rule, values, gradients, place=place)
+    calls: dict[str, Call] = {}
+    for way, name in WAYS.items() if steps else ():
+        torch = importlib.import_module("torch")
+        sums = [torch.zeros(size, device=place) for size in sizes]
+        given = [torch.full((size,), 0.5, device=place) for size in sizes]
+        add = partial(on_our_stream, torch, place, partial(torch._foreach_add_, sums, given))
+        calls[name] = partial(_both, steps[f"torch {way}"], add)
+    return calls, absent
+
+
+def _both(step: Call, add: Call) -> None:
+    step()
+    add()
+
+
+def local_sgd_in_blocks(sizes: Sequence[int]) -> Call:
+    """Five units as a careful user of NumPy moves them: three passes over blocks in the cache."""
+    scratch = np.empty(BLOCK_SIZE, np.float32)
+    rate = np.float32(0.1)
+    blocks: list[Any] = []
+    for size in sizes:
+        arrays = [np.ones(size, np.float32), np.zeros(size, np.float32)]
+        arrays.append(np.full(size, 0.5, np.float32))
+        for start in range(0, size, BLOCK_SIZE):
+            blocks.append([array[start : start + BLOCK_SIZE] for array in arrays])
+
+    def step() -> None:
+        for value, total, gradient in blocks:
+            part = scratch[: value.size]
+            np.add(total, gradient, out=total)
+            np.multiply(gradient, rate, out=part)
+            np.subtract(value, part, out=value)
+
+    return step

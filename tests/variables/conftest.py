@@ -1,0 +1,24 @@
+"""A mesh on either face of the kernels, and what ``device=`` may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import gradreduce as gr
+
+FACES = ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
+
+
+@pytest.fixture(scope="module", params=FACES)
+def mesh(request) -> Iterator[gr.Mesh]:
+    options = {"kernels": request.param, "strict": True, "peer_access": False}
+    with gr.open_mesh([0, 1, 1, 2], backend="sim", **options) as made:
+        yield made
+
+
+@pytest.fixture(params=["device", "mesh"])
+def place(request, mesh):
+    """What ``device=`` may be."""
+    return mesh if request.param == "mesh" else mesh.devices[2]

@@ -1,0 +1,142 @@
+"""Variables are written on every device alike, or not at all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from exact import DTYPES, FLOATS, exact_data, same, same_copies
+
+import gradreduce as gr
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_assign_and_assign_add(place, mesh, dtype):
+    start, value, delta = exact_data((3, 2, 5), dtype)
+    variable = gr.Variable(start, trainable=False, device=place)
+    assert variable.assign(value) is variable
+    assert same_copies(variable, value)
+    with np.errstate(all="ignore"):
+        wanted = value + delta
+    assert variable.assign_add(delta) is variable
+    assert same_copies(variable, wanted)
+    for device in mesh.devices:  # from anywhere in the mesh
+        variable.assign(device.put(value)).assign_add(device.put(delta))
+        assert same_copies(variable, wanted)
+    assert same(value, exact_data((3, 2, 5), dtype)[1])
+
+
+@pytest.mark.parametrize("value", [5, 5.5, [[1, 2.5]], ((1, 2),)])
+def test_numbers_and_lists_become_the_variables_dtype(place, value):
+    for dtype in FLOATS:
+        variable = gr.Variable(np.zeros(np.shape(value)), dtype=dtype, device=place)
+        assert same_copies(variable.assign(value), np.asarray(value).astype(dtype))
+        assert same_copies(variable.assign_add(value), (2 * np.asarray(value)).astype(dtype))
+
+
+def test_a_global_step_counts(place):
+    step = gr.Variable(0, "global_step", trainable=False, device=place)
+    for _ in range(3):
+        step.assign_add(1)
+    step.assign_add(np.int64(10)).assign_add(-1)
+    assert int(step) == 12
+    assert same_copies(step, np.int64(12))
+
+
+def test_halves_are_added_in_float32(place):
+    variable = gr.Variable(np.array([2048.0]), dtype="float16", device=place)
+    variable.assign_add([3])
+    assert same_copies(variable, np.array([2052], "float16"))
+
+
+@pytest.mark.parametrize("method", ["assign", "assign_add"])
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (1.0, ValueError),  # nothing is broadcast
+        ([1.0], ValueError),
+        ([[1.0, 2.0]], ValueError),
+        (np.ones(2, "float64"), ValueError),
+        (np.ones(2, "int32"), ValueError),
+        (np.ones(2, "float16"), ValueError),
+        (np.ones(3, "float32"), ValueError),
+        (np.array([True, False]), TypeError),
+        ([1j, 2j], ValueError),
+        ([[1.0], [1.0, 2.0]], ValueError),
+        (None, TypeError),
+        ("ab", TypeError),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(place, method, value, error):
+    variable = gr.Variable([1.0, 2.0], "w", device=place)
+    with pytest.raises(error):
+        getattr(variable, method)(value)
+    assert same_copies(variable, np.array([1.0, 2.0], "float32"))
+
+
+@pytest.mark.parametrize("method", ["assign", "assign_add"])
+def test_the_text_names_both(place, method):
+    variable = gr.Variable([1.0, 2.0], "w", device=place)
+    with pytest.raises(ValueError, match=r"float64\[3\].*'w' is float32\[2\]"):
+        getattr(variable, method)(np.ones(3))
+    other = gr.Variable([5.0, 2.0], device=place)
+    getattr(variable, method)(other)  # another Variable is a value like any other
+    assert same_copies(variable, np.array([5, 2] if method == "assign" else [6, 4], "float32"))
+    assert same_copies(other, np.array([5, 2], "float32"))
+    with gr.open_mesh(1, backend="sim") as mesh, pytest.raises(gr.errors.DeviceMismatchError):
+        getattr(variable, method)(mesh.devices[0].put(np.ones(2, "float32")))
+    step = gr.Variable(1, trainable=False, device=place)
+    with pytest.raises(ValueError, match="int64 is wanted"):
+        getattr(step, method)(1.5)
+    assert int(step) == 1
+
+
+def test_assigned_memory_is_not_kept(place):
+    variable = gr.Variable([1.0, 2.0], device=place)
+    value = np.array([3.0, 4.0], "float32")
+    value.flags.writeable = False
+    variable.assign(value)
+    source = value.copy()
+    variable.assign(source)
+    source[...] = 9
+    assert same_copies(variable, value)
+    variable.assign_add(value)
+    assert value.tolist() == [3.0, 4.0]
+
+
+def test_a_copy_of_the_variable_may_be_what_is_added_to_it(mesh):
+    """All copies see it as it was, or they would part."""
+    variable = gr.Variable([1.0, 3.0], device=mesh)
+    for buffer in variable.buffers:
+        before = variable.numpy()
+        variable.assign_add(buffer)
+        assert same_copies(variable, 2 * before)
+        variable.assign(buffer)
+        assert same_copies(variable, 2 * before)
+
+
+def test_scalars_and_variables_without_elements(place):
+    empty = gr.Variable(np.empty((0, 3), "float32"), device=place)
+    assert same_copies(empty.assign(np.empty((0, 3), "float32")), np.empty((0, 3), "float32"))
+    assert same_copies(empty.assign_add(np.empty((0, 3), "float32")), np.empty((0, 3), "float32"))
+    scalar = gr.Variable(1.5, device=place)
+    assert same_copies(scalar.assign_add(1), np.float32(2.5))
+
+
+def test_writing_waits_for_nothing(place):
+    variable = gr.Variable([1.0, 2.0], device=place)
+    mesh = variable.devices[0].mesh
+    with mesh.journal() as journal:
+        variable.assign([3.0, 4.0])
+        variable.assign_add([1.0, 1.0])
+    assert journal.syncs == 0
+    assert journal.copies >= len(variable.devices)
+    assert journal.launches == len(variable.devices)
+
+
+def test_a_variable_of_a_closed_mesh():
+    with gr.open_mesh(2, backend="sim") as mesh:
+        variable = gr.Variable([1.0], device=mesh)
+    for call in (variable.numpy, lambda: variable.assign([2.0]), lambda: gr.Variable(
+            [1.0], device=mesh)):  # fmt: skip
+        with pytest.raises(gr.errors.BackendUnavailableError):
+            call()
