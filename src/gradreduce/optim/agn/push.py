@@ -100,11 +100,13 @@ class _Visit:
         self.outward.append((buffer.device, buffer, staged))
         return staged
 
-    def fenced(self, launch: Callable[[], None]) -> None:
-        """Launches behind and in front of all whose memory it touches."""
-        gather(self.leader, self.others)
-        launch()
-        scatter(self.leader, self.others)
+    def fenced(self, launch: Callable[[], None]) -> Callable[[], None]:
+        """A launch behind and in front of all whose memory it touches.
+
+        It does not know this object: the memory of what knows itself is free only when the garbage
+        collector has come by.
+        """
+        return partial(_fenced, self.leader, self.others, launch)
 
 
 class Push:
@@ -156,7 +158,7 @@ class Push:
         self._before = [_merge(device, rows) for device, rows in self._merges.items()]
         self._before += [take for visit in self._visits for take in visit.takes]
         for visit in self._visits:
-            visit.others = list(dict.fromkeys(visit.others))
+            visit.others[:] = dict.fromkeys(visit.others)
 
     # -- plans ------------------------------------------------------------------------------------
 
@@ -187,11 +189,13 @@ class Push:
         kinds = {(id(row[0].dtype), id(row[-1].dtype), len(row)) for row in written}
         writer = Writer(visit.leader, written) if len(kinds) == 1 else None
 
+        period, leader, others = self._how.period, visit.leader, visit.others
+
+        # It does not know the visit: see ``fenced``.
         def update(scalars: tuple[float, ...]) -> None:
-            given = (self._how.period, *scalars)
-            gather(visit.leader, visit.others)
-            ops.update_fitted(kernel, rows, given, visit.leader, writer=writer)
-            scatter(visit.leader, visit.others)
+            gather(leader, others)
+            ops.update_fitted(kernel, rows, (period, *scalars), leader, writer=writer)
+            scatter(leader, others)
 
         visit.updates.append(update)
 
@@ -237,14 +241,14 @@ class Push:
             visit.others.append(center.device)
             parts.append(mean if indices is None else IndexedSlices.of(mean, indices, center.shape))
         visit.takes += taken.before(visit.leader)
-        visit.looks += [partial(visit.fenced, take) for take in taken.behind(visit.leader)]
+        visit.looks += [visit.fenced(take) for take in taken.behind(visit.leader)]
         self._scale(visit, scalings)
         for mean, near in divided:
             ops.prepare_pack(visit.leader, mean.dtype, near.dtype)
         outs, sums = (list(column) for column in zip(*divided, strict=True))
         by = float(self._how.period)
         divide = partial(ops.pack, outs, sums, divisor=by, device=visit.leader)
-        visit.looks.append(partial(visit.fenced, divide))
+        visit.looks.append(visit.fenced(divide))
         return parts
 
     def _merged(self, total: SparseSum) -> tuple[Buffer, ops.Indices]:
@@ -264,7 +268,7 @@ class Push:
             ops.prepare_distance_scale(visit.leader, now.dtype)
         columns = [list(column) for column in zip(*rows, strict=True)]
         scale = partial(ops.distance_scale, *columns, gamma=self._how.gamma, device=visit.leader)
-        visit.looks.append(partial(visit.fenced, scale))
+        visit.looks.append(visit.fenced(scale))
 
     def _num_copies(self, member: Member) -> int:
         """What is pulled of a row of the worker: the variable, and its master."""
@@ -345,6 +349,12 @@ def _merge(
     """Rows of sums into the order of their indices: one launch for all that lie on a device."""
     outs, values, plans = zip(*rows, strict=True)
     return ops.ready_segment_sum(outs, values, plans, device=device)
+
+
+def _fenced(leader: Device, others: Sequence[Device], launch: Callable[[], None]) -> None:
+    gather(leader, others)
+    launch()
+    scatter(leader, others)
 
 
 def _updated(visit: _Visit, scalars: tuple[float, ...]) -> None:
