@@ -136,6 +136,7 @@ class Push:
         self.members, self._places = list(sums), list(sums.values())
         self._version = center.version
         self._center, self._optimizer, self._how = center, optimizer, how
+        center.prepare(optimizer, [member.center for member in sums])  # a checkpoint had none
         self._slots = center.join(optimizer)
         self._pulled = pulled
         self._merges: dict[Device, list[tuple[Buffer, Buffer, ops.Segments]]] = {}
