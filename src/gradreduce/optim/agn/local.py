@@ -199,7 +199,7 @@ class LocalStep:
         if isinstance(gradient, IndexedSlices):
             if added is not None:
                 self._dense.append(member)
-            elif gradient.values.size:
+            else:
                 self._sparse.append((member, member.total.arrival(gradient)))
             return _ROWS, [None] * len(member.local.buffers)
         self._dense.append(member)
