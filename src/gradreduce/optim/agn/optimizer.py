@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 from gradreduce import ops
+from gradreduce.accumulator.door import as_timeout
 from gradreduce.aggregate import AggregationMethod
 from gradreduce.autodiff.gradients import Engine
 from gradreduce.cross_device_ops import CrossDeviceOps
@@ -28,6 +29,7 @@ from .lazy import Count
 from .local import DenseStep, LocalPlan, LocalStep, Step, is_planned, mixed
 from .push import How, Push, Sum
 from .saved_worker import Worker, load_worker, saved_worker
+from .workers import as_task
 
 __all__ = ["AGNOptimizer"]
 
@@ -152,7 +154,7 @@ class AGNOptimizer(Optimizer):
 
         Raises:
             KeyError: a variable that did not come through the getter.
-            ValueError: see ``Optimizer.apply_gradients``; or two variables of one name.
+            ValueError: see ``Optimizer.apply_gradients``.
             TypeError: see there.
             CollectiveError: the centre refuses pushes, because one failed half way.
 
@@ -212,8 +214,9 @@ class AGNOptimizer(Optimizer):
 
         Raises:
             ValueError: the getter has made no trainable variable, or a negative ``task_index``.
+            TypeError: a ``task_index`` that is no integer.
         """
-        _as_task(task_index)
+        as_task(task_index)
         if not self._getter.members:
             raise ValueError("the list of local variables should not be empty: none came through "
                              "the AGNCustomGetter")  # fmt: skip
@@ -231,10 +234,11 @@ class AGNOptimizer(Optimizer):
                 None waits for nobody.
 
         Raises:
-            ValueError: see ``get_init_op``.
+            ValueError: see ``get_init_op``; or a ``wait_timeout`` that is not a number.
+            TypeError: an argument of another type.
         """
-        start = self.get_init_op(task_index)
-        return AGNHook(self._center, start, _as_task(task_index), self._num_worker, wait_timeout)
+        start, limit = self.get_init_op(task_index), as_timeout(wait_timeout, "wait_timeout")
+        return AGNHook(self._center, start, as_task(task_index), self._num_worker, limit)
 
     def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
         """The worker, as host data: variables, sums, inner optimizer, ``local_step``.
@@ -245,8 +249,6 @@ class AGNOptimizer(Optimizer):
         Args:
             deadline: seconds from now in which the devices must be done, or their mesh dies.
 
-        Raises:
-            ValueError: two variables have the same name.
         """
         seconds = as_deadline(deadline)
         worker = Worker(self._step.value, self._is_due, self._pulled)
@@ -282,8 +284,6 @@ class AGNOptimizer(Optimizer):
         variables = [member.local for member in members]
         parts = self._inner._arrived(gradients, variables, plan)
         if plan is None:
-            if len({member.center for member in members}) != len(members):
-                raise ValueError("two variables have one name, and so the same centre variable")
             near = _by_variable(members, parts)
             check_apart(variables, near, ops.Ranges(self._written_besides(members)))
         return parts
@@ -434,14 +434,4 @@ def _at_least_one(name: str, value: int) -> int:
         raise TypeError(f"{name}={value!r} must be an integer") from None
     if number < 1:
         raise ValueError(f"{name}={value!r} must be at least 1")
-    return number
-
-
-def _as_task(task_index: int) -> int:
-    try:
-        number = operator.index(task_index)
-    except TypeError:
-        raise TypeError(f"task_index={task_index!r} must be an integer") from None
-    if number < 0:
-        raise ValueError(f"task_index={task_index!r} must be 0 or more")
     return number
