@@ -7,6 +7,7 @@ normalise, update, pull. Elsewhere sums are copied there before, and what it pul
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -66,6 +67,7 @@ class _Visit:
         inward: copies of the worker's memory to where the leader reaches it.
         looks: launches that read the centre, into new memory.
         others: devices of all operands.
+        begins: launches that take rows of the centre out, in one step with the updates.
         updates: launches that change the centre, given the scalars of the rule.
         outward: copies of what was pulled.
         is_staged: whether there is memory for what the leader does not reach.
@@ -76,6 +78,7 @@ class _Visit:
     inward: list[_Move] = field(default_factory=list)
     looks: list[Callable[[], None]] = field(default_factory=list)
     others: list[Device] = field(default_factory=list)
+    begins: list[Callable[[], None]] = field(default_factory=list)
     updates: list[Callable[[tuple[float, ...]], None]] = field(default_factory=list)
     outward: list[_Move] = field(default_factory=list)
     is_staged: bool = False
@@ -217,7 +220,8 @@ class Push:
         for member in members:
             state = self._slots.state_dtype(member.center)
             ops.prepare_rule(kernel, visit.leader, member.center.dtype, state)
-        visit.updates.append(lambda scalars: job.run(partial(_by_kernel, kernel, scalars)))
+        visit.begins.append(job.begin)
+        visit.updates.append(lambda scalars: job.end(partial(_by_kernel, kernel, scalars)))
 
     def _plan_means(self, visit: _Visit, group: Sequence[tuple[Member, Sum]]) -> list[Part]:
         """For each variable the mean of its gradients near the centre, of its dtype."""
@@ -323,15 +327,16 @@ class Push:
     def _launch(self, scalars: tuple[float, ...]) -> None:
         fabric = self._center.devices[0].fabric
         failed = partial(self._center.half_pushed, self._how.task)
-        with fabric.half_way(failed):
-            if self._how.use_locking:
+        steps = [self._visits] if self._how.use_locking else [[each] for each in self._visits]
+        with ExitStack() as stack:
+            for visits in steps:
                 with fabric.launch_lock:
-                    for visit in self._visits:
+                    for begin in [begin for visit in visits for begin in visit.begins]:
+                        begin()
+                    if visits is steps[0]:  # from here on the centre changes
+                        stack.enter_context(fabric.half_way(failed))
+                    for visit in visits:
                         _updated(visit, scalars)
-                return
-            for visit in self._visits:
-                with fabric.launch_lock:
-                    _updated(visit, scalars)
 
 
 def _end(job: Job, rule: Rule, scalars: tuple[float, ...]) -> None:
