@@ -13,6 +13,12 @@ import gradreduce as gr
 from gradreduce.errors import DeviceMismatchError
 
 
+@pytest.fixture(scope="session")
+def face() -> str:
+    """Kernels have no say here."""
+    return "numpy"
+
+
 def made(getter, name="v", value=0.0, **options):
     return gr.get_variable(name, value, custom_getter=getter, **options)
 
