@@ -10,7 +10,6 @@ out, visibly. Exit status 1 if a floor is broken.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,6 +25,7 @@ from measure.floors import Floor, counted, of_the_copy, over_the_peer, times_the
 from measure.peers import find_peers
 from measure.report import finish, options_of, report_of
 from measure.resnet50 import resnet50
+from measure.setting import FACES, one_device
 
 import gradreduce as gr
 from gradreduce.device import Device, Mesh
@@ -45,7 +45,6 @@ IN_PLACE, COPYTO, SCALED = "numpy +=", "numpy copyto", "numpy /="
 ADD_AT, SORTED = "numpy add.at", "numpy sort, add.reduceat"
 
 NOT_YET = "nothing yet: no GPU was there, 2026-11"
-FACES = ("numpy", "compiled")
 # On an AMD EPYC virtual machine with 2 cores, 2026-11, load average 1.2 to 5.7: of four runs.
 MEASURED = {
     (APPLY, "numpy"): "0.77 to 1.08", (APPLY, "compiled"): "0.81 to 1.25",
@@ -338,16 +337,6 @@ def all_cases(bench: Bench) -> list[Callable[[], None]]:
 # -- the run ---------------------------------------------------------------------------------------
 
 
-def meshes() -> dict[str, Mesh]:
-    """The GPU, or both faces of a simulated device."""
-    if importlib.util.find_spec("cupy") is not None:
-        import cupy
-
-        if cupy.cuda.is_available():
-            return {"cuda": gr.open_mesh(1, backend="cuda")}
-    return {face: gr.open_mesh(1, backend="sim", kernels=face, strict=False) for face in FACES}
-
-
 def measured(found: dict[str, Mesh], *, quick: bool) -> dict[str, Any]:
     """Runs all cases; what there is to report, as JSON knows it."""
     load = os.getloadavg()[0]
@@ -364,7 +353,7 @@ def measured(found: dict[str, Mesh], *, quick: bool) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = options_of(__doc__, arguments)
     with ExitStack() as stack:
-        found = meshes()
+        found = one_device()
         for mesh in found.values():
             stack.enter_context(mesh)
         report = measured(found, quick=options.quick)

@@ -11,7 +11,6 @@ Exit status 1 if a floor is broken.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -25,6 +24,7 @@ from measure.floors import Floor, counted, of_the_copy, over_the_peer, times_the
 from measure.optim_peers import BLOCKS, find_optim_peers, sgd_in_blocks, sizes_of
 from measure.report import finish, options_of, report_of
 from measure.resnet50 import resnet50
+from measure.setting import FACES, one_device
 
 import gradreduce as gr
 from gradreduce.device import Device, Mesh
@@ -38,7 +38,6 @@ TINY = "161 tiny variables"
 ROWS, WIDTH, NUM_ROWS, QUICK_ROWS = 20_000, 64, 100_000, 100
 SPARSE = "sparse adam, lazy"
 
-FACES = ("numpy", "compiled")
 NOT_YET = "nothing yet: no GPU was there, 2026-11"
 BESIDE = "the table of bench/README.md, 2026-11"
 # name -> an optimizer, and how often a variable's bytes are read or written
@@ -210,16 +209,6 @@ def all_cases(bench: Bench) -> list[Callable[[], None]]:
 # -- the run ---------------------------------------------------------------------------------------
 
 
-def meshes() -> dict[str, Mesh]:
-    """The GPU, or both faces of a simulated device."""
-    if importlib.util.find_spec("cupy") is not None:
-        import cupy
-
-        if cupy.cuda.is_available():
-            return {"cuda": gr.open_mesh(1, backend="cuda")}
-    return {face: gr.open_mesh(1, backend="sim", kernels=face, strict=False) for face in FACES}
-
-
 def measured(found: dict[str, Mesh], *, quick: bool) -> dict[str, Any]:
     """Runs all cases; what there is to report, as JSON knows it."""
     load = os.getloadavg()[0]
@@ -234,7 +223,7 @@ def measured(found: dict[str, Mesh], *, quick: bool) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = options_of(__doc__, arguments)
     with ExitStack() as stack:
-        found = meshes()
+        found = one_device()
         for mesh in found.values():
             stack.enter_context(mesh)
         report = measured(found, quick=options.quick)

@@ -1,13 +1,14 @@
 // adam:    m += rest1*(grad - m); v += rest2*(grad*grad - v); var -= rate*m / (root(v) + epsilon)
 // adagrad: sum += grad*grad; var -= rate*grad / root(sum)
 // rmsprop: s += rest*(grad*grad - s); m = decay*m + rate*grad / root(s + epsilon); var -= m
+// rmsprop_centered: likewise, of the variance: c += rest*(grad - c), root(s - c*c + epsilon)
 // order    as written, left to right, one rounding per operation (-fmad=false), one at each store
 // types    <T, State>: halves computed in float; State, of the slots, is T, or float with a master
 // aliasing none: variable, master, slots and gradient are different arrays
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   none on rows or elements; num_written is that of T and State: operands before grad
 // twin     src/gradreduce/ops/adaptive.py, bit-equal except subnormals (CuPy builds with -ftz=true)
-// source   TensorFlow's ApplyAdam, ApplyAdagrad and ApplyRMSProp: the formulas
+// source   TensorFlow's ApplyAdam, ApplyAdagrad, ApplyRMSProp, ApplyCenteredRMSProp: the formulas
 #include "rules.cuh"
 
 template <typename T, typename State>
@@ -25,4 +26,10 @@ template <typename T, typename State>
 __global__ void rmsprop(TABLE_ARGUMENT table, i64 num_written, double rate, double rest,
                         double decay, double epsilon) {
     changed_by<Update, RmsProp, T, State>(table, num_written, rate, rest, decay, epsilon);
+}
+
+template <typename T, typename State>
+__global__ void rmsprop_centered(TABLE_ARGUMENT table, i64 num_written, double rate, double rest,
+                                 double decay, double epsilon) {
+    changed_by<Update, CenteredRmsProp, T, State>(table, num_written, rate, rest, decay, epsilon);
 }

@@ -4,6 +4,7 @@
 // global_adam:     likewise with adaptive.cu's adam
 // global_adagrad:  likewise
 // global_rmsprop:  likewise
+// global_rmsprop_centered: likewise
 // order    the rule's, one rounding per operation (-fmad=false); the mean by a true division
 // types    <T, State>: see update.cu; the sum is T, or float of halves
 // aliasing none: variable, master, slots, copy, its master and sum are different arrays
@@ -45,4 +46,11 @@ template <typename T, typename State>
 __global__ void global_rmsprop(TABLE_ARGUMENT table, i64 num_written, i64 period, double rate,
                                double rest, double decay, double epsilon) {
     changed_by<GlobalUpdate, RmsProp, T, State>(table, num_written, period, rate, rest, decay, epsilon);
+}
+
+template <typename T, typename State>
+__global__ void global_rmsprop_centered(TABLE_ARGUMENT table, i64 num_written, i64 period,
+                                        double rate, double rest, double decay, double epsilon) {
+    changed_by<GlobalUpdate, CenteredRmsProp, T, State>(
+        table, num_written, period, rate, rest, decay, epsilon);
 }

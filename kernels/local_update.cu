@@ -4,6 +4,7 @@
 // local_adam:     likewise with adaptive.cu's adam
 // local_adagrad:  likewise
 // local_rmsprop:  likewise
+// local_rmsprop_centered: likewise
 // order    the rule's, one rounding per operation (-fmad=false); the sum left to right
 // types    <T, State>: see update.cu; the sum is T, or float of halves
 // aliasing none: variable, master, slots, sum and gradient are different arrays
@@ -45,4 +46,11 @@ template <typename T, typename State>
 __global__ void local_rmsprop(TABLE_ARGUMENT table, i64 num_written, i64 first, double rate,
                               double rest, double decay, double epsilon) {
     changed_by<LocalUpdate, RmsProp, T, State>(table, num_written, first, rate, rest, decay, epsilon);
+}
+
+template <typename T, typename State>
+__global__ void local_rmsprop_centered(TABLE_ARGUMENT table, i64 num_written, i64 first,
+                                       double rate, double rest, double decay, double epsilon) {
+    changed_by<LocalUpdate, CenteredRmsProp, T, State>(
+        table, num_written, first, rate, rest, decay, epsilon);
 }

@@ -75,6 +75,22 @@ template <typename Acc> struct RmsProp {
     }
 };
 
+template <typename Acc> struct CenteredRmsProp {
+    static constexpr int SLOTS = 3;
+    Acc rate, rest, decay, epsilon;
+
+    DEVICE CenteredRmsProp(double rate, double rest, double decay, double epsilon)
+        : rate((Acc)rate), rest((Acc)rest), decay((Acc)decay), epsilon((Acc)epsilon) {}
+
+    DEVICE void step(Acc& var, Acc* slots, Acc grad) const {
+        slots[0] = slots[0] + rest * (grad * grad - slots[0]);
+        slots[1] = slots[1] + rest * (grad - slots[1]);
+        const Acc variance = slots[0] - slots[1] * slots[1];
+        slots[2] = decay * slots[2] + rate * grad / root(variance + epsilon);
+        var = var - slots[2];
+    }
+};
+
 // ---- what a rule changes -------------------------------------------------------------------------
 
 template <typename A, typename B> struct is_same { static constexpr bool value = false; };

@@ -43,6 +43,15 @@ def rmsprop_rule(  # noqa: PLR0913  # operands and scalars
     return [var - mom, square, mom]
 
 
+def rmsprop_centered_rule(  # noqa: PLR0913  # operands and scalars
+    var, square, mean, mom, grad, rate, rest, decay, epsilon
+):
+    square = square + rest * (grad * grad - square)
+    mean = mean + rest * (grad - mean)
+    mom = decay * mom + rate * grad / np.sqrt(square - mean * mean + epsilon)
+    return [var - mom, square, mean, mom]
+
+
 # All of them: the formula, how many slots it has, and scalars that no float has exactly.
 FORMULAS = {
     "sgd": (sgd_rule, 0, (0.1,)),
@@ -51,6 +60,7 @@ FORMULAS = {
     "adam": (adam_rule, 2, (0.1, 0.3, 0.1, 0.01)),
     "adagrad": (adagrad_rule, 1, (0.1,)),
     "rmsprop": (rmsprop_rule, 2, (0.1, 0.3, 0.9, 0.01)),
+    "rmsprop_centered": (rmsprop_centered_rule, 3, (0.1, 0.3, 0.9, 0.01)),
 }
 
 

@@ -36,7 +36,7 @@ def test_every_floor_of_the_cpu_finds_its_figure(rooms, monkeypatch, capsys):
     bench = rooms.bench
     theirs = {bench.CYCLE: int, bench.DROP: int}
     monkeypatch.setattr(bench, "find_accumulator_peer", lambda gradient: (theirs, {}))
-    made = bench.Bench(bench.meshes(), quick=True)
+    made = bench.Bench(bench.one_device(), quick=True)
     for case in bench.all_cases(made):
         case()
     found = {floor.name: floor.check(made.cases, {})["figure"] for floor in bench.CPU_FLOORS}

@@ -57,12 +57,12 @@ def local_sgd_in_blocks(sizes: Sequence[int]) -> Call:
         arrays.append(np.full(size, 0.5, np.float32))
         for start in range(0, size, BLOCK_SIZE):
             blocks.append([array[start : start + BLOCK_SIZE] for array in arrays])
+    return partial(_stepped, blocks, scratch, rate)
 
-    def step() -> None:
-        for value, total, gradient in blocks:
-            part = scratch[: value.size]
-            np.add(total, gradient, out=total)
-            np.multiply(gradient, rate, out=part)
-            np.subtract(value, part, out=value)
 
-    return step
+def _stepped(blocks: Sequence[Any], scratch: np.ndarray, rate: np.float32) -> None:
+    for value, total, gradient in blocks:
+        part = scratch[: value.size]
+        np.add(total, gradient, out=total)
+        np.multiply(gradient, rate, out=part)
+        np.subtract(value, part, out=value)

@@ -59,6 +59,11 @@ LAUNCHES = {
         lambda of: ops.adam(rows(of), rate=0.1, rest1=0.1, rest2=0.01, epsilon=0.01), 4, FLOATS
     ),
     "adagrad": Launch(lambda of: ops.adagrad(rows(of), rate=0.1), 3, FLOATS),
+    "rmsprop_centered": Launch(
+        lambda of: ops.rmsprop_centered(rows(of), rate=0.1, rest=0.1, decay=0.9, epsilon=0.01),
+        5,
+        FLOATS,
+    ),
     "rmsprop": Launch(
         lambda of: ops.rmsprop(rows(of), rate=0.1, rest=0.1, decay=0.9, epsilon=0.01), 4, FLOATS
     ),

@@ -25,13 +25,14 @@ from formulas import (
     adam_rule,
     momentum_rule,
     nesterov_rule,
+    rmsprop_centered_rule,
     rmsprop_rule,
     sgd_rule,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradreduce.ops import adagrad, adam, momentum, nesterov, rmsprop, sgd
+from gradreduce.ops import adagrad, adam, momentum, nesterov, rmsprop, rmsprop_centered, sgd
 
 RATE, DECAY, REST, EPSILON = 0.1, 0.9, 0.3, 0.01  # no float has one exactly: the casts show
 HALVES = FLOATS[:2]
@@ -84,6 +85,7 @@ RULES = {
     "adam": Rule(adam, adam_rule, 2, **ADAM),
     "adagrad": Rule(adagrad, adagrad_rule, 1, rate=RATE),
     "rmsprop": Rule(rmsprop, rmsprop_rule, 2, **RMSPROP),
+    "rmsprop_centered": Rule(rmsprop_centered, rmsprop_centered_rule, 3, **RMSPROP),
     "sgd-master": Rule(sgd, sgd_rule, 0, master=True, rate=RATE),
     "nesterov-master": Rule(nesterov, nesterov_rule, 1, master=True, rate=RATE, decay=DECAY),
     "adam-master": Rule(adam, adam_rule, 2, master=True, **ADAM),

@@ -202,20 +202,6 @@ def test_a_plain_gradient_travels_once_to_each_other_gpu(mesh):
     assert (journal.syncs, journal.uploads) == (0, 0)
 
 
-# -- what is missing ------------------------------------------------------------------------------
-
-
-def test_what_is_missing_says_so(mesh):
-    optimizer = gr.MomentumOptimizer(1.0, 0.5)
-    for call, match in [
-        (gr.AGNCenter, "AGNCenter"),
-        (lambda: gr.AGNCustomGetter(mesh.devices[0]), "AGNCustomGetter"),
-        (lambda: gr.AGNOptimizer(optimizer, 1, None), "AGNOptimizer"),
-    ]:
-        with pytest.raises(NotImplementedError, match=match):
-            call()
-
-
 def test_the_gates():
     assert (gr.Optimizer.GATE_NONE, gr.Optimizer.GATE_OP, gr.Optimizer.GATE_GRAPH) == (0, 1, 2)
     assert gr.MomentumOptimizer.GATE_GRAPH == 2

@@ -42,6 +42,14 @@ def rmsprop(rate, step, grad, var, square, mom):
     return [var - mom, square, mom]
 
 
+def rmsprop_centered(  # operands
+    rate, step, grad, var, square, mean, mom
+):
+    square, mean = DECAY * square + (1 - DECAY) * grad**2, DECAY * mean + (1 - DECAY) * grad
+    mom = MU * mom + rate * grad * (square - mean**2 + EPSILON) ** -0.5
+    return [var - mom, square, mean, mom]
+
+
 RULES = {
     "sgd": (sgd, lambda **more: gr.GradientDescentOptimizer(0.1, **more), {}),
     "momentum": (momentum, lambda **more: gr.MomentumOptimizer(0.1, MU, **more), {"momentum": 0}),
@@ -54,6 +62,10 @@ RULES = {
     "adagrad": (adagrad, lambda **more: gr.AdagradOptimizer(0.1, **more), {"accumulator": 0.1}),
     "rmsprop": (rmsprop, lambda **more: gr.RMSPropOptimizer(0.1, DECAY, MU, EPSILON, **more),
                 {"rms": 1, "momentum": 0}),
+    "rmsprop centered": (
+        rmsprop_centered,
+        lambda **more: gr.RMSPropOptimizer(0.1, DECAY, MU, EPSILON, centered=True, **more),
+        {"rms": 1, "mg": 0, "momentum": 0}),
 }  # fmt: skip
 # dtype, master -> how far from the model a step may go, of numbers near 1, beside those before
 PRECISIONS = {

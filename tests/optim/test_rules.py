@@ -53,6 +53,15 @@ def rmsprop(w, step, grad, var, square, mom):
     return [var - mom, square, mom]
 
 
+def rmsprop_centered(  # operands
+    w, step, grad, var, square, mean, mom
+):
+    square = square + w(1 - 0.8) * (grad * grad - square)
+    mean = mean + w(1 - 0.8) * (grad - mean)
+    mom = w(DECAY) * mom + w(RATE) * grad / np.sqrt(square - mean * mean + w(0.001))
+    return [var - mom, square, mean, mom]
+
+
 # name -> the rule, an optimizer of it, its slots and what is in them at first
 RULES = {
     "sgd": (sgd, lambda **more: gr.GradientDescentOptimizer(RATE, **more), {}),
@@ -66,6 +75,10 @@ RULES = {
                 {"accumulator": 0.2}),
     "rmsprop": (rmsprop, lambda **more: gr.RMSPropOptimizer(RATE, 0.8, DECAY, 0.001, **more),
                 {"rms": 1, "momentum": 0}),
+    "rmsprop centered": (
+        rmsprop_centered,
+        lambda **more: gr.RMSPropOptimizer(RATE, 0.8, DECAY, 0.001, centered=True, **more),
+        {"rms": 1, "mg": 0, "momentum": 0}),
 }  # fmt: skip
 
 
@@ -186,6 +199,10 @@ def test_names_of_slots_are_those_of_tensorflow(mesh):
     for optimizer, wanted in [
         (gr.AdamOptimizer(), {"m": "w/Adam", "v": "w/Adam_1"}),
         (gr.RMSPropOptimizer(0.1), {"rms": "w/RMSProp", "momentum": "w/RMSProp_1"}),
+        (
+            gr.RMSPropOptimizer(0.1, centered=True),
+            {"rms": "w/RMSProp", "mg": "w/RMSProp_1", "momentum": "w/RMSProp_2"},
+        ),
         (gr.AdagradOptimizer(0.1), {"accumulator": "w/Adagrad"}),
         (gr.AdagradOptimizer(0.1, name="mine"), {"accumulator": "w/mine"}),
     ]:

@@ -7,7 +7,16 @@ from ._segments import Indices, Segments, each_row, joined_indices, plan_segment
 from ._slots import Slots, alike, merged_slots
 from ._updates import RuleKernel, Update, prepare_rule, update_fitted
 from .accumulate_n import ACCUMULATE_N, accumulate_fitted, accumulate_n, prepare_accumulate_n
-from .adaptive import ADAGRAD, ADAM, RMSPROP, adagrad, adam, rmsprop
+from .adaptive import (
+    ADAGRAD,
+    ADAM,
+    RMSPROP,
+    RMSPROP_CENTERED,
+    adagrad,
+    adam,
+    rmsprop,
+    rmsprop_centered,
+)
 from .add_n import ADD_N, add_n, added, added_on_host, cast_fitted, prepare_add_n
 from .all_sum import ALL_SUM, all_sum, prepare_all_sum
 from .clip import CLIP, clip, prepare_clip
@@ -19,6 +28,7 @@ from .global_update import (
     GLOBAL_MOMENTUM,
     GLOBAL_NESTEROV,
     GLOBAL_RMSPROP,
+    GLOBAL_RMSPROP_CENTERED,
     GLOBAL_SGD,
     global_update,
     global_update_of,
@@ -29,6 +39,7 @@ from .local_update import (
     LOCAL_MOMENTUM,
     LOCAL_NESTEROV,
     LOCAL_RMSPROP,
+    LOCAL_RMSPROP_CENTERED,
     LOCAL_SGD,
     local_update,
     local_update_of,
@@ -94,6 +105,7 @@ __all__ = [
     "ready_segment_sum",
     "ready_take_rows",
     "rmsprop",
+    "rmsprop_centered",
     "segment_sum",
     "sgd",
     "square_sum",
@@ -103,7 +115,9 @@ __all__ = [
 
 KERNELS = (
     ADD_N, ACCUMULATE_N, ALL_SUM, PACK, DIVIDE, SEGMENT_SUM, TAKE_ROWS, SQUARE_SUM, CLIP,
-    SGD, MOMENTUM, NESTEROV, ADAM, ADAGRAD, RMSPROP, DISTANCE_SCALE,
+    SGD, MOMENTUM, NESTEROV, ADAM, ADAGRAD, RMSPROP, RMSPROP_CENTERED, DISTANCE_SCALE,
     LOCAL_SGD, LOCAL_MOMENTUM, LOCAL_NESTEROV, LOCAL_ADAM, LOCAL_ADAGRAD, LOCAL_RMSPROP,
+    LOCAL_RMSPROP_CENTERED,
     GLOBAL_SGD, GLOBAL_MOMENTUM, GLOBAL_NESTEROV, GLOBAL_ADAM, GLOBAL_ADAGRAD, GLOBAL_RMSPROP,
+    GLOBAL_RMSPROP_CENTERED,
 )  # fmt: skip

@@ -104,6 +104,28 @@ def _rmsprop(  # noqa: PLR0913  # operands, scratch and scalars
     np.subtract(var, mom, out=var)
 
 
+def _rmsprop_centered(  # noqa: PLR0913  # operands, scratch and scalars
+    var: _Array, square: _Array, mean: _Array, mom: _Array, grad: _Array,
+    step: _Array, by: _Array, rate: float, rest: float, decay: float, epsilon: float,
+) -> None:  # fmt: skip
+    np.multiply(grad, grad, out=step)
+    np.subtract(step, square, out=step)
+    np.multiply(step, rest, out=step)
+    np.add(square, step, out=square)
+    np.subtract(grad, mean, out=step)
+    np.multiply(step, rest, out=step)
+    np.add(mean, step, out=mean)
+    np.multiply(mean, mean, out=by)
+    np.subtract(square, by, out=by)
+    np.add(by, epsilon, out=by)
+    np.sqrt(by, out=by)
+    np.multiply(grad, rate, out=step)
+    np.true_divide(step, by, out=step)
+    np.multiply(mom, decay, out=mom)
+    np.add(mom, step, out=mom)
+    np.subtract(var, mom, out=var)
+
+
 RULES = {
     "sgd": Rule(_sgd, 0, 1, ("rate",)),
     "momentum": Rule(_momentum, 1, 1, ("rate", "decay")),
@@ -111,4 +133,5 @@ RULES = {
     "adam": Rule(_adam, 2, 2, ("rate", "rest1", "rest2", "epsilon")),
     "adagrad": Rule(_adagrad, 1, 2, ("rate",)),
     "rmsprop": Rule(_rmsprop, 2, 2, ("rate", "rest", "decay", "epsilon")),
+    "rmsprop_centered": Rule(_rmsprop_centered, 3, 2, ("rate", "rest", "decay", "epsilon")),
 }

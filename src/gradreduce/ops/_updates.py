@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -180,13 +181,14 @@ def run_blocks(table: Sequence[Arrays], num_plain: int, block: Block, num_scratc
         if copies is None:
             copies = np.empty((num_operands, size), wide)
         work = [array[:length] for array in copies]
-        for place, array in enumerate(work):
-            np.concatenate([row[place] for row in rows], out=array)
+        columns = list(zip(*rows, strict=True))
+        for column, array in zip(columns, work, strict=True):
+            np.concatenate(column, out=array)
         if num_operands == num_plain:
             block(work, spare)
         else:
             _block_of_masters(work, num_plain, dtype, block, spare)
-        _put_back(rows, work[:-1])
+        _put_back(columns[:-1], work)
 
 
 def _block_of_masters(
@@ -209,14 +211,13 @@ def _block_of_masters(
     np.copyto(master, variable)
 
 
-def _put_back(rows: Sequence[Arrays], work: Sequence[np.ndarray]) -> None:
-    """What was worked on side by side, into the operands that are written."""
-    for place, array in enumerate(work):
-        start = 0
-        for row in rows:
-            end = start + row[place].size
-            row[place][...] = array[start:end]
-            start = end
+def _put_back(columns: Sequence[Arrays], work: Sequence[np.ndarray]) -> None:
+    """What was worked on side by side, into the operands of all rows that are written."""
+    ends = list(accumulate([array.size for array in columns[0]]))
+    starts = [0, *ends[:-1]]
+    for column, array in zip(columns, work, strict=False):
+        for out, start, end in zip(column, starts, ends, strict=True):
+            out[...] = array[start:end]
 
 
 def _blocks(table: Sequence[Arrays]) -> list[tuple[list[Arrays], int]]:

@@ -10,7 +10,16 @@ from gradreduce.device.kernel import Arrays
 from ._rules import RULES
 from ._updates import Update, rule_kernel, run_plain, update
 
-__all__ = ["ADAGRAD", "ADAM", "RMSPROP", "adagrad", "adam", "rmsprop"]
+__all__ = [
+    "ADAGRAD",
+    "ADAM",
+    "RMSPROP",
+    "RMSPROP_CENTERED",
+    "adagrad",
+    "adam",
+    "rmsprop",
+    "rmsprop_centered",
+]
 
 
 def _adam_twin(
@@ -42,9 +51,22 @@ def _rmsprop_twin(
     run_plain(table, RULES["rmsprop"], (rate, rest, decay, epsilon))
 
 
+def _rmsprop_centered_twin(
+    table: Sequence[Arrays],
+    num_written: int,
+    rate: float,
+    rest: float,
+    decay: float,
+    epsilon: float,
+) -> None:
+    """As rmsprop, of the variance: ``c += rest (grad - c)``, ``root(s - c² + epsilon)``."""
+    run_plain(table, RULES["rmsprop_centered"], (rate, rest, decay, epsilon))
+
+
 ADAM = rule_kernel("adam", "adaptive", _adam_twin, "plain")
 ADAGRAD = rule_kernel("adagrad", "adaptive", _adagrad_twin, "plain")
 RMSPROP = rule_kernel("rmsprop", "adaptive", _rmsprop_twin, "plain")
+RMSPROP_CENTERED = rule_kernel("rmsprop_centered", "adaptive", _rmsprop_centered_twin, "plain")
 
 
 def adam(
@@ -130,3 +152,34 @@ def rmsprop(
         ValueError: what ``Update`` says does not hold.
     """
     update(RMSPROP, rows, (rate, rest, decay, epsilon), device, queue)
+
+
+def rmsprop_centered(
+    rows: Sequence[Update],
+    *,
+    rate: float,
+    rest: float,
+    decay: float,
+    epsilon: float,
+    device: Device | None = None,
+    queue: Queue = "compute",
+) -> None:
+    """As ``rmsprop``, of ``square - mean * mean``, which is the variance of gradients.
+
+    Before that ``mean += rest * (grad - mean)``, as the square.
+
+    One launch for all rows of the same dtypes.
+
+    Args:
+        rows: variable, square, mean, moment and gradient. See ``Update``.
+        rate: the learning rate.
+        rest: how much of the square and of the mean is new.
+        decay: how much of the moment stays.
+        epsilon: added to the variance, under the root.
+        device: whose queue launches; default that of the first variable. Fences nothing.
+        queue: which of its queues.
+
+    Raises:
+        ValueError: what ``Update`` says does not hold.
+    """
+    update(RMSPROP_CENTERED, rows, (rate, rest, decay, epsilon), device, queue)

@@ -16,6 +16,7 @@ __all__ = [
     "GLOBAL_MOMENTUM",
     "GLOBAL_NESTEROV",
     "GLOBAL_RMSPROP",
+    "GLOBAL_RMSPROP_CENTERED",
     "GLOBAL_SGD",
     "global_update",
     "global_update_of",
@@ -39,6 +40,7 @@ GLOBAL_NESTEROV = _kernel("nesterov")
 GLOBAL_ADAM = _kernel("adam")
 GLOBAL_ADAGRAD = _kernel("adagrad")
 GLOBAL_RMSPROP = _kernel("rmsprop")
+GLOBAL_RMSPROP_CENTERED = _kernel("rmsprop_centered")
 
 _OF = {
     kernel.rule: kernel
@@ -49,6 +51,7 @@ _OF = {
         GLOBAL_ADAM,
         GLOBAL_ADAGRAD,
         GLOBAL_RMSPROP,
+        GLOBAL_RMSPROP_CENTERED,
     )
 }
 

@@ -16,6 +16,7 @@ __all__ = [
     "LOCAL_MOMENTUM",
     "LOCAL_NESTEROV",
     "LOCAL_RMSPROP",
+    "LOCAL_RMSPROP_CENTERED",
     "LOCAL_SGD",
     "local_update",
     "local_update_of",
@@ -39,6 +40,7 @@ LOCAL_NESTEROV = _kernel("nesterov")
 LOCAL_ADAM = _kernel("adam")
 LOCAL_ADAGRAD = _kernel("adagrad")
 LOCAL_RMSPROP = _kernel("rmsprop")
+LOCAL_RMSPROP_CENTERED = _kernel("rmsprop_centered")
 
 _OF = {
     kernel.rule: kernel
@@ -49,6 +51,7 @@ _OF = {
         LOCAL_ADAM,
         LOCAL_ADAGRAD,
         LOCAL_RMSPROP,
+        LOCAL_RMSPROP_CENTERED,
     )
 }
 

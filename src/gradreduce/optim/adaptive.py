@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from gradreduce.ops import RuleKernel
-from gradreduce.ops.adaptive import ADAGRAD, ADAM, RMSPROP
+from gradreduce.ops.adaptive import ADAGRAD, ADAM, RMSPROP, RMSPROP_CENTERED
 from gradreduce.variables import Variable
 
 from .base import Optimizer
@@ -146,11 +146,14 @@ class AdagradOptimizer(Optimizer):
 
 
 class RMSPropOptimizer(Optimizer):
-    """RMSProp (tf.train.RMSPropOptimizer, not centered).
+    """RMSProp (tf.train.RMSPropOptimizer).
 
     ``rms += (1 - decay) * (gradient ** 2 - rms)``, ``mom = momentum * mom + learning_rate *
     gradient / sqrt(rms + epsilon)``, then ``variable -= mom``. The slot ``"rms"`` is one at first,
     ``"momentum"`` zero. Rows that a sparse gradient does not name stay as they are.
+
+    Centered, it divides by the root of the variance: with the slot ``"mg"``, zero at first, ``mg +=
+    (1 - decay) * (gradient - mg)``, and ``sqrt(rms - mg ** 2 + epsilon)`` below the gradient.
 
     Args:
         learning_rate: a number, or a callable that says it for each update; may be changed.
@@ -158,10 +161,11 @@ class RMSPropOptimizer(Optimizer):
         momentum: how much of the last step is made again; likewise.
         epsilon: added to the mean under the root; likewise.
         name: of the optimizer.
+        centered: which of the two.
         master_dtype: see ``Optimizer``.
     """
 
-    _slot_names = ("rms", "momentum")
+    _slot_names: tuple[str, ...] = ("rms", "momentum")
     _hyperparameters = ("learning_rate", "decay", "momentum", "epsilon")
 
     def __init__(
@@ -172,8 +176,12 @@ class RMSPropOptimizer(Optimizer):
         epsilon: Number = 1e-10,
         name: str = "RMSProp",
         *,
+        centered: bool = False,
         master_dtype: Any = None,
     ) -> None:
+        self.centered = bool(centered)
+        if self.centered:
+            self._slot_names = ("rms", "mg", "momentum")
         super().__init__(name, master_dtype=master_dtype)
         self.learning_rate = as_number(learning_rate)
         self.decay, self.momentum = as_number(decay), as_number(momentum)
@@ -184,7 +192,7 @@ class RMSPropOptimizer(Optimizer):
 
     @property
     def _kernel(self) -> RuleKernel:
-        return RMSPROP
+        return RMSPROP_CENTERED if self.centered else RMSPROP
 
     def _scalars(self) -> tuple[float, ...]:
         rate, decay, momentum, epsilon = super()._scalars()

@@ -1,6 +1,7 @@
 """The centre: what all workers push to and pull from, on its own devices; never trains.
 
-Its lock is held while a push is launched, never while memory is asked for or a kernel is compiled.
+Its lock is held while a push is launched and while variables and slots are made; never while a
+kernel is compiled, nor while the host waits for a device.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from gradreduce import ops
 from gradreduce.device import Device, Mesh, as_deadline, default_mesh
 from gradreduce.errors import CollectiveError, DeadlineExceededError, DeviceMismatchError
 from gradreduce.optim.base import Optimizer
@@ -192,6 +194,11 @@ class AGNCenter:
 
     def prepare(self, optimizer: Optimizer, variables: Sequence[Variable]) -> None:
         """Makes the slots of centre variables that are not there yet."""
+        for variable in variables:
+            if optimizer._slots.wants_master(variable):
+                ops.prepare_pack(
+                    variable.devices[0], optimizer._slots.state_dtype(variable), variable.dtype
+                )
         with self._lock:
             self.check_usable()
             self.join(optimizer).make(variables, optimizer._slot_start)
@@ -215,8 +222,14 @@ class AGNCenter:
         """Inside, with locking, no other worker pushes, updates or pulls."""
         return self._lock if use_locking else nullcontext()
 
-    def check_usable(self) -> None:
-        """Raises ``CollectiveError`` if a push failed half way."""
+    def check_usable(self, version: int | None = None) -> None:
+        """Raises ``CollectiveError`` if a push failed half way.
+
+        Args:
+            version: for which a push was planned; it is refused too if that has passed.
+        """
+        if version is not None and version != self.version:
+            raise CollectiveError("the centre was loaded while a push was planned")
         if self._fault is not None:
             raise CollectiveError(
                 f"the centre is half updated, since a push failed half way: {self._fault}; "
@@ -279,7 +292,7 @@ def process_wide(near: Device) -> AGNCenter:
     global _latest
     with _latest_lock:
         center = None if _latest is None else _latest()
-        if center is None:
+        if center is None or center.devices[0].fabric.is_closed:
             center = AGNCenter(near.mesh)
             _latest = weakref.ref(center)
         return center

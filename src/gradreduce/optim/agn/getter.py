@@ -10,7 +10,7 @@ from gradreduce.device import Device, Mesh
 from gradreduce.variables import Variable
 
 from .center import AGNCenter, process_wide
-from .lazy import Accumulation
+from .lazy import Accumulation, Changes
 
 __all__ = ["AGNCustomGetter", "Member"]
 
@@ -61,6 +61,7 @@ class AGNCustomGetter:
         self.center.check_reached(self.devices)
         self._members: dict[Variable, Member] = {}
         self._names: set[str] = set()
+        self._changes = Changes()
 
     def __call__(
         self,
@@ -82,7 +83,7 @@ class AGNCustomGetter:
         options["device"] = self.worker_device
         local = getter(name, initial_value, trainable=trainable, **options)
         if local.trainable:
-            total = Accumulation(local, f"grad_variable/{name}")
+            total = Accumulation(local, f"grad_variable/{name}", self._changes)
             self._members[local] = Member(local, self.center.variable_for(name, local), total)
             self._names.add(name)
         return local

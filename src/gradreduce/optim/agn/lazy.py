@@ -18,7 +18,7 @@ from gradreduce.indexed_slices import IndexedSlices, coalesced, densified
 from gradreduce.interop import numbers
 from gradreduce.variables import Variable
 
-__all__ = ["Accumulation", "Count"]
+__all__ = ["Accumulation", "Changes", "Count"]
 
 
 class _Lazy(Variable):
@@ -71,6 +71,12 @@ class Count(_Lazy):
 _Holds = Literal["nothing", "zeros", "sum"]
 
 
+class Changes:
+    """How often the sums of a worker became something else than a sum of one gradient more."""
+
+    count = 0
+
+
 class Accumulation(_Lazy):
     """The sum of the gradients of a worker's variable since its last push.
 
@@ -82,14 +88,16 @@ class Accumulation(_Lazy):
     Args:
         local: the worker's variable.
         name: of this one.
+        changes: of the worker.
 
     Attributes:
         rows: the sparse sum; None if it is dense, or nothing.
+        changes: see there.
     """
 
-    def __init__(self, local: Variable, name: str) -> None:
+    def __init__(self, local: Variable, name: str, changes: Changes) -> None:
         super().__init__(name)
-        self._local = local
+        self._local, self.changes = local, changes
         self._memory: tuple[Buffer, ...] = ()
         self._holds: _Holds = "nothing"
         self.rows: AccumulatorState | None = None
@@ -133,14 +141,19 @@ class Accumulation(_Lazy):
 
     def added(self) -> None:
         """A dense gradient was added, or written."""
-        self._holds = "sum"
+        if self._holds != "sum":
+            self._become("sum")
 
     def cleared(self) -> None:
         """It is zero from now on; launches nothing."""
-        self._holds, self.rows = "nothing", None
+        self._become("nothing")
+
+    def _become(self, holds: _Holds, rows: AccumulatorState | None = None) -> None:
+        self._holds, self.rows = holds, rows
+        self.changes.count += 1
 
     def arrival(self, gradient: IndexedSlices) -> Arrival:
-        """A sparse gradient on its way into the rows; whoever adds it sets ``rows``."""
+        """A sparse gradient on its way into the rows; whoever adds it says ``added_rows``."""
         state = self.rows or AccumulatorState(
             self._local.dtype, self.shape, "SUM", self.devices[:1], False, _NO_OPS, sparse=True
         )
@@ -148,6 +161,11 @@ class Accumulation(_Lazy):
         segments = ops.plan_segments(gradient.indices)
         part = SparseGradient(gradient.values, segments, self.shape)
         return Arrival(state, ((0, part),), "native")
+
+    def added_rows(self, state: AccumulatorState) -> None:
+        """A sparse gradient was added to these."""
+        if self.rows is not state:
+            self._become(self._holds, state)
 
     @property
     def sparse_sum(self) -> SparseSum:
@@ -166,7 +184,7 @@ class Accumulation(_Lazy):
         """Rows become an array, on every device."""
         if self.rows is not None:
             self._memory = self._as_arrays()
-            self._holds, self.rows = "sum", None
+            self._become("sum")
 
     def _as_arrays(self) -> tuple[Buffer, ...]:
         """The rows on every device, with zeros elsewhere, in new memory."""
@@ -190,14 +208,14 @@ class Accumulation(_Lazy):
         self.cleared()
         if dense is not None:
             self._memory = tuple(device.upload(dense) for device in self.devices)
-            self._holds = "sum"
+            self._become("sum")
         elif rows is not None:
             arrival = self.arrival(rows)
             addition = SparseAdditions([arrival])
             addition.launch_apart()
             ((state, place, total),) = addition.totals()
             state.totals[place] = total
-            self.rows = state
+            self.added_rows(state)
 
     @property
     def _true(self) -> tuple[Buffer, ...]:
@@ -206,7 +224,7 @@ class Accumulation(_Lazy):
         if self._holds == "nothing":
             for copy in self.memory:
                 clear(copy)
-            self._holds = "zeros"
+            self._become("zeros")
         return self._memory
 
 

@@ -58,20 +58,37 @@ class LocalPlan(Plan):
         super().__init__([member.local for member in members], rows_of, kernel)
         self.members = list(members)
         self._memory = list(totals.values())
+        self._changes, self._seen = members[0].total.changes, -1
+        self._first: bool | None = None
         self.ranges = ops.Ranges([*(each for row in self.written for each in row), *others])
 
     def serves(self, optimizer: Optimizer, variables: Sequence[Variable]) -> bool:
-        """Whether it is of these variables, and as they are now."""
+        """Whether it is of these variables, by this rule."""
         rule = optimizer._kernel
         if rule is None or len(variables) != len(self.variables):
             return False
         same = all([one is two for one, two in zip(variables, self.variables, strict=True)])
-        return same and ops.local_update_of(rule) is self.kernel and self._is_true()
+        return same and ops.local_update_of(rule) is self.kernel
 
-    def _is_true(self) -> bool:
-        """Whether the sums are dense, where they were."""
+    @property
+    def first(self) -> bool | None:
+        """Whether gradients are written to the sums, or added; None if a launch cannot do it."""
+        if self._seen != self._changes.count:
+            self._seen, self._first = self._changes.count, self._looked()
+        return self._first
+
+    def _looked(self) -> bool | None:
         pairs = zip(self.members, self._memory, strict=True)
-        return all([each.total.rows is None and each.total.memory is here for each, here in pairs])
+        if not all([each.total.rows is None and each.total.memory is here for each, here in pairs]):
+            return None
+        firsts = {member.total.is_first for member in self.members}
+        return firsts.pop() if len(firsts) == 1 else None
+
+    def added(self) -> None:
+        """A gradient was written to each sum, or added to it."""
+        if self._first:
+            for member in self.members:
+                member.total.added()
 
 
 class Step(Protocol):
@@ -86,8 +103,7 @@ class Step(Protocol):
 
 def is_planned(gradients: Sequence[Part], plan: LocalPlan) -> TypeGuard[Sequence[Buffer]]:
     """Whether they are all dense, and all sums are to be written, or all added to."""
-    firsts = {member.total.is_first for member in plan.members}
-    return len(firsts) == 1 and {type(part) for part in gradients} == {Buffer}
+    return plan.first is not None and {type(part) for part in gradients} == {Buffer}
 
 
 class DenseStep:
@@ -107,7 +123,6 @@ class DenseStep:
             Job([plan.written[place] for place in places], [gradients[place] for place in places])
             for places in plan.places
         ]
-        self._first = int(plan.members[0].total.is_first)
 
     def sums(self) -> dict[Member, Buffer | SparseSum]:
         """See ``Step``."""
@@ -115,15 +130,14 @@ class DenseStep:
 
     def launch(self) -> None:
         """See ``Step``."""
-        plan, given = self._plan, (self._first, *self._scalars)
+        plan, given = self._plan, (int(bool(self._plan.first)), *self._scalars)
         kernel = plan.kernel
         assert kernel is not None
         fabric = plan.devices[0].fabric
         with fabric.launch_lock, fabric.whole_or_lost(plan.devices):
             for job, writer in zip(self._jobs, plan.writers, strict=True):
                 job.run(partial(_by_kernel, kernel, given, writer))
-        for member in plan.members:
-            member.total.added()
+        plan.added()
 
 
 def mixed(members: Sequence[Member], gradients: Sequence[Near]) -> list[Near | None]:
@@ -225,7 +239,7 @@ class LocalStep:
         for state, place, total in self._additions.totals():
             state.totals[place] = total
         for member, arrival in self._sparse:
-            member.total.rows = arrival.state
+            member.total.added_rows(arrival.state)
 
 
 def _launches(

@@ -43,7 +43,8 @@ class AGNOptimizer(Optimizer):
     centre variables by the same rule, with slots of their own that all workers share, and the
     worker's variables become what the centre is then; its local progress is given up for that.
     Adam's powers are the worker's, and advance with both updates. Slots of the worker's variables
-    stay as they are at a pull.
+    stay as they are at a pull. A rule on arrays, a subclass's ``_apply``, is computed for the
+    centre while no other worker pushes.
 
     Args:
         optimizer: the rule for local and centre updates.
@@ -168,7 +169,7 @@ class AGNOptimizer(Optimizer):
         members = plan.members if plan else [self._getter.member(var) for var in variables]
         devices = [device for var in variables for device in var.devices] if seconds else []
         with due("apply_gradients", seconds, [*devices, *self._center.devices]):
-            parts = self._checked(gradients, members, plan)
+            parts = self._checked(gradients, variables, members, plan)
             makes_up = self._is_due
             if makes_up:
                 self._make_up(global_step)
@@ -201,6 +202,14 @@ class AGNOptimizer(Optimizer):
             grad_loss, engine=engine,
         )  # fmt: skip
         return self.apply_gradients(pairs, global_step, name)
+
+    def prepare(self, variables: Sequence[Variable]) -> None:
+        """Compiles what a step of these variables launches, and makes their slots, here and there.
+
+        Raises:
+            KeyError: a variable that did not come through the getter.
+        """
+        self._prepare([self._getter.member(var) for var in variables])
 
     def get_init_op(self, task_index: int) -> Callable[[], None]:
         """What lets a worker start where the centre is.
@@ -278,10 +287,13 @@ class AGNOptimizer(Optimizer):
     # -- a step -----------------------------------------------------------------------------------
 
     def _checked(
-        self, gradients: Sequence[Any], members: Sequence[Member], plan: LocalPlan | None
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Variable],
+        members: Sequence[Member],
+        plan: LocalPlan | None,
     ) -> Sequence[Part]:
         """Of each copy of each variable its gradient near it; reduced, if it is of replicas."""
-        variables = [member.local for member in members]
         parts = self._inner._arrived(gradients, variables, plan)
         if plan is None:
             near = _by_variable(members, parts)

@@ -314,7 +314,7 @@ class Push:
                 copy_over(mover, to, of)
         # A rule on arrays reads the centre and writes it later.
         with self._center.pushing(use_locking=self._how.use_locking or bool(self._jobs)):
-            self._center.check_usable()
+            self._center.check_usable(self._version)
             for visit in self._visits:
                 for look in visit.looks:
                     look()
