@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
+from numbers import Real
 from typing import Any
 
 from gradreduce import ops
@@ -89,9 +90,7 @@ class AGNOptimizer(Optimizer):
         self._num_worker = _at_least_one("num_worker", num_worker)
         self._period = _at_least_one("communication_period", communication_period)
         self._use_locking = bool(use_locking)
-        self._gamma = None if distance_scale is None else float(distance_scale)
-        if self._gamma is not None and not self._gamma > 0:
-            raise ValueError(f"distance_scale={distance_scale!r} must be above 0, or None")
+        self._gamma = _as_scale(distance_scale)
         self._resets = bool(reset_momentum)
         self._step = Count("local_step", custom_getter.devices[0])
         self._is_due = False  # a push failed before it changed anything, and is to be made
@@ -437,6 +436,16 @@ def _by_variable(members: Sequence[Member], parts: Sequence[Part]) -> list[Near]
 
 # Names of slots that hold a direction in which a variable goes on.
 _MOMENTUM = {"momentum", "m"}
+
+
+def _as_scale(distance_scale: float | None) -> float | None:
+    if distance_scale is None:
+        return None
+    if not isinstance(distance_scale, Real):
+        raise TypeError(f"distance_scale={distance_scale!r} must be a number, or None")
+    if not distance_scale > 0:
+        raise ValueError(f"distance_scale={distance_scale!r} must be above 0, or None")
+    return float(distance_scale)
 
 
 def _at_least_one(name: str, value: int) -> int:
