@@ -39,13 +39,18 @@ class LocalPlan(Plan):
         optimizer: whose rule is a kernel; its slots of the variables exist.
         members: the variables; their sums have memory.
         others: what a gradient may not lie in either.
+        version: of the centre, of whose slots some of that is.
 
     Attributes:
         members: see there.
     """
 
     def __init__(
-        self, optimizer: Optimizer, members: Sequence[Member], others: Sequence[Buffer]
+        self,
+        optimizer: Optimizer,
+        members: Sequence[Member],
+        others: Sequence[Buffer],
+        version: int,
     ) -> None:
         assert optimizer._kernel is not None
         totals = {member.local: member.total.memory for member in members}
@@ -59,13 +64,19 @@ class LocalPlan(Plan):
         self.members = list(members)
         self._memory = list(totals.values())
         self._changes, self._seen = members[0].total.changes, -1
+        self._version, self._lies_there = version, True
         self._first: bool | None = None
         self.ranges = ops.Ranges([*(each for row in self.written for each in row), *others])
 
-    def serves(self, optimizer: Optimizer, variables: Sequence[Variable]) -> bool:
-        """Whether it is of these variables, by this rule."""
+    def serves(self, optimizer: Optimizer, variables: Sequence[Variable], version: int) -> bool:
+        """Whether it is of these variables, by this rule, and all memory is where it was.
+
+        Where memory has been given back, gradients may lie now.
+        """
         rule = optimizer._kernel
-        if rule is None or len(variables) != len(self.variables):
+        if rule is None or len(variables) != len(self.variables) or version != self._version:
+            return False
+        if self.first is None and not self._lies_there:
             return False
         same = all([one is two for one, two in zip(variables, self.variables, strict=True)])
         return same and ops.local_update_of(rule) is self.kernel
@@ -78,8 +89,9 @@ class LocalPlan(Plan):
         return self._first
 
     def _looked(self) -> bool | None:
-        pairs = zip(self.members, self._memory, strict=True)
-        if not all([each.total.rows is None and each.total.memory is here for each, here in pairs]):
+        pairs = list(zip(self.members, self._memory, strict=True))
+        self._lies_there = all([each.total.memory is here for each, here in pairs])
+        if not self._lies_there or any([each.total.rows is not None for each, _ in pairs]):
             return None
         firsts = {member.total.is_first for member in self.members}
         return firsts.pop() if len(firsts) == 1 else None

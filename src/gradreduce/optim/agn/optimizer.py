@@ -164,7 +164,8 @@ class AGNOptimizer(Optimizer):
         seconds = as_deadline(deadline)
         gradients, variables = checked_pairs(grads_and_vars)
         check_global_step(global_step)
-        plan = self._local if self._local and self._local.serves(self._inner, variables) else None
+        plan, version = self._local, self._center.version
+        plan = plan if plan and plan.serves(self._inner, variables, version) else None
         members = plan.members if plan else [self._getter.member(var) for var in variables]
         devices = [device for var in variables for device in var.devices] if seconds else []
         with due("apply_gradients", seconds, [*devices, *self._center.devices]):
@@ -331,7 +332,8 @@ class AGNOptimizer(Optimizer):
         inner._load_numbers(numbers)
         self._step.value += 1
         if plan is None and isinstance(step, LocalStep) and step.is_dense:
-            self._local = LocalPlan(inner, members, self._written_besides(members))
+            others = self._written_besides(members)
+            self._local = LocalPlan(inner, members, others, self._center.version)
         return is_due
 
     def _prepare(self, members: Sequence[Member]) -> None:
