@@ -219,3 +219,34 @@ def test_slots_are_those_of_the_inner_optimizer(mesh, worker):
     chosen = gr.HierarchicalCopyAllReduce(mesh=mesh)
     worker.optimizer.cross_device_ops = chosen
     assert worker.inner.cross_device_ops is worker.optimizer.cross_device_ops is chosen
+
+
+def test_memory_that_was_given_back_may_hold_a_gradient(mesh):
+    """That of slots of before a checkpoint, and of a sum that has become an array again."""
+    home = mesh.devices[1]
+    worker = Worker(home, gr.AGNCenter(home), STARTS, lambda: gr.MomentumOptimizer(0.5, 0.5), 1, 2)
+
+    def step_by_new_memory():
+        kept = [{name: home.upload(value) for name, value in ONES.items()} for _ in range(4)]
+        for grads in kept:
+            worker.step(grads)
+
+    step_by_new_memory()
+    worker.getter.center.load_state_dict(worker.getter.center.state_dict())
+    step_by_new_memory()
+    worker.step({"t": gr.IndexedSlices(ONES["t"][:2], [1, 2]), "v": ONES["v"]})
+    worker.step(ONES)
+    step_by_new_memory()
+
+
+def test_slots_that_came_with_a_checkpoint_are_no_gradient(mesh):
+    home = mesh.devices[1]
+    worker = Worker(home, gr.AGNCenter(home), STARTS, lambda: gr.MomentumOptimizer(0.5, 0.5), 1, 2)
+    for _ in range(3):
+        worker.step(ONES)
+    center = worker.getter.center
+    center.load_state_dict(center.state_dict())
+    var = worker.variables["v"]
+    slot = worker.optimizer.get_slot(worker.getter.center_variable(var), "momentum")
+    pairs = [(ONES["t"], worker.variables["t"]), (slot.buffers[0], var)]
+    refused(worker, ValueError, "is the memory of a variable or slot", pairs)
