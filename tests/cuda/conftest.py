@@ -19,6 +19,7 @@ import pytest
 SHARED = {
     f"test_{name}.py"
     for name in (
+        "agn",
         "arrays",
         "capture",
         "digits",

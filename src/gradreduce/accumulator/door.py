@@ -180,16 +180,16 @@ def check_together(states: Sequence[AccumulatorState]) -> None:
         raise DeviceMismatchError("accumulators of different meshes in one call")
 
 
-def as_timeout(timeout: float | None) -> float | None:
+def as_timeout(timeout: float | None, name: str = "timeout") -> float | None:
     """Seconds to wait, at least 0; None for ever."""
     if timeout is None:
         return None
     try:
         limited = float(min(max(timeout, 0.0), threading.TIMEOUT_MAX))
     except TypeError:
-        raise TypeError(f"timeout={timeout!r} must be a number of seconds or None") from None
+        raise TypeError(f"{name}={timeout!r} must be a number of seconds or None") from None
     if timeout != timeout:
-        raise ValueError("timeout=nan must be a number of seconds or None")
+        raise ValueError(f"{name}=nan must be a number of seconds or None")
     return limited
 
 

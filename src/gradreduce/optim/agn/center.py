@@ -21,7 +21,7 @@ from gradreduce.optim.slots import Slots
 from gradreduce.variables import Variable
 
 from .saved import load_center, saved_center
-from .workers import WorkerThread
+from .workers import WorkerThread, as_task
 
 __all__ = ["PREFIX", "AGNCenter", "process_wide"]
 
@@ -89,8 +89,14 @@ class AGNCenter:
         Returns:
             The running thread. Its ``join`` raises the exception that ended the worker, if one
             did; the others go on, and ``lost_workers`` names it.
+
+        Raises:
+            TypeError: a ``task_index`` that is no integer, or ``work`` that cannot be called.
+            ValueError: a negative ``task_index``.
         """
-        worker = WorkerThread(task_index, work, self.lose)
+        if not callable(work):
+            raise TypeError(f"work={work!r} cannot be called")
+        worker = WorkerThread(as_task(task_index), work, self.lose)
         worker.start()
         return worker
 

@@ -60,6 +60,7 @@ class AGNCustomGetter:
         self.center = process_wide(self.devices[0]) if center is None else center
         self.center.check_reached(self.devices)
         self._members: dict[Variable, Member] = {}
+        self._names: set[str] = set()
         self._changes = Changes()
 
     def __call__(
@@ -74,13 +75,17 @@ class AGNCustomGetter:
         """See ``gr.get_variable``, which calls it.
 
         Raises:
-            ValueError: the centre has a variable of this name with another shape or dtype.
+            ValueError: this getter has made one of this name, which would be the same at the
+                centre, or the centre has one with another shape or dtype.
         """
+        if trainable and name in self._names:
+            raise ValueError(f"this getter has made {name!r} already: a worker has one of a name")
         options["device"] = self.worker_device
         local = getter(name, initial_value, trainable=trainable, **options)
         if local.trainable:
             total = Accumulation(local, f"grad_variable/{name}", self._changes)
             self._members[local] = Member(local, self.center.variable_for(name, local), total)
+            self._names.add(name)
         return local
 
     def center_variable(self, var: Variable) -> Variable:
@@ -97,7 +102,7 @@ class AGNCustomGetter:
     def accumulation(self, var: Variable) -> Variable:
         """The sum of the gradients of a worker's variable since its last push; only to be read.
 
-        Of float32 for halves. A sum of sparse gradients is made dense when it is read.
+        Of float32 for halves. A sum of sparse gradients is shown as an array, and stays sparse.
 
         Args:
             var: a variable that came through this getter.

@@ -81,8 +81,9 @@ class Accumulation(_Lazy):
     """The sum of the gradients of a worker's variable since its last push.
 
     Of the accumulate type: float32 of halves. It is dense, on each device of the variable, or, as
-    long as every gradient was sparse, the rows that they touched, on the first; whoever reads it
-    makes it dense. Only to be read.
+    long as every gradient was sparse, the rows that they touched, on the first. Only to be read:
+    whoever does is given rows as an array, and the sum stays what it is, because the centre's
+    update of rows is another than one of an array that is zero elsewhere.
 
     Args:
         local: the worker's variable.
@@ -124,7 +125,7 @@ class Accumulation(_Lazy):
     @property
     def is_first(self) -> bool:
         """Whether a dense gradient is to be written to the memory: what is there is not read."""
-        return self._holds == "nothing"
+        return self._holds != "sum"
 
     @property
     def memory(self) -> tuple[Buffer, ...]:
@@ -180,15 +181,15 @@ class Accumulation(_Lazy):
         return self.memory[0] if self.rows is None else self.sparse_sum
 
     def make_dense(self) -> None:
-        """Rows become an array, on every device; nothing becomes zeros."""
+        """Rows become an array, on every device."""
         if self.rows is not None:
-            (whole,) = densified([self.merged()])
-            self._memory = (whole, *(_copied(device, whole) for device in self.devices[1:]))
+            self._memory = self._as_arrays()
             self._become("sum")
-        elif self._holds == "nothing":
-            for copy in self.memory:
-                clear(copy)
-            self._become("zeros")
+
+    def _as_arrays(self) -> tuple[Buffer, ...]:
+        """The rows on every device, with zeros elsewhere, in new memory."""
+        (whole,) = densified([self.merged()])
+        return (whole, *(_copied(device, whole) for device in self.devices[1:]))
 
     def merged(self) -> IndexedSlices:
         """The rows in the order of their indices, in new memory."""
@@ -218,7 +219,12 @@ class Accumulation(_Lazy):
 
     @property
     def _true(self) -> tuple[Buffer, ...]:
-        self.make_dense()
+        if self.rows is not None:
+            return self._as_arrays()
+        if self._holds == "nothing":
+            for copy in self.memory:
+                clear(copy)
+            self._become("zeros")
         return self._memory
 
 

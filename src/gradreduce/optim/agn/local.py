@@ -21,12 +21,12 @@ from gradreduce.optim.base import Optimizer
 from gradreduce.optim.custom import changed_by
 from gradreduce.optim.launches import Job
 from gradreduce.optim.plan import Plan
-from gradreduce.values import Part
+from gradreduce.values import Part, buffer_of
 from gradreduce.variables import Variable
 
 from .getter import Member
 
-__all__ = ["DenseStep", "LocalPlan", "LocalStep", "Step", "is_planned", "without_mixtures"]
+__all__ = ["DenseStep", "LocalPlan", "LocalStep", "Step", "is_planned", "mixed"]
 
 # How a copy of a variable is changed: a dense gradient is written to the sum, or added to it; rows.
 _FIRST, _LATER, _ROWS = range(3)
@@ -39,13 +39,18 @@ class LocalPlan(Plan):
         optimizer: whose rule is a kernel; its slots of the variables exist.
         members: the variables; their sums have memory.
         others: what a gradient may not lie in either.
+        version: of the centre, of whose slots some of that is.
 
     Attributes:
         members: see there.
     """
 
     def __init__(
-        self, optimizer: Optimizer, members: Sequence[Member], others: Sequence[Buffer]
+        self,
+        optimizer: Optimizer,
+        members: Sequence[Member],
+        others: Sequence[Buffer],
+        version: int,
     ) -> None:
         assert optimizer._kernel is not None
         totals = {member.local: member.total.memory for member in members}
@@ -59,13 +64,19 @@ class LocalPlan(Plan):
         self.members = list(members)
         self._memory = list(totals.values())
         self._changes, self._seen = members[0].total.changes, -1
+        self._version, self._lies_there = version, True
         self._first: bool | None = None
         self.ranges = ops.Ranges([*(each for row in self.written for each in row), *others])
 
-    def serves(self, optimizer: Optimizer, variables: Sequence[Variable]) -> bool:
-        """Whether it is of these variables, by this rule."""
+    def serves(self, optimizer: Optimizer, variables: Sequence[Variable], version: int) -> bool:
+        """Whether it is of these variables, by this rule, and all memory is where it was.
+
+        Where memory has been given back, gradients may lie now.
+        """
         rule = optimizer._kernel
-        if rule is None or len(variables) != len(self.variables):
+        if rule is None or len(variables) != len(self.variables) or version != self._version:
+            return False
+        if self.first is None and not self._lies_there:
             return False
         same = all([one is two for one, two in zip(variables, self.variables, strict=True)])
         return same and ops.local_update_of(rule) is self.kernel
@@ -78,8 +89,9 @@ class LocalPlan(Plan):
         return self._first
 
     def _looked(self) -> bool | None:
-        pairs = zip(self.members, self._memory, strict=True)
-        if not all([each.total.rows is None and each.total.memory is here for each, here in pairs]):
+        pairs = list(zip(self.members, self._memory, strict=True))
+        self._lies_there = all([each.total.memory is here for each, here in pairs])
+        if not self._lies_there or any([each.total.rows is not None for each, _ in pairs]):
             return None
         firsts = {member.total.is_first for member in self.members}
         return firsts.pop() if len(firsts) == 1 else None
@@ -140,20 +152,22 @@ class DenseStep:
         plan.added()
 
 
-def without_mixtures(members: Sequence[Member], gradients: Sequence[Near]) -> list[Near]:
-    """A gradient of the kind of the sum that it goes to: dense and sparse make a dense one."""
-    mixed = []
+def mixed(members: Sequence[Member], gradients: Sequence[Near]) -> list[Near | None]:
+    """Of rows that go to a sum that is dense what is added there; None for any other gradient.
+
+    A sum of rows that a dense gradient goes to becomes dense.
+    """
+    found: list[Near | None] = [None] * len(members)
+    places = []
     for place, (member, near) in enumerate(zip(members, gradients, strict=True)):
         if not isinstance(near[0], IndexedSlices):
-            if member.total.rows is not None:
-                member.total.make_dense()
+            member.total.make_dense()
         elif not member.total.is_first:
-            mixed.append(place)
-    found = list(gradients)
+            places.append(place)
     dense = made_dense(
-        [gradients[place] for place in mixed], [members[place].local for place in mixed]
+        [gradients[place] for place in places], [members[place].local for place in places]
     )
-    for place, near in zip(mixed, dense, strict=True):
+    for place, near in zip(places, dense, strict=True):
         found[place] = near
     return found
 
@@ -164,7 +178,8 @@ class LocalStep:
     Args:
         optimizer: whose rule; its slots of the variables exist.
         members: the variables.
-        gradients: of each, near each of its copies; not of another kind than its sum.
+        gradients: of each, near each of its copies; no dense one whose sum is rows.
+        additions: what ``mixed`` gives for them.
         scalars: of the rule.
 
     Attributes:
@@ -177,18 +192,23 @@ class LocalStep:
         optimizer: Optimizer,
         members: Sequence[Member],
         gradients: Sequence[Near],
+        additions: Sequence[Near | None],
         scalars: Sequence[float],
     ) -> None:
         self._dense: list[Member] = []
         self._sparse: list[tuple[Member, Arrival]] = []
         groups: dict[tuple[int, int], list[tuple[list[Buffer], Part, Buffer | None]]] = {}
-        for member, near in zip(members, gradients, strict=True):
+        apart: dict[int, list[tuple[Buffer, Part]]] = {}
+        for member, near, added in zip(members, gradients, additions, strict=True):
             rows = optimizer._slots.rows(member.local)
-            kind, totals = self._kind(member, near[0])
+            kind, totals = self._kind(member, near[0], added)
             for written, part, total in zip(rows, near, totals, strict=True):
                 key = (written[0].device.physical, kind)
                 groups.setdefault(key, []).append((written, part, total))
-        self.is_dense = not self._sparse and optimizer._kernel is not None
+            for memory, dense in zip(member.total.memory, added, strict=True) if added else ():
+                apart.setdefault(memory.device.physical, []).append((memory, dense))
+        has_rows = any([kind == _ROWS for _, kind in groups])
+        self.is_dense = not has_rows and optimizer._kernel is not None
         self._additions = SparseAdditions([arrival for _, arrival in self._sparse])
         self.devices = [copy.device for member in members for copy in member.local.buffers]
         self._launches = [
@@ -196,13 +216,16 @@ class LocalStep:
             for (_, kind), group in groups.items()
             for launch in _launches(optimizer, kind, group, tuple(scalars))
         ]
+        self._launches += [_sums(pairs, first=False) for pairs in apart.values()]
 
     def _kind(
-        self, member: Member, gradient: Part
+        self, member: Member, gradient: Part, added: Near | None
     ) -> tuple[int, Sequence[Buffer] | Sequence[None]]:
         """How it is changed, and the sum of each copy, if that is dense."""
         if isinstance(gradient, IndexedSlices):
-            if gradient.values.size:
+            if added is not None:
+                self._dense.append(member)
+            else:
                 self._sparse.append((member, member.total.arrival(gradient)))
             return _ROWS, [None] * len(member.local.buffers)
         self._dense.append(member)
@@ -263,12 +286,18 @@ def _by_arrays(
         (total, part) for _, part, total in group if total is not None and type(part) is Buffer
     ]
     if pairs:
-        sums = Job([[total] for total, _ in pairs], [part for _, part in pairs])
-        ends.append(partial(sums.run, partial(_add, first=kind == _FIRST)))
-        for total, part in pairs:
-            ops.prepare_pack(sums.leader, total.dtype, part.dtype)
-            ops.prepare_accumulate_n(sums.leader, total.dtype, part.dtype)
+        ends.append(_sums(pairs, first=kind == _FIRST))
     return ends
+
+
+def _sums(pairs: Sequence[tuple[Buffer, Part]], *, first: bool) -> Callable[[], None]:
+    """Gradients on one physical device into their sums, by themselves."""
+    job = Job([[total] for total, _ in pairs], [part for _, part in pairs])
+    for total, part in pairs:
+        dtype = buffer_of(part).dtype
+        ops.prepare_pack(job.leader, total.dtype, dtype)
+        ops.prepare_accumulate_n(job.leader, total.dtype, dtype)
+    return partial(job.run, partial(_add, first=first))
 
 
 def _by_kernel(

@@ -9,9 +9,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
+from numbers import Real
 from typing import Any
 
 from gradreduce import ops
+from gradreduce.accumulator.door import as_timeout
 from gradreduce.aggregate import AggregationMethod
 from gradreduce.autodiff.gradients import Engine
 from gradreduce.cross_device_ops import CrossDeviceOps
@@ -25,9 +27,10 @@ from gradreduce.variables import Variable
 from .getter import AGNCustomGetter, Member
 from .hook import AGNHook
 from .lazy import Count
-from .local import DenseStep, LocalPlan, LocalStep, Step, is_planned, without_mixtures
+from .local import DenseStep, LocalPlan, LocalStep, Step, is_planned, mixed
 from .push import How, Push, Sum
 from .saved_worker import Worker, load_worker, saved_worker
+from .workers import as_task
 
 __all__ = ["AGNOptimizer"]
 
@@ -87,9 +90,7 @@ class AGNOptimizer(Optimizer):
         self._num_worker = _at_least_one("num_worker", num_worker)
         self._period = _at_least_one("communication_period", communication_period)
         self._use_locking = bool(use_locking)
-        self._gamma = None if distance_scale is None else float(distance_scale)
-        if self._gamma is not None and not self._gamma > 0:
-            raise ValueError(f"distance_scale={distance_scale!r} must be above 0, or None")
+        self._gamma = _as_scale(distance_scale)
         self._resets = bool(reset_momentum)
         self._step = Count("local_step", custom_getter.devices[0])
         self._is_due = False  # a push failed before it changed anything, and is to be made
@@ -153,7 +154,7 @@ class AGNOptimizer(Optimizer):
 
         Raises:
             KeyError: a variable that did not come through the getter.
-            ValueError: see ``Optimizer.apply_gradients``; or two variables of one name.
+            ValueError: see ``Optimizer.apply_gradients``.
             TypeError: see there.
             CollectiveError: the centre refuses pushes, because one failed half way.
 
@@ -163,7 +164,8 @@ class AGNOptimizer(Optimizer):
         seconds = as_deadline(deadline)
         gradients, variables = checked_pairs(grads_and_vars)
         check_global_step(global_step)
-        plan = self._local if self._local and self._local.serves(self._inner, variables) else None
+        plan, version = self._local, self._center.version
+        plan = plan if plan and plan.serves(self._inner, variables, version) else None
         members = plan.members if plan else [self._getter.member(var) for var in variables]
         devices = [device for var in variables for device in var.devices] if seconds else []
         with due("apply_gradients", seconds, [*devices, *self._center.devices]):
@@ -221,8 +223,9 @@ class AGNOptimizer(Optimizer):
 
         Raises:
             ValueError: the getter has made no trainable variable, or a negative ``task_index``.
+            TypeError: a ``task_index`` that is no integer.
         """
-        _as_task(task_index)
+        as_task(task_index)
         if not self._getter.members:
             raise ValueError("the list of local variables should not be empty: none came through "
                              "the AGNCustomGetter")  # fmt: skip
@@ -240,10 +243,11 @@ class AGNOptimizer(Optimizer):
                 None waits for nobody.
 
         Raises:
-            ValueError: see ``get_init_op``.
+            ValueError: see ``get_init_op``; or a ``wait_timeout`` that is not a number.
+            TypeError: an argument of another type.
         """
-        start = self.get_init_op(task_index)
-        return AGNHook(self._center, start, _as_task(task_index), self._num_worker, wait_timeout)
+        start, limit = self.get_init_op(task_index), as_timeout(wait_timeout, "wait_timeout")
+        return AGNHook(self._center, start, as_task(task_index), self._num_worker, limit)
 
     def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
         """The worker, as host data: variables, sums, inner optimizer, ``local_step``.
@@ -254,8 +258,6 @@ class AGNOptimizer(Optimizer):
         Args:
             deadline: seconds from now in which the devices must be done, or their mesh dies.
 
-        Raises:
-            ValueError: two variables have the same name.
         """
         seconds = as_deadline(deadline)
         worker = Worker(self._step.value, self._is_due, self._pulled)
@@ -294,8 +296,6 @@ class AGNOptimizer(Optimizer):
         """Of each copy of each variable its gradient near it; reduced, if it is of replicas."""
         parts = self._inner._arrived(gradients, variables, plan)
         if plan is None:
-            if len({member.center for member in members}) != len(members):
-                raise ValueError("two variables have one name, and so the same centre variable")
             near = _by_variable(members, parts)
             check_apart(variables, near, ops.Ranges(self._written_besides(members)))
         return parts
@@ -332,7 +332,8 @@ class AGNOptimizer(Optimizer):
         inner._load_numbers(numbers)
         self._step.value += 1
         if plan is None and isinstance(step, LocalStep) and step.is_dense:
-            self._local = LocalPlan(inner, members, self._written_besides(members))
+            others = self._written_besides(members)
+            self._local = LocalPlan(inner, members, others, self._center.version)
         return is_due
 
     def _prepare(self, members: Sequence[Member]) -> None:
@@ -354,8 +355,8 @@ class AGNOptimizer(Optimizer):
     ) -> Step:
         if plan is not None and is_planned(parts, plan):
             return DenseStep(plan, parts, scalars)
-        near = without_mixtures(members, _by_variable(members, parts))
-        return LocalStep(self._inner, members, near, scalars)
+        near = _by_variable(members, parts)
+        return LocalStep(self._inner, members, near, mixed(members, near), scalars)
 
     def _scalars_of_next(self) -> tuple[tuple[float, ...], dict[str, float]]:
         """Of the rule for the next update, and the inner optimizer's numbers after it."""
@@ -439,6 +440,16 @@ def _by_variable(members: Sequence[Member], parts: Sequence[Part]) -> list[Near]
 _MOMENTUM = {"momentum", "m"}
 
 
+def _as_scale(distance_scale: float | None) -> float | None:
+    if distance_scale is None:
+        return None
+    if not isinstance(distance_scale, Real):
+        raise TypeError(f"distance_scale={distance_scale!r} must be a number, or None")
+    if not distance_scale > 0:
+        raise ValueError(f"distance_scale={distance_scale!r} must be above 0, or None")
+    return float(distance_scale)
+
+
 def _at_least_one(name: str, value: int) -> int:
     try:
         number = operator.index(value)
@@ -446,14 +457,4 @@ def _at_least_one(name: str, value: int) -> int:
         raise TypeError(f"{name}={value!r} must be an integer") from None
     if number < 1:
         raise ValueError(f"{name}={value!r} must be at least 1")
-    return number
-
-
-def _as_task(task_index: int) -> int:
-    try:
-        number = operator.index(task_index)
-    except TypeError:
-        raise TypeError(f"task_index={task_index!r} must be an integer") from None
-    if number < 0:
-        raise ValueError(f"task_index={task_index!r} must be 0 or more")
     return number

@@ -7,6 +7,7 @@ normalise, update, pull. Elsewhere sums are copied there before, and what it pul
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -66,6 +67,7 @@ class _Visit:
         inward: copies of the worker's memory to where the leader reaches it.
         looks: launches that read the centre, into new memory.
         others: devices of all operands.
+        begins: launches that take rows of the centre out, in one step with the updates.
         updates: launches that change the centre, given the scalars of the rule.
         outward: copies of what was pulled.
         is_staged: whether there is memory for what the leader does not reach.
@@ -76,6 +78,7 @@ class _Visit:
     inward: list[_Move] = field(default_factory=list)
     looks: list[Callable[[], None]] = field(default_factory=list)
     others: list[Device] = field(default_factory=list)
+    begins: list[Callable[[], None]] = field(default_factory=list)
     updates: list[Callable[[tuple[float, ...]], None]] = field(default_factory=list)
     outward: list[_Move] = field(default_factory=list)
     is_staged: bool = False
@@ -100,11 +103,13 @@ class _Visit:
         self.outward.append((buffer.device, buffer, staged))
         return staged
 
-    def fenced(self, launch: Callable[[], None]) -> None:
-        """Launches behind and in front of all whose memory it touches."""
-        gather(self.leader, self.others)
-        launch()
-        scatter(self.leader, self.others)
+    def fenced(self, launch: Callable[[], None]) -> Callable[[], None]:
+        """A launch behind and in front of all whose memory it touches.
+
+        It does not know this object: the memory of what knows itself is free only when the garbage
+        collector has come by.
+        """
+        return partial(_fenced, self.leader, self.others, launch)
 
 
 class Push:
@@ -134,6 +139,7 @@ class Push:
         self.members, self._places = list(sums), list(sums.values())
         self._version = center.version
         self._center, self._optimizer, self._how = center, optimizer, how
+        center.prepare(optimizer, [member.center for member in sums])  # a checkpoint had none
         self._slots = center.join(optimizer)
         self._pulled = pulled
         self._merges: dict[Device, list[tuple[Buffer, Buffer, ops.Segments]]] = {}
@@ -156,7 +162,7 @@ class Push:
         self._before = [_merge(device, rows) for device, rows in self._merges.items()]
         self._before += [take for visit in self._visits for take in visit.takes]
         for visit in self._visits:
-            visit.others = list(dict.fromkeys(visit.others))
+            visit.others[:] = dict.fromkeys(visit.others)
 
     # -- plans ------------------------------------------------------------------------------------
 
@@ -187,11 +193,13 @@ class Push:
         kinds = {(id(row[0].dtype), id(row[-1].dtype), len(row)) for row in written}
         writer = Writer(visit.leader, written) if len(kinds) == 1 else None
 
+        period, leader, others = self._how.period, visit.leader, visit.others
+
+        # It does not know the visit: see ``fenced``.
         def update(scalars: tuple[float, ...]) -> None:
-            given = (self._how.period, *scalars)
-            gather(visit.leader, visit.others)
-            ops.update_fitted(kernel, rows, given, visit.leader, writer=writer)
-            scatter(visit.leader, visit.others)
+            gather(leader, others)
+            ops.update_fitted(kernel, rows, (period, *scalars), leader, writer=writer)
+            scatter(leader, others)
 
         visit.updates.append(update)
 
@@ -212,7 +220,8 @@ class Push:
         for member in members:
             state = self._slots.state_dtype(member.center)
             ops.prepare_rule(kernel, visit.leader, member.center.dtype, state)
-        visit.updates.append(lambda scalars: job.run(partial(_by_kernel, kernel, scalars)))
+        visit.begins.append(job.begin)
+        visit.updates.append(lambda scalars: job.end(partial(_by_kernel, kernel, scalars)))
 
     def _plan_means(self, visit: _Visit, group: Sequence[tuple[Member, Sum]]) -> list[Part]:
         """For each variable the mean of its gradients near the centre, of its dtype."""
@@ -237,14 +246,14 @@ class Push:
             visit.others.append(center.device)
             parts.append(mean if indices is None else IndexedSlices.of(mean, indices, center.shape))
         visit.takes += taken.before(visit.leader)
-        visit.looks += [partial(visit.fenced, take) for take in taken.behind(visit.leader)]
+        visit.looks += [visit.fenced(take) for take in taken.behind(visit.leader)]
         self._scale(visit, scalings)
         for mean, near in divided:
             ops.prepare_pack(visit.leader, mean.dtype, near.dtype)
         outs, sums = (list(column) for column in zip(*divided, strict=True))
         by = float(self._how.period)
         divide = partial(ops.pack, outs, sums, divisor=by, device=visit.leader)
-        visit.looks.append(partial(visit.fenced, divide))
+        visit.looks.append(visit.fenced(divide))
         return parts
 
     def _merged(self, total: SparseSum) -> tuple[Buffer, ops.Indices]:
@@ -264,7 +273,7 @@ class Push:
             ops.prepare_distance_scale(visit.leader, now.dtype)
         columns = [list(column) for column in zip(*rows, strict=True)]
         scale = partial(ops.distance_scale, *columns, gamma=self._how.gamma, device=visit.leader)
-        visit.looks.append(partial(visit.fenced, scale))
+        visit.looks.append(visit.fenced(scale))
 
     def _num_copies(self, member: Member) -> int:
         """What is pulled of a row of the worker: the variable, and its master."""
@@ -318,15 +327,16 @@ class Push:
     def _launch(self, scalars: tuple[float, ...]) -> None:
         fabric = self._center.devices[0].fabric
         failed = partial(self._center.half_pushed, self._how.task)
-        with fabric.half_way(failed):
-            if self._how.use_locking:
+        steps = [self._visits] if self._how.use_locking else [[each] for each in self._visits]
+        with ExitStack() as stack:
+            for visits in steps:
                 with fabric.launch_lock:
-                    for visit in self._visits:
+                    for begin in [begin for visit in visits for begin in visit.begins]:
+                        begin()
+                    if visits is steps[0]:  # from here on the centre changes
+                        stack.enter_context(fabric.half_way(failed))
+                    for visit in visits:
                         _updated(visit, scalars)
-                return
-            for visit in self._visits:
-                with fabric.launch_lock:
-                    _updated(visit, scalars)
 
 
 def _end(job: Job, rule: Rule, scalars: tuple[float, ...]) -> None:
@@ -345,6 +355,12 @@ def _merge(
     """Rows of sums into the order of their indices: one launch for all that lie on a device."""
     outs, values, plans = zip(*rows, strict=True)
     return ops.ready_segment_sum(outs, values, plans, device=device)
+
+
+def _fenced(leader: Device, others: Sequence[Device], launch: Callable[[], None]) -> None:
+    gather(leader, others)
+    launch()
+    scatter(leader, others)
 
 
 def _updated(visit: _Visit, scalars: tuple[float, ...]) -> None:

@@ -53,10 +53,11 @@ def load_center(
     check_format(state, _CENTER)
     values = checked_values("state['variables']", state["variables"], variables)
     kept = plain(state["optimizer"])
-    if kept is not None:
-        if slots is None:
-            raise ValueError("state['optimizer'] has slots: make the workers' AGNOptimizers first")
-        given = checked_state(rule, slots, list(variables.values()), kept)
+    if kept is not None and slots is None:
+        raise ValueError("state['optimizer'] has slots: make the workers' AGNOptimizers first")
+    if slots is not None:
+        owners = list(variables.values())
+        given = {} if kept is None else checked_state(rule, slots, owners, kept)
         slots.by_name = loaded_slots(slots, given)
     assign(values, variables)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +94,7 @@ def load_worker(inner: Optimizer, members: Sequence[Member], state: Any) -> Work
     sums = checked_values("state['sums']", state["sums"], variables, all_of_them=False)
     pulled = checked_values("state['pulled']", state["pulled"], variables, all_of_them=False)
     rows = _checked_rows(state["rows"], variables)
-    step, is_due = int(plain(state["local_step"])), bool(plain(state["is_due"]))
+    step, is_due = _checked_step(state["local_step"]), bool(plain(state["is_due"]))
     given = checked_state(
         type(inner).__name__, inner._slots, list(variables.values()), state["optimizer"]
     )
@@ -111,6 +112,16 @@ def load_worker(inner: Optimizer, members: Sequence[Member], state: Any) -> Work
             converted(value, var.dtype), f"pulled/{name}", trainable=False, device=var.devices[0]
         )
     return Worker(step, is_due, kept)
+
+
+def _checked_step(given: Any) -> int:
+    try:
+        step = operator.index(plain(given))
+    except TypeError:
+        raise TypeError(f"state['local_step'] is {given!r}, not an integer") from None
+    if step < 0:
+        raise ValueError(f"state['local_step'] is {step}, must be 0 or more")
+    return step
 
 
 def _checked_rows(given: Any, variables: Mapping[str, Variable]) -> dict[str, IndexedSlices]:

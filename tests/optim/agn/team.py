@@ -1,0 +1,185 @@
+"""Workers of one centre, and a sequential model of them in plain NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+from exact import same
+from optim.test_rules import RULES
+
+import gradreduce as gr
+from gradreduce.device import accumulate_dtype
+
+
+class Own(gr.Optimizer):
+    """A user's rule, on arrays: momentum, whose slot is named as it likes."""
+
+    _slot_names = ("direction",)
+
+    def __init__(self, **more):
+        super().__init__("Own", **more)
+
+    def _apply(self, variable, slots, gradient):
+        slots["direction"] *= 0.5
+        slots["direction"] += gradient
+        variable -= slots["direction"] * 0.25
+
+
+def own(w, step, grad, var, direction):
+    direction = direction * w(0.5) + grad
+    return [var - direction * w(0.25), direction]
+
+
+# As RULES: formula, what makes an optimizer, its slots and what they hold at first.
+KINDS = {
+    **{name: RULES[name] for name in ("sgd", "momentum", "nesterov", "adam")},
+    "lazy adam": (RULES["adam"][0], lambda **more: RULES["adam"][1](lazy=True, **more),
+                  {"m": 0, "v": 0}),
+    "own": (own, Own, {"direction": 0}),
+}  # fmt: skip
+STARTS = {"table": (5, 2), "weights": (7,), "scale": ()}
+
+
+def whole(shape, dtype="float32", seed=0) -> np.ndarray:
+    """Small whole numbers: sums of a period, and their means by a power of two, are exact."""
+    return np.random.default_rng(seed).integers(-8, 8, shape, endpoint=True).astype(dtype)
+
+
+class Worker:
+    """A getter, variables by name, and an optimizer."""
+
+    def __init__(self, home, center, starts, make, num_worker=1, period=1, **options):
+        self.getter = gr.AGNCustomGetter(home, center=center)
+        self.variables = {
+            name: gr.get_variable(name, value, custom_getter=self.getter)
+            for name, value in starts.items()
+        }
+        self.inner = make()
+        self.optimizer = gr.AGNOptimizer(
+            self.inner, num_worker, self.getter, communication_period=period, **options
+        )
+
+    def step(self, grads, **more) -> bool:
+        """One of gradients by name."""
+        pairs = [(grad, self.variables[name]) for name, grad in grads.items()]
+        return self.optimizer.apply_gradients(pairs, **more)
+
+    @property
+    def local(self) -> dict:
+        return {name: var.numpy() for name, var in self.variables.items()}
+
+    @property
+    def center(self) -> dict:
+        return {
+            name: self.getter.center_variable(var).numpy() for name, var in self.variables.items()
+        }
+
+    @property
+    def sums(self) -> dict:
+        return {name: self.getter.accumulation(var).numpy()
+                for name, var in self.variables.items()}  # fmt: skip
+
+    def everything(self) -> dict:
+        """All that there is of worker and centre, by bytes; reading it changes nothing."""
+        kept = [*self.optimizer.variables(), self.optimizer.local_step]
+        found = [(each.name, each) for each in kept]
+        for name, var in self.variables.items():
+            found += [(name, var), (f"c/{name}", self.getter.center_variable(var)),
+                      (f"a/{name}", self.getter.accumulation(var))]  # fmt: skip
+        values = [(name, [buffer.numpy() for buffer in var.buffers]) for name, var in found]
+        return {
+            "numbers": dict(self.inner._saved_numbers()),
+            "arrays": [(n, [(a.dtype.str, a.shape, a.tobytes()) for a in v]) for n, v in values],
+        }
+
+
+def pair(mesh, period=1, make=None, starts=None, num=2, **options) -> list[Worker]:
+    """Workers of a centre that is spread over the mesh."""
+    center = options.pop("center", None) or gr.AGNCenter(mesh)
+    make = make or (lambda: gr.GradientDescentOptimizer(0.5))
+    starts = {"v": np.zeros(3, "float32")} if starts is None else starts
+    return [Worker(mesh.devices[place % len(mesh)], center, starts, make, num, period, **options)
+            for place in range(num)]  # fmt: skip
+
+
+# -- the model ------------------------------------------------------------------------------------
+
+
+class Copy:
+    """A variable and its slots; in a half's place its master, if it has one."""
+
+    def __init__(self, kind, value, masters):
+        self.formula, _, starts = KINDS[kind]
+        self.dtype, self.wide = value.dtype, accumulate_dtype(value.dtype)
+        kept = self.wide if masters else self.dtype
+        self.state = [value.astype(kept), *(np.full(value.shape, s, kept) for s in starts.values())]
+
+    def move(self, turn, grad, rows):
+        old = [array[rows].astype(self.wide) for array in self.state]
+        with np.errstate(all="ignore"):
+            new = self.formula(self.wide.type, turn, grad.astype(self.wide), *old)
+            for array, part in zip(self.state, new, strict=True):
+                array[rows] = part
+
+    @property
+    def value(self):
+        return self.state[0].astype(self.dtype)
+
+
+class ModelWorker:
+    def __init__(self, center, kind, starts, period, masters, gamma, resets):
+        self.center, self.kind, self.period = center, kind, period
+        self.gamma, self.resets = gamma, resets
+        self.local = {name: Copy(kind, value, masters) for name, value in starts.items()}
+        self.pulled = {name: copy.value for name, copy in self.local.items()}
+        self.sums = {name: None for name in starts}  # sum, and the rows that were touched
+        self.steps = self.turn = 0
+
+    def step(self, grads) -> bool:
+        """One of dense gradients, each with the rows that it touches."""
+        self.turn += 1
+        for name, (grad, rows) in grads.items():
+            self.local[name].move(self.turn, grad[rows], rows)
+            wide = grad.astype(self.local[name].wide)
+            total, touched = self.sums[name] or (np.zeros_like(wide), set())
+            self.sums[name] = (total + wide, None if rows is ... or touched is None
+                               else touched | set(rows))  # fmt: skip
+        self.steps += 1
+        if self.steps % self.period:
+            return False
+        self.turn += 1
+        for name in self.sums:
+            self.push(name)
+        return True
+
+    def push(self, name):
+        if self.sums[name] is None:
+            return
+        (total, touched), center, local = self.sums[name], self.center[name], self.local[name]
+        if self.gamma is not None:
+            away = center.value.astype(center.wide) - self.pulled[name].astype(center.wide)
+            total = total / (away * away / center.wide.type(self.gamma) + center.wide.type(1))
+        rows = ... if touched is None else sorted(touched)
+        center.move(self.turn, (total / center.wide.type(self.period))[rows], rows)
+        local.state[0] = center.state[0].copy()
+        self.pulled[name], self.sums[name] = center.value, None
+        if self.resets and self.kind in ("momentum", "nesterov", "adam", "lazy adam"):
+            local.state[1][...] = 0
+
+    def check(self, worker: Worker):
+        """All of it, bit by bit, on every device of the worker."""
+        names = tuple(KINDS[self.kind][2])
+        for name, var in worker.variables.items():
+            center = worker.getter.center_variable(var)
+            for each, copy in ((var, self.local[name]), (center, self.center[name])):
+                found = [each, *(worker.optimizer.get_slot(each, slot) for slot in names)]
+                for at, wanted in zip(found, [copy.value, *copy.state[1:]], strict=True):
+                    assert at is None or all(same(b.numpy(), wanted) for b in at.buffers), at
+        assert worker.optimizer.local_step.numpy() == self.steps
+
+    def check_sums(self, worker: Worker):
+        for name, var in worker.variables.items():
+            wanted = np.zeros(var.shape, self.local[name].wide)
+            if self.sums[name] is not None:
+                wanted = wanted + self.sums[name][0]
+            for buffer in worker.getter.accumulation(var).buffers:
+                assert np.array_equal(buffer.numpy(), wanted), name

@@ -1,0 +1,119 @@
+"""What a step and a communication ask of the devices: launches, copies, memory."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+
+import numpy as np
+import pytest
+from optim.agn.team import KINDS, Own, pair
+
+import gradreduce as gr
+
+STARTS = {f"v{place}": np.zeros(3 + place, dtype)
+          for place, dtype in enumerate(["float32", "float64"] * 6)}  # fmt: skip
+
+
+def lent(worker):
+    """Gradients that need no upload."""
+    return {name: worker.getter.devices[0].upload(np.ones_like(value))
+            for name, value in STARTS.items()}  # fmt: skip
+
+
+def names(journal):
+    return Counter(record.name or record.kind for record in journal.records)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "nesterov", "adam"])
+def test_a_local_step_is_one_launch_for_each_dtype(mesh, kind):
+    (worker,) = pair(mesh, 100, KINDS[kind][1], STARTS, num=1)
+    grads = lent(worker)
+    for turn in range(4):  # the first writes the sums, and makes the slots
+        with mesh.journal() as journal:
+            worker.step(grads)
+        if turn:
+            assert names(journal) == {f"local_{kind}": 2}
+            assert {record.num_rows for record in journal.records} == {6}
+
+
+@pytest.mark.parametrize("gamma", [None, 0.5])
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "adam"])
+def test_a_communication_is_one_launch_for_each_gpu_and_dtype(mesh, kind, gamma):
+    """And, where the worker's memory is out of reach, copies of sums and of what is pulled."""
+    (worker,) = pair(mesh, 1, KINDS[kind][1], STARTS, num=1, distance_scale=gamma)
+    grads, getter = lent(worker), worker.getter
+    centers = [getter.center_variable(var) for var in worker.variables.values()]
+    homes = [var.devices[0].physical for var in centers]
+    num_launches = len({(home, var.dtype) for home, var in zip(homes, centers, strict=True)})
+    far = sum(home != 0 and not mesh.fabric.peers(0, home) for home in homes)
+    for turn in range(4):
+        with mesh.journal() as journal:
+            worker.step(grads)
+        if turn < 2:
+            continue
+        found = names(journal)
+        assert (found.pop(f"local_{kind}"), found.pop(f"global_{kind}")) == (2, num_launches)
+        copies = 2 * far
+        if gamma is not None:
+            assert found.pop("distance_scale") == num_launches
+            copies += far + len(STARTS)
+        assert found == ({"copy": copies} if copies else {})
+
+
+def test_ten_pushes_do_not_queue_at_one_device(mesh):
+    """The busiest device of the centre carries no more than its share of the bytes."""
+    if len(mesh) == 2:
+        return
+    starts = {f"v{place}": np.zeros(1000, "float32") for place in range(10)}
+    team = pair(mesh, 1, None, starts, 5)
+    with mesh.journal() as journal:
+        for worker in team:
+            worker.step({name: np.ones_like(value) for name, value in starts.items()})
+    held = Counter(var.devices[0].index for var in team[0].getter.center.variables())
+    assert set(held.values()) == {2}
+    carried = Counter()
+    for record in journal.records:
+        if record.kind == "launch" and record.name.startswith("global"):
+            carried[mesh.devices[record.device].physical] += record.num_rows
+    assert carried == {0: 20, 1: 20, 2: 10}
+
+
+@pytest.mark.parametrize("gamma", [None, 0.5])
+@pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.parametrize("make", [KINDS["momentum"][1], KINDS["lazy adam"][1], Own],
+                         ids=["momentum", "lazy adam", "own"])  # fmt: skip
+def test_memory_of_a_steady_state_does_not_grow(mesh, make, is_sparse, gamma):
+    """Nor has it to wait for the garbage collector."""
+    starts, live = {"v": np.zeros((100, 3), "float32")}, []
+    team = pair(mesh, 2, make, starts, 3, distance_scale=gamma)
+    rows = np.ones((2, 3), "float32")
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(8):
+            for worker in team:
+                grad = gr.IndexedSlices(rows, [3, 5]) if is_sparse else np.ones_like(starts["v"])
+                worker.step({"v": grad})
+            if turn % 2:
+                live.append(sum(device._pool.live_bytes for device in mesh))
+    finally:
+        gc.enable()
+    assert live[1] == live[2] == live[3]
+
+
+def test_sparse_sums_stay_sparse(mesh):
+    """Of a table of four megabytes no array is made: of the period, its push and its mean."""
+    shape = (16384, 64)
+    rows = np.ones((3, 64), "float32")
+    for make in (KINDS["momentum"][1], KINDS["sgd"][1], Own):
+        (worker,) = pair(mesh, 3, make, {"t": np.zeros(shape, "float32")}, num=1)
+        home = worker.variables["t"].devices[0]
+        live = []
+        for turn in range(6):
+            worker.step({"t": gr.IndexedSlices(rows, [7, turn, 7], shape)})
+            assert worker.getter.member(worker.variables["t"]).total.allocated == ()
+            live.append(sum(device._pool.live_bytes for device in mesh))
+        whole = 4 << 20
+        num_kept = 2 * (1 if make is KINDS["sgd"][1] else 2)  # and a copy of what is pulled
+        assert max(live) < (num_kept + 1) * whole, home

@@ -1,0 +1,184 @@
+"""A communication that fails has changed nothing; one that fails half way is told to everybody."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+from optim.agn.team import KINDS, Own, pair, whole
+
+import gradreduce as gr
+from gradreduce.errors import CollectiveError
+
+STARTS = {"a": np.zeros((6, 2), "float32"), "b": np.zeros((6, 2), "float32"),
+          "c": np.zeros((6, 2), "float32")}  # fmt: skip
+WAYS = {
+    "momentum": (KINDS["momentum"][1], {}),
+    "adam": (KINDS["adam"][1], {"reset_momentum": True}),
+    "distance": (KINDS["sgd"][1], {"distance_scale": 0.5}),
+    "no locking": (KINDS["momentum"][1], {"use_locking": False}),
+    "rows": (KINDS["momentum"][1], {}),
+    "rows and distance": (KINDS["sgd"][1], {"distance_scale": 0.5}),
+    "own": (Own, {}),
+}
+
+
+@pytest.fixture(scope="session")
+def face() -> str:
+    """Kernels have no say here."""
+    return "numpy"
+
+
+class Planted(RuntimeError):
+    """The failure that a test plants."""
+
+
+@pytest.fixture
+def plant():
+    """Makes the n-th call of a method of devices fail, once; without devices ends that."""
+    patch = pytest.MonkeyPatch()
+
+    def failing(real, calls, first):
+        def run(*args):
+            calls.append(real.__name__)
+            if len(calls) == first:
+                raise Planted(real.__name__)
+            return real(*args)
+
+        return run
+
+    def planted(devices=(), method="", first=1):
+        patch.undo()
+        calls = []
+        for device in devices:
+            patch.setattr(device, method, failing(getattr(device, method), calls, first))
+        return calls
+
+    yield planted
+    patch.undo()
+
+
+def gradients(way, seed):
+    values = {name: whole(value.shape, seed=seed + at) for at, (name, value) in
+              enumerate(STARTS.items())}  # fmt: skip
+    if "rows" not in way:
+        return values
+    return {name: gr.IndexedSlices(grad[:3], [4, seed % 6, 4]) for name, grad in values.items()}
+
+
+def of_center(center):
+    return [(var.name, var.numpy().tobytes()) for var in center.variables()]
+
+
+class Case:
+    """A worker, another, and a centre that lies on other logical devices, before a communication.
+
+    So what fails on those is of the communication.
+    """
+
+    def __init__(self, mesh, way):
+        make, options = WAYS[way]
+        self.way, self.center = way, gr.AGNCenter(mesh[1:])
+        self.worker, self.other = pair(mesh, 2, make, STARTS, 2, center=self.center, **options)
+        for seed in range(3):
+            self.step(seed)
+        self.before = self.worker.everything(), of_center(self.center)
+        self.states = copy.deepcopy((self.center.state_dict(), self.worker.optimizer.state_dict()))
+
+    def step(self, seed):
+        return self.worker.step(gradients(self.way, seed))
+
+    def went_on(self):
+        """Two steps later."""
+        self.step(4)
+        return self.worker.everything(), of_center(self.center)
+
+    def after_a_failure(self, wanted) -> str:
+        """How it stands; and that it goes on as if nothing had been."""
+        if self.center._fault is not None:
+            self.check_refused()
+            self.center.load_state_dict(self.states[0])
+            self.worker.optimizer.load_state_dict(self.states[1])
+            assert self.step(3) is True
+            assert self.went_on() == wanted
+            return "half"
+        assert of_center(self.center) == self.before[1]
+        if self.worker.optimizer.local_step.numpy() == 3:
+            assert self.worker.everything() == self.before[0]
+            assert self.step(3) is True
+            assert self.went_on() == wanted
+            return "nothing"
+        assert self.worker.step(gradients(self.way, 4)) is True  # makes up
+        assert (self.worker.everything(), of_center(self.center)) == wanted
+        return "due"
+
+    def check_refused(self):
+        text = (
+            r"the centre is half updated.*AGNOptimizer: Planted\(.*load_state_dict makes it whole"
+        )
+        with pytest.raises(CollectiveError, match=text):
+            self.step(5)
+        with pytest.raises(CollectiveError, match=text):
+            self.other.step(gradients(self.way, 0)), self.other.step(gradients(self.way, 0))
+        with pytest.raises(CollectiveError, match=text):
+            self.other.optimizer.get_init_op(1)()
+        with pytest.raises(CollectiveError, match=text):
+            self.center.state_dict()
+
+
+@pytest.mark.parametrize("method", ["_allocate", "_prepare", "_launch", "_copy"])
+@pytest.mark.parametrize("way", WAYS)
+def test_whatever_fails(mesh, plant, way, method):
+    """The first call, the second, … until all have failed once."""
+    calm = Case(mesh, way)
+    assert calm.step(3) is True
+    wanted, outcomes = calm.went_on(), []
+    for first in range(1, 60):
+        case = Case(mesh, way)
+        plant(mesh.devices if method == "_copy" else mesh.devices[1:], method, first)
+        try:
+            case.step(3)
+        except Planted as error:
+            told = any(
+                "half way through a push" in note for note in getattr(error, "__notes__", ())
+            )
+            plant()
+            assert told is (case.center._fault is not None)
+            outcomes.append(case.after_a_failure(wanted))
+            continue
+        plant()
+        assert case.went_on() == wanted
+        break
+    if method in ("_allocate", "_prepare"):
+        assert set(outcomes) <= ({"nothing", "due"} if way == "own" else {"nothing"})
+    elif method == "_launch":
+        num_gpus = len({device.physical for device in mesh.devices[1:]})
+        assert outcomes[0] == "due"
+        assert ("half" in outcomes) is (num_gpus > 1 or "rows" in way)
+        assert outcomes == sorted(outcomes), "due until the centre changes"
+
+
+def test_a_launch_of_the_local_step_that_fails_leaves_all_as_before(mesh, plant):
+    case = Case(mesh, "momentum")
+    plant(mesh.devices[:1], "_launch")
+    with pytest.raises(Planted):
+        case.step(3)
+    plant()
+    assert (case.worker.everything(), of_center(case.center)) == case.before
+    assert case.center._fault is None
+
+
+def test_a_push_that_is_due_is_kept_by_a_checkpoint(mesh, plant):
+    calm, case = Case(mesh, "momentum"), Case(mesh, "momentum")
+    calm.step(3)
+    plant(mesh.devices[1:], "_launch")
+    with pytest.raises(Planted):
+        case.step(3)
+    plant()
+    state = case.worker.optimizer.state_dict()
+    assert state["is_due"] is True
+    case.worker.optimizer.get_init_op(0)()  # and is given up at a start
+    assert case.worker.optimizer.state_dict()["is_due"] is False
+    case.worker.optimizer.load_state_dict(state)
+    assert case.went_on() == calm.went_on()

@@ -1,0 +1,163 @@
+"""What a getter makes, where a centre keeps it, and which centre it is."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from optim.agn.team import pair
+
+import gradreduce as gr
+from gradreduce.errors import DeviceMismatchError
+
+
+@pytest.fixture(scope="session")
+def face() -> str:
+    """Kernels have no say here."""
+    return "numpy"
+
+
+def made(getter, name="v", value=0.0, **options):
+    return gr.get_variable(name, value, custom_getter=getter, **options)
+
+
+def test_a_trainable_variable_has_three_copies(mesh):
+    home, center = mesh.devices[-1], gr.AGNCenter(mesh.devices[1])
+    getter = gr.AGNCustomGetter(home, center=center)
+    var = made(getter, "layer/w", [[1.0, 2.0]])
+    found = [var, getter.center_variable(var), getter.accumulation(var)]
+    names = ["layer/w", "global_center_variable/layer/w", "grad_variable/layer/w"]
+    assert [each.name for each in found] == names
+    assert [each.trainable for each in found] == [True, False, False]
+    assert [each.devices for each in found] == [(home,), (mesh.devices[1],), (home,)]
+    assert [each.numpy().tolist() for each in found] == [[[1, 2]], [[1, 2]], [[0, 0]]]
+    assert center.variables() == [getter.center_variable(var)]
+
+
+def test_the_sum_of_halves_is_wider(mesh):
+    getter = gr.AGNCustomGetter(mesh.devices[0], center=gr.AGNCenter(mesh))
+    var = made(getter, value=np.zeros(2, "float16"))
+    kinds = [each.dtype.name for each in (getter.center_variable(var), getter.accumulation(var))]
+    assert kinds == ["float16", "float32"]
+
+
+def test_a_part_of_a_mesh_mirrors(mesh):
+    part = mesh[::-1]
+    getter = gr.AGNCustomGetter(part, center=gr.AGNCenter(mesh))
+    var = made(getter, value=[1.0])
+    assert var.devices == getter.accumulation(var).devices == part.devices
+    assert len(getter.center_variable(var).devices) == 1
+
+
+def test_others_pass_through(mesh):
+    getter = gr.AGNCustomGetter(mesh.devices[1], center=gr.AGNCenter(mesh))
+    step = made(getter, "step", 0, trainable=False)
+    assert (step.devices, step.trainable, step.name) == ((mesh.devices[1],), False, "step")
+    assert getter.center.variables() == []
+    for look in (getter.center_variable, getter.accumulation):
+        with pytest.raises(KeyError, match=r"<Variable 'step' .* did not come through"):
+            look(step)
+        with pytest.raises(KeyError, match="'v' did not come through"):
+            look("v")
+    made(getter, "step", 1, trainable=False)  # of these two may have one name
+
+
+def test_the_second_worker_finds_what_the_first_has_made(mesh):
+    center = gr.AGNCenter(mesh)
+    first, second = (gr.AGNCustomGetter(mesh.devices[place], center=center) for place in (0, 1))
+    one, two = made(first, value=[1.0]), made(second, value=[2.0])
+    assert first.center_variable(one) is second.center_variable(two)
+    assert first.center_variable(one).numpy() == [1]
+    assert two.numpy() == [2]  # until it is told to start
+    for wrong, text in [([1.0, 2.0], r"'v' is float32\[2\] here, and float32\[1\] at the centre"),
+                        (np.zeros(1), r"'v' is float64\[1\] here")]:  # fmt: skip
+        third = gr.AGNCustomGetter(mesh.devices[0], center=center)
+        with pytest.raises(ValueError, match=text):
+            made(third, value=wrong)
+        assert (third.members, len(center.variables())) == ([], 1)
+        assert made(third, value=[3.0]).numpy() == [3]
+
+
+def test_a_worker_has_one_variable_of_a_name(mesh):
+    """Two would be one at the centre, which a period would push to twice in one launch."""
+    getter = gr.AGNCustomGetter(mesh.devices[0], center=gr.AGNCenter(mesh))
+    made(getter)
+    with pytest.raises(ValueError, match="this getter has made 'v' already"):
+        made(getter, value=[1.0, 2.0])
+    assert len(getter.members) == len(getter.center.variables()) == 1
+
+
+def test_whole_variables_go_where_the_fewest_bytes_are(mesh):
+    center = gr.AGNCenter(mesh)
+    getter = gr.AGNCustomGetter(mesh.devices[0], center=center)
+    sizes = [100, 1, 30, 30, 7, 64, 30, 2, 2, 90]
+    held = dict.fromkeys(mesh.devices, 0)
+    for place, size in enumerate(sizes):
+        dtype = ("float32", "float64")[place % 2]
+        var = made(getter, f"v{place}", np.zeros(size, dtype))
+        (home,) = getter.center_variable(var).devices
+        assert held[home] == min(held.values())
+        held[home] += size * np.dtype(dtype).itemsize
+    assert min(held.values()) > 0
+
+
+def test_one_device_may_hold_the_centre(mesh):
+    (worker,) = pair(mesh, center=gr.AGNCenter(mesh.devices[1]), num=1,
+                     starts={"a": np.zeros(2, "float32"), "b": np.zeros(3, "float32")})  # fmt: skip
+    assert {var.devices for var in worker.getter.center.variables()} == {(mesh.devices[1],)}
+
+
+def test_the_process_wide_centre_lives_as_long_as_a_getter_holds_it(mesh):
+    """One training after the other, without meeting each other's values, and no collector."""
+    gc.disable()
+    try:
+        for start in (1.0, 2.0):
+            getters = [gr.AGNCustomGetter(mesh.devices[place]) for place in (0, 1)]
+            assert getters[0].center is getters[1].center
+            assert getters[0].center.devices == mesh.devices
+            pairs = [(getter, made(getter, value=[start])) for getter in getters]
+            for getter, var in pairs:
+                optimizer = gr.AGNOptimizer(gr.MomentumOptimizer(0.5, 0.5), 2, getter, 1)
+                with optimizer.make_session_run_hook(True, 0):
+                    optimizer.apply_gradients([(np.ones(1, "float32"), var)])
+            assert getters[0].center_variable(pairs[0][1]).numpy() == [start - 1.25]
+            alive = weakref.ref(getters[0].center)
+            del getters[1]
+            assert gr.AGNCustomGetter(mesh.devices[0]).center is alive()
+            del getters, pairs, getter, var, optimizer
+            assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_trainings_side_by_side_have_centres_of_their_own(mesh):
+    teams = [pair(mesh, 2) for _ in range(3)]
+    for turn in range(4):
+        for place, team in enumerate(teams):
+            for worker in team:
+                worker.step({"v": np.full(3, place, "float32")})
+                if turn % 2:
+                    assert (worker.local["v"] == worker.center["v"]).all()
+    for place, team in enumerate(teams):  # two periods of two workers
+        assert (team[0].center["v"] == -0.5 * place * 4).all()
+
+
+def test_what_a_getter_is_given(mesh):
+    with gr.open_mesh(2, backend="sim") as other:
+        for args, options, error, text in [
+            (("gpu:0",), {}, TypeError, "worker_device='gpu:0' is neither a Device nor a Mesh"),
+            (([mesh.devices[0]],), {}, TypeError, "is neither a Device nor a Mesh"),
+            ((mesh,), {"center": 3}, TypeError, "center=3 is not an AGNCenter"),
+            ((other,), {"center": gr.AGNCenter(mesh)}, DeviceMismatchError,
+             "sim:0 of the worker is of another mesh than sim:0 of the centre"),
+        ]:  # fmt: skip
+            with pytest.raises(error, match=text):
+                gr.AGNCustomGetter(*args, **options)
+        with pytest.raises(TypeError, match="mesh=3 is neither a Mesh nor a Device"):
+            gr.AGNCenter(3)
+        kept = gr.AGNCustomGetter(mesh.devices[0])
+        with pytest.raises(DeviceMismatchError, match="of another mesh than"):
+            gr.AGNCustomGetter(other.devices[0])
+        assert kept.center.variables() == []

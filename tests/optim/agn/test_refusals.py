@@ -1,0 +1,252 @@
+"""What is wrong is refused by its name, and has changed nothing."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from optim.agn.team import Own, Worker, pair
+
+import gradreduce as gr
+from gradreduce.errors import InvalidVariableError
+
+STARTS = {"t": np.ones((4, 2), "float32"), "v": np.ones(3, "float32")}
+ONES = {name: np.ones_like(value) for name, value in STARTS.items()}
+
+
+@pytest.fixture(scope="session")
+def face() -> str:
+    """Kernels have no say here."""
+    return "numpy"
+
+
+@pytest.fixture
+def worker(mesh) -> Worker:
+    """In the middle of a period, with slots here and at the centre."""
+    made, _ = pair(mesh, 2, lambda: gr.MomentumOptimizer(0.5, 0.5), STARTS)
+    for _ in range(3):
+        made.step(ONES)
+    return made
+
+
+def test_a_constructors_arguments(mesh):
+    getter = gr.AGNCustomGetter(mesh.devices[0], center=gr.AGNCenter(mesh))
+    rule = gr.GradientDescentOptimizer(0.5)
+    wrapped = gr.AGNOptimizer(rule, 1, getter)
+    for args, options, error, text in [
+        (("sgd", 1, getter), {}, TypeError, "optimizer='sgd' is no optimizer to wrap"),
+        ((wrapped, 1, getter), {}, TypeError, "is no optimizer to wrap"),
+        ((rule, 1, mesh), {}, TypeError, "is not an AGNCustomGetter"),
+        ((rule, 0, getter), {}, ValueError, "num_worker=0 must be at least 1"),
+        ((rule, 1.5, getter), {}, TypeError, "num_worker=1.5 must be an integer"),
+        ((rule, 1, getter, 0), {}, ValueError, "communication_period=0 must be at least 1"),
+        ((rule, 1, getter, -2), {}, ValueError, "communication_period=-2 must be at least 1"),
+        ((rule, 1, getter, 2.5), {}, TypeError, "communication_period=2.5 must be an integer"),
+        ((rule, 1, getter), {"name": ""}, ValueError, "Must specify the optimizer name"),
+        ((rule, 1, getter), {"distance_scale": 0}, ValueError, "distance_scale=0 must be above 0"),
+        ((rule, 1, getter), {"distance_scale": float("nan")}, ValueError, "distance_scale=nan"),
+        ((rule, 1, getter), {"distance_scale": "far"}, TypeError, "distance_scale='far'"),
+    ]:
+        with pytest.raises(error, match=re.escape(text)):
+            gr.AGNOptimizer(*args, **options)
+
+
+def test_a_centre_has_one_rule(mesh):
+    center = gr.AGNCenter(mesh)
+    pair(mesh, 1, lambda: gr.MomentumOptimizer(0.5, 0.5), STARTS, 1, center=center)
+    brought = {
+        "AdamOptimizer with ['m', 'v']": lambda: gr.AdamOptimizer(0.5),
+        "MomentumOptimizer with ['momentum'] and masters":
+            lambda: gr.MomentumOptimizer(0.5, 0.5, master_dtype="float32"),
+        "Own with ['direction']": Own,
+    }  # fmt: skip
+    for text, make in brought.items():
+        with pytest.raises(ValueError, match=re.escape(
+            f"the centre is updated by MomentumOptimizer with slots ['momentum']; a worker brings "
+            f"{text}")):  # fmt: skip
+            pair(mesh, 1, make, STARTS, 1, center=center)
+    pair(mesh, 1, lambda: gr.MomentumOptimizer(0.1, 0.9, True), STARTS, 1, center=center)
+
+
+def refused(worker, error, text, pairs, **more):
+    before = worker.everything()
+    with pytest.raises(error, match=text):
+        worker.optimizer.apply_gradients(pairs, **more)
+    assert worker.everything() == before
+
+
+def test_gradients_and_variables(mesh, worker):
+    """Also where the call would have communicated."""
+    table, var = worker.variables["t"], worker.variables["v"]
+    alien = gr.Variable([1.0], "alien", device=mesh.devices[0])
+    center, total = worker.getter.center_variable(var), worker.getter.accumulation(var)
+    slot = worker.optimizer.get_slot(center, "momentum")
+    grad, rows = np.ones(3, "float32"), np.ones((2, 2), "float32")
+    both = gr.PerReplica([grad, grad], devices=mesh.devices[:2])
+    step = gr.Variable([1, 2], trainable=False, device=mesh.devices[0])
+    for pairs, error, text in [
+        ([], ValueError, "No variables provided."),
+        ([(None, var), (None, table)], ValueError, "No gradients provided for any variable"),
+        ([(grad, var), (grad, alien)], KeyError, "'alien' .* did not come through this AGN"),
+        ([(grad, center)], KeyError, "did not come through this AGNCustomGetter"),
+        ([(grad, total)], KeyError, "did not come through this AGNCustomGetter"),
+        ([(grad, "v")], InvalidVariableError, "'v' is not a Variable"),
+        ([(grad, var), (grad, var)], ValueError, "a variable is named twice"),
+        ([grad], TypeError, "is no .gradient, variable. pair"),
+        ([(np.ones(4, "float32"), var)], ValueError, r"gradient of .* is float32\[4\]"),
+        ([(np.ones(3), var)], ValueError, r"float64\[3\]"),
+        ([("x", var)], TypeError, "str is not an array"),
+        ([(gr.IndexedSlices(rows, [0, 4]), table)], ValueError, "the gradient of .*4"),
+        ([(gr.IndexedSlices(rows, [0, 1], (5, 2)), table)], ValueError, "dense_shape"),
+        ([(both, var)], ValueError, "lies on"),
+        ([(var.buffers[0], var)], ValueError, "is the memory of a variable or slot"),
+        ([(grad, var), (center.buffers[0], table)], ValueError, r"is float32\[3\]"),
+        *([([(each.buffers[0], var)], ValueError, "is the memory of a variable or slot")
+           for each in (center, slot)] if len(mesh) == 2 else []),  # else it is copied over first
+        ([(total.buffers[0], var)], ValueError, "is the memory of a variable or slot"),
+        ([(table.buffers[0], table)], ValueError, "is the memory of a variable or slot"),
+    ]:  # fmt: skip
+        refused(worker, error, text, pairs)
+    good = [(grad, var)]
+    refused(worker, TypeError, "global_step=3 is not a Variable", good, global_step=3)
+    refused(worker, ValueError, "must hold one number", good, global_step=step)
+    for deadline in (0, -1.0, "5", True):
+        text = f"deadline={deadline!r} must be a number of seconds above 0"
+        refused(worker, ValueError, text, good, deadline=deadline)
+        for call in (worker.optimizer.state_dict, worker.getter.center.state_dict):
+            with pytest.raises(ValueError, match=text):
+                call(deadline=deadline)
+    with pytest.raises(KeyError, match=r"'alien' .* did not come through"):
+        worker.optimizer.prepare([alien])
+    assert worker.step(ONES) is True
+
+
+def test_another_mesh(mesh, worker):
+    with gr.open_mesh(2, backend="sim") as other:
+        there = other.devices[0].upload(np.ones(3, "float32"))
+        spread = gr.PerReplica([each.upload(np.ones(3, "float32")) for each in other], other)
+        for grad in (there, spread):
+            before = worker.everything()
+            with pytest.raises(ValueError, match="sim"):
+                worker.optimizer.apply_gradients([(grad, worker.variables["v"])])
+            assert worker.everything() == before
+        stranger = pair(other, 1, starts=STARTS, num=1)[0]
+        refused(worker, KeyError, "did not come through", [(there, stranger.variables["v"])])
+
+
+def test_a_rule_that_raises_changes_nothing(mesh):
+    """Neither at the worker, nor, later in the period, at the centre."""
+
+    class Picky(Own):
+        fails = -1
+
+        def _apply(self, variable, slots, gradient):
+            type(self).fails -= 1
+            if type(self).fails == 0:
+                raise ArithmeticError("no")
+            super()._apply(variable, slots, gradient)
+
+    found = []
+    for fails in (-1, 1, 2, 3, 4):
+        (made,) = pair(mesh, 2, Picky, STARTS, 1)
+        for _ in range(3):
+            made.step(ONES)
+        Picky.fails, before = fails, made.everything()
+        if fails > 0:
+            with pytest.raises(ArithmeticError, match="no"):
+                made.step(ONES)
+            if fails < 3:  # of the two variables of the worker
+                assert made.everything() == before
+        if fails < 3:
+            assert made.step(ONES) is True
+        made.step(ONES)
+        found.append(made.everything())
+    assert all(each == found[0] for each in found)
+
+
+def test_nan_passes_through(mesh, worker):
+    worker.step({"v": np.array([1, np.nan, np.inf], "float32")})
+    assert np.isnan(worker.center["v"]).tolist() == [False, True, False]
+    assert np.isinf(worker.local["v"]).tolist() == [False, False, True]
+
+
+def test_nothing_is_a_gradient_too(mesh):
+    starts = {"none": np.zeros((0, 3), "float32"), "thin": np.zeros((4, 0), "float32"),
+              "one": np.float32(1)}  # fmt: skip
+    team = pair(mesh, 2, lambda: gr.MomentumOptimizer(0.5, 0.5), starts)
+    rows = gr.IndexedSlices(np.zeros((2, 0), "float32"), [3, 3])
+    for turn in range(4):
+        did = team[0].step({"none": starts["none"], "thin": rows, "one": np.float32(1)})
+        assert did is (turn % 2 == 1)
+    assert team[0].local["none"].shape == (0, 3)
+    team[0].optimizer.load_state_dict(team[0].optimizer.state_dict())
+    team[0].getter.center.load_state_dict(team[0].getter.center.state_dict())
+
+
+def test_iterators_and_tuples_are_fine(mesh, worker):
+    pairs = [(ONES[name], var) for name, var in worker.variables.items()]
+    assert worker.optimizer.apply_gradients(iter(pairs)) is True
+    assert worker.optimizer.apply_gradients(tuple(pairs[::-1])) is False
+
+
+def test_a_variable_without_a_gradient_is_left_alone(mesh):
+    """Neither pushed nor pulled; the next period may have one."""
+    first, second = pair(mesh, 2, None, STARTS)
+    for _ in range(2):
+        first.step(ONES)
+    for name in ("t", "t"):
+        second.step({name: ONES[name], "v": None})
+    assert (second.local["v"] == 1).all()
+    assert (second.center["v"] == 0.5).all()
+    second.step({"t": ONES["t"], "v": None})
+    second.step({"t": None, "v": ONES["v"]})
+    assert (second.local["v"] == 0.25).all()  # half of a gradient in a period of two
+
+
+def test_slots_are_those_of_the_inner_optimizer(mesh, worker):
+    var = worker.variables["v"]
+    center = worker.getter.center_variable(var)
+    found = [worker.optimizer.get_slot(each, "momentum") for each in (var, center)]
+    names = ["v/Momentum", "global_center_variable/v/Momentum"]
+    assert [slot.name for slot in found] == names
+    assert found[0] is worker.inner.get_slot(var, "momentum")
+    assert worker.optimizer.get_slot(var, "nothing") is None
+    assert worker.optimizer.get_slot_names() == ["momentum"]
+    assert {slot.name for slot in found} <= {each.name for each in worker.optimizer.variables()}
+    assert found[1] in worker.getter.center.variables()
+    assert worker.optimizer.get_name() == "AGNOptimizer"
+    chosen = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    worker.optimizer.cross_device_ops = chosen
+    assert worker.inner.cross_device_ops is worker.optimizer.cross_device_ops is chosen
+
+
+def test_memory_that_was_given_back_may_hold_a_gradient(mesh):
+    """That of slots of before a checkpoint, and of a sum that has become an array again."""
+    home = mesh.devices[1]
+    worker = Worker(home, gr.AGNCenter(home), STARTS, lambda: gr.MomentumOptimizer(0.5, 0.5), 1, 2)
+
+    def step_by_new_memory():
+        kept = [{name: home.upload(value) for name, value in ONES.items()} for _ in range(4)]
+        for grads in kept:
+            worker.step(grads)
+
+    step_by_new_memory()
+    worker.getter.center.load_state_dict(worker.getter.center.state_dict())
+    step_by_new_memory()
+    worker.step({"t": gr.IndexedSlices(ONES["t"][:2], [1, 2]), "v": ONES["v"]})
+    worker.step(ONES)
+    step_by_new_memory()
+
+
+def test_slots_that_came_with_a_checkpoint_are_no_gradient(mesh):
+    home = mesh.devices[1]
+    worker = Worker(home, gr.AGNCenter(home), STARTS, lambda: gr.MomentumOptimizer(0.5, 0.5), 1, 2)
+    for _ in range(3):
+        worker.step(ONES)
+    center = worker.getter.center
+    center.load_state_dict(center.state_dict())
+    var = worker.variables["v"]
+    slot = worker.optimizer.get_slot(worker.getter.center_variable(var), "momentum")
+    pairs = [(ONES["t"], worker.variables["t"]), (slot.buffers[0], var)]
+    refused(worker, ValueError, "is the memory of a variable or slot", pairs)

@@ -1,0 +1,225 @@
+"""Checkpoints of workers and centres: training goes on with the same bits; the wrong is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from optim.agn.team import Own, pair, whole
+
+import gradreduce as gr
+
+SHAPES = {"table": (6, 2), "weights": (5,)}
+WAYS = {
+    "momentum": (lambda: gr.MomentumOptimizer(0.1, 0.9), {}),
+    "masters": (lambda: gr.MomentumOptimizer(0.1, 0.9, master_dtype="float32"), {}),
+    "adam": (lambda: gr.AdamOptimizer(0.1), {"distance_scale": 0.5, "reset_momentum": True}),
+    "lazy adam": (lambda: gr.AdamOptimizer(0.1, lazy=True), {}),
+    "own": (Own, {"distance_scale": 0.5}),
+}
+SEVEN = {"format", "optimizer", "variables", "sums", "rows", "pulled", "local_step", "is_due"}
+
+
+def team_of(mesh, way):
+    make, options = WAYS[way]
+    dtype = "float16" if way == "masters" else "float32"
+    starts = {name: whole(shape, dtype, 3) for name, shape in SHAPES.items()}
+    return pair(mesh, 3, make, starts, 2, **options)
+
+
+def steps(team, seeds):
+    for seed in seeds:
+        worker = team[seed % 2]
+        dtype = worker.variables["table"].dtype
+        grads = {name: whole(shape, dtype, seed) for name, shape in SHAPES.items()}
+        if seed % 7 != 1:  # rows, and in some periods an array too
+            grads["table"] = gr.IndexedSlices(grads["table"][:3], [5, seed % 6, 5], SHAPES["table"])
+        worker.step(grads)
+
+
+def stored(state):
+    """As a store that knows only arrays would give it back."""
+    if isinstance(state, dict):
+        return {name: stored(value) for name, value in state.items()}
+    return state if state is None else np.asarray(state).copy()
+
+
+def saved(team):
+    center = team[0].getter.center
+    return [
+        stored(each) for each in (center.state_dict(), *(w.optimizer.state_dict() for w in team))
+    ]
+
+
+def loaded(team, states):
+    team[0].getter.center.load_state_dict(states[0])
+    for worker, state in zip(team, states[1:], strict=True):
+        worker.optimizer.load_state_dict(state)
+
+
+def digest(team) -> str:
+    found = hashlib.sha256()
+    for worker in team:
+        for name, arrays in worker.everything()["arrays"]:
+            found.update(f"{name}{arrays[0]}".encode())
+        found.update(repr(worker.inner._saved_numbers()).encode())
+    return found.hexdigest()
+
+
+@pytest.mark.parametrize("num_before", [1, 8, 12])
+@pytest.mark.parametrize("way", WAYS)
+def test_training_goes_on_with_the_same_bits(mesh, face, way, num_before):
+    """On a mesh of another face, in the middle of a period, and when one is over."""
+    one = team_of(mesh, way)
+    steps(one, range(num_before))
+    states = saved(one)
+    assert set(states[1]) == SEVEN
+    steps(one, range(num_before, 20))
+    other_face = "numpy" if face == "compiled" else "compiled"
+    with gr.open_mesh(3, backend="sim", kernels=other_face, strict=True, peer_access=False) as mesh:
+        two = team_of(mesh, way)
+        steps(two, range(30, 41))  # something else was there
+        loaded(two, states)
+        steps(two, range(num_before, 20))
+        assert digest(two) == digest(one)
+
+
+IN_ANOTHER_PROCESS = """
+import pickle, sys
+import gradreduce as gr
+from optim.agn import test_saved
+with gr.open_mesh(2, backend="sim", strict=True) as mesh:
+    team = test_saved.team_of(mesh, "adam")
+    test_saved.loaded(team, pickle.load(sys.stdin.buffer))
+    test_saved.steps(team, range(8, 16))
+    print(test_saved.digest(team))
+"""
+
+
+def test_in_another_process():
+    with gr.open_mesh(3, backend="sim", strict=True) as mesh:
+        team = team_of(mesh, "adam")
+        steps(team, range(8))
+        states = saved(team)
+        steps(team, range(8, 16))
+        wanted = digest(team)
+    folders = [Path(gr.__file__).parents[1], Path(__file__).parents[2]]
+    done = subprocess.run(
+        [sys.executable, "-c", IN_ANOTHER_PROCESS],
+        input=pickle.dumps(states),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))},
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.decode().strip() == wanted, done.stderr.decode()
+
+
+def test_sums_of_rows_are_saved_as_rows(mesh):
+    (worker,) = pair(mesh, 3, None, {"t": np.zeros((6, 2), "float16")}, 1)
+    worker.step({"t": gr.IndexedSlices(np.ones((2, 2), "float16"), [4, 4])})
+    state = worker.optimizer.state_dict()
+    rows = state["rows"]["t"]
+    assert (rows["indices"].tolist(), rows["values"].tolist()) == ([4], [[2, 2]])
+    assert rows["values"].dtype == np.dtype("float32")
+    assert state["sums"] == state["pulled"] == {}
+    worker.optimizer.load_state_dict(state)
+    assert worker.optimizer._getter.members[0].total.rows is not None
+    rows["values"][...] = rows["indices"][...] = 0
+    assert worker.sums["t"][4].tolist() == [2, 2]
+
+
+def test_a_checkpoint_of_before_the_first_push_has_no_slots(mesh):
+    """They are made again, and a push finds them."""
+    one, two = pair(mesh, 1, WAYS["momentum"][0]), pair(mesh, 1, WAYS["momentum"][0])
+    empty = one[0].getter.center.state_dict()
+    for team in (one, two):
+        for _ in range(3):
+            team[0].step({"v": np.ones(3, "float32")})
+    one[0].getter.center.load_state_dict({**empty, "optimizer": None})
+    assert one[0].optimizer.get_slot(one[0].getter.center.variables()[0], "momentum") is None
+    two[0].getter.center.load_state_dict(empty)
+    found = []
+    for team in (one, two):
+        team[0].step({"v": np.ones(3, "float32")})
+        slots = [var for var in team[0].getter.center.variables() if "Momentum" in var.name]
+        found.append((team[0].center["v"].tolist(), [var.numpy().tolist() for var in slots]))
+    assert found == [([-np.float32(0.1)] * 3, [[1.0] * 3])] * 2
+
+
+def changed(state, *path, to=None, drop=False):
+    if len(path) == 1:
+        rest = {key: value for key, value in state.items() if key != path[0]}
+        return rest if drop else {**rest, path[0]: to}
+    return {**state, path[0]: changed(state[path[0]], *path[1:], to=to, drop=drop)}
+
+
+WRONG = np.ones((3, 3), "float32")
+OF_A_WORKER = [
+    (((), None), TypeError, "state is a NoneType, not a dict from state_dict()"),
+    ((("format",), "x"), ValueError, "state['format'] is 'x', not 'gradreduce AGN worker 1'"),
+    ((("sums",), ...), KeyError, "must have"),
+    ((("more",), 1), KeyError, "more"),
+    ((("optimizer", "optimizer"), "AdamOptimizer"), ValueError, "'MomentumOptimizer'"),
+    ((("optimizer", "slots", "table", "momentum"), WRONG), ValueError, "['momentum'] is float32"),
+    ((("variables", "weights"), ...), KeyError, "state['variables'] has ['table']"),
+    ((("variables", "weights"), WRONG), ValueError, "must be float32(5,)"),
+    ((("variables", "weights"), np.ones(5)), ValueError, "is float64(5,), must be float32(5,)"),
+    ((("sums",), []), TypeError, "state['sums'] is a list"),
+    ((("sums", "weights"), [1.0]), TypeError, "state['sums']['weights'] is a list, not an array"),
+    ((("sums", "nobody"), WRONG), KeyError, "state['sums']"),
+    ((("pulled", "weights"), WRONG), ValueError, "state['pulled']['weights'] is float32(3, 3)"),
+    ((("rows",), None), TypeError, "state['rows'] is a NoneType"),
+    ((("rows", "table", "indices"), ...), KeyError, "state['rows']['table'] has"),
+    ((("rows", "table", "indices"), np.array([9, 1])), ValueError, "state['rows']['table']"),
+    ((("rows", "table", "values"), WRONG), ValueError, "state['rows']['table']"),
+    ((("local_step",), 1.5), TypeError, "state['local_step'] is 1.5, not an integer"),
+    ((("local_step",), -1), ValueError, "state['local_step'] is -1, must be 0 or more"),
+]
+OF_A_CENTRE = [
+    (((), []), TypeError, "state is a list, not a dict from state_dict()"),
+    ((("format",), ...), KeyError, "must have"),
+    ((("format",), "x"), ValueError, "not 'gradreduce AGN center 1'"),
+    ((("variables", "weights"), ...), KeyError, "state['variables'] has ['table']"),
+    ((("variables", "nobody"), WRONG), KeyError, "nobody"),
+    ((("variables", "weights"), WRONG), ValueError, "must be float32(5,)"),
+    ((("optimizer", "optimizer"), "AdamOptimizer"), ValueError, "'MomentumOptimizer'"),
+    ((("optimizer", "slots"), 3), TypeError, "not a dict"),
+]
+
+
+@pytest.mark.parametrize("which", ["worker", "centre"])
+def test_what_is_wrong_changes_nothing(mesh, which):
+    team = team_of(mesh, "momentum")
+    steps(team, [2, 3, 4, 5, 6, 10, 12])  # a period, and sums of rows in the next
+    states = saved(team)
+    target = team[0].optimizer if which == "worker" else team[0].getter.center
+    state = states[1] if which == "worker" else states[0]
+    before = [worker.everything() for worker in team], saved(team)
+    for (path, to), error, text in OF_A_WORKER if which == "worker" else OF_A_CENTRE:
+        given = changed(state, *path, to=to, drop=to is ...) if path else to
+        with pytest.raises(error, match=re.escape(text)):
+            target.load_state_dict(given)
+        assert [worker.everything() for worker in team] == before[0]
+    assert pickle.dumps(saved(team)) == pickle.dumps(before[1])
+
+
+def test_slots_want_an_optimizer(mesh):
+    one, center = team_of(mesh, "momentum"), gr.AGNCenter(mesh)
+    steps(one, range(6))
+    getter = gr.AGNCustomGetter(mesh.devices[0], center=center)
+    for name, shape in SHAPES.items():
+        gr.get_variable(name, np.zeros(shape, "float32"), custom_getter=getter)
+    state = one[0].getter.center.state_dict()
+    with pytest.raises(ValueError, match=r"has slots: make the workers' AGNOptimizers first"):
+        center.load_state_dict(state)
+    assert all((var.numpy() == 0).all() for var in center.variables())
+    center.load_state_dict({**state, "optimizer": None})
+    assert not all((var.numpy() == 0).all() for var in center.variables())

@@ -1,0 +1,170 @@
+"""How workers begin, wait for each other, start at the centre, and are lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import numpy as np
+import pytest
+from optim.agn.team import pair
+
+import gradreduce as gr
+from gradreduce.errors import DeadlineExceededError
+
+LIMIT_S = 30.0
+
+
+@pytest.fixture(scope="session")
+def face() -> str:
+    """Kernels have no say here."""
+    return "numpy"
+
+
+def ended(*threads):
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive(), "deadlock: a worker did not end"
+
+
+def test_the_init_op_copies_the_centre_and_clears_the_sum(mesh):
+    first, second = pair(mesh, 2, lambda: gr.MomentumOptimizer(0.5, 0.5))
+    for _ in range(2):
+        first.step({"v": np.ones(3, "float32")})
+    second.step({"v": np.ones(3, "float32")})
+    start = second.optimizer.get_init_op(1)
+    assert (second.sums["v"] == 1).all()  # nothing is done before it is called
+    start()
+    assert (second.local["v"] == first.center["v"]).all()
+    assert (second.sums["v"] == 0).all()
+    slot = second.optimizer.get_slot(second.variables["v"], "momentum").numpy()
+    assert (slot == 1).all()
+    assert second.optimizer.local_step.numpy() == 1
+
+
+def test_every_copy_and_master_starts_at_the_centre(mesh):
+    center = gr.AGNCenter(mesh)
+    getters = [gr.AGNCustomGetter(home, center=center) for home in (mesh.devices[0], mesh)]
+    ours = [gr.get_variable("v", np.full(2, place, "float16"), custom_getter=getter)
+            for place, getter in enumerate(getters)]  # fmt: skip
+    optimizers = [gr.AGNOptimizer(gr.GradientDescentOptimizer(0.5, master_dtype="float32"), 2,
+                                  getter, 2) for getter in getters]  # fmt: skip
+    optimizers[1].apply_gradients([(np.ones(2, "float16"), ours[1])])
+    optimizers[1].get_init_op(0)()
+    master = optimizers[1].get_slot(ours[1], "master")
+    for each in (ours[1], master):
+        assert [buffer.numpy().tolist() for buffer in each.buffers] == [[0, 0]] * len(mesh)
+
+
+def test_two_workers_in_turn_in_one_thread(mesh):
+    """The usage of the seed: nobody waits for a chief."""
+    first, second = pair(mesh, 1)
+    with (
+        first.optimizer.make_session_run_hook(True, 0),
+        second.optimizer.make_session_run_hook(False, 1),
+    ):
+        for turn in range(4):
+            (first, second)[turn % 2].step({"v": np.ones(3, "float32")})
+    hook = first.optimizer.make_session_run_hook(False, 0)
+    hook.begin()
+    hook.after_create_session(None, None)
+    assert (first.local["v"] == -2).all()
+    assert first.getter.center.lost_workers == ()
+
+
+def test_a_hook_with_a_timeout_waits_for_all(mesh):
+    workers = pair(mesh, 1, num=4)
+    hooks = [worker.optimizer.make_session_run_hook(place == 0, place, wait_timeout=LIMIT_S)
+             for place, worker in enumerate(workers)]  # fmt: skip
+    begun, seen = [], []
+
+    def work(place):
+        begun.append(place)
+        with hooks[place]:
+            seen.append(len(begun))
+
+    threads = [workers[0].getter.center.start_worker(place, lambda place=place: work(place))
+               for place in range(3)]  # fmt: skip
+    assert [thread.name for thread in threads] == [f"agn-worker-{place}" for place in range(3)]
+    for thread in threads:
+        thread.join(0.01)
+        assert thread.is_alive()
+    hooks[0].begin()  # once more: the same worker
+    work(3)
+    ended(*threads)
+    assert seen == [4] * 4
+
+
+def test_a_hook_names_who_is_missing(mesh):
+    workers = pair(mesh, 1, num=4)
+    workers[2].optimizer.make_session_run_hook(False, 2).begin()
+    hook = workers[0].optimizer.make_session_run_hook(True, 0, wait_timeout=0)
+    text = r"after 0.0 s 2 of 4 workers have begun, \[0, 2\]: 2 of \[1, 3\] are missing"
+    with pytest.raises(DeadlineExceededError, match=text), hook:
+        raise AssertionError
+    assert workers[0].getter.center.lost_workers == (0,)
+    hook.begin()
+    assert workers[0].getter.center.lost_workers == ()
+    with pytest.raises(DeadlineExceededError, match=text):
+        hook.after_create_session()
+
+
+def test_a_worker_that_dies_leaves_the_others_running(mesh, caplog):
+    workers = pair(mesh, 1, num=3)
+    center, meet = workers[0].getter.center, threading.Barrier(3)
+
+    def work(place):
+        with workers[place].optimizer.make_session_run_hook(False, place):
+            meet.wait(LIMIT_S)
+            if place == 1:
+                raise RuntimeError("out of luck")
+            for _ in range(5):
+                workers[place].step({"v": np.ones(3, "float32")})
+
+    with caplog.at_level(logging.WARNING, "gradreduce"):
+        threads = [center.start_worker(place, lambda place=place: work(place))
+                   for place in range(3)]  # fmt: skip
+        ended(threads[0], threads[2])
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="out of luck"):
+                threads[1].join(LIMIT_S)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["worker 1 was lost, the others go on: RuntimeError: out of luck"]
+    assert center.lost_workers == (1,)
+    assert (workers[0].center["v"] == -5).all()
+    with workers[1].optimizer.make_session_run_hook(False, 1):
+        assert center.lost_workers == ()
+        workers[1].step({"v": np.ones(3, "float32")})
+    assert (workers[1].local["v"] == -5.5).all()
+
+
+def test_a_worker_without_a_hook_is_lost_too(mesh):
+    center = gr.AGNCenter(mesh)
+    threads = [center.start_worker(place, lambda: {}["no key"]) for place in (7, 3)]
+    for thread in threads:
+        with pytest.raises(KeyError, match="no key"):
+            thread.join(LIMIT_S)
+    assert sorted(center.lost_workers) == [3, 7]
+
+
+def test_what_is_no_worker(mesh):
+    (worker,) = pair(mesh, num=1)
+    center, hook = worker.getter.center, worker.optimizer.make_session_run_hook
+    empty = gr.AGNOptimizer(gr.GradientDescentOptimizer(0.5), 1,
+                            gr.AGNCustomGetter(mesh, center=gr.AGNCenter(mesh)))  # fmt: skip
+    none = "the list of local variables should not be empty"
+    for call, error, text in [
+        (lambda: worker.optimizer.get_init_op(-1), ValueError, "task_index=-1 must be 0 or more"),
+        (lambda: worker.optimizer.get_init_op(0.5), TypeError, "task_index=0.5 must be an integer"),
+        (lambda: hook(True, "0"), TypeError, "task_index='0' must be an integer"),
+        (lambda: hook(True, 0, wait_timeout="x"), TypeError, "wait_timeout='x' must be a number"),
+        (lambda: hook(True, 0, wait_timeout=float("nan")), ValueError, "wait_timeout=nan must be"),
+        (lambda: empty.get_init_op(0), ValueError, none),
+        (lambda: empty.make_session_run_hook(True, 0), ValueError, none),
+        (lambda: center.start_worker(-1, print), ValueError, "task_index=-1 must be 0 or more"),
+        (lambda: center.start_worker("a", print), TypeError, "task_index='a' must be an integer"),
+        (lambda: center.start_worker(0, 3), TypeError, "work=3 cannot be called"),
+    ]:
+        with pytest.raises(error, match=text):
+            call()
+    assert center.lost_workers == ()

@@ -1,0 +1,105 @@
+"""Sixteen worker threads: what each pulls is the start and pushes, whole, in one order."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from optim.agn.team import pair
+
+import gradreduce as gr
+
+NUM_WORKERS, NUM_PUSHES, LIMIT_S = 16, 8, 60.0
+WIDTHS = {"one": 3, "two": 40, "three": 1, "four": 700}
+
+
+@pytest.fixture(autouse=True)
+def restless():
+    """Threads change places a hundred times more often than they do by themselves."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(before / 100)
+    yield
+    sys.setswitchinterval(before)
+
+
+class Run:
+    """Every push adds one to the pushing worker's row, of every variable.
+
+    Attributes:
+        order: workers, as they came between the centre's others.
+        pulled: of each worker, for each of its pushes, the variables by name.
+    """
+
+    def __init__(self, mesh, **options):
+        self.start = {name: np.full((NUM_WORKERS, width), place, "float32")
+                      for place, (name, width) in enumerate(WIDTHS.items())}  # fmt: skip
+        center = gr.AGNCenter(mesh[[0, len(mesh) - 1]])
+        self.team = pair(mesh, 2, lambda: gr.GradientDescentOptimizer(0.5), self.start,
+                         NUM_WORKERS, center=center, **options)  # fmt: skip
+        homes = {var.devices for var in center.variables()}
+        assert len(homes) == 2
+        self.order, self.pulled = [], [[] for _ in self.team]
+        self._mine, pushing = threading.local(), center.pushing
+
+        @contextmanager
+        def noted(**how):
+            with pushing(**how):
+                self.order.append(self._mine.place)
+                yield
+
+        center.pushing = noted
+        self._meet = threading.Barrier(NUM_WORKERS)
+        threads = [center.start_worker(place, lambda place=place: self.work(place))
+                   for place in range(NUM_WORKERS)]  # fmt: skip
+        for thread in threads:
+            thread.join(LIMIT_S)
+            assert not thread.is_alive(), "deadlock: a worker did not end"
+
+    def work(self, place):
+        self._mine.place, worker = place, self.team[place]
+        grads = {name: np.zeros_like(value) for name, value in self.start.items()}
+        for grad in grads.values():
+            grad[place] = -2
+        self._meet.wait(LIMIT_S)
+        for _ in range(NUM_PUSHES):
+            assert worker.step(grads) is False
+            assert worker.step(grads) is True
+            self.pulled[place].append(worker.local)
+
+    def counts(self, name, value):
+        """How many pushes of each worker a variable holds: each is in all elements of its row."""
+        found = value - self.start[name]
+        assert (found == found[:, :1]).all(), "torn"
+        return found[:, 0].astype(int).tolist()
+
+
+def test_with_locking_every_pull_is_the_start_plus_a_prefix_of_the_pushes(mesh):
+    run = Run(mesh)
+    assert sorted(run.order) == sorted(list(range(NUM_WORKERS)) * NUM_PUSHES)
+    held, turn = [0] * NUM_WORKERS, [0] * NUM_WORKERS
+    for place in run.order:
+        held[place] += 1
+        for name, value in run.pulled[place][turn[place]].items():
+            assert run.counts(name, value) == held
+        turn[place] += 1
+    for name, value in run.team[0].center.items():
+        assert run.counts(name, value) == [NUM_PUSHES] * NUM_WORKERS
+
+
+def test_without_locking_no_element_is_torn_and_no_push_lost(mesh):
+    run = Run(mesh, use_locking=False)
+    for name, value in run.team[0].center.items():
+        assert run.counts(name, value) == [NUM_PUSHES] * NUM_WORKERS
+        seen = []
+        for place, pulls in enumerate(run.pulled):
+            for turn, pull in enumerate(pulls):
+                seen.append(run.counts(name, pull[name]))
+                assert seen[-1][place] == turn + 1
+        seen.sort(key=sum)  # of one variable: each pull is behind some pushes, in one order
+        assert [sum(each) for each in seen] == list(range(1, len(seen) + 1))
+        for one, two in itertools.pairwise(seen):
+            assert all(before <= after for before, after in zip(one, two, strict=True))
