@@ -113,9 +113,10 @@ class Worker:
 
     def push(self) -> None:
         """A communication by itself, of what was accumulated, again and again."""
-        self.optimizer._plan_push(self.optimizer._held())
-        assert self.optimizer._push is not None
-        self.optimizer._push.run(self.optimizer._next[0])
+        worker = self.optimizer._worker
+        worker._plan_push(worker._held())
+        assert worker._push is not None
+        worker._push.run(worker._next[0])
 
 
 class Bench:

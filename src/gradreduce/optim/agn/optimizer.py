@@ -8,28 +8,24 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
 from numbers import Real
 from typing import Any
 
-from gradreduce import ops
 from gradreduce.accumulator.door import as_timeout
 from gradreduce.aggregate import AggregationMethod
 from gradreduce.autodiff.gradients import Engine
 from gradreduce.cross_device_ops import CrossDeviceOps
-from gradreduce.device import Buffer, as_deadline, clear, copy_over, due
+from gradreduce.device import as_deadline
 from gradreduce.interop import OneCall
-from gradreduce.optim.arrivals import Near, check_apart, check_global_step, checked_pairs
+from gradreduce.optim.arrivals import check_global_step, checked_pairs
 from gradreduce.optim.base import Optimizer
-from gradreduce.values import Part
 from gradreduce.variables import Variable
 
-from .getter import AGNCustomGetter, Member
+from .getter import AGNCustomGetter
 from .hook import AGNHook
-from .lazy import Count
-from .local import DenseStep, LocalPlan, LocalStep, Step, is_planned, mixed
-from .push import How, Push, Sum
-from .saved_worker import Worker, load_worker, saved_worker
+from .push import How
+from .saved_worker import load_worker, saved_worker
+from .worker import Worker
 from .workers import as_task
 
 __all__ = ["AGNOptimizer"]
@@ -88,16 +84,9 @@ class AGNOptimizer(Optimizer):
         self._inner, self._getter = optimizer, custom_getter
         self._center = custom_getter.center
         self._num_worker = _at_least_one("num_worker", num_worker)
-        self._period = _at_least_one("communication_period", communication_period)
-        self._use_locking = bool(use_locking)
-        self._gamma = _as_scale(distance_scale)
-        self._resets = bool(reset_momentum)
-        self._step = Count("local_step", custom_getter.devices[0])
-        self._is_due = False  # a push failed before it changed anything, and is to be made
-        self._pulled: dict[Variable, Variable] = {}
-        self._local: LocalPlan | None = None  # of the last dense step
-        self._push: Push | None = None  # the next one, or the last, if that may be run again
-        self._next: tuple[tuple[float, ...], dict[str, float]] = ((), {})  # for the next push
+        period = _at_least_one("communication_period", communication_period)
+        how = How(period, bool(use_locking), _as_scale(distance_scale), name)
+        self._worker = Worker(optimizer, custom_getter, how, resets=bool(reset_momentum))
         self._center.join(optimizer)
 
     # -- members ----------------------------------------------------------------------------------
@@ -105,7 +94,7 @@ class AGNOptimizer(Optimizer):
     @property
     def local_step(self) -> Variable:
         """How many steps this worker has made: an int32; only to be read."""
-        return self._step
+        return self._worker.step
 
     @property
     def cross_device_ops(self) -> CrossDeviceOps:
@@ -164,20 +153,7 @@ class AGNOptimizer(Optimizer):
         seconds = as_deadline(deadline)
         gradients, variables = checked_pairs(grads_and_vars)
         check_global_step(global_step)
-        plan, version = self._local, self._center.version
-        plan = plan if plan and plan.serves(self._inner, variables, version) else None
-        members = plan.members if plan else [self._getter.member(var) for var in variables]
-        devices = [device for var in variables for device in var.devices] if seconds else []
-        with due("apply_gradients", seconds, [*devices, *self._center.devices]):
-            parts = self._checked(gradients, variables, members, plan)
-            makes_up = self._is_due
-            if makes_up:
-                self._make_up(global_step)
-            self._is_due = self._step_by(members, parts, plan)
-            communicates = self._is_due
-            if communicates:
-                self._communicate(global_step)
-        return makes_up or communicates
+        return self._worker.apply(gradients, variables, global_step, seconds)
 
     def minimize(  # type: ignore[override]  # noqa: PLR0913  # the signature of the seed
         self,
@@ -209,7 +185,7 @@ class AGNOptimizer(Optimizer):
         Raises:
             KeyError: a variable that did not come through the getter.
         """
-        self._prepare([self._getter.member(var) for var in variables])
+        self._worker.prepare([self._getter.member(var) for var in variables])
 
     def get_init_op(self, task_index: int) -> Callable[[], None]:
         """What lets a worker start where the centre is.
@@ -229,7 +205,7 @@ class AGNOptimizer(Optimizer):
         if not self._getter.members:
             raise ValueError("the list of local variables should not be empty: none came through "
                              "the AGNCustomGetter")  # fmt: skip
-        return self._start
+        return self._worker.start
 
     def make_session_run_hook(
         self, is_chief: bool, task_index: int, *, wait_timeout: float | None = None
@@ -260,8 +236,7 @@ class AGNOptimizer(Optimizer):
 
         """
         seconds = as_deadline(deadline)
-        worker = Worker(self._step.value, self._is_due, self._pulled)
-        return saved_worker(self._inner, self._getter.members, worker, seconds)
+        return saved_worker(self._inner, self._getter.members, self._worker.kept, seconds)
 
     def load_state_dict(
         self, state: Mapping[str, Any], variables: Sequence[Variable] | None = None
@@ -279,165 +254,7 @@ class AGNOptimizer(Optimizer):
             TypeError: a value of another type.
             ValueError: another format or rule, or an array of another shape or dtype.
         """
-        loaded = load_worker(self._inner, self._getter.members, state)
-        self._step.value, self._is_due = loaded.local_step, loaded.is_due
-        self._pulled = loaded.pulled
-        self._local = self._push = None
-
-    # -- a step -----------------------------------------------------------------------------------
-
-    def _checked(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Variable],
-        members: Sequence[Member],
-        plan: LocalPlan | None,
-    ) -> Sequence[Part]:
-        """Of each copy of each variable its gradient near it; reduced, if it is of replicas."""
-        parts = self._inner._arrived(gradients, variables, plan)
-        if plan is None:
-            near = _by_variable(members, parts)
-            check_apart(variables, near, ops.Ranges(self._written_besides(members)))
-        return parts
-
-    def _written_besides(self, members: Sequence[Member]) -> list[Buffer]:
-        """What a call writes, but for the worker's variables and their slots."""
-        kept = [member.center for member in members] + list(self._pulled.values())
-        kept += [slot for member in members for slot in self._center.slots_of(member.center)]
-        copies = [copy for each in kept for copy in each.buffers]
-        return copies + [copy for member in members for copy in member.total.allocated]
-
-    def _step_by(
-        self, members: Sequence[Member], parts: Sequence[Part], plan: LocalPlan | None
-    ) -> bool:
-        """A local step, and before it all that may fail of the communication that is due then.
-
-        Returns:
-            Whether one is.
-        """
-        inner = self._inner
-        inner._check_numbers()
-        if plan is None:
-            self._prepare(members)
-        before = inner._saved_numbers()
-        try:
-            scalars, numbers = self._scalars_of_next()
-            step = self._local_step(members, parts, plan, scalars)
-            is_due = not (self._step.value + 1) % self._period
-            if is_due:
-                self._plan_push(self._held() | step.sums())
-        finally:
-            inner._load_numbers(before)
-        step.launch()
-        inner._load_numbers(numbers)
-        self._step.value += 1
-        if plan is None and isinstance(step, LocalStep) and step.is_dense:
-            others = self._written_besides(members)
-            self._local = LocalPlan(inner, members, others, self._center.version)
-        return is_due
-
-    def _prepare(self, members: Sequence[Member]) -> None:
-        """Compiles what a step launches, and makes the slots here and at the centre."""
-        self._inner.prepare([member.local for member in members])
-        self._center.prepare(self._inner, [member.center for member in members])
-        for member in members if self._gamma is not None else ():
-            # A worker that was never told to start has pulled what its variables are.
-            if member.local not in self._pulled:
-                first, name = member.local.buffers[0], f"pulled/{member.local.name}"
-                self._pulled[member.local] = Variable(first, name, trainable=False)
-
-    def _local_step(
-        self,
-        members: Sequence[Member],
-        parts: Sequence[Part],
-        plan: LocalPlan | None,
-        scalars: tuple[float, ...],
-    ) -> Step:
-        if plan is not None and is_planned(parts, plan):
-            return DenseStep(plan, parts, scalars)
-        near = _by_variable(members, parts)
-        return LocalStep(self._inner, members, near, mixed(members, near), scalars)
-
-    def _scalars_of_next(self) -> tuple[tuple[float, ...], dict[str, float]]:
-        """Of the rule for the next update, and the inner optimizer's numbers after it."""
-        scalars = self._inner._scalars()
-        self._inner._finish()
-        return scalars, self._inner._saved_numbers()
-
-    # -- a communication --------------------------------------------------------------------------
-
-    def _held(self) -> dict[Member, Sum]:
-        """The sums of the period, so far."""
-        return {
-            member: member.total.current
-            for member in self._getter.members
-            if not member.total.is_empty
-        }
-
-    def _plan_push(self, sums: Mapping[Member, Sum]) -> None:
-        """Of these; ``_communicate`` runs it."""
-        how = How(self._period, self._use_locking, self._gamma, self.get_name())
-        if self._push is None or not self._push.serves(sums, how):
-            self._push = Push(self._center, self._inner, sums, self._pulled, how)
-        self._next = self._scalars_of_next()
-
-    def _make_up(self, global_step: Variable | None) -> None:
-        """The push that has failed."""
-        before = self._inner._saved_numbers()
-        try:
-            self._plan_push(self._held())
-        finally:
-            self._inner._load_numbers(before)
-        self._communicate(global_step)
-
-    def _communicate(self, global_step: Variable | None) -> None:
-        """What is planned."""
-        push, (scalars, numbers) = self._push, self._next
-        assert push is not None
-        push.run(scalars)
-        self._is_due = False
-        self._inner._load_numbers(numbers)
-        for member in push.members:
-            member.total.cleared()
-        if not push.is_kept:
-            self._push = None
-        if self._resets:
-            self._reset([member.local for member in push.members])
-        if global_step is not None:
-            global_step.assign_add(1)
-
-    def _reset(self, variables: Sequence[Variable]) -> None:
-        """Momentum of these is zero."""
-        for name in _MOMENTUM & set(self._inner._slot_names):
-            for var in variables:
-                for copy in self._inner._slots.by_name[name][var].buffers:
-                    clear(copy)
-
-    def _start(self) -> None:
-        """The worker is where the centre is, and has accumulated nothing."""
-        members = self._getter.members
-        with self._center.pushing(use_locking=self._use_locking):
-            self._center.check_usable()
-            for member in members:
-                (center,) = member.center.buffers
-                for copy in member.local.buffers:
-                    copy_over(copy.device, copy, center)
-        for member in members:
-            member.total.cleared()
-            self._inner._slots.follow(member.local)
-            if member.local in self._pulled:
-                self._pulled[member.local].assign(member.local.buffers[0])
-        self._is_due = False
-
-
-def _by_variable(members: Sequence[Member], parts: Sequence[Part]) -> list[Near]:
-    """Gradients of all copies, one variable's together."""
-    left = iter(parts)
-    return [tuple(islice(left, len(member.local.devices))) for member in members]
-
-
-# Names of slots that hold a direction in which a variable goes on.
-_MOMENTUM = {"momentum", "m"}
+        self._worker.kept = load_worker(self._inner, self._getter.members, state)
 
 
 def _as_scale(distance_scale: float | None) -> float | None:

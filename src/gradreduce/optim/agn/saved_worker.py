@@ -30,13 +30,13 @@ from gradreduce.variables import Variable
 from .getter import Member
 from .saved import assign, check_format, checked_values
 
-__all__ = ["Worker", "load_worker", "saved_worker"]
+__all__ = ["Kept", "load_worker", "saved_worker"]
 
 _WORKER = "gradreduce AGN worker 1"
 
 
 @dataclass(frozen=True)
-class Worker:
+class Kept:
     """What a worker keeps beside its variables and the inner optimizer.
 
     Attributes:
@@ -54,7 +54,7 @@ _KEYS = ("format", "optimizer", "variables", "sums", "rows", "pulled", "local_st
 
 
 def saved_worker(
-    inner: Optimizer, members: Sequence[Member], worker: Worker, deadline: float | None
+    inner: Optimizer, members: Sequence[Member], worker: Kept, deadline: float | None
 ) -> dict[str, Any]:
     """See ``AGNOptimizer.state_dict``."""
     end = end_of(deadline)
@@ -84,7 +84,7 @@ def saved_worker(
     }
 
 
-def load_worker(inner: Optimizer, members: Sequence[Member], state: Any) -> Worker:
+def load_worker(inner: Optimizer, members: Sequence[Member], state: Any) -> Kept:
     """See ``AGNOptimizer.load_state_dict``."""
     check_keys("state", state, _KEYS)
     check_format(state, _WORKER)
@@ -111,7 +111,7 @@ def load_worker(inner: Optimizer, members: Sequence[Member], state: Any) -> Work
         kept[var] = Variable(
             converted(value, var.dtype), f"pulled/{name}", trainable=False, device=var.devices[0]
         )
-    return Worker(step, is_due, kept)
+    return Kept(step, is_due, kept)
 
 
 def _checked_step(given: Any) -> int:

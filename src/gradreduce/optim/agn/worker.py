@@ -1,0 +1,245 @@
+"""What a worker does: a local step, and a communication when one is due; never checks arguments.
+
+Before the first launch of a call all of it has its memory, its kernels and its plans. A step by
+dense gradients of the same variables is worked out once, and so is a push that stages nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from gradreduce import ops
+from gradreduce.device import Buffer, clear, copy_over, due
+from gradreduce.optim.arrivals import Near, check_apart
+from gradreduce.optim.base import Optimizer
+from gradreduce.values import Part
+from gradreduce.variables import Variable
+
+from .getter import AGNCustomGetter, Member
+from .lazy import Count
+from .local import DenseStep, LocalPlan, LocalStep, Step, is_planned, mixed
+from .push import How, Push, Sum
+from .saved_worker import Kept
+
+__all__ = ["Worker"]
+
+
+class Worker:
+    """A worker, between two calls.
+
+    Args:
+        inner: its optimizer, of worker and centre.
+        getter: which made its variables.
+        how: it communicates.
+        resets: whether a pull makes its momentum zero.
+
+    Attributes:
+        step: how many local steps it has made.
+        is_due: whether a push failed before it changed anything, and is to be made.
+        pulled: of its variables what the centre was at the last pull, if the distance counts.
+    """
+
+    def __init__(
+        self, inner: Optimizer, getter: AGNCustomGetter, how: How, *, resets: bool
+    ) -> None:
+        self._inner, self._getter, self._center = inner, getter, getter.center
+        self._how, self._resets = how, resets
+        self.step = Count("local_step", getter.devices[0])
+        self.is_due = False
+        self.pulled: dict[Variable, Variable] = {}
+        self._local: LocalPlan | None = None  # of the last dense step
+        self._push: Push | None = None  # the next one, or the last, if that may be run again
+        self._next: tuple[tuple[float, ...], dict[str, float]] = ((), {})  # for the next push
+
+    def apply(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Variable],
+        global_step: Variable | None,
+        seconds: float | None,
+    ) -> bool:
+        """See ``AGNOptimizer.apply_gradients``.
+
+        Args:
+            gradients: one for each variable.
+            variables: none twice.
+            global_step: or None.
+            seconds: until the deadline, from ``as_deadline``.
+        """
+        plan, version = self._local, self._center.version
+        plan = plan if plan and plan.serves(self._inner, variables, version) else None
+        members = plan.members if plan else [self._getter.member(var) for var in variables]
+        devices = [device for var in variables for device in var.devices] if seconds else []
+        with due("apply_gradients", seconds, [*devices, *self._center.devices]):
+            parts = self._checked(gradients, variables, members, plan)
+            makes_up = self.is_due
+            if makes_up:
+                self._make_up(global_step)
+            self._step_by(members, parts, plan)
+            communicates = self.is_due
+            if communicates:
+                self._communicate(global_step)
+        return makes_up or communicates
+
+    @property
+    def kept(self) -> Kept:
+        """For a checkpoint."""
+        return Kept(self.step.value, self.is_due, self.pulled)
+
+    @kept.setter
+    def kept(self, loaded: Kept) -> None:
+        self.step.value, self.is_due = loaded.local_step, loaded.is_due
+        self.pulled = loaded.pulled
+        self._local = self._push = None
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    def _checked(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Variable],
+        members: Sequence[Member],
+        plan: LocalPlan | None,
+    ) -> Sequence[Part]:
+        """Of each copy of each variable its gradient near it; reduced, if it is of replicas."""
+        parts = self._inner._arrived(gradients, variables, plan)
+        if plan is None:
+            near = _by_variable(members, parts)
+            check_apart(variables, near, ops.Ranges(self._written_besides(members)))
+        return parts
+
+    def _written_besides(self, members: Sequence[Member]) -> list[Buffer]:
+        """What a call writes, but for the worker's variables and their slots."""
+        kept = [member.center for member in members] + list(self.pulled.values())
+        kept += [slot for member in members for slot in self._center.slots_of(member.center)]
+        copies = [copy for each in kept for copy in each.buffers]
+        return copies + [copy for member in members for copy in member.total.allocated]
+
+    def _step_by(
+        self, members: Sequence[Member], parts: Sequence[Part], plan: LocalPlan | None
+    ) -> None:
+        """A local step, and before it all that may fail of the communication that is due then."""
+        inner = self._inner
+        inner._check_numbers()
+        if plan is None:
+            self.prepare(members)
+        before = inner._saved_numbers()
+        try:
+            scalars, numbers = self._scalars_of_next()
+            step = self._local_step(members, parts, plan, scalars)
+            is_due = not (self.step.value + 1) % self._how.period
+            if is_due:
+                self._plan_push(self._held() | step.sums())
+        finally:
+            inner._load_numbers(before)
+        step.launch()
+        inner._load_numbers(numbers)
+        self.step.value += 1
+        self.is_due = is_due
+        if plan is None and isinstance(step, LocalStep) and step.is_dense:
+            others = self._written_besides(members)
+            self._local = LocalPlan(inner, members, others, self._center.version)
+
+    def prepare(self, members: Sequence[Member]) -> None:
+        """Compiles what a step launches, and makes the slots here and at the centre."""
+        self._inner.prepare([member.local for member in members])
+        self._center.prepare(self._inner, [member.center for member in members])
+        for member in members if self._how.gamma is not None else ():
+            # A worker that was never told to start has pulled what its variables are.
+            if member.local not in self.pulled:
+                first, name = member.local.buffers[0], f"pulled/{member.local.name}"
+                self.pulled[member.local] = Variable(first, name, trainable=False)
+
+    def _local_step(
+        self,
+        members: Sequence[Member],
+        parts: Sequence[Part],
+        plan: LocalPlan | None,
+        scalars: tuple[float, ...],
+    ) -> Step:
+        if plan is not None and is_planned(parts, plan):
+            return DenseStep(plan, parts, scalars)
+        near = _by_variable(members, parts)
+        return LocalStep(self._inner, members, near, mixed(members, near), scalars)
+
+    def _scalars_of_next(self) -> tuple[tuple[float, ...], dict[str, float]]:
+        """Of the rule for the next update, and the inner optimizer's numbers after it."""
+        scalars = self._inner._scalars()
+        self._inner._finish()
+        return scalars, self._inner._saved_numbers()
+
+    # -- a communication --------------------------------------------------------------------------
+
+    def _held(self) -> dict[Member, Sum]:
+        """The sums of the period, so far."""
+        return {
+            member: member.total.current
+            for member in self._getter.members
+            if not member.total.is_empty
+        }
+
+    def _plan_push(self, sums: Mapping[Member, Sum]) -> None:
+        """Of these; ``_communicate`` runs it."""
+        if self._push is None or not self._push.serves(sums, self._how):
+            self._push = Push(self._center, self._inner, sums, self.pulled, self._how)
+        self._next = self._scalars_of_next()
+
+    def _make_up(self, global_step: Variable | None) -> None:
+        """The push that has failed."""
+        before = self._inner._saved_numbers()
+        try:
+            self._plan_push(self._held())
+        finally:
+            self._inner._load_numbers(before)
+        self._communicate(global_step)
+
+    def _communicate(self, global_step: Variable | None) -> None:
+        """What is planned."""
+        push, (scalars, numbers) = self._push, self._next
+        assert push is not None
+        push.run(scalars)
+        self.is_due = False
+        self._inner._load_numbers(numbers)
+        for member in push.members:
+            member.total.cleared()
+        if not push.is_kept:
+            self._push = None
+        if self._resets:
+            self._reset([member.local for member in push.members])
+        if global_step is not None:
+            global_step.assign_add(1)
+
+    def _reset(self, variables: Sequence[Variable]) -> None:
+        """Momentum of these is zero."""
+        for name in _MOMENTUM & set(self._inner._slot_names):
+            for var in variables:
+                for copy in self._inner._slots.by_name[name][var].buffers:
+                    clear(copy)
+
+    def start(self) -> None:
+        """The worker is where the centre is, and has accumulated nothing."""
+        members = self._getter.members
+        with self._center.pushing(use_locking=self._how.use_locking):
+            self._center.check_usable()
+            for member in members:
+                (center,) = member.center.buffers
+                for copy in member.local.buffers:
+                    copy_over(copy.device, copy, center)
+        for member in members:
+            member.total.cleared()
+            self._inner._slots.follow(member.local)
+            if member.local in self.pulled:
+                self.pulled[member.local].assign(member.local.buffers[0])
+        self.is_due = False
+
+
+def _by_variable(members: Sequence[Member], parts: Sequence[Part]) -> list[Near]:
+    """Gradients of all copies, one variable's together."""
+    left = iter(parts)
+    return [tuple(islice(left, len(member.local.devices))) for member in members]
+
+
+# Names of slots that hold a direction in which a variable goes on.
+_MOMENTUM = {"momentum", "m"}
