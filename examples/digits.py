@@ -14,6 +14,7 @@ from sklearn.model_selection import train_test_split
 import gradreduce as gr
 
 NUM_HIDDEN = 64
+MICRO_BATCH_SIZE = 16  # images
 GOAL = 0.95  # test accuracy
 
 

@@ -2,15 +2,57 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import rich
 from digits import GOAL
 from matplotlib.axes import Axes
 from rich.table import Table
 
 import gradreduce as gr
+
+
+@dataclass
+class History:
+    """What a training run leaves behind.
+
+    Attributes:
+        losses: of each step, the mean over its images; of each worker, or of all together.
+        accuracies: pairs of a step and the test accuracy after it.
+        weights: the final ones, by name.
+        seconds: of the whole loop.
+        per_step: launches, copies and bytes of one step of a worker, or of all together.
+        num_pushes: of AGN's workers.
+    """
+
+    losses: dict[str, list[float]]
+    accuracies: list[tuple[int, float]]
+    weights: dict[str, np.ndarray]
+    seconds: float
+    per_step: dict[str, float]
+    num_pushes: int = 0
+
+    @property
+    def accuracy(self) -> float:
+        """The test accuracy at the end."""
+        return self.accuracies[-1][1]
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits that change with any bit of the final weights."""
+        data = b"".join(value.tobytes() for value in self.weights.values())
+        return hashlib.sha256(data).hexdigest()[:16]
+
+
+def per_step(journal: Any, num_steps: int) -> dict[str, float]:
+    """What the devices did in a step, on average."""
+    names = ("launches", "copies", "bytes")
+    return {name: getattr(journal, name) / num_steps for name in names}
 
 
 def where(mesh: gr.Mesh) -> str:
@@ -29,9 +71,9 @@ def print_table(title: str, rows: dict[str, str]) -> None:
     rich.print(table)
 
 
-def draw_losses(panel: Axes, losses: Sequence[float]) -> None:
+def draw_losses(panel: Axes, losses: Sequence[float], label: str | None = None) -> None:
     """The loss of each step."""
-    panel.plot(range(1, len(losses) + 1), losses)
+    panel.plot(range(1, len(losses) + 1), losses, label=label)
     panel.set(title="Training loss", xlabel="step", ylabel="cross-entropy", yscale="log")
 
 

@@ -1,6 +1,7 @@
 """Trains a small network on handwritten digits, data-parallel, with gradreduce.
 
-Read ``train`` first: it is all that a training script of your own needs from the library. The
+Read ``train`` first: it is all that a training script of your own needs from the library. With
+``--mode agn`` the devices do not wait for each other: that one is in ``agn_threads.py``. The
 network and its loss, in plain NumPy, are in ``digits.py``, the report in ``report.py``, the command
 line (``python examples/train_digits.py --help``) in ``command_line.py``. Each device computes the
 gradients of its own images, on a GPU by CuPy.
@@ -9,24 +10,39 @@ gradients of its own images, on a GPU by CuPy.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from agn_threads import train_agn
 from command_line import Parser, file, in_range, on_devices, one_of, placement
-from digits import Digits, accuracy, initial_weights, load, loss_and_gradients, read_weights
+from digits import (
+    MICRO_BATCH_SIZE,
+    Digits,
+    accuracy,
+    initial_weights,
+    load,
+    loss_and_gradients,
+    read_weights,
+)
 from matplotlib.figure import Figure
-from report import conclude, draw_accuracies, draw_losses, print_table, where
+from report import (
+    History,
+    conclude,
+    draw_accuracies,
+    draw_losses,
+    per_step,
+    print_table,
+    where,
+)
 from rich.progress import track
 
 import gradreduce as gr
 
-MICRO_BATCH_SIZE = 16  # images
 # name -> an optimizer of a learning rate, and the rate that it takes here
 OPTIMIZERS: dict[str, tuple[Callable[[float], gr.Optimizer], float]] = {
     "sgd": (gr.GradientDescentOptimizer, 0.5),
@@ -42,36 +58,6 @@ AGGREGATION = {
 
 
 # The training ----------------------------------------------------------------------------------
-
-
-@dataclass
-class History:
-    """What a training run leaves behind.
-
-    Attributes:
-        losses: of each step, the mean over its images.
-        accuracies: pairs of a step and the test accuracy after it.
-        weights: the final ones, by name.
-        seconds: of the whole loop.
-        per_step: launches, copies and bytes of one step, on average.
-    """
-
-    losses: list[float]
-    accuracies: list[tuple[int, float]]
-    weights: dict[str, np.ndarray]
-    seconds: float
-    per_step: dict[str, float]
-
-    @property
-    def accuracy(self) -> float:
-        """The test accuracy at the end."""
-        return self.accuracies[-1][1]
-
-    @property
-    def digest(self) -> str:
-        """Sixteen hexadecimal digits that change with any bit of the final weights."""
-        data = b"".join(value.tobytes() for value in self.weights.values())
-        return hashlib.sha256(data).hexdigest()[:16]
 
 
 def train(mesh: gr.Mesh, digits: Digits, options: argparse.Namespace) -> History:
@@ -104,15 +90,11 @@ def train(mesh: gr.Mesh, digits: Digits, options: argparse.Namespace) -> History
             if number % EVALUATE_EVERY == 0 or number == options.steps:
                 accuracies.append((number, accuracy(read_weights(variables, 0), digits)))
     return History(
-        losses,
+        {"all": losses},
         accuracies,
         {variable.name: variable.numpy() for variable in variables},
         time.perf_counter() - start,
-        {
-            "launches": journal.launches / options.steps,
-            "copies": journal.copies / options.steps,
-            "bytes": journal.bytes / options.steps,
-        },
+        per_step(journal, options.steps),
     )
 
 
@@ -156,22 +138,29 @@ def replica_terms(
 
 def table_rows(mesh: gr.Mesh, history: History, options: argparse.Namespace) -> dict[str, str]:
     """What the closing table says."""
-    return {
+    num_steps = options.steps * len(history.losses)
+    rows = {
         "devices": where(mesh),
         "aggregation": options.aggregation,
         "all-reduce": f"{options.all_reduce}, num_packs {options.num_packs}",
         "test accuracy": f"{history.accuracy:.4f}",
-        "steps/s": f"{options.steps / history.seconds:.1f}",
+        "steps/s": f"{num_steps / history.seconds:.1f}",
         **{f"{name} per step": f"{count:.10g}" for name, count in history.per_step.items()},
-        "digest of the weights": history.digest,
     }
+    if options.mode == "agn":  # threads race: no two runs have the same digest
+        replicas = f"{options.workers}, each of {options.replicas} replicas"
+        return {"workers": replicas, **rows, "pushes": str(history.num_pushes)}
+    return {**rows, "digest of the weights": history.digest}
 
 
 def save_picture(history: History, path: Path) -> None:
     """Loss and test accuracy over the steps."""
     figure = Figure(figsize=(8, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    draw_losses(left, history.losses)
+    for name, losses in history.losses.items():
+        draw_losses(left, losses, name)
+    if len(history.losses) > 1:
+        left.legend(fontsize="small")
     draw_accuracies(right, history.accuracies)
     figure.savefig(path, dpi=120)
 
@@ -183,7 +172,13 @@ def make_parser() -> Parser:
     """All the flags."""
     parser = Parser(__doc__)
     flag = parser.flag
-    flag("--devices", 4, in_range(int, 1, 64), "1 to 64", "how many devices share the work")
+    flag("--mode", "sync", *one_of("sync", "agn"), "whether devices add their gradients at each "
+         "step, or workers push theirs once in a period")  # fmt: skip
+    flag("--workers", 4, in_range(int, 1, 64), "1 to 64", "of AGN: threads")
+    flag("--period", 10, in_range(int, 1, 10_000), "1 to 10000", "of AGN: steps between two pushes")
+    flag("--replicas", 1, in_range(int, 1, 64), "1 to 64", "of AGN: devices of a worker")
+    flag("--devices", None, in_range(int, 1, 64), "1 to 64",
+         "how many devices share the work; none: 4, or as many as AGN's workers have")  # fmt: skip
     flag("--backend", "auto", *one_of("auto", "sim", "cuda"), "GPUs or simulated devices")
     flag("--placement", None, placement, "a number from 0 to 63 for each device, as 0,0,1,1",
          "the physical device of each device")  # fmt: skip
@@ -206,13 +201,32 @@ def make_parser() -> Parser:
     return parser
 
 
+def read_options(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The flags, checked against each other."""
+    options = parser.parse_args(arguments)
+    needed = options.workers * options.replicas if options.mode == "agn" else None
+    if options.devices is None:
+        options.devices = 4 if needed is None else needed
+    if needed is not None and options.devices != needed:
+        parser.error(f"argument --devices: got {options.devices} for {options.workers} workers of "
+                     f"{options.replicas} replicas")  # fmt: skip
+    if options.devices > 64:
+        parser.error(f"argument --replicas: got {options.replicas} for each of {options.workers} "
+                     "workers")  # fmt: skip
+    return options
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; 0 if the goal is reached, else 1. A bad flag exits with 2."""
     parser = make_parser()
-    options = parser.parse_args(arguments)
+    options = read_options(parser, arguments)
 
     def run(mesh: gr.Mesh) -> History:
-        history = train(mesh, load(), options)
+        if options.mode == "agn":
+            make, method = partial(make_optimizer, options), AGGREGATION[options.aggregation]
+            history = train_agn(mesh, load(), options, make, method)
+        else:
+            history = train(mesh, load(), options)
         title = f"{options.steps} steps on handwritten digits"
         print_table(title, table_rows(mesh, history, options))
         return history

@@ -19,6 +19,7 @@ OPTIMIZERS = [
     lambda: gr.AdamOptimizer(0.1),
     lambda: gr.AdagradOptimizer(0.1),
     lambda: gr.RMSPropOptimizer(0.1, momentum=0.5),
+    lambda: gr.RMSPropOptimizer(0.1, momentum=0.5, centered=True),
 ]
 FACES = {"numpy": "twin", "compiled": "text"}
 
@@ -43,6 +44,27 @@ def steps(mesh: gr.Mesh) -> list[np.ndarray]:
         for turn in range(2):
             assert step(terms_of(10 * turn))
         found += [variable.numpy() for variable in variables]
+    return found
+
+
+def periods(mesh: gr.Mesh) -> list[np.ndarray]:
+    """AGN by every rule: a worker of two replicas, on two GPUs, and its centre on one of them."""
+    found = []
+    for optimizer in OPTIMIZERS:
+        getter = gr.AGNCustomGetter(mesh[1:3], center=gr.AGNCenter(mesh[0:1]))
+        worker = gr.AGNOptimizer(optimizer(), 1, getter, 2, distance_scale=0.1)
+        variables = [
+            gr.get_variable(
+                str(shape), random_data(shape, "float32", seed=50), custom_getter=getter
+            )
+            for shape in SHAPES
+        ]
+        for turn in range(4):
+            gradients = [random_data(shape, "float32", seed=turn) for shape in SHAPES]
+            told = worker.apply_gradients(list(zip(gradients, variables, strict=True)))
+            assert told is bool(turn % 2)
+        found += [copy.numpy() for variable in variables for copy in variable.buffers]
+        found += [getter.center_variable(variable).numpy() for variable in variables]
     return found
 
 
@@ -80,7 +102,7 @@ def run(face: str, monkeypatch) -> tuple[list[np.ndarray], dict[str, list[str]],
             gr.open_mesh(PLACEMENT, backend="sim", strict=True, kernels=face) as mesh,
             mesh.journal() as journal,
         ):
-            results = steps(mesh) + sums(mesh)
+            results = steps(mesh) + periods(mesh) + sums(mesh)
     return results, ran, [record.name for record in journal.of("launch")]
 
 

@@ -93,6 +93,14 @@ def test_the_example_of_gradients_prints_what_its_comment_says(capsys):
     assert "# [7 3 7] (3, 8) (8, 3) float32\n" in code
 
 
+def test_the_example_of_agn_prints_what_its_comment_says(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    (code,) = [block for block in blocks if "AGNOptimizer" in block]
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out == "[1. 2.]\n"
+    assert "# [1. 2.]\n" in code
+
+
 @pytest.mark.torch
 def test_the_example_of_pytorch_prints_what_its_comment_says(capsys):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)

@@ -61,8 +61,27 @@ def test_the_weights_are_those_of_the_simulation(
     monkeypatch.setenv("MPLBACKEND", "Agg")
     gpus(seed)
     flags = ("--placement", placement, "--all-reduce", algorithm)
-    found = weights(example, tmp_path, "cuda", *flags)
-    wanted = weights(example, tmp_path, "sim", *flags)
+    check_equal(example, tmp_path, *flags)
+
+
+@pytest.mark.parametrize(
+    ("placement", "seed"),
+    [
+        pytest.param("0,0", 6, marks=pytest.mark.gpu),
+        pytest.param("0,1", 0, marks=pytest.mark.multi_gpu(2)),
+    ],
+)
+def test_so_are_those_of_one_worker_of_agn(example, gpus, tmp_path, monkeypatch, placement, seed):
+    """In a thread of its own, with two replicas; more workers would race."""
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    gpus(seed)
+    flags = ("--mode", "agn", "--workers", "1", "--replicas", "2", "--period", "2")
+    check_equal(example, tmp_path, *flags, "--placement", placement)
+
+
+def check_equal(example, folder: Path, *flags: str) -> None:
+    found = weights(example, folder, "cuda", *flags)
+    wanted = weights(example, folder, "sim", *flags)
     assert found.keys() == wanted.keys()
     for name, array in found.items():
         np.testing.assert_allclose(array, wanted[name], rtol=0, atol=ROUNDING, err_msg=name)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from exact import COMPLEX, DTYPES, FLOATS, INTEGERS, same, unflushed_data
+from faces import wide_of
+from formulas import FORMULAS
 
 from gradreduce import ops
 from gradreduce.device import Buffer, Device, as_dtype, mean_dtype, open_mesh
@@ -28,12 +30,14 @@ class Launch(NamedTuple):
         num_operands: of one tensor; those that are written come first.
         dtypes: that it is tried with.
         out: the dtype of the first operand, made of that of all others.
+        wide: operands that are of the type in which these dtypes are added.
     """
 
     call: Callable[[list[list[Buffer]]], None]
     num_operands: int
     dtypes: tuple[np.dtype, ...] = DTYPES
     out: Callable[[np.dtype], np.dtype] = as_dtype
+    wide: tuple[int, ...] = ()
 
 
 def rows(columns: list[list[Buffer]]) -> list[list[Buffer]]:
@@ -69,6 +73,27 @@ LAUNCHES = {
     ),
 }
 
+LAUNCHES["distance_scale"] = Launch(
+    lambda of: ops.distance_scale(*of, gamma=0.1), 4, FLOATS, wide_of, wide=(1,)
+)
+for _rule, (_, _slots, _scalars) in FORMULAS.items():
+    _local, _global = (
+        next(kernel for kernel in ops.KERNELS if kernel.name == f"{form}_{_rule}")
+        for form in ("local", "global")
+    )
+    LAUNCHES[_local.name] = Launch(
+        lambda of, kernel=_local, scalars=_scalars: ops.local_update(
+            kernel, rows(of), first=0, scalars=scalars
+        ),
+        3 + _slots, FLOATS, wide=(1 + _slots,),
+    )  # fmt: skip
+    LAUNCHES[_global.name] = Launch(
+        lambda of, kernel=_global, scalars=_scalars: ops.global_update(
+            kernel, rows(of), period=3, scalars=scalars
+        ),
+        3 + _slots, FLOATS, wide=(2 + _slots,),
+    )  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def twin() -> Iterator[Device]:
@@ -98,6 +123,7 @@ def after(
     memory, columns = [], []
     for operand in range(launch.num_operands):
         column, kind = [], dtype if operand else launch.out(dtype)
+        kind = wide_of(dtype) if operand in launch.wide else kind
         for size in sizes:
             values = unflushed_data((size + 2 * AROUND,), kind, seed=100 * operand + size)
             memory.append(device.upload(values))

@@ -30,6 +30,7 @@ def test_it_waits_for_copies_that_read_and_for_each_once(apart, waits):
         told = [] if read is None else [(beside.index, "compute", far.index, "compute")]
         assert waits == told, "as a launch does"
         assert flat.block.readers == {}
+        near.wait(beside.mark())  # whose memory it is: what copies it comes behind that
     assert (beside, "compute") in flat.block.touched
     assert (beside, "compute") in term.block.touched
 

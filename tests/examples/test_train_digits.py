@@ -33,6 +33,12 @@ BAD_FLAGS = [
     ("--devices", ["--devices", "four"], "1 to 64"),
     ("--devices", ["--devices", "2.5"], "1 to 64"),
     ("--devices", ["--devices"], "1 to 64"),
+    ("--devices", ["--mode", "agn", "--workers", "2", "--devices", "3"], "1 to 64"),
+    ("--mode", ["--mode", "async"], "sync, agn"),
+    ("--workers", ["--mode", "agn", "--workers", "0"], "1 to 64"),
+    ("--period", ["--mode", "agn", "--period", "0"], "1 to 10000"),
+    ("--replicas", ["--mode", "agn", "--replicas", "0"], "1 to 64"),
+    ("--replicas", ["--mode", "agn", "--workers", "9", "--replicas", "9"], "1 to 64"),
     ("--backend", ["--backend", "gpu"], "auto, sim, cuda"),
     ("--placement", ["--placement", "0,0,1"], "each device"),
     ("--placement", ["--placement", "0,0,1,1", "--devices", "3"], "each device"),
@@ -97,7 +103,8 @@ def plain_output(monkeypatch, tmp_path):
 
 def train(script, digits, *flags: str):
     """A short training run without the report."""
-    options = script.make_parser().parse_args(["--backend", "sim", "--steps", str(STEPS), *flags])
+    arguments = ["--backend", "sim", "--steps", str(STEPS), *flags]
+    options = script.read_options(script.make_parser(), arguments)
     with importlib.import_module("command_line").open_devices(options) as mesh:
         return script.train(mesh, digits, options)
 

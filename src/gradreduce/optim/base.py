@@ -345,7 +345,9 @@ class Optimizer:
                 return plain
         spread = any([isinstance(grad, PerReplica) for grad in gradients])
         found = near(gradients, variables, self.cross_device_ops if spread else None)
-        check_apart(variables, found, self._ranges(variables) if plan is None else plan.ranges)
+        check_apart(
+            variables, found, self._slots.ranges(variables) if plan is None else plan.ranges
+        )
         if self._densifies:
             found = made_dense(found, variables)
         return [part for parts in found for part in parts]
@@ -361,11 +363,6 @@ class Optimizer:
             return None
         same = all([one is other for one, other in zip(plan.variables, variables, strict=True)])
         return plan if same else None
-
-    def _ranges(self, variables: Sequence[Variable]) -> ops.Ranges:
-        """Of what exists; slots that will be made are nobody's gradient."""
-        kept = [each for var in variables for each in (var, *self._slots.of(var))]
-        return ops.Ranges([copy for each in kept for copy in each.buffers])
 
     def _change(self, plan: Plan, parts: Sequence[Part]) -> None:
         """The rule over all copies of all variables: one job for each physical device."""

@@ -90,6 +90,11 @@ class Slots:
         """Those of a variable that exist."""
         return [slots[var] for slots in self.by_name.values() if var in slots]
 
+    def ranges(self, variables: Sequence[Variable]) -> ops.Ranges:
+        """Where these and their slots lie; slots that will be made are nobody's gradient."""
+        kept = [each for var in variables for each in (var, *self.of(var))]
+        return ops.Ranges([copy for each in kept for copy in each.buffers])
+
     def rows(self, var: Variable) -> list[list[Buffer]]:
         """For each copy of a variable what an update of it writes: see ``ops.Update``."""
         kept = [var, *(self.by_name[name][var] for name in self.names_for(var))]

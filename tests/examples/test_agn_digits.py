@@ -1,0 +1,116 @@
+"""The digits by AGN: worker threads reach the goal, replicas are reduced, a fault is not lost."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import re
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+
+pytestmark = pytest.mark.repo
+ALLOWED_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def script():
+    module = importlib.import_module("train_digits")
+    gc.freeze()  # the libraries that it imports stay; each gc.collect() would search them
+    return module
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch, tmp_path):
+    """Plain text and a folder of the test's own; no thread outlives it, and who hangs is shown."""
+    for name in ("FORCE_COLOR", "GRADREDUCE_BACKEND", "GRADREDUCE_SIM_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.chdir(tmp_path)
+    faulthandler.dump_traceback_later(2 * ALLOWED_S, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+    names = [thread.name for thread in threading.enumerate()]
+    assert not any(name.startswith("agn-worker") for name in names), names
+
+
+def agn(script, *flags):
+    """The weights, losses and pushes of a short training."""
+    arguments = ["--mode", "agn", "--backend", "sim", "--optimizer", "sgd", *flags]
+    options = script.read_options(script.make_parser(), arguments)
+    with importlib.import_module("command_line").open_devices(options) as mesh:
+        method = script.AGGREGATION[options.aggregation]
+        rule = gr.GradientDescentOptimizer
+        return script.train_agn(mesh, script.load(), options, lambda: rule(0.5), method)
+
+
+def test_four_threads_reach_the_goal(script, capsys):
+    """As by the plain command, but for a quarter of the images in a step."""
+    flags = ["--mode", "agn", "--workers", "4", "--period", "10", "--micro-batches", "1"]
+    assert script.main(["--backend", "sim", *flags]) == 0
+    text = capsys.readouterr().out
+    assert re.findall(r"worker (\d) \S+ 100%", text) == ["0", "1", "2", "3"]
+    rows = dict(re.findall(r"│ (\S.*?) +│ (\S.*?) +│", text))
+    assert rows["workers"] == "4, each of 1 replicas"
+    assert rows["pushes"] == "200"
+    assert float(rows["test accuracy"]) >= 0.95
+    assert "digest of the weights" not in rows  # it is another one each time
+    picture = Path("digits.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+    assert len(picture) > 5000
+
+
+def test_replicas_of_a_worker_are_one_mean(script):
+    """Against plain descent on the mean loss of all their micro-batches, and AGN's rule."""
+    flags = ("--workers", "1", "--replicas", "2", "--micro-batches", "3", "--period", "2")
+    found = agn(script, *flags, "--steps", "4")
+    assert found.num_pushes == 2
+    assert [len(losses) for losses in found.losses.values()] == [4]
+    assert [step for step, _ in found.accuracies] == [2, 4, 4]
+    digits, rng = script.load(), np.random.default_rng([0, 0])
+    center = list(script.initial_weights(np.random.default_rng(0)).values())
+    for _ in range(2):
+        local, sums = [gr.Variable(each) for each in center], [0.0] * 4
+        for _ in range(2):
+            pick = rng.integers(len(digits.train_images), size=(2, 3, script.MICRO_BATCH_SIZE))
+            batch = digits.train_images[pick.ravel()], digits.train_labels[pick.ravel()]
+            rule = gr.GradientDescentOptimizer(0.5)
+            _, gradients = script.loss_and_gradients(rule, local, *batch)
+            rule.apply_gradients(zip(gradients, local, strict=True))
+            sums = [total + each for total, each in zip(sums, gradients, strict=True)]
+        center = [each - 0.5 * total / 2 for each, total in zip(center, sums, strict=True)]
+    for value, wanted in zip(found.weights.values(), center, strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-4, atol=1e-6)
+    packs = agn(script, *flags, "--steps", "4", "--num-packs", "3", "--placement", "0,0")
+    assert packs.digest == found.digest
+
+
+@pytest.mark.parametrize(("lost", "num_steps"), [(1, 8), (0, 10_000)])
+def test_the_fault_of_a_worker_is_raised_and_no_thread_stays(
+    script, monkeypatch, caplog, lost, num_steps
+):
+    worker = importlib.import_module("agn_threads").AGNWorker
+    original, counts = worker.gradients, {}
+
+    def failing(self, *arguments):
+        counts[self.index] = counts.get(self.index, 0) + 1
+        if (self.index, counts[self.index]) == (lost, 3):
+            raise ArithmeticError(f"worker {lost} is out of luck")
+        return original(self, *arguments)
+
+    monkeypatch.setattr(worker, "gradients", failing)
+    flags = ("--workers", "3", "--micro-batches", "1", "--period", "2")
+    with pytest.raises(ArithmeticError, match=f"worker {lost} is out of luck"):
+        agn(script, *flags, "--steps", str(num_steps))
+    assert counts[lost] == 3
+    if lost == 1:
+        assert counts[0] == 8  # it is joined first, and goes on
+    else:
+        assert counts[1] < 10_000  # nobody would look at what it does
+    assert len(caplog.records) == 1

@@ -1,0 +1,195 @@
+"""The study of AGN: its claims, small; its table; and AGN by hand, which gives the same bits."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import rich
+
+pytestmark = pytest.mark.repo
+
+BAD_FLAGS = [
+    ("--steps", ["--steps", "0"], "1 to 100000"),
+    ("--seeds", ["--seeds", "x"], "1 to 100"),
+    ("--processes", ["--processes", "0"], "1 to 64"),
+    ("--output", ["--output", "study.jpg"], ".png"),
+    ("--step", ["--step", "1"], "--steps"),
+]
+
+
+@pytest.fixture(scope="module")
+def study():
+    module = importlib.import_module("agn_study")
+    gc.freeze()  # the libraries that it imports stay; each gc.collect() would search them
+    return module
+
+
+@pytest.fixture(scope="module")
+def workers():
+    return importlib.import_module("agn_workers")
+
+
+@pytest.fixture(autouse=True)
+def plain_output(monkeypatch, tmp_path):
+    """No colours, a wide terminal, and a current folder of the test's own."""
+    for name in ("FORCE_COLOR", "GRADREDUCE_BACKEND", "GRADREDUCE_SIM_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(rich, "_console", None)  # made anew: it keeps the width that it found
+    monkeypatch.chdir(tmp_path)
+
+
+def rows(text):
+    """The cells of the closing table."""
+    lines = [line.strip("│| ") for line in text.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.split("│")] for line in lines]
+
+
+def outcome(workers, accuracy, staleness=(), weight=0.0):
+    """Of a training that reaches this accuracy at its last step, the tenth, and no other."""
+    curve = [(5, 0.1), (10, accuracy)]
+    return workers.Outcome(curve, list(staleness), [np.full(3, weight)])
+
+
+def made_up(workers, claims, **changed):
+    """Outcomes of which all six claims hold and the two do not, but for ``changed`` accuracies."""
+    usual = {"agn 40 10": 0.2, "downpour 10 15": 0.1, "downpour 20 40": 0.1, "agn 2 40": 0.5}
+    usual |= {name.replace("_", " "): value for name, value in changed.items()}
+
+    def made(case):
+        scaled = case.distance_scale is not None
+        name = f"{'scaled' if scaled else case.method} {case.num_workers} {case.period}"
+        return outcome(workers, usual.get(name, 0.95), [case.num_workers - 1])
+
+    return {case: [made(case)] for claim in claims for case in claim.cases}
+
+
+# What is run ---------------------------------------------------------------------------------
+
+
+def test_agn_by_hand_gives_the_same_bits_as_the_library(study, workers):
+    """At every evaluation, not only where a period of 1 makes them one."""
+    digits = study.load()
+    case = workers.Case("agn", 3, 4, 200, seed=5)
+    library, by_hand = (
+        workers.run(replace(case, method=name), digits) for name in ("agn", "by hand")
+    )
+    assert library.accuracies == by_hand.accuracies
+    assert library.staleness == by_hand.staleness
+    assert all(map(np.array_equal, library.weights, by_hand.weights))
+    assert library.accuracy > 0.8
+    other = workers.run(replace(case, seed=6, num_steps=20), digits)
+    assert not np.array_equal(other.weights[0], library.weights[0])
+
+
+def test_claims_that_hold_at_this_size_are_seen(study):
+    claims = study.make_claims(700)
+    _, downpour, sums, _, _, slow, elastic, _ = claims
+    outcomes = study.run_all([downpour, slow, elastic], 1, 1)
+    assert downpour.seen(outcomes) == ("equal bits", True)
+    assert slow.seen(outcomes)[1]
+    (agn,) = outcomes[elastic.cases[0]]
+    assert elastic.cases[0] == sums.cases[1]
+    assert agn.accuracy > 0.85
+    assert np.mean(agn.staleness) == pytest.approx(9, rel=0.1)
+    (total,) = study.run_all([replace(sums, cases=sums.cases[:1])], 1, 1)[sums.cases[0]]
+    assert total.accuracy < agn.accuracy - 0.3
+    assert not elastic.seen(outcomes)[1]
+
+
+def test_the_schedule_is_that_of_workers_who_do_not_wait(workers):
+    case = workers.Case("agn", 5, 10, 1000)
+    turns = [worker for worker, _ in zip(workers.schedule(case), range(1000), strict=False)]
+    again = [worker for worker, _ in zip(workers.schedule(case), range(1000), strict=False)]
+    assert turns == again
+    counts = np.bincount(turns)
+    assert counts.shape == (5,)
+    assert counts.min() > 180  # equally fast, on average
+    assert any(turns[i] == turns[i + 1] for i in range(999))  # but not in turn
+
+
+# What is said --------------------------------------------------------------------------------
+
+
+def test_the_command_prints_the_table_and_saves_the_picture(study, capsys):
+    """With two processes, which change nothing; so few steps that most of it fails."""
+    assert study.main(["--steps", "20"]) == 1
+    text = capsys.readouterr().out
+    assert "100%" in text  # the progress bar
+    found, claims = rows(text), study.make_claims(20)
+    assert [row[0] for row in found] == [claim.text for claim in claims]
+    alone = study.run_all(claims, 1, 1)
+    assert [row[2] for row in found] == [claim.seen(alone)[0] for claim in claims]
+    assert [row[3] for row in found[:2]] == ["NO", "yes"]
+    assert "It does not hold that the staleness of a push is n-1 on average.\n" in text
+    assert "It does not hold that AGN is better than AEASGD" not in text
+    picture = Path("agn_study.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+    assert len(picture) > 5000
+
+
+CLAIMS = ("staleness", "DOWNPOUR", "normalised", "small λ", "repairs", "large λ")
+
+
+@pytest.mark.parametrize(
+    ("changed", "failed"),
+    [
+        ({}, ()),
+        ({"downpour_20_40": 0.6}, CLAIMS[2:3]),
+        ({"agn_20_40": 0.89}, CLAIMS[2:3]),
+        ({"agn_40_10": 0.9}, CLAIMS[3:5]),
+        ({"scaled_40_10": 0.85}, CLAIMS[4:5]),
+        ({"agn_2_40": 0.95}, CLAIMS[5:6]),
+        ({"agn_2_10": 0.5}, CLAIMS[5:6]),
+        ({"aeasgd_10_15": 0.5, "dynsgd_10_15": 0.1}, ()),
+    ],
+)
+def test_the_six_decide_and_the_two_do_not(study, workers, capsys, changed, failed):
+    claims = study.make_claims(10)
+    found = study.report(claims, made_up(workers, claims, **changed), "made up")
+    assert len(found) == len(failed)
+    assert all(word in claim.text for word, claim in zip(failed, found, strict=True))
+    verdicts = [row[3] for row in rows(capsys.readouterr().out) if row[3]]
+    expected = ["NO" if claim in found else "yes" for claim in claims[:6]]
+    two = "yes, though it is known not to" if "aeasgd_10_15" in changed else "no, as is known"
+    assert verdicts == [*expected, two, two]
+
+
+def test_staleness_and_bits_decide_too(study, workers, capsys):
+    claims = study.make_claims(10)
+    outcomes = made_up(workers, claims)
+    crowd, single = claims[0].cases[1], claims[1].cases[1]
+    outcomes |= {crowd: [outcome(workers, 0.2, [36])], single: [outcome(workers, 0.95, [3], 1e-9)]}
+    assert study.report(claims, outcomes, "made up") == claims[:2]
+    outcomes[crowd] = [outcome(workers, 0.2)]  # nobody has pushed twice
+    assert claims[0].seen(outcomes) == ("9.00; nan", False)
+
+
+def test_the_exit_status_is_0_if_the_six_hold(study, workers, monkeypatch, capsys):
+    monkeypatch.setattr(study, "run_all", lambda claims, *rest: made_up(workers, claims))
+    monkeypatch.setattr(study, "save_picture", lambda *rest: None)
+    assert study.main(["--steps", "10", "--output", "a.png"]) == 0
+    assert "The picture is in a.png." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("flag", "arguments", "allowed"), BAD_FLAGS)
+def test_a_bad_flag_gets_one_line_and_status_2(study, capsys, flag, arguments, allowed):
+    with pytest.raises(SystemExit) as stopped:
+        study.main(arguments)
+    assert stopped.value.code == 2
+    answer = capsys.readouterr()
+    assert answer.out == ""
+    assert re.fullmatch(r"[^\n]+\n", answer.err), answer.err
+    assert flag in answer.err
+    assert allowed in answer.err.partition("allowed: ")[2]
+
+
+def test_every_flag_is_tried_with_a_bad_value(study):
+    assert set(study.make_parser().allowed) <= {flag for flag, _, _ in BAD_FLAGS}
