@@ -227,9 +227,10 @@ def test_memory_that_was_given_back_may_hold_a_gradient(mesh):
     worker = Worker(home, gr.AGNCenter(home), STARTS, lambda: gr.MomentumOptimizer(0.5, 0.5), 1, 2)
 
     def step_by_new_memory():
-        kept = [{name: home.upload(value) for name, value in ONES.items()} for _ in range(4)]
-        for grads in kept:
-            worker.step(grads)
+        kept = []
+        for _ in range(6):
+            kept.append({name: home.upload(value) for name, value in ONES.items()})
+            worker.step(kept[-1])
 
     step_by_new_memory()
     worker.getter.center.load_state_dict(worker.getter.center.state_dict())
@@ -250,3 +251,8 @@ def test_slots_that_came_with_a_checkpoint_are_no_gradient(mesh):
     slot = worker.optimizer.get_slot(worker.getter.center_variable(var), "momentum")
     pairs = [(ONES["t"], worker.variables["t"]), (slot.buffers[0], var)]
     refused(worker, ValueError, "is the memory of a variable or slot", pairs)
+    for grad in (ONES["t"], gr.IndexedSlices(ONES["t"][:2], [1, 2]), ONES["t"], ONES["t"]):
+        worker.step({"t": grad, "v": ONES["v"]})  # a sum of rows becomes an array, elsewhere
+    pairs = [(ONES["v"], var), (worker.getter.accumulation(worker.variables["t"]).buffers[0],
+                                worker.variables["t"])]  # fmt: skip
+    refused(worker, ValueError, "is the memory of a variable or slot", pairs[::-1])

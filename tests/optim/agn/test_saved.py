@@ -154,6 +154,18 @@ def test_a_checkpoint_of_before_the_first_push_has_no_slots(mesh):
     assert found == [([-np.float32(0.1)] * 3, [[1.0] * 3])] * 2
 
 
+def test_such_slots_are_made_for_what_was_given_before(mesh):
+    starts = {"a": np.zeros(2, "float32"), "b": np.zeros(2, "float32")}
+    (worker,) = pair(mesh, 2, WAYS["momentum"][0], starts, 1)
+    empty = worker.getter.center.state_dict()
+    for _ in range(2):
+        worker.step({name: value + 1 for name, value in starts.items()})
+    worker.step({"a": starts["a"] + 1})
+    worker.getter.center.load_state_dict(empty)
+    assert worker.step({"b": starts["b"] + 1}) is True
+    assert worker.center["a"].tolist() == worker.center["b"].tolist()
+
+
 def changed(state, *path, to=None, drop=False):
     if len(path) == 1:
         rest = {key: value for key, value in state.items() if key != path[0]}

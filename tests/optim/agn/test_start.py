@@ -56,6 +56,17 @@ def test_every_copy_and_master_starts_at_the_centre(mesh):
         assert [buffer.numpy().tolist() for buffer in each.buffers] == [[0, 0]] * len(mesh)
 
 
+def test_the_distance_is_counted_from_the_start(mesh):
+    first, second = pair(mesh, 1, distance_scale=0.5)
+    second.step({"v": np.ones(3, "float32")})
+    for _ in range(2):
+        first.step({"v": np.ones(3, "float32")})
+    second.optimizer.get_init_op(1)()
+    before = second.center["v"]
+    second.step({"v": np.ones(3, "float32")})
+    assert (second.center["v"] == before - np.float32(0.5)).all()
+
+
 def test_two_workers_in_turn_in_one_thread(mesh):
     """The usage of the seed: nobody waits for a chief."""
     first, second = pair(mesh, 1)

@@ -34,7 +34,8 @@ class Run:
         pulled: of each worker, for each of its pushes, the variables by name.
     """
 
-    def __init__(self, mesh, **options):
+    def __init__(self, mesh, *, by_rows=False, **options):
+        self.by_rows = by_rows
         self.start = {name: np.full((NUM_WORKERS, width), place, "float32")
                       for place, (name, width) in enumerate(WIDTHS.items())}  # fmt: skip
         center = gr.AGNCenter(mesh[[0, len(mesh) - 1]])
@@ -62,8 +63,10 @@ class Run:
     def work(self, place):
         self._mine.place, worker = place, self.team[place]
         grads = {name: np.zeros_like(value) for name, value in self.start.items()}
-        for grad in grads.values():
+        for name, grad in grads.items():
             grad[place] = -2
+            if self.by_rows:  # all of them: each is taken out and put back
+                grads[name] = gr.IndexedSlices(grad, np.arange(NUM_WORKERS))
         self._meet.wait(LIMIT_S)
         for _ in range(NUM_PUSHES):
             assert worker.step(grads) is False
@@ -90,8 +93,9 @@ def test_with_locking_every_pull_is_the_start_plus_a_prefix_of_the_pushes(mesh):
         assert run.counts(name, value) == [NUM_PUSHES] * NUM_WORKERS
 
 
-def test_without_locking_no_element_is_torn_and_no_push_lost(mesh):
-    run = Run(mesh, use_locking=False)
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_without_locking_no_element_is_torn_and_no_push_lost(mesh, by_rows):
+    run = Run(mesh, use_locking=False, by_rows=by_rows)
     for name, value in run.team[0].center.items():
         assert run.counts(name, value) == [NUM_PUSHES] * NUM_WORKERS
         seen = []
