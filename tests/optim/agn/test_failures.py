@@ -129,11 +129,11 @@ class Case:
 @pytest.mark.parametrize("method", ["_allocate", "_prepare", "_launch", "_copy"])
 @pytest.mark.parametrize("way", WAYS)
 def test_whatever_fails(mesh, plant, way, method):
-    """The first call, the second, … until all have failed once."""
-    calm = Case(mesh, way)
+    """The first call, the second, … until all have failed once; of allocations every third."""
+    calm, step = Case(mesh, way), 3 if method in ("_allocate", "_prepare") else 1
     assert calm.step(3) is True
     wanted, outcomes = calm.went_on(), []
-    for first in range(1, 60):
+    for first in range(1, 60, step):
         case = Case(mesh, way)
         plant(mesh.devices if method == "_copy" else mesh.devices[1:], method, first)
         try:

@@ -17,7 +17,7 @@ STEPS = st.lists(
     max_size=12,
 )
 SETTINGS = settings(
-    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 ROWS = np.array([3, 1, 3])
 
