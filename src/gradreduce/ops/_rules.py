@@ -65,10 +65,7 @@ def _adam(  # noqa: PLR0913  # operands, scratch and scalars
     np.subtract(grad, first, out=step)
     np.multiply(step, rest1, out=step)
     np.add(first, step, out=first)
-    np.multiply(grad, grad, out=step)
-    np.subtract(step, second, out=step)
-    np.multiply(step, rest2, out=step)
-    np.add(second, step, out=second)
+    _decayed_square(second, grad, step, rest2)
     np.sqrt(second, out=by)
     np.add(by, epsilon, out=by)
     np.multiply(first, rate, out=step)
@@ -91,33 +88,37 @@ def _rmsprop(  # noqa: PLR0913  # operands, scratch and scalars
     var: _Array, square: _Array, mom: _Array, grad: _Array, step: _Array, by: _Array,
     rate: float, rest: float, decay: float, epsilon: float,
 ) -> None:  # fmt: skip
-    np.multiply(grad, grad, out=step)
-    np.subtract(step, square, out=step)
-    np.multiply(step, rest, out=step)
-    np.add(square, step, out=square)
+    _decayed_square(square, grad, step, rest)
     np.add(square, epsilon, out=by)
-    np.sqrt(by, out=by)
-    np.multiply(grad, rate, out=step)
-    np.true_divide(step, by, out=step)
-    np.multiply(mom, decay, out=mom)
-    np.add(mom, step, out=mom)
-    np.subtract(var, mom, out=var)
+    _by_the_root(var, mom, grad, step, by, rate, decay)
 
 
 def _rmsprop_centered(  # noqa: PLR0913  # operands, scratch and scalars
     var: _Array, square: _Array, mean: _Array, mom: _Array, grad: _Array,
     step: _Array, by: _Array, rate: float, rest: float, decay: float, epsilon: float,
 ) -> None:  # fmt: skip
-    np.multiply(grad, grad, out=step)
-    np.subtract(step, square, out=step)
-    np.multiply(step, rest, out=step)
-    np.add(square, step, out=square)
+    _decayed_square(square, grad, step, rest)
     np.subtract(grad, mean, out=step)
     np.multiply(step, rest, out=step)
     np.add(mean, step, out=mean)
     np.multiply(mean, mean, out=by)
     np.subtract(square, by, out=by)
     np.add(by, epsilon, out=by)
+    _by_the_root(var, mom, grad, step, by, rate, decay)
+
+
+def _decayed_square(square: _Array, grad: _Array, step: _Array, rest: float) -> None:
+    """``square += rest (grad² - square)``."""
+    np.multiply(grad, grad, out=step)
+    np.subtract(step, square, out=step)
+    np.multiply(step, rest, out=step)
+    np.add(square, step, out=square)
+
+
+def _by_the_root(
+    var: _Array, mom: _Array, grad: _Array, step: _Array, by: _Array, rate: float, decay: float
+) -> None:
+    """``mom = decay mom + rate grad / root(by); var -= mom``."""
     np.sqrt(by, out=by)
     np.multiply(grad, rate, out=step)
     np.true_divide(step, by, out=step)

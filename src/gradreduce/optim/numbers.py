@@ -1,10 +1,12 @@
-"""Hyperparameters: numbers, or callables that say them anew for each update."""
+"""What optimizers are told: numbers, or callables that say them anew for each update."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from typing import Any
 
-__all__ = ["Number", "as_number", "value_of"]
+__all__ = ["Number", "as_count", "as_number", "value_of"]
 
 Number = float | Callable[[], float]
 
@@ -22,3 +24,19 @@ def as_number(given: Number) -> Number:
 def value_of(given: Number) -> float:
     """Now; asked once for each update, before anything is launched."""
     return float(given() if callable(given) else given)
+
+
+def as_count(name: str, given: Any, *, least: int) -> int:
+    """An integer that is no less than ``least``.
+
+    Raises:
+        TypeError: no integer.
+        ValueError: a smaller one.
+    """
+    try:
+        number = operator.index(given)
+    except TypeError:
+        raise TypeError(f"{name}={given!r} must be an integer") from None
+    if number < least:
+        raise ValueError(f"{name}={given!r} must be at least {least}")
+    return number

@@ -188,12 +188,13 @@ OF_A_WORKER = [
     ((("sums", "weights"), [1.0]), TypeError, "state['sums']['weights'] is a list, not an array"),
     ((("sums", "nobody"), WRONG), KeyError, "state['sums']"),
     ((("pulled", "weights"), WRONG), ValueError, "state['pulled']['weights'] is float32(3, 3)"),
+    ((("sums", "table"), np.ones((6, 2), "float32")), ValueError, "both have ['table']"),
     ((("rows",), None), TypeError, "state['rows'] is a NoneType"),
     ((("rows", "table", "indices"), ...), KeyError, "state['rows']['table'] has"),
     ((("rows", "table", "indices"), np.array([9, 1])), ValueError, "state['rows']['table']"),
     ((("rows", "table", "values"), WRONG), ValueError, "state['rows']['table']"),
-    ((("local_step",), 1.5), TypeError, "state['local_step'] is 1.5, not an integer"),
-    ((("local_step",), -1), ValueError, "state['local_step'] is -1, must be 0 or more"),
+    ((("local_step",), 1.5), TypeError, "state['local_step']=1.5 must be an integer"),
+    ((("local_step",), -1), ValueError, "state['local_step']=-1 must be at least 0"),
 ]
 OF_A_CENTRE = [
     (((), []), TypeError, "state is a list, not a dict from state_dict()"),

@@ -165,14 +165,14 @@ def test_what_is_no_worker(mesh):
                             gr.AGNCustomGetter(mesh, center=gr.AGNCenter(mesh)))  # fmt: skip
     none = "the list of local variables should not be empty"
     for call, error, text in [
-        (lambda: worker.optimizer.get_init_op(-1), ValueError, "task_index=-1 must be 0 or more"),
+        (lambda: worker.optimizer.get_init_op(-1), ValueError, "task_index=-1 must be at least 0"),
         (lambda: worker.optimizer.get_init_op(0.5), TypeError, "task_index=0.5 must be an integer"),
         (lambda: hook(True, "0"), TypeError, "task_index='0' must be an integer"),
         (lambda: hook(True, 0, wait_timeout="x"), TypeError, "wait_timeout='x' must be a number"),
         (lambda: hook(True, 0, wait_timeout=float("nan")), ValueError, "wait_timeout=nan must be"),
         (lambda: empty.get_init_op(0), ValueError, none),
         (lambda: empty.make_session_run_hook(True, 0), ValueError, none),
-        (lambda: center.start_worker(-1, print), ValueError, "task_index=-1 must be 0 or more"),
+        (lambda: center.start_worker(-1, print), ValueError, "task_index=-1 must be at least 0"),
         (lambda: center.start_worker("a", print), TypeError, "task_index='a' must be an integer"),
         (lambda: center.start_worker(0, 3), TypeError, "work=3 cannot be called"),
     ]:

@@ -17,11 +17,12 @@ from gradreduce import ops
 from gradreduce.device import Device, Mesh, as_deadline, default_mesh
 from gradreduce.errors import CollectiveError, DeadlineExceededError, DeviceMismatchError
 from gradreduce.optim.base import Optimizer
+from gradreduce.optim.numbers import as_count
 from gradreduce.optim.slots import Slots
 from gradreduce.variables import Variable
 
 from .saved import load_center, saved_center
-from .workers import WorkerThread, as_task
+from .workers import WorkerThread
 
 __all__ = ["PREFIX", "AGNCenter", "process_wide"]
 
@@ -96,7 +97,7 @@ class AGNCenter:
         """
         if not callable(work):
             raise TypeError(f"work={work!r} cannot be called")
-        worker = WorkerThread(as_task(task_index), work, self.lose)
+        worker = WorkerThread(as_count("task_index", task_index, least=0), work, self.lose)
         worker.start()
         return worker
 

@@ -6,7 +6,6 @@ global: c <- rule(c, a / period); w <- c; a <- 0    once in a period, one launch
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -19,6 +18,7 @@ from gradreduce.device import as_deadline
 from gradreduce.interop import OneCall
 from gradreduce.optim.arrivals import check_global_step, checked_pairs
 from gradreduce.optim.base import Optimizer
+from gradreduce.optim.numbers import as_count
 from gradreduce.variables import Variable
 
 from .getter import AGNCustomGetter
@@ -26,7 +26,6 @@ from .hook import AGNHook
 from .push import How
 from .saved_worker import load_worker, saved_worker
 from .worker import Worker
-from .workers import as_task
 
 __all__ = ["AGNOptimizer"]
 
@@ -83,8 +82,8 @@ class AGNOptimizer(Optimizer):
             raise TypeError(f"custom_getter={custom_getter!r} is not an AGNCustomGetter")
         self._inner, self._getter = optimizer, custom_getter
         self._center = custom_getter.center
-        self._num_worker = _at_least_one("num_worker", num_worker)
-        period = _at_least_one("communication_period", communication_period)
+        self._num_worker = as_count("num_worker", num_worker, least=1)
+        period = as_count("communication_period", communication_period, least=1)
         how = How(period, bool(use_locking), _as_scale(distance_scale), name)
         self._worker = Worker(optimizer, custom_getter, how, resets=bool(reset_momentum))
         self._center.join(optimizer)
@@ -201,7 +200,7 @@ class AGNOptimizer(Optimizer):
             ValueError: the getter has made no trainable variable, or a negative ``task_index``.
             TypeError: a ``task_index`` that is no integer.
         """
-        as_task(task_index)
+        as_count("task_index", task_index, least=0)
         if not self._getter.members:
             raise ValueError("the list of local variables should not be empty: none came through "
                              "the AGNCustomGetter")  # fmt: skip
@@ -223,7 +222,13 @@ class AGNOptimizer(Optimizer):
             TypeError: an argument of another type.
         """
         start, limit = self.get_init_op(task_index), as_timeout(wait_timeout, "wait_timeout")
-        return AGNHook(self._center, start, as_task(task_index), self._num_worker, limit)
+        return AGNHook(
+            self._center,
+            start,
+            as_count("task_index", task_index, least=0),
+            self._num_worker,
+            limit,
+        )
 
     def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
         """The worker, as host data: variables, sums, inner optimizer, ``local_step``.
@@ -265,13 +270,3 @@ def _as_scale(distance_scale: float | None) -> float | None:
     if not distance_scale > 0:
         raise ValueError(f"distance_scale={distance_scale!r} must be above 0, or None")
     return float(distance_scale)
-
-
-def _at_least_one(name: str, value: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r} must be an integer") from None
-    if number < 1:
-        raise ValueError(f"{name}={value!r} must be at least 1")
-    return number

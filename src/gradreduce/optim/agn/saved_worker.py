@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from gradreduce.errors import about
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import converted
 from gradreduce.optim.base import Optimizer
+from gradreduce.optim.numbers import as_count
 from gradreduce.optim.saved import (
     by_name,
     check_keys,
@@ -94,7 +94,11 @@ def load_worker(inner: Optimizer, members: Sequence[Member], state: Any) -> Kept
     sums = checked_values("state['sums']", state["sums"], variables, all_of_them=False)
     pulled = checked_values("state['pulled']", state["pulled"], variables, all_of_them=False)
     rows = _checked_rows(state["rows"], variables)
-    step, is_due = _checked_step(state["local_step"]), bool(plain(state["is_due"]))
+    both = sorted(set(sums) & set(rows))
+    if both:
+        raise ValueError(f"state['sums'] and state['rows'] both have {both}: a sum is one of them")
+    step = as_count("state['local_step']", plain(state["local_step"]), least=0)
+    is_due = bool(plain(state["is_due"]))
     given = checked_state(
         type(inner).__name__, inner._slots, list(variables.values()), state["optimizer"]
     )
@@ -112,16 +116,6 @@ def load_worker(inner: Optimizer, members: Sequence[Member], state: Any) -> Kept
             converted(value, var.dtype), f"pulled/{name}", trainable=False, device=var.devices[0]
         )
     return Kept(step, is_due, kept)
-
-
-def _checked_step(given: Any) -> int:
-    try:
-        step = operator.index(plain(given))
-    except TypeError:
-        raise TypeError(f"state['local_step'] is {given!r}, not an integer") from None
-    if step < 0:
-        raise ValueError(f"state['local_step'] is {step}, must be 0 or more")
-    return step
 
 
 def _checked_rows(given: Any, variables: Mapping[str, Variable]) -> dict[str, IndexedSlices]:

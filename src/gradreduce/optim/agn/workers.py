@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Callable
 
-__all__ = ["WorkerThread", "as_task"]
+__all__ = ["WorkerThread"]
 
 
 class WorkerThread(threading.Thread):
@@ -45,19 +44,3 @@ class WorkerThread(threading.Thread):
         super().join(timeout)
         if not self.is_alive() and self._error is not None:
             raise self._error
-
-
-def as_task(task_index: int) -> int:
-    """The number of a worker.
-
-    Raises:
-        TypeError: no integer.
-        ValueError: a negative one.
-    """
-    try:
-        number = operator.index(task_index)
-    except TypeError:
-        raise TypeError(f"task_index={task_index!r} must be an integer") from None
-    if number < 0:
-        raise ValueError(f"task_index={task_index!r} must be 0 or more")
-    return number
