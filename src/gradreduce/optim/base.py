@@ -22,7 +22,7 @@ from gradreduce.variables import Variable
 from .arrivals import check_apart, check_global_step, checked_pairs, made_dense, near
 from .custom import changed_by
 from .gradients import checked_gradients
-from .launches import Job
+from .launches import Job, by_kernel
 from .numbers import as_number, value_of
 from .plan import Plan
 from .saved import checked_numbers, checked_state, loaded_slots, saved_state
@@ -387,10 +387,7 @@ class Optimizer:
         """What does a job; a rule on arrays has been computed by then."""
         kernel = self._kernel
         if kernel is not None:
-            return partial(
-                job.run,
-                lambda rows, at: ops.update_fitted(kernel, rows, scalars, at, writer=writer),
-            )
+            return partial(job.run, by_kernel(kernel, scalars, writer))
         job.begin()
         return partial(job.end, changed_by(self._apply, self._slot_names, job))
 

@@ -10,14 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from gradreduce import ops
-from gradreduce.device import Buffer, Device, gather, scatter
+from gradreduce.device import Buffer, Device, Writer, gather, scatter
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.ops import Update
 from gradreduce.values import Part, device_of
 
-__all__ = ["Job", "Rule"]
+__all__ = ["Job", "Rule", "by_kernel"]
 
 Rule = Callable[[Sequence[Update], Device], None]
+
+
+def by_kernel(
+    kernel: ops.RuleKernel, scalars: Sequence[float], writer: Writer | None = None
+) -> Rule:
+    """A rule that is a kernel, with all that it takes behind ``num_written``."""
+    return lambda rows, at: ops.update_fitted(kernel, rows, scalars, at, writer=writer)
 
 
 class Job:

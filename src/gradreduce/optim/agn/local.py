@@ -14,12 +14,12 @@ from typing import Protocol, TypeGuard
 from gradreduce import ops
 from gradreduce.accumulator.sparse_sums import SparseAdditions
 from gradreduce.accumulator.state import Arrival, SparseSum
-from gradreduce.device import Buffer, Device, Writer
+from gradreduce.device import Buffer, Device
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.optim.arrivals import Near, made_dense
 from gradreduce.optim.base import Optimizer
 from gradreduce.optim.custom import changed_by
-from gradreduce.optim.launches import Job
+from gradreduce.optim.launches import Job, by_kernel
 from gradreduce.optim.plan import Plan
 from gradreduce.values import Part, buffer_of
 from gradreduce.variables import Variable
@@ -148,7 +148,7 @@ class DenseStep:
         fabric = plan.devices[0].fabric
         with fabric.launch_lock, fabric.whole_or_lost(plan.devices):
             for job, writer in zip(self._jobs, plan.writers, strict=True):
-                job.run(partial(_by_kernel, kernel, given, writer))
+                job.run(by_kernel(kernel, given, writer))
         plan.added()
 
 
@@ -266,11 +266,11 @@ def _launches(
         return _by_arrays(optimizer, kind, group)
     if kind == _ROWS:
         job = Job([written for written, _, _ in group], parts)
-        return [partial(job.run, partial(_by_kernel, kernel, scalars, None))]
+        return [partial(job.run, by_kernel(kernel, scalars))]
     written = [[*row, total] for row, _, total in group if total is not None]
     local, given = ops.local_update_of(kernel), (int(kind == _FIRST), *scalars)
     job = Job(written, parts)
-    return [partial(job.run, partial(_by_kernel, local, given, None))]
+    return [partial(job.run, by_kernel(local, given))]
 
 
 def _by_arrays(
@@ -298,16 +298,6 @@ def _sums(pairs: Sequence[tuple[Buffer, Part]], *, first: bool) -> Callable[[], 
         ops.prepare_pack(job.leader, total.dtype, dtype)
         ops.prepare_accumulate_n(job.leader, total.dtype, dtype)
     return partial(job.run, partial(_add, first=first))
-
-
-def _by_kernel(
-    kernel: ops.RuleKernel,
-    scalars: Sequence[float],
-    writer: Writer | None,
-    rows: Sequence[ops.Update],
-    device: Device,
-) -> None:
-    ops.update_fitted(kernel, rows, scalars, device, writer=writer)
 
 
 def _add(rows: Sequence[Sequence[Buffer]], device: Device, *, first: bool) -> None:

@@ -26,7 +26,7 @@ from gradreduce.device import (
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.optim.base import Optimizer
 from gradreduce.optim.custom import changed_by
-from gradreduce.optim.launches import Job, Rule
+from gradreduce.optim.launches import Job, Rule, by_kernel
 from gradreduce.values import Part
 from gradreduce.variables import Variable
 
@@ -221,7 +221,7 @@ class Push:
             state = self._slots.state_dtype(member.center)
             ops.prepare_rule(kernel, visit.leader, member.center.dtype, state)
         visit.begins.append(job.begin)
-        visit.updates.append(lambda scalars: job.end(partial(_by_kernel, kernel, scalars)))
+        visit.updates.append(lambda scalars: job.end(by_kernel(kernel, scalars)))
 
     def _plan_means(self, visit: _Visit, group: Sequence[tuple[Member, Sum]]) -> list[Part]:
         """For each variable the mean of its gradients near the centre, of its dtype."""
@@ -341,12 +341,6 @@ class Push:
 
 def _end(job: Job, rule: Rule, scalars: tuple[float, ...]) -> None:
     job.end(rule)
-
-
-def _by_kernel(
-    kernel: ops.RuleKernel, scalars: tuple[float, ...], rows: Sequence[ops.Update], device: Device
-) -> None:
-    ops.update_fitted(kernel, rows, scalars, device)
 
 
 def _merge(
