@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import rich
 
 pytestmark = pytest.mark.repo
 
@@ -42,7 +41,7 @@ def plain_output(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(rich, "_console", None)  # made anew: it keeps the width that it found
+    monkeypatch.setattr("rich._console", None)  # made anew: it keeps the width that it found
     monkeypatch.chdir(tmp_path)
 
 
