@@ -179,9 +179,10 @@ def _init_check(world: World, step: dict[str, Any]) -> Any:
 def _error(world: World, step: dict[str, Any]) -> None:
     getter = gr.AGNCustomGetter(world.mesh.devices[0], center=gr.AGNCenter(world.mesh))
     foreign = gr.Variable([1.0], device=world.mesh.devices[0])
+    beside = gr.AGNCustomGetter(world.mesh.devices[0], center=gr.AGNCenter(world.mesh))
     arguments = (gr.GradientDescentOptimizer(0.1), 1, getter)
     kinds: dict[str, Callable[[Any], Any]] = {
-        "two_in_one_graph": lambda made: gr.AGNOptimizer(*arguments),
+        "two_in_one_graph": lambda made: gr.AGNOptimizer(gr.AdamOptimizer(), 1, beside),
         "apply_var_not_from_getter": lambda made: made.apply_gradients([([1.0], foreign)]),
         # An init op is about the getter's variables alone: only they can be asked for.
         "init_var_not_from_getter": lambda made: getter.center_variable(foreign),

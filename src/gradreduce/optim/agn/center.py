@@ -21,14 +21,18 @@ from gradreduce.optim.numbers import as_count
 from gradreduce.optim.slots import Slots
 from gradreduce.variables import Variable
 
-from .saved import load_center, saved_center
+from .saved import ready_center, saved_center
 from .workers import WorkerThread
 
-__all__ = ["PREFIX", "AGNCenter", "process_wide"]
+__all__ = ["PREFIX", "AGNCenter", "PassedError", "process_wide"]
 
 PREFIX = "global_center_variable"
 
 _log = logging.getLogger("gradreduce.agn")
+
+
+class PassedError(Exception):
+    """A push was planned for slots that a checkpoint has replaced; nothing was changed."""
 
 
 class AGNCenter:
@@ -45,6 +49,7 @@ class AGNCenter:
     Attributes:
         devices: those.
         version: how often its slots were replaced by those of a checkpoint.
+        getters: of its workers, as long as they live.
 
     Raises:
         TypeError: ``mesh`` is something else.
@@ -63,6 +68,8 @@ class AGNCenter:
         self._rule = ""
         self._fault: str | None = None
         self._begun: set[int] = set()
+        self._ended: set[int] = set()
+        self.getters: weakref.WeakSet[Any] = weakref.WeakSet()
         self._begins = threading.Condition(self._lock)
         self._lost: list[int] = []
 
@@ -88,8 +95,8 @@ class AGNCenter:
             work: what it does; called without arguments.
 
         Returns:
-            The running thread. Its ``join`` raises the exception that ended the worker, if one
-            did; the others go on, and ``lost_workers`` names it.
+            The running thread, a daemon: join it. Its ``join`` raises the exception that ended the
+            worker, if one did; the others go on, and ``lost_workers`` names it.
 
         Raises:
             TypeError: a ``task_index`` that is no integer, or ``work`` that cannot be called.
@@ -97,32 +104,37 @@ class AGNCenter:
         """
         if not callable(work):
             raise TypeError(f"work={work!r} cannot be called")
-        worker = WorkerThread(as_count("task_index", task_index, least=0), work, self.lose)
+        number = as_count("task_index", task_index, least=0)
+        self._found(number)
+        worker = WorkerThread(number, work, self.lose)
         worker.start()
         return worker
 
     def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
         """Centre variables and their slots, as host data; halves come as float32.
 
-        Of one moment: no push is half in it. Waits for the devices.
+        If all workers lock, of one moment: no push is half in it. Without, a variable and its slots
+        are, and another variable may be a push behind. Waits for the devices.
 
         Args:
             deadline: seconds from now in which the devices must be done, or their mesh dies.
         """
         seconds = as_deadline(deadline)
-        with self._lock:
+        with self._lock, self.devices[0].fabric.launch_lock:  # each push holds the second, at least
             self.check_usable()
             finish = saved_center(self._rule, self._variables, self._slots)
         return finish(seconds)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Puts back what ``state_dict`` gave, in this process or another, on any backend.
+        r"""Puts back what ``state_dict`` gave, in this process or another, on any backend.
 
         A centre that refuses pushes, because one failed half way, is whole again. What is refused
-        has changed nothing.
+        has changed nothing; an error of a device half way makes the centre refuse pushes. Pushes of
+        workers that run meanwhile come before it, or behind.
 
         Args:
-            state: of a centre with variables of the same names.
+            state: of a centre with variables of the same names, which workers have made, and with
+                their ``AGNOptimizer``\ s if it has slots. Load the workers behind it.
 
         Raises:
             KeyError: a key is missing or unknown, or a variable that no worker has made.
@@ -131,9 +143,11 @@ class AGNCenter:
                 ``AGNOptimizer``, or an array of another shape or dtype.
         """
         with self._lock:
-            load_center(self._rule, self._variables, self._slots, state)
-            self._fault = None
+            load = ready_center(self._rule, self._variables, self._slots, state)
             self.version += 1
+            self._fault = "it was not loaded to the end"
+            load()
+            self._fault = None
 
     # -- what getters and optimizers ask ----------------------------------------------------------
 
@@ -143,7 +157,7 @@ class AGNCenter:
             if device.fabric is not self.devices[0].fabric:
                 raise DeviceMismatchError(
                     f"{device.name} of the worker is of another mesh than {self.devices[0].name} "
-                    "of the centre"
+                    "of the centre; center=gr.AGNCenter(mesh) gives this training its own"
                 )
 
     def variable_for(self, name: str, local: Variable) -> Variable:
@@ -227,19 +241,18 @@ class AGNCenter:
         """Raises ``CollectiveError`` if a push failed half way.
 
         Args:
-            version: for which a push was planned; it is refused too if that has passed.
+            version: for which a push was planned; ``PassedError`` if there is another by now.
         """
         if version is not None and version != self.version:
-            raise CollectiveError("the centre was loaded while a push was planned")
+            raise PassedError("the centre was loaded while a push was planned")
         if self._fault is not None:
             raise CollectiveError(
-                f"the centre is half updated, since a push failed half way: {self._fault}; "
-                "load_state_dict makes it whole"
+                f"the centre is half updated, since {self._fault}; load_state_dict makes it whole"
             )
 
     def half_pushed(self, task: str, error: BaseException) -> None:
         """From now on pushes are refused."""
-        self._fault = f"{task}: {error!r}"
+        self._fault = f"a push failed half way: {task}: {error!r}"
         error.add_note("This came half way through a push: the centre refuses others.")
 
     # -- workers that come and go ------------------------------------------------------------------
@@ -248,9 +261,22 @@ class AGNCenter:
         """A worker is there; if it was lost, it is back."""
         with self._begins:
             self._begun.add(task_index)
+            self._ended.discard(task_index)
+            self._found(task_index)
+            self._begins.notify_all()
+
+    def end(self, task_index: int) -> None:
+        """A worker has done its work. When all have that began, the next to come are others."""
+        with self._lock:
+            self._ended.add(task_index)
+            if self._ended >= self._begun:
+                self._begun.clear()
+                self._ended.clear()
+
+    def _found(self, task_index: int) -> None:
+        with self._lock:
             if task_index in self._lost:
                 self._lost.remove(task_index)
-            self._begins.notify_all()
 
     def wait_for(self, num_worker: int, timeout: float) -> None:
         """Blocks until so many different workers have begun.
@@ -274,6 +300,7 @@ class AGNCenter:
             if task_index in self._lost:
                 return
             self._lost.append(task_index)
+            self._begun.discard(task_index)  # who waits does not count it any more
         _log.warning(
             "worker %d was lost, the others go on: %s: %s",
             task_index, type(error).__name__, error,
@@ -284,16 +311,18 @@ _latest: weakref.ref[AGNCenter] | None = None
 _latest_lock = threading.Lock()
 
 
-def process_wide(near: Device) -> AGNCenter:
-    """The centre of all getters that name none; it lives as long as one of them holds it.
+def process_wide(near: Device, getter: object) -> AGNCenter:
+    """The centre of all getters that name none; it serves as long as one of them lives.
 
     Args:
         near: a device of the mesh over which it is spread, if it is made now.
+        getter: that asks.
     """
     global _latest
     with _latest_lock:
         center = None if _latest is None else _latest()
-        if center is None or center.devices[0].fabric.is_closed:
+        if center is None or center.devices[0].fabric.is_closed or not center.getters:
             center = AGNCenter(near.mesh)
             _latest = weakref.ref(center)
+        center.getters.add(getter)
         return center

@@ -35,13 +35,16 @@ class AGNCustomGetter:
 
     One for each worker: the ``custom_getter`` of ``gr.get_variable``. A trainable variable ``n``
     lies on the worker; the centre has ``global_center_variable/n``, made by whichever worker comes
-    first, and the worker ``grad_variable/n``, zero at first. Others lie on the worker, alone.
+    first, with that one's value, and the worker ``grad_variable/n``, zero at first. Others lie on
+    the worker, alone. A worker that begins at another value than the centre's wants the hook of its
+    ``AGNOptimizer``, or ``get_init_op``, before its first step.
 
     Args:
         worker_device: the worker's device, or its part of a mesh: then its variables are mirrored
             there, and it is several replicas.
         center: where the centre variables are. Default: the process-wide centre, spread over the
-            mesh of the getter that comes first; it lives as long as a getter holds it.
+            mesh of the getter that comes first; it serves as long as one of its getters lives. So
+            let go of a training's getters before the next begins, or give each its own centre.
 
     Raises:
         DeviceMismatchError: the worker's device is not of the centre's mesh.
@@ -57,7 +60,9 @@ class AGNCustomGetter:
         self.devices: tuple[Device, ...] = (
             worker_device.devices if isinstance(worker_device, Mesh) else (worker_device,)
         )
-        self.center = process_wide(self.devices[0]) if center is None else center
+        for device in self.devices:
+            device.fabric.check_usable(device)
+        self.center = process_wide(self.devices[0], self) if center is None else center
         self.center.check_reached(self.devices)
         self._members: dict[Variable, Member] = {}
         self._names: set[str] = set()
@@ -90,6 +95,8 @@ class AGNCustomGetter:
 
     def center_variable(self, var: Variable) -> Variable:
         """The centre copy of a worker's variable: what the last push of any worker made of it.
+
+        Pushes go on while it is read: the values of one moment are the centre's ``state_dict``.
 
         Args:
             var: a variable that came through this getter.

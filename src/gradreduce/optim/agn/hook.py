@@ -72,3 +72,4 @@ class AGNHook:
     ) -> None:
         if error is not None:
             self._center.lose(self._task, error)
+        self._center.end(self._task)

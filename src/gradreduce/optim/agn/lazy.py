@@ -7,21 +7,21 @@ write either at every step would cost a launch that nobody reads.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from gradreduce import ops
 from gradreduce.accumulator.sparse_sums import SparseAdditions, prepare_gradient
 from gradreduce.accumulator.state import AccumulatorState, Arrival, SparseGradient, SparseSum
 from gradreduce.cross_device import AllReduceCrossDeviceOps
-from gradreduce.device import Buffer, Device, DType, accumulate_dtype, as_dtype, clear, copy_over
+from gradreduce.device import Buffer, Device, DType, accumulate_dtype, as_dtype, copy_over
 from gradreduce.indexed_slices import IndexedSlices, coalesced, densified
 from gradreduce.interop import numbers
 from gradreduce.variables import Variable
 
-__all__ = ["Accumulation", "Changes", "Count"]
+__all__ = ["Accumulation", "Changes", "Count", "Lazy"]
 
 
-class _Lazy(Variable):
+class Lazy(Variable):
     """Whatever reads it asks for its buffers, and so gets the truth.
 
     Args:
@@ -37,13 +37,21 @@ class _Lazy(Variable):
     def _true(self) -> tuple[Buffer, ...]:
         """Memory that holds what the Variable is."""
 
+    def assign(self, value: Any) -> NoReturn:
+        """Refused: what is assigned would be lost."""
+        raise TypeError(f"{self.name!r} is only to be read")
+
+    def assign_add(self, delta: Any) -> NoReturn:
+        """Refused, likewise."""
+        raise TypeError(f"{self.name!r} is only to be read")
+
     @property
     def _buffers(self) -> tuple[Buffer, ...]:  # type: ignore[override]  # which a plain one keeps
         return self._true
 
 
-class Count(_Lazy):
-    """An int32 that the host counts; what is assigned to it is lost.
+class Count(Lazy):
+    """An int32 that the host counts.
 
     Args:
         name: of the Variable.
@@ -67,8 +75,8 @@ class Count(_Lazy):
         return (self._shown[1],)
 
 
-# What the memory of a sum is: of an earlier period or not there, zeros, or the sum.
-_Holds = Literal["nothing", "zeros", "sum"]
+# What the memory of a sum is: of an earlier period or not there, or the sum.
+_Holds = Literal["nothing", "sum"]
 
 
 class Changes:
@@ -77,7 +85,7 @@ class Changes:
     count = 0
 
 
-class Accumulation(_Lazy):
+class Accumulation(Lazy):
     """The sum of the gradients of a worker's variable since its last push.
 
     Of the accumulate type: float32 of halves. It is dense, on each device of the variable, or, as
@@ -147,6 +155,16 @@ class Accumulation(_Lazy):
     def cleared(self) -> None:
         """It is zero from now on; launches nothing."""
         self._become("nothing")
+
+    @property
+    def state(self) -> tuple[tuple[Buffer, ...], _Holds, AccumulatorState | None]:
+        """What it is, to be set again if a call is refused that has made it dense."""
+        return self._memory, self._holds, self.rows
+
+    @state.setter
+    def state(self, before: tuple[tuple[Buffer, ...], _Holds, AccumulatorState | None]) -> None:
+        self._memory, holds, rows = before
+        self._become(holds, rows)
 
     def _become(self, holds: _Holds, rows: AccumulatorState | None = None) -> None:
         self._holds, self.rows = holds, rows
@@ -221,10 +239,8 @@ class Accumulation(_Lazy):
     def _true(self) -> tuple[Buffer, ...]:
         if self.rows is not None:
             return self._as_arrays()
-        if self._holds == "nothing":
-            for copy in self.memory:
-                clear(copy)
-            self._become("zeros")
+        if self._holds == "nothing":  # a step of the worker may be writing there at this moment
+            return tuple(device.zeros(self.shape, self.dtype) for device in self.devices)
         return self._memory
 
 

@@ -65,6 +65,7 @@ class LocalPlan(Plan):
         self._memory = list(totals.values())
         self._changes, self._seen = members[0].total.changes, -1
         self._version, self._lies_there = version, True
+        self._slots = optimizer._slots.by_name  # another one, when a checkpoint was loaded
         self._first: bool | None = None
         self.ranges = ops.Ranges([*(each for row in self.written for each in row), *others])
 
@@ -75,6 +76,8 @@ class LocalPlan(Plan):
         """
         rule = optimizer._kernel
         if rule is None or len(variables) != len(self.variables) or version != self._version:
+            return False
+        if optimizer._slots.by_name is not self._slots:
             return False
         if self.first is None and not self._lies_there:
             return False

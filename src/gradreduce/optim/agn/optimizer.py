@@ -6,6 +6,7 @@ global: c <- rule(c, a / period); w <- c; a <- 0    once in a period, one launch
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -23,6 +24,7 @@ from gradreduce.variables import Variable
 
 from .getter import AGNCustomGetter
 from .hook import AGNHook
+from .lazy import Lazy
 from .push import How
 from .saved_worker import load_worker, saved_worker
 from .worker import Worker
@@ -40,15 +42,20 @@ class AGNOptimizer(Optimizer):
     worker's variables become what the centre is then; its local progress is given up for that.
     Adam's powers are the worker's, and advance with both updates. Slots of the worker's variables
     stay as they are at a pull. A rule on arrays, a subclass's ``_apply``, is computed for the
-    centre while no other worker pushes.
+    centre while no other worker pushes. Hyperparameters, also those that are callables, are asked
+    twice in a step that communicates: for each of its two updates.
+
+    What a period has gathered when training ends never gets to the centre; the result of a training
+    is in the centre variables. Periods, rates and ``distance_scale`` may differ between workers.
 
     Args:
         optimizer: the rule for local and centre updates.
         num_worker: how many workers there are; the hook may wait for them.
         custom_getter: the worker's ``AGNCustomGetter``, which made the variables.
         communication_period: local steps between two pushes, at least 1.
-        use_locking: whether push, centre update and pull are one step that no other worker sees
-            half done. Without, workers may come between each other's variables; never within one.
+        use_locking: whether push, centre update and pull are one step that no other worker that
+            locks sees half done. Without, workers may come between each other's variables; never
+            within one.
         name: of the optimizer.
         distance_scale: each element of a mean is divided by ``d**2 / distance_scale + 1``, with d
             how far the centre has moved since this worker's last pull; about 1e-4 lets many workers
@@ -59,7 +66,8 @@ class AGNOptimizer(Optimizer):
 
     Raises:
         ValueError: a period or ``num_worker`` less than 1, a ``distance_scale`` that is not above
-            0, an empty name, or a rule that is not that of the centre's other workers.
+            0, an empty name, a rule that is not that of the centre's other workers, or a getter or
+            inner optimizer of another AGNOptimizer.
         TypeError: an argument of another type.
     """
 
@@ -87,6 +95,7 @@ class AGNOptimizer(Optimizer):
         how = How(period, bool(use_locking), _as_scale(distance_scale), name)
         self._worker = Worker(optimizer, custom_getter, how, resets=bool(reset_momentum))
         self._center.join(optimizer)
+        _claim(self, custom_getter, optimizer)
 
     # -- members ----------------------------------------------------------------------------------
 
@@ -129,7 +138,8 @@ class AGNOptimizer(Optimizer):
     ) -> bool:
         """One local step; every ``communication_period`` of them a push, global update and pull.
 
-        A variable without a gradient in the whole period is neither pushed nor pulled.
+        A variable without a gradient in the whole period is neither pushed nor pulled. The mean of
+        rows of halves, and that of halves for a rule on arrays, is rounded to the half first.
 
         Args:
             grads_and_vars: see ``Optimizer.apply_gradients``; variables from the getter.
@@ -152,6 +162,8 @@ class AGNOptimizer(Optimizer):
         seconds = as_deadline(deadline)
         gradients, variables = checked_pairs(grads_and_vars)
         check_global_step(global_step)
+        if global_step is not None:
+            _check_counts(global_step)
         return self._worker.apply(gradients, variables, global_step, seconds)
 
     def minimize(  # type: ignore[override]  # noqa: PLR0913  # the signature of the seed
@@ -259,7 +271,33 @@ class AGNOptimizer(Optimizer):
             TypeError: a value of another type.
             ValueError: another format or rule, or an array of another shape or dtype.
         """
-        self._worker.kept = load_worker(self._inner, self._getter.members, state)
+        self._worker.kept = load_worker(
+            self._inner, self._getter.members, state, by_distance=self._worker.by_distance
+        )
+
+
+# Of getters and inner optimizers whose worker's AGNOptimizer they belong to, as long as it lives.
+_owners: weakref.WeakKeyDictionary[Any, weakref.ref[AGNOptimizer]] = weakref.WeakKeyDictionary()
+
+
+def _claim(owner: AGNOptimizer, *owned: Any) -> None:
+    for each in owned:
+        known = _owners.get(each)
+        if known is not None and known() is not None:
+            raise ValueError(
+                f"{each!r} belongs to another AGNOptimizer: a worker has a getter, an inner "
+                "optimizer and an AGNOptimizer of its own"
+            )
+    for each in owned:
+        _owners[each] = weakref.ref(owner)
+
+
+def _check_counts(global_step: Variable) -> None:
+    """It is added to when the communication is done: what would be refused then is refused now."""
+    if isinstance(global_step, Lazy):
+        raise ValueError(f"global_step={global_step!r} is only to be read")
+    for device in global_step.devices:
+        device.fabric.check_usable(device)
 
 
 def _as_scale(distance_scale: float | None) -> float | None:

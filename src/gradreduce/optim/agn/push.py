@@ -137,7 +137,7 @@ class Push:
         how: How,
     ) -> None:
         self.members, self._places = list(sums), list(sums.values())
-        self._version = center.version
+        self._version, self._mine = center.version, optimizer._slots.by_name
         self._center, self._optimizer, self._how = center, optimizer, how
         center.prepare(optimizer, [member.center for member in sums])  # a checkpoint had none
         self._slots = center.join(optimizer)
@@ -294,6 +294,8 @@ class Push:
     def serves(self, sums: Mapping[Member, Sum], how: How) -> bool:
         """Whether it may be run again, for these: nothing but their values has changed."""
         if not self.is_kept or how != self._how or self._center.version != self._version:
+            return False
+        if self._optimizer._slots.by_name is not self._mine:
             return False
         pairs = zip(self._places, sums.values(), strict=False)
         return len(sums) == len(self._places) and all([one is two for one, two in pairs])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gradreduce.device import accumulate_dtype
+from gradreduce.device import Buffer, accumulate_dtype
 from gradreduce.interop import converted
 from gradreduce.optim.saved import (
     check_keys,
@@ -24,7 +24,14 @@ from gradreduce.optim.saved import (
 from gradreduce.optim.slots import Slots
 from gradreduce.variables import Variable
 
-__all__ = ["assign", "check_format", "checked_values", "load_center", "saved_center"]
+__all__ = [
+    "assign",
+    "check_format",
+    "checked_values",
+    "placed",
+    "ready_center",
+    "saved_center",
+]
 
 _CENTER = "gradreduce AGN center 1"
 
@@ -45,21 +52,29 @@ def saved_center(
     return download
 
 
-def load_center(
+def ready_center(
     rule: str, variables: Mapping[str, Variable], slots: Slots | None, state: Any
-) -> None:
-    """See ``AGNCenter.load_state_dict``."""
+) -> Callable[[], None]:
+    """See ``AGNCenter.load_state_dict``: checks all, and has all memory; what it returns loads."""
     check_keys("state", state, ("format", "variables", "optimizer"))
     check_format(state, _CENTER)
     values = checked_values("state['variables']", state["variables"], variables)
     kept = plain(state["optimizer"])
     if kept is not None and slots is None:
         raise ValueError("state['optimizer'] has slots: make the workers' AGNOptimizers first")
+    made = None
     if slots is not None:
         owners = list(variables.values())
         given = {} if kept is None else checked_state(rule, slots, owners, kept)
-        slots.by_name = loaded_slots(slots, given)
-    assign(values, variables)
+        made = loaded_slots(slots, given)
+    near = placed(values, variables)
+
+    def load() -> None:
+        if slots is not None and made is not None:
+            slots.by_name = made
+        assign(near, variables)
+
+    return load
 
 
 # -- values ---------------------------------------------------------------------------------------
@@ -99,7 +114,15 @@ def checked_values(
     }  # fmt: skip
 
 
-def assign(values: Mapping[str, Any], variables: Mapping[str, Variable]) -> None:
-    """Checked host arrays into the variables of their names."""
-    for name, value in values.items():
-        variables[name].assign(converted(value, variables[name].dtype))
+def placed(values: Mapping[str, Any], variables: Mapping[str, Variable]) -> dict[str, Buffer]:
+    """Checked host arrays on the first devices of the variables of their names, in new memory."""
+    return {
+        name: variables[name].devices[0].upload(converted(value, variables[name].dtype))
+        for name, value in values.items()
+    }
+
+
+def assign(near: Mapping[str, Buffer], variables: Mapping[str, Variable]) -> None:
+    """What was ``placed`` into the variables of their names."""
+    for name, value in near.items():
+        variables[name].assign(value)

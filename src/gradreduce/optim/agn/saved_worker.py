@@ -28,7 +28,7 @@ from gradreduce.optim.saved import (
 from gradreduce.variables import Variable
 
 from .getter import Member
-from .saved import assign, check_format, checked_values
+from .saved import assign, check_format, checked_values, placed
 
 __all__ = ["Kept", "load_worker", "saved_worker"]
 
@@ -84,8 +84,17 @@ def saved_worker(
     }
 
 
-def load_worker(inner: Optimizer, members: Sequence[Member], state: Any) -> Kept:
-    """See ``AGNOptimizer.load_state_dict``."""
+def load_worker(
+    inner: Optimizer, members: Sequence[Member], state: Any, *, by_distance: bool
+) -> Kept:
+    """See ``AGNOptimizer.load_state_dict``.
+
+    Args:
+        inner: the worker's optimizer.
+        members: its variables.
+        state: that is loaded.
+        by_distance: whether sums are scaled by what the centre was at the last pull.
+    """
     check_keys("state", state, _KEYS)
     check_format(state, _WORKER)
     owners = {member.local.name: member for member in members}
@@ -97,24 +106,31 @@ def load_worker(inner: Optimizer, members: Sequence[Member], state: Any) -> Kept
     both = sorted(set(sums) & set(rows))
     if both:
         raise ValueError(f"state['sums'] and state['rows'] both have {both}: a sum is one of them")
+    unknown = sorted((set(sums) | set(rows)) - set(pulled)) if by_distance else []
+    if unknown:
+        raise ValueError(
+            f"state['pulled'] has no {unknown}, which state has sums of: it is of a worker without "
+            "distance_scale"
+        )
     step = as_count("state['local_step']", plain(state["local_step"]), least=0)
     is_due = bool(plain(state["is_due"]))
     given = checked_state(
         type(inner).__name__, inner._slots, list(variables.values()), state["optimizer"]
     )
     numbers = checked_numbers(state["optimizer"], tuple(inner._number_names))
-    inner._slots.by_name = loaded_slots(inner._slots, given)
-    inner._plan = None
-    inner._load_numbers(numbers)
-    assign(values, variables)
-    for name, member in owners.items():
-        member.total.become(sums.get(name), rows.get(name))
+    slots, near = loaded_slots(inner._slots, given), placed(values, variables)
     kept = {}
     for name, value in pulled.items():
         var = variables[name]
         kept[var] = Variable(
             converted(value, var.dtype), f"pulled/{name}", trainable=False, device=var.devices[0]
         )
+    inner._slots.by_name = slots
+    inner._plan = None
+    inner._load_numbers(numbers)
+    assign(near, variables)
+    for name, member in owners.items():
+        member.total.become(sums.get(name), rows.get(name))
     return Kept(step, is_due, kept)
 
 

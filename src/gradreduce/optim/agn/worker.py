@@ -17,6 +17,7 @@ from gradreduce.optim.base import Optimizer
 from gradreduce.values import Part
 from gradreduce.variables import Variable
 
+from .center import PassedError
 from .getter import AGNCustomGetter, Member
 from .lazy import Count
 from .local import DenseStep, LocalPlan, LocalStep, Step, is_planned, mixed
@@ -84,6 +85,11 @@ class Worker:
         return makes_up or communicates
 
     @property
+    def by_distance(self) -> bool:
+        """Whether the centre's distance from the last pull counts."""
+        return self._how.gamma is not None
+
+    @property
     def kept(self) -> Kept:
         """For a checkpoint."""
         return Kept(self.step.value, self.is_due, self.pulled)
@@ -126,12 +132,17 @@ class Worker:
         if plan is None:
             self.prepare(members)
         before = inner._saved_numbers()
+        rows = [(each.total, each.total.state) for each in members if each.total.rows is not None]
         try:
             scalars, numbers = self._scalars_of_next()
             step = self._local_step(members, parts, plan, scalars)
             is_due = not (self.step.value + 1) % self._how.period
             if is_due:
                 self._plan_push(self._held() | step.sums())
+        except BaseException:
+            for total, state in rows:  # a dense gradient would have made it dense
+                total.state = state
+            raise
         finally:
             inner._load_numbers(before)
         step.launch()
@@ -199,7 +210,12 @@ class Worker:
         """What is planned."""
         push, (scalars, numbers) = self._push, self._next
         assert push is not None
-        push.run(scalars)
+        try:
+            push.run(scalars)
+        except PassedError:  # the centre was loaded meanwhile: another push, of the same sums
+            self._push = None
+            self._make_up(global_step)
+            return
         self.is_due = False
         self._inner._load_numbers(numbers)
         for member in push.members:
@@ -221,7 +237,8 @@ class Worker:
     def start(self) -> None:
         """The worker is where the centre is, and has accumulated nothing."""
         members = self._getter.members
-        with self._center.pushing(use_locking=self._how.use_locking):
+        fabric = self._center.devices[0].fabric  # whose launch lock each push holds, at least
+        with self._center.pushing(use_locking=self._how.use_locking), fabric.launch_lock:
             self._center.check_usable()
             for member in members:
                 (center,) = member.center.buffers

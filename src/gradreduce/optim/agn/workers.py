@@ -34,6 +34,8 @@ class WorkerThread(threading.Thread):
         except BaseException as error:  # whoever joins gets it
             self._error = error
             self._lose(self._task, error)
+        finally:
+            del self._work, self._lose  # whoever keeps the thread keeps nothing of the training
 
     def join(self, timeout: float | None = None) -> None:
         """Waits until the worker has ended, and raises the exception that ended it.

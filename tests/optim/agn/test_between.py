@@ -1,0 +1,207 @@
+"""What others do between a worker's steps, or at the same moment, and what a refusal leaves."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+from gradreduce.optim.agn import saved
+
+LIMIT_S = 30.0
+ONE = np.ones(2, "float32")
+
+
+@pytest.fixture(scope="session")
+def face() -> str:
+    """Kernels have no say here."""
+    return "numpy"
+
+
+def worker(mesh, center, make=lambda: gr.MomentumOptimizer(1.0, 0.5), period=1, shape=(2,), **more):
+    getter = gr.AGNCustomGetter(mesh.devices[0], center=center)
+    var = gr.get_variable("w", np.zeros(shape, "float32"), custom_getter=getter)
+    return getter, var, gr.AGNOptimizer(make(), 1, getter, period, **more)
+
+
+def test_no_start_and_no_checkpoint_is_torn_without_locking(mesh):
+    """Each element of a variable is of one push, and a slot is of the push of its variable."""
+    center, ended = gr.AGNCenter(mesh.devices[1]), threading.Event()
+    _, var, pushing = worker(mesh, center, lambda: gr.MomentumOptimizer(1.0, 1.0), shape=(200_000,),
+                             use_locking=False)  # fmt: skip
+    _, mine, starting = worker(mesh, center, lambda: gr.MomentumOptimizer(1.0, 1.0),
+                               shape=(200_000,), use_locking=False)  # fmt: skip
+    pushing.prepare([var])
+    one = np.ones(200_000, "float32")
+
+    def push() -> None:
+        for _ in range(400):
+            pushing.apply_gradients([(one, var)])
+        ended.set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread, start = center.start_worker(0, push), starting.get_init_op(1)
+        while not ended.is_set():
+            start()
+            assert np.ptp(mine.numpy()) == 0
+            state = center.state_dict()
+            (moment,) = state["optimizer"]["slots"]["global_center_variable/w"].values()
+            assert (state["variables"]["w"] == -moment * (moment + 1) / 2).all()
+        thread.join(LIMIT_S)
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_a_refused_dense_gradient_leaves_rows_rows(mesh):
+    found = []
+    for rates in ([1.0] * 3, [1.0, 1.0, "no number", 1.0, 1.0]):
+        asked = iter(rates)  # once for a step, and once more for a communication
+        getter, var, optimizer = worker(
+            mesh, gr.AGNCenter(mesh), partial(gr.MomentumOptimizer, partial(next, asked), 0.5), 2,
+            (3, 2),
+        )  # fmt: skip
+        rows = [gr.IndexedSlices(np.ones((1, 2), "float32"), [place], (3, 2)) for place in (0, 1)]
+        optimizer.apply_gradients([(rows[0], var)])
+        if len(rates) > 3:
+            with pytest.raises(ValueError, match="no number"):
+                optimizer.apply_gradients([(np.ones((3, 2), "float32"), var)])
+        assert optimizer.apply_gradients([(rows[1], var)]) is True
+        found.append(optimizer.get_slot(getter.center_variable(var), "momentum").numpy())
+    assert (found[0] == found[1]).all()
+    assert found[0].tolist() == [[0.5, 0.5], [0.5, 0.5], [0, 0]]
+
+
+def test_a_centre_is_loaded_while_workers_push(mesh):
+    center = gr.AGNCenter(mesh)
+    _, var, optimizer = worker(mesh, center)
+    optimizer.apply_gradients([(ONE, var)])
+    state, ended = center.state_dict(), threading.Event()
+
+    def push() -> None:
+        while not ended.is_set():
+            optimizer.apply_gradients([(ONE, var)])
+
+    thread = center.start_worker(0, push)
+    try:
+        for _ in range(30):
+            center.load_state_dict(state)
+    finally:
+        ended.set()
+    thread.join(LIMIT_S)
+    assert center.lost_workers == ()
+
+
+def test_a_centre_that_is_loaded_half_way_refuses_until_it_is_whole(mesh, monkeypatch):
+    center = gr.AGNCenter(mesh)
+    getter, var, optimizer = worker(mesh, center)
+    optimizer.apply_gradients([(ONE, var)])
+    state, before = center.state_dict(), getter.center_variable(var).numpy()
+    with monkeypatch.context() as patch:
+        patch.setattr(saved, "assign", lambda *given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            center.load_state_dict(state)
+    with pytest.raises(gr.errors.CollectiveError, match="it was not loaded to the end"):
+        optimizer.apply_gradients([(ONE, var)])
+    center.load_state_dict(state)
+    assert (getter.center_variable(var).numpy() == before).all()
+    assert optimizer.apply_gradients([(ONE, var)]) is True
+
+
+def test_slots_that_are_loaded_beside_the_worker_count(mesh):
+    _, var, optimizer = worker(mesh, gr.AGNCenter(mesh), period=100)
+    for _ in range(3):
+        optimizer.apply_gradients([(ONE, var)])
+    inner = optimizer._inner
+    state = inner.state_dict()
+    inner.load_state_dict(state, [var])
+    optimizer.apply_gradients([(ONE, var)])
+    assert (optimizer.get_slot(var, "momentum").numpy() == 1.75 * 0.5 + 1).all()
+
+
+def test_who_looks_at_an_empty_sum_is_shown_other_memory(mesh):
+    getter, var, optimizer = worker(mesh, gr.AGNCenter(mesh), period=2)
+    optimizer.apply_gradients([(ONE, var)])
+    optimizer.apply_gradients([(ONE, var)])
+    shown = getter.accumulation(var).buffers
+    assert (shown[0].numpy() == 0).all()
+    optimizer.apply_gradients([(ONE, var)])
+    assert (shown[0].numpy() == 0).all()
+    assert (getter.accumulation(var).numpy() == 1).all()
+
+
+def test_sums_without_what_was_pulled_are_not_scaled_by_the_distance(mesh):
+    _, var, plain = worker(mesh, gr.AGNCenter(mesh), period=4)
+    plain.apply_gradients([(ONE, var)])
+    _, _, scaled = worker(mesh, gr.AGNCenter(mesh), period=4, distance_scale=1.0)
+    with pytest.raises(ValueError, match=r"state\['pulled'\] has no \['w'\]"):
+        scaled.load_state_dict(plain.state_dict())
+    assert scaled.local_step.numpy() == 0
+
+
+def test_a_global_step_that_cannot_count_is_refused_first(mesh):
+    getter, var, optimizer = worker(mesh, gr.AGNCenter(mesh))
+    with gr.open_mesh(1, backend="sim") as other:
+        step = gr.Variable(0, trainable=False, device=other.devices[0])
+    for wrong, error in ((step, RuntimeError), (optimizer.local_step, ValueError)):
+        with pytest.raises(error):
+            optimizer.apply_gradients([(ONE, var)], wrong)
+    assert optimizer.local_step.numpy() == 0
+    assert not getter.center_variable(var).numpy().any()
+    for only_read in (optimizer.local_step, getter.accumulation(var)):
+        for change in (only_read.assign, only_read.assign_add):
+            with pytest.raises(TypeError, match="is only to be read"):
+                change(1)
+
+
+def test_a_training_ends_with_its_getters_whatever_else_is_kept(mesh):
+    kept = []
+    for _ in range(2):
+        getter = gr.AGNCustomGetter(mesh.devices[0])
+        var = gr.get_variable("w", np.zeros(2, "float32"), custom_getter=getter)
+        assert not getter.center_variable(var).numpy().any()
+        optimizer = gr.AGNOptimizer(gr.GradientDescentOptimizer(1.0), 1, getter, 1)
+        thread = getter.center.start_worker(0, lambda o=optimizer, v=var: o.apply_gradients(
+            [(ONE, v)]))  # fmt: skip
+        thread.join(LIMIT_S)
+        kept += [getter.center, thread]
+        del getter, var, optimizer
+        gc.collect()
+
+
+def test_a_getter_and_an_inner_optimizer_have_one_owner(mesh):
+    getter, _, optimizer = worker(mesh, gr.AGNCenter(mesh))
+    inner = optimizer._inner
+    other = gr.AGNCustomGetter(mesh.devices[0], center=gr.AGNCenter(mesh))
+    for given in ((inner, 1, other), (gr.MomentumOptimizer(1.0, 0.5), 1, getter)):
+        with pytest.raises(ValueError, match="belongs to another AGNOptimizer"):
+            gr.AGNOptimizer(*given)
+    del optimizer
+    gc.collect()
+    assert gr.AGNOptimizer(inner, 1, getter).get_slot_names() == []
+
+
+def test_a_second_round_waits_again_and_a_lost_worker_is_waited_for(mesh):
+    center = gr.AGNCenter(mesh)
+    for task in range(2):
+        center.begin(task)
+    center.wait_for(2, 0.0)
+    center.end(0)
+    center.wait_for(2, 0.0)  # one of them goes on: its round is not over
+    center.end(1)
+    center.begin(0)
+    with pytest.raises(gr.errors.DeadlineExceededError, match=r"1 of 2 workers have begun, \[0\]"):
+        center.wait_for(2, 0.0)
+    center.begin(1)
+    center.lose(1, ValueError("gone"))
+    with pytest.raises(gr.errors.DeadlineExceededError, match=r"1 of \[1\] are missing"):
+        center.wait_for(2, 0.0)
+    assert center.lost_workers == (1,)
+    center.start_worker(1, lambda: None).join(LIMIT_S)
+    assert center.lost_workers == ()
