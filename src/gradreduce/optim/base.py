@@ -82,7 +82,7 @@ class Optimizer:
             variable: an array of NumPy, or of CuPy on GPUs: a copy, or the rows that a sparse
                 gradient touches; float32 in place of a half that has a master.
             slots: by name, arrays of the same shape; another one put there is a ``ValueError``.
-            gradient: of the same shape; only to be read.
+            gradient: of the same shape; only to be read (NumPy's refuses, CuPy's is a copy).
         """
         raise NotImplementedError(f"{type(self).__name__} has no update rule")
 
