@@ -14,7 +14,7 @@ from gradreduce.aggregate import AggregationMethod
 from gradreduce.autodiff.gradients import Engine
 from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.cross_device_ops import CrossDeviceOps
-from gradreduce.device import Device, Writer, as_deadline, due
+from gradreduce.device import Writer, as_deadline, due
 from gradreduce.interop import OneCall
 from gradreduce.values import Part, PerReplica
 from gradreduce.variables import Variable
@@ -24,7 +24,7 @@ from .custom import changed_by
 from .gradients import checked_gradients
 from .launches import Job, by_kernel
 from .numbers import as_number, value_of
-from .plan import Plan
+from .plan import Plan, devices_of
 from .saved import checked_numbers, checked_state, loaded_slots, saved_state
 from .slots import Slots
 
@@ -181,14 +181,18 @@ class Optimizer:
         gradients, variables = checked_pairs(grads_and_vars)
         check_global_step(global_step)
         plan = self._known(variables)
-        devices = _devices(variables) if plan is None else plan.devices
+        devices = devices_of(variables) if plan is None else plan.devices
         with due("apply_gradients", seconds, devices):
             parts = self._arrived(gradients, variables, plan)
             self._check_numbers()
             if plan is None:
-                self.prepare(variables)
-                self._plan = plan = Plan(variables, self._slots.rows, self._kernel)
-            self._change(plan, parts)
+                with self._slots.kept_if_done():
+                    self.prepare(variables)
+                    plan = Plan(variables, self._slots.rows, self._kernel)
+                    self._change(plan, parts)
+                self._plan = plan
+            else:
+                self._change(plan, parts)
             if global_step is not None:
                 global_step.assign_add(1)
 
@@ -390,7 +394,3 @@ class Optimizer:
             return partial(job.run, by_kernel(kernel, scalars, writer))
         job.begin()
         return partial(job.end, changed_by(self._apply, self._slot_names, job))
-
-
-def _devices(variables: Sequence[Variable]) -> list[Device]:
-    return [copy.device for var in variables for copy in var.buffers]
