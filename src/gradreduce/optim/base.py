@@ -107,7 +107,7 @@ class Optimizer:
     def _finish(self) -> None:
         """Called when an update is launched."""
 
-    _number_names: tuple[str, ...] = ()  # what it keeps beside slots
+    _number_names: tuple[str, ...] = ()  # what it keeps beside slots: powers of decays
 
     def _saved_numbers(self) -> dict[str, float]:
         """By those names; nothing before the first update."""
@@ -308,16 +308,16 @@ class Optimizer:
 
         Args:
             state: from an optimizer of the same class.
-            variables: found by their names; at least those that the state has slots of.
+            variables: or one; found by their names; at least those that the state has slots of.
 
         Raises:
             KeyError: a key is missing or unknown, or slots of a variable that is not given.
             TypeError: a value of another type.
-            ValueError: another class or format, a slot of another shape or dtype, or two variables
-                of the same name.
+            ValueError: another class or format, a slot of another shape or dtype, two variables
+                of the same name, or no powers (numbers from 0 to below 1) beside Adam's slots.
         """
         given = checked_state(type(self).__name__, self._slots, variables, state)
-        numbers = checked_numbers(state, tuple(self._number_names))
+        numbers = checked_numbers(state, self._number_names, given, self._slot_start)
         self._slots.by_name = loaded_slots(self._slots, given)
         self._plan = None
         self._load_numbers(numbers)

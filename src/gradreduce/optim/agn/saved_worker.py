@@ -102,7 +102,7 @@ def load_worker(inner: Optimizer, members: Sequence[Member], state: Any) -> Kept
     given = checked_state(
         type(inner).__name__, inner._slots, list(variables.values()), state["optimizer"]
     )
-    numbers = checked_numbers(state["optimizer"], tuple(inner._number_names))
+    numbers = checked_numbers(state["optimizer"], inner._number_names, given, inner._slot_start)
     inner._slots.by_name = loaded_slots(inner._slots, given)
     inner._plan = None
     inner._load_numbers(numbers)
