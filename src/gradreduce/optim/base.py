@@ -263,6 +263,7 @@ class Optimizer:
         grad_loss: Any = None,
         *,
         engine: Engine | None = None,
+        deadline: float | None = None,
     ) -> None:
         """``compute_gradients`` and ``apply_gradients`` in one call, with their arguments.
 
@@ -276,15 +277,17 @@ class Optimizer:
             name: ignored.
             grad_loss: see there.
             engine: see there.
+            deadline: see ``apply_gradients``; from the moment at which the loss is differentiated.
 
         Raises:
             ValueError: the loss reaches none of the variables; and what the two raise.
         """
+        as_deadline(deadline)  # a wrong one is told before the loss is called
         pairs = self.compute_gradients(
             loss, var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops,
             grad_loss, engine=engine,
         )  # fmt: skip
-        self.apply_gradients(pairs, global_step, name)
+        self.apply_gradients(pairs, global_step, name, deadline=deadline)
 
     def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
         """What the optimizer keeps, as host data: slots, masters, and Adam's powers.
