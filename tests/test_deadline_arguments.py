@@ -32,7 +32,13 @@ def test_a_deadline_is_a_number_above_zero(mesh, deadline):
     far = gr.PerReplica([row[0] for row in grads[:2]], mesh[0:2])
     flat = mesh.flat_buffer([(4,)], "float32")
     bad = {"deadline": deadline}
+    loss = [].pop  # would raise, if it were called
+    getter = gr.AGNCustomGetter(mesh.devices[0], center=gr.AGNCenter(mesh))
+    gr.get_variable("w", np.zeros(4, np.float32), custom_getter=getter)
+    worker = gr.AGNOptimizer(trained.optimizer, 1, getter)
     calls = [
+        lambda: trained.optimizer.minimize(loss, **bad),
+        lambda: worker.minimize(loss, **bad),
         lambda: ops.reduce(gr.ReduceOp.SUM, value, value, **bad),
         lambda: ops.batch_reduce(gr.ReduceOp.SUM, [(value, value)], **bad),
         lambda: ops.broadcast(value.buffers[0], mesh, **bad),
@@ -64,3 +70,19 @@ def test_a_deadline_is_a_number_above_zero(mesh, deadline):
     assert journal.records == []
     assert accumulator.num_accumulated() == 1
     assert not mesh.fabric.is_guarded
+
+
+def test_minimize_has_its_update_done_by_one(mesh, monkeypatch):
+    """Whoever makes it: both pass it on to their own update."""
+    getter = gr.AGNCustomGetter(mesh.devices[0], center=gr.AGNCenter(mesh))
+    variable = gr.get_variable("w", np.zeros(4, np.float32), custom_getter=getter)
+    plain = gr.GradientDescentOptimizer(1.0)
+    for optimizer in (plain, gr.AGNOptimizer(gr.GradientDescentOptimizer(1.0), 1, getter)):
+        given = []
+        monkeypatch.setattr(
+            optimizer,
+            "apply_gradients",
+            lambda *args, **more: given.append(more),  # noqa: B023
+        )
+        optimizer.minimize(lambda: np.sum(variable), deadline=30)
+        assert given == [{"deadline": 30}]

@@ -24,11 +24,19 @@ def test_the_two_commands_are_there():
 
 
 def test_the_ten_lines_of_the_digits_example_train_it():
-    """They stand beside its command, and are what it does."""
+    """They stand beside its command, and are what it does; how their names are made is said."""
     text = README.read_text(encoding="utf-8")
     code = re.search(r"python examples/train_digits.py\n.*?```python\n(.*?)```", text, re.DOTALL)
     assert code is not None
     assert len(code[1].splitlines()) == 10
+    said = " ".join(code[0][: -len(code[1])].split())
+    for name in (
+        "mesh = gr.open_mesh(",
+        "optimizer = gr.MomentumOptimizer(0.1, 0.9)",
+        "w = [gr.Variable(value, device=mesh) for value in initial]",
+        "next_batch()",
+    ):
+        assert name in said
     assert all(len(line) <= 100 for line in code[1].splitlines())
     example = importlib.import_module("digits")
     digits, rng = example.load(), np.random.default_rng(0)
@@ -41,8 +49,7 @@ def test_the_ten_lines_of_the_digits_example_train_it():
         initial = example.initial_weights(rng).values()
         names = {"gr": gr, "np": np, "mesh": mesh, "num_steps": 60, "next_batch": next_batch}
         w = names["w"] = [gr.Variable(value, device=mesh) for value in initial]
-        optimizer = names["optimizer"] = gr.MomentumOptimizer(0.1, 0.9)
-        names["step"] = gr.SyncStep(w, optimizer, gr.AllReduceCrossDeviceOps(mesh=mesh))
+        names["optimizer"] = gr.MomentumOptimizer(0.1, 0.9)
         exec(compile(code[1], "README.md", "exec"), names)
         assert all((buffer.numpy() == each.numpy()).all() for each in w for buffer in each.buffers)
         assert example.accuracy([each.numpy() for each in w], digits) > 0.8

@@ -236,6 +236,42 @@ def test_a_variable_without_gradients_stays_and_its_step_goes_on():
         assert step(make_terms())  # and it takes part again
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_none_among_terms_is_ignored(kind):
+    """As ``compute_gradients`` gives it for a variable that the loss does not reach."""
+    with open_sim(4) as mesh:
+        variables, step = make_step(mesh)
+        model = PlainModel(variables)
+        terms = make_terms()
+        wanted = arrivals_of([[None, *of_replica[1:]] for of_replica in terms])
+        for of_replica in terms:
+            of_replica[0] = kind([None])
+            of_replica[1] = kind([None, *of_replica[1], None])
+        assert step(terms)
+        model.step(wanted)
+        for variable, value in zip(variables, model.values, strict=True):
+            assert np.array_equal(variable.numpy(), value)
+        with pytest.raises(ValueError, match="No gradients provided for any variable"):
+            step([[[None]] * len(SHAPES)] * 4)
+        terms[1][1] = [None]  # not on every replica
+        with pytest.raises(ValueError, match=r"replica 1 for 'v1': .*or None on every replica"):
+            step(terms)
+
+
+def test_rows_are_refused_by_the_name_of_their_variable():
+    with open_sim(4) as mesh:
+        variables, step = make_step(mesh)
+        before, terms = [variable.numpy() for variable in variables], make_terms()
+        rows = gr.IndexedSlices(np.ones((1, 10), np.float32), [3], (32, 10))
+        terms[3][2][1] = rows
+        with pytest.raises(TypeError, match=r"replica 3 for 'v2': IndexedSlices.*\.to_dense\(\)"):
+            step(terms)
+        assert [accumulator.num_accumulated() for accumulator in step.accumulators] == [0] * 4
+        assert all(map(np.array_equal, before, [variable.numpy() for variable in variables]))
+        terms[3][2][1] = rows.to_dense()
+        assert step(terms)
+
+
 def test_inputs_are_never_written_and_variables_do_not_alias():
     with open_sim([0, 0, 1, 1]) as mesh:
         variables, step = make_step(mesh)

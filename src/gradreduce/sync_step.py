@@ -15,6 +15,7 @@ from gradreduce.aggregate import AggregationMethod, as_aggregation_method
 from gradreduce.aggregators import aggregate_buffers
 from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.device import Buffer, Device, as_deadline, by_physical, due
+from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import OneCall, reading, to_buffer
 from gradreduce.optim import Optimizer
 from gradreduce.values import PerReplica
@@ -93,8 +94,9 @@ class SyncStep:
         Args:
             terms: ``terms[replica][variable]`` is the list of that replica's micro-batch
                 gradients for that variable, of its shape and dtype; their *sum* is one arrival.
-                None, on every replica, for a variable without a gradient. Not written; when this
-                returns their library's current stream may overwrite them.
+                None among them is ignored; None, or a list of nothing else, on every replica, for
+                a variable without a gradient. Dense: of ``IndexedSlices`` pass ``.to_dense()``.
+                Not written; when this returns their library's current stream may overwrite them.
             local_step: the step at which they were computed. Default: ``global_step``.
             deadline: seconds from now in which the devices must be done, or their mesh dies.
 
@@ -107,6 +109,7 @@ class SyncStep:
             ValueError: wrong numbers of replicas or variables, a gradient of another shape or
                 dtype than its variable, None on some replicas only, or a deadline that is no
                 number above 0. Nothing was changed.
+            TypeError: ``IndexedSlices``, or something else that is no array. Likewise.
             CollectiveError: the mesh is dead.
         """
         seconds = as_deadline(deadline)
@@ -142,7 +145,7 @@ class SyncStep:
                 )
         present, placed = [], []
         for place, variable in enumerate(self.variables):
-            lists = [of_replica[place] for of_replica in terms]
+            lists = [_without_none(of_replica[place]) for of_replica in terms]
             if all(each is None for each in lists):
                 continue
             present.append(place)
@@ -192,6 +195,13 @@ def _checked_variables(variables: Sequence[Variable]) -> tuple[Variable, ...]:
     return found
 
 
+def _without_none(terms: Sequence[Any] | None) -> Sequence[Any] | None:
+    """Those that there are, of a list; None if there were only Nones."""
+    if not isinstance(terms, list | tuple) or not any([term is None for term in terms]):
+        return terms
+    return [term for term in terms if term is not None] or None
+
+
 def _checked_terms(
     terms: Sequence[Any] | None, variable: Variable, replica: int, device: Device
 ) -> list[Buffer]:
@@ -202,6 +212,8 @@ def _checked_terms(
             f"{where}: a list of at least one gradient is needed (or None on every replica), got "
             f"{terms!r}"
         )
+    if any([isinstance(term, IndexedSlices) for term in terms]):
+        raise TypeError(f"{where}: IndexedSlices, which SyncStep does not take: pass .to_dense()")
     placed = [to_buffer(term, device, dtype=variable.dtype) for term in terms]
     reading(placed)
     for buffer in placed:

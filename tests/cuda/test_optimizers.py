@@ -115,3 +115,21 @@ def test_a_step_is_one_launch_and_no_wait(gpus):
         with mesh.journal() as journal:
             optimizer.apply_gradients(list(zip(ones, variables, strict=True)))
         assert [(each.name, each.num_rows) for each in journal.records] == [("adam", 400)]
+
+
+@pytest.mark.gpu
+def test_a_hook_that_writes_its_gradient_writes_a_copy(gpus):
+    """CuPy has no arrays that refuse it; the copies on one GPU share the gradient."""
+
+    class Halved(gr.Optimizer):
+        def _apply(self, variable, slots, gradient):
+            gradient *= 0.5
+            variable -= gradient
+
+    gpus(31)
+    with gr.open_mesh([0, 0], backend="cuda") as mesh:
+        variable = gr.Variable(np.ones(3, "float32"), device=mesh)
+        given = mesh.devices[0].upload(np.ones(3, "float32"))
+        Halved("halved").apply_gradients([(given, variable)])
+        assert given.numpy().tolist() == [1, 1, 1]
+        assert [buffer.numpy().tolist() for buffer in variable.buffers] == [[0.5] * 3] * 2

@@ -109,6 +109,65 @@ def test_a_rate_that_is_none_makes_no_slots(mesh):
         setattr(optimizer, name, 1.0)
 
 
+class Failing(gr.Optimizer):
+    """Its rule can be made to fail."""
+
+    _slot_names = ("kept",)
+    fails = True
+
+    def _apply(self, variable, slots, gradient):
+        if self.fails:
+            raise Planted
+        slots["kept"] += 1
+        variable -= gradient
+
+
+def failing():
+    raise Planted
+
+
+def test_a_first_update_that_fails_leaves_no_slots(mesh):
+    """Whether a callable fails, or the rule; and what there was of other variables stays."""
+    known, variable = (gr.Variable([1.0], device=mesh) for _ in range(2))
+    for optimizer in (gr.AdamOptimizer(1.0, 0.0, 0.0, 0.0), Failing("own")):
+        known.assign([1.0])
+        variable.assign([1.0])
+        optimizer.fails, optimizer.learning_rate = False, 1.0
+        optimizer.apply_gradients([([1.0], known)])
+        before = optimizer.state_dict()
+        optimizer.fails, optimizer.learning_rate = True, failing
+        for pairs in ([([1.0], variable)], [([1.0], known), ([1.0], variable)]):
+            for _ in range(2):
+                with pytest.raises(Planted):
+                    optimizer.apply_gradients(pairs)
+                assert optimizer.state_dict() == before
+        optimizer.fails, optimizer.learning_rate = False, 1.0
+        optimizer.apply_gradients([([1.0], variable)])
+        assert [known.numpy(), variable.numpy()] == [0, 0]
+        assert set(optimizer.state_dict()["slots"]) == {known.name, variable.name}
+
+
+@pytest.mark.parametrize("name", ["beta1", "beta2"])
+@pytest.mark.parametrize("wrong", [1.0, 1.5, -0.1, float("nan")])
+def test_a_decay_that_is_none(mesh, name, wrong):
+    """By Adam's correction a beta of one would divide by zero."""
+    message = f"{name}={wrong} must be at least 0 and below 1"
+    with pytest.raises(ValueError, match=message):
+        gr.AdamOptimizer(**{name: wrong})
+    optimizer, variable = gr.AdamOptimizer(), gr.Variable([1.0], device=mesh)
+    before = optimizer.state_dict()
+    for given in (wrong, lambda: wrong):
+        setattr(optimizer, name, given)
+        with pytest.raises(ValueError, match=message):
+            optimizer.apply_gradients([([1.0], variable)])
+        assert optimizer.state_dict() == before
+    with pytest.raises(ValueError, match=message):
+        setattr(optimizer, name, wrong)
+        gr.SyncStep([variable], optimizer, gr.AllReduceCrossDeviceOps(mesh=mesh))
+    assert optimizer.state_dict() == before
+    assert variable.numpy().tolist() == [1.0]
+
+
 def test_a_wrong_global_step_changes_nothing(mesh, model):
     before = model.state()
     vector = gr.Variable([0, 0], trainable=False, device=mesh)

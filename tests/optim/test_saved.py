@@ -72,6 +72,18 @@ def test_before_the_first_update_there_is_nothing(mesh, make):
     assert optimizer.state_dict() == empty
 
 
+def test_slots_that_no_update_has_changed_have_no_powers(mesh):
+    """Of an optimizer that was prepared; and one variable is a list of one."""
+    half = gr.Variable(np.full(3, 2, "float16"), "h", device=mesh)
+    one, two = (gr.AdamOptimizer(0.5, master_dtype="float32") for _ in range(2))
+    one.prepare([half])
+    state = one.state_dict()
+    assert (list(state["slots"]), state["numbers"]) == (["h"], {})
+    two.load_state_dict(state, half)
+    assert two.get_slot_names() == ["m", "master", "v"]
+    step(two, [half], 0)
+
+
 def test_a_state_is_of_one_moment_and_nobody_elses_memory(mesh):
     optimizer, variables = gr.MomentumOptimizer(0.5, 0.5), variables_on(mesh, "float32")
     step(optimizer, variables, 0)
@@ -134,6 +146,10 @@ def test_what_is_wrong_changes_nothing(mesh):
         (changed(state, "numbers", "beta1_power", drop=True), variables, KeyError, "numbers"),
         (changed(state, "numbers", "beta1_power", to="x"), variables, ValueError, "numbers"),
         (changed(state, "numbers", to=None), variables, TypeError, "numbers"),
+        (changed(state, "numbers", to={}), variables, ValueError, r"\['beta1_power', 'be"),
+        *[(changed(state, "numbers", "beta2_power", to=wrong), variables, ValueError,
+           f"beta2_power={wrong} must be at least 0 and below 1")
+          for wrong in (float("nan"), float("inf"), -0.5, 1.0)],
     ]:  # fmt: skip
         slots = [optimizer.get_slot(var, name) for var in variables for name in ("m", "v")]
         with pytest.raises(error, match=match):

@@ -10,7 +10,7 @@ from gradreduce.ops.adaptive import ADAGRAD, ADAM, RMSPROP, RMSPROP_CENTERED
 from gradreduce.variables import Variable
 
 from .base import Optimizer
-from .numbers import Number, as_number
+from .numbers import Number, as_number, check_decay
 
 __all__ = ["AdagradOptimizer", "AdamOptimizer", "RMSPropOptimizer"]
 
@@ -26,13 +26,16 @@ class AdamOptimizer(Optimizer):
 
     Args:
         learning_rate: a number, or a callable that says it for each update; may be changed.
-        beta1: decay of the first moment; likewise.
-        beta2: decay of the second moment; likewise.
+        beta1: decay of the first moment, at least 0 and below 1; likewise.
+        beta2: decay of the second moment, at least 0 and below 1; likewise.
         epsilon: added to the root of the second moment; likewise.
         name: of the optimizer.
         lazy: whether a sparse gradient touches only its rows. As TensorFlow's it counts else as
             zero in all others, whose moments decay and which move on.
         master_dtype: see ``Optimizer``.
+
+    Raises:
+        ValueError: a ``beta1`` or ``beta2`` that is none, now or when an update is asked for.
     """
 
     _slot_names = ("m", "v")
@@ -53,6 +56,7 @@ class AdamOptimizer(Optimizer):
         self.learning_rate = as_number(learning_rate)
         self.beta1, self.beta2 = as_number(beta1), as_number(beta2)
         self.epsilon = as_number(epsilon)
+        self._check_numbers()
         self.lazy = bool(lazy)
         self._densifies = not self.lazy
         self._powers: tuple[float, float] | None = None  # beta1 and beta2, until the first update
@@ -90,8 +94,15 @@ class AdamOptimizer(Optimizer):
         power1, power2 = (numbers.get(name) for name in self._number_names)
         self._powers = None if power1 is None or power2 is None else (power1, power2)
 
+    def _check_numbers(self) -> None:
+        super()._check_numbers()
+        check_decay("beta1", as_number(self.beta1))
+        check_decay("beta2", as_number(self.beta2))
+
     def _scalars(self) -> tuple[float, ...]:
         rate, beta1, beta2, epsilon = super()._scalars()
+        check_decay("beta1", beta1)  # which a callable has said
+        check_decay("beta2", beta2)
         self._betas = (beta1, beta2)
         power1, power2 = self._powers or self._betas
         corrected = rate * math.sqrt(1 - power2) / (1 - power1)

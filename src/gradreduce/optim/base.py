@@ -14,7 +14,7 @@ from gradreduce.aggregate import AggregationMethod
 from gradreduce.autodiff.gradients import Engine
 from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.cross_device_ops import CrossDeviceOps
-from gradreduce.device import Device, Writer, as_deadline, due
+from gradreduce.device import Writer, as_deadline, due
 from gradreduce.interop import OneCall
 from gradreduce.values import Part, PerReplica
 from gradreduce.variables import Variable
@@ -24,7 +24,7 @@ from .custom import changed_by
 from .gradients import checked_gradients
 from .launches import Job, by_kernel
 from .numbers import as_number, value_of
-from .plan import Plan
+from .plan import Plan, devices_of
 from .saved import checked_numbers, checked_state, loaded_slots, saved_state
 from .slots import Slots
 
@@ -82,7 +82,7 @@ class Optimizer:
             variable: an array of NumPy, or of CuPy on GPUs: a copy, or the rows that a sparse
                 gradient touches; float32 in place of a half that has a master.
             slots: by name, arrays of the same shape; another one put there is a ``ValueError``.
-            gradient: of the same shape; only to be read.
+            gradient: of the same shape; only to be read (NumPy's refuses, CuPy's is a copy).
         """
         raise NotImplementedError(f"{type(self).__name__} has no update rule")
 
@@ -107,7 +107,7 @@ class Optimizer:
     def _finish(self) -> None:
         """Called when an update is launched."""
 
-    _number_names: tuple[str, ...] = ()  # what it keeps beside slots
+    _number_names: tuple[str, ...] = ()  # what it keeps beside slots: powers of decays
 
     def _saved_numbers(self) -> dict[str, float]:
         """By those names; nothing before the first update."""
@@ -181,14 +181,18 @@ class Optimizer:
         gradients, variables = checked_pairs(grads_and_vars)
         check_global_step(global_step)
         plan = self._known(variables)
-        devices = _devices(variables) if plan is None else plan.devices
+        devices = devices_of(variables) if plan is None else plan.devices
         with due("apply_gradients", seconds, devices):
             parts = self._arrived(gradients, variables, plan)
             self._check_numbers()
             if plan is None:
-                self.prepare(variables)
-                self._plan = plan = Plan(variables, self._slots.rows, self._kernel)
-            self._change(plan, parts)
+                with self._slots.kept_if_done():
+                    self.prepare(variables)
+                    plan = Plan(variables, self._slots.rows, self._kernel)
+                    self._change(plan, parts)
+                self._plan = plan
+            else:
+                self._change(plan, parts)
             if global_step is not None:
                 global_step.assign_add(1)
 
@@ -259,6 +263,7 @@ class Optimizer:
         grad_loss: Any = None,
         *,
         engine: Engine | None = None,
+        deadline: float | None = None,
     ) -> None:
         """``compute_gradients`` and ``apply_gradients`` in one call, with their arguments.
 
@@ -272,15 +277,17 @@ class Optimizer:
             name: ignored.
             grad_loss: see there.
             engine: see there.
+            deadline: see ``apply_gradients``; from the moment at which the loss is differentiated.
 
         Raises:
             ValueError: the loss reaches none of the variables; and what the two raise.
         """
+        as_deadline(deadline)  # a wrong one is told before the loss is called
         pairs = self.compute_gradients(
             loss, var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops,
             grad_loss, engine=engine,
         )  # fmt: skip
-        self.apply_gradients(pairs, global_step, name)
+        self.apply_gradients(pairs, global_step, name, deadline=deadline)
 
     def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
         """What the optimizer keeps, as host data: slots, masters, and Adam's powers.
@@ -304,16 +311,16 @@ class Optimizer:
 
         Args:
             state: from an optimizer of the same class.
-            variables: found by their names; at least those that the state has slots of.
+            variables: or one; found by their names; at least those that the state has slots of.
 
         Raises:
             KeyError: a key is missing or unknown, or slots of a variable that is not given.
             TypeError: a value of another type.
-            ValueError: another class or format, a slot of another shape or dtype, or two variables
-                of the same name.
+            ValueError: another class or format, a slot of another shape or dtype, two variables
+                of the same name, or no powers (numbers from 0 to below 1) beside Adam's slots.
         """
         given = checked_state(type(self).__name__, self._slots, variables, state)
-        numbers = checked_numbers(state, tuple(self._number_names))
+        numbers = checked_numbers(state, self._number_names, given, self._slot_start)
         self._slots.by_name = loaded_slots(self._slots, given)
         self._plan = None
         self._load_numbers(numbers)
@@ -390,7 +397,3 @@ class Optimizer:
             return partial(job.run, by_kernel(kernel, scalars, writer))
         job.begin()
         return partial(job.end, changed_by(self._apply, self._slot_names, job))
-
-
-def _devices(variables: Sequence[Variable]) -> list[Device]:
-    return [copy.device for var in variables for copy in var.buffers]

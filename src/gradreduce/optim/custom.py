@@ -67,9 +67,18 @@ def _call(apply: OnArrays, names: Sequence[str], shown: Sequence[Buffer], leader
             variable, *slots, gradient = [from_buffer(each, "native") for each in shown]
         given = dict(zip(names, slots, strict=True))
         with on_gpu_of(leader):  # where CuPy computes
-            apply(variable, given, gradient)
+            apply(variable, given, _only_read(gradient, leader))
     for name, slot in zip(names, slots, strict=True):
         if given.get(name) is not slot:  # else it would be lost, and nobody would know
             raise ValueError(f"_apply put another array in slots[{name!r}]: change the one there")
     if leader.fabric.backend != "sim":
         fence_in(shown[0], "native")
+
+
+def _only_read(gradient: Any, leader: Device) -> Any:
+    """It may be the caller's own memory, and the copies on one GPU share it."""
+    if leader.fabric.backend != "sim":
+        return gradient.copy()  # CuPy has no arrays that refuse to be written
+    view = gradient.view()
+    view.flags.writeable = False
+    return view

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Number", "as_count", "as_number", "value_of"]
+__all__ = ["Number", "as_count", "as_number", "check_decay", "value_of"]
 
 Number = float | Callable[[], float]
 
@@ -24,6 +24,12 @@ def as_number(given: Number) -> Number:
 def value_of(given: Number) -> float:
     """Now; asked once for each update, before anything is launched."""
     return float(given() if callable(given) else given)
+
+
+def check_decay(name: str, given: Number) -> None:
+    """Raises unless a number is at least 0 and below 1; of a callable nothing is known yet."""
+    if not callable(given) and not 0 <= given < 1:
+        raise ValueError(f"{name}={given!r} must be at least 0 and below 1")
 
 
 def as_count(name: str, given: Any, *, least: int) -> int:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gradreduce import ops
-from gradreduce.device import Buffer, Writer, by_physical
+from gradreduce.device import Buffer, Device, Writer, by_physical
 from gradreduce.interop import reading
 from gradreduce.interop_staging import Staging
 from gradreduce.variables import Variable
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "devices_of"]
 
 
 class Plan:
@@ -88,3 +88,8 @@ class Plan:
     def are_apart(self, gradients: Sequence[Buffer]) -> None:
         """Remembers where they lie: they share nothing with what is written."""
         self._addresses = [grad.address for grad in gradients]
+
+
+def devices_of(variables: Sequence[Variable]) -> list[Device]:
+    """That of each copy of each variable."""
+    return [copy.device for var in variables for copy in var.buffers]

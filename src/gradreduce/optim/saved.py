@@ -15,7 +15,8 @@ from gradreduce.errors import about
 from gradreduce.interop import converted, host_array, is_array, shape_and_dtype
 from gradreduce.variables import Variable
 
-from .slots import Slots
+from .numbers import check_decay
+from .slots import MASTER, Slots
 
 __all__ = [
     "by_name",
@@ -96,6 +97,8 @@ def checked_state(
 ) -> dict[Variable, dict[str, Any]]:
     """The slots that a state holds, as host arrays, by the variables whose they are.
 
+    ``variables`` may be a single one.
+
     Raises:
         KeyError: a key is missing or unknown, or slots of a variable that is not given.
         TypeError: a value of another type.
@@ -105,7 +108,7 @@ def checked_state(
     for key, wanted in (("format", FORMAT), ("optimizer", kind)):
         if plain(state[key]) != wanted:
             raise ValueError(f"state[{key!r}] is {plain(state[key])!r}, not {wanted!r}")
-    owners = by_name(variables)
+    owners = by_name([variables] if isinstance(variables, Variable) else variables)
     if not isinstance(state["slots"], Mapping):
         raise TypeError(f"state['slots'] is a {type(state['slots']).__name__}, not a dict")
     unknown = [name for name in state["slots"] if name not in owners]
@@ -167,21 +170,39 @@ def checked_array(where: str, given: Any, wanted: tuple[int, ...], of_dtype: DTy
     return host_array(given)
 
 
-def checked_numbers(state: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, float]:
-    """What a state holds beside slots: nothing, or a number for each name.
+def checked_numbers(
+    state: Mapping[str, Any],
+    wanted: Sequence[str],
+    slots: Mapping[Variable, Mapping[str, Any]],
+    start: Callable[[str], float],
+) -> dict[str, float]:
+    """What a state holds beside slots: nothing, or of each name the power of a decay.
+
+    Args:
+        state: that was given.
+        wanted: names of the powers.
+        slots: of the state. Those of an optimizer that was only prepared have no powers yet.
+        start: of a slot's name what it is filled with until an update.
 
     Raises:
         KeyError: a key is missing or unknown.
         TypeError: something that is no number.
+        ValueError: none of a decay, or none at all beside slots that an update has changed.
     """
     given = state["numbers"]
     if given == {}:
+        kept = [each for by in slots.values() for each in by.items() if each[0] != MASTER]
+        if wanted and any([(value != start(name)).any() for name, value in kept]):
+            raise ValueError(f"state['numbers'] must have {sorted(wanted)}: slots were updated")
         return {}
     check_keys("state['numbers']", given, wanted)
     try:
-        return {name: float(plain(value)) for name, value in given.items()}
+        numbers = {name: float(plain(value)) for name, value in given.items()}
+        for name, number in numbers.items():
+            check_decay(name, number)
     except (TypeError, ValueError) as error:
         raise about("state['numbers']", error) from None
+    return numbers
 
 
 def loaded_slots(

@@ -5,7 +5,8 @@ The copies of a slot lie where those of its variable do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from gradreduce import ops
@@ -51,6 +52,16 @@ class Slots:
     def names_for(self, var: Variable) -> tuple[str, ...]:
         """In the order of a row: see ``ops.Update``."""
         return (MASTER, *self.names) if self.wants_master(var) else self.names
+
+    @contextmanager
+    def kept_if_done(self) -> Iterator[None]:
+        """What is made inside is dropped again if something raises there."""
+        before = {name: dict(slots) for name, slots in self.by_name.items()}
+        try:
+            yield
+        except BaseException:
+            self.by_name = before
+            raise
 
     def make(self, variables: Sequence[Variable], start: Callable[[str], float]) -> None:
         """Those that are missing; one whose making fails is not there.

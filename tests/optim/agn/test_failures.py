@@ -171,6 +171,34 @@ def test_a_launch_of_the_local_step_that_fails_leaves_all_as_before(mesh, plant)
     assert case.center._fault is None
 
 
+@pytest.mark.parametrize("what", ["rate", "rule", "plan"])
+def test_a_first_step_that_fails_leaves_no_slots_and_owes_nothing(mesh, monkeypatch, what):
+    """Also if it fails while the steps to come are worked out."""
+
+    def fail(*args):
+        raise Planted
+
+    make = Own if what == "rule" else KINDS["adam"][1]
+    starts, grads = {"v": np.ones(1, "float32")}, {"v": np.ones(1, "float32")}
+    (calm,), (worker,) = (pair(mesh, 1, make, starts, 1) for _ in range(2))
+    before = worker.optimizer.state_dict()
+    with monkeypatch.context() as patch:
+        if what == "plan":
+            patch.setattr("gradreduce.optim.agn.worker.LocalPlan", fail)
+        else:
+            patch.setattr(worker.inner, "_apply" if what == "rule" else "learning_rate", fail)
+        for _ in range(2):
+            with pytest.raises(Planted):
+                worker.step(grads)
+            assert worker.optimizer.state_dict() == before
+            assert worker.optimizer.get_slot_names() == []
+        if what == "rate":
+            assert worker.optimizer.variables() == []  # nor at the centre
+    for _ in range(2):
+        assert calm.step(grads) is worker.step(grads) is True
+    assert worker.everything() == calm.everything()
+
+
 def test_a_push_that_is_due_is_kept_by_a_checkpoint(mesh, plant):
     calm, case = Case(mesh, "momentum"), Case(mesh, "momentum")
     calm.step(3)

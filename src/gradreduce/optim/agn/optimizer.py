@@ -178,17 +178,19 @@ class AGNOptimizer(Optimizer):
         grad_loss: Any = None,
         *,
         engine: Engine | None = None,
+        deadline: float | None = None,
     ) -> bool:
         """``compute_gradients`` and ``apply_gradients`` in one call; see ``Optimizer.minimize``.
 
         Returns:
             Whether it communicated.
         """
+        as_deadline(deadline)  # a wrong one is told before the loss is called
         pairs = self.compute_gradients(
             loss, var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops,
             grad_loss, engine=engine,
         )  # fmt: skip
-        return self.apply_gradients(pairs, global_step, name)
+        return self.apply_gradients(pairs, global_step, name, deadline=deadline)
 
     def prepare(self, variables: Sequence[Variable]) -> None:
         """Compiles what a step of these variables launches, and makes their slots, here and there.

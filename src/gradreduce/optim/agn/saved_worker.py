@@ -117,7 +117,7 @@ def load_worker(
     given = checked_state(
         type(inner).__name__, inner._slots, list(variables.values()), state["optimizer"]
     )
-    numbers = checked_numbers(state["optimizer"], tuple(inner._number_names))
+    numbers = checked_numbers(state["optimizer"], inner._number_names, given, inner._slot_start)
     slots, near = loaded_slots(inner._slots, given), placed(values, variables)
     kept = {}
     for name, value in pulled.items():

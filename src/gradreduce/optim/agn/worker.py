@@ -78,7 +78,11 @@ class Worker:
             makes_up = self.is_due
             if makes_up:
                 self._make_up(global_step)
-            self._step_by(members, parts, plan)
+            self._inner._check_numbers()
+            if plan is None:
+                self._first_step(members, parts)
+            else:
+                self._step_by(members, parts, plan)
             communicates = self.is_due
             if communicates:
                 self._communicate(global_step)
@@ -123,22 +127,37 @@ class Worker:
         copies = [copy for each in kept for copy in each.buffers]
         return copies + [copy for member in members for copy in member.total.allocated]
 
+    def _first_step(self, members: Sequence[Member], parts: Sequence[Part]) -> None:
+        """Of these variables, which may have no slots yet; none that fails leaves some behind."""
+        try:
+            with self._inner._slots.kept_if_done():
+                self._local = self._step_by(members, parts, None) or self._local
+        except BaseException:
+            self._push = None  # it may know slots that were dropped
+            raise
+
     def _step_by(
         self, members: Sequence[Member], parts: Sequence[Part], plan: LocalPlan | None
-    ) -> None:
-        """A local step, and before it all that may fail of the communication that is due then."""
-        inner = self._inner
-        inner._check_numbers()
-        if plan is None:
-            self.prepare(members)
+    ) -> LocalPlan | None:
+        """A local step, and before it all that may fail of the communication that is due then.
+
+        Returns:
+            A plan of the next such steps, if there was none.
+        """
+        inner, planned = self._inner, None
         before = inner._saved_numbers()
         rows = [(each.total, each.total.state) for each in members if each.total.rows is not None]
         try:
-            scalars, numbers = self._scalars_of_next()
+            scalars, numbers = self._scalars_of_next()  # a callable may raise: nothing is made yet
+            if plan is None:
+                self.prepare(members)
             step = self._local_step(members, parts, plan, scalars)
             is_due = not (self.step.value + 1) % self._how.period
             if is_due:
                 self._plan_push(self._held() | step.sums())
+            if plan is None and isinstance(step, LocalStep) and step.is_dense:
+                others = self._written_besides(members)
+                planned = LocalPlan(inner, members, others, self._center.version)
         except BaseException:
             for total, state in rows:  # a dense gradient would have made it dense
                 total.state = state
@@ -149,9 +168,7 @@ class Worker:
         inner._load_numbers(numbers)
         self.step.value += 1
         self.is_due = is_due
-        if plan is None and isinstance(step, LocalStep) and step.is_dense:
-            others = self._written_besides(members)
-            self._local = LocalPlan(inner, members, others, self._center.version)
+        return planned
 
     def prepare(self, members: Sequence[Member]) -> None:
         """Compiles what a step launches, and makes the slots here and at the centre."""
