@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from gradreduce.autodiff.array_methods import astype
 from gradreduce.autodiff.tape import COMPOSED, CONSTANT, RULES, Maker, Pull, no_rule
 
-from .broadcast import kept_shape, reduced_axes, shape_of, spread
+from .broadcast import is_half, kept_shape, reduced_axes, shape_of, spread, widened
 from .elementwise import chosen
 
 
@@ -116,7 +117,9 @@ def _prod(
 
 
 def _centred(a: Any, axis: Any) -> Any:
-    return a - np.mean(a, axis=axis, keepdims=True)
+    wide = widened(a)
+    found = wide - np.mean(wide, axis=axis, keepdims=True)
+    return astype(found, a.dtype) if is_half(a) else found
 
 
 def _deviation(
@@ -167,8 +170,8 @@ def _cumsum(
     along = 0 if axis is None else axis
 
     def pull(g: Any) -> Any:
-        summed = np.flip(np.cumsum(np.flip(g, along), axis=along), along)
-        return np.reshape(summed, shape)
+        summed = np.flip(np.cumsum(np.flip(widened(g), along), axis=along), along)
+        return np.reshape(astype(summed, g.dtype) if is_half(g) else summed, shape)
 
     return (lambda: pull,)
 
