@@ -213,9 +213,10 @@ class Optimizer:
                 differentiates (a Variable is a tensor in PyTorch's functions). It may be a
                 generator of terms, such as the losses of micro-batches: each is differentiated
                 and dropped before the next is made, and their gradients are terms like others.
-                What another thread computes for it is a constant. On another GPU than CuPy's
-                current one it computes inside ``with cupy.cuda.Device(...)``, as CuPy wants it;
-                the way back finds its GPUs itself.
+                What another thread computes for it is a constant. Gradients may be taken inside
+                it where NumPy's functions compute both, not PyTorch or JAX. On another GPU than
+                CuPy's current one it computes inside ``with cupy.cuda.Device(...)``, as CuPy
+                wants it; the way back finds its GPUs itself.
             var_list: Variables, or one; default the trainable ones that ``loss`` reads, in the
                 order of first reading.
             gate_gradients: ``GATE_NONE``, ``GATE_OP`` or ``GATE_GRAPH``; no effect.
