@@ -202,17 +202,17 @@ class Variable(Readable):
             raise ValueError("a Variable is copied to the host: copy=False cannot be had")
         if current_reader() is not None and self.dtype.kind in "fV":
             raise TypeError(
-                f"{self!r} cannot become a plain array inside a loss, where its gradient would be "
-                "lost; variable.numpy() is a constant"
+                f"{self!r} cannot become a plain array or number inside a loss, where its "
+                "gradient would be lost; variable.numpy() is a constant"
             )
         array = self.numpy()
         return array if dtype is None else array.astype(dtype)
 
     def __int__(self) -> int:
-        return int(self.numpy())
+        return int(self.__array__())
 
     def __float__(self) -> float:
-        return float(self.numpy())
+        return float(self.__array__())
 
     @OneCall()
     def assign(self, value: Any) -> Variable:

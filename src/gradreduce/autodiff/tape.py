@@ -28,6 +28,7 @@ Nothing here is shared between threads, and nothing outlives a call but what it 
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -151,6 +152,8 @@ class Traced(ArrayMethods, Traceable):
         return self.node.dtype
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if ("out" in kwargs or method != "__call__") and not _is_open(inputs, kwargs):
+            return getattr(ufunc, method)(*map(settled, inputs), **_settled(inputs, kwargs))
         if method == "reduce" and ufunc in _REDUCED:
             return apply(_REDUCED[ufunc], inputs, {"axis": 0, **kwargs})
         if method != "__call__":
@@ -167,6 +170,8 @@ class Traced(ArrayMethods, Traceable):
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if kwargs.get("out") is not None:
+            if not _is_open(args, kwargs):
+                return function(*map(settled, args), **_settled(args, kwargs))
             raise TypeError(f"{_name(function)} would write a traced value: a loss has no out=")
         if "out" in kwargs:
             kwargs = {name: given for name, given in kwargs.items() if name != "out"}
@@ -194,13 +199,50 @@ class Traced(ArrayMethods, Traceable):
         )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        raise TypeError(
-            "a traced value cannot become a plain array inside its loss, where its gradient would "
-            "be lost: np.stack joins several, gr.autodiff.stop_gradient(x) is the plain value"
-        )
+        made = np.asarray(_after_loss(self, "a plain array"), dtype)
+        return made.copy() if copy else made
+
+    def __float__(self) -> float:
+        return float(_after_loss(self, "a number"))
+
+    def __int__(self) -> int:
+        return int(_after_loss(self, "a number"))
+
+    def __complex__(self) -> complex:
+        return complex(_after_loss(self, "a number"))
+
+    def __index__(self) -> int:
+        return operator.index(_after_loss(self, "an index"))
 
     def __repr__(self) -> str:
         return f"Traced({self.value!r})"
+
+
+def _after_loss(given: Traced, what: str) -> Any:
+    """The plain data that a traced value has become with the end of its loss."""
+    plain = settled(given)
+    if isinstance(plain, Traced):
+        raise TypeError(
+            f"a traced value cannot become {what} inside its loss, where its gradient would be "
+            "lost: np.stack joins several, gr.autodiff.stop_gradient(x) is the plain value"
+        )
+    return plain
+
+
+def _is_open(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operand is traced by a loss that is being computed."""
+    given = [settled(each) for each in (*args, *kwargs.values())]
+    return _highest(given) is not None
+
+
+def _settled(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Named arguments as plain data; but of x += y, which makes a new array, no ``out``."""
+    out = kwargs.get("out")
+    if isinstance(out, tuple) and any(isinstance(each, Traced) for each in out):
+        if not all(each is args[0] for each in out):
+            raise TypeError("a traced value cannot be written, after its loss either")
+        kwargs = {name: given for name, given in kwargs.items() if name != "out"}
+    return {name: settled(given) for name, given in kwargs.items()}
 
 
 _REDUCED = {np.add: np.sum, np.multiply: np.prod, np.maximum: np.max, np.minimum: np.min}
