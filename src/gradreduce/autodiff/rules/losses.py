@@ -12,6 +12,7 @@ import numpy as np
 
 from gradreduce.autodiff.array_methods import astype
 from gradreduce.autodiff.tape import RULES, Maker, Pull
+from gradreduce.errors import InvalidArgumentError
 from gradreduce.loss_context import traceable
 
 from .broadcast import is_half, kept_shape, shape_of, widened
@@ -57,21 +58,37 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Any:
 
     Args:
         logits: ``(…, classes)``.
-        labels: ``(…,)`` integers, the class of each example, or ``(…, classes)`` floats, the
-            probability of each class.
+        labels: an array or a list: ``(…,)`` integers, the class of each example, or
+            ``(…, classes)`` floats, the probability of each class.
 
     Returns:
         The losses, ``(…,)``, of the dtype of ``logits``.
 
     Raises:
         ValueError: shapes that do not fit.
+        InvalidArgumentError: (a ``ValueError``) a class below 0, or not below the number of
+            classes. Of labels on a GPU nobody waits to find out: their loss is 0.
     """
+    labels = _array(labels, logits)
+    _check_classes(labels, logits.shape[-1])
     if is_half(logits):
         return astype(softmax_cross_entropy(widened(logits), labels), logits.dtype)
     log_sum = logsumexp(logits, axis=-1)
     wanted = _as_probabilities(logits, labels)
     total = np.sum(wanted, axis=-1)
     return log_sum * total - np.sum(chosen(wanted != 0, logits) * wanted, axis=-1)
+
+
+def _array(labels: Any, logits: Any) -> Any:
+    """Labels of a list as an array that lies where ``logits`` do."""
+    return labels if hasattr(labels, "dtype") else np.asarray(np.asarray(labels), like=logits)
+
+
+def _check_classes(labels: Any, num_classes: int) -> None:
+    if isinstance(labels, np.ndarray | np.generic) and labels.dtype.kind in "iu" and labels.size:
+        low, high = labels.min(), labels.max()
+        if low < 0 or high >= num_classes:
+            raise InvalidArgumentError(f"labels from {low} to {high}, of {num_classes} classes")
 
 
 def _reduced(shape: tuple[int, ...], axis: Any) -> tuple[int, ...]:
@@ -83,7 +100,7 @@ def _reduced(shape: tuple[int, ...], axis: Any) -> tuple[int, ...]:
 
 def _as_probabilities(logits: Any, labels: Any) -> Any:
     """``labels`` as an array of the shape and dtype of ``logits``."""
-    shape = shape_of(logits)
+    shape, labels = shape_of(logits), _array(labels, logits)
     if labels.dtype.kind not in "iub":
         if shape_of(labels) != shape:
             raise ValueError(f"labels {shape_of(labels)} for logits {shape}")
