@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 import pytest
 
@@ -137,6 +139,10 @@ class TestTorch:
 
         with pytest.raises(TypeError, match="torch"):
             gradients(lambda: torch.sum(v * 2))
+        for do in (operator.mul, np.multiply):
+            for tensor in (torch.ones(3), torch.ones(3, requires_grad=True)):
+                with pytest.raises(TypeError, match=r'read\("torch"\)'):
+                    gradients(lambda do=do, tensor=tensor: np.sum(do(v * 2, tensor)))
 
     def test_a_tape_in_the_same_loss_is_apart(self, v, w):
         import torch

@@ -36,6 +36,7 @@ import numpy as np
 
 from gradreduce.device import Device
 from gradreduce.interop_gpu import on_gpu_of
+from gradreduce.interop_losses import is_tensor
 from gradreduce.loss_context import Traceable, holds_traceable, made_like
 
 from .array_methods import ArrayMethods
@@ -193,10 +194,7 @@ class Traced(ArrayMethods, Traceable):
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise TypeError(
-            "a value that NumPy's tape traces has come into a PyTorch function: in such a loss "
-            'write variable.read("torch") * 2 instead of variable * 2'
-        )
+        raise _beside_tensor()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         made = np.asarray(_after_loss(self, "a plain array"), dtype)
@@ -278,7 +276,7 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if top is None:
         return function(*args, **kwargs)
     if function in COMPOSED:
-        return COMPOSED[function](*args, **kwargs)
+        return _by_rule(function, COMPOSED[function], args, kwargs)
     operands: list[tuple[int, int | None, Node]] = []
     raw = [_plain(given, top, place, operands) for place, given in enumerate(args)]
     parents = [node for _, _, node in operands]
@@ -291,11 +289,30 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         value = function(*raw, **kwargs)
         if not _is_float(function, value):
             return value
-        makers = rule(value, *raw, **kwargs)
+        makers = _by_rule(function, rule, [value, *raw], kwargs)
         pulls = [
             makers[place]() if item is None else makers[place](item) for place, item, _ in operands
         ]
     return Traced(value, Node(top, value, parents[0].device, parents, pulls))
+
+
+def _by_rule(function: Any, rule: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What a rule says; of arguments that it has not, that there is none."""
+    try:
+        return rule(*args, **kwargs)
+    except TypeError:  # to bind them first would cost as much as the operation
+        try:
+            inspect.signature(rule).bind(*args, **kwargs)
+        except TypeError as error:
+            raise no_rule(f"{_name(function)} with these arguments ({error})") from None
+        raise
+
+
+def _beside_tensor() -> TypeError:
+    return TypeError(
+        "a value that NumPy's tape traces has come together with a PyTorch tensor: in such a loss "
+        'write variable.read("torch") * 2 instead of variable * 2'
+    )
 
 
 def _is_float(function: Any, value: Any) -> bool:
@@ -364,6 +381,8 @@ def _plain(given: Any, top: Trace, place: int, operands: list[tuple[int, int | N
             return given
         operands.append((place, None, given.node))
         return given.value
+    if is_tensor(given):
+        raise _beside_tensor()
     if not isinstance(given, list | tuple):
         return given
     if not any(isinstance(each, Traced) for each in given):

@@ -60,9 +60,10 @@ def _power_left(out: Any, x: Any, y: Any) -> Pull:
 
 def _power_right(out: Any, x: Any, y: Any) -> Pull:
     if hasattr(x, "dtype"):
-        safe = np.where(x == 0, np.ones_like(x), x)  # 0**y is 0 wherever it has a slope
+        # 0**y is 0 wherever it has a slope; of a negative x it has none: 0, as in TensorFlow.
+        safe = np.where(x > 0, x, np.ones_like(x))
         return lambda g: g * (out * np.log(safe))
-    base = math.log(x) if x else 0.0
+    base = math.log(x) if x > 0 else 0.0
     return lambda g: g * (out * base)
 
 
