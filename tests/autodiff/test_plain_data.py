@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import gradreduce as gr
+from gradreduce.autodiff.array_methods import ArrayMethods
 
 DESCENT = gr.GradientDescentOptimizer(1.0)
 
@@ -76,3 +77,21 @@ def test_after_its_loss_a_value_is_plain_data(v):
         return np.sum(v)
 
     gradients(outer)
+
+
+def test_a_variable_has_the_methods_of_a_value(v, w):
+    named = {name for name in vars(ArrayMethods) if not name.startswith("_")}
+    assert not [name for name in named if not hasattr(gr.Variable, name)]
+    x = w.numpy()
+    for name in ("max", "std", "prod", "ravel", "squeeze", "argmax", "tolist", "cumsum", "mT"):
+        ours, theirs = getattr(w, name), getattr(x, name, x.T)
+        if name != "mT":
+            ours, theirs = ours(), theirs()
+        assert np.asarray(ours).tolist() == np.asarray(theirs).tolist(), name
+    assert (len(v), bool(v), v[:1].item(), w.clip(2, 3).max()) == (3, True, 1.0, 3.0)
+    assert gradients(lambda: v.max() * 2 + v.min() * len(v))[0].tolist() == [3.0, 0.0, 2.0]
+    assert gradients(lambda: sum(v) + max(v))[0].tolist() == [1.0, 1.0, 2.0]
+    scalar = gr.Variable(0.0, device=v.devices[0])
+    assert bool(scalar)
+    with pytest.raises(TypeError, match="unsized"):
+        len(scalar)
