@@ -45,6 +45,9 @@ _numbers = itertools.count()
 class Variable(Readable):
     """A named array that is changed in place, with one equal copy on each of its devices.
 
+    ``variable == 1.0`` compares identity, as a key of a dictionary needs it; to compare the numbers
+    write ``variable.read() == 1.0`` or ``np.equal(variable, 1.0)``.
+
     Args:
         initial_value: an array, number or nested list; copied.
         name: default ``"Variable"``, or ``"Variable_1"`` and so on.
