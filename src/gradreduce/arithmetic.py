@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from gradreduce.interop import kind_of
@@ -37,6 +37,10 @@ def _alone(operation: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda self: operation(self.read())
 
 
+def _swapped(x: Any) -> Any:
+    return x.swapaxes(-1, -2)  # arrays of NumPy 1 have no mT
+
+
 def _method(name: str) -> Callable[..., Any]:
     def call(self: Readable, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.read(), name)(*args, **kwargs)
@@ -57,6 +61,11 @@ class Readable(Traceable):
     """
 
     __array_priority__ = 1000  # above CuPy's 100
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Of the value."""
 
     @abstractmethod
     def read(self, as_kind: str | None = None) -> Any:
@@ -82,8 +91,32 @@ class Readable(Traceable):
     __ifloordiv__ = __imod__ = _refused
 
     T = property(_alone(operator.attrgetter("T")), doc="The transposed value.")
-    sum, mean, reshape = _method("sum"), _method("mean"), _method("reshape")
-    transpose, astype, dot = _method("transpose"), _method("astype"), _method("dot")
+    mT = property(_alone(_swapped), doc="The value with its last two axes swapped.")
+    # Those of ``autodiff.array_methods``; a test compares the two.
+    all, any, argmax = _method("all"), _method("any"), _method("argmax")
+    argmin, argsort, astype = _method("argmin"), _method("argsort"), _method("astype")
+    clip, copy, cumsum = _method("clip"), _method("copy"), _method("cumsum")
+    diagonal, dot, flatten = _method("diagonal"), _method("dot"), _method("flatten")
+    item, max, mean = _method("item"), _method("max"), _method("mean")
+    min, nonzero, prod = _method("min"), _method("nonzero"), _method("prod")
+    ravel, repeat, reshape = _method("ravel"), _method("repeat"), _method("reshape")
+    round, squeeze, std = _method("round"), _method("squeeze"), _method("std")
+    sum, swapaxes, take = _method("sum"), _method("swapaxes"), _method("take")
+    tolist, trace, transpose = _method("tolist"), _method("trace"), _method("transpose")
+    var = _method("var")
+
+    def __len__(self) -> int:
+        shape = self.shape
+        if not shape:
+            raise TypeError("len() of unsized object")
+        return int(shape[0])
+
+    def __bool__(self) -> bool:
+        """True, as of any object that is a key of a dictionary, whatever its numbers."""
+        return True
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[place] for place in range(len(self)))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if any(isinstance(each, Readable) for each in kwargs.get("out") or ()):

@@ -45,6 +45,9 @@ _numbers = itertools.count()
 class Variable(Readable):
     """A named array that is changed in place, with one equal copy on each of its devices.
 
+    ``variable == 1.0`` compares identity, as a key of a dictionary needs it; to compare the numbers
+    write ``variable.read() == 1.0`` or ``np.equal(variable, 1.0)``.
+
     Args:
         initial_value: an array, number or nested list; copied.
         name: default ``"Variable"``, or ``"Variable_1"`` and so on.
@@ -202,17 +205,17 @@ class Variable(Readable):
             raise ValueError("a Variable is copied to the host: copy=False cannot be had")
         if current_reader() is not None and self.dtype.kind in "fV":
             raise TypeError(
-                f"{self!r} cannot become a plain array inside a loss, where its gradient would be "
-                "lost; variable.numpy() is a constant"
+                f"{self!r} cannot become a plain array or number inside a loss, where its "
+                "gradient would be lost; variable.numpy() is a constant"
             )
         array = self.numpy()
         return array if dtype is None else array.astype(dtype)
 
     def __int__(self) -> int:
-        return int(self.numpy())
+        return int(self.__array__())
 
     def __float__(self) -> float:
-        return float(self.numpy())
+        return float(self.__array__())
 
     @OneCall()
     def assign(self, value: Any) -> Variable:

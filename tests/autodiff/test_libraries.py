@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 import pytest
 
@@ -137,6 +139,10 @@ class TestTorch:
 
         with pytest.raises(TypeError, match="torch"):
             gradients(lambda: torch.sum(v * 2))
+        for do in (operator.mul, np.multiply):
+            for tensor in (torch.ones(3), torch.ones(3, requires_grad=True)):
+                with pytest.raises(TypeError, match=r'read\("torch"\)'):
+                    gradients(lambda do=do, tensor=tensor: np.sum(do(v * 2, tensor)))
 
     def test_a_tape_in_the_same_loss_is_apart(self, v, w):
         import torch
@@ -147,6 +153,24 @@ class TestTorch:
         found = gradients(loss, [v, w])
         assert found[0].tolist() == [15.0] * 3
         assert found[1] is None
+
+    def test_a_gradient_inside_a_loss_is_refused_not_lost(self, v):
+        import torch
+
+        def inner():
+            return gradients(lambda: torch.sum(torch.pow(v, 3)), [v])[0]
+
+        def by_numpy():
+            return float(np.sum(gradients(lambda: np.sum(v**3), [v])[0].numpy()))
+
+        for loss in (
+            lambda: torch.sum(v) + inner().sum(),
+            lambda: np.sum(v) + np.sum(inner().numpy()),
+            lambda: torch.sum(v) + by_numpy(),
+        ):
+            with pytest.raises(NotImplementedError, match="create_graph"):
+                gradients(loss)
+        assert inner().tolist() == [3.0, 12.0, 27.0]
 
 
 @pytest.mark.jax
@@ -211,6 +235,21 @@ class TestJax:
         assert [str(each.dtype) for each in found] == ["float32", "float64", "float16"]
         DESCENT.minimize(loss, engine="jax")
         assert v.numpy().tolist() == [-2.0, -1.0, 0.0]
+
+    def test_a_gradient_inside_a_loss_is_refused_not_lost(self, v):
+        import jax.numpy as jnp
+
+        def inner():
+            return gradients(lambda: jnp.sum(v.read("jax") ** 3), [v], engine="jax")[0]
+
+        for loss, engine in (
+            (lambda: jnp.sum(v.read("jax")) + jnp.sum(inner()), "jax"),
+            (lambda: np.sum(v) + np.sum(np.asarray(inner())), None),
+            (lambda: jnp.sum(v.read("jax")) + gradients(lambda: np.sum(v * v))[0].sum(), "jax"),
+        ):
+            with pytest.raises(NotImplementedError, match=r"jax\.grad"):
+                gradients(loss, engine=engine)
+        assert inner().tolist() == [3.0, 12.0, 27.0]
 
     def test_a_fault_leaves_nothing_behind(self, v):
         import jax.numpy as jnp

@@ -36,6 +36,19 @@ def test_a_gradient_of_a_gradient(v):
     assert gradients(twice)[0].tolist() == [108.0, 432.0, 972.0]
 
 
+@pytest.mark.parametrize("operand", [[1.0, 0.0, 2.0], [0.0, 3.0, 0.0], [2.0, 3.0, 5.0]])
+def test_a_second_gradient_of_a_product_with_zeros(mesh, operand):
+    x = gr.Variable(operand, device=mesh)
+    weights = np.float32([1, 10, 100])
+    slope = lambda: np.sum(gradients(lambda: np.prod(x), [x])[0] * weights)  # noqa: E731
+    a, b, c = operand
+    hessian = np.float32([[0, c, b], [c, 0, a], [b, a, 0]])
+    assert gradients(slope, [x])[0].tolist() == (hessian @ weights).tolist()
+    rows = lambda: np.prod(np.stack([x, x + 1, x * 2]), axis=(0,))  # noqa: E731
+    wide = x.numpy()  # 2 x**3 + 2 x**2
+    assert gradients(rows, [x])[0].tolist() == (6 * wide**2 + 4 * wide).tolist()
+
+
 @pytest.mark.parametrize("method", [ADD_N, TREE, ACCUMULATE_N])
 def test_a_gradient_of_a_sum_of_terms(v, w, method):
     def inner():

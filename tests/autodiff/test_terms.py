@@ -98,7 +98,7 @@ def test_held_terms_are_put_in_the_order_of_the_uses(mesh):
         state = np.float32(terms[:1])
         for following in (*terms[1:], 0.0):
             state = x * state
-            state = state + np.float32(following - float(state[0]))
+            state = state + np.float32(following - state[0].item())
         return np.sum(state)
 
     assert left_to_right(terms) != left_to_right(terms[::-1])

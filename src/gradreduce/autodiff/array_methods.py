@@ -104,12 +104,6 @@ class ArrayMethods(NDArrayOperatorsMixin):
     def __bool__(self) -> bool:
         return bool(self.value)
 
-    def __float__(self) -> float:
-        return float(self.value)
-
-    def __int__(self) -> int:
-        return int(self.value)
-
     def __format__(self, spec: str) -> str:
         return format(self.value, spec) if spec else str(self)
 

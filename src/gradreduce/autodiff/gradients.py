@@ -58,9 +58,13 @@ def gradients_of(
     Raises:
         InvalidVariableError: the loss returned no number and no array of floats.
         ValueError: ``grad_loss`` is not of its shape or no real numbers, or there is no variable.
+        NotImplementedError: one call inside another, of which PyTorch or JAX differentiates one.
     """
     grad_loss = _checked_seed(grad_loss)
-    reading = _Reading(current_reader(), variables, method)
+    outer = current_reader()
+    if outer is not None and engine == "jax":
+        raise _not_nested()
+    reading = _Reading(outer, variables, method)
     with reading_by(reading):
         try:
             if engine == "jax":
@@ -112,6 +116,7 @@ class _Reading:
         self._leaves: dict[Buffer, Traced] = {}
         self._tensors: dict[Buffer, tuple[Variable, Any]] = {}
         self._jax: JaxLoss | None = None
+        self._is_outer = False  # whether an inner call has read a Variable through this one
 
     def read(self, variable: Variable, copy: Buffer, as_kind: str | None) -> Any:
         """See ``Reader.read``; of a variable that nobody asked for, the plain value."""
@@ -126,6 +131,8 @@ class _Reading:
         if leaf is not None:
             return leaf
         if self._outer is not None:
+            if isinstance(self._outer, _Reading):
+                self._outer.note_inner()
             value = self._outer.read(variable, copy, as_kind)
         else:
             value = _plain(copy)
@@ -134,6 +141,12 @@ class _Reading:
         leaf = self.trace.leaf(value, copy.device, self._terms_of(variable))
         self._leaves[copy] = leaf
         return leaf
+
+    def note_inner(self) -> None:
+        """An inner call differentiates what it reads through this one, as only the tape can see."""
+        if self._jax is not None:
+            raise _not_nested()
+        self._is_outer = True
 
     def check_unread(self, variables: Iterable[Variable]) -> None:
         """See ``loss_context.check_unread``."""
@@ -214,6 +227,8 @@ class _Reading:
         return self._tensors[copy][1]
 
     def _differentiate_tensor(self, value: Any, grad_loss: Any) -> None:
+        if self._outer is not None or self._is_outer:
+            raise _not_nested()
         copies = [copy for copy, (_, tensor) in self._tensors.items() if tensor.requires_grad]
         leaves = [self._tensors[copy][1] for copy in copies]
         for place, gradient in enumerate(tensor_gradients(value, leaves, grad_loss)):
@@ -229,6 +244,14 @@ class _Reading:
                 self._terms_of(variable)
                 self._jax.add(copy, self._tensors[copy][1], variable.dtype)
         return self._jax.values.get(copy, self._tensors[copy][1])
+
+
+def _not_nested() -> NotImplementedError:
+    return NotImplementedError(
+        "a gradient inside a loss would be lost where PyTorch or JAX differentiates either: write "
+        "both losses in NumPy's functions, or take the inner one by torch.autograd.grad(..., "
+        "create_graph=True) or jax.grad"
+    )
 
 
 def _follow(copies: Iterable[Buffer], kind: Kind) -> None:

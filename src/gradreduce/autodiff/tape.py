@@ -28,6 +28,7 @@ Nothing here is shared between threads, and nothing outlives a call but what it 
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ import numpy as np
 
 from gradreduce.device import Device
 from gradreduce.interop_gpu import on_gpu_of
+from gradreduce.interop_losses import is_tensor
 from gradreduce.loss_context import Traceable, holds_traceable, made_like
 
 from .array_methods import ArrayMethods
@@ -151,6 +153,8 @@ class Traced(ArrayMethods, Traceable):
         return self.node.dtype
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if ("out" in kwargs or method != "__call__") and not _is_open(inputs, kwargs):
+            return getattr(ufunc, method)(*map(settled, inputs), **_settled(inputs, kwargs))
         if method == "reduce" and ufunc in _REDUCED:
             return apply(_REDUCED[ufunc], inputs, {"axis": 0, **kwargs})
         if method != "__call__":
@@ -167,6 +171,8 @@ class Traced(ArrayMethods, Traceable):
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if kwargs.get("out") is not None:
+            if not _is_open(args, kwargs):
+                return function(*map(settled, args), **_settled(args, kwargs))
             raise TypeError(f"{_name(function)} would write a traced value: a loss has no out=")
         if "out" in kwargs:
             kwargs = {name: given for name, given in kwargs.items() if name != "out"}
@@ -188,19 +194,53 @@ class Traced(ArrayMethods, Traceable):
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise TypeError(
-            "a value that NumPy's tape traces has come into a PyTorch function: in such a loss "
-            'write variable.read("torch") * 2 instead of variable * 2'
-        )
+        raise _beside_tensor()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        raise TypeError(
-            "a traced value cannot become a plain array inside its loss, where its gradient would "
-            "be lost: np.stack joins several, gr.autodiff.stop_gradient(x) is the plain value"
-        )
+        made = np.asarray(_after_loss(self, "a plain array"), dtype)
+        return made.copy() if copy else made
+
+    def __float__(self) -> float:
+        return float(_after_loss(self, "a number"))
+
+    def __int__(self) -> int:
+        return int(_after_loss(self, "a number"))
+
+    def __complex__(self) -> complex:
+        return complex(_after_loss(self, "a number"))
+
+    def __index__(self) -> int:
+        return operator.index(_after_loss(self, "an index"))
 
     def __repr__(self) -> str:
         return f"Traced({self.value!r})"
+
+
+def _after_loss(given: Traced, what: str) -> Any:
+    """The plain data that a traced value has become with the end of its loss."""
+    plain = settled(given)
+    if isinstance(plain, Traced):
+        raise TypeError(
+            f"a traced value cannot become {what} inside its loss, where its gradient would be "
+            "lost: np.stack joins several, gr.autodiff.stop_gradient(x) is the plain value"
+        )
+    return plain
+
+
+def _is_open(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operand is traced by a loss that is being computed."""
+    given = [settled(each) for each in (*args, *kwargs.values())]
+    return _highest(given) is not None
+
+
+def _settled(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Named arguments as plain data; but of x += y, which makes a new array, no ``out``."""
+    out = kwargs.get("out")
+    if isinstance(out, tuple) and any(isinstance(each, Traced) for each in out):
+        if not all(each is args[0] for each in out):
+            raise TypeError("a traced value cannot be written, after its loss either")
+        kwargs = {name: given for name, given in kwargs.items() if name != "out"}
+    return {name: settled(given) for name, given in kwargs.items()}
 
 
 _REDUCED = {np.add: np.sum, np.multiply: np.prod, np.maximum: np.max, np.minimum: np.min}
@@ -236,7 +276,7 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if top is None:
         return function(*args, **kwargs)
     if function in COMPOSED:
-        return COMPOSED[function](*args, **kwargs)
+        return _by_rule(function, COMPOSED[function], args, kwargs)
     operands: list[tuple[int, int | None, Node]] = []
     raw = [_plain(given, top, place, operands) for place, given in enumerate(args)]
     parents = [node for _, _, node in operands]
@@ -249,11 +289,30 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         value = function(*raw, **kwargs)
         if not _is_float(function, value):
             return value
-        makers = rule(value, *raw, **kwargs)
+        makers = _by_rule(function, rule, [value, *raw], kwargs)
         pulls = [
             makers[place]() if item is None else makers[place](item) for place, item, _ in operands
         ]
     return Traced(value, Node(top, value, parents[0].device, parents, pulls))
+
+
+def _by_rule(function: Any, rule: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What a rule says; of arguments that it has not, that there is none."""
+    try:
+        return rule(*args, **kwargs)
+    except TypeError:  # to bind them first would cost as much as the operation
+        try:
+            inspect.signature(rule).bind(*args, **kwargs)
+        except TypeError as error:
+            raise no_rule(f"{_name(function)} with these arguments ({error})") from None
+        raise
+
+
+def _beside_tensor() -> TypeError:
+    return TypeError(
+        "a value that NumPy's tape traces has come together with a PyTorch tensor: in such a loss "
+        'write variable.read("torch") * 2 instead of variable * 2'
+    )
 
 
 def _is_float(function: Any, value: Any) -> bool:
@@ -322,6 +381,8 @@ def _plain(given: Any, top: Trace, place: int, operands: list[tuple[int, int | N
             return given
         operands.append((place, None, given.node))
         return given.value
+    if is_tensor(given):
+        raise _beside_tensor()
     if not isinstance(given, list | tuple):
         return given
     if not any(isinstance(each, Traced) for each in given):

@@ -211,15 +211,18 @@ class Optimizer:
 
         Args:
             loss: takes no argument, reads Variables, and returns the value to minimize (of an
-                array: the sum of its elements). It is plain NumPy, on NumPy's and on CuPy's
-                arrays; an operation that is not differentiated here raises
-                ``NotImplementedError``. It may return a PyTorch tensor, which PyTorch
-                differentiates (a Variable is a tensor in PyTorch's functions). It may be a
-                generator of terms, such as the losses of micro-batches: each is differentiated
-                and dropped before the next is made, and their gradients are terms like others.
-                What another thread computes for it is a constant. On another GPU than CuPy's
-                current one it computes inside ``with cupy.cuda.Device(...)``, as CuPy wants it;
-                the way back finds its GPUs itself.
+                array: the sum of its elements). It is plain NumPy, on NumPy's and on CuPy's arrays;
+                an operation that is not differentiated here raises ``NotImplementedError``. It may
+                return a PyTorch tensor, which PyTorch differentiates (a Variable is a tensor in
+                PyTorch's functions). It may be a generator of terms, such as the losses of
+                micro-batches: each is differentiated and dropped before the next is made, and their
+                gradients are terms like others. What another thread computes for it is a constant;
+                what another thread writes to a Variable before the way back is over is not seen,
+                and gives a gradient of neither value. A constant array that the loss writes again
+                counts with its last values. Gradients may be taken inside it where NumPy's
+                functions compute both, not PyTorch or JAX. On another GPU than CuPy's current one
+                it computes inside ``with cupy.cuda.Device(...)``, as CuPy wants it; the way back
+                finds its GPUs itself.
             var_list: Variables, or one; default the trainable ones that ``loss`` reads, in the
                 order of first reading.
             gate_gradients: ``GATE_NONE``, ``GATE_OP`` or ``GATE_GRAPH``; no effect.
@@ -235,8 +238,8 @@ class Optimizer:
         Returns:
             A pair (gradient, variable) for each variable. A gradient is an array of the
             variable's shape and dtype; ``IndexedSlices``, if the variable was only looked up by
-            ``gr.embedding_lookup`` or ``np.take(variable, rows, axis=0)``; or None, if the loss
-            does not reach the variable. It is the caller's.
+            ``gr.embedding_lookup`` or ``np.take(variable, rows, axis=0)``, all on one device; or
+            None, if the loss does not reach the variable. It is the caller's.
 
         Raises:
             ValueError: an invalid ``gate_gradients``, ``aggregation_method`` or ``engine``, a

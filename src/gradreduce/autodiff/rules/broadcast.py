@@ -1,4 +1,7 @@
-"""How a gradient gets back the shape that broadcasting or a reduction has changed."""
+"""How a gradient gets back the shape that broadcasting or a reduction has changed.
+
+Halves are added in float32 and rounded once, as by the kernels of ``ops``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,20 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["kept_shape", "like", "normalized", "reduced_axes", "scaled", "shape_of", "spread"]
+from gradreduce.autodiff.array_methods import astype
+
+__all__ = [
+    "is_half",
+    "kept_shape",
+    "like",
+    "normalized",
+    "reduced_axes",
+    "scaled",
+    "shape_of",
+    "spread",
+    "total",
+    "widened",
+]
 
 Shape = tuple[int, ...]
 
@@ -15,6 +31,23 @@ Shape = tuple[int, ...]
 def shape_of(x: Any) -> Shape:
     """Of an array or a list; of a Python number none."""
     return tuple(np.shape(x) if isinstance(x, list | tuple) else getattr(x, "shape", ()))
+
+
+def is_half(x: Any) -> bool:
+    """Whether it is an array of float16 or bfloat16."""
+    return str(getattr(x, "dtype", "")) in ("float16", "bfloat16")
+
+
+def widened(x: Any) -> Any:
+    """Halves in float32; anything else as it is."""
+    return astype(x, np.float32) if is_half(x) else x
+
+
+def total(x: Any, axis: Any = None, *, keepdims: bool = False) -> Any:
+    """``np.sum``, of whose halves NumPy would round every addition."""
+    if not is_half(x):
+        return np.sum(x, axis=axis, keepdims=keepdims)
+    return astype(np.sum(x, axis=axis, dtype=np.float32, keepdims=keepdims), x.dtype)
 
 
 def like(term: Any, shape: Shape) -> Any:
@@ -28,7 +61,7 @@ def like(term: Any, shape: Shape) -> Any:
         for place, extent in enumerate(shape)
         if extent == 1 and given[lead + place] != 1
     )
-    summed = np.sum(term, axis=axes, keepdims=True) if axes else term
+    summed = total(term, axes, keepdims=True) if axes else term
     return np.reshape(summed, shape) if shape_of(summed) != shape else summed
 
 

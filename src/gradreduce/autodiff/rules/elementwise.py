@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gradreduce.autodiff.array_methods import astype, stop_gradient
-from gradreduce.autodiff.tape import CONSTANT, RULES, Maker, Pull
+from gradreduce.autodiff.tape import COMPOSED, CONSTANT, RULES, Maker, Pull
 
 from .broadcast import scaled, shape_of
 
@@ -60,9 +60,10 @@ def _power_left(out: Any, x: Any, y: Any) -> Pull:
 
 def _power_right(out: Any, x: Any, y: Any) -> Pull:
     if hasattr(x, "dtype"):
-        safe = np.where(x == 0, np.ones_like(x), x)  # 0**y is 0 wherever it has a slope
+        # 0**y is 0 wherever it has a slope; of a negative x it has none: 0, as in TensorFlow.
+        safe = np.where(x > 0, x, np.ones_like(x))
         return lambda g: g * (out * np.log(safe))
-    base = math.log(x) if x else 0.0
+    base = math.log(x) if x > 0 else 0.0
     return lambda g: g * (out * base)
 
 
@@ -194,6 +195,13 @@ def _astype(out: Any, x: Any, dtype: Any) -> tuple[Maker]:
     return (lambda: itself,)  # the tape gives a term the dtype of its tensor
 
 
+def _full_like(a: Any, fill_value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of a traced number that fills it too."""
+    ones = np.ones_like(a, *args, **kwargs)
+    return astype(ones * fill_value, ones.dtype)
+
+
+COMPOSED[np.full_like] = _full_like
 RULES[np.where] = _where
 RULES[np.clip] = _clip
 RULES[astype] = _astype
@@ -204,6 +212,6 @@ CONSTANT |= {
     np.isnan, np.isinf, np.isfinite, np.signbit, np.sign, np.heaviside,
     np.floor, np.ceil, np.trunc, np.rint, np.round, np.around, np.fix, np.floor_divide,
     np.isclose, np.allclose, np.array_equal, np.shape, np.ndim, np.size, np.result_type,
-    np.zeros_like, np.ones_like, np.full_like, np.empty_like, np.iscomplexobj, np.isrealobj,
+    np.zeros_like, np.ones_like, np.empty_like, np.iscomplexobj, np.isrealobj,
     stop_gradient,
 }  # fmt: skip

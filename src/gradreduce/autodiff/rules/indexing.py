@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gradreduce.autodiff.array_methods import index_into
-from gradreduce.autodiff.tape import COMPOSED, RULES, Maker, Pull
+from gradreduce.autodiff.tape import COMPOSED, RULES, Maker, Pull, no_rule
 from gradreduce.errors import InvalidArgumentError
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import host_array
@@ -161,7 +161,9 @@ def _take(
     return (make,)
 
 
-def _take_along_axis(arr: Any, indices: Any, axis: int = -1) -> Any:
+def _take_along_axis(arr: Any, indices: Any, axis: int | None = -1) -> Any:
+    if axis is None:
+        raise no_rule("np.take_along_axis(..., axis=None)")
     along = normalized(axis, arr.ndim)
     places = np.asarray(host_array(indices))
     grid = list(np.ogrid[tuple(slice(extent) for extent in places.shape)])

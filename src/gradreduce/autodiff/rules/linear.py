@@ -70,11 +70,11 @@ def _vdot(a: Any, b: Any) -> Any:
 
 def _axes(axes: Any, left: int, right: int) -> tuple[list[int], list[int]]:
     """Over which axes of each operand ``tensordot`` adds, counted from the front."""
-    if isinstance(axes, Sequence):
+    if isinstance(axes, Sequence | np.ndarray):
         first, second = axes
-        firsts = [first] if isinstance(first, int) else list(first)
-        seconds = [second] if isinstance(second, int) else list(second)
-        return [normalized(x, left) for x in firsts], [normalized(x, right) for x in seconds]
+        return [normalized(int(x), left) for x in np.ravel(first)], [
+            normalized(int(x), right) for x in np.ravel(second)
+        ]
     return list(range(left - axes, left)), list(range(axes))
 
 

@@ -1,6 +1,7 @@
 """Functions that losses are made of and NumPy has not, each with its rule.
 
-All take NumPy's arrays, CuPy's, Variables and traced values, and keep the dtype.
+All take NumPy's arrays, CuPy's, Variables and traced values, and keep the dtype; those that add
+compute halves in float32 and round once.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from gradreduce.autodiff.array_methods import astype
 from gradreduce.autodiff.tape import RULES, Maker, Pull
+from gradreduce.errors import InvalidArgumentError
 from gradreduce.loss_context import traceable
 
-from .broadcast import kept_shape, shape_of
+from .broadcast import is_half, kept_shape, shape_of, widened
 from .elementwise import chosen, one
 
 __all__ = ["logsumexp", "relu", "sigmoid", "softmax_cross_entropy"]
@@ -39,6 +42,8 @@ def logsumexp(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
         axis: None for all, an integer or a tuple of them.
         keepdims: as of ``np.sum``.
     """
+    if is_half(x):
+        return astype(logsumexp(widened(x), axis, keepdims), x.dtype)
     shape = shape_of(x)
     top = np.max(x, axis=axis, keepdims=True)
     top = np.where(np.isfinite(top), top, np.zeros_like(top))  # inf - inf would be nan
@@ -53,19 +58,37 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Any:
 
     Args:
         logits: ``(…, classes)``.
-        labels: ``(…,)`` integers, the class of each example, or ``(…, classes)`` floats, the
-            probability of each class.
+        labels: an array or a list: ``(…,)`` integers, the class of each example, or
+            ``(…, classes)`` floats, the probability of each class.
 
     Returns:
         The losses, ``(…,)``, of the dtype of ``logits``.
 
     Raises:
         ValueError: shapes that do not fit.
+        InvalidArgumentError: (a ``ValueError``) a class below 0, or not below the number of
+            classes. Of labels on a GPU nobody waits to find out: their loss is 0.
     """
+    labels = _array(labels, logits)
+    _check_classes(labels, logits.shape[-1])
+    if is_half(logits):
+        return astype(softmax_cross_entropy(widened(logits), labels), logits.dtype)
     log_sum = logsumexp(logits, axis=-1)
     wanted = _as_probabilities(logits, labels)
     total = np.sum(wanted, axis=-1)
     return log_sum * total - np.sum(chosen(wanted != 0, logits) * wanted, axis=-1)
+
+
+def _array(labels: Any, logits: Any) -> Any:
+    """Labels of a list as an array that lies where ``logits`` do."""
+    return labels if hasattr(labels, "dtype") else np.asarray(np.asarray(labels), like=logits)
+
+
+def _check_classes(labels: Any, num_classes: int) -> None:
+    if isinstance(labels, np.ndarray | np.generic) and labels.dtype.kind in "iu" and labels.size:
+        low, high = labels.min(), labels.max()
+        if low < 0 or high >= num_classes:
+            raise InvalidArgumentError(f"labels from {low} to {high}, of {num_classes} classes")
 
 
 def _reduced(shape: tuple[int, ...], axis: Any) -> tuple[int, ...]:
@@ -77,7 +100,7 @@ def _reduced(shape: tuple[int, ...], axis: Any) -> tuple[int, ...]:
 
 def _as_probabilities(logits: Any, labels: Any) -> Any:
     """``labels`` as an array of the shape and dtype of ``logits``."""
-    shape = shape_of(logits)
+    shape, labels = shape_of(logits), _array(labels, logits)
     if labels.dtype.kind not in "iub":
         if shape_of(labels) != shape:
             raise ValueError(f"labels {shape_of(labels)} for logits {shape}")
@@ -88,12 +111,20 @@ def _as_probabilities(logits: Any, labels: Any) -> Any:
     return (labels[..., None] == classes).astype(logits.dtype)
 
 
+def _rounded(term: Any, of: Any) -> Any:
+    """What was computed in float32 for halves ``of``, in their dtype."""
+    return astype(term, of.dtype) if is_half(of) else term
+
+
 def _logsumexp(out: Any, x: Any, axis: Any = None, keepdims: bool = False) -> tuple[Maker]:
     kept = kept_shape(shape_of(x), axis)
 
     def pull(g: Any) -> Any:
-        share = np.exp(x - np.reshape(out, kept))
-        return np.reshape(g, kept) * share
+        if not is_half(x):
+            return np.reshape(g, kept) * np.exp(x - np.reshape(out, kept))
+        wide = widened(x)  # the result is rounded: its slope is that of the sum
+        share = np.exp(wide - logsumexp(wide, axis, keepdims=True))
+        return _rounded(np.reshape(g, kept) * share, x)
 
     return (lambda: pull,)
 
@@ -101,15 +132,20 @@ def _logsumexp(out: Any, x: Any, axis: Any = None, keepdims: bool = False) -> tu
 def _softmax_cross_entropy(out: Any, logits: Any, labels: Any) -> tuple[Maker, Maker]:
     def to_logits() -> Pull:
         def pull(g: Any) -> Any:
-            share = np.exp(logits - logsumexp(logits, axis=-1, keepdims=True))
-            wanted = _as_probabilities(logits, labels)
+            wide = widened(logits)
+            share = np.exp(wide - logsumexp(wide, axis=-1, keepdims=True))
+            wanted = _as_probabilities(wide, labels)
             total = np.sum(wanted, axis=-1, keepdims=True)
-            return g[..., None] * (share * total - wanted)
+            return _rounded(g[..., None] * (share * total - wanted), logits)
 
         return pull
 
     def to_labels() -> Pull:
-        return lambda g: g[..., None] * (logsumexp(logits, axis=-1, keepdims=True) - logits)
+        def pull(g: Any) -> Any:
+            wide = widened(logits)
+            return _rounded(g[..., None] * (logsumexp(wide, axis=-1, keepdims=True) - wide), logits)
+
+        return pull
 
     return to_logits, to_labels
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from gradreduce.autodiff.array_methods import astype
 from gradreduce.autodiff.tape import COMPOSED, CONSTANT, RULES, Maker, Pull, no_rule
 
-from .broadcast import kept_shape, reduced_axes, shape_of, spread
+from .broadcast import is_half, kept_shape, reduced_axes, shape_of, spread, widened
 from .elementwise import chosen
 
 
@@ -97,26 +98,38 @@ def _prod(
     initial: Any = None,
     where: Any = True,
 ) -> tuple[Maker]:
-    """The product of the others, also where one of them is zero."""
+    """The product of the others: of those before it and those behind, without a division."""
     _only("prod", out=_out, initial=initial, where=where)
     shape = shape_of(a)
     axes = reduced_axes(axis, len(shape))
+    order = [place for place in range(len(shape)) if place not in axes] + list(axes)
+    moved = [shape[place] for place in order]
+    rows = (*moved[: len(shape) - len(axes)], math.prod(moved[len(shape) - len(axes) :]))
 
     def pull(g: Any) -> Any:
-        zero = a == 0
-        num_zeros = np.sum(zero, axis=axes, keepdims=True)
-        others = np.where(zero, np.ones_like(a), a)
-        product = np.prod(others, axis=axes, keepdims=True)
-        slope = np.where(
-            zero, chosen(num_zeros == 1, product), chosen(num_zeros == 0, product) / others
-        )
-        return spread(g, shape, axis) * slope
+        x = np.reshape(np.transpose(a, order), rows)
+        others = _product_before(x) * np.flip(_product_before(np.flip(x, -1)), -1)
+        back = [order.index(place) for place in range(len(shape))]
+        return spread(g, shape, axis) * np.transpose(np.reshape(others, moved), back)
 
     return (lambda: pull,)
 
 
+def _product_before(x: Any) -> Any:
+    """Of each element those before it along the last axis, in a logarithm of steps."""
+    product = np.concatenate([np.ones_like(x[..., :1]), x[..., :-1]], axis=-1)
+    step = 1
+    while step < x.shape[-1]:
+        start = np.ones_like(product[..., :step])
+        product = product * np.concatenate([start, product[..., :-step]], axis=-1)
+        step *= 2
+    return product
+
+
 def _centred(a: Any, axis: Any) -> Any:
-    return a - np.mean(a, axis=axis, keepdims=True)
+    wide = widened(a)
+    found = wide - np.mean(wide, axis=axis, keepdims=True)
+    return astype(found, a.dtype) if is_half(a) else found
 
 
 def _deviation(
@@ -167,8 +180,8 @@ def _cumsum(
     along = 0 if axis is None else axis
 
     def pull(g: Any) -> Any:
-        summed = np.flip(np.cumsum(np.flip(g, along), axis=along), along)
-        return np.reshape(summed, shape)
+        summed = np.flip(np.cumsum(np.flip(widened(g), along), axis=along), along)
+        return np.reshape(astype(summed, g.dtype) if is_half(g) else summed, shape)
 
     return (lambda: pull,)
 

@@ -74,8 +74,10 @@ def _stack(out: Any, arrays: Sequence[Any], axis: int = 0, _out: Any = None) -> 
     return (lambda item: lambda g: g[(slice(None),) * along + (item,)],)
 
 
-def _repeat(a: Any, repeats: int, axis: int | None = None) -> Any:
+def _repeat(a: Any, repeats: Any, axis: int | None = None) -> Any:
     """Of every element as often."""
+    if not isinstance(repeats, int | np.integer):
+        raise no_rule("np.repeat(..., repeats=) other than one integer")
     if axis is None:
         a, axis = np.ravel(a), 0
     along = normalized(axis, a.ndim) + 1
@@ -144,9 +146,9 @@ def _trace(a: Any) -> Any:
 
 
 def _diagonal(a: Any) -> Any:
-    places = np.arange(min(a.shape[-2:]))
     if a.ndim != 2:
-        raise ValueError("diagonal of a traced value: of matrices alone")
+        raise no_rule("np.diagonal of what is no matrix")
+    places = np.arange(min(a.shape))
     return a[places, places]
 
 
