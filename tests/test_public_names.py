@@ -53,7 +53,7 @@ SIGNATURES = {
     "aggregation_method=None, colocate_gradients_with_ops=False, grad_loss=None, *, engine=None)",
     "Optimizer.minimize": "(self, loss, global_step=None, var_list=None, gate_gradients=1, "
     "aggregation_method=None, colocate_gradients_with_ops=False, name=None, grad_loss=None, *, "
-    "engine=None)",
+    "engine=None, deadline=None)",
     "embedding_lookup": "(params, ids)",
     "autodiff.relu": "(x)",
     "autodiff.sigmoid": "(x)",

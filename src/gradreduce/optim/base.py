@@ -286,10 +286,8 @@ class Optimizer:
             ValueError: the loss reaches none of the variables; and what the two raise.
         """
         as_deadline(deadline)  # a wrong one is told before the loss is called
-        pairs = self.compute_gradients(
-            loss, var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops,
-            grad_loss, engine=engine,
-        )  # fmt: skip
+        given = (var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops)
+        pairs = self.compute_gradients(loss, *given, grad_loss, engine=engine)
         self.apply_gradients(pairs, global_step, name, deadline=deadline)
 
     def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
