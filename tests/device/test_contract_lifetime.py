@@ -158,13 +158,14 @@ def test_nothing_grows_with_use(apart):
         use(500)  # what the first turns leave is left once
         gc.collect()
         before, _ = tracemalloc.get_traced_memory()
-        use(1000)
+        use(2000)
         gc.collect()
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    # One object of the smallest kind per turn would be 16,000 bytes.
-    assert after - before < 12_000
+    # One object of the smallest kind per turn would be 32,000 bytes. NumPy keeps small blocks for
+    # the next array, and up to 13,000 bytes of them were still to be filled, however many turns.
+    assert after - before < 24_000
     assert len(source.block.readers) <= 2
     apart.synchronize()
     assert not far.dead
