@@ -14,13 +14,15 @@ from gradreduce.device.kernel import kernel_text
 from gradreduce.ops.adaptive import ADAGRAD, ADAM, RMSPROP
 from gradreduce.ops.clip import CLIP
 from gradreduce.ops.distance_scale import DISTANCE_SCALE
-from gradreduce.ops.global_update import GLOBAL_MOMENTUM
-from gradreduce.ops.local_update import LOCAL_MOMENTUM
+from gradreduce.ops.global_update import global_update_of
+from gradreduce.ops.local_update import local_update_of
 from gradreduce.ops.square_sum import SQUARE_SUM
 from gradreduce.ops.take_rows import TAKE_ROWS
+from gradreduce.ops.update import MOMENTUM
 
 pytestmark = pytest.mark.host
 
+LOCAL_MOMENTUM, GLOBAL_MOMENTUM = local_update_of(MOMENTUM), global_update_of(MOMENTUM)
 HALF, SINGLE = "float16", "float32"
 SIZE = 1003
 # kernel -> template, dtype and size of each operand, scalars

@@ -22,28 +22,8 @@ from .all_sum import ALL_SUM, all_sum, prepare_all_sum
 from .clip import CLIP, clip, prepare_clip
 from .distance_scale import DISTANCE_SCALE, distance_scale, prepare_distance_scale
 from .divide import DIVIDE, divide, prepare_divide
-from .global_update import (
-    GLOBAL_ADAGRAD,
-    GLOBAL_ADAM,
-    GLOBAL_MOMENTUM,
-    GLOBAL_NESTEROV,
-    GLOBAL_RMSPROP,
-    GLOBAL_RMSPROP_CENTERED,
-    GLOBAL_SGD,
-    global_update,
-    global_update_of,
-)
-from .local_update import (
-    LOCAL_ADAGRAD,
-    LOCAL_ADAM,
-    LOCAL_MOMENTUM,
-    LOCAL_NESTEROV,
-    LOCAL_RMSPROP,
-    LOCAL_RMSPROP_CENTERED,
-    LOCAL_SGD,
-    local_update,
-    local_update_of,
-)
+from .global_update import GLOBAL_UPDATES, global_update, global_update_of
+from .local_update import LOCAL_UPDATES, local_update, local_update_of
 from .pack import PACK, pack, pack_fitted, prepare_pack
 from .segment_sum import (
     SEGMENT_SUM,
@@ -116,8 +96,5 @@ __all__ = [
 KERNELS = (
     ADD_N, ACCUMULATE_N, ALL_SUM, PACK, DIVIDE, SEGMENT_SUM, TAKE_ROWS, SQUARE_SUM, CLIP,
     SGD, MOMENTUM, NESTEROV, ADAM, ADAGRAD, RMSPROP, RMSPROP_CENTERED, DISTANCE_SCALE,
-    LOCAL_SGD, LOCAL_MOMENTUM, LOCAL_NESTEROV, LOCAL_ADAM, LOCAL_ADAGRAD, LOCAL_RMSPROP,
-    LOCAL_RMSPROP_CENTERED,
-    GLOBAL_SGD, GLOBAL_MOMENTUM, GLOBAL_NESTEROV, GLOBAL_ADAM, GLOBAL_ADAGRAD, GLOBAL_RMSPROP,
-    GLOBAL_RMSPROP_CENTERED,
+    *LOCAL_UPDATES.values(), *GLOBAL_UPDATES.values(),
 )  # fmt: skip

@@ -19,7 +19,15 @@ from ._check import check_rows, check_writable
 from ._rules import RULES, Rule
 from ._templates import FLOATS, UPDATES
 
-__all__ = ["RuleKernel", "Update", "prepare_rule", "rule_kernel", "update", "update_fitted"]
+__all__ = [
+    "RuleKernel",
+    "Update",
+    "prepare_rule",
+    "rule_kernel",
+    "rule_kernels",
+    "update",
+    "update_fitted",
+]
 
 # The operands of one tensor: the variable, a float; its master, if it has one; the slots of the
 # rule; what the form of the update wants; the gradient, which is only read. They are of one size,
@@ -107,6 +115,28 @@ def rule_kernel(name: str, source: str, twin: Callable[..., None], form: Form) -
         rule=rule,
         form=form,
     )
+
+
+def rule_kernels(
+    form: Form, run: Callable[[Sequence[Arrays], Rule, int, Sequence[float]], None]
+) -> dict[Rule, RuleKernel]:
+    """The kernels of all rules in one form: ``FORM_RULE`` of ``FORM_update.cu``.
+
+    Args:
+        form: local or global.
+        run: their twin, of any rule.
+    """
+
+    def twin_of(rule: Rule) -> Callable[..., None]:
+        def twin(table: Sequence[Arrays], num_written: int, lead: int, *scalars: float) -> None:
+            run(table, rule, lead, scalars)
+
+        return twin
+
+    return {
+        rule: rule_kernel(f"{form}_{name}", f"{form}_update", twin_of(rule), form)
+        for name, rule in RULES.items()
+    }
 
 
 def run_plain(table: Sequence[Arrays], rule: Rule, scalars: Sequence[float]) -> None:
