@@ -156,7 +156,7 @@ class Optimizer:
         name: str | None = None,
         *,
         deadline: float | None = None,
-    ) -> None:
+    ) -> bool | None:
         """Changes every variable by its gradient; one launch on each GPU serves all of them.
 
         Args:
@@ -181,8 +181,7 @@ class Optimizer:
         gradients, variables = checked_pairs(grads_and_vars)
         check_global_step(global_step)
         plan = self._known(variables)
-        devices = devices_of(variables) if plan is None else plan.devices
-        with due("apply_gradients", seconds, devices):
+        with due("apply_gradients", seconds, plan.devices if plan else devices_of(variables)):
             parts = self._arrived(gradients, variables, plan)
             self._check_numbers()
             if plan is None:
@@ -195,6 +194,7 @@ class Optimizer:
                 self._change(plan, parts)
             if global_step is not None:
                 global_step.assign_add(1)
+        return None
 
     def compute_gradients(
         self,
@@ -267,12 +267,12 @@ class Optimizer:
         *,
         engine: Engine | None = None,
         deadline: float | None = None,
-    ) -> None:
+    ) -> bool | None:
         """``compute_gradients`` and ``apply_gradients`` in one call, with their arguments.
 
         Args:
             loss: see ``compute_gradients``, as all that is not named here.
-            global_step: a Variable that goes up by one afterwards.
+            global_step: see ``apply_gradients``.
             var_list: see there.
             gate_gradients: see there.
             aggregation_method: see there.
@@ -282,13 +282,16 @@ class Optimizer:
             engine: see there.
             deadline: see ``apply_gradients``; from the moment at which the loss is differentiated.
 
+        Returns:
+            What ``apply_gradients`` does: None, and AGN's whether it communicated.
+
         Raises:
             ValueError: the loss reaches none of the variables; and what the two raise.
         """
         as_deadline(deadline)  # a wrong one is told before the loss is called
         given = (var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops)
         pairs = self.compute_gradients(loss, *given, grad_loss, engine=engine)
-        self.apply_gradients(pairs, global_step, name, deadline=deadline)
+        return self.apply_gradients(pairs, global_step, name, deadline=deadline)
 
     def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
         """What the optimizer keeps, as host data: slots, masters, and Adam's powers.
@@ -332,8 +335,7 @@ class Optimizer:
         ``apply_gradients`` does it too; a caller who may not fail half-way does it before.
         """
         self._check_numbers()
-        kernel = self._kernel
-        if kernel is not None:
+        if (kernel := self._kernel) is not None:
             for var in variables:
                 state = self._slots.state_dtype(var)
                 for buffer in var.buffers:
@@ -353,9 +355,8 @@ class Optimizer:
                 return plain
         spread = any([isinstance(grad, PerReplica) for grad in gradients])
         found = near(gradients, variables, self.cross_device_ops if spread else None)
-        check_apart(
-            variables, found, self._slots.ranges(variables) if plan is None else plan.ranges
-        )
+        ranges = self._slots.ranges(variables) if plan is None else plan.ranges
+        check_apart(variables, found, ranges)
         if self._densifies:
             found = made_dense(found, variables)
         return [part for parts in found for part in parts]
@@ -393,8 +394,7 @@ class Optimizer:
         self, job: Job, scalars: tuple[float, ...], writer: Writer | None
     ) -> Callable[[], None]:
         """What does a job; a rule on arrays has been computed by then."""
-        kernel = self._kernel
-        if kernel is not None:
+        if (kernel := self._kernel) is not None:
             return partial(job.run, by_kernel(kernel, scalars, writer))
         job.begin()
         return partial(job.end, changed_by(self._apply, self._slot_names, job))

@@ -12,8 +12,6 @@ from numbers import Real
 from typing import Any
 
 from gradreduce.accumulator.door import as_timeout
-from gradreduce.aggregate import AggregationMethod
-from gradreduce.autodiff.gradients import Engine
 from gradreduce.cross_device_ops import CrossDeviceOps
 from gradreduce.device import as_deadline
 from gradreduce.interop import OneCall
@@ -128,7 +126,7 @@ class AGNOptimizer(Optimizer):
         return sorted(kept, key=lambda each: each.name)
 
     @OneCall()
-    def apply_gradients(  # type: ignore[override]  # of others there is nothing to say
+    def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Variable]],
         global_step: Variable | None = None,
@@ -165,32 +163,6 @@ class AGNOptimizer(Optimizer):
         if global_step is not None:
             _check_counts(global_step)
         return self._worker.apply(gradients, variables, global_step, seconds)
-
-    def minimize(  # type: ignore[override]  # noqa: PLR0913  # the signature of the seed
-        self,
-        loss: Callable[[], Any],
-        global_step: Variable | None = None,
-        var_list: Sequence[Variable] | None = None,
-        gate_gradients: int = Optimizer.GATE_OP,
-        aggregation_method: AggregationMethod | int | None = None,
-        colocate_gradients_with_ops: bool = False,
-        name: str | None = None,
-        grad_loss: Any = None,
-        *,
-        engine: Engine | None = None,
-        deadline: float | None = None,
-    ) -> bool:
-        """``compute_gradients`` and ``apply_gradients`` in one call; see ``Optimizer.minimize``.
-
-        Returns:
-            Whether it communicated.
-        """
-        as_deadline(deadline)  # a wrong one is told before the loss is called
-        pairs = self.compute_gradients(
-            loss, var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops,
-            grad_loss, engine=engine,
-        )  # fmt: skip
-        return self.apply_gradients(pairs, global_step, name, deadline=deadline)
 
     def prepare(self, variables: Sequence[Variable]) -> None:
         """Compiles what a step of these variables launches, and makes their slots, here and there.
