@@ -61,21 +61,23 @@ def test_no_start_and_no_checkpoint_is_torn_without_locking(mesh):
 
 def test_a_refused_dense_gradient_leaves_rows_rows(mesh):
     found = []
-    for rates in ([1.0] * 3, [1.0, 1.0, "no number", 1.0, 1.0]):
+    for rates in ([1.0] * 6, [*[1.0] * 5, "no number", 1.0, 1.0]):
         asked = iter(rates)  # once for a step, and once more for a communication
         getter, var, optimizer = worker(
             mesh, gr.AGNCenter(mesh), partial(gr.MomentumOptimizer, partial(next, asked), 0.5), 2,
             (3, 2),
         )  # fmt: skip
+        dense = np.ones((3, 2), "float32")
+        for _ in range(2):  # the centre has momentum in each row, which only a dense update changes
+            optimizer.apply_gradients([(dense, var)])
         rows = [gr.IndexedSlices(np.ones((1, 2), "float32"), [place], (3, 2)) for place in (0, 1)]
         optimizer.apply_gradients([(rows[0], var)])
-        if len(rates) > 3:
+        if len(rates) > 6:
             with pytest.raises(ValueError, match="no number"):
-                optimizer.apply_gradients([(np.ones((3, 2), "float32"), var)])
+                optimizer.apply_gradients([(dense, var)])
         assert optimizer.apply_gradients([(rows[1], var)]) is True
         found.append(optimizer.get_slot(getter.center_variable(var), "momentum").numpy())
-    assert (found[0] == found[1]).all()
-    assert found[0].tolist() == [[0.5, 0.5], [0.5, 0.5], [0, 0]]
+    assert found[0].tolist() == found[1].tolist() == [[1, 1]] * 3
 
 
 def test_a_centre_is_loaded_while_workers_push(mesh):
@@ -96,6 +98,43 @@ def test_a_centre_is_loaded_while_workers_push(mesh):
         ended.set()
     thread.join(LIMIT_S)
     assert center.lost_workers == ()
+
+
+def test_a_push_that_was_planned_before_the_centre_was_loaded_goes_to_the_loaded_one(mesh):
+    center = gr.AGNCenter(mesh)
+    getter, var, optimizer = worker(mesh, center)
+    optimizer.apply_gradients([(ONE, var)])
+    state, loaded = center.state_dict(), []
+    optimizer.apply_gradients([(ONE, var)])
+    entered = center.pushing
+
+    def pushing(**how):
+        if not loaded:
+            loaded.append(center.load_state_dict(state))
+        return entered(**how)
+
+    center.pushing = pushing
+    assert optimizer.apply_gradients([(ONE, var)]) is True
+    assert loaded == [None]
+    # The loaded momentum is 1, and this push is the second after it.
+    assert (optimizer.get_slot(getter.center_variable(var), "momentum").numpy() == 1.5).all()
+    assert (var.numpy() == -2.5).all()
+    assert optimizer.local_step.numpy() == 3
+
+
+def test_a_push_after_slots_were_loaded_pulls_into_those(mesh):
+    workers, gradient = [], np.ones(2, "float16")
+    for center in [gr.AGNCenter(mesh)] * 2:
+        getter = gr.AGNCustomGetter(mesh.devices[0], center=center)
+        var = gr.get_variable("w", np.zeros(2, "float16"), custom_getter=getter)
+        inner = gr.GradientDescentOptimizer(2.0**-12, master_dtype="float32")
+        workers.append((inner, gr.AGNOptimizer(inner, 1, getter, 1), var))
+        workers[-1][1].apply_gradients([(gradient, var)])
+    inner, optimizer, var = workers[0]
+    inner.load_state_dict(inner.state_dict(), [var])
+    optimizer.apply_gradients([(gradient, var)])
+    # The third push to the centre, and the second of this worker.
+    assert (optimizer.get_slot(var, "master").numpy() == -3 * 2.0**-12).all()
 
 
 def test_a_centre_that_is_loaded_half_way_refuses_until_it_is_whole(mesh, monkeypatch):

@@ -161,3 +161,11 @@ def test_what_a_getter_is_given(mesh):
         with pytest.raises(DeviceMismatchError, match="of another mesh than"):
             gr.AGNCustomGetter(other.devices[0])
         assert kept.center.variables() == []
+
+
+def test_a_device_that_is_closed_makes_no_centre(mesh):
+    with gr.open_mesh(1, backend="sim") as closed:
+        pass
+    with pytest.raises(gr.errors.BackendUnavailableError, match="closed"):
+        gr.AGNCustomGetter(closed.devices[0])
+    assert gr.AGNCustomGetter(mesh.devices[0]).center.devices == mesh.devices

@@ -120,6 +120,19 @@ def test_a_hook_names_who_is_missing(mesh):
         hook.after_create_session()
 
 
+def test_a_round_is_over_when_its_hooks_are(mesh):
+    """Who comes then is one of the next, which the last ones' beginning says nothing of."""
+    workers = pair(mesh, 1, num=2)
+    hooks = [worker.optimizer.make_session_run_hook(not place, place, wait_timeout=0)
+             for place, worker in enumerate(workers)]  # fmt: skip
+    hooks[1].begin()
+    with hooks[0], hooks[1]:
+        pass
+    hooks[1].begin()
+    with pytest.raises(DeadlineExceededError, match=r"have begun, \[1\]"):
+        hooks[1].after_create_session()
+
+
 def test_a_worker_that_dies_leaves_the_others_running(mesh, caplog):
     workers = pair(mesh, 1, num=3)
     center, meet = workers[0].getter.center, threading.Barrier(3)

@@ -129,12 +129,8 @@ class Worker:
 
     def _first_step(self, members: Sequence[Member], parts: Sequence[Part]) -> None:
         """Of these variables, which may have no slots yet; none that fails leaves some behind."""
-        try:
-            with self._inner._slots.kept_if_done():
-                self._local = self._step_by(members, parts, None) or self._local
-        except BaseException:
-            self._push = None  # it may know slots that were dropped
-            raise
+        with self._inner._slots.kept_if_done():
+            self._local = self._step_by(members, parts, None) or self._local
 
     def _step_by(
         self, members: Sequence[Member], parts: Sequence[Part], plan: LocalPlan | None
