@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 from statistics import median
 
-ALLOWED_S = 0.15  # the promise: what importing gradreduce may add to importing NumPy
+# The promise: importing gradreduce adds at most this many times what NumPy takes, which is 0.15 s
+# where NumPy takes 0.1. A ratio, because both are slower on a slower or a busier machine.
+ALLOWED = 1.5
 SAMPLES = 5
 NEVER_IMPORTED = ("cupy", "cupyx", "torch", "jax", "mpi4py", "ray")
 
@@ -37,8 +39,8 @@ def run_python(program: str, *search_path: Path, bytecode: Path | None = None) -
     return result.stdout
 
 
-def added_seconds(bytecode: Path) -> float:
-    """How much longer gradreduce takes to import than NumPy: the difference of two medians.
+def added(bytecode: Path) -> float:
+    """How much longer gradreduce takes to import than NumPy, in times of NumPy: of medians.
 
     The two take turns, so that whatever else the machine does meets both alike.
     """
@@ -46,7 +48,7 @@ def added_seconds(bytecode: Path) -> float:
     for _ in range(SAMPLES):
         for name, samples in seconds.items():
             samples.append(float(run_python(TIMED.format(name), bytecode=bytecode)))
-    return median(seconds["gradreduce"]) - median(seconds["numpy"])
+    return median(seconds["gradreduce"]) / median(seconds["numpy"]) - 1
 
 
 def test_no_gpu_library_is_imported(tmp_path):
@@ -61,8 +63,8 @@ def test_no_gpu_library_is_imported(tmp_path):
 def test_the_import_adds_little_to_that_of_numpy(tmp_path):
     for name in ("numpy", "gradreduce"):
         run_python(TIMED.format(name), bytecode=tmp_path)  # compiles to bytecode, and keeps it
-    # Other work on the machine only ever adds: the best of a few medians is nearest to the truth.
+    # One of the two may meet more of the machine's other work: what is too slow is so each time.
     tries = []
-    while not tries or (tries[-1] > ALLOWED_S and len(tries) < 5):
-        tries.append(added_seconds(tmp_path))
-    assert min(tries) <= ALLOWED_S, tries
+    while not tries or (tries[-1] > ALLOWED and len(tries) < 5):
+        tries.append(added(tmp_path))
+    assert min(tries) <= ALLOWED, tries
