@@ -51,14 +51,18 @@ def agn(script, *flags):
 
 
 def test_four_threads_reach_the_goal(script, capsys):
-    """As by the plain command, but for a quarter of the images in a step."""
+    """As by the plain command, but for half of its images.
+
+    Threads race, so no two accuracies are alike: with a quarter of the images, in 500 steps, they
+    are from 0.956 to 0.975, which is too near; like this from 0.967.
+    """
     flags = ["--mode", "agn", "--workers", "4", "--period", "10", "--micro-batches", "1"]
-    assert script.main(["--backend", "sim", *flags]) == 0
+    assert script.main(["--backend", "sim", *flags, "--steps", "1000"]) == 0
     text = capsys.readouterr().out
     assert re.findall(r"worker (\d) \S+ 100%", text) == ["0", "1", "2", "3"]
     rows = dict(re.findall(r"│ (\S.*?) +│ (\S.*?) +│", text))
     assert rows["workers"] == "4, each of 1 replicas"
-    assert rows["pushes"] == "200"
+    assert rows["pushes"] == "400"
     assert float(rows["test accuracy"]) >= 0.95
     assert "digest of the weights" not in rows  # it is another one each time
     picture = Path("digits.png").read_bytes()
