@@ -168,6 +168,30 @@ def test_a_decay_that_is_none(mesh, name, wrong):
     assert variable.numpy().tolist() == [1.0]
 
 
+@pytest.mark.parametrize("dtype", ["int64", "int16", "complex64"])
+def test_a_variable_that_holds_no_floats(mesh, model, dtype):
+    """It may come along without a gradient; no rule knows what to do with one."""
+    counts = gr.Variable(np.zeros(2, dtype), "counts", trainable=False, device=mesh)
+    before = model.state()
+    own = Failing("own", master_dtype="float32")
+    for optimizer in (model.optimizer, gr.GradientDescentOptimizer(1.0), own):
+        for pairs in (model.pairs(), []):
+            pairs = [*pairs, (np.ones(2, dtype), counts)]
+            with pytest.raises(InvalidVariableError, match=f"Invalid type {dtype} of .*counts"):
+                optimizer.apply_gradients(pairs, model.step)
+        with pytest.raises(InvalidVariableError, match="Invalid type"):
+            optimizer.prepare([counts])
+        counts.trainable = True  # says so, but is not
+        with pytest.raises(InvalidVariableError, match="Invalid type"):
+            optimizer.apply_gradients([(np.ones(2, dtype), counts)])
+        counts.trainable = False
+    assert model.state() == before
+    assert own.variables() == []
+    assert not counts.numpy().any()
+    model.optimizer.apply_gradients([*model.pairs(), (None, counts)])
+    assert model.state() != before, "the devices live"
+
+
 def test_a_wrong_global_step_changes_nothing(mesh, model):
     before = model.state()
     vector = gr.Variable([0, 0], trainable=False, device=mesh)

@@ -15,11 +15,33 @@ from gradreduce.loss_context import check_unread
 from gradreduce.values import Mirrored, Part, PerReplica, ReduceOp, buffer_of, device_of
 from gradreduce.variables import Variable
 
-__all__ = ["Near", "check_apart", "check_global_step", "checked_pairs", "made_dense", "near"]
+__all__ = [
+    "Near",
+    "check_apart",
+    "check_float",
+    "check_global_step",
+    "checked_pairs",
+    "made_dense",
+    "near",
+]
+
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 Pair = tuple[Any, Variable]
 Given = Part | PerReplica | Mirrored
 Near = tuple[Part, ...]  # for each copy of a variable its gradient, on the same physical device
+
+
+def check_float(variable: Variable) -> None:
+    """Raises unless a rule can change it.
+
+    Raises:
+        InvalidVariableError: it holds no floats.
+    """
+    if str(variable.dtype) not in _FLOATS:
+        raise InvalidVariableError(
+            f"Invalid type {variable.dtype} of {variable!r}: allowed are {', '.join(_FLOATS)}"
+        )
 
 
 def check_global_step(global_step: Any) -> None:
@@ -38,12 +60,15 @@ def checked_pairs(grads_and_vars: Iterable[Pair]) -> tuple[list[Any], list[Varia
     Raises:
         ValueError: no pair, a variable twice, or None for every gradient.
         TypeError: something that is no pair, or no Variable in it.
+        InvalidVariableError: a variable of integers or complex numbers has a gradient.
         RuntimeError: a variable is written inside a loss that has read it.
     """
     pairs = list(grads_and_vars)
     for pair in pairs:
         if type(pair) is not tuple or len(pair) != 2 or type(pair[1]) is not Variable:
             _check_pair(pair)
+        if pair[0] is not None and not pair[1].trainable:  # a trainable one holds floats
+            check_float(pair[1])
     if not pairs:
         raise ValueError("No variables provided.")
     variables = [var for _, var in pairs]

@@ -175,7 +175,7 @@ class Optimizer:
                 shape, dtype or device than its variable, with rows that it has not, or in the
                 memory of a variable that is written, a ``global_step`` that is no scalar, or a
                 ``deadline`` that is no number above 0. Nothing was changed.
-            TypeError: a gradient that is no array, or something else than a Variable.
+            TypeError: a gradient that is no array, or something else than a Variable of floats.
         """
         seconds = as_deadline(deadline)
         gradients, variables = checked_pairs(grads_and_vars)

@@ -10,9 +10,9 @@ from gradreduce.autodiff.gradients import ENGINES, Engine, gradients_of
 from gradreduce.errors import InvalidVariableError
 from gradreduce.variables import Variable
 
-__all__ = ["checked_gradients"]
+from .arrivals import check_float
 
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
+__all__ = ["checked_gradients"]
 
 
 def checked_gradients(
@@ -56,8 +56,5 @@ def _checked_variables(var_list: Any) -> Sequence[Variable] | None:
     for variable in variables:
         if not isinstance(variable, Variable):
             raise InvalidVariableError(f"Argument is not a gr.Variable: {variable!r}")
-        if str(variable.dtype) not in _FLOATS:
-            raise InvalidVariableError(
-                f"Invalid type {variable.dtype} of {variable!r}: allowed are {', '.join(_FLOATS)}"
-            )
+        check_float(variable)
     return variables

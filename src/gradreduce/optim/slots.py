@@ -13,6 +13,8 @@ from gradreduce import ops
 from gradreduce.device import Buffer, DType, as_dtype
 from gradreduce.variables import Variable
 
+from .arrivals import check_float
+
 __all__ = ["MASTER", "Slots"]
 
 MASTER = "master"  # the slot that holds the unrounded values of a half
@@ -69,8 +71,12 @@ class Slots:
         Args:
             variables: of which.
             start: of a slot's name what it is filled with.
+
+        Raises:
+            InvalidVariableError: a variable holds no floats.
         """
         for var in variables:
+            check_float(var)
             for name in self.names_for(var):
                 if var not in self.by_name[name]:
                     self.by_name[name][var] = self._made(var, name, start)
