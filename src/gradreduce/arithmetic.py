@@ -5,15 +5,24 @@ Inside a loss the value is a traced one, elsewhere a plain array. Never computes
 
 from __future__ import annotations
 
+import inspect
 import operator
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any, NoReturn
 
 from gradreduce.interop import kind_of
 from gradreduce.loss_context import Traceable, holds_traceable
 
 __all__ = ["Readable"]
+
+# NumPy's functions that write their first argument, and how they call it.
+_WRITING = {
+    "copyto": "dst", "fill_diagonal": "a", "place": "arr", "put": "a", "put_along_axis": "arr",
+    "putmask": "a",
+}  # fmt: skip
+_OUT = {"concatenate": 2, "dot": 2}  # of which NumPy before 2.4 shows no signature
 
 
 def _before(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -50,7 +59,7 @@ def _method(name: str) -> Callable[..., Any]:
     return call
 
 
-def _refused(self: Readable, other: Any) -> NoReturn:
+def _refused(self: Any, other: Any) -> NoReturn:
     raise TypeError("a Variable is written by assign and assign_add, not in place by an operator")
 
 
@@ -119,7 +128,7 @@ class Readable(Traceable):
         return (self[place] for place in range(len(self)))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if any(isinstance(each, Readable) for each in kwargs.get("out") or ()):
+        if _is_readable(kwargs.get("out")) or (method == "at" and _is_readable(inputs[0])):
             _refused(self, None)
         return getattr(ufunc, method)(*[_read(each) for each in inputs], **kwargs)
 
@@ -128,19 +137,26 @@ class Readable(Traceable):
     ) -> Any:
         if not any(holds_traceable(each) for each in (*args, *kwargs.values())):
             return self._beside(function, args, kwargs)
+        if _writes_readable(function, args, kwargs):
+            _refused(self, None)
         named = {name: _read(each) for name, each in kwargs.items()}
         return function(*[_read(each) for each in args], **named)
 
     def __cupy_override_elementwise_kernel__(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
         """CuPy's own functions, which do not know NumPy's protocols, ask this."""
+        if any(map(_is_readable, (kwargs.get("out"), *args[getattr(kernel, "nin", len(args)) :]))):
+            _refused(self, None)
         return kernel(*[_read(each) for each in args], **kwargs)
 
     @classmethod
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """In PyTorch's functions it is a tensor on its own memory."""
-        named = {name: _read(each, "torch") for name, each in (kwargs or {}).items()}
+        """In PyTorch's functions it is a tensor, in a loss one on its own memory."""
+        kwargs = kwargs or {}
+        if _writes_tensor(function, args, kwargs):
+            _refused(cls, None)
+        named = {name: _read(each, "torch") for name, each in kwargs.items()}
         return function(*[_read(each, "torch") for each in args], **named)
 
     def __jax_array__(self) -> Any:
@@ -155,3 +171,42 @@ def _read(given: Any, as_kind: str | None = None) -> Any:
         within = [_read(each, as_kind) for each in given]
         return tuple(within) if isinstance(given, tuple) else within
     return given
+
+
+def _is_readable(given: Any) -> bool:
+    """Whether something is readable, or an element of a list or tuple is."""
+    within = given if isinstance(given, list | tuple) else (given,)
+    return any(isinstance(each, Readable) for each in within)
+
+
+def _writes_readable(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function of NumPy's would write a copy of what is read, which nobody sees."""
+    place = _place_of_out(function)
+    if _is_readable(args[place] if 0 <= place < len(args) else kwargs.get("out")):
+        return True
+    name = function.__name__
+    if name == "nan_to_num" and not (args[1] if len(args) > 1 else kwargs.get("copy", True)):
+        return _is_readable(args[0] if args else kwargs["x"])
+    return name in _WRITING and _is_readable(args[0] if args else kwargs.get(_WRITING[name]))
+
+
+@lru_cache(maxsize=1024)
+def _place_of_out(function: Callable[..., Any]) -> int:
+    """Where among its positional arguments ``out`` is; -1: nowhere."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return _OUT.get(function.__name__, -1)
+    out = parameters.get("out")
+    if out is None or out.kind is out.KEYWORD_ONLY:
+        return -1
+    return list(parameters).index("out")
+
+
+def _writes_tensor(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
+    """The same of PyTorch's: those in place end in an underscore, by its convention."""
+    name = getattr(function, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    if in_place or kwargs.get("inplace"):
+        return _is_readable(args[0] if args else next(iter(kwargs.values())))
+    return _is_readable(kwargs.get("out"))

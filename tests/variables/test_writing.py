@@ -140,3 +140,65 @@ def test_a_variable_of_a_closed_mesh():
             [1.0], device=mesh)):  # fmt: skip
         with pytest.raises(gr.errors.BackendUnavailableError):
             call()
+
+
+_ARRAY = np.ones((2, 2), "float32")
+_OVER = {
+    "ufunc": lambda v: np.add(v, 1, out=v),
+    "ufunc by place": lambda v: np.add(_ARRAY, 1, v),
+    "ufunc.at": lambda v: np.add.at(v, [0], 5.0),
+    "ufunc.reduce": lambda v: np.add.reduce(_ARRAY[None], out=v),
+    "out": lambda v: np.clip(v, 5, 6, out=v),
+    "out of plain arrays": lambda v: np.stack([_ARRAY[0], _ARRAY[0]], out=v),
+    "out by place": lambda v: np.sum(_ARRAY[None], 0, None, v),
+    "out by place, in C": lambda v: np.dot(_ARRAY, _ARRAY, v),
+    "out of a list": lambda v: np.concatenate([_ARRAY[:1], _ARRAY[:1]], out=v),
+    "einsum": lambda v: np.einsum("ij->ji", v, out=v),
+    "copyto": lambda v: np.copyto(v, 9.0),
+    "copyto by name": lambda v: np.copyto(dst=v, src=9.0),
+    "put": lambda v: np.put(v, [0], 3.0),
+    "place": lambda v: np.place(v, _ARRAY > 0, [3.0]),
+    "putmask": lambda v: np.putmask(v, _ARRAY > 0, [3.0]),
+    "put_along_axis": lambda v: np.put_along_axis(v, np.array([[0]]), 9.0, 0),
+    "fill_diagonal": lambda v: np.fill_diagonal(v, 3.0),
+    "a kernel of CuPy's": lambda v: v.__cupy_override_elementwise_kernel__(np.add, v, 1, v),
+    "nan_to_num": lambda v: np.nan_to_num(v, copy=False),
+}
+
+
+@pytest.mark.parametrize("write", _OVER.values(), ids=_OVER)
+def test_numpy_does_not_write_a_copy_that_nobody_sees(write):
+    with gr.open_mesh(1, backend="sim") as mesh:
+        variable = gr.Variable([[1.0, 2.0], [3.0, 4.0]], device=mesh)
+        with pytest.raises(TypeError, match="written by assign and assign_add"):
+            write(variable)
+        assert variable.numpy().tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_what_numpy_writes_may_come_from_it(place):
+    variable = gr.Variable([[1.0, 2.0], [3.0, 4.0]], device=place)
+    plain = np.zeros((2, 2), "float32")
+    np.copyto(plain, variable)
+    np.add.at(plain, ([0], [0]), variable[0, 0])
+    assert plain.tolist() == [[2.0, 2.0], [3.0, 4.0]]
+    assert np.dot(variable, _ARRAY, plain) is plain
+    assert plain.tolist() == [[3.0, 3.0], [7.0, 7.0]]
+    assert np.nan_to_num(variable).tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+@pytest.mark.torch
+def test_torch_does_not_either(place):
+    import torch
+
+    variable = gr.Variable([1.0, 2.0], device=place)
+    for write in (
+        lambda: torch.add(torch.ones(2), 1, out=variable),
+        lambda: torch.max(torch.ones(2, 2), 0, out=(variable, variable)),
+        lambda: torch.nn.init.constant_(variable, 3.0),
+        lambda: torch.nn.functional.relu(variable, inplace=True),
+        lambda: torch.relu_(variable),
+    ):
+        with pytest.raises(TypeError, match="written by assign and assign_add"):
+            write()
+    assert variable.numpy().tolist() == [1.0, 2.0]
+    assert torch.ones(2).add_(variable).tolist() == [2.0, 3.0]
