@@ -175,7 +175,9 @@ class Variable(Readable):
 
         NumPy's functions and operators read a Variable by themselves, and so do PyTorch's
         functions. Inside a loss that is being differentiated the value is traced, on the memory of
-        the Variable; elsewhere it is a new array, which later updates do not change.
+        the Variable; elsewhere it is a new array, which later updates do not change. (So a function
+        of ``jax.jit`` that reads it outside a loss computes with the first value for ever: pass it
+        in.)
 
         Args:
             as_kind: ``"torch"`` is a tensor, by which PyTorch differentiates a loss that returns

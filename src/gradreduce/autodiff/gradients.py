@@ -242,8 +242,8 @@ class _Reading:
             self._tensors[copy] = (variable, as_jax(copy))
             if self._is_wanted(variable):
                 self._terms_of(variable)
-                self._jax.add(copy, self._tensors[copy][1], variable.dtype)
-        return self._jax.values.get(copy, self._tensors[copy][1])
+                self._jax.add(copy, self._tensors[copy][1], variable)
+        return self._jax.value(copy, self._tensors[copy][1])
 
 
 def _not_nested() -> NotImplementedError:

@@ -231,9 +231,9 @@ class Optimizer:
             colocate_gradients_with_ops: no effect.
             grad_loss: the gradient of ``loss`` itself, of its shape; default ones. Of a
                 generator, of each term.
-            engine: ``"jax"``: ``loss`` is one of JAX's, and goes through ``jax.value_and_grad``;
-                it is called twice. It reads Variables by ``variable.read("jax")``, and by operators
-                beside arrays of JAX.
+            engine: ``"jax"``: ``loss`` is one of JAX's, for ``jax.value_and_grad``. Called twice,
+                it reads Variables by ``variable.read("jax")`` and operators beside JAX's arrays.
+                Outside ``jax.jit``, that is: one read inside has all compiled anew in every call.
 
         Returns:
             A pair (gradient, variable) for each variable. A gradient is an array of the
