@@ -17,7 +17,7 @@ from gradreduce.device import Buffer, DType
 from gradreduce.errors import InvalidVariableError
 from gradreduce.interop import OneCall, from_buffer
 
-__all__ = ["JaxLoss", "as_jax", "is_tensor", "tensor_gradients"]
+__all__ = ["JaxLoss", "as_jax", "detached", "is_tensor", "tensor_gradients"]
 
 # After how many calls with a cache of their own all of them are cleared: JAX keeps thousands, and
 # one of a loss with one jitted function takes 0.3 MB (JAX 0.10.2, 2026-11).
@@ -29,6 +29,16 @@ def is_tensor(value: Any) -> bool:
     """Whether it is a tensor of PyTorch's."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
+
+
+def detached(value: Any) -> Any:
+    """A tensor of PyTorch's or an array of JAX's as a constant; anything else as it is."""
+    if is_tensor(value):
+        return value.detach()
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(value, jax.Array):
+        return jax.lax.stop_gradient(value)
+    return value
 
 
 def tensor_gradients(loss: Any, leaves: Sequence[Any], grad_loss: Any) -> list[Any]:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from gradreduce.interop import host_array
+from gradreduce.interop_losses import detached
 from gradreduce.loss_context import traceable
 
 __all__ = ["ArrayMethods", "astype", "index_into", "stop_gradient"]
@@ -35,12 +36,16 @@ def stop_gradient(x: Any) -> Any:
     """The plain value of ``x``, which the loss takes as a constant (tf.stop_gradient).
 
     Args:
-        x: a traced value, a Variable or an array.
+        x: a traced value, a Variable, an array, PyTorch's tensor or JAX's array, or a list of them.
+            Of a Variable in a loss of PyTorch's, ``variable.read("torch")``.
 
     Returns:
         The array itself, on the memory that a Variable may have. Only read it.
     """
-    return x
+    if isinstance(x, list | tuple):
+        within = [stop_gradient(each) for each in x]
+        return tuple(within) if isinstance(x, tuple) else within
+    return detached(x)
 
 
 def _forwarded(function: Callable[..., Any]) -> Callable[..., Any]:
