@@ -141,6 +141,22 @@ def test_a_slot_that_is_not_changed_in_place_is_refused(mesh, drop):
     assert optimizer.get_slot_names() == []
 
 
+def test_a_rule_that_returns_something_is_refused(mesh):
+    """It has thought that this is the new value."""
+
+    class Returning(Lion):
+        def _apply(self, variable, slots, gradient):
+            super()._apply(variable, slots, gradient)
+            return variable - gradient
+
+    optimizer, variable = Returning(0.25), gr.Variable([1.0], device=mesh)
+    for grad in ([1.0], gr.IndexedSlices(np.ones(1, "float32"), [0])):
+        with pytest.raises(ValueError, match=r"Returning\._apply returned ndarray.* in place"):
+            optimizer.apply_gradients([(grad, variable)])
+    assert all((buffer.numpy() == 1).all() for buffer in variable.buffers)
+    assert optimizer.get_slot_names() == []
+
+
 def test_a_rule_that_is_none_says_so(mesh):
     class SignDescent(gr.Optimizer):
         pass

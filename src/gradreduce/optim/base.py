@@ -76,7 +76,7 @@ class Optimizer:
         """Changes ``variable`` and ``slots`` by ``gradient``, in place: the rule, by elements.
 
         Called for each copy of each variable, in no order. Plain NumPy: ``variable -= 0.1 *
-        gradient``. What it raises changes nothing.
+        gradient``. What it raises changes nothing; to return anything is a ``ValueError``.
 
         Args:
             variable: an array of NumPy, or of CuPy on GPUs: a copy, or the rows that a sparse

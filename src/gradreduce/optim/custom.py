@@ -15,7 +15,7 @@ from .launches import Job, Rule
 
 __all__ = ["OnArrays", "changed_by"]
 
-OnArrays = Callable[[Any, dict[str, Any], Any], None]
+OnArrays = Callable[[Any, dict[str, Any], Any], object]  # should return None
 
 
 def changed_by(apply: OnArrays, names: Sequence[str], job: Job) -> Rule:
@@ -67,7 +67,13 @@ def _call(apply: OnArrays, names: Sequence[str], shown: Sequence[Buffer], leader
             variable, *slots, gradient = [from_buffer(each, "native") for each in shown]
         given = dict(zip(names, slots, strict=True))
         with on_gpu_of(leader):  # where CuPy computes
-            apply(variable, given, _only_read(gradient, leader))
+            made = apply(variable, given, _only_read(gradient, leader))
+    if made is not None:  # what it was meant to change would be lost as well
+        name = getattr(apply, "__qualname__", "_apply")
+        raise ValueError(
+            f"{name} returned {type(made).__name__}: a rule returns nothing and changes variable "
+            "and slots in place, as in variable -= 0.1 * gradient or variable[...] = new"
+        )
     for name, slot in zip(names, slots, strict=True):
         if given.get(name) is not slot:  # else it would be lost, and nobody would know
             raise ValueError(f"_apply put another array in slots[{name!r}]: change the one there")
