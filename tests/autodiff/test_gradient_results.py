@@ -64,7 +64,7 @@ def test_arguments_are_checked_before_the_loss_is_called(v):
     for wrong in (3, -1, 1.5, "GATE_OP", None, True):
         with pytest.raises(ValueError, match="gate_gradients must be one of"):
             DESCENT.compute_gradients(loss, gate_gradients=wrong)
-    for wrong in ("no", None, 2):
+    for wrong in ("no", None, 2, 1, 0.0):
         with pytest.raises(ValueError, match="colocate_gradients_with_ops"):
             DESCENT.compute_gradients(loss, colocate_gradients_with_ops=wrong)
     for wrong in (3, -1, "TREE", 0.5):

@@ -158,6 +158,39 @@ def test_a_rate_may_be_a_callable_asked_once_for_each_update(mesh, rule):
     assert all(same(one.numpy(), two.numpy()) for one, two in zip(*pairs, strict=True))
 
 
+def test_a_rate_may_be_a_variable_read_for_each_update(mesh, rule):
+    name, make, _ = rule
+    plain, told = make(), make()
+    rate = gr.Variable(RATE, trainable=False, dtype="float64", device=mesh)
+    told.learning_rate = rate
+    variables = [gr.Variable([1.0, 2.0], device=mesh) for _ in range(2)]
+    for value in (RATE, RATE / 2):
+        rate.assign(value)
+        plain.learning_rate = value
+        for optimizer, variable in zip((plain, told), variables, strict=True):
+            optimizer.apply_gradients([(variable.numpy(), variable)])
+        assert same(*(variable.numpy() for variable in variables)), name
+
+
+def test_a_rate_is_given_as_a_variable(mesh):
+    rate, variable = gr.Variable(2.0, device=mesh), gr.Variable([1.0], device=mesh)
+    optimizer = gr.GradientDescentOptimizer(rate)
+    for value, after in ((1.0, 0.0), (0.0, 0.0), (-3.0, 3.0)):
+        rate.assign(value)
+        optimizer.apply_gradients([([1.0], variable)])
+        assert variable.numpy().tolist() == [after]
+    beta = gr.Variable(0.5, device=mesh)
+    adam = gr.AdamOptimizer(0.1, beta1=beta)
+    adam.apply_gradients([([1.0], variable)])
+    beta.assign(1.0)
+    before = variable.numpy()
+    with pytest.raises(ValueError, match=r"beta1=1\.0 must be at least 0 and below 1"):
+        adam.apply_gradients([([1.0], variable)])
+    assert same(variable.numpy(), before)
+    with pytest.raises(ValueError, match="must hold one number"):
+        gr.GradientDescentOptimizer(variable)
+
+
 def test_a_rate_that_cannot_be_said_changes_nothing(mesh, rule):
     _, make, starts = rule
     optimizer, variable = make(), gr.Variable([1.0], device=mesh)

@@ -25,7 +25,8 @@ class AdamOptimizer(Optimizer):
     whichever variables an update is of.
 
     Args:
-        learning_rate: a number, or a callable that says it for each update; may be changed.
+        learning_rate: a number, or a callable or Variable that says it for each update; may be
+            changed.
         beta1: decay of the first moment, at least 0 and below 1; likewise.
         beta2: decay of the second moment, at least 0 and below 1; likewise.
         epsilon: added to the root of the second moment; likewise.
@@ -120,7 +121,8 @@ class AdagradOptimizer(Optimizer):
     sqrt(accumulator)``. Rows that a sparse gradient does not name stay as they are.
 
     Args:
-        learning_rate: a number, or a callable that says it for each update; may be changed.
+        learning_rate: a number, or a callable or Variable that says it for each update; may be
+            changed.
         initial_accumulator_value: what the slot ``"accumulator"`` is filled with; above 0.
         name: of the optimizer.
         master_dtype: see ``Optimizer``.
@@ -167,7 +169,8 @@ class RMSPropOptimizer(Optimizer):
     (1 - decay) * (gradient - mg)``, and ``sqrt(rms - mg ** 2 + epsilon)`` below the gradient.
 
     Args:
-        learning_rate: a number, or a callable that says it for each update; may be changed.
+        learning_rate: a number, or a callable or Variable that says it for each update; may be
+            changed.
         decay: of the mean of squares; likewise.
         momentum: how much of the last step is made again; likewise.
         epsilon: added to the mean under the root; likewise.

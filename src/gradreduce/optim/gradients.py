@@ -31,7 +31,7 @@ def checked_gradients(
             f"Optimizer.GATE_GRAPH. Not {gate_gradients!r}"
         )
     method = as_aggregation_method(aggregation_method)
-    if colocate not in (True, False):
+    if not isinstance(colocate, bool):
         raise ValueError(f"colocate_gradients_with_ops={colocate!r} must be True or False")
     if engine is not None and engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is not one of {ENGINES}, or None")

@@ -1,4 +1,4 @@
-"""What optimizers are told: numbers, or callables that say them anew for each update."""
+"""What optimizers are told: numbers, or callables and Variables that say them for each update."""
 
 from __future__ import annotations
 
@@ -6,29 +6,36 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from gradreduce.variables import Variable
+
 __all__ = ["Number", "as_count", "as_number", "check_decay", "value_of"]
 
-Number = float | Callable[[], float]
+Number = float | Variable | Callable[[], float]
 
 
 def as_number(given: Number) -> Number:
-    """As an optimizer keeps it: a callable as it is, anything else as a float.
+    """As an optimizer keeps it: a callable or a Variable as it is, anything else as a float.
 
     Raises:
-        TypeError: neither a number nor a callable.
-        ValueError: a text that says no number.
+        TypeError: none of them.
+        ValueError: a text that says no number, or a Variable that holds not one number.
     """
+    if isinstance(given, Variable):
+        if given.shape:
+            raise ValueError(f"{given!r} must hold one number")
+        return given
     return given if callable(given) else float(given)
 
 
 def value_of(given: Number) -> float:
-    """Now; asked once for each update, before anything is launched."""
-    return float(given() if callable(given) else given)
+    """Now; asked once for each update, before anything is launched. Waits for a Variable."""
+    said = given() if callable(given) else given
+    return float(said.numpy() if isinstance(said, Variable) else said)
 
 
 def check_decay(name: str, given: Number) -> None:
-    """Raises unless a number is at least 0 and below 1; of a callable nothing is known yet."""
-    if not callable(given) and not 0 <= given < 1:
+    """Raises unless a number is at least 0 and below 1; of one to be asked nothing is known yet."""
+    if not callable(given) and not isinstance(given, Variable) and not 0 <= given < 1:
         raise ValueError(f"{name}={given!r} must be at least 0 and below 1")
 
 

@@ -17,7 +17,8 @@ class GradientDescentOptimizer(Optimizer):
     """``variable -= learning_rate * gradient`` (tf.train.GradientDescentOptimizer).
 
     Args:
-        learning_rate: a number, or a callable that says it for each update; may be changed.
+        learning_rate: a number, or a callable or Variable that says it for each update; may be
+            changed.
         name: of the optimizer.
         master_dtype: see ``Optimizer``.
     """
@@ -48,7 +49,8 @@ class MomentumOptimizer(Optimizer):
     gradient does not name keep their moment.
 
     Args:
-        learning_rate: a number, or a callable that says it for each update; may be changed.
+        learning_rate: a number, or a callable or Variable that says it for each update; may be
+            changed.
         momentum: likewise.
         use_nesterov: which of the two.
         name: of the optimizer.
