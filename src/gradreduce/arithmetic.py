@@ -10,7 +10,7 @@ import operator
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gradreduce.interop import kind_of
 from gradreduce.loss_context import Traceable, holds_traceable
@@ -90,6 +90,7 @@ class Readable(Traceable):
     __truediv__, __rtruediv__ = _before(operator.truediv), _after(operator.truediv)
     __floordiv__, __rfloordiv__ = _before(operator.floordiv), _after(operator.floordiv)
     __mod__, __rmod__ = _before(operator.mod), _after(operator.mod)
+    __divmod__, __rdivmod__ = _before(divmod), _after(divmod)
     __pow__, __rpow__ = _before(operator.pow), _after(operator.pow)
     __matmul__, __rmatmul__ = _before(operator.matmul), _after(operator.matmul)
     __lt__, __le__ = _before(operator.lt), _before(operator.le)
@@ -113,6 +114,17 @@ class Readable(Traceable):
     sum, swapaxes, take = _method("sum"), _method("swapaxes"), _method("take")
     tolist, trace, transpose = _method("tolist"), _method("trace"), _method("transpose")
     var = _method("var")
+
+    if not TYPE_CHECKING:  # which would believe that it has whatever is asked for
+
+        def __getattr__(self, name: str) -> NoReturn:
+            hint = (
+                "" if name.startswith("_") else ": variable.read() and variable.numpy() are arrays"
+            )
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _refused(self, value)
 
     def __len__(self) -> int:
         shape = self.shape

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 import pytest
 from exact import DTYPES, FLOATS, exact_data, same, same_copies
@@ -154,6 +156,7 @@ _OVER = {
     "out by place, in C": lambda v: np.dot(_ARRAY, _ARRAY, v),
     "out of a list": lambda v: np.concatenate([_ARRAY[:1], _ARRAY[:1]], out=v),
     "einsum": lambda v: np.einsum("ij->ji", v, out=v),
+    "item": lambda v: operator.setitem(v, 0, 9.0),
     "copyto": lambda v: np.copyto(v, 9.0),
     "copyto by name": lambda v: np.copyto(dst=v, src=9.0),
     "put": lambda v: np.put(v, [0], 3.0),
