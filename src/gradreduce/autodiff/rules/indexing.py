@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gradreduce.autodiff.array_methods import index_into
-from gradreduce.autodiff.tape import COMPOSED, RULES, Maker, Pull, no_rule
+from gradreduce.autodiff.tape import COMPOSED, RULES, VIEWS, Maker, Pull, no_rule
 from gradreduce.errors import InvalidArgumentError
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import host_array
@@ -177,3 +177,4 @@ RULES[rows_added] = _rows_added
 RULES[embedding_lookup] = _embedding_lookup
 RULES[np.take] = _take
 COMPOSED[np.take_along_axis] = _take_along_axis
+VIEWS.add(index_into)

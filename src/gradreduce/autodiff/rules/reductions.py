@@ -45,7 +45,7 @@ def _sum(
     initial: Any = None,
     where: Any = True,
 ) -> tuple[Maker]:
-    _only("sum", out=_out, where=where)  # initial is only added
+    _only("sum", where=where)  # initial is only added
     shape = shape_of(a)
     return (lambda: lambda g: spread(g, shape, axis),)
 
@@ -60,7 +60,7 @@ def _mean(
     *,
     where: Any = True,
 ) -> tuple[Maker]:
-    _only("mean", out=_out, where=where)
+    _only("mean", where=where)
     shape = shape_of(a)
     count = _num_reduced(shape, axis)
     return (lambda: lambda g: spread(_over(g, count), shape, axis),)
@@ -76,7 +76,7 @@ def _max(
     where: Any = True,
 ) -> tuple[Maker]:
     """Also of min. Equal largest ones share the gradient evenly, as in TensorFlow."""
-    _only("max", out=_out, initial=initial, where=where)
+    _only("max", initial=initial, where=where)
     kept = kept_shape(shape_of(a), axis)
 
     def make() -> Pull:
@@ -99,7 +99,7 @@ def _prod(
     where: Any = True,
 ) -> tuple[Maker]:
     """The product of the others: of those before it and those behind, without a division."""
-    _only("prod", out=_out, initial=initial, where=where)
+    _only("prod", initial=initial, where=where)
     shape = shape_of(a)
     axes = reduced_axes(axis, len(shape))
     order = [place for place in range(len(shape)) if place not in axes] + list(axes)
@@ -153,7 +153,7 @@ def _deviation(
         *,
         where: Any = True,
     ) -> tuple[Maker]:
-        _only(name, out=_out, where=where)
+        _only(name, where=where)
         shape = shape_of(a)
         count = max(_num_reduced(shape, axis) - ddof, 0)
         axes = reduced_axes(axis, len(shape))
@@ -175,7 +175,6 @@ def _of_std(out: Any) -> Callable[[Any, float], Any]:
 def _cumsum(
     out: Any, a: Any, axis: Any = None, dtype: Any = None, _out: Any = None
 ) -> tuple[Maker]:
-    _only("cumsum", out=_out)
     shape = shape_of(a)
     along = 0 if axis is None else axis
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradreduce.aggregate import accumulate_n, add_n, aggregate
-from gradreduce.autodiff.tape import COMPOSED, RULES, Maker, no_rule
+from gradreduce.autodiff.tape import COMPOSED, RULES, VIEWS, Maker, no_rule
 
 from .broadcast import like, normalized, shape_of
 
@@ -163,6 +163,10 @@ RULES[np.broadcast_to] = _broadcast_to
 RULES[np.concatenate] = _concatenate
 RULES[np.stack] = _stack
 RULES[add_n] = RULES[accumulate_n] = RULES[aggregate] = _sum_of
+VIEWS |= {
+    np.reshape, np.ravel, np.expand_dims, np.squeeze, np.transpose, np.swapaxes, np.moveaxis,
+    np.flip,
+}  # fmt: skip
 COMPOSED.update(
     {
         np.repeat: _repeat,
