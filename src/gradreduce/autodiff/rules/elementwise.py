@@ -87,6 +87,17 @@ def _rest_smaller(out: Any, x: Any, y: Any) -> Pull:
     return lambda g: chosen(second, g)
 
 
+def _number(first: Callable[[Any, Any], Any], *, of_first: bool) -> Callable[..., Pull]:
+    """The pull of ``np.fmax`` and ``np.fmin``, whose result beside a NaN is the number."""
+
+    def pull(out: Any, x: Any, y: Any) -> Pull:
+        mask = first(x, y) | np.isnan(y)
+        mask = mask if of_first else ~mask
+        return lambda g: chosen(mask, g)
+
+    return pull
+
+
 def _sign_of(out: Any, x: Any) -> Pull:
     sign = np.sign(x)
     return lambda g: g * sign
@@ -130,8 +141,8 @@ two(np.power, _power_left, _power_right)
 two(np.float_power, _power_left, _power_right)
 two(np.maximum, _larger, _rest_larger)
 two(np.minimum, _smaller, _rest_smaller)
-two(np.fmax, _larger, _rest_larger)
-two(np.fmin, _smaller, _rest_smaller)
+for function, first in ((np.fmax, np.greater_equal), (np.fmin, np.less_equal)):
+    two(function, _number(first, of_first=True), _number(first, of_first=False))
 two(
     np.remainder,
     lambda out, x, y: itself,
@@ -182,10 +193,14 @@ def _clip(
 
     def below() -> Pull:
         mask = a < low
+        if high is not None:
+            mask = mask & (low <= high)  # of ends in the other order the result is the high one
         return lambda g: chosen(mask, g)
 
     def above() -> Pull:
         mask = a > high
+        if low is not None:
+            mask = mask | (low > high)
         return lambda g: chosen(mask, g)
 
     return lambda: scaled(a, inside()), lambda: scaled(low, below()), lambda: scaled(high, above())
