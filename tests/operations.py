@@ -249,6 +249,7 @@ SHAPING = [
 ]  # fmt: skip
 
 COLUMNS = np.array([[1], [0]])
+PAIR = np.array([[2, 0]])
 
 
 def eye(x: Any) -> Any:
@@ -278,6 +279,10 @@ INDEXING = [
     of("mask", lambda np, x: x[[True, False, True]], ((3, 2),), oracle=lambda np, x: x[[0, 2]]),
     of("take_along_axis", lambda np, x: np.take_along_axis(x, COLUMNS, axis=1), ((2, 3),),
        oracle=lambda np, x: x[[[0], [1]], COLUMNS]),
+    of("take_along_axis of one row of places", lambda np, x: np.take_along_axis(x, PAIR, axis=1),
+       ((3, 4),), oracle=lambda np, x: x[:, [2, 0]]),
+    of("take_along_axis of one row", lambda np, x: np.take_along_axis(x, COLUMNS, axis=-1),
+       ((1, 4),), oracle=lambda np, x: x[0][COLUMNS]),
 ]  # fmt: skip
 
 OPERATIONS = [*ELEMENTWISE, *REDUCTIONS, *LINEAR, *SHAPING, *INDEXING]

@@ -166,7 +166,11 @@ def _take_along_axis(arr: Any, indices: Any, axis: int | None = -1) -> Any:
         raise no_rule("np.take_along_axis(..., axis=None)")
     along = normalized(axis, arr.ndim)
     places = np.asarray(host_array(indices))
-    grid = list(np.ogrid[tuple(slice(extent) for extent in places.shape)])
+    if places.ndim != arr.ndim:
+        raise ValueError("`indices` and `arr` must have the same number of dimensions")
+    if places.dtype.kind not in "iu":
+        raise IndexError("`indices` must be an integer array")
+    grid = list(np.ogrid[tuple(slice(extent) for extent in arr.shape)])  # either is broadcast
     grid[along] = places
     return arr[tuple(grid)]
 
