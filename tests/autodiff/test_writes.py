@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gradreduce as gr
-from gradreduce.autodiff import tape
+from gradreduce.autodiff import tables
 from gradreduce.autodiff.refusals import _OUT_PLACES
 
 DESCENT = gr.GradientDescentOptimizer(1.0)
@@ -51,7 +51,7 @@ def test_a_loss_has_no_out(v, write, buffer):
 
 def test_the_place_of_every_out_is_known():
     found = {}
-    for function in {*tape.RULES, *tape.COMPOSED, *tape.CONSTANT}:
+    for function in {*tables.RULES, *tables.COMPOSED, *tables.CONSTANT}:
         if not isinstance(function, np.ufunc) and function is not np.where:
             named = inspect.signature(function).parameters
             if "out" in named and named["out"].kind is not inspect.Parameter.KEYWORD_ONLY:

@@ -13,8 +13,10 @@ from gradreduce.interop_losses import is_tensor
 
 __all__ = [
     "WriteError",
+    "beside_tensor",
     "check_keywords",
     "check_operand",
+    "is_float",
     "name_of",
     "no_rule",
     "out_of",
@@ -105,6 +107,17 @@ def check_operand(given: Any) -> None:
             raise TypeError("a masked array would lose its mask: pass .filled(0)")
     elif is_tensor(given):
         raise beside_tensor()
+
+
+def is_float(function: Any, value: Any) -> bool:
+    """Whether a result can change with its operands; integers are constants."""
+    if not hasattr(value, "dtype"):
+        raise no_rule(f"{name_of(function)} with {type(value).__name__} as its result")
+    if value.dtype.kind == "c":
+        raise no_rule(f"{name_of(function)} with complex numbers")
+    if value.dtype.kind in "OmM":
+        raise no_rule(f"{name_of(function)} with {value.dtype} as the dtype of its result")
+    return value.dtype.kind in "fV"  # bfloat16 is of kind V in ml_dtypes
 
 
 def beside_tensor() -> TypeError:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,41 +43,23 @@ from .refusals import (
     beside_tensor,
     check_keywords,
     check_operand,
+    is_float,
     name_of,
     no_rule,
     out_of,
     view_written,
     would_write,
 )
+from .tables import COMPOSED, CONSTANT, JOINS, RULES, VIEWS, Maker, Pull
 from .terms import Terms
 
 __all__ = [
-    "COMPOSED",
-    "CONSTANT",
-    "RULES",
-    "VIEWS",
-    "Maker",
     "Node",
-    "Pull",
     "Trace",
     "Traced",
     "apply",
-    "no_rule",
     "settled",
 ]
-
-Pull = Callable[[Any], Any]  # a gradient of the result → a term of one operand's, or None
-Maker = Callable[..., Pull]  # makes one, when its operand is known to be traced
-
-#: What an operation's rule is: given the result and the arguments, one ``Maker`` for each
-#: positional argument; that of a list of arrays is asked with the place in the list.
-RULES: dict[Any, Callable[..., Sequence[Maker]]] = {}
-#: Operations whose result may lie in the memory of their first operand.
-VIEWS: set[Any] = set()
-#: Operations whose result does not change, or only in steps, with their arguments.
-CONSTANT: set[Any] = set()
-#: Operations that are written in terms of others.
-COMPOSED: dict[Any, Callable[..., Any]] = {}
 
 
 class Trace:
@@ -281,7 +263,7 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     Raises:
         NotImplementedError: ``function`` has no rule, or the result is complex.
     """
-    if kwargs and any(holds_traceable(given) for given in kwargs.values()):
+    if kwargs:
         args, kwargs = _bound(function, args, kwargs)
     args = [settled(given) for given in args]
     top = _highest(args)
@@ -299,14 +281,23 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if rule is None:
             raise no_rule(name_of(function))
         value = function(*raw, **kwargs)
-        if not _is_float(function, value):
+        if not is_float(function, value):
             return value
         makers = _by_rule(function, rule, [value, *raw], kwargs)
-        pulls = [
-            makers[place]() if item is None else makers[place](item) for place, item, _ in operands
-        ]
+        pulls = [_pull(function, makers, place, item) for place, item, _ in operands]
     is_view = function in VIEWS and _is_part(value, raw[0])
     return Traced(value, Node(top, value, parents[0].device, parents, pulls), is_view=is_view)
+
+
+def _pull(function: Any, makers: Sequence[Maker], place: int, item: int | None) -> Pull:
+    """That of one operand: an argument, or the element of a list of arrays."""
+    if place >= len(makers):
+        raise no_rule(f"{name_of(function)} with a traced argument {place}")
+    if item is None:
+        return makers[place]()
+    if function not in JOINS:
+        raise no_rule(f"{name_of(function)} of a list of traced values, unless np.stack joins it,")
+    return makers[place](item)
 
 
 def _is_part(value: Any, of: Any) -> bool:
@@ -328,17 +319,11 @@ def _by_rule(function: Any, rule: Any, args: Sequence[Any], kwargs: dict[str, An
         raise
 
 
-def _is_float(function: Any, value: Any) -> bool:
-    """Whether a result can change with its operands; integers are constants."""
-    if not hasattr(value, "dtype"):
-        raise no_rule(f"{name_of(function)} with {type(value).__name__} as its result")
-    if value.dtype.kind == "c":
-        raise no_rule(f"{name_of(function)} with complex numbers")
-    return value.dtype.kind in "fV"  # bfloat16 is of kind V in ml_dtypes
-
-
 def _bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Operands given by name, by their place in the rule, whose parameters are named alike."""
+    check_operand([*kwargs.values()])
+    if not any(holds_traceable(given) for given in kwargs.values()):
+        return args, kwargs
     if function in CONSTANT:
         return args, {name: _bare(given) for name, given in kwargs.items()}
     rule = COMPOSED.get(function) or RULES.get(function)

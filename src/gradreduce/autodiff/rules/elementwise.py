@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gradreduce.autodiff.array_methods import astype, stop_gradient
-from gradreduce.autodiff.tape import COMPOSED, CONSTANT, RULES, Maker, Pull
+from gradreduce.autodiff.tables import COMPOSED, CONSTANT, RULES, Maker, Pull
 
 from .broadcast import scaled, shape_of
 

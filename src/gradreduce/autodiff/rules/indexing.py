@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from gradreduce.autodiff.array_methods import index_into
-from gradreduce.autodiff.tape import COMPOSED, RULES, VIEWS, Maker, Pull, no_rule
+from gradreduce.autodiff.refusals import no_rule
+from gradreduce.autodiff.tables import COMPOSED, RULES, VIEWS, Maker, Pull
 from gradreduce.errors import InvalidArgumentError
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import host_array

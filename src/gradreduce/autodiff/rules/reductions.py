@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from gradreduce.autodiff.array_methods import astype
-from gradreduce.autodiff.tape import COMPOSED, CONSTANT, RULES, Maker, Pull, no_rule
+from gradreduce.autodiff.refusals import no_rule
+from gradreduce.autodiff.tables import COMPOSED, CONSTANT, RULES, Maker, Pull
 
 from .broadcast import is_half, kept_shape, reduced_axes, shape_of, spread, widened
 from .elementwise import chosen

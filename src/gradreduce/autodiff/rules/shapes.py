@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from gradreduce.aggregate import accumulate_n, add_n, aggregate
-from gradreduce.autodiff.tape import COMPOSED, RULES, VIEWS, Maker, no_rule
+from gradreduce.autodiff.refusals import no_rule
+from gradreduce.autodiff.tables import COMPOSED, JOINS, RULES, VIEWS, Maker
 
 from .broadcast import like, normalized, shape_of
 
@@ -163,6 +164,7 @@ RULES[np.broadcast_to] = _broadcast_to
 RULES[np.concatenate] = _concatenate
 RULES[np.stack] = _stack
 RULES[add_n] = RULES[accumulate_n] = RULES[aggregate] = _sum_of
+JOINS |= {np.concatenate, np.stack, add_n, accumulate_n, aggregate}
 VIEWS |= {
     np.reshape, np.ravel, np.expand_dims, np.squeeze, np.transpose, np.swapaxes, np.moveaxis,
     np.flip,
