@@ -77,3 +77,42 @@ def test_a_list_of_traced_values_is_an_operand_of_what_joins_alone(v):
             gradients(loss)
     with pytest.raises(NotImplementedError, match="traced argument 5"):
         gradients(lambda: np.sum(v * 1, None, None, None, False, v[0]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "wanted"),
+    [
+        (lambda x: np.power(x, [1, 2, 3]), [1, 4, 27]),
+        (lambda x: np.power((1, 1, 2), x)[:2], [0, 0, 0]),
+        (lambda x: np.tile(x, np.array([2, 2])), [4, 4, 4]),
+        (lambda x: np.split(x, np.int64(3))[1], [0, 1, 0]),
+        (lambda x: x[range(2)], [1, 1, 0]),
+        (lambda x: x.reshape(1, 3, order="C").flatten("C"), [1, 1, 1]),
+        (lambda x: x.astype("float64", copy=False) * x.item(1), [2, 2, 2]),
+        (lambda x: np.linalg.norm(x[None, :1], 2, axis=np.int64(1)), [1, 0, 0]),
+        (lambda x: np.linalg.norm(x[None, 2:], 2, axis=(1,)), [0, 0, 1]),
+    ],
+)
+def test_numbers_of_numpy_and_lists_are_arguments(v, loss, wanted):
+    assert gradients(lambda: np.sum(loss(v * 1)))[0].tolist() == wanted
+
+
+def test_a_single_row_is_looked_up_by_an_integer(v, w):
+    assert gr.embedding_lookup(w, 1).tolist() == [3.0, 4.0]
+    (rows,) = gradients(lambda: gr.embedding_lookup(w, 1))
+    assert (rows.indices.tolist(), rows.values.tolist()) == ([1], [[1.0, 1.0]])
+    assert gradients(lambda: gr.embedding_lookup(v * 1, (2, 0)))[0].tolist() == [1.0, 0.0, 1.0]
+    with pytest.raises(TypeError, match="integers"):
+        gr.embedding_lookup(w, 1.0)
+
+
+@pytest.mark.parametrize("do", [lambda x: x.flatten("F"), lambda x: x.ravel("K"),
+                                lambda x: x.reshape(-1, order="A")])  # fmt: skip
+def test_another_order_has_no_rule(w, do):
+    with pytest.raises(NotImplementedError, match=r"order=.*PyTorch"):
+        gradients(lambda: np.sum(do(w * 1)))
+
+
+def test_a_sum_as_another_kind_has_no_rule(v):
+    with pytest.raises(NotImplementedError, match="as_kind='buffer'"):
+        gradients(lambda: gr.add_n([v * 1, v * 2], as_kind="buffer"))

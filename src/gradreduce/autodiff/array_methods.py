@@ -135,30 +135,30 @@ class ArrayMethods(NDArrayOperatorsMixin):
     def __format__(self, spec: str) -> str:
         return format(self.value, spec) if spec else str(self)
 
-    def item(self) -> Any:
+    def item(self, *place: Any) -> Any:
         """The number, as a constant."""
-        return self.value.item()
+        return self.value.item(*place)
 
     def numpy(self) -> Any:
         """A copy of the value in host memory, as a constant."""
         plain = self.value
         return plain.numpy() if isinstance(plain, ArrayMethods) else host_array(plain).copy()
 
-    def astype(self, dtype: Any) -> Any:
-        """As of an array."""
+    def astype(self, dtype: Any, *, copy: bool = True) -> Any:
+        """As of an array; always a copy."""
         return astype(self, dtype)
 
-    def reshape(self, *shape: Any) -> Any:
+    def reshape(self, *shape: Any, order: Any = "C") -> Any:
         """As of an array."""
-        return np.reshape(self, shape[0] if len(shape) == 1 else shape)
+        return np.reshape(self, shape[0] if len(shape) == 1 else shape, order)
 
-    def ravel(self) -> Any:
+    def ravel(self, order: Any = "C") -> Any:
         """As of an array."""
-        return np.ravel(self)
+        return np.ravel(self, order)
 
-    def flatten(self) -> Any:
+    def flatten(self, order: Any = "C") -> Any:
         """As of an array."""
-        return np.ravel(self).copy()
+        return np.ravel(self, order).copy()
 
     def transpose(self, *axes: Any) -> Any:
         """As of an array."""

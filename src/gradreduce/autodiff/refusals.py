@@ -111,7 +111,7 @@ def check_operand(given: Any) -> None:
 
 def is_float(function: Any, value: Any) -> bool:
     """Whether a result can change with its operands; integers are constants."""
-    if not hasattr(value, "dtype"):
+    if not hasattr(value, "dtype") or is_tensor(value):
         raise no_rule(f"{name_of(function)} with {type(value).__name__} as its result")
     if value.dtype.kind == "c":
         raise no_rule(f"{name_of(function)} with complex numbers")

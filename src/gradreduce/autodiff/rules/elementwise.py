@@ -49,7 +49,13 @@ def chosen(mask: Any, g: Any) -> Any:
     return np.where(mask, g, np.zeros_like(g))
 
 
+def _array(x: Any) -> Any:
+    """A list as an array; a number stays one, which has no dtype of its own."""
+    return np.asarray(x) if isinstance(x, list | tuple) else x
+
+
 def _power_left(out: Any, x: Any, y: Any) -> Pull:
+    y = _array(y)
     if shape_of(y) == () and not hasattr(y, "dtype"):  # a Python number
         if y == 0:
             return lambda g: np.zeros_like(g)
@@ -59,6 +65,7 @@ def _power_left(out: Any, x: Any, y: Any) -> Pull:
 
 
 def _power_right(out: Any, x: Any, y: Any) -> Pull:
+    x = _array(x)
     if hasattr(x, "dtype"):
         # 0**y is 0 wherever it has a slope; of a negative x it has none: 0, as in TensorFlow.
         safe = np.where(x > 0, x, np.ones_like(x))

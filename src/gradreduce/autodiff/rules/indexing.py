@@ -47,7 +47,7 @@ def embedding_lookup(params: Any, ids: Any) -> Any:
         TypeError: ``ids`` are not integers.
         InvalidArgumentError: (a ``ValueError``) one is negative or not below the number of rows.
     """
-    rows = _on_host(ids)
+    rows = np.asarray(_on_host(ids))
     if rows.dtype.kind not in "iu":
         raise TypeError(f"ids must be integers, got {rows.dtype}")
     num_rows = params.shape[0]
@@ -99,7 +99,7 @@ def _on_host(index: Any) -> Any:
         return tuple(_on_host(each) for each in index)
     if isinstance(index, _BASIC):
         return index
-    places = np.asarray(host_array(index))
+    places = np.asarray(host_array([*index] if isinstance(index, range) else index))
     return places if places.size or places.dtype == bool else places.astype(np.int64)
 
 
@@ -134,7 +134,7 @@ def _rows(values: Any, rows: Any, shape: Shape) -> Any:
 
 def _embedding_lookup(out: Any, params: Any, ids: Any) -> tuple[Maker]:
     shape = shape_of(params)
-    return (lambda: _gathered(shape, _on_host(ids)),)
+    return (lambda: _gathered(shape, np.asarray(_on_host(ids))),)
 
 
 def _take(

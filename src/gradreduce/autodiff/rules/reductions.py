@@ -187,7 +187,8 @@ def _cumsum(
 
 
 def _norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
-    if ord is not None and not (ord == 2 and (isinstance(axis, int) or x.ndim == 1)):
+    of_vectors = x.ndim == 1 if axis is None else np.size(axis) == 1
+    if ord is not None and not (ord == 2 and of_vectors):
         raise no_rule(f"np.linalg.norm(..., ord={ord!r})")
     return np.sqrt(np.sum(np.square(x), axis=axis, keepdims=keepdims))
 
