@@ -50,13 +50,21 @@ def test_a_loss_has_no_out(v, write, buffer):
 
 
 def test_the_place_of_every_out_is_known():
-    found = {}
+    found, untold = (
+        {},
+        {np.concatenate, np.dot},
+    )  # of what is written in C, NumPy 1 tells no signature
     for function in {*tables.RULES, *tables.COMPOSED, *tables.CONSTANT}:
-        if not isinstance(function, np.ufunc) and function is not np.where:
+        if isinstance(function, np.ufunc):
+            continue
+        try:
             named = inspect.signature(function).parameters
-            if "out" in named and named["out"].kind is not inspect.Parameter.KEYWORD_ONLY:
-                found[function] = list(named).index("out")
-    assert found == _OUT_PLACES
+        except ValueError:
+            continue
+        if "out" in named and named["out"].kind is not inspect.Parameter.KEYWORD_ONLY:
+            found[function] = list(named).index("out")
+    assert found.items() <= _OUT_PLACES.items()
+    assert _OUT_PLACES.keys() - found.keys() <= untold
 
 
 def test_cupys_own_ufuncs_have_no_out_either(v):
