@@ -219,10 +219,10 @@ class Optimizer:
                 gradients are terms like others. What another thread computes for it is a constant;
                 what another thread writes to a Variable before the way back is over is not seen,
                 and gives a gradient of neither value. A constant array that the loss writes again
-                counts with its last values. Gradients may be taken inside it where NumPy's
-                functions compute both, not PyTorch or JAX. On another GPU than CuPy's current one
-                it computes inside ``with cupy.cuda.Device(...)``, as CuPy wants it; the way back
-                finds its GPUs itself.
+                counts with its last values. ``h += y`` makes a new value, unseen by other names of
+                ``h``. Gradients may be taken inside it where NumPy's functions compute both, not
+                PyTorch or JAX. On another GPU than CuPy's current one it computes inside ``with
+                cupy.cuda.Device(...)``, as CuPy wants it; the way back finds its GPUs itself.
             var_list: Variables, or one; default the trainable ones that ``loss`` reads, in the
                 order of first reading.
             gate_gradients: ``GATE_NONE``, ``GATE_OP`` or ``GATE_GRAPH``; no effect.
