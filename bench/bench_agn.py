@@ -114,9 +114,9 @@ class Worker:
     def push(self) -> None:
         """A communication by itself, of what was accumulated, again and again."""
         worker = self.optimizer._worker
-        worker._plan_push(worker._held())
+        worker._plan_push(worker._held(), None)
         assert worker._push is not None
-        worker._push.run(worker._next[0])
+        worker._push.run(worker._next.scalars, lambda: None)
 
 
 class Bench:

@@ -232,6 +232,10 @@ SHAPING = [
     of("concatenate flat", lambda np, x, y: np.concatenate([x, y], axis=None), ((2, 3), (2,)),
        oracle=lambda np, x, y: np.concatenate([np.ravel(x), y])),
     of("stack", lambda np, x, y: np.stack([x, y, x], axis=-1), ((2, 3), (2, 3)), ((), ())),
+    of("concatenate of rows", lambda np, x: np.concatenate(x * 1, axis=-1), ((2, 2, 3),),
+       oracle=lambda np, x: np.concatenate([x[0], x[1]], axis=-1)),
+    of("stack of rows", lambda np, x: np.stack(x * 1, axis=1), ((3, 2),),
+       oracle=lambda np, x: x.T),
     of("vstack", lambda np, x, y: np.vstack([x, y]), ((3,), (2, 3))),
     of("hstack", lambda np, x, y: np.hstack([x, y]), ((3,), (2,)), ((2, 3), (2, 1))),
     of("column_stack", lambda np, x, y: np.column_stack([x, y]), ((3,), (3, 2))),
@@ -249,6 +253,7 @@ SHAPING = [
 ]  # fmt: skip
 
 COLUMNS = np.array([[1], [0]])
+PAIR = np.array([[2, 0]])
 
 
 def eye(x: Any) -> Any:
@@ -278,6 +283,10 @@ INDEXING = [
     of("mask", lambda np, x: x[[True, False, True]], ((3, 2),), oracle=lambda np, x: x[[0, 2]]),
     of("take_along_axis", lambda np, x: np.take_along_axis(x, COLUMNS, axis=1), ((2, 3),),
        oracle=lambda np, x: x[[[0], [1]], COLUMNS]),
+    of("take_along_axis of one row of places", lambda np, x: np.take_along_axis(x, PAIR, axis=1),
+       ((3, 4),), oracle=lambda np, x: x[:, [2, 0]]),
+    of("take_along_axis of one row", lambda np, x: np.take_along_axis(x, COLUMNS, axis=-1),
+       ((1, 4),), oracle=lambda np, x: x[0][COLUMNS]),
 ]  # fmt: skip
 
 OPERATIONS = [*ELEMENTWISE, *REDUCTIONS, *LINEAR, *SHAPING, *INDEXING]

@@ -242,6 +242,11 @@ class Variable(Readable):
     @OneCall()
     def assign_add(self, delta: Any) -> Variable:
         """Adds ``delta`` to every copy; otherwise as ``assign``."""
+        self._ready_add(delta)()
+        return self
+
+    def _ready_add(self, delta: Any) -> Callable[[], None]:
+        """Checks, copies and compiles for ``assign_add``; what is returned only launches it."""
         check_unread([self])
         given = [self._checked(delta, buffer) for buffer in self._buffers]
         near = [
@@ -250,10 +255,13 @@ class Variable(Readable):
         ]
         for buffer in self._buffers:
             ops.prepare_accumulate_n(buffer.device, self.dtype, self.dtype)
-        with self._all_copies():
-            for buffer, source in zip(self._buffers, near, strict=True):
-                ops.accumulate_n([buffer], [[source]])
-        return self
+
+        def add() -> None:
+            with self._all_copies():
+                for buffer, source in zip(self._buffers, near, strict=True):
+                    ops.accumulate_n([buffer], [[source]])
+
+        return add
 
     def __repr__(self) -> str:
         names = ", ".join(device.name for device in self.devices)

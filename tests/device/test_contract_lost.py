@@ -198,3 +198,28 @@ def test_a_collective_counts_as_work_that_was_given(mesh):
         with pytest.raises(BackendUnavailableError, match="a call failed half way"):
             lost.empty((1,), FLOAT)
     assert mesh.devices[3].zeros((1,), FLOAT).numpy() == 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("work", ["launch", "copy"])
+def test_work_that_was_cut_short_counts_as_given(mesh, monkeypatch, work, error):
+    """It may have begun: a launch of ten tensors has maybe written nine."""
+    device = mesh.devices[2]
+    buffers = [uploaded(device, 1), uploaded(device, 2)]
+
+    def stop(*arguments):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "_copy", stop)
+        patch.setattr(device, "_resolved", lambda *arguments: stop)
+        with pytest.raises(error), mesh.fabric.whole_or_lost([device]):
+            if work == "copy":
+                device.copy(*buffers)
+            else:
+                add(device, *buffers)
+    if error is MemoryError and device.defers:  # it came before the work, which was only to wait
+        assert device.zeros((1,), FLOAT).numpy() == 0
+    else:
+        with pytest.raises(BackendUnavailableError, match="a call failed half way"):
+            device.empty((1,), FLOAT)

@@ -6,6 +6,8 @@ Never decides how anything is differentiated: each ends in ``__array_ufunc__`` o
 
 from __future__ import annotations
 
+import operator
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,6 +61,11 @@ def _forwarded(function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
+def _replacing(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """An operator such as ``+=``, which binds the name to a new value."""
+    return lambda self, other: self._replaced(operation(self, other))
+
+
 class ArrayMethods(NDArrayOperatorsMixin):
     """Operators, methods and attributes of an array that knows its ``shape`` and ``dtype``."""
 
@@ -68,6 +75,27 @@ class ArrayMethods(NDArrayOperatorsMixin):
     shape: Any
     dtype: Any
     value: Any
+
+    @abstractmethod
+    def copy(self, order: str = "C") -> Any:
+        """As of an array."""
+
+    @abstractmethod
+    def _replaced(self, made: Any) -> Any:
+        """What is bound to the name by ``self += x``, which has made ``made``.
+
+        Raises:
+            NotImplementedError: the same of an array would change another value.
+            ValueError: it is of another shape.
+        """
+
+    __iadd__, __isub__ = _replacing(operator.add), _replacing(operator.sub)
+    __imul__, __itruediv__ = _replacing(operator.mul), _replacing(operator.truediv)
+    __ifloordiv__, __imod__ = _replacing(operator.floordiv), _replacing(operator.mod)
+    __ipow__, __imatmul__ = _replacing(operator.pow), _replacing(operator.matmul)
+    __iand__, __ior__ = _replacing(operator.and_), _replacing(operator.or_)
+    __ixor__ = _replacing(operator.xor)
+    __ilshift__, __irshift__ = _replacing(operator.lshift), _replacing(operator.rshift)
 
     @property
     def ndim(self) -> int:
@@ -112,34 +140,30 @@ class ArrayMethods(NDArrayOperatorsMixin):
     def __format__(self, spec: str) -> str:
         return format(self.value, spec) if spec else str(self)
 
-    def item(self) -> Any:
+    def item(self, *place: Any) -> Any:
         """The number, as a constant."""
-        return self.value.item()
+        return self.value.item(*place)
 
     def numpy(self) -> Any:
         """A copy of the value in host memory, as a constant."""
         plain = self.value
         return plain.numpy() if isinstance(plain, ArrayMethods) else host_array(plain).copy()
 
-    def astype(self, dtype: Any) -> Any:
-        """As of an array."""
+    def astype(self, dtype: Any, *, copy: bool = True) -> Any:
+        """As of an array; always a copy."""
         return astype(self, dtype)
 
-    def copy(self) -> Any:
-        """As of an array; it cannot be told from this one, which is never written."""
-        return self
-
-    def reshape(self, *shape: Any) -> Any:
+    def reshape(self, *shape: Any, order: Any = "C") -> Any:
         """As of an array."""
-        return np.reshape(self, shape[0] if len(shape) == 1 else shape)
+        return np.reshape(self, shape[0] if len(shape) == 1 else shape, order)
 
-    def ravel(self) -> Any:
+    def ravel(self, order: Any = "C") -> Any:
         """As of an array."""
-        return np.ravel(self)
+        return np.ravel(self, order)
 
-    def flatten(self) -> Any:
+    def flatten(self, order: Any = "C") -> Any:
         """As of an array."""
-        return np.ravel(self)
+        return np.ravel(self, order).copy()
 
     def transpose(self, *axes: Any) -> Any:
         """As of an array."""

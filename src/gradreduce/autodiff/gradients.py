@@ -23,6 +23,7 @@ from gradreduce.loss_context import Reader, current_reader, reading_by
 from gradreduce.variables import Variable
 
 from . import rules
+from .refusals import check_operand
 from .tape import Trace, Traced, settled
 from .terms import Terms
 from .walk import walk
@@ -291,6 +292,8 @@ def _checked_seed(grad_loss: Any) -> Any:
     if grad_loss is None:
         return None
     given = settled(grad_loss)
+    if isinstance(given, np.ndarray):
+        check_operand(given)
     name = str(given.dtype if is_array(given) else np.asarray(given).dtype)
     if not any(kind in name for kind in ("float", "int", "bool")):
         raise ValueError(f"grad_loss is of dtype {name}: it must be real numbers")

@@ -29,43 +29,37 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from gradreduce.device import Device
 from gradreduce.interop_gpu import on_gpu_of
-from gradreduce.interop_losses import is_tensor
 from gradreduce.loss_context import Traceable, holds_traceable, made_like
 
 from .array_methods import ArrayMethods
+from .refusals import (
+    beside_tensor,
+    check_keywords,
+    check_operand,
+    is_float,
+    name_of,
+    no_rule,
+    out_of,
+    view_written,
+    would_write,
+)
+from .tables import COMPOSED, CONSTANT, JOINS, RULES, VIEWS, Maker, Pull
 from .terms import Terms
 
 __all__ = [
-    "COMPOSED",
-    "CONSTANT",
-    "RULES",
-    "Maker",
     "Node",
-    "Pull",
     "Trace",
     "Traced",
     "apply",
-    "no_rule",
     "settled",
 ]
-
-Pull = Callable[[Any], Any]  # a gradient of the result → a term of one operand's, or None
-Maker = Callable[..., Pull]  # makes one, when its operand is known to be traced
-
-#: What an operation's rule is: given the result and the arguments, one ``Maker`` for each
-#: positional argument; that of a list of arrays is asked with the place in the list.
-RULES: dict[Any, Callable[..., Sequence[Maker]]] = {}
-#: Operations whose result does not change, or only in steps, with their arguments.
-CONSTANT: set[Any] = set()
-#: Operations that are written in terms of others.
-COMPOSED: dict[Any, Callable[..., Any]] = {}
 
 
 class Trace:
@@ -132,15 +126,17 @@ class Traced(ArrayMethods, Traceable):
     Attributes:
         value: the array: NumPy's, CuPy's, or a traced value of the call around this one.
         node: how it was made.
+        is_view: whether it lies in the memory of another, which ``+=`` on arrays would change too.
     """
 
-    __slots__ = ("node", "value")
+    __slots__ = ("is_view", "node", "value")
     _instead = ": gr.autodiff.stop_gradient(x) is the plain value of what a loss computes with"
     __array_priority__ = 1000  # above CuPy's 100
 
-    def __init__(self, value: Any, node: Node) -> None:
+    def __init__(self, value: Any, node: Node, *, is_view: bool = False) -> None:
         self.value = value
         self.node = node
+        self.is_view = is_view
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -152,28 +148,42 @@ class Traced(ArrayMethods, Traceable):
         """As of an array."""
         return self.node.dtype
 
+    def copy(self, order: str = "C") -> Traced:
+        """As of an array; of the same memory, which is never written."""
+        return Traced(self.value, self.node)
+
+    def _replaced(self, made: Any) -> Any:
+        if not self.shape:
+            return made  # as of one of NumPy's numbers, whose += makes another
+        if self.is_view and not self.node.trace.closed:
+            raise view_written()
+        if made.shape != self.shape:
+            raise ValueError(
+                f"non-broadcastable output operand with shape {self.shape} doesn't match the "
+                f"broadcast shape {made.shape}"
+            )
+        return made if made.dtype == self.dtype else made.astype(self.dtype)
+
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if ("out" in kwargs or method != "__call__") and not _is_open(inputs, kwargs):
-            return getattr(ufunc, method)(*map(settled, inputs), **_settled(inputs, kwargs))
+        out = kwargs.get("out")
+        if (out is not None or method != "__call__") and not _is_open(inputs, kwargs):
+            return getattr(ufunc, method)(*map(settled, inputs), **_settled(kwargs, out))
+        if out is not None:
+            raise would_write(name_of(ufunc))
         if method == "reduce" and ufunc in _REDUCED:
             return apply(_REDUCED[ufunc], inputs, {"axis": 0, **kwargs})
         if method != "__call__":
             raise no_rule(f"{ufunc.__name__}.{method}")
-        out = kwargs.pop("out", None)
-        if out is not None and not all(each is self is inputs[0] for each in out):  # but x += y
-            raise TypeError(
-                f"np.{ufunc.__name__} would write a traced value into an array: a loss has no "
-                "out= and no a += b of an array; write a = a + b"
-            )
-        if kwargs.get("where", True) is not True:
-            raise no_rule(f"{ufunc.__name__}(..., where=)")
+        if kwargs:
+            check_keywords(ufunc, kwargs)
         return apply(ufunc, inputs, kwargs)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if kwargs.get("out") is not None:
+        out = out_of(function, args, kwargs)
+        if out is not None:
             if not _is_open(args, kwargs):
-                return function(*map(settled, args), **_settled(args, kwargs))
-            raise TypeError(f"{_name(function)} would write a traced value: a loss has no out=")
+                return function(*map(settled, args), **_settled(kwargs, out))
+            raise would_write(name_of(function))
         if "out" in kwargs:
             kwargs = {name: given for name, given in kwargs.items() if name != "out"}
         if not any(holds_traceable(given) for given in (*args, *kwargs.values())):
@@ -185,6 +195,8 @@ class Traced(ArrayMethods, Traceable):
         """CuPy's own functions, which do not know NumPy's protocols, ask this."""
         function = getattr(np, str(kernel.name).removeprefix("cupy_"), None)
         if isinstance(function, np.ufunc):
+            if len(args) > function.nin:
+                raise would_write(name_of(function))
             return self.__array_ufunc__(function, "__call__", *args, **kwargs)
         if function not in RULES:
             raise no_rule(str(kernel.name))
@@ -194,7 +206,7 @@ class Traced(ArrayMethods, Traceable):
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise _beside_tensor()
+        raise beside_tensor()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         made = np.asarray(_after_loss(self, "a plain array"), dtype)
@@ -233,32 +245,14 @@ def _is_open(args: Any, kwargs: dict[str, Any]) -> bool:
     return _highest(given) is not None
 
 
-def _settled(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Named arguments as plain data; but of x += y, which makes a new array, no ``out``."""
-    out = kwargs.get("out")
-    if isinstance(out, tuple) and any(isinstance(each, Traced) for each in out):
-        if not all(each is args[0] for each in out):
-            raise TypeError("a traced value cannot be written, after its loss either")
-        kwargs = {name: given for name, given in kwargs.items() if name != "out"}
+def _settled(kwargs: dict[str, Any], out: Any) -> dict[str, Any]:
+    """Named arguments as plain data, where the result is written to ``out``."""
+    if any(isinstance(each, Traced) for each in (out if isinstance(out, tuple) else (out,))):
+        raise TypeError("a traced value cannot be written, after its loss either")
     return {name: settled(given) for name, given in kwargs.items()}
 
 
 _REDUCED = {np.add: np.sum, np.multiply: np.prod, np.maximum: np.max, np.minimum: np.min}
-
-
-def no_rule(name: str) -> NotImplementedError:
-    """What an operation without a rule raises."""
-    return NotImplementedError(
-        f"{name} has no rule of differentiation here; write it in other operations, wrap what "
-        "needs no gradient in gr.autodiff.stop_gradient(...), or return a PyTorch tensor from the "
-        "loss (gr.Variables are tensors in torch functions): then PyTorch differentiates"
-    )
-
-
-def _name(function: Any) -> str:
-    module = getattr(function, "__module__", None) or ""
-    prefix = "gr" if module.startswith("gradreduce") else "np" + module.removeprefix("numpy")
-    return f"{prefix}.{getattr(function, '__name__', function)}"
 
 
 def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -269,7 +263,7 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     Raises:
         NotImplementedError: ``function`` has no rule, or the result is complex.
     """
-    if kwargs and any(holds_traceable(given) for given in kwargs.values()):
+    if kwargs:
         args, kwargs = _bound(function, args, kwargs)
     args = [settled(given) for given in args]
     top = _highest(args)
@@ -285,15 +279,32 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             return function(*raw, **kwargs)
         rule = RULES.get(function)
         if rule is None:
-            raise no_rule(_name(function))
+            raise no_rule(name_of(function))
         value = function(*raw, **kwargs)
-        if not _is_float(function, value):
+        if not is_float(function, value):
             return value
         makers = _by_rule(function, rule, [value, *raw], kwargs)
-        pulls = [
-            makers[place]() if item is None else makers[place](item) for place, item, _ in operands
-        ]
-    return Traced(value, Node(top, value, parents[0].device, parents, pulls))
+        pulls = [_pull(function, makers, place, item) for place, item, _ in operands]
+    is_view = function in VIEWS and _is_part(value, raw[0])
+    return Traced(value, Node(top, value, parents[0].device, parents, pulls), is_view=is_view)
+
+
+def _pull(function: Any, makers: Sequence[Maker], place: int, item: int | None) -> Pull:
+    """That of one operand: an argument, or the element of a list of arrays."""
+    if place >= len(makers):
+        raise no_rule(f"{name_of(function)} with a traced argument {place}")
+    if item is None:
+        return makers[place]()
+    if function not in JOINS:
+        raise no_rule(f"{name_of(function)} of a list of traced values, unless np.stack joins it,")
+    return makers[place](item)
+
+
+def _is_part(value: Any, of: Any) -> bool:
+    """Whether an array lies in the memory of another."""
+    value, of = _bare(value), _bare(of)
+    base = getattr(value, "base", None)
+    return base is not None and (base is of or base is getattr(of, "base", None))
 
 
 def _by_rule(function: Any, rule: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -304,33 +315,20 @@ def _by_rule(function: Any, rule: Any, args: Sequence[Any], kwargs: dict[str, An
         try:
             inspect.signature(rule).bind(*args, **kwargs)
         except TypeError as error:
-            raise no_rule(f"{_name(function)} with these arguments ({error})") from None
+            raise no_rule(f"{name_of(function)} with these arguments ({error})") from None
         raise
-
-
-def _beside_tensor() -> TypeError:
-    return TypeError(
-        "a value that NumPy's tape traces has come together with a PyTorch tensor: in such a loss "
-        'write variable.read("torch") * 2 instead of variable * 2'
-    )
-
-
-def _is_float(function: Any, value: Any) -> bool:
-    """Whether a result can change with its operands; integers are constants."""
-    if not hasattr(value, "dtype"):
-        raise no_rule(f"{_name(function)} with {type(value).__name__} as its result")
-    if value.dtype.kind == "c":
-        raise no_rule(f"{_name(function)} with complex numbers")
-    return value.dtype.kind in "fV"  # bfloat16 is of kind V in ml_dtypes
 
 
 def _bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Operands given by name, by their place in the rule, whose parameters are named alike."""
+    check_operand([*kwargs.values()])
+    if not any(holds_traceable(given) for given in kwargs.values()):
+        return args, kwargs
     if function in CONSTANT:
         return args, {name: _bare(given) for name, given in kwargs.items()}
     rule = COMPOSED.get(function) or RULES.get(function)
     if rule is None:
-        raise no_rule(_name(function))
+        raise no_rule(name_of(function))
     names = list(inspect.signature(rule).parameters)[0 if function in COMPOSED else 1 :]
     placed, rest = list(args), dict(kwargs)
     for name in names[len(args) :]:
@@ -338,7 +336,7 @@ def _bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             break
         placed.append(rest.pop(name))
     if any(holds_traceable(given) for given in rest.values()):
-        raise no_rule(f"{_name(function)} with {', '.join(rest)}= of traced values")
+        raise no_rule(f"{name_of(function)} with {', '.join(rest)}= of traced values")
     return placed, rest
 
 
@@ -381,11 +379,8 @@ def _plain(given: Any, top: Trace, place: int, operands: list[tuple[int, int | N
             return given
         operands.append((place, None, given.node))
         return given.value
-    if is_tensor(given):
-        raise _beside_tensor()
-    if not isinstance(given, list | tuple):
-        return given
-    if not any(isinstance(each, Traced) for each in given):
+    check_operand(given)
+    if not isinstance(given, list | tuple) or not any(isinstance(each, Traced) for each in given):
         return given
     within = []
     for item, each in enumerate(given):

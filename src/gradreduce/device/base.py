@@ -223,11 +223,11 @@ class Device(Backend):
                 self.wait(end.device.mark("compute"), queue=queue)
                 end.block.touched.add((self, queue))
         self._before_write(dst, queue)
-        self._copy(dst, src, queue)
+        issue = partial(self._copy, dst, src, queue)
         what: Fields = ("copy", "", self.index, src.device.index, dst.nbytes, queue)
-        self.fabric.issued(what)
+        self.fabric.give(issue, what, self.defers)
         if self.fabric.watched:
-            self._noted(Record(*what), partial(self._copy, dst, src, queue), (dst, src))
+            self._noted(Record(*what), issue, (dst, src))
         if src.device is not self or queue != "compute":
             (self.fabric.capture or src.block).is_read(self.mark(queue), src)
             self.fabric.last_read = object()  # after it: who sees this one sees the reader too
@@ -372,9 +372,8 @@ class Device(Backend):
     ) -> None:
         """Queues a kernel whose fences are said, and writes it down."""
         issue = self._resolved(kernel, template, rows, scalars, queue)
-        issue()
         what: Fields = ("launch", kernel.name, self.index, -1, crossing, queue, len(rows))
-        self.fabric.issued(what)
+        self.fabric.give(issue, what, self.defers)
         if self.fabric.watched:
             self._noted(Record(*what), issue, [operand for row in rows for operand in row])
 

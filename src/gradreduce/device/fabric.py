@@ -16,7 +16,7 @@ from gradreduce.errors import BackendUnavailableError, CollectiveError
 from .captures import Captures
 from .flight import Flight, What, write_flight
 from .journal import Recorder
-from .tape import Tape
+from .tape import Issue, Tape
 from .watch import Cargo, Patience, Watch, WatchedPack, names_of
 from .watchdog import Watchdog
 
@@ -168,9 +168,18 @@ class Fabric(Captures):
         finally:
             self._issued.tape = before
 
-    def issued(self, what: What) -> None:
-        """Counts a launch or copy of this thread, for ``whole_or_lost``, and keeps it."""
-        self._issued.count += 1
+    def give(self, issue: Issue, what: What, defers: bool) -> None:
+        """Has a launch or copy done, counts it for ``whole_or_lost``, and keeps it.
+
+        What was cut short may have begun, and counts: Ctrl-C comes anywhere. Where work is deferred
+        any other error comes before it.
+        """
+        try:
+            issue()
+            self._issued.count += 1
+        except BaseException as error:
+            self._issued.count += not (defers and isinstance(error, Exception))
+            raise
         if self._mine.capture is None:
             flight = self.flight  # as its `add` does, whose call would be a fifth of all this costs
             flight.ring.append((next(flight.numbers), what, flight.thread.label))

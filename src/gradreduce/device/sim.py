@@ -292,9 +292,9 @@ class SimDevice(Device):
         if not plain or self.fabric.capture is not None:
             return False
         self.fabric.check_usable(self)
-        self.scheduler.submit((self, "compute"), partial(_run, kernel, [row], scalars))
+        work = partial(_run, kernel, [row], scalars)
         what: Fields = ("launch", kernel.name, self.index, -1, 0, "compute", 1)
-        self.fabric.issued(what)
+        self.fabric.give(partial(self.scheduler.submit, (self, "compute"), work), what, self.defers)
         if self.fabric.recorder.recording:
             self.fabric.recorder.add(Record(*what))
         return True

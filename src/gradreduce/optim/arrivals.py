@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gradreduce import ops
@@ -23,6 +23,7 @@ __all__ = [
     "checked_pairs",
     "made_dense",
     "near",
+    "ready_count",
 ]
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -52,6 +53,15 @@ def check_global_step(global_step: Any) -> None:
         raise TypeError(f"global_step={global_step!r} is not a Variable")
     if global_step.shape:
         raise ValueError(f"global_step={global_step!r} must hold one number")
+
+
+def ready_count(global_step: Variable | None) -> Callable[[], None]:
+    """What adds one to it, or nothing to None; all that may fail of it was done."""
+    return _nothing if global_step is None else global_step._ready_add(1)
+
+
+def _nothing() -> None:
+    """There is nothing to count."""
 
 
 def checked_pairs(grads_and_vars: Iterable[Pair]) -> tuple[list[Any], list[Variable]]:

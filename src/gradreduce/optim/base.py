@@ -19,7 +19,7 @@ from gradreduce.interop import OneCall
 from gradreduce.values import Part, PerReplica
 from gradreduce.variables import Variable
 
-from .arrivals import check_apart, check_global_step, checked_pairs, made_dense, near
+from .arrivals import check_apart, check_global_step, checked_pairs, made_dense, near, ready_count
 from .custom import changed_by
 from .gradients import checked_gradients
 from .launches import Job, by_kernel
@@ -184,6 +184,7 @@ class Optimizer:
         with due("apply_gradients", seconds, plan.devices if plan else devices_of(variables)):
             parts = self._arrived(gradients, variables, plan)
             self._check_numbers()
+            count = ready_count(global_step)
             if plan is None:
                 with self._slots.kept_if_done():
                     self.prepare(variables)
@@ -192,8 +193,7 @@ class Optimizer:
                 self._plan = plan
             else:
                 self._change(plan, parts)
-            if global_step is not None:
-                global_step.assign_add(1)
+            count()
         return None
 
     def compute_gradients(
@@ -219,10 +219,10 @@ class Optimizer:
                 gradients are terms like others. What another thread computes for it is a constant;
                 what another thread writes to a Variable before the way back is over is not seen,
                 and gives a gradient of neither value. A constant array that the loss writes again
-                counts with its last values. Gradients may be taken inside it where NumPy's
-                functions compute both, not PyTorch or JAX. On another GPU than CuPy's current one
-                it computes inside ``with cupy.cuda.Device(...)``, as CuPy wants it; the way back
-                finds its GPUs itself.
+                counts with its last values. ``h += y`` makes a new value, unseen by other names of
+                ``h``. Gradients may be taken inside it where NumPy's functions compute both, not
+                PyTorch or JAX. On another GPU than CuPy's current one it computes inside ``with
+                cupy.cuda.Device(...)``, as CuPy wants it; the way back finds its GPUs itself.
             var_list: Variables, or one; default the trainable ones that ``loss`` reads, in the
                 order of first reading.
             gate_gradients: ``GATE_NONE``, ``GATE_OP`` or ``GATE_GRAPH``; no effect.
@@ -380,15 +380,14 @@ class Optimizer:
             Job([plan.written[place] for place in places], [parts[place] for place in places])
             for places in plan.places
         ]
-        ready = [
-            self._ready(job, scalars, writer if job.is_dense else None)
-            for job, writer in zip(jobs, plan.writers, strict=True)
-        ]
+        both = zip(jobs, plan.writers, strict=True)
+        ready = [self._ready(job, scalars, each if job.is_dense else None) for job, each in both]
         fabric = plan.devices[0].fabric
         with fabric.launch_lock, fabric.whole_or_lost(plan.devices):  # all, or another's turn
             for launch in ready:
                 launch()
-        self._finish()
+            self._slots.keep()
+            self._finish()
 
     def _ready(
         self, job: Job, scalars: tuple[float, ...], writer: Writer | None

@@ -42,6 +42,7 @@ class Slots:
         self.by_name: dict[str, dict[Variable, Variable]] = {
             name: {} for name in (*masters, *names)
         }
+        self._before: dict[str, dict[Variable, Variable]] | None = None
 
     def wants_master(self, var: Variable) -> bool:
         """Whether a variable is a half that gets one."""
@@ -57,13 +58,20 @@ class Slots:
 
     @contextmanager
     def kept_if_done(self) -> Iterator[None]:
-        """What is made inside is dropped again if something raises there."""
-        before = {name: dict(slots) for name, slots in self.by_name.items()}
+        """What is made inside is dropped again if something raises there before ``keep``."""
+        self._before = {name: dict(slots) for name, slots in self.by_name.items()}
         try:
             yield
         except BaseException:
-            self.by_name = before
+            if self._before is not None:
+                self.by_name = self._before
             raise
+        finally:
+            self._before = None
+
+    def keep(self) -> None:
+        """The update is made: nothing that comes now, Ctrl-C neither, drops what it has written."""
+        self._before = None
 
     def make(self, variables: Sequence[Variable], start: Callable[[str], float]) -> None:
         """Those that are missing; one whose making fails is not there.

@@ -226,7 +226,7 @@ def test_a_getter_and_an_inner_optimizer_have_one_owner(mesh):
     assert gr.AGNOptimizer(inner, 1, getter).get_slot_names() == []
 
 
-def test_a_second_round_waits_again_and_a_lost_worker_is_waited_for(mesh):
+def test_a_second_round_waits_again_and_a_lost_worker_ends_its_own(mesh):
     center = gr.AGNCenter(mesh)
     for task in range(2):
         center.begin(task)
@@ -239,6 +239,9 @@ def test_a_second_round_waits_again_and_a_lost_worker_is_waited_for(mesh):
         center.wait_for(2, 0.0)
     center.begin(1)
     center.lose(1, ValueError("gone"))
+    center.wait_for(2, 0.0)  # it had begun
+    center.end(0)
+    center.begin(0)
     with pytest.raises(gr.errors.DeadlineExceededError, match=r"1 of \[1\] are missing"):
         center.wait_for(2, 0.0)
     assert center.lost_workers == (1,)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gradreduce.autodiff.array_methods import astype, stop_gradient
-from gradreduce.autodiff.tape import COMPOSED, CONSTANT, RULES, Maker, Pull
+from gradreduce.autodiff.tables import COMPOSED, CONSTANT, RULES, Maker, Pull
 
 from .broadcast import scaled, shape_of
 
@@ -49,7 +49,13 @@ def chosen(mask: Any, g: Any) -> Any:
     return np.where(mask, g, np.zeros_like(g))
 
 
+def _array(x: Any) -> Any:
+    """A list as an array; a number stays one, which has no dtype of its own."""
+    return np.asarray(x) if isinstance(x, list | tuple) else x
+
+
 def _power_left(out: Any, x: Any, y: Any) -> Pull:
+    y = _array(y)
     if shape_of(y) == () and not hasattr(y, "dtype"):  # a Python number
         if y == 0:
             return lambda g: np.zeros_like(g)
@@ -59,6 +65,7 @@ def _power_left(out: Any, x: Any, y: Any) -> Pull:
 
 
 def _power_right(out: Any, x: Any, y: Any) -> Pull:
+    x = _array(x)
     if hasattr(x, "dtype"):
         # 0**y is 0 wherever it has a slope; of a negative x it has none: 0, as in TensorFlow.
         safe = np.where(x > 0, x, np.ones_like(x))
@@ -85,6 +92,17 @@ def _smaller(out: Any, x: Any, y: Any) -> Pull:
 def _rest_smaller(out: Any, x: Any, y: Any) -> Pull:
     second = x > y
     return lambda g: chosen(second, g)
+
+
+def _number(first: Callable[[Any, Any], Any], *, of_first: bool) -> Callable[..., Pull]:
+    """The pull of ``np.fmax`` and ``np.fmin``, whose result beside a NaN is the number."""
+
+    def pull(out: Any, x: Any, y: Any) -> Pull:
+        mask = first(x, y) | np.isnan(y)
+        mask = mask if of_first else ~mask
+        return lambda g: chosen(mask, g)
+
+    return pull
 
 
 def _sign_of(out: Any, x: Any) -> Pull:
@@ -130,8 +148,8 @@ two(np.power, _power_left, _power_right)
 two(np.float_power, _power_left, _power_right)
 two(np.maximum, _larger, _rest_larger)
 two(np.minimum, _smaller, _rest_smaller)
-two(np.fmax, _larger, _rest_larger)
-two(np.fmin, _smaller, _rest_smaller)
+for function, first in ((np.fmax, np.greater_equal), (np.fmin, np.less_equal)):
+    two(function, _number(first, of_first=True), _number(first, of_first=False))
 two(
     np.remainder,
     lambda out, x, y: itself,
@@ -182,10 +200,14 @@ def _clip(
 
     def below() -> Pull:
         mask = a < low
+        if high is not None:
+            mask = mask & (low <= high)  # of ends in the other order the result is the high one
         return lambda g: chosen(mask, g)
 
     def above() -> Pull:
         mask = a > high
+        if low is not None:
+            mask = mask | (low > high)
         return lambda g: chosen(mask, g)
 
     return lambda: scaled(a, inside()), lambda: scaled(low, below()), lambda: scaled(high, above())

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from gradreduce.autodiff.array_methods import index_into
-from gradreduce.autodiff.tape import COMPOSED, RULES, Maker, Pull, no_rule
+from gradreduce.autodiff.refusals import no_rule
+from gradreduce.autodiff.tables import COMPOSED, RULES, VIEWS, Maker, Pull
 from gradreduce.errors import InvalidArgumentError
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import host_array
@@ -46,7 +47,7 @@ def embedding_lookup(params: Any, ids: Any) -> Any:
         TypeError: ``ids`` are not integers.
         InvalidArgumentError: (a ``ValueError``) one is negative or not below the number of rows.
     """
-    rows = _on_host(ids)
+    rows = np.asarray(_on_host(ids))
     if rows.dtype.kind not in "iu":
         raise TypeError(f"ids must be integers, got {rows.dtype}")
     num_rows = params.shape[0]
@@ -98,7 +99,7 @@ def _on_host(index: Any) -> Any:
         return tuple(_on_host(each) for each in index)
     if isinstance(index, _BASIC):
         return index
-    places = np.asarray(host_array(index))
+    places = np.asarray(host_array([*index] if isinstance(index, range) else index))
     return places if places.size or places.dtype == bool else places.astype(np.int64)
 
 
@@ -133,7 +134,7 @@ def _rows(values: Any, rows: Any, shape: Shape) -> Any:
 
 def _embedding_lookup(out: Any, params: Any, ids: Any) -> tuple[Maker]:
     shape = shape_of(params)
-    return (lambda: _gathered(shape, _on_host(ids)),)
+    return (lambda: _gathered(shape, np.asarray(_on_host(ids))),)
 
 
 def _take(
@@ -166,7 +167,11 @@ def _take_along_axis(arr: Any, indices: Any, axis: int | None = -1) -> Any:
         raise no_rule("np.take_along_axis(..., axis=None)")
     along = normalized(axis, arr.ndim)
     places = np.asarray(host_array(indices))
-    grid = list(np.ogrid[tuple(slice(extent) for extent in places.shape)])
+    if places.ndim != arr.ndim:
+        raise ValueError("`indices` and `arr` must have the same number of dimensions")
+    if places.dtype.kind not in "iu":
+        raise IndexError("`indices` must be an integer array")
+    grid = list(np.ogrid[tuple(slice(extent) for extent in arr.shape)])  # either is broadcast
     grid[along] = places
     return arr[tuple(grid)]
 
@@ -177,3 +182,4 @@ RULES[rows_added] = _rows_added
 RULES[embedding_lookup] = _embedding_lookup
 RULES[np.take] = _take
 COMPOSED[np.take_along_axis] = _take_along_axis
+VIEWS.add(index_into)

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from gradreduce.autodiff.tape import COMPOSED, RULES, Maker, no_rule
+from gradreduce.autodiff.refusals import no_rule
+from gradreduce.autodiff.tables import COMPOSED, RULES, Maker
 
 from .broadcast import like, normalized, shape_of
 

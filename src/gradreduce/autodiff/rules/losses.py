@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gradreduce.autodiff.array_methods import astype
-from gradreduce.autodiff.tape import RULES, Maker, Pull
+from gradreduce.autodiff.tables import RULES, Maker, Pull
 from gradreduce.errors import InvalidArgumentError
 from gradreduce.loss_context import traceable
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from gradreduce.autodiff.array_methods import astype
-from gradreduce.autodiff.tape import COMPOSED, CONSTANT, RULES, Maker, Pull, no_rule
+from gradreduce.autodiff.refusals import no_rule
+from gradreduce.autodiff.tables import COMPOSED, CONSTANT, RULES, Maker, Pull
 
 from .broadcast import is_half, kept_shape, reduced_axes, shape_of, spread, widened
 from .elementwise import chosen
@@ -45,7 +46,7 @@ def _sum(
     initial: Any = None,
     where: Any = True,
 ) -> tuple[Maker]:
-    _only("sum", out=_out, where=where)  # initial is only added
+    _only("sum", where=where)  # initial is only added
     shape = shape_of(a)
     return (lambda: lambda g: spread(g, shape, axis),)
 
@@ -60,7 +61,7 @@ def _mean(
     *,
     where: Any = True,
 ) -> tuple[Maker]:
-    _only("mean", out=_out, where=where)
+    _only("mean", where=where)
     shape = shape_of(a)
     count = _num_reduced(shape, axis)
     return (lambda: lambda g: spread(_over(g, count), shape, axis),)
@@ -76,7 +77,7 @@ def _max(
     where: Any = True,
 ) -> tuple[Maker]:
     """Also of min. Equal largest ones share the gradient evenly, as in TensorFlow."""
-    _only("max", out=_out, initial=initial, where=where)
+    _only("max", initial=initial, where=where)
     kept = kept_shape(shape_of(a), axis)
 
     def make() -> Pull:
@@ -99,7 +100,7 @@ def _prod(
     where: Any = True,
 ) -> tuple[Maker]:
     """The product of the others: of those before it and those behind, without a division."""
-    _only("prod", out=_out, initial=initial, where=where)
+    _only("prod", initial=initial, where=where)
     shape = shape_of(a)
     axes = reduced_axes(axis, len(shape))
     order = [place for place in range(len(shape)) if place not in axes] + list(axes)
@@ -153,7 +154,7 @@ def _deviation(
         *,
         where: Any = True,
     ) -> tuple[Maker]:
-        _only(name, out=_out, where=where)
+        _only(name, where=where)
         shape = shape_of(a)
         count = max(_num_reduced(shape, axis) - ddof, 0)
         axes = reduced_axes(axis, len(shape))
@@ -175,7 +176,6 @@ def _of_std(out: Any) -> Callable[[Any, float], Any]:
 def _cumsum(
     out: Any, a: Any, axis: Any = None, dtype: Any = None, _out: Any = None
 ) -> tuple[Maker]:
-    _only("cumsum", out=_out)
     shape = shape_of(a)
     along = 0 if axis is None else axis
 
@@ -187,7 +187,8 @@ def _cumsum(
 
 
 def _norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
-    if ord is not None and not (ord == 2 and (isinstance(axis, int) or x.ndim == 1)):
+    of_vectors = x.ndim == 1 if axis is None else np.size(axis) == 1
+    if ord is not None and not (ord == 2 and of_vectors):
         raise no_rule(f"np.linalg.norm(..., ord={ord!r})")
     return np.sqrt(np.sum(np.square(x), axis=axis, keepdims=keepdims))
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from gradreduce.aggregate import accumulate_n, add_n, aggregate
-from gradreduce.autodiff.tape import COMPOSED, RULES, Maker, no_rule
+from gradreduce.autodiff.refusals import no_rule
+from gradreduce.autodiff.tables import COMPOSED, JOINS, RULES, VIEWS, Maker, Pull
 
 from .broadcast import like, normalized, shape_of
 
@@ -55,7 +56,9 @@ def _concatenate(
 ) -> tuple[Maker]:
     shapes = [shape_of(array) for array in arrays]
 
-    def maker(item: int) -> Any:
+    def maker(item: int | None = None) -> Any:
+        if item is None:
+            return _of_rows([maker(row) for row in range(len(shapes))])
         shape = shapes[item]
         if axis is None:
             start = sum(int(np.prod(each)) for each in shapes[:item])
@@ -71,7 +74,19 @@ def _concatenate(
 
 def _stack(out: Any, arrays: Sequence[Any], axis: int = 0, _out: Any = None) -> tuple[Maker]:
     along = normalized(axis, len(out.shape))
-    return (lambda item: lambda g: g[(slice(None),) * along + (item,)],)
+
+    def maker(item: int | None = None) -> Any:
+        if item is None:
+            return lambda g: np.moveaxis(g, along, 0)
+        part = (slice(None),) * along + (item,)
+        return lambda g: g[part]
+
+    return (maker,)
+
+
+def _of_rows(pulls: Sequence[Pull]) -> Pull:
+    """That of an array whose rows were joined, as the elements of a list are."""
+    return lambda g: np.stack([pull(g) for pull in pulls])
 
 
 def _repeat(a: Any, repeats: Any, axis: int | None = None) -> Any:
@@ -89,7 +104,7 @@ def _repeat(a: Any, repeats: Any, axis: int | None = None) -> Any:
 
 
 def _tile(A: Any, reps: Any) -> Any:  # NumPy's name
-    times = [int(each) for each in (reps if isinstance(reps, Sequence) else (reps,))]
+    times = [int(each) for each in np.ravel(reps)]
     shape = [1] * (len(times) - A.ndim) + list(A.shape)
     times = [1] * (len(shape) - len(times)) + times
     inner = [each for extent in shape for each in (1, extent)]
@@ -120,19 +135,23 @@ def _column_stack(tup: Sequence[Any]) -> Any:
 def _split(ary: Any, indices_or_sections: Any, axis: int = 0) -> list[Any]:
     along = normalized(axis, ary.ndim)
     extent = ary.shape[along]
-    if isinstance(indices_or_sections, int):
-        if extent % indices_or_sections:
+    if not np.ndim(indices_or_sections):
+        sections = int(indices_or_sections)
+        if extent % sections:
             raise ValueError("array split does not result in an equal division")
-        step = extent // indices_or_sections
-        cuts = [step * place for place in range(1, indices_or_sections)]
+        cuts = [extent // sections * place for place in range(1, sections)]
     else:
         cuts = [int(each) for each in indices_or_sections]
     ends = zip([0, *cuts], [*cuts, extent], strict=True)
     return [ary[(slice(None),) * along + (slice(start, stop),)] for start, stop in ends]
 
 
-def _sum_of(out: Any, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Maker]:
+def _sum_of(
+    out: Any, inputs: Sequence[Any], *args: Any, as_kind: str | None = None, **kwargs: Any
+) -> tuple[Maker]:
     """Of ``add_n`` and its like: each term has the whole gradient."""
+    if as_kind not in (None, "numpy", "cupy"):
+        raise no_rule(f"a sum of terms as_kind={as_kind!r}")
     return (lambda item: lambda g: g,)
 
 
@@ -163,6 +182,11 @@ RULES[np.broadcast_to] = _broadcast_to
 RULES[np.concatenate] = _concatenate
 RULES[np.stack] = _stack
 RULES[add_n] = RULES[accumulate_n] = RULES[aggregate] = _sum_of
+JOINS |= {np.concatenate, np.stack, add_n, accumulate_n, aggregate}
+VIEWS |= {
+    np.reshape, np.ravel, np.expand_dims, np.squeeze, np.transpose, np.swapaxes, np.moveaxis,
+    np.flip,
+}  # fmt: skip
 COMPOSED.update(
     {
         np.repeat: _repeat,

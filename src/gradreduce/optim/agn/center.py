@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from gradreduce import ops
@@ -66,9 +66,11 @@ class AGNCenter:
         self._variables: dict[str, Variable] = {}
         self._slots: Slots | None = None
         self._rule = ""
+        self._kind: type[Optimizer] | None = None
         self._fault: str | None = None
         self._begun: set[int] = set()
         self._ended: set[int] = set()
+        self._unlocked, self._loading = 0, False  # pushes that run without locking; who waits
         self.getters: weakref.WeakSet[Any] = weakref.WeakSet()
         self._begins = threading.Condition(self._lock)
         self._lost: list[int] = []
@@ -142,12 +144,24 @@ class AGNCenter:
             ValueError: another format or rule, slots where no worker has made an
                 ``AGNOptimizer``, or an array of another shape or dtype.
         """
-        with self._lock:
+        with self._begins, self._alone():
             load = ready_center(self._rule, self._variables, self._slots, state)
             self.version += 1
             self._fault = "it was not loaded to the end"
             load()
             self._fault = None
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Inside, no push runs that does not lock either; they wait. The caller holds the lock."""
+        self._begins.wait_for(lambda: not self._loading)
+        self._loading = True
+        try:
+            self._begins.wait_for(lambda: not self._unlocked)
+            yield
+        finally:
+            self._loading = False
+            self._begins.notify_all()
 
     # -- what getters and optimizers ask ----------------------------------------------------------
 
@@ -192,17 +206,19 @@ class AGNCenter:
             ValueError: one of another class, or with other slots or masters.
         """
         with self._lock:
-            rule, own = type(optimizer).__name__, optimizer._slots
+            kind, own = type(optimizer), optimizer._slots
+            rule = kind.__name__
             if self._slots is None:
-                self._rule = rule
+                self._rule, self._kind = rule, kind
                 dtype = "float32" if own.has_masters else None
                 self._slots = Slots(own.owner, own.names, dtype)
-            elif (rule, own.names, own.has_masters) != (
-                self._rule, self._slots.names, self._slots.has_masters
+            elif (kind, own.names, own.has_masters) != (
+                self._kind, self._slots.names, self._slots.has_masters
             ):  # fmt: skip
                 raise ValueError(
                     f"the centre is updated by {self._rule} with slots {list(self._slots.names)}"
-                    f"{' and masters' if self._slots.has_masters else ''}; a worker brings {rule} "
+                    f"{' and masters' if self._slots.has_masters else ''}; a worker brings "
+                    f"{'another ' if rule == self._rule and kind is not self._kind else ''}{rule} "
                     f"with {list(own.names)}{' and masters' if own.has_masters else ''}"
                 )
             return self._slots
@@ -234,8 +250,20 @@ class AGNCenter:
             return self._slots.all() if self._slots else []
 
     def pushing(self, *, use_locking: bool) -> AbstractContextManager[object]:
-        """Inside, with locking, no other worker pushes, updates or pulls."""
-        return self._lock if use_locking else nullcontext()
+        """Inside, the centre is not loaded; with locking, no other worker pushes or pulls."""
+        return self._lock if use_locking else self._among_others()
+
+    @contextmanager
+    def _among_others(self) -> Iterator[None]:
+        with self._begins:
+            self._begins.wait_for(lambda: not self._loading)
+            self._unlocked += 1
+        try:
+            yield
+        finally:
+            with self._begins:
+                self._unlocked -= 1
+                self._begins.notify_all()
 
     def check_usable(self, version: int | None = None) -> None:
         """Raises ``CollectiveError`` if a push failed half way.
@@ -266,12 +294,11 @@ class AGNCenter:
             self._begins.notify_all()
 
     def end(self, task_index: int) -> None:
-        """A worker has done its work. When all have that began, the next to come are others."""
+        """A worker is done, or lost. When all are that began, the next to come are others."""
         with self._lock:
             self._ended.add(task_index)
-            if self._ended >= self._begun:
-                self._begun.clear()
-                self._ended.clear()
+            if self._ended >= self._begun:  # who still waits goes on looking at the old ones
+                self._begun, self._ended = set(), set()
 
     def _found(self, task_index: int) -> None:
         with self._lock:
@@ -279,14 +306,15 @@ class AGNCenter:
                 self._lost.remove(task_index)
 
     def wait_for(self, num_worker: int, timeout: float) -> None:
-        """Blocks until so many different workers have begun.
+        """Blocks until so many different workers have begun, one that was lost since included.
 
         Raises:
             DeadlineExceededError: naming who is missing.
         """
         with self._begins:
-            self._begins.wait_for(lambda: len(self._begun) >= num_worker, timeout)
-            begun = sorted(self._begun)
+            here = self._begun
+            self._begins.wait_for(lambda: len(here) >= num_worker, timeout)
+            begun = sorted(here)
         if len(begun) < num_worker:
             missing = [task for task in range(num_worker) if task not in begun]
             raise DeadlineExceededError(
@@ -300,10 +328,10 @@ class AGNCenter:
             if task_index in self._lost:
                 return
             self._lost.append(task_index)
-            self._begun.discard(task_index)  # who waits does not count it any more
+            self.end(task_index)
         _log.warning(
             "worker %d was lost, the others go on: %s: %s",
-            task_index, type(error).__name__, error,
+            task_index, type(error).__name__, str(error),  # not itself: a record may be kept
         )  # fmt: skip
 
 

@@ -14,8 +14,8 @@ __all__ = ["AGNHook"]
 class AGNHook:
     """Around a worker's training: a context manager, in which the worker is one of a centre.
 
-    Entering is ``begin`` and ``after_create_session``. An exception that leaves it passes on, and
-    the centre counts the worker among its ``lost_workers``.
+    Entering is ``begin`` and ``after_create_session``; leaving is ``end``. An exception that leaves
+    it passes on, and the centre counts the worker among its ``lost_workers``.
 
     Args:
         center: of the worker.
@@ -55,6 +55,14 @@ class AGNHook:
             self._center.wait_for(self._num_worker, self._timeout)
         self._start()
 
+    def end(self, session: Any = None) -> None:
+        """The worker is done. When all are, those who begin are of another training.
+
+        Args:
+            session: ignored; TensorFlow's.
+        """
+        self._center.end(self._task)
+
     def __enter__(self) -> Self:
         self.begin()
         try:
@@ -72,4 +80,4 @@ class AGNHook:
     ) -> None:
         if error is not None:
             self._center.lose(self._task, error)
-        self._center.end(self._task)
+        self.end()

@@ -112,8 +112,12 @@ class Step(Protocol):
     def sums(self) -> dict[Member, Buffer | SparseSum]:
         """Where the sum of each variable lies, on its first device, when it is launched."""
 
-    def launch(self) -> None:
-        """All of it; all variables are changed, or their devices are lost."""
+    def launch(self, then: Callable[[], None]) -> None:
+        """All of it; all variables are changed and counted, or their devices are lost.
+
+        Args:
+            then: counts; Ctrl-C before it is one half way.
+        """
 
 
 def is_planned(gradients: Sequence[Part], plan: LocalPlan) -> TypeGuard[Sequence[Buffer]]:
@@ -143,7 +147,7 @@ class DenseStep:
         """See ``Step``."""
         return {member: member.total.memory[0] for member in self._plan.members}
 
-    def launch(self) -> None:
+    def launch(self, then: Callable[[], None]) -> None:
         """See ``Step``."""
         plan, given = self._plan, (int(bool(self._plan.first)), *self._scalars)
         kernel = plan.kernel
@@ -152,7 +156,8 @@ class DenseStep:
         with fabric.launch_lock, fabric.whole_or_lost(plan.devices):
             for job, writer in zip(self._jobs, plan.writers, strict=True):
                 job.run(by_kernel(kernel, given, writer))
-        plan.added()
+            plan.added()
+            then()
 
 
 def mixed(members: Sequence[Member], gradients: Sequence[Near]) -> list[Near | None]:
@@ -241,7 +246,7 @@ class LocalStep:
         dense = {member: member.total.memory[0] for member in self._dense}
         return dense | {member: total for member, total in rows.items() if total is not None}
 
-    def launch(self) -> None:
+    def launch(self, then: Callable[[], None]) -> None:
         """See ``Step``."""
         fabric = self.devices[0].fabric
         with fabric.launch_lock, fabric.whole_or_lost(self.devices):
@@ -249,12 +254,13 @@ class LocalStep:
                 launch()
             self._additions.launch_apart()
             self._additions.launch_in_place()
-        for member in self._dense:
-            member.total.added()
-        for state, place, total in self._additions.totals():
-            state.totals[place] = total
-        for member, arrival in self._sparse:
-            member.total.added_rows(arrival.state)
+            for member in self._dense:
+                member.total.added()
+            for state, place, total in self._additions.totals():
+                state.totals[place] = total
+            for member, arrival in self._sparse:
+                member.total.added_rows(arrival.state)
+            then()
 
 
 def _launches(

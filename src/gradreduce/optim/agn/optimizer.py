@@ -64,8 +64,8 @@ class AGNOptimizer(Optimizer):
 
     Raises:
         ValueError: a period or ``num_worker`` less than 1, a ``distance_scale`` that is not above
-            0, an empty name, a rule that is not that of the centre's other workers, or a getter or
-            inner optimizer of another AGNOptimizer.
+            0 (1.2e-38, as a float32 is), an empty name, a rule that is not that of the centre's
+            other workers, or a getter or inner optimizer of another AGNOptimizer.
         TypeError: an argument of another type.
     """
 
@@ -92,8 +92,10 @@ class AGNOptimizer(Optimizer):
         period = as_count("communication_period", communication_period, least=1)
         how = How(period, bool(use_locking), _as_scale(distance_scale), name)
         self._worker = Worker(optimizer, custom_getter, how, resets=bool(reset_momentum))
+        _check_free(custom_getter, optimizer)
         self._center.join(optimizer)
-        _claim(self, custom_getter, optimizer)
+        for owned in (custom_getter, optimizer):
+            _owners[owned] = weakref.ref(self)
 
     # -- members ----------------------------------------------------------------------------------
 
@@ -155,7 +157,9 @@ class AGNOptimizer(Optimizer):
             CollectiveError: the centre refuses pushes, because one failed half way.
 
         What is refused has changed nothing. If a communication fails before it has changed the
-        centre, the local step was made, and the next call makes up for the push before its own.
+        centre, the local step was made, and the next call makes up for the push before its own,
+        which may be refused then. Ctrl-C in the middle of a step loses the worker's devices, and in
+        the middle of a push makes the centre refuse others: nothing is done twice.
         """
         seconds = as_deadline(deadline)
         gradients, variables = checked_pairs(grads_and_vars)
@@ -254,7 +258,7 @@ class AGNOptimizer(Optimizer):
 _owners: weakref.WeakKeyDictionary[Any, weakref.ref[AGNOptimizer]] = weakref.WeakKeyDictionary()
 
 
-def _claim(owner: AGNOptimizer, *owned: Any) -> None:
+def _check_free(*owned: Any) -> None:
     for each in owned:
         known = _owners.get(each)
         if known is not None and known() is not None:
@@ -262,16 +266,17 @@ def _claim(owner: AGNOptimizer, *owned: Any) -> None:
                 f"{each!r} belongs to another AGNOptimizer: a worker has a getter, an inner "
                 "optimizer and an AGNOptimizer of its own"
             )
-    for each in owned:
-        _owners[each] = weakref.ref(owner)
 
 
 def _check_counts(global_step: Variable) -> None:
-    """It is added to when the communication is done: what would be refused then is refused now."""
+    """It is added to when a communication is done: what would be refused then is refused now."""
     if isinstance(global_step, Lazy):
         raise ValueError(f"global_step={global_step!r} is only to be read")
     for device in global_step.devices:
         device.fabric.check_usable(device)
+
+
+_LEAST = 2.0**-126  # the smallest normal float32, which the kernel divides by
 
 
 def _as_scale(distance_scale: float | None) -> float | None:
@@ -279,6 +284,8 @@ def _as_scale(distance_scale: float | None) -> float | None:
         return None
     if not isinstance(distance_scale, Real):
         raise TypeError(f"distance_scale={distance_scale!r} must be a number, or None")
-    if not distance_scale > 0:
-        raise ValueError(f"distance_scale={distance_scale!r} must be above 0, or None")
+    if not distance_scale >= _LEAST:
+        raise ValueError(
+            f"distance_scale={distance_scale!r} must be above 0 (at least {_LEAST:.2g}), or None"
+        )
     return float(distance_scale)

@@ -139,6 +139,7 @@ class Push:
         self.members, self._places = list(sums), list(sums.values())
         self._version, self._mine = center.version, optimizer._slots.by_name
         self._center, self._optimizer, self._how = center, optimizer, how
+        self._kernel = optimizer._kernel
         center.prepare(optimizer, [member.center for member in sums])  # a checkpoint had none
         self._slots = center.join(optimizer)
         self._pulled = pulled
@@ -297,14 +298,17 @@ class Push:
             return False
         if self._optimizer._slots.by_name is not self._mine:
             return False
+        if self._optimizer._kernel is not self._kernel:  # momentum may have become Nesterov's
+            return False
         pairs = zip(self._places, sums.values(), strict=False)
         return len(sums) == len(self._places) and all([one is two for one, two in pairs])
 
-    def run(self, scalars: Sequence[float]) -> None:
+    def run(self, scalars: Sequence[float], then: Callable[[], None]) -> None:
         """All of it. A failure before the centre is changed has changed nothing.
 
         Args:
             scalars: of the rule.
+            then: what the worker makes of it; Ctrl-C before that is done is a failure half way.
 
         Raises:
             CollectiveError: the centre is half updated, by an earlier push.
@@ -324,9 +328,9 @@ class Push:
                 job.begin()
                 rule = changed_by(self._optimizer._apply, self._optimizer._slot_names, job)
                 visit.updates.append(partial(_end, job, rule))
-            self._launch(tuple(scalars))
+            self._launch(tuple(scalars), then)
 
-    def _launch(self, scalars: tuple[float, ...]) -> None:
+    def _launch(self, scalars: tuple[float, ...], then: Callable[[], None]) -> None:
         fabric = self._center.devices[0].fabric
         failed = partial(self._center.half_pushed, self._how.task)
         steps = [self._visits] if self._how.use_locking else [[each] for each in self._visits]
@@ -339,6 +343,7 @@ class Push:
                         stack.enter_context(fabric.half_way(failed))
                     for visit in visits:
                         _updated(visit, scalars)
+            then()
 
 
 def _end(job: Job, rule: Rule, scalars: tuple[float, ...]) -> None:

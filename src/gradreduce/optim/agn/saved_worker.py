@@ -33,6 +33,7 @@ from .saved import assign, check_format, checked_values, placed
 __all__ = ["Kept", "load_worker", "saved_worker"]
 
 _WORKER = "gradreduce AGN worker 1"
+_MOST_STEPS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,9 @@ def load_worker(
             f"state['pulled'] has no {unknown}, which state has sums of: it is of a worker without "
             "distance_scale"
         )
-    step = as_count("state['local_step']", plain(state["local_step"]), least=0)
-    is_due = bool(plain(state["is_due"]))
+    step, is_due = _checked_counts(state)
+    if is_due and not sums and not rows:
+        raise ValueError("state['is_due'] is true, but there are no sums to push")
     given = checked_state(
         type(inner).__name__, inner._slots, list(variables.values()), state["optimizer"]
     )
@@ -132,6 +134,17 @@ def load_worker(
     for name, member in owners.items():
         member.total.become(sums.get(name), rows.get(name))
     return Kept(step, is_due, kept)
+
+
+def _checked_counts(state: Mapping[str, Any]) -> tuple[int, bool]:
+    """Its local step, and whether a push is due."""
+    step = as_count("state['local_step']", plain(state["local_step"]), least=0)
+    if step > _MOST_STEPS:
+        raise ValueError(f"state['local_step'] is {step}, more than an int32 holds")
+    is_due = plain(state["is_due"])
+    if not isinstance(is_due, bool):
+        raise TypeError(f"state['is_due'] is {is_due!r}, no bool")
+    return step, is_due
 
 
 def _checked_rows(given: Any, variables: Mapping[str, Variable]) -> dict[str, IndexedSlices]:

@@ -6,14 +6,17 @@ dense gradients of the same variables is worked out once, and so is a push that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradreduce import ops
 from gradreduce.device import Buffer, clear, copy_over, due
-from gradreduce.optim.arrivals import Near, check_apart
+from gradreduce.loss_context import check_unread
+from gradreduce.optim.arrivals import Near, check_apart, ready_count
 from gradreduce.optim.base import Optimizer
+from gradreduce.optim.slots import MASTER
 from gradreduce.values import Part
 from gradreduce.variables import Variable
 
@@ -25,6 +28,22 @@ from .push import How, Push, Sum
 from .saved_worker import Kept
 
 __all__ = ["Worker"]
+
+
+class _Next(NamedTuple):
+    """What a push takes and leaves, beside memory.
+
+    Attributes:
+        scalars: of the rule.
+        numbers: the inner optimizer's afterwards.
+        global_step: that counts it, or None.
+        counted: counts it; has all that may fail behind it.
+    """
+
+    scalars: tuple[float, ...]
+    numbers: dict[str, float]
+    global_step: Variable | None
+    counted: Callable[[], None]
 
 
 class Worker:
@@ -52,7 +71,7 @@ class Worker:
         self.pulled: dict[Variable, Variable] = {}
         self._local: LocalPlan | None = None  # of the last dense step
         self._push: Push | None = None  # the next one, or the last, if that may be run again
-        self._next: tuple[tuple[float, ...], dict[str, float]] = ((), {})  # for the next push
+        self._next = _Next((), {}, None, ready_count(None))  # for the next push
 
     def apply(
         self,
@@ -80,12 +99,12 @@ class Worker:
                 self._make_up(global_step)
             self._inner._check_numbers()
             if plan is None:
-                self._first_step(members, parts)
+                self._first_step(members, parts, global_step)
             else:
-                self._step_by(members, parts, plan)
+                self._step_by(members, parts, plan, global_step)
             communicates = self.is_due
             if communicates:
-                self._communicate(global_step)
+                self._communicate()
         return makes_up or communicates
 
     @property
@@ -127,13 +146,19 @@ class Worker:
         copies = [copy for each in kept for copy in each.buffers]
         return copies + [copy for member in members for copy in member.total.allocated]
 
-    def _first_step(self, members: Sequence[Member], parts: Sequence[Part]) -> None:
+    def _first_step(
+        self, members: Sequence[Member], parts: Sequence[Part], global_step: Variable | None
+    ) -> None:
         """Of these variables, which may have no slots yet; none that fails leaves some behind."""
         with self._inner._slots.kept_if_done():
-            self._local = self._step_by(members, parts, None) or self._local
+            self._local = self._step_by(members, parts, None, global_step) or self._local
 
     def _step_by(
-        self, members: Sequence[Member], parts: Sequence[Part], plan: LocalPlan | None
+        self,
+        members: Sequence[Member],
+        parts: Sequence[Part],
+        plan: LocalPlan | None,
+        global_step: Variable | None,
     ) -> LocalPlan | None:
         """A local step, and before it all that may fail of the communication that is due then.
 
@@ -150,7 +175,7 @@ class Worker:
             step = self._local_step(members, parts, plan, scalars)
             is_due = not (self.step.value + 1) % self._how.period
             if is_due:
-                self._plan_push(self._held() | step.sums())
+                self._plan_push(self._held() | step.sums(), global_step)
             if plan is None and isinstance(step, LocalStep) and step.is_dense:
                 others = self._written_besides(members)
                 planned = LocalPlan(inner, members, others, self._center.version)
@@ -160,10 +185,14 @@ class Worker:
             raise
         finally:
             inner._load_numbers(before)
-        step.launch()
-        inner._load_numbers(numbers)
-        self.step.value += 1
-        self.is_due = is_due
+
+        def count() -> None:
+            inner._slots.keep()
+            inner._load_numbers(numbers)
+            self.step.value += 1
+            self.is_due = is_due
+
+        step.launch(count)
         return planned
 
     def prepare(self, members: Sequence[Member]) -> None:
@@ -204,41 +233,43 @@ class Worker:
             if not member.total.is_empty
         }
 
-    def _plan_push(self, sums: Mapping[Member, Sum]) -> None:
+    def _plan_push(self, sums: Mapping[Member, Sum], global_step: Variable | None) -> None:
         """Of these; ``_communicate`` runs it."""
+        check_unread([var for member in sums for var in (member.local, member.center)])
         if self._push is None or not self._push.serves(sums, self._how):
             self._push = Push(self._center, self._inner, sums, self.pulled, self._how)
-        self._next = self._scalars_of_next()
+        self._next = _Next(*self._scalars_of_next(), global_step, ready_count(global_step))
 
     def _make_up(self, global_step: Variable | None) -> None:
         """The push that has failed."""
         before = self._inner._saved_numbers()
         try:
-            self._plan_push(self._held())
+            self._plan_push(self._held(), global_step)
         finally:
             self._inner._load_numbers(before)
-        self._communicate(global_step)
+        self._communicate()
 
-    def _communicate(self, global_step: Variable | None) -> None:
+    def _communicate(self) -> None:
         """What is planned."""
-        push, (scalars, numbers) = self._push, self._next
+        push, following = self._push, self._next
         assert push is not None
         try:
-            push.run(scalars)
+            push.run(following.scalars, partial(self._pushed, push, following))
         except PassedError:  # the centre was loaded meanwhile: another push, of the same sums
             self._push = None
-            self._make_up(global_step)
-            return
+            self._make_up(following.global_step)
+
+    def _pushed(self, push: Push, following: _Next) -> None:
+        """It was launched: all that makes it one push."""
         self.is_due = False
-        self._inner._load_numbers(numbers)
+        self._inner._load_numbers(following.numbers)
         for member in push.members:
             member.total.cleared()
         if not push.is_kept:
             self._push = None
         if self._resets:
             self._reset([member.local for member in push.members])
-        if global_step is not None:
-            global_step.assign_add(1)
+        following.counted()
 
     def _reset(self, variables: Sequence[Variable]) -> None:
         """Momentum of these is zero."""
@@ -250,19 +281,34 @@ class Worker:
     def start(self) -> None:
         """The worker is where the centre is, and has accumulated nothing."""
         members = self._getter.members
+        check_unread([member.local for member in members])
         fabric = self._center.devices[0].fabric  # whose launch lock each push holds, at least
-        with self._center.pushing(use_locking=self._how.use_locking), fabric.launch_lock:
+        with self._center.pushing(use_locking=self._how.use_locking):
             self._center.check_usable()
-            for member in members:
-                (center,) = member.center.buffers
-                for copy in member.local.buffers:
-                    copy_over(copy.device, copy, center)
+            masters = [self._masters(member) for member in members]  # before the second lock
+            with fabric.launch_lock:
+                for member, (theirs, mine) in zip(members, masters, strict=True):
+                    _copy_everywhere(member.center, member.local)
+                    self._inner._slots.follow(member.local)
+                    if theirs is not None and mine is not None:
+                        _copy_everywhere(theirs, mine)
         for member in members:
             member.total.cleared()
-            self._inner._slots.follow(member.local)
             if member.local in self.pulled:
                 self.pulled[member.local].assign(member.local.buffers[0])
         self.is_due = False
+
+    def _masters(self, member: Member) -> tuple[Variable | None, Variable | None]:
+        """At the centre and here, if there are."""
+        theirs = self._center.slot(member.center, MASTER)
+        return theirs, self._inner.get_slot(member.local, MASTER)
+
+
+def _copy_everywhere(center: Variable, local: Variable) -> None:
+    """What is at the centre, to each copy at a worker."""
+    (source,) = center.buffers
+    for copy in local.buffers:
+        copy_over(copy.device, copy, source)
 
 
 def _by_variable(members: Sequence[Member], parts: Sequence[Part]) -> list[Near]:

@@ -1,0 +1,99 @@
+"""Where a slope is a matter of choice, or a rule could meet infinity, NaN or a class too many."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+from gradreduce.errors import InvalidArgumentError
+
+DESCENT = gr.GradientDescentOptimizer(1.0)
+
+
+def gradients(loss, *args, **options):
+    return [gradient for gradient, _ in DESCENT.compute_gradients(loss, *args, **options)]
+
+
+def test_ties(v):
+    assert gradients(lambda: np.sum(np.maximum(v, v * 1)))[0].tolist() == [1.0] * 3
+    assert gradients(lambda: np.sum(np.minimum(2.0, v)))[0].tolist() == [1.0, 0.0, 0.0]
+    assert gradients(lambda: np.sum(np.clip(v, 1, 3)))[0].tolist() == [1.0] * 3, "the ends too"
+    assert gradients(lambda: np.max(v * 0))[0].tolist() == [0.0] * 3
+    assert gradients(lambda: np.max(np.minimum(v, 2)))[0].tolist() == [0.0, 0.5, 0.0]
+    assert gradients(lambda: np.sum(gr.autodiff.relu(v - 2)))[0].tolist() == [0.0, 0.0, 1.0]
+    assert gradients(lambda: np.std(v * 0))[0].tolist() == [0.0] * 3
+    assert gradients(lambda: np.prod(v - 1))[0].tolist() == [2.0, 0.0, 0.0]
+    assert gradients(lambda: np.prod((v - 1) * (v - 2)))[0].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_beside_a_nan_the_number_has_the_gradient(mesh, v):
+    holes = gr.Variable([np.nan, 2.5, np.nan], dtype="float32", device=mesh)
+    for do in (np.fmax, np.fmin):
+        for swapped in (False, True):
+            loss = lambda do=do, x=(v, holes)[swapped], y=(holes, v)[swapped]: np.sum(do(x, y))  # noqa: E731
+            of_v, of_holes = gradients(loss, [v, holes])
+            second = float(do is np.fmin)  # of 2 and 2.5
+            assert of_v.tolist() == [1.0, second, 1.0]
+            assert of_holes.tolist() == [0.0, 1 - second, 0.0]
+    found = gradients(lambda: np.sum(np.fmax(np.float32([np.nan, 5, np.nan]), v)))
+    assert found[0].tolist() == [1.0, 0.0, 1.0]
+    assert gradients(lambda: np.sum(np.fmin(v, np.nan)))[0].tolist() == [1.0] * 3
+
+
+def test_ends_in_the_other_order_clip_to_the_high_one(v, mesh):
+    low = gr.Variable([1.5] * 3, dtype="float32", device=mesh)
+    high = gr.Variable([2.5, 1.0, 1.0], dtype="float32", device=mesh)
+    assert np.clip(v, low, high).tolist() == [1.5, 1.0, 1.0]
+    for loss, wanted in [
+        (lambda: np.clip(v, low, high), [[0, 0, 0], [1, 0, 0], [0, 1, 1]]),
+        (lambda: np.clip(v, low, 1.0), [[0, 0, 0], [0, 0, 0], None]),
+        (lambda: np.clip(v, 3.0, high), [[0, 0, 0], None, [1, 1, 1]]),
+        (lambda: np.clip(v, [0, 2.5, 0], high), [[1, 0, 0], None, [0, 1, 1]]),
+        (lambda: np.clip(v, low, [2, 1, 9]), [[0, 0, 1], [1, 0, 0], None]),
+    ]:
+        found = gradients(loss, [v, low, high])
+        assert [each if each is None else each.tolist() for each in found] == wanted
+
+
+def test_corners_without_nan(mesh, v):
+    infinite = [np.inf] * 3
+    assert gradients(lambda: np.maximum(v, 2.5), grad_loss=infinite)[0].tolist() == [0, 0, np.inf]
+    assert gradients(lambda: np.sum((v - 1) ** 0))[0].tolist() == [0.0] * 3
+    assert gradients(lambda: np.sum((v - 1) ** np.float32([0, 0, 2])))[0].tolist() == [0, 0, 4]
+    exponents = gradients(lambda: np.sum(np.float32([0, 1, 0]) ** v))
+    assert exponents[0].tolist() == [0.0] * 3
+    assert gradients(lambda: np.sum(0**v))[0].tolist() == [0.0] * 3
+    assert gradients(lambda: np.sum((-2.0) ** v))[0].tolist() == [0.0] * 3
+    assert gradients(lambda: np.sum(np.float32([-2, 1, -1]) ** v))[0].tolist() == [0.0] * 3
+    many = gr.Variable(np.zeros(70_000), dtype="float16", device=mesh)
+    (found,) = gradients(lambda: np.mean(many))
+    assert (found == np.float16(1 / 70_000)).all()
+    logits = gr.Variable([-np.inf, 0.0], dtype="float32", device=mesh)
+    loss = lambda: gr.autodiff.softmax_cross_entropy(logits, np.array(1))  # noqa: E731
+    assert (float(loss()), gradients(loss)[0].tolist()) == (0.0, [0.0, 0.0])
+
+
+def test_functions_of_ours_do_not_overflow(mesh):
+    x = gr.Variable([1000.0, -1000.0, 0.0], dtype="float32", device=mesh)
+    assert gradients(lambda: gr.autodiff.logsumexp(x))[0].tolist() == [1.0, 0.0, 0.0]
+    assert gr.autodiff.sigmoid(x).tolist() == [1.0, 0.0, 0.5]
+    assert gradients(lambda: np.sum(gr.autodiff.sigmoid(x)))[0].tolist() == [0.0, 0.0, 0.25]
+    (found,) = gradients(lambda: gr.autodiff.softmax_cross_entropy(x, np.array(1)))
+    assert found.tolist() == [1.0, -1.0, 0.0]
+    assert gr.autodiff.logsumexp(np.float32([-np.inf, -np.inf])) == -np.inf
+    assert gr.autodiff.logsumexp(np.zeros((2, 3), "f"), axis=(0, -1)).dtype == np.float32
+    for labels in (np.zeros(2, int), np.zeros(2)):
+        with pytest.raises(ValueError, match="labels"):
+            gr.autodiff.softmax_cross_entropy(x, labels)
+
+
+def test_labels_may_be_a_list_and_name_a_class(w):
+    loss = lambda labels: gr.autodiff.softmax_cross_entropy(w, labels)  # noqa: E731
+    for labels in ([0, 1, 0], [[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]):
+        wanted = gradients(lambda labels=labels: loss(np.array(labels)))[0]
+        assert gradients(lambda labels=labels: loss(labels))[0].tolist() == wanted.tolist()
+    for labels in ([0, 1, 2], np.array([0, 1, -1])):
+        for do in (loss, lambda labels: gradients(lambda: loss(labels))):
+            with pytest.raises(InvalidArgumentError, match=r"labels from .* of 2 classes"):
+                do(labels)

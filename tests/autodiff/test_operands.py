@@ -1,0 +1,118 @@
+"""What an operand may be: no array of other arithmetic, and no result that loses a gradient."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+
+DESCENT = gr.GradientDescentOptimizer(1.0)
+MASKED = np.ma.masked_array(np.float32([1, 2, 3]), mask=[0, 1, 0])
+
+
+def gradients(loss, *args, **options):
+    return [gradient for gradient, _ in DESCENT.compute_gradients(loss, *args, **options)]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x: x * Fraction(1, 2),
+        lambda x: x * np.array([1, 2, 3], object),
+        lambda x: x.astype(object),
+        lambda x: np.where([True, False, True], x, Fraction(1, 2)),
+        lambda x: x.astype("m8[s]"),
+    ],
+)
+def test_a_result_of_objects_is_no_constant(v, loss):
+    with pytest.raises(NotImplementedError, match=r"as the dtype of its result.*PyTorch"):
+        gradients(lambda: np.sum(loss(v * 1)))
+
+
+@pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")  # of np.matrix
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x: np.einsum("ij,j->i", np.eye(3, dtype="f"), x) - MASKED,
+        lambda x: MASKED @ x,
+        lambda x: np.maximum(MASKED, x),
+        lambda x: np.where(x > MASKED, x, 0.0),
+        lambda x: np.where(MASKED > 1, x, 0.0),
+        lambda x: np.stack([x, MASKED]),
+        lambda x: x * [MASKED[0], MASKED[1], 2.0],
+        lambda x: np.clip(x, a_min=MASKED, a_max=3),
+        lambda x: np.dot(MASKED, x),
+        lambda x: x[MASKED > 1],
+        lambda x: gr.autodiff.softmax_cross_entropy(x, MASKED),
+        lambda x: np.matrix([[1.0, 2.0, 3.0]]) * x,
+        lambda x: x + np.matrix([[1.0, 2.0, 3.0]]),
+    ],
+)
+def test_a_masked_array_and_a_matrix_are_no_operands(v, loss):
+    with pytest.raises(TypeError, match=r"would lose its mask|np\.matrix is multiplied"):
+        gradients(lambda: np.sum(loss(v * 1)))
+
+
+def test_a_masked_seed_is_refused(v):
+    with pytest.raises(TypeError, match="mask"):
+        gradients(lambda: v * 1, grad_loss=MASKED)
+
+
+def test_numpys_masked_functions_raise(v):
+    for loss in (lambda x: MASKED * x, lambda x: MASKED - x, lambda x: np.ma.sum(x)):
+        with pytest.raises(TypeError, match="plain array"):
+            gradients(lambda loss=loss: np.sum(loss(v * 1)))
+
+
+def test_a_list_of_traced_values_is_an_operand_of_what_joins_alone(v):
+    assert gradients(lambda: np.sum(np.stack([v[0], v[1]]) * v[2]))[0].tolist() == [3.0, 3.0, 3.0]
+    for loss in (
+        lambda: v * [v[0], v[1], 1.0],
+        lambda: np.where([True, False], v[:2], (v[0], v[1])),
+    ):
+        with pytest.raises(NotImplementedError, match=r"np\.stack joins it"):
+            gradients(loss)
+    with pytest.raises(NotImplementedError, match="traced argument 5"):
+        gradients(lambda: np.sum(v * 1, None, None, None, False, v[0]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "wanted"),
+    [
+        (lambda x: np.power(x, [1, 2, 3]), [1, 4, 27]),
+        (lambda x: np.power((1, 1, 2), x)[:2], [0, 0, 0]),
+        (lambda x: np.tile(x, np.array([2, 2])), [4, 4, 4]),
+        (lambda x: np.split(x, np.int64(3))[1], [0, 1, 0]),
+        (lambda x: x[range(2)], [1, 1, 0]),
+        (lambda x: x.reshape(1, 3, order="C").flatten("C"), [1, 1, 1]),
+        (lambda x: x.astype("float64", copy=False) * x.item(1), [2, 2, 2]),
+        (lambda x: np.linalg.norm(x[None, :1], 2, axis=np.int64(1)), [1, 0, 0]),
+        (lambda x: np.linalg.norm(x[None, 2:], 2, axis=(1,)), [0, 0, 1]),
+    ],
+)
+def test_numbers_of_numpy_and_lists_are_arguments(v, loss, wanted):
+    assert gradients(lambda: np.sum(loss(v * 1)))[0].tolist() == wanted
+
+
+def test_a_single_row_is_looked_up_by_an_integer(v, w):
+    assert gr.embedding_lookup(w, 1).tolist() == [3.0, 4.0]
+    (rows,) = gradients(lambda: gr.embedding_lookup(w, 1))
+    assert (rows.indices.tolist(), rows.values.tolist()) == ([1], [[1.0, 1.0]])
+    assert gradients(lambda: gr.embedding_lookup(v * 1, (2, 0)))[0].tolist() == [1.0, 0.0, 1.0]
+    with pytest.raises(TypeError, match="integers"):
+        gr.embedding_lookup(w, 1.0)
+
+
+@pytest.mark.parametrize("do", [lambda x: x.flatten("F"), lambda x: x.ravel("K"),
+                                lambda x: x.reshape(-1, order="A")])  # fmt: skip
+def test_another_order_has_no_rule(w, do):
+    with pytest.raises(NotImplementedError, match=r"order=.*PyTorch"):
+        gradients(lambda: np.sum(do(w * 1)))
+
+
+def test_a_sum_as_another_kind_has_no_rule(v):
+    with pytest.raises(NotImplementedError, match="as_kind='buffer'"):
+        gradients(lambda: gr.add_n([v * 1, v * 2], as_kind="buffer"))

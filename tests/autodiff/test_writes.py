@@ -1,0 +1,152 @@
+"""What would write a traced value in place, or into one: refused, or a new value; never lost."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+from gradreduce.autodiff import tables
+from gradreduce.autodiff.refusals import _OUT_PLACES
+
+DESCENT = gr.GradientDescentOptimizer(1.0)
+PLAIN = np.zeros(3, "float32")
+
+
+def gradients(loss, *args, **options):
+    return [gradient for gradient, _ in DESCENT.compute_gradients(loss, *args, **options)]
+
+
+@pytest.mark.parametrize("buffer", ["a traced value", "an array"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda h, buffer: np.maximum(h, 0, out=h),
+        lambda h, buffer: np.negative(h, out=buffer),
+        lambda h, buffer: np.multiply(h, 5, buffer),
+        lambda h, buffer: np.matmul(np.eye(3, dtype="f"), h, buffer),
+        lambda h, buffer: np.add.reduce(np.stack([h, h]), out=buffer),
+        lambda h, buffer: np.concatenate([h[:1], h[1:]], 0, buffer),
+        lambda h, buffer: np.stack([h[0], h[1], h[2]], 0, buffer),
+        lambda h, buffer: np.take(h, [0, 1, 2], 0, buffer),
+        lambda h, buffer: np.clip(h, 0, 1, buffer),
+        lambda h, buffer: np.dot(np.eye(3, dtype="f"), h, buffer),
+        lambda h, buffer: np.round(h, 0, buffer),
+        lambda h, buffer: np.stack([h, h]).sum(0, None, buffer),
+    ],
+)
+def test_a_loss_has_no_out(v, write, buffer):
+    def loss():
+        h = v * 1
+        write(h, h if buffer == "a traced value" else PLAIN)
+        return np.sum(h)
+
+    with pytest.raises(NotImplementedError, match="a loss has no out="):
+        gradients(loss)
+    assert not PLAIN.any()
+
+
+def test_the_place_of_every_out_is_known():
+    found, untold = (
+        {},
+        {np.concatenate, np.dot},
+    )  # of what is written in C, NumPy 1 tells no signature
+    for function in {*tables.RULES, *tables.COMPOSED, *tables.CONSTANT}:
+        if isinstance(function, np.ufunc):
+            continue
+        try:
+            named = inspect.signature(function).parameters
+        except ValueError:
+            continue
+        if "out" in named and named["out"].kind is not inspect.Parameter.KEYWORD_ONLY:
+            found[function] = list(named).index("out")
+    assert found.items() <= _OUT_PLACES.items()
+    assert _OUT_PLACES.keys() - found.keys() <= untold
+
+
+def test_cupys_own_ufuncs_have_no_out_either(v):
+    kernel = type("Kernel", (), {"name": "cupy_multiply"})
+    with pytest.raises(NotImplementedError, match="out="):
+        gradients(lambda: (v * 1).__cupy_override_elementwise_kernel__(kernel, 2, v * 3, PLAIN))
+
+
+def test_an_operator_in_place_makes_a_new_value(v):
+    def loss():
+        before = h = v * 1
+        h += v
+        h *= 3.0
+        h -= 1
+        h /= 2
+        h **= 2
+        h @= np.float32([[1, 0, 0], [0, 1, 0], [0, 0, 1]])
+        h += np.float64([0.5, 0.5, 0.5])
+        assert (h.dtype, before.tolist()) == (np.float32, [1.0, 2.0, 3.0])
+        return np.sum(h)
+
+    assert gradients(loss)[0].tolist() == [2 * (3 * x - 0.5) * 3 for x in (1.0, 2.0, 3.0)]
+
+    def wider():
+        h = v * 1
+        h += np.ones((2, 3), "float32")
+        return h
+
+    with pytest.raises(ValueError, match="non-broadcastable"):
+        gradients(wider)
+
+    def number():
+        total = v[0]
+        total += v[1]
+        total *= v
+        return total
+
+    assert gradients(number)[0].tolist() == [9.0, 9.0, 3.0], "NumPy's numbers are not written"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda h: next(iter(h)), lambda h: h[:, 1:], lambda h: h.reshape(-1), lambda h: h.ravel(),
+        lambda h: h.T, lambda h: np.split(h, 3)[0], lambda h: h[None], lambda h: np.squeeze(h[:1]),
+        lambda h: np.flip(h), lambda h: h.T[0].copy()[...],
+    ],
+)  # fmt: skip
+def test_a_part_of_another_value_is_not_written(w, part):
+    for do in (operator.iadd, operator.imul, operator.itruediv):
+        with pytest.raises(NotImplementedError, match=r"write a = a \+ b"):
+            gradients(lambda do=do: np.sum(do(part(w * 2), 2.0)))
+    kept = []
+    gradients(lambda: kept.append(part(w * 2)) or np.sum(w))
+    operator.iadd(kept[0], 1.0)  # plain data by now
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda h: h[[0, 1]], lambda h: h[0].copy(), lambda h: h.flatten(), lambda h: h.T @ h,
+        lambda h: h.T.reshape(-1), lambda h: h.T.astype("float32"), lambda h: np.stack([h[0]]),
+    ],
+)  # fmt: skip
+def test_a_copy_is_written(w, copy):
+    assert gradients(lambda: np.sum(operator.imul(copy(w * 1), 2.0)))[0].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("axes", [(0, 1), (0, 1), (0, 1)]),
+        ("signature", "ff->f"),
+        ("keepdims", True),
+        ("axis", 0),
+        ("where", [True, False, True]),
+    ],
+)
+def test_what_changes_the_meaning_of_a_ufunc_has_no_rule(v, w, name, given):
+    ufunc = np.matmul if name in ("axes", "keepdims", "axis") else np.add
+    with pytest.raises(NotImplementedError, match=rf"np\.\w+\(\.\.\., {name}=\)"):
+        gradients(lambda: ufunc(w * 1, v * 1, **{name: given}))
+    if ufunc is np.add:
+        (found,) = gradients(lambda: np.exp(v * 1, dtype="float64", casting="same_kind"), [v])
+        np.testing.assert_allclose(found, np.exp([1.0, 2.0, 3.0]), rtol=1e-6)

@@ -1,0 +1,292 @@
+"""What Ctrl-C, an error, a loss or a checkpoint in the middle of something leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+from gradreduce import variables
+from gradreduce.errors import BackendUnavailableError, CollectiveError
+from gradreduce.optim.agn.lazy import Accumulation
+
+LIMIT_S = 30.0
+ONE = np.ones(2, "float32")
+
+
+@pytest.fixture(scope="session")
+def face() -> str:
+    """Kernels have no say here."""
+    return "numpy"
+
+
+@pytest.fixture
+def own():
+    """Devices that nobody else misses."""
+    with gr.open_mesh(2, backend="sim") as mesh:
+        yield mesh
+
+
+def made(mesh, inner=None, period=1, dtype="float32", **more):
+    center = more.pop("center", None) or gr.AGNCenter(mesh)
+    getter = gr.AGNCustomGetter(mesh.devices[0], center=center)
+    var = gr.get_variable("w", np.zeros(2, dtype), custom_getter=getter)
+    inner = inner or gr.GradientDescentOptimizer(1.0)
+    return getter, var, gr.AGNOptimizer(inner, 1, getter, period, **more)
+
+
+def reached(condition):
+    """Waits for what threads do in milliseconds."""
+    waiting, end = threading.Event(), time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, "deadlock"
+        waiting.wait(0.001)
+
+
+def stop(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_push_that_is_stopped_before_it_counts_is_not_made_again(own, monkeypatch):
+    getter, var, optimizer = made(own)
+    monkeypatch.setattr(Accumulation, "cleared", stop)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.apply_gradients([(ONE, var)])
+    monkeypatch.undo()
+    with pytest.raises(CollectiveError, match="half updated, since a push failed half way"):
+        optimizer.apply_gradients([(ONE, var)])
+    assert (getter.center_variable(var).numpy() == -1).all()
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_step_that_is_stopped_before_it_counts_loses_the_device(own, monkeypatch, rows):
+    _, var, optimizer = made(own, period=9)
+    gradient = gr.IndexedSlices(np.ones(1, "float32"), [0], (2,)) if rows else ONE
+    for _ in range(2):  # which are worked out once
+        optimizer.apply_gradients([(gradient, var)])
+    monkeypatch.setattr(optimizer._inner._slots, "keep", stop)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.apply_gradients([(gradient, var)])
+    assert optimizer._worker.step.value == 2
+    with pytest.raises(BackendUnavailableError, match="failed half way: KeyboardInterrupt"):
+        var.numpy()
+
+
+def test_the_slots_of_a_first_step_that_was_made_stay(own, monkeypatch):
+    _, var, optimizer = made(own, gr.MomentumOptimizer(1.0, 0.5), period=9)
+    monkeypatch.setattr("gradreduce.optim.agn.worker.LocalPlan", lambda *_: stop)
+    counted = optimizer._inner._slots.keep
+    monkeypatch.setattr(optimizer._inner._slots, "keep", lambda: (counted(), stop()))
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.apply_gradients([(ONE, var)])
+    assert optimizer.get_slot(var, "momentum") is not None
+
+
+def test_the_slots_of_a_first_update_that_was_made_stay(own, monkeypatch):
+    var, adam = gr.Variable(ONE, device=own.devices[0]), gr.AdamOptimizer()
+    monkeypatch.setattr(adam, "_finish", stop)
+    with pytest.raises(KeyboardInterrupt):
+        adam.apply_gradients([(ONE, var)])
+    assert adam.get_slot_names() == ["m", "v"]
+    with pytest.raises(BackendUnavailableError, match="failed half way: KeyboardInterrupt"):
+        var.numpy()
+
+
+def test_what_counts_a_push_is_compiled_before_anything_is_changed(own, monkeypatch):
+    getter, var, optimizer = made(own, gr.MomentumOptimizer(1.0, 0.5))
+    plain, free = gr.AdamOptimizer(), gr.Variable(ONE, device=own.devices[0])
+    step = gr.Variable(0, "step", trainable=False, device=own.devices[1])
+
+    def refuse(*_):
+        raise MemoryError("no compiler")
+
+    monkeypatch.setattr(variables.ops, "prepare_accumulate_n", refuse)
+    for each, target in ((optimizer, var), (plain, free)):
+        with pytest.raises(MemoryError):
+            each.apply_gradients([(ONE, target)], step)
+        assert each.get_slot_names() == []
+    monkeypatch.undo()
+    assert (free.numpy() == 1).all()
+    assert not getter.center_variable(var).numpy().any()
+    assert not var.numpy().any()
+    assert optimizer.local_step.numpy() == step.numpy() == 0
+    assert optimizer.apply_gradients([(ONE, var)], step) is True
+    assert step.numpy() == 1
+
+
+def test_a_centre_is_not_loaded_inside_a_push_that_does_not_lock(mesh):
+    getter, var, optimizer = made(mesh, use_locking=False)
+    optimizer.apply_gradients([(ONE, var)])
+    center = getter.center
+    state = center.state_dict()
+    with center.pushing(use_locking=False):
+        loading = threading.Thread(target=center.load_state_dict, args=(state,))
+        loading.start()
+        reached(lambda: center._loading)
+        pushing = center.start_worker(0, lambda: optimizer.apply_gradients([(ONE, var)]))
+        reached(lambda: len(center._begins._waiters) == 2)  # or it would never come to its turn
+        assert center.version == 0
+    loading.join(LIMIT_S)
+    pushing.join(LIMIT_S)
+    assert not loading.is_alive()
+    assert not pushing.is_alive()
+    assert center.version == 1
+    optimizer.apply_gradients([(ONE, var)])
+
+
+def test_an_optimizer_that_is_refused_leaves_the_centre_free(mesh):
+    getter, _, optimizer = made(mesh, gr.AdamOptimizer(0.1))
+    other = gr.AGNCustomGetter(mesh.devices[0], center=gr.AGNCenter(mesh))
+    with pytest.raises(ValueError, match="belongs to another"):
+        gr.AGNOptimizer(optimizer._inner, 1, other)
+    assert gr.AGNOptimizer(gr.GradientDescentOptimizer(0.1), 1, other).get_slot_names() == []
+    assert getter.center.variables() != []
+
+
+def test_a_rule_of_the_same_name_is_another(mesh):
+    theirs = type("GradientDescentOptimizer", (gr.Optimizer,), {})
+    getter, _, _ = made(mesh)
+    with pytest.raises(ValueError, match="a worker brings another GradientDescentOptimizer"):
+        made(mesh, theirs("mine"), center=getter.center)
+
+
+def test_nothing_that_a_loss_has_read_is_written_in_it(mesh):
+    getter, var, optimizer = made(mesh)
+    center = getter.center_variable(var)
+    free = gr.Variable(ONE, device=mesh.devices[0])
+    step = gr.Variable(np.float32(1), "step", trainable=False, device=mesh.devices[0])
+
+    def by(write, read):
+        def loss():
+            value = np.sum(free * read)
+            with pytest.raises(RuntimeError, match="inside a loss that has read it"):
+                write()
+            return value
+
+        return gr.GradientDescentOptimizer(1.0).compute_gradients(loss, [free])
+
+    for write, read in (
+        (lambda: optimizer.apply_gradients([(ONE, var)], step), step),
+        (lambda: optimizer.apply_gradients([(ONE, var)]), center),
+        (optimizer.get_init_op(0), var),
+    ):
+        ((gradient, _),) = by(write, read)
+        assert (gradient == read.numpy()).all()
+    assert optimizer.local_step.numpy() == 0
+    assert not center.numpy().any()
+
+
+@pytest.mark.parametrize(("period", "wanted"), [(1, -6.3125), (2, -2.75)])
+def test_a_rule_that_is_changed_is_changed_at_the_centre_too(mesh, period, wanted):
+    inner = gr.MomentumOptimizer(1.0, 0.5)
+    _, var, optimizer = made(mesh, inner, period)
+    for turn in range(4):
+        inner.use_nesterov = turn >= 2
+        optimizer.apply_gradients([(ONE, var)])
+    assert (var.numpy() == wanted).all()
+
+
+def test_a_thread_that_failed_keeps_nothing_of_its_training(mesh):
+    seen: list[float] = []
+
+    def train(start):
+        near = gr.AGNCustomGetter(mesh.devices[0])
+
+        def read():
+            getter = gr.AGNCustomGetter(mesh.devices[0])
+            var = gr.get_variable("w", np.full(2, start), custom_getter=getter)
+            seen.append(getter.center_variable(var).numpy()[0])
+            raise ValueError("because of it")
+
+        def work():
+            try:
+                read()
+            except ValueError as error:
+                raise RuntimeError("once") from error
+
+        thread = near.center.start_worker(0, work)
+        if start == 1:
+            with contextlib.suppress(RuntimeError):
+                thread.join(LIMIT_S)
+        else:
+            threading.Thread.join(thread, LIMIT_S)
+        return thread
+
+    kept = [train(start) for start in (1.0, 2.0, 3.0)]
+    assert seen == [1, 2, 3]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"agn-worker-0 was ended by RuntimeError: once; an"):
+            kept[0].join()
+    with pytest.raises(RuntimeError, match=r"^once"):
+        kept[1].join()
+
+
+def test_a_worker_starts_at_the_centres_masters(mesh):
+    inner = gr.GradientDescentOptimizer(2.0**-13, master_dtype="float32")
+    getter, var, optimizer = made(mesh, inner, 1, "float16")
+    gradient, center = np.ones(2, "float16"), getter.center_variable(var)
+    center.assign(gradient)
+    for _ in range(3):
+        optimizer.apply_gradients([(gradient, var)])
+    var.assign(gradient)
+    optimizer.get_init_op(0)()
+    for each in (var, center):  # which no half is
+        assert (optimizer.get_slot(each, "master").numpy() == 1 - 3 * 2.0**-13).all()
+
+
+def test_a_checkpoint_of_no_worker_is_refused(mesh):
+    _, var, optimizer = made(mesh, period=5)
+    state = optimizer.state_dict()
+    for key, value, error, text in (
+        ("is_due", "no", TypeError, "is 'no', no bool"),
+        ("is_due", True, ValueError, "there are no sums to push"),
+        ("local_step", 2**31, ValueError, "more than an int32 holds"),
+    ):
+        with pytest.raises(error, match=text):
+            optimizer.load_state_dict({**state, key: value})
+    assert optimizer.local_step.numpy() == 0
+    assert optimizer.apply_gradients([(ONE, var)]) is False
+
+
+def test_a_scale_that_a_float32_cannot_hold_is_refused(mesh):
+    getter = gr.AGNCustomGetter(mesh.devices[0], center=gr.AGNCenter(mesh))
+    with pytest.raises(ValueError, match=r"=1e-50 must be above 0 \(at least 1.2e-38"):
+        gr.AGNOptimizer(gr.GradientDescentOptimizer(1.0), 1, getter, distance_scale=1e-50)
+
+
+def test_who_waits_does_not_miss_a_worker_that_is_lost_at_once(mesh):
+    center = gr.AGNCenter(mesh)
+    center.begin(1)
+    waiting = center.start_worker(1, lambda: center.wait_for(2, LIMIT_S))
+    with center._begins:
+        center.begin(0)
+        center.lose(0, ValueError("gone"))
+    waiting.join(LIMIT_S)
+    assert center.lost_workers == (0,)
+
+
+def test_who_waits_does_not_miss_a_round_that_is_over_at_once(mesh):
+    center = gr.AGNCenter(mesh)
+    waiting = center.start_worker(2, lambda: center.wait_for(2, LIMIT_S))
+    reached(lambda: center._begins._waiters)
+    with center._begins:
+        for call in (center.begin, center.end):
+            call(0)
+            call(1)
+    waiting.join(LIMIT_S)
+    assert not waiting.is_alive()
+
+
+def test_hooks_in_the_style_of_tensorflow_end_their_round(mesh):
+    getter, _, optimizer = made(mesh)
+    hook = optimizer.make_session_run_hook(True, 0, wait_timeout=0)
+    for _ in range(2):
+        hook.begin()
+        hook.after_create_session()
+        assert getter.center._begun == {0}
+        hook.end()
+        assert getter.center._begun == set()
