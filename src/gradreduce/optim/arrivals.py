@@ -75,10 +75,13 @@ def checked_pairs(grads_and_vars: Iterable[Pair]) -> tuple[list[Any], list[Varia
     """
     pairs = list(grads_and_vars)
     for pair in pairs:
-        if type(pair) is not tuple or len(pair) != 2 or type(pair[1]) is not Variable:
+        if (
+            type(pair) is not tuple
+            or len(pair) != 2
+            or type(pair[1]) is not Variable
+            or not pair[1].trainable  # a trainable one holds floats
+        ):
             _check_pair(pair)
-        if pair[0] is not None and not pair[1].trainable:  # a trainable one holds floats
-            check_float(pair[1])
     if not pairs:
         raise ValueError("No variables provided.")
     variables = [var for _, var in pairs]
@@ -98,6 +101,8 @@ def _check_pair(pair: Any) -> None:
         raise TypeError(f"grads_and_vars holds {pair!r}, which is no (gradient, variable) pair")
     if not isinstance(pair[1], Variable):
         raise InvalidVariableError(f"{pair[1]!r} is not a Variable")
+    if pair[0] is not None:
+        check_float(pair[1])
 
 
 def near(
