@@ -1,4 +1,8 @@
-"""What every test shares: the law of skips (``skips.py``), and a heap that is quick to search."""
+"""What every test shares.
+
+The law of skips (``skips.py``), processes that begin before their tests (``early.py``), and a heap
+that is quick to search.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-# As a plugin, not an import: pytest then finds its option and its hooks by itself.
-pytest_plugins = ("skips",)
+# As plugins, not imports: pytest then finds their options and their hooks by itself.
+pytest_plugins = ("skips", "early")
 
 
 @pytest.hookimpl(wrapper=True)

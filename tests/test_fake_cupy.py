@@ -7,16 +7,12 @@ those of ``tests/cuda`` and of every test elsewhere that is marked as needing GP
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from early import ROOT, environment
 
-import gradreduce
-
-HERE = Path(__file__).parent
 # The fake keeps a clock for every use of memory, and counts of those grow.
 DESELECTED = "tests/device/test_contract_lifetime.py::test_nothing_grows_with_use"
 SHARED = "(gpu or multi_gpu) and not slow"
@@ -24,12 +20,10 @@ OWN = "not slow"
 
 
 def run(*arguments: str, **changed: str) -> subprocess.CompletedProcess[str]:
-    folders = [HERE, Path(gradreduce.__file__).parent.parent]
-    path = os.pathsep.join(map(str, folders))
     return subprocess.run(
         [sys.executable, *arguments],
-        cwd=HERE.parent,
-        env={**os.environ, "PYTHONPATH": path, "GRADREDUCE_BACKEND": "sim", **changed},
+        cwd=ROOT,
+        env=environment(**changed),
         capture_output=True,
         text=True,
         timeout=900,
@@ -38,7 +32,10 @@ def run(*arguments: str, **changed: str) -> subprocess.CompletedProcess[str]:
 
 
 def passes(*arguments: str, **changed: str) -> None:
-    done = run("-m", "pytest", "-p", "fake_cupy.plugin", "-q", *arguments, **changed)
+    passed(run("-m", "pytest", "-p", "fake_cupy.plugin", "-q", *arguments, **changed))
+
+
+def passed(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr
     counted = done.stdout.strip().splitlines()[-1]
     assert " passed" in counted, counted
@@ -48,9 +45,10 @@ def passes(*arguments: str, **changed: str) -> None:
 @pytest.mark.repo
 @pytest.mark.host
 @pytest.mark.slow
-def test_the_cuda_backend_passes_on_the_fake():
+@pytest.mark.early("-m", "pytest", "-p", "fake_cupy.plugin", "-q", "tests/cuda", "-m", OWN)
+def test_the_cuda_backend_passes_on_the_fake(early):
     """In one process: to start one for each file took longer than most of them."""
-    passes("tests/cuda", "-m", OWN)
+    passed(early)
 
 
 @pytest.mark.host
