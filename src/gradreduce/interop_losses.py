@@ -225,9 +225,7 @@ def _tracing_to_keep() -> Any:
     if not isinstance(number, jax.core.Tracer):
         return None
     trace = number._trace
-    return (
-        getattr(trace, "main", None) or trace
-    )  # before JAX 0.4.36 a trace was made for each operation
+    return getattr(trace, "main", None) or trace  # JAX before 0.4.36 makes one for each operation
 
 
 def _no_context(value: Any) -> Any:
