@@ -276,3 +276,11 @@ def test_a_closed_mesh_says_so():
         variable = gr.Variable([1.0], device=mesh)
     with pytest.raises(BackendUnavailableError):
         gr.MomentumOptimizer(1.0, 0.5).apply_gradients([(ones(1), variable)])
+
+
+def test_a_variable_that_holds_no_floats_is_refused_before_replicas_are_reduced(mesh):
+    counts = gr.Variable(np.zeros(2, "int64"), "counts", trainable=False, device=mesh)
+    spread = gr.PerReplica([device.put(np.ones(2, "int64")) for device in mesh.devices], mesh)
+    with mesh.journal() as journal, pytest.raises(InvalidVariableError, match="Invalid type int64"):
+        gr.GradientDescentOptimizer(1.0).apply_gradients([(spread, counts)])
+    assert journal.launches == journal.copies == 0
