@@ -88,14 +88,15 @@ def placement(text: str) -> list[int]:
 
 
 def open_devices(options: argparse.Namespace) -> gr.Mesh:
-    """The mesh that the flags ask for; on GPUs, however few, the devices are spread evenly."""
+    """The mesh that the flags ask for; on fewer GPUs the devices are spread evenly."""
     backend = None if options.backend == "auto" else options.backend
     devices: int | list[int] = options.placement or options.devices
     if options.placement is None and backend != "sim":
         with gr.open_mesh(backend=backend) as seen:
             backend, num_gpus = seen.backend, len(seen)
         if backend == "cuda":
-            devices = [i * num_gpus // options.devices for i in range(options.devices)]
+            gpus = min(num_gpus, options.devices)
+            devices = [i * gpus // options.devices for i in range(options.devices)]
     return gr.open_mesh(devices, backend=backend, kernels=options.kernels)
 
 

@@ -85,3 +85,14 @@ def check_equal(example, folder: Path, *flags: str) -> None:
     assert found.keys() == wanted.keys()
     for name, array in found.items():
         np.testing.assert_allclose(array, wanted[name], rtol=0, atol=ROUNDING, err_msg=name)
+
+
+@pytest.mark.fake_cupy
+@pytest.mark.parametrize(
+    ("num_gpus", "placed"), [(8, [0, 1, 2, 3]), (4, [0, 1, 2, 3]), (3, [0, 0, 1, 2]), (1, [0] * 4)]
+)
+def test_four_devices_are_the_first_four_gpus(example, gpus, num_gpus, placed):
+    gpus(0, num_gpus=num_gpus)
+    options = example.read_options(example.make_parser(), ["--backend", "cuda", "--devices", "4"])
+    with sys.modules["command_line"].open_devices(options) as mesh:
+        assert [device.physical for device in mesh] == placed
