@@ -101,6 +101,46 @@ def test_every_visible_gpu_is_the_default(here):
         gr.open_mesh([0, 3], backend="cuda")
 
 
+RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+
+
+def own_gpus() -> list[int]:
+    with gr.open_mesh(backend="cuda", processes="none") as mesh:
+        return [device.physical for device in mesh]
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_one_of_several_processes_has_the_gpu_of_its_local_rank(new_machine, monkeypatch, rank):
+    for name in RANKS:
+        monkeypatch.delenv(name, raising=False)
+    new_machine(0, num_gpus=3)
+    assert own_gpus() == [0, 1, 2]  # one process
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(RuntimeError, match="processes='none'"):
+        gr.open_mesh(backend="cuda")
+    with gr.open_mesh(2, backend="cuda", processes="none") as mesh:
+        assert [device.physical for device in mesh] == [0, 1]
+    for value in ("", "two", "-1"):
+        monkeypatch.setenv(rank, value)
+        with pytest.raises(BackendUnavailableError, match=r"LOCAL_RANK, .*: pass devices="):
+            own_gpus()
+    monkeypatch.setenv(rank, "3")
+    with pytest.raises(BackendUnavailableError, match=f"{rank}=3, .* 3 GPUs.*: pass devices="):
+        own_gpus()
+    monkeypatch.setenv(rank, "2")
+    assert own_gpus() == [2]
+    new_machine(0, num_gpus=1)  # the launcher has hidden the others
+    assert own_gpus() == [0]
+
+
+def test_the_local_rank_of_torchrun_comes_first(new_machine, monkeypatch):
+    new_machine(0, num_gpus=4)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for value, name in enumerate(reversed(RANKS)):
+        monkeypatch.setenv(name, str(value))
+        assert own_gpus() == [value]
+
+
 def test_no_gpu_or_no_driver_says_so(monkeypatch):
     runtime = sys.modules["cupy.cuda.runtime"]
     monkeypatch.setattr(runtime, "getDeviceCount", lambda: 0)

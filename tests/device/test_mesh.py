@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from exact import DTYPES, same
 
+import gradreduce as gr
 import gradreduce.device
 from gradreduce.device import (
     ALIGNMENT,
@@ -37,12 +38,13 @@ VARIABLES = (
     "GRADREDUCE_SIM_STRICT",
     "GRADREDUCE_SIM_THREADS",
 )
+LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
     """No variable set, no CuPy, nobody warned, no default mesh yet."""
-    for name in VARIABLES:
+    for name in (*VARIABLES, *LAUNCHERS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(sys.modules, "cupy", None)  # as if it were not installed
     monkeypatch.setattr(module, "_warned", threading.Event())
@@ -171,6 +173,38 @@ def test_a_wrong_backend_variable_is_named(monkeypatch):
         pass
 
 
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_one_of_several_processes_says_that_it_works_alone(monkeypatch, name):
+    monkeypatch.setenv(name, "2")
+    text = f"^{name}=2: .* inside each process.*processes='none'"
+    for options in ({}, {"backend": "sim"}, {"backend": "cuda"}, {"processes": None}):
+        with pytest.raises(RuntimeError, match=text) as caught:
+            open_mesh(2, **options)
+        assert not isinstance(caught.value, BackendUnavailableError)  # nobody falls back on it
+    for use in (default_mesh, lambda: gr.PerReplica([1.0, 2.0])):
+        with pytest.raises(RuntimeError, match=text):
+            use()
+    with opened(2, processes="none") as mesh:
+        assert (len(mesh), mesh.num_processes) == (2, 1)
+    with opened(processes="none") as mesh:
+        assert len(mesh) == 4
+
+
+@pytest.mark.parametrize("value", ["1", "0", "-2", "", "many", "2.0", "\u00b2"])
+def test_variables_that_no_launcher_sets_mean_one_process(monkeypatch, value):
+    for name in LAUNCHERS:
+        monkeypatch.setenv(name, value)
+    with opened(2) as mesh:
+        assert len(mesh) == 2
+
+
+@pytest.mark.parametrize("processes", ["all", "", 1, True, "None"])
+def test_other_processes_are_refused(processes):
+    text = f"processes={processes!r} must be None or 'none'"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+        opened(2, processes=processes)
+
+
 INSTALL = re.escape("pip install 'gradreduce[cuda12]'")
 
 
@@ -275,7 +309,8 @@ def test_a_fresh_process_warns_on_stderr_and_runs():
         "print(json.dumps([a is b, len(a), a.backend]))"
     )
     folder = str(Path(gradreduce.__file__).parent.parent)
-    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    unset = (*VARIABLES, *LAUNCHERS)
+    kept = {name: value for name, value in os.environ.items() if name not in unset}
     for backend, num_warnings in (("", 1), ("sim", 0)):
         env = {**kept, "PYTHONPATH": folder, "GRADREDUCE_BACKEND": backend}
         done = subprocess.run(

@@ -7,6 +7,9 @@ The only room that reads environment variables:
 * ``GRADREDUCE_SIM_STRICT``: ``1`` fills fresh simulated memory with NaN.
 * ``GRADREDUCE_FLIGHT_RECORD``: a file; when a mesh dies its flight record is written there.
 * ``GRADREDUCE_SIM_THREADS``: host threads that run simulated launches (default: the cores).
+* What launchers of several processes set: torchrun ``WORLD_SIZE`` and ``LOCAL_RANK``, Open MPI
+  ``OMPI_COMM_WORLD_SIZE`` and ``OMPI_COMM_WORLD_LOCAL_RANK``, MPICH and Intel MPI ``PMI_SIZE`` and
+  ``MPI_LOCALRANKID``, srun ``SLURM_STEP_NUM_TASKS`` and ``SLURM_LOCALID``.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ __all__ = ["default_mesh", "open_mesh"]
 
 _log = logging.getLogger("gradreduce")
 _BACKENDS = ("cuda", "sim")
+_NUM_PROCESSES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 _INSTALL = "pip install 'gradreduce[cuda12]' (CUDA 12) or 'gradreduce[cuda13]' (CUDA 13)"
 
 
@@ -42,6 +47,7 @@ def open_mesh(
     devices: int | Sequence[int] | None = None,
     *,
     backend: str | None = None,
+    processes: str | None = None,
     peer_access: bool = True,
     kernels: str = "numpy",
     strict: bool | None = None,
@@ -51,10 +57,14 @@ def open_mesh(
 
     Args:
         devices: how many logical devices, one on each physical one; or the physical device of
-            each logical one: ``[0, 0, 1, 1]`` are four on two. Default: every visible GPU; in the
+            each logical one: ``[0, 0, 1, 1]`` are four on two. Default: every visible GPU; in one
+            of several processes the GPU of its local rank, or GPU 0 if only one is visible; in the
             simulation ``GRADREDUCE_SIM_DEVICES`` (4).
         backend: ``"sim"`` or ``"cuda"``. Default: ``GRADREDUCE_BACKEND``, else GPUs if CuPy sees
             any, else the simulation, with one logged warning that says why.
+        processes: ``"none"``: open devices of this process alone, though a launcher (torchrun,
+            mpiexec, srun) has started several processes. Default: that is an error, because sums
+            stay inside each process.
         peer_access: simulation only: whether a launch may touch another physical device's memory.
             Without it every byte is copied.
         kernels: simulation only: which face of a kernel a launch runs. ``"numpy"``, the twin;
@@ -72,8 +82,10 @@ def open_mesh(
     Raises:
         BackendUnavailableError: the backend asked for cannot run here; the text says what to
             install.
+        RuntimeError: this is one of several processes, and ``processes`` is not ``"none"``.
         ValueError: a wrong argument or environment variable, named in the text.
     """
+    _check_alone(processes)
     if backend is None:
         backend = _backend_from_environment()
     if backend not in _BACKENDS:
@@ -96,6 +108,46 @@ def open_mesh(
     return _open_sim(_placement(devices), peer_access, options)
 
 
+def _check_alone(processes: str | None) -> None:
+    """Raises in one of several processes, unless the caller knows that no sum leaves it."""
+    if processes not in (None, "none"):
+        raise ValueError(f"processes={processes!r} must be None or 'none'")
+    launched = _launched(_NUM_PROCESSES, 2)
+    if launched is not None and processes is None:
+        name, number = launched
+        raise RuntimeError(
+            f"{name}={number}: this is one of {number} processes, and gradreduce sums inside each "
+            "process only. If that is what you want, call open_mesh(processes='none') and pass the "
+            "mesh to every call that would use the default mesh."
+        )
+
+
+def _launched(variables: Sequence[str], minimum: int) -> tuple[str, int] | None:
+    """The first variable that holds a number from ``minimum`` up, as a launcher sets it."""
+    for name in variables:
+        text = os.environ.get(name, "")
+        if text.isdecimal() and int(text) >= minimum:
+            return name, int(text)
+    return None
+
+
+def _own_gpus(num_gpus: int) -> Sequence[int]:
+    """Every visible GPU; in one of several processes the one of its local rank."""
+    if num_gpus == 1 or _launched(_NUM_PROCESSES, 2) is None:
+        return range(num_gpus)
+    launched = _launched(_LOCAL_RANKS, 0)
+    if launched is None:
+        names = ", ".join(_LOCAL_RANKS)
+        raise BackendUnavailableError(f"none of {names} holds this process's local rank: pass "
+                                      f"devices=, a list of some of {num_gpus} GPUs")  # fmt: skip
+    name, rank = launched
+    if rank >= num_gpus:
+        raise BackendUnavailableError(
+            f"{name}={rank}, and CuPy sees {num_gpus} GPUs in this process: pass devices="
+        )
+    return [rank]
+
+
 def _open_sim(placement: Sequence[int], peer_access: bool, options: SimOptions) -> Mesh:
     fabric = Fabric("sim", peer_access=peer_access)
     made = [SimDevice(fabric, index, physical, options) for index, physical in enumerate(placement)]
@@ -105,7 +157,7 @@ def _open_sim(placement: Sequence[int], peer_access: bool, options: SimOptions) 
 def _open_cuda(devices: int | Sequence[int] | None) -> Mesh:
     cuda, cuda_nccl = _cuda_backend()
     num_gpus = cuda.visible_gpus()
-    placement = _placement(num_gpus if devices is None else devices)
+    placement = _placement(_own_gpus(num_gpus) if devices is None else devices)
     if max(placement) >= num_gpus:
         raise BackendUnavailableError(
             f"devices={devices!r} names GPU {max(placement)}; CuPy sees {num_gpus}"
@@ -164,6 +216,10 @@ def default_mesh() -> Mesh:
     """The mesh that ``mesh=None`` means: ``open_mesh()``, made once and shared by all callers.
 
     A closed one is replaced by a new one at the next call; so is one from before a fork.
+
+    Raises:
+        RuntimeError: this is one of several processes; see ``open_mesh``.
+        ValueError, BackendUnavailableError: what ``open_mesh`` raises.
     """
     with _default_lock:
         if _default:
