@@ -80,24 +80,98 @@ def test_a_refused_dense_gradient_leaves_rows_rows(mesh):
     assert found[0].tolist() == found[1].tolist() == [[1, 1]] * 3
 
 
-def test_a_centre_is_loaded_while_workers_push(mesh):
-    center = gr.AGNCenter(mesh)
-    _, var, optimizer = worker(mesh, center)
-    optimizer.apply_gradients([(ONE, var)])
-    state, ended = center.state_dict(), threading.Event()
+@pytest.mark.parametrize("num_loads", [80, pytest.param(4000, marks=pytest.mark.exhaustive)])
+def test_a_centre_is_loaded_while_workers_step(mesh, num_loads):
+    """No worker is refused its own gradient, and no plan of this version knows other slots."""
+    center, ended, stepped = gr.AGNCenter(mesh), threading.Event(), threading.Semaphore(0)
+    team = [
+        worker(mesh, center, period=1 + place % 2, use_locking=place < 3)[1:] for place in range(6)
+    ]
+    states = [center.state_dict()]  # without slots
+    for var, optimizer in team:
+        optimizer.prepare([var])
+    states.append(center.state_dict())
 
-    def push() -> None:
+    def push(var, optimizer) -> None:
         while not ended.is_set():
             optimizer.apply_gradients([(ONE, var)])
+            stepped.release()
 
-    thread = center.start_worker(0, push)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
     try:
-        for _ in range(30):
-            center.load_state_dict(state)
+        threads = [center.start_worker(place, partial(push, *each))
+                   for place, each in enumerate(team)]  # fmt: skip
+        for turn in range(num_loads):
+            assert stepped.acquire(timeout=LIMIT_S)
+            center.load_state_dict(states[turn % 2])
+            for _, optimizer in team:
+                plan = optimizer._worker._local
+                if plan is not None and plan._version == center.version:
+                    slots = [slot.buffers[0] for slot in center.slot_variables()]
+                    assert all(plan.ranges.shared_by([slot]) == 0 for slot in slots)
     finally:
         ended.set()
-    thread.join(LIMIT_S)
+        sys.setswitchinterval(interval)
+    for thread in threads:
+        thread.join(LIMIT_S)
     assert center.lost_workers == ()
+
+
+def loaded_once(center, state, method) -> None:
+    """``method`` of the centre loads it behind its next call."""
+    called = getattr(center, method)
+
+    def loading(*given):
+        found = called(*given)
+        setattr(center, method, called)
+        center.load_state_dict(state)
+        return found
+
+    setattr(center, method, loading)
+
+
+def test_a_plan_that_was_made_while_the_centre_was_loaded_is_made_again(mesh, monkeypatch):
+    center = gr.AGNCenter(mesh.devices[0])
+    getter, var, optimizer = worker(mesh, center, period=100)
+    optimizer.prepare([var])
+    state, planned = center.state_dict(), optimizer._worker._local_step
+    monkeypatch.setattr(optimizer._worker, "_local_step", lambda *given: (
+        loaded_once(center, state, "slots_of"), planned(*given))[1])  # fmt: skip
+    optimizer.apply_gradients([(ONE, var)])
+    monkeypatch.undo()
+    optimizer.apply_gradients([(ONE, var)])
+    slot = optimizer.get_slot(getter.center_variable(var), "momentum")
+    with pytest.raises(ValueError, match="is the memory of a variable or slot"):
+        optimizer.apply_gradients([(slot.buffers[0], var)])
+
+
+def test_no_gradient_lies_where_slots_lay_that_are_loaded_meanwhile(mesh, monkeypatch):
+    center, device = gr.AGNCenter(mesh.devices[0]), mesh.devices[0]
+    _, var, optimizer = worker(mesh, center, period=100)
+    optimizer.apply_gradients([(ONE, var)])
+    state, arrived = center.state_dict(), optimizer._inner._arrived
+
+    def loading(gradients, *more):
+        lay = center.slot_variables()[0].buffers[0].address
+        center.load_state_dict(state)
+        made = [device.zeros((2,), "float32") for _ in range(8)]
+        return arrived([min(made, key=lambda each: each.address != lay)], *more)
+
+    monkeypatch.setattr(optimizer._inner, "_arrived", loading)
+    optimizer.apply_gradients([(ONE, var)])
+    assert optimizer.local_step.numpy() == 2
+
+
+def test_a_centre_is_loaded_without_slots_while_a_push_is_planned(mesh):
+    center = gr.AGNCenter(mesh)
+    getter, var, optimizer = worker(mesh, center)
+    state = center.state_dict()
+    optimizer.apply_gradients([(ONE, var)])
+    optimizer._worker._push = None
+    loaded_once(center, state, "prepare")
+    assert optimizer.apply_gradients([(ONE, var)]) is True
+    assert (getter.center_variable(var).numpy() == -1).all()
 
 
 def test_a_push_that_was_planned_before_the_centre_was_loaded_goes_to_the_loaded_one(mesh):

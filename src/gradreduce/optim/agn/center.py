@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from gradreduce import ops
-from gradreduce.device import Device, Mesh, as_deadline, default_mesh
+from gradreduce.device import Buffer, Device, Mesh, as_deadline, default_mesh
 from gradreduce.errors import CollectiveError, DeadlineExceededError, DeviceMismatchError
 from gradreduce.optim.base import Optimizer
 from gradreduce.optim.numbers import as_count
@@ -223,8 +223,14 @@ class AGNCenter:
                 )
             return self._slots
 
-    def prepare(self, optimizer: Optimizer, variables: Sequence[Variable]) -> None:
-        """Makes the slots of centre variables that are not there yet."""
+    def prepare(
+        self, optimizer: Optimizer, variables: Sequence[Variable]
+    ) -> dict[Variable, list[Buffer]]:
+        """Makes the slots of centre variables that are not there yet.
+
+        Returns:
+            For each variable what an update of it writes, of one moment: see ``Slots.rows``.
+        """
         for variable in variables:
             if optimizer._slots.wants_master(variable):
                 ops.prepare_pack(
@@ -232,7 +238,9 @@ class AGNCenter:
                 )
         with self._lock:
             self.check_usable()
-            self.join(optimizer).make(variables, optimizer._slot_start)
+            slots = self.join(optimizer)
+            slots.make(variables, optimizer._slot_start)
+            return {variable: slots.rows(variable)[0] for variable in variables}
 
     def slot(self, variable: Variable, name: str) -> Variable | None:
         """That of a centre variable; None if it was not created."""

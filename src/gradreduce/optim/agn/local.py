@@ -38,7 +38,8 @@ class LocalPlan(Plan):
     Args:
         optimizer: whose rule is a kernel; its slots of the variables exist.
         members: the variables; their sums have memory.
-        others: what a gradient may not lie in either.
+        others: what a gradient may not lie in either; kept, so that none comes to lie there while
+            this plan is in use, whoever loads the centre meanwhile.
         version: of the centre, of whose slots some of that is.
 
     Attributes:
@@ -63,6 +64,7 @@ class LocalPlan(Plan):
         super().__init__([member.local for member in members], rows_of, kernel)
         self.members = list(members)
         self._memory = list(totals.values())
+        self._others = others
         self._changes, self._seen = members[0].total.changes, -1
         self._version, self._lies_there = version, True
         self._slots = optimizer._slots.by_name  # another one, when a checkpoint was loaded

@@ -140,7 +140,8 @@ class Push:
         self._version, self._mine = center.version, optimizer._slots.by_name
         self._center, self._optimizer, self._how = center, optimizer, how
         self._kernel = optimizer._kernel
-        center.prepare(optimizer, [member.center for member in sums])  # a checkpoint had none
+        # A checkpoint may have had no slots, and may be loaded at any moment.
+        self._rows = center.prepare(optimizer, [member.center for member in sums])
         self._slots = center.join(optimizer)
         self._pulled = pulled
         self._merges: dict[Device, list[tuple[Buffer, Buffer, ops.Segments]]] = {}
@@ -175,7 +176,7 @@ class Push:
         scalings: list[_Scaling] = []
         for member, total in group:
             assert isinstance(total, Buffer)
-            (changed,) = self._slots.rows(member.center)
+            changed = self._rows[member.center]
             mine = self._optimizer._slots.rows(member.local)[0]
             near = visit.near(total)
             if self._how.gamma is not None:
@@ -208,9 +209,9 @@ class Push:
         """Rows, and rules on arrays: mean, update and pull by launches of their own."""
         parts = self._plan_means(visit, group)
         members = [member for member, _ in group]
-        job = Job([self._slots.rows(member.center)[0] for member in members], parts)
+        job = Job([self._rows[member.center] for member in members], parts)
         for member in members:  # from the centre itself: no launch writes the worker's memory
-            (changed,) = self._slots.rows(member.center)
+            changed = self._rows[member.center]
             mine = self._optimizer._slots.rows(member.local)[0]
             for place in range(self._num_copies(member)):
                 visit.outward.append((mine[place].device, mine[place], changed[place]))

@@ -177,8 +177,9 @@ class Worker:
             if is_due:
                 self._plan_push(self._held() | step.sums(), global_step)
             if plan is None and isinstance(step, LocalStep) and step.is_dense:
+                version = self._center.version  # before what it counts: a load may come between
                 others = self._written_besides(members)
-                planned = LocalPlan(inner, members, others, self._center.version)
+                planned = LocalPlan(inner, members, others, version)
         except BaseException:
             for total, state in rows:  # a dense gradient would have made it dense
                 total.state = state
