@@ -1,7 +1,7 @@
 """What every test shares.
 
-The law of skips (``skips.py``), processes that begin before their tests (``early.py``), and a heap
-that is quick to search.
+The law of skips (``skips.py``), processes that begin before their tests (``early.py``), the cases
+that a plain run leaves out (``exhaustive.py``), and a heap that is quick to search.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 # As plugins, not imports: pytest then finds their options and their hooks by itself.
-pytest_plugins = ("skips", "early")
+pytest_plugins = ("skips", "early", "exhaustive")
 
 
 @pytest.hookimpl(wrapper=True)

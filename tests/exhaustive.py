@@ -1,0 +1,153 @@
+"""The tier ``exhaustive``: every case of a product of parameters, and every example of a law.
+
+A pytest plugin. Of a test with several parameters the plain run takes a covering sample: each value
+of each parameter at least once, and as many pairs of values as fit into that many cases. Cases of
+different needs (g++, a GPU) are covered apart. The other cases belong to the tier. They are not
+even made in a plain run, because tens of thousands of them take seconds and hundreds of megabytes.
+The sample depends on the test and its parameters alone.
+
+* A test with the mark ``whole_product`` has all its cases in the plain run.
+* What is marked ``exhaustive`` by hand, a test or a parameter, is left out of the plain run too.
+* A law of hypothesis with ``settings(max_examples=examples(number))`` belongs to both: it gets all
+  its examples in the tier, and a part of them in the plain run.
+
+``-m exhaustive`` runs the tier, ``--sample-exhaustive=SEED:COUNT`` as many tests of it, and a case
+that the command line names (``test_x.py::test_y[0-float32]``) always exists.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+import pytest
+
+FEWER_EXAMPLES = 4
+FEWEST = 4  # so few cases of a product are run in any case
+
+Value = tuple[str, int]  # a parameter, and the place of the value among its values
+_tier = pytest.StashKey[bool]()
+_left_out = pytest.StashKey[int]()
+_all_examples = False
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds ``--sample-exhaustive``."""
+    parser.addoption(
+        "--sample-exhaustive",
+        metavar="SEED:COUNT",
+        help="run COUNT tests of the tier exhaustive; the same for the same SEED and tests",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Checks the option, and says to the test modules which run it is."""
+    config.stash[_left_out] = 0
+    asked = config.getoption("--sample-exhaustive")
+    if asked is not None and not re.fullmatch(r"[0-9]+:[0-9]+", asked):
+        raise pytest.UsageError(f"--sample-exhaustive={asked}: expected SEED:COUNT, two integers")
+    expression = config.option.markexpr or ""
+    in_tier = asked is not None or bool(re.search(r"(?<!not )\bexhaustive\b", expression))
+    config.stash[_tier] = in_tier
+    global _all_examples
+    _all_examples = in_tier
+
+
+def examples(number: int) -> int:
+    """How many examples a law gets of the ``number`` that it gets in the tier."""
+    return number if _all_examples else max(1, number // FEWER_EXAMPLES)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Marks the cases of the tier, or leaves them out."""
+    made = yield
+    config, function = metafunc.config, metafunc.definition
+    if function.get_closest_marker("whole_product") is not None:
+        return made
+    # There is no public name for what the other hooks of this kind have made.
+    cases = metafunc._calls
+    by_needs: dict[frozenset[str], list[int]] = {}
+    for number, case in enumerate(cases):
+        by_needs.setdefault(frozenset(mark.name for mark in case.marks), []).append(number)
+    # A machine may lack what some of them need: those of the same needs are covered by themselves.
+    chosen = set[int]()
+    for needs, numbers in by_needs.items():
+        if "exhaustive" not in needs:
+            seed = zlib.crc32(" ".join([function.nodeid, *sorted(needs)]).encode())
+            values = [tuple(cases[number].indices.items()) for number in numbers]
+            chosen.update(numbers[place] for place in covering(values, seed))
+    rest = [number for number in range(len(cases)) if number not in chosen]
+    if config.stash[_tier]:
+        for number in rest:
+            cases[number].marks.append(pytest.mark.exhaustive.mark)
+        return made
+    named = _named(config)
+    left_out = {n for n in rest if f"{function.nodeid}[{cases[n].id}]" not in named}
+    config.stash[_left_out] += len(left_out)
+    cases[:] = [case for number, case in enumerate(cases) if number not in left_out]
+    return made
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Takes the laws of hypothesis into the tier, where it is run."""
+    law = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+    if law and item.config.stash[_tier]:
+        item.add_marker("exhaustive")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves what is marked by hand out of a plain run, or draws the sample."""
+    asked = config.getoption("--sample-exhaustive")
+    of_tier = [item for item in items if item.get_closest_marker("exhaustive") is not None]
+    if asked is not None:
+        seed, count = map(int, asked.split(":"))
+        kept = set(random.Random(seed).sample(of_tier, min(count, len(of_tier))))
+    elif config.stash[_tier]:
+        return
+    else:
+        named = _named(config)
+        kept = set(items) - {item for item in of_tier if item.nodeid not in named}
+    left_out = [item for item in items if item not in kept]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item in kept]
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> str:
+    """Says how much of the tier was not made."""
+    count = config.stash[_left_out]
+    return f"{count} cases of products left out (-m exhaustive)" if count else ""
+
+
+def _named(config: pytest.Config) -> set[str]:
+    """Node ids on the command line."""
+    return {argument.replace("\\", "/") for argument in config.args}
+
+
+def covering(cases: Sequence[Sequence[Value]], seed: int) -> set[int]:
+    """Numbers of cases that together have every value that any case has, and ``FEWEST`` at least.
+
+    Of the cases that add the most new values the one is next that adds the most new pairs of
+    values, and of these the first in an order shuffled by the seed.
+    """
+    left = list(range(len(cases)))
+    random.Random(seed).shuffle(left)
+    missing = {value for case in cases for value in case}
+    pairs = [set(combinations(case, 2)) for case in cases]
+    seen: set[tuple[Value, Value]] = set()
+    chosen = set[int]()
+    while left and (missing or len(chosen) < FEWEST):
+        gains = {number: len(missing.intersection(cases[number])) for number in left}
+        most = max(gains.values())
+        best = [number for number in left if gains[number] == most]
+        number = max(best, key=lambda number: len(pairs[number] - seen))
+        left.remove(number)
+        chosen.add(number)
+        missing.difference_update(cases[number])
+        seen |= pairs[number]
+    return chosen
