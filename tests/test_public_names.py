@@ -19,8 +19,8 @@ clip_by_global_norm AGNCenter AGNCustomGetter AGNOptimizer SyncStep errors embed
 """.split()
 
 SIGNATURES = {
-    "open_mesh": "(devices=None, *, backend=None, peer_access=True, kernels='numpy', strict=None, "
-    "schedule_seed=None)",
+    "open_mesh": "(devices=None, *, backend=None, processes=None, peer_access=True, "
+    "kernels='numpy', strict=None, schedule_seed=None)",
     "PerReplica": "(values, mesh=None, *, devices=None)",
     "IndexedSlices": "(values, indices, dense_shape=None)",
     "add_n": "(inputs, name=None, *, as_kind=None)",

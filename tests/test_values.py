@@ -127,6 +127,38 @@ def test_get_means_the_replica_of_the_thread(mesh, make):
         part.get()
 
 
+@BOTH
+def test_values_are_a_sequence_of_arrays_in_the_order_of_devices(mesh, make):
+    given = arrays()
+    value = make(given, mesh)
+    assert len(value) == 3
+    for place, found in enumerate(value):
+        for index in (place, place - 3, np.int64(place)):
+            assert value[index] is not value and np.shares_memory(value[index], given[place])
+        assert np.shares_memory(found, given[place])
+    assert [found[0] for found in value[1:]] == [1, 2]
+    with pytest.raises(IndexError):
+        value[3]
+    rows = gr.IndexedSlices(np.ones((1, 2), np.float32), [3], (5, 2))
+    sparse = make([rows] * 3, mesh)
+    assert [found.indices.tolist() for found in (*sparse, sparse[-1])] == [[3]] * 4
+
+
+@BOTH
+def test_one_value_becomes_an_array_several_do_not(mesh, make):
+    one = make([np.arange(3)], devices=mesh.devices[2:])
+    assert np.array_equal(np.asarray(one), [0, 1, 2])
+    assert np.asarray(one, np.float32).dtype == np.float32
+    assert np.array(one) is not np.array(one)
+    several = make(arrays(), mesh)
+    for convert in (np.asarray, np.mean, lambda value: np.stack([value, value])):
+        with pytest.raises(TypeError, match=rf"a {make.__name__} of 3 devices .*\.values"):
+            convert(several)
+    rows = gr.IndexedSlices(np.ones((1, 2), np.float32), [3], (5, 2))
+    with pytest.raises(TypeError, match="to_dense"):
+        np.asarray(make([rows], devices=mesh.devices[:1]))
+
+
 def test_replicas_nest_and_end():
     assert current_replica() is None
     with gr.replica(1):

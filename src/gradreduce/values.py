@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Iterator, Sequence
+from typing import Any, Self, SupportsIndex
 
 from gradreduce.device import Buffer, Device, Mesh, default_mesh
 from gradreduce.errors import DeviceMismatchError, about
@@ -39,6 +39,9 @@ class ReduceOp(enum.Enum):
 
 class DistributedValues:
     """One array on each of several devices; the base of ``PerReplica`` and ``Mirrored``.
+
+    ``len``, indexing and iteration are those of ``values``. NumPy makes an array of it only where
+    there is one device.
 
     Args:
         values: one for each device: arrays of any library, numbers, nested lists, Buffers, or
@@ -180,6 +183,32 @@ class DistributedValues:
         if device not in self._devices:
             raise ValueError(f"Device {device!r} not found in {self._devices}")
         return self._shown(self._parts[self._devices.index(device)])
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values)
+
+    def __getitem__(self, place: SupportsIndex | slice) -> Any:
+        """The value of a replica, as in ``values``; of a slice a tuple of them."""
+        if isinstance(place, slice):
+            return self.values[place]
+        return self._shown(self._parts[place])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        if len(self) > 1:
+            raise TypeError(
+                f"a {type(self).__name__} of {len(self)} devices is not one array: take that of a "
+                "replica, value[0], or all of them, value.values"
+            )
+        if copy is False:
+            raise ValueError(f"a {type(self).__name__} is copied to the host: copy=False cannot be")
+        (part,) = self._parts
+        if isinstance(part, IndexedSlices):
+            raise TypeError(f"{self} holds IndexedSlices: pass value[0].to_dense()")
+        array = part.numpy()
+        return array if dtype is None else array.astype(dtype)
 
     def _shown(self, part: Part) -> Any:
         """As the caller's kind of array."""

@@ -110,6 +110,20 @@ def test_a_plain_gradient_is_added_where_it_lies(accumulator, mesh):
     check_mirrored(acc.take_grad(5), mesh, np.full(3, 4.8, "float32"))
 
 
+def test_a_replica_that_the_mesh_has_not_is_an_error(mesh):
+    """A host array would silently go to the first device."""
+    text = f"replica {len(mesh)} of a mesh of {len(mesh)} devices"
+    rows = gr.IndexedSlices(np.ones((1, 2), np.float32), [0], (5, 2))
+    for home in (mesh, mesh[:1], mesh.devices[1]):
+        dense = gr.ConditionalAccumulator("float32", device=home)
+        sparse = gr.SparseConditionalAccumulator("float32", device=home)
+        for acc, grad in ((dense, np.ones(3, np.float32)), (dense, [1.0]), (dense, rows),
+                          (sparse, rows)):  # fmt: skip
+            with gr.replica(len(mesh)), pytest.raises(ValueError, match=text):
+                gr.apply_grads([acc], [grad])
+            assert acc.num_accumulated() == 0
+
+
 def test_a_gradient_from_outside_the_part_is_pulled_to_its_first_device(mesh):
     """By a copy, unless its launches reach it: a peer's, in memory of our own."""
     part, outside = mesh[1:], mesh.devices[0]

@@ -340,17 +340,28 @@ def test_a_part_has_the_same_devices():
             assert all(device.mesh is mesh for device in part)
 
 
+def test_a_place_is_the_device_that_iterating_gives():
+    with opened([0, 0, 1]) as mesh:
+        for place, device in enumerate(mesh):
+            for index in (place, np.int64(place), place - len(mesh), np.array(place)):
+                assert mesh[index] is device
+        assert mesh[1:][0] is mesh.devices[1]
+        assert mesh[np.array([2, 0])].devices == (mesh.devices[2], mesh.devices[0])
+
+
 def test_parts_that_are_none():
     with opened(4) as mesh:
-        for place in (1, -1, True):
-            text = f"mesh[{place}]: a part is mesh[{place}:{place + 1}], a device is "
-            with pytest.raises(TypeError, match=f"^{re.escape(text)}"):
-                mesh[place]
         for part in ([], [1, 1], [0, -4], slice(2, 2), slice(4, None)):
             with pytest.raises(ValueError, match="at least one device, and none twice"):
                 mesh[part]
-        with pytest.raises(IndexError):
-            mesh[[0, 4]]
+        for place in (4, -5, np.int64(4), [0, 4]):
+            text = f"mesh[{place!r}]: it has 4 devices"
+            with pytest.raises(IndexError, match=f"^{re.escape(text)}$"):
+                mesh[place]
+        mask = [True, False, False, False]
+        for part in (True, np.True_, mask, np.array(mask), 1.0, [1.0], "sim:0", None):
+            with pytest.raises(TypeError, match="must be a place, a slice or a list of places"):
+                mesh[part]
 
 
 def test_places_are_grouped_by_physical_device():

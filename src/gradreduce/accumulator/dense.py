@@ -84,8 +84,8 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             True if it was added, False if it was dropped.
 
         Raises:
-            ValueError: an array of another dtype, a shape other than the constructor's, or
-                replicas that differ in shape.
+            ValueError: an array of another dtype, a shape other than the constructor's, replicas
+                that differ in shape, or a ``gr.replica`` that the mesh has not.
             DeviceMismatchError: it lies on a device of another mesh.
             InvalidArgumentError: another shape than the gradients in the sum.
             CancelledError: the accumulator was closed.

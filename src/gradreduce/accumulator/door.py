@@ -12,7 +12,7 @@ from gradreduce.device import Buffer, DType, compatible
 from gradreduce.errors import DeviceMismatchError, InvalidArgumentError
 from gradreduce.indexed_slices import IndexedSlices, densified
 from gradreduce.interop import is_array, kind_of, numbers, shape_and_dtype, to_buffer
-from gradreduce.replica_context import current_replica
+from gradreduce.replica_context import current_device, current_replica
 from gradreduce.values import PerReplica
 from gradreduce.variables import Variable
 
@@ -130,12 +130,14 @@ def home_of(state: AccumulatorState, grad: Any) -> tuple[int, Buffer]:
     """The place of the device whose sum a gradient goes to, where it lies, else 0; and the Buffer.
 
     A host array goes where it is added at once, not by way of another device.
+
+    Raises:
+        ValueError: the whole mesh has no device for the enclosing ``gr.replica``.
     """
-    index = current_replica()
-    home = state.devices[0].mesh.devices
     device = state.devices[0]
-    if index is not None and index < len(home) and home[index] in state.devices:
-        device = home[index]
+    if current_replica() is not None:
+        named = current_device(device.mesh)
+        device = named if named in state.devices else device
     buffer = to_buffer(grad, device, dtype=state.dtype)
     return _place(state, buffer), buffer
 

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from types import TracebackType
+from typing import SupportsIndex, overload
 
+import numpy as np
 from numpy.typing import DTypeLike
 
 from .base import Device
@@ -27,8 +29,9 @@ class Mesh:
     """An ordered tuple of logical devices, and what they share.
 
     A context manager: leaving it closes the mesh, after which its Buffers raise
-    ``BackendUnavailableError``. A part of a mesh (``mesh[0:2]``, ``mesh[[0, 3]]``) has the same
-    devices and is taken wherever a mesh is; closing it closes the whole.
+    ``BackendUnavailableError``. ``mesh[0]`` is a device. A part of a mesh (``mesh[0:2]``,
+    ``mesh[[0, 3]]``) has the same devices and is taken wherever a mesh is; closing it closes the
+    whole.
 
     Attributes:
         devices: this process's logical devices, in order; as many as a ``PerReplica`` has values.
@@ -163,14 +166,28 @@ class Mesh:
     def __iter__(self) -> Iterator[Device]:
         return iter(self.devices)
 
-    def __getitem__(self, part: slice | Sequence[int]) -> Mesh:
-        if isinstance(part, slice):
-            chosen = self.devices[part]
-        elif isinstance(part, int):
-            raise TypeError(f"mesh[{part}]: a part is mesh[{part}:{part + 1}], a device is "
-                            f"mesh.devices[{part}]")  # fmt: skip
-        else:
-            chosen = tuple(self.devices[place] for place in part)
+    @overload
+    def __getitem__(self, part: SupportsIndex) -> Device: ...
+    @overload
+    def __getitem__(self, part: slice | Sequence[int]) -> Mesh: ...
+
+    def __getitem__(self, part: SupportsIndex | slice | Sequence[int]) -> Device | Mesh:
+        """The device at a place, or the part of the mesh at a slice or list of places.
+
+        Raises:
+            TypeError: anything else, booleans too, which as a mask would mean other places.
+            IndexError: the mesh has no such place.
+            ValueError: a part without a device, or with one twice.
+        """
+        places = np.arange(len(self))[part] if isinstance(part, slice) else np.asarray(part)
+        if places.ndim > 1 or (places.size and places.dtype.kind not in "iu"):
+            raise TypeError(f"mesh[{part!r}] must be a place, a slice or a list of places")
+        try:
+            chosen = tuple([self.devices[place] for place in places.ravel().tolist()])
+        except IndexError:
+            raise IndexError(f"mesh[{part!r}]: it has {len(self)} devices") from None
+        if places.ndim == 0:
+            return chosen[0]
         if not chosen or len(set(chosen)) != len(chosen):
             raise ValueError(f"mesh[{part}] must name at least one device, and none twice")
         return Mesh(chosen, self.fabric, self._make_collective, self._on_close)
