@@ -12,10 +12,11 @@ from gradreduce.device import Buffer, Device, Mesh, default_mesh
 from gradreduce.interop import kind_of, reading, to_buffer
 from gradreduce.loss_context import current_reader
 
-__all__ = ["current_device", "current_replica", "on_current_devices", "replica"]
+__all__ = ["current_device", "current_replica", "on_current_devices", "replica", "replica_on"]
 
 # Of a thread or, within one, of an asyncio task.
 _replica: ContextVar[int | None] = ContextVar("gradreduce_replica", default=None)
+_device: ContextVar[Device | None] = ContextVar("gradreduce_device", default=None)
 
 
 @contextmanager
@@ -33,12 +34,26 @@ def replica(index: int) -> Iterator[None]:
     """
     if isinstance(index, bool) or not hasattr(index, "__index__") or index < 0:
         raise ValueError(f"replica index {index!r} must be an integer from 0 up")
-    before = current_replica()
-    _replica.set(operator.index(index))
+    with replica_on(None, operator.index(index)):
+        yield
+
+
+@contextmanager
+def replica_on(device: Device | None, index: int) -> Iterator[None]:
+    """As ``replica``, of a worker whose devices are a part of a mesh.
+
+    Args:
+        device: of this replica; None: the device of that index in the mesh.
+        index: place of the device among the worker's, and of its copy in a mirrored value.
+    """
+    before = current_replica(), _device.get()
+    _replica.set(index)
+    _device.set(device)
     try:
         yield
     finally:
-        _replica.set(before)
+        _replica.set(before[0])
+        _device.set(before[1])
 
 
 def current_replica() -> int | None:
@@ -78,6 +93,9 @@ def current_device(mesh: Mesh | None = None) -> Device:
     Raises:
         ValueError: the mesh has not so many replicas.
     """
+    own = _device.get()
+    if mesh is None and own is not None:
+        return own
     reader = current_reader()
     if mesh is None and reader is not None and reader.home is not None:
         if current_replica() is None:

@@ -21,7 +21,7 @@ from gradreduce.variables import Variable
 
 from .arrivals import check_apart, check_global_step, checked_pairs, made_dense, near, ready_count
 from .custom import changed_by
-from .gradients import checked_gradients
+from .gradients import Pairs, ready_gradients
 from .launches import Job, by_kernel
 from .numbers import as_number, value_of
 from .plan import Plan, devices_of
@@ -249,10 +249,15 @@ class Optimizer:
                 something else than Variables of floats, or the loss returned no float.
             RuntimeError: ``loss`` is not callable.
         """
-        return checked_gradients(
+        gradients = ready_gradients(
             loss, var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops,
             grad_loss, engine,
         )  # fmt: skip
+        return self._differentiated(gradients)
+
+    def _differentiated(self, gradients: Callable[[], Pairs]) -> Pairs:
+        """What ``compute_gradients`` returns; AGN's of several replicas asks for each of them."""
+        return gradients()
 
     def minimize(  # noqa: PLR0913  # the signature of the seed
         self,

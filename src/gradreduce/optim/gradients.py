@@ -1,21 +1,27 @@
-"""What ``Optimizer.compute_gradients`` may be asked, and in which way it differentiates."""
+"""What ``Optimizer.compute_gradients`` may be asked, and how often it differentiates."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from gradreduce.aggregate import AggregationMethod, as_aggregation_method
 from gradreduce.autodiff.gradients import ENGINES, Engine, gradients_of
+from gradreduce.device import Device
 from gradreduce.errors import InvalidVariableError
+from gradreduce.replica_context import replica_on
+from gradreduce.values import PerReplica
 from gradreduce.variables import Variable
 
 from .arrivals import check_float
 
-__all__ = ["checked_gradients"]
+__all__ = ["Pairs", "gradients_of_replicas", "ready_gradients"]
+
+Pairs = list[tuple[Any, Variable]]
 
 
-def checked_gradients(
+def ready_gradients(
     loss: Callable[[], Any],
     var_list: Any,
     gate_gradients: int,
@@ -23,8 +29,8 @@ def checked_gradients(
     colocate: bool,
     grad_loss: Any,
     engine: Engine | None,
-) -> list[tuple[Any, Variable]]:
-    """See ``Optimizer.compute_gradients``."""
+) -> Callable[[], Pairs]:
+    """Checks what ``Optimizer.compute_gradients`` is given; what it returns differentiates."""
     if isinstance(gate_gradients, bool) or gate_gradients not in (0, 1, 2):
         raise ValueError(
             "gate_gradients must be one of: Optimizer.GATE_NONE, Optimizer.GATE_OP, "
@@ -40,7 +46,46 @@ def checked_gradients(
             "`loss` passed to Optimizer.compute_gradients should be a function when eager "
             f"execution is enabled: it is a {type(loss).__name__}"
         )
-    return gradients_of(loss, _checked_variables(var_list), method, grad_loss, engine)
+    variables = _checked_variables(var_list)
+    return partial(gradients_of, loss, variables, method, grad_loss, engine)
+
+
+def gradients_of_replicas(gradients: Callable[[], Pairs], devices: Sequence[Device]) -> Pairs:
+    """Differentiates each replica of a worker, one after the other.
+
+    Args:
+        gradients: called once for each replica, inside ``gr.replica`` of it.
+        devices: of the replicas.
+
+    Returns:
+        For each variable a ``PerReplica`` of its gradients; None if no replica has one.
+
+    Raises:
+        ValueError: only some replicas have a gradient of a variable.
+    """
+    found: list[dict[Variable, Any]] = []
+    for index, device in enumerate(devices):
+        with replica_on(device, index):
+            found.append({variable: gradient for gradient, variable in gradients()})
+    variables = dict.fromkeys(variable for each in found for variable in each)
+    return [
+        (_of_replicas([each.get(variable) for each in found], variable, devices), variable)
+        for variable in variables
+    ]
+
+
+def _of_replicas(
+    gradients: Sequence[Any], variable: Variable, devices: Sequence[Device]
+) -> PerReplica | None:
+    without = [index for index, gradient in enumerate(gradients) if gradient is None]
+    if len(without) == len(gradients):
+        return None
+    if without:
+        raise ValueError(
+            f"the loss does not reach {variable!r} on replica {without[0]}, and does on others: "
+            "use the variable on every replica, or leave it out of var_list"
+        )
+    return PerReplica(gradients, devices=devices)
 
 
 def _checked_variables(var_list: Any) -> Sequence[Variable] | None:

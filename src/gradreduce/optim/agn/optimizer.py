@@ -17,7 +17,9 @@ from gradreduce.device import as_deadline
 from gradreduce.interop import OneCall
 from gradreduce.optim.arrivals import check_global_step, checked_pairs
 from gradreduce.optim.base import Optimizer
+from gradreduce.optim.gradients import Pairs, gradients_of_replicas
 from gradreduce.optim.numbers import as_count
+from gradreduce.replica_context import current_replica
 from gradreduce.variables import Variable
 
 from .getter import AGNCustomGetter
@@ -42,6 +44,11 @@ class AGNOptimizer(Optimizer):
     stay as they are at a pull. A rule on arrays, a subclass's ``_apply``, is computed for the
     centre while no other worker pushes. Hyperparameters, also those that are callables, are asked
     twice in a step that communicates: for each of its two updates.
+
+    A worker of several replicas calls the loss of ``compute_gradients`` and ``minimize`` once for
+    each, inside ``gr.replica(i)`` with i its place among the worker's devices: there a Variable is
+    that replica's copy, and ``PerReplica.get()`` its value. The gradients are ``PerReplica``, which
+    ``apply_gradients`` reduces by MEAN. Called inside a ``gr.replica``, it is that one's alone.
 
     What a period has gathered when training ends never gets to the centre; the result of a training
     is in the centre variables. Periods, rates and ``distance_scale`` may differ between workers.
@@ -126,6 +133,12 @@ class AGNOptimizer(Optimizer):
         """What the inner optimizer keeps for worker and centre, sorted by name."""
         kept = [*self._inner.variables(), *self._center.slot_variables()]
         return sorted(kept, key=lambda each: each.name)
+
+    def _differentiated(self, gradients: Callable[[], Pairs]) -> Pairs:
+        devices = self._getter.devices
+        if len(devices) == 1 or current_replica() is not None:
+            return gradients()
+        return gradients_of_replicas(gradients, devices)
 
     @OneCall()
     def apply_gradients(
