@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -139,8 +142,10 @@ def test_a_failure_reaches_the_caller(where):
     with opened(3) as device:
         rows = operands(device, LARGE)
         caller: list[int] = []
+        all_begun = threading.Barrier(3)  # else the caller may do the others' work too
 
         def fails(rows, num_inputs: int) -> None:
+            all_begun.wait(TIMEOUT)
             mine = threading.get_ident() == caller[0]
             if where == "everywhere" or mine == (where == "the caller"):
                 raise ZeroDivisionError("planted")
@@ -157,34 +162,37 @@ def test_a_failure_reaches_the_caller(where):
         assert len(seen) == 3
 
 
-@pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_failure_comes_when_all_jobs_have_ended(failing):
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["the caller", "a worker"])
+def test_a_failure_comes_when_no_job_runs(where, error):
     """Else a job could still write into memory that has been given away."""
-    workers, go, ended = Workers(3), threading.Event(), []
+    workers, ended = Workers(3), []
+    all_begun, failing = threading.Barrier(3), threading.Event()
+    caller: list[int] = []
+    chosen: dict[int, int] = {}
 
-    def job(number: int) -> Callable[[], None]:
-        def run() -> None:
-            if number == failing:
-                go.set()  # the others end after this one has begun to fail
-                raise ZeroDivisionError("planted")
-            assert go.wait(TIMEOUT)
-            for _ in range(10_000):
-                pass
-            ended.append(number)
-
-        return run
+    def job() -> None:
+        all_begun.wait(TIMEOUT)
+        me = threading.get_ident()
+        if (me == caller[0]) == (where == "the caller") and chosen.setdefault(0, me) == me:
+            failing.set()  # the others end after this one has begun to fail
+            raise error("planted")
+        assert failing.wait(TIMEOUT)
+        for _ in range(10_000):
+            pass
+        ended.append(None)
 
     def run() -> None:
+        caller.append(threading.get_ident())
         try:
-            workers.run([job(number) for number in range(3)])
+            workers.run([job] * 3)
         finally:
             ended.append("all")
 
-    error = in_time(run)
+    raised = in_time(run)
     workers.close()
-    assert isinstance(error, ZeroDivisionError)
-    assert ended[-1] == "all"
-    assert sorted(ended[:-1]) == [number for number in range(3) if number != failing]
+    assert isinstance(raised, error)
+    assert ended == [None, None, "all"]
 
 
 def test_several_callers_share_the_threads():
@@ -226,38 +234,108 @@ def test_blocks_are_shared_out_by_what_they_cost(costs, num_threads, sizes):
     assert [block for part in parts for block in part] == blocks
 
 
-def test_an_interruption_is_raised_once_all_jobs_have_ended(monkeypatch):
-    """Else the memory that they still write would be somebody else's."""
-    workers, go, done = Workers(3), threading.Event(), []
-    real, interrupted = sim_workers.wait, []
+@pytest.mark.parametrize("num_started", [0, 1])
+def test_where_threads_cannot_start_the_caller_does_each_job_once(monkeypatch, num_started):
+    real, workers, times = sim_workers.start_new_thread, Workers(4), [0] * 40
+    started: list[int] = []
 
-    def interrupted_wait(futures):
-        if len(interrupted) < 2:
-            interrupted.append(True)
-            raise KeyboardInterrupt
-        go.set()
-        return real(futures)
+    def start(*arguments):
+        if len(started) == num_started:
+            raise RuntimeError("can't start new thread")
+        started.append(real(*arguments))
+        return started[-1]
 
-    def job():
-        assert go.wait(TIMEOUT)
-        done.append(True)
+    def job(place: int) -> None:
+        times[place] += 1
 
-    monkeypatch.setattr(sim_workers, "wait", interrupted_wait)
-    with pytest.raises(KeyboardInterrupt):
-        workers.run([job, job, lambda: None])
-    assert done == [True, True]
+    jobs = [partial(job, place) for place in range(len(times))]
+    with monkeypatch.context() as patch:
+        patch.setattr(sim_workers, "start_new_thread", start)
+        workers.run(jobs)
+        assert times == [1] * len(jobs)
+    workers.run(jobs)  # starts those that were missing, who would do what is left to do
+    assert in_time(lambda: workers.run([partial(threading.Barrier(4).wait, TIMEOUT)] * 4)) is None
+    assert times == [2] * len(jobs)
     workers.close()
 
 
-def test_closing_ends_the_threads():
-    before = set(threading.enumerate())
-    with opened(3) as device:
-        kernel, _ = together(3)
-        rows = operands(device, LARGE)
-        assert set(threading.enumerate()) <= before  # none is started before it is needed
-        assert in_time(lambda: device.launch(kernel, PAIR, rows, (2,))) is None
-        assert len(set(threading.enumerate()) - before) == 2
-    assert set(threading.enumerate()) <= before
+def test_an_interruption_is_raised_once_no_job_runs():
+    """However many come: else the memory that jobs still write would be somebody else's."""
+    go, begun, ended, pressed = threading.Event(), threading.Event(), [], []
+
+    class News(SimpleQueue):
+        def get(self, *arguments):
+            if len(pressed) < 3:
+                pressed.append(True)
+                raise KeyboardInterrupt
+            go.set()
+            return super().get(*arguments)
+
+    def job() -> None:
+        begun.set()
+        assert go.wait(TIMEOUT)
+        ended.append(True)
+
+    batch = sim_workers._Batch([job, lambda: None])
+    batch._news = News()
+    helper = threading.Thread(target=batch.help)
+    helper.start()
+    assert begun.wait(TIMEOUT)
+    with pytest.raises(KeyboardInterrupt):
+        batch.drop()
+    assert ended == [True]
+    helper.join(TIMEOUT)
+
+
+def test_what_nobody_waits_for_keeps_no_memory():
+    """A thread that is busy comes to a batch much later."""
+    workers, go = Workers(2), threading.Event()
+    array = np.zeros(3)
+    kept = weakref.ref(array)
+
+    def busy() -> None:
+        if threading.current_thread() is not caller:
+            begun.set()
+            assert go.wait(TIMEOUT)
+
+    caller, begun = threading.current_thread(), threading.Event()
+    blocked = threading.Thread(target=workers.run, args=([busy, lambda: begun.wait(TIMEOUT)],))
+    blocked.start()
+    assert begun.wait(TIMEOUT)
+    workers.run([array.sum, array.sum])
+    del array
+    assert kept() is None
+    go.set()
+    blocked.join(TIMEOUT)
+    workers.close()
+
+
+class _Here:
+    """Lives as long as the thread that has put it into its local data."""
+
+
+@pytest.mark.parametrize("end", ["closed", "dropped"])
+def test_threads_end_with_their_mesh(end):
+    local, ended = threading.local(), SimpleQueue()
+    workers = Workers(3)
+    assert not workers._threads  # none is started before it is needed
+    barrier = threading.Barrier(3)
+
+    def job() -> None:
+        local.here = _Here()
+        weakref.finalize(local.here, ended.put, threading.get_ident())
+        barrier.wait(TIMEOUT)
+
+    assert in_time(lambda: workers.run([job] * 3)) is None
+    threads = set(workers._threads)
+    assert len(threads) == 2
+    if end == "closed":
+        workers.close()
+        workers.run([lambda: None] * 3)  # in this thread alone
+        assert len(workers._threads) == 2
+    else:
+        del workers
+    assert threads <= {ended.get(timeout=TIMEOUT) for _ in range(3)}
 
 
 @pytest.mark.parametrize("out, terms, streams", [

@@ -1,12 +1,21 @@
-"""The host threads that stand for the cores of simulated devices; never knows what the work is."""
+"""The host threads that stand for the cores of simulated devices; never knows what the work is.
+
+A signal handler may run, and may raise, between any two steps of ``Workers.run`` in the main
+thread. What threads share is therefore changed by single C calls (``SimpleQueue``,
+``dict.setdefault``, ``list.append``), which a handler finds done or not done.
+"""
 
 from __future__ import annotations
 
+from _thread import start_new_thread
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from itertools import accumulate, pairwise
+from contextlib import suppress
+from itertools import accumulate, pairwise, repeat
+from queue import SimpleQueue
+from threading import RLock
 from typing import Any
+from weakref import finalize
 
 __all__ = ["BLOCK_SIZE", "SPREAD_SIZE", "Workers"]
 
@@ -19,49 +28,125 @@ SPREAD_SIZE = 1 << 18
 BLOCK_SIZE = 1 << 17
 
 
-def _wait_for(futures: Sequence[Future[None]]) -> None:
-    """Until all have ended; an interruption (Ctrl-C) is raised only then."""
-    interruption: BaseException | None = None
-    while True:
-        try:
-            wait(futures)
-        except BaseException as error:
-            interruption = error
-        else:
-            break
-    if interruption is not None:
-        raise interruption
+class _Batch:
+    """The jobs of one ``Workers.run``. The thread that claims a job first runs it; no other does.
+
+    So the caller needs no thread to come: it runs what nobody else has claimed.
+    """
+
+    __slots__ = ("_claims", "_ended", "_failures", "_jobs", "_news")
+
+    def __init__(self, jobs: Sequence[Callable[[], None]]) -> None:
+        self._jobs = jobs
+        self._claims: dict[int, object] = {}  # place of a job -> the caller is the batch itself
+        self._ended: list[int] = []  # places of the jobs that another thread has run
+        self._news: SimpleQueue[None] = SimpleQueue()  # one entry for each of these
+        self._failures: list[BaseException] = []
+
+    def help(self) -> None:
+        """Runs what is left, in a thread that is not the caller's."""
+        me = object()
+        for place, job in enumerate(self._jobs):
+            if self._claims.setdefault(place, me) is me:
+                try:
+                    job()
+                except BaseException as error:  # the caller raises it
+                    self._failures.append(error)
+                self._ended.append(place)
+                self._news.put(None)
+
+    def run(self) -> None:
+        """Runs what is left in the caller's thread, waits for the rest and raises a failure."""
+        for place in reversed(range(len(self._jobs))):
+            if self._claims.setdefault(place, self) is self:
+                self._jobs[place]()
+        self._wait()
+        if self._failures:
+            try:
+                raise self._failures[0]
+            finally:
+                self._failures.clear()  # else its frames, which hold this, stay alive
+
+    def drop(self) -> None:
+        """Runs nothing more and returns when no job runs; an interruption is raised only then."""
+        interruption: BaseException | None = None
+        while True:
+            try:
+                for place in range(len(self._jobs)):
+                    self._claims.setdefault(place, self)
+                self._wait()
+                break
+            except BaseException as error:
+                interruption = error
+        if interruption is not None:
+            raise interruption
+
+    def _wait(self) -> None:
+        """Until the jobs that other threads have claimed have ended; nobody claims any more."""
+        others = len([owner for owner in self._claims.values() if owner is not self])
+        while len(self._ended) < others:  # then the news of one of them is still to come
+            self._news.get()
+        self._jobs = ()  # a thread may come much later, and would keep their memory until then
+
+
+def _serve(inbox: SimpleQueue[_Batch | None]) -> None:
+    """A thread of ``Workers``, which it does not keep alive."""
+    while (batch := inbox.get()) is not None:
+        batch.help()
+        del batch  # while it waits it holds no memory
+
+
+def _end(inbox: SimpleQueue[_Batch | None], threads: list[int]) -> None:
+    for _ in threads:
+        inbox.put(None)
 
 
 class Workers:
-    """The host threads that stand for the cores of all simulated devices of a mesh."""
+    """The host threads that stand for the cores of all simulated devices of a mesh.
+
+    The process does not wait for them when it ends.
+    """
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = max(1, num_threads)
-        # Starts no thread before the first job.
-        self._pool = ThreadPoolExecutor(max(1, num_threads - 1), "gradreduce-sim")
+        self._inbox: SimpleQueue[_Batch | None] = SimpleQueue()
+        self._threads: list[int] = []  # none is started before the first job
+        self._starting = RLock()
+        self._end = finalize(self, _end, self._inbox, self._threads)
+        self._end.atexit = False
 
     def run(self, jobs: Sequence[Callable[[], None]]) -> None:
-        """Runs all jobs, the last one in the calling thread; raises a failure once all ended."""
+        """Runs all jobs, some in the calling thread; raises a failure once none of them runs.
+
+        When it raises, jobs that no thread had begun are left out.
+        """
         if len(jobs) == 1:
             jobs[0]()
             return
-        futures: list[Future[None]] = []
+        batch = _Batch(jobs)
         try:
-            for job in jobs[:-1]:
-                try:
-                    futures.append(self._pool.submit(job))
-                except RuntimeError:  # the interpreter is ending, and no thread starts any more
-                    job()
-            jobs[-1]()
-        finally:
-            _wait_for(futures)  # one that still runs writes memory which the caller may give away
-        for future in futures:
-            future.result()
+            if len(self._threads) < self.num_threads - 1:
+                self._start()
+            for _ in range(min(len(jobs) - 1, len(self._threads))):
+                self._inbox.put(batch)
+            batch.run()
+        except BaseException:
+            batch.drop()  # a job that still runs writes memory which the caller may give away
+            raise
+
+    def _start(self) -> None:
+        """Starts the threads that are missing, or as many of them as the system allows."""
+        with self._starting:
+            missing = self.num_threads - 1 - len(self._threads) if self._end.alive else 0
+            each = repeat(_serve, missing), repeat((self._inbox,), missing)
+            # One C call, so that each thread is started and listed, or neither. Thread.start waits
+            # in Python code, where an interruption leaves a lock held.
+            with suppress(RuntimeError):  # "can't start new thread": callers do what it would do
+                self._threads.extend(map(start_new_thread, *each))
 
     def close(self) -> None:
-        """Ends the threads."""
-        self._pool.shutdown()
+        """Has the threads end; does not wait for them."""
+        self._end()
 
     def block_size(self, size: int, *, streams: bool) -> int:
         """Elements of the blocks into which a twin's row of so many is cut.
