@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 
@@ -326,26 +327,29 @@ def test_a_device_that_is_lost_under_way_is_named(mesh, clock):
 
 
 def test_the_flight_record_is_written_when_a_deadline_passes(clock, tmp_path, monkeypatch):
-    path = tmp_path / "flight.json"
-    monkeypatch.setenv("GRADREDUCE_FLIGHT_RECORD", str(path))
+    monkeypatch.setenv("GRADREDUCE_FLIGHT_RECORD", str(tmp_path / "flight.json"))
     with opened() as mesh:
         stall(mesh.devices[2])
         reduce_all(mesh, deadline=5)
-        assert not path.exists()
+        assert list(tmp_path.iterdir()) == []
         clock.pass_by(6)
         reason = await_death(mesh)
+        (path,) = tmp_path.iterdir()
+        assert re.fullmatch(rf"flight\.{os.getpid()}-\d+\.json", path.name)
         written = json.loads(path.read_text())
         assert written["reason"] == reason
         assert written["mesh"].startswith("sim, process ")
         stuck = [each for each in written["entries"] if each["device"] == 2]
         assert "packs 1 to 2 of 2 (tensors 0 to 2)" in {each["tensors"] for each in stuck}
         assert not any(each["done"] for each in stuck if each["queue"] == "compute")
-        assert [path.name] == [each.name for each in tmp_path.iterdir()]
+        assert [path] == list(tmp_path.iterdir())
 
 
 def test_a_record_that_cannot_be_written_hides_nothing(clock, tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("GRADREDUCE_FLIGHT_RECORD", str(tmp_path / "missing" / "flight.json"))
+    monkeypatch.setenv("GRADREDUCE_FLIGHT_RECORD", str(tmp_path / "later" / "flight.json"))
+    (tmp_path / "later").mkdir()
     with opened() as mesh:
+        (tmp_path / "later").rmdir()
         stall(mesh.devices[2])
         reduce_all(mesh, deadline=5)
         clock.pass_by(6)

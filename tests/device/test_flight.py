@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 from stuck import PATIENCE, resume, stall
 
 import gradreduce as gr
-from gradreduce.device import FlightEntry, Travel, open_mesh
+from gradreduce.device import FlightEntry, Travel, flight, open_mesh
 from gradreduce.device.watch import together
 from gradreduce.errors import CollectiveError
 
@@ -171,3 +175,89 @@ def test_what_travels_is_said_in_short(travel, text):
 )
 def test_what_travels_in_turn_has_one_name(travels, text):
     assert str(together(travels)) == text
+
+
+@pytest.fixture
+def wanted(tmp_path, monkeypatch):
+    path = tmp_path / "flight.json"
+    monkeypatch.setenv("GRADREDUCE_FLIGHT_RECORD", str(path))
+    return path
+
+
+def opened_and_dead(reason: str) -> None:
+    with open_mesh(1, backend="sim") as mesh:
+        mesh.fabric.fail(reason)
+        assert mesh.fabric.mourned.wait(PATIENCE)
+
+
+def test_each_mesh_writes_a_file_of_its_own(wanted):
+    opened_and_dead("one")
+    opened_and_dead("another")
+    reasons = [json.loads(path.read_text())["reason"] for path in wanted.parent.iterdir()]
+    assert sorted(reasons) == ["another", "one"]
+    assert not wanted.exists()
+
+
+def test_what_is_no_regular_file_is_written_to(wanted):
+    os.mkfifo(wanted)
+    reader = os.open(wanted, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        opened_and_dead("broken")
+        assert json.loads(os.read(reader, 1 << 16))["reason"] == "broken"
+    finally:
+        os.close(reader)
+    assert wanted.is_fifo()
+    assert list(wanted.parent.iterdir()) == [wanted]
+
+
+def test_a_full_device_is_told_of_and_left(wanted, caplog):
+    wanted.symlink_to("/dev/full")
+    opened_and_dead("broken")
+    assert f"{wanted} was not written: [Errno 28]" in caplog.text
+    assert wanted.is_symlink()
+
+
+def test_a_full_disk_leaves_nothing_behind(wanted, monkeypatch, caplog):
+    with open_mesh(1, backend="sim") as mesh:
+
+        def full(descriptor):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(flight.os, "fsync", full)
+        mesh.fabric.fail("broken")
+    assert "No space left on device" in caplog.text
+    assert list(wanted.parent.iterdir()) == []
+
+
+def test_no_link_is_followed(wanted, monkeypatch):
+    """Neither at the record's name nor at that of the part, were it known."""
+    victim = wanted.with_name("victim")
+    victim.write_text("mine")
+    with open_mesh(1, backend="sim") as mesh:
+        record = Path(mesh.fabric.flight_path)
+        record.symlink_to(victim)
+        mesh.fabric.fail("broken")
+    assert json.loads(record.read_text())["reason"] == "broken"
+    assert not record.is_symlink()
+    monkeypatch.setattr(flight.secrets, "token_hex", lambda nbytes: "known")
+    wanted.with_name("other.known.part").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        flight.replace_file(wanted.with_name("other"), b"x", mode=0o600)
+    assert victim.read_text() == "mine"
+
+
+def test_an_odd_path_is_an_error_when_the_mesh_opens(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    odd = {
+        str(tmp_path): "it is a folder",
+        str(tmp_path / "missing" / "flight.json"): "No such file or directory",
+        str(tmp_path / "file" / "flight.json"): "Not a directory",
+        str(tmp_path / "link"): "symbolic link; name the file itself",
+        str(tmp_path / ("x" * 300)): "File name too long",
+    }
+    for path, why in odd.items():
+        monkeypatch.setenv("GRADREDUCE_FLIGHT_RECORD", path)
+        with pytest.raises(ValueError, match=f"GRADREDUCE_FLIGHT_RECORD=.*{why}.*name a file"):
+            open_mesh(1, backend="sim")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "link"]

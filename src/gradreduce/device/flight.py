@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
+import stat
 import threading
 import time
 from collections import deque
@@ -23,9 +25,10 @@ from .memory import Queue
 if TYPE_CHECKING:
     from .base import Device
 
-__all__ = ["LENGTH", "Flight", "FlightEntry", "write_flight"]
+__all__ = ["LENGTH", "Flight", "FlightEntry", "flight_path", "replace_file", "write_flight"]
 
 _log = logging.getLogger(__name__)
+_numbers = count(1)  # of the files of this process
 LENGTH = 1000  # operations
 _MARKS = 256  # events kept: enough to tell two queues of 64 devices apart
 _LOOK_SECONDS = 0.005  # for marks that are made to see how far the queues are
@@ -238,16 +241,102 @@ def _copied(ring: deque[Any]) -> list[Any]:
             continue
 
 
+def flight_path(wanted: str) -> str:
+    """Where one mesh writes its flight record: ``flight.json`` gives ``flight.4711-1.json``.
+
+    Of process 4711 the first mesh. What is there and no regular file, such as a device or a FIFO,
+    is written to itself.
+
+    Args:
+        wanted: the value of ``GRADREDUCE_FLIGHT_RECORD``; empty: nowhere.
+
+    Raises:
+        ValueError: nothing can be written there.
+    """
+    if not wanted:
+        return ""
+    try:
+        target = Path(wanted).absolute()
+        if target.is_dir():
+            raise OSError("it is a folder")
+        if _is_special(target):
+            if not os.access(target, os.W_OK):
+                raise OSError("you may not write it")
+            return str(target)
+        if target.is_symlink():
+            raise OSError("it is a symbolic link; name the file itself")
+        number = f"{os.getpid()}-{next(_numbers)}"
+        target = target.with_name(f"{target.stem}.{number}{target.suffix}")
+        _write_part(target, b"", mode=0o600).unlink()  # as it will be when the mesh dies
+    except OSError as error:
+        raise ValueError(
+            f"GRADREDUCE_FLIGHT_RECORD={wanted!r} cannot be written: {error.strerror or error}; "
+            "name a file in an existing folder that you may write"
+        ) from error
+    return str(target)
+
+
 def write_flight(path: str, mesh: str, reason: str, entries: Sequence[FlightEntry]) -> None:
     """Writes ``{"mesh": …, "reason": …, "entries": [{…}, …]}`` as JSON, whole or not at all.
 
     Never raises: who writes it has worse to tell. A failure is logged.
+
+    Args:
+        path: from ``flight_path``.
+        mesh: which one.
+        reason: why it is dead.
+        entries: of its record.
     """
     target = Path(path)
     content = {"mesh": mesh, "reason": reason, "entries": [asdict(each) for each in entries]}
-    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    written = (json.dumps(content, indent=1) + "\n").encode()
     try:
-        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        part.replace(target)
+        if _is_special(target):
+            descriptor = os.open(target, os.O_WRONLY | os.O_NOCTTY)
+            with os.fdopen(descriptor, "wb") as file:
+                if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise OSError("it has become a regular file")
+                file.write(written)
+        else:
+            replace_file(target, written, mode=0o666)
     except OSError as error:
-        _log.warning("GRADREDUCE_FLIGHT_RECORD=%s was not written: %s", path, error)
+        _log.warning("GRADREDUCE_FLIGHT_RECORD: %s was not written: %s", path, error)
+
+
+def _is_special(path: Path) -> bool:
+    """Whether something is there that is written to, not replaced: a device or a FIFO."""
+    return path.exists() and not (path.is_file() or path.is_dir())
+
+
+def replace_file(target: Path, content: bytes, *, mode: int) -> None:
+    """Makes ``target`` a regular file of this content, whole or not at all; follows no link.
+
+    Args:
+        target: what has this name is replaced.
+        content: of the file.
+        mode: of the file, less the bits of the process's mask.
+
+    Raises:
+        OSError: nothing was changed, and nothing is left behind.
+    """
+    part = _write_part(target, content, mode=mode)
+    try:
+        part.replace(target)
+    except OSError:
+        part.unlink()
+        raise
+
+
+def _write_part(target: Path, content: bytes, *, mode: int) -> Path:
+    """A new file of a random name beside ``target``, on disk before it gets its name."""
+    part = target.with_name(f"{target.name}.{secrets.token_hex(8)}.part")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+    except BaseException:
+        part.unlink()
+        raise
+    return part

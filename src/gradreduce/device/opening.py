@@ -1,11 +1,12 @@
 """Which devices there are and which backend runs them; never does work.
 
-The only room that reads environment variables:
+The only room that reads environment variables, but for ``XDG_CACHE_HOME`` in ``compiled.py``:
 
 * ``GRADREDUCE_BACKEND``: ``sim`` or ``cuda``, when ``open_mesh`` is given none.
 * ``GRADREDUCE_SIM_DEVICES``: how many simulated devices, when it is given none (default 4).
 * ``GRADREDUCE_SIM_STRICT``: ``1`` fills fresh simulated memory with NaN.
-* ``GRADREDUCE_FLIGHT_RECORD``: a file; when a mesh dies its flight record is written there.
+* ``GRADREDUCE_FLIGHT_RECORD``: ``flight.json``; when a mesh dies its flight record is written to
+  ``flight.<process>-<mesh>.json`` beside it, or to ``/dev/stderr``, a device or a FIFO itself.
 * ``GRADREDUCE_SIM_THREADS``: host threads that run simulated launches (default: the cores).
 * What launchers of several processes set: torchrun ``WORLD_SIZE`` and ``LOCAL_RANK``, Open MPI
   ``OMPI_COMM_WORLD_SIZE`` and ``OMPI_COMM_WORLD_LOCAL_RANK``, MPICH and Intel MPI ``PMI_SIZE`` and
@@ -28,6 +29,7 @@ from .base import Device
 from .collective import Collective
 from .compiled import find_compiler
 from .fabric import Fabric
+from .flight import flight_path
 from .mesh import Mesh
 from .sim import FACES, SimDevice, SimOptions
 from .sim_collective import SimCollective
@@ -149,7 +151,7 @@ def _own_gpus(num_gpus: int) -> Sequence[int]:
 
 
 def _open_sim(placement: Sequence[int], peer_access: bool, options: SimOptions) -> Mesh:
-    fabric = Fabric("sim", peer_access=peer_access)
+    fabric = _fabric("sim", peer_access)
     made = [SimDevice(fabric, index, physical, options) for index, physical in enumerate(placement)]
     return _mesh(made, fabric, cache(SimCollective), options.workers.close)
 
@@ -163,7 +165,7 @@ def _open_cuda(devices: int | Sequence[int] | None) -> Mesh:
             f"devices={devices!r} names GPU {max(placement)}; CuPy sees {num_gpus}"
         )
     physicals = tuple(dict.fromkeys(placement))
-    fabric = Fabric("cuda", peer_access=cuda.enable_peer_access(physicals))
+    fabric = _fabric("cuda", cuda.enable_peer_access(physicals))
     made = [cuda.CudaDevice(fabric, index, gpu) for index, gpu in enumerate(placement)]
     collective = cuda_nccl.SharedNccl(fabric)
     opened_by = os.getpid()
@@ -178,6 +180,12 @@ def _open_cuda(devices: int | Sequence[int] | None) -> Mesh:
     return _mesh(made, fabric, collective, close)
 
 
+def _fabric(backend: str, peer_access: bool | set[tuple[int, int]]) -> Fabric:
+    fabric = Fabric(backend, peer_access=peer_access)
+    fabric.flight_path = flight_path(os.environ.get("GRADREDUCE_FLIGHT_RECORD", ""))
+    return fabric
+
+
 def _mesh(
     made: Sequence[Device],
     fabric: Fabric,
@@ -185,7 +193,6 @@ def _mesh(
     on_close: Callable[[], None],
 ) -> Mesh:
     """The whole mesh of new devices."""
-    fabric.flight_path = os.environ.get("GRADREDUCE_FLIGHT_RECORD", "")
     mesh = Mesh(made, fabric, collective, on_close)
     for device in made:
         device.mesh = mesh
