@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import pwd
 import shutil
+import stat
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +17,7 @@ import pytest
 from exact import same
 from faces import EXACT, INLINE_ROWS, blank, buffers, opened, operands, random_terms
 
-from gradreduce.device import compiled
+from gradreduce.device import compiled, flight
 from gradreduce.device.kernel import kernel_text
 from gradreduce.device.table import CHUNK_SIZE
 from gradreduce.errors import BackendUnavailableError
@@ -33,8 +37,34 @@ def small():
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiled, "_cache_folder", lambda: tmp_path)
-    return tmp_path
+    """The folder of builds; scratch folders go beside it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    compiled._warn_once.cache_clear()
+    folder = tmp_path / "gradreduce"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """What g++ makes of ``small()``."""
+    made = tmp_path_factory.mktemp("built") / "add_n-small.so"
+    return compiled._compile("g++", compiled._host_text(small()), made, BUILD).read_bytes()
+
+
+@pytest.fixture
+def builds(built, monkeypatch):
+    """Where a build was asked for; it takes no time."""
+    made = []
+
+    def build(compiler, text, path, build):
+        path.write_bytes(built)
+        made.append(path)
+        return path
+
+    monkeypatch.setattr(compiled, "_compile", build)
+    return made
 
 
 def refuse(*_, **__):
@@ -48,6 +78,7 @@ def test_the_second_build_is_a_load(cache, monkeypatch):
     monkeypatch.setattr(compiled.subprocess, "run", refuse)
     compiled.host_kernel(small(), BUILD)
     assert list(cache.iterdir()) == made
+    assert list(cache.parent.iterdir()) == [cache]
 
 
 def test_one_process_asks_the_cache_once(cache, monkeypatch):
@@ -90,10 +121,144 @@ def test_without_a_compiler_the_error_says_so(monkeypatch):
         compiled.host_kernel(small(), BUILD)
 
 
-def test_a_build_that_does_not_load_is_an_error(cache):
-    made = compiled._build(compiled._host_text(small()), "add_n", BUILD)
-    made.write_bytes(b"no shared object")
+def test_a_build_that_does_not_load_is_an_error(cache, monkeypatch):
+    def nonsense(compiler, text, path, build):
+        path.write_bytes(b"no shared object")
+        return path
+
+    monkeypatch.setattr(compiled, "_compile", nonsense)
+    another = replace(small(), templates=(("float32", "float32", 5),))
     with pytest.raises(BackendUnavailableError, match="does not load"):
+        compiled.host_kernel(another, BUILD)
+    assert list(cache.parent.iterdir()) == [cache]
+
+
+def as_another(path):
+    """The same bytes as the build of another kernel."""
+    content = path.read_bytes()[:-32]
+    path.write_bytes(content + compiled._checksum(b"another key", content))
+
+
+SPOILED = {
+    "cut off": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "empty": lambda path: os.truncate(path, 0),
+    "of another kernel": as_another,
+    "written by others": lambda path: path.chmod(0o622),
+    "written by a group": lambda path: path.chmod(0o660),
+    "a link": lambda path: path.symlink_to(path.rename(path.with_name("there"))),
+    "a FIFO": lambda path: (path.unlink(), os.mkfifo(path)),
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_an_entry_that_is_not_ours_to_its_last_byte_is_built_anew(what, cache, builds):
+    compiled.host_kernel(small(), BUILD)
+    (entry,) = cache.iterdir()
+    content = entry.read_bytes()
+    SPOILED[what](entry)
+    compiled.host_kernel(small(), BUILD)
+    assert len(builds) == 2
+    assert entry.read_bytes() == content
+    assert entry.lstat().st_mode == stat.S_IFREG | 0o600
+    compiled.host_kernel(small(), BUILD)
+    assert len(builds) == 2
+
+
+NOT_OURS = {
+    "a group can write it": lambda folder, patch: folder.chmod(0o770),
+    "others can write it": lambda folder, patch: folder.chmod(0o707),
+    "another owner": lambda folder, patch: patch.setattr(
+        compiled.os, "geteuid", lambda: folder.stat().st_uid + 1
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NOT_OURS)
+def test_a_folder_that_others_can_write_is_not_used(what, cache, builds, monkeypatch, caplog):
+    compiled.host_kernel(small(), BUILD)
+    (entry,) = cache.iterdir()
+    before = entry.stat()
+    NOT_OURS[what](cache, monkeypatch)
+    for _ in range(2):
+        compiled.host_kernel(small(), BUILD)
+    assert len(builds) == 3
+    assert (list(cache.iterdir()), entry.stat()) == ([entry], before)
+    assert list(cache.parent.iterdir()) == [cache]  # what was built instead is gone
+    (message,) = caplog.messages
+    assert f"every process builds its own. {cache} has the owner" in message
+
+
+def test_a_folder_that_is_exchanged_after_it_was_checked_is_not_loaded_from(
+    cache, builds, monkeypatch
+):
+    """Who can write the folder above can do that."""
+    compiled.host_kernel(small(), BUILD)
+    (entry,) = cache.iterdir()
+    check = compiled._is_valid
+
+    def exchanged(path, key):
+        valid = check(path, key)
+        cache.rename(cache.with_name("away"))
+        cache.mkdir()
+        entry.write_bytes(b"loaded by mistake: this raises")
+        return valid
+
+    monkeypatch.setattr(compiled, "_is_valid", exchanged)
+    compiled.host_kernel(small(), BUILD)
+    assert len(builds) == 1
+
+
+def test_where_nothing_can_be_kept_each_process_builds(
+    tmp_path, cache, builds, monkeypatch, caplog
+):
+    """No home; a folder that cannot be made; a full disk, after which nothing is left behind."""
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def nobody(uid):
+        raise KeyError(uid)
+
+    monkeypatch.setattr(flight.os, "fsync", full)
+    compiled.host_kernel(small(), BUILD)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    compiled.host_kernel(small(), BUILD)
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # as if it were not set
+    for home in (None, "", "relative"):
+        if home is None:
+            monkeypatch.delenv("HOME")
+            monkeypatch.setattr(pwd, "getpwuid", nobody)
+        else:
+            monkeypatch.setenv("HOME", home)
+        compiled.host_kernel(small(), BUILD)
+    assert len(builds) == 5
+    assert list(cache.iterdir()) == []
+    assert {each.name for each in tmp_path.iterdir()} == {"gradreduce", "file"}
+    reasons = [message.rpartition("its own. ")[2] for message in caplog.messages]
+    assert reasons[:2] == ["No space left on device", "Not a directory"]
+    assert "home directory" in reasons[2]
+    assert "HOME" in reasons[3]
+
+
+def test_without_a_cache_folder_of_its_own_it_is_in_the_home(tmp_path, builds, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    compiled.host_kernel(small(), BUILD)
+    assert len(list((tmp_path / ".cache" / "gradreduce").iterdir())) == 1
+
+
+def test_what_a_broken_compiler_says_is_told(tmp_path, cache, monkeypatch):
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\necho cannot find cc1plus >&2\nexit 3\n")
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: str(compiler))
+    with pytest.raises(BackendUnavailableError, match=r"g\+\+ cannot be run: .*Permission denied"):
+        compiled.host_kernel(small(), BUILD)
+    compiler.chmod(0o700)
+    with pytest.raises(BackendUnavailableError, match=r"(?s)exit status 3.*cannot find cc1plus"):
+        compiled.host_kernel(small(), BUILD)
+    monkeypatch.setattr(compiled, "_target", lambda compiler: "")
+    with pytest.raises(RuntimeError, match=r"(?s)refused.*exit status 3.*cannot find cc1plus"):
         compiled.host_kernel(small(), BUILD)
 
 

@@ -61,13 +61,13 @@ class Counter:
     """A device on which the accesses of each launch are counted."""
 
     device: Device
-    built: list[str]
+    built: list[ctypes.CDLL]
 
     def moved(self, kernel: Kernel, template, row: list[Operand], scalars) -> list[tuple[int, int]]:
         """How often each byte of each operand was read and written, by one launch."""
         planted = replace(kernel, templates=(template,))  # a new one: builds are kept by kernel
         self.device.prepare(planted, template)
-        library = ctypes.CDLL(self.built[-1])
+        library = self.built[-1]
         counted = (_Counted * MOST).in_dll(library, "counted")
         for place, operand in enumerate(row):
             start = operand.buffer.address
@@ -81,16 +81,16 @@ class Counter:
 
 @pytest.fixture
 def counter(monkeypatch) -> Iterator[Counter]:
-    text, build, built = compiled._host_text, compiled._build, []
+    text, load, built = compiled._host_text, compiled._load, []
 
     def kept(*arguments):
-        built.append(str(build(*arguments)))
+        built.append(load(*arguments))
         return built[-1]
 
     flags = (*compiled.BUILDS["exact"], *FLAGS)
     monkeypatch.setitem(compiled.BUILDS, "exact", flags)
     monkeypatch.setattr(compiled, "_host_text", lambda kernel: text(kernel) + COUNTER)
-    monkeypatch.setattr(compiled, "_build", kept)
+    monkeypatch.setattr(compiled, "_load", kept)
     with opened("exact") as device:
         yield Counter(device, built)
 

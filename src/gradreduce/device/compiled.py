@@ -6,28 +6,36 @@ Three builds of the same text:
   loop; callers split the chunks over host threads. 7 to 70 times faster than looping over threads.
 * ``exact``: every block and thread of a launch in turn, 16-byte vectors and tails as on a GPU.
 * ``sanitized``: exact under AddressSanitizer and UBSan; the process must preload libasan.
+
+Builds are kept in ``$XDG_CACHE_HOME/gradreduce`` (``~/.cache/gradreduce``) for other processes.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
+import os
 import shutil
+import stat
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from gradreduce.errors import BackendUnavailableError
 
+from .flight import replace_file
 from .kernel import Kernel, Template, kernel_text
 from .table import TABLE
 
 __all__ = ["BUILDS", "HostKernel", "find_compiler", "host_kernel"]
 
+_log = logging.getLogger(__name__)
 _COMMON = ("-std=c++17", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas")
 # -ffp-contract=off: g++ would fuse w -= rate*g into one rounding and differ from NumPy in 1 to 9 %
 # of float32 results. -fno-strict-aliasing: a kernel reads any element type as 16-byte vectors.
@@ -91,7 +99,8 @@ def host_kernel(kernel: Kernel, build: str) -> HostKernel:
     """Builds ``kernel`` (or finds the build in the cache) and loads it; blocks for seconds.
 
     Raises:
-        BackendUnavailableError: no g++, or libasan is not preloaded for the sanitized build.
+        BackendUnavailableError: no g++ or a broken one, a build that does not load, or libasan is
+            not preloaded for the sanitized build.
         RuntimeError: g++ refused the text; its messages point into the ``.cu`` file.
     """
     # Asked first: libasan ends the process that loads it late.
@@ -101,15 +110,15 @@ def host_kernel(kernel: Kernel, build: str) -> HostKernel:
             "starts"
         )
     with _LOCK:
-        path = _build(_host_text(kernel), kernel.name, build)
         try:
-            found = HostKernel(kernel, ctypes.CDLL(str(path)))
-            _loaded.add((kernel, build))
-            return found
+            library = _load(_host_text(kernel), kernel.name, build)
         except OSError as error:
             raise BackendUnavailableError(
                 f"the {build} build of {kernel.name} does not load: {error}"
             ) from error
+        found = HostKernel(kernel, library)
+        _loaded.add((kernel, build))
+        return found
 
 
 def _host_text(kernel: Kernel) -> str:
@@ -155,39 +164,141 @@ def find_compiler(build: str) -> str:
     return compiler
 
 
-def _build(text: str, name: str, build: str) -> Path:
-    """The shared object of ``text``, from the cache if text, flags and compiler are the same."""
+def _load(text: str, name: str, build: str) -> ctypes.CDLL:
+    """The shared object of ``text``, from the cache if text, flags and compiler are the same.
+
+    Raises:
+        OSError: it does not load.
+    """
     compiler = find_compiler(build)
-    flags = BUILDS[build]
-    key = "\0".join([text, *flags, _target(compiler)])
-    folder = _cache_folder()
-    path = folder / f"{name}-{build}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
-    if path.is_file():
-        return path
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        source, made = Path(scratch) / f"{name}.cpp", Path(scratch) / path.name
-        source.write_text(text, encoding="utf-8")
-        command = [compiler, *flags, "-o", str(made), str(source)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"g++ refused the {build} build of {name}:\n{done.stderr}")
-        made.replace(path)  # atomic: another process may be building the same
-    return path
+    key = "\0".join([text, *BUILDS[build], _target(compiler)]).encode()
+    entry = f"{name}-{build}-{hashlib.sha256(key).hexdigest()[:24]}.so"
+    with suppress(OSError), _opened_cache(build) as folder:
+        if _is_valid(folder / entry, key):
+            return ctypes.CDLL(str(folder / entry))
+    scratch = Path(tempfile.mkdtemp(prefix="gradreduce-"))
+    try:
+        made = _compile(compiler, text, scratch / entry, build)
+        try:
+            with _opened_cache(build) as folder:
+                content = made.read_bytes()
+                replace_file(folder / entry, content + _checksum(key, content), mode=0o600)
+                return ctypes.CDLL(str(folder / entry))
+        except OSError as error:
+            _warn_once(error.strerror or str(error))
+            return ctypes.CDLL(str(made))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _compile(compiler: str, text: str, made: Path, build: str) -> Path:
+    """Builds ``made``, whose source is left beside it.
+
+    Raises:
+        RuntimeError: the compiler refused the text.
+    """
+    source = made.with_suffix(".cpp")
+    source.write_text(text, encoding="utf-8")
+    done = _run([compiler, *BUILDS[build], "-o", str(made), str(source)])
+    if done.returncode:
+        name = made.name.partition("-")[0]
+        raise RuntimeError(
+            f"g++ refused the {build} build of {name} (exit status {done.returncode}):\n"
+            f"{done.stderr}"
+        )
+    return made
 
 
 @cache
 def _target(compiler: str) -> str:
-    """What the compiler predefines on this CPU: its version and every instruction set."""
-    command = [compiler, "-march=native", "-dM", "-E", "-x", "c++", "/dev/null"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    """What the compiler predefines on this CPU: its version and every instruction set.
+
+    Raises:
+        BackendUnavailableError: the compiler does not run.
+    """
+    done = _run([compiler, "-march=native", "-dM", "-E", "-x", "c++", "/dev/null"])
+    if done.returncode:
+        raise BackendUnavailableError(
+            f"{compiler} does not work (exit status {done.returncode}); repair it, or use "
+            f"kernels='numpy':\n{done.stderr}"
+        )
+    return done.stdout
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False
+        )
+    except OSError as error:
+        raise BackendUnavailableError(
+            f"{command[0]} cannot be run: {error}; repair it, or use kernels='numpy'"
+        ) from error
+
+
+def _cache_folder() -> Path:
+    """``gradreduce`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``; made if it is not there.
+
+    Raises:
+        OSError: there is no home, or the folder cannot be made.
+    """
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))  # to be ignored where it is relative
+    try:
+        folder = (named if named.is_absolute() else Path.home() / ".cache") / "gradreduce"
+    except RuntimeError as error:
+        raise FileNotFoundError(str(error)) from error
+    if not folder.is_absolute():
+        raise FileNotFoundError("HOME is not the path of a folder")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+@contextmanager
+def _opened_cache(build: str) -> Iterator[Path]:
+    """The cache folder, by a path that names the same folder whatever is renamed meanwhile.
+
+    Of the sanitized build by its own path: the sanitizer opens the file when it reports an error.
+
+    Raises:
+        OSError: there is none, or somebody else can write it: what it holds may be theirs.
+    """
+    folder = _cache_folder()
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        found = os.fstat(descriptor)
+        if not _is_ours(found):
+            raise PermissionError(
+                f"{folder} has the owner {found.st_uid} and the mode {found.st_mode & 0o7777:o}; "
+                f"it must be of user {os.geteuid()} and of mode 700"
+            )
+        opened = Path(f"/proc/self/fd/{descriptor}")
+        yield opened if build != "sanitized" and opened.exists() else folder
+    finally:
+        os.close(descriptor)
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    """Whether nobody but this user can write a file or folder."""
+    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _is_valid(path: Path, key: bytes) -> bool:
+    """Whether a file is what this user has built for a key, to its last byte."""
+    # Not blocking: to open a FIFO would wait for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        if not _is_ours(os.fstat(descriptor)):
+            return False
+        content = file.read()
+    size = len(content) - hashlib.sha256().digest_size
+    return content[size:] == _checksum(key, content[:size])
+
+
+def _checksum(key: bytes, content: bytes) -> bytes:
+    """What stands behind a shared object in its file: of what it was built from, and of itself."""
+    return hashlib.sha256(hashlib.sha256(key).digest() + content).digest()
 
 
 @cache
-def _cache_folder() -> Path:
-    """A folder that only this user can write; shared objects are loaded from it."""
-    try:
-        folder = Path.home() / ".cache" / "gradreduce"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no home, or a read-only one: this process only
-        folder = Path(tempfile.mkdtemp(prefix="gradreduce-"))
-    return folder
+def _warn_once(why: str) -> None:
+    _log.warning("compiled kernels are not kept: every process builds its own. %s", why)
