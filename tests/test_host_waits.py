@@ -64,6 +64,25 @@ def test_a_host_wait_ends_when_its_own_deadline_passes(mesh, wait):
     wait(mesh, buffer, PATIENCE)
 
 
+@pytest.mark.parametrize("is_reset", [False, True])
+@pytest.mark.parametrize("wait", ["_download", "_synchronize"])
+def test_a_wait_that_an_abort_ends_raises(mesh, monkeypatch, wait, is_reset):
+    """An aborted collective lets its queue go on, so that the wait itself succeeds."""
+    device = mesh.devices[0]
+    buffer = device.zeros((4,), "float32")
+    succeeds = getattr(device, wait)
+
+    def aborted(*arguments):
+        mesh.fabric.fail("aborted")
+        if is_reset:
+            mesh.reset(timeout=PATIENCE)
+        return succeeds(*arguments)
+
+    monkeypatch.setattr(device, wait, aborted)
+    with pytest.raises(CollectiveError):
+        device.synchronize() if wait == "_synchronize" else buffer.numpy()
+
+
 HOW = {
     "reduce": lambda ops, pairs: lambda: ops.batch_reduce(SUM, pairs),
     "prepare": lambda ops, pairs: ops.prepare(SUM, pairs),

@@ -12,8 +12,8 @@ folder's parent on ``PYTHONPATH``. The rooms:
 * ``nccl``: communicators and groups.
 * ``plugin``: puts it in CuPy's place, one machine for each test module.
 * ``__main__``: ``python -m fake_cupy SCRIPT`` runs any program so.
-* ``programs``: random programs with every fence that they need; ``planted``, ``mutants``: faults
-  in our own source that they must find.
+* ``programs``: random programs with every fence that they need; which faults in our own source
+  they find is in ``tests/planted_faults``.
 * ``signatures``: what CuPy 14.2 takes, recorded; compared with the fake, and with CuPy itself.
 
 It detects a missing fence, memory reused or freed while a queue still uses it, an access out of

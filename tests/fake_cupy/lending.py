@@ -1,7 +1,7 @@
 """Calls that read a caller's tensors, and leave its streams free to write them: what they give.
 
-For tests of the fences with callers' streams, and for faults planted in them. The streams are
-PyTorch's, one on each GPU; nobody synchronises, so the clocks of the machine find what is missing.
+For tests of the fences with callers' streams. These are PyTorch's, one on each GPU; nobody
+synchronises, so the clocks of the machine find what is missing.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ import cupy
 import numpy as np
 
 import gradreduce as gr
-from gradreduce import replica_context
-from gradreduce.device import Mesh, open_mesh
+from gradreduce.device import Mesh
 
-from .foreign import Tensor, made_on, stand_in
-from .plugin import fresh
+from .foreign import Tensor, made_on
 
-__all__ = ["CASES", "SHAPE", "SUM", "dropped", "ended", "lend", "on", "overwrite", "run", "values"]
+__all__ = ["CASES", "SHAPE", "SUM", "dropped", "ended", "lend", "on", "overwrite", "values"]
 
 SHAPE = (7, 30)
 SUM = gr.ReduceOp.SUM
@@ -42,22 +40,6 @@ class Shown:
 def values(seed: int = 0) -> np.ndarray:
     """Whole numbers, whose sums are exact."""
     return np.arange(210, dtype=np.float32).reshape(SHAPE) * (seed + 1)
-
-
-def run(seed: int, num_steps: int = 0) -> int:
-    """Raises where a result is wrong, or something is unordered; ``num_steps`` is ignored."""
-    for call in CASES:
-        machine = fresh(seed, num_gpus=2)
-        sys.modules["torch"] = torch = stand_in()
-        with open_mesh([0, 0, 1], backend="cuda") as mesh:
-            replica_context.default_mesh = lambda made=mesh: made
-            lend(torch, mesh, call)
-            if call is CASES[0]:
-                dropped(torch, mesh, "torch")
-                dropped(torch, mesh, "cupy")
-                ended(torch, mesh)
-        machine.settle()
-    return 1
 
 
 def lend(torch, mesh: Mesh, call: Callable[..., Check]) -> None:

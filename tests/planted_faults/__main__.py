@@ -1,0 +1,188 @@
+"""Plants faults of the table, one by one in copies of the repository, and runs their tests.
+
+``PYTHONPATH=tests python -m planted_faults`` plants a sample, the same one every time; ``all``
+plants every fault; other words plant those whose name, file or test contains one of them. Before,
+the same tests must pass without a fault. Tests run in forked processes, in which NumPy and pytest
+are imported already.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # threads do not survive a fork
+
+import hypothesis  # noqa: F401  # imported once, before the forks
+import ml_dtypes  # noqa: F401
+import numpy as np  # noqa: F401
+import pytest
+
+from .table import ROOT, Fault, read_table
+
+NUM_SAMPLED = 60
+SEED = 0
+NUM_PROCESSES = 2
+LIMIT_S = 100  # of one process
+COPIED = ("src", "kernels", "tests", "bench", "examples", "pyproject.toml")
+FAKE_CUPY = "tests/cuda/"  # tests that run on the fake CuPy
+OPTIONS = (
+    "-x", "-q", "--tb=short", "--no-header", "-p", "no:cacheprovider",
+    "-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning",
+)  # fmt: skip
+
+
+@dataclass
+class Job:
+    """Tests, and the fault with which they must fail; without one they must pass."""
+
+    tests: Sequence[str]
+    fault: Fault | None = None
+    began: float = field(default_factory=time.monotonic)
+
+    def complaint(self, code: int, said: str) -> str:
+        """Empty where the tests ended as they must."""
+        wanted = pytest.ExitCode.TESTS_FAILED if self.fault else pytest.ExitCode.OK
+        if code == -signal.SIGALRM:
+            return f"took more than {LIMIT_S} s"
+        if code != wanted:
+            return f"pytest's exit status is {code}, expected {wanted:d}"
+        if self.fault and self.fault.says not in said:
+            return f"failed, but did not print {self.fault.says!r}"
+        return ""
+
+
+class Tree:
+    """A copy of what the tests need, in which at most one file is changed."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.log = root / "copy", root / "log"
+        self._sound: tuple[Path, str] | None = None
+        self._num_writes = 0
+        for name in COPIED:
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
+            self.root.mkdir(parents=True, exist_ok=True)
+            copy(ROOT / name, self.root / name)
+
+    def plant(self, fault: Fault | None) -> None:
+        """Takes out the last fault, and puts this one in."""
+        if self._sound is not None:
+            self._write(*self._sound)
+        self._sound = None
+        if fault is not None:
+            path = self.root / fault.file
+            self._sound = path, path.read_text(encoding="utf-8")
+            self._write(path, fault.planted(self.root))
+
+    def _write(self, path: Path, text: str) -> None:
+        """With a time of change that it never had, so that no old bytecode is taken for its own."""
+        self._num_writes += 1
+        path.write_text(text, encoding="utf-8")
+        os.utime(path, (2**30 + self._num_writes,) * 2)
+
+    def start(self, tests: Sequence[str]) -> int:
+        """The process that runs them, which leads a group."""
+        process = os.fork()
+        if process == 0:
+            os.setsid()
+            signal.alarm(LIMIT_S)
+            self._child(tests)
+        return process
+
+    def _child(self, tests: Sequence[str]) -> NoReturn:
+        code = 70
+        try:
+            with self.log.open("w") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            os.chdir(self.root)
+            folders = [str(self.root / name) for name in ("src", "tests")]
+            sys.path[:] = [*folders, *(each for each in sys.path if Path(each) != ROOT / "tests")]
+            os.environ["PYTHONPATH"] = os.pathsep.join(folders)
+            fake = ["-p", "fake_cupy.plugin"] if tests[0].startswith(FAKE_CUPY) else []
+            code = int(pytest.main([*OPTIONS, *fake, *tests]))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+
+def ended(trees: Sequence[Tree], jobs: Sequence[Job]) -> Iterator[tuple[Job, int, str]]:
+    """Each job, pytest's exit status, and what it printed; as many at once as there are trees."""
+    waiting, free, running = list(jobs), list(trees), {}
+    while waiting or running:
+        while waiting and free:
+            tree, job = free.pop(), waiting.pop(0)
+            tree.plant(job.fault)
+            job.began = time.monotonic()
+            running[tree.start(job.tests)] = tree, job
+        process, status = os.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)  # whatever the tests have started
+        tree, job = running.pop(process)
+        free.append(tree)
+        said = tree.log.read_text(encoding="utf-8", errors="replace")
+        yield job, os.waitstatus_to_exitcode(status), said
+
+
+def chosen(words: Sequence[str]) -> list[Fault]:
+    """The faults that the command line asks for.
+
+    Raises:
+        SystemExit: no fault contains the words.
+    """
+    faults = read_table()
+    if not words:
+        return random.Random(SEED).sample(faults, min(NUM_SAMPLED, len(faults)))
+    if words != ["all"]:
+        faults = [
+            fault for fault in faults
+            if any(word in f"{fault.name} {fault.file} {fault.test}" for word in words)
+        ]  # fmt: skip
+    if not faults:
+        sys.exit(f"no planted fault has one of {words} in its name, file or test")
+    return faults
+
+
+def main(words: Sequence[str]) -> int:
+    """The number of faults that were not found, or of sets of tests that fail without one."""
+    faults, say = chosen(words), sys.stdout.write
+    tests = {fault.test: None for fault in faults}
+    fake = [test for test in tests if test.startswith(FAKE_CUPY)]
+    sound = [Job(part) for part in (fake, [test for test in tests if test not in fake]) if part]
+    num_wrong = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("HOME", "XDG_CACHE_HOME", "HYPOTHESIS_STORAGE_DIRECTORY"):
+            os.environ[name] = folder
+        trees = [Tree(Path(folder) / str(number)) for number in range(NUM_PROCESSES)]
+        for jobs in (sound, [Job([fault.test], fault) for fault in faults]):
+            for job, code, said in ended(trees, jobs):
+                name = job.fault.name if job.fault else f"no fault, {len(job.tests)} tests"
+                complaint = job.complaint(code, said)
+                seconds = time.monotonic() - job.began
+                say(f"{'WRONG' if complaint else 'ok':5} {seconds:5.1f} s  {name}\n")
+                if complaint:
+                    num_wrong += 1
+                    say(f"{complaint}: {' '.join(job.tests)}\n{said[-3000:]}\n")
+                sys.stdout.flush()
+            if num_wrong:
+                break
+    say(f"{len(faults)} faults planted, {num_wrong} wrong\n")
+    return num_wrong
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(sys.argv[1:]), 1))
