@@ -56,7 +56,8 @@ class AggregationMethod(enum.IntEnum):
             and so does the memory: at most ⌈log2 n⌉ + 1 buffers at a time (of two terms: both
             and their sum).
         EXPERIMENTAL_ACCUMULATE_N: into a single buffer, in the order of arrival; each term is
-            dropped at once.
+            dropped at once. With IndexedSlices among arrays the same as ``EXPERIMENTAL_TREE``; of
+            terms that come one by one, those before the first IndexedSlices are one sum by then.
     """
 
     ADD_N = 0
@@ -149,7 +150,7 @@ def accumulate_n(
             that is no list of integers.
     """
     _check_inputs(inputs, "Tensor")
-    if any(isinstance(term, IndexedSlices) for term in inputs):
+    if _any_sparse(inputs):
         raise ValueError("accumulate_n takes no IndexedSlices; add_n does, or pass .to_dense()")
     if len(inputs) == 1 and shape is None and tensor_dtype is None:
         return _alone(inputs[0], as_kind)
@@ -218,6 +219,8 @@ def _aggregate(
     kind: Kind,
 ) -> Any:
     """All terms there: checked before anything is launched. The result is of ``kind``."""
+    if method is AggregationMethod.EXPERIMENTAL_ACCUMULATE_N and _any_sparse(terms):
+        method = AggregationMethod.EXPERIMENTAL_TREE
     tree = method is AggregationMethod.EXPERIMENTAL_TREE
     if kind == "native" and not tree:
         made = ops.added_on_host(terms, current_device())
@@ -236,7 +239,7 @@ def _aggregate(
 
 def _checked(terms: Sequence[Any], spread: Spread) -> list[Buffer]:
     """All terms as Buffers, once they agree; sparse ones made dense."""
-    if [term for term in terms if isinstance(term, IndexedSlices)]:
+    if _any_sparse(terms):
         placed = [_on_current_device(term) for term in terms]
         for term in placed:
             spread.check(known_shape(term, alone=len(placed) == 1), term.dtype)
@@ -305,7 +308,13 @@ def _push(spread: Spread, term: Any) -> None:
     """Checks one of several terms, then adds it."""
     placed = _on_current_device(term)
     spread.check(known_shape(placed), placed.dtype)
+    if isinstance(placed, IndexedSlices):
+        spread.use_tree()
     spread.push(with_dense([placed])[0])
+
+
+def _any_sparse(terms: Sequence[Any]) -> bool:
+    return any([isinstance(term, IndexedSlices) for term in terms])
 
 
 def _on_current_device(term: Any) -> Buffer | IndexedSlices:

@@ -75,6 +75,12 @@ class OneBuffer(Aggregator):
             return self._first
         return _rounded(self._total, dtype)
 
+    def as_tree(self) -> Tree:
+        """Goes on in pairs; what was added so far counts as one pair. This one is done."""
+        tree = Tree()
+        tree._sums[:] = [self._first, self._total]
+        return tree
+
 
 class Tree(Aggregator):
     """In pairs, and pairs of pairs: the error grows with log n, and so does the memory.
@@ -162,6 +168,14 @@ class Spread:
                 f"{list(wanted_shape)} != input {self._checked}: {list(shape)}"
             )
         self._checked += 1
+
+    def use_tree(self) -> None:
+        """Adds what comes from here on in pairs, if it went into a single buffer so far."""
+        if self._aggregator is OneBuffer:
+            self._aggregator = Tree
+            for device, part in self._parts.items():
+                assert isinstance(part, OneBuffer)
+                self._parts[device] = part.as_tree()
 
     def push(self, term: Buffer) -> None:
         """Adds it on its own device."""

@@ -89,6 +89,22 @@ def test_terms_are_combined_in_the_order_of_the_uses(mesh, method, loss):
     assert gradient(lambda: loss(x), method)[0] == wanted
 
 
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("yields", [False, True])
+def test_accumulate_n_adds_in_pairs_with_rows_among_the_terms(mesh, place, yields):
+    x = gr.Variable(np.zeros((2, 1), "float32"), device=mesh)
+
+    def terms():
+        for turn, factor in enumerate([2.0**24, 1.0, 1.0, 1.0]):
+            used = gr.embedding_lookup(x, [0, 1]) if turn == place else x
+            yield np.sum(used * np.float32(factor))
+
+    loss = terms if yields else lambda: sum(terms())
+    # Three dense terms in front of the rows are one sum by then.
+    assert (gradient(loss, ACCUMULATE_N) == (2**24 + 2 if place < 3 else 2**24)).all()
+    assert (gradient(loss, TREE) == 2**24 + 2).all()
+
+
 def test_held_terms_are_put_in_the_order_of_the_uses(mesh):
     """Each step of a recurrence comes back after the next: what is added at once comes so."""
     x = gr.Variable([1.0], dtype="float32", device=mesh)

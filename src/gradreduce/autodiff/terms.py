@@ -27,7 +27,7 @@ class Terms:
     A term is borrowed: it is never written, and another tensor may have the same.
 
     Args:
-        method: how dense terms are combined.
+        method: how dense terms are combined; see ``AggregationMethod``.
         keep_rows: whether terms that are all IndexedSlices stay so; else they are made dense.
 
     Attributes:
@@ -56,8 +56,8 @@ class Terms:
             return
         if self.home is None:
             self.home = device
-        if isinstance(term, IndexedSlices) and not self._keep_rows:
-            term = term.to_dense()
+        if isinstance(term, IndexedSlices):
+            term = self._taken(term)
         if self._spread is not None and isinstance(term, Traceable):
             self._held = [((-1, -1), self.result(), device)]  # traced terms are added all at once
         if self._spread is None:
@@ -92,6 +92,14 @@ class Terms:
                 spread.check(buffer.shape, buffer.dtype)
                 spread.push(buffer)
             return from_buffer(spread.result(), kind_of_term(held[0][1]))
+
+    def _taken(self, rows: IndexedSlices) -> Any:
+        """Rows as a term: themselves, or dense. ACCUMULATE_N is TREE from here on."""
+        if self._method is AggregationMethod.EXPERIMENTAL_ACCUMULATE_N:
+            self._method = AggregationMethod.EXPERIMENTAL_TREE
+            if self._spread is not None:
+                self._spread.use_tree()
+        return rows if self._keep_rows else rows.to_dense()
 
     def _streams(self) -> bool:
         """Whether what is held is added at once."""
