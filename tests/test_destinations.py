@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import meshes
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from meshes import (
 )
 
 import gradreduce as gr
-from gradreduce.device import device_named
+from gradreduce.device import as_device
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 SHAPE = (3, 5)
@@ -42,11 +44,123 @@ NAMES = ["sim:2", "SIM:2", "gpu:2", "/gpu:2", "cuda:2", "/device:GPU:2", "device
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_is_a_device(mesh, name):
-    assert device_named(name, mesh) is mesh.devices[2]
-    assert device_named(name, mesh[0:1]) is mesh.devices[2]  # of the whole mesh
+    assert as_device(name, "", mesh) is mesh.devices[2]
+    assert as_device(name, "", mesh[0:1]) is mesh.devices[2]  # of the whole mesh
     value = per_replica(mesh, data)
     found = gr.HierarchicalCopyAllReduce().reduce(SUM, value, name)
     assert found.devices == (mesh.devices[2],)
+
+
+class TorchDevice:
+    """What a ``torch.device`` looks like."""
+
+    def __init__(self, text: str) -> None:
+        self.type, _, index = text.partition(":")
+        self.index = int(index) if index else None
+
+    def __repr__(self) -> str:
+        return f"device(type={self.type!r}, index={self.index})"
+
+
+TorchDevice.__module__, TorchDevice.__name__ = "torch", "device"
+
+
+@pytest.fixture(params=["name", "stand-in", pytest.param("torch", marks=pytest.mark.torch)])
+def spelt(request):
+    """``cuda:N`` in the spelling of a caller."""
+    if request.param == "torch":
+        import torch
+
+        return torch.device
+    return str if request.param == "name" else TorchDevice
+
+
+@pytest.fixture
+def default(monkeypatch):
+    """The default mesh: other devices than those of ``mesh``."""
+    with MeshCase((0, 1, 2)).open() as opened:
+        monkeypatch.setattr("gradreduce.device.opening._default", [opened])
+        yield opened
+
+
+def own(mesh, place: int) -> gr.Buffer:
+    return mesh.devices[place].put(np.ones(SHAPE, np.float32))
+
+
+def test_a_name_is_a_device_wherever_one_is_taken(default, spelt):
+    with gr.open_mesh(4, backend="sim") as mesh:
+        there, of_default = mesh.devices[1], default.devices[1]
+        name = spelt("cuda:1")
+        ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
+        center = gr.AGNCenter(mesh)
+        value = gr.PerReplica([np.ones(2)] * 4, mesh)
+        for devices, wanted in [
+            (gr.Variable(1.0, device=name).devices, of_default),
+            (gr.Variable(own(mesh, 0), device=name).devices, there),
+            (gr.ConditionalAccumulator("float32", device=name), of_default),
+            (gr.SparseConditionalAccumulator("float32", device=name), of_default),
+            (gr.ConditionalAccumulator("float32", device=name, cross_device_ops=ops), there),
+            (gr.AGNCenter(name).devices, of_default),
+            (gr.AGNCustomGetter(name, center=center).devices, there),
+            (gr.AGNCustomGetter(name).devices, of_default),
+            (gr.PerReplica([1.0], devices=[name]).devices, of_default),
+            (gr.PerReplica([1.0], mesh, devices=[name]).devices, there),
+            (gr.PerReplica([own(mesh, 1)], devices=[name]).devices, there),
+            (gr.NcclAllReduce(mesh=mesh).broadcast(1 + np.zeros(1), [name]).devices, there),
+            (ops.reduce(SUM, value, [name]).devices, there),
+            (gr.ReductionToOneDevice(name).reduce(SUM, value, name).devices, there),
+        ]:
+            if isinstance(devices, gr.ConditionalAccumulatorBase):
+                devices = devices.accumulator_ref.devices
+            assert devices == (wanted,)
+        assert gr.Mirrored([1.0, 2.0, 3.0, 4.0], mesh).get(name) == 2.0
+        variable = gr.get_variable("v", 1.0, custom_getter=gr.AGNCustomGetter(name, center=center))
+        assert variable.devices == (there,)
+
+
+def test_a_torch_device_is_a_gpu_and_a_name_a_logical_device(mesh):
+    """Of two logical devices on a GPU the first; co-located ones have no name of PyTorch's."""
+    assert as_device(TorchDevice("cuda:1"), "", mesh) is mesh.devices[2]
+    assert as_device("cuda:1", "", mesh) is mesh.devices[1]
+
+
+@pytest.mark.parametrize("wrong", ["gpu:9", "sim:3", "gpu", "", "cpu", "cuda:-1"])
+def test_a_device_that_the_mesh_has_not_is_told_with_its_argument(default, wrong):
+    text = re.escape(repr(wrong))
+    getter = gr.AGNCustomGetter
+    calls = {
+        "device=": lambda name: gr.Variable(1.0, device=name),
+        " device=": lambda name: gr.ConditionalAccumulator("float32", device=name),
+        "worker_device=": getter,
+        "mesh=": gr.AGNCenter,
+        "devices[1]=": lambda name: gr.PerReplica([1.0, 2.0], devices=["sim:0", name]),
+        "  device=": gr.Mirrored([1.0] * 3, default).get,
+    }
+    for label, call in calls.items():
+        with pytest.raises(ValueError, match=re.escape(label.strip()) + text):
+            call(wrong)
+
+
+@pytest.mark.parametrize("wrong", ["cpu", "cuda", "cuda:9", "mps:0"])
+def test_other_torch_devices_are_no_devices_of_a_mesh(mesh, wrong):
+    given = TorchDevice(wrong)
+    with pytest.raises(ValueError, match=re.escape(f"device={given!r} is no device of {mesh}")):
+        as_device(given, "device=", mesh)
+
+
+@pytest.mark.parametrize("wrong", [0, 1.0, [], b"sim:0", object(), np.int64(1)], ids=type)
+def test_what_is_no_device(mesh, wrong):
+    end = 'a Device, the name of one such as "gpu:1", or a torch.device'
+    for call, label in [
+        (lambda: gr.Variable(1.0, device=wrong), f"device={wrong!r} is not a Mesh, {end}"),
+        (lambda: gr.ConditionalAccumulator("float32", device=wrong), f"device={wrong!r}"),
+        (lambda: gr.AGNCustomGetter(wrong), f"worker_device={wrong!r} is not a Mesh, {end}"),
+        (lambda: gr.AGNCenter(wrong), f"mesh={wrong!r} is not a Mesh, {end}"),
+        (lambda: gr.PerReplica([1.0], mesh, devices=[wrong]), f"devices[0]={wrong!r} is not {end}"),
+        (lambda: gr.Mirrored([1.0] * 4, mesh).get(wrong), f"device={wrong!r} is not {end}"),
+    ]:
+        with pytest.raises(TypeError, match=f"^{re.escape(label)}"):
+            call()
 
 
 DESTINATIONS = {

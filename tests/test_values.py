@@ -251,13 +251,6 @@ def test_all_devices_are_of_one_mesh(mesh, make):
 
 
 @BOTH
-@pytest.mark.parametrize("devices", [["sim:0", "sim:1"], [0, 1], [None, None]])
-def test_a_device_is_a_device(mesh, make, devices):
-    with pytest.raises(TypeError, match="must be devices of a mesh"):
-        make(arrays(2), mesh, devices=devices)
-
-
-@BOTH
 @pytest.mark.parametrize(
     ("value", "match"),
     [

@@ -9,7 +9,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from gradreduce.device import Device, Mesh, Travel, as_deadline, due
+from gradreduce.device import (
+    Device,
+    DeviceLike,
+    Mesh,
+    Travel,
+    as_deadline,
+    as_device,
+    due,
+    is_device_like,
+)
 from gradreduce.interop import Aside, Kind, OneCall, as_result_kind, reading
 from gradreduce.interop_out import hand_back
 from gradreduce.one_device import Accumulate, copied_to
@@ -86,7 +95,8 @@ class CrossDeviceOps(ABC):
                 ``Mirrored`` whose replicas agree in shape and dtype, or one array of any library,
                 Buffer or IndexedSlices, which is its own only replica. A destination only names
                 devices: a ``PerReplica``, ``Mirrored``, ``Variable``, ``Mesh``, device, name of a
-                device (``"gpu:1"``, ``"sim:0"``, ``"/device:GPU:1"``), or list of these two.
+                device (``"gpu:1"``, ``"sim:0"``, ``"/device:GPU:1"``), ``torch.device``, or list
+                of these three. Names are looked up in the mesh of the value.
             coalesce: add rows of the same index, where all replicas are IndexedSlices. Otherwise
                 the rows of all replicas stand one after the other, and MEAN divides each of them.
             as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the
@@ -194,7 +204,8 @@ class ReductionToOneDevice(CrossDeviceOps):
     (tf.distribute.ReductionToOneDevice).
 
     Args:
-        reduce_to_device: where to add, a device or the name of one; default the first destination.
+        reduce_to_device: where to add, a device, the name of one or a ``torch.device``, in the
+            mesh of the value; default the first destination.
         accumulation_fn: how: called with the list of a value's replicas, arrays of its own kind
             on that device, and gives their sum, an array of their shape and dtype; it changes
             none. Default: ``gr.add_n``'s own sum. Not called for IndexedSlices.
@@ -209,12 +220,12 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     def __init__(
         self,
-        reduce_to_device: Device | str | None = None,
+        reduce_to_device: DeviceLike | None = None,
         accumulation_fn: Accumulate | None = None,
         *,
         mesh: Mesh | None = None,
     ) -> None:
-        if reduce_to_device is not None and not isinstance(reduce_to_device, Device | str):
+        if reduce_to_device is not None and not is_device_like(reduce_to_device):
             raise ValueError(f"reduce_to_device={reduce_to_device!r} is no device and no name")
         if accumulation_fn is not None and not callable(accumulation_fn):
             raise ValueError(f"accumulation_fn={accumulation_fn!r} cannot be called")
@@ -239,7 +250,9 @@ class ReductionToOneDevice(CrossDeviceOps):
     def _home(self, request: Request, place: int) -> Device:
         if self.reduce_to_device is None:
             return request.devices[0]
-        return destination_devices(self.reduce_to_device, place, request.value.mesh)[0]
+        label = f"value {place}: reduce_to_device="
+        home = as_device(self.reduce_to_device, label, request.value.mesh)
+        return destination_devices(home, place, request.value.mesh)[0]
 
 
 def result_kinds(requests: Sequence[Request], as_kind: str | None) -> list[Kind]:

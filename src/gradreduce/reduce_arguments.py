@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from gradreduce.device import Buffer, Device, DType, Mesh, device_named
+from gradreduce.device import Buffer, Device, DType, Mesh, as_device, is_device_like
 from gradreduce.errors import DeviceMismatchError, InvalidArgumentError, about
 from gradreduce.indexed_slices import IndexedSlices, check_indices
 from gradreduce.interop import Kind, OneCall, is_array, kind_of, reading, to_buffer
@@ -240,13 +240,13 @@ def destination_devices(destination: Any, place: int, mesh: Mesh) -> tuple[Devic
         devices = tuple(destination.devices)
     else:
         listed = destination if isinstance(destination, list | tuple) else [destination]
-        named = [each for each in listed if isinstance(each, Device | str) and each != ""]
-        if not named or len(named) != len(listed):
+        if not listed or not all(is_device_like(each) and each != "" for each in listed):
             raise ValueError(
                 f"destination {place} is {destination!r}: it must be a PerReplica, Mirrored, "
-                "Variable, Mesh, device, name of a device, or list of these two, and not empty"
+                "Variable, Mesh, device, name of a device, torch.device, or list of these three, "
+                "and not empty"
             )
-        devices = tuple(_device(each, place, mesh) for each in named)
+        devices = tuple([as_device(each, f"destination {place}: ", mesh) for each in listed])
         if len(set(devices)) != len(devices):
             raise ValueError(f"destination {place} names a device twice: {destination}")
     for device in devices:
@@ -265,15 +265,6 @@ def named_mesh(destination: Any) -> Mesh | None:
         if isinstance(each, Device):
             return each.mesh
     return None
-
-
-def _device(named: Device | str, place: int, mesh: Mesh) -> Device:
-    if isinstance(named, Device):
-        return named
-    try:
-        return device_named(named, mesh)
-    except ValueError as error:
-        raise about(f"destination {place}", error) from None
 
 
 def checked_nest(grads: Any, mesh: Mesh) -> list[Any]:

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterator, Sequence
 from typing import Any, Self, SupportsIndex
 
-from gradreduce.device import Buffer, Device, Mesh, default_mesh
+from gradreduce.device import Buffer, Device, DeviceLike, Mesh, as_device, default_mesh
 from gradreduce.errors import DeviceMismatchError, about
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import Kind, OneCall, from_buffer, kind_of, to_buffer
@@ -50,10 +50,13 @@ class DistributedValues:
             again when it has returned.
         mesh: whose devices, in order. Default: that of ``values`` if they are Buffers, else
             ``gr.default_mesh()``.
-        devices: on these devices of the mesh instead of all.
+        devices: on these devices of the mesh instead of all; names such as ``"gpu:1"`` and
+            ``torch.device`` objects too, in ``mesh``, else in that of ``values`` if one is a
+            Buffer, else in ``gr.default_mesh()``.
 
     Raises:
-        ValueError: no value, another number of values than devices, or a device named twice.
+        ValueError: no value, another number of values than devices, a device named twice, or one
+            that the mesh has not.
         DeviceMismatchError: a Buffer that does not lie on its device, or devices of two meshes.
         TypeError: a value that is no array or cannot be added, or a device that is none.
             What is wrong with one value is told with its replica's number.
@@ -71,7 +74,7 @@ class DistributedValues:
         values: Sequence[Any],
         mesh: Mesh | None = None,
         *,
-        devices: Sequence[Device] | None = None,
+        devices: Sequence[DeviceLike] | None = None,
     ) -> None:
         values = tuple(values)
         if not values:
@@ -165,13 +168,17 @@ class DistributedValues:
         """The first value."""
         return self._shown(self._parts[0])
 
-    def get(self, device: Device | None = None) -> Any:
+    def get(self, device: DeviceLike | None = None) -> Any:
         """The value on ``device``; without one, that of the replica ``gr.replica`` names.
 
         Replica i is the i-th value. Outside a ``gr.replica`` the first value.
 
+        Args:
+            device: a device, its name (``"gpu:1"``) or a ``torch.device``.
+
         Raises:
             ValueError: no value lies on ``device``, or there are not so many replicas.
+            TypeError: no device.
         """
         if device is None:
             index = current_replica()
@@ -179,10 +186,11 @@ class DistributedValues:
                 return self.primary
             if index >= len(self._devices):
                 raise ValueError(f"replica {index} of {len(self._devices)} devices")
-            device = self._devices[index]
-        if device not in self._devices:
-            raise ValueError(f"Device {device!r} not found in {self._devices}")
-        return self._shown(self._parts[self._devices.index(device)])
+            return self._shown(self._parts[index])
+        found = as_device(device, "device=", self.mesh)
+        if found not in self._devices:
+            raise ValueError(f"Device {found!r} not found in {self._devices}")
+        return self._shown(self._parts[self._devices.index(found)])
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -243,12 +251,14 @@ def _lie_there(values: tuple[Any, ...], mesh: Mesh) -> bool:
 
 
 def _devices(
-    values: tuple[Any, ...], mesh: Mesh | None, devices: Sequence[Device] | None
+    values: tuple[Any, ...], mesh: Mesh | None, devices: Sequence[DeviceLike] | None
 ) -> tuple[Device, ...]:
     if devices is not None:
-        found = tuple(devices)
-        if not all(isinstance(device, Device) for device in found):
-            raise TypeError(f"devices={devices!r} must be devices of a mesh")
+        near = [own.mesh for value in values if (own := _own_device(value)) is not None]
+        named_in = mesh or (near[0] if near else None)
+        found = tuple(
+            [as_device(each, f"devices[{i}]=", named_in) for i, each in enumerate(devices)]
+        )
     elif mesh is not None:
         found = mesh.devices
     elif all(_own_device(value) is not None for value in values):

@@ -16,8 +16,10 @@ from gradreduce.arithmetic import Readable
 from gradreduce.device import (
     Buffer,
     Device,
+    DeviceLike,
     DType,
     Mesh,
+    as_devices,
     as_dtype,
     copy_over,
     default_mesh,
@@ -54,12 +56,14 @@ class Variable(Readable):
         trainable: whether optimizers change it; if so it must be float16, bfloat16, float32 or
             float64. A counter such as a global step is not.
         dtype: default that of an array; float32 for numbers with a point, int64 for integers.
-        device: a device or a whole mesh (one copy on each of its devices). Default: the device
-            of an ``initial_value`` that is a Buffer, else device 0 of ``gr.default_mesh()``.
+        device: a device, its name (``"gpu:1"``), a ``torch.device`` or a whole mesh (one copy on
+            each of its devices). Names are looked up in the mesh of an ``initial_value`` that is a
+            Buffer, else in ``gr.default_mesh()``. Default: the device of such a Buffer, else device
+            0 of the default mesh.
 
     Raises:
-        TypeError: a dtype that cannot be added, or no array.
-        ValueError: ``trainable`` with a dtype that is no float.
+        TypeError: a dtype that cannot be added, no array, or no device.
+        ValueError: ``trainable`` with a dtype that is no float, or a device that the mesh has not.
     """
 
     @OneCall()
@@ -70,7 +74,7 @@ class Variable(Readable):
         *,
         trainable: bool = True,
         dtype: Any = None,
-        device: Device | Mesh | None = None,
+        device: DeviceLike | Mesh | None = None,
     ) -> None:
         devices = _devices(device, initial_value)
         wanted = _wanted_dtype(initial_value, dtype, devices[0])
@@ -346,22 +350,17 @@ def _got(
     *,
     trainable: bool = True,
     dtype: Any = None,
-    device: Device | Mesh | None = None,
+    device: DeviceLike | Mesh | None = None,
 ) -> Variable:
     """What makes a Variable in the end."""
     return Variable(initial_value, name, trainable=trainable, dtype=dtype, device=device)
 
 
-def _devices(device: Device | Mesh | None, initial_value: Any) -> Sequence[Device]:
-    if isinstance(device, Mesh):
-        return device.devices
-    if isinstance(device, Device):
-        return (device,)
+def _devices(device: DeviceLike | Mesh | None, initial_value: Any) -> Sequence[Device]:
+    near = initial_value.device if isinstance(initial_value, Buffer) else None
     if device is not None:
-        raise TypeError(f"device={device!r} is neither a Device nor a Mesh")
-    if isinstance(initial_value, Buffer):
-        return (initial_value.device,)
-    return default_mesh().devices[:1]
+        return as_devices(device, "device=", None if near is None else near.mesh)
+    return default_mesh().devices[:1] if near is None else (near,)
 
 
 def _wanted_dtype(initial_value: Any, dtype: Any, device: Device) -> DType:

@@ -64,6 +64,20 @@ def test_another_definition_is_refused(accumulator, options, field):
     assert again.accumulator_ref is first.accumulator_ref
 
 
+@pytest.mark.parametrize("make", [gr.ConditionalAccumulator, gr.SparseConditionalAccumulator])
+def test_a_second_handle_needs_no_device(device, make):
+    for place in (device, device.mesh, device.mesh[1:]):
+        first = make("float32", shared_name="found", device=place)
+        assert make("float32", shared_name="found").accumulator_ref is first.accumulator_ref
+        with pytest.raises(ValueError, match="shared_name='found' has devices"):
+            make("float32", shared_name="found", device="sim:0")  # of the mesh that it is on
+        first.close()
+    with gr.open_mesh(1, backend="sim") as other, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gradreduce.device.opening._default", [other])
+        again = make("float32", shared_name="found")  # the first of the name
+        assert again.accumulator_ref.devices == other.devices
+
+
 def test_another_place_is_refused(accumulator, device):
     first = accumulator(shared_name="placed")
     for place in (device.mesh.devices[0], device.mesh):

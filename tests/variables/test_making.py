@@ -75,12 +75,6 @@ def test_what_makes_no_variable(place, value, options, error):
         gr.Variable(value, **{"trainable": False, **options}, device=place)
 
 
-@pytest.mark.parametrize("device", [0, "sim:0", [], ()])
-def test_a_device_is_a_device_or_a_mesh(device):
-    with pytest.raises(TypeError, match="neither a Device nor a Mesh"):
-        gr.Variable(1.0, device=device)
-
-
 def test_the_initial_value_is_copied(place):
     values = np.array([1.0, 2.0], "float32")
     variable = gr.Variable(values, device=place)

@@ -6,13 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradreduce.cross_device import AllReduceCrossDeviceOps
-from gradreduce.device import Device, Mesh, accumulate_dtype, as_dtype, default_mesh
+from gradreduce.device import (
+    Device,
+    DeviceLike,
+    Mesh,
+    accumulate_dtype,
+    as_devices,
+    as_dtype,
+    default_mesh,
+)
 from gradreduce.ops import prepare_all_sum
 from gradreduce.presets import shared_ops
 
 from .dense_sums import prepare_arrivals
 from .door import DTYPES, as_shape
-from .registry import shared_state
+from .registry import shared_state, state_of
 from .serve import cancel_waiting, forget
 from .sparse_sums import prepare_sparse
 from .state import AccumulatorState
@@ -25,7 +33,7 @@ def defined(
     shape: Sequence[int | None] | None,
     shared_name: str | None,
     reduction_type: str,
-    device: Device | Mesh | None,
+    device: DeviceLike | Mesh | None,
     *,
     cross_device_ops: AllReduceCrossDeviceOps | None = None,
     sparse: bool = False,
@@ -37,14 +45,10 @@ def defined(
     if reduction_type not in ("MEAN", "SUM"):
         raise ValueError(f'reduction_type {reduction_type!r} not in: "MEAN", "SUM"')
     wanted = None if shape is None else as_shape(shape)
-    device = default_mesh().devices[0] if device is None else device
-    if not isinstance(device, Device | Mesh):
-        raise TypeError(f"device={device!r} is neither a Device nor a Mesh")
     reducer = shared_ops() if cross_device_ops is None else cross_device_ops
     if not isinstance(reducer, AllReduceCrossDeviceOps):
         raise TypeError(f"cross_device_ops={reducer!r} is no AllReduceCrossDeviceOps")
-    over_mesh = isinstance(device, Mesh)
-    devices = device.devices if isinstance(device, Mesh) else (device,)
+    devices, over_mesh = _placed(device, state_of(shared_name), reducer.mesh)
     state = AccumulatorState(
         found, wanted, reduction_type, devices, over_mesh, reducer, sparse=sparse
     )
@@ -55,6 +59,19 @@ def defined(
     devices[0].fabric.on_close[state] = cancel_waiting
     devices[0].fabric.on_reset[state] = forget
     return shared_state(shared_name, state, cross_device_ops)
+
+
+def _placed(
+    device: DeviceLike | Mesh | None, shared: AccumulatorState | None, mesh: Mesh | None
+) -> tuple[tuple[Device, ...], bool]:
+    """The devices of a definition, and whether they are a mesh; without one the shared state's."""
+    if shared is not None:
+        mesh = shared.devices[0].mesh
+        if device is None:
+            return shared.devices, shared.over_mesh
+    if device is None:
+        return default_mesh().devices[:1], False
+    return as_devices(device, "device=", mesh), isinstance(device, Mesh)
 
 
 def _prepare_dense(state: AccumulatorState) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradreduce.cross_device import AllReduceCrossDeviceOps
-from gradreduce.device import Device, Mesh
+from gradreduce.device import DeviceLike, Mesh
 from gradreduce.variables import Variable
 
 from .base import ConditionalAccumulatorBase
@@ -30,16 +30,18 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             as a handle of it is held and until it is closed.
         name: of the accumulator.
         reduction_type: ``"MEAN"``, which divides by all that arrived, or ``"SUM"``.
-        device: a device, or a whole mesh: then a partial sum is kept on each of its devices and
-            all-reduced once, at the take. Default: device 0 of ``gr.default_mesh()``.
+        device: a device, its name (``"gpu:1"``), a ``torch.device``, or a whole mesh: then a
+            partial sum is kept on each of its devices and all-reduced once, at the take. Default:
+            that of the ``shared_name``, else device 0 of ``gr.default_mesh()``; names are looked up
+            in the same mesh, or that of ``cross_device_ops``.
         cross_device_ops: reduces the partial sums of a mesh; those of accumulators with the same
             one travel together at a joint take. Default: one ``AllReduceCrossDeviceOps`` for all.
 
     Raises:
         TypeError: another dtype, ``device`` is neither a device nor a mesh, or
             ``cross_device_ops`` is of another class.
-        ValueError: an unknown ``reduction_type``, a negative extent, or another definition of
-            the same ``shared_name``.
+        ValueError: an unknown ``reduction_type``, a negative extent, a device that the mesh has
+            not, or another definition of the same ``shared_name``.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         name: str = "conditional_accumulator",
         reduction_type: str = "MEAN",
         *,
-        device: Device | Mesh | None = None,
+        device: DeviceLike | Mesh | None = None,
         cross_device_ops: AllReduceCrossDeviceOps | None = None,
     ) -> None:  # fmt: skip
         state = defined(

@@ -9,11 +9,18 @@ from gradreduce.cross_device import AllReduceCrossDeviceOps
 
 from .state import AccumulatorState
 
-__all__ = ["shared_state"]
+__all__ = ["shared_state", "state_of"]
 
 # Weak: dropping the last handle frees the device memory.
 _shared: weakref.WeakValueDictionary[str, AccumulatorState] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
+
+
+def state_of(shared_name: str | None) -> AccumulatorState | None:
+    """What ``shared_name`` stands for now, unless it was closed."""
+    with _lock:
+        found = _shared.get(shared_name) if shared_name else None
+        return None if found is None or found.closed else found
 
 
 def shared_state(

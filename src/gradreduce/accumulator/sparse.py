@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gradreduce.device import Device, Mesh
+from gradreduce.device import DeviceLike, Mesh
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import OneCall, is_array, kind_of, numbers
 from gradreduce.values import Mirrored, PerReplica, buffer_of
@@ -39,14 +39,14 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         name: of the accumulator.
         reduction_type: ``"MEAN"``, which divides each row by the number of gradients that touched
             it, not by the number that came, or ``"SUM"``.
-        device: a device, or a whole mesh: then a partial sum is kept on each of its devices, and
-            their rows are merged once, at the take, in mesh order, on the first device. Default:
-            device 0 of ``gr.default_mesh()``.
+        device: see ``ConditionalAccumulator``. Over a mesh a partial sum is kept on each of its
+            devices, and their rows are merged once, at the take, in mesh order, on the first
+            device.
 
     Raises:
         TypeError: another dtype, or ``device`` is neither a device nor a mesh.
-        ValueError: an unknown ``reduction_type``, a negative extent, or another definition of
-            the same ``shared_name``.
+        ValueError: an unknown ``reduction_type``, a negative extent, a device that the mesh has
+            not, or another definition of the same ``shared_name``.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         name: str = "sparse_conditional_accumulator",
         reduction_type: str = "MEAN",
         *,
-        device: Device | Mesh | None = None,
+        device: DeviceLike | Mesh | None = None,
     ) -> None:
         state = defined(dtype, shape, shared_name, reduction_type, device, sparse=True)
         super().__init__(state, name)

@@ -26,7 +26,7 @@ from .memory import (
     overlap,
 )
 from .mesh import Mesh
-from .names import device_named
+from .names import DeviceLike, as_device, as_devices, is_device_like
 from .opening import default_mesh, open_mesh
 from .rates import CopyRates, copy_rates
 from .reach import reaches
@@ -44,6 +44,7 @@ __all__ = [
     "CopyRates",
     "DType",
     "Device",
+    "DeviceLike",
     "FlatBuffer",
     "FlatLayout",
     "FlightEntry",
@@ -63,6 +64,8 @@ __all__ = [
     "Writer",
     "accumulate_dtype",
     "as_deadline",
+    "as_device",
+    "as_devices",
     "as_dtype",
     "behind_readers",
     "bring",
@@ -72,7 +75,6 @@ __all__ = [
     "copy_over",
     "copy_rates",
     "default_mesh",
-    "device_named",
     "due",
     "element_of",
     "fetch",
@@ -80,6 +82,7 @@ __all__ = [
     "follow",
     "gather",
     "gather_all",
+    "is_device_like",
     "mean_dtype",
     "mesh_outline",
     "open_mesh",

@@ -147,16 +147,13 @@ def test_trainings_side_by_side_have_centres_of_their_own(mesh):
 def test_what_a_getter_is_given(mesh):
     with gr.open_mesh(2, backend="sim") as other:
         for args, options, error, text in [
-            (("gpu:0",), {}, TypeError, "worker_device='gpu:0' is neither a Device nor a Mesh"),
-            (([mesh.devices[0]],), {}, TypeError, "is neither a Device nor a Mesh"),
+            (([mesh.devices[0]],), {}, TypeError, r"worker_device=\[.*\] is not a Mesh, a Device"),
             ((mesh,), {"center": 3}, TypeError, "center=3 is not an AGNCenter"),
             ((other,), {"center": gr.AGNCenter(mesh)}, DeviceMismatchError,
              "sim:0 of the worker is of another mesh than sim:0 of the centre"),
         ]:  # fmt: skip
             with pytest.raises(error, match=text):
                 gr.AGNCustomGetter(*args, **options)
-        with pytest.raises(TypeError, match="mesh=3 is neither a Mesh nor a Device"):
-            gr.AGNCenter(3)
         kept = gr.AGNCustomGetter(mesh.devices[0])
         with pytest.raises(DeviceMismatchError, match="of another mesh than"):
             gr.AGNCustomGetter(other.devices[0])

@@ -14,7 +14,15 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from gradreduce import ops
-from gradreduce.device import Buffer, Device, Mesh, as_deadline, default_mesh
+from gradreduce.device import (
+    Buffer,
+    Device,
+    DeviceLike,
+    Mesh,
+    as_deadline,
+    as_devices,
+    default_mesh,
+)
 from gradreduce.errors import CollectiveError, DeadlineExceededError, DeviceMismatchError
 from gradreduce.optim.base import Optimizer
 from gradreduce.optim.numbers import as_count
@@ -44,7 +52,8 @@ class AGNCenter:
     GPU. All methods may be called from any thread.
 
     Args:
-        mesh: where they lie: a mesh, a part of one, or a device. Default: ``gr.default_mesh()``.
+        mesh: where they lie: a mesh, a part of one, or a device, its name (``"gpu:1"``) or a
+            ``torch.device``, in ``gr.default_mesh()``. Default: all of that.
 
     Attributes:
         devices: those.
@@ -53,14 +62,12 @@ class AGNCenter:
 
     Raises:
         TypeError: ``mesh`` is something else.
+        ValueError: a name of a device that the default mesh has not.
     """
 
-    def __init__(self, mesh: Mesh | Device | None = None) -> None:
-        if mesh is None:
-            mesh = default_mesh()
-        if not isinstance(mesh, Mesh | Device):
-            raise TypeError(f"mesh={mesh!r} is neither a Mesh nor a Device")
-        self.devices: tuple[Device, ...] = mesh.devices if isinstance(mesh, Mesh) else (mesh,)
+    def __init__(self, mesh: Mesh | DeviceLike | None = None) -> None:
+        given = default_mesh() if mesh is None else mesh
+        self.devices: tuple[Device, ...] = as_devices(given, "mesh=")
         self.version = 0
         self._lock = threading.RLock()
         self._variables: dict[str, Variable] = {}

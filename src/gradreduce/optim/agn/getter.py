@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gradreduce.device import Device, Mesh
+from gradreduce.device import Device, DeviceLike, Mesh, as_devices
 from gradreduce.variables import Variable
 
 from .center import AGNCenter, process_wide
@@ -40,8 +40,9 @@ class AGNCustomGetter:
     ``AGNOptimizer``, or ``get_init_op``, before its first step.
 
     Args:
-        worker_device: the worker's device, or its part of a mesh: then its variables are mirrored
-            there, and it is several replicas.
+        worker_device: the worker's device, its name (``"gpu:1"``) or a ``torch.device``, in the
+            mesh of ``center``, else in ``gr.default_mesh()``; or its part of a mesh: then its
+            variables are mirrored there, and it is several replicas.
         center: where the centre variables are. Default: the process-wide centre, spread over the
             mesh of the getter that comes first; it serves as long as one of its getters lives. So
             let go of a training's getters before the next begins, or give each its own centre.
@@ -49,17 +50,17 @@ class AGNCustomGetter:
     Raises:
         DeviceMismatchError: the worker's device is not of the centre's mesh.
         TypeError: an argument of another type.
+        ValueError: a name of a device that the mesh has not.
     """
 
-    def __init__(self, worker_device: Device | Mesh, *, center: AGNCenter | None = None) -> None:
-        if not isinstance(worker_device, Mesh | Device):
-            raise TypeError(f"worker_device={worker_device!r} is neither a Device nor a Mesh")
+    def __init__(
+        self, worker_device: DeviceLike | Mesh, *, center: AGNCenter | None = None
+    ) -> None:
         if center is not None and not isinstance(center, AGNCenter):
             raise TypeError(f"center={center!r} is not an AGNCenter")
-        self.worker_device = worker_device
-        self.devices: tuple[Device, ...] = (
-            worker_device.devices if isinstance(worker_device, Mesh) else (worker_device,)
-        )
+        named_in = None if center is None else center.devices[0].mesh
+        self.devices: tuple[Device, ...] = as_devices(worker_device, "worker_device=", named_in)
+        self.worker_device = worker_device if isinstance(worker_device, Mesh) else self.devices[0]
         for device in self.devices:
             device.fabric.check_usable(device)
         self.center = process_wide(self.devices[0], self) if center is None else center
