@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from exact import random_data, same
-from faces import ASKED, EXACT, opened
+from faces import ASKED, opened
 from formulas import FORMULAS
 from updates import given, layout, rule_of
 
-from gradreduce.device import Buffer, Device, compiled
-from gradreduce.device.kernel import Kernel, Template, kernel_text
+from gradreduce.device import Buffer, Device
+from gradreduce.device.kernel import Kernel, Template
 from gradreduce.ops import KERNELS, RuleKernel, plan_segments
 
 BEHIND = 100  # elements behind 2**32: vectors and a tail
@@ -112,36 +111,6 @@ def host_device(request) -> Iterator[Device]:
     """One that runs the shipped text."""
     with opened(request.param) as made:
         yield made
-
-
-# Indices cut to 32 bits: in the loop over single elements, and in the one over vectors, which the
-# fast build leaves out.
-FAULTS = {
-    "body.template at<1>(i);": ("compiled", EXACT),
-    "body.template at<LANES>(i);": (EXACT,),
-}
-
-
-# Of the updates, which share their indices, the rule with the most operands in every form.
-PLANTED = [
-    kernel
-    for kernel in ELEMENTWISE
-    if not isinstance(kernel, RuleKernel) or rule_of(kernel) == "adam"
-]
-
-
-@pytest.mark.host
-@pytest.mark.parametrize("sound", FAULTS)
-@pytest.mark.parametrize("kernel", PLANTED, ids=lambda kernel: kernel.name)
-def test_an_index_of_32_bits_shows(host_device, kernel, sound, monkeypatch):
-    text = kernel_text(kernel.source)
-    assert text.count(sound) == 1, f"the text has changed: {sound}"
-    cut = text.replace(sound, sound.replace("(i)", "((u32)i)"))
-    monkeypatch.setattr(compiled, "kernel_text", lambda stem: cut)
-    # A new kernel: builds are kept by kernel.
-    planted = replace(kernel, templates=(LAUNCHES[kernel.name][0],))
-    caught = not right(host_device, planted)
-    assert caught == (host_device.options.face in FAULTS[sound])
 
 
 # Of the shipped text alone: a twin adds whole tensors.

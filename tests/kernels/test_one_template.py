@@ -1,0 +1,153 @@
+"""Each kernel with one template, whose build takes a second, against its NumPy reference.
+
+``tests/ops`` compares every template; these are for ``tests/planted_faults``, which builds them
+again for every fault in the shipped text. A launch writes to its operands only: AddressSanitizer
+tells of a read beyond them, which no value shows.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from early import environment
+from exact import random_data, same
+from faces import Operand, buffers, opened
+
+from gradreduce.ops import plan_segments
+from gradreduce.ops.adaptive import ADAGRAD, ADAM, RMSPROP
+from gradreduce.ops.add_n import ADD_N
+from gradreduce.ops.clip import CLIP
+from gradreduce.ops.distance_scale import DISTANCE_SCALE
+from gradreduce.ops.global_update import global_update_of
+from gradreduce.ops.local_update import local_update_of
+from gradreduce.ops.segment_sum import SEGMENT_SUM
+from gradreduce.ops.square_sum import SQUARE_SUM
+from gradreduce.ops.take_rows import TAKE_ROWS
+from gradreduce.ops.update import MOMENTUM
+
+pytestmark = pytest.mark.host
+
+SIZE = 1003
+HALF, SINGLE = "float16", "float32"
+
+
+def positive(*dtypes, size=SIZE):
+    """Operands of moderate values, which no rule turns into infinities."""
+    return [
+        np.nan_to_num(np.clip(np.abs(random_data((size,), dtype, seed=place)), 0.01, 8))
+        .astype(dtype)
+        for place, dtype in enumerate(dtypes)
+    ]  # fmt: skip
+
+
+def masters(*dtypes):
+    """As ``positive``; every other master, which comes second, is that of its variable."""
+    row = positive(*dtypes)
+    row[0][::2] = row[1][::2].astype(row[0].dtype)
+    return row
+
+
+def segments(width):
+    """Rows of which a third is added to what is there; 7 columns end inside of a vector."""
+    plan = plan_segments(np.random.default_rng(0).integers(0, 60, 200))
+    places = np.where(np.arange(plan.num_segments) % 3, plan.indices, ~plan.indices)
+    out = random_data((60 * width,), SINGLE, seed=1)
+    values = random_data((200, width), SINGLE).reshape(-1)
+    return [out, values, plan.order, places, 1.0 + np.arange(plan.num_segments), plan.bounds]
+
+
+def rows_taken():
+    places = np.random.default_rng(0).integers(0, 20, 50)
+    return [random_data((size,), "uint32") for size in (400, 160)] + [places]
+
+
+def clipped(norm):
+    return [random_data((SIZE,), SINGLE, seed=place) for place in range(2)] + [np.array([norm])]
+
+
+TERMS = [random_data((SIZE,), SINGLE, seed=place) for place in range(4)]
+SUMS = positive("float64", size=32) + positive(SINGLE)
+LOCAL, GLOBAL = local_update_of(MOMENTUM), global_update_of(MOMENTUM)
+# case -> kernel, template, the operands of each row, scalars
+CASES = {
+    "add_n of 3": (ADD_N, (SINGLE, SINGLE, 3), [TERMS], (3,)),
+    "add_n of any": (ADD_N, (SINGLE, SINGLE, 0), [TERMS], (3,)),
+    "segment_sum": (SEGMENT_SUM, (SINGLE, SINGLE), [segments(7), segments(8)], (1, 1, 1.0)),
+    "adam": (ADAM, (HALF, SINGLE), [masters(HALF, SINGLE, SINGLE, SINGLE, HALF)],
+             (4, 0.1, 0.2, 0.3, 0.01)),
+    "adagrad": (ADAGRAD, (SINGLE, SINGLE), [positive(*[SINGLE] * 3)], (2, 0.1)),
+    "rmsprop": (RMSPROP, (SINGLE, SINGLE), [positive(*[SINGLE] * 4)], (3, 0.1, 0.2, 0.3, 0.01)),
+    "local_momentum": (LOCAL, (HALF, SINGLE), [masters(HALF, SINGLE, SINGLE, SINGLE, HALF)],
+                       (4, 0, 0.1, 0.2)),
+    "global_momentum": (
+        GLOBAL, (HALF, SINGLE), [masters(HALF, SINGLE, SINGLE, HALF, SINGLE, SINGLE)],
+        (5, 3, 0.1, 0.2),
+    ),
+    "distance_scale": (DISTANCE_SCALE, (HALF,), [positive(SINGLE, SINGLE, HALF, HALF)], (0.3,)),
+    "take_rows": (TAKE_ROWS, ("uint32",), [rows_taken()], ()),
+    "square_sum": (SQUARE_SUM, (SINGLE,), [SUMS], (1, 1)),
+    "clip": (CLIP, (SINGLE,), [clipped(np.inf), clipped(2.0)], (0.3,)),
+}  # fmt: skip
+# The fast build leaves out the loops over vectors.
+PLACES = [("exact", case) for case in CASES]
+PLACES += [("compiled", case) for case in ("add_n of 3", "segment_sum")]
+
+
+def launched(face, kernel, template, rows, scalars):
+    """Every operand afterwards; at the boundary of a vector, and one element behind it."""
+    kernel = replace(kernel, templates=(template,))
+    with opened(face) as device:
+        given = [
+            [Operand(device, values, start) for values in row] for row in rows for start in (0, 1)
+        ]
+        for row in given:
+            device.launch(kernel, template, [buffers(row)], scalars)
+    operands = [operand for row in given for operand in row]
+    assert all(operand.contained() for operand in operands)
+    return [operand.array for operand in operands]
+
+
+@pytest.mark.parametrize(("face", "case"), PLACES)
+def test_a_launch_equals_the_reference(face, case):
+    found, wanted = launched(face, *CASES[case]), launched("numpy", *CASES[case])
+    assert all(map(same, found, wanted))
+
+
+LAUNCH = """
+from dataclasses import replace
+import numpy as np
+from gradreduce.device import open_mesh
+from gradreduce.ops.add_n import ADD_N
+
+template = ("float32", "float32", 3)
+kernel = replace(ADD_N, templates=(template,))
+with open_mesh(1, backend="sim", kernels="sanitized") as mesh:
+    for size in (1003, 1024):  # the tail ends there, or the last vector does
+        row = [mesh.devices[0].adopt(np.ones(size, np.float32)) for _ in range(4)]
+        mesh.devices[0].launch(kernel, template, [row], (3,))
+        print("sums are", set(row[0].numpy().tolist()))
+"""
+
+
+def test_a_launch_stays_inside_of_its_operands():
+    libraries = [
+        subprocess.run(
+            ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for name in ("libasan.so", "libstdc++.so")
+    ]
+    changed = {
+        "LD_PRELOAD": " ".join(libraries),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCH],
+        env=environment(**changed), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "sums are {3.0}\n" * 2
