@@ -7,12 +7,21 @@ that a plain run leaves out (``exhaustive.py``), and a heap that is quick to sea
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 # As plugins, not imports: pytest then finds their options and their hooks by itself.
 pytest_plugins = ("skips", "early", "exhaustive")
+
+
+def pytest_configure() -> None:
+    """Lets tests interrupt this process and its children, also where a shell runs it with &.
+
+    Such a shell ignores SIGINT in what it starts, and Python then leaves it ignored.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)

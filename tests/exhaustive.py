@@ -8,6 +8,7 @@ The sample depends on the test and its parameters alone.
 
 * A test with the mark ``whole_product`` has all its cases in the plain run.
 * What is marked ``exhaustive`` by hand, a test or a parameter, is left out of the plain run too.
+* A test that goes through seeds takes them as a parameter from ``seeds(few, all_of_them)``.
 * A law of hypothesis with ``settings(max_examples=examples(number))`` belongs to both: it gets all
   its examples in the tier, and a part of them in the plain run.
 
@@ -59,6 +60,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def examples(number: int) -> int:
     """How many examples a law gets of the ``number`` that it gets in the tier."""
     return number if _all_examples else max(1, number // FEWER_EXAMPLES)
+
+
+def seeds(few: int, all_of_them: int) -> list:
+    """Parameters: the seeds of a plain run, from 0 on, and the others, which are of the tier."""
+    return [
+        pytest.param(range(few), id=f"0-{few - 1}"),
+        pytest.param(
+            range(few, all_of_them), id=f"{few}-{all_of_them - 1}", marks=pytest.mark.exhaustive
+        ),
+    ]
 
 
 @pytest.hookimpl(wrapper=True)

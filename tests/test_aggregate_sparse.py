@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from exact import DTYPES, exact_data, random_data, same
+from exhaustive import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshes import refused
@@ -154,7 +155,7 @@ def test_accumulate_n_adds_in_pairs_what_holds_a_sparse_term():
         assert (gr.aggregate(terms, 0) == 2**24).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES),
     lists=st.lists(st.lists(st.integers(0, ROWS - 1), max_size=6), min_size=2, max_size=5),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from exact import exact_data, random_data, same
+from exhaustive import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_aggregate import ADD_N, METHODS, NAMES, TREE, reference
@@ -133,7 +134,7 @@ def test_a_failing_iterable_leaves_everything_as_it_was(mesh, method):
         assert same(value, copy)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(count=st.integers(1, 40), dtype=st.sampled_from(["float32", "float16", "int8", "complex64"]))
 def test_lazy_and_listed_terms_give_the_same_bits(count, dtype):
     for method in METHODS:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import meshes
 import numpy as np
 from exact import DTYPES, random_data, same
+from exhaustive import examples
 from faces import wide_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ import gradreduce as gr
 from gradreduce.device import mean_dtype
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
-LAWS = settings(deadline=None, max_examples=80)
+LAWS = settings(deadline=None, max_examples=examples(80))
 
 ALGORITHMS = st.sampled_from(["hierarchical_copy", "nccl"])
 OPS = st.sampled_from([SUM, MEAN])

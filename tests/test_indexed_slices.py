@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from exact import DTYPES, exact_data, random_data, same
+from exhaustive import examples
 from faces import wide_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -265,7 +266,7 @@ def test_what_a_call_costs(mesh):
     assert [record.kind for record in journal.records] == ["download", "upload", "launch"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES),
     indices=st.lists(st.integers(0, 6), max_size=30),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from exhaustive import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradreduce.device import as_dtype
 from gradreduce.packing import FlatPlan, plan_packing
 
-LAWS = settings(deadline=None, max_examples=150)
+LAWS = settings(deadline=None, max_examples=examples(150))
 FLOAT32, FLOAT64 = as_dtype("float32"), as_dtype("float64")
 PAIRS = [(dtype, dtype) for dtype in map(as_dtype, ("float32", "float16", "float64", "complex128"))]
 # A sum of halves in its accumulate type, and the result.

@@ -10,6 +10,7 @@ import itertools
 
 import numpy as np
 import pytest
+from exhaustive import seeds
 
 import gradreduce as gr
 from gradreduce.accumulator import take_now
@@ -22,7 +23,7 @@ PLACEMENTS = ([0, 0], [0, 1], [0, 0, 1, 1], [0, 1, 1, 2, 0])
 CASES = list(itertools.product(PLACEMENTS, (True, False)))
 ALGORITHMS = ("hierarchical_copy", "nccl")
 SIZE = 37
-NUM_SEEDS = 200
+SEEDS = seeds(50, 200)
 
 
 class Scene:
@@ -128,27 +129,30 @@ def over_a_mesh(placement, peers, seed, algorithm="hierarchical_copy", num_packs
         return scene.read()
 
 
-def test_on_devices_the_bits_are_the_same_in_every_legal_order():
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_on_devices_the_bits_are_the_same_in_every_legal_order(seeds):
     expected = [on_devices(*case, None) for case in CASES]
-    for seed in range(NUM_SEEDS):
+    for seed in seeds:
         place = seed % len(CASES)
         assert on_devices(*CASES[place], seed) == expected[place], (seed, CASES[place])
 
 
 MESH_CASES = [
-    (*case, *options) for options in itertools.product(ALGORITHMS, (1, 2)) for case in CASES
+    (tuple(placement), peers, *options)
+    for options in itertools.product(ALGORITHMS, (1, 2))
+    for placement, peers in CASES
 ]
 
 
-def test_over_a_mesh_the_bits_are_the_same_in_every_legal_order():
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_over_a_mesh_the_bits_are_the_same_in_every_legal_order(seeds):
     """The lone arrival and the zeros beside it too; with peers and without."""
     expected = {}
-    for seed in range(NUM_SEEDS):
-        placement, peers, *options = case = MESH_CASES[seed % len(MESH_CASES)]
-        if seed < len(MESH_CASES):
-            expected[seed] = over_a_mesh(placement, peers, None, *options)
-        wanted = expected[seed % len(MESH_CASES)]
-        assert over_a_mesh(placement, peers, seed, *options) == wanted, (seed, case)
+    for seed in seeds:
+        case = placement, peers, *options = MESH_CASES[seed % len(MESH_CASES)]
+        if case not in expected:
+            expected[case] = over_a_mesh(placement, peers, None, *options)
+        assert over_a_mesh(placement, peers, seed, *options) == expected[case], seed
 
 
 # ---- planted faults ------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import meshes
 import numpy as np
 import pytest
 from exact import FLOATS, exact_data, random_data, same
+from exhaustive import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshes import (
@@ -101,7 +102,7 @@ def test_the_bits_are_the_same_on_every_placement(wire):
     dtype=st.sampled_from(["float32", "float64"]),
     op=st.sampled_from([SUM, MEAN]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_the_error_stays_within_the_documented_bound(data, wire, dtype, op):
     arrays = [np.array(row, dtype) for row in data]
     n = len(arrays)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from exhaustive import examples
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -320,4 +321,6 @@ def no_warnings(caplog):
 
 
 TestAccumulators = Accumulators.TestCase
-TestAccumulators.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestAccumulators.settings = settings(
+    max_examples=examples(100), stateful_step_count=50, deadline=None
+)

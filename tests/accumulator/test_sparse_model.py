@@ -13,6 +13,7 @@ from typing import NamedTuple
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from exhaustive import examples
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -351,5 +352,5 @@ def no_warnings(caplog):
 
 TestOverAMesh = Accumulators.TestCase
 TestOnOneDevice = AccumulatorsOnOneDevice.TestCase
-TestOverAMesh.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestOverAMesh.settings = settings(max_examples=examples(30), stateful_step_count=40, deadline=None)
 TestOnOneDevice.settings = TestOverAMesh.settings

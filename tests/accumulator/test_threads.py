@@ -166,11 +166,11 @@ class Run:
             assert (wanted == sums[:, NUM_APPLIERS + applier]).all()
 
 
-@pytest.mark.slow
-def test_a_hundred_thousand_applies_of_sixty_four_threads(crew):
+@pytest.mark.parametrize("num", [4800, pytest.param(100_000, marks=pytest.mark.exhaustive)])
+def test_many_applies_of_sixty_four_threads(crew, num):
     with opened(1) as mesh:
         acc = gr.ConditionalAccumulator("float64", reduction_type="SUM", device=mesh.devices[0])
-        Run(crew, [acc], -(-100_000 // NUM_APPLIERS)).check()
+        Run(crew, [acc], -(-num // NUM_APPLIERS)).check()
 
 
 class MeshRun(Run):

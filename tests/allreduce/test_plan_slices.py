@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from exhaustive import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradreduce.allreduce.hierarchical import SLICE_BYTES, Slice, plan_slices
 
-LAWS = settings(deadline=None, max_examples=200)
+LAWS = settings(deadline=None, max_examples=examples(200))
 SMALL = 256  # stands for SLICE_BYTES, so that small sizes lie on both sides of it
 
 PACKS = st.lists(st.tuples(st.integers(1, 600), st.sampled_from([1, 2, 4, 8, 16])), max_size=10)

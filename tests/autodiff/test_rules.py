@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from exhaustive import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -194,7 +195,7 @@ def test_every_value_and_every_term_keeps_its_dtype(operation, dtype, monkeypatc
     npst.mutually_broadcastable_shapes(num_shapes=3, max_dims=3, min_side=0, max_side=3),
     st.integers(0, 2**16),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 def test_random_shapes_are_broadcast_and_reduced_as_hips_does(drawn, seed):
     import autograd
     import autograd.numpy as hips

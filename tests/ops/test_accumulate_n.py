@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from exact import DTYPES, random_data, same
+from exhaustive import examples
 from faces import (
     INLINE_ROWS,
     NUM_THREADS,
@@ -215,7 +216,7 @@ def test_a_read_only_total_changes_nothing(device):
     assert all(operand.unchanged() for operand in [*good, fixed])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES),
     num_inputs=st.integers(1, 10),

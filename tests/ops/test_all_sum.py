@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from exact import COMPLEX, DTYPES, FLOATS, random_data, same
+from exhaustive import examples
 from faces import (
     INLINE_ROWS,
     NUM_THREADS,
@@ -306,7 +307,7 @@ def test_a_read_only_out_changes_nothing(device):
     assert all(operand.unchanged() for operand in [*good, *row, fixed])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES),
     num_outs=st.integers(1, 3),

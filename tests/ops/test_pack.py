@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from exact import COMPLEX, DTYPES, FLOATS, random_data, same
+from exhaustive import examples
 from faces import (
     INLINE_ROWS,
     NUM_THREADS,
@@ -284,7 +285,7 @@ def test_a_read_only_out_changes_nothing(device):
     assert all(operand.unchanged() for operand in [*good, term, fixed])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES),
     rows=st.lists(

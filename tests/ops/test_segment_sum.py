@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 from exact import COMPLEX, DTYPES, FLOATS, INTEGERS, exact_data, random_data, same
+from exhaustive import examples
 from faces import (
     INLINE_ROWS,
     NUM_THREADS,
@@ -204,7 +205,7 @@ def test_complex_rows_of_a_wider_out(device):
 # -- the order is fixed ---------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES),
     width=st.integers(0, 20),

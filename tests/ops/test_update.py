@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from exact import FLOATS, random_data, same
+from exhaustive import examples
 from faces import (
     INLINE_ROWS,
     NUM_THREADS,
@@ -293,7 +294,7 @@ def test_the_gradient_may_be_read_only_and_nothing_else(device, rule):
         assert all(operand.unchanged() for operand in [*good, *row])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     case=st.sampled_from([(name, dtype) for name in RULES for dtype in RULES[name].dtypes]),
     rate=st.floats(width=32),
