@@ -366,3 +366,152 @@ def test_shapes_may_be_any_iterables_and_are_integers_from_zero_up():
         for wrong in (3, (-2, -3), (2.0,), "ab"):
             with pytest.raises(ValueError, match=r"shapes\[1\]=.* is no shape"):
                 mesh.flat_buffer([(1,), wrong], "float32")
+
+
+def a_model(mesh, seed: int = 0):
+    """The same layers on each device, a flat buffer of their gradients, attached, and a step."""
+    torch = importlib.import_module("torch")
+    torch.manual_seed(seed)
+    models = [torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 4)) for _ in mesh]
+    for model in models:
+        model.load_state_dict(models[0].state_dict())
+    parameters = [list(model.parameters()) for model in models]
+    flat = mesh.flat_buffer([parameter.shape for parameter in parameters[0]], "float32")
+    flat.attach(model.parameters() for model in models)
+    return torch, models, parameters, flat
+
+
+def are_views(parameters, flat) -> bool:
+    found = [[parameter.grad.data_ptr() for parameter in row] for row in parameters]
+    return found == [[view.address for view in views] for views in flat.views]
+
+
+def steps_of(mesh, flat):
+    """The same reduction in place, by each of the ways to make a step of it."""
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    columns = list(zip(*flat.arrays("torch"), strict=True))
+    pairs = [(value, value) for value in (gr.PerReplica(column, mesh) for column in columns)]
+    return [
+        flat.prepare_all_reduce(gr.ReduceOp.MEAN, cross_device_ops=ops),
+        ops.prepare(gr.ReduceOp.MEAN, pairs, out=columns),
+        ops.capture(gr.ReduceOp.MEAN, pairs, out=columns),
+    ]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("way", [0, 1, 2], ids=["flat", "prepare", "capture"])
+def test_replicas_stay_equal_whatever_zero_grad_does_to_attached_gradients(mesh, way):
+    torch, models, parameters, flat = a_model(mesh)
+    step = steps_of(mesh, flat)[way]
+    flat = weakref.ref(flat) if way else flat  # the step of other arrays needs no flat buffer
+    optimizers = [torch.optim.SGD(row, 0.1) for row in parameters]
+    plain = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 4))
+    plain.load_state_dict(models[0].state_dict())
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    images = torch.randn(6, len(mesh), 16, 8)
+    for turn, to_none in enumerate([True, True, False, None, True, False]):
+        for each in (*optimizers, optimizer) if to_none is not None else ():
+            each.zero_grad(set_to_none=to_none)
+        for replica, model in enumerate(models):
+            for _ in range(2):
+                model(images[turn, replica]).square().mean().backward()
+        for image in images[turn]:
+            (2 * plain(image).square().mean() / len(mesh)).backward()
+        step()
+        for each in (*optimizers, optimizer):
+            each.step()
+    flatten = torch.nn.utils.parameters_to_vector
+    for row in parameters:
+        assert torch.equal(flatten(row), flatten(parameters[0]))
+        assert torch.allclose(flatten(row), flatten(plain.parameters()), atol=1e-6)
+
+
+@pytest.mark.torch
+def test_a_parameter_without_a_gradient_contributes_zero(mesh):
+    torch, models, parameters, flat = a_model(mesh)
+    step = flat.prepare_all_reduce(SUM)
+    for view in flat.arrays("torch")[0]:
+        view.fill_(7)
+    for row in parameters:
+        for parameter in row:
+            parameter.grad = None
+    for model in models:
+        model[1](torch.ones(1, 4)).sum().backward()  # the first layer is not used
+    parameters[0][2].grad = None
+    results = step()
+    assert are_views(parameters, flat)
+    for row in parameters:
+        assert not row[0].grad.any()
+        assert not row[1].grad.any()
+        assert (row[2].grad == len(mesh) - 1).all()
+        assert (row[3].grad == len(mesh)).all()
+    assert [result.parts for result in results] == list(zip(*flat.views, strict=True))
+    parameters[-1][0].grad = torch.ones_like(parameters[-1][0])
+    flat.zero()
+    assert are_views(parameters, flat)
+    assert not any(parameter.grad.any() for row in parameters for parameter in row)
+
+
+@pytest.mark.torch
+def test_a_gradient_that_does_not_fit_its_view_is_refused_and_nothing_is_changed(mesh):
+    torch, models, parameters, flat = a_model(mesh)
+    steps = [*steps_of(mesh, flat), flat.zero]
+    replaced = parameters[0][0].grad = torch.ones_like(parameters[0][0])
+    wide = torch.nn.Parameter(torch.ones(4, 8, dtype=torch.float64))
+    wide.grad = torch.ones_like(wide)
+
+    def swap(parameter):  # as model.double() does: the same tensors, of other memory
+        models[-1].double()
+
+    def grow(parameter):
+        parameter.grad, parameter.data = None, torch.zeros(3)
+
+    def make_sparse(parameter):
+        parameter.data = torch.zeros(4)
+        parameter.grad = torch.zeros(4).to_sparse()
+
+    at = len(mesh) - 1
+    for change, why in (
+        (grow, rf"parameters\[{at}\]\[3\] is float32\[3\], its view in the flat buffer is float32"),
+        (make_sparse, rf"parameters\[{at}\]\[3\]\.grad has the layout torch.sparse_coo"),
+        (swap, rf"parameters\[{at}\]\[.\] is float64.*make a flat buffer of the new"),
+    ):
+        change(parameters[-1][3])
+        for step in steps:
+            with refused(mesh, ValueError, why):
+                step()
+        assert parameters[0][0].grad is replaced
+    with refused(mesh, ValueError, r"parameters\[.\]\[.\] is float64"):
+        flat.attach(parameters)
+
+
+@pytest.mark.torch
+def test_what_cannot_be_attached_is_refused_and_what_is_there_is_kept(mesh):
+    torch, models, parameters, flat = a_model(mesh)
+    others = [[torch.nn.Parameter(each.detach().clone()) for each in row] for row in parameters]
+    for row in others:
+        row[1].grad = torch.full((4,), 3.0)
+    shared = [*others[0][:3], others[0][1]]
+    scaled = [*others[0][:3], others[0][3] * 2]
+    double = [*others[0][:3], others[0][3].detach().double()]
+    for given, kind, why in (
+        (others[:-1], ValueError, r"parameters must be 4 for each of .* it has \["),
+        ([row[:3] for row in others], ValueError, r"must be 4 for each of .* it has \[3"),
+        ([shared, *others[1:]], ValueError, r"parameters\[0\]\[3\] is parameters\[0\]\[1\], which"),
+        ([scaled, *others[1:]], ValueError, r"parameters\[0\]\[3\] is computed from other tens"),
+        ([double, *others[1:]], ValueError, r"parameters\[0\]\[3\] is float64\[4\], its view"),
+        ([[np.ones(4)] * 4, *others[1:]], TypeError, r"parameters\[0\]\[0\] is ndarray, no tensor"),
+    ):
+        with refused(mesh, kind, why):
+            flat.attach(given)
+        assert others[0][0].grad is None
+    assert are_views(parameters, flat)
+    flat.attach(others)
+    assert are_views(others, flat)
+    assert all((row[1].grad == 3).all() and not row[0].grad.any() for row in others)
+    with pytest.raises(ValueError, match="cross_device_ops=3 cannot prepare a step"):
+        flat.prepare_all_reduce(SUM, cross_device_ops=3)
+    block = weakref.ref(flat.buffers[0].block)
+    del flat, others, row, shared, scaled, double, given, models, parameters
+    gc.collect()
+    assert block() is None  # nobody keeps it in a circle

@@ -10,12 +10,13 @@ bfloat16 crosses as a 16-bit view: neither NumPy's DLPack nor PyTorch's ``numpy(
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from weakref import ref
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, FlatBuffer, as_dtype
+from gradreduce.device import Attached, Block, Buffer, Device, FlatBuffer, as_dtype
 from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.errors import DeviceMismatchError
 from gradreduce.interop_gpu import (
@@ -273,6 +274,108 @@ class _FlatDoor:
         for buffer in buffers:
             if as_kind != "buffer":
                 hand_over(buffer, as_result_kind(as_kind, "native"))
+
+    def attached(
+        self, views: Sequence[Sequence[Buffer]], parameters: Iterable[Iterable[Any]]
+    ) -> list[Attached]:
+        """See ``FlatBuffer.attach``."""
+        rows = [list(row) for row in parameters]
+        counts, wanted = [len(row) for row in rows], [len(row) for row in views]
+        if counts != wanted:
+            raise ValueError(
+                f"parameters must be {wanted[0]} for each of {len(wanted)} devices, one for each "
+                f"tensor of the flat buffer; it has {counts}"
+            )
+        seen: dict[int, str] = {}
+        for place, row in enumerate(rows):
+            for tensor, parameter in enumerate(row):
+                name = f"parameters[{place}][{tensor}]"
+                if kind_of(parameter) != "torch":
+                    raise TypeError(f"{name} is {type(parameter).__name__}, no tensor of PyTorch")
+                if not parameter.is_leaf:
+                    raise ValueError(
+                        f"{name} is computed from other tensors (is_leaf is False), and gets no "
+                        ".grad; pass the parameter itself"
+                    )
+                if id(parameter) in seen:
+                    raise ValueError(
+                        f"{name} is {seen[id(parameter)]}, which can have only one gradient: name "
+                        "a parameter that is shared once"
+                    )
+                seen[id(parameter)] = name
+        return [_Gradients(*each) for each in zip(range(len(rows)), rows, views, strict=True)]
+
+
+class _Gradients:
+    """The parameters whose ``.grad`` lie in the flat buffer of one device.
+
+    Holds no parameter and no view: both hold the block, which holds this.
+
+    Args:
+        place: of the device, for errors.
+        parameters: tensors of PyTorch.
+        views: what their gradients shall be.
+    """
+
+    def __init__(self, place: int, parameters: Sequence[Any], views: Sequence[Buffer]) -> None:
+        self._place = place
+        self._spans = [(view.device, view.offset, view.shape, view.dtype) for view in views]
+        # The last view of each parameter; one of another memory, as ``model.double()`` makes it of
+        # the same tensor, has another address.
+        self._rows: list[tuple[ref[Any], Callable[[], Any], int]] = [
+            (ref(parameter), _no_view, view.address)
+            for parameter, view in zip(parameters, views, strict=True)
+        ]
+
+    def replaced(self) -> list[tuple[int, Any, Any]]:
+        """Tensor, parameter and gradient of each that is not its view; see ``Attached``."""
+        found = []
+        for tensor, (owner, view, address) in enumerate(self._rows):  # at each play: only compares
+            parameter = owner()
+            if parameter is not None:
+                grad = parameter.grad
+                if grad is None or grad is not view() or grad.data_ptr() != address:
+                    found.append((tensor, parameter, grad))
+        for tensor, parameter, grad in found:
+            name = f"parameters[{self._place}][{tensor}]"
+            self._check(tensor, parameter, name)
+            if grad is not None:
+                self._check(tensor, grad, f"{name}.grad")
+        return found
+
+    def _check(self, tensor: int, given: Any, name: str) -> None:
+        """Raises unless the view could be this gradient, or that of this parameter."""
+        device, _, shape, dtype = self._spans[tensor]
+        if given.layout is not sys.modules["torch"].strided:
+            raise ValueError(f"{name} has the layout {given.layout}; pass dense gradients")
+        found = shape_and_dtype(given)
+        if found != (shape, dtype):
+            raise ValueError(
+                f"{name} is {found[1]}{list(found[0])}, its view in the flat buffer is "
+                f"{dtype}{list(shape)}; make a flat buffer of the new shapes and dtype"
+            )
+        wanted = ("cuda", device.physical) if device.fabric.backend == "cuda" else ("cpu", None)
+        if (given.device.type, given.device.index) != wanted:
+            raise DeviceMismatchError(f"{name} is on {given.device}, its view on {device.name}")
+
+    def attach_again(self, block: Block, replaced: list[tuple[int, Any, Any]]) -> None:
+        """See ``Attached``; in the order of PyTorch's current stream, which our queue is behind."""
+        with OneCall():
+            for tensor, parameter, grad in replaced:
+                buffer = Buffer(block, *self._spans[tensor][1:])
+                view = from_buffer(buffer, "torch")
+                if grad is None:
+                    view.zero_()
+                else:
+                    view.copy_(grad.detach())
+                parameter.grad = view
+                self._rows[tensor] = (self._rows[tensor][0], ref(view), self._rows[tensor][2])
+        if replaced and block.device.fabric.backend == "cuda":
+            fence_in(buffer, "torch")
+
+
+def _no_view() -> None:
+    """There is none yet."""
 
 
 def hand_over(buffer: Buffer, kind: Kind) -> None:

@@ -13,8 +13,10 @@ from gradreduce.device import (
     Buffer,
     Capture,
     Device,
+    FlatBuffer,
     Tape,
     as_deadline,
+    attach_again,
     behind_readers,
     due,
     gather,
@@ -50,11 +52,15 @@ class PreparedStep:
     With ``out`` the results are the arrays that were given, which each call writes behind what
     their library's current stream holds then.
 
+    Where it reads or writes a flat buffer with attached parameters (``FlatBuffer.attach``), a call
+    first attaches gradients again that are not the views any more.
+
     Attributes:
         results: one ``Mirrored`` for each pair.
     """
 
     _called = "a prepared step"
+    flat: FlatBuffer | None = None  # set by ``FlatBuffer.prepare_all_reduce``: fenced by each call
 
     def __init__(
         self,
@@ -70,6 +76,11 @@ class PreparedStep:
         self._held = [request.value for request in requests]  # what is read stays alive
         self._border = _border_of(requests, kinds, outs)
         self._tensors = tensors_of(each for row in outs for each in row)
+        buffers = [each.buffer for row in outs for each in row]
+        buffers += [buffer for value in self._held for buffer in value.buffers]
+        blocks = dict.fromkeys(buffer.block for buffer in buffers)
+        self._flats = [block for block in blocks if block.gaps is not None]
+        attach_again(self._flats)
         self._border.enter()
         with self._fabric.taped(self._tape):
             reduced = landed(requests, reduce())
@@ -102,13 +113,17 @@ class PreparedStep:
         Raises:
             BackendUnavailableError: the mesh is closed, or one of its devices is lost.
             CollectiveError: the mesh is dead; after ``mesh.reset()`` the step works again.
-            ValueError: ``deadline`` is no number above 0.
+            ValueError: ``deadline`` is no number above 0, or the ``.grad`` of an attached
+                parameter is of another shape or dtype. Nothing was changed.
             CaptureError: inside a capture.
         """
         seconds = as_deadline(deadline)
         self._fabric.check_free(self._devices[0], self._called)
         for device in self._devices if self._fabric.lost else ():
             self._fabric.check_usable(device)
+        attach_again(self._flats)
+        if self.flat is not None:
+            self.flat.adopt()
         with due(self._called, seconds, self._devices), self._lock, self._fabric.launch_lock:
             self._border.enter()
             if self._read is not self._fabric.last_read:  # somebody copies; maybe from a result
@@ -117,6 +132,8 @@ class PreparedStep:
             self._play()
         count_writes(self._tensors)
         self._border.leave(self._given)  # which may wait: no lock is held by then
+        if self.flat is not None:
+            self.flat.release(deadline=deadline)
         return self.results
 
     def _play(self) -> None:

@@ -10,8 +10,9 @@ from functools import cache
 from typing import Any
 
 from gradreduce.cross_device import AllReduceCrossDeviceOps
-from gradreduce.device import DType, Mesh
-from gradreduce.values import ReduceOp
+from gradreduce.device import DType, FlatBuffer, Mesh
+from gradreduce.prepared import PreparedStep
+from gradreduce.values import PerReplica, ReduceOp
 
 __all__ = ["HierarchicalCopyAllReduce", "NcclAllReduce", "all_reduce", "shared_ops"]
 
@@ -87,3 +88,24 @@ def all_reduce(
     return ops_of_mesh.all_reduce(
         grads, op, coalesce=coalesce, as_kind=as_kind, out=out, deadline=deadline
     )
+
+
+def _prepare_step(
+    flat: FlatBuffer, op: ReduceOp, cross_device_ops: Any, deadline: float | None
+) -> PreparedStep:
+    """See ``FlatBuffer.prepare_all_reduce``."""
+    ops = shared_ops() if cross_device_ops is None else cross_device_ops
+    if not isinstance(ops, AllReduceCrossDeviceOps):
+        raise ValueError(
+            f"cross_device_ops={ops!r} cannot prepare a step: pass an AllReduceCrossDeviceOps"
+        )
+    columns = list(zip(*flat.views, strict=True))
+    values = [PerReplica.of(column) for column in columns]
+    flat.adopt()
+    step = ops.prepare(op, [(value, value) for value in values], out=columns, deadline=deadline)
+    step.flat = flat
+    flat.release(deadline=deadline)
+    return step
+
+
+FlatBuffer.prepare_step = staticmethod(_prepare_step)

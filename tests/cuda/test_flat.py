@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import chain
 
 import cupy
 import numpy as np
@@ -92,6 +94,77 @@ def test_pytorchs_gradients_are_reduced_where_they_are(here, mesh, torch):
         with torch.stream:
             for tensor, expected in zip(reduced[1], sums(2, turn), strict=True):
                 assert same(tensor.array.get(), expected)
+
+
+@contextmanager
+def fenced(flat) -> Iterator[None]:
+    flat.adopt()
+    yield
+    flat.release()
+
+
+def tensors_on(torch, mesh, add: int) -> list[list[Tensor]]:
+    made = []
+    for replica, device in enumerate(mesh):
+        with torch.on(device.physical):
+            rows = [data(s, seed=replica + place) + add for place, s in enumerate(SHAPES)]
+            made.append([Tensor(cupy.asarray(row)) for row in rows])
+    return made
+
+
+def all_equal(torch, tensors, wanted) -> bool:
+    """Reads each in the order of its library's stream."""
+    found = []
+    for tensor in tensors:
+        with torch.on(tensor.device.index):
+            found.append(tensor.array.get())
+    return all(same(*each) for each in zip(found, wanted, strict=True))
+
+
+def test_attached_gradients_of_pytorch_are_attached_again_in_the_order_of_its_stream(mesh, torch):
+    parameters = tensors_on(torch, mesh, 0)
+    flat, ops = mesh.flat_buffer(SHAPES, "float32"), gr.HierarchicalCopyAllReduce(mesh=mesh)
+    steps = [flat.prepare_all_reduce(SUM, cross_device_ops=ops)]  # before the library is known
+    flat.attach(parameters)
+    for _ in range(2):
+        for parameter in chain(*parameters):
+            parameter.grad.copy_(parameter)  # in place, as ``backward()`` does
+        steps[1:] = [flat.prepare_all_reduce(SUM, cross_device_ops=ops)]
+    for rows in (flat.arrays("torch"), flat.views):
+        columns = list(zip(*rows, strict=True))
+        pairs = [(value, value) for value in (gr.PerReplica(column, mesh) for column in columns)]
+        with fenced(flat):
+            steps.append(ops.prepare(SUM, pairs, out=columns))
+    for turn in range(8):
+        grads = tensors_on(torch, mesh, turn)
+        for parameter, grad in zip(chain(*parameters), chain(*grads), strict=True):
+            if turn < 4:
+                parameter.grad = grad
+            else:
+                parameter.grad.copy_(grad)
+        with fenced(flat) if turn % 4 == 3 else nullcontext():
+            steps[turn % 4]()
+        for row, views in zip(parameters, flat.views, strict=True):
+            assert [each.grad.data_ptr() for each in row] == [view.address for view in views]
+            assert all_equal(torch, [each.grad for each in row], sums(3, turn))
+
+
+def test_a_gradient_that_is_not_there_or_lies_elsewhere_is_seen(mesh, torch):
+    parameters = tensors_on(torch, mesh, 0)
+    flat = mesh.flat_buffer(SHAPES, "float32")
+    step = flat.prepare_all_reduce(SUM, cross_device_ops=gr.HierarchicalCopyAllReduce(mesh=mesh))
+    flat.attach(parameters)
+    for parameter in chain(*parameters):
+        parameter.grad.copy_(parameter)
+        parameter.grad = None
+    step()
+    for row in parameters:
+        zeros = [np.zeros(shape, np.float32) for shape in SHAPES]
+        assert all_equal(torch, [each.grad for each in row], zeros)
+    parameters[2][0].grad, parameters[2][1].grad = parameters[0][0], None
+    with pytest.raises(DeviceMismatchError, match=r"parameters\[2\]\[0\]\.grad is on"):
+        step()
+    assert parameters[2][1].grad is None
 
 
 def test_what_lies_in_a_flat_buffer_is_fenced_once_a_call_as_ever(here, mesh, torch):

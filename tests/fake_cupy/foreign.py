@@ -6,6 +6,8 @@ A test module takes the fixture by assignment: ``torch = foreign.torch``.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 
 import cupy
@@ -21,9 +23,10 @@ class Tensor:
     """What the door looks at in a ``torch.Tensor`` on a GPU."""
 
     requires_grad = False
-    is_cuda = True
+    is_cuda = is_leaf = True
     version = 0
     layout = "strided"
+    grad: Tensor | None = None
 
     def __init__(self, array, dtype: str | None = None) -> None:
         self.array = array
@@ -41,6 +44,14 @@ class Tensor:
 
     def detach(self) -> Tensor:
         return self
+
+    def copy_(self, other: Tensor) -> None:
+        with sys.modules["torch"].on(self.device.index):
+            self.array[...] = other.array
+
+    def zero_(self) -> None:
+        with sys.modules["torch"].on(self.device.index):
+            self.array[...] = 0
 
     def is_contiguous(self) -> bool:
         return self.array.flags.c_contiguous
@@ -89,10 +100,15 @@ def stand_in() -> ModuleType:
     def current_stream(device):
         return SimpleNamespace(cuda_stream=stream_of(device).ptr)
 
+    @contextmanager
+    def on(gpu: int) -> Iterator[None]:
+        with cupy.cuda.Device(gpu), stream_of(gpu):
+            yield
+
     module = ModuleType("torch")
     module.__dict__.update(
         strided="strided", bfloat16="bfloat16", int16="int16", from_dlpack=Tensor,
-        stream=stream_of(0), stream_of=stream_of,
+        stream=stream_of(0), stream_of=stream_of, on=on,
         cuda=SimpleNamespace(current_stream=current_stream),
         autograd=SimpleNamespace(graph=SimpleNamespace(increment_version=_increment_version)),
     )  # fmt: skip

@@ -9,13 +9,14 @@ from .colocated import bring, by_physical, copy_over, fetch, gather, gather_all,
 from .dtypes import DType, accumulate_dtype, as_dtype, element_of, mean_dtype
 from .due import due
 from .fences import follow, precede
-from .flat_buffer import FlatBuffer, clear
+from .flat_buffer import FlatBuffer, Step, attach_again, clear
 from .flight import FlightEntry
 from .ghost import Ghosts, MeshOutline, Outline, Touched, mesh_outline, outline_of
 from .journal import Journal, Record
 from .kernel import Kernel, Template
 from .memory import (
     ALIGNMENT,
+    Attached,
     Block,
     Buffer,
     FlatLayout,
@@ -37,6 +38,7 @@ from .writer import Writer
 __all__ = [
     "ALIGNMENT",
     "NOT_CAPTURED",
+    "Attached",
     "Block",
     "Buffer",
     "Capture",
@@ -57,6 +59,7 @@ __all__ = [
     "Outline",
     "Queue",
     "Record",
+    "Step",
     "Tape",
     "Template",
     "Touched",
@@ -67,6 +70,7 @@ __all__ = [
     "as_device",
     "as_devices",
     "as_dtype",
+    "attach_again",
     "behind_readers",
     "bring",
     "by_physical",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
@@ -16,13 +16,13 @@ from .dtypes import as_dtype
 from .due import due
 from .journal import Record
 from .lent import Lent
-from .memory import Buffer, flat_layout
+from .memory import Attached, Block, Buffer, flat_layout
 from .watch import as_deadline
 
 if TYPE_CHECKING:
     from .base import Device
 
-__all__ = ["Door", "FlatBuffer", "clear"]
+__all__ = ["Door", "FlatBuffer", "Step", "attach_again", "clear"]
 
 _first = threading.Lock()  # of those who make the first flat buffer of a device
 
@@ -40,6 +40,22 @@ class Door(Protocol):
 
     def go_out(self, buffers: Sequence[Buffer], as_kind: str | None) -> None:
         """The library's current streams wait for our queues; for a host array the host does."""
+        ...
+
+    def attached(
+        self, views: Sequence[Sequence[Buffer]], parameters: Iterable[Iterable[Any]]
+    ) -> list[Attached]:
+        """For each device its parameters, after all of them have been compared with the views."""
+        ...
+
+
+class Step(Protocol):
+    """A ``PreparedStep``, as much as this module may know of it."""
+
+    results: list[Any]
+
+    def __call__(self, *, deadline: float | None = None) -> list[Any]:
+        """Reduces again."""
         ...
 
 
@@ -63,8 +79,9 @@ class FlatBuffer:
     views: tuple[tuple[Buffer, ...], ...]
     _kinds: set[str | None] = field(default_factory=set, repr=False, compare=False)
 
-    # ``interop.py`` puts itself here: this room may not import it.
+    # ``interop.py`` and ``presets.py`` set these: this module may not import them.
     door: ClassVar[Door]
+    prepare_step: ClassVar[Callable[[FlatBuffer, Any, Any, float | None], Step]]
 
     @classmethod
     def on(
@@ -89,14 +106,13 @@ class FlatBuffer:
                     device.lent = Lent()
             device.lent.add(flat.block)
             flat.block.gaps = gaps
+            flat.block.attached = None
         return cls(buffers, views)
 
     def arrays(self, as_kind: str | None = None) -> list[list[Any]]:
         """``arrays[device][tensor]``: the tensors as arrays of a library, on the same memory.
 
-        Fill them, or let others do: ``parameter.grad = array`` makes PyTorch's ``backward()`` add
-        into it, as long as nobody sets ``.grad`` to another tensor or None (what
-        ``optimizer.zero_grad()`` does; call ``zero()`` instead).
+        Fill them, or let others do. For the gradients of PyTorch's parameters call ``attach``.
 
         Args:
             as_kind: ``"numpy"``, ``"cupy"``, ``"torch"`` or ``"buffer"``. Default: NumPy on the
@@ -110,10 +126,71 @@ class FlatBuffer:
         self._kinds.add(as_kind)
         return made
 
+    def attach(self, parameters: Iterable[Iterable[Any]]) -> None:
+        """Makes the views the ``.grad`` of PyTorch's parameters: ``backward()`` adds into them.
+
+        Gradients that are there are copied into the views; where ``.grad`` is None the view becomes
+        zero. ``zero()`` and every call of a prepared or captured step over this memory then do the
+        same for each ``.grad`` that is not its view any more, before they launch anything. So
+        ``optimizer.zero_grad()`` is allowed, and a parameter that was not used since contributes
+        zero. It costs an allocation and a copy for each parameter, though: ``zero()`` and
+        ``zero_grad(set_to_none=False)`` keep the views.
+
+        Parameters are held weakly. Attaching others replaces them.
+
+        Args:
+            parameters: ``parameters[device][tensor]``, tensors of the shapes and dtype of this
+                flat buffer, on its devices; none twice.
+
+        Raises:
+            ValueError: another number of devices or tensors, a parameter twice, a tensor that is
+                no leaf, or a parameter or its gradient of another shape, dtype or layout. No
+                ``.grad`` was changed. Later calls that find such a gradient raise the same, before
+                they change anything.
+            TypeError: what is no tensor of PyTorch.
+            DeviceMismatchError: a parameter on another device than its view.
+            BackendUnavailableError: the mesh is closed, or a device lost.
+        """
+        made = self.door.attached(self.views, parameters)
+        replaced = [each.replaced() for each in made]
+        for buffer in self.buffers:
+            buffer.device.fabric.check_usable(buffer.device)
+        self._kinds.add("torch")
+        for buffer, each, rows in zip(self.buffers, made, replaced, strict=True):
+            buffer.block.attached = each
+            each.attach_again(buffer.block, rows)
+
+    def prepare_all_reduce(
+        self, op: Any, *, cross_device_ops: Any = None, deadline: float | None = None
+    ) -> Step:
+        """A prepared step that reduces all tensors in place: ``step()`` after each backward pass.
+
+        Each call comes behind what the current streams of the libraries of ``arrays`` and
+        ``attach`` hold, and they behind it; for arrays in host memory the host waits. It reduces
+        once when it is made, too: make it before the first gradients are computed.
+
+        Args:
+            op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``.
+            cross_device_ops: an ``AllReduceCrossDeviceOps``. Default: one by NCCL, in one pack.
+            deadline: of this first time: seconds from now in which the devices must be done, or
+                the mesh dies.
+
+        Returns:
+            A ``PreparedStep``. Its ``results`` are one ``Mirrored`` for each tensor, of the views.
+
+        Raises:
+            ValueError: ``op`` is no ``ReduceOp``, ``cross_device_ops`` cannot prepare, there is
+                no tensor, or an attached gradient does not fit; see ``attach``.
+            BackendUnavailableError, CollectiveError: what ``AllReduceCrossDeviceOps.prepare``
+                raises.
+        """
+        return type(self).prepare_step(self, op, cross_device_ops, deadline)
+
     def zero(self, *, deadline: float | None = None) -> None:
         """Makes every element zero, with one fill on each device.
 
-        In order with the libraries of ``arrays``: adopts before, releases after.
+        In order with the libraries of ``arrays``: adopts before, releases after. An attached
+        ``.grad`` that was replaced is its view again.
 
         Args:
             deadline: seconds from now in which the devices must be done, or the mesh dies.
@@ -121,10 +198,12 @@ class FlatBuffer:
         Raises:
             BackendUnavailableError: the mesh is closed, or a device lost. Nothing was cleared.
             CollectiveError: the mesh is dead, or died while the host waited.
-            ValueError: ``deadline`` is no number above 0.
+            ValueError: ``deadline`` is no number above 0, or an attached gradient does not fit;
+                see ``attach``.
         """
         seconds = as_deadline(deadline)
         with due("zero", seconds, [buffer.device for buffer in self.buffers]):
+            attach_again([buffer.block for buffer in self.buffers])
             self.adopt()
             for buffer in self.buffers:
                 clear(buffer)
@@ -172,6 +251,22 @@ def _as_shape(shape: Sequence[int], place: int) -> tuple[int, ...]:
     if min(extents, default=0) < 0:
         raise ValueError(f"shapes[{place}]={shape!r} is no shape: integers from 0 up")
     return extents
+
+
+def attach_again(blocks: Iterable[Block]) -> None:
+    """Makes the views the ``.grad`` of the parameters that are attached to these flat buffers.
+
+    Raises:
+        ValueError, DeviceMismatchError: a gradient does not fit its view; nothing was changed.
+        BackendUnavailableError: the mesh is closed, or a device lost, where one was replaced.
+    """
+    attached = [(block, block.attached) for block in blocks if block.attached is not None]
+    found = [(block, each, each.replaced()) for block, each in attached]
+    rest = [each for each in found if each[2]]
+    for block, _, _ in rest:
+        block.device.fabric.check_usable(block.device)
+    for block, each, replaced in rest:
+        each.attach_again(block, replaced)
 
 
 def clear(buffer: Buffer) -> None:

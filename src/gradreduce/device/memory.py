@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALIGNMENT",
+    "Attached",
     "Block",
     "Buffer",
     "CapturedMark",
@@ -29,6 +30,19 @@ __all__ = [
     "flat_layout",
     "overlap",
 ]
+
+
+class Attached(Protocol):
+    """Parameters whose gradients lie in one block; made by ``FlatBuffer.attach``."""
+
+    def replaced(self) -> list[Any]:
+        """Those whose ``.grad`` is not its view in the block; raises if one does not fit it."""
+        ...
+
+    def attach_again(self, block: Block, replaced: list[Any]) -> None:
+        """Copies these gradients to their views, and makes the views the ``.grad`` again."""
+        ...
+
 
 Queue = Literal["compute", "transfer"]
 Stream = Any  # a caller's: a raw handle, or the backend's own object, which keeps it from its end
@@ -50,6 +64,8 @@ class Block:
         writable: False for a caller's read-only array.
         gaps: of one made by ``mesh.flat_buffer``: how many bytes behind the end of each tensor (in
             bytes from the start) are nobody's; None of any other.
+        attached: of one made by ``mesh.flat_buffer``: whose gradients lie in it (``attach``), or
+            None; of any other not set.
         readers: of each range of bytes the last copy that reads it on each queue, marked; the next
             writer waits.
         touched: queues other than its home queue that used it, and callers' streams that were
@@ -57,11 +73,12 @@ class Block:
     """
 
     __slots__ = (
-        "__weakref__", "address", "device", "gaps", "nbytes", "owned", "raw", "readers",
+        "__weakref__", "address", "attached", "device", "gaps", "nbytes", "owned", "raw", "readers",
         "touched", "writable",
     )  # fmt: skip
 
     address: int
+    attached: Attached | None
 
     def __init__(
         self,
