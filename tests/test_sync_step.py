@@ -373,6 +373,29 @@ def test_all_none_is_an_error():
             step([[None], [None]])
 
 
+def test_steps_and_numbers_may_be_variables():
+    with open_sim(2) as mesh:
+        number = gr.Variable(4, trainable=False, device=mesh.devices[1])
+        variables, step = make_small_step(mesh, num_required=number)
+        count = gr.Variable(0, "global_step", trainable=False, device=mesh)
+        terms = [[[np.ones(2, np.float32)]]] * 2
+        assert [step(terms, count), step(terms, count)] == [False, True]
+        assert step.global_step == 1
+        assert not step(terms, count)  # stale
+        assert step.accumulators[0].num_dropped == 2
+        count.assign_add(1)
+        assert [step(terms, count), step(terms, count)] == [False, True]
+        assert variables[0].numpy().tolist() == [-2.0, -2.0]
+        with pytest.raises(TypeError, match=r"local_step=1\.5 must be an integer or a Variable"):
+            step(terms, 1.5)
+
+
+def make_small_step(mesh, ops=None, **options):
+    variables = [gr.Variable(np.zeros(2, np.float32), "v", device=mesh)]
+    ops = ops or gr.HierarchicalCopyAllReduce(mesh=mesh)
+    return variables, gr.SyncStep(variables, gr.GradientDescentOptimizer(1.0), ops, **options)
+
+
 def test_bad_construction():
     with open_sim(2) as mesh, open_sim(2) as other:
         ops = gr.AllReduceCrossDeviceOps(mesh=mesh)

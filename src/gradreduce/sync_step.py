@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradreduce.accumulator import ConditionalAccumulator, apply_grads, take_now
-from gradreduce.accumulator.door import as_required
+from gradreduce.accumulator.door import as_required, as_step
 from gradreduce.aggregate import AggregationMethod, as_aggregation_method
 from gradreduce.aggregators import aggregate_buffers
 from gradreduce.cross_device import AllReduceCrossDeviceOps
@@ -34,8 +34,8 @@ class SyncStep:
         optimizer: applies the mean gradients.
         ops: reduces the sums across devices.
         aggregation_method: how a replica's micro-batch gradients become its gradient.
-        num_required: arrivals before an update; one call brings one from each replica. Default:
-            the number of replicas.
+        num_required: arrivals before an update; one call brings one from each replica. An integer,
+            or a Variable, which is read now. Default: the number of replicas.
 
     Raises:
         ValueError: no variable, one twice, one that is not trainable, variables on different
@@ -50,7 +50,7 @@ class SyncStep:
         ops: AllReduceCrossDeviceOps,
         *,
         aggregation_method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
-        num_required: int | None = None,
+        num_required: int | Variable | None = None,
     ) -> None:
         self.variables = _checked_variables(variables)
         self.devices: tuple[Device, ...] = self.variables[0].devices
@@ -85,7 +85,7 @@ class SyncStep:
     def __call__(
         self,
         terms: Sequence[Sequence[Sequence[Any] | None]],
-        local_step: int | None = None,
+        local_step: int | Variable | None = None,
         *,
         deadline: float | None = None,
     ) -> bool:
@@ -97,7 +97,8 @@ class SyncStep:
                 None among them is ignored; None, or a list of nothing else, on every replica, for
                 a variable without a gradient. Dense: of ``IndexedSlices`` pass ``.to_dense()``.
                 Not written; when this returns their library's current stream may overwrite them.
-            local_step: the step at which they were computed. Default: ``global_step``.
+            local_step: the step at which they were computed, an integer, or a Variable that holds
+                one. Default: ``global_step``.
             deadline: seconds from now in which the devices must be done, or their mesh dies.
 
         Returns:
@@ -113,7 +114,7 @@ class SyncStep:
             CollectiveError: the mesh is dead.
         """
         seconds = as_deadline(deadline)
-        step = self.global_step if local_step is None else local_step
+        step = self.global_step if local_step is None else as_step("local_step", local_step)
         self.optimizer.prepare(self.variables)  # what can fail does so before a gradient is taken
         present, placed = self._placed(terms)
         with due("a SyncStep", seconds, self.devices):

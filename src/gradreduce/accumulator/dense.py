@@ -96,7 +96,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
 
     def take_grad(
         self,
-        num_required: int,
+        num_required: int | Variable,
         name: str | None = None,
         *,
         timeout: float | None = None,
@@ -109,7 +109,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         order of the calls. Afterwards the sum is gone, the count 0, the step one further.
 
         Args:
-            num_required: at least 1.
+            num_required: at least 1; an integer, or a Variable that holds one.
             name: ignored; TensorFlow's name of the operation.
             timeout: seconds to wait; None for ever.
             as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the

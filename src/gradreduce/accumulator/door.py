@@ -195,17 +195,14 @@ def as_timeout(timeout: float | None, name: str = "timeout") -> float | None:
     return limited
 
 
-def as_required(num_required: int) -> int:
-    """A number of gradients.
+def as_required(num_required: int | Variable) -> int:
+    """A number of gradients; of a Variable what it holds, which is downloaded.
 
     Raises:
-        TypeError: no integer.
+        TypeError: neither.
         InvalidArgumentError: less than 1.
     """
-    try:
-        required = operator.index(num_required)
-    except TypeError:
-        raise TypeError(f"num_required={num_required!r} must be an integer") from None
+    required = _as_integer("num_required", num_required)
     if required < 1:
         raise InvalidArgumentError(f"Argument num_required must be positive, but was {required}")
     return required
@@ -218,18 +215,21 @@ def as_step(name: str, step: int | Variable) -> int:
         TypeError: neither.
         InvalidArgumentError: a number that int64, TensorFlow's type of steps, does not have.
     """
-    if isinstance(step, Variable):
-        if step.shape or step.dtype.kind not in "iu":
-            raise TypeError(f"{name}={step!r} must hold one integer")
-        found = int(step)
-    else:
-        try:
-            found = operator.index(step)
-        except TypeError:
-            raise TypeError(f"{name}={step!r} must be an integer or a Variable") from None
+    found = _as_integer(name, step)
     if not -(2**63) <= found < 2**63:
         raise InvalidArgumentError(f"{name}={found} does not fit in int64")
     return found
+
+
+def _as_integer(name: str, number: int | Variable) -> int:
+    if isinstance(number, Variable):
+        if number.shape or number.dtype.kind not in "iu":
+            raise TypeError(f"{name}={number!r} must hold one integer")
+        return int(number)
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise TypeError(f"{name}={number!r} must be an integer or a Variable") from None
 
 
 def as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:

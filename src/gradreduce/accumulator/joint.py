@@ -95,7 +95,7 @@ def _arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
 
 def take_grads(
     accumulators: Sequence[ConditionalAccumulatorBase],
-    num_required: int,
+    num_required: int | Variable,
     *,
     timeout: float | None = None,
     as_kind: str | None = None,
@@ -111,7 +111,7 @@ def take_grads(
 
     Args:
         accumulators: each at most once.
-        num_required: of each, at least 1.
+        num_required: of each, at least 1; an integer, or a Variable that holds one.
         timeout: seconds to wait; None for ever.
         as_kind: as there.
         deadline: see ``ConditionalAccumulator.take_grad``.

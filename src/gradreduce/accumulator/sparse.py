@@ -130,7 +130,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
 
     def take_grad(
         self,
-        num_required: int,
+        num_required: int | Variable,
         name: str | None = None,
         *,
         timeout: float | None = None,
@@ -162,7 +162,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
 
     def take_indexed_slices_grad(
         self,
-        num_required: int,
+        num_required: int | Variable,
         name: str | None = None,
         *,
         timeout: float | None = None,
@@ -176,7 +176,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         count 0, the step one further.
 
         Args:
-            num_required: at least 1.
+            num_required: at least 1; an integer, or a Variable that holds one.
             name: ignored; TensorFlow's name of the operation.
             timeout: seconds to wait; None for ever.
             as_kind: what the values of the result are instead of the kind of the first gradient;
