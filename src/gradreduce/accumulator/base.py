@@ -161,4 +161,5 @@ class ConditionalAccumulatorBase:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        if not self._state.devices[0].fabric.is_inherited:  # a child may leave the parent's block
+            self.close()

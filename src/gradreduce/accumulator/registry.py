@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 
 from gradreduce.cross_device import AllReduceCrossDeviceOps
+from gradreduce.device import ModuleLock
 
 from .state import AccumulatorState
 
@@ -13,7 +13,7 @@ __all__ = ["shared_state", "state_of"]
 
 # Weak: dropping the last handle frees the device memory.
 _shared: weakref.WeakValueDictionary[str, AccumulatorState] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
+_lock = ModuleLock()
 
 
 def state_of(shared_name: str | None) -> AccumulatorState | None:
@@ -30,7 +30,8 @@ def shared_state(
 ) -> AccumulatorState:
     """The state that ``shared_name`` stands for: ``state``, if it is the first of that name.
 
-    One that was closed has given its name up, whoever still holds a handle of it.
+    One that was closed, or is from before a fork, has given its name up, whoever still holds a
+    handle of it.
 
     Args:
         shared_name: as given.
@@ -44,7 +45,7 @@ def shared_state(
         return state
     with _lock:
         found = _shared.setdefault(shared_name, state)
-        if found.closed:
+        if found.closed or found.devices[0].fabric.is_inherited:
             found = _shared[shared_name] = state
     for field in ("sparse", "dtype", "shape", "reduction_type", "devices", "over_mesh"):
         had, wanted = getattr(found, field), getattr(state, field)

@@ -159,7 +159,7 @@ class AccumulatorState:
         over_mesh: whether results are mirrored on all devices.
         ops: reduces the partial sums of a mesh at a take.
         sparse: whether gradients are IndexedSlices.
-        lock: guards everything below.
+        lock: guards everything below; to ask for it raises in a forked child.
         count: gradients in the sum.
         step: gradients of an earlier one are stale.
         num_dropped: stale ones so far.
@@ -190,7 +190,7 @@ class AccumulatorState:
         self.over_mesh = over_mesh
         self.ops = ops
         self.sparse = sparse
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
         self.count = 0
         self.step = 0
         self.num_dropped = 0
@@ -199,6 +199,12 @@ class AccumulatorState:
         self.kind: Kind = "native"
         self.queue: deque[Ticket] = deque()
         self.closed = False
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Raises ``BackendUnavailableError`` in a forked child, where nobody may release it."""
+        self.devices[0].fabric.check_process()
+        return self._lock
 
     def check_open(self) -> None:
         """Raises ``CancelledError`` if the accumulator was closed; the lock must be held."""
@@ -262,8 +268,9 @@ def _all_locked(states: Sequence[AccumulatorState]) -> Iterator[None]:
     held = []
     try:  # Ctrl-C in the middle must leave none of them locked
         for state in sorted(set(states), key=lambda state: state.number):
-            state.lock.acquire()
-            held.append(state.lock)
+            lock = state.lock
+            lock.acquire()
+            held.append(lock)
         yield
     finally:
         for lock in reversed(held):

@@ -8,6 +8,7 @@ from .collective import NOT_CAPTURED, Collective
 from .colocated import bring, by_physical, copy_over, fetch, gather, gather_all, pull, scatter
 from .dtypes import DType, accumulate_dtype, as_dtype, element_of, mean_dtype
 from .due import due
+from .fabric import ModuleLock
 from .fences import follow, precede
 from .flat_buffer import FlatBuffer, Step, attach_again, clear
 from .flight import FlightEntry
@@ -56,6 +57,7 @@ __all__ = [
     "Mark",
     "Mesh",
     "MeshOutline",
+    "ModuleLock",
     "Outline",
     "Queue",
     "Record",

@@ -20,7 +20,6 @@ import shutil
 import stat
 import subprocess
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -29,6 +28,7 @@ from typing import Any
 
 from gradreduce.errors import BackendUnavailableError
 
+from .fabric import ModuleLock
 from .flight import replace_file
 from .kernel import Kernel, Template, kernel_text
 from .table import TABLE
@@ -53,7 +53,7 @@ _SCALARS: dict[str, tuple[str, Any]] = {
     "int64": ("long long", ctypes.c_longlong),
     "float64": ("double", ctypes.c_double),
 }
-_LOCK = threading.Lock()
+_LOCK = ModuleLock()
 
 
 class HostKernel:

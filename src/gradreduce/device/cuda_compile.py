@@ -6,11 +6,11 @@ CuPy keeps the result on disk, keyed by the text (into which headers are pasted)
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import cupy
 
+from .fabric import ModuleLock
 from .kernel import Kernel, Template, kernel_text
 
 __all__ = ["OPTIONS", "function", "is_compiled"]
@@ -20,7 +20,7 @@ __all__ = ["OPTIONS", "function", "is_compiled"]
 OPTIONS = ("-std=c++17", "-fmad=false")
 
 _functions: dict[tuple[Kernel, Template, int], Any] = {}
-_lock = threading.Lock()
+_lock = ModuleLock()
 
 
 def function(kernel: Kernel, template: Template, ordinal: int) -> Any:

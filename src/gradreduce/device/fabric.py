@@ -23,7 +23,7 @@ from .watchdog import Watchdog
 if TYPE_CHECKING:
     from .base import Device
 
-__all__ = ["Fabric"]
+__all__ = ["Fabric", "ModuleLock"]
 
 # How often this process came out of a fork. Asking for the process number instead is a system
 # call, up to 1.5 us in a virtual machine, on the way of every array.
@@ -34,8 +34,30 @@ def _forked() -> None:
     _forks[0] += 1
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
-    os.register_at_fork(after_in_child=_forked)
+def _after_fork(call: Callable[[], None]) -> None:
+    """Has ``call`` called in every forked child."""
+    if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
+        os.register_at_fork(after_in_child=call)
+
+
+_after_fork(_forked)
+
+
+class ModuleLock:
+    """A re-entrant lock of a module: free in a forked child, whichever thread held it before."""
+
+    def __init__(self) -> None:
+        self._renew()
+        _after_fork(self._renew)
+
+    def _renew(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
 
 
 class _Issued(threading.local):
@@ -250,6 +272,7 @@ class Fabric(Captures):
 
     def guard(self) -> Watchdog:
         """The watchdog, whose thread is started at the first deadline."""
+        self.check_process()
         with self._watchdog_lock:
             if self._watchdog is None:
                 self._watchdog = Watchdog(self)
@@ -390,6 +413,18 @@ class Fabric(Captures):
         """Raises ``BackendUnavailableError`` for a closed mesh, or one from before a fork."""
         if self.is_closed:
             raise BackendUnavailableError(f"the mesh of this {self.backend} device was closed")
+        self.check_process()
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process was forked after the mesh was opened."""
+        return self._forks != _forks[0]
+
+    def check_process(self) -> None:
+        """Raises ``BackendUnavailableError`` for a mesh from before a fork.
+
+        Asked before a lock is taken: a thread that holds it may exist in the parent only.
+        """
         if self._forks != _forks[0]:
             raise BackendUnavailableError(
                 f"this {self.backend} device was opened by process {self._pid}, before a fork; "

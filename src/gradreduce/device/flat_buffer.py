@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +13,7 @@ from numpy.typing import DTypeLike
 
 from .dtypes import as_dtype
 from .due import due
+from .fabric import ModuleLock
 from .journal import Record
 from .lent import Lent
 from .memory import Attached, Block, Buffer, flat_layout
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Door", "FlatBuffer", "Step", "attach_again", "clear"]
 
-_first = threading.Lock()  # of those who make the first flat buffer of a device
+_first = ModuleLock()  # of those who make the first flat buffer of a device
 
 
 class Door(Protocol):

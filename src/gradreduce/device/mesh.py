@@ -65,8 +65,9 @@ class Mesh:
         """Collectives over the physical devices; made at the first use, shared by all parts.
 
         Raises:
-            BackendUnavailableError: NCCL is missing.
+            BackendUnavailableError: NCCL is missing, or the mesh is from before a fork.
         """
+        self.fabric.check_process()
         return self._make_collective()
 
     @cached_property
@@ -76,6 +77,7 @@ class Mesh:
 
     def journal(self) -> AbstractContextManager[Journal]:
         """Records what the devices do while the block runs: launches, copies, bytes, waits."""
+        self.fabric.check_process()
         return self.fabric.recorder.journal()
 
     def flat_buffer(self, shapes: Sequence[Sequence[int]], dtype: DTypeLike) -> FlatBuffer:
@@ -111,6 +113,7 @@ class Mesh:
         known to be over. Never waits for a device, also where the mesh is dead or closed.
         """
         fabric = self.fabric
+        fabric.check_process()
         alive = fabric.reason is None and not fabric.is_closed
         return fabric.flight.entries(self.devices[0].mesh.devices, fresh=alive)
 
@@ -143,7 +146,12 @@ class Mesh:
             device.trim()
 
     def close(self) -> None:
-        """Ends the mesh and all its parts; calling it twice is fine."""
+        """Ends the mesh and all its parts; calling it twice is fine.
+
+        Raises:
+            BackendUnavailableError: the mesh is from before a fork: it is the parent's to close.
+        """
+        self.fabric.check_process()
         self.fabric.close()
         self._on_close()
         for device in self.devices[0].mesh.devices:
@@ -158,7 +166,8 @@ class Mesh:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        if not self.fabric.is_inherited:  # a child that ends may leave the parent's block
+            self.close()
 
     def __len__(self) -> int:
         return len(self.devices)

@@ -28,7 +28,7 @@ from gradreduce.errors import BackendUnavailableError
 from .base import Device
 from .collective import Collective
 from .compiled import find_compiler
-from .fabric import Fabric
+from .fabric import Fabric, ModuleLock
 from .flight import flight_path
 from .mesh import Mesh
 from .sim import FACES, SimDevice, SimOptions
@@ -168,11 +168,8 @@ def _open_cuda(devices: int | Sequence[int] | None) -> Mesh:
     fabric = _fabric("cuda", cuda.enable_peer_access(physicals))
     made = [cuda.CudaDevice(fabric, index, gpu) for index, gpu in enumerate(placement)]
     collective = cuda_nccl.SharedNccl(fabric)
-    opened_by = os.getpid()
 
     def close() -> None:
-        if os.getpid() != opened_by:
-            return  # nothing of CUDA works in a forked child
         for device in made:
             device.close()
         collective.close()
@@ -216,7 +213,7 @@ def _cuda_backend() -> tuple[ModuleType, ModuleType]:
 
 
 _default: list[Mesh] = []
-_default_lock = threading.Lock()
+_default_lock = ModuleLock()
 
 
 def default_mesh() -> Mesh:

@@ -19,6 +19,7 @@ from gradreduce.device import (
     Device,
     DeviceLike,
     Mesh,
+    ModuleLock,
     as_deadline,
     as_devices,
     default_mesh,
@@ -69,7 +70,7 @@ class AGNCenter:
         given = default_mesh() if mesh is None else mesh
         self.devices: tuple[Device, ...] = as_devices(given, "mesh=")
         self.version = 0
-        self._lock = threading.RLock()
+        self._mutex = threading.RLock()
         self._variables: dict[str, Variable] = {}
         self._slots: Slots | None = None
         self._rule = ""
@@ -79,8 +80,20 @@ class AGNCenter:
         self._ended: set[int] = set()
         self._unlocked, self._loading = 0, False  # pushes that run without locking; who waits
         self.getters: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._begins = threading.Condition(self._lock)
+        self._condition = threading.Condition(self._mutex)
         self._lost: list[int] = []
+
+    # Asked before each use: in a forked child a thread that holds the lock may not exist.
+
+    @property
+    def _lock(self) -> threading.RLock:
+        self.devices[0].fabric.check_process()
+        return self._mutex
+
+    @property
+    def _begins(self) -> threading.Condition:
+        self.devices[0].fabric.check_process()
+        return self._condition
 
     # -- members ----------------------------------------------------------------------------------
 
@@ -351,7 +364,7 @@ class AGNCenter:
 
 
 _latest: weakref.ref[AGNCenter] | None = None
-_latest_lock = threading.Lock()
+_latest_lock = ModuleLock()
 
 
 def process_wide(near: Device, getter: object) -> AGNCenter:
@@ -364,7 +377,9 @@ def process_wide(near: Device, getter: object) -> AGNCenter:
     global _latest
     with _latest_lock:
         center = None if _latest is None else _latest()
-        if center is None or center.devices[0].fabric.is_closed or not center.getters:
+        fabric = None if center is None else center.devices[0].fabric
+        gone = fabric is None or fabric.is_closed or fabric.is_inherited
+        if center is None or gone or not center.getters:
             center = AGNCenter(near.mesh)
             _latest = weakref.ref(center)
         center.getters.add(getter)
