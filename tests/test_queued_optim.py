@@ -29,7 +29,7 @@ class Signs(gr.Optimizer):
 RULES = {
     "adam": lambda **more: gr.AdamOptimizer(0.5, **more),
     "lazy adam": lambda **more: gr.AdamOptimizer(0.5, lazy=True, **more),
-    "nesterov": lambda **more: gr.MomentumOptimizer(0.5, 0.5, True, **more),
+    "nesterov": lambda **more: gr.MomentumOptimizer(0.5, 0.5, use_nesterov=True, **more),
     "own": Signs,
 }
 

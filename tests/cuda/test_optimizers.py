@@ -39,7 +39,7 @@ RULES = {
     "lazy adam": lambda **more: gr.AdamOptimizer(0.1, epsilon=0.01, lazy=True, **more),
     "adagrad": lambda **more: gr.AdagradOptimizer(0.1, **more),
     "own": lambda **more: Clipped(0.25, **more),
-    "nesterov": lambda **more: gr.MomentumOptimizer(0.1, 0.9, True, **more),
+    "nesterov": lambda **more: gr.MomentumOptimizer(0.1, 0.9, use_nesterov=True, **more),
     "rmsprop": lambda **more: gr.RMSPropOptimizer(0.1, momentum=0.5, epsilon=0.01, **more),
 }
 PLACED = [

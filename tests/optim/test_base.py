@@ -168,7 +168,10 @@ def test_an_optimizer_has_a_name(name):
     with pytest.raises(ValueError, match="Must specify the optimizer name"):
         gr.MomentumOptimizer(1.0, 0.5, name=name)
     with pytest.raises(ValueError, match="Must specify the optimizer name"):
-        gr.GradientDescentOptimizer(1.0, name)
+        gr.GradientDescentOptimizer(1.0, name=name)
+    for wrong in (True, 3, b"name"):
+        with pytest.raises(TypeError, match=f"name={wrong} must be a string"):
+            gr.GradientDescentOptimizer(1.0, name=wrong)
 
 
 # -- launches -------------------------------------------------------------------------------------
@@ -179,7 +182,7 @@ def test_one_launch_for_each_gpu_and_dtype(mesh, nesterov):
     variables = [gr.Variable(np.zeros(3 + place), dtype=dtype, device=mesh)
                  for place, dtype in enumerate(["float32", "float16"] * 4)]  # fmt: skip
     grads = [gr.Mirrored([np.ones(var.shape, var.dtype)] * len(mesh), mesh) for var in variables]
-    optimizer = gr.MomentumOptimizer(1.0, 0.5, nesterov)
+    optimizer = gr.MomentumOptimizer(1.0, 0.5, use_nesterov=nesterov)
     optimizer.apply_gradients(zip(grads, variables, strict=True))  # makes the slots
     with mesh.journal() as journal:
         optimizer.apply_gradients(zip(grads, variables, strict=True))

@@ -53,7 +53,7 @@ def rmsprop_centered(  # operands
 RULES = {
     "sgd": (sgd, lambda **more: gr.GradientDescentOptimizer(0.1, **more), {}),
     "momentum": (momentum, lambda **more: gr.MomentumOptimizer(0.1, MU, **more), {"momentum": 0}),
-    "nesterov": (nesterov, lambda **more: gr.MomentumOptimizer(0.1, MU, True, **more),
+    "nesterov": (nesterov, lambda **more: gr.MomentumOptimizer(0.1, MU, use_nesterov=True, **more),
                  {"momentum": 0}),
     "adam": (adam, lambda **more: gr.AdamOptimizer(0.1, B1, B2, EPSILON, **more),
              {"m": 0, "v": 0}),

@@ -67,8 +67,11 @@ RULES = {
     "sgd": (sgd, lambda **more: gr.GradientDescentOptimizer(RATE, **more), {}),
     "momentum": (momentum, lambda **more: gr.MomentumOptimizer(RATE, DECAY, **more),
                  {"momentum": 0}),
-    "nesterov": (nesterov, lambda **more: gr.MomentumOptimizer(RATE, DECAY, True, **more),
-                 {"momentum": 0}),
+    "nesterov": (
+        nesterov,
+        lambda **more: gr.MomentumOptimizer(RATE, DECAY, use_nesterov=True, **more),
+        {"momentum": 0},
+    ),
     "adam": (adam, lambda **more: gr.AdamOptimizer(RATE, DECAY, 0.99, 0.01, **more),
              {"m": 0, "v": 0}),
     "adagrad": (adagrad, lambda **more: gr.AdagradOptimizer(RATE, 0.2, **more),
@@ -292,7 +295,65 @@ def test_nesterov_is_off_by_default():
     optimizer = gr.MomentumOptimizer(0.5, 0.9)
     assert optimizer.use_nesterov is False
     assert (optimizer.learning_rate, optimizer.momentum) == (0.5, 0.9)
-    assert gr.MomentumOptimizer(1, 0, True, "mine").get_name() == "mine"
+
+
+def test_arguments_are_in_the_order_of_tensorflow():
+    made = {
+        gr.GradientDescentOptimizer(0.1, True, "n"): {},
+        gr.MomentumOptimizer(0.1, 0.9, True, "n", True): {"momentum": 0.9, "use_nesterov": True},
+        gr.AdamOptimizer(0.1, 0.8, 0.9, 0.5, True, "n"): {"beta1": 0.8, "beta2": 0.9,
+                                                          "epsilon": 0.5},
+        gr.AdagradOptimizer(0.1, 0.2, True, "n"): {"initial_accumulator_value": 0.2},
+        gr.RMSPropOptimizer(0.1, 0.8, 0.9, 0.5, True, True, "n"): {
+            "decay": 0.8, "momentum": 0.9, "epsilon": 0.5, "centered": True,
+        },
+    }  # fmt: skip
+    for optimizer, wanted in made.items():
+        found = {name: getattr(optimizer, name) for name in wanted}
+        assert (optimizer.get_name(), optimizer.learning_rate, found) == ("n", 0.1, wanted)
+    assert gr.MomentumOptimizer(0.1, 0.9, True).use_nesterov is False
+    assert gr.GradientDescentOptimizer(0.1, True).get_name() == "GradientDescent"
+    for kind, most in [(gr.GradientDescentOptimizer, 3), (gr.MomentumOptimizer, 5),
+                       (gr.AdamOptimizer, 6), (gr.AdagradOptimizer, 4),
+                       (gr.RMSPropOptimizer, 7), (gr.Optimizer, 1)]:  # fmt: skip
+        with pytest.raises(TypeError, match="positional argument"):
+            kind(*[0.5] * (most - 1), "name", None)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "text"),
+    [
+        (lambda: gr.MomentumOptimizer(0.1, 0.9), "lr", "'lr': set learning_rate$"),
+        (lambda: gr.MomentumOptimizer(0.1, 0.9), "momentum_", "set momentum$"),
+        (lambda: gr.MomentumOptimizer(0.1, 0.9), "nesterov", "set use_nesterov$"),
+        (gr.AdamOptimizer, "betas", "set beta[12] or beta[12]$"),
+        (gr.AdamOptimizer, "eps", "AdamOptimizer has no attribute 'eps': set epsilon$"),
+        (lambda: gr.AdagradOptimizer(0.1), "weights",
+         "set learning_rate or initial_accumulator_value or cross_device_ops$"),
+        (lambda: gr.RMSPropOptimizer(0.1), "centered", "centered"),  # slots were made by then
+        (gr.AdamOptimizer, "lazy", "lazy"),
+    ],
+)  # fmt: skip
+def test_an_unknown_attribute_is_not_set(make, name, text):
+    optimizer = make()
+    with pytest.raises(AttributeError, match=text):
+        setattr(optimizer, name, True)
+    before = {n for n in vars(optimizer) if not n.startswith("_")}
+    assert name not in before
+    for known in before:
+        setattr(optimizer, known, getattr(optimizer, known))
+    optimizer.cross_device_ops = gr.NcclAllReduce()
+
+
+def test_a_subclass_has_any_attributes():
+    class Own(gr.AdamOptimizer):
+        def __init__(self):
+            self.lr = 0.5
+            super().__init__(self.lr)
+
+    optimizer = Own()
+    optimizer.note = "mine"
+    assert (optimizer.lr, optimizer.learning_rate, optimizer.note) == (0.5, 0.5, "mine")
 
 
 @pytest.mark.parametrize("wrong", [None, "fast", [0.1], gr.ReduceOp.SUM])

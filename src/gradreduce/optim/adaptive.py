@@ -30,6 +30,7 @@ class AdamOptimizer(Optimizer):
         beta1: decay of the first moment, at least 0 and below 1; likewise.
         beta2: decay of the second moment, at least 0 and below 1; likewise.
         epsilon: added to the root of the second moment; likewise.
+        use_locking: TensorFlow's; no effect.
         name: of the optimizer.
         lazy: whether a sparse gradient touches only its rows. As TensorFlow's it counts else as
             zero in all others, whose moments decay and which move on.
@@ -42,12 +43,13 @@ class AdamOptimizer(Optimizer):
     _slot_names = ("m", "v")
     _hyperparameters = ("learning_rate", "beta1", "beta2", "epsilon")
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the signature of TensorFlow
         self,
         learning_rate: Number = 0.001,
         beta1: Number = 0.9,
         beta2: Number = 0.999,
         epsilon: Number = 1e-8,
+        use_locking: bool = False,
         name: str = "Adam",
         *,
         lazy: bool = False,
@@ -58,11 +60,15 @@ class AdamOptimizer(Optimizer):
         self.beta1, self.beta2 = as_number(beta1), as_number(beta2)
         self.epsilon = as_number(epsilon)
         self._check_numbers()
-        self.lazy = bool(lazy)
-        self._densifies = not self.lazy
+        self._densifies = not lazy
         self._powers: tuple[float, float] | None = None  # beta1 and beta2, until the first update
         self._betas = (0.0, 0.0)
         self._power_variables: tuple[Variable, ...] = ()
+
+    @property
+    def lazy(self) -> bool:
+        """Whether a sparse gradient touches only its rows."""
+        return not self._densifies
 
     def variables(self) -> list[Variable]:
         """Slots, and ``beta1_power`` and ``beta2_power`` as they are now, sorted by name.
@@ -124,6 +130,7 @@ class AdagradOptimizer(Optimizer):
         learning_rate: a number, or a callable or Variable that says it for each update; may be
             changed.
         initial_accumulator_value: what the slot ``"accumulator"`` is filled with; above 0.
+        use_locking: TensorFlow's; no effect.
         name: of the optimizer.
         master_dtype: see ``Optimizer``.
 
@@ -133,11 +140,13 @@ class AdagradOptimizer(Optimizer):
 
     _slot_names = ("accumulator",)
     _hyperparameters = ("learning_rate",)
+    _settings = ("initial_accumulator_value",)
 
     def __init__(
         self,
         learning_rate: Number,
         initial_accumulator_value: float = 0.1,
+        use_locking: bool = False,
         name: str = "Adagrad",
         *,
         master_dtype: Any = None,
@@ -174,32 +183,38 @@ class RMSPropOptimizer(Optimizer):
         decay: of the mean of squares; likewise.
         momentum: how much of the last step is made again; likewise.
         epsilon: added to the mean under the root; likewise.
-        name: of the optimizer.
+        use_locking: TensorFlow's; no effect.
         centered: which of the two.
+        name: of the optimizer.
         master_dtype: see ``Optimizer``.
     """
 
     _slot_names: tuple[str, ...] = ("rms", "momentum")
     _hyperparameters = ("learning_rate", "decay", "momentum", "epsilon")
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the signature of TensorFlow
         self,
         learning_rate: Number,
         decay: Number = 0.9,
         momentum: Number = 0.0,
         epsilon: Number = 1e-10,
+        use_locking: bool = False,
+        centered: bool = False,
         name: str = "RMSProp",
         *,
-        centered: bool = False,
         master_dtype: Any = None,
     ) -> None:
-        self.centered = bool(centered)
-        if self.centered:
+        if centered:
             self._slot_names = ("rms", "mg", "momentum")
         super().__init__(name, master_dtype=master_dtype)
         self.learning_rate = as_number(learning_rate)
         self.decay, self.momentum = as_number(decay), as_number(momentum)
         self.epsilon = as_number(epsilon)
+
+    @property
+    def centered(self) -> bool:
+        """Whether it divides by the root of the variance."""
+        return "mg" in self._slot_names
 
     def _slot_start(self, name: str) -> float:
         return 1.0 if name == "rms" else 0.0

@@ -23,7 +23,7 @@ from .arrivals import check_apart, check_global_step, checked_pairs, made_dense,
 from .custom import changed_by
 from .gradients import Pairs, ready_gradients
 from .launches import Job, by_kernel
-from .numbers import as_number, value_of
+from .numbers import as_number, no_attribute, value_of
 from .plan import Plan, devices_of
 from .saved import checked_numbers, checked_state, loaded_slots, saved_state
 from .slots import Slots
@@ -39,6 +39,9 @@ class Optimizer:
     slot is filled with at first. All else is done here: gradients of every kind, sparse ones (of
     which ``_apply`` sees the rows that they touch, each once), mirrored variables, masters, errors.
 
+    To set a public attribute that an optimizer of this library has not, such as ``optimizer.lr``,
+    is an ``AttributeError``; a subclass may have any.
+
     Args:
         name: of the optimizer.
         master_dtype: ``"float32"`` keeps a float32 master of each float16 and bfloat16 variable,
@@ -52,6 +55,7 @@ class Optimizer:
             difference: an update is one launch over all variables.
 
     Raises:
+        TypeError: a name that is no string.
         ValueError: an empty name, or another ``master_dtype``.
     """
 
@@ -65,10 +69,19 @@ class Optimizer:
     def __init__(self, name: str, *, master_dtype: Any = None) -> None:
         if not name:
             raise ValueError("Must specify the optimizer name")
+        if not isinstance(name, str):
+            raise TypeError(f"name={name!r} must be a string")
         self._name = name
         self._slots = Slots(name, self._slot_names, master_dtype)
         self._cross_device_ops: CrossDeviceOps | None = None
         self._plan: Plan | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_known = name.startswith("_") or hasattr(type(self), name)
+        is_known = is_known or name in (*self._hyperparameters, *self._settings)
+        if not is_known and type(self).__module__.startswith("gradreduce."):
+            raise self._no_attribute(name)
+        super().__setattr__(name, value)
 
     # -- the two hooks ----------------------------------------------------------------------------
 
@@ -94,10 +107,16 @@ class Optimizer:
 
     _densifies = False  # whether a sparse gradient changes all rows
     _hyperparameters: tuple[str, ...] = ()  # attributes: numbers, or callables
+    _settings: tuple[str, ...] = ()  # other attributes that may be set
 
     def _scalars(self) -> tuple[float, ...]:
         """What the rule takes, of the hyperparameters; asked once, before anything is launched."""
         return tuple(value_of(getattr(self, attribute)) for attribute in self._hyperparameters)
+
+    def _no_attribute(self, name: str) -> AttributeError:
+        """What is raised when an attribute is set that there is not."""
+        known = (*self._hyperparameters, *self._settings, "cross_device_ops")
+        return no_attribute(type(self).__name__, name, known)
 
     @property
     def _kernel(self) -> ops.RuleKernel | None:

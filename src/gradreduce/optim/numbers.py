@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from gradreduce.variables import Variable
 
-__all__ = ["Number", "as_count", "as_number", "check_decay", "value_of"]
+__all__ = ["Number", "as_count", "as_number", "check_decay", "no_attribute", "value_of"]
 
 Number = float | Variable | Callable[[], float]
 
@@ -53,3 +54,17 @@ def as_count(name: str, given: Any, *, least: int) -> int:
     if number < least:
         raise ValueError(f"{name}={given!r} must be at least {least}")
     return number
+
+
+def no_attribute(owner: str, name: str, known: Sequence[str], holder: str = "") -> AttributeError:
+    """What is raised when an attribute is set that an optimizer has not.
+
+    Args:
+        owner: class of the optimizer.
+        name: of the attribute.
+        known: what may be set.
+        holder: what has it, if not the optimizer itself.
+    """
+    meant = get_close_matches({"lr": "learning_rate"}.get(name, name), known) or known
+    where = f" of {holder}" if holder else ""
+    return AttributeError(f"{owner} has no attribute {name!r}: set {' or '.join(meant)}{where}")

@@ -19,6 +19,7 @@ class GradientDescentOptimizer(Optimizer):
     Args:
         learning_rate: a number, or a callable or Variable that says it for each update; may be
             changed.
+        use_locking: TensorFlow's; no effect.
         name: of the optimizer.
         master_dtype: see ``Optimizer``.
     """
@@ -28,6 +29,7 @@ class GradientDescentOptimizer(Optimizer):
     def __init__(
         self,
         learning_rate: Number,
+        use_locking: bool = False,
         name: str = "GradientDescent",
         *,
         master_dtype: Any = None,
@@ -52,20 +54,23 @@ class MomentumOptimizer(Optimizer):
         learning_rate: a number, or a callable or Variable that says it for each update; may be
             changed.
         momentum: likewise.
-        use_nesterov: which of the two.
+        use_locking: TensorFlow's; no effect.
         name: of the optimizer.
+        use_nesterov: which of the two; likewise.
         master_dtype: see ``Optimizer``.
     """
 
     _slot_names = ("momentum",)
     _hyperparameters = ("learning_rate", "momentum")
+    _settings = ("use_nesterov",)
 
     def __init__(
         self,
         learning_rate: Number,
         momentum: Number,
-        use_nesterov: bool = False,
+        use_locking: bool = False,
         name: str = "Momentum",
+        use_nesterov: bool = False,
         *,
         master_dtype: Any = None,
     ) -> None:

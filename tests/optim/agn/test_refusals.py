@@ -44,12 +44,20 @@ def test_a_constructors_arguments(mesh):
         ((rule, 1, getter, -2), {}, ValueError, "communication_period=-2 must be at least 1"),
         ((rule, 1, getter, 2.5), {}, TypeError, "communication_period=2.5 must be an integer"),
         ((rule, 1, getter), {"name": ""}, ValueError, "Must specify the optimizer name"),
+        ((rule, 1, getter), {"name": 3}, TypeError, "name=3 must be a string"),
         ((rule, 1, getter), {"distance_scale": 0}, ValueError, "distance_scale=0 must be above 0"),
         ((rule, 1, getter), {"distance_scale": float("nan")}, ValueError, "distance_scale=nan"),
         ((rule, 1, getter), {"distance_scale": "far"}, TypeError, "distance_scale='far'"),
     ]:
         with pytest.raises(error, match=re.escape(text)):
             gr.AGNOptimizer(*args, **options)
+
+
+def test_hyperparameters_are_set_on_the_inner_optimizer(worker):
+    with pytest.raises(AttributeError, match="set learning_rate of its inner optimizer"):
+        worker.optimizer.lr = 0.1
+    with pytest.raises(AttributeError, match="AGNOptimizer has no attribute 'learning_rate': set"):
+        worker.optimizer.learning_rate = 0.1
 
 
 def test_a_centre_has_one_rule(mesh):
@@ -66,7 +74,8 @@ def test_a_centre_has_one_rule(mesh):
             f"the centre is updated by MomentumOptimizer with slots ['momentum']; a worker brings "
             f"{text}")):  # fmt: skip
             pair(mesh, 1, make, STARTS, 1, center=center)
-    pair(mesh, 1, lambda: gr.MomentumOptimizer(0.1, 0.9, True), STARTS, 1, center=center)
+    nesterov = gr.MomentumOptimizer(0.1, 0.9, use_nesterov=True)
+    pair(mesh, 1, lambda: nesterov, STARTS, 1, center=center)
 
 
 def refused(worker, error, text, pairs, **more):

@@ -18,7 +18,7 @@ from gradreduce.interop import OneCall
 from gradreduce.optim.arrivals import check_global_step, checked_pairs
 from gradreduce.optim.base import Optimizer
 from gradreduce.optim.gradients import Pairs, gradients_of_replicas
-from gradreduce.optim.numbers import as_count
+from gradreduce.optim.numbers import as_count, no_attribute
 from gradreduce.replica_context import current_replica
 from gradreduce.variables import Variable
 
@@ -103,6 +103,11 @@ class AGNOptimizer(Optimizer):
         self._center.join(optimizer)
         for owned in (custom_getter, optimizer):
             _owners[owned] = weakref.ref(self)
+
+    def _no_attribute(self, name: str) -> AttributeError:
+        inner = self._inner
+        known = (*inner._hyperparameters, *inner._settings)
+        return no_attribute(type(self).__name__, name, known, "its inner optimizer")
 
     # -- members ----------------------------------------------------------------------------------
 
