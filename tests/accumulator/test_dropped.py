@@ -132,3 +132,36 @@ def test_a_place_in_a_queue_is_waited_for_as_an_event_is():
     assert not any(thread.is_alive() for thread in waiting), "only one was let go"
     assert done.wait()
     assert done.is_set()
+
+
+def test_the_first_drop_of_a_step_by_default_is_told(queued, caplog):
+    grad, device = np.ones((4, 3), np.float32), queued.devices[0]
+    accs = [dense(device, name=name) for name in ("a/w", "b")] + [sparse(device)]
+    calls = [
+        lambda *step: accs[0].apply_grad(grad, *step),
+        lambda *step: gr.apply_grads(iter(accs[:2]), [grad, grad], *step),
+        lambda *step: accs[2].apply_grad([1], grad[:1], None, *step),
+        lambda *step: accs[2].apply_indexed_slices_grad(ROWS, *step),
+    ]
+    for step in (0, np.int64(0), False):
+        assert [call(step) for call in calls] == [False] * 4
+    assert caplog.records == []
+    told = []
+    for call in calls * 2:
+        assert call() is False
+        told.append(len(caplog.records))
+    assert told == [1, 2, 3, 3, 3, 3, 3, 3]
+    assert caplog.messages[0] == (
+        "accumulator 'w' is at step 5 and dropped a gradient that came without local_step, which "
+        "counts as step 0: pass local_step=accumulator.global_step, as it was when the gradient "
+        "was computed"
+    )
+    assert caplog.messages[1].startswith("accumulator 'b' is at step 5")
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    assert [acc.num_dropped for acc in accs] == [10, 5, 10]
+
+
+def test_a_step_by_default_is_kept_silently_in_the_first_round(queued, caplog):
+    acc = gr.ConditionalAccumulator("float32", (4, 3), device=queued.devices[0])
+    assert acc.apply_grad(ROWS)
+    assert caplog.records == []

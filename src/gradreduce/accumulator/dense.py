@@ -14,6 +14,7 @@ from gradreduce.variables import Variable
 
 from .base import ConditionalAccumulatorBase
 from .definition import defined
+from .door import DEFAULT_STEP
 from .joint import apply_grads, take_grads
 
 __all__ = ["ConditionalAccumulator"]
@@ -61,7 +62,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         super().__init__(state, name)
 
     def apply_grad(
-        self, grad: Any, local_step: int | Variable = 0, name: str | None = None, *,
+        self, grad: Any, local_step: int | Variable = DEFAULT_STEP, name: str | None = None, *,
         cast: bool = False,
     ) -> bool:  # fmt: skip
         """Adds a gradient, unless it is stale: ``local_step`` less than the accumulator's step.
@@ -78,7 +79,9 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
                 them. Not written, not kept: when this returns its library's current stream may
                 overwrite it. A host array goes to the device of the enclosing ``gr.replica``, else
                 to the first.
-            local_step: the step at which it was computed: an int64, or a Variable that holds one.
+            local_step: the step at which it was computed: an int64, or a Variable that holds one;
+                the ``global_step`` of then. The first drop of a gradient that came without one logs
+                a warning.
             name: ignored; TensorFlow's name of the operation.
             cast: convert an array of another float dtype instead of refusing it.
 

@@ -20,6 +20,7 @@ from .dense_sums import prepare_parts
 from .state import AccumulatorState, Arrival
 
 __all__ = [
+    "DEFAULT_STEP",
     "DTYPES",
     "arrival",
     "as_required",
@@ -33,6 +34,13 @@ __all__ = [
 ]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+class _Default(int):
+    """A default that is told from the same number given by the caller."""
+
+
+DEFAULT_STEP = _Default(0)  # of ``local_step``: TensorFlow's
 _OF_ROWS = (IndexedSlices, PerReplica)  # what may be sparse, or consist of what is
 
 

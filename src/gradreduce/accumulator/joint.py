@@ -5,6 +5,7 @@ Source: own; TensorFlow has one accumulator to a call.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,15 @@ from gradreduce.variables import Variable
 
 from .apply import apply_arrivals, drop_stale, is_stale
 from .base import ConditionalAccumulatorBase
-from .door import arrival, as_required, as_step, as_timeout, check_together, num_gradients
+from .door import (
+    DEFAULT_STEP,
+    arrival,
+    as_required,
+    as_step,
+    as_timeout,
+    check_together,
+    num_gradients,
+)
 from .serve import await_ticket, join, serve_joint
 from .sparse_door import num_sparse_gradients, sparse_arrival
 from .state import AccumulatorState, Arrival, SparseGradient, Ticket, locked
@@ -23,11 +32,13 @@ from .take import take_held
 
 __all__ = ["apply_grads", "take_grads", "take_now"]
 
+_log = logging.getLogger(__name__)
+
 
 def apply_grads(
     accumulators: Sequence[ConditionalAccumulatorBase],
     grads: Sequence[Any],
-    local_step: int | Variable = 0,
+    local_step: int | Variable = DEFAULT_STEP,
     *,
     cast: bool = False,
 ) -> bool:
@@ -39,7 +50,7 @@ def apply_grads(
     Args:
         accumulators: each at most once.
         grads: one for each; see ``ConditionalAccumulator.apply_grad``.
-        local_step: of all of them.
+        local_step: of all of them; see there.
         cast: as there.
 
     Returns:
@@ -50,9 +61,19 @@ def apply_grads(
             ``apply_grad`` raises. Nothing was added.
     """
     step = as_step("local_step", local_step)
-    states, grads = _states_of(accumulators), tuple(grads)
+    accumulators, grads = tuple(accumulators), tuple(grads)
+    states = _states_of(accumulators)
     if len(states) != len(grads):
         raise ValueError(f"{len(states)} accumulators and {len(grads)} gradients")
+    kept = _all_or_none(states, grads, step, cast)
+    if not kept and local_step is DEFAULT_STEP:
+        _warn_of_default(accumulators)
+    return kept
+
+
+def _all_or_none(
+    states: Sequence[AccumulatorState], grads: Sequence[Any], step: int, cast: bool
+) -> bool:
     given = list(zip(states, grads, strict=True))
     if is_stale(states, step):  # what will be dropped need not become a Buffer
         counts = [_num_gradients(state, grad, cast) for state, grad in given]
@@ -64,6 +85,26 @@ def apply_grads(
         kept, joint = apply_arrivals(arrivals, step)
         serve_joint(joint)
     return kept
+
+
+def _warn_of_default(accumulators: Sequence[ConditionalAccumulatorBase]) -> None:
+    """Once for each accumulator: no error, because TensorFlow's default is 0 too."""
+    states = [each.accumulator_ref for each in accumulators]
+    with locked(states):
+        untold = [
+            (each.name, state.step)
+            for each, state in zip(accumulators, states, strict=True)
+            if state.step > DEFAULT_STEP and not state.has_warned
+        ]
+        for state in states:
+            state.has_warned = state.has_warned or state.step > DEFAULT_STEP
+    if untold:  # a handler may do anything: no lock is held
+        _log.warning(
+            "accumulator %r is at step %d and dropped a gradient that came without local_step, "
+            "which counts as step 0: pass local_step=accumulator.global_step, as it was when the "
+            "gradient was computed",
+            *untold[0],
+        )  # fmt: skip
 
 
 def _states_of(accumulators: Sequence[ConditionalAccumulatorBase]) -> list[AccumulatorState]:

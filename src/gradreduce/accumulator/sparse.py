@@ -16,6 +16,7 @@ from gradreduce.variables import Variable
 
 from .base import ConditionalAccumulatorBase
 from .definition import defined
+from .door import DEFAULT_STEP
 from .joint import apply_grads, take_grads
 
 __all__ = ["SparseConditionalAccumulator"]
@@ -68,7 +69,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         grad_indices: Any,
         grad_values: Any,
         grad_shape: Sequence[int] | None = None,
-        local_step: int | Variable = 0,
+        local_step: int | Variable = DEFAULT_STEP,
         name: str | None = None,
         *,
         cast: bool = False,
@@ -85,7 +86,8 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
             grad_shape: of the whole array, if known; -1 as its first entry if only that is not.
                 That of the first gradient after a take is remembered: it bounds the indices of
                 later ones, and the take has it.
-            local_step: the step at which they were computed. A later one is not stale.
+            local_step: the step at which they were computed; see
+                ``ConditionalAccumulator.apply_grad``. A later one is not stale.
             name: ignored; TensorFlow's name of the operation.
             cast: convert values of another float dtype instead of refusing them.
 
@@ -108,7 +110,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
     def apply_indexed_slices_grad(
         self,
         grad: IndexedSlices | PerReplica,
-        local_step: int | Variable = 0,
+        local_step: int | Variable = DEFAULT_STEP,
         name: str | None = None,
         *,
         cast: bool = False,

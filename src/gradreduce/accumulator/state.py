@@ -163,6 +163,7 @@ class AccumulatorState:
         count: gradients in the sum.
         step: gradients of an earlier one are stale.
         num_dropped: stale ones so far.
+        has_warned: whether a drop of a gradient without ``local_step`` was logged.
         sum_shape: of the gradients in the sum; None without any. Of sparse ones that of the whole
             array, -1 as its first entry if that is unknown.
         totals: the partial sum of each device, in the accumulate type; None where nothing came.
@@ -194,6 +195,7 @@ class AccumulatorState:
         self.count = 0
         self.step = 0
         self.num_dropped = 0
+        self.has_warned = False
         self.sum_shape: tuple[int, ...] | None = None
         self.totals: list[Buffer | SparseSum | None] = [None] * len(devices)
         self.kind: Kind = "native"
