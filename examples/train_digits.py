@@ -149,6 +149,8 @@ def table_rows(mesh: gr.Mesh, history: History, options: argparse.Namespace) -> 
     }
     if options.mode == "agn":  # threads race: no two runs have the same digest
         replicas = f"{options.workers}, each of {options.replicas} replicas"
+        if options.replicas == 1:  # nothing is reduced
+            del rows["all-reduce"]
         return {"workers": replicas, **rows, "pushes": str(history.num_pushes)}
     return {**rows, "digest of the weights": history.digest}
 

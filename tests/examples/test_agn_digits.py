@@ -95,6 +95,16 @@ def test_replicas_of_a_worker_are_one_mean(script):
     assert packs.digest == found.digest
 
 
+@pytest.mark.parametrize("replicas", ["1", "2"])
+def test_the_table_has_an_all_reduce_if_there_was_one(script, replicas):
+    flags = ["--mode", "agn", "--workers", "1", "--replicas", replicas, "--backend", "sim"]
+    options = script.read_options(script.make_parser(), flags)
+    history = importlib.import_module("report").History({"0": [1.0]}, [(1, 1.0)], {}, 1.0, {}, 1)
+    with importlib.import_module("command_line").open_devices(options) as mesh:
+        rows = script.table_rows(mesh, history, options)
+    assert rows.get("all-reduce") == {"1": None, "2": "hierarchical_copy, num_packs 1"}[replicas]
+
+
 @pytest.mark.parametrize(("lost", "num_steps"), [(1, 8), (0, 10_000)])
 def test_the_fault_of_a_worker_is_raised_and_no_thread_stays(
     script, monkeypatch, caplog, lost, num_steps
