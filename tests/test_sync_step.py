@@ -390,6 +390,28 @@ def test_steps_and_numbers_may_be_variables():
             step(terms, 1.5)
 
 
+def test_any_ops_may_reduce():
+    """Here ops that add on one device by a function of NumPy's; it sees sums in float32."""
+    seen = []
+
+    def added(terms):
+        seen.append({str(term.dtype) for term in terms})
+        return sum(terms)
+
+    with open_sim([0, 0, 1]) as mesh:
+        ops = gr.ReductionToOneDevice(mesh.devices[2], added)
+        half = gr.Variable(np.zeros(2, "float16"), "half", device=mesh)
+        step = gr.SyncStep([half], gr.GradientDescentOptimizer(1.0), ops)
+        for turn in range(2):
+            assert step([[[np.full(2, 3.0 * replica, "float16")]] for replica in range(3)])
+            assert same_on_all(half, np.full(2, -3.0 * (turn + 1), "float16"))
+    assert seen == [{"float32"}] * 2
+
+
+def same_on_all(variable, wanted):
+    return all(np.array_equal(buffer.numpy(), wanted) for buffer in variable.buffers)
+
+
 def make_small_step(mesh, ops=None, **options):
     variables = [gr.Variable(np.zeros(2, np.float32), "v", device=mesh)]
     ops = ops or gr.HierarchicalCopyAllReduce(mesh=mesh)
@@ -413,8 +435,10 @@ def test_bad_construction():
                 gr.SyncStep(variables, optimizer, ops)
         with pytest.raises(TypeError, match="is not a Variable"):
             gr.SyncStep([np.zeros(1)], optimizer, ops)
-        with pytest.raises(TypeError, match="AllReduceCrossDeviceOps"):
+        with pytest.raises(TypeError, match=r"optimizer=.* is not an Optimizer"):
             gr.SyncStep([here], ops, optimizer)
+        with pytest.raises(TypeError, match=r"ops=3 is not a CrossDeviceOps"):
+            gr.SyncStep([here], optimizer, 3)
         with pytest.raises(ValueError, match="num_required must be positive, but was 0"):
             gr.SyncStep([here], optimizer, ops, num_required=0)
         with pytest.raises(TypeError, match=r"num_required=2\.5 must be an integer"):

@@ -49,7 +49,7 @@ from gradreduce.reduce_outs import with_outs
 from gradreduce.reduce_plan import ReducePlan, plan_of, rehearsal_of
 from gradreduce.values import Part, PerReplica, ReduceOp
 
-__all__ = ["AllReduceCrossDeviceOps"]
+__all__ = ["AllReduceCrossDeviceOps", "is_all_reduce"]
 
 
 class AllReduceCrossDeviceOps(CrossDeviceOps):
@@ -364,8 +364,10 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     ) -> list[tuple[Buffer, ...]]:
         """The flow itself: ``gradients[tensor][replica]`` become their sum, divided.
 
-        See ``reduce_flow.reduce_buffers``.
+        See ``reduce_flow.reduce_buffers``. A subclass with a ``reduce_batch`` of its own is asked.
         """
+        if not is_all_reduce(self):
+            return super().reduce_buffers(gradients, divisor=divisor, out_dtypes=out_dtypes)
         return reduce_buffers(
             self.settings, gradients, divisor=divisor, out_dtypes=out_dtypes, consume=consume
         )
@@ -379,6 +381,11 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     ) -> list[tuple[Part, ...]]:
         """See ``CrossDeviceOps.reduce_batch``."""
         return reduce_requests(self.settings, reduce_op, requests, coalesce=coalesce)
+
+
+def is_all_reduce(ops: CrossDeviceOps) -> bool:
+    """Whether it reduces by the all-reduce of this file, and not in a way of its own."""
+    return type(ops).reduce_batch is AllReduceCrossDeviceOps.reduce_batch
 
 
 class _Steady(NamedTuple):

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradreduce.device import (
+    Buffer,
     Device,
     DeviceLike,
+    DType,
     Mesh,
     Travel,
     as_deadline,
@@ -21,7 +23,8 @@ from gradreduce.device import (
 )
 from gradreduce.interop import Aside, Kind, OneCall, as_result_kind, reading
 from gradreduce.interop_out import hand_back
-from gradreduce.one_device import Accumulate, copied_to
+from gradreduce.one_device import Accumulate, copied_to, divided
+from gradreduce.ops import prepare_all_sum
 from gradreduce.reduce_arguments import (
     Request,
     checked_mesh,
@@ -33,7 +36,7 @@ from gradreduce.reduce_arguments import (
 )
 from gradreduce.reduce_flow import landed, reduce_to_one
 from gradreduce.reduce_outs import halves_told, shown, with_outs
-from gradreduce.values import Mirrored, Part, ReduceOp, buffer_of, device_of
+from gradreduce.values import Mirrored, Part, PerReplica, ReduceOp, buffer_of, device_of
 
 __all__ = ["CrossDeviceOps", "ReductionToOneDevice", "result_kinds"]
 
@@ -194,7 +197,51 @@ class CrossDeviceOps(ABC):
     def reduce_batch(
         self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
     ) -> list[tuple[Part, ...]]:
-        """For each request an array on each of its devices, in new memory."""
+        """For each request an array on each of its devices, in new memory.
+
+        Accumulators call it too, with their locks held, for the sum of what each device has added
+        up: so it waits for no other thread, and takes nothing from an accumulator.
+        """
+
+    def reduce_buffers(
+        self,
+        gradients: Sequence[Sequence[Buffer]],
+        *,
+        divisor: float = 1,
+        out_dtypes: Sequence[DType] | None = None,
+        consume: bool = False,
+    ) -> list[tuple[Buffer, ...]]:
+        """What accumulators call: the sum of ``gradients[tensor][replica]`` on every device.
+
+        Args:
+            gradients: of real floats.
+            divisor: of each sum, in the dtype of ``gradients``.
+            out_dtypes: of the results, one for each tensor. Default: that of its gradients.
+            consume: whether ``gradients`` may be overwritten; here they never are.
+        """
+        requests = []
+        for row in gradients:
+            value = PerReplica.of(row, "native")
+            requests.append(Request(value, value.devices, True))
+        with Aside():  # a class of the caller's own
+            sums = self.reduce_batch(ReduceOp.SUM, requests, coalesce=False)
+        dtypes = out_dtypes or [row[0].dtype for row in gradients]
+        flat = [(buffer_of(part), dtype) for row, dtype in zip(sums, dtypes, strict=True)
+                for part in row]  # fmt: skip
+        made = iter(divided([part for part, _ in flat], divisor, [dtype for _, dtype in flat]))
+        return [tuple([next(made) for _ in row]) for row in sums]
+
+    def compile_for(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
+        """Compiles what is known beforehand of what ``reduce_buffers`` launches.
+
+        Args:
+            devices: of the gradients.
+            dtype: of the gradients.
+            out_dtype: of the results.
+        """
+        for device in devices:
+            prepare_all_sum(device, dtype, dtype)
+            prepare_all_sum(device, out_dtype, dtype)
 
 
 class ReductionToOneDevice(CrossDeviceOps):

@@ -6,7 +6,7 @@ IndexedSlices, whose rows have no common place. Source: tf.distribute.ReductionT
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gradreduce import ops
@@ -14,6 +14,7 @@ from gradreduce.aggregate_sparse import joined, with_dense
 from gradreduce.device import (
     Buffer,
     Device,
+    DType,
     by_physical,
     copy_over,
     fetch,
@@ -27,7 +28,7 @@ from gradreduce.interop import Kind, from_buffer, kind_of, to_buffer
 from gradreduce.ops import plan_segments
 from gradreduce.values import Part
 
-__all__ = ["Accumulate", "added_on", "copied_to", "handed_out", "quotients"]
+__all__ = ["Accumulate", "added_on", "copied_to", "divided", "handed_out", "quotients"]
 
 Accumulate = Callable[[list[Any]], Any]
 
@@ -76,19 +77,31 @@ def added_on(
 def quotients(sums: Sequence[Buffer], divisor: float) -> list[Buffer]:
     """The true quotients of integers, floats in new memory; co-located ones share a launch."""
     outs = [total.device.empty(total.shape, mean_dtype(total.dtype)) for total in sums]
-    devices = [total.device for total in sums]
-    for places in by_physical(devices).values():
-        leader = devices[places[0]]
-        sharing = [devices[place] for place in places]
-        gather(leader, sharing)
-        ops.divide(
-            [outs[place] for place in places],
-            [sums[place] for place in places],
-            divisor,
-            device=leader,
-        )
-        scatter(leader, sharing)
+    for places, leader in _together(outs):
+        here = [outs[place] for place in places]
+        ops.divide(here, [sums[place] for place in places], divisor, device=leader)
     return outs
+
+
+def divided(sums: Sequence[Buffer], divisor: float, dtypes: Sequence[DType]) -> list[Buffer]:
+    """Sums of floats over a number, rounded to ``dtypes``, in new memory; likewise."""
+    outs = [
+        total.device.empty(total.shape, dtype) for total, dtype in zip(sums, dtypes, strict=True)
+    ]
+    for places, leader in _together(outs):
+        here = [[outs[place]] for place in places]
+        ops.all_sum(here, [[sums[place]] for place in places], divisor=divisor, device=leader)
+    return outs
+
+
+def _together(buffers: Sequence[Buffer]) -> Iterator[tuple[tuple[int, ...], Device]]:
+    """For each GPU the places of its buffers, and whose queue is to launch for all of them."""
+    devices = [buffer.device for buffer in buffers]
+    for places in by_physical(devices).values():
+        sharing = [devices[place] for place in places]
+        gather(sharing[0], sharing)
+        yield places, sharing[0]
+        scatter(sharing[0], sharing)
 
 
 def handed_out(part: Part, devices: Sequence[Device]) -> tuple[Part, ...]:

@@ -13,7 +13,7 @@ from gradreduce.accumulator import ConditionalAccumulator, apply_grads, take_now
 from gradreduce.accumulator.door import as_required, as_step
 from gradreduce.aggregate import AggregationMethod, as_aggregation_method
 from gradreduce.aggregators import aggregate_buffers
-from gradreduce.cross_device import AllReduceCrossDeviceOps
+from gradreduce.cross_device_ops import CrossDeviceOps
 from gradreduce.device import Buffer, Device, as_deadline, by_physical, due
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import OneCall, reading, to_buffer
@@ -32,7 +32,7 @@ class SyncStep:
     Args:
         variables: trainable, each with a copy on every device of one mesh.
         optimizer: applies the mean gradients.
-        ops: reduces the sums across devices.
+        ops: any ``CrossDeviceOps``; reduces the sums across devices.
         aggregation_method: how a replica's micro-batch gradients become its gradient.
         num_required: arrivals before an update; one call brings one from each replica. An integer,
             or a Variable, which is read now. Default: the number of replicas.
@@ -47,17 +47,17 @@ class SyncStep:
         self,
         variables: Sequence[Variable],
         optimizer: Optimizer,
-        ops: AllReduceCrossDeviceOps,
+        ops: CrossDeviceOps,
         *,
         aggregation_method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
         num_required: int | Variable | None = None,
     ) -> None:
         self.variables = _checked_variables(variables)
         self.devices: tuple[Device, ...] = self.variables[0].devices
-        if not isinstance(optimizer, Optimizer) or not isinstance(ops, AllReduceCrossDeviceOps):
-            raise TypeError(
-                f"not an Optimizer and an AllReduceCrossDeviceOps: {optimizer!r}, {ops!r}"
-            )
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer={optimizer!r} is not an Optimizer")
+        if not isinstance(ops, CrossDeviceOps):
+            raise TypeError(f"ops={ops!r} is not a CrossDeviceOps")
         self.optimizer = optimizer
         self.ops = ops
         self.aggregation_method = as_aggregation_method(aggregation_method)

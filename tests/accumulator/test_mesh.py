@@ -124,6 +124,86 @@ def test_a_replica_that_the_mesh_has_not_is_an_error(mesh):
             assert acc.num_accumulated() == 0
 
 
+class OneDevice(gr.CrossDeviceOps):
+    """Ops of a user: they add on the last device."""
+
+    num_values = 0
+
+    def reduce_batch(self, reduce_op, requests, *, coalesce):
+        self.num_values += len(requests)
+        home = requests[0].value.devices[-1]
+        return gr.ReductionToOneDevice(home).reduce_batch(reduce_op, requests, coalesce=coalesce)
+
+
+class OwnAllReduce(gr.NcclAllReduce):
+    """A subclass of ours, which reduces in a way of its own."""
+
+    num_values = 0
+    reduce_batch = OneDevice.reduce_batch
+
+
+def brought(accumulators, mesh, dtype):
+    """Applies gradients of some replicas to one accumulator after the other."""
+    for seed, acc in enumerate(accumulators):
+        for place in (0, len(mesh) - 1, 0):
+            values = replicas(mesh, dtype, seed=seed)[place]
+            with gr.replica(place):
+                if isinstance(acc, gr.ConditionalAccumulator):
+                    acc.apply_grad(values)
+                else:
+                    rows = np.arange(len(values))[::-1] + place
+                    acc.apply_grad(rows, values, (40, *values.shape[1:]))
+
+
+@pytest.mark.parametrize("make", [OneDevice, OwnAllReduce, gr.ReductionToOneDevice])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("reduction_type", ["MEAN", "SUM"])
+def test_any_ops_reduce_the_sums_of_a_mesh(mesh, make, dtype, reduction_type):
+    """Dense and sparse ones, and those of a joint take; some devices hold nothing."""
+    own, taken = make(), []
+    for ops in (None, own):
+        kinds = (gr.ConditionalAccumulator, gr.ConditionalAccumulator,
+                 gr.SparseConditionalAccumulator)  # fmt: skip
+        accumulators = [
+            kind(dtype, device=mesh, cross_device_ops=ops, reduction_type=reduction_type)
+            for kind in kinds
+        ]
+        brought(accumulators, mesh, dtype)
+        with mesh.journal() as journal:
+            taken.append(gr.take_grads(accumulators, 3))
+        assert (journal.uploads > 0, journal.syncs) == (True, 0)
+        assert [acc.num_accumulated() for acc in accumulators] == [0, 0, 0]
+    for ours, theirs in zip(*taken, strict=True):
+        assert ours.devices == theirs.devices
+        for one, other in zip(ours.parts, theirs.parts, strict=True):
+            assert one.dtype == other.dtype
+            if isinstance(one, gr.IndexedSlices):
+                assert one.indices.tolist() == other.indices.tolist()
+                assert one.dense_shape == other.dense_shape == (40, *one.values.shape[1:])
+                one, other = one.values, other.values
+            assert np.array_equal(one.numpy(), other.numpy())
+    assert getattr(own, "num_values", 3) == 3
+
+
+def test_ops_that_fail_leave_the_sums(mesh):
+    class Fails(gr.CrossDeviceOps):
+        def reduce_batch(self, reduce_op, requests, *, coalesce):
+            raise OSError("tested")
+
+    for kind, grad in (
+        (gr.ConditionalAccumulator, [1.0]),
+        (gr.SparseConditionalAccumulator, gr.IndexedSlices(np.ones((1, 1), np.float32), [0])),
+    ):
+        acc = kind("float32", device=mesh, cross_device_ops=Fails(), shared_name="fails")
+        gr.apply_grads([acc], [grad])
+        with pytest.raises(OSError, match="tested"):
+            acc.take_grad(1)
+        assert acc.num_accumulated() == 1
+        with pytest.raises(ValueError, match="shared_name='fails' has <"):
+            kind("float32", device=mesh, cross_device_ops=Fails(), shared_name="fails")
+        acc.close()
+
+
 def test_a_gradient_from_outside_the_part_is_pulled_to_its_first_device(mesh):
     """By a copy, unless its launches reach it: a peer's, in memory of our own."""
     part, outside = mesh[1:], mesh.devices[0]

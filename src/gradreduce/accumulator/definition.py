@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gradreduce.cross_device import AllReduceCrossDeviceOps
+from gradreduce.cross_device_ops import CrossDeviceOps
 from gradreduce.device import (
     Device,
     DeviceLike,
@@ -35,7 +35,7 @@ def defined(
     reduction_type: str,
     device: DeviceLike | Mesh | None,
     *,
-    cross_device_ops: AllReduceCrossDeviceOps | None = None,
+    cross_device_ops: CrossDeviceOps | None = None,
     sparse: bool = False,
 ) -> AccumulatorState:
     """The state that a new handle is for: see ``ConditionalAccumulator`` for the arguments."""
@@ -46,8 +46,8 @@ def defined(
         raise ValueError(f'reduction_type {reduction_type!r} not in: "MEAN", "SUM"')
     wanted = None if shape is None else as_shape(shape)
     reducer = shared_ops() if cross_device_ops is None else cross_device_ops
-    if not isinstance(reducer, AllReduceCrossDeviceOps):
-        raise TypeError(f"cross_device_ops={reducer!r} is no AllReduceCrossDeviceOps")
+    if not isinstance(reducer, CrossDeviceOps):
+        raise TypeError(f"cross_device_ops={reducer!r} is not a CrossDeviceOps")
     devices, over_mesh = _placed(device, state_of(shared_name), reducer.mesh)
     state = AccumulatorState(
         found, wanted, reduction_type, devices, over_mesh, reducer, sparse=sparse

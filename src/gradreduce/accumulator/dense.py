@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gradreduce.cross_device import AllReduceCrossDeviceOps
+from gradreduce.cross_device_ops import CrossDeviceOps
 from gradreduce.device import DeviceLike, Mesh
 from gradreduce.variables import Variable
 
@@ -35,8 +35,10 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             partial sum is kept on each of its devices and all-reduced once, at the take. Default:
             that of the ``shared_name``, else device 0 of ``gr.default_mesh()``; names are looked up
             in the same mesh, or that of ``cross_device_ops``.
-        cross_device_ops: reduces the partial sums of a mesh; those of accumulators with the same
-            one travel together at a joint take. Default: one ``AllReduceCrossDeviceOps`` for all.
+        cross_device_ops: any ``CrossDeviceOps``; reduces the partial sums of a mesh. Those of
+            accumulators with the same one travel together at a joint take. Default: one
+            ``AllReduceCrossDeviceOps`` for all. A subclass of your own is called, by
+            ``reduce_batch``, while the accumulators are locked: it must not use them.
 
     Raises:
         TypeError: another dtype, ``device`` is neither a device nor a mesh, or
@@ -54,7 +56,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         reduction_type: str = "MEAN",
         *,
         device: DeviceLike | Mesh | None = None,
-        cross_device_ops: AllReduceCrossDeviceOps | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:  # fmt: skip
         state = defined(
             dtype, shape, shared_name, reduction_type, device, cross_device_ops=cross_device_ops

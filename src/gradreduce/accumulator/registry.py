@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 
-from gradreduce.cross_device import AllReduceCrossDeviceOps
+from gradreduce.cross_device import AllReduceCrossDeviceOps, is_all_reduce
+from gradreduce.cross_device_ops import CrossDeviceOps
 from gradreduce.device import ModuleLock
 
 from .state import AccumulatorState
@@ -26,7 +27,7 @@ def state_of(shared_name: str | None) -> AccumulatorState | None:
 def shared_state(
     shared_name: str | None,
     state: AccumulatorState,
-    named_ops: AllReduceCrossDeviceOps | None = None,
+    named_ops: CrossDeviceOps | None = None,
 ) -> AccumulatorState:
     """The state that ``shared_name`` stands for: ``state``, if it is the first of that name.
 
@@ -51,8 +52,15 @@ def shared_state(
         had, wanted = getattr(found, field), getattr(state, field)
         if had != wanted:
             raise ValueError(f"shared_name={shared_name!r} has {field} {had}, not {wanted}")
-    if named_ops is not None and found.over_mesh and found.ops.settings != named_ops.settings:
-        raise ValueError(
-            f"shared_name={shared_name!r} has {found.ops.settings}, not {named_ops.settings}"
-        )
+    if named_ops is not None and found.over_mesh:
+        had, wanted = _way(found.ops), _way(named_ops)
+        if had != wanted:
+            raise ValueError(f"shared_name={shared_name!r} has {had}, not {wanted}")
     return found
+
+
+def _way(ops: CrossDeviceOps) -> object:
+    """In what two of them must agree to reduce alike."""
+    if isinstance(ops, AllReduceCrossDeviceOps) and is_all_reduce(ops):
+        return ops.settings
+    return ops

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gradreduce.cross_device_ops import CrossDeviceOps
 from gradreduce.device import DeviceLike, Mesh
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import OneCall, is_array, kind_of, numbers
@@ -43,9 +44,13 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         device: see ``ConditionalAccumulator``. Over a mesh a partial sum is kept on each of its
             devices, and their rows are merged once, at the take, in mesh order, on the first
             device.
+        cross_device_ops: any ``CrossDeviceOps``; see ``ConditionalAccumulator``. An
+            ``AllReduceCrossDeviceOps`` merges rows on the first device, as is done without one;
+            ``ReductionToOneDevice`` on its own. What comes is put into the order of the indices.
 
     Raises:
-        TypeError: another dtype, or ``device`` is neither a device nor a mesh.
+        TypeError: another dtype, ``device`` is neither a device nor a mesh, or
+            ``cross_device_ops`` is of another class.
         ValueError: an unknown ``reduction_type``, a negative extent, a device that the mesh has
             not, or another definition of the same ``shared_name``.
     """
@@ -59,8 +64,12 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         reduction_type: str = "MEAN",
         *,
         device: DeviceLike | Mesh | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
-        state = defined(dtype, shape, shared_name, reduction_type, device, sparse=True)
+        state = defined(
+            dtype, shape, shared_name, reduction_type, device,
+            cross_device_ops=cross_device_ops, sparse=True,
+        )  # fmt: skip
         super().__init__(state, name)
 
     @OneCall()

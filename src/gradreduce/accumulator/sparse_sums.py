@@ -35,7 +35,7 @@ def prepare_sparse(state: AccumulatorState) -> None:
     for device in state.devices:
         ops.prepare_pack(device, wide, wide)
         ops.prepare_all_sum(device, state.dtype, state.dtype)
-    ops.prepare_segment_sum(state.devices[0], state.dtype, wide)
+        ops.prepare_segment_sum(device, state.dtype, wide)
 
 
 def prepare_gradient(state: AccumulatorState, gradient: DType) -> None:

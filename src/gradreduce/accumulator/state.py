@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gradreduce.cross_device import AllReduceCrossDeviceOps
+from gradreduce.cross_device_ops import CrossDeviceOps
 from gradreduce.device import Buffer, Device, DType
 from gradreduce.errors import CancelledError
 from gradreduce.interop import Kind
@@ -179,7 +179,7 @@ class AccumulatorState:
         reduction_type: str,
         devices: tuple[Device, ...],
         over_mesh: bool,
-        ops: AllReduceCrossDeviceOps,
+        ops: CrossDeviceOps,
         *,
         sparse: bool = False,
     ) -> None:

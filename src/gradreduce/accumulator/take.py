@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from gradreduce import ops
-from gradreduce.cross_device import AllReduceCrossDeviceOps
+from gradreduce.cross_device_ops import CrossDeviceOps
 from gradreduce.device import Buffer, Device, DType, gather, scatter
 from gradreduce.values import Part
 
@@ -17,7 +17,7 @@ from .state import AccumulatorState
 __all__ = ["take_held"]
 
 # Mesh accumulators that travel together: devices, divisor, what reduces them.
-_Batch = tuple[tuple[Device, ...], float, AllReduceCrossDeviceOps]
+_Batch = tuple[tuple[Device, ...], float, CrossDeviceOps]
 
 
 def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Part, ...]]:

@@ -56,6 +56,13 @@ class Slots:
         """Rows of the sum."""
         return self.indices.size
 
+    @property
+    def by_row(self) -> np.ndarray:
+        """The index of each row of the sum, int64, ``(num_rows,)``."""
+        found = np.empty_like(self.indices)
+        found[self.places] = self.indices
+        return found
+
     def touched(self, indices: np.ndarray) -> tuple[Self, np.ndarray]:
         """After one more gradient, and where its rows go; these slots stay as they are.
 
