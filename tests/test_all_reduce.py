@@ -8,7 +8,7 @@ import meshes
 import numpy as np
 import pytest
 from exact import exact_data, same
-from meshes import MeshCase, hierarchical_sum, launches_of, owned, unchanged
+from meshes import MeshCase, hierarchical_sum, launches_of, owned, refused, unchanged
 
 import gradreduce as gr
 from gradreduce.device import Buffer
@@ -119,6 +119,37 @@ def test_the_one_line_call(monkeypatch):
         monkeypatch.setattr("gradreduce.device.opening._default", [mesh])
         results = gr.all_reduce(grads, SUM)
         assert all(same(entry["w"], np.full(2, 6, np.float32)) for entry in results)
+
+
+def test_tensors_without_a_gradient_stay_without(mesh):
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    arrays = [exact_data((5,), "float32", seed=replica) for replica in range(len(mesh))]
+    total = hierarchical_sum(arrays)
+    for one, two in ops.all_reduce([[None, array] for array in arrays], SUM):
+        assert one is None
+        assert same(two, total)
+    assert ops.all_reduce([(None,)] * len(mesh)) == [(None,)] * len(mesh)
+    out = [{"a": 3, "b": np.empty(5, np.float32)} for _ in mesh]  # what it holds at "a" is kept
+    found = ops.all_reduce([{"b": array, "a": None} for array in arrays], SUM, out=out)
+    assert found is out
+    assert all(entry["a"] == 3 and same(entry["b"], total) for entry in found)
+    if len(mesh) > 6:
+        some = [[array if replica == 6 else None] for replica, array in enumerate(arrays)]
+        why = r"^(grads\[\d\]\[0\], ){4}grads\[4\]\[0\] and \d more is None, grads\[6\]\[0\] is not"
+        with refused(mesh, ValueError, why):
+            ops.all_reduce(some)
+
+
+def test_the_wire_of_the_one_line_call():
+    with MeshCase((0, 1)).open() as mesh:
+        grads = [[np.float32([1.0, 2.0**-20]) + replica] for replica in range(2)]
+        for wire in (None, "float16"):
+            wanted = gr.AllReduceCrossDeviceOps(mesh=mesh, wire_dtype=wire).all_reduce(grads)
+            found = gr.all_reduce(grads, mesh=mesh, wire_dtype=wire)
+            assert same(found[0][0], wanted[0][0])
+        assert found[0][0][1] == 0.5
+        with refused(mesh, ValueError, "wire_dtype='int8' is not"):
+            gr.all_reduce(grads, mesh=mesh, wire_dtype="int8")
 
 
 def test_a_part_of_a_mesh(numpy_mesh):

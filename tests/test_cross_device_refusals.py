@@ -83,8 +83,14 @@ def test_a_wrong_operation(mesh, ops, value, op):
         ops.reduce(op, value, value)
     with refused(mesh, ValueError, "reduce_op="):
         ops.batch_reduce(op, [])
-    with refused(mesh, ValueError, "reduce_op="):
+    with refused(mesh, ValueError, "^op="):
         ops.all_reduce([[np.ones(2)]] * 3, op)
+
+
+def test_a_mesh_in_the_place_of_the_operation(mesh, ops):
+    for call in (ops.all_reduce, gr.all_reduce):
+        with refused(mesh, ValueError, r"^op=<Mesh .* must be ReduceOp\..*by name: mesh="):
+            call([[np.ones(2)]] * 3, mesh)
 
 
 @pytest.mark.parametrize("wrong", ["list", "three", "one", "no tuple", "none"])
@@ -174,7 +180,7 @@ def test_replicas_that_differ(mesh, ops, value, shape, dtype, text):
         refused(mesh, ValueError, rf"value 1: replica 2 is {text}, replica 0 is float32\[4\]"),
     ):
         ops.batch_reduce(SUM, [(value, value), (odd, value)])
-    with refused(mesh, ValueError, "value 0: replica 2 is"):
+    with refused(mesh, ValueError, rf"grads\[2\]\[0\] is {text}, grads\[0\]\[0\] is float32\[4\]"):
         ops.all_reduce([[array] for array in arrays])
 
 
@@ -196,7 +202,9 @@ def test_what_cannot_be_reduced_is_named_by_replica_and_position(mesh, ops, name
     good = np.ones(4, np.float32)
     grads = [{"a": good, "b": good} for _ in mesh]
     grads[replica]["b"] = odd
-    with refused(mesh, error, f"^value 1: replica {replica}: .*{text}"):
+    missing = r"\['b'\] is None, grads.* is not: pass zeros"
+    wanted, kind = (missing, ValueError) if odd is None else (rf"\['b'\]: .*{text}", error)
+    with refused(mesh, kind, rf"^grads\[{replica}\]{wanted}"):
         ops.all_reduce(grads)
     with refused(mesh, error, f"^replica {replica}: .*{text}"):
         gr.PerReplica([entry["b"] for entry in grads], mesh)
@@ -232,7 +240,7 @@ def test_replicas_are_compared_with_the_first(mesh, ops):
 
 @pytest.mark.parametrize("count", [0, 1, 2, 4])
 def test_as_many_entries_as_devices(mesh, ops, count):
-    with refused(mesh, ValueError, "one entry for each of 3 devices"):
+    with refused(mesh, ValueError, f"grads has {count} entries; .* one entry for each of 3 dev"):
         ops.all_reduce([[np.ones(2)]] * count)
 
 
@@ -249,25 +257,44 @@ def test_entries_in_a_list_or_tuple(mesh, ops, grads):
 )
 def test_entries_that_differ(mesh, ops, odd):
     grads = [[np.ones(2)] * 2, [np.ones(2)] * 2, odd]
-    with refused(mesh, ValueError, r"grads\[2\] has other tensors than grads\[0\]"):
+    how = {tuple: "is a tuple, not a list", dict: "is a dict, not a list"}.get(
+        type(odd), rf"has {len(odd)}, grads\[0\] has 2"
+    )
+    with refused(mesh, ValueError, rf"grads\[2\] has other tensors than grads\[0\]: it {how}"):
         ops.all_reduce(grads)
 
 
 def test_dicts_that_differ(mesh, ops):
-    grads = [{"a": np.ones(2)}, {"b": np.ones(2)}, {"a": np.ones(2)}]
-    with refused(mesh, ValueError, r"grads\[1\] has other tensors than grads\[0\]"):
-        ops.all_reduce(grads)
+    ones, many = np.ones(2), {name: np.ones(2) for name in "abcdefghijkl"}
+    for first, second, how in (
+        ({"a": ones}, {"b": ones}, "it lacks 'a' and it has also 'b'"),
+        ({"a": ones}, {"a": ones, "b": ones}, "it has also 'b'"),
+        (many, {"b": ones, "c": ones}, "it lacks 'a', 'd', 'e', 'f', 'g' and 5 more"),
+    ):
+        text = rf"grads\[1\] has other tensors than grads\[0\]: {how}$"
+        with refused(mesh, ValueError, text):
+            ops.all_reduce([first, second, first])
+    zeros = [[np.zeros(2), np.zeros(3)] for _ in mesh]
+    with refused(mesh, ValueError, r"out\[1\] has other tensors than grads\[1\]: it has 1, grads"):
+        ops.all_reduce(zeros, out=[zeros[0], zeros[1][:1], zeros[2]])
+    with refused(mesh, ValueError, "out has 2 entries; .* each of 3 devices, as grads has"):
+        ops.all_reduce(zeros, out=zeros[:2])
+    with refused(mesh, ValueError, r"^out\[2\]\[1\]: the out is float64\[2\]"):
+        ops.all_reduce(zeros, out=[zeros[0], zeros[1], [np.zeros(2), np.zeros(2)]])
+    shared = [[np.zeros(2), np.zeros(2)] for _ in mesh]
+    with refused(mesh, ValueError, r"out\[…\]\[1\] overlaps grads\[1\]\[0\]; an out may be"):
+        ops.all_reduce(shared, out=[shared[0], shared[1][::-1], shared[2]])
 
 
 @pytest.mark.parametrize("entry", [None, 1.0, np.ones(2), {1.0}], ids=repr)
 def test_an_entry_that_is_no_nest(mesh, ops, entry):
-    with refused(mesh, ValueError, r"grads\[1\] must be a list, tuple or dict of arrays"):
+    with refused(mesh, ValueError, r"grads\[1\] must be a list, tuple or dict of arrays, not \w+"):
         ops.all_reduce([[np.ones(2)], entry, [np.ones(2)]])
 
 
 def test_buffers_on_the_wrong_device(mesh, ops):
     buffers = [owned(device, np.ones(2)) for device in mesh]
-    with refused(mesh, DeviceMismatchError, "^value 0: replica 0: .* is the value for sim:0"):
+    with refused(mesh, DeviceMismatchError, r"^grads\[0\]\[0\]: .* is the value for sim:0"):
         ops.all_reduce([[buffer] for buffer in buffers[::-1]])
 
 

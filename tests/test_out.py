@@ -228,7 +228,7 @@ def test_an_input_of_another_tensor_or_part_of_ones_own_is_no_out():
         fresh = [[device.zeros((6,), "float32") for device in opened] for _ in "ab"]
         with pytest.raises(ValueError, match="out 0 overlaps value"):
             ops.batch_reduce(SUM, pairs, out=[across, fresh[1]])
-        with pytest.raises(ValueError, match="out 1 overlaps value 0, replica 0"):
+        with pytest.raises(ValueError, match="out 1 overlaps value 0: replica 0; an out"):
             ops.batch_reduce(SUM, pairs, out=[fresh[0], first])
         with pytest.raises(ValueError, match="as_kind='buffer': the results are the arrays of out"):
             ops.batch_reduce(SUM, pairs, out=[first, second], as_kind="buffer")

@@ -24,7 +24,7 @@ from gradreduce.device import (
     default_mesh,
     due,
 )
-from gradreduce.errors import CollectiveError, about
+from gradreduce.errors import CollectiveError
 from gradreduce.explain import Explanation, explanation_of
 from gradreduce.interop import Kind, OneCall
 from gradreduce.interop_out import Out
@@ -32,9 +32,11 @@ from gradreduce.prepared import CapturedStep, PreparedStep, check_preparable
 from gradreduce.reduce_arguments import (
     Request,
     as_count,
+    check_op,
     checked_mesh,
     checked_nest,
     checked_requests,
+    keys_of_arrays,
     nests,
     outs_of,
 )
@@ -170,7 +172,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
         Args:
             grads: for each device of the mesh, in order, a list, tuple or dict of arrays or
-                IndexedSlices; all alike. Host arrays lie on the device of their place.
+                IndexedSlices; all alike. Host arrays lie on the device of their place. A tensor
+                that is None on every device stays None.
             op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``.
             coalesce: add rows of the same index of IndexedSlices.
             as_kind: what the results are instead of the kind of each tensor's first array; see
@@ -185,29 +188,29 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             lies on GPUs, or given as ``out``.
 
         Raises:
-            ValueError: another number of entries than devices, or entries of different length or
-                keys.
+            ValueError: another number of entries than devices, entries of different length or
+                keys, or a tensor that is None on some devices only.
             ValueError, TypeError, BackendUnavailableError, CollectiveError: what ``batch_reduce``
-                raises; "value" is the place of the tensor in ``grads[0]``.
+                raises, about ``grads[device][tensor]``.
         """
+        check_op("op", op)
         seconds = as_deadline(deadline)
         mesh = self.mesh or default_mesh()
         keys = checked_nest(grads, mesh)
+        present = keys_of_arrays(grads, keys)
         check_devices(self.settings, mesh.devices)
-        values = []
-        for place, key in enumerate(keys):
-            try:
-                values.append(PerReplica([entry[key] for entry in grads], mesh))
-            except (TypeError, ValueError) as error:
-                raise about(f"value {place}", error) from None
-        pairs = [(value, value) for value in values]
-        outs = None if out is None else outs_of(out, grads, keys)
+        pairs = [(value := PerReplica.of_grads(grads, key, mesh), value) for key in present]
+        outs = None if out is None else outs_of(out, grads, present)
         reduced = self.batch_reduce(
             op, pairs, coalesce=coalesce, as_kind=as_kind, out=outs, deadline=seconds
         )
         if out is not None:
             return out
-        return nests(grads, keys, [value.values for value in reduced])
+        results = iter(reduced)
+        nothing, here = (None,) * len(grads), set(present)
+        return nests(
+            grads, keys, [next(results).values if key in here else nothing for key in keys]
+        )
 
     def plan(
         self,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 __all__ = [
     "BackendUnavailableError",
     "CancelledError",
@@ -13,6 +16,7 @@ __all__ = [
     "InvalidVariableError",
     "MixedDtypesError",
     "about",
+    "listed",
 ]
 
 
@@ -71,3 +75,10 @@ def about(what: str, error: TypeError | ValueError) -> TypeError | ValueError:
     """
     ours = type(error) in (TypeError, ValueError, DeviceMismatchError, InvalidArgumentError)
     return type(error)(f"{what}: {error}") if ours else error
+
+
+def listed(items: Iterable[Any], most: int = 5) -> str:
+    """Items for an error, ``"a, b, c, d, e and 7 more"``: at most ``most`` of them."""
+    given = [str(item) for item in items]
+    rest = len(given) - most
+    return ", ".join(given[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -12,6 +12,7 @@ from typing import Any
 from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.device import DType, FlatBuffer, Mesh
 from gradreduce.prepared import PreparedStep
+from gradreduce.reduce_arguments import check_op
 from gradreduce.values import PerReplica, ReduceOp
 
 __all__ = ["HierarchicalCopyAllReduce", "NcclAllReduce", "all_reduce", "shared_ops"]
@@ -56,7 +57,7 @@ def shared_ops() -> AllReduceCrossDeviceOps:
     return AllReduceCrossDeviceOps()
 
 
-def all_reduce(
+def all_reduce(  # noqa: PLR0913  # what is asked in one line
     grads: Sequence[Any],
     op: ReduceOp = ReduceOp.MEAN,
     *,
@@ -64,17 +65,21 @@ def all_reduce(
     coalesce: bool = False,
     as_kind: str | None = None,
     out: Sequence[Any] | None = None,
+    wire_dtype: str | DType | None = None,
     deadline: float | None = None,
 ) -> Any:
     """``AllReduceCrossDeviceOps(mesh=mesh).all_reduce(grads, op)``, in one line.
 
     Args:
-        grads: ``grads[device][tensor]``, lists, tuples or dicts of arrays or IndexedSlices.
+        grads: ``grads[device][tensor]``, lists, tuples or dicts of arrays or IndexedSlices. A
+            tensor that is None on every device stays None.
         op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``.
         mesh: whose devices. Default: ``gr.default_mesh()``.
         coalesce: add rows of the same index of IndexedSlices.
         as_kind: what the results are instead of the kind of each tensor's first array.
         out: arrays that the results are written into, nested as ``grads``.
+        wire_dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``: in which dtype floats travel;
+            see ``AllReduceCrossDeviceOps``.
         deadline: seconds from now in which the devices must be done, or the mesh dies.
 
     Returns:
@@ -84,7 +89,8 @@ def all_reduce(
         ValueError, TypeError, BackendUnavailableError, CollectiveError: what
             ``AllReduceCrossDeviceOps.all_reduce`` raises.
     """
-    ops_of_mesh = AllReduceCrossDeviceOps(mesh=mesh)
+    check_op("op", op)
+    ops_of_mesh = AllReduceCrossDeviceOps(mesh=mesh, wire_dtype=wire_dtype)
     return ops_of_mesh.all_reduce(
         grads, op, coalesce=coalesce, as_kind=as_kind, out=out, deadline=deadline
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gradreduce.device import Buffer, Device, DType, Mesh, as_device, is_device_like
-from gradreduce.errors import DeviceMismatchError, InvalidArgumentError, about
+from gradreduce.errors import DeviceMismatchError, InvalidArgumentError, about, listed
 from gradreduce.indexed_slices import IndexedSlices, check_indices
 from gradreduce.interop import Kind, OneCall, is_array, kind_of, reading, to_buffer
 from gradreduce.replica_context import current_device
@@ -18,12 +18,14 @@ __all__ = [
     "Request",
     "as_count",
     "batches_of",
+    "check_op",
     "checked_mesh",
     "checked_nest",
     "checked_requests",
     "destination_devices",
     "devices_of",
     "keys_of",
+    "keys_of_arrays",
     "named_mesh",
     "nests",
     "outs_of",
@@ -80,8 +82,7 @@ def batches_of(requests: Sequence[Request], reduce_op: ReduceOp) -> list[list[in
 
 def checked_requests(pairs: Any, reduce_op: ReduceOp, mesh: Mesh | None) -> list[Request]:
     """Every pair, after all of them have been checked; see ``CrossDeviceOps.batch_reduce``."""
-    if not isinstance(reduce_op, ReduceOp):
-        raise ValueError(f"reduce_op={reduce_op!r} must be ReduceOp.SUM or ReduceOp.MEAN")
+    check_op("reduce_op", reduce_op)
     requests: list[Request] = []
     usable: set[Device] = set()
     last: tuple[Any, DistributedValues] | None = None
@@ -104,6 +105,13 @@ def checked_requests(pairs: Any, reduce_op: ReduceOp, mesh: Mesh | None) -> list
         lent = [request.value for request in requests if request.value.lent]
         reading(buffer_of(part) for value in lent for part in value.parts)
     return requests
+
+
+def check_op(name: str, op: Any) -> None:
+    """Raises ``ValueError`` unless it is a ``ReduceOp``."""
+    if not isinstance(op, ReduceOp):
+        hint = "; a mesh is passed by name: mesh=" if isinstance(op, Mesh) else ""
+        raise ValueError(f"{name}={op!r} must be ReduceOp.SUM or ReduceOp.MEAN{hint}")
 
 
 def as_count(name: str, number: Any) -> int:
@@ -191,12 +199,14 @@ def _check_replicas(value: DistributedValues, place: int) -> None:
     for replica, part in enumerate(parts):
         found = _outline(part, value)
         if found != wanted:
+            name = value.name_of(place, replica)
+            other = value.name_of(place, 0).rpartition(": ")[2]
             raise ValueError(
-                f"value {place}: replica {replica} is {_written(found)}, replica 0 is "
-                f"{_written(wanted)}"
+                f"{name} is {_written(found)}, {other} is {_written(wanted)}; replicas must agree "
+                "in shape and dtype"
             )
         if isinstance(part, IndexedSlices):
-            _check_indices(part, first, f"value {place}: replica {replica}")
+            _check_indices(part, first, value.name_of(place, replica))
 
 
 def _check_usable(value: DistributedValues, usable: set[Device]) -> None:
@@ -269,26 +279,72 @@ def named_mesh(destination: Any) -> Mesh | None:
 
 def checked_nest(grads: Any, mesh: Mesh) -> list[Any]:
     """The keys (or places) of the tensors, equal for every device."""
-    if not isinstance(grads, list | tuple) or len(grads) != len(mesh.devices):
-        raise ValueError(
-            f"grads must be a list or tuple with one entry for each of {len(mesh.devices)} devices"
-        )
+    _check_entries("grads", grads, len(mesh.devices), f"for each device of {mesh}")
     keys = [keys_of(entry, replica) for replica, entry in enumerate(grads)]
     for replica, found in enumerate(keys):
-        if type(grads[replica]) is not type(grads[0]) or set(found) != set(keys[0]):
-            raise ValueError(f"grads[{replica}] has other tensors than grads[0]")
+        _check_alike(f"grads[{replica}]", grads[replica], found, "grads[0]", grads[0], keys[0])
     return keys[0]
+
+
+def keys_of_arrays(grads: Sequence[Any], keys: Sequence[Any]) -> list[Any]:
+    """The keys of those that are not None on every device.
+
+    Raises:
+        ValueError: one is None on some devices only.
+    """
+    found = []
+    for key in keys:
+        missing = [replica for replica, entry in enumerate(grads) if entry[key] is None]
+        if 0 < len(missing) < len(grads):
+            there = next(replica for replica in range(len(grads)) if replica not in missing)
+            names = listed(f"grads[{replica}][{key!r}]" for replica in missing)
+            raise ValueError(
+                f"{names} is None, grads[{there}][{key!r}] is not: pass zeros where a replica has "
+                "no gradient, or None on every replica"
+            )
+        if not missing:
+            found.append(key)
+    return found
 
 
 def outs_of(out: Any, grads: Sequence[Any], keys: Sequence[Any]) -> list[list[Any]]:
     """Of each key the arrays of a nest like ``grads``; anything else is a ``ValueError``."""
-    if not isinstance(out, list | tuple) or len(out) != len(grads):
-        raise ValueError(f"out must be nested as grads is: one entry for each of {len(grads)}")
-    for replica, entry in enumerate(out):
+    _check_entries("out", out, len(grads), "as grads has")
+    for replica, (entry, like) in enumerate(zip(out, grads, strict=True)):
         found = keys_of(entry, replica, "out")
-        if type(entry) is not type(grads[replica]) or set(found) != set(keys):
-            raise ValueError(f"out[{replica}] has other tensors than grads[{replica}]")
+        _check_alike(f"out[{replica}]", entry, found, f"grads[{replica}]", like, list(like))
     return [[entry[key] for entry in out] for key in keys]
+
+
+def _check_entries(name: str, given: Any, count: int, why: str) -> None:
+    if not isinstance(given, list | tuple):
+        raise ValueError(
+            f"{name} must be a list or tuple with one entry for each of {count} devices, not "
+            f"{type(given).__name__}"
+        )
+    if len(given) != count:
+        raise ValueError(
+            f"{name} has {len(given)} entries; it must have one entry for each of {count} devices, "
+            f"{why}"
+        )
+
+
+def _check_alike(
+    name: str, entry: Any, keys: Sequence[Any], other: str, like: Any, wanted: Sequence[Any]
+) -> None:
+    """Raises ``ValueError`` unless two entries are of one type and have the same keys."""
+    differs = f"{name} has other tensors than {other}"
+    if type(entry) is not type(like):
+        raise ValueError(f"{differs}: it is a {type(entry).__name__}, not a {type(like).__name__}")
+    if isinstance(entry, dict):
+        missing = [repr(key) for key in wanted if key not in entry]
+        extra = [repr(key) for key in keys if key not in like]
+        how = [f"it lacks {listed(missing)}"] * bool(missing)
+        how += [f"it has also {listed(extra)}"] * bool(extra)
+        if how:
+            raise ValueError(f"{differs}: {' and '.join(how)}")
+    elif len(keys) != len(wanted):
+        raise ValueError(f"{differs}: it has {len(keys)}, {other} has {len(wanted)}")
 
 
 def _is_nest(value: Any) -> bool:
@@ -331,4 +387,6 @@ def keys_of(entry: Any, replica: int, name: str = "grads") -> list[Any]:
             if _is_nest(entry[key]):
                 raise ValueError(f"{name}[{replica}][{key!r}] is a nest of arrays, not an array")
         return keys
-    raise ValueError(f"{name}[{replica}] must be a list, tuple or dict of arrays")
+    raise ValueError(
+        f"{name}[{replica}] must be a list, tuple or dict of arrays, not {type(entry).__name__}"
+    )

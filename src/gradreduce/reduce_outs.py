@@ -37,18 +37,23 @@ def with_outs(
         TypeError: what is no array, or is never written.
     """
     if not isinstance(out, list | tuple) or len(out) != len(requests):
+        count = f" of {len(out)}" if isinstance(out, list | tuple) else ""
         raise ValueError(
             f"out must be a list or tuple with one entry for each of {len(requests)} values, not "
-            f"{type(out).__name__}"
+            f"{type(out).__name__}{count}"
         )
     given, outs = [], []
     for place, (request, entry) in enumerate(zip(requests, out, strict=True)):
         if request.value.is_sparse:
-            raise ValueError(f"out {place}: its value holds IndexedSlices, of rows yet unknown")
+            raise ValueError(
+                f"{request.value.name_of(place, of='out')}: its value holds IndexedSlices, of rows "
+                "yet unknown; leave out away"
+            )
         try:
-            made = _outs_of(request, _listed(request, entry), reduce_op)
+            arrays = _listed(request, entry)
         except (TypeError, ValueError) as error:
-            raise about(f"out {place}", error) from None
+            raise about(request.value.name_of(place, of="out"), error) from None
+        made = _outs_of(request, place, arrays, reduce_op)
         if isinstance(entry, DistributedValues):  # whose Buffers are arrays of this kind outside
             made = [each._replace(kind=entry.kind) for each in made]
         outs.append(made)
@@ -86,11 +91,15 @@ def _listed(request: Request, entry: Any) -> Sequence[Any]:
         return [found[device] for device in request.devices]
     if not isinstance(entry, list | tuple) or len(entry) != len(request.devices):
         count = len(request.devices)
-        raise ValueError(f"it must be a PerReplica, Mirrored, list or tuple of {count} arrays")
+        came = f" of {len(entry)}" if isinstance(entry, list | tuple) else ""
+        raise ValueError(
+            f"it must be a PerReplica, Mirrored, list or tuple of {count} arrays, not "
+            f"{type(entry).__name__}{came}"
+        )
     return entry
 
 
-def _outs_of(request: Request, arrays: Sequence[Any], reduce_op: ReduceOp) -> list[Out]:
+def _outs_of(request: Request, place: int, arrays: Sequence[Any], reduce_op: ReduceOp) -> list[Out]:
     first = request.value.buffers[0]
     dtype = mean_dtype(first.dtype) if reduce_op is ReduceOp.MEAN else first.dtype
     made = []
@@ -98,7 +107,7 @@ def _outs_of(request: Request, arrays: Sequence[Any], reduce_op: ReduceOp) -> li
         try:
             made.append(as_out(array, device, first.shape, dtype))
         except (TypeError, ValueError) as error:
-            raise about(f"replica {replica}", error) from None
+            raise about(request.value.name_of(place, replica, "out"), error) from None
     return [_as_input(out, request) for out in made]
 
 
@@ -121,25 +130,29 @@ def _check_apart(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> 
     )
     for (_, stop, place), (start, _, other) in pairwise(spans):
         if start < stop:
-            raise ValueError(f"out {place} and out {other} overlap")
+            names = [requests[each].value.name_of(each, of="out") for each in (place, other)]
+            raise ValueError(f"{names[0]} and {names[1]} overlap; each needs memory of its own")
     starts = [start for start, _, _ in spans]
     for place, request in enumerate(requests):
         for replica, part in enumerate(request.value.buffers):
-            _check_input(part, place, replica, spans, starts)
+            found = _overlapping(part, place, spans, starts)
+            if found is not None:
+                name = requests[found].value.name_of(found, of="out")
+                raise ValueError(
+                    f"{name} overlaps {request.value.name_of(place, replica)}; an out may be a "
+                    "replica of its own value, and shares no memory with another"
+                )
 
 
-def _check_input(
-    part: Buffer,
-    place: int,
-    replica: int,
-    spans: Sequence[tuple[int, int, int]],
-    starts: Sequence[int],
-) -> None:
-    """Raises if an out overlaps this input, unless it is the very same one."""
+def _overlapping(
+    part: Buffer, place: int, spans: Sequence[tuple[int, int, int]], starts: Sequence[int]
+) -> int | None:
+    """The place of an out that overlaps this input, unless it is the very same one."""
     begin, end = part.address, part.address + part.nbytes
     at = max(0, bisect_left(starts, begin) - 1)
     while begin < end and at < len(spans) and spans[at][0] < end:
         start, stop, other = spans[at]
         if stop > begin and (start, stop, other) != (begin, end, place):
-            raise ValueError(f"out {other} overlaps value {place}, replica {replica}")
+            return other
         at += 1
+    return None

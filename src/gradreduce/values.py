@@ -37,6 +37,9 @@ class ReduceOp(enum.Enum):
     MEAN = "MEAN"
 
 
+_NO_KEY = object()
+
+
 class DistributedValues:
     """One array on each of several devices; the base of ``PerReplica`` and ``Mirrored``.
 
@@ -62,6 +65,7 @@ class DistributedValues:
             What is wrong with one value is told with its replica's number.
     """
 
+    _key: Any = _NO_KEY  # of the tensor of ``all_reduce``'s grads
     _kept: dict[Part, Any] | None = None  # the arrays of ``keep_arrays``
     _is_sparse: bool | None = None
     lent: bool = False  # whether any may be a caller's memory
@@ -93,7 +97,8 @@ class DistributedValues:
                 try:
                     parts.append(_placed(value, self._devices[replica]))
                 except (TypeError, ValueError) as error:
-                    raise about(f"replica {replica}", error) from None
+                    name = self.name_of(0, replica)  # alone it has no place
+                    raise about(name.removeprefix("value 0: "), error) from None
         self._parts = tuple(parts)
         first = values[0]
         self._kind = first.kind if isinstance(first, IndexedSlices) else kind_of(first)
@@ -107,6 +112,27 @@ class DistributedValues:
         made._devices = tuple([part.device for part in parts])  # type: ignore[misc]
         made._kind = kind
         return made
+
+    @classmethod
+    def of_grads(cls, grads: Sequence[Any], key: Any, mesh: Mesh) -> Self:
+        """Of ``grads[device][key]``; errors name it so."""
+        made = cls.__new__(cls)
+        made._key = key
+        made.__init__([entry[key] for entry in grads], mesh)  # type: ignore[misc]
+        return made
+
+    def name_of(self, place: int, replica: int | None = None, of: str = "grads") -> str:
+        """What an error calls this value, or one of its replicas.
+
+        Args:
+            place: of this value in its batch.
+            replica: which of its replicas; None: all of them.
+            of: ``"grads"`` or ``"out"``: the argument that it came in.
+        """
+        if self._key is not _NO_KEY:
+            return f"{of}[{'…' if replica is None else replica}][{self._key!r}]"
+        name = f"{'value' if of == 'grads' else of} {place}"
+        return name if replica is None else f"{name}: replica {replica}"
 
     def keep_arrays(self, arrays: Sequence[Any] | None = None) -> None:
         """Gives the same arrays as ``values`` from here on, without a new fence.
