@@ -26,7 +26,9 @@ def everything(mesh: Mesh, algorithm: str, *, rounds: int = 2) -> list[np.ndarra
         source = mesh.devices[-1].upload(data((5, 3), "float32", turn))
         kept.append(ops.broadcast(source, mesh))
         kept.append(ops.broadcast(table(mesh.devices[0], turn), mesh.devices[::-1]))
-        del source
+        outs = [device.empty((5, 3), "float32") for device in mesh]
+        kept += ops.broadcast([source], mesh, out=[outs])
+        del source, outs
     return [array for result in kept[::-1] for array in arrays_of(result)]
 
 

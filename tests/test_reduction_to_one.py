@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from exact import exact_data, random_data
+from exact import exact_data, random_data, same
 from meshes import (
     MeshCase,
     check_mirrored,
@@ -178,3 +178,46 @@ def test_what_is_the_same_everywhere_or_lies_in_one_place_is_broadcast(mesh, pla
         check_mirrored(found, array)
         blocks = {id(buffer.block) for buffer in given.buffers}
         assert not blocks & {id(buffer.block) for buffer in found.buffers}
+
+
+@pytest.mark.parametrize("destination", ["sim:2", ["sim:3", "sim:0", "sim:2"], "all"])
+def test_many_tensors_are_broadcast_where_a_caller_wants_them(mesh, destination):
+    target = mesh if destination == "all" else destination
+    places = {"sim:2": [2], "all": [0, 1, 2, 3]}.get(str(destination), [3, 0, 2])
+    ops = gr.NcclAllReduce(mesh=mesh)
+    arrays = [random_data((2, 3), "float32"), random_data((), "int8"), random_data((0, 4), "f2")]
+    found = ops.broadcast(tuple(arrays), target)
+    assert type(found) is list
+    for array, result in zip(arrays, found, strict=True):
+        check_mirrored(result, array)
+    out = [[np.empty_like(array) for _ in places] for array in arrays]
+    if 0 in places:  # the source itself
+        out[0][places.index(0)] = arrays[0]
+    with mesh.journal() as journal:
+        found = ops.broadcast(arrays, target, out=out)
+    assert len(journal.of("copy")) <= 2 * len({mesh.devices[k].physical for k in places} - {0})
+    assert not [record for record in journal.of("launch") if record.num_rows > 2]
+    for array, row, result in zip(arrays, out, found, strict=True):
+        assert all(given is one for given, one in zip(row, result.values, strict=True))
+        assert all(same(one, array) for one in row)
+    result = ops.broadcast(arrays[0], target, out=out[0])
+    assert result.values[0] is out[0][0]
+    assert ops.broadcast([], target) == []
+
+
+def test_what_cannot_be_broadcast_is_named(mesh):
+    ops, ones = gr.NcclAllReduce(mesh=mesh), np.ones(3, np.float32)
+    rows = gr.IndexedSlices(np.ones((1, 2), np.float32), [0])
+    value = per_replica(mesh, lambda replica: ones)
+    for wrong, text in (
+        ({"tensor": [ones, value]}, r"tensor\[1\] is a PerReplica of 4 replicas, .* value\[0\]"),
+        ({"tensor": [ones, [1.0]]}, r"tensor\[1\] is list, neither a PerReplica, an array"),
+        ({"tensor": [ones, ones], "out": [[ones] * 4]}, "one entry for each of 2 values, not li"),
+        ({"tensor": ones, "out": [ones] * 3}, "out 0: it must be .* of 4 arrays, not list of 3"),
+        ({"tensor": rows, "out": [ones] * 4}, "out 0: its value holds IndexedSlices"),
+        ({"tensor": ones, "out": [np.ones(2, "f4")] * 4}, "out 0: replica 0: the out is float32"),
+        ({"tensor": ones, "out": [ones] * 4}, "out 0 and out 0 overlap; each needs memory"),
+        ({"tensor": ones, "out": [ones] * 4, "as_kind": "numpy"}, "as_kind='numpy': the results"),
+    ):
+        with refused(mesh, ValueError, text):
+            ops.broadcast(destinations=mesh, **wrong)

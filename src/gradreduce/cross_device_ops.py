@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from gradreduce.device import (
@@ -22,7 +23,7 @@ from gradreduce.device import (
     is_device_like,
 )
 from gradreduce.interop import Aside, Kind, OneCall, as_result_kind, reading
-from gradreduce.interop_out import hand_back
+from gradreduce.interop_out import Out, hand_back
 from gradreduce.one_device import Accumulate, copied_to, divided
 from gradreduce.ops import prepare_all_sum
 from gradreduce.reduce_arguments import (
@@ -162,36 +163,62 @@ class CrossDeviceOps(ABC):
         destinations: Any,
         *,
         as_kind: str | None = None,
+        out: Any = None,
         deadline: float | None = None,
-    ) -> Mirrored:
+    ) -> Any:
         """Copies ``tensor`` to every destination; waits for no device.
 
         Args:
             tensor: an array of any library, a Buffer, IndexedSlices, a ``Mirrored``, or a
-                ``PerReplica`` of one device. Not written.
-            destinations: see ``batch_reduce``.
+                ``PerReplica`` of one device; or a list or tuple of these. Not written.
+            destinations: see ``batch_reduce``; of each tensor the same.
             as_kind: what the arrays of the result are instead of the kind of ``tensor``.
+            out: where the copies go: see ``batch_reduce``, for one value; of a list of tensors a
+                list of such. An array may be ``tensor`` itself. Not for IndexedSlices.
             deadline: see ``batch_reduce``.
 
         Returns:
-            A ``Mirrored`` on the destination's devices, in its order, in new memory on each of
-            them, also where ``tensor`` lies.
+            A ``Mirrored`` on the destination's devices, in its order; of a list of tensors a list.
+            In new memory on each device, also where ``tensor`` lies; or, with ``out``, of its
+            arrays, and the host waits where these lie in host memory.
 
         Raises:
-            ValueError: a wrong destination, or what is no array. Nothing was launched.
+            ValueError: a wrong destination, what is no array, or an ``out`` that does not fit.
+                Nothing was launched.
+            DeviceMismatchError: destinations, or arrays of ``out``, on other devices or meshes.
             TypeError: a dtype that cannot be added.
             BackendUnavailableError: the mesh was closed.
             CollectiveError: the mesh is dead.
         """
         seconds = as_deadline(deadline)
-        part, kind = single_part(tensor, self.mesh or named_mesh(destinations))
-        devices = destination_devices(destinations, 0, device_of(part).mesh)
-        wanted = as_result_kind(as_kind, kind, devices[0])
-        home = device_of(part)
-        reading([buffer_of(part)])
-        with due("broadcast", seconds, (home, *devices)), home.fabric.watched_pack(Travel((0,))):
-            copied = copied_to(part, devices)
-        return Mirrored.of(copied, wanted)
+        many = isinstance(tensor, list | tuple)
+        requests = self._to_copy(tensor if many else [tensor], destinations, many=many)
+        if out is not None and as_kind is not None:
+            raise ValueError(f"as_kind={as_kind!r}: the results are the arrays of out")
+        kinds = result_kinds(requests, as_kind)
+        outs: list[list[Out]] = []
+        if out is not None:
+            requests, outs = with_outs(requests, out if many else [out], ReduceOp.SUM)
+        devices = devices_of(requests)
+        reading([buffer_of(request.value.parts[0]) for request in requests])
+        told = halves_told(devices) if outs else nullcontext()
+        with due("broadcast", seconds, devices), told:
+            copied = [_copied(place, request) for place, request in enumerate(requests)]
+        hand_back(each for row in outs for each in row)
+        made = [shown(row) for row in outs] or [
+            Mirrored.of(*each) for each in zip(copied, kinds, strict=True)
+        ]
+        return made if many else made[0]
+
+    def _to_copy(self, tensors: Sequence[Any], destinations: Any, *, many: bool) -> list[Request]:
+        """A request for each tensor, whose only replica it is."""
+        requests = []
+        for place, tensor in enumerate(tensors):
+            name = f"tensor[{place}]" if many else "tensor"
+            part, kind = single_part(tensor, name, self.mesh or named_mesh(destinations))
+            devices = destination_devices(destinations, 0, device_of(part).mesh)
+            requests.append(Request(Mirrored.of([part], kind), devices, False))
+        return requests
 
     @abstractmethod
     def reduce_batch(
@@ -300,6 +327,13 @@ class ReductionToOneDevice(CrossDeviceOps):
         label = f"value {place}: reduce_to_device="
         home = as_device(self.reduce_to_device, label, request.value.mesh)
         return destination_devices(home, place, request.value.mesh)[0]
+
+
+def _copied(place: int, request: Request) -> tuple[Part, ...]:
+    """The only replica of a value on each of the request's devices."""
+    (part,) = request.value.parts
+    with device_of(part).fabric.watched_pack(Travel((place,))):
+        return copied_to(part, request.devices, request.out)
 
 
 def result_kinds(requests: Sequence[Request], as_kind: str | None) -> list[Kind]:

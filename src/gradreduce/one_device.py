@@ -111,10 +111,15 @@ def handed_out(part: Part, devices: Sequence[Device]) -> tuple[Part, ...]:
     return _with_rows(part, _copies(part.values, devices, keep=True))
 
 
-def copied_to(part: Part, devices: Sequence[Device]) -> tuple[Part, ...]:
-    """Equal arrays on each of ``devices``, in new memory everywhere."""
+def copied_to(
+    part: Part, devices: Sequence[Device], out: Sequence[Buffer] | None = None
+) -> tuple[Part, ...]:
+    """Equal arrays on each of ``devices``: in ``out``, else in new memory everywhere.
+
+    ``out`` is for a Buffer alone, and may hold it.
+    """
     if isinstance(part, Buffer):
-        return _copies(part, devices, keep=False)
+        return _copies(part, devices, keep=False, out=out)
     return _with_rows(part, _copies(part.values, devices, keep=False))
 
 
@@ -123,9 +128,15 @@ def _with_rows(slices: IndexedSlices, copies: Sequence[Buffer]) -> tuple[Part, .
     return tuple(IndexedSlices.of(rows, slices.indices, slices.dense_shape) for rows in copies)
 
 
-def _copies(source: Buffer, devices: Sequence[Device], *, keep: bool) -> tuple[Buffer, ...]:
+def _copies(
+    source: Buffer,
+    devices: Sequence[Device],
+    *,
+    keep: bool,
+    out: Sequence[Buffer] | None = None,
+) -> tuple[Buffer, ...]:
     """One copy crosses to each other GPU; one launch serves what shares one."""
-    outs = [
+    outs = out or [
         source if keep and device is source.device else device.empty(source.shape, source.dtype)
         for device in devices
     ]

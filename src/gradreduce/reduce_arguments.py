@@ -148,8 +148,13 @@ def _as_distributed(value: Any, place: int, mesh: Mesh | None) -> DistributedVal
     return PerReplica.of(*_placed(value, f"value {place}", mesh))
 
 
-def single_part(tensor: Any, mesh: Mesh | None) -> tuple[Part, Kind]:
+def single_part(tensor: Any, what: str, mesh: Mesh | None) -> tuple[Part, Kind]:
     """What ``broadcast`` copies, where it lies now, and which kind of array it was.
+
+    Args:
+        tensor: as it came.
+        what: its name in errors.
+        mesh: see ``CrossDeviceOps``.
 
     Raises:
         ValueError: no array, or several replicas that may differ.
@@ -160,8 +165,12 @@ def single_part(tensor: Any, mesh: Mesh | None) -> tuple[Part, Kind]:
     ):
         return tensor.parts[0], tensor.kind
     if isinstance(tensor, DistributedValues):
-        raise ValueError(f"tensor is a {type(tensor).__name__} of {len(tensor.devices)} replicas")
-    parts, kind = _placed(tensor, "tensor", mesh)
+        count = len(tensor.devices)
+        raise ValueError(
+            f"{what} is a {type(tensor).__name__} of {count} replicas, which may differ: pass one "
+            "of them, value[0]"
+        )
+    parts, kind = _placed(tensor, what, mesh)
     return parts[0], kind
 
 

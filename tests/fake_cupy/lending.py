@@ -139,6 +139,21 @@ def broadcast(mesh, tensors, value) -> Check:
     return lambda: sum(made.buffers[place].numpy() for place, made in enumerate(sums))
 
 
+def broadcast_into_tensors(mesh, tensors, value) -> Check:
+    """Each of them in place: what was written to them is read in the order of their stream."""
+    torch, sums = sys.modules["torch"], [np.zeros(SHAPE, "float32") for _ in mesh]
+    for source, tensor in enumerate(list(tensors)):
+        outs = [tensor if place == source else on(torch, device.physical, values(5))
+                for place, device in enumerate(mesh)]  # fmt: skip
+        (made,) = gr.HierarchicalCopyAllReduce().broadcast([tensor], mesh, out=[outs])
+        assert made.values == tuple(outs)
+        for place, out in enumerate(outs):
+            gpu = out.device.index
+            with cupy.cuda.Device(gpu), torch.stream_of(gpu):
+                sums[place] += out.array.get()
+    return lambda: sums[1] + 0 * sums[0]
+
+
 def added(mesh, tensors, value) -> Check:
     made = gr.add_n(tensors, as_kind="buffer")
     return made.numpy
@@ -273,8 +288,8 @@ def joined_across(mesh, tensors, value) -> Check:
 
 CASES = [
     reduced_to_one, added_by_the_callers_own, all_reduced, given_in_place, prepared, captured,
-    broadcast, added, added_of_another_library, accumulated_n, aggregated_one_by_one,
-    aggregated_at_the_end, copied_alone,
+    broadcast, broadcast_into_tensors, added, added_of_another_library, accumulated_n,
+    aggregated_one_by_one, aggregated_at_the_end, copied_alone,
     accumulated, accumulated_by_replicas, accumulated_rows, accumulated_rows_by_replicas,
     stepped, optimized, optimized_by_replicas, assigned,
     made_dense, merged, joined, joined_across,
