@@ -65,7 +65,8 @@ SIGNATURES = {
     "name='conditional_accumulator', reduction_type='MEAN', *, device=None, "
     "cross_device_ops=None)",
     "Variable": "(initial_value, name=None, *, trainable=True, dtype=None, device=None)",
-    "get_variable": "(name, initial_value, *, trainable=True, custom_getter=None)",
+    "get_variable": "(name, initial_value=None, *, shape=None, dtype=None, trainable=True, "
+    "reuse=False, custom_getter=None)",
     "AGNOptimizer": "(optimizer, num_worker, custom_getter, communication_period=10, "
     "use_locking=True, name='AGNOptimizer', *, distance_scale=None, reset_momentum=False)",
     "AGNCenter": "(mesh=None)",

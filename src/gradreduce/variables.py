@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,13 +34,14 @@ from gradreduce.interop import (
     is_array,
     numbers,
     reading,
+    shape_and_dtype,
     to_buffer,
 )
 from gradreduce.interop_gpu import on_gpu_of
 from gradreduce.loss_context import check_unread, current_reader, made_like
 from gradreduce.replica_context import current_replica
 
-__all__ = ["Variable", "get_variable"]
+__all__ = ["Variable", "get_variable", "reused"]
 
 _numbers = itertools.count()
 
@@ -309,51 +311,106 @@ class Variable(Readable):
 
 def get_variable(
     name: str,
-    initial_value: Any,
+    initial_value: Any = None,
     *,
+    shape: Sequence[int] | None = None,
+    dtype: Any = None,
     trainable: bool = True,
+    reuse: bool = False,
     custom_getter: Callable[..., Variable] | None = None,
 ) -> Variable:
-    """A new Variable, made by a custom getter where one is given (tf.get_variable).
-
-    There is no store: two calls of one name make two Variables.
+    """A Variable by its name, made by a custom getter where one is given (tf.get_variable).
 
     Args:
         name: of the variable.
-        initial_value: see ``Variable``.
+        initial_value: see ``Variable``; or a callable: an initializer, called as
+            ``initial_value(shape, dtype=dtype)``, where ``shape`` is given, such as ``np.zeros``;
+            else without arguments. Not needed with ``reuse``.
+        shape: what an initializer is asked for; with ``reuse`` what the variable must have.
+        dtype: of the variable, see ``Variable``; default float32 for an initializer.
         trainable: see ``Variable``.
+        reuse: give the variable of this name that ``get_variable`` has made last and that still
+            lives, and make none. Without it a new one is made, whatever its name. (TensorFlow
+            refuses a second one.)
         custom_getter: called as ``custom_getter(getter, name, initial_value, trainable=trainable)``
-            and returns the Variable. ``getter`` makes one: it takes the same, and ``dtype`` and
-            ``device`` as ``Variable`` does. An ``AGNCustomGetter``, say.
+            and returns the Variable; ``shape``, ``dtype`` and ``reuse`` are added where they are
+            given. ``getter`` makes one, or finds it: it takes the same, and ``device`` as
+            ``Variable`` does. An ``AGNCustomGetter``, say.
 
     Raises:
-        TypeError: ``name`` is no text, or ``custom_getter`` is no callable or returns no Variable.
-        ValueError: an empty ``name``.
+        TypeError: ``name`` is no text, ``reuse`` no bool, or ``custom_getter`` is no callable or
+            returns no Variable.
+        ValueError: an empty ``name``; ``shape`` without an initializer, no ``initial_value``, or
+            an initializer that gives another shape; with ``reuse``, no variable of this name, or
+            one of another shape or dtype than ``shape``, ``dtype`` or an array ``initial_value``.
     """
     if not isinstance(name, str):
         raise TypeError(f"name={name!r} must be a text")
     if not name:
         raise ValueError("a variable must have a name")
+    if not isinstance(reuse, bool):
+        raise TypeError(f"reuse={reuse!r} must be True or False")
+    options = {"shape": shape, "dtype": dtype, "reuse": reuse or None}
+    given = {name: value for name, value in options.items() if value is not None}
     if custom_getter is None:
-        return _got(name, initial_value, trainable=trainable)
+        return _got(name, initial_value, trainable=trainable, **given)
     if not callable(custom_getter):
         raise TypeError(f"custom_getter={custom_getter!r} cannot be called")
-    made = custom_getter(_got, name, initial_value, trainable=trainable)
+    made = custom_getter(_got, name, initial_value, trainable=trainable, **given)
     if not isinstance(made, Variable):
         raise TypeError(f"custom_getter={custom_getter!r} made {made!r}, which is no Variable")
     return made
 
 
+_by_name: weakref.WeakValueDictionary[str, Variable] = weakref.WeakValueDictionary()
+
+
 def _got(
     name: str,
-    initial_value: Any,
+    initial_value: Any = None,
     *,
-    trainable: bool = True,
+    shape: Sequence[int] | None = None,
     dtype: Any = None,
+    trainable: bool = True,
+    reuse: bool = False,
     device: DeviceLike | Mesh | None = None,
 ) -> Variable:
-    """What makes a Variable in the end."""
-    return Variable(initial_value, name, trainable=trainable, dtype=dtype, device=device)
+    """What makes a Variable in the end, or finds it; see ``get_variable``."""
+    if reuse:
+        return reused(_by_name.get(name), name, initial_value, shape, dtype)
+    if shape is not None:
+        if not callable(initial_value):
+            raise ValueError(f"shape={shape!r} of {name!r}: initial_value must be an initializer, "
+                             "called with a shape")  # fmt: skip
+        shape = tuple(shape)
+        dtype = as_dtype("float32" if dtype is None else dtype)
+        initial_value = initial_value(shape, dtype=dtype)
+    elif callable(initial_value):
+        initial_value = initial_value()
+    elif initial_value is None:
+        raise ValueError(f"initial_value of {name!r} is missing: give an array or a callable")
+    made = Variable(initial_value, name, trainable=trainable, dtype=dtype, device=device)
+    if shape is not None and made.shape != shape:
+        raise ValueError(f"the initializer of {name!r} gave {made.shape} for shape={shape}")
+    _by_name[name] = made
+    return made
+
+
+def reused(
+    found: Variable | None, name: str, initial_value: Any, shape: Any, dtype: Any
+) -> Variable:
+    """``found``, a variable to be used again, if there is one and it is what is asked for."""
+    if found is None:
+        raise ValueError(f"reuse=True: get_variable has made no {name!r} that still lives")
+    if is_array(initial_value):
+        given = shape_and_dtype(initial_value)
+        shape = given[0] if shape is None else shape
+        dtype = given[1] if dtype is None else dtype
+    if shape is not None and tuple(shape) != found.shape:
+        raise ValueError(f"reuse=True: {found!r} has shape {found.shape}, not {tuple(shape)}")
+    if dtype is not None and as_dtype(dtype) != found.dtype:
+        raise ValueError(f"reuse=True: {found!r} has dtype {found.dtype}, not {as_dtype(dtype)}")
+    return found
 
 
 def _devices(device: DeviceLike | Mesh | None, initial_value: Any) -> Sequence[Device]:

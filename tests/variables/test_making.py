@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -164,11 +165,98 @@ def test_get_variable(mesh, monkeypatch):
             gr.get_variable(name, 1.0)
 
 
-def test_no_store_remembers_names(mesh):
+def test_a_second_variable_of_a_name_is_another(mesh):
     one, two = (gr.get_variable("w", mesh.devices[0].put(np.ones(1))) for _ in range(2))
     assert one is not two
     one.assign([5.0])
     assert two.numpy() == 1
+    assert gr.get_variable("w", reuse=True) is two
+
+
+@pytest.fixture
+def default(mesh, monkeypatch):
+    monkeypatch.setattr("gradreduce.variables.default_mesh", lambda: mesh)
+
+
+def test_an_initializer_is_given_shape_and_dtype(default):
+    asked = []
+
+    def initializer(shape, dtype):
+        asked.append((shape, dtype))
+        return np.full(shape, 3, np.float64)
+
+    for dtype, wanted in [(None, "float32"), ("float16", "float16"), (np.float64, "float64")]:
+        made = gr.get_variable("v", initializer, shape=[2, 3], dtype=dtype)
+        assert (made.shape, made.dtype.name, made.name) == ((2, 3), wanted, "v")
+        assert (made.numpy() == 3).all()
+    assert asked == [((2, 3), np.dtype(name)) for name in ("float32", "float16", "float64")]
+    assert gr.get_variable("scalar", np.ones, shape=()).numpy() == 1
+    generator = np.random.default_rng(0)
+    assert gr.get_variable("n", generator.standard_normal, shape=(4,)).shape == (4,)
+
+
+def test_a_callable_gives_the_value(default):
+    assert gr.get_variable("v", lambda: [1.0, 2.0]).numpy().tolist() == [1.0, 2.0]
+    made = gr.get_variable("v", lambda: np.zeros(3), dtype="bfloat16", trainable=False)
+    assert (made.shape, made.dtype.name, made.trainable) == ((3,), "bfloat16", False)
+    assert gr.get_variable("v", 1, dtype="float32").dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "match"),
+    [
+        ((), {}, "initial_value of 'w' is missing"),
+        ((), {"shape": (2,)}, r"shape=\(2,\) of 'w': initial_value must be an initializer"),
+        (([1.0, 2.0],), {"shape": (2,)}, "initial_value must be an initializer"),
+        ((lambda shape, dtype: np.zeros(3, dtype),), {"shape": (2,)},
+         r"initializer of 'w' gave \(3,\) for shape=\(2,\)"),
+        ((), {"reuse": True}, "reuse=True: get_variable has made no 'w' that still lives"),
+    ],
+)  # fmt: skip
+def test_what_makes_or_finds_no_variable(default, args, options, match):
+    gc.collect()
+    with pytest.raises(ValueError, match=match):
+        gr.get_variable("w", *args, **options)
+    with pytest.raises(ValueError, match="no 'w' that still lives"):
+        gr.get_variable("w", reuse=True)
+
+
+def test_a_variable_is_used_again_if_it_is_what_is_asked_for(default):
+    made = gr.get_variable("kept", np.zeros, shape=(2, 3), dtype="float16")
+    for args, options in [
+        ((), {}),
+        ((np.ones,), {"shape": [2, 3]}),  # not called
+        ((), {"dtype": "float16"}),
+        ((np.ones((2, 3), "float16"),), {}),
+        ((lambda: 1 / 0,), {"trainable": False}),
+    ]:
+        assert gr.get_variable("kept", *args, reuse=True, **options) is made
+    for args, options, match in [
+        ((), {"shape": (3, 2)}, r"<Variable 'kept' .*> has shape \(2, 3\), not \(3, 2\)"),
+        ((), {"shape": ()}, r"has shape \(2, 3\), not \(\)"),
+        ((), {"dtype": "float32"}, "has dtype float16, not float32"),
+        ((np.ones((2, 3)),), {}, "has dtype float16, not float64"),
+        ((np.ones((2, 2), "float16"),), {}, r"not \(2, 2\)"),
+    ]:
+        with pytest.raises(ValueError, match=f"^reuse=True: .*{match}"):
+            gr.get_variable("kept", *args, reuse=True, **options)
+    with pytest.raises(TypeError, match="reuse=1 must be True or False"):
+        gr.get_variable("kept", reuse=1)
+
+
+def test_a_custom_getter_is_told_what_was_given(default):
+    calls = []
+
+    def getter(get, name, initial_value, **given):
+        calls.append(given)
+        return get(name, initial_value, **given)
+
+    made = gr.get_variable("w", np.zeros, shape=(2,), dtype="float32", custom_getter=getter)
+    assert gr.get_variable("w", reuse=True, custom_getter=getter) is made
+    assert calls == [
+        {"trainable": True, "shape": (2,), "dtype": "float32"},
+        {"trainable": True, "reuse": True},
+    ]
 
 
 def test_a_custom_getter_makes_the_variable(mesh):

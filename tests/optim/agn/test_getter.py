@@ -51,6 +51,27 @@ def test_a_part_of_a_mesh_mirrors(mesh):
     assert len(getter.center_variable(var).devices) == 1
 
 
+def test_each_worker_uses_its_own_variable_again(mesh):
+    center = gr.AGNCenter(mesh)
+    one, two = (gr.AGNCustomGetter(mesh.devices[place], center=center) for place in (0, -1))
+    mine, yours = (made(getter, value=np.zeros, shape=(2,)) for getter in (one, two))
+    assert made(one, value=None, reuse=True) is mine
+    assert made(two, value=np.ones, shape=(2,), reuse=True) is yours
+    assert yours.devices == (mesh.devices[-1],)
+    counter = made(one, "step", 0, trainable=False)
+    assert made(one, "step", None, reuse=True) is counter
+    for getter, options, match in [
+        (one, {"shape": (3,)}, r"has shape \(2,\), not \(3,\)"),
+        (one, {"dtype": "float16"}, "has dtype float32, not float16"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            made(getter, value=None, reuse=True, **options)
+    with pytest.raises(ValueError, match="made no 'step'"):
+        made(two, "step", None, reuse=True)
+    with pytest.raises(ValueError, match="reuse=True gives it"):
+        made(one)
+
+
 def test_others_pass_through(mesh):
     getter = gr.AGNCustomGetter(mesh.devices[1], center=gr.AGNCenter(mesh))
     step = made(getter, "step", 0, trainable=False)

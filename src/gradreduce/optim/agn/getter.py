@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradreduce.device import Device, DeviceLike, Mesh, as_devices
-from gradreduce.variables import Variable
+from gradreduce.variables import Variable, reused
 
 from .center import AGNCenter, process_wide
 from .lazy import Accumulation, Changes
@@ -66,7 +66,7 @@ class AGNCustomGetter:
         self.center = process_wide(self.devices[0], self) if center is None else center
         self.center.check_reached(self.devices)
         self._members: dict[Variable, Member] = {}
-        self._names: set[str] = set()
+        self._made: dict[str, Variable] = {}
         self._changes = Changes()
 
     def __call__(
@@ -76,22 +76,31 @@ class AGNCustomGetter:
         initial_value: Any,
         *,
         trainable: bool = True,
+        reuse: bool = False,
         **options: Any,
     ) -> Variable:
-        """See ``gr.get_variable``, which calls it.
+        """See ``gr.get_variable``, which calls it; ``reuse`` gives what this getter has made.
 
         Raises:
-            ValueError: this getter has made one of this name, which would be the same at the
-                centre, or the centre has one with another shape or dtype.
+            ValueError: this getter has made a trainable one of this name, which would be the same
+                at the centre, or the centre has one with another shape or dtype. With ``reuse``,
+                see there.
         """
-        if trainable and name in self._names:
-            raise ValueError(f"this getter has made {name!r} already: a worker has one of a name")
+        before = self._made.get(name)
+        if reuse:
+            shape, dtype = options.get("shape"), options.get("dtype")
+            return reused(before, name, initial_value, shape, dtype)
+        if trainable and before is not None and before.trainable:
+            raise ValueError(
+                f"this getter has made {name!r} already, and a worker has one of a name: "
+                "reuse=True gives it"
+            )
         options["device"] = self.worker_device
         local = getter(name, initial_value, trainable=trainable, **options)
         if local.trainable:
             total = Accumulation(local, f"grad_variable/{name}", self._changes)
             self._members[local] = Member(local, self.center.variable_for(name, local), total)
-            self._names.add(name)
+        self._made[name] = local
         return local
 
     def center_variable(self, var: Variable) -> Variable:
