@@ -1,17 +1,20 @@
-"""Processes that take minutes run beside the other tests, from the moment that they are collected.
+"""Processes that take long run beside the other tests, one after the other, from the start on.
 
-A test marked ``early(*arguments)`` is about a Python that runs with these arguments, and gets from
-the fixture of that name what it printed and how it ended.
+A test marked ``early(*arguments, **environment)`` is about a Python that runs with these arguments
+and variables in an empty folder of its own, and gets from the fixture of that name how it ended.
+Such tests come last.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Hashable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -19,51 +22,90 @@ import gradreduce
 
 LIMIT_S = 900.0
 ROOT = Path(__file__).resolve().parent.parent
-_begun = pytest.StashKey[dict[tuple[str, ...], "Running"]]()
 
 
-class Running:
-    """A process, and the file that it prints to."""
+class Ended(NamedTuple):
+    """How a process ended, and where it ran."""
 
-    def __init__(self, arguments: tuple[str, ...]) -> None:
-        self._file = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  # see stop
-        self._process = subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=ROOT, env=environment(), text=True, stdin=subprocess.DEVNULL,
-            stdout=self._file, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+    returncode: int
+    stdout: str
+    stderr: str
+    folder: Path
 
-    def ended(self) -> subprocess.CompletedProcess[str]:
-        """Waits for it."""
-        status = self._process.wait(LIMIT_S)
-        self._file.seek(0)
-        return subprocess.CompletedProcess(self._process.args, status, self._file.read(), "")
+
+class Beside:
+    """A thread that runs processes one after the other.
+
+    Attributes:
+        marks: of the tests whose processes they are; equal ones share a process.
+    """
+
+    def __init__(self, marks: Sequence[pytest.Mark]) -> None:
+        self.marks = {_key(mark): mark for mark in marks}
+        self._done = {key: threading.Event() for key in self.marks}
+        self._ended: dict[Hashable, Ended] = {}
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._is_over = False
+        self._folder = tempfile.TemporaryDirectory()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def ended(self, mark: pytest.Mark) -> Ended:
+        """Waits for the process of a mark."""
+        assert self._done[_key(mark)].wait(LIMIT_S), f"not in time: {mark}"
+        return self._ended[_key(mark)]
 
     def stop(self) -> None:
-        """Ends it, if nobody has waited for it."""
-        with contextlib.closing(self._file):
-            self._process.kill()
-            self._process.wait()
+        """Ends the process that runs; no other begins."""
+        with self._lock:
+            self._is_over = True
+            if self._process is not None:
+                self._process.kill()
+        self._thread.join()
+        self._folder.cleanup()
+
+    def _run(self) -> None:
+        for number, (key, mark) in enumerate(self.marks.items()):
+            folder = Path(self._folder.name, str(number))
+            folder.mkdir()
+            with self._lock:
+                if self._is_over:
+                    return
+                self._process = subprocess.Popen(
+                    [sys.executable, *mark.args],
+                    cwd=folder, env=environment(**mark.kwargs), stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8",
+                )  # fmt: skip
+            stdout, stderr = self._process.communicate()
+            self._ended[key] = Ended(self._process.returncode, stdout, stderr, folder)
+            self._done[key].set()
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """None has begun."""
-    config.stash[_begun] = {}
+def _key(mark: pytest.Mark) -> Hashable:
+    return mark.args, frozenset(mark.kwargs.items())
+
+
+_beside = pytest.StashKey[Beside]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the tests of these processes behind all others."""
+    items.sort(key=lambda item: item.get_closest_marker("early") is not None)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """All that will run is known."""
-    if session.config.option.collectonly:
-        return
-    for item in session.items:
-        for mark in item.iter_markers("early"):
-            session.config.stash[_begun][mark.args] = Running(mark.args)
+    """All that will run is known: the first process begins."""
+    marks = [mark for item in session.items for mark in item.iter_markers("early")]
+    if marks and not session.config.option.collectonly:
+        session.config.stash[_beside] = Beside(marks)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Nothing is left behind, whatever ended the run."""
-    for running in config.stash.get(_begun, {}).values():
-        running.stop()
+    if _beside in config.stash:
+        config.stash[_beside].stop()
 
 
 def environment(**changed: str) -> dict[str, str]:
@@ -74,7 +116,6 @@ def environment(**changed: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def early(request: pytest.FixtureRequest) -> subprocess.CompletedProcess[str]:
+def early(request: pytest.FixtureRequest) -> Ended:
     """How the process of this test has ended."""
-    mark = request.node.get_closest_marker("early")
-    return request.config.stash[_begun][mark.args].ended()
+    return request.config.stash[_beside].ended(request.node.get_closest_marker("early"))

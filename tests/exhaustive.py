@@ -21,7 +21,7 @@ from __future__ import annotations
 import random
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import combinations
 
 import pytest
@@ -29,7 +29,7 @@ import pytest
 FEWER_EXAMPLES = 4
 FEWEST = 4  # so few cases of a product are run in any case
 
-Value = tuple[str, int]  # a parameter, and the place of the value among its values
+Value = tuple[Hashable, Hashable]  # a parameter, and the place of the value among its values
 _tier = pytest.StashKey[bool]()
 _left_out = pytest.StashKey[int]()
 _all_examples = False
@@ -140,8 +140,8 @@ def _named(config: pytest.Config) -> set[str]:
     return {argument.replace("\\", "/") for argument in config.args}
 
 
-def covering(cases: Sequence[Sequence[Value]], seed: int) -> set[int]:
-    """Numbers of cases that together have every value that any case has, and ``FEWEST`` at least.
+def covering(cases: Sequence[Sequence[Value]], seed: int, fewest: int = FEWEST) -> set[int]:
+    """Numbers of cases that together have every value that any case has, and ``fewest`` at least.
 
     Of the cases that add the most new values the one is next that adds the most new pairs of
     values, and of these the first in an order shuffled by the seed.
@@ -152,7 +152,7 @@ def covering(cases: Sequence[Sequence[Value]], seed: int) -> set[int]:
     pairs = [set(combinations(case, 2)) for case in cases]
     seen: set[tuple[Value, Value]] = set()
     chosen = set[int]()
-    while left and (missing or len(chosen) < FEWEST):
+    while left and (missing or len(chosen) < fewest):
         gains = {number: len(missing.intersection(cases[number])) for number in left}
         most = max(gains.values())
         best = [number for number in left if gains[number] == most]

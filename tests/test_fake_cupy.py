@@ -11,12 +11,20 @@ import subprocess
 import sys
 
 import pytest
-from early import ROOT, environment
+from early import ROOT, Ended, environment
 
 # The fake keeps a clock for every use of memory, and counts of those grow.
 DESELECTED = "tests/device/test_contract_lifetime.py::test_nothing_grows_with_use"
 SHARED = "(gpu or multi_gpu) and not slow"
-OWN = "not slow"
+PYTEST = ("-m", "pytest", "-p", "fake_cupy.plugin", "-q")
+TESTS = ROOT / "tests"
+
+
+def on_seed(seed: str, *marks: pytest.MarkDecorator):
+    """A parameter: the tests that need GPUs, on a machine of this seed."""
+    arguments = (*PYTEST, str(TESTS / "device"), "-m", SHARED, "--deselect", DESELECTED)
+    early = pytest.mark.early(*arguments, GRADREDUCE_FAKE_SEED=seed)
+    return pytest.param(marks=(early, *marks), id=seed)
 
 
 def run(*arguments: str, **changed: str) -> subprocess.CompletedProcess[str]:
@@ -31,11 +39,7 @@ def run(*arguments: str, **changed: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def passes(*arguments: str, **changed: str) -> None:
-    passed(run("-m", "pytest", "-p", "fake_cupy.plugin", "-q", *arguments, **changed))
-
-
-def passed(done: subprocess.CompletedProcess[str]) -> None:
+def passed(done: Ended) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr
     counted = done.stdout.strip().splitlines()[-1]
     assert " passed" in counted, counted
@@ -45,7 +49,7 @@ def passed(done: subprocess.CompletedProcess[str]) -> None:
 @pytest.mark.repo
 @pytest.mark.host
 @pytest.mark.slow
-@pytest.mark.early("-m", "pytest", "-p", "fake_cupy.plugin", "-q", "tests/cuda", "-m", OWN)
+@pytest.mark.early(*PYTEST, str(TESTS / "cuda"), "-m", "not slow")
 def test_the_cuda_backend_passes_on_the_fake(early):
     """In one process: to start one for each file took longer than most of them."""
     passed(early)
@@ -53,9 +57,10 @@ def test_the_cuda_backend_passes_on_the_fake(early):
 
 @pytest.mark.host
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", ["0", "2"])  # fully lazy; as chance will have it
-def test_tests_that_need_gpus_pass_on_the_fake(seed):
-    passes("tests/device", "-m", SHARED, "--deselect", DESELECTED, GRADREDUCE_FAKE_SEED=seed)
+@pytest.mark.parametrize((), [on_seed("2"), on_seed("0", pytest.mark.exhaustive)])
+def test_tests_that_need_gpus_pass_on_the_fake(early):
+    """As chance will have it; fully lazy."""
+    passed(early)
 
 
 @pytest.mark.host

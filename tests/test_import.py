@@ -13,7 +13,7 @@ from statistics import median
 # The promise: importing gradreduce adds at most this many times what NumPy takes, which is 0.15 s
 # where NumPy takes 0.1. A ratio, because both are slower on a slower or a busier machine.
 ALLOWED = 1.5
-SAMPLES = 5
+SAMPLES = 3
 NEVER_IMPORTED = ("cupy", "cupyx", "torch", "jax", "mpi4py", "ray")
 
 # Seconds of this process alone, whatever else the machine does.

@@ -30,7 +30,11 @@ BACKENDS = [
     ),
     # Queued work runs as late as the fences allow, as early, and anyhow.
     *(
-        pytest.param(partial(simulated, strict=True, schedule_seed=seed), id=f"sim-queued_{seed}")
+        pytest.param(
+            partial(simulated, strict=True, schedule_seed=seed),
+            id=f"sim-queued_{seed}",
+            marks=pytest.mark.exhaustive if seed == 3 else (),
+        )
         for seed in range(4)
     ),
 ]

@@ -15,6 +15,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from exhaustive import covering
 from kernels.nvrtc import architectures, compiled
 from updates import layout, rule_of
 
@@ -27,10 +28,13 @@ from gradreduce.ops.add_n import ADD_N
 
 pytestmark = pytest.mark.nvrtc
 
-# NVRTC 12.9 writes the same PTX up to sm_90, and the same from sm_100 on: 2026-11. So all templates
-# are compiled for the GPU that the figures are of, and a part of them for every other: arch -> the
-# first, and how many further the next one is.
+# NVRTC 12.9 writes the same PTX up to sm_90, and the same from sm_100 on: 2026-11. So the tier
+# compiles all templates for the GPU that the figures are of, and a part of them for every other:
+# arch -> the first, and how many further the next one is. A plain run compiles so many of each
+# kernel's that every kind of element is among them, for one of the two GPUs whose PTX differs; and
+# one kernel for every GPU.
 SAMPLES = {70: (0, 4), 80: (1, 4), 90: (0, 1), 100: (0, 2), 120: (3, 4)}
+FOR_ALL = "momentum"
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 ITEMSIZE |= {f"{kind}{bits}": bits // 8 for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 # Single elements, in the text: every kernel's tail, and the vector that reaches into pack's gap or
@@ -45,23 +49,34 @@ APART = ("square_sum", "clip")
 READ_ONE = ("pack", "divide", "take_rows")
 
 
-def archs_of(kernel):
+def has_a_stand_in(kernel):
     """Of AGN's two forms of a rule that of the largest stands for the others, but on one GPU."""
-    if isinstance(kernel, RuleKernel) and kernel.form != "plain" and rule_of(kernel) != "adam":
-        return [90]
-    return list(SAMPLES)
+    return isinstance(kernel, RuleKernel) and kernel.form != "plain" and rule_of(kernel) != "adam"
+
+
+def few(kernel):
+    """Templates in which every dtype occurs that any has, signed or not; two of a stand-in's."""
+    if has_a_stand_in(kernel):
+        return kernel.templates[::3]
+    values = [
+        tuple(enumerate(str(part).removeprefix("u") for part in template))
+        for template in kernel.templates
+    ]
+    return tuple(kernel.templates[number] for number in sorted(covering(values, 0, fewest=1)))
 
 
 def programs_of(*archs):
-    """Each kernel for each of these."""
-    chosen = [(kernel, arch) for kernel in KERNELS for arch in archs_of(kernel) if arch in archs]
-    values = [pytest.param(*one, id=f"{one[0].name}-sm_{one[1]}") for one in chosen]
-    return pytest.mark.parametrize(("kernel", "arch"), values)
-
-
-def templates_of(kernel, arch):
-    first, step = SAMPLES[arch]
-    return kernel.templates[first::step]
+    """Each kernel for each of these in the tier; in a plain run for one of them."""
+    values = []
+    for number, kernel in enumerate(KERNELS):
+        for arch in archs if kernel.name == FOR_ALL else [(90, 100)[number % 2]]:
+            name = f"{kernel.name}-sm_{arch}-few"
+            values.append(pytest.param(kernel, arch, few(kernel), id=name))
+        for arch in [90] if has_a_stand_in(kernel) else archs:
+            first, step = SAMPLES[arch]
+            some, name = kernel.templates[first::step], f"{kernel.name}-sm_{arch}"
+            values.append(pytest.param(kernel, arch, some, id=name, marks=pytest.mark.exhaustive))
+    return pytest.mark.parametrize(("kernel", "arch", "templates"), values)
 
 
 def without_tail(source):
@@ -75,22 +90,23 @@ def without_tail(source):
 
 @pytest.fixture(scope="module")
 def programs(request):
-    """(fixture, kernel, arch) -> the future of its program.
+    """(fixture, kernel, arch, templates) -> the future of its program.
 
     What the collected tests need is compiled ahead, on all cores: NVRTC drops Python's lock.
     """
     wanted = {}
     for item in request.session.items:
         if item.module is request.module and "programs" in item.fixturenames:
-            chosen = item.callspec.params["kernel"], item.callspec.params["arch"]
+            params = item.callspec.params
+            chosen = params["kernel"], params["arch"], params["templates"]
             for fixture in {"program", "tailless"} & set(item.fixturenames):
                 wanted[fixture, *chosen] = None
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for fixture, kernel, arch in wanted:
-            names = [kernel.expression(template) for template in templates_of(kernel, arch)]
+        for fixture, kernel, arch, templates in wanted:
+            names = [kernel.expression(template) for template in templates]
             whole = fixture == "program"
             text = kernel_text(kernel.source) if whole else without_tail(kernel.source)
-            wanted[fixture, kernel, arch] = pool.submit(
+            wanted[fixture, kernel, arch, templates] = pool.submit(
                 compiled, text, names, arch, ptx_only=not whole
             )
         yield wanted
@@ -98,13 +114,13 @@ def programs(request):
 
 
 @pytest.fixture
-def program(programs, kernel, arch):
-    return programs["program", kernel, arch].result()
+def program(programs, kernel, arch, templates):
+    return programs["program", kernel, arch, templates].result()
 
 
 @pytest.fixture
-def tailless(programs, kernel, arch):
-    return programs["tailless", kernel, arch].result()
+def tailless(programs, kernel, arch, templates):
+    return programs["tailless", kernel, arch, templates].result()
 
 
 def accesses(body):
@@ -143,26 +159,24 @@ def test_messages_point_into_the_shipped_file():
 
 
 @programs_of(*SAMPLES)
-def test_nothing_is_spilled(kernel, arch, program):
+def test_nothing_is_spilled(kernel, templates, program):
     stack = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
-    assert re.findall(stack, program.log) == [("0", "0", "0")] * len(templates_of(kernel, arch))
+    assert re.findall(stack, program.log) == [("0", "0", "0")] * len(templates)
     assert ".local" not in program.ptx
 
 
 @programs_of(*SAMPLES)
-def test_threads_share_nothing_and_nothing_is_fused(kernel, arch, program):
+def test_threads_share_nothing_and_nothing_is_fused(kernel, templates, program):
     assert not re.search(r"\.shared|\bbar\.|\bbarrier\.|\batom\.|\bred\.|\bshfl\.", program.ptx)
     assert not re.search(r"\bfma\.|\bmad\.\S*f\d\d", program.ptx)
     # One without .rn is ptxas's to fuse, which no PTX shows.
     arithmetic = re.findall(r"\b(?:add|sub|mul|div)\.\S*f(?:16|32|64)\b", program.ptx)
     assert {operation.split(".")[1] for operation in arithmetic} <= {"rn"}
-    assert re.findall(r"used (\d+) barriers", program.log) == ["0"] * len(
-        templates_of(kernel, arch)
-    )
+    assert re.findall(r"used (\d+) barriers", program.log) == ["0"] * len(templates)
 
 
 @programs_of(*SAMPLES)
-def test_parameters_are_the_table_and_the_declared_scalars(kernel, arch, program):
+def test_parameters_are_the_table_and_the_declared_scalars(kernel, templates, program):
     kinds = {"int64": "u64", "float64": "f64"}
     table = f"align 8 .b8 [{TABLE.itemsize}]"
     expected = [table, *(kinds[kind] for _, kind in kernel.scalars)]
@@ -172,7 +186,7 @@ def test_parameters_are_the_table_and_the_declared_scalars(kernel, arch, program
 
 
 @programs_of(*SAMPLES)
-def test_global_accesses_are_16_bytes_wide(kernel, arch, program):
+def test_global_accesses_are_16_bytes_wide(kernel, templates, program):
     """But for one word of the table's map."""
     for name, (_, body) in program.entries.items():
         found = {access: n for access, n in accesses(body).items() if ".global" in access}
@@ -181,9 +195,9 @@ def test_global_accesses_are_16_bytes_wide(kernel, arch, program):
 
 
 @programs_of(*SAMPLES)
-def test_every_operand_is_read_and_written_by_vectors(kernel, arch, program):
+def test_every_operand_is_read_and_written_by_vectors(kernel, templates, program):
     """Exactly, where the number of operands is known to the compiler; else at least."""
-    for template in templates_of(kernel, arch):
+    for template in templates:
         found = accesses(program.entries[kernel.expression(template)][1])
         loads, stores = found["ld.global.v4.u32"], found["st.global.v4.u32"]
         read, written = vectors(kernel, template)
@@ -201,8 +215,8 @@ def test_every_operand_is_read_and_written_by_vectors(kernel, arch, program):
 
 # NVRTC 12.9 writes the same PTX up to sm_90, and the same from sm_100 on: 2026-11.
 @programs_of(90, 100)
-def test_only_the_tail_touches_single_elements(kernel, arch, program, tailless):
-    for template in templates_of(kernel, arch):
+def test_only_the_tail_touches_single_elements(kernel, templates, program, tailless):
+    for template in templates:
         name = kernel.expression(template)
         found = accesses(tailless.entries[name][1])
         if kernel.name == "segment_sum":  # a vector's divisor, where there can be one
