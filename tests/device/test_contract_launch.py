@@ -292,7 +292,7 @@ def test_what_is_prepared_is_not_compiled_again(near, monkeypatch):
     def compiles(*_) -> None:
         raise AssertionError("a launch compiles")
 
-    monkeypatch.setattr(compiled, "_build", compiles)
+    monkeypatch.setattr(compiled, "_load", compiles)
     device.launch(kernel, kernel.templates[0], [[out, term]], (1,))
     assert same(out.numpy(), data((SIZE,), seed=1))
 
