@@ -38,7 +38,7 @@ def test_an_unknown_algorithm(name):
         gr.AllReduceCrossDeviceOps(name)
 
 
-@pytest.mark.parametrize("number", [-1, True, False, 1.0, "1", None])
+@pytest.mark.parametrize("number", [-1, True, np.True_, False, 1.0, "1", None])
 @pytest.mark.parametrize(
     "name", ["num_packs", "agg_small_grads_max_bytes", "agg_small_grads_max_group"]
 )

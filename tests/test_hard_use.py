@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import numpy as np
@@ -149,7 +150,7 @@ def test_a_take_that_fails_half_way_leaves_the_sums(fails_at, monkeypatch):
 
         def allocate(self, nbytes):
             requests.append(nbytes)
-            if len(requests) == fails_at:
+            if len(requests) >= fails_at:
                 raise MemoryError("planted")
             return original(self, nbytes)
 
@@ -181,3 +182,27 @@ def test_numpy_integers_are_integers():
         assert gr.NcclAllReduce(np.int64(2), mesh=mesh).num_packs == 2
     with pytest.raises(ValueError, match=r"\['nccl'\] is not one of"):
         gr.AllReduceCrossDeviceOps(["nccl"])
+
+
+def test_no_boolean_is_an_integer():
+    """NumPy 1.26 takes ``np.True_`` for 1, with a warning."""
+    with gr.open_mesh(2, backend="sim") as mesh:
+        device = mesh.devices[0]
+        acc = gr.ConditionalAccumulator("float32", device=device)
+        getter = gr.AGNCustomGetter(device, center=gr.AGNCenter(mesh))
+        sgd = gr.GradientDescentOptimizer(0.1)
+        for wrong in (True, np.True_):
+            calls = [
+                lambda wrong=wrong: gr.open_mesh(wrong, backend="sim"),
+                lambda wrong=wrong: mesh.flat_buffer([(3,), (wrong,)], "float32"),
+                lambda wrong=wrong: gr.ConditionalAccumulator("float32", (wrong,), device=device),
+                lambda wrong=wrong: acc.apply_grad([1.0], wrong),
+                lambda wrong=wrong: acc.take_grad(wrong),
+                lambda wrong=wrong: acc.set_global_step(wrong),
+                lambda wrong=wrong: gr.AGNOptimizer(sgd, wrong, getter),
+                lambda wrong=wrong: gr.IndexedSlices(np.ones((1, 2)), [0], [wrong, 2]),
+                lambda wrong=wrong: gr.HierarchicalCopyAllReduce(wrong),
+            ]
+            for call in calls:
+                with pytest.raises((TypeError, ValueError), match=re.escape(repr(wrong))):
+                    call()

@@ -194,7 +194,7 @@ def test_threads_have_replicas_of_their_own(mesh):
     assert seen == {index: [None, index, None] for index in range(3)}
 
 
-@pytest.mark.parametrize("index", [-1, 1.0, "0", None, True])
+@pytest.mark.parametrize("index", [-1, 1.0, "0", None, True, np.True_])
 def test_a_replica_is_an_index(index):
     with pytest.raises(ValueError, match="must be an integer from 0 up"), gr.replica(index):
         pass

@@ -7,7 +7,6 @@ the order open, it is fixed here: ADD_N and ACCUMULATE_N add left to right, TREE
 from __future__ import annotations
 
 import enum
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from gradreduce.aggregators import (
     Tree,
     aggregate_buffers,
 )
-from gradreduce.device import Buffer, as_dtype, compatible
+from gradreduce.device import Buffer, as_dtype, as_index, compatible
 from gradreduce.errors import MixedDtypesError
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import Aside, Kind, OneCall, as_result_kind, from_buffer, is_array
@@ -347,10 +346,7 @@ def _check_promised(
 def _as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
     """Raises ``TypeError`` unless it is a sequence of integers and Nones."""
     try:
-        entries = tuple(shape)
-        if any(isinstance(entry, bool) for entry in entries):
-            raise TypeError
-        return tuple(None if entry is None else operator.index(entry) for entry in entries)
+        return tuple(None if entry is None else as_index(entry) for entry in shape)
     except TypeError:
         raise TypeError(f"shape={shape!r} must be a list of integers and None, or None") from None
 

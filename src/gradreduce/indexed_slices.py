@@ -6,12 +6,11 @@ addition goes to a device. Source: tf.IndexedSlices.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 from gradreduce import ops
-from gradreduce.device import Buffer, Device, DType, by_physical, gather, scatter
+from gradreduce.device import Buffer, Device, DType, as_index, by_physical, gather, scatter
 from gradreduce.errors import InvalidArgumentError
 from gradreduce.interop import (
     Kind,
@@ -291,9 +290,7 @@ def _as_dense_shape(given: Any, values_shape: tuple[int, ...]) -> tuple[int, ...
         return None
     entries = given if isinstance(given, list | tuple) else host_array(given).tolist()
     try:
-        if any(isinstance(entry, bool) for entry in entries):
-            raise TypeError
-        shape = tuple(operator.index(entry) for entry in entries)
+        shape = tuple(as_index(entry) for entry in entries)
     except TypeError:
         raise TypeError(f"dense_shape={given!r} must be a list of integers, or None") from None
     if not shape or min(shape[1:], default=0) < 0 or shape[0] < UNKNOWN:

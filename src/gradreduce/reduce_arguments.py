@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from gradreduce.device import Buffer, Device, DType, Mesh, as_device, is_device_like
+from gradreduce.device import Buffer, Device, DType, Mesh, as_device, as_index, is_device_like
 from gradreduce.errors import DeviceMismatchError, InvalidArgumentError, about, listed
 from gradreduce.indexed_slices import IndexedSlices, check_indices
 from gradreduce.interop import Kind, OneCall, is_array, kind_of, reading, to_buffer
@@ -116,9 +116,10 @@ def check_op(name: str, op: Any) -> None:
 
 def as_count(name: str, number: Any) -> int:
     """An integer from 0 up, of any library; anything else is a ``ValueError``."""
-    if isinstance(number, bool) or not hasattr(number, "__index__") or number < 0:
-        raise ValueError(f"{name}={number!r} must be an integer from 0 up")
-    return operator.index(number)
+    with suppress(TypeError):
+        if as_index(number) >= 0:
+            return as_index(number)
+    raise ValueError(f"{name}={number!r} must be an integer from 0 up")
 
 
 def checked_mesh(mesh: Any) -> Mesh | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from gradreduce.device import Buffer, Device, Mesh, default_mesh
+from gradreduce.device import Buffer, Device, Mesh, as_index, default_mesh
 from gradreduce.interop import kind_of, reading, to_buffer
 from gradreduce.loss_context import current_reader
 
@@ -32,9 +31,13 @@ def replica(index: int) -> Iterator[None]:
     Raises:
         ValueError: ``index`` is not an integer from 0 up.
     """
-    if isinstance(index, bool) or not hasattr(index, "__index__") or index < 0:
+    try:
+        number = as_index(index)
+    except TypeError:
+        number = -1
+    if number < 0:
         raise ValueError(f"replica index {index!r} must be an integer from 0 up")
-    with replica_on(None, operator.index(index)):
+    with replica_on(None, number):
         yield
 
 

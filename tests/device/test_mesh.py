@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import re
+import reprlib
 import subprocess
 import sys
 import threading
@@ -86,13 +87,19 @@ def test_devices_are_a_number_or_a_placement(devices, placed):
 @pytest.mark.parametrize(
     "devices",
     [0, -1, True, False, [], (), "2", "", 2.0, 2.5, [0, -1], [0, True], [0, 1.0], [None], ["0"],
-     [[0]], object],
-    ids=str,
+     [[0]], object, np.True_, [0, np.True_], 1025, 10**9, -(10**9), range(10**9), [0] * 10**4],
+    ids=reprlib.repr,
 )  # fmt: skip
 def test_other_devices_are_refused(devices):
-    text = f"devices={devices!r} must be a number from 1 up, or a list of physical device numbers"
-    with pytest.raises(ValueError, match=f"^{re.escape(text)} from 0 up$"):
+    text = f"devices={reprlib.repr(devices)} must be a number from 1 to 1024, or a list of at most "
+    text += "1024 physical device numbers from 0 up"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         opened(devices)
+
+
+def test_an_integer_of_numpy_is_a_number_of_devices():
+    with opened(np.int64(2)) as mesh, opened([np.int8(0), 1]) as placed:
+        assert (len(mesh), len(placed)) == (2, 2)
 
 
 @pytest.mark.parametrize("backend", ["gpu", "", "SIM", 3])
@@ -150,15 +157,15 @@ def test_numbers_of_devices_and_threads_come_from_variables(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "least", "wrong"),
     [
-        ("GRADREDUCE_SIM_DEVICES", 1, ["0", "-1", "four", "2.0", " 2", "\u00b2"]),
-        ("GRADREDUCE_SIM_THREADS", 1, ["0", "-1", "two", "1e3"]),
+        ("GRADREDUCE_SIM_DEVICES", 1, ["0", "-1", "four", "2.0", " 2", "\u00b2", "1000000000"]),
+        ("GRADREDUCE_SIM_THREADS", 1, ["0", "-1", "two", "1e3", "9" * 5000]),
         ("GRADREDUCE_SIM_STRICT", 0, ["yes", "true", "-1"]),
     ],
 )
 def test_a_wrong_variable_is_named(monkeypatch, name, least, wrong):
     for value in wrong:
         monkeypatch.setenv(name, value)
-        text = f"{name}={value!r} must be a number from {least} up"
+        text = f"{name}={reprlib.repr(value)} must be a number from {least} to 1024"
         with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
             opened()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,8 +12,8 @@ import pytest
 from device.contract import FLOAT, SIZE, add, data, simulated, uploaded
 from exact import DTYPES, same
 
-from gradreduce.device import Device, Mesh, as_dtype
-from gradreduce.device.sim_pool import GRANULE, START, SimPool
+from gradreduce.device import Device, Mesh, as_dtype, sim_pool
+from gradreduce.device.sim_pool import GRANULE, START, Memory, SimPool
 from gradreduce.ops.add_n import ADD_N
 
 PAIR = ("float32", "float32", 1)
@@ -90,6 +91,34 @@ def test_trim_gives_everything_back(mesh):
     uploaded(device, 2)
     assert device._pool.grown == 3
     assert same(kept.numpy(), data((SIZE,), seed=1))
+
+
+def test_pools_are_trimmed_before_memory_is_said_to_be_short(mesh, monkeypatch):
+    """As if the host had 9 MB: 6 MB lie idle on one device, 8 MB are asked for on another."""
+    live = weakref.WeakSet()
+
+    class Limited(Memory):
+        __slots__ = ("__weakref__",)
+
+        def __init__(self, nbytes):
+            if sum(each.nbytes for each in live) + nbytes > 9e6:
+                raise MemoryError
+            super().__init__(nbytes)
+            live.add(self)
+
+    monkeypatch.setattr(sim_pool, "Memory", Limited)
+    device, other = mesh.devices[:2]
+    kept = device.empty((100_000,), "uint8")
+    device.empty((6_000_000,), "uint8")
+    device.drain()
+    assert device._pool.free_bytes > 5e6
+    asked = other.empty((8_000_000,), "uint8")
+    assert device._pool.free_bytes == 0
+    with pytest.raises(MemoryError):
+        other.empty((8_000_000,), "uint8")
+    del asked  # which nobody takes back into the pool
+    device.empty((8_000_000,), "uint8")
+    assert kept.block.raw in live
 
 
 def test_released_memory_is_not_used_again_while_its_array_lives(mesh):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 from gradreduce.aggregate_sparse import known_shape, with_dense
-from gradreduce.device import Buffer, DType, compatible
+from gradreduce.device import Buffer, DType, as_index, compatible
 from gradreduce.errors import DeviceMismatchError, InvalidArgumentError
 from gradreduce.indexed_slices import IndexedSlices, densified
 from gradreduce.interop import is_array, kind_of, numbers, shape_and_dtype, to_buffer
@@ -235,14 +234,17 @@ def _as_integer(name: str, number: int | Variable) -> int:
             raise TypeError(f"{name}={number!r} must hold one integer")
         return int(number)
     try:
-        return operator.index(number)
+        return as_index(number)
     except TypeError:
         raise TypeError(f"{name}={number!r} must be an integer or a Variable") from None
 
 
 def as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
     """A shape with None for open extents; a negative one is a ``ValueError``."""
-    wanted = tuple(None if extent is None else operator.index(extent) for extent in shape)
+    try:
+        wanted = tuple(None if extent is None else as_index(extent) for extent in shape)
+    except TypeError:
+        raise TypeError(f"shape={shape!r} must be a list of integers and None") from None
     if any(extent is not None and extent < 0 for extent in wanted):
         raise ValueError(f"shape={tuple(shape)!r} has a negative extent")
     return wanted

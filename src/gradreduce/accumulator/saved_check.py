@@ -5,12 +5,11 @@ Never allocates on a device and never takes a lock.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from gradreduce.device import Device
+from gradreduce.device import Device, as_index
 from gradreduce.errors import about
 from gradreduce.indexed_slices import UNKNOWN
 from gradreduce.interop import Kind, as_result_kind, is_array
@@ -186,7 +185,7 @@ def _text(key: str, value: Any) -> str:
 
 def _integer(key: str, value: Any) -> int:
     try:
-        return operator.index(_plain(value))
+        return as_index(_plain(value))
     except TypeError:
         raise TypeError(f"state[{key!r}]={value!r} must be an integer") from None
 

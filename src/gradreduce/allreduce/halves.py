@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
+
+from gradreduce.device import as_index
 
 __all__ = ["Halves", "as_topology", "halves_of"]
 
@@ -65,8 +66,8 @@ def _as_half(topology: Any, half: Any) -> tuple[int, ...]:
 
 def _as_number(topology: Any, number: Any) -> int:
     with suppress(TypeError):
-        if not isinstance(number, bool) and operator.index(number) >= 0:
-            return operator.index(number)
+        if as_index(number) >= 0:
+            return as_index(number)
     raise ValueError(f"topology={topology!r}: {number!r} is no integer from 0 up")
 
 

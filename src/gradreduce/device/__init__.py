@@ -6,7 +6,7 @@ from .base import Device
 from .capture import Capture
 from .collective import NOT_CAPTURED, Collective
 from .colocated import bring, by_physical, copy_over, fetch, gather, gather_all, pull, scatter
-from .dtypes import DType, accumulate_dtype, as_dtype, element_of, mean_dtype
+from .dtypes import DType, accumulate_dtype, as_dtype, as_flag, as_index, element_of, mean_dtype
 from .due import due
 from .fabric import ModuleLock
 from .fences import follow, precede
@@ -72,6 +72,8 @@ __all__ = [
     "as_device",
     "as_devices",
     "as_dtype",
+    "as_flag",
+    "as_index",
     "attach_again",
     "behind_readers",
     "bring",

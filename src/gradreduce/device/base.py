@@ -72,12 +72,23 @@ class Device(Backend):
     # -- memory ---------------------------------------------------------------------------------
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype | str) -> Buffer:
-        """A Buffer of memory from this device's pool, its content undefined."""
+        """A Buffer of memory from this device's pool, its content undefined.
+
+        Raises:
+            MemoryError: there is no more, though the pools of the whole mesh were trimmed first.
+        """
         self.fabric.check_free(self, "empty")
         dtype = as_dtype(dtype)
         if min(shape, default=0) < 0:
             raise ValueError(f"shape={shape} has a negative extent")
-        block = self._allocate(math.prod(shape) * dtype.itemsize)
+        nbytes = math.prod(shape) * dtype.itemsize
+        try:
+            block = self._allocate(nbytes)
+        except MemoryError:  # pools of other devices may hold memory of the same GPU, or host
+            for device in self.mesh.devices:
+                if device.physical not in self.fabric.lost:
+                    device.drop_free_memory()
+            block = self._allocate(nbytes)
         buffer = Buffer(block, 0, tuple(shape), dtype)
         buffer.address = block.address  # at hand here: to ask later takes far longer
         self._fill_fresh(buffer)

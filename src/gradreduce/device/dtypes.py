@@ -1,4 +1,4 @@
-"""Which element types exist, and in which type each is added; never touches an array.
+"""Which element types exist, and in which type each is added; what an integer and a flag are.
 
 One table for the whole library. A kernel knows eight *elements*: two halves, two floats and four
 unsigned integers. Everything else is one of those looked at differently: adding int32 modulo
@@ -8,7 +8,9 @@ complex64 is adding pairs of float32. Only where integers are divided does the s
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -22,6 +24,8 @@ __all__ = [
     "Element",
     "accumulate_dtype",
     "as_dtype",
+    "as_flag",
+    "as_index",
     "element_of",
     "is_known",
     "mean_dtype",
@@ -77,6 +81,11 @@ _ELEMENT_OF: dict[np.dtype, Element] = {
     np.dtype("complex64"): _viewed("float32", 2),
     np.dtype("complex128"): _viewed("float64", 2),
 }
+# Of each NumPy 1.26 makes some dtype, as every NumPy makes float64 of None.
+_ABSTRACT = {
+    np.number, np.integer, np.signedinteger, np.unsignedinteger,
+    np.inexact, np.floating, np.complexfloating,
+}  # fmt: skip
 _ACCUMULATE = {np.dtype("float16"): np.dtype("float32"), BFLOAT16: np.dtype("float32")}
 
 
@@ -89,8 +98,8 @@ def as_dtype(dtype: DTypeLike) -> np.dtype:
     """
     if isinstance(dtype, np.dtype) and dtype in _ELEMENT_OF:
         return dtype
-    if dtype is None:  # NumPy takes it for float64
-        raise TypeError("dtype=None names no NumPy dtype")
+    if dtype is None or (isinstance(dtype, type) and dtype in _ABSTRACT):
+        raise TypeError(f"dtype={dtype!r} names no NumPy dtype")
     if type(dtype).__module__ == "torch":  # found by its name: it is not imported for this
         dtype = str(dtype).removeprefix("torch.")
     try:
@@ -101,6 +110,28 @@ def as_dtype(dtype: DTypeLike) -> np.dtype:
         allowed = ", ".join(str(known) for known in _ELEMENT_OF)
         raise TypeError(f"dtype {found} cannot be added; allowed: {allowed}")
     return found
+
+
+def as_index(value: Any) -> int:
+    """As ``operator.index``, but a boolean is no integer: NumPy 1.26 takes ``np.True_`` for one.
+
+    Raises:
+        TypeError: no integer of any library.
+    """
+    if isinstance(value, bool | np.bool_):
+        raise TypeError(f"{value!r} is a boolean, not an integer")
+    return operator.index(value)
+
+
+def as_flag(name: str, value: Any) -> bool:
+    """A boolean option: a boolean of Python or NumPy, or 0 or 1.
+
+    Raises:
+        TypeError: anything else, arrays too.
+    """
+    if isinstance(value, bool | np.bool_) or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    raise TypeError(f"{name}={value!r} must be True or False")
 
 
 def is_known(dtype: np.dtype) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from numpy.typing import DTypeLike
 
-from .dtypes import as_dtype
+from .dtypes import as_dtype, as_index
 from .due import due
 from .fabric import ModuleLock
 from .journal import Record
@@ -245,7 +244,7 @@ class FlatBuffer:
 
 def _as_shape(shape: Sequence[int], place: int) -> tuple[int, ...]:
     try:
-        extents = tuple(operator.index(extent) for extent in shape)
+        extents = tuple(as_index(extent) for extent in shape)
     except TypeError:
         extents = (-1,)
     if min(extents, default=0) < 0:

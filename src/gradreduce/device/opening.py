@@ -18,9 +18,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import reprlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache
+from itertools import islice
 from types import ModuleType
 
 from gradreduce.errors import BackendUnavailableError
@@ -28,6 +31,7 @@ from gradreduce.errors import BackendUnavailableError
 from .base import Device
 from .collective import Collective
 from .compiled import find_compiler
+from .dtypes import as_index
 from .fabric import Fabric, ModuleLock
 from .flight import flight_path
 from .mesh import Mesh
@@ -39,6 +43,8 @@ from .sim_workers import Workers
 __all__ = ["default_mesh", "open_mesh"]
 
 _log = logging.getLogger("gradreduce")
+# Devices of a mesh, and threads: more are a mistake, and would take all memory to be built.
+MOST = 1024
 _BACKENDS = ("cuda", "sim")
 _NUM_PROCESSES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
@@ -61,7 +67,7 @@ def open_mesh(
         devices: how many logical devices, one on each physical one; or the physical device of
             each logical one: ``[0, 0, 1, 1]`` are four on two. Default: every visible GPU; in one
             of several processes the GPU of its local rank, or GPU 0 if only one is visible; in the
-            simulation ``GRADREDUCE_SIM_DEVICES`` (4).
+            simulation ``GRADREDUCE_SIM_DEVICES`` (4). At most 1,024.
         backend: ``"sim"`` or ``"cuda"``. Default: ``GRADREDUCE_BACKEND``, else GPUs if CuPy sees
             any, else the simulation, with one logged warning that says why.
         processes: ``"none"``: open devices of this process alone, though a launcher (torchrun,
@@ -104,10 +110,11 @@ def open_mesh(
     build = FACES[kernels]
     if build is not None:
         find_compiler(build)
+    placement = _placement(devices)
     workers = Workers(_integer("GRADREDUCE_SIM_THREADS", _num_cores()))
     scheduler = RunAtOnce() if schedule_seed is None else Shuffled(schedule_seed)
     options = SimOptions(kernels, strict, workers, scheduler)
-    return _open_sim(_placement(devices), peer_access, options)
+    return _open_sim(placement, peer_access, options)
 
 
 def _check_alone(processes: str | None) -> None:
@@ -264,18 +271,21 @@ def _warn_once(why: str) -> None:
 
 
 def _placement(devices: int | Sequence[int] | None) -> tuple[int, ...]:
-    if devices is None:
-        devices = _integer("GRADREDUCE_SIM_DEVICES", 4)
-    if isinstance(devices, int) and not isinstance(devices, bool):
-        placement: tuple[int, ...] = tuple(range(devices))
-    else:
-        placement = tuple(devices) if isinstance(devices, Iterable) else ()
-    if not placement or any(
-        isinstance(physical, bool) or not isinstance(physical, int) or physical < 0
-        for physical in placement
-    ):
-        raise ValueError(f"devices={devices!r} must be a number from 1 up, or a list of physical "
-                         "device numbers from 0 up")  # fmt: skip
+    named = devices
+    if named is None:
+        named = _integer("GRADREDUCE_SIM_DEVICES", 4)
+    with suppress(TypeError):
+        named = range(as_index(named))
+    try:
+        listed = islice(named, MOST + 1) if isinstance(named, Iterable) else ()
+        placement = tuple(as_index(physical) for physical in listed)
+    except TypeError:
+        placement = ()
+    if not 0 < len(placement) <= MOST or min(placement) < 0:
+        raise ValueError(
+            f"devices={reprlib.repr(devices)} must be a number from 1 to {MOST}, or a list of at "
+            f"most {MOST} physical device numbers from 0 up"
+        )
     return placement
 
 
@@ -283,8 +293,11 @@ def _integer(variable: str, default: int, *, minimum: int = 1) -> int:
     text = os.environ.get(variable, "")
     if not text:
         return default
-    if not text.isdecimal() or int(text) < minimum:
-        raise ValueError(f"{variable}={text!r} must be a number from {minimum} up")
+    # The length first: int() refuses thousands of digits with an error of its own.
+    if not text.isdecimal() or len(text) > 9 or not minimum <= int(text) <= MOST:
+        raise ValueError(
+            f"{variable}={reprlib.repr(text)} must be a number from {minimum} to {MOST}"
+        )
     return int(text)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from gradreduce.device import as_index
 from gradreduce.variables import Variable
 
 __all__ = ["Number", "as_count", "as_number", "check_decay", "no_attribute", "value_of"]
@@ -48,7 +48,7 @@ def as_count(name: str, given: Any, *, least: int) -> int:
         ValueError: a smaller one.
     """
     try:
-        number = operator.index(given)
+        number = as_index(given)
     except TypeError:
         raise TypeError(f"{name}={given!r} must be an integer") from None
     if number < least:
