@@ -127,6 +127,18 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             _as_wire(wire_dtype),
         )
 
+    def _told(self) -> list[str]:
+        settings = self.settings
+        told = [settings.all_reduce_alg, f"num_packs={settings.num_packs}"]
+        if settings.agg_small_grads_max_bytes:
+            told.append(f"agg_small_grads_max_bytes={settings.agg_small_grads_max_bytes}")
+            told.append(f"agg_small_grads_max_group={settings.agg_small_grads_max_group}")
+        if settings.topology is not None:
+            told.append(f"topology={settings.topology}")
+        if settings.wire_dtype is not None:
+            told.append(f"wire_dtype={settings.wire_dtype}")
+        return told
+
     @property
     def all_reduce_alg(self) -> str:
         """The algorithm's name."""

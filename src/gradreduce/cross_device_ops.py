@@ -54,6 +54,14 @@ class CrossDeviceOps(ABC):
 
     mesh: Mesh | None = None
 
+    def __repr__(self) -> str:
+        told = [*self._told(), *([] if self.mesh is None else [f"mesh={self.mesh!r}"])]
+        return f"<{type(self).__name__}{' ' if told else ''}{', '.join(told)}>"
+
+    def _told(self) -> list[str]:
+        """What ``repr`` says beside the class and the mesh."""
+        return []
+
     def reduce(
         self,
         reduce_op: ReduceOp,
@@ -306,6 +314,11 @@ class ReductionToOneDevice(CrossDeviceOps):
         self.reduce_to_device = reduce_to_device
         self.accumulation_fn = accumulation_fn
         self.mesh = checked_mesh(mesh)
+
+    def _told(self) -> list[str]:
+        where, how = self.reduce_to_device, self.accumulation_fn
+        given = {"reduce_to_device": where, "accumulation_fn": how}
+        return [f"{name}={value!r}" for name, value in given.items() if value is not None]
 
     def reduce_batch(
         self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool

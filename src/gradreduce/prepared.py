@@ -23,6 +23,7 @@ from gradreduce.device import (
     scatter,
     spans_of,
 )
+from gradreduce.errors import listed
 from gradreduce.interop import Kind, OneCall
 from gradreduce.interop_out import Out, count_writes, tensors_of
 from gradreduce.interop_streams import Border
@@ -100,6 +101,10 @@ class PreparedStep:
             for parts, kind in zip(reduced, kinds, strict=True):
                 self.results.append(Mirrored.of(parts, kind))
                 self.results[-1].keep_arrays()
+
+    def __repr__(self) -> str:
+        names = listed(device.name for device in self._devices)
+        return f"<{type(self).__name__} of {len(self._held)} values on {names}>"
 
     def __call__(self, *, deadline: float | None = None) -> list[Mirrored]:
         """Reduces again; does not wait for the devices, unless results lie in host memory.

@@ -15,6 +15,7 @@ from gradreduce.aggregate import AggregationMethod, as_aggregation_method
 from gradreduce.aggregators import aggregate_buffers
 from gradreduce.cross_device_ops import CrossDeviceOps
 from gradreduce.device import Buffer, Device, as_deadline, by_physical, due
+from gradreduce.errors import listed
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import OneCall, reading, to_buffer
 from gradreduce.optim import Optimizer
@@ -75,6 +76,13 @@ class SyncStep:
             for variable in self.variables
         ]
         optimizer.prepare(self.variables)
+
+    def __repr__(self) -> str:
+        names = listed(device.name for device in self.devices)
+        return (
+            f"<SyncStep of {len(self.variables)} variables on {names}, global_step "
+            f"{self.accumulators[0].accumulator_ref.step}, num_required {self.num_required}>"
+        )
 
     @property
     def global_step(self) -> int:

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from gradreduce.device import as_deadline
+from gradreduce.errors import listed
 from gradreduce.variables import Variable
 
 from .door import as_step
@@ -30,6 +31,17 @@ class ConditionalAccumulatorBase:
     def __init__(self, state: AccumulatorState, name: str) -> None:
         self._state = state
         self._name = str(name).rpartition("/")[2]
+
+    def __repr__(self) -> str:
+        state = self._state  # read without its lock: a repr must not wait
+        shape = "[?]" if state.shape is None else str(list(state.shape)).replace("None", "?")
+        names = listed(device.name for device in state.devices)
+        closed = ", closed" if state.closed else ""
+        return (
+            f"<{type(self).__name__} {self._name!r} {state.dtype}{shape} {state.reduction_type} on "
+            f"{names}, global_step {state.step}, {state.count} accumulated, {state.num_dropped} "
+            f"dropped{closed}>"
+        )
 
     @property
     def accumulator_ref(self) -> AccumulatorState:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from numpy.typing import DTypeLike
 
+from gradreduce.errors import listed
+
 from .dtypes import as_dtype, as_index
 from .due import due
 from .fabric import ModuleLock
@@ -58,7 +60,7 @@ class Step(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FlatBuffer:
     """The same tensors on every device of a mesh, end to end in one memory each.
 
@@ -81,6 +83,14 @@ class FlatBuffer:
     # ``interop.py`` and ``presets.py`` set these: this module may not import them.
     door: ClassVar[Door]
     prepare_step: ClassVar[Callable[[FlatBuffer, Any, Any, float | None], Step]]
+
+    def __repr__(self) -> str:
+        first = self.buffers[0]
+        names = listed(buffer.device.name for buffer in self.buffers)
+        return (
+            f"<FlatBuffer of {len(self.views[0])} tensors of {first.dtype}, {first.nbytes} bytes, "
+            f"on {names}>"
+        )
 
     @classmethod
     def on(

@@ -45,11 +45,17 @@ class Record:
     num_rows: int = 0
 
 
-@dataclass
+@dataclass(repr=False)
 class Journal:
     """The records made while a ``with mesh.journal()`` block ran, in the order of the calls."""
 
     records: list[Record] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Journal of {len(self.records)} records: {self.launches} launches, {self.copies} "
+            f"copies, {self.bytes} bytes, {self.uploads} uploads, {self.syncs} syncs>"
+        )
 
     def of(self, kind: Kind) -> list[Record]:
         """The records of one kind, in order."""

@@ -23,7 +23,7 @@ from .arrivals import check_apart, check_global_step, checked_pairs, made_dense,
 from .custom import changed_by
 from .gradients import Pairs, ready_gradients
 from .launches import Job, by_kernel
-from .numbers import as_number, no_attribute, value_of
+from .numbers import as_number, no_attribute, shown, value_of
 from .plan import Plan, devices_of
 from .saved import checked_numbers, checked_state, loaded_slots, saved_state
 from .slots import Slots
@@ -82,6 +82,11 @@ class Optimizer:
         if not is_known and type(self).__module__.startswith("gradreduce."):
             raise self._no_attribute(name)
         super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        told = [f"{name}={shown(getattr(self, name))}" for name in
+                (*self._hyperparameters, *self._settings)]  # fmt: skip
+        return f"<{type(self).__name__} {self._name!r}{' ' if told else ''}{', '.join(told)}>"
 
     # -- the two hooks ----------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any
 from gradreduce.device import as_index
 from gradreduce.variables import Variable
 
-__all__ = ["Number", "as_count", "as_number", "check_decay", "no_attribute", "value_of"]
+__all__ = ["Number", "as_count", "as_number", "check_decay", "no_attribute", "shown", "value_of"]
 
 Number = float | Variable | Callable[[], float]
 
@@ -32,6 +32,13 @@ def value_of(given: Number) -> float:
     """Now; asked once for each update, before anything is launched. Waits for a Variable."""
     said = given() if callable(given) else given
     return float(said.numpy() if isinstance(said, Variable) else said)
+
+
+def shown(given: Any) -> str:
+    """For a ``repr``: a callable by its name, anything else as it is."""
+    if callable(given):
+        return getattr(given, "__qualname__", type(given).__qualname__)
+    return repr(given)
 
 
 def check_decay(name: str, given: Number) -> None:

@@ -24,7 +24,7 @@ from gradreduce.device import (
     as_devices,
     default_mesh,
 )
-from gradreduce.errors import CollectiveError, DeadlineExceededError, DeviceMismatchError
+from gradreduce.errors import CollectiveError, DeadlineExceededError, DeviceMismatchError, listed
 from gradreduce.optim.base import Optimizer
 from gradreduce.optim.numbers import as_count
 from gradreduce.optim.slots import Slots
@@ -94,6 +94,10 @@ class AGNCenter:
     def _begins(self) -> threading.Condition:
         self.devices[0].fabric.check_process()
         return self._condition
+
+    def __repr__(self) -> str:
+        names = listed(device.name for device in self.devices)
+        return f"<AGNCenter of {len(self._variables)} variables on {names}>"
 
     # -- members ----------------------------------------------------------------------------------
 

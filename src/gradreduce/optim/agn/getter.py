@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradreduce.device import Device, DeviceLike, Mesh, as_devices
+from gradreduce.errors import listed
 from gradreduce.variables import Variable, reused
 
 from .center import AGNCenter, process_wide
@@ -68,6 +69,10 @@ class AGNCustomGetter:
         self._members: dict[Variable, Member] = {}
         self._made: dict[str, Variable] = {}
         self._changes = Changes()
+
+    def __repr__(self) -> str:
+        names = listed(device.name for device in self.devices)
+        return f"<AGNCustomGetter of {len(self._members)} variables on {names}>"
 
     def __call__(
         self,

@@ -109,6 +109,12 @@ class AGNOptimizer(Optimizer):
         known = (*inner._hyperparameters, *inner._settings)
         return no_attribute(type(self).__name__, name, known, "its inner optimizer")
 
+    def __repr__(self) -> str:
+        return (
+            f"<AGNOptimizer {self._name!r} of {self._inner!r}, communication_period "
+            f"{self._worker._how.period}, local_step {self._worker.step.value}>"
+        )
+
     # -- members ----------------------------------------------------------------------------------
 
     @property
