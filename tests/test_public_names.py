@@ -32,12 +32,13 @@ SIGNATURES = {
     "NcclAllReduce": "(num_packs=1, *, mesh=None, wire_dtype=None)",
     "HierarchicalCopyAllReduce": "(num_packs=1, *, mesh=None, topology=None, wire_dtype=None)",
     "all_reduce": "(grads, op=<ReduceOp.MEAN: 'MEAN'>, *, mesh=None, coalesce=False, as_kind=None, "
-    "out=None, deadline=None)",
+    "out=None, wire_dtype=None, deadline=None)",
     "CrossDeviceOps.reduce": "(self, reduce_op, per_replica_value, destinations, *, "
     "coalesce=False, as_kind=None, out=None, deadline=None)",
     "CrossDeviceOps.batch_reduce": "(self, reduce_op, value_destination_pairs, *, coalesce=False, "
     "as_kind=None, out=None, deadline=None)",
-    "CrossDeviceOps.broadcast": "(self, tensor, destinations, *, as_kind=None, deadline=None)",
+    "CrossDeviceOps.broadcast": "(self, tensor, destinations, *, as_kind=None, out=None, "
+    "deadline=None)",
     "AllReduceCrossDeviceOps.all_reduce": "(self, grads, op=<ReduceOp.MEAN: 'MEAN'>, *, "
     "coalesce=False, as_kind=None, out=None, deadline=None)",
     "AllReduceCrossDeviceOps.plan": "(self, reduce_op, value_destination_pairs, *, coalesce=False)",
