@@ -19,7 +19,7 @@ _lock = ModuleLock()
 
 def state_of(shared_name: str | None) -> AccumulatorState | None:
     """What ``shared_name`` stands for now, unless it was closed."""
-    with _lock:
+    with _lock.lock:
         found = _shared.get(shared_name) if shared_name else None
         return None if found is None or found.closed else found
 
@@ -44,7 +44,7 @@ def shared_state(
     """
     if not shared_name:
         return state
-    with _lock:
+    with _lock.lock:
         found = _shared.setdefault(shared_name, state)
         if found.closed or found.devices[0].fabric.is_inherited:
             found = _shared[shared_name] = state

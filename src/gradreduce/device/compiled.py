@@ -109,7 +109,7 @@ def host_kernel(kernel: Kernel, build: str) -> HostKernel:
             "kernels='sanitized' needs LD_PRELOAD=$(g++ -print-file-name=libasan.so) when Python "
             "starts"
         )
-    with _LOCK:
+    with _LOCK.lock:
         try:
             library = _load(_host_text(kernel), kernel.name, build)
         except OSError as error:

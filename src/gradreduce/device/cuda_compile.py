@@ -34,7 +34,7 @@ def function(kernel: Kernel, template: Template, ordinal: int) -> Any:
     key = (kernel, template, ordinal)
     found = _functions.get(key)
     if found is None:
-        with _lock:
+        with _lock.lock:
             found = _functions.get(key)
             if found is None:
                 found = _functions[key] = _compile(kernel, template)

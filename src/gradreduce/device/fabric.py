@@ -44,20 +44,18 @@ _after_fork(_forked)
 
 
 class ModuleLock:
-    """A re-entrant lock of a module: free in a forked child, whichever thread held it before."""
+    """A lock of a module: free in a forked child, whichever thread held it before.
+
+    Attributes:
+        lock: re-entrant, for ``with``: Ctrl-C in a context manager of our own could leave it held.
+    """
 
     def __init__(self) -> None:
         self._renew()
         _after_fork(self._renew)
 
     def _renew(self) -> None:
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
+        self.lock = threading.RLock()
 
 
 class _Issued(threading.local):
@@ -128,7 +126,7 @@ class Fabric(Captures):
         self._last_reason = ""
         self._deaths: deque[str] = deque()
         self._watchdog: Watchdog | None = None
-        self._watchdog_lock = threading.Lock()
+        self._watchdog_lock = threading.RLock()
         self._issued = _Issued()
         self.peer_access = peer_access
         self.is_closed = False

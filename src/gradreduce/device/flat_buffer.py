@@ -110,7 +110,7 @@ class FlatBuffer:
         views = tuple(tuple(map(flat.view, layout.offsets, inside)) for flat in buffers)
         for flat in buffers:
             device = flat.device
-            with _first:
+            with _first.lock:
                 if device.lent is None:
                     device.lent = Lent()
             device.lent.add(flat.block)

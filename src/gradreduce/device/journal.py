@@ -111,7 +111,7 @@ class Recorder:
     def __init__(self, keep: Callable[[Record], object]) -> None:
         self._keep = keep
         self._open: tuple[Journal, ...] = ()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @contextmanager
     def journal(self) -> Iterator[Journal]:

@@ -27,7 +27,7 @@ class Lent:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # of those who add; blocks die, and are looked for, without
+        self._lock = threading.RLock()  # of those who add; blocks die, and are looked for, without
         # In the order of their addresses; replaced as a whole, so that a reader needs no lock.
         self._known: tuple[list[int], list[ref[Block]]] = ([], [])
 

@@ -232,7 +232,7 @@ def default_mesh() -> Mesh:
         RuntimeError: this is one of several processes; see ``open_mesh``.
         ValueError, BackendUnavailableError: what ``open_mesh`` raises.
     """
-    with _default_lock:
+    with _default_lock.lock:
         if _default:
             try:
                 _default[0].fabric.check_open()

@@ -30,7 +30,7 @@ class CopyRates:
     def __init__(self) -> None:
         self._memory: dict[int, float] = {}
         self._links: dict[tuple[int, int], float] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def memory(self, device: Device) -> float:
         """Bytes read and written, together, by copies inside a physical device."""

@@ -40,7 +40,8 @@ class SimPool:
     """Free lists by size. Counters are for tests: *allocates nothing* means ``grown`` stays.
 
     A request takes the smallest free block that holds it and is at most twice as large. Free
-    memory is given back to the system when it comes to more than twice what was ever in use.
+    memory is given back to the system when it comes to more than twice what was ever in use. A
+    signal handler may use the pool in the middle of a call, and may end the call.
 
     Attributes:
         live_bytes: handed out and not yet back.
@@ -50,8 +51,8 @@ class SimPool:
 
     def __init__(self) -> None:
         self._free: dict[int, list[Memory]] = {}
-        self._sizes: list[int] = []  # sorted: which sizes have had a free block
-        self._lock = threading.Lock()
+        self._sizes: list[int] = []  # sorted: at least those of which there is a free block
+        self._lock = threading.RLock()
         self._peak_bytes = 0
         self.live_bytes = 0
         self.free_bytes = 0
@@ -79,9 +80,8 @@ class SimPool:
             self.live_bytes -= size
             self.free_bytes += size
             if size not in self._free:
-                self._free[size] = []
                 insort(self._sizes, size)
-            self._free[size].append(memory)
+            self._free.setdefault(size, []).append(memory)
 
     def clear(self) -> None:
         """Gives everything that is free back to the system."""
@@ -93,13 +93,14 @@ class SimPool:
         if exact:
             self.free_bytes -= wanted
             return exact.pop()
-        for place in range(bisect_left(self._sizes, wanted), len(self._sizes)):
-            size = self._sizes[place]
+        sizes = self._sizes.copy()  # a handler may change them
+        for size in sizes[bisect_left(sizes, wanted) :]:
             if size > 2 * wanted:
                 return None
-            if self._free[size]:
+            free = self._free.get(size)
+            if free:
                 self.free_bytes -= size
-                return self._free[size].pop()
+                return free.pop()
         return None
 
     def _clear(self) -> None:

@@ -83,13 +83,16 @@ class Scheduler(ABC):
 
 
 class RunAtOnce(Scheduler):
-    """Work runs when it is given, in the thread that gives it, one at a time in each queue."""
+    """Work runs when it is given, in the thread that gives it, one at a time in each queue.
+
+    What a signal handler gives runs inside the work that it has interrupted.
+    """
 
     defers = False
     _passed = Event(passed=True)
 
     def __init__(self) -> None:
-        self._locks: defaultdict[Hashable, threading.Lock] = defaultdict(threading.Lock)
+        self._locks: defaultdict[Hashable, threading.RLock] = defaultdict(threading.RLock)
 
     def submit(self, queue: Hashable, work: Work) -> None:
         """See ``Scheduler.submit``."""

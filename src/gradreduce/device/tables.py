@@ -46,7 +46,7 @@ class Tables:
 
     def __init__(self, place: Callable[[np.ndarray], tuple[int, Any]]) -> None:
         self._place = place
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._made: OrderedDict[tuple[int, int, bytes], Table] = OrderedDict()
         self._num_words = 0
 
@@ -65,15 +65,18 @@ class Tables:
         with self._lock:
             found = self._made.get(key)
             if found is not None:
-                self._made.move_to_end(key)
+                if key in self._made:  # a signal handler, which may run in between, may drop it
+                    self._made.move_to_end(key)
                 return found
         found = self._make(np.frombuffer(looked, np.int64), len(rows), chunk_size)
+        num_words = _words_of(key)
         with self._lock:
-            self._made[key] = found
-            self._num_words += _words_of(key)
+            if self._made.setdefault(key, found) is found:
+                self._num_words += num_words
             while self._num_words > CACHED_WORDS and len(self._made) > 1:
                 dropped, _ = self._made.popitem(last=False)
-                self._num_words -= _words_of(dropped)
+                num_words = _words_of(dropped)
+                self._num_words -= num_words
         return found
 
     def _make(self, looked: np.ndarray, num_rows: int, chunk_size: int) -> Table:

@@ -379,7 +379,7 @@ def process_wide(near: Device, getter: object) -> AGNCenter:
         getter: that asks.
     """
     global _latest
-    with _latest_lock:
+    with _latest_lock.lock:
         center = None if _latest is None else _latest()
         fabric = None if center is None else center.devices[0].fabric
         gone = fabric is None or fabric.is_closed or fabric.is_inherited

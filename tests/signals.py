@@ -1,0 +1,83 @@
+"""Signal handlers that run at a chosen point of a call, as CPython may run them there."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+__all__ = ["Strike", "num_points_of", "pressed"]
+
+# CPython (3.11 to 3.13) runs handlers of signals behind these instructions, in the main thread.
+_CHECKED = frozenset(
+    number
+    for number, name in enumerate(dis.opname)
+    if name.startswith(("CALL", "RESUME")) or "JUMP_BACKWARD" in name
+)
+
+
+def pressed() -> None:
+    """As the handler of Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+class Strike:
+    """Inside, ``handler`` is called at chosen points of what this thread does, the same each time.
+
+    Args:
+        place: the first of them, from 1; none with 0.
+        handler: what is called there, outside the trace; when it raises it is not called again.
+        every: how many points further the next one is; with 0 there is none.
+
+    Attributes:
+        points: how many were passed, until the last call of the handler or the end.
+    """
+
+    def __init__(self, place: int, handler: Callable[[], object], every: int = 0) -> None:
+        self._place = place
+        self._handler = handler
+        self._every = every
+        self._codes: dict[CodeType, bytes] = {}
+        self.points = 0
+
+    def __enter__(self) -> Strike:
+        self._before = sys.gettrace()
+        sys.settrace(self._enter_frame)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        sys.settrace(self._before)
+
+    def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code.co_filename == __file__:
+            return None
+        code = self._codes.setdefault(frame.f_code, frame.f_code.co_code)
+        last = -1
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+
+        def passed(frame: FrameType, event: str, arg: Any) -> Any:
+            nonlocal last
+            if event == "opcode":
+                before, last = last, code[frame.f_lasti]
+                if before in _CHECKED:
+                    self.points += 1
+                    if self.points == self._place:
+                        self._place += self._every
+                        self._handler()
+            return passed
+
+        return passed
+
+
+def num_points_of(call: Callable[[], object]) -> int:
+    """How many points a call has."""
+    with Strike(0, pressed) as strike:
+        call()
+    return strike.points

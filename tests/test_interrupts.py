@@ -1,0 +1,179 @@
+"""Signal handlers at every point of a call: those that raise, and those that save a checkpoint."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+from exhaustive import seeds
+from signals import Strike, num_points_of, pressed
+
+import gradreduce as gr
+from gradreduce.device import compiled, default_mesh, opening, sim, sim_workers
+
+DEADLINE = 30.0
+SIZE = 100
+PLACEMENT = (0, 0, 1, 1)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Even small launches are cut, and spread over three threads."""
+    monkeypatch.setenv("GRADREDUCE_SIM_THREADS", "3")
+    monkeypatch.setenv("GRADREDUCE_BACKEND", "sim")
+    monkeypatch.setattr(sim_workers, "SPREAD_SIZE", SIZE)
+    for module in (sim, sim_workers):
+        monkeypatch.setattr(module, "BLOCK_SIZE", 16)
+
+
+def in_time(call: Callable[[], object]) -> object:
+    """Calls it in a thread of its own, which takes no lock twice that somebody else holds."""
+    results: SimpleQueue[tuple[object, BaseException | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put((call(), None))
+        except BaseException as error:
+            results.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    result, error = results.get(timeout=DEADLINE)
+    if error is not None:
+        raise error
+    return result
+
+
+def right_calls() -> dict[str, Callable[[], bool]]:
+    """Calls that use the threads and locks of the simulation; whether what they gave is right."""
+    mesh = gr.open_mesh(PLACEMENT, backend="sim", strict=True)
+    grads = [np.arange(SIZE, dtype=np.float32) * (place + 1) for place in range(4)]
+    nested = [[grad] for grad in grads]
+    total = np.arange(SIZE, dtype=np.float32) * 10
+
+    def add() -> bool:
+        return (gr.add_n(grads) == total).all()
+
+    def reduce() -> bool:
+        results = gr.all_reduce(nested, gr.ReduceOp.SUM, mesh=mesh)
+        return all((result == total).all() for (result,) in results)
+
+    def synchronize() -> bool:
+        mesh.synchronize()
+        return True
+
+    return {"add_n": add, "all_reduce": reduce, "synchronize": synchronize}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as Python does
+@pytest.mark.parametrize("firsts", seeds(1, 64))
+@pytest.mark.parametrize("name", ["add_n", "all_reduce", "synchronize"])
+def test_an_interruption_leaves_no_job_and_no_lock_behind(name, firsts):
+    """At all points of a call in the tier."""
+    call, num_raised = right_calls()[name], 0
+    assert call()
+    num_points = num_points_of(call)
+
+    def interrupted(place: int) -> int:
+        try:
+            with Strike(place, pressed):
+                assert call()
+        except KeyboardInterrupt:
+            return 1
+        return 0  # where nobody can hear it: a finalizer
+
+    for first in firsts:
+        for place in range(first + 1, num_points + 1, 64):
+            num_raised += in_time(partial(interrupted, place))
+            assert in_time(call), place
+    assert num_raised
+
+
+class Training:
+    """A variable on four devices, and what it and its momentum are before and after each step."""
+
+    def __init__(self, **options) -> None:
+        self.mesh = gr.open_mesh(PLACEMENT, backend="sim", strict=True, **options)
+        self.variable = gr.Variable(np.zeros(SIZE, np.float32), device=self.mesh, name="w")
+        self.reducer = gr.AllReduceCrossDeviceOps()
+        self.optimizer = gr.MomentumOptimizer(0.5, 0.5)
+        self.grads = [np.arange(SIZE, dtype=np.float32) * (place + 1) for place in range(4)]
+        self.values = [np.zeros(SIZE, np.float32)]
+        self.momenta = [np.zeros(SIZE, np.float32)]
+        self.saved = 0
+        self.step()
+
+    def step(self) -> None:
+        """All-reduces the gradients and applies them."""
+        self.momenta.append(self.momenta[-1] / 2 + sum(self.grads) / 4)
+        self.values.append(self.values[-1] - self.momenta[-1] / 2)
+        grads = gr.PerReplica(self.grads, self.mesh)
+        reduced = self.reducer.reduce(gr.ReduceOp.MEAN, grads, self.variable)
+        self.optimizer.apply_gradients([(reduced, self.variable)])
+
+    def check(self) -> None:
+        """After a step."""
+        for replica in range(4):
+            with gr.replica(replica):
+                assert (self.variable.numpy() == self.values[-1]).all()
+
+    def save(self) -> None:
+        """What a handler of SIGTERM does, during the last step."""
+        state = self.optimizer.state_dict(deadline=DEADLINE)["slots"]["w"]["momentum"]
+        assert ((state == self.momenta[-2]) | (state == self.momenta[-1])).all()
+        value = self.variable.read()
+        assert ((value == self.values[-2]) | (value == self.values[-1])).all()
+        with self.mesh.journal() as journal:
+            others = [[grad + 1] for grad in self.grads]
+            (total,), *_ = gr.all_reduce(others, gr.ReduceOp.SUM, mesh=self.mesh)
+        assert (total == sum(self.grads) + 4).all()
+        assert journal.launches
+        self.saved += 1
+
+
+EVERY = 50  # points between two handlers: closer, and what they leave to do is never done
+
+
+@pytest.mark.parametrize("firsts", seeds(2, EVERY))
+@pytest.mark.parametrize("face", ["numpy", pytest.param("compiled", marks=pytest.mark.host)])
+def test_a_handler_saves_a_checkpoint(face, firsts):
+    """At all points of a step in the tier: thousands of times."""
+    training = Training(kernels=face)
+    training.save()  # compiles, and starts the thread that looks at deadlines
+
+    def train(first: int) -> None:
+        with Strike(1 + first, training.save, every=EVERY):
+            training.step()
+
+    for first in firsts:
+        in_time(partial(train, first))
+        in_time(training.check)  # no lock is left behind
+    assert training.saved > 50 * len(firsts)
+    training.mesh.close()
+
+
+@pytest.mark.parametrize("face", ["numpy", pytest.param("compiled", marks=pytest.mark.host)])
+def test_a_handler_may_come_while_locks_are_held(face):
+    training = Training(kernels=face)
+
+    def save() -> None:
+        mesh, opened = training.mesh, default_mesh()
+        with ExitStack() as held:
+            for each in (mesh, opened):
+                fabric = each.fabric
+                for lock in (fabric.launch_lock, fabric._watchdog_lock, fabric.recorder._lock):
+                    held.enter_context(lock)
+            for device in (*mesh.devices, *opened.devices):
+                for lock in (device._pool._lock, device._tables._lock):
+                    held.enter_context(lock)
+            held.enter_context(opening._default_lock.lock)
+            held.enter_context(compiled._LOCK.lock)
+            training.save()
+            assert (gr.all_reduce([[np.ones(3)]] * len(opened.devices))[0][0] == 1).all()
+
+    in_time(save)
+    training.mesh.close()
