@@ -18,7 +18,7 @@ import numpy as np
 
 from gradreduce.device import Attached, Block, Buffer, Device, FlatBuffer, as_dtype
 from gradreduce.device.dtypes import BFLOAT16
-from gradreduce.errors import DeviceMismatchError
+from gradreduce.errors import DeviceMismatchError, about
 from gradreduce.interop_gpu import (
     Kind,
     adopt_cupy,
@@ -118,8 +118,10 @@ def shape_and_dtype(array: Any) -> tuple[tuple[int, ...], np.dtype]:
     if kind == "cuda":
         shown = array.__cuda_array_interface__
         return tuple(shown["shape"]), as_dtype(shown["typestr"])
-    dtype = str(array.dtype).removeprefix("torch.") if kind == "torch" else array.dtype
-    return tuple(array.shape), as_dtype(dtype)
+    if kind == "torch":
+        _check_tensor(array)
+        return tuple(array.shape), as_dtype(str(array.dtype).removeprefix("torch."))
+    return tuple(array.shape), as_dtype(array.dtype)
 
 
 def host_array(value: Any) -> np.ndarray:
@@ -128,7 +130,7 @@ def host_array(value: Any) -> np.ndarray:
     Waits for the device of a Buffer or a GPU array.
 
     Raises:
-        TypeError: no array, number or nested list.
+        TypeError: no array, number or nested list; or one without values of its own in memory.
         ValueError: a nested list that is ragged.
     """
     kind = kind_of(value)
@@ -136,7 +138,10 @@ def host_array(value: Any) -> np.ndarray:
         value = value.numpy()
     elif kind in ("cupy", "cuda"):
         value = download_foreign(value)
+    elif kind == "jax":
+        _check_traced(value)
     elif kind == "torch":
+        _check_tensor(value)
         value = value.detach().cpu()
         if value.dtype is sys.modules["torch"].bfloat16:
             value = value.float()  # NumPy knows no half of PyTorch's
@@ -159,7 +164,8 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
 
     Raises:
         DeviceMismatchError: a Buffer of another mesh, or an array on a GPU outside the mesh.
-        TypeError: a dtype that cannot be added, or no array at all.
+        TypeError: a dtype that cannot be added, no array at all, or one without values of its own
+            in memory: a tensor of a subclass, nested or sparse; an array that JAX is tracing.
         ValueError: a tensor that needs grad, a nested list that is ragged, or numbers that are
             not of ``dtype``.
     """
@@ -292,6 +298,10 @@ class _FlatDoor:
                 name = f"parameters[{place}][{tensor}]"
                 if kind_of(parameter) != "torch":
                     raise TypeError(f"{name} is {type(parameter).__name__}, no tensor of PyTorch")
+                try:
+                    _check_tensor(parameter)
+                except TypeError as error:
+                    raise about(name, error) from None
                 if not parameter.is_leaf:
                     raise ValueError(
                         f"{name} is computed from other tensors (is_leaf is False), and gets no "
@@ -392,7 +402,48 @@ FlatBuffer.door = _FlatDoor()
 # ---- PyTorch -------------------------------------------------------------------------------------
 
 
+_PLAIN = ("Tensor", "Parameter", "Buffer")
+_tensors: dict[type, str] = {}  # of each class of tensors, once: why it is refused, or ""
+
+
+def _check_tensor(tensor: Any) -> None:
+    """Raises ``TypeError`` unless its memory holds its values."""
+    why = _tensors.get(type(tensor))
+    if why is None:
+        why = _tensors[type(tensor)] = _why_refused(type(tensor))
+    if why:
+        raise TypeError(why)
+    if getattr(tensor, "is_nested", False):
+        raise TypeError("a nested tensor is no array: pass .to_padded_tensor(0), or its parts")
+
+
+def _why_refused(cls: type) -> str:
+    if cls.__name__ in _PLAIN and cls.__module__.partition(".")[0] == "torch":
+        return ""
+    names = [ancestor.__name__ for ancestor in cls.__mro__]
+    if "DTensor" in names:
+        return "a DTensor is spread over processes: pass .to_local()"
+    if "FakeTensor" in names:
+        return "a FakeTensor has no values: call this outside FakeTensorMode and torch.compile"
+    if "NestedTensor" in names:
+        return "a nested tensor is no array: pass .to_padded_tensor(0), or its parts"
+    return (
+        f"{cls.__name__} is a subclass of torch.Tensor, and its memory may hold other values: pass "
+        "a plain tensor, such as .as_subclass(torch.Tensor)"
+    )
+
+
+def _check_traced(array: Any) -> None:
+    """Raises ``TypeError`` for what JAX computes with while it traces a function."""
+    if isinstance(array, sys.modules["jax"].core.Tracer):
+        raise TypeError(
+            f"{type(array).__name__} is traced by JAX and has no values yet: call this outside "
+            "jax.jit, grad and vmap"
+        )
+
+
 def _from_torch(tensor: Any, device: Device) -> Buffer:
+    _check_tensor(tensor)
     if tensor.requires_grad:
         raise ValueError("the tensor needs grad: pass tensor.detach()")
     try:
@@ -406,7 +457,7 @@ def _from_special_torch(tensor: Any, device: Device) -> Buffer:
     """A tensor that PyTorch does not show as a NumPy array: on a GPU, bfloat16, a lazy view."""
     torch = sys.modules["torch"]
     if tensor.layout is not torch.strided:
-        raise TypeError(f"a tensor of layout {tensor.layout} is not an array")
+        raise TypeError(f"a tensor of layout {tensor.layout} is not an array: pass .to_dense()")
     if tensor.is_conj() or tensor.is_neg():
         buffer = _from_torch(tensor.resolve_conj().resolve_neg(), device)
         buffer.lender = "copy"
@@ -419,8 +470,12 @@ def _from_special_torch(tensor: Any, device: Device) -> Buffer:
     if tensor.is_cuda:
         stream = torch.cuda.current_stream(tensor.device).cuda_stream
         return adopt_foreign(tensor, device, stream, dtype=BFLOAT16 if halves else None)
-    array = tensor.numpy()
-    return device.put(array.view(BFLOAT16) if halves else array, tensor.data_ptr())
+    try:
+        array, address = tensor.numpy(), tensor.data_ptr()
+    except (TypeError, RuntimeError) as error:  # in torch.func, quantized, ...
+        why = str(error).partition("\n")[0]
+        raise TypeError(f"the tensor cannot be seen as an array: PyTorch says {why!r}") from None
+    return device.put(array.view(BFLOAT16) if halves else array, address)
 
 
 def _to_torch(array: Any) -> Any:
@@ -437,6 +492,7 @@ def _to_torch(array: Any) -> Any:
 
 
 def _from_jax(array: Any, device: Device) -> Buffer:
+    _check_traced(array)
     places = array.devices()
     if len(places) != 1:
         raise ValueError(f"the JAX array is spread over {len(places)} devices")
