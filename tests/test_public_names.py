@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import operator
+import pickle
+import re
 
 import numpy as np
 import pytest
@@ -217,3 +220,37 @@ def test_reprs_tell_what_an_object_is_in_one_line():
 def mesh():
     with gr.open_mesh(2, backend="sim") as opened:
         yield opened
+
+
+def test_what_holds_devices_says_how_to_copy_it(mesh):
+    variable = gr.Variable(np.ones(2, np.float32), "v", device=mesh)
+    value = gr.PerReplica([device.zeros((2,), "float32") for device in mesh], mesh)
+    ops = gr.HierarchicalCopyAllReduce()
+    optimizer = gr.AdamOptimizer()
+    getter = gr.AGNCustomGetter(mesh, center=gr.AGNCenter(mesh))
+    load, again = "pass its state_dict(), and load that into a new one", "where it is needed"
+    for held, instead in [
+        (variable, "pass variable.numpy(), and make a new Variable of it"),
+        (mesh, f"open one by gr.open_mesh {again}"),
+        (mesh[0], f"open a mesh by gr.open_mesh {again}"),
+        (mesh[1:], f"open one by gr.open_mesh {again}"),
+        (value, "pass NumPy arrays"),
+        (value[0], "pass buffer.numpy()"),
+        (ops.prepare(gr.ReduceOp.SUM, [(value, value)]), f"prepare the step again {again}"),
+        (ops.capture(gr.ReduceOp.SUM, [(value, value)]), f"prepare the step again {again}"),
+        (gr.SyncStep([variable], optimizer, ops), "pass the state_dict() of its optimizer"),
+        (gr.ConditionalAccumulator("float32", device=mesh), load),
+        (gr.SparseConditionalAccumulator("float32", device=mesh), load),
+        (optimizer, load),
+        (Rule("mine"), load),
+        (gr.AGNOptimizer(gr.GradientDescentOptimizer(1.0), 1, getter), load),
+        (getter.center, load),
+        (getter, "make one for each worker"),
+    ]:
+        text = f"^{type(held).__name__} objects cannot be pickled or copied; {re.escape(instead)}"
+        for call in (pickle.dumps, copy.deepcopy, copy.copy, lambda one: pickle.dumps([one], 0)):
+            with pytest.raises(TypeError, match=text):
+                call(held)
+    with pytest.raises(TypeError, match=r"^Buffer objects cannot be pickled"):
+        copy.deepcopy(mesh.flat_buffer([(2,)], "float32"))
+    assert pickle.loads(pickle.dumps(ops)).settings == ops.settings

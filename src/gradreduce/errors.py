@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 __all__ = [
     "BackendUnavailableError",
@@ -15,6 +15,7 @@ __all__ = [
     "InvalidArgumentError",
     "InvalidVariableError",
     "MixedDtypesError",
+    "NotCopied",
     "about",
     "listed",
 ]
@@ -66,6 +67,22 @@ class MixedDtypesError(TypeError, ValueError):
     Both types, because TensorFlow 1.x raises ``ValueError`` there, as its ``accumulate_n`` does,
     and later versions ``TypeError``, as ``add_n`` does for every other method.
     """
+
+
+class NotCopied:
+    """Base of what holds devices: pickling, ``copy.copy`` and ``copy.deepcopy`` raise a sentence.
+
+    Attributes:
+        _copied_as: what to do instead.
+    """
+
+    __slots__ = ()
+
+    _copied_as = ""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        name = type(self).__name__
+        raise TypeError(f"{name} objects cannot be pickled or copied; {self._copied_as}")
 
 
 def about(what: str, error: TypeError | ValueError) -> TypeError | ValueError:

@@ -23,7 +23,7 @@ from gradreduce.device import (
     scatter,
     spans_of,
 )
-from gradreduce.errors import listed
+from gradreduce.errors import NotCopied, listed
 from gradreduce.interop import Kind, OneCall
 from gradreduce.interop_out import Out, count_writes, tensors_of
 from gradreduce.interop_streams import Border
@@ -35,7 +35,7 @@ from gradreduce.values import Mirrored, Part
 __all__ = ["CapturedStep", "PreparedStep", "check_preparable"]
 
 
-class PreparedStep:
+class PreparedStep(NotCopied):
     """Does the same reduction of the same arrays again, whatever they hold by then.
 
     Made by ``AllReduceCrossDeviceOps.prepare``. A call asks for no memory, checks no argument and
@@ -59,6 +59,8 @@ class PreparedStep:
     Attributes:
         results: one ``Mirrored`` for each pair.
     """
+
+    _copied_as = "prepare the step again where it is needed"
 
     _called = "a prepared step"
     flat: FlatBuffer | None = None  # set by ``FlatBuffer.prepare_all_reduce``: fenced by each call

@@ -15,7 +15,7 @@ from gradreduce.aggregate import AggregationMethod, as_aggregation_method
 from gradreduce.aggregators import aggregate_buffers
 from gradreduce.cross_device_ops import CrossDeviceOps
 from gradreduce.device import Buffer, Device, as_deadline, by_physical, due
-from gradreduce.errors import listed
+from gradreduce.errors import NotCopied, listed
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import OneCall, reading, to_buffer
 from gradreduce.optim import Optimizer
@@ -25,7 +25,7 @@ from gradreduce.variables import Variable
 __all__ = ["SyncStep"]
 
 
-class SyncStep:
+class SyncStep(NotCopied):
     """Synchronous data-parallel training of mirrored variables; never blocks the host.
 
     Keeps one ``ConditionalAccumulator`` over the mesh for each variable, reduction MEAN.
@@ -43,6 +43,9 @@ class SyncStep:
             devices, an invalid method, or ``num_required`` less than 1.
         TypeError: an argument of another type.
     """
+
+    _copied_as = ("pass the state_dict() of its optimizer and of each of its accumulators, and "
+                  "load them into a new step")  # fmt: skip
 
     def __init__(
         self,

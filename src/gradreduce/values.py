@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Self, SupportsIndex
 
 from gradreduce.device import Buffer, Device, DeviceLike, Mesh, as_device, default_mesh
-from gradreduce.errors import DeviceMismatchError, about
+from gradreduce.errors import DeviceMismatchError, NotCopied, about
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import Kind, OneCall, from_buffer, kind_of, to_buffer
 from gradreduce.replica_context import current_replica
@@ -40,7 +40,7 @@ class ReduceOp(enum.Enum):
 _NO_KEY = object()
 
 
-class DistributedValues:
+class DistributedValues(NotCopied):
     """One array on each of several devices; the base of ``PerReplica`` and ``Mirrored``.
 
     ``len``, indexing and iteration are those of ``values``. NumPy makes an array of it only where
@@ -64,6 +64,8 @@ class DistributedValues:
         TypeError: a value that is no array or cannot be added, or a device that is none.
             What is wrong with one value is told with its replica's number.
     """
+
+    _copied_as = "pass NumPy arrays, [buffer.numpy() for buffer in value.buffers]"
 
     _key: Any = _NO_KEY  # of the tensor of ``all_reduce``'s grads
     _kept: dict[Part, Any] | None = None  # the arrays of ``keep_arrays``

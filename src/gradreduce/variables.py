@@ -26,6 +26,7 @@ from gradreduce.device import (
     default_mesh,
     overlap,
 )
+from gradreduce.errors import NotCopied
 from gradreduce.interop import (
     OneCall,
     as_result_kind,
@@ -46,7 +47,7 @@ __all__ = ["Variable", "get_variable", "reused"]
 _numbers = itertools.count()
 
 
-class Variable(Readable):
+class Variable(NotCopied, Readable):
     """A named array that is changed in place, with one equal copy on each of its devices.
 
     ``variable == 1.0`` compares identity, as a key of a dictionary needs it; to compare the numbers
@@ -67,6 +68,8 @@ class Variable(Readable):
         TypeError: a dtype that cannot be added, no array, or no device.
         ValueError: ``trainable`` with a dtype that is no float, or a device that the mesh has not.
     """
+
+    _copied_as = "pass variable.numpy(), and make a new Variable of it"
 
     @OneCall()
     def __init__(

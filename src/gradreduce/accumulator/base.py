@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from gradreduce.device import as_deadline
-from gradreduce.errors import listed
+from gradreduce.errors import NotCopied, listed
 from gradreduce.variables import Variable
 
 from .door import as_step
@@ -21,12 +21,14 @@ from .state import AccumulatorState
 __all__ = ["ConditionalAccumulatorBase"]
 
 
-class ConditionalAccumulatorBase:
+class ConditionalAccumulatorBase(NotCopied):
     """What dense and sparse accumulators share (tf.ConditionalAccumulatorBase).
 
     A context manager: leaving it closes the accumulator. All methods may be called from any
     thread, but not from a signal handler: what it interrupts may be half way. Set a flag there.
     """
+
+    _copied_as = "pass its state_dict(), and load that into a new one"
 
     def __init__(self, state: AccumulatorState, name: str) -> None:
         self._state = state

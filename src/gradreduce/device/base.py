@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradreduce.errors import DeviceMismatchError
+from gradreduce.errors import DeviceMismatchError, NotCopied
 
 from .backend import Backend
 from .dtypes import as_dtype
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Device"]
 
 
-class Device(Backend):
+class Device(NotCopied, Backend):
     """One logical device: memory, and two queues of work, ``compute`` and ``transfer``.
 
     Several logical devices may share a physical one. A backend implements what ``Backend`` names;
@@ -48,6 +48,8 @@ class Device(Backend):
         lent: its flat buffers, whose memory comes back as arrays of other libraries; None: none.
         defers: whether work may still be waiting when the call that gave it has returned.
     """
+
+    _copied_as = "open a mesh by gr.open_mesh where it is needed"
 
     mesh: Mesh
     defers: bool = False

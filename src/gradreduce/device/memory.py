@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from gradreduce.errors import NotCopied
+
 if TYPE_CHECKING:
     from .base import Device
 
@@ -168,7 +170,7 @@ class Dead(NamedTuple):
     owned: bool
 
 
-class Buffer:
+class Buffer(NotCopied):
     """An array and the logical device it is on: contiguous, C order, fixed shape and dtype.
 
     Never made by hand: ``Device.put``, ``empty``, ``zeros`` and ``upload`` make one, ``view``
@@ -186,6 +188,8 @@ class Buffer:
         lender: of a Buffer that the door made: the kind of array whose memory it is, or ``"copy"``
             if it holds a copy of one; None for every other.
     """
+
+    _copied_as = "pass buffer.numpy(), and put it on a device by device.put(array)"
 
     __slots__ = (
         "__weakref__", "address", "array", "block", "device", "dtype", "flat", "lender", "nbytes",

@@ -12,6 +12,8 @@ from typing import SupportsIndex, overload
 import numpy as np
 from numpy.typing import DTypeLike
 
+from gradreduce.errors import NotCopied
+
 from .base import Device
 from .collective import Collective
 from .colocated import by_physical
@@ -25,7 +27,7 @@ from .watch import as_deadline
 __all__ = ["Mesh"]
 
 
-class Mesh:
+class Mesh(NotCopied):
     """An ordered tuple of logical devices, and what they share.
 
     A context manager: leaving it closes the mesh, after which its Buffers raise
@@ -39,6 +41,8 @@ class Mesh:
         process_index: of this process, from 0.
         num_processes: that share the work.
     """
+
+    _copied_as = "open one by gr.open_mesh where it is needed"
 
     def __init__(
         self,

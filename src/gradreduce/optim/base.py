@@ -15,6 +15,7 @@ from gradreduce.autodiff.gradients import Engine
 from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.cross_device_ops import CrossDeviceOps
 from gradreduce.device import Writer, as_deadline, due
+from gradreduce.errors import NotCopied
 from gradreduce.interop import OneCall
 from gradreduce.values import Part, PerReplica
 from gradreduce.variables import Variable
@@ -31,7 +32,7 @@ from .slots import Slots
 __all__ = ["Optimizer"]
 
 
-class Optimizer:
+class Optimizer(NotCopied):
     """Base class of the update rules, made to be subclassed.
 
     A subclass says in ``_slot_names`` what it keeps for each variable, and overrides two hooks:
@@ -58,6 +59,8 @@ class Optimizer:
         TypeError: a name that is no string.
         ValueError: an empty name, or another ``master_dtype``.
     """
+
+    _copied_as = "pass its state_dict(), and load that into a new one"
 
     GATE_NONE = 0
     GATE_OP = 1

@@ -24,7 +24,13 @@ from gradreduce.device import (
     as_devices,
     default_mesh,
 )
-from gradreduce.errors import CollectiveError, DeadlineExceededError, DeviceMismatchError, listed
+from gradreduce.errors import (
+    CollectiveError,
+    DeadlineExceededError,
+    DeviceMismatchError,
+    NotCopied,
+    listed,
+)
 from gradreduce.optim.base import Optimizer
 from gradreduce.optim.numbers import as_count
 from gradreduce.optim.slots import Slots
@@ -44,7 +50,7 @@ class PassedError(Exception):
     """A push was planned for slots that a checkpoint has replaced; nothing was changed."""
 
 
-class AGNCenter:
+class AGNCenter(NotCopied):
     """Centre variables and their slots, for the workers of one training.
 
     A variable is made when the first worker makes its own of that name, with that one's value; the
@@ -65,6 +71,8 @@ class AGNCenter:
         TypeError: ``mesh`` is something else.
         ValueError: a name of a device that the default mesh has not.
     """
+
+    _copied_as = "pass its state_dict(), and load that into a new one"
 
     def __init__(self, mesh: Mesh | DeviceLike | None = None) -> None:
         given = default_mesh() if mesh is None else mesh

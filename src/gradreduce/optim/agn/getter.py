@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradreduce.device import Device, DeviceLike, Mesh, as_devices
-from gradreduce.errors import listed
+from gradreduce.errors import NotCopied, listed
 from gradreduce.variables import Variable, reused
 
 from .center import AGNCenter, process_wide
@@ -31,7 +31,7 @@ class Member:
     total: Accumulation
 
 
-class AGNCustomGetter:
+class AGNCustomGetter(NotCopied):
     """Makes the local, centre and accumulation copies of a worker's variables.
 
     One for each worker: the ``custom_getter`` of ``gr.get_variable``. A trainable variable ``n``
@@ -53,6 +53,8 @@ class AGNCustomGetter:
         TypeError: an argument of another type.
         ValueError: a name of a device that the mesh has not.
     """
+
+    _copied_as = "make one for each worker"
 
     def __init__(
         self, worker_device: DeviceLike | Mesh, *, center: AGNCenter | None = None
