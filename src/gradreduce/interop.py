@@ -435,7 +435,7 @@ def _why_refused(cls: type) -> str:
 
 def _check_traced(array: Any) -> None:
     """Raises ``TypeError`` for what JAX computes with while it traces a function."""
-    if isinstance(array, sys.modules["jax"].core.Tracer):
+    if any(ancestor.__name__ == "Tracer" for ancestor in type(array).__mro__):
         raise TypeError(
             f"{type(array).__name__} is traced by JAX and has no values yet: call this outside "
             "jax.jit, grad and vmap"
