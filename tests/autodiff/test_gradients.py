@@ -12,6 +12,7 @@ import gradreduce as gr
 
 DESCENT = gr.GradientDescentOptimizer(1.0)
 ADD_N, TREE, ACCUMULATE_N = 0, 1, 2
+ENDS = np.array([True, False, True])
 
 
 def gradients(loss, *args, **options):
@@ -226,7 +227,12 @@ def test_a_value_says_what_an_array_says(v):
         (lambda x: np.logaddexp.reduce(x), "logaddexp.reduce"),
         (lambda x: np.add.outer(x, x), "add.outer"),
         (lambda x: np.add(x, x, where=[True, False, True]), "where="),
-        (lambda x: np.sum(x, where=np.array([True, False, True])), "where="),
+        (lambda x: np.sum(x, where=ENDS), r"np.sum\(..., where="),
+        (lambda x: np.mean(x, where=ENDS), r"np.mean\(..., where="),
+        (lambda x: np.prod(x, where=ENDS), r"np.prod\(..., where="),
+        (lambda x: np.var(x, where=ENDS), r"np.var\(..., where="),
+        (lambda x: np.std(x, where=ENDS), r"np.std\(..., where="),
+        (lambda x: np.prod(x, initial=2.0), "initial="),
         (lambda x: np.max(x, initial=0.0), "initial="),
         (lambda x: np.einsum("ii", np.outer(x, x)), "twice"),
         (lambda x: np.einsum(x, [0], [0]), "subscripts"),
