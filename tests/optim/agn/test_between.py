@@ -196,6 +196,17 @@ def test_a_push_that_was_planned_before_the_centre_was_loaded_goes_to_the_loaded
     assert optimizer.local_step.numpy() == 3
 
 
+def test_a_rate_is_asked_twice_in_a_step_behind_a_load_too(mesh):
+    center, asked = gr.AGNCenter(mesh), []
+    _, var, optimizer = worker(
+        mesh, center, lambda: gr.MomentumOptimizer(lambda: asked.append(1) or 1.0, 0.5)
+    )
+    for _ in range(3):
+        optimizer.apply_gradients([(ONE, var)])
+        center.load_state_dict(center.state_dict())
+    assert len(asked) == 6
+
+
 def test_a_push_after_slots_were_loaded_pulls_into_those(mesh):
     workers, gradient = [], np.ones(2, "float16")
     for center in [gr.AGNCenter(mesh)] * 2:

@@ -10,6 +10,7 @@ import pytest
 from optim.agn.team import KINDS, Own, pair
 
 import gradreduce as gr
+from gradreduce.optim.agn.push import Push
 
 STARTS = {f"v{place}": np.zeros(3 + place, dtype)
           for place, dtype in enumerate(["float32", "float64"] * 6)}  # fmt: skip
@@ -100,6 +101,26 @@ def test_memory_of_a_steady_state_does_not_grow(mesh, make, is_sparse, gamma):
     finally:
         gc.enable()
     assert live[1] == live[2] == live[3]
+
+
+def test_a_communication_is_worked_out_once_if_it_holds_no_memory(mesh, monkeypatch):
+    """Where the centre does not reach the worker, memory is wanted in it, and only in it."""
+    planned, home = [], mesh.devices[1]
+
+    def plan(*given):
+        planned.append(len(planned))
+        return Push(*given)
+
+    monkeypatch.setattr("gradreduce.optim.agn.worker.Push", plan)
+    starts, live = {"v": np.zeros(1 << 14, "float32")}, []
+    (worker,) = pair(mesh, 2, KINDS["momentum"][1], starts, num=1, center=gr.AGNCenter(home))
+    for _ in range(3):
+        assert [worker.step(starts) for _ in range(2)] == [False, True]
+        home.trim()
+        live.append(home._pool.live_bytes)
+    reaches = home.fabric.peers(home.physical, worker.getter.devices[0].physical)
+    assert len(planned) == (1 if reaches else 3)
+    assert max(live) < 3 * starts["v"].nbytes  # the variable and its momentum
 
 
 def test_sparse_sums_stay_sparse(mesh):

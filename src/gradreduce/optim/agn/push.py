@@ -293,9 +293,9 @@ class Push:
 
     # -- the communication ------------------------------------------------------------------------
 
-    def serves(self, sums: Mapping[Member, Sum], how: How) -> bool:
+    def serves(self, sums: Mapping[Member, Sum]) -> bool:
         """Whether it may be run again, for these: nothing but their values has changed."""
-        if not self.is_kept or how != self._how or self._center.version != self._version:
+        if self._center.version != self._version:
             return False
         if self._optimizer._slots.by_name is not self._mine:
             return False

@@ -237,7 +237,7 @@ class Worker:
     def _plan_push(self, sums: Mapping[Member, Sum], global_step: Variable | None) -> None:
         """Of these; ``_communicate`` runs it."""
         check_unread([var for member in sums for var in (member.local, member.center)])
-        if self._push is None or not self._push.serves(sums, self._how):
+        if self._push is None or not self._push.serves(sums):
             self._push = Push(self._center, self._inner, sums, self.pulled, self._how)
         self._next = _Next(*self._scalars_of_next(), global_step, ready_count(global_step))
 
@@ -254,10 +254,11 @@ class Worker:
         """What is planned."""
         push, following = self._push, self._next
         assert push is not None
+        if not push.is_kept:
+            self._push = None
         try:
             push.run(following.scalars, partial(self._pushed, push, following))
         except PassedError:  # the centre was loaded meanwhile: another push, of the same sums
-            self._push = None
             self._make_up(following.global_step)
 
     def _pushed(self, push: Push, following: _Next) -> None:
@@ -266,8 +267,6 @@ class Worker:
         self._inner._load_numbers(following.numbers)
         for member in push.members:
             member.total.cleared()
-        if not push.is_kept:
-            self._push = None
         if self._resets:
             self._reset([member.local for member in push.members])
         following.counted()
