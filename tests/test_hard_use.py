@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -206,3 +207,67 @@ def test_no_boolean_is_an_integer():
             for call in calls:
                 with pytest.raises((TypeError, ValueError), match=re.escape(repr(wrong))):
                     call()
+
+
+@pytest.mark.parametrize(
+    "wrong", [np.array([True]), np.array([True, False]), np.array(True), "no", None, 1], ids=repr
+)
+def test_an_option_that_is_no_boolean_is_named(wrong):
+    """An array of one element counted for its element; of two NumPy said something of its own."""
+    with gr.open_mesh(2, backend="sim") as mesh:
+        ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
+        ones = gr.PerReplica([np.ones(3, np.float32)] * 2, mesh)
+        pairs = [(ones, ones)]
+        getter = gr.AGNCustomGetter(mesh.devices[0], center=gr.AGNCenter(mesh))
+        agn = partial(gr.AGNOptimizer, gr.GradientDescentOptimizer(0.1), 1, getter)
+        sum_up = gr.ReduceOp.SUM
+        calls = {
+            "peer_access": [lambda: gr.open_mesh(2, backend="sim", peer_access=wrong)],
+            "strict": [lambda: gr.open_mesh(2, backend="sim", strict=wrong)],
+            "trainable": [
+                lambda: gr.Variable([1.0], trainable=wrong, device=mesh),
+                lambda: gr.get_variable("flagged", [1.0], trainable=wrong),
+            ],
+            "reuse": [lambda: gr.get_variable("flagged", [1.0], reuse=wrong)],
+            "use_nesterov": [lambda: gr.MomentumOptimizer(0.1, 0.9, use_nesterov=wrong)],
+            "lazy": [lambda: gr.AdamOptimizer(0.1, lazy=wrong)],
+            "centered": [lambda: gr.RMSPropOptimizer(0.1, centered=wrong)],
+            "use_locking": [lambda: agn(use_locking=wrong)],
+            "reset_momentum": [lambda: agn(reset_momentum=wrong)],
+            "coalesce": [
+                lambda: ops.batch_reduce(sum_up, pairs, coalesce=wrong),
+                lambda: ops.reduce(sum_up, ones, ones, coalesce=wrong),
+                lambda: ops.plan(sum_up, pairs, coalesce=wrong),
+                lambda: ops.explain(sum_up, pairs, coalesce=wrong),
+                lambda: gr.all_reduce([[np.ones(3)]] * 2, mesh=mesh, coalesce=wrong),
+                lambda: gr.ReductionToOneDevice().batch_reduce(sum_up, pairs, coalesce=wrong),
+            ],
+        }
+        if wrong is None:
+            del calls["strict"]  # the default
+        for name, told in calls.items():
+            text = re.escape(f"{name}={wrong!r} must be True or False")
+            for call in told:
+                with pytest.raises(TypeError, match=f"^{text}$"):
+                    call()
+
+
+def test_what_is_no_mesh_no_list_and_no_table_is_told():
+    ones = [np.ones(3, np.float32)] * 2
+    with gr.open_mesh(2, backend="sim") as mesh:
+        table = gr.Variable(np.ones((2, 3)), device=mesh)
+        params, lookup = "params must be a Variable or an array (rows, …), got", gr.embedding_lookup
+        told = [
+            ("mesh='sim' must be a Mesh", lambda: gr.PerReplica(ones, "sim")),
+            ("values=3 must be a list", lambda: gr.PerReplica(3, mesh)),
+            ("devices='sim' must be a list", lambda: gr.PerReplica(ones, devices="sim")),
+            (f"{params} NoneType", lambda: lookup(None, [1])),
+            (f"{params} list", lambda: lookup([table], [1])),
+            (f"{params} float64", lambda: lookup(np.float64(1), [0])),
+            ("shapes=3 must be a list", lambda: mesh.flat_buffer(3, "float32")),
+            ("shapes[0]=3 must be a list", lambda: mesh.flat_buffer((3, 4), "float32")),
+        ]
+        for text, call in told:
+            with pytest.raises((TypeError, ValueError), match=f"^{re.escape(text)}"):
+                call()
+        assert mesh[np.int64(1)] is mesh.devices[1]

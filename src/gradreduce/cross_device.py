@@ -20,6 +20,7 @@ from gradreduce.device import (
     Mesh,
     as_deadline,
     as_dtype,
+    as_flag,
     by_physical,
     default_mesh,
     due,
@@ -245,6 +246,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             ValueError: what ``batch_reduce`` raises, no pair, or values of several meshes.
             BackendUnavailableError: NCCL is needed, and is missing.
         """
+        coalesce = as_flag("coalesce", coalesce)
         requests = self._plannable(reduce_op, value_destination_pairs)
         return plan_of(self.settings, reduce_op, requests, coalesce=coalesce)
 
@@ -273,6 +275,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             ValueError, DeviceMismatchError, TypeError, BackendUnavailableError, CollectiveError:
                 what ``plan`` and ``batch_reduce`` raise.
         """
+        coalesce = as_flag("coalesce", coalesce)
         requests = self._plannable(reduce_op, value_destination_pairs)
         planned = rehearsal_of(self.settings, reduce_op, requests, coalesce=coalesce)
         reduce = partial(self.reduce_batch, reduce_op, requests, coalesce=coalesce)

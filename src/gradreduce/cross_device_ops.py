@@ -19,6 +19,7 @@ from gradreduce.device import (
     Travel,
     as_deadline,
     as_device,
+    as_flag,
     due,
     is_device_like,
 )
@@ -146,6 +147,7 @@ class CrossDeviceOps(ABC):
         """
         seconds = as_deadline(deadline)
         if out is None:
+            coalesce = as_flag("coalesce", coalesce)
             requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
             kinds = result_kinds(requests, as_kind)
             involved = () if seconds is None else devices_of(requests)

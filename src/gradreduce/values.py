@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self, SupportsIndex
 
 from gradreduce.device import Buffer, Device, DeviceLike, Mesh, as_device, default_mesh
@@ -82,6 +82,10 @@ class DistributedValues(NotCopied):
         *,
         devices: Sequence[DeviceLike] | None = None,
     ) -> None:
+        if mesh is not None and not isinstance(mesh, Mesh):
+            raise TypeError(f"mesh={mesh!r} must be a Mesh; gr.open_mesh() opens one")
+        if not isinstance(values, Iterable) or isinstance(values, str):
+            raise TypeError(f"values={values!r} must be a list with one array for each device")
         values = tuple(values)
         if not values:
             raise ValueError("values is empty; one array for each device is needed")
@@ -281,6 +285,8 @@ def _lie_there(values: tuple[Any, ...], mesh: Mesh) -> bool:
 def _devices(
     values: tuple[Any, ...], mesh: Mesh | None, devices: Sequence[DeviceLike] | None
 ) -> tuple[Device, ...]:
+    if isinstance(devices, str):
+        raise TypeError(f"devices={devices!r} must be a list with a device for each value")
     if devices is not None:
         near = [own.mesh for value in values if (own := _own_device(value)) is not None]
         named_in = mesh or (near[0] if near else None)

@@ -22,6 +22,7 @@ from gradreduce.device import (
     Mesh,
     as_devices,
     as_dtype,
+    as_flag,
     copy_over,
     default_mesh,
     overlap,
@@ -83,6 +84,7 @@ class Variable(NotCopied, Readable):
     ) -> None:
         devices = _devices(device, initial_value)
         wanted = _wanted_dtype(initial_value, dtype, devices[0])
+        trainable = as_flag("trainable", trainable)
         if trainable and wanted.kind not in "fV":  # bfloat16 is of kind V in ml_dtypes
             raise ValueError(
                 f"Invalid type {wanted} of a trainable variable: allowed are float16, bfloat16, "
@@ -351,8 +353,7 @@ def get_variable(
         raise TypeError(f"name={name!r} must be a text")
     if not name:
         raise ValueError("a variable must have a name")
-    if not isinstance(reuse, bool):
-        raise TypeError(f"reuse={reuse!r} must be True or False")
+    reuse = as_flag("reuse", reuse)
     options = {"shape": shape, "dtype": dtype, "reuse": reuse or None}
     given = {name: value for name, value in options.items() if value is not None}
     if custom_getter is None:

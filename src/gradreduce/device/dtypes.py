@@ -124,14 +124,14 @@ def as_index(value: Any) -> int:
 
 
 def as_flag(name: str, value: Any) -> bool:
-    """A boolean option: a boolean of Python or NumPy, or 0 or 1.
+    """A boolean option: a boolean of Python or NumPy.
 
     Raises:
-        TypeError: anything else, arrays too.
+        TypeError: anything else, arrays and numbers too.
     """
-    if isinstance(value, bool | np.bool_) or (isinstance(value, int) and value in (0, 1)):
-        return bool(value)
-    raise TypeError(f"{name}={value!r} must be True or False")
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name}={value!r} must be True or False")
+    return bool(value)
 
 
 def is_known(dtype: np.dtype) -> bool:

@@ -98,6 +98,8 @@ class FlatBuffer:
     ) -> Self:
         """Zeros; see ``Mesh.flat_buffer``."""
         found = as_dtype(dtype)
+        if not isinstance(shapes, Iterable) or isinstance(shapes, str):
+            raise TypeError(f"shapes={shapes!r} must be a list with the shape of each tensor")
         inside = [_as_shape(shape, place) for place, shape in enumerate(shapes)]
         sizes, itemsize = [math.prod(shape) for shape in inside], found.itemsize
         layout = flat_layout(sizes, itemsize)
@@ -258,7 +260,7 @@ def _as_shape(shape: Sequence[int], place: int) -> tuple[int, ...]:
     except TypeError:
         extents = (-1,)
     if min(extents, default=0) < 0:
-        raise ValueError(f"shapes[{place}]={shape!r} is no shape: integers from 0 up")
+        raise ValueError(f"shapes[{place}]={shape!r} must be a list of integers from 0 up")
     return extents
 
 

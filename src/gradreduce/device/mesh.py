@@ -90,6 +90,10 @@ class Mesh(NotCopied):
         Args:
             shapes: of the tensors, in the order in which they will be reduced.
             dtype: of all of them.
+
+        Raises:
+            TypeError: ``shapes`` is no list, or ``dtype`` cannot be added.
+            ValueError: a shape is no list of integers from 0 up.
         """
         return FlatBuffer.on(self.devices, shapes, dtype)
 

@@ -31,7 +31,7 @@ from gradreduce.errors import BackendUnavailableError
 from .base import Device
 from .collective import Collective
 from .compiled import find_compiler
-from .dtypes import as_index
+from .dtypes import as_flag, as_index
 from .fabric import Fabric, ModuleLock
 from .flight import flight_path
 from .mesh import Mesh
@@ -91,13 +91,15 @@ def open_mesh(
         BackendUnavailableError: the backend asked for cannot run here; the text says what to
             install.
         RuntimeError: this is one of several processes, and ``processes`` is not ``"none"``.
-        ValueError: a wrong argument or environment variable, named in the text.
+        TypeError: ``peer_access`` or ``strict`` is no boolean.
+        ValueError: another wrong argument or environment variable, named in the text.
     """
     _check_alone(processes)
     if backend is None:
         backend = _backend_from_environment()
     if backend not in _BACKENDS:
         raise ValueError(f"backend={backend!r} is not one of {_BACKENDS}")
+    peer_access = as_flag("peer_access", peer_access)
     if kernels not in FACES:
         raise ValueError(f"kernels={kernels!r} is not one of {tuple(FACES)}")
     if backend == "cuda":
@@ -107,6 +109,7 @@ def open_mesh(
             raise BackendUnavailableError(f"backend='cuda' cannot run here: {error}") from error
     if strict is None:
         strict = _integer("GRADREDUCE_SIM_STRICT", 0, minimum=0) > 0
+    strict = as_flag("strict", strict)
     build = FACES[kernels]
     if build is not None:
         find_compiler(build)

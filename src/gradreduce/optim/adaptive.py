@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from gradreduce.device import as_flag
 from gradreduce.ops import RuleKernel
 from gradreduce.ops.adaptive import ADAGRAD, ADAM, RMSPROP, RMSPROP_CENTERED
 from gradreduce.variables import Variable
@@ -60,7 +61,7 @@ class AdamOptimizer(Optimizer):
         self.beta1, self.beta2 = as_number(beta1), as_number(beta2)
         self.epsilon = as_number(epsilon)
         self._check_numbers()
-        self._densifies = not lazy
+        self._densifies = not as_flag("lazy", lazy)
         self._powers: tuple[float, float] | None = None  # beta1 and beta2, until the first update
         self._betas = (0.0, 0.0)
         self._power_variables: tuple[Variable, ...] = ()
@@ -204,7 +205,7 @@ class RMSPropOptimizer(Optimizer):
         *,
         master_dtype: Any = None,
     ) -> None:
-        if centered:
+        if as_flag("centered", centered):
             self._slot_names = ("rms", "mg", "momentum")
         super().__init__(name, master_dtype=master_dtype)
         self.learning_rate = as_number(learning_rate)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from gradreduce.aggregate import AggregationMethod, as_aggregation_method
 from gradreduce.autodiff.gradients import ENGINES, Engine, gradients_of
-from gradreduce.device import Device
+from gradreduce.device import Device, as_index
 from gradreduce.errors import InvalidVariableError
 from gradreduce.replica_context import replica_on
 from gradreduce.values import PerReplica
@@ -31,7 +32,10 @@ def ready_gradients(
     engine: Engine | None,
 ) -> Callable[[], Pairs]:
     """Checks what ``Optimizer.compute_gradients`` is given; what it returns differentiates."""
-    if isinstance(gate_gradients, bool) or gate_gradients not in (0, 1, 2):
+    gate = -1
+    with suppress(TypeError):
+        gate = as_index(gate_gradients)
+    if gate not in (0, 1, 2):
         raise ValueError(
             "gate_gradients must be one of: Optimizer.GATE_NONE, Optimizer.GATE_OP, "
             f"Optimizer.GATE_GRAPH. Not {gate_gradients!r}"

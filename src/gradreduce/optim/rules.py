@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gradreduce.device import as_flag
 from gradreduce.ops import RuleKernel
 from gradreduce.ops.update import MOMENTUM, NESTEROV, SGD
 
@@ -77,7 +78,7 @@ class MomentumOptimizer(Optimizer):
         super().__init__(name, master_dtype=master_dtype)
         self.learning_rate = as_number(learning_rate)
         self.momentum = as_number(momentum)
-        self.use_nesterov = bool(use_nesterov)
+        self.use_nesterov = as_flag("use_nesterov", use_nesterov)
 
     @property
     def _kernel(self) -> RuleKernel:

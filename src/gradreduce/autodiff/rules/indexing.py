@@ -44,9 +44,12 @@ def embedding_lookup(params: Any, ids: Any) -> Any:
         An array of shape ``(*ids.shape, *params.shape[1:])``.
 
     Raises:
-        TypeError: ``ids`` are not integers.
+        TypeError: ``params`` has no rows, or ``ids`` are not integers.
         InvalidArgumentError: (a ``ValueError``) one is negative or not below the number of rows.
     """
+    if not getattr(params, "shape", ()):
+        kind = type(params).__name__
+        raise TypeError(f"params must be a Variable or an array (rows, …), got {kind} of no rows")
     rows = np.asarray(_on_host(ids))
     if rows.dtype.kind not in "iu":
         raise TypeError(f"ids must be integers, got {rows.dtype}")

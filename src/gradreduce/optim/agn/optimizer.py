@@ -13,7 +13,7 @@ from typing import Any
 
 from gradreduce.accumulator.door import as_timeout
 from gradreduce.cross_device_ops import CrossDeviceOps
-from gradreduce.device import as_deadline
+from gradreduce.device import as_deadline, as_flag
 from gradreduce.interop import OneCall
 from gradreduce.optim.arrivals import check_global_step, checked_pairs
 from gradreduce.optim.base import Optimizer
@@ -97,8 +97,10 @@ class AGNOptimizer(Optimizer):
         self._center = custom_getter.center
         self._num_worker = as_count("num_worker", num_worker, least=1)
         period = as_count("communication_period", communication_period, least=1)
-        how = How(period, bool(use_locking), _as_scale(distance_scale), name)
-        self._worker = Worker(optimizer, custom_getter, how, resets=bool(reset_momentum))
+        how = How(period, as_flag("use_locking", use_locking), _as_scale(distance_scale), name)
+        self._worker = Worker(
+            optimizer, custom_getter, how, resets=as_flag("reset_momentum", reset_momentum)
+        )
         _check_free(custom_getter, optimizer)
         self._center.join(optimizer)
         for owned in (custom_getter, optimizer):
