@@ -29,7 +29,7 @@ from gradreduce.interop_gpu import (
     from_gpu,
     reading,
 )
-from gradreduce.one_call import Aside, OneCall
+from gradreduce.one_call import Aside, OneCall, hand_back
 
 __all__ = [
     "Aside",
@@ -38,6 +38,7 @@ __all__ = [
     "as_result_kind",
     "converted",
     "from_buffer",
+    "hand_back",
     "hand_over",
     "host_array",
     "is_array",

@@ -5,15 +5,16 @@ Knows handles of streams, and whose queue; never an array, nor the library that 
 
 from __future__ import annotations
 
+import sys
 import threading
 from contextlib import ContextDecorator, suppress
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Self
 
 from gradreduce.device import Device, precede
 from gradreduce.errors import BackendUnavailableError, CollectiveError
 
-__all__ = ["Aside", "OneCall", "came_in", "unfenced"]
+__all__ = ["Aside", "OneCall", "came_in", "hand_back", "unfenced"]
 
 _Place = tuple[Device, int]  # whose compute queue, and the handle of a caller's stream
 
@@ -24,11 +25,13 @@ class _Scope:
     Attributes:
         fenced: with which streams, and whether they wait for us (True) or we for them.
         lent: whose arrays came in, with what is current there; whether one was read already.
+        frame: in which it was opened.
     """
 
-    __slots__ = ("fenced", "lent")
+    __slots__ = ("fenced", "frame", "lent")
 
-    def __init__(self) -> None:
+    def __init__(self, frame: FrameType) -> None:
+        self.frame = frame
         self.fenced: set[tuple[bool, Device, int]] = set()
         self.lent: dict[_Place, bool] = {}
 
@@ -68,9 +71,9 @@ class OneCall(ContextDecorator):
         return type(self)(reads=self._reads)
 
     def __enter__(self) -> None:
-        self._outer = _mine.scope
-        if self._outer is None:
-            _mine.scope = _Scope()
+        self._outer, frame = _mine.scope, sys._getframe(1)
+        if self._outer is None or not _is_open(self._outer, frame):
+            self._outer, _mine.scope = None, _Scope(frame)
 
     def __exit__(
         self,
@@ -83,6 +86,18 @@ class OneCall(ContextDecorator):
         scope, _mine.scope = _mine.scope, None
         if scope is not None and scope.lent:
             _hand_back(scope, self._reads)
+
+
+def _is_open(scope: _Scope, frame: FrameType | None) -> bool:
+    """False for a scope that was never closed: Ctrl-C came in front of the first line that does.
+
+    What it fenced is nothing to a later call.
+    """
+    while frame is not None:
+        if frame is scope.frame:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Aside:
@@ -127,6 +142,17 @@ def came_in(device: Device, stream: int, *, read: bool = False) -> None:
     if scope is not None:
         place = (device, stream)
         scope.lent[place] = read or scope.lent.get(place, False)
+
+
+def hand_back() -> None:
+    """All that this call reads is queued: the streams that lent it wait from now on.
+
+    For a block that defers Ctrl-C, behind which one may come in front of the end of the call.
+    """
+    scope = _mine.scope
+    if scope is not None and scope.lent:
+        _hand_back(scope, True)
+        scope.lent.clear()
 
 
 def _hand_back(scope: _Scope, reads: bool) -> None:

@@ -14,7 +14,7 @@ from gradreduce.accumulator.door import as_required, as_step
 from gradreduce.aggregate import AggregationMethod, as_aggregation_method
 from gradreduce.aggregators import aggregate_buffers
 from gradreduce.cross_device_ops import CrossDeviceOps
-from gradreduce.device import Buffer, Device, as_deadline, by_physical, due
+from gradreduce.device import Buffer, DeferInterrupts, Device, as_deadline, by_physical, due
 from gradreduce.errors import NotCopied, listed
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import OneCall, reading, to_buffer
@@ -135,13 +135,14 @@ class SyncStep(NotCopied):
         """The flow itself, of gradients that fit."""
         gradients = self._aggregate(placed, stale=step < self.global_step)
         accumulators = [self.accumulators[place] for place in present]
-        if not apply_grads(accumulators, gradients, step):
-            return False
-        means = take_now(self.accumulators, self.num_required)  # pack, all-reduce, unpack, divide
-        if means is None:
-            return False
-        self.optimizer.apply_gradients(list(zip(means, self.variables, strict=True)))
-        return True
+        with DeferInterrupts():
+            if not apply_grads(accumulators, gradients, step):
+                return False
+            means = take_now(self.accumulators, self.num_required)  # pack, all-reduce, unpack
+            if means is None:
+                return False
+            self.optimizer.apply_gradients(list(zip(means, self.variables, strict=True)))
+            return True
 
     def _placed(
         self, terms: Sequence[Sequence[Sequence[Any] | None]]

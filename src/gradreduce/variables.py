@@ -16,6 +16,7 @@ from gradreduce import ops
 from gradreduce.arithmetic import Readable
 from gradreduce.device import (
     Buffer,
+    DeferInterrupts,
     Device,
     DeviceLike,
     DType,
@@ -33,6 +34,7 @@ from gradreduce.interop import (
     as_result_kind,
     converted,
     from_buffer,
+    hand_back,
     is_array,
     numbers,
     reading,
@@ -282,8 +284,9 @@ class Variable(NotCopied, Readable):
     def _all_copies(self) -> Iterator[None]:
         """Inside, all copies are written, or none; then another thread's turn."""
         fabric = self._buffers[0].device.fabric
-        with fabric.launch_lock, fabric.whole_or_lost(self.devices):
+        with DeferInterrupts(), fabric.launch_lock, fabric.whole_or_lost(self.devices):
             yield
+            hand_back()
 
     def _apart(self, source: Buffer) -> Buffer:
         """``source``, or a copy of it where it is this variable's own memory."""

@@ -6,10 +6,11 @@ import functools
 import threading
 
 import pytest
+from interrupting import ctrl_c, pressed_at
 
 import gradreduce as gr
-from gradreduce.accumulator import joint, serve
-from gradreduce.accumulator.state import AccumulatorState, locked
+from gradreduce.accumulator import joint
+from gradreduce.accumulator.state import AccumulatorState, Ticket, locked
 from gradreduce.errors import BackendUnavailableError
 
 
@@ -100,33 +101,36 @@ class Pressed(threading.Event):
 
 
 def test_a_second_one_while_the_first_is_dealt_with(own, monkeypatch):
-    """The ticket could not leave its queue; it takes nothing when it comes to the head."""
+    """It waits until the take has left its queues."""
     acc, other = (gr.ConditionalAccumulator("float32", device=own) for _ in range(2))
+    leave = Ticket.leave
+
+    def leave_interrupted(ticket):
+        ctrl_c()
+        leave(ticket)
+
     with monkeypatch.context() as patch:
         patch.setattr(joint, "Ticket", functools.partial(joint.Ticket, done=Pressed()))
-        patch.setattr(serve, "_withdraw", pressed)
+        patch.setattr(Ticket, "leave", leave_interrupted)
         with pytest.raises(KeyboardInterrupt):
             gr.take_grads([acc, other], 1)
-    assert len(acc.accumulator_ref.queue) == 1
-    gr.apply_grads([acc, other], [[5.0], [6.0]])
-    assert [each.num_accumulated() for each in (acc, other)] == [1, 1]
-    assert acc.take_grad(1, timeout=0).tolist() == [5.0]
-    assert other.take_grad(1, timeout=0).tolist() == [6.0]
     assert not acc.accumulator_ref.queue
     assert not other.accumulator_ref.queue
+    gr.apply_grads([acc, other], [[5.0], [6.0]])
+    assert acc.take_grad(1, timeout=0).tolist() == [5.0]
+    assert other.take_grad(1, timeout=0).tolist() == [6.0]
 
 
 def test_in_the_middle_of_many_locks(own):
+    """It comes when all are locked, and finds none of them locked afterwards."""
     states = [gr.ConditionalAccumulator("float32", device=own).accumulator_ref for _ in range(3)]
+    entered = []
 
-    class Lock:
-        acquire = staticmethod(pressed)
+    def hold():
+        with locked(states):
+            entered.append(True)
 
-    states[2].lock = Lock()
-    with pytest.raises(KeyboardInterrupt), locked(states):
-        raise AssertionError("locked without the third")
-    for state in states[:2]:
-        thread = threading.Thread(target=state.lock.acquire, daemon=True)
-        thread.start()
-        thread.join(10)
-        assert not thread.is_alive(), "its lock was left locked"
+    for place in range(1, pressed_at(0, hold)[1]):
+        assert pressed_at(place, hold)[0]
+        assert not any(state.lock._is_owned() for state in states), place
+    assert entered

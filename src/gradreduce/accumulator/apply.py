@@ -92,8 +92,8 @@ def _check_shape(arrival: Arrival) -> None:
 def _add(arrivals: Sequence[Arrival]) -> None:
     """All are ready before the first launch, and what goes into new memory goes first.
 
-    Whatever comes between the first launch in place and the count, a failure or Ctrl-C, leaves sums
-    of which nobody can tell what is in them: then their devices are lost.
+    A failure between the first launch in place and the count leaves sums of which nobody can tell
+    what is in them: then their devices are lost.
     """
     sparse = [arrival for arrival in arrivals if arrival.state.sparse]
     dense = [arrival for arrival in arrivals if not arrival.state.sparse] if sparse else arrivals

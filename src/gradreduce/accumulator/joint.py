@@ -9,8 +9,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from gradreduce.device import Buffer, as_deadline
-from gradreduce.interop import Kind, OneCall, as_result_kind, from_buffer, reading
+from gradreduce.device import Buffer, DeferInterrupts, as_deadline
+from gradreduce.interop import Kind, OneCall, as_result_kind, from_buffer, hand_back, reading
 from gradreduce.values import Mirrored, Part
 from gradreduce.variables import Variable
 
@@ -25,7 +25,7 @@ from .door import (
     check_together,
     num_gradients,
 )
-from .serve import await_ticket, join, serve_joint
+from .serve import await_ticket, join, serve_joint, withdraw
 from .sparse_door import num_sparse_gradients, sparse_arrival
 from .state import AccumulatorState, Arrival, SparseGradient, Ticket, locked
 from .take import take_held
@@ -82,8 +82,10 @@ def _all_or_none(
     with OneCall():
         arrivals = [_arrival(state, grad, cast) for state, grad in given]
         reading([_rows_of(part) for each in arrivals for _, part in each.parts])
-        kept, joint = apply_arrivals(arrivals, step)
-        serve_joint(joint)
+        with DeferInterrupts():  # the takes that it satisfies are served with it
+            kept, joint = apply_arrivals(arrivals, step)
+            serve_joint(joint)
+            hand_back()
     return kept
 
 
@@ -148,7 +150,7 @@ def take_grads(
     other. Those over a mesh travel in one batch, if the same ops reduce them and MEAN divides
     them by the same number; all sparse ones in one. Gradients that were added or taken together may
     share one block of memory, which is freed with the last of them. Ctrl-C loses nothing while this
-    waits; in the moment in which it is served the gradients may go with it.
+    waits; one that comes in the moment in which it is served takes the gradients with it.
 
     Args:
         accumulators: each at most once.
@@ -173,8 +175,8 @@ def take_grads(
     try:
         join(ticket)
         await_ticket(ticket, limit)
-    except BaseException:  # both clean up; a second Ctrl-C may have come while they did
-        ticket.abandoned = True
+    except BaseException:
+        withdraw(ticket)
         raise
     return _handed_out(ticket, as_kind)
 
@@ -188,7 +190,7 @@ def take_now(
     and takes nothing. Every accumulator's step goes one further, the empty ones' too.
     """
     states = [each.accumulator_ref for each in accumulators]
-    with locked(states):
+    with DeferInterrupts(), locked(states):
         for state in states:
             state.check_open()
         if any(state.queue for state in states):

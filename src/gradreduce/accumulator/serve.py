@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from gradreduce.device import due
+from gradreduce.device import DeferInterrupts, due
 from gradreduce.errors import CancelledError, DeadlineExceededError
 
 from .state import AccumulatorState, Ticket, locked
@@ -19,6 +19,7 @@ __all__ = [
     "join",
     "serve_held",
     "serve_joint",
+    "withdraw",
 ]
 
 _log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ def join(ticket: Ticket) -> None:
     """
     if ticket.deadline is not None:
         ticket.states[0].devices[0].fabric.guard()  # whoever serves it starts no thread
-    try:
+    with DeferInterrupts():
         with locked(ticket.states):
             for state in ticket.states:
                 state.check_open()
@@ -43,19 +44,6 @@ def join(ticket: Ticket) -> None:
                 state.queue.append(ticket)
             joint = serve_held(ticket.states)
         serve_joint(joint)
-    except BaseException:  # Ctrl-C too: a ticket that nobody waits for must not take
-        _abandon(ticket)
-        raise
-
-
-def _abandon(ticket: Ticket) -> None:
-    """Takes a ticket that its maker never waited for out of the queues in which it is."""
-    with locked(ticket.states):
-        if ticket.done.is_set():
-            return
-        ticket.leave()
-        joint = serve_held(ticket.states)
-    serve_joint(joint)
 
 
 def await_ticket(ticket: Ticket, timeout: float | None) -> None:
@@ -68,11 +56,8 @@ def await_ticket(ticket: Ticket, timeout: float | None) -> None:
     Raises:
         DeadlineExceededError: not served in time; it has left every queue and taken nothing.
     """
-    try:
-        ticket.done.wait(timeout)
-    finally:  # also when Ctrl-C ends the wait: a ticket that nobody waits for must not take
-        if not ticket.done.is_set():
-            _withdraw(ticket, timeout)
+    if not ticket.done.wait(timeout):
+        withdraw(ticket, timeout)
     error, ticket.error = ticket.error, None
     if error is not None:
         try:
@@ -81,15 +66,19 @@ def await_ticket(ticket: Ticket, timeout: float | None) -> None:
             del error  # else its traceback, which holds this frame, would keep the sums alive
 
 
-def _withdraw(ticket: Ticket, timeout: float | None) -> None:
-    """Takes an unserved ticket out of every queue; what waited behind it is looked at."""
-    with locked(ticket.states):
-        if ticket.done.is_set():
-            return
-        ticket.error = DeadlineExceededError(_missing(ticket, timeout))
-        ticket.leave()
-        joint = serve_held(ticket.states)
-    serve_joint(joint)
+def withdraw(ticket: Ticket, timeout: float | None = None) -> None:
+    """Takes an unserved ticket out of every queue; what waited behind it is looked at.
+
+    When its time ran out, and when whoever would wait for it has raised: it must not take then.
+    """
+    with DeferInterrupts():
+        with locked(ticket.states):
+            if ticket.done.is_set():
+                return
+            ticket.error = DeadlineExceededError(_missing(ticket, timeout))
+            ticket.leave()
+            joint = serve_held(ticket.states)
+        serve_joint(joint)
 
 
 def close(state: AccumulatorState) -> None:
@@ -144,8 +133,6 @@ def serve_held(states: Sequence[AccumulatorState]) -> list[Ticket]:
     while progress:
         progress = False
         for state in dict.fromkeys(states):
-            while state.queue and state.queue[0].abandoned:
-                state.queue.popleft()
             head = state.queue[0] if state.queue else None
             if head is None or state.count < head.num_required:
                 continue
@@ -175,7 +162,7 @@ def _serve(ticket: Ticket) -> None:
     kinds = [state.kind for state in ticket.states]
     devices = (device for state in ticket.states for device in state.devices)
     try:
-        with due("take_grad", ticket.deadline, devices):
+        with DeferInterrupts(), due("take_grad", ticket.deadline, devices):
             ticket.taken = take_held(ticket.states)
     except Exception as error:
         ticket.error = error

@@ -10,12 +10,12 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gradreduce.cross_device_ops import CrossDeviceOps
-from gradreduce.device import Buffer, Device, DType
+from gradreduce.device import Buffer, DeferInterrupts, Device, DType
 from gradreduce.errors import CancelledError
 from gradreduce.interop import Kind
 from gradreduce.ops import Segments, Slots
@@ -118,8 +118,6 @@ class Ticket:
         taken: for each state, its gradient on each of its devices.
         kinds: for each state, the kind of array to hand out.
         error: what serving it raised.
-        abandoned: whether whoever made it waits no more, and was interrupted before it could leave
-            its queues: then it leaves them when it comes to their head, and takes nothing.
     """
 
     states: tuple[AccumulatorState, ...]
@@ -129,7 +127,6 @@ class Ticket:
     taken: list[tuple[Part, ...]] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
     error: BaseException | None = None
-    abandoned: bool = False
 
     def is_ready(self) -> bool:
         """Whether it heads every queue, all open, and all hold enough; all locks must be held."""
@@ -236,7 +233,7 @@ class AccumulatorState:
         self.become(count=0, step=self.step + 1, sum_shape=None, totals=nothing)
 
     def become(self, **attributes: Any) -> None:
-        """Sets them all at once: Ctrl-C comes before or behind it; the lock must be held."""
+        """Sets them all; the lock must be held."""
         vars(self).update(attributes)
 
 
@@ -267,13 +264,7 @@ def locked(states: Sequence[AccumulatorState]) -> AbstractContextManager[object]
 
 @contextmanager
 def _all_locked(states: Sequence[AccumulatorState]) -> Iterator[None]:
-    held = []
-    try:  # Ctrl-C in the middle must leave none of them locked
+    with DeferInterrupts(), ExitStack() as held:  # Ctrl-C must leave none of them locked
         for state in sorted(set(states), key=lambda state: state.number):
-            lock = state.lock
-            lock.acquire()
-            held.append(lock)
+            held.enter_context(state.lock)
         yield
-    finally:
-        for lock in reversed(held):
-            lock.release()

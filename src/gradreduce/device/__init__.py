@@ -13,6 +13,7 @@ from .fences import follow, precede
 from .flat_buffer import FlatBuffer, Step, attach_again, clear
 from .flight import FlightEntry
 from .ghost import Ghosts, MeshOutline, Outline, Touched, mesh_outline, outline_of
+from .interrupts import DeferInterrupts
 from .journal import Journal, Record
 from .kernel import Kernel, Template
 from .memory import (
@@ -46,6 +47,7 @@ __all__ = [
     "Collective",
     "CopyRates",
     "DType",
+    "DeferInterrupts",
     "Device",
     "DeviceLike",
     "FlatBuffer",

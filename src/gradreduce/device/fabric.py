@@ -191,8 +191,8 @@ class Fabric(Captures):
     def give(self, issue: Issue, what: What, defers: bool) -> None:
         """Has a launch or copy done, counts it for ``whole_or_lost``, and keeps it.
 
-        What was cut short may have begun, and counts: Ctrl-C comes anywhere. Where work is deferred
-        any other error comes before it.
+        What was cut short may have begun, and counts; where work is deferred an ``Exception`` comes
+        before it, and Ctrl-C anywhere.
         """
         try:
             issue()

@@ -14,9 +14,9 @@ from gradreduce.aggregate import AggregationMethod
 from gradreduce.autodiff.gradients import Engine
 from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.cross_device_ops import CrossDeviceOps
-from gradreduce.device import Writer, as_deadline, due
+from gradreduce.device import DeferInterrupts, Writer, as_deadline, due
 from gradreduce.errors import NotCopied
-from gradreduce.interop import OneCall
+from gradreduce.interop import OneCall, hand_back
 from gradreduce.values import Part, PerReplica
 from gradreduce.variables import Variable
 
@@ -216,11 +216,10 @@ class Optimizer(NotCopied):
                 with self._slots.kept_if_done():
                     self.prepare(variables)
                     plan = Plan(variables, self._slots.rows, self._kernel)
-                    self._change(plan, parts)
+                    self._change(plan, parts, count)
                 self._plan = plan
             else:
-                self._change(plan, parts)
-            count()
+                self._change(plan, parts, count)
         return None
 
     def compute_gradients(
@@ -405,8 +404,14 @@ class Optimizer(NotCopied):
         same = all([one is other for one, other in zip(plan.variables, variables, strict=True)])
         return plan if same else None
 
-    def _change(self, plan: Plan, parts: Sequence[Part]) -> None:
-        """The rule over all copies of all variables: one job for each physical device."""
+    def _change(self, plan: Plan, parts: Sequence[Part], count: Callable[[], None]) -> None:
+        """The rule over all copies of all variables: one job for each physical device.
+
+        Args:
+            plan: of them.
+            parts: of each copy its gradient.
+            count: counts the update.
+        """
         scalars = self._scalars()
         jobs = [
             Job([plan.written[place] for place in places], [parts[place] for place in places])
@@ -415,11 +420,14 @@ class Optimizer(NotCopied):
         both = zip(jobs, plan.writers, strict=True)
         ready = [self._ready(job, scalars, each if job.is_dense else None) for job, each in both]
         fabric = plan.devices[0].fabric
-        with fabric.launch_lock, fabric.whole_or_lost(plan.devices):  # all, or another's turn
-            for launch in ready:
-                launch()
-            self._slots.keep()
-            self._finish()
+        with DeferInterrupts():
+            with fabric.launch_lock, fabric.whole_or_lost(plan.devices):  # all, or another's turn
+                for launch in ready:
+                    launch()
+                self._slots.keep()
+                self._finish()
+            count()
+            hand_back()
 
     def _ready(
         self, job: Job, scalars: tuple[float, ...], writer: Writer | None

@@ -118,7 +118,7 @@ class Step(Protocol):
         """All of it; all variables are changed and counted, or their devices are lost.
 
         Args:
-            then: counts; Ctrl-C before it is one half way.
+            then: counts.
         """
 
 

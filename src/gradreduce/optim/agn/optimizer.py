@@ -184,8 +184,8 @@ class AGNOptimizer(Optimizer):
 
         What is refused has changed nothing. If a communication fails before it has changed the
         centre, the local step was made, and the next call makes up for the push before its own,
-        which may be refused then. Ctrl-C in the middle of a step loses the worker's devices, and in
-        the middle of a push makes the centre refuse others: nothing is done twice.
+        which may be refused then. Ctrl-C waits until the step, and the push that is due with it,
+        are launched and counted.
         """
         seconds = as_deadline(deadline)
         gradients, variables = checked_pairs(grads_and_vars)

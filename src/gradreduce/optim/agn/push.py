@@ -309,7 +309,7 @@ class Push:
 
         Args:
             scalars: of the rule.
-            then: what the worker makes of it; Ctrl-C before that is done is a failure half way.
+            then: what the worker makes of it; what fails there has failed half way.
 
         Raises:
             CollectiveError: the centre is half updated, by an earlier push.

@@ -12,7 +12,8 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from gradreduce import ops
-from gradreduce.device import Buffer, clear, copy_over, due
+from gradreduce.device import Buffer, DeferInterrupts, clear, copy_over, due
+from gradreduce.interop import hand_back
 from gradreduce.loss_context import check_unread
 from gradreduce.optim.arrivals import Near, check_apart, ready_count
 from gradreduce.optim.base import Optimizer
@@ -102,10 +103,7 @@ class Worker:
                 self._first_step(members, parts, global_step)
             else:
                 self._step_by(members, parts, plan, global_step)
-            communicates = self.is_due
-            if communicates:
-                self._communicate()
-        return makes_up or communicates
+        return makes_up or not self.step.value % self._how.period
 
     @property
     def by_distance(self) -> bool:
@@ -160,22 +158,22 @@ class Worker:
         plan: LocalPlan | None,
         global_step: Variable | None,
     ) -> LocalPlan | None:
-        """A local step, and before it all that may fail of the communication that is due then.
+        """A local step and the communication that is due then; before both all that may fail.
 
         Returns:
             A plan of the next such steps, if there was none.
         """
         inner, planned = self._inner, None
-        before = inner._saved_numbers()
+        ahead = _copied(inner)  # whose numbers go on before the step is made
         rows = [(each.total, each.total.state) for each in members if each.total.rows is not None]
         try:
-            scalars, numbers = self._scalars_of_next()  # a callable may raise: nothing is made yet
+            scalars, numbers = _of_next(ahead)  # a callable may raise: nothing is made yet
             if plan is None:
                 self.prepare(members)
             step = self._local_step(members, parts, plan, scalars)
             is_due = not (self.step.value + 1) % self._how.period
             if is_due:
-                self._plan_push(self._held() | step.sums(), global_step)
+                self._plan_push(self._held() | step.sums(), global_step, ahead)
             if plan is None and isinstance(step, LocalStep) and step.is_dense:
                 version = self._center.version  # before what it counts: a load may come between
                 others = self._written_besides(members)
@@ -184,8 +182,6 @@ class Worker:
             for total, state in rows:  # a dense gradient would have made it dense
                 total.state = state
             raise
-        finally:
-            inner._load_numbers(before)
 
         def count() -> None:
             inner._slots.keep()
@@ -193,7 +189,11 @@ class Worker:
             self.step.value += 1
             self.is_due = is_due
 
-        step.launch(count)
+        with DeferInterrupts():
+            step.launch(count)
+            hand_back()
+            if is_due:
+                self._communicate()
         return planned
 
     def prepare(self, members: Sequence[Member]) -> None:
@@ -218,12 +218,6 @@ class Worker:
         near = _by_variable(members, parts)
         return LocalStep(self._inner, members, near, mixed(members, near), scalars)
 
-    def _scalars_of_next(self) -> tuple[tuple[float, ...], dict[str, float]]:
-        """Of the rule for the next update, and the inner optimizer's numbers after it."""
-        scalars = self._inner._scalars()
-        self._inner._finish()
-        return scalars, self._inner._saved_numbers()
-
     # -- a communication --------------------------------------------------------------------------
 
     def _held(self) -> dict[Member, Sum]:
@@ -234,20 +228,24 @@ class Worker:
             if not member.total.is_empty
         }
 
-    def _plan_push(self, sums: Mapping[Member, Sum], global_step: Variable | None) -> None:
-        """Of these; ``_communicate`` runs it."""
+    def _plan_push(
+        self, sums: Mapping[Member, Sum], global_step: Variable | None, ahead: Optimizer
+    ) -> None:
+        """Of these; ``_communicate`` runs it.
+
+        Args:
+            sums: of the period.
+            global_step: that counts it, or None.
+            ahead: a copy of the inner optimizer, as it is when the push is launched.
+        """
         check_unread([var for member in sums for var in (member.local, member.center)])
         if self._push is None or not self._push.serves(sums):
             self._push = Push(self._center, self._inner, sums, self.pulled, self._how)
-        self._next = _Next(*self._scalars_of_next(), global_step, ready_count(global_step))
+        self._next = _Next(*_of_next(ahead), global_step, ready_count(global_step))
 
     def _make_up(self, global_step: Variable | None) -> None:
         """The push that has failed."""
-        before = self._inner._saved_numbers()
-        try:
-            self._plan_push(self._held(), global_step)
-        finally:
-            self._inner._load_numbers(before)
+        self._plan_push(self._held(), global_step, _copied(self._inner))
         self._communicate()
 
     def _communicate(self) -> None:
@@ -257,7 +255,8 @@ class Worker:
         if not push.is_kept:
             self._push = None
         try:
-            push.run(following.scalars, partial(self._pushed, push, following))
+            with DeferInterrupts():
+                push.run(following.scalars, partial(self._pushed, push, following))
         except PassedError:  # the centre was loaded meanwhile: another push, of the same sums
             self._make_up(following.global_step)
 
@@ -283,7 +282,7 @@ class Worker:
         members = self._getter.members
         check_unread([member.local for member in members])
         fabric = self._center.devices[0].fabric  # whose launch lock each push holds, at least
-        with self._center.pushing(use_locking=self._how.use_locking):
+        with DeferInterrupts(), self._center.pushing(use_locking=self._how.use_locking):
             self._center.check_usable()
             masters = [self._masters(member) for member in members]  # before the second lock
             with fabric.launch_lock:
@@ -292,16 +291,30 @@ class Worker:
                     self._inner._slots.follow(member.local)
                     if theirs is not None and mine is not None:
                         _copy_everywhere(theirs, mine)
-        for member in members:
-            member.total.cleared()
-            if member.local in self.pulled:
-                self.pulled[member.local].assign(member.local.buffers[0])
-        self.is_due = False
+            for member in members:
+                member.total.cleared()
+                if member.local in self.pulled:
+                    self.pulled[member.local].assign(member.local.buffers[0])
+            self.is_due = False
 
     def _masters(self, member: Member) -> tuple[Variable | None, Variable | None]:
         """At the centre and here, if there are."""
         theirs = self._center.slot(member.center, MASTER)
         return theirs, self._inner.get_slot(member.local, MASTER)
+
+
+def _copied(inner: Optimizer) -> Optimizer:
+    """With the same slots, and numbers of its own."""
+    ahead = object.__new__(type(inner))
+    vars(ahead).update(vars(inner))
+    return ahead
+
+
+def _of_next(ahead: Optimizer) -> tuple[tuple[float, ...], dict[str, float]]:
+    """What the rule takes for the next update, and the numbers after it, which are kept."""
+    scalars = ahead._scalars()
+    ahead._finish()
+    return scalars, ahead._saved_numbers()
 
 
 def _copy_everywhere(center: Variable, local: Variable) -> None:

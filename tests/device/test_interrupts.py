@@ -1,0 +1,109 @@
+"""Ctrl-C in a block that defers it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from functools import partial
+
+import pytest
+from interrupting import ctrl_c, handled_by, pressed_at
+
+from gradreduce.device import DeferInterrupts, interrupts
+
+
+def handler():
+    return signal.getsignal(signal.SIGINT)
+
+
+def test_it_is_raised_when_the_block_has_ended():
+    done = []
+    with pytest.raises(KeyboardInterrupt), DeferInterrupts():
+        ctrl_c()
+        with DeferInterrupts():
+            ctrl_c()  # a quick second one is the same one
+        done.append(True)
+    assert done
+    assert handler() is signal.default_int_handler
+    with DeferInterrupts():
+        pass  # the next block knows nothing of it
+
+
+def test_at_every_place_of_the_block():
+    """None lies between the handlers: all of the block is done, or nothing."""
+    entered, done = [], []
+
+    def call():
+        with DeferInterrupts():
+            entered.append(True)
+            len(done)
+            done.append(True)
+
+    _, total = pressed_at(0, call)
+    assert total >= 5
+    for place in range(1, total):
+        entered.clear(), done.clear()
+        assert pressed_at(place, call)[0]
+        assert entered == done
+        assert handler() is signal.default_int_handler
+
+
+def test_an_error_of_the_block_is_its_context():
+    with pytest.raises(KeyboardInterrupt) as caught, DeferInterrupts():
+        ctrl_c()
+        raise ValueError("of the block")
+    assert isinstance(caught.value.__context__, ValueError)
+
+
+def test_another_one_a_second_later_ends_a_block_that_hangs(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(interrupts.time, "monotonic", lambda: now[0])
+    with DeferInterrupts():
+        ctrl_c()
+        now[0] = 0.9
+        ctrl_c()
+        now[0] = 1.0
+        with pytest.raises(KeyboardInterrupt):
+            ctrl_c()
+    assert handler() is signal.default_int_handler
+
+
+def test_another_handler_in_python_gets_it():
+    """As those of asyncio, which cancels a task."""
+    seen = []
+    with handled_by(lambda number, frame: seen.append(number)):
+        mine = handler()
+        with DeferInterrupts():
+            ctrl_c()
+            assert not seen
+        assert seen == [signal.SIGINT]
+        assert handler() is mine
+
+
+@pytest.mark.parametrize("kept", [signal.SIG_IGN, signal.SIG_DFL])
+def test_no_handler_in_python_is_left_alone(kept):
+    with handled_by(kept), DeferInterrupts():
+        assert handler() == kept
+
+
+def test_a_handler_that_is_set_inside_stays():
+    seen = []
+    with handled_by(signal.default_int_handler):
+        with DeferInterrupts():
+            signal.signal(signal.SIGINT, partial(seen.append))
+            mine = handler()
+        assert handler() is mine
+
+
+def test_other_threads_defer_nothing():
+    """They never get a KeyboardInterrupt, and may not set handlers."""
+    found = []
+
+    def work():
+        with DeferInterrupts():
+            found.append(handler())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(30)
+    assert found == [signal.default_int_handler]
