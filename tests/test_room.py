@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import numpy as np
 import pytest
 from meshes import MeshCase
@@ -43,7 +45,8 @@ def test_what_is_not_all_new_memory_asks_for_what_it_needs_alone():
     with MeshCase((0, 0)).open() as mesh:
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 0, mesh=mesh)
         gradients = [[device.zeros((size,), "float32") for device in mesh] for size in (3, 5)]
-        results = ops.reduce_buffers(gradients, consume=True)
+        with ExitStack() as guard:
+            results = ops.reduce_buffers(gradients, consume=guard)
         assert [[each.block for each in row] for row in results] == [
             [each.block for each in row] for row in gradients
         ]

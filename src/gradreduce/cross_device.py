@@ -6,7 +6,7 @@ Source: tf.contrib.distribute.AllReduceCrossDeviceOps (all_reduce_cross_device_o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -378,7 +378,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         *,
         divisor: float = 1,
         out_dtypes: Sequence[DType] | None = None,
-        consume: bool = False,
+        consume: ExitStack | None = None,
     ) -> list[tuple[Buffer, ...]]:
         """The flow itself: ``gradients[tensor][replica]`` become their sum, divided.
 

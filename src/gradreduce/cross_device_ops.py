@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from gradreduce.device import (
@@ -246,7 +246,7 @@ class CrossDeviceOps(ABC):
         *,
         divisor: float = 1,
         out_dtypes: Sequence[DType] | None = None,
-        consume: bool = False,
+        consume: ExitStack | None = None,
     ) -> list[tuple[Buffer, ...]]:
         """What accumulators call: the sum of ``gradients[tensor][replica]`` on every device.
 
@@ -254,7 +254,8 @@ class CrossDeviceOps(ABC):
             gradients: of real floats.
             divisor: of each sum, in the dtype of ``gradients``.
             out_dtypes: of the results, one for each tensor. Default: that of its gradients.
-            consume: whether ``gradients`` may be overwritten; here they never are.
+            consume: not None: ``gradients`` may be overwritten, see
+                ``reduce_flow.reduce_buffers``; here they never are.
         """
         requests = []
         for row in gradients:

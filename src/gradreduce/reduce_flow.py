@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -209,7 +209,7 @@ def reduce_buffers(
     *,
     divisor: float = 1,
     out_dtypes: Sequence[DType] | None = None,
-    consume: bool = False,
+    consume: ExitStack | None = None,
     out: Sequence[Sequence[Buffer]] | None = None,
     places: Sequence[int] | None = None,
 ) -> list[tuple[Buffer, ...]]:
@@ -221,8 +221,9 @@ def reduce_buffers(
             order for every tensor; replicas of one shape and dtype.
         divisor: of every sum.
         out_dtypes: of the results; default those of the gradients.
-        consume: the gradients may be overwritten and become the results' memory; when it fails
-            half way then, the devices are lost, since nobody could tell sums from gradients.
+        consume: not None: the gradients may be overwritten and become the results' memory. If
+            they are, the devices are lost when anything fails between the first launch and the end
+            of this ``ExitStack``: nobody could tell sums from gradients.
         out: ``out[tensor][replica]``, where the results go, of their dtype; each apart from all
             others, and from all gradients but its own. Default: new memory.
         places: what the tensors are called in errors and in the flight record; default their
@@ -242,13 +243,13 @@ def reduce_buffers(
     for plan in plans:
         compile_for(settings, devices, plan.dtype, plan.out_dtype)
     in_place = settings.all_reduce_alg != "hierarchical_copy" or works_in_place(devices)
-    options = Options(consume and in_place, out, in_place)
+    options = Options(consume is not None and in_place, out, in_place)
     flats = lay_out(plans, gradients, devices, options, _early(settings, plans, divisor))
     jobs, stages = _set_out(flats, divisor, devices, places or range(len(gradients)))
     topology = {} if settings.topology is None else {"topology": settings.topology}
-    consumed = options.consume and any([None in each.filling for each in flats])
-    with devices[0].fabric.whole_or_lost(devices) if consumed else nullcontext():
-        ALGORITHMS[settings.all_reduce_alg](jobs, stages=stages, **topology)
+    if consume is not None and options.consume and any([None in each.filling for each in flats]):
+        consume.enter_context(devices[0].fabric.whole_or_lost(devices))
+    ALGORITHMS[settings.all_reduce_alg](jobs, stages=stages, **topology)
     return unpack(flats, shapes) if out is None else [tuple(replicas) for replicas in out]
 
 

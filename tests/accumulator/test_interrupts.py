@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 
+import numpy as np
 import pytest
 from interrupting import ctrl_c, pressed_at
 
@@ -134,3 +135,15 @@ def test_in_the_middle_of_many_locks(own):
         assert pressed_at(place, hold)[0]
         assert not any(state.lock._is_owned() for state in states), place
     assert entered
+
+
+def test_behind_the_all_reduce_of_a_take():
+    """The sums are reduced where they lie and still count: they would be reduced again."""
+    with gr.open_mesh([0, 0, 1, 1], backend="sim") as mesh:
+        acc = gr.ConditionalAccumulator("float32", device=mesh)
+        acc.apply_grad(gr.PerReplica([np.full(1, 2, "float32")] * 4, mesh))
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(AccumulatorState, "become", pressed)
+            acc.take_grad(4)
+        with pytest.raises(BackendUnavailableError, match="half way"):
+            acc.take_grad(4, timeout=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -304,7 +305,7 @@ def test_a_topology_of_other_replicas_is_refused_at_the_call(topology, says):
                 lambda: ops.batch_reduce(MEAN, [(value, mesh)] * 2),
                 lambda: ops.plan(MEAN, [(value, mesh)]),
                 lambda: ops.all_reduce([[array] for array in arrays]),
-                lambda: ops.reduce_buffers([value.buffers], consume=True),
+                lambda: ops.reduce_buffers([value.buffers], consume=ExitStack()),
                 lambda: gr.ConditionalAccumulator("float32", device=mesh, cross_device_ops=ops),
             ):
                 with refused(mesh, ValueError, says):

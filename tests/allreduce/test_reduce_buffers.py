@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 from exact import random_data, same
 from meshes import (
@@ -49,7 +51,8 @@ def expected_of(algorithm, arrays, mesh, divisor):
 def test_consumed_gradients_become_the_results(mesh, num_packs, algorithm):
     ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs)
     flat, views, arrays = filled_flat(mesh, [(40,), (3, 5), (), (0,)])
-    results = ops.reduce_buffers(views, divisor=3, consume=True)
+    with ExitStack() as guard:
+        results = ops.reduce_buffers(views, divisor=3, consume=guard)
     check(results, expected_of(algorithm, arrays, mesh, 3))
     # In stages something may fail when a part has been reduced: then the gradients are left alone.
     if algorithm == "hierarchical_copy" and not works_in_place(mesh.devices):
@@ -92,9 +95,11 @@ def test_sums_in_the_accumulate_type_become_halves(mesh, num_packs, consume, hal
         for of_one in arrays
     ]
     buffers.append([owned(device, array) for device, array in zip(mesh, arrays[0], strict=True)])
-    results = gr.HierarchicalCopyAllReduce(num_packs).reduce_buffers(
-        buffers, divisor=3, out_dtypes=[half] * 4 + [as_dtype("float32")], consume=consume
-    )
+    dtypes = [half] * 4 + [as_dtype("float32")]
+    with ExitStack() as guard:
+        results = gr.HierarchicalCopyAllReduce(num_packs).reduce_buffers(
+            buffers, divisor=3, out_dtypes=dtypes, consume=guard if consume else None
+        )
     wanted = [hierarchical_sum(of_one, 3, out=half) for of_one in arrays]
     check(results, [*wanted, hierarchical_sum(arrays[0], 3)])
 
@@ -126,7 +131,8 @@ def test_consuming_asks_for_no_memory_where_one_launch_reaches_all(placement):
     with MeshCase(placement).open() as mesh:
         _, views, _ = filled_flat(mesh, [(4000,), (3,)])
         grown = num_grown(mesh)
-        gr.HierarchicalCopyAllReduce().reduce_buffers(views, consume=True)
+        with ExitStack() as guard:
+            gr.HierarchicalCopyAllReduce().reduce_buffers(views, consume=guard)
         assert num_grown(mesh) == grown
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 
 from gradreduce import ops
 from gradreduce.cross_device_ops import CrossDeviceOps
@@ -23,6 +23,9 @@ _Batch = tuple[tuple[Device, ...], float, CrossDeviceOps]
 def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Part, ...]]:
     """Takes the gradient of each state, all locks held; then its count is 0, its step one on.
 
+    What is reduced or divided in place is no sum any more: if anything fails between that and the
+    count, the devices are lost.
+
     Returns:
         For each state its gradient on each of its devices; empty for one that holds none.
     """
@@ -40,21 +43,24 @@ def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Part, ...]]:
         if state.over_mesh:
             key = (state.devices, _divisor(state), state.ops)
             batches.setdefault(key, []).append(state)
-    for place, ((_, divisor, reducer), together) in enumerate(batches.items(), 1):
-        # A batch asks for its memory before its first launch; but a later one may get none, and
-        # then the sums of those before it must be there still. So must those of all batches where
-        # sums are divided on one device afterwards.
-        last = place == len(batches) and not alone
-        reduced = reducer.reduce_buffers(
-            _partials(together),
-            divisor=divisor,
-            out_dtypes=[state.dtype for state in together],
-            consume=last,
-        )
-        taken.update(zip(together, reduced, strict=True))
-    for state, (_, out) in alone.items():
-        taken[state] = (out,)
-    _divide(alone, states)
+    with ExitStack() as guard:
+        for place, ((_, divisor, reducer), together) in enumerate(batches.items(), 1):
+            # A batch asks for its memory before its first launch; but a later one may get none, and
+            # then the sums of those before it must be there still. So must those of all batches
+            # where sums are divided on one device afterwards.
+            last = place == len(batches) and not alone
+            reduced = reducer.reduce_buffers(
+                _partials(together),
+                divisor=divisor,
+                out_dtypes=[state.dtype for state in together],
+                consume=guard if last else None,
+            )
+            taken.update(zip(together, reduced, strict=True))
+        for state, (_, out) in alone.items():
+            taken[state] = (out,)
+        _divide(alone, guard)
+        for state in states:
+            state.emptied()
     return [taken.get(state, ()) for state in states]
 
 
@@ -94,13 +100,14 @@ def _room(state: AccumulatorState) -> tuple[Buffer, Buffer]:
     return total, total if same else total.device.empty(total.shape, state.dtype)
 
 
-def _divide(
-    alone: dict[AccumulatorState, tuple[Buffer, Buffer]], states: Sequence[AccumulatorState]
-) -> None:
-    """``out = total / divisor`` for each sum; then all states are empty.
+def _divide(alone: dict[AccumulatorState, tuple[Buffer, Buffer]], guard: ExitStack) -> None:
+    """``out = total / divisor`` for each sum.
 
-    Co-located devices share a launch. Sums that go elsewhere come first. What is divided in place
-    is no sum any more: if a later launch fails, or Ctrl-C comes, the devices are lost.
+    Co-located devices share a launch. Sums that go elsewhere come first.
+
+    Args:
+        alone: for each state the sum, and where its result goes.
+        guard: gets what loses the devices of sums that are divided in place, if anything fails.
     """
     apart: list[tuple[float, Buffer, Buffer]] = []
     in_place: list[tuple[float, Buffer, Buffer]] = []
@@ -112,12 +119,10 @@ def _divide(
             in_place.append((divisor, total, out))
     if apart:
         _launch(apart)
-    kept = [total.device for _, total, _ in in_place]
-    with kept[0].fabric.whole_or_lost(kept) if kept else nullcontext():
-        if in_place:
-            _launch(in_place)
-        for state in states:
-            state.emptied()
+    if in_place:
+        kept = [total.device for _, total, _ in in_place]
+        guard.enter_context(kept[0].fabric.whole_or_lost(kept))
+        _launch(in_place)
 
 
 def _launch(divisions: list[tuple[float, Buffer, Buffer]]) -> None:
