@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -102,7 +102,7 @@ class Fabric(Captures):
         is_closed: whether it was closed.
     """
 
-    def __init__(self, backend: str, *, peer_access: bool | set[tuple[int, int]]) -> None:
+    def __init__(self, backend: str, *, peer_access: bool | Set[tuple[int, int]]) -> None:
         super().__init__()
         self.backend = backend
         self.flight = Flight()

@@ -20,7 +20,7 @@ import logging
 import os
 import reprlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import suppress
 from functools import cache
 from itertools import islice
@@ -56,7 +56,7 @@ def open_mesh(
     *,
     backend: str | None = None,
     processes: str | None = None,
-    peer_access: bool = True,
+    peer_access: bool | Set[tuple[int, int]] = True,
     kernels: str = "numpy",
     strict: bool | None = None,
     schedule_seed: int | None = None,
@@ -74,7 +74,7 @@ def open_mesh(
             mpiexec, srun) has started several processes. Default: that is an error, because sums
             stay inside each process.
         peer_access: simulation only: whether a launch may touch another physical device's memory.
-            Without it every byte is copied.
+            Without it every byte is copied. Or the pairs of physical devices that have it.
         kernels: simulation only: which face of a kernel a launch runs. ``"numpy"``, the twin;
             ``"compiled"``, the shipped ``.cu`` text built by g++; for tests ``"exact"`` and
             ``"sanitized"``, builds with a GPU's geometry.
@@ -99,7 +99,6 @@ def open_mesh(
         backend = _backend_from_environment()
     if backend not in _BACKENDS:
         raise ValueError(f"backend={backend!r} is not one of {_BACKENDS}")
-    peer_access = as_flag("peer_access", peer_access)
     if kernels not in FACES:
         raise ValueError(f"kernels={kernels!r} is not one of {tuple(FACES)}")
     if backend == "cuda":
@@ -160,7 +159,9 @@ def _own_gpus(num_gpus: int) -> Sequence[int]:
     return [rank]
 
 
-def _open_sim(placement: Sequence[int], peer_access: bool, options: SimOptions) -> Mesh:
+def _open_sim(
+    placement: Sequence[int], peer_access: bool | Set[tuple[int, int]], options: SimOptions
+) -> Mesh:
     fabric = _fabric("sim", peer_access)
     made = [SimDevice(fabric, index, physical, options) for index, physical in enumerate(placement)]
     return _mesh(made, fabric, cache(SimCollective), options.workers.close)
@@ -187,7 +188,9 @@ def _open_cuda(devices: int | Sequence[int] | None) -> Mesh:
     return _mesh(made, fabric, collective, close)
 
 
-def _fabric(backend: str, peer_access: bool | set[tuple[int, int]]) -> Fabric:
+def _fabric(backend: str, peer_access: bool | Set[tuple[int, int]]) -> Fabric:
+    if not isinstance(peer_access, Set):
+        peer_access = as_flag("peer_access", peer_access)
     fabric = Fabric(backend, peer_access=peer_access)
     fabric.flight_path = flight_path(os.environ.get("GRADREDUCE_FLIGHT_RECORD", ""))
     return fabric
