@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -50,3 +51,18 @@ def await_death(mesh: Mesh) -> str:
     assert mesh.fabric.mourned.wait(PATIENCE), "the mesh has not died"
     assert mesh.fabric.reason is not None
     return mesh.fabric.reason
+
+
+@contextmanager
+def no_thread_starts() -> Iterator[list[bool]]:
+    """Inside, no thread can be started as soon as there is anything in the list."""
+    real, refused = threading.Thread.start, []
+
+    def start(thread: threading.Thread) -> None:
+        if refused:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        yield refused

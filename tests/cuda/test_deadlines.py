@@ -12,7 +12,7 @@ from exact import same
 from fake_cupy import nccl
 from fake_cupy.machine import Fault, Machine
 from fake_cupy.surface import CUDARuntimeError
-from stuck import PATIENCE, await_death, clock
+from stuck import PATIENCE, await_death, clock, no_thread_starts
 
 import gradreduce as gr
 from gradreduce.device import Device, Mesh, cuda, open_mesh
@@ -130,6 +130,22 @@ def test_what_nccl_finds_wrong_ends_the_mesh_without_a_deadline_passing(here, me
     reduced(mesh, deadline=1000)
     communicators(mesh)[1].async_error = "NCCL_ERROR_REMOTE_ERROR: a peer is gone"
     assert await_death(mesh) == "NCCL: NCCL_ERROR_REMOTE_ERROR: a peer is gone"
+    free(here)
+    mesh.reset(timeout=PATIENCE)
+    assert is_right(reduced(mesh))
+
+
+def test_where_no_thread_can_start_communicators_are_aborted_all_the_same(here, mesh, clock):
+    reduced(mesh, deadline=1000)
+    mesh.synchronize()
+    before = communicators(mesh)
+    stick(here, mesh.devices[0])
+    with no_thread_starts() as refused:
+        refused.append(True)
+        reduced(mesh, deadline=5)
+        clock.pass_by(6)
+        assert "passed: cuda:0 has not joined" in await_death(mesh)
+    assert [each._ended for each in before] == ["abort"] * len(before)
     free(here)
     mesh.reset(timeout=PATIENCE)
     assert is_right(reduced(mesh))

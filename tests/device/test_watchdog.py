@@ -9,12 +9,15 @@ import weakref
 import numpy as np
 import pytest
 from exact import same
-from stuck import PATIENCE, await_death, clock, stall, watchdogs
+from stuck import PATIENCE, await_death, clock, no_thread_starts, stall, watchdogs
 
-from gradreduce.device import due, open_mesh, watch
+import gradreduce as gr
+from gradreduce.accumulator.serve import await_ticket, join
+from gradreduce.accumulator.state import Ticket
+from gradreduce.device import Mesh, due, open_mesh, watch
 from gradreduce.device.sim_queue import Shuffled
 from gradreduce.device.watchdog import _looked_at
-from gradreduce.errors import BackendUnavailableError, CollectiveError
+from gradreduce.errors import BackendUnavailableError, CancelledError, CollectiveError
 
 from .contract import BACKENDS, FLOAT, SIZE, data, uploaded
 
@@ -29,6 +32,14 @@ def mesh(request):
 
 def queued(placement=(0, 1)):
     return open_mesh(list(placement), backend="sim", schedule_seed=3)
+
+
+def waiting_take(mesh: Mesh) -> Ticket:
+    """A take that waits for gradients on all devices."""
+    accumulator = gr.ConditionalAccumulator("float32", device=mesh)
+    ticket = Ticket((accumulator.accumulator_ref,), num_required=1)
+    join(ticket)
+    return ticket
 
 
 def ended(threads: list[threading.Thread]) -> bool:
@@ -211,6 +222,68 @@ def test_neither_the_thread_nor_a_death_takes_a_lock(clock):
         let_go.set()
         holder.join(PATIENCE)
         mesh.reset(timeout=PATIENCE)
+
+
+def test_where_no_thread_can_start_a_death_is_told_all_the_same(clock, monkeypatch, tmp_path):
+    """The thread that looks at deadlines is there since the first of them."""
+    monkeypatch.setenv("GRADREDUCE_FLIGHT_RECORD", str(tmp_path / "flight.json"))
+    with queued() as mesh, no_thread_starts() as refused:
+        ticket = waiting_take(mesh)
+        mesh.synchronize(deadline=PATIENCE)
+        stall(mesh.devices[1])
+        with due("a call", 5, mesh.devices):
+            uploaded(mesh.devices[1], 1)
+        refused.append(True)
+        clock.pass_by(6)
+        assert "sim:1 has not joined" in await_death(mesh)
+        with pytest.raises(CancelledError, match="the mesh is dead"):
+            await_ticket(ticket, PATIENCE)
+        with pytest.raises(CollectiveError, match="the mesh is dead"):
+            mesh.synchronize()
+    assert list(tmp_path.iterdir())
+
+
+def test_where_no_thread_can_start_a_host_wait_ends_by_its_deadline():
+    with queued() as mesh, no_thread_starts() as refused:
+        mesh.synchronize(deadline=PATIENCE)
+        stall(mesh.devices[1])
+        buffer = uploaded(mesh.devices[1], 1)
+        refused.append(True)
+        with pytest.raises(CollectiveError, match="sim:1 has not come to the end of its queues"):
+            buffer.numpy(deadline=1e-6)
+        await_death(mesh)
+
+
+def test_where_no_thread_can_start_a_loss_is_told_by_the_caller():
+    with queued() as mesh, no_thread_starts() as refused:
+        ticket = waiting_take(mesh)
+        refused.append(True)
+        mesh.devices[1].lose("for a test")
+        with pytest.raises(CancelledError):
+            await_ticket(ticket, PATIENCE)
+
+
+def test_where_no_thread_can_start_a_loss_is_told_by_the_watchdog():
+    """Whoever meets the fault may hold a lock that others wait for."""
+    with queued() as mesh, no_thread_starts() as refused:
+        ticket = waiting_take(mesh)
+        mesh.synchronize(deadline=PATIENCE)
+        held, let_go = threading.Event(), threading.Event()
+
+        def hang() -> None:
+            with ticket.states[0].lock:
+                held.set()
+                assert let_go.wait(PATIENCE)
+
+        holder = threading.Thread(target=hang)
+        holder.start()
+        assert held.wait(PATIENCE)
+        refused.append(True)
+        mesh.devices[1].lose("for a test")
+        let_go.set()
+        with pytest.raises(CancelledError):
+            await_ticket(ticket, PATIENCE)
+        holder.join(PATIENCE)
 
 
 def test_a_reset_waits_for_a_call_that_still_gives_work(clock):

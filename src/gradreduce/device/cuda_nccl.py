@@ -20,6 +20,7 @@ from .collective import Collective
 from .cuda import CudaDevice
 from .dtypes import element_of
 from .fabric import Fabric
+from .flight import beside
 from .memory import Buffer, Queue
 
 __all__ = ["NcclCollective", "SharedNccl"]
@@ -218,9 +219,9 @@ class NcclCollective(Collective):
                 with suppress(self._nccl.NcclError):  # the others must be ended all the same
                     communicator.abort()
 
-        worker = threading.Thread(target=abort, name="gradreduce-nccl-abort", daemon=True)
-        worker.start()  # first: who finds it in the list waits for it
-        self._aborting.append(worker)
+        worker = beside("gradreduce-nccl-abort", abort)
+        if worker is not None:  # started first: who finds it in the list waits for it
+            self._aborting.append(worker)
 
     def ended(self, seconds: float) -> bool:
         """Whether every ``abort`` is over, which is waited for so long."""

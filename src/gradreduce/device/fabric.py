@@ -8,13 +8,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from gradreduce.errors import BackendUnavailableError, CollectiveError
 
 from .captures import Captures
-from .flight import Flight, What, write_flight
+from .flight import Flight, What, beside, write_flight
 from .journal import Recorder
 from .tape import Issue, Tape
 from .watch import Cargo, Patience, Watch, WatchedPack, names_of
@@ -151,16 +152,13 @@ class Fabric(Captures):
     def lose(self, physical: int, reason: str) -> None:
         """Makes every later use of a physical device an error that gives the first reason.
 
-        Who waits for work on it is woken, by a thread of its own: whoever meets a fault may hold
-        the locks that waking takes.
+        Who waits for work on it is woken, by another thread: whoever meets a fault may hold the
+        locks that waking takes.
         """
         if physical in self.lost:
             return
         self.lost[physical] = reason
-        worker = threading.Thread(
-            target=self._wake, args=(physical,), name="gradreduce-lost", daemon=True
-        )
-        worker.start()
+        self._tell("gradreduce-lost", partial(self._wake, physical))
 
     # -- what a thread does -----------------------------------------------------------------------
 
@@ -304,20 +302,18 @@ class Fabric(Captures):
     def fail(self, reason: str) -> None:
         """Makes the mesh dead: every later use of it is an error that gives the first reason.
 
-        Takes no lock. Who waits is woken by a thread of its own, which takes those that it needs;
-        the flight record is written before anybody can see that the mesh is dead.
+        Takes no lock. Who waits is woken by another thread, which takes those that it needs; the
+        flight record is written before anybody can see that the mesh is dead.
         """
         self._deaths.append(reason)
         if self._deaths[0] is not reason:
             return
         if self.flight_path:
-            writer = threading.Thread(
-                target=self._write_flight, args=(reason,), name="gradreduce-flight", daemon=True
-            )
-            writer.start()
-            writer.join(_WRITE_SECONDS)
+            writer = beside("gradreduce-flight", partial(self._write_flight, reason))
+            if writer is not None:
+                writer.join(_WRITE_SECONDS)
         self._last_reason = self.reason = reason
-        threading.Thread(target=self._mourn, name="gradreduce-dead", daemon=True).start()
+        self._tell("gradreduce-dead", self._mourn)
 
     def give_up(self, what: str, device: Device, patience: Patience) -> Exception:
         """The error of a host wait that is over before what it waits for; the mesh is dead then."""
@@ -371,6 +367,14 @@ class Fabric(Captures):
     def _write_flight(self, reason: str) -> None:
         entries = self.flight.entries((), fresh=False)
         write_flight(self.flight_path, f"{self.backend}, process {self._pid}", reason, entries)
+
+    def _tell(self, name: str, call: Callable[[], None]) -> None:
+        """Has a thread of its own call it; where none can be started the watchdog, if there is one.
+
+        Else the calling thread, though it may hold a lock that others wait for.
+        """
+        watchdog = self._watchdog
+        beside(name, call, otherwise=call if watchdog is None else partial(watchdog.take, call))
 
     def _mourn(self) -> None:
         for call in self.on_death:

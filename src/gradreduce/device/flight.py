@@ -13,7 +13,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -25,7 +25,15 @@ from .memory import Queue
 if TYPE_CHECKING:
     from .base import Device
 
-__all__ = ["LENGTH", "Flight", "FlightEntry", "flight_path", "replace_file", "write_flight"]
+__all__ = [
+    "LENGTH",
+    "Flight",
+    "FlightEntry",
+    "beside",
+    "flight_path",
+    "replace_file",
+    "write_flight",
+]
 
 _log = logging.getLogger(__name__)
 _numbers = count(1)  # of the files of this process
@@ -221,16 +229,32 @@ class Flight:
                         continue
                 device._urge()
 
-        worker = threading.Thread(target=mark, name="gradreduce-flight", daemon=True)
-        worker.start()
         end = time.monotonic() + _LOOK_SECONDS
-        worker.join(_LOOK_SECONDS * 4)
+        worker = beside("gradreduce-flight", mark)
+        if worker is not None:
+            worker.join(_LOOK_SECONDS * 4)
         self._marks.extend(made)
         while time.monotonic() < end:
             if all(device._reached(event) for _, device, _, event in list(made)):
                 break
             time.sleep(_LOOK_SECONDS / 20)
         return list(made)
+
+
+def beside(
+    name: str, work: Callable[[], object], otherwise: Callable[[], object] | None = None
+) -> threading.Thread | None:
+    """Does work that may block in a daemon thread of its own, and gives that.
+
+    Where no thread can be started, the calling one does ``otherwise`` (default: the work); None.
+    """
+    worker = threading.Thread(target=work, name=name, daemon=True)
+    try:
+        worker.start()
+    except RuntimeError:  # "can't start new thread"
+        (otherwise or work)()
+        return None
+    return worker
 
 
 def _copied(ring: deque[Any]) -> list[Any]:

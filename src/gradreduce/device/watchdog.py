@@ -21,7 +21,7 @@ __all__ = ["Watchdog"]
 
 # Between two looks: what is over soon is let go soon, and what takes long is not looked at often.
 _FIRST_LOOK, _LAST_LOOK = 1e-3, 20e-3
-_Inbox = SimpleQueue[Watch | None]
+_Inbox = SimpleQueue[Watch | Callable[[], None] | None]
 
 
 class Watchdog:
@@ -38,9 +38,9 @@ class Watchdog:
         self.thread.start()
         finalize(fabric, self._inbox.put, None).atexit = False
 
-    def take(self, watch: Watch) -> None:
-        """Looks at a call from now on."""
-        self._inbox.put(watch)
+    def take(self, arrived: Watch | Callable[[], None]) -> None:
+        """Looks at a call with a deadline from now on; or calls it, once."""
+        self._inbox.put(arrived)
 
     def end(self) -> None:
         """Lets the thread end; does not wait for it."""
@@ -59,7 +59,10 @@ def _watch(fabric: ReferenceType[Fabric], inbox: _Inbox) -> None:
         else:
             if arrived is None:
                 return
-            watches.append(arrived)
+            if isinstance(arrived, Watch):
+                watches.append(arrived)
+            else:
+                arrived()
             del arrived
             pause = _FIRST_LOOK
         watches = _looked_at(fabric(), watches)
