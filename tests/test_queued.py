@@ -1,4 +1,4 @@
-"""The queued simulator: no legal order changes a bit, and every planted fault shows.
+"""The queued simulator: no legal order changes a bit.
 
 Seed 0 runs as late as the host allows, seed 1 as early, the others mix.
 """
@@ -14,7 +14,6 @@ from exhaustive import seeds
 
 import gradreduce as gr
 from gradreduce.allreduce import ALGORITHMS, Job
-from gradreduce.device import base, memory
 from gradreduce.device.sim_queue import Shuffled
 from gradreduce.packing import plan_packing
 
@@ -278,77 +277,10 @@ def test_small_scenes_have_the_same_bits_in_every_legal_order(scene, seeds):
         assert scene(seed) == expected, seed
 
 
-# ---- planted faults ------------------------------------------------------------------------------
-
-
-def no_fence(*_arguments):
-    return None
-
-
-def forget(module, name):
-    return lambda patch: patch.setattr(module, name, no_fence)
-
-
-def forget_touched(patch):
-    """A block no longer remembers which queues used it, so that it is never parked."""
-    original = memory.TrackedBlock.__del__
-
-    def dies(self):
-        self.touched.clear()
-        original(self)
-
-    patch.setattr(memory.TrackedBlock, "__del__", dies)
-
-
-def forget_readers(patch):
-    """The next writer of a copy's source does not wait for the copy."""
-
-    def before_write(self, operand, queue):
-        operand.block.readers.clear()
-
-    patch.setattr(base.Device, "_before_write", before_write)
-
-
-def forget_waits(patch):
-    patch.setattr(base.Device, "wait", lambda self, mark, **_options: None)
-
-
-def everything(seed):
-    return [
-        *train([0, 0, 1, 1], "hierarchical_copy", seed),
-        *train([0, 1, 0, 1], "nccl", seed),
-        *train([0, 1, 1, 2, 0], "hierarchical_copy", seed, peer_access=False),
-        *reduce_and_free([0, 0, 1], "hierarchical_copy", seed),
-        *reduce_and_free([0, 1, 1], "hierarchical_copy", seed, peer_access=False),
-        *reduce_and_free([0, 0, 1], "hierarchical_copy", seed, peer_access=False),
-        *(result for scene in SCENES for result in scene(seed)),
-    ]
-
-
-FAULTS = {
-    "no waits at all": forget_waits,
-    **{
-        f"{room.__name__}: no {fence}": forget(room, fence)
-        for room in (flats_room, aggregation, sparse, optimizer, arrivals, hierarchical, nccl_room)
-        for fence in ("gather", "scatter")
-    },
-    "all sums begin at once": forget(hierarchical, "gather_all"),
-    "a dying block forgets its users": forget_touched,
-    "a writer forgets the readers": forget_readers,
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_caught(fault, monkeypatch):
-    expected = everything(None)
-    FAULTS[fault](monkeypatch)
-    assert any(everything(seed) != expected for seed in range(40)), f"{fault}: not seen"
-
-
 def test_a_wait_that_nothing_passes_is_a_deadlock_not_a_hang():
     scheduler = Shuffled(3)
     other = Shuffled(0)
     scheduler.wait("a", other.record("b"))
-    scheduler.submit("a", no_fence)
+    scheduler.submit("a", lambda: None)
     with pytest.raises(RuntimeError, match="deadlock: a waits"):
         scheduler.finish("a")

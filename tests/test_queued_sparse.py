@@ -6,7 +6,6 @@ consumers are on several devices, and what a call has read is overwritten when i
 
 from __future__ import annotations
 
-import importlib
 import itertools
 
 import numpy as np
@@ -15,13 +14,7 @@ from exhaustive import seeds
 from scenes import data
 
 import gradreduce as gr
-from gradreduce import one_device
 
-# By full name: functions of the same name hide some of them.
-sparse_sums, rows_room = (
-    importlib.import_module(f"gradreduce.{name}")
-    for name in ("accumulator.sparse_sums", "aggregate_sparse")
-)
 PLACES = list(itertools.product(([0, 0, 1], [0, 1, 1, 2, 0], [0, 1]), (True, False)))
 # Some of the rows are there, then they are copied into more memory, then all are there.
 TURNS = ([4, 1, 4], [1, 7, 9, 2, 8], [9, 2, 4])
@@ -110,41 +103,3 @@ def test_sparse_sums_have_the_same_bits_in_every_legal_order(expected, seeds):
     for seed in seeds:
         place = seed % len(CASES)
         assert bits(CASES[place], seed) == expected[place], (seed, CASES[place])
-
-
-def unsaid(room, name):
-    return lambda patch: patch.setattr(room, name, lambda *arguments: None)
-
-
-def unread(room, name):
-    """A fence that forgets who is on another GPU."""
-    original = getattr(room, name)
-
-    def near(leader, others, *queue):
-        original(leader, [each for each in others if each.physical == leader.physical], *queue)
-
-    return lambda patch: patch.setattr(room, name, near)
-
-
-# Who forgets to scatter when rows are brought together is not seen here: the sums die with the
-# take, and memory that a queue still reads is nobody's. To other GPUs copies hand results out.
-UNSEEN = {(rows_room, "scatter", unsaid), (rows_room, "scatter", unread)}
-UNSEEN |= {(one_device, "gather", unread), (one_device, "scatter", unread)}
-FAULTS = {
-    f"{room.__name__}: {name} {what}": forget(room, name)
-    for room, name, (what, forget) in itertools.product(
-        (sparse_sums, rows_room, one_device),
-        ("gather", "scatter"),
-        (("is not there", unsaid), ("forgets peers", unread)),
-    )
-    if (room, name, forget) not in UNSEEN
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_caught(fault, monkeypatch, expected):
-    FAULTS[fault](monkeypatch)
-    found = (
-        bits(CASES[seed % len(CASES)], seed) != expected[seed % len(CASES)] for seed in range(120)
-    )
-    assert any(found), f"{fault}: not seen"
