@@ -134,7 +134,7 @@ def test_what_is_refused_inside(mesh, where):
                 with pytest.raises(CaptureError), capture.recorded():
                     second.copy(target, source)
                     refuse()
-                with pytest.raises(CaptureError, match="is not ended, or has failed"):
+                with pytest.raises(CaptureError, match="has not ended, or has failed"):
                     capture()
             else:
                 with capture.recorded():

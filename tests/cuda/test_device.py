@@ -42,7 +42,7 @@ def on_gpu(physical: int, values: np.ndarray):
 
 
 def test_what_is_on_another_gpu_or_on_the_host_is_not_adopted(mesh):
-    with pytest.raises(DeviceMismatchError, match="on GPU 1, not 0"):
+    with pytest.raises(DeviceMismatchError, match="on GPU 1, cuda:0 on GPU 0"):
         mesh.devices[0].put(on_gpu(1, data((4,))))
     with pytest.raises(DeviceMismatchError, match="holds CuPy arrays, not ndarray"):
         mesh.devices[0].adopt(data((4,)))

@@ -22,6 +22,7 @@ import gradreduce as gr
 import gradreduce.device
 from gradreduce.device import (
     ALIGNMENT,
+    as_device,
     as_dtype,
     by_physical,
     default_mesh,
@@ -31,6 +32,7 @@ from gradreduce.device import (
     scatter,
 )
 from gradreduce.device import opening as module
+from gradreduce.device.watch import names_of
 from gradreduce.errors import BackendUnavailableError
 
 VARIABLES = (
@@ -449,3 +451,24 @@ def test_a_mesh_is_a_context_manager():
         raise ZeroDivisionError
     with pytest.raises(BackendUnavailableError):
         failed.synchronize()
+
+
+def test_no_message_lists_all_of_many_devices():
+    """Five at most: a message of a large mesh had thousands of characters."""
+    with opened(100) as mesh:
+        buffers = [device.zeros((1,), "float32") for device in mesh]
+        told = [repr(mesh)]
+        for call in (
+            lambda: mesh.collective.all_reduce([*buffers, buffers[0]]),
+            lambda: mesh.collective.all_reduce(buffers, sources=buffers[::-1]),
+            lambda: mesh.collective.all_gather(buffers, buffers[::-1]),
+            lambda: mesh[[*range(100), 0]],
+            lambda: mesh[[*range(101)]],
+            lambda: as_device("gpu:100", "device=", mesh),
+        ):
+            with pytest.raises((ValueError, IndexError, gr.errors.CollectiveError)) as caught:
+                call()
+            told.append(str(caught.value))
+        for text in told:
+            assert len(text) < 900, text
+        assert names_of(mesh) == "sim:0, sim:1, sim:2, sim:3, sim:4 and 95 more"

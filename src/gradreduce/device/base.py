@@ -135,7 +135,9 @@ class Device(NotCopied, Backend):
         """
         self.fabric.check_free(self, "release")
         if buffer.device is not self:
-            raise DeviceMismatchError(f"{self.name} cannot release {buffer}")
+            raise DeviceMismatchError(
+                f"{self.name}.release: {buffer} is on another device, whose release gives it"
+            )
         self._before_write(buffer, "compute")  # whoever gets the array may write it
         return self._release(buffer, stream)
 
@@ -167,9 +169,12 @@ class Device(NotCopied, Backend):
         self.fabric.check_free(self, "upload")
         buffer = self.empty(array.shape, array.dtype) if out is None else out
         if buffer.device is not self:
-            raise DeviceMismatchError(f"{self.name} cannot upload into {buffer}")
+            raise DeviceMismatchError(f"{self.name}.upload: out={buffer} is on another device")
         if (buffer.shape, buffer.dtype) != (array.shape, as_dtype(array.dtype)):
-            raise ValueError(f"upload of {array.dtype}{array.shape} into {buffer}")
+            raise ValueError(
+                f"upload: out={buffer} must have the shape {array.shape} and dtype {array.dtype} "
+                "of the array"
+            )
         check_writable(buffer)
         if queue != "compute":  # a recycled block belongs to its last owner until then
             self.wait(self.mark("compute"), queue=queue)
@@ -227,7 +232,9 @@ class Device(NotCopied, Backend):
         if dst.dtype != src.dtype or dst.size != src.size:
             raise ValueError(f"copy to {dst} from {src}: sizes and dtypes must be equal")
         if self not in (dst.device, src.device) or dst.device.fabric is not src.device.fabric:
-            raise DeviceMismatchError(f"{self.name} cannot copy to {dst} from {src}")
+            raise DeviceMismatchError(
+                f"{self.name}.copy: {dst} and {src} must be of its mesh, and one of them on it"
+            )
         if dst.size == 0:
             return
         check_writable(dst)

@@ -18,7 +18,7 @@ from .colocated import gather, scatter
 from .journal import CROSSING, Record
 from .memory import Buffer, Mark, overlap
 from .tape import Issue, Span, Tape, behind_readers, spans_of
-from .watch import Cargo, Travel, Travels, together
+from .watch import Cargo, Travel, Travels, names_of, together
 
 if TYPE_CHECKING:
     from .base import Device
@@ -102,7 +102,7 @@ class Capture:
         fabric = self._fabric
         self._check_alone()
         if self._again is not None:
-            raise CaptureError("a second capture into the same")
+            raise CaptureError("this Capture has recorded before: make another one")
         for device in self.devices:
             fabric.check_usable(device)
         try:
@@ -142,7 +142,9 @@ class Capture:
     def give(self) -> None:
         """As a call, whose devices have been checked."""
         if self._again is None or self._flight is None:
-            raise CaptureError("the capture is not ended, or has failed")
+            raise CaptureError(
+                "the capture has not ended, or has failed: record it in another Capture"
+            )
         leader, others, fabric = self._leader, self._others, self._fabric
         cargo = self._cargo
         named = nullcontext() if cargo is None else fabric.watched_pack(cargo, self.devices)
@@ -185,8 +187,10 @@ class Capture:
     def check(self, device: Device) -> None:
         """Raises ``CaptureError`` for a device that does not record."""
         if device not in self.devices:
-            names = ", ".join(each.name for each in self.devices)
-            raise CaptureError(f"{device.name} is not among the devices of the capture, {names}")
+            names = names_of(self.devices)
+            raise CaptureError(
+                f"{device.name} is not among the devices of the capture, {names}: name it too"
+            )
 
     def made(self, mark: Mark) -> None:
         """Remembers a mark that is made inside."""
@@ -214,7 +218,7 @@ class Capture:
 
     def _check_alone(self) -> None:
         if self._fabric.capture is not None:
-            raise CaptureError("a capture inside a capture")
+            raise CaptureError("a capture begins inside a capture: end the first one before")
 
     def _check_peers(self) -> None:
         for here in self._physicals:

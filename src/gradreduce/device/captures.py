@@ -84,7 +84,10 @@ class Captures(ABC):
         if capture is not None:
             return capture.waits_for(mark)
         if type(mark) is CapturedMark:
-            raise CaptureError(f"a mark made inside a capture of {mark.device.name} is waited for")
+            raise CaptureError(
+                f"a mark made inside a capture of {mark.device.name} is waited for outside: make "
+                "one there"
+            )
         return True
 
     def check_free(self, device: Device, what: str) -> None:

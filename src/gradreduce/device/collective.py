@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from gradreduce.errors import CollectiveError, DeviceMismatchError
+from gradreduce.errors import CollectiveError, DeviceMismatchError, listed
 
 from .journal import Record
 from .memory import Buffer, Queue
@@ -88,22 +88,32 @@ class Collective(ABC):
     def _check(self, name: str, buffers: Sequence[Buffer], written: Sequence[Buffer]) -> None:
         """Raises unless the buffers agree, one on each physical device of one mesh."""
         if len({buffer.device.physical for buffer in buffers}) != max(1, len(buffers)):
-            raise CollectiveError(f"{name}: not one buffer on each physical device: {buffers}")
+            raise CollectiveError(
+                f"{name}: pass one buffer on each physical device, none twice; got "
+                f"[{listed(buffers)}]"
+            )
         first = buffers[0]
         for position, buffer in enumerate(buffers):
             if buffer.device.fabric is not first.device.fabric:
                 raise DeviceMismatchError(f"{name}: buffer {position} is of another mesh")
             buffer.device.fabric.check_usable(buffer.device)
             if (buffer.size, buffer.dtype) != (first.size, first.dtype):
-                raise CollectiveError(f"{name}: buffer {position} is {buffer}, buffer 0 {first}")
+                raise CollectiveError(
+                    f"{name}: buffer {position} is {buffer}, buffer 0 {first}: sizes and dtypes "
+                    "must be equal"
+                )
         for buffer in written:
             if not buffer.block.writable:
-                raise CollectiveError(f"{name}: {buffer} is read-only")
+                raise CollectiveError(
+                    f"{name} would write {buffer}, which is read-only: pass a copy"
+                )
 
     def _check_broadcast(self, buffers: Sequence[Buffer], root: int) -> None:
         """Raises unless ``buffers[root]`` can be copied to the others."""
         if not 0 <= root < len(buffers):
-            raise CollectiveError(f"broadcast: root={root} is none of {len(buffers)} buffers")
+            raise CollectiveError(
+                f"broadcast: root={root} must be from 0 to {len(buffers) - 1}, as there are buffers"
+            )
         self._check("broadcast", buffers, [*buffers[:root], *buffers[root + 1 :]])
 
     def _check_sources(
@@ -116,7 +126,10 @@ class Collective(ABC):
         self._check(name, sources, ())
         alike = (buffers[0].size, buffers[0].dtype) == (sources[0].size, sources[0].dtype)
         if not alike or [each.device for each in sources] != [each.device for each in buffers]:
-            raise CollectiveError(f"{name}: {sources} do not lie as {buffers} do")
+            raise CollectiveError(
+                f"{name}: sources [{listed(sources)}] must lie as the buffers do, "
+                f"[{listed(buffers)}], with their size and dtype"
+            )
         return sources
 
     def _check_gather(self, outputs: Sequence[Buffer], inputs: Sequence[Buffer]) -> None:
@@ -124,7 +137,10 @@ class Collective(ABC):
         self._check("all_gather", inputs, outputs)
         size = sum(buffer.size for buffer in inputs)
         if [out.device for out in outputs] != [buffer.device for buffer in inputs]:
-            raise CollectiveError(f"all_gather: {outputs} lie elsewhere than {inputs}")
+            raise CollectiveError(
+                f"all_gather: each output must lie with its input; got [{listed(outputs)}] for "
+                f"[{listed(inputs)}]"
+            )
         for position, out in enumerate(outputs):
             if (out.size, out.dtype) != (size, inputs[0].dtype):
                 raise CollectiveError(f"all_gather: output {position} is {out}, not of size {size}")

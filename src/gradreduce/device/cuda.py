@@ -118,9 +118,12 @@ class CudaDevice(CudaQueues):
             raise DeviceMismatchError(f"{self.name} holds CuPy arrays, not {type(array).__name__}")
         dtype = as_dtype(array.dtype)
         if array.device.id != self.physical:
-            raise DeviceMismatchError(f"the array is on GPU {array.device.id}, not {self.physical}")
+            raise DeviceMismatchError(
+                f"the array is on GPU {array.device.id}, {self.name} on GPU {self.physical}: "
+                "copy it there"
+            )
         if not array.flags.c_contiguous:
-            raise ValueError("an adopted array must be contiguous in C order")
+            raise ValueError("an adopted array must be contiguous in C order: pass a copy")
         if stream is not None:
             self._follow(stream)
         address, nbytes = array.data.ptr, array.nbytes

@@ -28,7 +28,9 @@ def visible_gpus() -> int:
     except runtime.CUDARuntimeError as error:
         raise BackendUnavailableError(f"CuPy sees no GPU: {error}") from error
     if not found:
-        raise BackendUnavailableError("CuPy sees no GPU")
+        raise BackendUnavailableError(
+            "CuPy sees no GPU; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+        )
     return found
 
 

@@ -322,7 +322,7 @@ class NcclCollective(Collective):
             if signed and name is not None:
                 name = name.replace("UINT", "INT")
         if name is None:
-            raise CollectiveError(f"NCCL has no {op} of {buffer.dtype}")
+            raise CollectiveError(f"NCCL has no {op} of {buffer.dtype}; use 'hierarchical_copy'")
         return buffer.size * element.lanes, getattr(self._nccl, name)
 
     def _as_bytes(self, buffer: Buffer) -> tuple[int, int]:

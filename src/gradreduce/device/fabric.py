@@ -233,7 +233,7 @@ class Fabric(Captures):
             if self.reason is not None:
                 return
             found = list(dict.fromkeys(devices))
-            names = ", ".join(device.name for device in found)
+            names = names_of(found)
             for device in found:
                 self.lose(device.physical, f"a call failed half way: {error!r}")
             error.add_note(f"This came half way through: {names} cannot be used any more.")
@@ -414,7 +414,9 @@ class Fabric(Captures):
     def check_open(self) -> None:
         """Raises ``BackendUnavailableError`` for a closed mesh, or one from before a fork."""
         if self.is_closed:
-            raise BackendUnavailableError(f"the mesh of this {self.backend} device was closed")
+            raise BackendUnavailableError(
+                f"the mesh of this {self.backend} device was closed; gr.open_mesh() opens another"
+            )
         self.check_process()
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -12,7 +13,7 @@ from typing import SupportsIndex, overload
 import numpy as np
 from numpy.typing import DTypeLike
 
-from gradreduce.errors import NotCopied
+from gradreduce.errors import NotCopied, listed
 
 from .base import Device
 from .collective import Collective
@@ -198,17 +199,21 @@ class Mesh(NotCopied):
         """
         places = np.arange(len(self))[part] if isinstance(part, slice) else np.asarray(part)
         if places.ndim > 1 or (places.size and places.dtype.kind not in "iu"):
-            raise TypeError(f"mesh[{part!r}] must be a place, a slice or a list of places")
+            raise TypeError(
+                f"mesh[{reprlib.repr(part)}] must be a place, a slice or a list of places"
+            )
         try:
             chosen = tuple([self.devices[place] for place in places.ravel().tolist()])
         except IndexError:
-            raise IndexError(f"mesh[{part!r}]: it has {len(self)} devices") from None
+            raise IndexError(f"mesh[{reprlib.repr(part)}]: it has {len(self)} devices") from None
         if places.ndim == 0:
             return chosen[0]
         if not chosen or len(set(chosen)) != len(chosen):
-            raise ValueError(f"mesh[{part}] must name at least one device, and none twice")
+            raise ValueError(
+                f"mesh[{reprlib.repr(part)}] must name at least one device, and none twice"
+            )
         return Mesh(chosen, self.fabric, self._make_collective, self._on_close)
 
     def __repr__(self) -> str:
-        placement = [device.physical for device in self.devices]
-        return f"<Mesh {self.backend} {placement}>"
+        placement = listed([device.physical for device in self.devices], 8)
+        return f"<Mesh {self.backend} [{placement}]>"

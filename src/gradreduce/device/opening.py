@@ -173,7 +173,8 @@ def _open_cuda(devices: int | Sequence[int] | None) -> Mesh:
     placement = _placement(_own_gpus(num_gpus) if devices is None else devices)
     if max(placement) >= num_gpus:
         raise BackendUnavailableError(
-            f"devices={devices!r} names GPU {max(placement)}; CuPy sees {num_gpus}"
+            f"devices={reprlib.repr(devices)} names GPU {max(placement)}; CuPy sees {num_gpus}, "
+            "from 0 up"
         )
     physicals = tuple(dict.fromkeys(placement))
     fabric = _fabric("cuda", cuda.enable_peer_access(physicals))

@@ -36,7 +36,9 @@ def check_reach(device: Device, operand: Buffer) -> None:
         return
     fabric = device.fabric
     if home.fabric is not fabric:
-        raise DeviceMismatchError(f"{operand} is of another mesh than {device.name}")
+        raise DeviceMismatchError(
+            f"{operand} is of another mesh than {device.name}: pass its .numpy()"
+        )
     if fabric.lost:
         fabric.check_usable(home)
     if not reaches(device, operand):
@@ -47,4 +49,4 @@ def check_reach(device: Device, operand: Buffer) -> None:
 def check_writable(operand: Buffer) -> None:
     """Raises ``ValueError`` for a caller's read-only array."""
     if not operand.block.writable:
-        raise ValueError(f"{operand} is read-only")
+        raise ValueError(f"{operand} is read-only: pass a copy")

@@ -50,7 +50,9 @@ class _Rest:
 
     def need(self, done: bool, what: str) -> None:
         if not done:
-            raise CollectiveError(f"the mesh is still dead: {what}")
+            raise CollectiveError(
+                f"the mesh is still dead: {what}; reset it again later, or end the process"
+            )
 
     @contextmanager
     def held(self, lock: Any, otherwise: str) -> Iterator[None]:

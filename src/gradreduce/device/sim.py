@@ -89,7 +89,9 @@ class SimDevice(Device):
         array = np.asarray(array)  # no subclass: np.matrix has no flat view
         flags = array.flags
         if not (flags.c_contiguous and flags.aligned):
-            raise ValueError("an adopted array must be contiguous in C order and aligned")
+            raise ValueError(
+                "an adopted array must be contiguous in C order and aligned: pass a copy"
+            )
         return self._share(array, None, writable and flags.writeable)
 
     def _share(self, array: np.ndarray, address: int | None, writable: bool) -> Buffer:

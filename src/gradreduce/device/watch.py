@@ -16,6 +16,8 @@ from numbers import Real
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gradreduce.errors import listed
+
 from .flight import QUEUES
 from .memory import Queue
 
@@ -84,9 +86,8 @@ class Travels(tuple[Travel, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        """``"pack 1 of 1 (tensors 0 to 1), tensor 2"``; 4 at most."""
-        more = f" and {len(self) - 4} more" if len(self) > 4 else ""
-        return ", ".join(map(str, self[:4])) + more
+        """``"pack 1 of 1 (tensors 0 to 1), tensor 2"``; 5 at most."""
+        return listed(self)
 
 
 Cargo = Travel | Travels
@@ -113,19 +114,18 @@ def _of_one_batch(had: Travel, other: Travel) -> bool:
 
 
 def _numbered(noun: str, numbers: Sequence[int]) -> str:
-    """``"tensor 3"``, ``"tensors 3 to 7"`` or, with gaps, ``"tensors 3, 5, 7"``; 8 at most."""
+    """``"tensor 3"``, ``"tensors 3 to 7"`` or, with gaps, ``"tensors 3, 5, 7"``; 5 at most."""
     if len(numbers) == 1:
         return f"{noun} {numbers[0]}"
     first, last = numbers[0], numbers[-1]
     if last - first == len(numbers) - 1:
         return f"{noun}s {first} to {last}"
-    shown = ", ".join(map(str, numbers[:8]))
-    return f"{noun}s {shown}" + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+    return f"{noun}s {listed(numbers)}"
 
 
 def names_of(devices: Iterable[Device]) -> str:
-    """``"sim:1, sim:2"``, each once."""
-    return ", ".join(dict.fromkeys(device.name for device in devices))
+    """``"sim:1, sim:2"``, each once; 5 at most."""
+    return listed(dict.fromkeys(device.name for device in devices))
 
 
 class _Mark(NamedTuple):

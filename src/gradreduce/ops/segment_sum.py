@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -226,7 +227,9 @@ def _check_rows(out: Buffer, values: Buffer, plan: Segments, into: np.ndarray | 
         if out.shape[0] != num_segments:
             raise ValueError(f"segment_sum: {num_segments} segments into the rows of {out}")
     elif into.shape != (num_segments,) or into.dtype != np.int64:
-        raise ValueError(f"segment_sum: into={into} is not a row for each segment, int64")
+        raise ValueError(
+            f"segment_sum: into={reprlib.repr(into)} is not a row for each segment, int64"
+        )
     else:
         _check_into(out, into)
     check_writable("segment_sum", [out])
@@ -237,9 +240,9 @@ def _check_into(out: Buffer, into: np.ndarray) -> None:
     """Raises ``ValueError`` if it leaves the out, or two sums would go into one row."""
     rows = np.where(into < 0, ~into, into)
     if rows.max(initial=-1) >= out.shape[0]:
-        raise ValueError(f"segment_sum: into={into} leaves {out}")
+        raise ValueError(f"segment_sum: into={reprlib.repr(into)} leaves {out}")
     if (np.diff(rows) <= 0).any() and np.unique(rows).size < rows.size:  # rising ones cannot
-        raise ValueError(f"segment_sum: into={into} names a row of {out} twice")
+        raise ValueError(f"segment_sum: into={reprlib.repr(into)} names a row of {out} twice")
 
 
 def _check_divisors(values: Buffer, plan: Segments, divisor: Divisor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -121,6 +122,6 @@ def _check(out: Buffer, values: Buffer, rows: Indices) -> None:
     if rows.dtype != np.int64 or rows.shape != out.shape[:1]:
         raise ValueError(f"take_rows: {rows.dtype}{list(rows.shape)} rows for {out}")
     if rows.size and not 0 <= rows.min() <= rows.max() < values.shape[0]:
-        raise ValueError(f"take_rows: rows={rows} leave {values}")
+        raise ValueError(f"take_rows: rows={reprlib.repr(rows)} leave {values}")
     check_writable("take_rows", [out])
     check_apart("take_rows", out, values)

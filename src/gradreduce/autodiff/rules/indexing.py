@@ -55,7 +55,9 @@ def embedding_lookup(params: Any, ids: Any) -> Any:
         raise TypeError(f"ids must be integers, got {rows.dtype}")
     num_rows = params.shape[0]
     if rows.size and not (rows.min() >= 0 and rows.max() < num_rows):
-        raise InvalidArgumentError(f"ids from {rows.min()} to {rows.max()}, of {num_rows} rows")
+        raise InvalidArgumentError(
+            f"ids are from {rows.min()} to {rows.max()}; allowed are 0 to {num_rows - 1}"
+        )
     return params[rows]
 
 

@@ -88,7 +88,9 @@ def _check_classes(labels: Any, num_classes: int) -> None:
     if isinstance(labels, np.ndarray | np.generic) and labels.dtype.kind in "iu" and labels.size:
         low, high = labels.min(), labels.max()
         if low < 0 or high >= num_classes:
-            raise InvalidArgumentError(f"labels from {low} to {high}, of {num_classes} classes")
+            raise InvalidArgumentError(
+                f"labels are from {low} to {high}; allowed are 0 to {num_classes - 1}"
+            )
 
 
 def _reduced(shape: tuple[int, ...], axis: Any) -> tuple[int, ...]:
@@ -103,10 +105,13 @@ def _as_probabilities(logits: Any, labels: Any) -> Any:
     shape, labels = shape_of(logits), _array(labels, logits)
     if labels.dtype.kind not in "iub":
         if shape_of(labels) != shape:
-            raise ValueError(f"labels {shape_of(labels)} for logits {shape}")
+            raise ValueError(f"labels have the shape {shape_of(labels)}, the logits {shape}")
         return labels if labels.dtype == logits.dtype else labels.astype(logits.dtype)
     if shape_of(labels) != shape[:-1]:
-        raise ValueError(f"labels {shape_of(labels)} for logits {shape}: a class for each example")
+        raise ValueError(
+            f"integer labels have the shape {shape_of(labels)}; logits {shape} need a class for "
+            f"each example, {shape[:-1]}"
+        )
     classes = np.arange(shape[-1], like=labels)
     return (labels[..., None] == classes).astype(logits.dtype)
 

@@ -358,8 +358,8 @@ class AGNCenter(NotCopied):
         if len(begun) < num_worker:
             missing = [task for task in range(num_worker) if task not in begun]
             raise DeadlineExceededError(
-                f"after {timeout} s {len(begun)} of {num_worker} workers have begun, {begun}: "
-                f"{num_worker - len(begun)} of {missing} are missing"
+                f"after {timeout} s {len(begun)} of {num_worker} workers have begun, "
+                f"[{listed(begun)}]: {num_worker - len(begun)} of [{listed(missing)}] are missing"
             )
 
     def lose(self, task_index: int, error: BaseException) -> None:

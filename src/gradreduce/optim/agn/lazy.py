@@ -39,11 +39,11 @@ class Lazy(Variable):
 
     def assign(self, value: Any) -> NoReturn:
         """Refused: what is assigned would be lost."""
-        raise TypeError(f"{self.name!r} is only to be read")
+        raise TypeError(f"{self.name!r} is only to be read: its optimizer writes it")
 
     def assign_add(self, delta: Any) -> NoReturn:
         """Refused, likewise."""
-        raise TypeError(f"{self.name!r} is only to be read")
+        raise TypeError(f"{self.name!r} is only to be read: its optimizer writes it")
 
     @property
     def _buffers(self) -> tuple[Buffer, ...]:  # type: ignore[override]  # which a plain one keeps

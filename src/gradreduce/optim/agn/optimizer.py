@@ -218,8 +218,8 @@ class AGNOptimizer(Optimizer):
         """
         as_count("task_index", task_index, least=0)
         if not self._getter.members:
-            raise ValueError("the list of local variables should not be empty: none came through "
-                             "the AGNCustomGetter")  # fmt: skip
+            raise ValueError("the list of local variables should not be empty: make them by "
+                             "gr.get_variable(..., custom_getter=getter)")  # fmt: skip
         return self._worker.start
 
     def make_session_run_hook(
@@ -297,7 +297,9 @@ def _check_free(*owned: Any) -> None:
 def _check_counts(global_step: Variable) -> None:
     """It is added to when a communication is done: what would be refused then is refused now."""
     if isinstance(global_step, Lazy):
-        raise ValueError(f"global_step={global_step!r} is only to be read")
+        raise ValueError(
+            f"global_step={global_step!r} is only to be read: pass a Variable of your own"
+        )
     for device in global_step.devices:
         device.fabric.check_usable(device)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradreduce.device import Buffer, accumulate_dtype
-from gradreduce.errors import about
+from gradreduce.errors import about, listed
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import converted
 from gradreduce.optim.base import Optimizer
@@ -106,12 +106,15 @@ def load_worker(
     rows = _checked_rows(state["rows"], variables)
     both = sorted(set(sums) & set(rows))
     if both:
-        raise ValueError(f"state['sums'] and state['rows'] both have {both}: a sum is one of them")
+        raise ValueError(
+            f"state['sums'] and state['rows'] both have [{listed(map(repr, both))}]: a sum is one "
+            "of them"
+        )
     unknown = sorted((set(sums) | set(rows)) - set(pulled)) if by_distance else []
     if unknown:
         raise ValueError(
-            f"state['pulled'] has no {unknown}, which state has sums of: it is of a worker without "
-            "distance_scale"
+            f"state['pulled'] has no [{listed(map(repr, unknown))}], which state has sums of: it "
+            "is of a worker without distance_scale"
         )
     step, is_due = _checked_counts(state)
     if is_due and not sums and not rows:
