@@ -56,6 +56,7 @@ def use(mesh, name):
     calls = every_call(mesh, buffer) | {
         "journal": lambda: mesh.journal().__enter__(),
         "flight_record": mesh.flight_record,
+        "lose": lambda: mesh.devices[0].lose("for no reason"),
         "reset": mesh.reset,
         "collective": lambda: mesh.collective,
         "read": w.numpy,

@@ -12,6 +12,7 @@ import reprlib
 import subprocess
 import sys
 import threading
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +51,7 @@ def clean(monkeypatch):
     for name in (*VARIABLES, *LAUNCHERS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(sys.modules, "cupy", None)  # as if it were not installed
-    monkeypatch.setattr(module, "_warned", threading.Event())
+    monkeypatch.setattr(module, "_warn_once", cache(module._warn_once.__wrapped__))
     monkeypatch.setattr(module, "_default", [])
 
 

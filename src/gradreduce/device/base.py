@@ -212,6 +212,7 @@ class Device(NotCopied, Backend):
 
         Of its physical device, that is: the logical ones on it share their fate.
         """
+        self.fabric.check_process()
         self.fabric.lose(self.physical, reason)
 
     # -- work -----------------------------------------------------------------------------------

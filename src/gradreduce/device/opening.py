@@ -19,7 +19,6 @@ import importlib.util
 import logging
 import os
 import reprlib
-import threading
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import suppress
 from functools import cache
@@ -264,17 +263,13 @@ def _backend_from_environment() -> str:
     return "cuda"
 
 
-_warned = threading.Event()
-
-
+@cache
 def _warn_once(why: str) -> None:
-    if not _warned.is_set():
-        _warned.set()
-        _log.warning(
-            "gradreduce runs on simulated devices (NumPy): %s. GRADREDUCE_BACKEND=sim silences "
-            "this, GRADREDUCE_BACKEND=cuda makes it an error.",
-            why,
-        )
+    _log.warning(
+        "gradreduce runs on simulated devices (NumPy): %s. GRADREDUCE_BACKEND=sim silences this, "
+        "GRADREDUCE_BACKEND=cuda makes it an error.",
+        why,
+    )
 
 
 def _placement(devices: int | Sequence[int] | None) -> tuple[int, ...]:
