@@ -190,7 +190,7 @@ def take_now(
     and takes nothing. Every accumulator's step goes one further, the empty ones' too.
     """
     states = [each.accumulator_ref for each in accumulators]
-    with DeferInterrupts(), locked(states):
+    with locked(states):
         for state in states:
             state.check_open()
         if any(state.queue for state in states):

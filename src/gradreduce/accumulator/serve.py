@@ -35,15 +35,14 @@ def join(ticket: Ticket) -> None:
     """
     if ticket.deadline is not None:
         ticket.states[0].devices[0].fabric.guard()  # whoever serves it starts no thread
-    with DeferInterrupts():
-        with locked(ticket.states):
-            for state in ticket.states:
-                state.check_open()
-                state.check_devices()  # nobody could ever serve it
-            for state in ticket.states:
-                state.queue.append(ticket)
-            joint = serve_held(ticket.states)
-        serve_joint(joint)
+    with locked(ticket.states):
+        for state in ticket.states:
+            state.check_open()
+            state.check_devices()  # nobody could ever serve it
+        for state in ticket.states:
+            state.queue.append(ticket)
+        joint = serve_held(ticket.states)
+    serve_joint(joint)
 
 
 def await_ticket(ticket: Ticket, timeout: float | None) -> None:
