@@ -34,12 +34,13 @@ def gradients_of(mesh, shapes, dtypes, place):
     return buffers, arrays
 
 
-def plans_of(buffers, *settings_of_one, out_dtypes=None):
+def plans_of(buffers, num_packs, *small, out_dtypes=None):
     dtypes = [replicas[0].dtype for replicas in buffers]
     return plan_packing(
         tuple(replicas[0].size for replicas in buffers),
         tuple(zip(dtypes, out_dtypes or dtypes, strict=True)),
-        *settings_of_one,
+        num_packs,
+        *(small or (0, 0)),
     )
 
 

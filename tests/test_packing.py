@@ -80,7 +80,7 @@ def test_packs_cover_the_flat_buffer_in_order_and_none_is_empty(batch, num_packs
 @LAWS
 @given(batches(max_size=3000), st.integers(1, 30))
 def test_packs_are_equal_to_within_sixteen_bytes_and_cut_at_vector_boundaries(batch, num_packs):
-    for plan in plan_packing(*batch, num_packs):
+    for plan in plan_packing(*batch, num_packs, 0, 0):
         nbytes = [(stop - start) * narrower(plan) for start, stop in plan.packs]
         assert not nbytes or max(nbytes) - min(nbytes) <= 16
         for start, _ in plan.packs:
@@ -92,7 +92,7 @@ def test_packs_are_equal_to_within_sixteen_bytes_and_cut_at_vector_boundaries(ba
 @given(batches(), st.integers(1, 20), st.integers(0, 1000), st.integers(0, 20))
 def test_packs_make_one_flat_buffer_of_each_dtype_whatever_is_small(batch, num_packs, limit, group):
     plans = plan_packing(*batch, num_packs, limit, group)
-    assert plans == plan_packing(*batch, num_packs)
+    assert plans == plan_packing(*batch, num_packs, 0, 0)
     assert len(plans) == len(set(batch[1]))
     assert all(plan.together for plan in plans)
 
@@ -125,15 +125,36 @@ def test_small_tensors_are_grouped_by_dtype_in_batch_order(batch, limit, group):
         assert plan.together == (len(plan.tensors) > 1)
 
 
-def plan32(sizes, *settings_of_one):
+def plan32(sizes, num_packs, *small):
     """Plans of a batch of float32."""
-    return plan_packing(tuple(sizes), ((FLOAT32, FLOAT32),) * len(sizes), *settings_of_one)
+    dtypes = ((FLOAT32, FLOAT32),) * len(sizes)
+    return plan_packing(tuple(sizes), dtypes, num_packs, *(small or (0, 0)))
 
 
 def test_the_small_limit_is_inclusive():
     assert [plan.tensors for plan in plan32([4, 4, 5], 0, 16, 10)] == [(0, 1), (2,)]
     assert [plan.tensors for plan in plan32([4, 4, 5], 0, 15, 10)] == [(0,), (1,), (2,)]
     assert [plan.tensors for plan in plan32([4, 4, 5], 0, 20, 10)] == [(0, 1, 2)]
+
+
+def test_the_bytes_of_a_small_tensor_are_those_of_its_gradient():
+    """A mean of integers is of floats; one byte is small, and no byte is not."""
+    pairs = ((as_dtype("int8"), FLOAT32),) * 4
+    assert [plan.tensors for plan in plan_packing((1, 2, 1, 0), pairs, 0, 1, 10)] == [
+        (0, 2), (1,), (3,),
+    ]  # fmt: skip
+
+
+def test_integers_travel_as_they_are_whatever_their_mean_is():
+    pairs = ((as_dtype("int32"), FLOAT64), (FLOAT64, FLOAT32))
+    plans = plan_packing((8, 8), pairs, 1, 0, 0, as_dtype("float16"))
+    assert [plan.wire.name for plan in plans] == ["int32", "float16"]
+
+
+def test_a_flat_buffer_has_gaps_where_a_tensor_ends_inside_a_vector():
+    assert [plan32(sizes, 1)[0].has_gaps for sizes in ([4, 8], [4, 7, 4], [7])] == [
+        False, True, True,
+    ]  # fmt: skip
 
 
 def test_small_tensors_that_are_not_neighbours_are_grouped_too():
@@ -150,9 +171,9 @@ def test_a_group_holds_no_more_than_it_may():
 
 def test_twelve_elements_in_five_and_in_thirteen_packs():
     # TensorFlow makes 2, 2, 2, 2, 4 elements, and twelve empty packs and one of 12.
-    (plan,) = plan_packing((12,), ((FLOAT64, FLOAT64),), 5)
+    (plan,) = plan_packing((12,), ((FLOAT64, FLOAT64),), 5, 0, 0)
     assert plan.packs == ((0, 2), (2, 4), (4, 6), (6, 8), (8, 12))
-    (plan,) = plan_packing((12,), ((FLOAT64, FLOAT64),), 13)
+    (plan,) = plan_packing((12,), ((FLOAT64, FLOAT64),), 13, 0, 0)
     assert plan.packs == ((0, 2), (2, 4), (4, 6), (6, 8), (8, 10), (10, 12))
 
 

@@ -189,7 +189,7 @@ class Scene:
 
 def packing_alone(scene):
     gradients = [scene.fresh(), scene.fresh((5, 3))]
-    plans = plan_packing((37, 15), ((gradients[0][0].dtype,) * 2,) * 2, 1)
+    plans = plan_packing((37, 15), ((gradients[0][0].dtype,) * 2,) * 2, 1, 0, 0)
     flats = flats_room.pack(plans, gradients, scene.mesh.devices, consume=False)
     scene.overwrite(*gradients)
     scene.keep(flats[0].inputs)

@@ -13,7 +13,7 @@ import gradreduce as gr
 from gradreduce import reduce_flow
 from gradreduce.allreduce.job import Stage, run_stages
 from gradreduce.device import sim
-from gradreduce.packing import plan_stages
+from gradreduce.packing import STAGE_BYTES, plan_stages
 
 hierarchical, nccl_room = (
     importlib.import_module(f"gradreduce.allreduce.{name}") for name in ("hierarchical", "nccl")
@@ -43,10 +43,17 @@ def small_stages(monkeypatch):
         ([(9, True), (9, True), (9, True)], [[0, 1], [2]]),
         ([(5, False), (5, False), (50, False)], [[0, 1, 2]]),  # nothing to gather: no stages
         ([(10, True), (50, False), (10, True), (4, True)], [[0, 1], [2], [3]]),
+        ([(10, True), (9, True), (4, True)], [[0], [1, 2]]),
     ],
 )
 def test_moved_packs_share_a_stage_until_it_is_full(packs, expected):
     assert plan_stages(packs, 10) == expected
+
+
+def test_a_stage_is_full_with_eight_mebibytes():
+    moved = [(4 << 20, True)] * 3
+    assert plan_stages(moved, STAGE_BYTES) == [[0, 1], [2]]
+    assert plan_stages([((4 << 20) - 1, True), *moved[1:]], STAGE_BYTES) == [[0, 1, 2]]
 
 
 def test_a_stage_begins_before_the_one_ahead_of_it_goes_on():

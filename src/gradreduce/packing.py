@@ -72,11 +72,10 @@ class FlatPlan:
     @property
     def has_gaps(self) -> bool:
         """Whether some bytes of the flat buffer are no tensor's."""
-        return self.layout.size != sum(piece.stop - piece.start for piece in self.pieces())
+        return self.layout.size != sum(self.layout.sizes)
 
-    def pieces(self, start: int = 0, stop: int | None = None) -> tuple[Piece, ...]:
+    def pieces(self, start: int, stop: int) -> tuple[Piece, ...]:
         """The tensors, or parts of them, in a range of the flat buffer; in order."""
-        stop = self.layout.size if stop is None else stop
         if (start, stop) not in self._found:  # kept here: to hash a plan is to look at all of it
             self._found[start, stop] = _pieces(self.layout, start, stop)
         return self._found[start, stop]
@@ -102,7 +101,7 @@ class Piece(NamedTuple):
 
 def _pieces(layout: FlatLayout, start: int, stop: int) -> tuple[Piece, ...]:
     found = []
-    first = max(0, bisect_right(layout.offsets, start) - 1)
+    first = bisect_right(layout.offsets, start) - 1
     for place in range(first, bisect_left(layout.offsets, stop)):
         offset, size = layout.offsets[place], layout.sizes[place]
         begin, end = max(offset, start), min(offset + layout.spans[place], stop)
@@ -131,13 +130,13 @@ def is_half(dtype: DType) -> bool:
     return dtype.itemsize == 2 and is_real_float(dtype)
 
 
-@lru_cache(maxsize=256)
+@lru_cache
 def plan_packing(
     sizes: tuple[int, ...],
     dtypes: tuple[tuple[DType, DType], ...],
     num_packs: int,
-    small_max_bytes: int = 0,
-    small_max_group: int = 0,
+    small_max_bytes: int,
+    small_max_group: int,
     wire: DType | None = None,
 ) -> tuple[FlatPlan, ...]:
     """Which tensors of a batch share a flat buffer, and how it is cut into packs.
@@ -193,7 +192,7 @@ def _small_groups(
     groups: list[list[int]] = []
     open_group: list[int] | None = None
     for tensor in tensors:
-        small = max_group > 0 and 0 < sizes[tensor] * dtype.itemsize <= max_bytes
+        small = 0 < sizes[tensor] * dtype.itemsize <= max_bytes
         if small and open_group is not None and len(open_group) < max_group:
             open_group.append(tensor)
             continue
@@ -205,7 +204,7 @@ def _small_groups(
 
 def _cut(size: int, itemsize: int, num_packs: int) -> tuple[tuple[int, int], ...]:
     """``size`` elements in at most ``num_packs`` ranges (at least one) of whole 16-byte units."""
-    unit = max(1, ALIGNMENT // itemsize)
+    unit = ALIGNMENT // itemsize
     units = -(-size // unit)
     count = min(max(1, num_packs), units)
     ends = [units * pack // count * unit for pack in range(count)] + [size] if units else []

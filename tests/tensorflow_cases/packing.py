@@ -23,7 +23,9 @@ def _plans(sizes: list[int], dtypes: list[Any], *limits: int) -> tuple[FlatPlan,
     Numbers that the packer would never be given are refused where a caller gives them.
     """
     gr.AllReduceCrossDeviceOps("hierarchical_copy", *limits)
-    return plan_packing(tuple(sizes), tuple((dtype, dtype) for dtype in dtypes), *limits)
+    num_packs, max_bytes, max_group = (*limits, 0, 0)[:3]
+    pairs = tuple((dtype, dtype) for dtype in dtypes)
+    return plan_packing(tuple(sizes), pairs, num_packs, max_bytes, max_group)
 
 
 def _packed(world: World, step: dict[str, Any], *limits: int) -> tuple[list[Flats], Any]:

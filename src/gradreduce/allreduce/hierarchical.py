@@ -74,7 +74,7 @@ def plan_slices(
     slices: list[Slice] = []
     part, before = 0, 0  # the run that is being filled; bytes of the packs before
     for job, (size, itemsize) in enumerate(packs):
-        unit = max(1, ALIGNMENT // itemsize)
+        unit = ALIGNMENT // itemsize
         start = 0
         while start < size:
             room = total * (part + 1) // len(mains) - before  # bytes of this pack up to its end
