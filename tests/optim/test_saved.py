@@ -131,7 +131,7 @@ def test_what_is_wrong_changes_nothing(mesh):
     twin = gr.Variable([1.0], "w", device=mesh)
     for given, those, error, match in [
         ([], variables, TypeError, "not a dict from state_dict"),
-        (changed(state, "format", drop=True), variables, KeyError, "must have"),
+        (changed(state, "format", drop=True), variables, KeyError, "gave: 'format' missing"),
         (changed(state, "more", to=1), variables, KeyError, "more"),
         (changed(state, "format", to="gradreduce optimizer 2"), variables, ValueError, "format"),
         (changed(state, "optimizer", to="MomentumOptimizer"), variables, ValueError, "optimizer"),

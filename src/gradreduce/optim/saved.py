@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gradreduce.device import Buffer, DType, accumulate_dtype
-from gradreduce.errors import about
+from gradreduce.errors import about, listed
 from gradreduce.interop import converted, host_array, is_array, shape_and_dtype
 from gradreduce.variables import Variable
 
@@ -113,7 +113,9 @@ def checked_state(
         raise TypeError(f"state['slots'] is a {type(state['slots']).__name__}, not a dict")
     unknown = [name for name in state["slots"] if name not in owners]
     if unknown:
-        raise KeyError(f"state['slots'] has {unknown}, which no variable is named")
+        raise KeyError(
+            f"state['slots'] has [{listed(map(repr, unknown))}], which no variable is named"
+        )
     return {
         owners[name]: _checked_slots(f"state['slots'][{name!r}]", slots, owners[name], given)
         for name, given in state["slots"].items()
@@ -133,8 +135,10 @@ def check_keys(what: str, given: Any, wanted: Sequence[str]) -> None:
     """Raises unless a dictionary has these keys and no others."""
     if not isinstance(given, Mapping):
         raise TypeError(f"{what} is a {type(given).__name__}, not a dict from state_dict()")
-    if set(given) != set(wanted):
-        raise KeyError(f"{what} has {sorted(map(str, given))}, must have {sorted(wanted)}")
+    keys = {"missing": set(wanted) - set(given), "unknown": set(given) - set(wanted)}
+    told = [f"{listed(sorted(map(repr, found)))} {kind}" for kind, found in keys.items() if found]
+    if told:
+        raise KeyError(f"{what} must have the keys that state_dict() gave: {', '.join(told)}")
 
 
 def plain(value: Any) -> Any:
