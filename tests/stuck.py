@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from gradreduce.device import Device, Mesh, watch
+from gradreduce.device import Device, Mesh, sim_workers, waiting, watch
 
 PATIENCE = 8.0  # seconds after which a test, not a mesh, is broken
 
@@ -56,13 +56,21 @@ def await_death(mesh: Mesh) -> str:
 @contextmanager
 def no_thread_starts() -> Iterator[list[bool]]:
     """Inside, no thread can be started as soon as there is anything in the list."""
-    real, refused = threading.Thread.start, []
+    refused: list[bool] = []
 
-    def start(thread: threading.Thread) -> None:
-        if refused:
-            raise RuntimeError("can't start new thread")
-        real(thread)
+    def unless_refused(start: Callable[..., object]) -> Callable[..., object]:
+        def started(*arguments: object) -> object:
+            if refused:
+                raise RuntimeError("can't start new thread")
+            return start(*arguments)
+
+        return started
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
+        for place, name in (
+            (threading.Thread, "start"),
+            (waiting, "start_new_thread"),
+            (sim_workers, "start_new_thread"),
+        ):
+            patch.setattr(place, name, unless_refused(getattr(place, name)))
         yield refused

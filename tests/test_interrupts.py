@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from queue import SimpleQueue
 
@@ -15,8 +15,10 @@ from signals import Strike, num_points_of, pressed
 
 import gradreduce as gr
 from gradreduce.device import compiled, default_mesh, opening, sim, sim_workers
+from gradreduce.device.sim_queue import Shuffled
+from gradreduce.errors import CollectiveError
 
-DEADLINE = 30.0
+DEADLINE = 10.0
 SIZE = 100
 PLACEMENT = (0, 0, 1, 1)
 
@@ -66,12 +68,57 @@ def right_calls() -> dict[str, Callable[[], bool]]:
         mesh.synchronize()
         return True
 
-    return {"add_n": add, "all_reduce": reduce, "synchronize": synchronize}
+    scheduler = Shuffled(3)
+
+    def wait() -> bool:
+        ran: list[bool] = []
+        scheduler.stall("a queue")
+        scheduler.submit("a queue", partial(ran.append, True))
+        late = not scheduler.finish("a queue", Brief())
+        scheduler.resume("a queue")
+        return late and scheduler.finish("a queue") and ran == [True]
+
+    queued = gr.open_mesh(2, backend="sim", schedule_seed=3).devices[0]
+
+    def late() -> bool:
+        with suppress(CollectiveError):
+            queued.scheduler.stall((queued, "compute"))
+            queued.zeros((3,), "float32").numpy(deadline=1e-6)
+            return False
+        queued.mesh.reset(timeout=DEADLINE)  # after which nothing is stuck
+        return (queued.zeros((3,), "float32").numpy() == 0).all()
+
+    def reset() -> bool:
+        mesh.fabric.fail("for a test")
+        mesh.reset(timeout=DEADLINE)
+        return reduce()
+
+    return {
+        "add_n": add,
+        "all_reduce": reduce,
+        "synchronize": synchronize,
+        "wait": wait,
+        "reset": reset,
+        "late": late,
+    }
+
+
+class Brief:
+    """Patience that is over at the second look."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+        self.rest = 1e-4
+
+    @property
+    def is_over(self) -> bool:
+        self._looks += 1
+        return self._looks > 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as Python does
 @pytest.mark.parametrize("firsts", seeds(1, 64))
-@pytest.mark.parametrize("name", ["add_n", "all_reduce", "synchronize"])
+@pytest.mark.parametrize("name", ["add_n", "all_reduce", "synchronize", "wait", "reset", "late"])
 def test_an_interruption_leaves_no_job_and_no_lock_behind(name, firsts):
     """At all points of a call in the tier."""
     call, num_raised = right_calls()[name], 0

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gradreduce.cross_device_ops import CrossDeviceOps
-from gradreduce.device import Buffer, DeferInterrupts, Device, DType
+from gradreduce.device import Buffer, DeferInterrupts, Device, Done, DType
 from gradreduce.errors import CancelledError
 from gradreduce.interop import Kind
 from gradreduce.ops import Segments, Slots
@@ -77,33 +77,6 @@ class SparseSum:
     def rows(self) -> Buffer:
         """Those of ``values`` that are in use."""
         return self.values.view(0, (self.slots.num_rows, *self.values.shape[1:]))
-
-
-class Done:
-    """As a ``threading.Event``, in a third of the time: most takes never wait for theirs."""
-
-    __slots__ = ("_is_set", "_lock")
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._lock = threading.Lock()  # held until it is set
-        self._lock.acquire()
-
-    def is_set(self) -> bool:
-        """See ``threading.Event``."""
-        return self._is_set
-
-    def set(self) -> None:
-        """See ``threading.Event``; by one thread at a time."""
-        if not self._is_set:
-            self._is_set = True
-            self._lock.release()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """See ``threading.Event``; ``timeout`` is from ``as_timeout``."""
-        if not self._is_set and self._lock.acquire(timeout=-1 if timeout is None else timeout):
-            self._lock.release()  # for the next who waits
-        return self._is_set
 
 
 @dataclass(eq=False, slots=True)

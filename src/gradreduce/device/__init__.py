@@ -34,6 +34,7 @@ from .opening import default_mesh, open_mesh
 from .rates import CopyRates, copy_rates
 from .reach import reaches
 from .tape import Tape, behind_readers, spans_of
+from .waiting import Done
 from .watch import Travel, as_deadline
 from .writer import Writer
 
@@ -50,6 +51,7 @@ __all__ = [
     "DeferInterrupts",
     "Device",
     "DeviceLike",
+    "Done",
     "FlatBuffer",
     "FlatLayout",
     "FlightEntry",

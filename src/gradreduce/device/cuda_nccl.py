@@ -20,8 +20,8 @@ from .collective import Collective
 from .cuda import CudaDevice
 from .dtypes import element_of
 from .fabric import Fabric
-from .flight import beside
 from .memory import Buffer, Queue
+from .waiting import Done, beside
 
 __all__ = ["NcclCollective", "SharedNccl"]
 
@@ -110,7 +110,7 @@ class NcclCollective(Collective):
     def __init__(self) -> None:
         self._nccl = _nccl()
         self._cliques = _Cliques()
-        self._aborting: list[threading.Thread] = []
+        self._aborting: list[Done] = []
         self._open = _Open()
 
     def all_reduce(
@@ -219,16 +219,14 @@ class NcclCollective(Collective):
                 with suppress(self._nccl.NcclError):  # the others must be ended all the same
                     communicator.abort()
 
-        worker = beside("gradreduce-nccl-abort", abort)
-        if worker is not None:  # started first: who finds it in the list waits for it
-            self._aborting.append(worker)
+        self._aborting.append(beside(abort))
 
     def ended(self, seconds: float) -> bool:
         """Whether every ``abort`` is over, which is waited for so long."""
         end = time.monotonic() + seconds
-        for worker in list(self._aborting):
-            worker.join(max(0.0, min(end - time.monotonic(), threading.TIMEOUT_MAX)))
-        self._aborting = [worker for worker in self._aborting if worker.is_alive()]
+        for done in list(self._aborting):
+            done.wait(max(0.0, min(end - time.monotonic(), threading.TIMEOUT_MAX)))
+        self._aborting = [done for done in self._aborting if not done.is_set()]
         return not self._aborting
 
     def error(self) -> str | None:

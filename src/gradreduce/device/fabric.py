@@ -15,9 +15,10 @@ from weakref import WeakKeyDictionary
 from gradreduce.errors import BackendUnavailableError, CollectiveError
 
 from .captures import Captures
-from .flight import Flight, What, beside, write_flight
+from .flight import Flight, What, write_flight
 from .journal import Recorder
 from .tape import Issue, Tape
+from .waiting import Done, beside
 from .watch import Cargo, Patience, Watch, WatchedPack, names_of
 from .watchdog import Watchdog
 
@@ -121,7 +122,7 @@ class Fabric(Captures):
         self.lost: dict[int, str] = {}
         self.last_read = object()
         self.reason: str | None = None
-        self.mourned = threading.Event()
+        self.mourned = Done()
         self.generation = 0
         self.reset_lock = threading.Lock()
         self._last_reason = ""
@@ -158,7 +159,7 @@ class Fabric(Captures):
         if physical in self.lost:
             return
         self.lost[physical] = reason
-        self._tell("gradreduce-lost", partial(self._wake, physical))
+        self._tell(partial(self._wake, physical))
 
     # -- what a thread does -----------------------------------------------------------------------
 
@@ -305,15 +306,14 @@ class Fabric(Captures):
         Takes no lock. Who waits is woken by another thread, which takes those that it needs; the
         flight record is written before anybody can see that the mesh is dead.
         """
-        self._deaths.append(reason)
-        if self._deaths[0] is not reason:
+        deaths = self._deaths
+        deaths.append(reason)
+        if deaths[0] is not reason:
             return
         if self.flight_path:
-            writer = beside("gradreduce-flight", partial(self._write_flight, reason))
-            if writer is not None:
-                writer.join(_WRITE_SECONDS)
+            beside(partial(self._write_flight, reason)).wait(_WRITE_SECONDS)
         self._last_reason = self.reason = reason
-        self._tell("gradreduce-dead", self._mourn)
+        self._tell(self._mourn)
 
     def give_up(self, what: str, device: Device, patience: Patience) -> Exception:
         """The error of a host wait that is over before what it waits for; the mesh is dead then."""
@@ -322,18 +322,19 @@ class Fabric(Captures):
         except (BackendUnavailableError, CollectiveError) as error:
             return error
         if patience.is_late:
-            self.fail(f"the deadline for {what} passed: {self._stuck(device)}")
-            while self.reason is None:  # another thread is about to give the first reason
+            reason = f"the deadline for {what} passed: {self._stuck(device)}"
+            self.guard().take(partial(self.fail, reason))  # in a thread that no Ctrl-C cuts short
+            while self.reason is None and not self.is_closed:
                 time.sleep(1e-3)
         return self._death(self._last_reason)
 
     def revive(self) -> None:
         """Takes the reason back; for ``reset``, which has seen to everything else."""
-        self.generation += 1
         self.prepared.clear()
-        self.mourned.clear()
-        self._deaths.clear()
-        self.reason = None
+        # One C call: Ctrl-C finds all of them changed, or none.
+        vars(self).update(
+            generation=self.generation + 1, mourned=Done(), _deaths=deque(), reason=None
+        )
 
     def _stuck(self, device: Device) -> str:
         """Who keeps the host waiting for a device, which may only stand behind another."""
@@ -368,13 +369,13 @@ class Fabric(Captures):
         entries = self.flight.entries((), fresh=False)
         write_flight(self.flight_path, f"{self.backend}, process {self._pid}", reason, entries)
 
-    def _tell(self, name: str, call: Callable[[], None]) -> None:
+    def _tell(self, call: Callable[[], None]) -> None:
         """Has a thread of its own call it; where none can be started the watchdog, if there is one.
 
         Else the calling thread, though it may hold a lock that others wait for.
         """
         watchdog = self._watchdog
-        beside(name, call, otherwise=call if watchdog is None else partial(watchdog.take, call))
+        beside(call, otherwise=call if watchdog is None else partial(watchdog.take, call))
 
     def _mourn(self) -> None:
         for call in self.on_death:

@@ -13,7 +13,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from .journal import Fields, Record
 from .memory import Queue
+from .waiting import beside
 
 if TYPE_CHECKING:
     from .base import Device
@@ -230,31 +231,13 @@ class Flight:
                 device._urge()
 
         end = time.monotonic() + _LOOK_SECONDS
-        worker = beside("gradreduce-flight", mark)
-        if worker is not None:
-            worker.join(_LOOK_SECONDS * 4)
+        beside(mark).wait(_LOOK_SECONDS * 4)
         self._marks.extend(made)
         while time.monotonic() < end:
             if all(device._reached(event) for _, device, _, event in list(made)):
                 break
             time.sleep(_LOOK_SECONDS / 20)
         return list(made)
-
-
-def beside(
-    name: str, work: Callable[[], object], otherwise: Callable[[], object] | None = None
-) -> threading.Thread | None:
-    """Does work that may block in a daemon thread of its own, and gives that.
-
-    Where no thread can be started, the calling one does ``otherwise`` (default: the work); None.
-    """
-    worker = threading.Thread(target=work, name=name, daemon=True)
-    try:
-        worker.start()
-    except RuntimeError:  # "can't start new thread"
-        (otherwise or work)()
-        return None
-    return worker
 
 
 def _copied(ring: deque[Any]) -> list[Any]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from threading import TIMEOUT_MAX
-from typing import Any
 
 from gradreduce.errors import CollectiveError
 
 from .base import Device
+from .waiting import held_in_time
 from .watch import as_deadline, names_of
 
 __all__ = ["reset"]
@@ -23,19 +22,25 @@ def reset(devices: Sequence[Device], timeout: float | None) -> None:
     fabric = devices[0].fabric
     fabric.check_open()
     rest = _Rest(math.inf if seconds is None else time.monotonic() + seconds)
-    with rest.held(fabric.reset_lock, "another thread resets it"):
+
+    def empty_queues() -> None:
+        fabric.flight.drop(devices)  # before marks pass that nothing came to
+        alive = [device for device in devices if device.physical not in fabric.lost]
+        stuck = [device for device in alive if not device._abandon(rest.seconds)]
+        rest.need(not stuck, f"queues have not come to their end: {names_of(stuck)}")
+
+    def revive() -> None:
         if fabric.reason is None:
             return
         rest.need(fabric.mourned.wait(rest.seconds), "those who wait are not all woken")
         rest.need(fabric.library_ended(rest.seconds), "the communicators do not let go")
-        with rest.held(fabric.launch_lock, "a call is still giving work to the devices"):
-            fabric.flight.drop(devices)  # before marks pass that nothing came to
-            alive = [device for device in devices if device.physical not in fabric.lost]
-            stuck = [device for device in alive if not device._abandon(rest.seconds)]
-            rest.need(not stuck, f"queues have not come to their end: {names_of(stuck)}")
+        busy = "a call is still giving work to the devices"
+        rest.need(held_in_time(fabric.launch_lock, rest.seconds, empty_queues), busy)
         for kept, empty in list(fabric.on_reset.items()):
             empty(kept)
         fabric.revive()
+
+    rest.need(held_in_time(fabric.reset_lock, rest.seconds, revive), "another thread resets it")
 
 
 class _Rest:
@@ -53,11 +58,3 @@ class _Rest:
             raise CollectiveError(
                 f"the mesh is still dead: {what}; reset it again later, or end the process"
             )
-
-    @contextmanager
-    def held(self, lock: Any, otherwise: str) -> Iterator[None]:
-        self.need(lock.acquire(timeout=self.seconds), otherwise)
-        try:
-            yield
-        finally:
-            lock.release()

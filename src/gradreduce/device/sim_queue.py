@@ -13,7 +13,10 @@ import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 
+from .waiting import held_in_time
 from .watch import Patience
 
 __all__ = ["Event", "RunAtOnce", "Scheduler", "Shuffled", "Work"]
@@ -144,7 +147,7 @@ class Shuffled(Scheduler):
         self._drops = 0
         # Re-entrant: work never submits work, but a dying block may be drained inside a call.
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._waiting: deque[SimpleQueue[None]] = deque()  # of those who wait in `finish`
 
     def submit(self, queue: Hashable, work: Work) -> None:
         """See ``Scheduler.submit``."""
@@ -169,17 +172,21 @@ class Shuffled(Scheduler):
         Raises:
             RuntimeError: the queue waits for an event that no queue will pass.
         """
-        with self._lock:
-            drops = self._drops
-            while self._queues.get(queue):
-                if self._run_one():
-                    continue
+        drops = self._drops
+        while True:
+            with self._lock:
+                while self._queues.get(queue) and self._run_one():
+                    pass
+                if not self._queues.get(queue):
+                    return drops == self._drops
                 if not self._stalled:
                     raise RuntimeError(f"deadlock: {queue} waits for an event that never passes")
                 if patience is not None and patience.is_over:
                     return False
-                self._changed.wait(None if patience is None else patience.rest)
-            return drops == self._drops
+                news: SimpleQueue[None] = SimpleQueue()
+                self._waiting.append(news)
+            with suppress(Empty):
+                news.get(timeout=None if patience is None else patience.rest)
 
     def stall(self, queue: Hashable, after: int = 0) -> None:
         """From now on nothing in this queue runs, but its next ``after`` entries (waits too)."""
@@ -191,26 +198,27 @@ class Shuffled(Scheduler):
         with self._lock:
             self._stalled.pop(queue, None)
             self._run_some()
-            self._changed.notify_all()
+            self._notify()
 
     def urge(self) -> None:
         """See ``Scheduler.urge``; gives up where another thread is at it for too long."""
-        if self._lock.acquire(timeout=_URGE_SECONDS):
-            try:
-                while self._run_one():
-                    pass
-            finally:
-                self._lock.release()
+
+        def run() -> None:
+            while self._run_one():
+                pass
+
+        held_in_time(self._lock, _URGE_SECONDS, run)
 
     def is_waiting(self, queue: Hashable) -> bool:
         """See ``Scheduler.is_waiting``; False where another thread is at it for too long."""
-        if not self._lock.acquire(timeout=_URGE_SECONDS):
-            return False
-        try:
+        found: list[bool] = []
+
+        def look() -> None:
             line = self._queues.get(queue, deque())
-            return len(line) > 0 and not self._can_run(line)
-        finally:
-            self._lock.release()
+            found.append(len(line) > 0 and not self._can_run(line))
+
+        held_in_time(self._lock, _URGE_SECONDS, look)
+        return True in found
 
     def drop(self) -> None:
         """See ``Scheduler.drop``; no queue is stuck afterwards."""
@@ -222,17 +230,21 @@ class Shuffled(Scheduler):
                         work()
                 line.clear()
             self._stalled.clear()
-            self._changed.notify_all()
+            self._notify()
 
     def wake(self) -> None:
         """See ``Scheduler.wake``."""
         with self._lock:
-            self._changed.notify_all()
+            self._notify()
 
     def forget(self, queue: Hashable) -> None:
         """See ``Scheduler.forget``."""
         if not self._queues.get(queue):
             self._queues.pop(queue, None)
+
+    def _notify(self) -> None:
+        while self._waiting:
+            self._waiting.popleft().put(None)
 
     def _run_some(self) -> None:
         while self._random.random() < self._early and self._run_one():
