@@ -185,7 +185,7 @@ def test_a_folder_that_others_can_write_is_not_used(what, cache, builds, monkeyp
     assert (list(cache.iterdir()), entry.stat()) == ([entry], before)
     assert list(cache.parent.iterdir()) == [cache]  # what was built instead is gone
     (message,) = caplog.messages
-    assert f"every process builds its own. {cache} has the owner" in message
+    assert f"every process builds its own: {cache} is owned by user" in message
 
 
 def test_a_folder_that_is_exchanged_after_it_was_checked_is_not_loaded_from(
@@ -235,7 +235,7 @@ def test_where_nothing_can_be_kept_each_process_builds(
     assert len(builds) == 5
     assert list(cache.iterdir()) == []
     assert {each.name for each in tmp_path.iterdir()} == {"gradreduce", "file"}
-    reasons = [message.rpartition("its own. ")[2] for message in caplog.messages]
+    reasons = [message.rpartition("its own: ")[2] for message in caplog.messages]
     assert reasons[:2] == ["No space left on device", "Not a directory"]
     assert "home directory" in reasons[2]
     assert "HOME" in reasons[3]

@@ -268,8 +268,9 @@ def _opened_cache(build: str) -> Iterator[Path]:
         found = os.fstat(descriptor)
         if not _is_ours(found):
             raise PermissionError(
-                f"{folder} has the owner {found.st_uid} and the mode {found.st_mode & 0o7777:o}; "
-                f"it must be of user {os.geteuid()} and of mode 700"
+                f"{folder} is owned by user {found.st_uid} and has mode "
+                f"{found.st_mode & 0o7777:o}: it must be owned by user {os.geteuid()} and "
+                "writable by nobody else"
             )
         opened = Path(f"/proc/self/fd/{descriptor}")
         yield opened if build != "sanitized" and opened.exists() else folder
@@ -301,4 +302,4 @@ def _checksum(key: bytes, content: bytes) -> bytes:
 
 @cache
 def _warn_once(why: str) -> None:
-    _log.warning("compiled kernels are not kept: every process builds its own. %s", why)
+    _log.warning("compiled kernels are not cached, and every process builds its own: %s", why)
