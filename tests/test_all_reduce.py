@@ -214,3 +214,109 @@ def test_a_nest_of_arrays_is_refused():
             with pytest.raises(ValueError, match=r"grads\[0\]\['a'\] is a nest of arrays"):
                 ops.all_reduce([{"a": nest}, {"a": nest}])
         assert journal.records == []
+
+
+def turned(array, order=(0, 2, 3, 1)):
+    """The same values with the axes in this order in memory: channels_last."""
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return np.ascontiguousarray(array.transpose(order)).transpose(back)
+
+
+def channels(replica):
+    return turned(exact_data((2, 3, 4, 5), "float32", seed=replica))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_dense_arrays_of_the_same_strides_are_reduced_as_they_lie(mesh, algorithm):
+    """So are the results, in place too; the memory of no array is copied on the way."""
+    ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
+    grads = [{"x": channels(replica), "y": np.ones((3, 4), "f2", order="F")} for replica in
+             range(len(mesh))]  # fmt: skip
+    wanted = hierarchical_sum([entry["x"] for entry in grads], len(mesh))
+    with unchanged(*(entry["x"] for entry in grads)):
+        found = ops.all_reduce(grads)
+    out = [{"x": turned(np.zeros((2, 3, 4, 5), "f4")), "y": np.zeros((4, 3), "f2").T} for _ in mesh]
+    plain = [[{key: np.ascontiguousarray(each) for key, each in entry.items()} for entry in rows]
+             for rows in (grads, out)]  # fmt: skip
+    for given, into in ((grads, out), (grads, grads)):
+        with mesh.journal() as journal:
+            assert ops.all_reduce(given, out=into) is into
+        with mesh.journal() as in_order:
+            ops.all_reduce(plain[0], out=plain[0] if into is grads else plain[1])
+        assert [record.name for record in journal.records] == [
+            record.name for record in in_order.records
+        ]
+    for entry in (*found, *out, *grads):
+        assert same(np.ascontiguousarray(entry["x"]), np.ascontiguousarray(wanted))
+        assert entry["x"].strides == channels(0).strides
+        assert (entry["y"] == 1).all()
+        assert entry["y"].flags.f_contiguous
+
+
+STRIDES = {
+    "C": np.ascontiguousarray,
+    "last": turned,
+    "F": np.asfortranarray,
+    "gaps": lambda array: np.repeat(array, 2, axis=3)[..., ::2],
+    "backwards": lambda array: np.ascontiguousarray(array[::-1])[::-1],
+}
+
+
+@pytest.mark.parametrize("inputs", [("last", "C", "F"), ("F", "F", "last"), ("gaps", "last", "C"),
+                                    ("backwards",) * 3, ("C",) * 3, ("last",) * 3])  # fmt: skip
+@pytest.mark.parametrize("outs", [None, "in place", ("C", "last", "F"), ("last",) * 3])
+@pytest.mark.parametrize("seed", [None, 1])
+def test_strides_that_differ_give_the_same_values(inputs, outs, seed):
+    if outs == "in place" and {"gaps", "backwards"} & set(inputs):
+        return  # no out; see tests/test_out.py
+    with gr.open_mesh([0, 1, 1], backend="sim", schedule_seed=seed) as mesh:
+        arrays = [exact_data((2, 3, 4, 5), "float32", seed=replica) for replica in range(3)]
+        wanted = hierarchical_sum(arrays)
+        given = [[STRIDES[how](array)] for how, array in zip(inputs, arrays, strict=True)]
+        kept = None
+        if outs == "in place":
+            kept = given
+        elif outs is not None:
+            kept = [[STRIDES[how](np.zeros_like(arrays[0]))] for how in outs]
+        found = gr.HierarchicalCopyAllReduce(mesh=mesh).all_reduce(given, SUM, out=kept)
+        assert kept is None or found is kept
+        for (each,) in found:
+            assert same(np.ascontiguousarray(each), wanted)
+        value = gr.PerReplica([row[0] for row in given], mesh)
+        total = gr.ReductionToOneDevice(accumulation_fn=lambda terms: sum(terms[1:], terms[0]))
+        (one,) = total.batch_reduce(SUM, [(value, "sim:0")])
+        assert one.primary.shape == (2, 3, 4, 5)
+        acc = gr.ConditionalAccumulator("float32", (2, 3, 4, 5), device=mesh)
+        acc.apply_grad(value)
+        assert acc.take_grad(3).primary.shape == (2, 3, 4, 5)
+
+
+def test_a_value_that_lies_in_another_order_has_parts_of_its_own_shape(numpy_mesh):
+    arrays = [channels(replica) for replica in range(len(numpy_mesh))]
+    value = gr.PerReplica(arrays, numpy_mesh)
+    assert "float32[2, 3, 4, 5]" in repr(value)
+    assert all(same(one, other) for one, other in zip(value.values, arrays, strict=True))
+    assert value[0].strides == arrays[0].strides
+    ops = gr.HierarchicalCopyAllReduce(mesh=numpy_mesh)
+    (total,) = ops.batch_reduce(SUM, [(value, value)])
+    wanted = np.ascontiguousarray(hierarchical_sum(arrays))
+    assert total.primary.strides == arrays[0].strides
+    assert "float32[2, 3, 4, 5]" in repr(total)
+    assert same(total.buffers[-1].numpy(), wanted)
+    assert same(np.ascontiguousarray(total.primary), wanted)
+    assert [buffer.shape for buffer in value.buffers] == [(2, 3, 4, 5)] * len(arrays)
+    (again,) = ops.batch_reduce(SUM, [(value, value)], as_kind="buffer")
+    assert same(again.primary.numpy(), wanted)
+    step = ops.prepare(SUM, [((v := gr.PerReplica(arrays, numpy_mesh)), v)], out=[v])
+    for array in arrays:
+        array[...] = 2
+    (found,) = step()
+    assert found.values[-1] is not None
+    assert (found.values[-1] == 2 * len(arrays)).all()
+    assert (arrays[0] == 2 * len(arrays)).all()
+    (copy,) = ops.broadcast([arrays[0]], numpy_mesh)
+    assert copy.primary.strides == arrays[0].strides
+    assert (copy.primary == arrays[0]).all()
+    into = [np.zeros((2, 3, 4, 5), "f4") for _ in arrays]
+    ops.broadcast(arrays[0], numpy_mesh, out=into)
+    assert all((each == arrays[0]).all() for each in into)

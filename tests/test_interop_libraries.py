@@ -336,3 +336,74 @@ def test_a_tensor_never_lies_on_memory_that_is_read_only():
         value = gr.PerReplica([torch.ones(3), fixed], mesh)
         value.values[1].add_(1)
     assert fixed.tolist() == [1, 1, 1]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_channels_last_tensors_stay_so(mesh, dtype):
+    torch = Library("torch").module
+    tensors = [
+        torch.arange(120).reshape(2, 3, 4, 5).to(getattr(torch, dtype)).add(replica)
+        for replica in range(2)
+    ]
+    last = [each.contiguous(memory_format=torch.channels_last) for each in tensors]
+    wanted = (tensors[0] + tensors[1]) / 2
+    for given in (last, [last[0], tensors[1]], [tensors[0], last[1]]):
+        out = [[torch.empty_like(each)] for each in given]
+        in_place = [[each.clone()] for each in given]
+        ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+        ops.all_reduce([[each] for each in given], out=out)
+        ops.all_reduce(in_place, out=in_place)
+        found = ops.all_reduce([[each] for each in given])
+        for row in (out, in_place, found):
+            assert all(torch.equal(each, wanted) for (each,) in row)
+        for row in (out, in_place):
+            assert [each.stride() for (each,) in row] == [each.stride() for each in given]
+        kept = found[0][0].is_contiguous(memory_format=torch.channels_last)
+        assert kept == (given is last)
+
+
+@pytest.mark.torch
+def test_sparse_coo_tensors_come_back_as_such(mesh):
+    torch = Library("torch").module
+    rows = [torch.tensor([[1.0, 2], [3, 4], [5, 6]]), torch.tensor([[10.0, 20]])]
+    coo = [torch.sparse_coo_tensor([[2, 0, 2]], rows[0], (4, 2), check_invariants=True),
+           torch.sparse_coo_tensor([[0]], rows[1], (4, 2), check_invariants=True)]  # fmt: skip
+    coo[1] = coo[1].coalesce()
+    wanted = coo[0].to_dense() + coo[1].to_dense()
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    for coalesce in (False, True):
+        found = ops.all_reduce([{"w": each} for each in coo], gr.ReduceOp.SUM, coalesce=coalesce)
+        for entry in found:
+            assert entry["w"].layout is torch.sparse_coo
+            assert entry["w"].is_coalesced() == coalesce
+            assert entry["w"].shape == (4, 2)
+            assert torch.equal(entry["w"].to_dense(), wanted)
+    mean = ops.all_reduce([[each] for each in coo], as_kind="torch")[1][0]
+    assert torch.equal(mean.to_dense(), wanted / 2)
+    slices = ops.all_reduce([[each] for each in coo], as_kind="numpy")[0][0]
+    assert isinstance(slices, gr.IndexedSlices)
+    assert isinstance(slices.values, np.ndarray)
+    assert torch.equal(gr.PerReplica(coo, mesh)[0].to_dense(), coo[0].to_dense())
+    dense = ops.all_reduce([[coo[0]], [coo[1].to_dense()]], gr.ReduceOp.SUM)[0][0]
+    assert torch.equal(dense, wanted)
+    copied = ops.broadcast(coo[0], mesh)[1]
+    assert copied.layout is torch.sparse_coo
+    assert torch.equal(copied.to_dense(), coo[0].to_dense())
+    (alone,) = ops.batch_reduce(gr.ReduceOp.SUM, [(coo[0], mesh)], coalesce=True)
+    assert torch.equal(alone[1].to_dense(), coo[0].to_dense())
+
+
+@pytest.mark.torch
+def test_sparse_coo_tensors_of_one_dimension_or_that_have_no_rows(mesh):
+    torch, ops = Library("torch").module, gr.HierarchicalCopyAllReduce(mesh=mesh)
+    vector = torch.sparse_coo_tensor([[3, 1]], torch.tensor([1.0, 2]), (5,), check_invariants=True)
+    (total,) = ops.all_reduce([[vector], [vector]], gr.ReduceOp.SUM)[0]
+    assert total.to_dense().tolist() == [0, 4, 0, 2, 0]
+    whole = torch.eye(3).to_sparse()
+    with pytest.raises(
+        ValueError, match=r"^grads\[0\]\['w'\]: .*sparse_dim 2 has no rows; pass one"
+    ):
+        ops.all_reduce([{"w": whole}, {"w": whole}])
+    with pytest.raises(ValueError, match=r"the tensor needs grad: pass tensor.detach"):
+        ops.all_reduce([[vector.requires_grad_()], [vector]])

@@ -128,8 +128,8 @@ REFUSED = {
     "dtype": (np.zeros(SHAPE), ValueError, r"is float64\[3, 5\], .* is float32\[3, 5\]"),
     "bool": (np.zeros(SHAPE, bool), TypeError, "cannot be added"),
     "read-only": (fixed(), ValueError, "read-only"),
-    "strided": (np.zeros((3, 10), FLOAT)[:, ::2], ValueError, "not contiguous"),
-    "backwards": (np.zeros(SHAPE, FLOAT)[::-1], ValueError, "not contiguous"),
+    "strided": (np.zeros((3, 10), FLOAT)[:, ::2], ValueError, "not dense, or not aligned"),
+    "backwards": (np.zeros(SHAPE, FLOAT)[::-1], ValueError, "not dense, or not aligned"),
     "misaligned": (
         np.zeros(61, np.uint8)[1:].view(FLOAT).reshape(SHAPE), ValueError, "not aligned",
     ),
@@ -170,8 +170,8 @@ def test_tensors_that_cannot_be_written_are_refused(plain):
     leaf = torch.zeros(SHAPE, requires_grad=True)
     refusals = [
         (leaf, ValueError, r"needs grad: pass its \.detach\(\)"),
-        (torch.zeros(5, 3).T, ValueError, "not contiguous"),
-        (torch.zeros(1, 5).expand(3, 5), ValueError, "not contiguous"),
+        (torch.zeros(3, 10)[:, ::2], ValueError, "not dense, or not aligned"),
+        (torch.zeros(1, 5).expand(3, 5), ValueError, "not dense, or not aligned"),
         (torch.zeros(SHAPE, device="meta"), DeviceMismatchError, "the out is on meta"),
         (torch.zeros(SHAPE).to_sparse(), ValueError, "does not hold its values"),
         (torch.zeros(SHAPE, dtype=torch.bool), TypeError, "cannot be added"),

@@ -181,7 +181,7 @@ def refusals(mesh):
         "a shape": ([np.zeros(5, np.float32), *rest], ValueError, "out 0: replica 0"),
         "a dtype": ([np.zeros(size), *rest], ValueError, "out 0: replica 0"),
         "read-only": ([fixed, *rest], ValueError, "replica 0: .*read-only"),
-        "strided": ([long[: 2 * size : 2], *rest], ValueError, "contiguous"),
+        "strided": ([long[: 2 * size : 2], *rest], ValueError, "not dense"),
         "a number": ([3.0, *rest], TypeError, "replica 0"),
         "twice": ([good[1], *rest], ValueError, "out 0 and out 0 overlap"),
         "partly": ([long[:size], long[3 : 3 + size], *good[2:]], ValueError, "overlap"),

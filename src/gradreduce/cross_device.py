@@ -100,6 +100,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             for NCCL, which chooses its own, or a ``wire_dtype`` that is none of the three.
     """
 
+    _elementwise = True
+
     def __init__(
         self,
         all_reduce_alg: str = "nccl",
@@ -284,7 +286,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
     def _plannable(self, reduce_op: ReduceOp, pairs: Sequence[tuple[Any, Any]]) -> list[Request]:
         """Checked, all of them, with the devices on which they are all-reduced."""
-        requests = checked_requests(pairs, reduce_op, self.mesh)
+        requests = checked_requests(pairs, reduce_op, self.mesh, elementwise=True)
         for request in requests:
             if request.is_all_reduced:
                 check_devices(self.settings, request.devices)
@@ -331,7 +333,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             raise ValueError(f"as_kind={as_kind!r}: the results are the arrays of out")
         outs: list[list[Out]] = []
         with OneCall():  # around inputs and outs: their streams are fenced once
-            requests = checked_requests(pairs, reduce_op, self.mesh)
+            requests = checked_requests(pairs, reduce_op, self.mesh, elementwise=True, out=out)
             if out is not None:
                 requests, outs = with_outs(requests, out, reduce_op)
         kinds = [row[0].kind for row in outs] or result_kinds(requests, as_kind)

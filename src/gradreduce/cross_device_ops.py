@@ -29,12 +29,13 @@ from gradreduce.one_device import Accumulate, copied_to, divided
 from gradreduce.ops import prepare_all_sum
 from gradreduce.reduce_arguments import (
     Request,
+    as_reduced,
     checked_mesh,
     checked_requests,
     destination_devices,
     devices_of,
     named_mesh,
-    single_part,
+    single_value,
 )
 from gradreduce.reduce_flow import landed, reduce_to_one
 from gradreduce.reduce_outs import halves_told, shown, with_outs
@@ -54,6 +55,7 @@ class CrossDeviceOps(ABC):
     """
 
     mesh: Mesh | None = None
+    _elementwise = False  # whether ``reduce_batch`` may get arrays with their axes in another order
 
     def __repr__(self) -> str:
         told = [*self._told(), *([] if self.mesh is None else [f"mesh={self.mesh!r}"])]
@@ -115,11 +117,11 @@ class CrossDeviceOps(ABC):
             as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the
                 arrays of the results are instead of the kind of the value's.
             out: where the results go: for each pair a ``PerReplica``, ``Mirrored``, list or tuple
-                of arrays, one on each device of the result, in its order; contiguous, writable,
-                of the result's shape and dtype. An array may be a replica of this value, which is
+                of arrays, one on each device of the result, in its order; dense, writable, of
+                the result's shape and dtype. An array may be a replica of this value, which is
                 then reduced in place, and overlaps nothing else. Without copies between where
                 it can be: for arrays in a ``mesh.flat_buffer``, or of one GPU, or of our own
-                memory. Not for IndexedSlices.
+                memory, and with strides as the value has. Not for IndexedSlices.
             deadline: seconds from now in which the devices must be done, or the mesh dies. The
                 first call for a dtype compiles, and connects GPUs, inside of them.
 
@@ -128,7 +130,10 @@ class CrossDeviceOps(ABC):
             if the destination names just these, else on the destination's in its order. Of the
             shape of a replica and, but for means of integers, its dtype. Its memory is new and
             the caller's, though results of one call may be parts of one allocation; no input is
-            written. With ``out``, a ``Mirrored`` of its arrays, of their kind. Then the host waits
+            written. Dense arrays whose axes are not in C's order in memory, such as
+            channels_last tensors, give arrays of the same order, if all replicas have it; rows
+            that came as ``torch.sparse_coo`` go out so, with ``as_kind`` "torch" or None.
+            With ``out``, a ``Mirrored`` of its arrays, of their kind. Then the host waits
             where arrays lie in host memory: they have no queue of ours.
 
         Raises:
@@ -148,15 +153,19 @@ class CrossDeviceOps(ABC):
         seconds = as_deadline(deadline)
         if out is None:
             coalesce = as_flag("coalesce", coalesce)
-            requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
+            requests = checked_requests(
+                value_destination_pairs, reduce_op, self.mesh, elementwise=self._elementwise
+            )
             kinds = result_kinds(requests, as_kind)
             involved = () if seconds is None else devices_of(requests)
             with due("batch_reduce", seconds, involved), Aside():  # a class of the caller's own
                 reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
-            return [Mirrored.of(*each) for each in zip(reduced, kinds, strict=True)]
+            return mirrored(requests, reduced, kinds)
         if as_kind is not None:
             raise ValueError(f"as_kind={as_kind!r}: the results are the arrays of out")
-        requests = checked_requests(value_destination_pairs, reduce_op, self.mesh)
+        requests = checked_requests(
+            value_destination_pairs, reduce_op, self.mesh, elementwise=self._elementwise, out=out
+        )
         requests, outs = with_outs(requests, out, reduce_op)
         devices = devices_of(requests)
         with due("batch_reduce", seconds, devices), halves_told(devices):
@@ -164,7 +173,7 @@ class CrossDeviceOps(ABC):
                 reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
             landed(requests, reduced)
         hand_back(each for row in outs for each in row)
-        return [shown(row) for row in outs]
+        return shown(requests, outs)
 
     @OneCall()
     def broadcast(
@@ -202,32 +211,35 @@ class CrossDeviceOps(ABC):
         """
         seconds = as_deadline(deadline)
         many = isinstance(tensor, list | tuple)
-        requests = self._to_copy(tensor if many else [tensor], destinations, many=many)
         if out is not None and as_kind is not None:
             raise ValueError(f"as_kind={as_kind!r}: the results are the arrays of out")
+        if not many:
+            out = None if out is None else [out]
+        requests = self._to_copy(tensor if many else [tensor], destinations, out, many=many)
         kinds = result_kinds(requests, as_kind)
         outs: list[list[Out]] = []
         if out is not None:
-            requests, outs = with_outs(requests, out if many else [out], ReduceOp.SUM)
+            requests, outs = with_outs(requests, out, ReduceOp.SUM)
         devices = devices_of(requests)
         reading([buffer_of(request.value.parts[0]) for request in requests])
         told = halves_told(devices) if outs else nullcontext()
         with due("broadcast", seconds, devices), told:
             copied = [_copied(place, request) for place, request in enumerate(requests)]
         hand_back(each for row in outs for each in row)
-        made = [shown(row) for row in outs] or [
-            Mirrored.of(*each) for each in zip(copied, kinds, strict=True)
-        ]
+        made = shown(requests, outs) or mirrored(requests, copied, kinds)
         return made if many else made[0]
 
-    def _to_copy(self, tensors: Sequence[Any], destinations: Any, *, many: bool) -> list[Request]:
+    def _to_copy(
+        self, tensors: Sequence[Any], destinations: Any, out: Any, *, many: bool
+    ) -> list[Request]:
         """A request for each tensor, whose only replica it is."""
         requests = []
         for place, tensor in enumerate(tensors):
             name = f"tensor[{place}]" if many else "tensor"
-            part, kind = single_part(tensor, name, self.mesh or named_mesh(destinations))
-            devices = destination_devices(destinations, 0, device_of(part).mesh)
-            requests.append(Request(Mirrored.of([part], kind), devices, False))
+            given = single_value(tensor, name, self.mesh or named_mesh(destinations))
+            devices = destination_devices(destinations, 0, given.mesh)
+            value, form = as_reduced(given, place, out)
+            requests.append(Request(value, devices, False, None, form))
         return requests
 
     @abstractmethod
@@ -316,6 +328,7 @@ class ReductionToOneDevice(CrossDeviceOps):
             raise ValueError(f"accumulation_fn={accumulation_fn!r} cannot be called")
         self.reduce_to_device = reduce_to_device
         self.accumulation_fn = accumulation_fn
+        self._elementwise = accumulation_fn is None
         self.mesh = checked_mesh(mesh)
 
     def _told(self) -> list[str]:
@@ -350,6 +363,16 @@ def _copied(place: int, request: Request) -> tuple[Part, ...]:
     (part,) = request.value.parts
     with device_of(part).fabric.watched_pack(Travel((place,))):
         return copied_to(part, request.devices, request.out)
+
+
+def mirrored(
+    requests: Sequence[Request], reduced: Sequence[tuple[Part, ...]], kinds: Sequence[Kind]
+) -> list[Mirrored]:
+    """The results, in the form of the values."""
+    return [
+        Mirrored.of(parts, kind, request.form)
+        for request, parts, kind in zip(requests, reduced, kinds, strict=True)
+    ]
 
 
 def result_kinds(requests: Sequence[Request], as_kind: str | None) -> list[Kind]:

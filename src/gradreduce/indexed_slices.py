@@ -6,6 +6,7 @@ addition goes to a device. Source: tf.IndexedSlices.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from gradreduce.interop import (
 from gradreduce.ops import Divisor, Indices, Segments, plan_segments
 from gradreduce.replica_context import on_current_devices
 
-__all__ = ["IndexedSlices", "check_indices", "coalesced", "densified"]
+__all__ = ["IndexedSlices", "check_indices", "coalesced", "coo_of", "densified", "slices_of"]
 
 UNKNOWN = -1  # the first entry of a dense_shape of which only the others are known
 
@@ -175,6 +176,41 @@ class IndexedSlices:
             f"IndexedSlices(indices=[{shown}{more}], values={self.dtype}"
             f"{list(shape)}, dense_shape={self._dense_shape})"
         )
+
+
+def slices_of(tensor: Any) -> IndexedSlices:
+    """The rows of a tensor of ``torch.sparse_coo``, on its own memory; coalesced or not.
+
+    Raises:
+        ValueError: it has another ``sparse_dim`` than 1, or needs grad.
+    """
+    if tensor.sparse_dim() != 1:
+        raise ValueError(
+            f"a sparse tensor of sparse_dim {tensor.sparse_dim()} has no rows; pass one of "
+            "sparse_dim 1, or .to_dense()"
+        )
+    if tensor.requires_grad:
+        raise ValueError("the tensor needs grad: pass tensor.detach()")
+    return IndexedSlices(tensor._values(), tensor._indices()[0], tuple(tensor.shape))
+
+
+def coo_of(slices: IndexedSlices) -> Any:
+    """A tensor of ``torch.sparse_coo`` of values that are a tensor, on their memory.
+
+    It is coalesced if every index comes once, rising. Without a known ``dense_shape`` there is
+    none: then the IndexedSlices.
+    """
+    if not slices.is_known:
+        return slices
+    torch, rows = sys.modules["torch"], slices.indices
+    indices = torch.from_numpy(rows.copy())[None].to(slices.values.device)
+    return torch.sparse_coo_tensor(
+        indices,
+        slices.values,
+        slices.dense_shape,
+        check_invariants=False,
+        is_coalesced=bool((rows[1:] > rows[:-1]).all()),
+    )
 
 
 def coalesced(

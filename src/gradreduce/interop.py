@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 from weakref import ref
 
 import numpy as np
@@ -33,15 +33,21 @@ from gradreduce.one_call import Aside, OneCall, hand_back
 
 __all__ = [
     "Aside",
+    "Form",
     "Kind",
     "OneCall",
     "as_result_kind",
+    "axis_order",
+    "common_order",
     "converted",
     "from_buffer",
     "hand_back",
     "hand_over",
     "host_array",
+    "in_order",
+    "inverse",
     "is_array",
+    "is_coo",
     "kind_of",
     "numbers",
     "reading",
@@ -51,6 +57,9 @@ __all__ = [
 
 _AS_KINDS = ("numpy", "cupy", "torch", "jax", "buffer")
 _INT16 = np.dtype("int16")
+# How the arrays of a caller differ from the Buffers: these have their axes in this order, that of
+# the memory; or they are IndexedSlices, the arrays tensors of torch.sparse_coo.
+Form = tuple[int, ...] | Literal["coo"] | None
 _MODULES: dict[str, Kind] = {"cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
 # A class is looked at once: subclasses and tracers of a library are its arrays too.
 _kinds: dict[type, Kind] = {
@@ -107,6 +116,57 @@ def as_result_kind(as_kind: str | None, kind: Kind, device: Device | None = None
 def is_array(value: Any) -> bool:
     """Whether ``value`` has a dtype of its own; lists and Python numbers take what is wanted."""
     return hasattr(value, "dtype")
+
+
+def axis_order(array: Any) -> tuple[int, ...] | None:
+    """The order of its axes in which a dense array is contiguous; None if that is its own, or none.
+
+    Of a channels_last tensor (0, 2, 3, 1). Of NumPy's, CuPy's and PyTorch's arrays; else None.
+    """
+    try:
+        kind = kind_of(array)
+        if kind == "torch":
+            _check_tensor(array)
+    except TypeError:
+        return None  # whoever takes it in says why
+    if kind == "torch":
+        if array.layout is not sys.modules["torch"].strided or array.is_contiguous():
+            return None
+        strides = array.stride()
+    elif kind in ("native", "cupy") and hasattr(array, "flags") and not array.flags.c_contiguous:
+        strides = array.strides
+    else:
+        return None
+    order = tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
+    if order == tuple(range(len(order))):
+        return None
+    turned = in_order(array, order)
+    dense = turned.is_contiguous() if kind == "torch" else turned.flags.c_contiguous
+    return order if dense else None
+
+
+def common_order(arrays: Sequence[Any]) -> tuple[int, ...] | None:
+    """That of ``axis_order``, if all have it and agree in shape and dtype; else None."""
+    order = axis_order(arrays[0])
+    if order is None:
+        return None
+    like = [(axis_order(each), shape_and_dtype(each)) for each in arrays if is_array(each)]
+    return order if len(like) == len(arrays) and like.count(like[0]) == len(like) else None
+
+
+def in_order(array: Any, order: tuple[int, ...]) -> Any:
+    """A view of an array of any library with its axes in another order."""
+    return array.permute(order) if kind_of(array) == "torch" else array.transpose(order)
+
+
+def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    """What undoes ``in_order``."""
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
+
+
+def is_coo(value: Any) -> bool:
+    """Whether it is a tensor of ``torch.sparse_coo``."""
+    return getattr(value, "is_sparse", False) is True and kind_of(value) == "torch"
 
 
 def shape_and_dtype(array: Any) -> tuple[tuple[int, ...], np.dtype]:

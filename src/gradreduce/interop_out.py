@@ -18,7 +18,11 @@ from gradreduce.errors import DeviceMismatchError
 from gradreduce.interop import (
     Kind,
     OneCall,
+    axis_order,
+    from_buffer,
     hand_over,
+    in_order,
+    inverse,
     kind_of,
     shape_and_dtype,
     to_buffer,
@@ -34,26 +38,36 @@ class Out(NamedTuple):
         array: as it came.
         kind: of array.
         buffer: what to write, of its shape and dtype on the device asked for. On the array's own
-            memory, except where ``host`` is given.
-        host: the array's memory, where work is deferred and nobody could order it with the host:
-            ``buffer`` is fresh there, and copied to it by ``hand_back``.
+            memory, except where ``copied`` is given.
+        copied: the array, where its own memory cannot be written: it is not in C's order, or work
+            is deferred and nobody could order it with the host. ``buffer`` is fresh there, and
+            copied to it by ``hand_back``.
     """
 
     array: Any
     kind: Kind
     buffer: Buffer
-    host: np.ndarray | None = None
+    copied: Any = None
 
     @property
     def address(self) -> int:
         """Where the caller's own memory begins."""
-        if self.host is None:
+        if self.copied is None:
             return self.buffer.address
-        address: int = self.host.__array_interface__["data"][0]
-        return address
+        if self.kind == "torch" and not isinstance(self.copied, np.ndarray):
+            return int(self.copied.data_ptr())
+        if self.kind == "cupy":
+            return int(self.copied.data.ptr)
+        return int(self.copied.__array_interface__["data"][0])
 
 
-def as_out(array: Any, device: Device, shape: tuple[int, ...], dtype: np.dtype) -> Out:
+def as_out(
+    array: Any,
+    device: Device,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    order: tuple[int, ...] | None = None,
+) -> Out:
     """``array`` as a Buffer that may be written; say ``hand_back`` when all is queued.
 
     Our compute queue waits for the stream that is current in the array's library, once for each
@@ -61,15 +75,16 @@ def as_out(array: Any, device: Device, shape: tuple[int, ...], dtype: np.dtype) 
 
     Args:
         array: a Buffer; a NumPy array or CPU tensor, for the simulation; a CuPy array or CUDA
-            tensor, for GPUs. Contiguous; of exactly this shape and dtype.
+            tensor, for GPUs. Dense; with its axes in ``order`` of exactly this shape and dtype.
         device: where it lies: for a Buffer its own device, else one of the GPU's logical devices.
         shape: of what will be written.
         dtype: of what will be written.
+        order: of the axes of the array in what is written; None: its own.
 
     Raises:
         TypeError: no array, or one that is never written (JAX's) or whose library shows no current
             stream.
-        ValueError: another shape or dtype; read-only, not contiguous, a tensor that needs grad
+        ValueError: another shape or dtype; read-only, not dense, a tensor that needs grad
             (outside ``torch.no_grad()``, or no leaf), or a lazy view of one.
         DeviceMismatchError: it lies elsewhere, or in the flat buffer of another device.
     """
@@ -79,20 +94,22 @@ def as_out(array: Any, device: Device, shape: tuple[int, ...], dtype: np.dtype) 
         told = why.get(kind, "is no array")
         raise TypeError(f"{type(array).__name__} {told}; it cannot be an out")
     found = shape_and_dtype(array)
-    if found != (shape, dtype):
+    wanted = shape if order is None else tuple([shape[axis] for axis in inverse(order)])
+    if found != (wanted, dtype):
         raise ValueError(
-            f"the out is {found[1]}{list(found[0])}, what it gets is {dtype}{list(shape)}"
+            f"the out is {found[1]}{list(found[0])}, what it gets is {dtype}{list(wanted)}"
         )
     if kind == "buffer":
         return Out(array, kind, _checked_buffer(array, device))
-    if kind == "torch":
-        return _torch_out(array, device)
-    if kind == "cupy":
-        _check_in_one_piece(array.flags.c_contiguous)
-        return Out(array, kind, _gpu_buffer(array, int(array.device.id), array.data.ptr, device))
-    if not isinstance(array, np.ndarray):
+    if kind == "native" and not isinstance(array, np.ndarray):
         raise TypeError(f"{type(array).__name__} is a number, no array; it cannot be an out")
-    return Out(array, kind, *_host_buffer(np.asarray(array), device))
+    seen = array if order is None else in_order(array, order)
+    if kind == "torch":
+        return _torch_out(seen, device)._replace(array=array)
+    if kind == "cupy":
+        lies = int(array.device.id), array.data.ptr
+        return Out(array, kind, *_gpu_buffer(seen, seen.flags.c_contiguous, lies, device))
+    return Out(array, kind, *_host_buffer(np.asarray(seen), device))
 
 
 def hand_back(outs: Iterable[Out]) -> None:
@@ -105,10 +122,12 @@ def hand_back(outs: Iterable[Out]) -> None:
         for out in outs:
             if out.kind == "buffer":
                 continue
-            if out.host is None:
+            if out.copied is None:
                 hand_over(out.buffer, out.kind)
-            else:
-                np.copyto(out.host, out.buffer.device.release(out.buffer))
+            elif isinstance(out.copied, np.ndarray):
+                np.copyto(out.copied, out.buffer.device.release(out.buffer))
+            else:  # in the order of its library's current stream
+                out.copied[...] = from_buffer(out.buffer, out.kind)
             count_writes(tensors_of([out]))
 
 
@@ -141,11 +160,9 @@ def _torch_out(tensor: Any, device: Device) -> Out:
     plain = tensor.detach()
     if plain.layout is not torch.strided or plain.is_conj() or plain.is_neg():
         raise ValueError("the out is a tensor whose memory does not hold its values as they are")
-    _check_in_one_piece(plain.is_contiguous())
     if plain.is_cuda:
-        return Out(
-            tensor, "torch", _gpu_buffer(plain, plain.device.index, plain.data_ptr(), device)
-        )
+        lies = plain.device.index, plain.data_ptr()
+        return Out(tensor, "torch", *_gpu_buffer(plain, plain.is_contiguous(), lies, device))
     if plain.device.type != "cpu":
         raise DeviceMismatchError(f"the out is on {plain.device}, what it gets on {device.name}")
     if plain.dtype is torch.bfloat16:
@@ -155,34 +172,55 @@ def _torch_out(tensor: Any, device: Device) -> Out:
     return Out(tensor, "torch", *_host_buffer(host, device))
 
 
-def _gpu_buffer(array: Any, gpu: int, address: int, device: Device) -> Buffer:
-    """A contiguous CuPy array or tensor on its own memory."""
+def _gpu_buffer(
+    array: Any, contiguous: bool, lies: tuple[int, int], device: Device
+) -> tuple[Buffer, Any]:
+    """A CuPy array or tensor on its own memory and None; if not contiguous, a fresh one and it.
+
+    Args:
+        array: dense.
+        contiguous: in C's order.
+        lies: on which GPU, and at which address.
+        device: where it must lie.
+    """
+    gpu, address = lies
     if device.fabric.backend == "sim" or gpu != device.physical:
         raise DeviceMismatchError(f"the out is on GPU {gpu}, what it gets on {device}")
     _check_lent(address, array.nbytes, device)
+    if not contiguous:
+        _check_dense(array)
+        shape, dtype = shape_and_dtype(array)
+        return device.empty(shape, dtype), array
     buffer = to_buffer(array, device)
     if not buffer.block.writable:
         raise ValueError("the out is read-only")
-    return buffer
+    return buffer, None
 
 
 def _host_buffer(host: np.ndarray, device: Device) -> tuple[Buffer, np.ndarray | None]:
-    """On the array's own memory and None; or, where work is deferred, a fresh one and the array."""
+    """On the array's own memory and None; or, where that cannot be, a fresh one and the array."""
     if device.fabric.backend != "sim":
         raise DeviceMismatchError(f"the out is in host memory, what it gets on {device}")
     if not host.flags.writeable:
         raise ValueError("the out is read-only")
-    _check_in_one_piece(host.flags.c_contiguous and host.flags.aligned)
+    contiguous = host.flags.c_contiguous and host.flags.aligned
+    if not contiguous:
+        _check_dense(host)
     _check_lent(host.__array_interface__["data"][0], host.nbytes, device)
-    buffer = device.adopt(host)
-    if not device.defers or buffer.block.owned:
-        return buffer, None
+    if contiguous:
+        buffer = device.adopt(host)
+        if not device.defers or buffer.block.owned:
+            return buffer, None
     return device.empty(host.shape, host.dtype), host
 
 
-def _check_in_one_piece(contiguous: bool) -> None:
-    if not contiguous:
-        raise ValueError("the out is not contiguous in C order, or not aligned")
+def _check_dense(array: Any) -> None:
+    """Raises ``ValueError`` for an array whose memory holds anything else between its elements."""
+    if axis_order(array) is None:
+        raise ValueError(
+            "the out is not dense, or not aligned: pass one without gaps, such as a contiguous or "
+            "channels_last array"
+        )
 
 
 def _check_lent(address: int, nbytes: int, device: Device) -> None:

@@ -94,14 +94,14 @@ class PreparedStep(NotCopied):
         self._given = [part for parts in reduced for part in parts if isinstance(part, Buffer)]
         self._written = spans_of(self._given)
         self._read = self._fabric.last_read
-        self.results: list[Mirrored] = [shown(row) for row in outs]
+        self.results: list[Mirrored] = shown(requests, outs)
         if outs:
             count_writes(self._tensors)
             self._border.leave()
             return
         with OneCall():
-            for parts, kind in zip(reduced, kinds, strict=True):
-                self.results.append(Mirrored.of(parts, kind))
+            for request, parts, kind in zip(requests, reduced, kinds, strict=True):
+                self.results.append(Mirrored.of(parts, kind, request.form))
                 self.results[-1].keep_arrays()
 
     def __repr__(self) -> str:
@@ -238,17 +238,21 @@ def check_preparable(
 def _check_written(outs: Sequence[Sequence[Out]]) -> None:
     for place, row in enumerate(outs):
         for replica, each in enumerate(row):
-            if each.host is not None:
-                raise ValueError(
-                    f"out {place}: replica {replica} is in host memory, where work that waits in "
-                    "queues could not write it: with schedule_seed= give Buffers"
+            if each.copied is not None:
+                why = (
+                    "is in host memory, where work that waits in queues could not write it: with "
+                    "schedule_seed= give Buffers"
+                    if each.buffer.device.defers
+                    else "has other strides than the value, or is not in C's order as its replicas "
+                    "are: a step writes the arrays themselves; give dense ones of the same strides"
                 )
+                raise ValueError(f"out {place}: replica {replica} {why}")
 
 
 _UNREADABLE: dict[str | None, str] = {
     "copy": "could not be shared, and was copied: a later call would read the copy. Shared are "
-    "contiguous arrays where their device is; on GPUs those in GPU memory, and on simulated "
-    "devices with schedule_seed= none",
+    "contiguous arrays, or dense ones of the same strides, where their device is; on GPUs those in "
+    "GPU memory, and on simulated devices with schedule_seed= none",
     "cuda": "is of a library that shows no current stream, behind which a later call could read "
     "it: pass cupy.asarray of it",
 }

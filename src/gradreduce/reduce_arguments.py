@@ -8,8 +8,18 @@ from typing import Any, NamedTuple
 
 from gradreduce.device import Buffer, Device, DType, Mesh, as_device, as_index, is_device_like
 from gradreduce.errors import DeviceMismatchError, InvalidArgumentError, about, listed
-from gradreduce.indexed_slices import IndexedSlices, check_indices
-from gradreduce.interop import Kind, OneCall, is_array, kind_of, reading, to_buffer
+from gradreduce.indexed_slices import IndexedSlices, check_indices, slices_of
+from gradreduce.interop import (
+    Form,
+    OneCall,
+    axis_order,
+    in_order,
+    is_array,
+    is_coo,
+    kind_of,
+    reading,
+    to_buffer,
+)
 from gradreduce.replica_context import current_device
 from gradreduce.values import DistributedValues, Mirrored, Part, PerReplica, ReduceOp, buffer_of
 from gradreduce.variables import Variable
@@ -17,6 +27,7 @@ from gradreduce.variables import Variable
 __all__ = [
     "Request",
     "as_count",
+    "as_reduced",
     "batches_of",
     "check_op",
     "checked_mesh",
@@ -29,7 +40,7 @@ __all__ = [
     "named_mesh",
     "nests",
     "outs_of",
-    "single_part",
+    "single_value",
 ]
 
 
@@ -44,12 +55,14 @@ class Request(NamedTuple):  # a frozen dataclass takes three times as long to ma
         devices: of the result, in its order.
         matches: whether these are the value's own devices.
         out: where the result goes, on each of the devices; None: into new memory.
+        form: how the arrays of the result differ from Buffers of the shapes of ``value``.
     """
 
     value: DistributedValues
     devices: tuple[Device, ...]
     matches: bool
     out: tuple[Buffer, ...] | None = None
+    form: Form = None
 
     @property
     def is_all_reduced(self) -> bool:
@@ -80,8 +93,23 @@ def batches_of(requests: Sequence[Request], reduce_op: ReduceOp) -> list[list[in
     return list(batches.values())
 
 
-def checked_requests(pairs: Any, reduce_op: ReduceOp, mesh: Mesh | None) -> list[Request]:
-    """Every pair, after all of them have been checked; see ``CrossDeviceOps.batch_reduce``."""
+def checked_requests(
+    pairs: Any,
+    reduce_op: ReduceOp,
+    mesh: Mesh | None,
+    *,
+    elementwise: bool = False,
+    out: Any = None,
+) -> list[Request]:
+    """Every pair, after all of them have been checked; see ``CrossDeviceOps.batch_reduce``.
+
+    Args:
+        pairs: see there.
+        reduce_op: see there.
+        mesh: see there.
+        elementwise: whether values may be reduced with their axes in the order of their memory.
+        out: see there; not checked. What it names must lie in the same order then.
+    """
     check_op("reduce_op", reduce_op)
     requests: list[Request] = []
     usable: set[Device] = set()
@@ -91,20 +119,50 @@ def checked_requests(pairs: Any, reduce_op: ReduceOp, mesh: Mesh | None) -> list
             value, destination = pair
             if not isinstance(value, DistributedValues):
                 value = _as_distributed(value, place, mesh or named_mesh(destination))
+            matches = destination is value
+            value, form = as_reduced(value, place, out) if elementwise else (value, value.form)
             _check_replicas(value, place)
             _check_usable(value, usable)
-            matches = destination is value
             devices = value.devices
             if last is not None and destination is last[0] and devices == last[1].devices:
-                _, devices, matches, _ = requests[-1]  # one mesh for all, as a rule
+                _, devices, matches, *_ = requests[-1]  # one mesh for all, as a rule
             elif not matches:
                 devices = destination_devices(destination, place, value.mesh)
                 matches = set(devices) == set(value.devices)
             last = (destination, value)
-            requests.append(Request(value, value.devices if matches else devices, matches))
+            if isinstance(form, tuple) and not elementwise:
+                form = None
+            named = value.devices if matches else devices
+            requests.append(Request(value, named, matches, None, form))
         lent = [request.value for request in requests if request.value.lent]
         reading(buffer_of(part) for value in lent for part in value.parts)
     return requests
+
+
+def as_reduced(
+    value: DistributedValues, place: int, out: Any = None
+) -> tuple[DistributedValues, Form]:
+    """The value as it lies, if what ``out`` names for it lies so too; and the form of the result.
+
+    Args:
+        value: checked.
+        place: of its array in ``out``.
+        out: not checked; None: new memory.
+    """
+    form = value.form
+    if not isinstance(form, tuple):
+        return value, form
+    if out is not None and not (
+        isinstance(out, list | tuple) and place < len(out) and _lies_so(out[place], form)
+    ):
+        return value, None
+    return value.as_it_lies(), form
+
+
+def _lies_so(entry: Any, order: tuple[int, ...]) -> bool:
+    if isinstance(entry, DistributedValues):
+        return entry.form == order
+    return isinstance(entry, list | tuple) and all(axis_order(each) == order for each in entry)
 
 
 def check_op(name: str, op: Any) -> None:
@@ -146,11 +204,11 @@ def _as_distributed(value: Any, place: int, mesh: Mesh | None) -> DistributedVal
     """The value of a pair; an array is its own only replica, anything else a ``ValueError``."""
     if isinstance(value, DistributedValues):
         return value
-    return PerReplica.of(*_placed(value, f"value {place}", mesh))
+    return _alone(value, f"value {place}", mesh)
 
 
-def single_part(tensor: Any, what: str, mesh: Mesh | None) -> tuple[Part, Kind]:
-    """What ``broadcast`` copies, where it lies now, and which kind of array it was.
+def single_value(tensor: Any, what: str, mesh: Mesh | None) -> DistributedValues:
+    """What ``broadcast`` copies, as a value of one replica where it lies now.
 
     Args:
         tensor: as it came.
@@ -164,36 +222,43 @@ def single_part(tensor: Any, what: str, mesh: Mesh | None) -> tuple[Part, Kind]:
     if isinstance(tensor, Mirrored) or (
         isinstance(tensor, DistributedValues) and len(tensor.devices) == 1
     ):
-        return tensor.parts[0], tensor.kind
+        return tensor.alone()
     if isinstance(tensor, DistributedValues):
         count = len(tensor.devices)
         raise ValueError(
             f"{what} is a {type(tensor).__name__} of {count} replicas, which may differ: pass one "
             "of them, value[0]"
         )
-    parts, kind = _placed(tensor, what, mesh)
-    return parts[0], kind
+    return _alone(tensor, what, mesh)
 
 
-def _placed(value: Any, what: str, mesh: Mesh | None) -> tuple[list[Part], Kind]:
+def _alone(value: Any, what: str, mesh: Mesh | None) -> PerReplica:
     """An array on its own device: a host array on that of ``gr.replica``, else the first."""
     if isinstance(value, Buffer):
-        return [value], "buffer"
-    sparse = isinstance(value, IndexedSlices)
-    if sparse and isinstance(value.values, Buffer):
-        return [value], "buffer"
-    if not sparse and not is_array(value):
+        return PerReplica.of([value])
+    if not isinstance(value, IndexedSlices) and not is_array(value):
         raise ValueError(
             f"{what} is {type(value).__name__}, neither a PerReplica, an array nor IndexedSlices"
         )
-    array = value.values if sparse else value
     try:
-        kind, buffer = kind_of(array), to_buffer(array, current_device(mesh))
+        return _placed_alone(value, mesh)
     except (TypeError, ValueError) as error:
         raise about(what, error) from None
-    if sparse:
-        return [IndexedSlices.of(buffer, value.indices, value.dense_shape)], kind
-    return [buffer], kind
+
+
+def _placed_alone(value: Any, mesh: Mesh | None) -> PerReplica:
+    form: Form = "coo" if is_coo(value) else None
+    if form == "coo":
+        value = slices_of(value)
+    if isinstance(value, IndexedSlices):
+        rows = value.values
+        if not isinstance(rows, Buffer):
+            rows = to_buffer(rows, current_device(mesh))
+        part = IndexedSlices.of(rows, value.indices, value.dense_shape)
+        return PerReplica.of([part], value.kind, form)
+    form = axis_order(value)
+    lying = in_order(value, form) if isinstance(form, tuple) else value
+    return PerReplica.of([to_buffer(lying, current_device(mesh))], kind_of(value), form)
 
 
 def _check_replicas(value: DistributedValues, place: int) -> None:

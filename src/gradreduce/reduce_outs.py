@@ -67,9 +67,13 @@ def halves_told(devices: Sequence[Device]) -> AbstractContextManager[None]:
     return devices[0].fabric.halves_told(_HALF) if devices else nullcontext()
 
 
-def shown(outs: Sequence[Out]) -> Mirrored:
-    """The arrays that a caller gave for a result."""
-    made = Mirrored.of([each.buffer for each in outs], outs[0].kind)
+def shown(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> list[Mirrored]:
+    """The arrays that a caller gave for each result; none if there are no outs."""
+    return [_shown(*each) for each in zip(requests if outs else (), outs, strict=True)]
+
+
+def _shown(request: Request, outs: Sequence[Out]) -> Mirrored:
+    made = Mirrored.of([each.buffer for each in outs], outs[0].kind, request.form)
     if outs[0].kind == "buffer" or not isinstance(outs[0].array, Buffer):
         made.keep_arrays([each.array for each in outs])
     return made
@@ -78,6 +82,7 @@ def shown(outs: Sequence[Out]) -> Mirrored:
 def _listed(request: Request, entry: Any) -> Sequence[Any]:
     """One array for each device of the result, in its order."""
     if isinstance(entry, DistributedValues):
+        entry = entry.as_it_lies() if request.form else entry  # of the same order then
         found = dict(zip(entry.devices, entry.buffers, strict=True))
         if set(found) != set(request.devices):
             raise ValueError(f"it lies on {entry.devices}, the result on {request.devices}")
@@ -86,7 +91,7 @@ def _listed(request: Request, entry: Any) -> Sequence[Any]:
         if any(buffer.lender == "copy" for buffer in entry.buffers):
             raise ValueError(
                 "its arrays were copied when they came in (host arrays for another memory, not "
-                "contiguous or not aligned): nobody would see what is written; give arrays"
+                "contiguous or not aligned): nobody would see what is written; give a list of them"
             )
         return [found[device] for device in request.devices]
     if not isinstance(entry, list | tuple) or len(entry) != len(request.devices):
@@ -102,10 +107,12 @@ def _listed(request: Request, entry: Any) -> Sequence[Any]:
 def _outs_of(request: Request, place: int, arrays: Sequence[Any], reduce_op: ReduceOp) -> list[Out]:
     first = request.value.buffers[0]
     dtype = mean_dtype(first.dtype) if reduce_op is ReduceOp.MEAN else first.dtype
+    order = request.form if isinstance(request.form, tuple) else None
     made = []
     for replica, (array, device) in enumerate(zip(arrays, request.devices, strict=True)):
         try:
-            made.append(as_out(array, device, first.shape, dtype))
+            turned = None if isinstance(array, Buffer) else order
+            made.append(as_out(array, device, first.shape, dtype, turned))
         except (TypeError, ValueError) as error:
             raise about(request.value.name_of(place, replica, "out"), error) from None
     return [_as_input(out, request) for out in made]

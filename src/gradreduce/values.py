@@ -8,8 +8,20 @@ from typing import Any, Self, SupportsIndex
 
 from gradreduce.device import Buffer, Device, DeviceLike, Mesh, as_device, default_mesh
 from gradreduce.errors import DeviceMismatchError, NotCopied, about
-from gradreduce.indexed_slices import IndexedSlices
-from gradreduce.interop import Kind, OneCall, from_buffer, kind_of, to_buffer
+from gradreduce.indexed_slices import IndexedSlices, coo_of, slices_of
+from gradreduce.interop import (
+    Aside,
+    Form,
+    Kind,
+    OneCall,
+    common_order,
+    from_buffer,
+    in_order,
+    inverse,
+    is_coo,
+    kind_of,
+    to_buffer,
+)
 from gradreduce.replica_context import current_replica
 
 __all__ = [
@@ -48,9 +60,11 @@ class DistributedValues(NotCopied):
 
     Args:
         values: one for each device: arrays of any library, numbers, nested lists, Buffers, or
-            IndexedSlices of these. Shared, not copied, where they can be; so a call that reads them
+            IndexedSlices of these, or tensors of ``torch.sparse_coo``, whose rows are taken as
+            IndexedSlices. Shared, not copied, where they can be; so a call that reads them
             comes behind what their library's current stream holds by then, and they may be written
-            again when it has returned.
+            again when it has returned. Dense arrays that all lie in another order than C's, such as
+            channels_last, are reduced as they lie, and so do the results; ``parts`` are copies.
         mesh: whose devices, in order. Default: that of ``values`` if they are Buffers, else
             ``gr.default_mesh()``.
         devices: on these devices of the mesh instead of all; names such as ``"gpu:1"`` and
@@ -71,7 +85,10 @@ class DistributedValues(NotCopied):
     _kept: dict[Part, Any] | None = None  # the arrays of ``keep_arrays``
     _is_sparse: bool | None = None
     lent: bool = False  # whether any may be a caller's memory
-    _parts: tuple[Part, ...]
+    _form: Form = None
+    _given: tuple[Any, ...] = ()  # the arrays that ``_lying`` are of, if a caller gave them
+    _lying: tuple[Part, ...] = ()  # Buffers whose axes are in the order of ``_form``
+    _parts: tuple[Part, ...] | None = None  # None: not yet made of these
     _devices: tuple[Device, ...]
     _kind: Kind
 
@@ -97,6 +114,18 @@ class DistributedValues(NotCopied):
         self._devices = _devices(values, mesh, devices)
         if len(values) != len(self._devices):
             raise ValueError(f"{len(values)} values for {len(self._devices)} devices")
+        order = common_order(values)
+        if order is None:
+            self._parts = self._placed(values)
+            self._form = "coo" if is_coo(values[0]) else None
+        else:
+            self._lying = self._placed([in_order(value, order) for value in values])
+            self._form, self._given = order, values
+        first = values[0]
+        self._kind = first.kind if isinstance(first, IndexedSlices) else kind_of(first)
+        self.lent = any([type(each) is not Buffer or each.lender is not None for each in values])
+
+    def _placed(self, values: Sequence[Any]) -> tuple[Part, ...]:
         parts = []
         with OneCall(reads=False):
             for replica, value in enumerate(values):
@@ -105,16 +134,23 @@ class DistributedValues(NotCopied):
                 except (TypeError, ValueError) as error:
                     name = self.name_of(0, replica)  # alone it has no place
                     raise about(name.removeprefix("value 0: "), error) from None
-        self._parts = tuple(parts)
-        first = values[0]
-        self._kind = first.kind if isinstance(first, IndexedSlices) else kind_of(first)
-        self.lent = any([type(each) is not Buffer or each.lender is not None for each in values])
+        return tuple(parts)
 
     @classmethod
-    def of(cls, parts: Sequence[Part], kind: Kind = "buffer") -> Self:
-        """Wraps Buffers, or IndexedSlices of Buffers, that already lie on one device each."""
+    def of(cls, parts: Sequence[Part], kind: Kind = "buffer", form: Form = None) -> Self:
+        """Wraps Buffers, or IndexedSlices of Buffers, that already lie on one device each.
+
+        Args:
+            parts: with a tuple as ``form``, their axes are in this order.
+            kind: of ``values``.
+            form: how ``values`` differ from ``parts``.
+        """
         made = cls.__new__(cls)
-        made._parts = tuple(parts)
+        if isinstance(form, tuple):
+            made._lying = tuple(parts)
+        else:
+            made._parts = tuple(parts)
+        made._form = form
         made._devices = tuple([part.device for part in parts])  # type: ignore[misc]
         made._kind = kind
         return made
@@ -147,18 +183,50 @@ class DistributedValues(NotCopied):
             arrays: on the Buffers' own memory; default what ``values`` makes now.
         """
         arrays = self.values if arrays is None else arrays
-        self._kept = dict(zip(self._parts, arrays, strict=True))
+        self._kept = dict(zip(self._own, arrays, strict=True))
 
     @property
     def parts(self) -> tuple[Part, ...]:
         """The Buffer, or IndexedSlices of a Buffer, on each device, in the order of ``devices``."""
+        if self._parts is None:
+            arrays: Sequence[Any] = self._given
+            if not arrays and isinstance(self._form, tuple):
+                axes = inverse(self._form)
+                with Aside():
+                    arrays = [in_order(from_buffer(each, "native"), axes) for each in self._own]
+            self._parts = self._placed(arrays)
         return self._parts
+
+    @property
+    def _own(self) -> tuple[Any, ...]:
+        """What is on the memory of ``values``: ``parts``, or Buffers with their axes turned."""
+        return self._lying or self._parts or ()
+
+    @property
+    def form(self) -> Form:
+        """How ``values`` differ from what ``as_it_lies`` holds.
+
+        None as soon as somebody has asked for ``parts``, which cost a copy.
+        """
+        return None if self._lying and self._parts is not None else self._form
+
+    def as_it_lies(self) -> DistributedValues:
+        """The same values, if ``form`` is an order of axes with them in that order: no copy."""
+        if not isinstance(self.form, tuple):
+            return self
+        made = type(self).of(self._lying, self._kind)
+        made._key, made.lent = self._key, self.lent
+        return made
+
+    def alone(self) -> Self:
+        """The first value by itself."""
+        return type(self).of(self._own[:1], self._kind, self._form)
 
     @property
     def is_sparse(self) -> bool:
         """Whether any value is IndexedSlices."""
         if self._is_sparse is None:  # asked several times in a reduction
-            self._is_sparse = any([isinstance(part, IndexedSlices) for part in self._parts])
+            self._is_sparse = any([isinstance(part, IndexedSlices) for part in self._own])
         return self._is_sparse
 
     @property
@@ -170,7 +238,7 @@ class DistributedValues(NotCopied):
         """
         if self.is_sparse:
             raise TypeError(f"{self} holds IndexedSlices, whose rows have indices")
-        return self._parts  # type: ignore[return-value]  # all dense: seen just now
+        return self.parts  # type: ignore[return-value]  # all dense: seen just now
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -191,14 +259,14 @@ class DistributedValues(NotCopied):
     def values(self) -> tuple[Any, ...]:
         """One array for each device, of the caller's kind, on the Buffers' own memory."""
         if self._kind == "buffer" and not self.is_sparse:
-            return self._parts
+            return self.parts
         with OneCall():
-            return tuple(self._shown(part) for part in self._parts)
+            return tuple(self._shown(part) for part in self._own)
 
     @property
     def primary(self) -> Any:
         """The first value."""
-        return self._shown(self._parts[0])
+        return self._shown(self._own[0])
 
     def get(self, device: DeviceLike | None = None) -> Any:
         """The value on ``device``; without one, that of the replica ``gr.replica`` names.
@@ -218,14 +286,14 @@ class DistributedValues(NotCopied):
                 return self.primary
             if index >= len(self._devices):
                 raise ValueError(f"replica {index} of {len(self._devices)} devices")
-            return self._shown(self._parts[index])
+            return self._shown(self._own[index])
         found = as_device(device, "device=", self.mesh)
         if found not in self._devices:
             raise ValueError(f"Device {found!r} not found in {self._devices}")
-        return self._shown(self._parts[self._devices.index(found)])
+        return self._shown(self._own[self._devices.index(found)])
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._own)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.values)
@@ -234,7 +302,7 @@ class DistributedValues(NotCopied):
         """The value of a replica, as in ``values``; of a slice a tuple of them."""
         if isinstance(place, slice):
             return self.values[place]
-        return self._shown(self._parts[place])
+        return self._shown(self._own[place])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         if len(self) > 1:
@@ -244,25 +312,34 @@ class DistributedValues(NotCopied):
             )
         if copy is False:
             raise ValueError(f"a {type(self).__name__} is copied to the host: copy=False cannot be")
-        (part,) = self._parts
+        (part,) = self._own
         if isinstance(part, IndexedSlices):
             raise TypeError(f"{self} holds IndexedSlices: pass value[0].to_dense()")
         array = part.numpy()
+        if isinstance(self._form, tuple):
+            array = array.transpose(inverse(self._form))
         return array if dtype is None else array.astype(dtype)
 
     def _shown(self, part: Part) -> Any:
         """As the caller's kind of array."""
         if self._kept is not None:
             return self._kept[part]
-        if isinstance(part, Buffer):
+        if not isinstance(part, Buffer):
+            shown = part.shown(self._kind)
+            return coo_of(shown) if self._form == "coo" and self._kind == "torch" else shown
+        if not isinstance(self._form, tuple):
             return from_buffer(part, self._kind)
-        return part.shown(self._kind)
+        if self._kind == "buffer":
+            return self.parts[self._own.index(part)]
+        return in_order(from_buffer(part, self._kind), inverse(self._form))
 
     def __repr__(self) -> str:
         shown = []
-        for part, device in zip(self._parts, self._devices, strict=True):
+        for part, device in zip(self._own, self._devices, strict=True):
             rows = "" if isinstance(part, Buffer) else f"{len(part.indices)} rows of "
             shape = "[?]" if part.shape is None else list(part.shape)
+            if isinstance(self._form, tuple):
+                shape = [part.shape[axis] for axis in inverse(self._form)]
             shown.append(f"{device.name}: {rows}{part.dtype}{shape}")
         return f"{type(self).__name__}({', '.join(shown)})"
 
@@ -326,6 +403,8 @@ def _own_device(value: Any) -> Any:
 
 
 def _placed(value: Any, device: Device) -> Part:
+    if is_coo(value):
+        value = slices_of(value)
     if isinstance(value, IndexedSlices):
         rows = _placed_array(value.values, device)
         return IndexedSlices.of(rows, value.indices, value.dense_shape)

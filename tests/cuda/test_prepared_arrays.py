@@ -47,6 +47,9 @@ class Tensor:
 
     is_neg = is_conj
 
+    def is_contiguous(self) -> bool:
+        return self.array.flags.c_contiguous
+
     def __dlpack_device__(self):
         return 2, self.array.device.id
 

@@ -252,6 +252,12 @@ class ndarray(Computing):
             raise NotImplementedError("the fake views dtypes of one width")
         return ndarray(self.shape, dtype, self.data, self.strides)
 
+    def transpose(self, *axes):
+        """A view with its axes in another order, given as one tuple."""
+        (order,) = axes
+        shape, strides = (tuple(of[axis] for axis in order) for of in (self.shape, self.strides))
+        return ndarray(shape, self.dtype, self.data, strides)
+
     def get(self):
         """A host copy, for which the host waits."""
         host = np.empty(self.shape, self.dtype)

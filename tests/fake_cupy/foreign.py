@@ -56,6 +56,16 @@ class Tensor:
     def is_contiguous(self) -> bool:
         return self.array.flags.c_contiguous
 
+    def stride(self) -> tuple[int, ...]:
+        return tuple(step // self.array.dtype.itemsize for step in self.array.strides)
+
+    def permute(self, order) -> Tensor:
+        return Tensor(self.array.transpose(order), self.dtype)
+
+    def __setitem__(self, place, other: Tensor) -> None:
+        with sys.modules["torch"].on(self.device.index):
+            self.array[place] = other.array
+
     def data_ptr(self) -> int:
         return self.array.data.ptr
 
