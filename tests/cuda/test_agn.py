@@ -63,6 +63,32 @@ def test_training_is_that_of_the_simulation(placement, way, gpus):
         assert all(map(same, found, wanted))
 
 
+@pytest.mark.parametrize("placement", PLACED)
+def test_each_replica_is_differentiated_on_its_own_gpu(placement, gpus):
+    """Whichever is current."""
+    gpus(60 + len(placement))
+    import cupy
+
+    with gr.open_mesh(placement, backend="cuda") as mesh:
+        getter = gr.AGNCustomGetter(mesh, center=gr.AGNCenter(mesh))
+        var = gr.get_variable("v", values((7,), "float32", 0), custom_getter=getter)
+        optimizer = gr.AGNOptimizer(gr.GradientDescentOptimizer(1.0), 1, getter, 1)
+        before = var.numpy()
+        data = gr.PerReplica([np.full(7, place + 1.0, "float32") for place in range(len(mesh))],
+                             mesh)  # fmt: skip
+        current = []
+
+        def loss():
+            current.append(cupy.cuda.Device().id)
+            return np.sum(np.square(var * data.get()) / 2)
+
+        assert optimizer.minimize(loss) is True
+        assert current == [device.physical for device in mesh]
+        factor = sum((place + 1) ** 2 for place in range(len(mesh))) / len(mesh)
+        for copy in var.buffers:
+            np.testing.assert_allclose(copy.numpy(), before * (1 - factor), rtol=1e-5)
+
+
 @pytest.mark.fake_cupy
 @pytest.mark.parametrize("way", WAYS)
 def test_every_order_is_fenced(way, gpus):

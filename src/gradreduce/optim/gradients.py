@@ -11,6 +11,7 @@ from gradreduce.aggregate import AggregationMethod, as_aggregation_method
 from gradreduce.autodiff.gradients import ENGINES, Engine, gradients_of
 from gradreduce.device import Device, as_index
 from gradreduce.errors import InvalidVariableError
+from gradreduce.interop_gpu import on_gpu_of
 from gradreduce.replica_context import replica_on
 from gradreduce.values import PerReplica
 from gradreduce.variables import Variable
@@ -58,7 +59,7 @@ def gradients_of_replicas(gradients: Callable[[], Pairs], devices: Sequence[Devi
     """Differentiates each replica of a worker, one after the other.
 
     Args:
-        gradients: called once for each replica, inside ``gr.replica`` of it.
+        gradients: called once for each replica, inside ``gr.replica`` of it, on its GPU.
         devices: of the replicas.
 
     Returns:
@@ -69,7 +70,7 @@ def gradients_of_replicas(gradients: Callable[[], Pairs], devices: Sequence[Devi
     """
     found: list[dict[Variable, Any]] = []
     for index, device in enumerate(devices):
-        with replica_on(device, index):
+        with replica_on(device, index), on_gpu_of(device):
             found.append({variable: gradient for gradient, variable in gradients()})
     variables = dict.fromkeys(variable for each in found for variable in each)
     return [

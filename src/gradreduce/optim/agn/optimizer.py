@@ -47,8 +47,9 @@ class AGNOptimizer(Optimizer):
 
     A worker of several replicas calls the loss of ``compute_gradients`` and ``minimize`` once for
     each, inside ``gr.replica(i)`` with i its place among the worker's devices: there a Variable is
-    that replica's copy, and ``PerReplica.get()`` its value. The gradients are ``PerReplica``, which
-    ``apply_gradients`` reduces by MEAN. Called inside a ``gr.replica``, it is that one's alone.
+    that replica's copy, ``PerReplica.get()`` its value, and CuPy's current GPU its own. The
+    gradients are ``PerReplica``, which ``apply_gradients`` reduces by MEAN. Called inside a
+    ``gr.replica``, it is that one's alone.
 
     What a period has gathered when training ends never gets to the centre; the result of a training
     is in the centre variables. Periods, rates and ``distance_scale`` may differ between workers.
