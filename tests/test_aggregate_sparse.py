@@ -143,7 +143,7 @@ def test_accumulate_n_adds_in_pairs_what_holds_a_sparse_term():
     """TREE makes 2**24 + 2 of them; left to right each 1 is lost."""
     ones = np.ones((2, 1), "float32")
     sparse = small([0, 1], [[1], [1]], (2, 1))
-    large = ones * 2**24
+    large = np.full((2, 1), 2**24, "float32")
     for place in range(4):
         terms = [large, ones, ones, ones]
         assert (gr.aggregate(terms, 2) == 2**24).all()
