@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from signals import Strike
 
 import gradreduce as gr
 from gradreduce.device.sim import SimDevice
@@ -277,3 +278,32 @@ def test_what_is_no_mesh_no_list_and_no_table_is_told():
             with pytest.raises((TypeError, ValueError), match=f"^{re.escape(text)}"):
                 call()
         assert mesh[np.int64(1)] is mesh.devices[1]
+
+
+def test_a_mesh_looks_through_its_accumulators_while_others_are_made():
+    """When it is closed, loses a device or is reset; a weak dictionary alone raises then."""
+    fabric = gr.open_mesh(1, backend="sim").fabric
+    kept, threads = [Key(), Key()], []
+
+    def make():
+        kept.append(Key())
+        fabric.add_listener(kept[-1], print, print)
+
+    def make_beside():  # at once, or when the mesh has looked through them
+        threads.append(threading.Thread(target=make, daemon=True))
+        threads[-1].start()
+        threads[-1].join(0.002)
+
+    for key in list(kept):
+        fabric.add_listener(key, print, print)
+    with Strike(1, make_beside, every=2):
+        assert len(fabric.listeners()) >= 2
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert len(fabric.listeners()) == len(kept) > 5
+
+
+class Key:
+    """Who wants to be told."""
+
+    devices = ()

@@ -56,8 +56,7 @@ def defined(
         prepare_sparse(state)
     else:
         _prepare_dense(state)
-    devices[0].fabric.on_close[state] = cancel_waiting
-    devices[0].fabric.on_reset[state] = forget
+    devices[0].fabric.add_listener(state, cancel_waiting, forget)
     return shared_state(shared_name, state, cross_device_ops)
 
 

@@ -68,6 +68,8 @@ class _Issued(threading.local):
     watch: Watch | None = None
 
 
+# What is called when a mesh is closed, and when it is reset.
+_Listener = tuple[Callable[[Any], None], Callable[[Any], None]]
 # Writing the flight record must not keep a dead mesh looking alive on a file system that hangs.
 _WRITE_SECONDS = 2.0
 
@@ -80,10 +82,6 @@ class Fabric(Captures):
         peer_access: for all pairs of physical devices or none, or the pairs that have it; see
             ``peers``.
         prepared: what was compiled for its devices, so that nobody asks twice.
-        on_close: what to call, with the key, when the mesh is closed or dies, or one of the key's
-            ``devices`` is lost: who waits for work on them would wait for ever.
-        on_reset: what to call, with the key, when the mesh is made usable again: what the key
-            keeps in device memory may be half written.
         on_wake: what to call, in a thread of its own, so that who waits in a queue looks again.
         on_death: what to call when the mesh dies, in that thread; it must not wait.
         library_error: what the collective library says is wrong, for the watchdog, which asks it.
@@ -111,8 +109,8 @@ class Fabric(Captures):
         self.recorder = Recorder(self.flight.add)
         self.flight_path = ""
         self.prepared: set[Hashable] = set()
-        self.on_close: WeakKeyDictionary[Any, Callable[[Any], None]] = WeakKeyDictionary()
-        self.on_reset: WeakKeyDictionary[Any, Callable[[Any], None]] = WeakKeyDictionary()
+        self._listeners: WeakKeyDictionary[Any, _Listener] = WeakKeyDictionary()
+        self._listeners_lock = threading.RLock()  # no finalizer takes it
         self.on_death: list[Callable[[], None]] = []
         self.on_wake: list[Callable[[], None]] = []
         self.library_error: Callable[[], str | None] = lambda: None
@@ -142,6 +140,26 @@ class Fabric(Captures):
         if isinstance(self.peer_access, bool):
             return self.peer_access
         return (physical, other) in self.peer_access
+
+    def add_listener(
+        self, key: Any, on_close: Callable[[Any], None], on_reset: Callable[[Any], None]
+    ) -> None:
+        """Has both called with the key as long as it lives.
+
+        Args:
+            key: with its ``devices``.
+            on_close: when the mesh is closed or dies, or one of the key's devices is lost: who
+                waits for work on them would wait for ever.
+            on_reset: when the mesh is made usable again: what the key keeps in device memory may
+                be half written.
+        """
+        with self._listeners_lock:
+            self._listeners[key] = (on_close, on_reset)
+
+    def listeners(self) -> list[tuple[Any, _Listener]]:
+        """Each key, and what is called with it."""
+        with self._listeners_lock:
+            return list(self._listeners.items())
 
     def close(self) -> None:
         """Makes every later use of its devices an error."""
@@ -387,7 +405,7 @@ class Fabric(Captures):
         """Wakes those who wait for one physical device, or (None) all."""
         for call in self.on_wake:
             call()
-        for waiting, wake in list(self.on_close.items()):
+        for waiting, (wake, _) in self.listeners():
             if physical is None or any(each.physical == physical for each in waiting.devices):
                 wake(waiting)
 

@@ -36,7 +36,7 @@ def reset(devices: Sequence[Device], timeout: float | None) -> None:
         rest.need(fabric.library_ended(rest.seconds), "the communicators do not let go")
         busy = "a call is still giving work to the devices"
         rest.need(held_in_time(fabric.launch_lock, rest.seconds, empty_queues), busy)
-        for kept, empty in list(fabric.on_reset.items()):
+        for kept, (_, empty) in fabric.listeners():
             empty(kept)
         fabric.revive()
 
