@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -10,6 +14,7 @@ from queue import SimpleQueue
 
 import numpy as np
 import pytest
+from early import environment
 from exhaustive import seeds
 from signals import Strike, num_points_of, pressed
 
@@ -24,13 +29,19 @@ PLACEMENT = (0, 0, 1, 1)
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
+def small_blocks():
     """Even small launches are cut, and spread over three threads."""
-    monkeypatch.setenv("GRADREDUCE_SIM_THREADS", "3")
-    monkeypatch.setenv("GRADREDUCE_BACKEND", "sim")
-    monkeypatch.setattr(sim_workers, "SPREAD_SIZE", SIZE)
+    with pytest.MonkeyPatch.context() as patch:
+        spread_small_launches(patch)
+        yield
+
+
+def spread_small_launches(patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("GRADREDUCE_SIM_THREADS", "3")
+    patch.setenv("GRADREDUCE_BACKEND", "sim")
+    patch.setattr(sim_workers, "SPREAD_SIZE", SIZE)
     for module in (sim, sim_workers):
-        monkeypatch.setattr(module, "BLOCK_SIZE", 16)
+        patch.setattr(module, "BLOCK_SIZE", 16)
 
 
 def in_time(call: Callable[[], object]) -> object:
@@ -138,6 +149,51 @@ def test_an_interruption_leaves_no_job_and_no_lock_behind(name, firsts):
             num_raised += in_time(partial(interrupted, place))
             assert in_time(call), place
     assert num_raised
+
+
+def interrupt_often(count: int) -> None:
+    """The program of the test below: real signals at random moments; the last one ends it."""
+    spread_small_launches(pytest.MonkeyPatch())
+    signal.signal(signal.SIGALRM, lambda *_: pressed())
+    calls, moments, num_caught = right_calls(), random.Random(count), 0
+    calls = [calls["add_n"], calls["all_reduce"]]
+    while num_caught < count:
+        for call in calls:
+            assert call()
+            try:
+                signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-6, 3e-4))
+                call()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                num_caught += 1
+    sys.stdout.write("right\n")
+    sys.stdout.flush()
+    signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-6, 3e-4))
+    while True:
+        calls[0]()
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "count"),
+    [
+        (1, 100),
+        pytest.param(1, 20_000, marks=pytest.mark.exhaustive),
+        pytest.param(30, 1, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_what_is_interrupted_often_stays_right_and_ends_soon(num_processes, count):
+    program = f"import test_interrupts; test_interrupts.interrupt_often({count})"
+    for _ in range(num_processes):
+        with subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        ) as process:  # fmt: skip
+            try:
+                assert process.stdout.readline() == "right\n"
+                process.wait(5)
+            finally:
+                process.kill()
+            assert process.returncode == -signal.SIGINT, process.stderr.read()
 
 
 class Training:
