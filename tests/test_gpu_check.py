@@ -142,6 +142,7 @@ def whole(tmp_path_factory) -> Run:
 
 
 @pytest.mark.host
+@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_every_section_leaves_one_file(whole):
     assert whole.status == 0, whole.text
@@ -159,6 +160,7 @@ def test_every_section_leaves_one_file(whole):
 
 
 @pytest.mark.host
+@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_every_section_has_shown_something(whole):
     figures = {

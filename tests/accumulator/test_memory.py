@@ -11,6 +11,7 @@ import pytest
 import gradreduce as gr
 from gradreduce.errors import DeadlineExceededError
 
+LONG = (pytest.mark.exhaustive, pytest.mark.slow)
 # Python's own blocks that all cycles together may leave; three do.
 FEW_BLOCKS = 100
 
@@ -42,7 +43,7 @@ def check_steady(mesh, cycle, num_cycles, warm):
     assert after[0] - before[0] < FEW_BLOCKS
 
 
-@pytest.mark.parametrize("num", [3000, pytest.param(100_000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("num", [3000, pytest.param(100_000, marks=LONG)])
 def test_many_cycles(num):
     """Two applies and a take; some are dropped, and some takes have no time."""
     with gr.open_mesh(1, backend="sim") as mesh:

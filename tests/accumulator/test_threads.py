@@ -18,6 +18,7 @@ from gradreduce.errors import CancelledError, DeadlineExceededError
 
 NUM_APPLIERS = 48
 NUM_TAKERS = 16
+LONG = (pytest.mark.exhaustive, pytest.mark.slow)
 LONG_S = 180.0  # for what takes ten seconds where nobody else works
 
 
@@ -166,7 +167,7 @@ class Run:
             assert (wanted == sums[:, NUM_APPLIERS + applier]).all()
 
 
-@pytest.mark.parametrize("num", [4800, pytest.param(100_000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("num", [4800, pytest.param(100_000, marks=LONG)])
 def test_many_applies_of_sixty_four_threads(crew, num):
     with opened(1) as mesh:
         acc = gr.ConditionalAccumulator("float64", reduction_type="SUM", device=mesh.devices[0])

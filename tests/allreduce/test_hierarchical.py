@@ -95,7 +95,7 @@ def test_sums_in_the_accumulate_type_are_rounded_to_halves_once(mesh, make_jobs,
     check_outs(jobs, [hierarchical_sum(replicas, 3, out=half) for replicas in packs])
 
 
-@pytest.mark.parametrize("num_replicas", [4, 5])
+@pytest.mark.parametrize("num_replicas", [4, pytest.param(5, marks=pytest.mark.exhaustive)])
 def test_every_placement_gives_the_same_bits(make_jobs, num_replicas):
     sizes_of = {"float32": (5, 16_390), "bfloat16": (40, 32_771)}
     packs, expected = [], []

@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import pytest
 from exhaustive import covering
@@ -92,7 +93,8 @@ def without_tail(source):
 def programs(request):
     """(fixture, kernel, arch, templates) -> the future of its program.
 
-    What the collected tests need is compiled ahead, on all cores: NVRTC drops Python's lock.
+    What the collected tests need is compiled ahead, on all cores, in processes: NVRTC keeps a
+    hundred megabytes.
     """
     wanted = {}
     for item in request.session.items:
@@ -101,7 +103,7 @@ def programs(request):
             chosen = params["kernel"], params["arch"], params["templates"]
             for fixture in {"program", "tailless"} & set(item.fixturenames):
                 wanted[fixture, *chosen] = None
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
         for fixture, kernel, arch, templates in wanted:
             names = [kernel.expression(template) for template in templates]
             whole = fixture == "program"

@@ -145,7 +145,7 @@ def test_segments_of_every_length(device, dtype, width):
 def test_segments_longer_than_the_twin_takes_at_a_time(device, dtype):
     size = PART_SIZE + LEVELS + 3
     check(device, Rows(device, random_data((size, 1), dtype), np.full(size, 7)))
-    check(device, Rows(device, random_data((64, PART_SIZE + 1), dtype), np.full(64, 7)))
+    check(device, Rows(device, random_data((9, PART_SIZE + 1), dtype), np.full(9, 7)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -282,7 +282,7 @@ def test_tensors_are_spread_over_threads(device, dtype):
     """The host builds cut anywhere; a twin gets whole tensors."""
     size = SPREAD_SIZE // 17
     indices = np.arange(size) // 2 * 2
-    tensors = [Rows(device, random_data((size, 40), dtype, seed=k), indices) for k in range(5)]
+    tensors = [Rows(device, random_data((size, 36), dtype, seed=k), indices) for k in range(3)]
     with spread(device) as num_jobs:
         check(device, *tensors)
         check(device, tensors[0])

@@ -45,7 +45,7 @@ BUILDS: dict[str, tuple[str, ...]] = {
     "fast": ("-O3", "-march=native", "-DGRADREDUCE_FAST", *_COMMON, *_VALUES),
     "exact": ("-O1", *_COMMON, *_VALUES),
     "sanitized": (
-        "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
+        "-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
         *_COMMON, *_VALUES,
     ),
 }  # fmt: skip
