@@ -114,6 +114,38 @@ def right_calls() -> dict[str, Callable[[], bool]]:
     }
 
 
+def test_queued_work_that_is_interrupted_is_done_whole():
+    """As on a GPU: Ctrl-C may come where the host waits for work of earlier calls."""
+    scheduler, ran = Shuffled(0), []
+
+    def work() -> None:
+        signal.raise_signal(signal.SIGINT)
+        ran.append("first")
+
+    scheduler.submit("a queue", work)
+    scheduler.submit("a queue", partial(ran.append, "second"))
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.finish("a queue")
+    assert scheduler.finish("a queue")
+    assert ran == ["first", "second"]
+
+
+def test_a_handler_cannot_wait_for_queued_work_that_it_interrupts():
+    """It would run what comes behind that work first."""
+    scheduler, ran = Shuffled(0), []
+
+    def work() -> None:
+        with pytest.raises(RuntimeError, match="let the handler set a flag"):
+            scheduler.finish("a queue")
+        scheduler.submit("a queue", partial(ran.append, "third"))
+        ran.append("first")
+
+    scheduler.submit("a queue", work)
+    scheduler.submit("a queue", partial(ran.append, "second"))
+    assert scheduler.finish("a queue")
+    assert ran == ["first", "second", "third"]
+
+
 class Brief:
     """Patience that is over at the second look."""
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
+from .interrupts import DeferInterrupts
 from .waiting import held_in_time
 from .watch import Patience
 
@@ -145,6 +146,7 @@ class Shuffled(Scheduler):
         self._queues: dict[Hashable, deque[Work | Event]] = {}
         self._stalled: dict[Hashable, int] = {}  # queue -> what it may still run
         self._drops = 0
+        self._runs = False  # whether a work is being run
         # Re-entrant: work never submits work, but a dying block may be drained inside a call.
         self._lock = threading.RLock()
         self._waiting: deque[SimpleQueue[None]] = deque()  # of those who wait in `finish`
@@ -170,7 +172,8 @@ class Shuffled(Scheduler):
         """See ``Scheduler.finish``; waits for a queue that is stuck, or for one that waits for it.
 
         Raises:
-            RuntimeError: the queue waits for an event that no queue will pass.
+            RuntimeError: the queue waits for an event that no queue will pass, or a signal handler
+                waits for what it has interrupted.
         """
         drops = self._drops
         while True:
@@ -179,6 +182,11 @@ class Shuffled(Scheduler):
                     pass
                 if not self._queues.get(queue):
                     return drops == self._drops
+                if self._runs:
+                    raise RuntimeError(
+                        "a signal handler waits for queued work (schedule_seed=) that it has "
+                        "interrupted: let the handler set a flag, and do this after the call"
+                    )
                 if not self._stalled:
                     raise RuntimeError(f"deadlock: {queue} waits for an event that never passes")
                 if patience is not None and patience.is_over:
@@ -251,7 +259,12 @@ class Shuffled(Scheduler):
             pass
 
     def _run_one(self) -> bool:
-        """Runs the head of a random queue that can go on; False if none can."""
+        """Runs the head of a random queue that can go on; False if none can.
+
+        Whole, as a device does whatever the host is interrupted by; and none inside another.
+        """
+        if self._runs:
+            return False
         ready = [
             queue
             for queue, line in self._queues.items()
@@ -260,11 +273,16 @@ class Shuffled(Scheduler):
         if not ready:
             return False
         queue = self._random.choice(ready)
-        if queue in self._stalled:
-            self._stalled[queue] -= 1
-        work = self._queues[queue].popleft()
-        if not isinstance(work, Event):
-            work()
+        with DeferInterrupts():
+            if queue in self._stalled:
+                self._stalled[queue] -= 1
+            work = self._queues[queue].popleft()
+            if not isinstance(work, Event):
+                self._runs = True
+                try:
+                    work()
+                finally:
+                    self._runs = False
         return True
 
     @staticmethod
