@@ -14,9 +14,11 @@ Every ``*.toml`` here is a part of one table. An entry is one change of one file
 ``test`` fails, and what it prints contains ``says``, which may be left out. What stands at the top
 of a ``*.toml`` holds for each of its entries that does not say otherwise.
 
-``PYTHONPATH=tests python -m planted_faults all`` plants them one by one; CI plants a sample. To add
-one: write the entry, then ``PYTHONPATH=tests python -m planted_faults "its name"``. A test fails
-without a fault too, and a fault that no test fails for is code that can go: no entry for these.
-Failures that a test brings about while it runs (an exception out of a launch, a stuck queue) belong
-to that test and are not listed.
+``PYTHONPATH=tests python -m planted_faults all`` plants them one by one; CI plants a sample.
+
+To add a fault, write its entry and run ``PYTHONPATH=tests python -m planted_faults "its name"``.
+If no test fails for it, write one or delete the code: the table has only faults that are found.
+
+Failures that a test causes while it runs (a launch that raises, a stuck queue) are not listed: they
+are inputs of that test.
 """
