@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from queue import SimpleQueue
+from signal import SIGINT
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from signals import Strike, num_points_of, pressed
 import gradreduce as gr
 from gradreduce.device import compiled, default_mesh, opening, sim, sim_workers
 from gradreduce.device.sim_queue import Shuffled
-from gradreduce.errors import CollectiveError
+from gradreduce.errors import CollectiveError, DeadlineExceededError
 
 DEADLINE = 10.0
 SIZE = 100
@@ -114,12 +115,30 @@ def right_calls() -> dict[str, Callable[[], bool]]:
     }
 
 
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_an_interruption_leaves_no_lock_of_a_centre_behind(first):
+    """In the main thread, where Ctrl-C is deferred while a centre is loaded."""
+    center = gr.AGNCenter(gr.open_mesh(1, backend="sim"))
+
+    def call() -> bool:
+        center.begin(0)
+        with suppress(DeadlineExceededError):
+            center.wait_for(2, 1e-4)
+        center.load_state_dict(center.state_dict())
+        return True
+
+    for place in range(first + 1, num_points_of(call) + 1, 3):
+        with suppress(KeyboardInterrupt), Strike(place, partial(signal.raise_signal, SIGINT)):
+            call()
+        assert in_time(call), place
+
+
 def test_queued_work_that_is_interrupted_is_done_whole():
     """As on a GPU: Ctrl-C may come where the host waits for work of earlier calls."""
     scheduler, ran = Shuffled(0), []
 
     def work() -> None:
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(SIGINT)
         ran.append("first")
 
     scheduler.submit("a queue", work)
@@ -225,7 +244,7 @@ def test_what_is_interrupted_often_stays_right_and_ends_soon(num_processes, coun
                 process.wait(5)
             finally:
                 process.kill()
-            assert process.returncode == -signal.SIGINT, process.stderr.read()
+            assert process.returncode == -SIGINT, process.stderr.read()
 
 
 class Training:

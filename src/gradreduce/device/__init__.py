@@ -34,7 +34,7 @@ from .opening import default_mesh, open_mesh
 from .rates import CopyRates, copy_rates
 from .reach import reaches
 from .tape import Tape, behind_readers, spans_of
-from .waiting import Done
+from .waiting import Done, Waiters
 from .watch import Travel, as_deadline
 from .writer import Writer
 
@@ -70,6 +70,7 @@ __all__ = [
     "Template",
     "Touched",
     "Travel",
+    "Waiters",
     "Writer",
     "accumulate_dtype",
     "as_deadline",

@@ -13,11 +13,9 @@ import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
-from contextlib import suppress
-from queue import Empty, SimpleQueue
 
 from .interrupts import DeferInterrupts
-from .waiting import held_in_time
+from .waiting import Waiters, held_in_time
 from .watch import Patience
 
 __all__ = ["Event", "RunAtOnce", "Scheduler", "Shuffled", "Work"]
@@ -149,7 +147,7 @@ class Shuffled(Scheduler):
         self._runs = False  # whether a work is being run
         # Re-entrant: work never submits work, but a dying block may be drained inside a call.
         self._lock = threading.RLock()
-        self._waiting: deque[SimpleQueue[None]] = deque()  # of those who wait in `finish`
+        self._waiters = Waiters(self._lock)
 
     def submit(self, queue: Hashable, work: Work) -> None:
         """See ``Scheduler.submit``."""
@@ -175,26 +173,26 @@ class Shuffled(Scheduler):
             RuntimeError: the queue waits for an event that no queue will pass, or a signal handler
                 waits for what it has interrupted.
         """
-        drops = self._drops
-        while True:
-            with self._lock:
-                while self._queues.get(queue) and self._run_one():
-                    pass
-                if not self._queues.get(queue):
-                    return drops == self._drops
-                if self._runs:
-                    raise RuntimeError(
-                        "a signal handler waits for queued work (schedule_seed=) that it has "
-                        "interrupted: let the handler set a flag, and do this after the call"
-                    )
-                if not self._stalled:
-                    raise RuntimeError(f"deadlock: {queue} waits for an event that never passes")
-                if patience is not None and patience.is_over:
-                    return False
-                news: SimpleQueue[None] = SimpleQueue()
-                self._waiting.append(news)
-            with suppress(Empty):
-                news.get(timeout=None if patience is None else patience.rest)
+        drops, late = self._drops, []
+
+        def over() -> bool:
+            while self._queues.get(queue) and self._run_one():
+                pass
+            if not self._queues.get(queue):
+                return True
+            if self._runs:
+                raise RuntimeError(
+                    "a signal handler waits for queued work (schedule_seed=) that it has "
+                    "interrupted: let the handler set a flag, and do this after the call"
+                )
+            if not self._stalled:
+                raise RuntimeError(f"deadlock: {queue} waits for an event that never passes")
+            if patience is not None and patience.is_over:
+                late.append(True)
+            return bool(late)
+
+        self._waiters.until(over, lambda: None if patience is None else patience.rest)
+        return not late and drops == self._drops
 
     def stall(self, queue: Hashable, after: int = 0) -> None:
         """From now on nothing in this queue runs, but its next ``after`` entries (waits too)."""
@@ -206,7 +204,7 @@ class Shuffled(Scheduler):
         with self._lock:
             self._stalled.pop(queue, None)
             self._run_some()
-            self._notify()
+            self._waiters.notify()
 
     def urge(self) -> None:
         """See ``Scheduler.urge``; gives up where another thread is at it for too long."""
@@ -238,21 +236,17 @@ class Shuffled(Scheduler):
                         work()
                 line.clear()
             self._stalled.clear()
-            self._notify()
+            self._waiters.notify()
 
     def wake(self) -> None:
         """See ``Scheduler.wake``."""
         with self._lock:
-            self._notify()
+            self._waiters.notify()
 
     def forget(self, queue: Hashable) -> None:
         """See ``Scheduler.forget``."""
         if not self._queues.get(queue):
             self._queues.pop(queue, None)
-
-    def _notify(self) -> None:
-        while self._waiting:
-            self._waiting.popleft().put(None)
 
     def _run_some(self) -> None:
         while self._random.random() < self._early and self._run_one():

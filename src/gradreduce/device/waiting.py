@@ -7,11 +7,14 @@ inner lock held. Here one C call makes each step.
 from __future__ import annotations
 
 from _thread import start_new_thread
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from threading import Lock
 from typing import Any
 
-__all__ = ["Done", "beside", "held_in_time"]
+__all__ = ["Done", "Waiters", "beside", "held_in_time"]
 
 
 class Done:
@@ -39,6 +42,36 @@ class Done:
         if not self._is_set and self._lock.acquire(timeout=-1 if timeout is None else timeout):
             self._lock.release()  # for the next who waits
         return self._is_set
+
+
+class Waiters:
+    """Those who wait for what a lock guards to become something; in place of a ``Condition``."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self._waiters: deque[SimpleQueue[None]] = deque()
+
+    def until(
+        self, ready: Callable[[], bool], rest: Callable[[], float | None] = lambda: None
+    ) -> None:
+        """Returns when ``ready()``, which is asked, and may change it, while the lock is held.
+
+        It is asked at first, after each ``notify`` and after ``rest()`` seconds. The caller must
+        not hold the lock: while it waits nobody holds it.
+        """
+        while True:
+            with self._lock:
+                if ready():
+                    return
+                news: SimpleQueue[None] = SimpleQueue()
+                self._waiters.append(news)
+            with suppress(Empty):
+                news.get(timeout=rest())
+
+    def notify(self) -> None:
+        """Has them ask again; the lock must be held."""
+        while self._waiters:
+            self._waiters.popleft().put(None)
 
 
 def held_in_time(lock: Any, seconds: float, call: Callable[[], object]) -> bool:

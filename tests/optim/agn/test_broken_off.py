@@ -128,7 +128,7 @@ def test_a_centre_is_not_loaded_inside_a_push_that_does_not_lock(mesh):
         loading.start()
         reached(lambda: center._loading)
         pushing = center.start_worker(0, lambda: optimizer.apply_gradients([(ONE, var)]))
-        reached(lambda: len(center._begins._waiters) == 2)  # or it would never come to its turn
+        reached(lambda: len(center._waiters._waiters) == 2)  # or it would never come to its turn
         assert center.version == 0
     loading.join(LIMIT_S)
     pushing.join(LIMIT_S)
@@ -262,7 +262,7 @@ def test_who_waits_does_not_miss_a_worker_that_is_lost_at_once(mesh):
     center = gr.AGNCenter(mesh)
     center.begin(1)
     waiting = center.start_worker(1, lambda: center.wait_for(2, LIMIT_S))
-    with center._begins:
+    with center._lock:
         center.begin(0)
         center.lose(0, ValueError("gone"))
     waiting.join(LIMIT_S)
@@ -272,8 +272,8 @@ def test_who_waits_does_not_miss_a_worker_that_is_lost_at_once(mesh):
 def test_who_waits_does_not_miss_a_round_that_is_over_at_once(mesh):
     center = gr.AGNCenter(mesh)
     waiting = center.start_worker(2, lambda: center.wait_for(2, LIMIT_S))
-    reached(lambda: center._begins._waiters)
-    with center._begins:
+    reached(lambda: center._waiters._waiters)
+    with center._lock:
         for call in (center.begin, center.end):
             call(0)
             call(1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,10 +17,12 @@ from typing import Any
 from gradreduce import ops
 from gradreduce.device import (
     Buffer,
+    DeferInterrupts,
     Device,
     DeviceLike,
     Mesh,
     ModuleLock,
+    Waiters,
     as_deadline,
     as_devices,
     default_mesh,
@@ -86,9 +89,10 @@ class AGNCenter(NotCopied):
         self._fault: str | None = None
         self._begun: set[int] = set()
         self._ended: set[int] = set()
-        self._unlocked, self._loading = 0, False  # pushes that run without locking; who waits
+        self._unlocked = 0  # pushes that run without locking
+        self._loading: object = None  # who loads, or waits for these to end
         self.getters: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._condition = threading.Condition(self._mutex)
+        self._waiters = Waiters(self._mutex)
         self._lost: list[int] = []
 
     # Asked before each use: in a forked child a thread that holds the lock may not exist.
@@ -97,11 +101,6 @@ class AGNCenter(NotCopied):
     def _lock(self) -> threading.RLock:
         self.devices[0].fabric.check_process()
         return self._mutex
-
-    @property
-    def _begins(self) -> threading.Condition:
-        self.devices[0].fabric.check_process()
-        return self._condition
 
     def __repr__(self) -> str:
         names = listed(device.name for device in self.devices)
@@ -176,24 +175,29 @@ class AGNCenter(NotCopied):
             ValueError: another format or rule, slots where no worker has made an
                 ``AGNOptimizer``, or an array of another shape or dtype.
         """
-        with self._begins, self._alone():
+        self.devices[0].fabric.check_process()
+        mine = object()
+
+        def loaded() -> bool:
+            if self._loading is None:
+                self._loading = mine  # from here on pushes that do not lock wait, too
+            if self._loading is not mine or self._unlocked:
+                return False
             load = ready_center(self._rule, self._variables, self._slots, state)
             self.version += 1
             self._fault = "it was not loaded to the end"
             load()
             self._fault = None
+            return True
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Inside, no push runs that does not lock either; they wait. The caller holds the lock."""
-        self._begins.wait_for(lambda: not self._loading)
-        self._loading = True
-        try:
-            self._begins.wait_for(lambda: not self._unlocked)
-            yield
-        finally:
-            self._loading = False
-            self._begins.notify_all()
+        with DeferInterrupts():
+            try:
+                self._waiters.until(loaded)
+            finally:
+                with self._lock:
+                    if self._loading is mine:
+                        self._loading = None
+                        self._waiters.notify()
 
     # -- what getters and optimizers ask ----------------------------------------------------------
 
@@ -295,15 +299,21 @@ class AGNCenter(NotCopied):
 
     @contextmanager
     def _among_others(self) -> Iterator[None]:
-        with self._begins:
-            self._begins.wait_for(lambda: not self._loading)
+        self.devices[0].fabric.check_process()
+
+        def begun() -> bool:
+            if self._loading is not None:
+                return False
             self._unlocked += 1
+            return True
+
+        self._waiters.until(begun)
         try:
             yield
         finally:
-            with self._begins:
+            with self._lock:
                 self._unlocked -= 1
-                self._begins.notify_all()
+                self._waiters.notify()
 
     def check_usable(self, version: int | None = None) -> None:
         """Raises ``CollectiveError`` if a push failed half way.
@@ -327,11 +337,11 @@ class AGNCenter(NotCopied):
 
     def begin(self, task_index: int) -> None:
         """A worker is there; if it was lost, it is back."""
-        with self._begins:
+        with self._lock:
             self._begun.add(task_index)
             self._ended.discard(task_index)
             self._found(task_index)
-            self._begins.notify_all()
+            self._waiters.notify()
 
     def end(self, task_index: int) -> None:
         """A worker is done, or lost. When all are that began, the next to come are others."""
@@ -351,9 +361,15 @@ class AGNCenter(NotCopied):
         Raises:
             DeadlineExceededError: naming who is missing.
         """
-        with self._begins:
+        with self._lock:
             here = self._begun
-            self._begins.wait_for(lambda: len(here) >= num_worker, timeout)
+        end = time.monotonic() + timeout
+
+        def over() -> bool:
+            return len(here) >= num_worker or time.monotonic() >= end
+
+        self._waiters.until(over, lambda: max(0.0, end - time.monotonic()))
+        with self._lock:
             begun = sorted(here)
         if len(begun) < num_worker:
             missing = [task for task in range(num_worker) if task not in begun]
