@@ -55,6 +55,15 @@ def test_the_cuda_backend_passes_on_the_fake(early):
     passed(early)
 
 
+@pytest.mark.repo
+@pytest.mark.host
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.early(*PYTEST, str(TESTS / "cuda"), "-m", "exhaustive or slow")
+def test_what_a_plain_run_leaves_out_passes_on_the_fake_too(early):
+    passed(early)
+
+
 @pytest.mark.host
 @pytest.mark.slow
 @pytest.mark.parametrize((), [on_seed("2"), on_seed("0", pytest.mark.exhaustive)])

@@ -150,7 +150,11 @@ SPOILED = {
 }
 
 
-@pytest.mark.parametrize("what", SPOILED)
+# A process that has mapped a file dies when it is cut: of the sanitized build it is the same one.
+SURVIVED = [what for what in SPOILED if EXACT == "exact" or what not in ("cut off", "empty")]
+
+
+@pytest.mark.parametrize("what", SURVIVED)
 def test_an_entry_that_is_not_ours_to_its_last_byte_is_built_anew(what, cache, builds):
     compiled.host_kernel(small(), BUILD)
     (entry,) = cache.iterdir()
