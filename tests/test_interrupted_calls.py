@@ -299,6 +299,7 @@ def test_a_call_is_made_or_not(name):
         check(scene, expected, 1 + int((part + offset) * (total - 1) / 7))
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SCENES)
 def test_a_call_is_made_or_not_at_every_place(name):
@@ -319,7 +320,10 @@ def interrupted_within(seconds, work):
         pass
 
 
-@pytest.mark.parametrize("rounds", [20, pytest.param(1400, marks=pytest.mark.exhaustive)])
+LONG = (pytest.mark.exhaustive, pytest.mark.slow)
+
+
+@pytest.mark.parametrize("rounds", [20, pytest.param(1400, marks=LONG)])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one in a __del__
 def test_interrupts_by_the_clock(rounds):
     clock, came = random.Random(7), []

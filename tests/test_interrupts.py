@@ -45,6 +45,9 @@ def spread_small_launches(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "BLOCK_SIZE", 16)
 
 
+LONG = (pytest.mark.exhaustive, pytest.mark.slow)
+
+
 def in_time(call: Callable[[], object]) -> object:
     """Calls it in a thread of its own, which takes no lock twice that somebody else holds."""
     results: SimpleQueue[tuple[object, BaseException | None]] = SimpleQueue()
@@ -228,8 +231,8 @@ def interrupt_often(count: int) -> None:
     ("num_processes", "count"),
     [
         (1, 100),
-        pytest.param(1, 20_000, marks=pytest.mark.exhaustive),
-        pytest.param(30, 1, marks=pytest.mark.exhaustive),
+        pytest.param(1, 20_000, marks=LONG),
+        pytest.param(30, 1, marks=LONG),
     ],
 )
 def test_what_is_interrupted_often_stays_right_and_ends_soon(num_processes, count):

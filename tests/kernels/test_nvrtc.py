@@ -76,7 +76,8 @@ def programs_of(*archs):
         for arch in [90] if has_a_stand_in(kernel) else archs:
             first, step = SAMPLES[arch]
             some, name = kernel.templates[first::step], f"{kernel.name}-sm_{arch}"
-            values.append(pytest.param(kernel, arch, some, id=name, marks=pytest.mark.exhaustive))
+            marks = (pytest.mark.exhaustive, pytest.mark.slow)
+            values.append(pytest.param(kernel, arch, some, id=name, marks=marks))
     return pytest.mark.parametrize(("kernel", "arch", "templates"), values)
 
 

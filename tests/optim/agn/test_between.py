@@ -80,7 +80,9 @@ def test_a_refused_dense_gradient_leaves_rows_rows(mesh):
     assert found[0].tolist() == found[1].tolist() == [[1, 1]] * 3
 
 
-@pytest.mark.parametrize("num_loads", [80, pytest.param(4000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "num_loads", [80, pytest.param(4000, marks=(pytest.mark.exhaustive, pytest.mark.slow))]
+)
 def test_a_centre_is_loaded_while_workers_step(mesh, num_loads):
     """No worker is refused its own gradient, and no plan of this version knows other slots."""
     center, ended, stepped = gr.AGNCenter(mesh), threading.Event(), threading.Semaphore(0)
