@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dis
+import signal
 import sys
 from collections.abc import Callable
+from functools import cache
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-__all__ = ["Strike", "num_points_of", "pressed"]
+__all__ = ["Strike", "ctrl_c", "interrupted_at", "num_points_of", "pressed"]
 
 # CPython (3.11 to 3.13) runs handlers of signals behind these instructions, in the main thread.
 _CHECKED = frozenset(
@@ -18,9 +20,30 @@ _CHECKED = frozenset(
 )
 
 
+def _ends_alike(frame: FrameType, before: int) -> bool:
+    """Whether this instruction's error is handled where that of the one before is.
+
+    A signal handler's error is that of the one before: behind ``return f()`` in a ``with``, say,
+    it is in the block, and this instruction may be behind it.
+    """
+    return _handled_at(frame.f_code, before) == _handled_at(frame.f_code, frame.f_lasti)
+
+
+@cache
+def _handled_at(code: CodeType, offset: int) -> int | None:
+    """Where it goes on when the instruction at an offset raises; None: the function ends."""
+    entries = dis._parse_exception_table(code)
+    return next((each.target for each in entries if each.start <= offset < each.end), None)
+
+
 def pressed() -> None:
     """As the handler of Ctrl-C."""
     raise KeyboardInterrupt
+
+
+def ctrl_c() -> None:
+    """As the key does: the handler that there is has run when this returns."""
+    signal.raise_signal(signal.SIGINT)
 
 
 class Strike:
@@ -65,8 +88,8 @@ class Strike:
         def passed(frame: FrameType, event: str, arg: Any) -> Any:
             nonlocal last
             if event == "opcode":
-                before, last = last, code[frame.f_lasti]
-                if before in _CHECKED:
+                before, last = last, frame.f_lasti
+                if before >= 0 and code[before] in _CHECKED and _ends_alike(frame, before):
                     self.points += 1
                     if self.points == self._place:
                         self._place += self._every
@@ -81,3 +104,23 @@ def num_points_of(call: Callable[[], object]) -> int:
     with Strike(0, pressed) as strike:
         call()
     return strike.points
+
+
+def interrupted_at(place: int, call: Callable[[], object]) -> tuple[bool, int]:
+    """Makes a call in which Ctrl-C is pressed at one point.
+
+    Returns:
+        Whether KeyboardInterrupt was raised, be it in a finalizer, where nobody hears it; and how
+        many points were passed.
+    """
+    hook, unheard, is_raised = sys.unraisablehook, [], False
+    sys.unraisablehook = lambda raised: unheard.append(raised.exc_type)
+    strike = Strike(place, ctrl_c)
+    try:
+        with strike:
+            call()
+    except KeyboardInterrupt:
+        is_raised = True
+    finally:
+        sys.unraisablehook = hook
+    return is_raised or KeyboardInterrupt in unheard, strike.points

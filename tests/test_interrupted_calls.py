@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from interrupting import ctrl_c, pressed_at
+from signals import ctrl_c, interrupted_at, num_points_of
 
 import gradreduce as gr
 from gradreduce import one_call
@@ -257,55 +257,71 @@ def in_a_thread(work):
     return found[0]
 
 
-def known(scene):
-    """What is shown before the call and after it, and what comes of going on from there."""
-    found = []
-    for is_made in (False, True):
-        with gr.open_mesh(PLACEMENT, backend="sim") as mesh:
-            world = scene(mesh)
-            if is_made:
-                world.call()
-            found.append((world.shown(), (world.again(), world.shown())))
-    return found
+class Case(NamedTuple):
+    """A scene on a mesh of some kind."""
+
+    scene: Callable[[gr.Mesh], World]
+    seed: int | None = None
+
+    def open(self):
+        return gr.open_mesh(PLACEMENT, backend="sim", schedule_seed=self.seed)
+
+    def known(self):
+        """What is shown before the call and after it, and what comes of going on from there."""
+        found = []
+        for is_made in (False, True):
+            with self.open() as mesh:
+                world = self.scene(mesh)
+                if is_made:
+                    world.call()
+                found.append((world.shown(), (world.again(), world.shown())))
+        assert found[0][0] != found[1][0]
+        return found
+
+    def num_places(self):
+        with self.open() as mesh:
+            return num_points_of(self.scene(mesh).call)
+
+    def check(self, expected, place):
+        with self.open() as mesh:
+            world = self.scene(mesh)
+            interrupted, reached = interrupted_at(place, world.call)
+            assert interrupted or reached < place  # another run may have filled a cache
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            with one_call.OneCall():  # fences of the call that was interrupted are none of this one
+                assert one_call._mine.scope.frame is sys._getframe()
+            state = world.shown()
+            states = [before for before, _ in expected]
+            assert state in states, f"at place {place} it is neither made nor not made"
+            found = in_a_thread(world.again), world.shown()
+            assert found == expected[states.index(state)][1], place
 
 
-def num_places(scene):
-    with gr.open_mesh(PLACEMENT, backend="sim") as mesh:
-        scene(mesh).call()
-    with gr.open_mesh(PLACEMENT, backend="sim") as mesh:
-        return pressed_at(0, scene(mesh).call)[1]
+CASES = {name: Case(scene) for name, scene in SCENES.items()} | {
+    f"{name}, queued": Case(SCENES[name], 5) for name in ("agn step", "apply", "take")
+}
 
 
-def check(scene, expected, place):
-    with gr.open_mesh(PLACEMENT, backend="sim") as mesh:
-        world = scene(mesh)
-        interrupted, reached = pressed_at(place, world.call)
-        assert interrupted or reached < place  # another run may have filled a cache
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        with one_call.OneCall():  # fences of the call that was interrupted are none of this one
-            assert one_call._mine.scope.frame is sys._getframe()
-        state = world.shown()
-        states = [before for before, _ in expected]
-        assert state in states, f"at place {place} it is neither made nor not made"
-        assert (in_a_thread(world.again), world.shown()) == expected[states.index(state)][1], place
-
-
-@pytest.mark.parametrize("name", SCENES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_call_is_made_or_not(name):
-    scene, expected = SCENES[name], known(SCENES[name])
-    assert expected[0][0] != expected[1][0]
-    total, offset = num_places(scene), random.Random(name).random()
+    case = CASES[name]
+    expected, total, offset = case.known(), case.num_places(), random.Random(name).random()
     for part in range(7):
-        check(scene, expected, 1 + int((part + offset) * (total - 1) / 7))
+        case.check(expected, 1 + int((part + offset) * (total - 1) / 7))
+
+
+STRIDE = 40
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", SCENES)
-def test_a_call_is_made_or_not_at_every_place(name):
-    scene, expected = SCENES[name], known(SCENES[name])
-    for place in range(1, num_places(scene)):
-        check(scene, expected, place)
+@pytest.mark.parametrize("first", range(1, 1 + STRIDE))
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_is_made_or_not_at_every_place(name, first):
+    case = CASES[name]
+    expected = case.known()
+    for place in range(first, case.num_places() + 1, STRIDE):
+        case.check(expected, place)
 
 
 def interrupted_within(seconds, work):

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from interrupting import ctrl_c, pressed_at
+from signals import ctrl_c, interrupted_at, num_points_of
 
 import gradreduce as gr
 from gradreduce.accumulator import joint
@@ -131,8 +131,8 @@ def test_in_the_middle_of_many_locks(own):
         with locked(states):
             entered.append(True)
 
-    for place in range(1, pressed_at(0, hold)[1]):
-        assert pressed_at(place, hold)[0]
+    for place in range(1, num_points_of(hold)):
+        assert interrupted_at(place, hold)[0]
         assert not any(state.lock._is_owned() for state in states), place
     assert entered
 
