@@ -84,6 +84,35 @@ def test_wrong_lists_of_accumulators(several):
     assert queues(first, second) == [0, 0]
 
 
+def test_errors_name_the_accumulator_and_its_gradient(device):
+    accs = [
+        gr.ConditionalAccumulator("float32", name=f"acc{place}", device=device)
+        for place in range(300)
+    ]
+    good = [np.ones(3, np.float32)] * 300
+    gr.apply_grads(accs, good)
+    where = r"^grads\[217\], for accumulator 'acc217': "
+    for wrong, error, text in [
+        (np.ones(3), ValueError, "the gradient is float64"),
+        ("x", TypeError, "str is not an array"),
+        (np.ones(4, np.float32), InvalidArgumentError, "Shape mismatch"),
+    ]:
+        grads = [*good[:217], wrong, *good[218:]]
+        with pytest.raises(error, match=where + text):
+            gr.apply_grads(accs, grads)
+        with pytest.raises(error, match=f"^accumulator 'acc217': {text}"):
+            accs[217].apply_grad(wrong)
+    with pytest.raises(ValueError, match=where + "the gradient is float64"):  # a stale one too
+        gr.apply_grads(accs, [*good[:217], np.ones(3), *good[218:]], -1)
+    with pytest.raises(ValueError, match=r"^grads has 299 entries, accumulators has 300; pass one"):
+        gr.apply_grads(accs, good[1:])
+    with pytest.raises(ValueError, match=r"accumulators\[300\] is accumulators\[7\]$"):
+        gr.apply_grads([*accs, accs[7]], [*good, good[0]])
+    with pytest.raises(TypeError, match=r"^accumulators\[2\]=3 is not an accumulator$"):
+        gr.apply_grads([*accs[:2], 3], good[:3])
+    assert accs[217].num_accumulated() == 1
+
+
 def test_one_launch_for_all_of_a_dtype(device):
     accumulators = [
         gr.ConditionalAccumulator(dtype, device=each)

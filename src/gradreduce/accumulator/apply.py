@@ -5,13 +5,14 @@ A gradient that is dropped as stale launches nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 from gradreduce.device import compatible
 from gradreduce.errors import InvalidArgumentError
 
 from .dense_sums import DenseAdditions
+from .door import for_each
 from .serve import serve_held
 from .sparse_door import check_sum_shape
 from .sparse_sums import SparseAdditions
@@ -52,8 +53,15 @@ def drop_stale(states: Sequence[AccumulatorState], counts: Sequence[int], local_
         return True
 
 
-def apply_arrivals(arrivals: Sequence[Arrival], local_step: int) -> tuple[bool, list[Ticket]]:
+def apply_arrivals(
+    arrivals: Sequence[Arrival], local_step: int, name_of: Callable[[int], str]
+) -> tuple[bool, list[Ticket]]:
     """Adds all arrivals or, if the step is stale for any of them, drops all.
+
+    Args:
+        arrivals: one for each accumulator.
+        local_step: of all of them.
+        name_of: what an error calls the one of that place.
 
     Returns:
         Whether they were kept; and the joint takes that may now be served, which the caller must
@@ -71,8 +79,7 @@ def apply_arrivals(arrivals: Sequence[Arrival], local_step: int) -> tuple[bool, 
             for arrival in arrivals:
                 arrival.state.num_dropped += len(arrival.parts)
             return False, []
-        for arrival in arrivals:
-            _check_shape(arrival)
+        for_each(_check_shape, [(arrival,) for arrival in arrivals], name_of)
         _add(arrivals)
         return True, serve_held(states)
 

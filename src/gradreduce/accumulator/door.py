@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from gradreduce.aggregate_sparse import known_shape, with_dense
 from gradreduce.device import Buffer, DType, as_index, compatible
-from gradreduce.errors import DeviceMismatchError, InvalidArgumentError
+from gradreduce.errors import DeviceMismatchError, InvalidArgumentError, about
 from gradreduce.indexed_slices import IndexedSlices, densified
 from gradreduce.interop import is_array, kind_of, numbers, shape_and_dtype, to_buffer
 from gradreduce.replica_context import current_device, current_replica
@@ -28,10 +28,12 @@ __all__ = [
     "as_timeout",
     "check_dtype",
     "check_together",
+    "for_each",
     "home_of",
     "num_gradients",
 ]
 
+T = TypeVar("T")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -172,6 +174,19 @@ def check_dtype(state: AccumulatorState, dtype: DType, cast: bool) -> None:
         raise ValueError(f"a gradient of {dtype} is not converted to {state.dtype}")
 
 
+def for_each(
+    function: Callable[..., T], arguments: Iterable[tuple[Any, ...]], name_of: Callable[[int], str]
+) -> list[T]:
+    """Calls the function with each of the tuples; errors begin with the name of its place."""
+    made = []
+    for place, each in enumerate(arguments):
+        try:
+            made.append(function(*each))
+        except (TypeError, ValueError) as error:
+            raise about(name_of(place), error) from None
+    return made
+
+
 def check_together(states: Sequence[AccumulatorState]) -> None:
     """Whether one call may be about all of them.
 
@@ -183,8 +198,13 @@ def check_together(states: Sequence[AccumulatorState]) -> None:
         raise ValueError("accumulators is empty")
     if len(states) == 1:
         return
-    if len(set(states)) != len(states):
-        raise ValueError("an accumulator is named twice")
+    seen: dict[AccumulatorState, int] = {}
+    for place, state in enumerate(states):
+        if seen.setdefault(state, place) != place:
+            raise ValueError(
+                f"an accumulator is named twice: accumulators[{place}] is "
+                f"accumulators[{seen[state]}]"
+            )
     if len({state.devices[0].fabric for state in states}) > 1:
         raise DeviceMismatchError("accumulators of different meshes in one call")
 

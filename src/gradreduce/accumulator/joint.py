@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from gradreduce.device import Buffer, DeferInterrupts, as_deadline
@@ -23,6 +24,7 @@ from .door import (
     as_step,
     as_timeout,
     check_together,
+    for_each,
     num_gradients,
 )
 from .serve import await_ticket, join, serve_joint, withdraw
@@ -64,29 +66,40 @@ def apply_grads(
     accumulators, grads = tuple(accumulators), tuple(grads)
     states = _states_of(accumulators)
     if len(states) != len(grads):
-        raise ValueError(f"{len(states)} accumulators and {len(grads)} gradients")
-    kept = _all_or_none(states, grads, step, cast)
+        raise ValueError(
+            f"grads has {len(grads)} entries, accumulators has {len(states)}; pass one gradient "
+            "for each accumulator"
+        )
+    kept = _all_or_none(accumulators, grads, step, cast)
     if not kept and local_step is DEFAULT_STEP:
         _warn_of_default(accumulators)
     return kept
 
 
 def _all_or_none(
-    states: Sequence[AccumulatorState], grads: Sequence[Any], step: int, cast: bool
+    accumulators: Sequence[ConditionalAccumulatorBase], grads: Sequence[Any], step: int, cast: bool
 ) -> bool:
-    given = list(zip(states, grads, strict=True))
+    states = [each.accumulator_ref for each in accumulators]
+    given = [(state, grad, cast) for state, grad in zip(states, grads, strict=True)]
+    name_of = partial(_name_of, accumulators)
     if is_stale(states, step):  # what will be dropped need not become a Buffer
-        counts = [_num_gradients(state, grad, cast) for state, grad in given]
+        counts = for_each(_num_gradients, given, name_of)
         if drop_stale(states, counts, step):
             return False
     with OneCall():
-        arrivals = [_arrival(state, grad, cast) for state, grad in given]
+        arrivals = for_each(_arrival, given, name_of)
         reading([_rows_of(part) for each in arrivals for _, part in each.parts])
         with DeferInterrupts():  # the takes that it satisfies are served with it
-            kept, joint = apply_arrivals(arrivals, step)
+            kept, joint = apply_arrivals(arrivals, step, name_of)
             serve_joint(joint)
             hand_back()
     return kept
+
+
+def _name_of(accumulators: Sequence[ConditionalAccumulatorBase], place: int) -> str:
+    """What an error calls the gradient for one of them."""
+    name = f"accumulator {accumulators[place].name!r}"
+    return name if len(accumulators) == 1 else f"grads[{place}], for {name}"
 
 
 def _warn_of_default(accumulators: Sequence[ConditionalAccumulatorBase]) -> None:
@@ -111,10 +124,10 @@ def _warn_of_default(accumulators: Sequence[ConditionalAccumulatorBase]) -> None
 
 def _states_of(accumulators: Sequence[ConditionalAccumulatorBase]) -> list[AccumulatorState]:
     """Checked: whether one call may be about all of them."""
-    try:
-        states = [each.accumulator_ref for each in accumulators]
-    except AttributeError:
-        raise TypeError(f"accumulators={accumulators!r} holds one that is none") from None
+    for place, each in enumerate(accumulators):
+        if not isinstance(each, ConditionalAccumulatorBase):
+            raise TypeError(f"accumulators[{place}]={each!r} is not an accumulator")
+    states = [each.accumulator_ref for each in accumulators]
     check_together(states)
     return states
 
