@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import pairwise
 from queue import SimpleQueue
 from signal import SIGINT
 
@@ -20,13 +21,15 @@ from exhaustive import seeds
 from signals import Strike, num_points_of, pressed
 
 import gradreduce as gr
-from gradreduce.device import compiled, default_mesh, opening, sim, sim_workers
+from gradreduce.device import compiled, default_mesh, opening, sim, sim_workers, tables
+from gradreduce.device.sim_pool import Memory, SimPool
 from gradreduce.device.sim_queue import Shuffled
 from gradreduce.errors import CollectiveError, DeadlineExceededError
 
 DEADLINE = 10.0
 SIZE = 100
 PLACEMENT = (0, 0, 1, 1)
+FAR = 128  # points between two that a plain run interrupts
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +185,16 @@ class Brief:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as Python does
-@pytest.mark.parametrize("firsts", seeds(1, 64))
+@pytest.mark.parametrize(
+    "firsts",
+    [
+        range(1),
+        *(
+            pytest.param(range(start, start + 16), marks=pytest.mark.exhaustive)
+            for start in range(0, FAR, 16)
+        ),
+    ],
+)
 @pytest.mark.parametrize("name", ["add_n", "all_reduce", "synchronize", "wait", "reset", "late"])
 def test_an_interruption_leaves_no_job_and_no_lock_behind(name, firsts):
     """At all points of a call in the tier."""
@@ -199,7 +211,7 @@ def test_an_interruption_leaves_no_job_and_no_lock_behind(name, firsts):
         return 0  # where nobody can hear it: a finalizer
 
     for first in firsts:
-        for place in range(first + 1, num_points + 1, 64):
+        for place in range(first + 1, num_points + 1, FAR):
             num_raised += in_time(partial(interrupted, place))
             assert in_time(call), place
     assert num_raised
@@ -334,3 +346,65 @@ def test_a_handler_may_come_while_locks_are_held(face):
 
     in_time(save)
     training.mesh.close()
+
+
+class Pooled:
+    """Calls of a pool, and those that a handler makes in the middle of them."""
+
+    def __init__(self) -> None:
+        self.pool = SimPool()
+        self.live: list[Memory] = []
+
+    def call(self) -> None:
+        self.take(1024, 2048, 5120, 5120)
+        for _ in range(2):
+            self.pool.give(self.live.pop())
+        self.take(4096, 512)
+
+    def handle(self) -> None:
+        self.take(512)
+        for nbytes in (1024, 512, 3072):
+            self.pool.give(self.pool.take(nbytes))
+        if len(self.live) % 2:
+            self.pool.clear()
+
+    def take(self, *sizes: int) -> None:
+        for nbytes in sizes:
+            memory = self.pool.take(nbytes)
+            assert memory.nbytes >= nbytes
+            self.live.append(memory)
+
+    def check(self) -> None:
+        """No memory has two owners."""
+        starts = sorted((memory.address, memory.nbytes) for memory in self.live)
+        assert all(start + nbytes <= behind for (start, nbytes), (behind, _) in pairwise(starts))
+
+
+def test_a_handler_may_use_a_pool_in_the_middle_of_its_calls():
+    for place in range(1, num_points_of(Pooled().call) + 1):
+        pooled = Pooled()
+        with Strike(place, pooled.handle, every=3):
+            pooled.call()
+        pooled.check()
+
+
+@pytest.mark.parametrize("handled", [(1,), (1, 0)])
+def test_a_handler_may_use_tables_in_the_middle_of_a_search(handled, monkeypatch):
+    """What it makes drops what the interrupted call has found, or makes it too."""
+    monkeypatch.setattr(tables, "CACHED_WORDS", 1)
+    with gr.open_mesh(1, backend="sim") as mesh:
+        batches = [
+            [[mesh.devices[0].empty((SIZE,), "float32")] for _ in range(num_rows)]
+            for num_rows in (1, 2)
+        ]
+
+        def find(*places: int) -> None:
+            for place in places:
+                made.find(batches[place], [SIZE] * len(batches[place]), 1024)
+
+        made = tables.Tables(lambda words: (0, words))
+        for place in range(1, num_points_of(partial(find, 0, 0, 1)) + 1):
+            made = tables.Tables(lambda words: (0, words))
+            with Strike(place, partial(find, *handled)):
+                find(0, 0, 1)
+            assert made._num_words == sum(map(tables._words_of, made._made))
