@@ -387,7 +387,7 @@ def test_accumulate_n_only_checks_the_dtype():
     ("inputs", "says"),
     [
         ([np.ones(1000)] * 5000 + [None], "got None at 5000$"),
-        ([None] * 20, "got None at 0, 1, 2, 3, 4, 5, 6, 7, …$"),
+        ([None] * 20, "got None at 0, 1, 2, 3, 4 and 15 more$"),
         ([], "got none$"),
         (np.ones((2, 3)), "got one ndarray$"),
     ],

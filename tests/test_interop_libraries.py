@@ -407,3 +407,16 @@ def test_sparse_coo_tensors_of_one_dimension_or_that_have_no_rows(mesh):
         ops.all_reduce([{"w": whole}, {"w": whole}])
     with pytest.raises(ValueError, match=r"the tensor needs grad: pass tensor.detach"):
         ops.all_reduce([[vector.requires_grad_()], [vector]])
+
+
+@pytest.mark.torch
+def test_an_optimizer_takes_sparse_coo_gradients(mesh):
+    torch = Library("torch").module
+    variable = gr.Variable(np.zeros((4, 2)), dtype="float32", device=mesh, name="table")
+    rows = torch.sparse_coo_tensor(
+        [[2, 0, 2]], torch.tensor([[1.0, 2], [3, 4], [5, 6]]), (4, 2), check_invariants=True
+    )
+    gr.GradientDescentOptimizer(1.0).apply_gradients([(rows, variable)])
+    assert (variable.numpy() == -rows.to_dense().numpy()).all()
+    with pytest.raises(ValueError, match=r"the gradient of <Variable 'table' .*sparse_dim 2 has"):
+        gr.GradientDescentOptimizer(1.0).apply_gradients([(torch.eye(4).to_sparse(), variable)])

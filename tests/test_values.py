@@ -221,9 +221,9 @@ def test_no_value_is_an_error(mesh, make):
 @BOTH
 def test_a_device_is_named_once(mesh, make):
     first, _, last = mesh.devices
-    with pytest.raises(ValueError, match="Duplicate devices in"):
+    with pytest.raises(ValueError, match="Duplicate devices: sim:"):
         make(arrays(2), mesh, devices=[last, last])
-    with pytest.raises(ValueError, match="Duplicate devices in"):
+    with pytest.raises(ValueError, match="Duplicate devices: sim:"):
         make([owned(first, array) for array in arrays(2)])
 
 

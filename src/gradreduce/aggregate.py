@@ -27,7 +27,7 @@ from gradreduce.aggregators import (
     aggregate_buffers,
 )
 from gradreduce.device import Buffer, as_dtype, as_index, compatible
-from gradreduce.errors import MixedDtypesError
+from gradreduce.errors import MixedDtypesError, brief, listed
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import Aside, Kind, OneCall, as_result_kind, from_buffer, is_array
 from gradreduce.loss_context import current_reader, traceable
@@ -77,8 +77,8 @@ def as_aggregation_method(method: AggregationMethod | int | None) -> Aggregation
         return AggregationMethod(method)
     except ValueError:
         raise ValueError(
-            f"Invalid aggregation_method specified: {method!r}; allowed: 0, 1, 2 or a member of "
-            "AggregationMethod"
+            f"Invalid aggregation_method specified: {brief(method)}; allowed: 0, 1, 2 or a member "
+            "of AggregationMethod"
         ) from None
 
 
@@ -328,7 +328,7 @@ def _described(inputs: Any) -> str:
     if not inputs:
         return "none"
     places = [str(place) for place, term in enumerate(inputs) if term is None]
-    return f"None at {', '.join(places[:8])}{', …' if len(places) > 8 else ''}"
+    return f"None at {listed(places)}"
 
 
 def _check_promised(
@@ -338,7 +338,7 @@ def _check_promised(
     wanted = None if shape is None else _as_shape(shape)
     for term in terms:
         if wanted is not None and not compatible(term.shape, wanted):
-            raise ValueError(f"Shapes {term.shape} and {wanted} are not compatible")
+            raise ValueError(f"Shapes {term.shape} and {brief(wanted)} are not compatible")
     if dtype is not None and terms[0].dtype != as_dtype(dtype):
         raise TypeError(f"tensor_dtype is {dtype}, the inputs are {terms[0].dtype}")
 
@@ -348,7 +348,9 @@ def _as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
     try:
         return tuple(None if entry is None else as_index(entry) for entry in shape)
     except TypeError:
-        raise TypeError(f"shape={shape!r} must be a list of integers and None, or None") from None
+        raise TypeError(
+            f"shape={brief(shape)} must be a list of integers and None, or None"
+        ) from None
 
 
 def _dtype_error(method: AggregationMethod) -> type[Exception]:

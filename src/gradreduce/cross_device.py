@@ -25,7 +25,7 @@ from gradreduce.device import (
     default_mesh,
     due,
 )
-from gradreduce.errors import CollectiveError
+from gradreduce.errors import CollectiveError, brief
 from gradreduce.explain import Explanation, explanation_of
 from gradreduce.interop import Kind, OneCall
 from gradreduce.interop_out import Out
@@ -114,12 +114,14 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         wire_dtype: str | DType | None = None,
     ) -> None:
         if not isinstance(all_reduce_alg, str) or all_reduce_alg not in ALGORITHMS:
-            raise ValueError(f"all_reduce_alg={all_reduce_alg!r} is not one of {list(ALGORITHMS)}")
+            raise ValueError(
+                f"all_reduce_alg={brief(all_reduce_alg)} is not one of {list(ALGORITHMS)}"
+            )
         self.mesh = checked_mesh(mesh)
         if topology is not None and all_reduce_alg != "hierarchical_copy":
             raise ValueError(
-                f"topology={topology!r} is for 'hierarchical_copy': {all_reduce_alg!r} chooses its "
-                "own"
+                f"topology={brief(topology)} is for 'hierarchical_copy'; {all_reduce_alg!r} has "
+                "its own"
             )
         self.settings = Settings(
             all_reduce_alg,
@@ -330,7 +332,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     ) -> _Steady:
         """What a step is made of, checked; nothing is launched."""
         if as_kind is not None and out is not None:
-            raise ValueError(f"as_kind={as_kind!r}: the results are the arrays of out")
+            raise ValueError(f"as_kind={brief(as_kind)}: the results are the arrays of out")
         outs: list[list[Out]] = []
         with OneCall():  # around inputs and outs: their streams are fenced once
             requests = checked_requests(pairs, reduce_op, self.mesh, elementwise=True, out=out)
@@ -424,4 +426,4 @@ def _as_wire(wire_dtype: str | DType | None) -> DType | None:
     with suppress(TypeError):
         if as_dtype(wire_dtype) in allowed:
             return as_dtype(wire_dtype)
-    raise ValueError(f"wire_dtype={wire_dtype!r} is not 'float16', 'bfloat16' or 'float32'")
+    raise ValueError(f"wire_dtype={brief(wire_dtype)} is not 'float16', 'bfloat16' or 'float32'")

@@ -23,6 +23,7 @@ from gradreduce.device import (
     due,
     is_device_like,
 )
+from gradreduce.errors import brief
 from gradreduce.interop import Aside, Kind, OneCall, as_result_kind, reading
 from gradreduce.interop_out import Out, hand_back
 from gradreduce.one_device import Accumulate, copied_to, divided
@@ -162,7 +163,7 @@ class CrossDeviceOps(ABC):
                 reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
             return mirrored(requests, reduced, kinds)
         if as_kind is not None:
-            raise ValueError(f"as_kind={as_kind!r}: the results are the arrays of out")
+            raise ValueError(f"as_kind={brief(as_kind)}: the results are the arrays of out")
         requests = checked_requests(
             value_destination_pairs, reduce_op, self.mesh, elementwise=self._elementwise, out=out
         )
@@ -212,7 +213,7 @@ class CrossDeviceOps(ABC):
         seconds = as_deadline(deadline)
         many = isinstance(tensor, list | tuple)
         if out is not None and as_kind is not None:
-            raise ValueError(f"as_kind={as_kind!r}: the results are the arrays of out")
+            raise ValueError(f"as_kind={brief(as_kind)}: the results are the arrays of out")
         if not many:
             out = None if out is None else [out]
         requests = self._to_copy(tensor if many else [tensor], destinations, out, many=many)
@@ -323,9 +324,9 @@ class ReductionToOneDevice(CrossDeviceOps):
         mesh: Mesh | None = None,
     ) -> None:
         if reduce_to_device is not None and not is_device_like(reduce_to_device):
-            raise ValueError(f"reduce_to_device={reduce_to_device!r} is no device and no name")
+            raise ValueError(f"reduce_to_device={brief(reduce_to_device)} is no device and no name")
         if accumulation_fn is not None and not callable(accumulation_fn):
-            raise ValueError(f"accumulation_fn={accumulation_fn!r} cannot be called")
+            raise ValueError(f"accumulation_fn={brief(accumulation_fn)} cannot be called")
         self.reduce_to_device = reduce_to_device
         self.accumulation_fn = accumulation_fn
         self._elementwise = accumulation_fn is None

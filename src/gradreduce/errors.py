@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -17,7 +19,9 @@ __all__ = [
     "MixedDtypesError",
     "NotCopied",
     "about",
+    "brief",
     "listed",
+    "repeated",
 ]
 
 
@@ -99,3 +103,37 @@ def listed(items: Iterable[Any], most: int = 5) -> str:
     given = [str(item) for item in items]
     rest = len(given) - most
     return ", ".join(given[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+_LIBRARIES = ("numpy", "cupy", "torch", "jax", "jaxlib")
+
+
+class _Brief(reprlib.Repr):
+    """At most five items of a list or dict, and of an array its dtype and shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 5
+        self.maxlevel, self.maxstring, self.maxother = 3, 80, 200
+
+    def repr1(self, x: Any, level: int) -> str:
+        if type(x).__module__.partition(".")[0] in _LIBRARIES:
+            try:
+                if x.shape:
+                    return f"{type(x).__name__} {x.dtype}{list(x.shape)}"
+            except (AttributeError, TypeError, RuntimeError):  # no array, or one of odd shape
+                pass
+        return super().repr1(x, level)
+
+
+_brief = _Brief()
+
+
+def brief(value: Any) -> str:
+    """The ``repr`` of what came, for an error: in one line, however large it is."""
+    return " ".join(_brief.repr(value).split())
+
+
+def repeated(items: Iterable[Any]) -> list[Any]:
+    """Those that come more than once, for an error."""
+    return [item for item, count in Counter(items).items() if count > 1]

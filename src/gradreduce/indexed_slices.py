@@ -12,7 +12,7 @@ from typing import Any
 
 from gradreduce import ops
 from gradreduce.device import Buffer, Device, DType, as_index, by_physical, gather, scatter
-from gradreduce.errors import InvalidArgumentError
+from gradreduce.errors import InvalidArgumentError, brief
 from gradreduce.interop import (
     Kind,
     OneCall,
@@ -246,7 +246,10 @@ def densified(slices: Sequence[IndexedSlices]) -> list[Buffer]:
     """
     for each in slices:
         if not each.is_known:
-            raise ValueError(f"dense_shape of {each} is unknown: it says how large an array is")
+            raise ValueError(
+                f"dense_shape of {each} is unknown: it says how large an array is; give it to "
+                "IndexedSlices"
+            )
     outs = [each.values.device.zeros(each.dense_shape, each.dtype) for each in slices]
     segments = [plan_segments(each.indices) for each in slices]
     values, into = [each.values for each in slices], [plan.indices for plan in segments]
@@ -328,13 +331,14 @@ def _as_dense_shape(given: Any, values_shape: tuple[int, ...]) -> tuple[int, ...
     try:
         shape = tuple(as_index(entry) for entry in entries)
     except TypeError:
-        raise TypeError(f"dense_shape={given!r} must be a list of integers, or None") from None
+        raise TypeError(f"dense_shape={brief(given)} must be a list of integers, or None") from None
     if not shape or min(shape[1:], default=0) < 0 or shape[0] < UNKNOWN:
         raise InvalidArgumentError(
             f"dense_shape={shape} must have a dimension, and no negative one but -1 as its first"
         )
     if shape[1:] != values_shape[1:]:
         raise InvalidArgumentError(
-            f"values of shape {list(values_shape)} are not rows of an array of shape {list(shape)}"
+            f"values of shape {list(values_shape)} are not rows of an array of shape "
+            f"{brief(list(shape))}"
         )
     return shape

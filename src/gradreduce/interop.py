@@ -18,7 +18,7 @@ import numpy as np
 
 from gradreduce.device import Attached, Block, Buffer, Device, FlatBuffer, as_dtype
 from gradreduce.device.dtypes import BFLOAT16
-from gradreduce.errors import DeviceMismatchError, about
+from gradreduce.errors import DeviceMismatchError, about, brief
 from gradreduce.interop_gpu import (
     Kind,
     adopt_cupy,
@@ -105,9 +105,9 @@ def as_result_kind(as_kind: str | None, kind: Kind, device: Device | None = None
     if as_kind is None:
         return kind
     if as_kind not in _AS_KINDS:
-        raise ValueError(f"as_kind={as_kind!r} is not one of {_AS_KINDS}")
+        raise ValueError(f"as_kind={brief(as_kind)} is not one of {_AS_KINDS}")
     if as_kind in ("cupy", "torch", "jax") and as_kind not in sys.modules:
-        raise ValueError(f"as_kind={as_kind!r}: {as_kind} is not imported")
+        raise ValueError(f"as_kind={brief(as_kind)}: {as_kind} is not imported")
     if as_kind == "cupy" and device is not None and device.fabric.backend == "sim":
         raise ValueError(f"as_kind='cupy': {device.name} is simulated, in host memory")
     return as_kind  # type: ignore[return-value]  # one of the literals, checked above
@@ -305,7 +305,7 @@ def numbers(value: Any, dtype: np.dtype | None) -> np.ndarray:
             raise ValueError(f"numbers of {array.dtype} where {dtype} is wanted")
         numbers, array = array, converted(array, dtype)
         if dtype.kind in "iu" and (array != numbers).any():
-            raise ValueError(f"numbers outside the range of {dtype}: {value!r}")
+            raise ValueError(f"numbers outside the range of {dtype}: {brief(value)}")
     as_dtype(array.dtype)
     return array
 
@@ -351,7 +351,7 @@ class _FlatDoor:
         if counts != wanted:
             raise ValueError(
                 f"parameters must be {wanted[0]} for each of {len(wanted)} devices, one for each "
-                f"tensor of the flat buffer; it has {counts}"
+                f"tensor of the flat buffer; it has {brief(counts)}"
             )
         seen: dict[int, str] = {}
         for place, row in enumerate(rows):

@@ -11,6 +11,7 @@ from typing import Any
 
 from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.device import DType, FlatBuffer, Mesh
+from gradreduce.errors import brief
 from gradreduce.prepared import PreparedStep
 from gradreduce.reduce_arguments import check_op
 from gradreduce.values import PerReplica, ReduceOp
@@ -103,7 +104,7 @@ def _prepare_step(
     ops = shared_ops() if cross_device_ops is None else cross_device_ops
     if not isinstance(ops, AllReduceCrossDeviceOps):
         raise ValueError(
-            f"cross_device_ops={ops!r} cannot prepare a step: pass an AllReduceCrossDeviceOps"
+            f"cross_device_ops={brief(ops)} cannot prepare a step: pass an AllReduceCrossDeviceOps"
         )
     columns = list(zip(*flat.views, strict=True))
     values = [PerReplica.of(column) for column in columns]

@@ -7,7 +7,14 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from gradreduce.device import Buffer, Device, DType, Mesh, as_device, as_index, is_device_like
-from gradreduce.errors import DeviceMismatchError, InvalidArgumentError, about, listed
+from gradreduce.errors import (
+    DeviceMismatchError,
+    InvalidArgumentError,
+    about,
+    brief,
+    listed,
+    repeated,
+)
 from gradreduce.indexed_slices import IndexedSlices, check_indices, slices_of
 from gradreduce.interop import (
     Form,
@@ -169,7 +176,7 @@ def check_op(name: str, op: Any) -> None:
     """Raises ``ValueError`` unless it is a ``ReduceOp``."""
     if not isinstance(op, ReduceOp):
         hint = "; a mesh is passed by name: mesh=" if isinstance(op, Mesh) else ""
-        raise ValueError(f"{name}={op!r} must be ReduceOp.SUM or ReduceOp.MEAN{hint}")
+        raise ValueError(f"{name}={brief(op)} must be ReduceOp.SUM or ReduceOp.MEAN{hint}")
 
 
 def as_count(name: str, number: Any) -> int:
@@ -177,13 +184,13 @@ def as_count(name: str, number: Any) -> int:
     with suppress(TypeError):
         if as_index(number) >= 0:
             return as_index(number)
-    raise ValueError(f"{name}={number!r} must be an integer from 0 up")
+    raise ValueError(f"{name}={brief(number)} must be an integer from 0 up")
 
 
 def checked_mesh(mesh: Any) -> Mesh | None:
     """A mesh, or None where it is left open."""
     if mesh is not None and not isinstance(mesh, Mesh):
-        raise ValueError(f"mesh={mesh!r} is no mesh of devices")
+        raise ValueError(f"mesh={brief(mesh)} is no mesh of devices")
     return mesh
 
 
@@ -195,7 +202,7 @@ def checked_pairs(pairs: Any) -> Sequence[tuple[Any, Any]]:
     for place, pair in enumerate(pairs):
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(
-                f"value_destination_pairs[{place}] must be a tuple of size 2: {pair!r}"
+                f"value_destination_pairs[{place}] must be a tuple of size 2: {brief(pair)}"
             )
     return pairs
 
@@ -324,16 +331,17 @@ def destination_devices(destination: Any, place: int, mesh: Mesh) -> tuple[Devic
     if isinstance(destination, DistributedValues | Variable | Mesh):
         devices = tuple(destination.devices)
     else:
-        listed = destination if isinstance(destination, list | tuple) else [destination]
-        if not listed or not all(is_device_like(each) and each != "" for each in listed):
+        given = destination if isinstance(destination, list | tuple) else [destination]
+        if not given or not all(is_device_like(each) and each != "" for each in given):
             raise ValueError(
-                f"destination {place} is {destination!r}: it must be a PerReplica, Mirrored, "
+                f"destination {place} is {brief(destination)}: it must be a PerReplica, Mirrored, "
                 "Variable, Mesh, device, name of a device, torch.device, or list of these three, "
                 "and not empty"
             )
-        devices = tuple([as_device(each, f"destination {place}: ", mesh) for each in listed])
+        devices = tuple([as_device(each, f"destination {place}: ", mesh) for each in given])
         if len(set(devices)) != len(devices):
-            raise ValueError(f"destination {place} names a device twice: {destination}")
+            twice = listed(device.name for device in repeated(devices))
+            raise ValueError(f"destination {place} names a device twice: {twice}")
     for device in devices:
         if device.fabric is not mesh.fabric:
             raise DeviceMismatchError(f"destination {place}: {device} is of another mesh")
@@ -372,10 +380,10 @@ def keys_of_arrays(grads: Sequence[Any], keys: Sequence[Any]) -> list[Any]:
         missing = [replica for replica, entry in enumerate(grads) if entry[key] is None]
         if 0 < len(missing) < len(grads):
             there = next(replica for replica in range(len(grads)) if replica not in missing)
-            names = listed(f"grads[{replica}][{key!r}]" for replica in missing)
+            names = listed(f"grads[{replica}][{brief(key)}]" for replica in missing)
             raise ValueError(
-                f"{names} is None, grads[{there}][{key!r}] is not: pass zeros where a replica has "
-                "no gradient, or None on every replica"
+                f"{names} is None, grads[{there}][{brief(key)}] is not: pass zeros where a replica "
+                "has no gradient, or None on every replica"
             )
         if not missing:
             found.append(key)
@@ -460,7 +468,9 @@ def keys_of(entry: Any, replica: int, name: str = "grads") -> list[Any]:
         keys = list(entry) if isinstance(entry, dict) else list(range(len(entry)))
         for key in keys:
             if _is_nest(entry[key]):
-                raise ValueError(f"{name}[{replica}][{key!r}] is a nest of arrays, not an array")
+                raise ValueError(
+                    f"{name}[{replica}][{brief(key)}] is a nest of arrays, not an array"
+                )
         return keys
     raise ValueError(
         f"{name}[{replica}] must be a list, tuple or dict of arrays, not {type(entry).__name__}"

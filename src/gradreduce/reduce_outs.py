@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from gradreduce.device import Buffer, Device, mean_dtype
-from gradreduce.errors import about
+from gradreduce.errors import about, listed
 from gradreduce.interop_out import Out, as_out
 from gradreduce.reduce_arguments import Request
 from gradreduce.values import DistributedValues, Mirrored, ReduceOp
@@ -85,7 +85,8 @@ def _listed(request: Request, entry: Any) -> Sequence[Any]:
         entry = entry.as_it_lies() if request.form else entry  # of the same order then
         found = dict(zip(entry.devices, entry.buffers, strict=True))
         if set(found) != set(request.devices):
-            raise ValueError(f"it lies on {entry.devices}, the result on {request.devices}")
+            names = [listed(d.name for d in each.devices) for each in (entry, request)]
+            raise ValueError(f"it lies on {names[0]}, the result on {names[1]}")
         if entry.kind == "jax":
             raise TypeError("JAX arrays are never written; they cannot be an out")
         if any(buffer.lender == "copy" for buffer in entry.buffers):

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from gradreduce.device import Buffer, Device, Mesh, as_index, default_mesh
+from gradreduce.errors import about, brief
 from gradreduce.interop import kind_of, reading, to_buffer
 from gradreduce.loss_context import current_reader
 
@@ -36,7 +37,7 @@ def replica(index: int) -> Iterator[None]:
     except TypeError:
         number = -1
     if number < 0:
-        raise ValueError(f"replica index {index!r} must be an integer from 0 up")
+        raise ValueError(f"replica index {brief(index)} must be an integer from 0 up")
     with replica_on(None, number):
         yield
 
@@ -75,12 +76,14 @@ def on_current_devices(values: Sequence[Any]) -> list[Buffer]:
     """
     device: Device | None = None
     placed = []
-    for value in values:
+    for place, value in enumerate(values):
         if not isinstance(value, Buffer):
-            if device is None:
+            try:
                 kind_of(value)  # before a mesh is opened for what is no array
-                device = current_device()
-            value = to_buffer(value, device)
+                device = current_device() if device is None else device
+                value = to_buffer(value, device)
+            except (TypeError, ValueError) as error:
+                raise (about(f"input {place}", error) if len(values) > 1 else error) from None
         placed.append(value)
     reading(placed)
     return placed

@@ -15,7 +15,7 @@ from gradreduce.aggregate import AggregationMethod, as_aggregation_method
 from gradreduce.aggregators import aggregate_buffers
 from gradreduce.cross_device_ops import CrossDeviceOps
 from gradreduce.device import Buffer, DeferInterrupts, Device, as_deadline, by_physical, due
-from gradreduce.errors import NotCopied, listed
+from gradreduce.errors import NotCopied, about, brief, listed, repeated
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import OneCall, reading, to_buffer
 from gradreduce.optim import Optimizer
@@ -59,9 +59,9 @@ class SyncStep(NotCopied):
         self.variables = _checked_variables(variables)
         self.devices: tuple[Device, ...] = self.variables[0].devices
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer={optimizer!r} is not an Optimizer")
+            raise TypeError(f"optimizer={brief(optimizer)} is not an Optimizer")
         if not isinstance(ops, CrossDeviceOps):
-            raise TypeError(f"ops={ops!r} is not a CrossDeviceOps")
+            raise TypeError(f"ops={brief(ops)} is not a CrossDeviceOps")
         self.optimizer = optimizer
         self.ops = ops
         self.aggregation_method = as_aggregation_method(aggregation_method)
@@ -149,7 +149,10 @@ class SyncStep(NotCopied):
     ) -> tuple[list[int], list[list[list[Buffer]]]]:
         """Checks everything; the variables with gradients, and ``[variable][replica]`` Buffers."""
         if len(terms) != len(self.devices):
-            raise ValueError(f"terms of {len(terms)} replicas for {len(self.devices)} devices")
+            raise ValueError(
+                f"terms of {len(terms)} replicas for {len(self.devices)} devices: a list for each "
+                "is needed"
+            )
         for replica, of_replica in enumerate(terms):
             if len(of_replica) != len(self.variables):
                 raise ValueError(
@@ -196,15 +199,15 @@ def _checked_variables(variables: Sequence[Variable]) -> tuple[Variable, ...]:
     found = tuple(variables)
     if not found:
         raise ValueError("No variables provided.")
-    for variable in found:
+    for place, variable in enumerate(found):
         if not isinstance(variable, Variable):
-            raise TypeError(f"{variable!r} is not a Variable")
+            raise TypeError(f"variables[{place}] is {brief(variable)}, not a Variable")
         if not variable.trainable:
             raise ValueError(f"{variable!r} is not trainable")
         if variable.devices != found[0].devices:
             raise ValueError(f"{variable!r} and {found[0]!r} lie on different devices")
     if len(set(found)) != len(found):
-        raise ValueError("a variable is named twice")
+        raise ValueError(f"variables names {listed(repeated(found))} twice: once is enough")
     return found
 
 
@@ -223,11 +226,14 @@ def _checked_terms(
     if not isinstance(terms, list | tuple) or not terms:
         raise ValueError(
             f"{where}: a list of at least one gradient is needed (or None on every replica), got "
-            f"{terms!r}"
+            f"{brief(terms)}"
         )
     if any([isinstance(term, IndexedSlices) for term in terms]):
         raise TypeError(f"{where}: IndexedSlices, which SyncStep does not take: pass .to_dense()")
-    placed = [to_buffer(term, device, dtype=variable.dtype) for term in terms]
+    try:
+        placed = [to_buffer(term, device, dtype=variable.dtype) for term in terms]
+    except (TypeError, ValueError) as error:
+        raise about(where, error) from None
     reading(placed)
     for buffer in placed:
         if (buffer.shape, buffer.dtype) != (variable.shape, variable.dtype):

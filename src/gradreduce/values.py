@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self, SupportsIndex
 
 from gradreduce.device import Buffer, Device, DeviceLike, Mesh, as_device, default_mesh
-from gradreduce.errors import DeviceMismatchError, NotCopied, about
+from gradreduce.errors import DeviceMismatchError, NotCopied, about, brief, listed, repeated
 from gradreduce.indexed_slices import IndexedSlices, coo_of, slices_of
 from gradreduce.interop import (
     Aside,
@@ -100,9 +100,9 @@ class DistributedValues(NotCopied):
         devices: Sequence[DeviceLike] | None = None,
     ) -> None:
         if mesh is not None and not isinstance(mesh, Mesh):
-            raise TypeError(f"mesh={mesh!r} must be a Mesh; gr.open_mesh() opens one")
+            raise TypeError(f"mesh={brief(mesh)} must be a Mesh; gr.open_mesh() opens one")
         if not isinstance(values, Iterable) or isinstance(values, str):
-            raise TypeError(f"values={values!r} must be a list with one array for each device")
+            raise TypeError(f"values={brief(values)} must be a list with one array for each device")
         values = tuple(values)
         if not values:
             raise ValueError("values is empty; one array for each device is needed")
@@ -113,7 +113,9 @@ class DistributedValues(NotCopied):
             return
         self._devices = _devices(values, mesh, devices)
         if len(values) != len(self._devices):
-            raise ValueError(f"{len(values)} values for {len(self._devices)} devices")
+            raise ValueError(
+                f"{len(values)} values for {len(self._devices)} devices: one for each is needed"
+            )
         order = common_order(values)
         if order is None:
             self._parts = self._placed(values)
@@ -172,7 +174,7 @@ class DistributedValues(NotCopied):
             of: ``"grads"`` or ``"out"``: the argument that it came in.
         """
         if self._key is not _NO_KEY:
-            return f"{of}[{'…' if replica is None else replica}][{self._key!r}]"
+            return f"{of}[{'…' if replica is None else replica}][{brief(self._key)}]"
         name = f"{'value' if of == 'grads' else of} {place}"
         return name if replica is None else f"{name}: replica {replica}"
 
@@ -237,7 +239,7 @@ class DistributedValues(NotCopied):
             TypeError: a value is IndexedSlices; see ``parts``.
         """
         if self.is_sparse:
-            raise TypeError(f"{self} holds IndexedSlices, whose rows have indices")
+            raise TypeError(f"{self} holds IndexedSlices, whose rows have indices: see .parts")
         return self.parts  # type: ignore[return-value]  # all dense: seen just now
 
     @property
@@ -289,7 +291,8 @@ class DistributedValues(NotCopied):
             return self._shown(self._own[index])
         found = as_device(device, "device=", self.mesh)
         if found not in self._devices:
-            raise ValueError(f"Device {found!r} not found in {self._devices}")
+            names = listed(device.name for device in self._devices)
+            raise ValueError(f"Device {found!r} not found in those of the values: {names}")
         return self._shown(self._own[self._devices.index(found)])
 
     def __len__(self) -> int:
@@ -341,7 +344,7 @@ class DistributedValues(NotCopied):
             if isinstance(self._form, tuple):
                 shape = [part.shape[axis] for axis in inverse(self._form)]
             shown.append(f"{device.name}: {rows}{part.dtype}{shape}")
-        return f"{type(self).__name__}({', '.join(shown)})"
+        return f"{type(self).__name__}({listed(shown)})"
 
 
 class PerReplica(DistributedValues):
@@ -363,7 +366,7 @@ def _devices(
     values: tuple[Any, ...], mesh: Mesh | None, devices: Sequence[DeviceLike] | None
 ) -> tuple[Device, ...]:
     if isinstance(devices, str):
-        raise TypeError(f"devices={devices!r} must be a list with a device for each value")
+        raise TypeError(f"devices={brief(devices)} must be a list with a device for each value")
     if devices is not None:
         near = [own.mesh for value in values if (own := _own_device(value)) is not None]
         named_in = mesh or (near[0] if near else None)
@@ -377,10 +380,12 @@ def _devices(
     else:
         found = default_mesh().devices
     if len(set(found)) != len(found):
-        raise ValueError(f"Duplicate devices in {found}")
+        twice = listed(device.name for device in repeated(found))
+        raise ValueError(f"Duplicate devices: {twice}; name each once")
     fabrics = {device.fabric for device in (*found, *(mesh or ()))}
     if len(fabrics) > 1:
-        raise DeviceMismatchError(f"devices {found} are not all of one mesh, mesh={mesh!r}")
+        names = listed(device.name for device in found)
+        raise DeviceMismatchError(f"devices {names} are not all of one mesh, mesh={brief(mesh)}")
     return found
 
 

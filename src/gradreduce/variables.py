@@ -28,7 +28,7 @@ from gradreduce.device import (
     default_mesh,
     overlap,
 )
-from gradreduce.errors import NotCopied
+from gradreduce.errors import NotCopied, brief, listed
 from gradreduce.interop import (
     OneCall,
     as_result_kind,
@@ -220,7 +220,7 @@ class Variable(NotCopied, Readable):
             raise ValueError("a Variable is copied to the host: copy=False cannot be had")
         if current_reader() is not None and self.dtype.kind in "fV":
             raise TypeError(
-                f"{self!r} cannot become a plain array or number inside a loss, where its "
+                f"{brief(self)} cannot become a plain array or number inside a loss, where its "
                 "gradient would be lost; variable.numpy() is a constant"
             )
         array = self.numpy()
@@ -277,7 +277,7 @@ class Variable(NotCopied, Readable):
         return add
 
     def __repr__(self) -> str:
-        names = ", ".join(device.name for device in self.devices)
+        names = listed(device.name for device in self.devices)
         return f"<Variable {self.name!r} {self.dtype}{list(self.shape)} on {names}>"
 
     @contextmanager
@@ -301,7 +301,9 @@ class Variable(NotCopied, Readable):
         if index is None or len(self._buffers) == 1:
             return self._buffers[0]
         if index >= len(self._buffers):
-            raise ValueError(f"replica {index} of {self!r}, which has {len(self._buffers)} copies")
+            raise ValueError(
+                f"replica {index} of {brief(self)}, which has {len(self._buffers)} copies"
+            )
         return self._buffers[index]
 
     def _checked(self, value: Any, buffer: Buffer) -> Buffer:
@@ -311,7 +313,7 @@ class Variable(NotCopied, Readable):
         reading([given])
         if (given.shape, given.dtype) != (self.shape, self.dtype):
             raise ValueError(
-                f"value is {given.dtype}{list(given.shape)}, the variable {self.name!r} is "
+                f"value is {given.dtype}{list(given.shape)}, the variable {brief(self.name)} is "
                 f"{self.dtype}{list(self.shape)}"
             )
         return given
@@ -362,10 +364,12 @@ def get_variable(
     if custom_getter is None:
         return _got(name, initial_value, trainable=trainable, **given)
     if not callable(custom_getter):
-        raise TypeError(f"custom_getter={custom_getter!r} cannot be called")
+        raise TypeError(f"custom_getter={brief(custom_getter)} cannot be called")
     made = custom_getter(_got, name, initial_value, trainable=trainable, **given)
     if not isinstance(made, Variable):
-        raise TypeError(f"custom_getter={custom_getter!r} made {made!r}, which is no Variable")
+        raise TypeError(
+            f"custom_getter={brief(custom_getter)} made {brief(made)}, which is no Variable"
+        )
     return made
 
 
@@ -387,8 +391,8 @@ def _got(
         return reused(_by_name.get(name), name, initial_value, shape, dtype)
     if shape is not None:
         if not callable(initial_value):
-            raise ValueError(f"shape={shape!r} of {name!r}: initial_value must be an initializer, "
-                             "called with a shape")  # fmt: skip
+            raise ValueError(f"shape={brief(shape)} of {name!r}: initial_value must be an "
+                             "initializer, called with a shape")  # fmt: skip
         shape = tuple(shape)
         dtype = as_dtype("float32" if dtype is None else dtype)
         initial_value = initial_value(shape, dtype=dtype)
@@ -414,9 +418,11 @@ def reused(
         shape = given[0] if shape is None else shape
         dtype = given[1] if dtype is None else dtype
     if shape is not None and tuple(shape) != found.shape:
-        raise ValueError(f"reuse=True: {found!r} has shape {found.shape}, not {tuple(shape)}")
+        raise ValueError(f"reuse=True: {brief(found)} has shape {found.shape}, not {tuple(shape)}")
     if dtype is not None and as_dtype(dtype) != found.dtype:
-        raise ValueError(f"reuse=True: {found!r} has dtype {found.dtype}, not {as_dtype(dtype)}")
+        raise ValueError(
+            f"reuse=True: {brief(found)} has dtype {found.dtype}, not {as_dtype(dtype)}"
+        )
     return found
 
 

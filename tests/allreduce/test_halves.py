@@ -274,7 +274,7 @@ def test_nccl_chooses_its_own_topology(topology):
         lambda: gr.AllReduceCrossDeviceOps(topology=topology),
         lambda: gr.AllReduceCrossDeviceOps("nccl", topology=topology),
     ):
-        with pytest.raises(ValueError, match=r"topology=.* is for 'hierarchical_copy': 'nccl'"):
+        with pytest.raises(ValueError, match=r"topology=.* is for 'hierarchical_copy'; 'nccl'"):
             make()
     with pytest.raises(TypeError, match="topology"):
         gr.NcclAllReduce(topology=topology)

@@ -15,6 +15,7 @@ from gradreduce.device import (
     as_dtype,
     default_mesh,
 )
+from gradreduce.errors import brief
 from gradreduce.ops import prepare_all_sum
 from gradreduce.presets import shared_ops
 
@@ -43,11 +44,11 @@ def defined(
     if found.name not in DTYPES:
         raise TypeError(f"dtype {found} is not one of {', '.join(DTYPES)}")
     if reduction_type not in ("MEAN", "SUM"):
-        raise ValueError(f'reduction_type {reduction_type!r} not in: "MEAN", "SUM"')
+        raise ValueError(f'reduction_type {brief(reduction_type)} not in: "MEAN", "SUM"')
     wanted = None if shape is None else as_shape(shape)
     reducer = shared_ops() if cross_device_ops is None else cross_device_ops
     if not isinstance(reducer, CrossDeviceOps):
-        raise TypeError(f"cross_device_ops={reducer!r} is not a CrossDeviceOps")
+        raise TypeError(f"cross_device_ops={brief(reducer)} is not a CrossDeviceOps")
     devices, over_mesh = _placed(device, state_of(shared_name), reducer.mesh)
     state = AccumulatorState(
         found, wanted, reduction_type, devices, over_mesh, reducer, sparse=sparse

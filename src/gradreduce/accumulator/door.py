@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from gradreduce.aggregate_sparse import known_shape, with_dense
 from gradreduce.device import Buffer, DType, as_index, compatible
-from gradreduce.errors import DeviceMismatchError, InvalidArgumentError, about
+from gradreduce.errors import DeviceMismatchError, InvalidArgumentError, about, brief, listed
 from gradreduce.indexed_slices import IndexedSlices, densified
 from gradreduce.interop import is_array, kind_of, numbers, shape_and_dtype, to_buffer
 from gradreduce.replica_context import current_device, current_replica
@@ -126,12 +126,18 @@ def _replicas(
 ) -> tuple[tuple[int, Buffer], ...]:
     """One gradient for each replica, all of one shape; from outside to the first device."""
     if grad.devices[0].fabric is not state.devices[0].fabric:
-        raise DeviceMismatchError(f"{grad} is of another mesh than {state.devices}")
+        devices = listed(device.name for device in state.devices)
+        raise DeviceMismatchError(
+            f"the gradient is of another mesh than the accumulator, which is on {devices}"
+        )
     first = grad.buffers[0].shape
-    for buffer in grad.buffers:
+    for replica, buffer in enumerate(grad.buffers):
         check_dtype(state, buffer.dtype, cast)
         if buffer.shape != first:
-            raise ValueError(f"replicas differ in shape: {buffer.shape} and {first}")
+            raise ValueError(
+                f"replicas differ in shape: replica {replica} is {list(buffer.shape)}, replica 0 "
+                f"{list(first)}"
+            )
     return tuple([(_place(state, buffer), buffer) for buffer in grad.buffers])
 
 
@@ -159,7 +165,9 @@ def _check_shape(state: AccumulatorState, shape: tuple[int, ...]) -> None:
     """The constructor's."""
     wanted = state.shape
     if wanted is not None and shape != wanted and not compatible(shape, wanted):
-        raise ValueError(f"Shapes {shape} and {wanted} are incompatible")
+        raise ValueError(
+            f"Shapes {shape} and {wanted} are incompatible: the gradient's and the accumulator's"
+        )
 
 
 def check_dtype(state: AccumulatorState, dtype: DType, cast: bool) -> None:
@@ -171,7 +179,9 @@ def check_dtype(state: AccumulatorState, dtype: DType, cast: bool) -> None:
         hint = "; cast=True converts" if converts else ""
         raise ValueError(f"the gradient is {dtype}, the accumulator {state.dtype}{hint}")
     if not converts:
-        raise ValueError(f"a gradient of {dtype} is not converted to {state.dtype}")
+        raise ValueError(
+            f"a gradient of {dtype} is not converted to {state.dtype}; only floats are"
+        )
 
 
 def for_each(
@@ -195,7 +205,7 @@ def check_together(states: Sequence[AccumulatorState]) -> None:
         DeviceMismatchError: they are on devices of different meshes.
     """
     if not states:
-        raise ValueError("accumulators is empty")
+        raise ValueError("accumulators is empty; at least one is needed")
     if len(states) == 1:
         return
     seen: dict[AccumulatorState, int] = {}
@@ -205,8 +215,12 @@ def check_together(states: Sequence[AccumulatorState]) -> None:
                 f"an accumulator is named twice: accumulators[{place}] is "
                 f"accumulators[{seen[state]}]"
             )
-    if len({state.devices[0].fabric for state in states}) > 1:
-        raise DeviceMismatchError("accumulators of different meshes in one call")
+    for place, state in enumerate(states):
+        if state.devices[0].fabric is not states[0].devices[0].fabric:
+            raise DeviceMismatchError(
+                f"accumulators[{place}] is on another mesh than accumulators[0]: make a call for "
+                "each mesh"
+            )
 
 
 def as_timeout(timeout: float | None, name: str = "timeout") -> float | None:
@@ -216,7 +230,7 @@ def as_timeout(timeout: float | None, name: str = "timeout") -> float | None:
     try:
         limited = float(min(max(timeout, 0.0), threading.TIMEOUT_MAX))
     except TypeError:
-        raise TypeError(f"{name}={timeout!r} must be a number of seconds or None") from None
+        raise TypeError(f"{name}={brief(timeout)} must be a number of seconds or None") from None
     if timeout != timeout:
         raise ValueError(f"{name}=nan must be a number of seconds or None")
     return limited
@@ -251,12 +265,12 @@ def as_step(name: str, step: int | Variable) -> int:
 def _as_integer(name: str, number: int | Variable) -> int:
     if isinstance(number, Variable):
         if number.shape or number.dtype.kind not in "iu":
-            raise TypeError(f"{name}={number!r} must hold one integer")
+            raise TypeError(f"{name}={brief(number)} must hold one integer")
         return int(number)
     try:
         return as_index(number)
     except TypeError:
-        raise TypeError(f"{name}={number!r} must be an integer or a Variable") from None
+        raise TypeError(f"{name}={brief(number)} must be an integer or a Variable") from None
 
 
 def as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
@@ -264,7 +278,7 @@ def as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
     try:
         wanted = tuple(None if extent is None else as_index(extent) for extent in shape)
     except TypeError:
-        raise TypeError(f"shape={shape!r} must be a list of integers and None") from None
+        raise TypeError(f"shape={brief(shape)} must be a list of integers and None") from None
     if any(extent is not None and extent < 0 for extent in wanted):
-        raise ValueError(f"shape={tuple(shape)!r} has a negative extent")
+        raise ValueError(f"shape={brief(tuple(shape))} has a negative extent")
     return wanted

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from gradreduce.device import Buffer, DeferInterrupts, as_deadline
+from gradreduce.errors import brief
 from gradreduce.interop import Kind, OneCall, as_result_kind, from_buffer, hand_back, reading
 from gradreduce.values import Mirrored, Part
 from gradreduce.variables import Variable
@@ -63,7 +64,7 @@ def apply_grads(
             ``apply_grad`` raises. Nothing was added.
     """
     step = as_step("local_step", local_step)
-    accumulators, grads = tuple(accumulators), tuple(grads)
+    accumulators, grads = _listed(accumulators), tuple(grads)
     states = _states_of(accumulators)
     if len(states) != len(grads):
         raise ValueError(
@@ -122,11 +123,19 @@ def _warn_of_default(accumulators: Sequence[ConditionalAccumulatorBase]) -> None
         )  # fmt: skip
 
 
+def _listed(accumulators: Any) -> tuple[ConditionalAccumulatorBase, ...]:
+    if isinstance(accumulators, ConditionalAccumulatorBase):
+        raise TypeError(
+            f"accumulators={brief(accumulators)} must be a list of accumulators: put it in one"
+        )
+    return tuple(accumulators)
+
+
 def _states_of(accumulators: Sequence[ConditionalAccumulatorBase]) -> list[AccumulatorState]:
     """Checked: whether one call may be about all of them."""
     for place, each in enumerate(accumulators):
         if not isinstance(each, ConditionalAccumulatorBase):
-            raise TypeError(f"accumulators[{place}]={each!r} is not an accumulator")
+            raise TypeError(f"accumulators[{place}]={brief(each)} is not an accumulator")
     states = [each.accumulator_ref for each in accumulators]
     check_together(states)
     return states
@@ -184,7 +193,7 @@ def take_grads(
     """
     required, limit, seconds = as_required(num_required), as_timeout(timeout), as_deadline(deadline)
     as_result_kind(as_kind, "native")  # a wrong name must not cost a gradient
-    ticket = Ticket(tuple(_states_of(accumulators)), required, seconds)
+    ticket = Ticket(tuple(_states_of(_listed(accumulators))), required, seconds)
     try:
         join(ticket)
         await_ticket(ticket, limit)

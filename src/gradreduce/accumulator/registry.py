@@ -7,6 +7,7 @@ import weakref
 from gradreduce.cross_device import AllReduceCrossDeviceOps, is_all_reduce
 from gradreduce.cross_device_ops import CrossDeviceOps
 from gradreduce.device import ModuleLock
+from gradreduce.errors import brief
 
 from .state import AccumulatorState
 
@@ -51,11 +52,11 @@ def shared_state(
     for field in ("sparse", "dtype", "shape", "reduction_type", "devices", "over_mesh"):
         had, wanted = getattr(found, field), getattr(state, field)
         if had != wanted:
-            raise ValueError(f"shared_name={shared_name!r} has {field} {had}, not {wanted}")
+            raise ValueError(f"shared_name={brief(shared_name)} has {field} {had}, not {wanted}")
     if named_ops is not None and found.over_mesh:
         had, wanted = _way(found.ops), _way(named_ops)
         if had != wanted:
-            raise ValueError(f"shared_name={shared_name!r} has {had}, not {wanted}")
+            raise ValueError(f"shared_name={brief(shared_name)} has {had}, not {wanted}")
     return found
 
 

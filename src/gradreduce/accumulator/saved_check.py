@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from gradreduce.device import Device, as_index
-from gradreduce.errors import about
+from gradreduce.errors import about, brief, listed
 from gradreduce.indexed_slices import UNKNOWN
 from gradreduce.interop import Kind, as_result_kind, is_array
 
@@ -73,7 +73,7 @@ def checked_state(state: AccumulatorState, given: Mapping[str, Any]) -> CheckedS
     for key, wanted in definition.items():
         found = _shape(key, given[key]) if key == "shape" else _text(key, given[key])
         if found != wanted:
-            raise ValueError(f"state[{key!r}] is {found!r}, the accumulator's is {wanted!r}")
+            raise ValueError(f"state[{key!r}] is {brief(found)}, the accumulator's is {wanted!r}")
     step, count, num_dropped = (
         _integer(key, given[key]) for key in ("global_step", "num_accumulated", "num_dropped")
     )
@@ -92,13 +92,13 @@ def _check_keys(state: AccumulatorState, given: Mapping[str, Any]) -> None:
         raise TypeError(f"state is a {type(given).__name__}, not a dict from state_dict()")
     wanted = sums_of(state).format
     if "format" in given and _text("format", given["format"]) != wanted:  # its keys may be others
-        raise ValueError(f"state['format'] is {_plain(given['format'])!r}, not {wanted!r}")
+        raise ValueError(f"state['format'] is {brief(_plain(given['format']))}, not {wanted!r}")
     for what, keys in (
         ("lacks", [key for key in _KEYS if key not in given]),
         ("has unknown", [key for key in given if key not in _KEYS]),
     ):
         if keys:
-            raise KeyError(f"state {what} {', '.join(map(repr, keys))}")
+            raise KeyError(f"state {what} {listed(map(repr, keys))}")
 
 
 def _sum_shape(state: AccumulatorState, given: Any, count: int) -> tuple[int, ...] | None:
@@ -125,7 +125,7 @@ def _kind(device: Device, given: Any, count: int) -> Kind:
         return "native"
     kind = _text("kind", given)
     if kind not in get_args(Kind):
-        raise ValueError(f"state['kind']={kind!r} is not one of {get_args(Kind)}")
+        raise ValueError(f"state['kind']={brief(kind)} is not one of {get_args(Kind)}")
     if kind in ("cupy", "cuda") and device.fabric.backend == "sim":
         return "native"  # CuPy's there: this is the same word for the one and the other
     if kind in ("torch", "jax"):
@@ -179,7 +179,7 @@ def _plain(value: Any) -> Any:
 def _text(key: str, value: Any) -> str:
     text = _plain(value)
     if not isinstance(text, str):
-        raise TypeError(f"state[{key!r}]={value!r} must be a string")
+        raise TypeError(f"state[{key!r}]={brief(value)} must be a string")
     return text
 
 
@@ -187,7 +187,7 @@ def _integer(key: str, value: Any) -> int:
     try:
         return as_index(_plain(value))
     except TypeError:
-        raise TypeError(f"state[{key!r}]={value!r} must be an integer") from None
+        raise TypeError(f"state[{key!r}]={brief(value)} must be an integer") from None
 
 
 def _shape(key: str, value: Any) -> _Shape:
@@ -199,6 +199,8 @@ def _shape(key: str, value: Any) -> _Shape:
             raise TypeError
         return as_shape(tuple(extents))
     except TypeError:
-        raise TypeError(f"state[{key!r}]={value!r} must be a list of extents or None") from None
+        raise TypeError(
+            f"state[{key!r}]={brief(value)} must be a list of extents or None"
+        ) from None
     except ValueError as error:
         raise about(f"state[{key!r}]", error) from None

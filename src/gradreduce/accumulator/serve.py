@@ -178,10 +178,17 @@ def _cancelled(state: AccumulatorState) -> str:
 
 
 def _missing(ticket: Ticket, timeout: float | None) -> str:
+    """What is waited for: of several accumulators, those that lack gradients, five at most."""
+    several = len(ticket.states) > 1
     parts = [
-        f"step {state.step}: {state.count} of {ticket.num_required} gradients, "
+        (f"accumulators[{place}] at " if several else "")
+        + f"step {state.step}: {state.count} of {ticket.num_required} gradients, "
         f"{max(0, ticket.num_required - state.count)} missing, {state.num_dropped} dropped as stale"
         + ("" if state.queue and state.queue[0] is ticket else ", behind another take")
-        for state in ticket.states
+        for place, state in enumerate(ticket.states)
+        if not several
+        or state.count < ticket.num_required
+        or not (state.queue and state.queue[0] is ticket)
     ]
-    return f"no gradient within {timeout} s; " + "; ".join(parts)
+    rest = f"; and {len(parts) - 5} more" if len(parts) > 5 else ""
+    return f"no gradient within {timeout} s; {'; '.join(parts[:5])}{rest}"

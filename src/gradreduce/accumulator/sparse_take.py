@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from gradreduce.aggregate_sparse import rows_together
 from gradreduce.cross_device import is_all_reduce
 from gradreduce.device import Buffer, Device, DType, accumulate_dtype, flat_layout
+from gradreduce.errors import brief
 from gradreduce.indexed_slices import IndexedSlices, coalesced
 from gradreduce.interop import Aside
 from gradreduce.one_device import handed_out
@@ -58,7 +59,9 @@ def _reduced(state: AccumulatorState) -> tuple[IndexedSlices, ...]:
     plans = [plan_segments(part.indices) for part in slices]
     wanted = [plan.indices.tolist()] * len(state.devices)
     if [each.indices.tolist() for each in plans] != wanted:
-        raise ValueError(f"cross_device_ops={state.ops!r} gave other rows than those of the sums")
+        raise ValueError(
+            f"cross_device_ops={brief(state.ops)} gave other rows than those of the sums"
+        )
     outs = [
         device.empty((plan.num_segments, *rows[0].values.shape[1:]), state.dtype)
         for device in state.devices

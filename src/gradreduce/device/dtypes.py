@@ -16,6 +16,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
+from gradreduce.errors import brief
+
 __all__ = [
     "BFLOAT16",
     "C_TYPES",
@@ -99,13 +101,13 @@ def as_dtype(dtype: DTypeLike) -> np.dtype:
     if isinstance(dtype, np.dtype) and dtype in _ELEMENT_OF:
         return dtype
     if dtype is None or (isinstance(dtype, type) and dtype in _ABSTRACT):
-        raise TypeError(f"dtype={dtype!r} names no NumPy dtype")
+        raise TypeError(f"dtype={brief(dtype)} names no NumPy dtype")
     if type(dtype).__module__ == "torch":  # found by its name: it is not imported for this
         dtype = str(dtype).removeprefix("torch.")
     try:
         found = BFLOAT16 if isinstance(dtype, str) and dtype == "bfloat16" else np.dtype(dtype)
     except (TypeError, ValueError):
-        raise TypeError(f"dtype={dtype!r} names no NumPy dtype") from None
+        raise TypeError(f"dtype={brief(dtype)} names no NumPy dtype") from None
     if found not in _ELEMENT_OF:
         raise TypeError(
             f"dtype {found} cannot be added; allowed are integers, float16, bfloat16, float32, "
@@ -121,7 +123,7 @@ def as_index(value: Any) -> int:
         TypeError: no integer of any library.
     """
     if isinstance(value, bool | np.bool_):
-        raise TypeError(f"{value!r} is a boolean, not an integer")
+        raise TypeError(f"{brief(value)} is a boolean, not an integer")
     return operator.index(value)
 
 
@@ -132,7 +134,7 @@ def as_flag(name: str, value: Any) -> bool:
         TypeError: anything else, arrays and numbers too.
     """
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name}={value!r} must be True or False")
+        raise TypeError(f"{name}={brief(value)} must be True or False")
     return bool(value)
 
 

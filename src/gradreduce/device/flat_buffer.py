@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from numpy.typing import DTypeLike
 
-from gradreduce.errors import listed
+from gradreduce.errors import brief, listed
 
 from .dtypes import as_dtype, as_index
 from .due import due
@@ -99,7 +99,7 @@ class FlatBuffer:
         """Zeros; see ``Mesh.flat_buffer``."""
         found = as_dtype(dtype)
         if not isinstance(shapes, Iterable) or isinstance(shapes, str):
-            raise TypeError(f"shapes={shapes!r} must be a list with the shape of each tensor")
+            raise TypeError(f"shapes={brief(shapes)} must be a list with the shape of each tensor")
         inside = [_as_shape(shape, place) for place, shape in enumerate(shapes)]
         sizes, itemsize = [math.prod(shape) for shape in inside], found.itemsize
         layout = flat_layout(sizes, itemsize)
@@ -260,7 +260,7 @@ def _as_shape(shape: Sequence[int], place: int) -> tuple[int, ...]:
     except TypeError:
         extents = (-1,)
     if min(extents, default=0) < 0:
-        raise ValueError(f"shapes[{place}]={shape!r} must be a list of integers from 0 up")
+        raise ValueError(f"shapes[{place}]={brief(shape)} must be a list of integers from 0 up")
     return extents
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any, Protocol, TypeGuard
 
+from gradreduce.errors import brief
+
 from .base import Device
 from .mesh import Mesh
 from .opening import default_mesh
@@ -57,11 +59,11 @@ def as_device(given: object, label: str, mesh: Mesh | None = None) -> Device:
     if isinstance(given, Device):
         return given
     if not isinstance(given, str) and not _is_torch(given):
-        raise TypeError(f"{label}{given!r} is not {_DEVICE}")
+        raise TypeError(f"{label}{brief(given)} is not {_DEVICE}")
     whole = (default_mesh() if mesh is None else mesh).devices[0].mesh
     found = _named(given, label, whole) if isinstance(given, str) else _torch_device(given, whole)
     if found is None:
-        raise ValueError(f"{label}{given!r} is no device of {whole}, which has {len(whole)}")
+        raise ValueError(f"{label}{brief(given)} is no device of {whole}, which has {len(whole)}")
     return found
 
 
@@ -75,7 +77,7 @@ def as_devices(given: object, label: str, mesh: Mesh | None = None) -> tuple[Dev
     if isinstance(given, Mesh):
         return given.devices
     if not is_device_like(given):
-        raise TypeError(f"{label}{given!r} is not a Mesh, {_DEVICE}")
+        raise TypeError(f"{label}{brief(given)} is not a Mesh, {_DEVICE}")
     return (as_device(given, label, mesh),)
 
 
@@ -87,7 +89,9 @@ def _is_torch(given: Any) -> TypeGuard[_TorchDevice]:
 def _named(name: str, label: str, whole: Mesh) -> Device | None:
     parts = _NAME.fullmatch(name)
     if parts is None:
-        raise ValueError(f'{label}{name!r} is not the name of a device, such as "gpu:1" or "sim:0"')
+        raise ValueError(
+            f'{label}{brief(name)} is not the name of a device, such as "gpu:1" or "sim:0"'
+        )
     backend, number = parts[1].lower(), int(parts[2])
     if (backend == "sim" and whole.backend != "sim") or number >= len(whole):
         return None

@@ -25,7 +25,7 @@ from functools import cache
 from itertools import islice
 from types import ModuleType
 
-from gradreduce.errors import BackendUnavailableError
+from gradreduce.errors import BackendUnavailableError, brief
 
 from .base import Device
 from .collective import Collective
@@ -97,9 +97,9 @@ def open_mesh(
     if backend is None:
         backend = _backend_from_environment()
     if backend not in _BACKENDS:
-        raise ValueError(f"backend={backend!r} is not one of {_BACKENDS}")
+        raise ValueError(f"backend={brief(backend)} is not one of {_BACKENDS}")
     if kernels not in FACES:
-        raise ValueError(f"kernels={kernels!r} is not one of {tuple(FACES)}")
+        raise ValueError(f"kernels={brief(kernels)} is not one of {tuple(FACES)}")
     if backend == "cuda":
         try:
             return _open_cuda(devices)
@@ -121,7 +121,7 @@ def open_mesh(
 def _check_alone(processes: str | None) -> None:
     """Raises in one of several processes, unless the caller knows that no sum leaves it."""
     if processes not in (None, "none"):
-        raise ValueError(f"processes={processes!r} must be None or 'none'")
+        raise ValueError(f"processes={brief(processes)} must be None or 'none'")
     launched = _launched(_NUM_PROCESSES, 2)
     if launched is not None and processes is None:
         name, number = launched
@@ -253,7 +253,7 @@ def _backend_from_environment() -> str:
     named = os.environ.get("GRADREDUCE_BACKEND", "")
     if named:
         if named not in _BACKENDS:
-            raise ValueError(f"GRADREDUCE_BACKEND={named!r} is not one of {_BACKENDS}")
+            raise ValueError(f"GRADREDUCE_BACKEND={brief(named)} is not one of {_BACKENDS}")
         return named
     try:
         _cuda_backend()

@@ -16,7 +16,7 @@ from numbers import Real
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradreduce.errors import listed
+from gradreduce.errors import brief, listed
 
 from .flight import QUEUES
 from .memory import Queue
@@ -54,7 +54,7 @@ def as_deadline(deadline: float | None, name: str = "deadline") -> float | None:
         return None
     number = isinstance(deadline, Real) and not isinstance(deadline, bool)
     if not number or math.isnan(deadline) or deadline <= 0:
-        raise ValueError(f"{name}={deadline!r} must be a number of seconds above 0, or None")
+        raise ValueError(f"{name}={brief(deadline)} must be a number of seconds above 0, or None")
     return float(deadline)
 
 

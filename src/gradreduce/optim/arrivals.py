@@ -8,9 +8,9 @@ from typing import Any
 from gradreduce import ops
 from gradreduce.cross_device_ops import CrossDeviceOps
 from gradreduce.device import Buffer, Device, copy_over
-from gradreduce.errors import InvalidVariableError
-from gradreduce.indexed_slices import IndexedSlices, check_indices, densified
-from gradreduce.interop import reading, shape_and_dtype, to_buffer
+from gradreduce.errors import InvalidVariableError, about, brief, listed, repeated
+from gradreduce.indexed_slices import IndexedSlices, check_indices, densified, slices_of
+from gradreduce.interop import is_coo, reading, shape_and_dtype, to_buffer
 from gradreduce.loss_context import check_unread
 from gradreduce.values import Mirrored, Part, PerReplica, ReduceOp, buffer_of, device_of
 from gradreduce.variables import Variable
@@ -50,9 +50,9 @@ def check_global_step(global_step: Any) -> None:
     if global_step is None:
         return
     if not isinstance(global_step, Variable):
-        raise TypeError(f"global_step={global_step!r} is not a Variable")
+        raise TypeError(f"global_step={brief(global_step)} is not a Variable")
     if global_step.shape:
-        raise ValueError(f"global_step={global_step!r} must hold one number")
+        raise ValueError(f"global_step={brief(global_step)} must hold one number")
 
 
 def ready_count(global_step: Variable | None) -> Callable[[], None]:
@@ -73,20 +73,27 @@ def checked_pairs(grads_and_vars: Iterable[Pair]) -> tuple[list[Any], list[Varia
         InvalidVariableError: a variable of integers or complex numbers has a gradient.
         RuntimeError: a variable is written inside a loss that has read it.
     """
-    pairs = list(grads_and_vars)
-    for pair in pairs:
+    try:
+        pairs = list(grads_and_vars)
+    except TypeError:
+        raise TypeError(
+            f"grads_and_vars={brief(grads_and_vars)} must be a list of (gradient, variable) pairs"
+        ) from None
+    for place, pair in enumerate(pairs):
         if (
             type(pair) is not tuple
             or len(pair) != 2
             or type(pair[1]) is not Variable
             or not pair[1].trainable  # a trainable one holds floats
         ):
-            _check_pair(pair)
+            _check_pair(pair, place)
     if not pairs:
         raise ValueError("No variables provided.")
     variables = [var for _, var in pairs]
     if len(set(variables)) != len(pairs):
-        raise ValueError("a variable is named twice")
+        raise ValueError(
+            f"grads_and_vars names {listed(repeated(variables))} twice: once is enough"
+        )
     gradients = [grad for grad, _ in pairs if grad is not None]
     if not gradients:
         raise ValueError("No gradients provided for any variable")
@@ -96,11 +103,12 @@ def checked_pairs(grads_and_vars: Iterable[Pair]) -> tuple[list[Any], list[Varia
     return gradients, variables
 
 
-def _check_pair(pair: Any) -> None:
+def _check_pair(pair: Any, place: int) -> None:
+    name = f"grads_and_vars[{place}]"
     if not isinstance(pair, tuple) or len(pair) != 2:
-        raise TypeError(f"grads_and_vars holds {pair!r}, which is no (gradient, variable) pair")
+        raise TypeError(f"{name} is {brief(pair)}, which is no (gradient, variable) pair")
     if not isinstance(pair[1], Variable):
-        raise InvalidVariableError(f"{pair[1]!r} is not a Variable")
+        raise InvalidVariableError(f"{name}: {brief(pair[1])} is not a Variable")
     if pair[0] is not None:
         check_float(pair[1])
 
@@ -151,10 +159,15 @@ def _placed(grad: Any, var: Variable) -> Given:
     if isinstance(grad, PerReplica | Mirrored):
         return grad
     first = var.buffers[0]
-    if isinstance(grad, IndexedSlices):
-        rows = to_buffer(grad.values, first.device, dtype=first.dtype)
-        return IndexedSlices.of(rows, grad.indices, grad.dense_shape)
-    return to_buffer(grad, first.device, dtype=first.dtype)
+    try:
+        if is_coo(grad):
+            grad = slices_of(grad)
+        if isinstance(grad, IndexedSlices):
+            rows = to_buffer(grad.values, first.device, dtype=first.dtype)
+            return IndexedSlices.of(rows, grad.indices, grad.dense_shape)
+        return to_buffer(grad, first.device, dtype=first.dtype)
+    except (TypeError, ValueError) as error:
+        raise about(f"the gradient of {var!r}", error) from None
 
 
 def _buffers(grad: Given) -> Sequence[Buffer]:
@@ -167,13 +180,19 @@ def _buffers(grad: Given) -> Sequence[Buffer]:
 def _check_dense(part: Buffer, var: Variable) -> None:
     like = var.buffers[0]
     if part.shape != like.shape or part.dtype != like.dtype:
-        raise ValueError(f"the gradient of {var!r} is {part.dtype}{list(part.shape)}")
+        raise ValueError(
+            f"the gradient of {var!r} is {part.dtype}{list(part.shape)}; it must have the shape "
+            "and dtype of the variable"
+        )
 
 
 def _check_parts(grad: Given, var: Variable) -> None:
     parts: Sequence[Part] = (grad,) if isinstance(grad, Part) else grad.parts
     if isinstance(grad, PerReplica | Mirrored) and set(grad.devices) != set(var.devices):
-        raise ValueError(f"the gradient of {var!r} lies on {grad.devices}")
+        devices = listed(device.name for device in grad.devices)
+        raise ValueError(
+            f"the gradient of {var!r} lies on {devices}; it must lie on the variable's devices"
+        )
     for part in parts:
         if isinstance(part, IndexedSlices):
             _check_rows(part, var)
@@ -184,9 +203,15 @@ def _check_parts(grad: Given, var: Variable) -> None:
 def _check_rows(slices: IndexedSlices, var: Variable) -> None:
     shape, dtype = shape_and_dtype(slices.values)
     if not var.shape or shape[1:] != var.shape[1:] or dtype != var.dtype:
-        raise ValueError(f"the gradient of {var!r} is rows of {dtype}{list(shape)}")
+        raise ValueError(
+            f"the gradient of {var!r} is rows of {dtype}{list(shape)}; they must be rows of its "
+            "shape and dtype"
+        )
     if slices.is_known and slices.dense_shape != var.shape:
-        raise ValueError(f"the gradient of {var!r} is of dense_shape {slices.dense_shape}")
+        raise ValueError(
+            f"the gradient of {var!r} is of dense_shape {slices.dense_shape}; it must be the "
+            "variable's, or unknown"
+        )
     try:
         check_indices(slices.indices, var.shape)
     except ValueError as error:

@@ -15,7 +15,7 @@ from gradreduce.autodiff.gradients import Engine
 from gradreduce.cross_device import AllReduceCrossDeviceOps
 from gradreduce.cross_device_ops import CrossDeviceOps
 from gradreduce.device import DeferInterrupts, Writer, as_deadline, due
-from gradreduce.errors import NotCopied
+from gradreduce.errors import NotCopied, brief
 from gradreduce.interop import OneCall, hand_back
 from gradreduce.values import Part, PerReplica
 from gradreduce.variables import Variable
@@ -73,7 +73,7 @@ class Optimizer(NotCopied):
         if not name:
             raise ValueError("Must specify the optimizer name")
         if not isinstance(name, str):
-            raise TypeError(f"name={name!r} must be a string")
+            raise TypeError(f"name={brief(name)} must be a string")
         self._name = name
         self._slots = Slots(name, self._slot_names, master_dtype)
         self._cross_device_ops: CrossDeviceOps | None = None

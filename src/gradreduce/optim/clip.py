@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradreduce import ops
 from gradreduce.device import Buffer, Device, accumulate_dtype, as_dtype, fetch, gather, scatter
+from gradreduce.errors import about, brief
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import (
     OneCall,
@@ -18,7 +19,7 @@ from gradreduce.interop import (
     to_buffer,
 )
 from gradreduce.replica_context import current_device
-from gradreduce.values import Mirrored, Part, PerReplica, buffer_of
+from gradreduce.values import Mirrored, Part, PerReplica, buffer_of, device_of
 
 __all__ = ["clip_by_global_norm"]
 
@@ -62,14 +63,17 @@ def clip_by_global_norm(
         raise TypeError(f"t_list should be a list or tuple, got {type(t_list).__name__}")
     limit = float(clip_norm)
     if not limit > 0:
-        raise ValueError(f"clip_norm={clip_norm!r} must be above 0")
+        raise ValueError(f"clip_norm={brief(clip_norm)} must be above 0")
     norm = None if use_norm is None else float(host_array(use_norm))
-    present = [each for each in t_list if each is not None]
-    if any(isinstance(each, PerReplica) for each in present):
-        raise TypeError("t_list holds a PerReplica, whose replicas differ: reduce it first")
+    present = {place: each for place, each in enumerate(t_list) if each is not None}
+    for place, each in present.items():
+        if isinstance(each, PerReplica):
+            raise TypeError(
+                f"t_list[{place}] is a PerReplica, whose replicas differ: reduce it first"
+            )
     if not present:
         return list(t_list), norm or 0.0
-    if any(isinstance(each, Mirrored) for each in present):
+    if any(isinstance(each, Mirrored) for each in present.values()):
         clipped, found = _mirrored(present, limit, norm)
     else:
         clipped, found = _plain(present, limit, norm, as_kind)
@@ -78,14 +82,14 @@ def clip_by_global_norm(
 
 
 def _plain(
-    present: Sequence[Any], limit: float, norm: float | None, as_kind: str | None
+    present: Mapping[int, Any], limit: float, norm: float | None, as_kind: str | None
 ) -> tuple[list[Any], Any]:
-    parts = [_placed(each) for each in present]
+    parts = {place: _placed(place, each) for place, each in present.items()}
     kinds = [
         as_result_kind(as_kind, each.kind if isinstance(each, IndexedSlices) else kind_of(each))
-        for each in present
+        for each in present.values()
     ]
-    clipped, found = _clipped(parts, limit, norm, buffer_of(parts[0]).device)
+    clipped, found = _clipped(parts, limit, norm, device_of(next(iter(parts.values()))))
     shown = [
         part.shown(kind) if isinstance(part, IndexedSlices) else from_buffer(part, kind)
         for part, kind in zip(clipped, kinds, strict=True)
@@ -93,40 +97,48 @@ def _plain(
     return shown, from_buffer(found, kinds[0])
 
 
-def _mirrored(present: Sequence[Any], limit: float, norm: float | None) -> tuple[list[Any], Any]:
-    first = next(each for each in present if isinstance(each, Mirrored))
-    for each in present:
+def _mirrored(
+    present: Mapping[int, Any], limit: float, norm: float | None
+) -> tuple[list[Any], Any]:
+    at, first = next((place, each) for place, each in present.items() if isinstance(each, Mirrored))
+    for place, each in present.items():
         if not isinstance(each, Mirrored):
-            raise TypeError(f"t_list holds {first} and {type(each).__name__}: all or none Mirrored")
+            raise TypeError(
+                f"t_list[{at}] is Mirrored and t_list[{place}] {type(each).__name__}: all or none "
+                "must be Mirrored"
+            )
         if each.devices != first.devices:
-            raise ValueError(f"t_list holds {first} and {each}, on different devices")
+            raise ValueError(f"t_list[{at}] and t_list[{place}] are on different devices")
     on_each = [
-        _clipped([each.parts[place] for each in present], limit, norm, device)
-        for place, device in enumerate(first.devices)
+        _clipped({p: each.parts[on] for p, each in present.items()}, limit, norm, device)
+        for on, device in enumerate(first.devices)
     ]
     clipped = [
         Mirrored.of(parts, each.kind)
         for each, parts in zip(
-            present, zip(*(made for made, _ in on_each), strict=True), strict=True
+            present.values(), zip(*(made for made, _ in on_each), strict=True), strict=True
         )
     ]
     return clipped, Mirrored.of([found for _, found in on_each], first.kind)
 
 
-def _placed(tensor: Any) -> Part:
-    if isinstance(tensor, IndexedSlices):
-        return tensor.placed()
-    return tensor if isinstance(tensor, Buffer) else to_buffer(tensor, current_device())
+def _placed(place: int, tensor: Any) -> Part:
+    try:
+        if isinstance(tensor, IndexedSlices):
+            return tensor.placed()
+        return tensor if isinstance(tensor, Buffer) else to_buffer(tensor, current_device())
+    except (TypeError, ValueError) as error:
+        raise about(f"t_list[{place}]", error) from None
 
 
 def _clipped(
-    parts: Sequence[Part], limit: float, norm: float | None, home: Device
+    parts: Mapping[int, Part], limit: float, norm: float | None, home: Device
 ) -> tuple[list[Part], Buffer]:
     """New ones on ``home``, and the norm, of the first one's accumulate dtype."""
-    given = [buffer_of(part) for part in parts]
-    for buffer in given:
+    given = [buffer_of(part) for part in parts.values()]
+    for place, buffer in zip(parts, given, strict=True):
         if buffer.dtype.kind not in "fV":  # bfloat16 is of kind V in ml_dtypes
-            raise ValueError(f"t_list holds {buffer}, which is not of a float dtype")
+            raise ValueError(f"t_list[{place}] is {buffer.dtype}; it must be of a float dtype")
     reading(given)
     near = [fetch(home, buffer) for buffer in given]
     double, told = as_dtype("float64"), accumulate_dtype(given[0].dtype)
@@ -149,6 +161,6 @@ def _clipped(
         IndexedSlices.of(out, part.indices.copy(), part.dense_shape)
         if isinstance(part, IndexedSlices)
         else out
-        for part, out in zip(parts, outs, strict=True)
+        for part, out in zip(parts.values(), outs, strict=True)
     ]
     return clipped, found.view(0, ())

@@ -10,7 +10,7 @@ from typing import Any
 from gradreduce.aggregate import AggregationMethod, as_aggregation_method
 from gradreduce.autodiff.gradients import ENGINES, Engine, gradients_of
 from gradreduce.device import Device, as_index
-from gradreduce.errors import InvalidVariableError
+from gradreduce.errors import InvalidVariableError, brief
 from gradreduce.interop_gpu import on_gpu_of
 from gradreduce.replica_context import replica_on
 from gradreduce.values import PerReplica
@@ -39,13 +39,13 @@ def ready_gradients(
     if gate not in (0, 1, 2):
         raise ValueError(
             "gate_gradients must be one of: Optimizer.GATE_NONE, Optimizer.GATE_OP, "
-            f"Optimizer.GATE_GRAPH. Not {gate_gradients!r}"
+            f"Optimizer.GATE_GRAPH. Not {brief(gate_gradients)}"
         )
     method = as_aggregation_method(aggregation_method)
     if not isinstance(colocate, bool):
-        raise ValueError(f"colocate_gradients_with_ops={colocate!r} must be True or False")
+        raise ValueError(f"colocate_gradients_with_ops={brief(colocate)} must be True or False")
     if engine is not None and engine not in ENGINES:
-        raise ValueError(f"engine={engine!r} is not one of {ENGINES}, or None")
+        raise ValueError(f"engine={brief(engine)} is not one of {ENGINES}, or None")
     if not callable(loss):
         raise RuntimeError(
             "`loss` passed to Optimizer.compute_gradients should be a function when eager "
@@ -100,11 +100,13 @@ def _checked_variables(var_list: Any) -> Sequence[Variable] | None:
     try:
         variables = [var_list] if isinstance(var_list, Variable) else list(var_list)
     except TypeError:
-        raise InvalidVariableError(f"var_list={var_list!r} is no list of Variables") from None
+        raise InvalidVariableError(f"var_list={brief(var_list)} is no list of Variables") from None
     if not variables:
         raise ValueError("No variables to optimize.")
-    for variable in variables:
+    for place, variable in enumerate(variables):
         if not isinstance(variable, Variable):
-            raise InvalidVariableError(f"Argument is not a gr.Variable: {variable!r}")
+            raise InvalidVariableError(
+                f"Argument is not a gr.Variable: var_list[{place}] is {brief(variable)}"
+            )
         check_float(variable)
     return variables

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from gradreduce.device import as_index
+from gradreduce.errors import brief
 from gradreduce.variables import Variable
 
 __all__ = ["Number", "as_count", "as_number", "check_decay", "no_attribute", "shown", "value_of"]
@@ -23,7 +24,7 @@ def as_number(given: Number) -> Number:
     """
     if isinstance(given, Variable):
         if given.shape:
-            raise ValueError(f"{given!r} must hold one number")
+            raise ValueError(f"{brief(given)} must hold one number")
         return given
     return given if callable(given) else float(given)
 
@@ -44,7 +45,7 @@ def shown(given: Any) -> str:
 def check_decay(name: str, given: Number) -> None:
     """Raises unless a number is at least 0 and below 1; of one to be asked nothing is known yet."""
     if not callable(given) and not isinstance(given, Variable) and not 0 <= given < 1:
-        raise ValueError(f"{name}={given!r} must be at least 0 and below 1")
+        raise ValueError(f"{name}={brief(given)} must be at least 0 and below 1")
 
 
 def as_count(name: str, given: Any, *, least: int) -> int:
@@ -57,9 +58,9 @@ def as_count(name: str, given: Any, *, least: int) -> int:
     try:
         number = as_index(given)
     except TypeError:
-        raise TypeError(f"{name}={given!r} must be an integer") from None
+        raise TypeError(f"{name}={brief(given)} must be an integer") from None
     if number < least:
-        raise ValueError(f"{name}={given!r} must be at least {least}")
+        raise ValueError(f"{name}={brief(given)} must be at least {least}")
     return number
 
 

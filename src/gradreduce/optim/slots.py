@@ -11,6 +11,7 @@ from typing import Any
 
 from gradreduce import ops
 from gradreduce.device import Buffer, DType, as_dtype
+from gradreduce.errors import brief
 from gradreduce.variables import Variable
 
 from .arrivals import check_float
@@ -34,7 +35,7 @@ class Slots:
 
     def __init__(self, owner: str, names: Sequence[str], master_dtype: Any) -> None:
         if master_dtype is not None and as_dtype(master_dtype) != as_dtype("float32"):
-            raise ValueError(f"master_dtype={master_dtype!r} must be 'float32' or None")
+            raise ValueError(f"master_dtype={brief(master_dtype)} must be 'float32' or None")
         self.owner = owner
         self.names = tuple(names)
         self.has_masters = master_dtype is not None

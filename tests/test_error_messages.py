@@ -1,0 +1,206 @@
+"""What errors say: which of many things is wrong, by the name the user gave, in a few words."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+from gradreduce.errors import brief, listed, repeated
+
+SUM = gr.ReduceOp.SUM
+NUM = 300
+ONES = np.ones(3, np.float32)
+ROWS = gr.IndexedSlices(np.ones((1, 2), np.float32), [3])
+LONG = ["x"] * 3000
+WRONG = (TypeError, ValueError, KeyError)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    with gr.open_mesh(4, backend="sim") as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def big():
+    with gr.open_mesh(64, backend="sim") as opened:
+        yield opened
+
+
+def test_lists_have_five_items_at_most():
+    assert listed("abcde") == "a, b, c, d, e"
+    assert listed(range(12)) == "0, 1, 2, 3, 4 and 7 more"
+    assert repeated([3, 1, 3, 2, 1, 3]) == [3, 1]
+    assert brief(list(range(9))) == "[0, 1, 2, 3, 4, ...]"
+    assert brief({"a": np.ones((2, 3))}) == "{'a': ndarray float64[2, 3]}"
+    assert brief((2.5, None, "sim:0")) == "(2.5, None, 'sim:0')"
+    assert max(len(brief(each)) for each in (LONG, "x" * 3000, object(), [LONG] * 9)) < 250
+
+
+@pytest.fixture(scope="module")
+def many(mesh):
+    """300 dense accumulators, sparse ones and variables."""
+    dense = [gr.ConditionalAccumulator("float32", (3,), device=mesh, name=f"d{i}")
+             for i in range(NUM)]  # fmt: skip
+    sparse = [gr.SparseConditionalAccumulator("float32", (10, 2), device=mesh, name=f"s{i}")
+              for i in range(NUM)]  # fmt: skip
+    variables = [gr.Variable(ONES, f"w{i}", device=mesh) for i in range(NUM)]
+    return dense, sparse, variables
+
+
+def with_one(usual, odd):
+    return [usual] * 17 + [odd] + [usual] * (NUM - 18)
+
+
+def test_which_of_many_accumulators_is_wrong_is_told(mesh, big, many):
+    dense, sparse, _ = many
+    far = gr.PerReplica([ONES] * 64, big)
+    outside = gr.IndexedSlices(np.ones((1, 2), np.float32), [33])
+    some = gr.ConditionalAccumulator("float32", device=mesh, name="some")
+    some.apply_grad(np.ones(4, np.float32))  # the shape of its sum
+    for accumulators, grads, told in (
+        (
+            dense,
+            with_one(ONES, np.ones(4, "f4")),
+            r"grads\[17\], for accumulator 'd17': Shapes \(4,\) and",
+        ),
+        (
+            dense,
+            with_one(ONES, np.ones(3)),
+            r"grads\[17\], for accumulator 'd17': the gradient is float64",
+        ),
+        (
+            dense,
+            with_one(ONES, None),
+            r"grads\[17\], for accumulator 'd17': NoneType is not an array",
+        ),
+        (
+            dense,
+            with_one(ONES, far),
+            r"grads\[17\], for accumulator 'd17': the gradient is of another mesh",
+        ),
+        (
+            sparse,
+            with_one(ROWS, ONES),
+            r"grads\[17\], for accumulator 's17': .* takes IndexedSlices",
+        ),
+        (
+            sparse,
+            with_one(ROWS, outside),
+            r"grads\[17\], for accumulator 's17': index of slice 0 exceeded",
+        ),
+        ([*dense[:17], some], [ONES] * 18, r"grads\[17\], for accumulator 'some': Shape mismatch"),
+        (dense, [ONES] * 299, "grads has 299 entries, accumulators has 300; pass one"),
+        ([*dense[:17], 3], [ONES] * 18, r"accumulators\[17\]=3 is not an accumulator"),
+        (dense[0], [ONES], "accumulators=<Cond.* must be a list of accumulators"),
+        (
+            [*dense, dense[3]],
+            [ONES] * 301,
+            r"an accumulator is named twice: accumulators\[300\] is",
+        ),
+    ):
+        with pytest.raises(WRONG, match=f"^{told}") as caught:
+            gr.apply_grads(accumulators, grads)
+        assert len(str(caught.value)) < 250
+    assert not any(each.num_accumulated() for each in (*dense, *sparse))
+    missing = r"s; accumulators\[0\] at step 0: 0 of 1 .*; and 295 more$"
+    with pytest.raises(TimeoutError, match=missing) as late:
+        gr.take_grads(dense, 1, timeout=0)
+    assert len(str(late.value)) < 500
+
+
+def test_which_of_many_gradients_is_wrong_is_told(big, many):
+    *_, variables = many
+    optimizer = gr.GradientDescentOptimizer(0.1)
+    far = gr.PerReplica([ONES] * 64, big)
+    wide = gr.Variable(ONES, "wide", device=big)
+    four = np.ones(4, np.float32)
+    for grads, found, told in (
+        (
+            with_one(ONES, four),
+            variables,
+            r"the gradient of <Variable 'w17' .* is float32\[4\]; it",
+        ),
+        (
+            with_one(ONES, "ab"),
+            variables,
+            "the gradient of <Variable 'w17' .*: str is not an array",
+        ),
+        (
+            with_one(ONES, far),
+            variables,
+            "the gradient of <Variable 'w17' .* lies on sim:0, .* 59 m",
+        ),
+        ([ONES] * 18, [*variables[:17], LONG], r"grads_and_vars\[17\]: \['x', .* is not a Variab"),
+        (
+            [ONES] * 18,
+            [*variables[:17], variables[3]],
+            "grads_and_vars names <Variable 'w3' .* twi",
+        ),
+        ([four], [wide], "the gradient of <Variable 'wide' .* and 59 more> is float"),
+    ):
+        pairs = list(zip(grads, found, strict=True))
+        with pytest.raises(WRONG, match=f"^{told}") as caught:
+            optimizer.apply_gradients(pairs)
+        assert len(str(caught.value)) < 250
+    for call, told in (
+        (
+            lambda: optimizer.apply_gradients([(ONES, wide), [ONES]]),
+            r"grads_and_vars\[1\] is \[nda",
+        ),
+        (lambda: optimizer.apply_gradients(3), "grads_and_vars=3 must be a list"),
+        (lambda: optimizer.compute_gradients(sum, [wide, LONG]), r".*: var_list\[1\] is \['x'"),
+        (lambda: gr.clip_by_global_norm(with_one(ONES, "ab"), 1.0), r"t_list\[17\]: str is not"),
+        (lambda: gr.clip_by_global_norm(with_one(ONES, far), 1.0), r"t_list\[17\] is a PerReplica"),
+        (lambda: gr.clip_by_global_norm([ONES, np.ones(3, "i4")], 1), r"t_list\[1\] is int32; it"),
+        (lambda: gr.add_n([ONES, ONES, "ab"]), "input 2: str is not an array"),
+    ):
+        with pytest.raises(WRONG, match=f"^{told}") as caught:
+            call()
+        assert len(str(caught.value)) < 250
+
+
+def test_no_message_holds_all_of_what_came(mesh, big, many):
+    value, far = gr.PerReplica([ONES] * 4, mesh), gr.PerReplica([ONES] * 64, big)
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    topology = (range(1500), range(1500, 3000))
+    step = gr.SyncStep(many[2], gr.GradientDescentOptimizer(0.1), ops)
+    number = gr.Variable(np.zeros(2000, "i1"), trainable=False, device=mesh)
+    for call in (
+        lambda: ops.batch_reduce(SUM, [(LONG, LONG, 1)]),
+        lambda: ops.batch_reduce(SUM, [(value, LONG)]),
+        lambda: ops.batch_reduce(SUM, [(value, ["sim:0"] * 3000)]),
+        lambda: ops.reduce(LONG, value, value),
+        lambda: ops.reduce(SUM, value, value, as_kind=LONG),
+        lambda: ops.reduce(SUM, value, value, out=far),
+        lambda: ops.broadcast(far, mesh),
+        lambda: ops.all_reduce([{"x" * 3000: each} for each in (ONES, ONES[:2], ONES, ONES)]),
+        lambda: gr.AllReduceCrossDeviceOps(LONG),
+        lambda: gr.NcclAllReduce(wire_dtype=LONG),
+        lambda: gr.NcclAllReduce(mesh=LONG),
+        lambda: gr.NcclAllReduce(LONG),
+        lambda: gr.HierarchicalCopyAllReduce(topology=LONG),
+        lambda: gr.HierarchicalCopyAllReduce(topology=topology).reduce(SUM, value, value),
+        lambda: gr.PerReplica([ONES] * 64, devices=[big.devices[0]] * 64),
+        lambda: gr.PerReplica([ONES] * 64, mesh, devices=big.devices),
+        lambda: gr.PerReplica([ONES] * 64, mesh=LONG),
+        lambda: far.get(mesh.devices[0]),
+        lambda: gr.PerReplica([ROWS] * 64, big).buffers,
+        lambda: gr.accumulate_n([ONES] * 3, shape=[4] * 3000),
+        lambda: gr.aggregate([ONES], LONG),
+        lambda: gr.IndexedSlices(ONES, [1, 2, 3], [1.5] * 3000),
+        lambda: gr.IndexedSlices(ONES, [1, 2, 3], [4] * 3000),
+        lambda: gr.ConditionalAccumulator("float32", [1.5] * 3000),
+        lambda: gr.ConditionalAccumulator("float32", device=LONG),
+        lambda: many[0][0].take_grad(LONG),
+        lambda: many[0][0].apply_grad(ONES, local_step=LONG),
+        lambda: many[0][0].load_state_dict(dict.fromkeys(range(3000))),
+        lambda: number.assign([1000] * 2000),
+        lambda: step([[LONG] * NUM] * 4),
+        lambda: mesh.flat_buffer([[1.5] * 3000], "float32"),
+    ):
+        with pytest.raises(WRONG) as caught:
+            call()
+        assert len(str(caught.value)) < 400
+        assert str(caught.value).count("sim:") < 12
