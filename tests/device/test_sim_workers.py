@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -308,6 +309,34 @@ def test_what_nobody_waits_for_keeps_no_memory():
     go.set()
     blocked.join(TIMEOUT)
     workers.close()
+
+
+def test_a_failure_keeps_no_memory():
+    workers, all_begun = Workers(2), threading.Barrier(2)
+    array = np.zeros(3)
+    kept = weakref.ref(array)
+
+    def fails(array: np.ndarray) -> None:
+        all_begun.wait(TIMEOUT)
+        raise ZeroDivisionError("planted")
+
+    gc.disable()  # which would find it, later
+    try:
+        with pytest.raises(ZeroDivisionError):
+            workers.run([partial(fails, array), partial(all_begun.wait, TIMEOUT)])
+        del array
+        assert kept() is None
+    finally:
+        gc.enable()
+    workers.close()
+
+
+def test_what_is_closed_starts_no_thread():
+    workers, times = Workers(3), []
+    workers.close()
+    workers.run([partial(times.append, None)] * 3)
+    assert len(times) == 3
+    assert not workers._threads
 
 
 class _Here:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise, repeat
 from queue import SimpleQueue
-from threading import RLock
 from typing import Any
 from weakref import finalize
 
@@ -93,7 +92,6 @@ def _serve(inbox: SimpleQueue[_Batch | None]) -> None:
     """A thread of ``Workers``, which it does not keep alive."""
     while (batch := inbox.get()) is not None:
         batch.help()
-        del batch  # while it waits it holds no memory
 
 
 def _end(inbox: SimpleQueue[_Batch | None], threads: list[int]) -> None:
@@ -111,7 +109,6 @@ class Workers:
         self.num_threads = max(1, num_threads)
         self._inbox: SimpleQueue[_Batch | None] = SimpleQueue()
         self._threads: list[int] = []  # none is started before the first job
-        self._starting = RLock()
         self._end = finalize(self, _end, self._inbox, self._threads)
         self._end.atexit = False
 
@@ -135,14 +132,16 @@ class Workers:
             raise
 
     def _start(self) -> None:
-        """Starts the threads that are missing, or as many of them as the system allows."""
-        with self._starting:
-            missing = self.num_threads - 1 - len(self._threads) if self._end.alive else 0
-            each = repeat(_serve, missing), repeat((self._inbox,), missing)
-            # One C call, so that each thread is started and listed, or neither. Thread.start waits
-            # in Python code, where an interruption leaves a lock held.
-            with suppress(RuntimeError):  # "can't start new thread": callers do what it would do
-                self._threads.extend(map(start_new_thread, *each))
+        """Starts the threads that are missing, or as many of them as the system allows.
+
+        When two callers come at once it may be some more, which wait for work as the others do.
+        """
+        missing = self.num_threads - 1 - len(self._threads) if self._end.alive else 0
+        each = repeat(_serve, missing), repeat((self._inbox,), missing)
+        # One C call, so that each thread is started and listed, or neither. Thread.start waits in
+        # Python code, where an interruption leaves a lock held.
+        with suppress(RuntimeError):  # "can't start new thread": callers do what it would do
+            self._threads.extend(map(start_new_thread, *each))
 
     def close(self) -> None:
         """Has the threads end; does not wait for them."""
