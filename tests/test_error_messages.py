@@ -204,3 +204,33 @@ def test_no_message_holds_all_of_what_came(mesh, big, many):
             call()
         assert len(str(caught.value)) < 400
         assert str(caught.value).count("sim:") < 12
+
+
+def test_numbers_of_optimizers_and_terms_are_named(many):
+    first = many[2][0]
+    pairs = [(ONES, first)]
+
+    def fast():
+        return "fast"
+
+    for number, told in (
+        ("x", "'x' must be a number"),
+        (None, "None must be a number"),
+        (np.ones(2), r"ndarray float64\[2\] must be a number"),
+        (fast, ".*fast gave 'fast'; it must give a number"),
+    ):
+        with pytest.raises(WRONG, match=f"^learning_rate={told}$"):
+            gr.MomentumOptimizer(number, 0.9).apply_gradients(pairs)
+    optimizer = gr.AdamOptimizer(0.1)
+    optimizer.beta2 = "x"
+    with pytest.raises(ValueError, match=r"^beta2='x' must be a number$"):
+        optimizer.apply_gradients(pairs)
+    with pytest.raises(TypeError, match=r"is not a Variable; pass a list as var_list=$"):
+        optimizer.minimize(lambda: first @ first, [first])
+    step = gr.SyncStep([first], gr.GradientDescentOptimizer(0.1), gr.AllReduceCrossDeviceOps())
+    with pytest.raises(
+        TypeError, match=r"^terms=None must be a list with an entry for each of the"
+    ):
+        step(None)
+    with pytest.raises(TypeError, match=r"^terms\[2\]=\{'w0': .* must be a list with an"):
+        step([[[ONES]], [[ONES]], {"w0": [ONES]}, [[ONES]]])

@@ -331,7 +331,7 @@ def spoiled(change):
 
 
 BAD = {
-    "replicas": (lambda terms: terms.pop(), "terms of 3 replicas for 4 devices"),
+    "replicas": (lambda terms: terms.pop(), "terms has 3 entries for 4 devices"),
     "variables": (lambda terms: terms[2].pop(), r"terms\[2\] has 3 entries for 4"),
     "shape": (
         lambda terms: terms[1][0].__setitem__(2, np.zeros((2, 2), np.float32)),

@@ -148,17 +148,9 @@ class SyncStep(NotCopied):
         self, terms: Sequence[Sequence[Sequence[Any] | None]]
     ) -> tuple[list[int], list[list[list[Buffer]]]]:
         """Checks everything; the variables with gradients, and ``[variable][replica]`` Buffers."""
-        if len(terms) != len(self.devices):
-            raise ValueError(
-                f"terms of {len(terms)} replicas for {len(self.devices)} devices: a list for each "
-                "is needed"
-            )
+        _check_length("terms", terms, len(self.devices), "devices")
         for replica, of_replica in enumerate(terms):
-            if len(of_replica) != len(self.variables):
-                raise ValueError(
-                    f"terms[{replica}] has {len(of_replica)} entries for {len(self.variables)} "
-                    "variables"
-                )
+            _check_length(f"terms[{replica}]", of_replica, len(self.variables), "variables")
         present, placed = [], []
         for place, variable in enumerate(self.variables):
             lists = [_without_none(of_replica[place]) for of_replica in terms]
@@ -209,6 +201,13 @@ def _checked_variables(variables: Sequence[Variable]) -> tuple[Variable, ...]:
     if len(set(found)) != len(found):
         raise ValueError(f"variables names {listed(repeated(found))} twice: once is enough")
     return found
+
+
+def _check_length(name: str, given: Any, wanted: int, of: str) -> None:
+    if not isinstance(given, Sequence):
+        raise TypeError(f"{name}={brief(given)} must be a list with an entry for each of the {of}")
+    if len(given) != wanted:
+        raise ValueError(f"{name} has {len(given)} entries for {wanted} {of}")
 
 
 def _without_none(terms: Sequence[Any] | None) -> Sequence[Any] | None:

@@ -57,9 +57,10 @@ class AdamOptimizer(Optimizer):
         master_dtype: Any = None,
     ) -> None:
         super().__init__(name, master_dtype=master_dtype)
-        self.learning_rate = as_number(learning_rate)
-        self.beta1, self.beta2 = as_number(beta1), as_number(beta2)
-        self.epsilon = as_number(epsilon)
+        self.learning_rate = as_number("learning_rate", learning_rate)
+        self.beta1 = as_number("beta1", beta1)
+        self.beta2 = as_number("beta2", beta2)
+        self.epsilon = as_number("epsilon", epsilon)
         self._check_numbers()
         self._densifies = not as_flag("lazy", lazy)
         self._powers: tuple[float, float] | None = None  # beta1 and beta2, until the first update
@@ -104,8 +105,8 @@ class AdamOptimizer(Optimizer):
 
     def _check_numbers(self) -> None:
         super()._check_numbers()
-        check_decay("beta1", as_number(self.beta1))
-        check_decay("beta2", as_number(self.beta2))
+        check_decay("beta1", as_number("beta1", self.beta1))
+        check_decay("beta2", as_number("beta2", self.beta2))
 
     def _scalars(self) -> tuple[float, ...]:
         rate, beta1, beta2, epsilon = super()._scalars()
@@ -157,7 +158,7 @@ class AdagradOptimizer(Optimizer):
             raise ValueError(
                 f"initial_accumulator_value must be positive: {initial_accumulator_value}"
             )
-        self.learning_rate = as_number(learning_rate)
+        self.learning_rate = as_number("learning_rate", learning_rate)
         self.initial_accumulator_value = float(initial_accumulator_value)
 
     def _slot_start(self, name: str) -> float:
@@ -208,9 +209,10 @@ class RMSPropOptimizer(Optimizer):
         if as_flag("centered", centered):
             self._slot_names = ("rms", "mg", "momentum")
         super().__init__(name, master_dtype=master_dtype)
-        self.learning_rate = as_number(learning_rate)
-        self.decay, self.momentum = as_number(decay), as_number(momentum)
-        self.epsilon = as_number(epsilon)
+        self.learning_rate = as_number("learning_rate", learning_rate)
+        self.decay = as_number("decay", decay)
+        self.momentum = as_number("momentum", momentum)
+        self.epsilon = as_number("epsilon", epsilon)
 
     @property
     def centered(self) -> bool:

@@ -50,7 +50,8 @@ def check_global_step(global_step: Any) -> None:
     if global_step is None:
         return
     if not isinstance(global_step, Variable):
-        raise TypeError(f"global_step={brief(global_step)} is not a Variable")
+        hint = "; pass a list as var_list=" if isinstance(global_step, list | tuple) else ""
+        raise TypeError(f"global_step={brief(global_step)} is not a Variable{hint}")
     if global_step.shape:
         raise ValueError(f"global_step={brief(global_step)} must hold one number")
 

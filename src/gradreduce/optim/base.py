@@ -119,7 +119,7 @@ class Optimizer(NotCopied):
 
     def _scalars(self) -> tuple[float, ...]:
         """What the rule takes, of the hyperparameters; asked once, before anything is launched."""
-        return tuple(value_of(getattr(self, attribute)) for attribute in self._hyperparameters)
+        return tuple([value_of(name, getattr(self, name)) for name in self._hyperparameters])
 
     def _no_attribute(self, name: str) -> AttributeError:
         """What is raised when an attribute is set that there is not."""
@@ -394,7 +394,7 @@ class Optimizer(NotCopied):
 
     def _check_numbers(self) -> None:
         for attribute in self._hyperparameters:  # may have been set to anything meanwhile
-            as_number(getattr(self, attribute))
+            as_number(attribute, getattr(self, attribute))
 
     def _known(self, variables: Sequence[Variable]) -> Plan | None:
         """The plan of the last update, if it was of these; nothing that it knows ever changes."""

@@ -15,7 +15,7 @@ __all__ = ["Number", "as_count", "as_number", "check_decay", "no_attribute", "sh
 Number = float | Variable | Callable[[], float]
 
 
-def as_number(given: Number) -> Number:
+def as_number(name: str, given: Number) -> Number:
     """As an optimizer keeps it: a callable or a Variable as it is, anything else as a float.
 
     Raises:
@@ -24,22 +24,32 @@ def as_number(given: Number) -> Number:
     """
     if isinstance(given, Variable):
         if given.shape:
-            raise ValueError(f"{brief(given)} must hold one number")
+            raise ValueError(f"{name}={brief(given)} must hold one number")
         return given
-    return given if callable(given) else float(given)
+    return given if callable(given) else _as_float(name, given, given)
 
 
-def value_of(given: Number) -> float:
+def value_of(name: str, given: Number) -> float:
     """Now; asked once for each update, before anything is launched. Waits for a Variable."""
     said = given() if callable(given) else given
-    return float(said.numpy() if isinstance(said, Variable) else said)
+    return _as_float(name, given, said.numpy() if isinstance(said, Variable) else said)
+
+
+def _as_float(name: str, given: Any, said: Any) -> float:
+    try:
+        return float(said)
+    except (TypeError, ValueError) as error:
+        what = f"{name}={shown(given)} must be"
+        if said is not given:
+            what = f"{name}={shown(given)} gave {brief(said)}; it must give"
+        raise type(error)(f"{what} a number") from None
 
 
 def shown(given: Any) -> str:
     """For a ``repr``: a callable by its name, anything else as it is."""
     if callable(given):
         return getattr(given, "__qualname__", type(given).__qualname__)
-    return repr(given)
+    return brief(given)
 
 
 def check_decay(name: str, given: Number) -> None:

@@ -36,7 +36,7 @@ class GradientDescentOptimizer(Optimizer):
         master_dtype: Any = None,
     ) -> None:
         super().__init__(name, master_dtype=master_dtype)
-        self.learning_rate = as_number(learning_rate)
+        self.learning_rate = as_number("learning_rate", learning_rate)
 
     @property
     def _kernel(self) -> RuleKernel:
@@ -76,8 +76,8 @@ class MomentumOptimizer(Optimizer):
         master_dtype: Any = None,
     ) -> None:
         super().__init__(name, master_dtype=master_dtype)
-        self.learning_rate = as_number(learning_rate)
-        self.momentum = as_number(momentum)
+        self.learning_rate = as_number("learning_rate", learning_rate)
+        self.momentum = as_number("momentum", momentum)
         self.use_nesterov = as_flag("use_nesterov", use_nesterov)
 
     @property
