@@ -453,6 +453,38 @@ def test_a_parameter_without_a_gradient_contributes_zero(mesh):
 
 
 @pytest.mark.torch
+def test_an_optimizer_leaves_a_frozen_parameter_alone(mesh):
+    torch, models, parameters, flat = a_model(mesh)
+    step = flat.prepare_all_reduce(SUM)
+    optimizers = [torch.optim.AdamW(row, 0.1, weight_decay=0.1) for row in parameters]
+    start = parameters[0][0].detach().clone()
+
+    def train():
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(torch.ones(1, 8)).sum().backward()
+        step()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    for row in parameters:
+        row[0].requires_grad_(False)
+    train()
+    train()
+    for row, views in zip(parameters, flat.arrays("torch"), strict=True):
+        assert row[0].grad is None
+        assert torch.equal(row[0], start)
+        assert not views[0].any()
+        row[0].requires_grad_(True)
+    train()
+    assert are_views(parameters, flat)
+    for row in parameters:
+        assert row[0].grad.any()
+        assert torch.equal(row[0], parameters[0][0])
+        assert not torch.equal(row[0], start)
+
+
+@pytest.mark.torch
 def test_a_gradient_that_does_not_fit_its_view_is_refused_and_nothing_is_changed(mesh):
     torch, models, parameters, flat = a_model(mesh)
     steps = [*steps_of(mesh, flat), flat.zero]
@@ -501,6 +533,8 @@ def test_what_cannot_be_attached_is_refused_and_what_is_there_is_kept(mesh):
         ([scaled, *others[1:]], ValueError, r"parameters\[0\]\[3\] is computed from other tens"),
         ([double, *others[1:]], ValueError, r"parameters\[0\]\[3\] is float64\[4\], its view"),
         ([[np.ones(4)] * 4, *others[1:]], TypeError, r"parameters\[0\]\[0\] is ndarray, no tensor"),
+        (["wxyz", *others[1:]], TypeError, r"parameters\[0\]\[0\] is str, no tensor"),
+        ([torch.nn.ReLU()], TypeError, r"parameters\[0\] is ReLU; pass the parameters of each"),
     ):
         with refused(mesh, kind, why):
             flat.attach(given)

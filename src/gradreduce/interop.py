@@ -346,7 +346,14 @@ class _FlatDoor:
         self, views: Sequence[Sequence[Buffer]], parameters: Iterable[Iterable[Any]]
     ) -> list[Attached]:
         """See ``FlatBuffer.attach``."""
-        rows = [list(row) for row in parameters]
+        rows = []
+        for place, row in enumerate(parameters):
+            if not isinstance(row, Iterable):
+                raise TypeError(
+                    f"parameters[{place}] is {type(row).__name__}; pass the parameters of each "
+                    "device: [model.parameters() for model in models]"
+                )
+            rows.append(list(row))
         counts, wanted = [len(row) for row in rows], [len(row) for row in views]
         if counts != wanted:
             raise ValueError(
@@ -357,17 +364,7 @@ class _FlatDoor:
         for place, row in enumerate(rows):
             for tensor, parameter in enumerate(row):
                 name = f"parameters[{place}][{tensor}]"
-                if kind_of(parameter) != "torch":
-                    raise TypeError(f"{name} is {type(parameter).__name__}, no tensor of PyTorch")
-                try:
-                    _check_tensor(parameter)
-                except TypeError as error:
-                    raise about(name, error) from None
-                if not parameter.is_leaf:
-                    raise ValueError(
-                        f"{name} is computed from other tensors (is_leaf is False), and gets no "
-                        ".grad; pass the parameter itself"
-                    )
+                _check_parameter(parameter, name)
                 if id(parameter) in seen:
                     raise ValueError(
                         f"{name} is {seen[id(parameter)]}, which can have only one gradient: name "
@@ -375,6 +372,22 @@ class _FlatDoor:
                     )
                 seen[id(parameter)] = name
         return [_Gradients(*each) for each in zip(range(len(rows)), rows, views, strict=True)]
+
+
+def _check_parameter(parameter: Any, name: str) -> None:
+    """Raises unless PyTorch keeps a ``.grad`` for it that can be a view."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(parameter, torch.Tensor):
+        raise TypeError(f"{name} is {type(parameter).__name__}, no tensor of PyTorch")
+    try:
+        _check_tensor(parameter)
+    except TypeError as error:
+        raise about(name, error) from None
+    if not parameter.is_leaf:
+        raise ValueError(
+            f"{name} is computed from other tensors (is_leaf is False), and gets no .grad; pass "
+            "the parameter itself"
+        )
 
 
 class _Gradients:
@@ -437,6 +450,8 @@ class _Gradients:
                 view = from_buffer(buffer, "torch")
                 if grad is None:
                     view.zero_()
+                    if not parameter.requires_grad:
+                        continue  # frozen: by a .grad its optimizer would move it
                 else:
                     view.copy_(grad.detach())
                 parameter.grad = view

@@ -144,8 +144,10 @@ class FlatBuffer:
         zero. ``zero()`` and every call of a prepared or captured step over this memory then do the
         same for each ``.grad`` that is not its view any more, before they launch anything. So
         ``optimizer.zero_grad()`` is allowed, and a parameter that was not used since contributes
-        zero. It costs an allocation and a copy for each parameter, though: ``zero()`` and
-        ``zero_grad(set_to_none=False)`` keep the views.
+        zero. (Momentum and weight decay then move it, as they do where ``.grad`` is zero.) It costs
+        an allocation and a copy for each parameter, though: ``zero()`` and
+        ``zero_grad(set_to_none=False)`` keep the views. A frozen parameter (``requires_grad`` is
+        False) without a gradient contributes zero too, and its ``.grad`` stays None.
 
         Parameters are held weakly. Attaching others replaces them.
 
@@ -158,7 +160,7 @@ class FlatBuffer:
                 no leaf, or a parameter or its gradient of another shape, dtype or layout. No
                 ``.grad`` was changed. Later calls that find such a gradient raise the same, before
                 they change anything.
-            TypeError: what is no tensor of PyTorch.
+            TypeError: what is no tensor of PyTorch, or no list of them for each device.
             DeviceMismatchError: a parameter on another device than its view.
             BackendUnavailableError: the mesh is closed, or a device lost.
         """
