@@ -129,14 +129,13 @@ def test_tensors_without_values_in_their_memory_are_refused_in_our_words(mesh):
         faked = torch.ones(3)
     other = type("Scaled", (torch.Tensor,), {})
     subclasses = [(plain.as_subclass(type("DTensor", (torch.Tensor,), {})), r"pass .to_local\(\)$"),
-                  (plain.as_subclass(other), r"^Scaled is a subclass .* pass a plain tensor"),
+                  (plain.as_subclass(other), r"Scaled is a subclass .* pass a plain tensor"),
                   (faked, "FakeTensor has no values: call this outside FakeTensorMode"),
                   (torch.nested.nested_tensor(parts), "a nested tensor is no array: pass"),
                   (torch.nested.nested_tensor(parts, layout=torch.jagged), "a nested tensor is no"),
                   ]  # fmt: skip
     accumulator = gr.ConditionalAccumulator("float32", device=mesh)
-    for given, why in subclasses:
-        told = why.removeprefix("^")
+    for given, told in subclasses:
         with pytest.raises(TypeError, match=rf"^grads\[1\]\['w'\]: .*{told}"):
             gr.all_reduce([{"w": plain}, {"w": given}], mesh=mesh)
         with pytest.raises(TypeError, match=rf"^out\[0\]\[0\]: .*{told}"):
@@ -146,7 +145,7 @@ def test_tensors_without_values_in_their_memory_are_refused_in_our_words(mesh):
             lambda given=given: gr.IndexedSlices(plain, given),
             lambda given=given: accumulator.apply_grad(given),
         ):
-            with pytest.raises(TypeError, match=why):
+            with pytest.raises(TypeError, match=told):
                 call()
 
     def mapped(x):

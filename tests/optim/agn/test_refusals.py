@@ -101,7 +101,7 @@ def test_gradients_and_variables(mesh, worker):
         ([(grad, center)], KeyError, "did not come through this AGNCustomGetter"),
         ([(grad, total)], KeyError, "did not come through this AGNCustomGetter"),
         ([(grad, "v")], InvalidVariableError, "'v' is not a Variable"),
-        ([(grad, var), (grad, var)], ValueError, "a variable is named twice"),
+        ([(grad, var), (grad, var)], ValueError, "grads_and_vars names <Variable .* twice"),
         ([grad], TypeError, "is no .gradient, variable. pair"),
         ([(np.ones(4, "float32"), var)], ValueError, r"gradient of .* is float32\[4\]"),
         ([(np.ones(3), var)], ValueError, r"float64\[3\]"),
