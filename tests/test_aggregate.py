@@ -67,6 +67,21 @@ def reference(terms, method):
 # -- the methods ----------------------------------------------------------------------------------
 
 
+def test_replicas_are_no_terms():
+    """They lie on different devices: to add them is a reduction."""
+    with gr.open_mesh(2, backend="sim") as mesh, mesh.journal() as journal:
+        value = gr.PerReplica([np.ones(3)] * 2, mesh)
+        for call, kind in ((gr.aggregate, TypeError), (gr.add_n, ValueError),
+                           (gr.accumulate_n, ValueError)):  # fmt: skip
+            with pytest.raises(kind, match=r"PerReplica.*; AllReduceCrossDeviceOps\(\)\.reduce\("):
+                call(value)
+        with pytest.raises(
+            TypeError, match=r"^input 1: PerReplica is not an array.*; value\[0\] is one"
+        ):
+            gr.add_n([np.ones(3), value])
+        assert journal.records == []
+
+
 def test_the_method_is_an_enum_with_the_numbers_of_tensorflow():
     method = gr.AggregationMethod
     assert [method.ADD_N, method.DEFAULT] == [0, 0]

@@ -32,6 +32,7 @@ from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import Aside, Kind, OneCall, as_result_kind, from_buffer, is_array
 from gradreduce.loss_context import current_reader, traceable
 from gradreduce.replica_context import current_device, on_current_devices
+from gradreduce.values import DistributedValues
 
 _END = object()  # of what is read as it comes
 
@@ -192,10 +193,13 @@ def aggregate(
         ValueError: an invalid method or ``as_kind`` (even for a single term), shapes differ, or an
             index beyond the ``dense_shape`` of the first term.
         TypeError: dtypes differ (for ACCUMULATE_N a ``ValueError`` too), a term that is no array,
-            or IndexedSlices without ``dense_shape`` among arrays.
+            IndexedSlices without ``dense_shape`` among arrays, or ``terms`` is a ``PerReplica`` or
+            ``Mirrored``: replicas are reduced across devices.
     """
     method = as_aggregation_method(method)
     as_result_kind(as_kind, "native")  # a wrong name must not cost a term
+    if isinstance(terms, DistributedValues):  # replicas are no terms, and stay on their devices
+        kind_of_term(terms)  # raises
     if not isinstance(terms, list | tuple):
         if current_reader() is not None:  # there may be traced values among them
             return aggregate(list(terms), method, as_kind=as_kind)
@@ -324,7 +328,7 @@ def _on_current_device(term: Any) -> Buffer | IndexedSlices:
 def _described(inputs: Any) -> str:
     """Shortly: thousands of arrays make a message of megabytes."""
     if not isinstance(inputs, list | tuple):
-        return f"one {type(inputs).__name__}"
+        return f"one {type(inputs).__name__}{getattr(inputs, '_instead', '')}"
     if not inputs:
         return "none"
     places = [str(place) for place, term in enumerate(inputs) if term is None]

@@ -196,7 +196,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             as_kind: what the results are instead of the kind of each tensor's first array; see
                 ``batch_reduce``.
             out: arrays that the results are written into, nested as ``grads``, which may be
-                ``grads`` itself; see ``batch_reduce``.
+                ``grads`` itself; see ``batch_reduce``. What it holds for a tensor that is None on
+                every device stays as it is.
             deadline: see ``batch_reduce``.
 
         Returns:

@@ -362,7 +362,7 @@ def named_mesh(destination: Any) -> Mesh | None:
 
 def checked_nest(grads: Any, mesh: Mesh) -> list[Any]:
     """The keys (or places) of the tensors, equal for every device."""
-    _check_entries("grads", grads, len(mesh.devices), f"for each device of {mesh}")
+    _check_entries("grads", grads, len(mesh.devices), f" of {mesh}")
     keys = [keys_of(entry, replica) for replica, entry in enumerate(grads)]
     for replica, found in enumerate(keys):
         _check_alike(f"grads[{replica}]", grads[replica], found, "grads[0]", grads[0], keys[0])
@@ -381,9 +381,10 @@ def keys_of_arrays(grads: Sequence[Any], keys: Sequence[Any]) -> list[Any]:
         if 0 < len(missing) < len(grads):
             there = next(replica for replica in range(len(grads)) if replica not in missing)
             names = listed(f"grads[{replica}][{brief(key)}]" for replica in missing)
+            are = "is" if len(missing) == 1 else "are"
             raise ValueError(
-                f"{names} is None, grads[{there}][{brief(key)}] is not: pass zeros where a replica "
-                "has no gradient, or None on every replica"
+                f"{names} {are} None, grads[{there}][{brief(key)}] is not: pass zeros where a "
+                "replica has no gradient, or None on every replica"
             )
         if not missing:
             found.append(key)
@@ -392,7 +393,7 @@ def keys_of_arrays(grads: Sequence[Any], keys: Sequence[Any]) -> list[Any]:
 
 def outs_of(out: Any, grads: Sequence[Any], keys: Sequence[Any]) -> list[list[Any]]:
     """Of each key the arrays of a nest like ``grads``; anything else is a ``ValueError``."""
-    _check_entries("out", out, len(grads), "as grads has")
+    _check_entries("out", out, len(grads), ", as grads has")
     for replica, (entry, like) in enumerate(zip(out, grads, strict=True)):
         found = keys_of(entry, replica, "out")
         _check_alike(f"out[{replica}]", entry, found, f"grads[{replica}]", like, list(like))
@@ -401,14 +402,15 @@ def outs_of(out: Any, grads: Sequence[Any], keys: Sequence[Any]) -> list[list[An
 
 def _check_entries(name: str, given: Any, count: int, why: str) -> None:
     if not isinstance(given, list | tuple):
+        hint = getattr(given, "_instead", "") if name == "grads" else ""
         raise ValueError(
             f"{name} must be a list or tuple with one entry for each of {count} devices, not "
-            f"{type(given).__name__}"
+            f"{type(given).__name__}{hint}"
         )
     if len(given) != count:
         raise ValueError(
-            f"{name} has {len(given)} entries; it must have one entry for each of {count} devices, "
-            f"{why}"
+            f"{name} has {len(given)} entries; it must have one entry for each of {count} "
+            f"devices{why}"
         )
 
 
@@ -469,7 +471,8 @@ def keys_of(entry: Any, replica: int, name: str = "grads") -> list[Any]:
         for key in keys:
             if _is_nest(entry[key]):
                 raise ValueError(
-                    f"{name}[{replica}][{brief(key)}] is a nest of arrays, not an array"
+                    f"{name}[{replica}][{brief(key)}] is a nest of arrays, not an array; put all "
+                    "arrays of a device into one list or dict"
                 )
         return keys
     raise ValueError(

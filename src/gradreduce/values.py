@@ -80,6 +80,7 @@ class DistributedValues(NotCopied):
     """
 
     _copied_as = "pass NumPy arrays, [buffer.numpy() for buffer in value.buffers]"
+    _instead = "; AllReduceCrossDeviceOps().reduce(op, value, value) adds replicas; value[0] is one"
 
     _key: Any = _NO_KEY  # of the tensor of ``all_reduce``'s grads
     _kept: dict[Part, Any] | None = None  # the arrays of ``keep_arrays``
