@@ -79,6 +79,7 @@ def test_a_stuck_gpu_is_named_and_a_reset_waits_for_it(here, mesh, clock, algori
     with pytest.raises(CollectiveError, match=words):
         results[0][0].numpy()
     await_death(mesh)
+    assert mesh.fabric.library_ended(PATIENCE)
     with pytest.raises(CollectiveError, match=r"queues have not come to their end: .*cuda:3"):
         mesh.reset(timeout=0.02)
     with pytest.raises(CollectiveError, match=words):
@@ -178,8 +179,7 @@ def test_a_thread_that_hangs_inside_of_nccl_does_not_hold_the_abort(here, mesh, 
     """It holds the lock of the communicators and that of the mesh; the abort takes neither."""
     reduced(mesh)
     mesh.synchronize()
-    before = communicators(mesh)
-    group_end, outcomes = mesh.collective._nccl.groupEnd, []
+    before, group_end, outcomes = communicators(mesh), mesh.collective._nccl.groupEnd, []
     inside, let_go = threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -200,9 +200,10 @@ def test_a_thread_that_hangs_inside_of_nccl_does_not_hold_the_abort(here, mesh, 
         assert inside.wait(PATIENCE)
         clock.pass_by(6)
         assert "the call itself has not come to the end" in await_death(mesh)
+        assert mesh.fabric.library_ended(PATIENCE)
+        assert [each._ended for each in before] == ["abort"] * 3
         with pytest.raises(CollectiveError, match="a call is still giving work to the devices"):
             mesh.reset(timeout=0.02)
-        assert [each._ended for each in before] == ["abort"] * 3
         let_go.set()
         caller.join(PATIENCE)
     assert "mesh is dead" in outcomes[0]

@@ -289,6 +289,7 @@ def test_where_no_thread_can_start_a_loss_is_told_by_the_watchdog():
 def test_a_reset_waits_for_a_call_that_still_gives_work(clock):
     with queued() as mesh:
         mesh.fabric.fail("for a test")
+        await_death(mesh)
         held, let_go = threading.Event(), threading.Event()
 
         def hang() -> None:
