@@ -112,6 +112,13 @@ def tensors_on(torch, mesh, add: int) -> list[list[Tensor]]:
     return made
 
 
+def parameters_on(torch, mesh) -> list[list[Tensor]]:
+    made = tensors_on(torch, mesh, 0)
+    for parameter in chain(*made):
+        parameter.requires_grad = True
+    return made
+
+
 def all_equal(torch, tensors, wanted) -> bool:
     """Reads each in the order of its library's stream."""
     found = []
@@ -122,7 +129,7 @@ def all_equal(torch, tensors, wanted) -> bool:
 
 
 def test_attached_gradients_of_pytorch_are_attached_again_in_the_order_of_its_stream(mesh, torch):
-    parameters = tensors_on(torch, mesh, 0)
+    parameters = parameters_on(torch, mesh)
     flat, ops = mesh.flat_buffer(SHAPES, "float32"), gr.HierarchicalCopyAllReduce(mesh=mesh)
     steps = [flat.prepare_all_reduce(SUM, cross_device_ops=ops)]  # before the library is known
     flat.attach(parameters)
@@ -150,7 +157,7 @@ def test_attached_gradients_of_pytorch_are_attached_again_in_the_order_of_its_st
 
 
 def test_a_gradient_that_is_not_there_or_lies_elsewhere_is_seen(mesh, torch):
-    parameters = tensors_on(torch, mesh, 0)
+    parameters = parameters_on(torch, mesh)
     flat = mesh.flat_buffer(SHAPES, "float32")
     step = flat.prepare_all_reduce(SUM, cross_device_ops=gr.HierarchicalCopyAllReduce(mesh=mesh))
     flat.attach(parameters)

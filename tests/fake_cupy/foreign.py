@@ -117,7 +117,7 @@ def stand_in() -> ModuleType:
 
     module = ModuleType("torch")
     module.__dict__.update(
-        strided="strided", bfloat16="bfloat16", int16="int16", from_dlpack=Tensor,
+        strided="strided", bfloat16="bfloat16", int16="int16", Tensor=Tensor, from_dlpack=Tensor,
         stream=stream_of(0), stream_of=stream_of, on=on,
         cuda=SimpleNamespace(current_stream=current_stream),
         autograd=SimpleNamespace(graph=SimpleNamespace(increment_version=_increment_version)),
