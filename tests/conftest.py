@@ -1,7 +1,7 @@
 """What every test shares.
 
 The law of skips (``skips.py``), processes that begin before their tests (``early.py``), the cases
-that a plain run leaves out (``exhaustive.py``), and a heap that is quick to search.
+that a plain run leaves out (``exhaustive.py``), little memory, and a heap that is quick to search.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import ctypes
 import gc
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+EXAMPLES = Path(__file__).resolve().parent / "examples"
 # As plugins, not imports: pytest then finds their options and their hooks by itself.
 pytest_plugins = ("skips", "early", "exhaustive")
 
@@ -23,6 +25,17 @@ def pytest_configure() -> None:
     Such a shell ignores SIGINT in what it starts, and Python then leaves it ignored.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves the tests of the examples to a process of their own, unless a path names them.
+
+    See ``test_examples.py``.
+    """
+    named = (Path(config.invocation_params.dir, arg.partition("::")[0]) for arg in config.args)
+    if collection_path == EXAMPLES and not any(EXAMPLES in (p, *p.parents) for p in named):
+        return True
+    return None
 
 
 @pytest.hookimpl(wrapper=True)
