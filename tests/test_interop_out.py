@@ -83,7 +83,7 @@ def test_what_lies_in_a_flat_buffer_is_written_on_its_block(mesh):
     assert (out.buffer.block, out.buffer.address) == (view.block, view.address)
     assert same(write(mesh.devices[1], array), array)
     assert same(view.numpy(), array)
-    with refused(mesh, DeviceMismatchError, "in a flat buffer of sim:1, what it gets on sim:0"):
+    with refused(mesh, DeviceMismatchError, "in a flat buffer of sim:1; the result lies on sim:0"):
         as_out(array, mesh.devices[0], SHAPE, FLOAT)
 
 
@@ -92,7 +92,7 @@ def test_a_buffer_is_itself(mesh):
     out = as_out(buffer, mesh.devices[1], SHAPE, FLOAT)
     assert out.buffer is buffer
     hand_back([out])
-    with refused(mesh, DeviceMismatchError, "what it gets lies on sim:0"):
+    with refused(mesh, DeviceMismatchError, "the result lies on sim:0"):
         as_out(buffer, mesh.devices[0], SHAPE, FLOAT)
 
 
@@ -124,8 +124,8 @@ def array_of(library: str):
 
 
 REFUSED = {
-    "shape": (np.zeros((5, 3), FLOAT), ValueError, r"is float32\[5, 3\], .* is float32\[3, 5\]"),
-    "dtype": (np.zeros(SHAPE), ValueError, r"is float64\[3, 5\], .* is float32\[3, 5\]"),
+    "shape": (np.zeros((5, 3), FLOAT), ValueError, r"is float32\[5, 3\]; .* is float32\[3, 5\]"),
+    "dtype": (np.zeros(SHAPE), ValueError, r"is float64\[3, 5\]; .* is float32\[3, 5\]"),
     "bool": (np.zeros(SHAPE, bool), TypeError, "cannot be added"),
     "read-only": (fixed(), ValueError, "read-only"),
     "strided": (np.zeros((3, 10), FLOAT)[:, ::2], ValueError, "not dense, or not aligned"),
@@ -160,7 +160,9 @@ def test_numbers_and_buffers_that_cannot_be_written_are_refused(plain):
     cupys = array_of("cupy")
     cupys.device, cupys.flags = SimpleNamespace(id=3), SimpleNamespace(c_contiguous=True)
     cupys.data = SimpleNamespace(ptr=0)
-    with refused(plain, DeviceMismatchError, "the out is on GPU 3, what it gets on <device sim:0"):
+    with refused(
+        plain, DeviceMismatchError, "the out is on GPU 3; the result lies on <device sim:0"
+    ):
         as_out(cupys, device, SHAPE, FLOAT)
 
 

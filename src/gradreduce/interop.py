@@ -539,7 +539,7 @@ def _from_special_torch(tensor: Any, device: Device) -> Buffer:
         buffer.lender = "copy"
         return buffer
     if not tensor.is_cuda and tensor.device.type != "cpu":
-        raise DeviceMismatchError(f"the tensor is on {tensor.device}")
+        raise DeviceMismatchError(f"the tensor is on {tensor.device}; pass one on cpu or cuda")
     halves = tensor.dtype is torch.bfloat16
     if halves:
         tensor = tensor.view(torch.int16)

@@ -97,7 +97,7 @@ def as_out(
     wanted = shape if order is None else tuple([shape[axis] for axis in inverse(order)])
     if found != (wanted, dtype):
         raise ValueError(
-            f"the out is {found[1]}{list(found[0])}, what it gets is {dtype}{list(wanted)}"
+            f"the out is {found[1]}{list(found[0])}; the result is {dtype}{list(wanted)}"
         )
     if kind == "buffer":
         return Out(array, kind, _checked_buffer(array, device))
@@ -145,7 +145,7 @@ def count_writes(tensors: Sequence[Any]) -> None:
 
 def _checked_buffer(buffer: Buffer, device: Device) -> Buffer:
     if buffer.device is not device:
-        raise DeviceMismatchError(f"the out is {buffer}; what it gets lies on {device.name}")
+        raise DeviceMismatchError(f"the out is {buffer}; the result lies on {device.name}")
     if not buffer.block.writable:
         raise ValueError(f"{buffer} is read-only; it cannot be an out")
     return buffer
@@ -164,7 +164,7 @@ def _torch_out(tensor: Any, device: Device) -> Out:
         lies = plain.device.index, plain.data_ptr()
         return Out(tensor, "torch", *_gpu_buffer(plain, plain.is_contiguous(), lies, device))
     if plain.device.type != "cpu":
-        raise DeviceMismatchError(f"the out is on {plain.device}, what it gets on {device.name}")
+        raise DeviceMismatchError(f"the out is on {plain.device}; the result lies on {device.name}")
     if plain.dtype is torch.bfloat16:
         host = plain.view(torch.int16).numpy().view(BFLOAT16)
     else:
@@ -185,7 +185,7 @@ def _gpu_buffer(
     """
     gpu, address = lies
     if device.fabric.backend == "sim" or gpu != device.physical:
-        raise DeviceMismatchError(f"the out is on GPU {gpu}, what it gets on {device}")
+        raise DeviceMismatchError(f"the out is on GPU {gpu}; the result lies on {device}")
     _check_lent(address, array.nbytes, device)
     if not contiguous:
         _check_dense(array)
@@ -200,7 +200,7 @@ def _gpu_buffer(
 def _host_buffer(host: np.ndarray, device: Device) -> tuple[Buffer, np.ndarray | None]:
     """On the array's own memory and None; or, where that cannot be, a fresh one and the array."""
     if device.fabric.backend != "sim":
-        raise DeviceMismatchError(f"the out is in host memory, what it gets on {device}")
+        raise DeviceMismatchError(f"the out is in host memory; the result lies on {device}")
     if not host.flags.writeable:
         raise ValueError("the out is read-only")
     contiguous = host.flags.c_contiguous and host.flags.aligned
@@ -228,5 +228,5 @@ def _check_lent(address: int, nbytes: int, device: Device) -> None:
     for other in device.mesh.devices:
         if other is not device and other.lent is not None and other.lent.find(address, nbytes):
             raise DeviceMismatchError(
-                f"the out lies in a flat buffer of {other.name}, what it gets on {device.name}"
+                f"the out lies in a flat buffer of {other.name}; the result lies on {device.name}"
             )

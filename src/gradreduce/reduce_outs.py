@@ -46,8 +46,8 @@ def with_outs(
     for place, (request, entry) in enumerate(zip(requests, out, strict=True)):
         if request.value.is_sparse:
             raise ValueError(
-                f"{request.value.name_of(place, of='out')}: its value holds IndexedSlices, of rows "
-                "yet unknown; leave out away"
+                f"{request.value.name_of(place, of='out')} cannot be given: its value holds "
+                "IndexedSlices, and the number of rows of their sum is not known yet"
             )
         try:
             arrays = _listed(request, entry)

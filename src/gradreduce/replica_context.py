@@ -110,5 +110,5 @@ def current_device(mesh: Mesh | None = None) -> Device:
     devices = (mesh or default_mesh()).devices
     index = current_replica() or 0
     if index >= len(devices):
-        raise ValueError(f"replica {index} of a mesh of {len(devices)} devices")
+        raise ValueError(f"there is no replica {index} of a mesh of {len(devices)} devices")
     return devices[index]

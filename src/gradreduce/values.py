@@ -288,7 +288,7 @@ class DistributedValues(NotCopied):
             if index is None:
                 return self.primary
             if index >= len(self._devices):
-                raise ValueError(f"replica {index} of {len(self._devices)} devices")
+                raise ValueError(f"there is no replica {index} of {len(self._devices)}")
             return self._shown(self._own[index])
         found = as_device(device, "device=", self.mesh)
         if found not in self._devices:
@@ -306,7 +306,16 @@ class DistributedValues(NotCopied):
         """The value of a replica, as in ``values``; of a slice a tuple of them."""
         if isinstance(place, slice):
             return self.values[place]
-        return self._shown(self._own[place])
+        try:
+            part = self._own[place]
+        except IndexError:
+            raise IndexError(f"there is no replica {place} of {len(self)}") from None
+        except TypeError:
+            raise TypeError(
+                f"an index must be the number of a replica, or a slice, not {brief(place)}; the "
+                "value on a device is value.get(device)"
+            ) from None
+        return self._shown(part)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         if len(self) > 1:
@@ -315,7 +324,9 @@ class DistributedValues(NotCopied):
                 "replica, value[0], or all of them, value.values"
             )
         if copy is False:
-            raise ValueError(f"a {type(self).__name__} is copied to the host: copy=False cannot be")
+            raise ValueError(
+                f"copy=False is not possible: a {type(self).__name__} is copied to the host"
+            )
         (part,) = self._own
         if isinstance(part, IndexedSlices):
             raise TypeError(f"{self} holds IndexedSlices: pass value[0].to_dense()")

@@ -302,7 +302,8 @@ class Variable(NotCopied, Readable):
             return self._buffers[0]
         if index >= len(self._buffers):
             raise ValueError(
-                f"replica {index} of {brief(self)}, which has {len(self._buffers)} copies"
+                f"there is no replica {index} of {brief(self)}, which has "
+                f"{len(self._buffers)} copies"
             )
         return self._buffers[index]
 

@@ -263,7 +263,7 @@ def test_outs_elsewhere_are_refused(here, mesh, torch):
     array = cupy.asarray(data((7, 30)))
     lent = mesh.flat_buffer([(7, 30)], "float32").arrays()[1][0]
     refusals = [
-        (array, far, DeviceMismatchError, "the out is on GPU 0, what it gets on <device cuda:2"),
+        (array, far, DeviceMismatchError, "the out is on GPU 0; the result lies on <device cuda:2"),
         (Tensor(array), far, DeviceMismatchError, "the out is on GPU 0"),
         (np.zeros((7, 30), "f4"), device, DeviceMismatchError, "the out is in host memory"),
         (lent, device, DeviceMismatchError, "in a flat buffer of cuda:1"),

@@ -365,12 +365,12 @@ def test_parts_that_are_none():
             with pytest.raises(ValueError, match="at least one device, and none twice"):
                 mesh[part]
         for place in (4, -5, np.int64(4), [0, 4]):
-            text = f"mesh[{place!r}]: it has 4 devices"
+            text = f"mesh[{place!r}]: the mesh has 4 devices"
             with pytest.raises(IndexError, match=f"^{re.escape(text)}$"):
                 mesh[place]
         mask = [True, False, False, False]
         for part in (True, np.True_, mask, np.array(mask), 1.0, [1.0], "sim:0", None):
-            with pytest.raises(TypeError, match="must be a place, a slice or a list of places"):
+            with pytest.raises(TypeError, match="must be an index, a slice or a list of indices"):
                 mesh[part]
 
 

@@ -329,7 +329,7 @@ def test_arguments_are_in_the_order_of_tensorflow():
         (gr.AdamOptimizer, "betas", "set beta[12] or beta[12]$"),
         (gr.AdamOptimizer, "eps", "AdamOptimizer has no attribute 'eps': set epsilon$"),
         (lambda: gr.AdagradOptimizer(0.1), "weights",
-         "set learning_rate or initial_accumulator_value or cross_device_ops$"),
+         "set learning_rate, initial_accumulator_value or cross_device_ops$"),
         (lambda: gr.RMSPropOptimizer(0.1), "centered", "centered"),  # slots were made by then
         (gr.AdamOptimizer, "lazy", "lazy"),
     ],

@@ -200,12 +200,14 @@ class Mesh(NotCopied):
         places = np.arange(len(self))[part] if isinstance(part, slice) else np.asarray(part)
         if places.ndim > 1 or (places.size and places.dtype.kind not in "iu"):
             raise TypeError(
-                f"mesh[{reprlib.repr(part)}] must be a place, a slice or a list of places"
+                f"mesh[{reprlib.repr(part)}] must be an index, a slice or a list of indices"
             )
         try:
             chosen = tuple([self.devices[place] for place in places.ravel().tolist()])
         except IndexError:
-            raise IndexError(f"mesh[{reprlib.repr(part)}]: it has {len(self)} devices") from None
+            raise IndexError(
+                f"mesh[{reprlib.repr(part)}]: the mesh has {len(self)} devices"
+            ) from None
         if places.ndim == 0:
             return chosen[0]
         if not chosen or len(set(chosen)) != len(chosen):

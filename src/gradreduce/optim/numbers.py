@@ -83,6 +83,7 @@ def no_attribute(owner: str, name: str, known: Sequence[str], holder: str = "") 
         known: what may be set.
         holder: what has it, if not the optimizer itself.
     """
-    meant = get_close_matches({"lr": "learning_rate"}.get(name, name), known) or known
+    *others, last = get_close_matches({"lr": "learning_rate"}.get(name, name), known) or known
+    meant = f"{', '.join(others)} or {last}" if others else last
     where = f" of {holder}" if holder else ""
-    return AttributeError(f"{owner} has no attribute {name!r}: set {' or '.join(meant)}{where}")
+    return AttributeError(f"{owner} has no attribute {name!r}: set {meant}{where}")
