@@ -85,7 +85,6 @@ class Strike:
             return None
         code = self._codes.setdefault(frame.f_code, frame.f_code.co_code)
         last = -1
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
 
         def passed(frame: FrameType, event: str, arg: Any) -> Any:
             nonlocal last
@@ -98,11 +97,13 @@ class Strike:
                         self._handler()
             return passed
 
+        frame.f_trace, frame.f_trace_lines = passed, False
+        frame.f_trace_opcodes = True  # CPython 3.13 looks here for a trace
         return passed
 
 
 def num_points_of(call: Callable[[], object]) -> int:
-    """How many points a call has; CPython 3.13 tells those of a function from its second call."""
+    """How many points a call has."""
     with Strike(0, pressed) as strike:
         call()
     return strike.points
