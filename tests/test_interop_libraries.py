@@ -419,3 +419,24 @@ def test_an_optimizer_takes_sparse_coo_gradients(mesh):
     assert (variable.numpy() == -rows.to_dense().numpy()).all()
     with pytest.raises(ValueError, match=r"the gradient of <Variable 'table' .*sparse_dim 2 has"):
         gr.GradientDescentOptimizer(1.0).apply_gradients([(torch.eye(4).to_sparse(), variable)])
+
+
+@pytest.mark.torch
+def test_accumulators_take_sparse_coo_gradients(mesh):
+    torch = Library("torch").module
+    rows = torch.sparse_coo_tensor(
+        [[2, 0, 2]], torch.tensor([[1.0, 2], [3, 4], [5, 6]]), (4, 2), check_invariants=True
+    )
+    sparse = gr.SparseConditionalAccumulator("float32", (4, 2), device=mesh)
+    dense = gr.ConditionalAccumulator("float32", (4, 2), device=mesh)
+    assert gr.apply_grads([sparse, dense], [rows, rows])
+    assert sparse.apply_indexed_slices_grad(gr.PerReplica([rows] * len(mesh), mesh))
+    taken = sparse.take_indexed_slices_grad(1).primary
+    assert isinstance(taken.values, torch.Tensor)
+    assert taken.indices.tolist() == [0, 2]
+    assert taken.values.tolist() == [[3, 4], [6, 8]]
+    assert torch.equal(torch.as_tensor(dense.take_grad(1).primary), rows.to_dense())
+    assert not gr.apply_grads([sparse, dense], [rows, rows], 0)
+    why = r"^grads\[1\], for accumulator 'conditional_accumulator': .* of sparse_dim 2 has no rows"
+    with pytest.raises(ValueError, match=why):
+        gr.apply_grads([sparse, dense], [rows, torch.eye(4).to_sparse()], 1)

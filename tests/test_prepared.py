@@ -274,7 +274,7 @@ def test_what_cannot_be_read_again_is_refused():
         sparse = gr.PerReplica([table(device, 1) for device in mesh])
         apart = dense(other, (4,), "float32", 1)
         for pairs, text in (
-            ([], "a step is of values of one mesh: these are of 0"),
+            ([], "there is no tensor to reduce"),
             ([(value, value), (apart, apart)], "these are of 2"),
             ([(sparse, sparse)], "value 0 holds IndexedSlices"),
             ([(value, "sim:8")], "destination 0"),

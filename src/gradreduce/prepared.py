@@ -216,7 +216,9 @@ def check_preparable(
     """
     _check_written(outs)
     fabrics = {request.value.mesh.fabric for request in requests}
-    if len(fabrics) != 1:
+    if not fabrics:
+        raise ValueError("there is no tensor to reduce; at least one is needed")
+    if len(fabrics) > 1:
         raise ValueError(f"a step is of values of one mesh: these are of {len(fabrics)}")
     for place, (request, kind) in enumerate(zip(requests, kinds, strict=True)):
         if request.value.is_sparse:

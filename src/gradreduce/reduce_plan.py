@@ -186,7 +186,9 @@ def rehearsal_of(
 
 def _mesh_of(requests: Sequence[Request]) -> Mesh:
     meshes = {request.value.mesh.fabric: request.value.mesh for request in requests}
-    if len(meshes) != 1:
+    if not meshes:
+        raise ValueError("there is no tensor to reduce; at least one is needed")
+    if len(meshes) > 1:
         raise ValueError(f"a plan is of values of one mesh: these are of {len(meshes)}")
     (mesh,) = meshes.values()
     return mesh

@@ -118,7 +118,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
 
     def apply_indexed_slices_grad(
         self,
-        grad: IndexedSlices | PerReplica,
+        grad: IndexedSlices | PerReplica | Any,
         local_step: int | Variable = DEFAULT_STEP,
         name: str | None = None,
         *,
@@ -127,14 +127,15 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         """As ``apply_grad``, with the rows in one object.
 
         Args:
-            grad: IndexedSlices; or a ``PerReplica`` of them, each of which counts as one gradient
-                and is added on the device where it lies.
+            grad: IndexedSlices, or a tensor of ``torch.sparse_coo`` with one sparse dimension; or a
+                ``PerReplica`` of them, each of which counts as one gradient and is added on the
+                device where it lies.
             local_step: see ``apply_grad``.
             name: ignored; TensorFlow's name of the operation.
             cast: see ``apply_grad``.
 
         Raises:
-            TypeError: neither of the two.
+            TypeError: anything else.
             ValueError, CancelledError: what ``apply_grad`` raises.
         """
         return apply_grads([self], [grad], local_step, cast=cast)
