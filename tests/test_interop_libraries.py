@@ -408,35 +408,55 @@ def test_sparse_coo_tensors_of_one_dimension_or_that_have_no_rows(mesh):
         ops.all_reduce([[vector.requires_grad_()], [vector]])
 
 
+def coo_rows(torch):
+    rows = torch.tensor([[1.0, 2], [3, 4], [5, 6]])
+    return torch.sparse_coo_tensor([[2, 0, 2]], rows, (4, 2), check_invariants=True)
+
+
 @pytest.mark.torch
-def test_an_optimizer_takes_sparse_coo_gradients(mesh):
+def test_optimizers_and_sums_take_sparse_coo_tensors(mesh, monkeypatch):
+    monkeypatch.setattr("gradreduce.device.opening._default", [mesh])
     torch = Library("torch").module
+    rows, whole = coo_rows(torch), coo_rows(torch).to_dense()
     variable = gr.Variable(np.zeros((4, 2)), dtype="float32", device=mesh, name="table")
-    rows = torch.sparse_coo_tensor(
-        [[2, 0, 2]], torch.tensor([[1.0, 2], [3, 4], [5, 6]]), (4, 2), check_invariants=True
-    )
     gr.GradientDescentOptimizer(1.0).apply_gradients([(rows, variable)])
-    assert (variable.numpy() == -rows.to_dense().numpy()).all()
+    assert (variable.numpy() == -whole.numpy()).all()
     with pytest.raises(ValueError, match=r"the gradient of <Variable 'table' .*sparse_dim 2 has"):
         gr.GradientDescentOptimizer(1.0).apply_gradients([(torch.eye(4).to_sparse(), variable)])
+    for terms, factor in (([rows], 1), ([rows, rows.coalesce(), None], 2), (iter([rows] * 3), 3)):
+        total = gr.aggregate(terms)
+        assert total.layout is torch.sparse_coo
+        assert torch.equal(total.to_dense(), factor * whole)
+    assert torch.equal(gr.aggregate([rows, whole]), 2 * whole)
+    assert torch.equal(gr.add_n([rows, rows]), 2 * whole)
 
 
 @pytest.mark.torch
-def test_accumulators_take_sparse_coo_gradients(mesh):
+@pytest.mark.parametrize("over_mesh", [False, True])
+def test_a_sparse_accumulator_gives_sparse_coo_tensors_back(mesh, over_mesh):
     torch = Library("torch").module
-    rows = torch.sparse_coo_tensor(
-        [[2, 0, 2]], torch.tensor([[1.0, 2], [3, 4], [5, 6]]), (4, 2), check_invariants=True
+    rows, whole = coo_rows(torch), coo_rows(torch).to_dense()
+    device = mesh if over_mesh else mesh.devices[1]
+    accumulator, again, parts = (
+        gr.SparseConditionalAccumulator("float32", (4, 2), reduction_type="SUM", device=device)
+        for _ in range(3)
     )
-    sparse = gr.SparseConditionalAccumulator("float32", (4, 2), device=mesh)
-    dense = gr.ConditionalAccumulator("float32", (4, 2), device=mesh)
-    assert gr.apply_grads([sparse, dense], [rows, rows])
-    assert sparse.apply_indexed_slices_grad(gr.PerReplica([rows] * len(mesh), mesh))
-    taken = sparse.take_indexed_slices_grad(1).primary
-    assert isinstance(taken.values, torch.Tensor)
-    assert taken.indices.tolist() == [0, 2]
-    assert taken.values.tolist() == [[3, 4], [6, 8]]
-    assert torch.equal(torch.as_tensor(dense.take_grad(1).primary), rows.to_dense())
-    assert not gr.apply_grads([sparse, dense], [rows, rows], 0)
+    dense = gr.ConditionalAccumulator("float32", (4, 2), device=device)
+    assert gr.apply_grads([accumulator, dense, parts], [rows] * 3)
+    given = gr.PerReplica([rows, rows], mesh) if over_mesh else rows
+    accumulator.apply_indexed_slices_grad(given)
+    again.load_state_dict(accumulator.state_dict())
+    for each in (accumulator, again):
+        taken = each.take_indexed_slices_grad(2)
+        taken = taken.primary if over_mesh else taken
+        assert taken.is_coalesced()
+        assert torch.equal(taken.to_dense(), (3 if over_mesh else 2) * whole)
+    mean = dense.take_grad(1)
+    assert torch.equal(mean.primary if over_mesh else mean, whole)
+    indices, values, shape = parts.take_grad(1)
+    values = values.primary if over_mesh else values
+    assert (indices.tolist(), values.tolist(), shape) == ([0, 2], [[3, 4], [6, 8]], (4, 2))
+    assert not accumulator.apply_indexed_slices_grad(rows, local_step=0)  # dropped
     why = r"^grads\[1\], for accumulator 'conditional_accumulator': .* of sparse_dim 2 has no rows"
     with pytest.raises(ValueError, match=why):
-        gr.apply_grads([sparse, dense], [rows, torch.eye(4).to_sparse()], 1)
+        gr.apply_grads([accumulator, dense], [rows, torch.eye(4).to_sparse()], 3)

@@ -28,7 +28,7 @@ from gradreduce.aggregators import (
 )
 from gradreduce.device import Buffer, as_dtype, as_index, compatible
 from gradreduce.errors import MixedDtypesError, brief, listed
-from gradreduce.indexed_slices import IndexedSlices
+from gradreduce.indexed_slices import IndexedSlices, as_slices
 from gradreduce.interop import Aside, Kind, OneCall, as_result_kind, from_buffer, is_array
 from gradreduce.loss_context import current_reader, traceable
 from gradreduce.replica_context import current_device, on_current_devices
@@ -113,6 +113,7 @@ def add_n(inputs: Sequence[Any], name: str | None = None, *, as_kind: str | None
             ``dense_shape`` among several inputs.
     """
     _check_inputs(inputs, "Tensor/IndexedSlices")
+    inputs = [as_slices(each) for each in inputs]
     if len(inputs) == 1 and not all_sparse(inputs):
         return _alone(inputs[0], as_kind)
     kind = as_result_kind(as_kind, kind_of_term(inputs[0]))
@@ -204,7 +205,7 @@ def aggregate(
         if current_reader() is not None:  # there may be traced values among them
             return aggregate(list(terms), method, as_kind=as_kind)
         return _aggregate_lazily(terms, method, as_kind)
-    present = [term for term in terms if term is not None]
+    present = [as_slices(term) for term in terms if term is not None]
     if not present:
         return None
     kinds = [kind_of_term(term) for term in present]
@@ -262,6 +263,7 @@ def _aggregate_lazily(terms: Iterable[Any], method: AggregationMethod, as_kind: 
     for term in _given_aside(terms):
         if term is None:
             continue
+        term = as_slices(term)
         found = kind_of_term(term)
         if not held and not spread.count:
             kind = as_result_kind(as_kind, found)
@@ -297,7 +299,7 @@ def _alone(term: Any, as_kind: str | None) -> Any:
     kind = kind_of_term(term)
     wanted = as_result_kind(as_kind, kind)
     if wanted == kind or (kind == "native" and wanted == "numpy" and is_array(term)):
-        return term
+        return term.as_coo() if kind == "coo" else term
     if isinstance(term, IndexedSlices):
         return concatenated([term], wanted)
     with OneCall():

@@ -77,7 +77,7 @@ def with_dense(terms: Sequence[Buffer | IndexedSlices]) -> list[Buffer]:
     return [next(made) if isinstance(term, IndexedSlices) else term for term in terms]
 
 
-def concatenated(terms: Sequence[IndexedSlices], kind: Kind) -> IndexedSlices:
+def concatenated(terms: Sequence[IndexedSlices], kind: Kind) -> Any:
     """The rows of all terms, one term after the other, on the device of the first one.
 
     One launch copies all that it reaches. ``dense_shape`` is that of the first term; the others'

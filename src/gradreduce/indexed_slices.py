@@ -20,13 +20,14 @@ from gradreduce.interop import (
     from_buffer,
     host_array,
     is_array,
+    is_coo,
     kind_of,
     shape_and_dtype,
 )
 from gradreduce.ops import Divisor, Indices, Segments, plan_segments
 from gradreduce.replica_context import on_current_devices
 
-__all__ = ["IndexedSlices", "check_indices", "coalesced", "coo_of", "densified", "slices_of"]
+__all__ = ["IndexedSlices", "as_slices", "check_indices", "coalesced", "densified"]
 
 UNKNOWN = -1  # the first entry of a dense_shape of which only the others are known
 
@@ -52,6 +53,8 @@ class IndexedSlices:
             vector, there is not one for each row, one is negative or not below ``dense_shape[0]``,
             or the shape of a row is not ``dense_shape[1:]``.
     """
+
+    _was_coo = False  # whether these are the rows of a tensor of torch.sparse_coo
 
     def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None) -> None:
         rows = _as_indices(indices)
@@ -120,7 +123,7 @@ class IndexedSlices:
     @property
     def kind(self) -> Kind:
         """Which kind of array the values are."""
-        return kind_of(self._values)
+        return "coo" if self._was_coo else kind_of(self._values)
 
     @OneCall()
     def coalesce(self, *, as_kind: str | None = None) -> IndexedSlices:
@@ -163,10 +166,27 @@ class IndexedSlices:
         (rows,) = on_current_devices([self._values])
         return IndexedSlices.of(rows, self._indices, self._dense_shape)
 
-    def shown(self, kind: Kind) -> IndexedSlices:
-        """The same rows, a Buffer, as an array of ``kind``."""
-        rows = from_buffer(self._values, kind)
-        return IndexedSlices.of(rows, self._indices, self._dense_shape)
+    def shown(self, kind: Kind) -> Any:
+        """The same rows, a Buffer, as an array of ``kind``; of "coo" a ``torch.sparse_coo``."""
+        made = IndexedSlices.of(from_buffer(self._values, kind), self._indices, self._dense_shape)
+        return made.as_coo() if kind == "coo" else made
+
+    def as_coo(self) -> Any:
+        """A tensor of ``torch.sparse_coo`` of values that are a tensor, on their memory.
+
+        It is coalesced if every index comes once, rising. Without a known ``dense_shape`` there is
+        none: then these rows.
+        """
+        if not self.is_known:
+            return self
+        torch, rows = sys.modules["torch"], self._indices
+        return torch.sparse_coo_tensor(
+            torch.from_numpy(rows.copy())[None].to(self._values.device),
+            self._values,
+            self._dense_shape,
+            check_invariants=False,
+            is_coalesced=bool((rows[1:] > rows[:-1]).all()),
+        )
 
     def __repr__(self) -> str:
         shown = ", ".join(map(str, self._indices[:6].tolist()))
@@ -178,12 +198,15 @@ class IndexedSlices:
         )
 
 
-def slices_of(tensor: Any) -> IndexedSlices:
-    """The rows of a tensor of ``torch.sparse_coo``, on its own memory; coalesced or not.
+def as_slices(given: Any) -> Any:
+    """The rows of a tensor of ``torch.sparse_coo``, coalesced or not; anything else as it is.
 
     Raises:
-        ValueError: it has another ``sparse_dim`` than 1, or needs grad.
+        ValueError: a tensor of another ``sparse_dim`` than 1, or that needs grad.
     """
+    if not is_coo(given):
+        return given
+    tensor = given
     if tensor.sparse_dim() != 1:
         raise ValueError(
             f"a sparse tensor of sparse_dim {tensor.sparse_dim()} has no rows; pass one of "
@@ -191,26 +214,9 @@ def slices_of(tensor: Any) -> IndexedSlices:
         )
     if tensor.requires_grad:
         raise ValueError("the tensor needs grad: pass tensor.detach()")
-    return IndexedSlices(tensor._values(), tensor._indices()[0], tuple(tensor.shape))
-
-
-def coo_of(slices: IndexedSlices) -> Any:
-    """A tensor of ``torch.sparse_coo`` of values that are a tensor, on their memory.
-
-    It is coalesced if every index comes once, rising. Without a known ``dense_shape`` there is
-    none: then the IndexedSlices.
-    """
-    if not slices.is_known:
-        return slices
-    torch, rows = sys.modules["torch"], slices.indices
-    indices = torch.from_numpy(rows.copy())[None].to(slices.values.device)
-    return torch.sparse_coo_tensor(
-        indices,
-        slices.values,
-        slices.dense_shape,
-        check_invariants=False,
-        is_coalesced=bool((rows[1:] > rows[:-1]).all()),
-    )
+    made = IndexedSlices(tensor._values(), tensor._indices()[0], tuple(tensor.shape))
+    made._was_coo = True
+    return made
 
 
 def coalesced(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -57,9 +57,8 @@ __all__ = [
 
 _AS_KINDS = ("numpy", "cupy", "torch", "jax", "buffer")
 _INT16 = np.dtype("int16")
-# How the arrays of a caller differ from the Buffers: these have their axes in this order, that of
-# the memory; or they are IndexedSlices, the arrays tensors of torch.sparse_coo.
-Form = tuple[int, ...] | Literal["coo"] | None
+# How the arrays of a caller differ from the Buffers: these have their axes in this order.
+Form = tuple[int, ...] | None
 _MODULES: dict[str, Kind] = {"cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
 # A class is looked at once: subclasses and tracers of a library are its arrays too.
 _kinds: dict[type, Kind] = {
@@ -110,6 +109,8 @@ def as_result_kind(as_kind: str | None, kind: Kind, device: Device | None = None
         raise ValueError(f"as_kind={brief(as_kind)}: {as_kind} is not imported")
     if as_kind == "cupy" and device is not None and device.fabric.backend == "sim":
         raise ValueError(f"as_kind='cupy': {device.name} is simulated, in host memory")
+    if as_kind == "torch" and kind == "coo":
+        return kind
     return as_kind  # type: ignore[return-value]  # one of the literals, checked above
 
 
@@ -166,7 +167,7 @@ def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
 
 def is_coo(value: Any) -> bool:
     """Whether it is a tensor of ``torch.sparse_coo``."""
-    return getattr(value, "is_sparse", False) is True and kind_of(value) == "torch"
+    return getattr(value, "is_sparse", False) is True and hasattr(value, "sparse_dim")
 
 
 def shape_and_dtype(array: Any) -> tuple[tuple[int, ...], np.dtype]:
@@ -280,6 +281,7 @@ def from_buffer(buffer: Buffer, kind: Kind) -> Any:
     """
     if kind == "buffer":
         return buffer
+    kind = "torch" if kind == "coo" else kind
     device = buffer.device
     if device.fabric.backend != "sim":
         return from_gpu(buffer, kind)

@@ -36,7 +36,8 @@ __all__ = [
 # "native": NumPy arrays and numbers; such results are NumPy on the simulation, CuPy on GPUs.
 # "cuda": arrays of any other library that shows __cuda_array_interface__; results are CuPy's.
 LENDING = ("torch", "cupy", "cuda")  # JAX's arrays never change
-Kind = Literal["native", "numpy", "cupy", "cuda", "torch", "jax", "buffer"]
+# "coo": rows that came as tensors of torch.sparse_coo, and go out so; dense results are PyTorch's.
+Kind = Literal["native", "numpy", "cupy", "cuda", "torch", "jax", "buffer", "coo"]
 _INT16 = np.dtype("int16")
 _NOWHERE = nullcontext()
 

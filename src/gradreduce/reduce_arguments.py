@@ -15,14 +15,13 @@ from gradreduce.errors import (
     listed,
     repeated,
 )
-from gradreduce.indexed_slices import IndexedSlices, check_indices, slices_of
+from gradreduce.indexed_slices import IndexedSlices, as_slices, check_indices
 from gradreduce.interop import (
     Form,
     OneCall,
     axis_order,
     in_order,
     is_array,
-    is_coo,
     kind_of,
     reading,
     to_buffer,
@@ -127,7 +126,7 @@ def checked_requests(
             if not isinstance(value, DistributedValues):
                 value = _as_distributed(value, place, mesh or named_mesh(destination))
             matches = destination is value
-            value, form = as_reduced(value, place, out) if elementwise else (value, value.form)
+            value, form = as_reduced(value, place, out) if elementwise else (value, None)
             _check_replicas(value, place)
             _check_usable(value, usable)
             devices = value.devices
@@ -137,8 +136,6 @@ def checked_requests(
                 devices = destination_devices(destination, place, value.mesh)
                 matches = set(devices) == set(value.devices)
             last = (destination, value)
-            if isinstance(form, tuple) and not elementwise:
-                form = None
             named = value.devices if matches else devices
             requests.append(Request(value, named, matches, None, form))
         lent = [request.value for request in requests if request.value.lent]
@@ -157,7 +154,7 @@ def as_reduced(
         out: not checked; None: new memory.
     """
     form = value.form
-    if not isinstance(form, tuple):
+    if form is None:
         return value, form
     if out is not None and not (
         isinstance(out, list | tuple) and place < len(out) and _lies_so(out[place], form)
@@ -254,17 +251,15 @@ def _alone(value: Any, what: str, mesh: Mesh | None) -> PerReplica:
 
 
 def _placed_alone(value: Any, mesh: Mesh | None) -> PerReplica:
-    form: Form = "coo" if is_coo(value) else None
-    if form == "coo":
-        value = slices_of(value)
+    value = as_slices(value)
     if isinstance(value, IndexedSlices):
         rows = value.values
         if not isinstance(rows, Buffer):
             rows = to_buffer(rows, current_device(mesh))
         part = IndexedSlices.of(rows, value.indices, value.dense_shape)
-        return PerReplica.of([part], value.kind, form)
+        return PerReplica.of([part], value.kind)
     form = axis_order(value)
-    lying = in_order(value, form) if isinstance(form, tuple) else value
+    lying = value if form is None else in_order(value, form)
     return PerReplica.of([to_buffer(lying, current_device(mesh))], kind_of(value), form)
 
 

@@ -108,11 +108,10 @@ def _listed(request: Request, entry: Any) -> Sequence[Any]:
 def _outs_of(request: Request, place: int, arrays: Sequence[Any], reduce_op: ReduceOp) -> list[Out]:
     first = request.value.buffers[0]
     dtype = mean_dtype(first.dtype) if reduce_op is ReduceOp.MEAN else first.dtype
-    order = request.form if isinstance(request.form, tuple) else None
     made = []
     for replica, (array, device) in enumerate(zip(arrays, request.devices, strict=True)):
         try:
-            turned = None if isinstance(array, Buffer) else order
+            turned = None if isinstance(array, Buffer) else request.form
             made.append(as_out(array, device, first.shape, dtype, turned))
         except (TypeError, ValueError) as error:
             raise about(request.value.name_of(place, replica, "out"), error) from None

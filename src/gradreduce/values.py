@@ -8,7 +8,7 @@ from typing import Any, Self, SupportsIndex
 
 from gradreduce.device import Buffer, Device, DeviceLike, Mesh, as_device, default_mesh
 from gradreduce.errors import DeviceMismatchError, NotCopied, about, brief, listed, repeated
-from gradreduce.indexed_slices import IndexedSlices, coo_of, slices_of
+from gradreduce.indexed_slices import IndexedSlices, as_slices
 from gradreduce.interop import (
     Aside,
     Form,
@@ -120,12 +120,12 @@ class DistributedValues(NotCopied):
         order = common_order(values)
         if order is None:
             self._parts = self._placed(values)
-            self._form = "coo" if is_coo(values[0]) else None
         else:
             self._lying = self._placed([in_order(value, order) for value in values])
             self._form, self._given = order, values
         first = values[0]
-        self._kind = first.kind if isinstance(first, IndexedSlices) else kind_of(first)
+        kind: Kind = first.kind if isinstance(first, IndexedSlices) else kind_of(first)
+        self._kind = "coo" if is_coo(first) else kind
         self.lent = any([type(each) is not Buffer or each.lender is not None for each in values])
 
     def _placed(self, values: Sequence[Any]) -> tuple[Part, ...]:
@@ -144,12 +144,12 @@ class DistributedValues(NotCopied):
         """Wraps Buffers, or IndexedSlices of Buffers, that already lie on one device each.
 
         Args:
-            parts: with a tuple as ``form``, their axes are in this order.
+            parts: with a ``form``, their axes are in this order.
             kind: of ``values``.
-            form: how ``values`` differ from ``parts``.
+            form: the order of the axes of ``parts``, seen from ``values``; None: the same.
         """
         made = cls.__new__(cls)
-        if isinstance(form, tuple):
+        if form is not None:
             made._lying = tuple(parts)
         else:
             made._parts = tuple(parts)
@@ -193,7 +193,7 @@ class DistributedValues(NotCopied):
         """The Buffer, or IndexedSlices of a Buffer, on each device, in the order of ``devices``."""
         if self._parts is None:
             arrays: Sequence[Any] = self._given
-            if not arrays and isinstance(self._form, tuple):
+            if not arrays and self._form is not None:
                 axes = inverse(self._form)
                 with Aside():
                     arrays = [in_order(from_buffer(each, "native"), axes) for each in self._own]
@@ -214,8 +214,8 @@ class DistributedValues(NotCopied):
         return None if self._lying and self._parts is not None else self._form
 
     def as_it_lies(self) -> DistributedValues:
-        """The same values, if ``form`` is an order of axes with them in that order: no copy."""
-        if not isinstance(self.form, tuple):
+        """The same values, with their axes in the order of ``form`` if there is one: no copy."""
+        if self.form is None:
             return self
         made = type(self).of(self._lying, self._kind)
         made._key, made.lent = self._key, self.lent
@@ -331,7 +331,7 @@ class DistributedValues(NotCopied):
         if isinstance(part, IndexedSlices):
             raise TypeError(f"{self} holds IndexedSlices: pass value[0].to_dense()")
         array = part.numpy()
-        if isinstance(self._form, tuple):
+        if self._form is not None:
             array = array.transpose(inverse(self._form))
         return array if dtype is None else array.astype(dtype)
 
@@ -340,9 +340,8 @@ class DistributedValues(NotCopied):
         if self._kept is not None:
             return self._kept[part]
         if not isinstance(part, Buffer):
-            shown = part.shown(self._kind)
-            return coo_of(shown) if self._form == "coo" and self._kind == "torch" else shown
-        if not isinstance(self._form, tuple):
+            return part.shown(self._kind)
+        if self._form is None:
             return from_buffer(part, self._kind)
         if self._kind == "buffer":
             return self.parts[self._own.index(part)]
@@ -353,7 +352,7 @@ class DistributedValues(NotCopied):
         for part, device in zip(self._own, self._devices, strict=True):
             rows = "" if isinstance(part, Buffer) else f"{len(part.indices)} rows of "
             shape = "[?]" if part.shape is None else list(part.shape)
-            if isinstance(self._form, tuple):
+            if self._form is not None:
                 shape = [part.shape[axis] for axis in inverse(self._form)]
             shown.append(f"{device.name}: {rows}{part.dtype}{shape}")
         return f"{type(self).__name__}({listed(shown)})"
@@ -420,8 +419,7 @@ def _own_device(value: Any) -> Any:
 
 
 def _placed(value: Any, device: Device) -> Part:
-    if is_coo(value):
-        value = slices_of(value)
+    value = as_slices(value)
     if isinstance(value, IndexedSlices):
         rows = _placed_array(value.values, device)
         return IndexedSlices.of(rows, value.indices, value.dense_shape)

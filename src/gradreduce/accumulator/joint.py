@@ -12,17 +12,9 @@ from typing import Any
 
 from gradreduce.device import Buffer, DeferInterrupts, as_deadline
 from gradreduce.errors import brief
-from gradreduce.indexed_slices import IndexedSlices, slices_of
-from gradreduce.interop import (
-    Kind,
-    OneCall,
-    as_result_kind,
-    from_buffer,
-    hand_back,
-    is_coo,
-    reading,
-)
-from gradreduce.values import Mirrored, Part, PerReplica
+from gradreduce.indexed_slices import as_slices
+from gradreduce.interop import Kind, OneCall, as_result_kind, from_buffer, hand_back, reading
+from gradreduce.values import Mirrored, Part
 from gradreduce.variables import Variable
 
 from .apply import apply_arrivals, drop_stale, is_stale
@@ -160,18 +152,12 @@ def _rows_of(part: Buffer | SparseGradient) -> Buffer:
 
 def _num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
     made = num_sparse_gradients if state.sparse else num_gradients
-    return made(state, _as_rows(grad), cast)
+    return made(state, as_slices(grad), cast)
 
 
 def _arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
     made = sparse_arrival if state.sparse else arrival
-    return made(state, _as_rows(grad), cast)
-
-
-def _as_rows(grad: Any) -> Any:
-    """A tensor of ``torch.sparse_coo`` as IndexedSlices; anything else as it is."""
-    is_ours = isinstance(grad, PerReplica | IndexedSlices | Buffer)
-    return slices_of(grad) if not is_ours and is_coo(grad) else grad
+    return made(state, as_slices(grad), cast)
 
 
 def take_grads(

@@ -128,9 +128,9 @@ def _kind(device: Device, given: Any, count: int) -> Kind:
         raise ValueError(f"state['kind']={brief(kind)} is not one of {get_args(Kind)}")
     if kind in ("cupy", "cuda") and device.fabric.backend == "sim":
         return "native"  # CuPy's there: this is the same word for the one and the other
-    if kind in ("torch", "jax"):
+    if kind in ("torch", "jax", "coo"):
         try:
-            as_result_kind(kind, "native")
+            as_result_kind("torch" if kind == "coo" else kind, "native")
         except ValueError as error:
             raise about("state['kind']", error) from None
     return kind  # type: ignore[return-value]  # one of the literals, checked above

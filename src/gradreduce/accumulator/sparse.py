@@ -10,7 +10,7 @@ from typing import Any
 
 from gradreduce.cross_device_ops import CrossDeviceOps
 from gradreduce.device import DeviceLike, Mesh
-from gradreduce.indexed_slices import IndexedSlices
+from gradreduce.indexed_slices import IndexedSlices, as_slices
 from gradreduce.interop import OneCall, is_array, kind_of, numbers
 from gradreduce.values import Mirrored, PerReplica, buffer_of
 from gradreduce.variables import Variable
@@ -162,8 +162,10 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
             The indices, a NumPy array, int64, rising; the rows, an array of the kind of the first
             gradient, over a mesh a ``Mirrored`` of such; and the shape of the whole array.
         """
-        taken = self.take_indexed_slices_grad(
-            num_required, timeout=timeout, as_kind=as_kind, deadline=deadline
+        taken = as_slices(
+            self.take_indexed_slices_grad(
+                num_required, timeout=timeout, as_kind=as_kind, deadline=deadline
+            )
         )
         if isinstance(taken, IndexedSlices):
             return taken.indices, taken.values, taken.dense_shape
@@ -197,7 +199,8 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
 
         Returns:
             IndexedSlices with every index once, rising, on the accumulator's device; over a mesh a
-            ``Mirrored`` of them. They are the caller's and never written again. The first entry of
+            ``Mirrored`` of them; tensors of ``torch.sparse_coo`` if the first gradient was one.
+            They are the caller's and never written again. The first entry of
             ``dense_shape`` is the accumulator's, else that of the first gradient, else -1.
 
         Raises:

@@ -9,8 +9,8 @@ from gradreduce import ops
 from gradreduce.cross_device_ops import CrossDeviceOps
 from gradreduce.device import Buffer, Device, copy_over
 from gradreduce.errors import InvalidVariableError, about, brief, listed, repeated
-from gradreduce.indexed_slices import IndexedSlices, check_indices, densified, slices_of
-from gradreduce.interop import is_coo, reading, shape_and_dtype, to_buffer
+from gradreduce.indexed_slices import IndexedSlices, as_slices, check_indices, densified
+from gradreduce.interop import reading, shape_and_dtype, to_buffer
 from gradreduce.loss_context import check_unread
 from gradreduce.values import Mirrored, Part, PerReplica, ReduceOp, buffer_of, device_of
 from gradreduce.variables import Variable
@@ -161,8 +161,7 @@ def _placed(grad: Any, var: Variable) -> Given:
         return grad
     first = var.buffers[0]
     try:
-        if is_coo(grad):
-            grad = slices_of(grad)
+        grad = as_slices(grad)
         if isinstance(grad, IndexedSlices):
             rows = to_buffer(grad.values, first.device, dtype=first.dtype)
             return IndexedSlices.of(rows, grad.indices, grad.dense_shape)
