@@ -77,7 +77,7 @@ def crossed(has_copies, is_sparse, **options) -> list[np.ndarray]:
             variable.assign_add(exact_data((6, 3), "float32", seed=turn))  # each copy in its queue
             lender = home if has_copies else beside
             given = lender.empty((6, 3), "float32")
-            for seed in range(8):  # the last one counts; others are read by who does not wait
+            for seed in range(40):  # the last one counts; others are read by who does not wait
                 lender.upload(exact_data((6, 3), "float32", seed=seed), out=given)
             if is_sparse:
                 given = gr.IndexedSlices(given, [1, 4, 1, 0, 5, 4])
@@ -95,3 +95,22 @@ def test_devices_of_one_gpu_come_behind_each_other(has_copies, is_sparse, seeds)
     for seed in seeds:
         found = crossed(has_copies, is_sparse, schedule_seed=seed)
         assert all(map(same, found, wanted)), seed
+
+
+def clipped(**options) -> list[np.ndarray]:
+    """Arrays that a launch of each device has just been told to write, and overwritten at once."""
+    with gr.open_mesh([0, 0, 1], backend="sim", strict=True, **options) as mesh:
+        given = []
+        for place, device in enumerate(mesh):
+            terms = [device.upload(exact_data((40,), "float32", seed=place)) for _ in range(2)]
+            given.append(gr.add_n(terms, as_kind="buffer"))
+        found, norm = gr.clip_by_global_norm(given, 1.0)
+        for buffer in given:
+            buffer.device.upload(np.full(40, 9, "float32"), out=buffer)
+        return [each.numpy() for each in (*found, norm)]
+
+
+def test_a_clip_comes_behind_who_writes_and_before_who_overwrites():
+    wanted = clipped()
+    for seed in range(40):
+        assert all(map(same, clipped(schedule_seed=seed), wanted)), seed
