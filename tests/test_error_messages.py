@@ -234,3 +234,22 @@ def test_numbers_of_optimizers_and_terms_are_named(many):
         step(None)
     with pytest.raises(TypeError, match=r"^terms\[2\]=\{'w0': .* must be a list with an"):
         step([[[ONES]], [[ONES]], {"w0": [ONES]}, [[ONES]]])
+
+
+def test_arguments_of_another_kind_are_named(mesh):
+    """What TensorFlow has in this place, or what a user may set by mistake."""
+    with pytest.raises(TypeError, match=r"^name=False must be a string$"):
+        gr.Variable(ONES, False)  # TensorFlow's trainable
+    with pytest.raises(TypeError, match=r"^name=3 must be a string$"):
+        gr.get_variable(3, ONES)
+    variable = gr.Variable(ONES, "w", device=mesh)
+    for call in (variable.assign, variable.assign_add):
+        with pytest.raises(
+            TypeError, match=r"^the value for the variable 'w': str is not an array"
+        ):
+            call("x")
+    inner = gr.MomentumOptimizer(0.1, 0.9)
+    outer = gr.AGNOptimizer(inner, 1, gr.AGNCustomGetter(mesh[0], center=gr.AGNCenter(mesh)))
+    for optimizer in (inner, outer):
+        with pytest.raises(TypeError, match=r"^cross_device_ops='nccl' is not a CrossDeviceOps$"):
+            optimizer.cross_device_ops = "nccl"

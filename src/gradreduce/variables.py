@@ -28,7 +28,7 @@ from gradreduce.device import (
     default_mesh,
     overlap,
 )
-from gradreduce.errors import NotCopied, brief, listed
+from gradreduce.errors import NotCopied, about, brief, listed
 from gradreduce.interop import (
     OneCall,
     as_result_kind,
@@ -68,7 +68,7 @@ class Variable(NotCopied, Readable):
             0 of the default mesh.
 
     Raises:
-        TypeError: a dtype that cannot be added, no array, or no device.
+        TypeError: a dtype that cannot be added, no array, no device, or a name that is no string.
         ValueError: ``trainable`` with a dtype that is no float, or a device that the mesh has not.
     """
 
@@ -92,6 +92,8 @@ class Variable(NotCopied, Readable):
                 f"Invalid type {wanted} of a trainable variable: allowed are float16, bfloat16, "
                 "float32 and float64; trainable=False takes any"
             )
+        if name is not None and not isinstance(name, str):  # TensorFlow's second is trainable
+            raise TypeError(f"name={brief(name)} must be a string")
         number = next(_numbers)
         self.name = name or ("Variable" if number == 0 else f"Variable_{number}")
         self.trainable = trainable
@@ -310,12 +312,15 @@ class Variable(NotCopied, Readable):
     def _checked(self, value: Any, buffer: Buffer) -> Buffer:
         if isinstance(value, Variable):
             value = next((b for b in value.buffers if b.device is buffer.device), value.buffers[0])
-        given = to_buffer(value, buffer.device, dtype=self.dtype)
+        try:
+            given = to_buffer(value, buffer.device, dtype=self.dtype)
+        except (TypeError, ValueError) as error:
+            raise about(f"the value for the variable {brief(self.name)}", error) from None
         reading([given])
         if (given.shape, given.dtype) != (self.shape, self.dtype):
             raise ValueError(
-                f"value is {given.dtype}{list(given.shape)}, the variable {brief(self.name)} is "
-                f"{self.dtype}{list(self.shape)}"
+                f"the value is {given.dtype}{list(given.shape)}, the variable {brief(self.name)} "
+                f"is {self.dtype}{list(self.shape)}"
             )
         return given
 
@@ -349,14 +354,14 @@ def get_variable(
             ``Variable`` does. An ``AGNCustomGetter``, say.
 
     Raises:
-        TypeError: ``name`` is no text, ``reuse`` no bool, or ``custom_getter`` is no callable or
+        TypeError: ``name`` is no string, ``reuse`` no bool, or ``custom_getter`` is no callable or
             returns no Variable.
         ValueError: an empty ``name``; ``shape`` without an initializer, no ``initial_value``, or
             an initializer that gives another shape; with ``reuse``, no variable of this name, or
             one of another shape or dtype than ``shape``, ``dtype`` or an array ``initial_value``.
     """
     if not isinstance(name, str):
-        raise TypeError(f"name={name!r} must be a text")
+        raise TypeError(f"name={brief(name)} must be a string")
     if not name:
         raise ValueError("a variable must have a name")
     reuse = as_flag("reuse", reuse)

@@ -157,6 +157,8 @@ class Optimizer(NotCopied):
 
     @cross_device_ops.setter
     def cross_device_ops(self, chosen: CrossDeviceOps) -> None:
+        if not isinstance(chosen, CrossDeviceOps):
+            raise TypeError(f"cross_device_ops={brief(chosen)} is not a CrossDeviceOps")
         self._cross_device_ops = chosen
 
     def get_name(self) -> str:

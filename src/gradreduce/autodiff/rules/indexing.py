@@ -49,7 +49,7 @@ def embedding_lookup(params: Any, ids: Any) -> Any:
     """
     if not getattr(params, "shape", ()):
         kind = type(params).__name__
-        raise TypeError(f"params must be a Variable or an array (rows, …), got {kind} of no rows")
+        raise TypeError(f"params must be a Variable or an array (rows, …), got {kind}")
     rows = np.asarray(_on_host(ids))
     if rows.dtype.kind not in "iu":
         raise TypeError(f"ids must be integers, got {rows.dtype}")
