@@ -23,7 +23,7 @@ OFFERED = {
     "cupy": "ndarray asarray ascontiguousarray from_dlpack RawModule RawKernel",
     "cupy.RawModule": "get_function",
     "cupy.RawKernel": "kernel __call__",
-    "cupy.ndarray": "device get copy view",
+    "cupy.ndarray": "device get copy transpose view",
     "cupy.cuda": (
         "Device Stream ExternalStream Event Function Graph MemoryPool MemoryPointer UnownedMemory "
         "alloc_pinned_memory get_current_stream get_elapsed_time is_available"
