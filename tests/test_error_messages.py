@@ -253,3 +253,17 @@ def test_arguments_of_another_kind_are_named(mesh):
     for optimizer in (inner, outer):
         with pytest.raises(TypeError, match=r"^cross_device_ops='nccl' is not a CrossDeviceOps$"):
             optimizer.cross_device_ops = "nccl"
+
+
+def test_which_of_many_accumulators_was_closed_is_told(mesh):
+    accs = [gr.ConditionalAccumulator("float32", device=mesh, name=f"q/a{i}") for i in range(9)]
+    accs[7].close()
+    calls = (
+        lambda: gr.apply_grads(accs, [ONES] * 9),
+        lambda: gr.apply_grads(accs, [ONES] * 9, -1),
+        lambda: gr.take_grads(accs, 1),
+        lambda: accs[7].num_accumulated(),
+    )
+    for call in calls:
+        with pytest.raises(gr.errors.CancelledError, match=r"^the accumulator 'a7' was closed$"):
+            call()

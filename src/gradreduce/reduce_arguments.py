@@ -375,11 +375,9 @@ def keys_of_arrays(grads: Sequence[Any], keys: Sequence[Any]) -> list[Any]:
         missing = [replica for replica, entry in enumerate(grads) if entry[key] is None]
         if 0 < len(missing) < len(grads):
             there = next(replica for replica in range(len(grads)) if replica not in missing)
-            names = listed(f"grads[{replica}][{brief(key)}]" for replica in missing)
-            are = "is" if len(missing) == 1 else "are"
             raise ValueError(
-                f"{names} {are} None, grads[{there}][{brief(key)}] is not: pass zeros where a "
-                "replica has no gradient, or None on every replica"
+                f"grads[{listed(missing)}][{brief(key)}] is None, grads[{there}][{brief(key)}] is "
+                "not: pass zeros where a replica has no gradient, or None on every replica"
             )
         if not missing:
             found.append(key)

@@ -33,6 +33,7 @@ class ConditionalAccumulatorBase(NotCopied):
     def __init__(self, state: AccumulatorState, name: str) -> None:
         self._state = state
         self._name = str(name).rpartition("/")[2]
+        state.name = state.name or self._name
 
     def __repr__(self) -> str:
         state = self._state  # read without its lock: a repr must not wait

@@ -122,6 +122,7 @@ class AccumulatorState:
 
     Attributes:
         number: order of creation, in which locks are taken.
+        name: of its first handle, for errors.
         dtype: of gradients and results.
         shape: what gradients must fit; None for anything, None entries for any extent.
         reduction_type: ``"MEAN"`` or ``"SUM"``.
@@ -154,6 +155,7 @@ class AccumulatorState:
         sparse: bool = False,
     ) -> None:
         self.number = next(_numbers)
+        self.name = ""
         self.dtype = dtype
         self.shape = shape
         self.reduction_type = reduction_type
@@ -181,7 +183,7 @@ class AccumulatorState:
     def check_open(self) -> None:
         """Raises ``CancelledError`` if the accumulator was closed; the lock must be held."""
         if self.closed:
-            raise CancelledError("the accumulator was closed")
+            raise CancelledError(f"the accumulator {self.name!r} was closed")
 
     def check_devices(self) -> None:
         """Raises ``BackendUnavailableError`` if the mesh was closed or a device lost."""
