@@ -153,7 +153,10 @@ def _compared(name: str, wanted: list[tuple[str, str | None]]) -> list[str]:
     """The fake's parameters are the first of CuPy's, and what is left has defaults."""
     what = found(name)
     mine = [
-        (one.name, None if one.default is one.empty else _spelled(one.default))
+        (
+            "*" * (one.kind is one.VAR_POSITIONAL) + one.name,
+            None if one.default is one.empty else _spelled(one.default),
+        )
         for one in inspect.signature(what).parameters.values()
         if one.name != "self"
     ]
