@@ -17,7 +17,7 @@ INTEGERS = tuple(as_dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits 
 DTYPES = FLOATS + COMPLEX + INTEGERS
 
 SCALE = 2.0**-3  # exact in every float type, and makes the data no integers
-KEPT_BYTES = 24 << 20  # of data that is asked for again: for every face, every start, every mesh
+KEPT_BYTES = 8 << 20  # of data that is asked for again: for every face, every start, every mesh
 
 
 def exact_data(shape, dtype, *, num_terms: int = 32, seed: int = 0) -> np.ndarray:
