@@ -427,6 +427,25 @@ def test_replicas_stay_equal_whatever_zero_grad_does_to_attached_gradients(mesh,
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("made", ["prepare", "capture"])
+def test_steps_of_buffers_wait_for_the_owners_of_attached_gradients(made):
+    """Buffers are nobody's, but these are filled by PyTorch: it must find the sums."""
+    with gr.open_mesh([0, 0, 1, 1], backend="sim", schedule_seed=3) as mesh:
+        torch, models, parameters, flat = a_model(mesh)
+        ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+        pairs = [(gr.PerReplica(each, mesh), mesh) for each in zip(*flat.views, strict=True)]
+        step = getattr(ops, made)(SUM, pairs, out=list(zip(*flat.views, strict=True)))
+        for turn in range(4):
+            for replica, model in enumerate(models):
+                model.zero_grad(set_to_none=False)
+                model[1](torch.full((1, 4), float(replica + turn))).sum().backward()
+            step()
+            for row in parameters:
+                assert (row[2].grad == 6 + 4 * turn).all()
+                assert (row[3].grad == 4).all()
+
+
+@pytest.mark.torch
 def test_a_parameter_without_a_gradient_contributes_zero(mesh):
     torch, models, parameters, flat = a_model(mesh)
     step = flat.prepare_all_reduce(SUM)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from gradreduce.device import (
+    Block,
     Buffer,
     Capture,
     Device,
@@ -54,7 +55,9 @@ class PreparedStep(NotCopied):
     their library's current stream holds then.
 
     Where it reads or writes a flat buffer with attached parameters (``FlatBuffer.attach``), a call
-    first attaches gradients again that are not the views any more.
+    first attaches gradients again that are not the views any more, and comes between what
+    PyTorch's current stream holds and what it is given afterwards, in whatever form the tensors
+    were passed.
 
     Attributes:
         results: one ``Mirrored`` for each pair.
@@ -79,12 +82,13 @@ class PreparedStep(NotCopied):
         self._held = [request.value for request in requests]  # what is read stays alive
         self._border = _border_of(requests, kinds, outs)
         self._tensors = tensors_of(each for row in outs for each in row)
-        buffers = [each.buffer for row in outs for each in row]
-        buffers += [buffer for value in self._held for buffer in value.buffers]
-        blocks = dict.fromkeys(buffer.block for buffer in buffers)
-        self._flats = [block for block in blocks if block.gaps is not None]
+        self._flats = _flats_of(requests, outs)
         attach_again(self._flats)
-        self._border.enter()
+        writers = [("torch", block.device) for block in self._flats]  # of attached gradients
+        self._attached = Border(writers, writers)
+        borders = self._borders()
+        for each in borders:
+            each.enter()
         with self._fabric.taped(self._tape):
             reduced = landed(requests, reduce())
             # A play comes behind the one before it: its copies read what this one writes.
@@ -97,10 +101,11 @@ class PreparedStep(NotCopied):
         self.results: list[Mirrored] = shown(requests, outs)
         if outs:
             count_writes(self._tensors)
-            self._border.leave()
-            return
+        for each in borders if outs else borders[1:]:  # new results are fenced as arrays are made
+            each.leave()
+        made = () if outs else zip(requests, reduced, kinds, strict=True)
         with OneCall():
-            for request, parts, kind in zip(requests, reduced, kinds, strict=True):
+            for request, parts, kind in made:
                 self.results.append(Mirrored.of(parts, kind, request.form))
                 self.results[-1].keep_arrays()
 
@@ -129,19 +134,31 @@ class PreparedStep(NotCopied):
         for device in self._devices if self._fabric.lost else ():
             self._fabric.check_usable(device)
         attach_again(self._flats)
+        borders = self._borders()
         if self.flat is not None:
             self.flat.adopt()
         with due(self._called, seconds, self._devices), self._lock, self._fabric.launch_lock:
-            self._border.enter()
+            for each in borders:
+                each.enter()
             if self._read is not self._fabric.last_read:  # somebody copies; maybe from a result
                 self._read = self._fabric.last_read
                 behind_readers(self._written)
             self._play()
         count_writes(self._tensors)
-        self._border.leave(self._given)  # which may wait: no lock is held by then
+        for each in borders:
+            each.leave(self._given)  # which may wait: no lock is held by then
         if self.flat is not None:
             self.flat.release(deadline=deadline)
         return self.results
+
+    def _borders(self) -> list[Border]:
+        """That of the arrays given; that of PyTorch, where it writes Buffers: attached gradients.
+
+        A step of ``FlatBuffer.prepare_all_reduce`` is fenced by its flat buffer.
+        """
+        if self.flat is None and any([block.attached is not None for block in self._flats]):
+            return [self._border, self._attached]
+        return [self._border]
 
     def _play(self) -> None:
         flight = self._fabric.flight
@@ -181,6 +198,14 @@ class CapturedStep(PreparedStep):
 
     def _play(self) -> None:
         self._capture.give()
+
+
+def _flats_of(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> list[Block]:
+    """The memory of the flat buffers that a step reads or writes."""
+    buffers = [each.buffer for row in outs for each in row]
+    buffers += [buffer for request in requests for buffer in request.value.buffers]
+    blocks = dict.fromkeys(buffer.block for buffer in buffers)
+    return [block for block in blocks if block.gaps is not None]
 
 
 def _border_of(
