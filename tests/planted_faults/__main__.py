@@ -153,15 +153,18 @@ def chosen(words: Sequence[str]) -> list[Fault]:
 
     Raises:
         SystemExit: no fault contains the words.
+        ValueError: an old text is not there exactly once.
     """
     faults = read_table()
     if not words:
-        return random.Random(SEED).sample(faults, min(NUM_SAMPLED, len(faults)))
-    if words != ["all"]:
+        faults = random.Random(SEED).sample(faults, min(NUM_SAMPLED, len(faults)))
+    elif words != ["all"]:
         faults = [
             fault for fault in faults
             if any(word in f"{fault.name} {fault.file} {fault.test}" for word in words)
         ]  # fmt: skip
+    for fault in faults:
+        fault.planted(ROOT)  # raises now, not after minutes
     if not faults:
         sys.exit(f"no planted fault has one of {words} in its name, file or test")
     return faults
