@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parent / "examples"
+TESTS = Path(__file__).resolve().parent
+EXAMPLES = (TESTS / "examples", TESTS / "test_readme.py")
 # As plugins, not imports: pytest then finds their options and their hooks by itself.
 pytest_plugins = ("skips", "early", "exhaustive")
 
@@ -32,10 +33,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
     See ``test_examples.py``.
     """
+    if collection_path not in EXAMPLES:
+        return None
     named = (Path(config.invocation_params.dir, arg.partition("::")[0]) for arg in config.args)
-    if collection_path == EXAMPLES and not any(EXAMPLES in (p, *p.parents) for p in named):
-        return True
-    return None
+    return None if any(collection_path in (path, *path.parents) for path in named) else True
 
 
 @pytest.hookimpl(wrapper=True)

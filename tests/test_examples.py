@@ -6,7 +6,8 @@ import pytest
 from early import ROOT, Ended
 
 pytestmark = [pytest.mark.repo, pytest.mark.slow]
-PYTEST = ("-m", "pytest", "-q", str(ROOT / "tests" / "examples"))
+TESTS = ROOT / "tests"
+PYTEST = ("-m", "pytest", "-q", str(TESTS / "examples"), str(TESTS / "test_readme.py"))
 
 
 @pytest.mark.early(*PYTEST)
