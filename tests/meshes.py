@@ -67,13 +67,19 @@ def is_one_physical(placement: Sequence[int]) -> bool:
 def cases(
     placements: Sequence[Sequence[int]] = PLACEMENTS, faces: Sequence[str] = ("numpy", "compiled")
 ) -> list:
-    """Parameters: every placement with and without peer access, on every face."""
+    """Parameters: every placement with and without peer access, on every face.
+
+    A plain run has each placement on the shipped text with peers or without, by turns.
+    """
     made = []
-    for placement, peer_access, face in itertools.product(placements, (True, False), faces):
+    cases = itertools.product(enumerate(placements), (True, False), faces)
+    for (turn, placement), peer_access, face in cases:
         if is_one_physical(placement) and not peer_access:
             continue  # nobody to be a peer of
         case = MeshCase(tuple(placement), peer_access, face)
-        marks = () if face == "numpy" else pytest.mark.host
+        marks = [] if face == "numpy" else [pytest.mark.host]
+        if marks and not is_one_physical(placement) and peer_access != (turn % 2 == 0):
+            marks.append(pytest.mark.exhaustive)
         made.append(pytest.param(case, id=str(case), marks=marks))
     return made
 

@@ -221,6 +221,7 @@ def test_a_section_ends_at_its_limit(hanging):
         check_ended(hanging)
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_is_killed_has_said_what_it_was_doing(hanging):
     process = hanging.started("--fake", "bench", "sanitize")
     until(lambda: hangs(hanging), "the start of the benchmark")

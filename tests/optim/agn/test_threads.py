@@ -13,7 +13,7 @@ from optim.agn.team import pair
 
 import gradreduce as gr
 
-NUM_WORKERS, NUM_PUSHES, LIMIT_S = 16, 8, 60.0
+NUM_WORKERS, NUM_PUSHES, LIMIT_S = 16, 5, 60.0
 WIDTHS = {"one": 3, "two": 40, "three": 1, "four": 700}
 
 
