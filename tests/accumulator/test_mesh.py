@@ -199,7 +199,7 @@ def test_ops_that_fail_leave_the_sums(mesh):
         with pytest.raises(OSError, match="tested"):
             acc.take_grad(1)
         assert acc.num_accumulated() == 1
-        with pytest.raises(ValueError, match="shared_name='fails' has <"):
+        with pytest.raises(ValueError, match="shared_name='fails' has cross_device_ops <"):
             kind("float32", device=mesh, cross_device_ops=Fails(), shared_name="fails")
         acc.close()
 

@@ -69,7 +69,7 @@ def test_a_second_handle_needs_no_device(device, make):
     for place in (device, device.mesh, device.mesh[1:]):
         first = make("float32", shared_name="found", device=place)
         assert make("float32", shared_name="found").accumulator_ref is first.accumulator_ref
-        with pytest.raises(ValueError, match="shared_name='found' has devices"):
+        with pytest.raises(ValueError, match=r"^shared_name='found' has device (mesh of )?sim:\d"):
             make("float32", shared_name="found", device="sim:0")  # of the mesh that it is on
         first.close()
     with gr.open_mesh(1, backend="sim") as other, pytest.MonkeyPatch.context() as patch:
@@ -81,10 +81,10 @@ def test_a_second_handle_needs_no_device(device, make):
 def test_another_place_is_refused(accumulator, device):
     first = accumulator(shared_name="placed")
     for place in (device.mesh.devices[0], device.mesh):
-        with pytest.raises(ValueError, match="devices"):
+        with pytest.raises(ValueError, match=r"has device (mesh of )?sim:"):
             gr.ConditionalAccumulator("float32", shared_name="placed", device=place)
     part = device.mesh[1:]
-    with pytest.raises(ValueError, match="over_mesh"):
+    with pytest.raises(ValueError, match=r"has device sim:1, not mesh of sim:1$"):
         gr.ConditionalAccumulator("float32", shared_name="placed", device=part)
     assert first.num_accumulated() == 0
 
@@ -158,5 +158,5 @@ def test_over_a_mesh_it_is_reduced_in_one_way(device):
     assert made("hierarchical_copy", 1).accumulator_ref is first.accumulator_ref
     assert made().accumulator_ref is first.accumulator_ref
     for other in (("nccl", 1), ("hierarchical_copy", 2)):
-        with pytest.raises(ValueError, match="'one way' has Settings"):
+        with pytest.raises(ValueError, match="'one way' has cross_device_ops <All"):
             made(*other)

@@ -7,7 +7,7 @@ import weakref
 from gradreduce.cross_device import AllReduceCrossDeviceOps, is_all_reduce
 from gradreduce.cross_device_ops import CrossDeviceOps
 from gradreduce.device import ModuleLock
-from gradreduce.errors import brief
+from gradreduce.errors import brief, listed
 
 from .state import AccumulatorState
 
@@ -49,14 +49,22 @@ def shared_state(
         found = _shared.setdefault(shared_name, state)
         if found.closed or found.devices[0].fabric.is_inherited:
             found = _shared[shared_name] = state
-    for field in ("sparse", "dtype", "shape", "reduction_type", "devices", "over_mesh"):
+    for field in ("sparse", "dtype", "shape", "reduction_type"):
         had, wanted = getattr(found, field), getattr(state, field)
         if had != wanted:
             raise ValueError(f"shared_name={brief(shared_name)} has {field} {had}, not {wanted}")
-    if named_ops is not None and found.over_mesh:
-        had, wanted = _way(found.ops), _way(named_ops)
-        if had != wanted:
-            raise ValueError(f"shared_name={brief(shared_name)} has {had}, not {wanted}")
+    if (found.devices, found.over_mesh) != (state.devices, state.over_mesh):
+        had, wanted = (
+            f"{'mesh of ' * of.over_mesh}{listed(each.name for each in of.devices)}"
+            for of in (found, state)
+        )
+        other = " of another mesh" * (found.devices[0].fabric is not state.devices[0].fabric)
+        raise ValueError(f"shared_name={brief(shared_name)} has device {had}, not {wanted}{other}")
+    if named_ops is not None and found.over_mesh and _way(found.ops) != _way(named_ops):
+        raise ValueError(
+            f"shared_name={brief(shared_name)} has cross_device_ops {found.ops!r}, not "
+            f"{named_ops!r}"
+        )
     return found
 
 
