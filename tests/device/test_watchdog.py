@@ -9,6 +9,7 @@ import weakref
 import numpy as np
 import pytest
 from exact import same
+from signals import ctrl_c
 from stuck import PATIENCE, await_death, clock, no_thread_starts, stall, watchdogs
 
 import gradreduce as gr
@@ -80,6 +81,24 @@ def test_one_thread_for_each_mesh_that_ends_with_it():
     with queued() as mesh:
         for _ in range(3):
             mesh.synchronize(deadline=PATIENCE)
+        assert len(set(watchdogs()) - before) == 1
+    assert ended(list(set(watchdogs()) - before))
+
+
+def test_ctrl_c_while_the_thread_is_started_leaves_none_behind(monkeypatch):
+    before = set(watchdogs())
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        ctrl_c()
+
+    with queued() as mesh:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                mesh.synchronize(deadline=PATIENCE)
+        mesh.synchronize(deadline=PATIENCE)
         assert len(set(watchdogs()) - before) == 1
     assert ended(list(set(watchdogs()) - before))
 

@@ -16,6 +16,7 @@ from gradreduce.errors import BackendUnavailableError, CollectiveError
 
 from .captures import Captures
 from .flight import Flight, What, write_flight
+from .interrupts import DeferInterrupts
 from .journal import Recorder
 from .tape import Issue, Tape
 from .waiting import Done, beside
@@ -290,7 +291,8 @@ class Fabric(Captures):
         self.check_process()
         with self._watchdog_lock:
             if self._watchdog is None:
-                self._watchdog = Watchdog(self)
+                with DeferInterrupts():  # Ctrl-C would leave a started thread that nobody ends
+                    self._watchdog = Watchdog(self)
             return self._watchdog
 
     @contextmanager
