@@ -148,6 +148,30 @@ def test_values_are_a_sequence_of_arrays_in_the_order_of_devices(mesh, make):
     assert [found.indices.tolist() for found in (*sparse, sparse[-1])] == [[3]] * 4
 
 
+def test_arrays_of_another_order_are_read_anew_by_each_call(mesh):
+    """Their Buffers in C's order are copies; the arrays may be written between two calls."""
+    for order in "CF":
+        given = [np.ones((4, 5), order=order) for _ in mesh]
+        value, mirrored = gr.PerReplica(given, mesh), gr.Mirrored(given, mesh)
+        accumulator = gr.ConditionalAccumulator("float64", (4, 5), device=mesh)
+        variable = gr.Variable(np.zeros((4, 5)), device=mesh)
+        ops, optimizer = gr.HierarchicalCopyAllReduce(mesh=mesh), gr.GradientDescentOptimizer(1.0)
+        adding = gr.ReductionToOneDevice(accumulation_fn=lambda terms: sum(terms[1:], terms[0]))
+        for scale in (1, 10):
+            for array in given:
+                array[...] = scale
+            accumulator.apply_grad(value)
+            optimizer.apply_gradients([(value, variable)])
+            total = ops.reduce(gr.ReduceOp.SUM, value, value)
+            assert total[0].flags.f_contiguous == (order == "F")
+            assert (total[0] == 3 * scale).all()
+            assert (adding.reduce(gr.ReduceOp.SUM, value, value)[0] == 3 * scale).all()
+            clipped = gr.clip_by_global_norm([mirrored], 1.0)[1][0]
+            assert float(clipped) == pytest.approx(np.sqrt(20) * scale)
+        assert (accumulator.take_grad(6).primary == 5.5).all()
+        assert (variable.numpy() == -11).all()
+
+
 @BOTH
 def test_one_value_becomes_an_array_several_do_not(mesh, make):
     one = make([np.arange(3)], devices=mesh.devices[2:])

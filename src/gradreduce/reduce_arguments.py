@@ -125,6 +125,7 @@ def checked_requests(
             value, destination = pair
             if not isinstance(value, DistributedValues):
                 value = _as_distributed(value, place, mesh or named_mesh(destination))
+            value.forget_copies()
             matches = destination is value
             value, form = as_reduced(value, place, out) if elementwise else (value, None)
             _check_replicas(value, place)

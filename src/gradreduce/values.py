@@ -207,11 +207,16 @@ class DistributedValues(NotCopied):
 
     @property
     def form(self) -> Form:
-        """How ``values`` differ from what ``as_it_lies`` holds.
+        """How ``values`` differ from what ``as_it_lies`` holds."""
+        return self._form
 
-        None as soon as somebody has asked for ``parts``, which cost a copy.
+    def forget_copies(self) -> None:
+        """Makes ``parts`` anew when they are asked for, where they are copies of ``values``.
+
+        Each call that reads ``parts`` says it first: the arrays may have been written since.
         """
-        return None if self._lying and self._parts is not None else self._form
+        if self._lying:
+            self._parts = None
 
     def as_it_lies(self) -> DistributedValues:
         """The same values, with their axes in the order of ``form`` if there is one: no copy."""

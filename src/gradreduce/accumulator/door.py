@@ -130,6 +130,7 @@ def _replicas(
         raise DeviceMismatchError(
             f"the gradient is of another mesh than the accumulator, which is on {devices}"
         )
+    grad.forget_copies()
     first = grad.buffers[0].shape
     for replica, buffer in enumerate(grad.buffers):
         check_dtype(state, buffer.dtype, cast)

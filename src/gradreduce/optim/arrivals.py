@@ -158,6 +158,7 @@ def near(
 def _placed(grad: Any, var: Variable) -> Given:
     """As it came, or as a Buffer or IndexedSlices of a Buffer."""
     if isinstance(grad, PerReplica | Mirrored):
+        grad.forget_copies()
         return grad
     first = var.buffers[0]
     try:

@@ -109,6 +109,7 @@ def _mirrored(
             )
         if each.devices != first.devices:
             raise ValueError(f"t_list[{at}] and t_list[{place}] are on different devices")
+        each.forget_copies()
     on_each = [
         _clipped({p: each.parts[on] for p, each in present.items()}, limit, norm, device)
         for on, device in enumerate(first.devices)
