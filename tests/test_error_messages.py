@@ -255,6 +255,27 @@ def test_arguments_of_another_kind_are_named(mesh):
             optimizer.cross_device_ops = "nccl"
 
 
+def test_options_that_are_arrays_or_too_large_are_named(mesh):
+    two = np.array([1, 2])
+    for error, name, options in (
+        (ValueError, "backend", {"backend": two}),
+        (ValueError, "kernels", {"backend": "sim", "kernels": two}),
+        (ValueError, "processes", {"processes": two}),
+        (TypeError, "schedule_seed", {"backend": "sim", "schedule_seed": two}),
+        (TypeError, "schedule_seed", {"backend": "sim", "schedule_seed": True}),
+    ):
+        with pytest.raises(error, match=f"^{name}="):
+            gr.open_mesh(2, **options)
+    accumulator = gr.ConditionalAccumulator("float32", device=mesh[0])
+    with pytest.raises(TypeError, match=r"^cast=ndarray int64\[2\] must be True or False$"):
+        accumulator.apply_grad(ONES, cast=two)
+    with pytest.raises(TypeError, match=r"^timeout=ndarray int64\[2\] must be a number"):
+        accumulator.take_grad(1, timeout=two)
+    with pytest.raises(TypeError, match=r"^values=array\(3\.\) must be a list"):
+        gr.PerReplica(np.array(3.0), mesh)
+    mesh.synchronize(deadline=10**400)
+
+
 def test_which_of_many_accumulators_was_closed_is_told(mesh):
     accs = [gr.ConditionalAccumulator("float32", device=mesh, name=f"q/a{i}") for i in range(9)]
     accs[7].close()

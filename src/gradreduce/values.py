@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Self, SupportsIndex
 
 from gradreduce.device import Buffer, Device, DeviceLike, Mesh, as_device, default_mesh
@@ -102,9 +102,7 @@ class DistributedValues(NotCopied):
     ) -> None:
         if mesh is not None and not isinstance(mesh, Mesh):
             raise TypeError(f"mesh={brief(mesh)} must be a Mesh; gr.open_mesh() opens one")
-        if not isinstance(values, Iterable) or isinstance(values, str):
-            raise TypeError(f"values={brief(values)} must be a list with one array for each device")
-        values = tuple(values)
+        values = _listed(values)
         if not values:
             raise ValueError("values is empty; one array for each device is needed")
         if mesh is not None and devices is None and _lie_there(values, mesh):
@@ -369,6 +367,16 @@ class PerReplica(DistributedValues):
 
 class Mirrored(DistributedValues):
     """A value that is the same on every device, such as a gradient after the all-reduce."""
+
+
+def _listed(values: Any) -> tuple[Any, ...]:
+    try:
+        each = iter(values)  # an array without axes is Iterable, but this raises
+    except TypeError:
+        each = None
+    if each is None or isinstance(values, str):
+        raise TypeError(f"values={brief(values)} must be a list with one array for each device")
+    return tuple(each)
 
 
 def _lie_there(values: tuple[Any, ...], mesh: Mesh) -> bool:

@@ -230,7 +230,7 @@ def as_timeout(timeout: float | None, name: str = "timeout") -> float | None:
         return None
     try:
         limited = float(min(max(timeout, 0.0), threading.TIMEOUT_MAX))
-    except TypeError:
+    except (TypeError, ValueError):  # the second of an array of several
         raise TypeError(f"{name}={brief(timeout)} must be a number of seconds or None") from None
     if timeout != timeout:
         raise ValueError(f"{name}=nan must be a number of seconds or None")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from gradreduce.device import Buffer, DeferInterrupts, as_deadline
+from gradreduce.device import Buffer, DeferInterrupts, as_deadline, as_flag
 from gradreduce.errors import brief
 from gradreduce.indexed_slices import as_slices
 from gradreduce.interop import Kind, OneCall, as_result_kind, from_buffer, hand_back, reading
@@ -64,7 +64,7 @@ def apply_grads(
         ValueError: other numbers of accumulators and gradients, an accumulator twice, or what
             ``apply_grad`` raises. Nothing was added.
     """
-    step = as_step("local_step", local_step)
+    step, cast = as_step("local_step", local_step), as_flag("cast", cast)
     accumulators, grads = _listed(accumulators), tuple(grads)
     states = _states_of(accumulators)
     if len(states) != len(grads):

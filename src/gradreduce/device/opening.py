@@ -19,11 +19,12 @@ import importlib.util
 import logging
 import os
 import reprlib
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Sequence, Set
 from contextlib import suppress
 from functools import cache
 from itertools import islice
 from types import ModuleType
+from typing import Any
 
 from gradreduce.errors import BackendUnavailableError, brief
 
@@ -90,15 +91,15 @@ def open_mesh(
         BackendUnavailableError: the backend asked for cannot run here; the text says what to
             install.
         RuntimeError: this is one of several processes, and ``processes`` is not ``"none"``.
-        TypeError: ``peer_access`` or ``strict`` is no boolean.
+        TypeError: ``peer_access`` or ``strict`` is no boolean, ``schedule_seed`` no integer.
         ValueError: another wrong argument or environment variable, named in the text.
     """
     _check_alone(processes)
     if backend is None:
         backend = _backend_from_environment()
-    if backend not in _BACKENDS:
+    if not _is_one_of(backend, _BACKENDS):
         raise ValueError(f"backend={brief(backend)} is not one of {_BACKENDS}")
-    if kernels not in FACES:
+    if not _is_one_of(kernels, FACES):
         raise ValueError(f"kernels={brief(kernels)} is not one of {tuple(FACES)}")
     if backend == "cuda":
         try:
@@ -113,14 +114,26 @@ def open_mesh(
         find_compiler(build)
     placement = _placement(devices)
     workers = Workers(_integer("GRADREDUCE_SIM_THREADS", _num_cores()))
-    scheduler = RunAtOnce() if schedule_seed is None else Shuffled(schedule_seed)
+    scheduler = RunAtOnce() if schedule_seed is None else Shuffled(_seed(schedule_seed))
     options = SimOptions(kernels, strict, workers, scheduler)
     return _open_sim(placement, peer_access, options)
 
 
+def _is_one_of(name: Any, names: Container[str]) -> bool:
+    """Whether it is one of these texts; an array compares with none of them."""
+    return isinstance(name, str) and name in names
+
+
+def _seed(seed: int) -> int:
+    try:
+        return as_index(seed)
+    except TypeError:
+        raise TypeError(f"schedule_seed={brief(seed)} must be an integer or None") from None
+
+
 def _check_alone(processes: str | None) -> None:
     """Raises in one of several processes, unless the caller knows that no sum leaves it."""
-    if processes not in (None, "none"):
+    if processes is not None and not _is_one_of(processes, ("none",)):
         raise ValueError(f"processes={brief(processes)} must be None or 'none'")
     launched = _launched(_NUM_PROCESSES, 2)
     if launched is not None and processes is None:

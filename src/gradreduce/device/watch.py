@@ -7,6 +7,7 @@ before and one after each pack, one when the call has given everything.
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -53,9 +54,9 @@ def as_deadline(deadline: float | None, name: str = "deadline") -> float | None:
     if deadline is None:
         return None
     number = isinstance(deadline, Real) and not isinstance(deadline, bool)
-    if not number or math.isnan(deadline) or deadline <= 0:
+    if not number or not deadline > 0:  # NaN is not
         raise ValueError(f"{name}={brief(deadline)} must be a number of seconds above 0, or None")
-    return float(deadline)
+    return float(min(deadline, sys.float_info.max))  # an integer may be above all floats
 
 
 @dataclass(frozen=True, slots=True)
