@@ -148,6 +148,18 @@ def test_values_are_a_sequence_of_arrays_in_the_order_of_devices(mesh, make):
     assert [found.indices.tolist() for found in (*sparse, sparse[-1])] == [[3]] * 4
 
 
+def test_copies_may_be_forgotten_while_they_are_made(mesh):
+    """As by a call of another thread."""
+    value = gr.PerReplica([np.ones((4, 5), order="F") for _ in mesh], mesh)
+
+    class Forgetful(type(value)):
+        def __setattr__(self, name, found):
+            super().__setattr__(name, None if name == "_parts" else found)
+
+    value.__class__ = Forgetful
+    assert [buffer.shape for buffer in value.buffers] == [(4, 5)] * len(mesh)
+
+
 def test_arrays_of_another_order_are_read_anew_by_each_call(mesh):
     """Their Buffers in C's order are copies; the arrays may be written between two calls."""
     for order in "CF":

@@ -189,14 +189,15 @@ class DistributedValues(NotCopied):
     @property
     def parts(self) -> tuple[Part, ...]:
         """The Buffer, or IndexedSlices of a Buffer, on each device, in the order of ``devices``."""
-        if self._parts is None:
+        parts = self._parts  # another thread's call may forget them meanwhile
+        if parts is None:
             arrays: Sequence[Any] = self._given
             if not arrays and self._form is not None:
                 axes = inverse(self._form)
                 with Aside():
                     arrays = [in_order(from_buffer(each, "native"), axes) for each in self._own]
-            self._parts = self._placed(arrays)
-        return self._parts
+            parts = self._parts = self._placed(arrays)
+        return parts
 
     @property
     def _own(self) -> tuple[Any, ...]:
