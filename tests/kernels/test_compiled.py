@@ -243,7 +243,8 @@ def test_where_nothing_can_be_kept_each_process_builds(
     assert list(cache.iterdir()) == []
     assert {each.name for each in tmp_path.iterdir()} == {"gradreduce", "file"}
     reasons = [message.rpartition("its own: ")[2] for message in caplog.messages]
-    assert reasons[:2] == ["No space left on device", "Not a directory"]
+    folder = tmp_path / "file" / "gradreduce"
+    assert reasons[:2] == ["No space left on device", f"Not a directory: {folder}"]
     assert "home directory" in reasons[2]
     assert "HOME" in reasons[3]
 

@@ -185,7 +185,7 @@ def _load(text: str, name: str, build: str) -> ctypes.CDLL:
                 replace_file(folder / entry, content + _checksum(key, content), mode=0o600)
                 return ctypes.CDLL(str(folder / entry))
         except OSError as error:
-            _warn_once(error.strerror or str(error))
+            _warn_once(_told(error))
             return ctypes.CDLL(str(made))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -298,6 +298,13 @@ def _is_valid(path: Path, key: bytes) -> bool:
 def _checksum(key: bytes, content: bytes) -> bytes:
     """What stands behind a shared object in its file: of what it was built from, and of itself."""
     return hashlib.sha256(hashlib.sha256(key).digest() + content).digest()
+
+
+def _told(error: OSError) -> str:
+    """What went wrong and where, but for the random name of a part, which is another each time."""
+    path = "" if error.filename is None else str(error.filename)
+    where = f": {path}" if path and not path.endswith(".part") else ""
+    return (error.strerror or str(error)) + where
 
 
 @cache
