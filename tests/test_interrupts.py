@@ -171,6 +171,28 @@ def test_a_handler_cannot_wait_for_queued_work_that_it_interrupts():
     assert ran == ["first", "second", "third"]
 
 
+def test_a_handler_that_waits_for_queued_work_spoils_none():
+    """At every point of a wait: it does all of it, or is told that it cannot."""
+
+    def queued() -> tuple[Shuffled, list[str]]:
+        scheduler, ran = Shuffled(0), []
+        for name in ("first", "second"):
+            scheduler.submit("a queue", partial(ran.append, name))
+        return scheduler, ran
+
+    def handler(scheduler: Shuffled) -> None:
+        scheduler.submit("another queue", lambda: None)
+        with suppress(RuntimeError):
+            scheduler.finish("a queue")
+
+    num_points = num_points_of(partial(queued()[0].finish, "a queue"))
+    for place in range(1, num_points + 1):
+        scheduler, ran = queued()
+        with Strike(place, partial(handler, scheduler)):
+            assert scheduler.finish("a queue")
+        assert ran == ["first", "second"], place
+
+
 class Brief:
     """Patience that is over at the second look."""
 

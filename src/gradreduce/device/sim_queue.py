@@ -144,7 +144,7 @@ class Shuffled(Scheduler):
         self._queues: dict[Hashable, deque[Work | Event]] = {}
         self._stalled: dict[Hashable, int] = {}  # queue -> what it may still run
         self._drops = 0
-        self._runs = False  # whether a work is being run
+        self._runs = False  # whether work is being chosen or run
         # Re-entrant: work never submits work, but a dying block may be drained inside a call.
         self._lock = threading.RLock()
         self._waiters = Waiters(self._lock)
@@ -259,24 +259,24 @@ class Shuffled(Scheduler):
         """
         if self._runs:
             return False
-        ready = [
-            queue
-            for queue, line in self._queues.items()
-            if self._can_run(line) and self._stalled.get(queue, 1)
-        ]
-        if not ready:
-            return False
-        queue = self._random.choice(ready)
-        with DeferInterrupts():
-            if queue in self._stalled:
-                self._stalled[queue] -= 1
-            work = self._queues[queue].popleft()
-            if not isinstance(work, Event):
-                self._runs = True
-                try:
+        self._runs = True  # what a signal handler does from here on runs nothing
+        try:
+            ready = [
+                queue
+                for queue, line in list(self._queues.items())  # a handler may submit to a new one
+                if self._can_run(line) and self._stalled.get(queue, 1)
+            ]
+            if not ready:
+                return False
+            queue = self._random.choice(ready)
+            with DeferInterrupts():
+                if queue in self._stalled:
+                    self._stalled[queue] -= 1
+                work = self._queues[queue].popleft()
+                if not isinstance(work, Event):
                     work()
-                finally:
-                    self._runs = False
+        finally:
+            self._runs = False
         return True
 
     @staticmethod
