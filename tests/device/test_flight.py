@@ -251,6 +251,7 @@ def test_an_odd_path_is_an_error_when_the_mesh_opens(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path / "file")
     odd = {
         str(tmp_path): "it is a folder",
+        f"{tmp_path}/new/": "it is a folder",
         str(tmp_path / "missing" / "flight.json"): "No such file or directory",
         str(tmp_path / "file" / "flight.json"): "Not a directory",
         str(tmp_path / "link"): "symbolic link; name the file itself",

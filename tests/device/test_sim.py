@@ -268,3 +268,19 @@ def test_an_adopted_subclass_is_a_plain_array(device):
 def test_put_returns_the_very_array_that_came(device):
     for array in (data((3, 4)), data((), as_dtype("bfloat16")), data((0,))):
         assert device.release(device.put(array)) is array
+
+
+BUILD_ALL = """
+from gradreduce.device.compiled import host_kernel
+from gradreduce.ops import KERNELS
+
+for kernel in reversed(KERNELS):  # the tests beside need the last ones last
+    host_kernel(kernel, "fast")
+"""
+
+
+@pytest.mark.host
+@pytest.mark.early("-c", BUILD_ALL)
+def test_every_kernel_is_built_for_the_cpu(early):
+    """Beside the other tests, which find the builds in the cache."""
+    assert (early.returncode, early.stdout, early.stderr) == (0, "", "")
