@@ -264,7 +264,7 @@ def flight_path(wanted: str) -> str:
         return ""
     try:
         target = Path(wanted).absolute()
-        if target.is_dir():
+        if target.is_dir() or wanted.endswith(os.sep):
             raise OSError("it is a folder")
         if _is_special(target):
             if not os.access(target, os.W_OK):
