@@ -47,6 +47,7 @@ def test_every_floor_of_the_cpu_finds_its_figure(rooms, monkeypatch, capsys):
 
 @pytest.mark.host
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_runs_on_gpus_as_the_stand_in_knows_them(tmp_path, rooms):
     report = tmp_path / "report.json"
     folders = [ROOT / "src", ROOT / "bench", ROOT / "tests"]

@@ -125,7 +125,9 @@ def test_a_mixed_batch_on_random_data_has_the_same_bits_however_packed(mesh, pac
         check_mirrored(result, expected_of(algorithm, replicas, placement_of(mesh), divisor))
 
 
-@pytest.mark.parametrize("num_packs", [0, 1, 2, 3, 7, 1000])
+@pytest.mark.parametrize(
+    "num_packs", [0, 1, 7, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 3, 1000))]
+)
 def test_every_placement_gives_the_same_bits_however_packed_and_sliced(num_packs):
     batch = [((5,), "float32"), ((16_401,), "float32"), ((40_000,), "float16"), ((3,), "float16")]
     bits = None

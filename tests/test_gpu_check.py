@@ -181,6 +181,7 @@ def test_every_section_has_shown_something(whole):
 # What goes wrong ----------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_a_failing_check_fails_the_run_and_stops_no_other(tmp_path):
     folders = folders_in(tmp_path, {"bench_a.py": FAILS, "bench_b.py": PASSES, "bench_c.py": ""})
     found = folders.run("--fake", "bench", "sanitize")
@@ -210,6 +211,7 @@ def test_a_signal_stops_the_run_and_all_that_it_started(hanging):
     assert (copied["outcome"], stopped["outcome"]) == ("passed", "stopped")
 
 
+@pytest.mark.exhaustive
 def test_a_section_ends_at_its_limit(hanging):
     found = hanging.run("--fake", "bench", "sanitize", GRADREDUCE_CHECK_LIMIT="3")
     assert found.status == 1, found.text

@@ -46,10 +46,12 @@ def weights(example, folder: Path, backend: str, *flags: str) -> dict[str, np.nd
 PLACED = [
     pytest.param("0,0,0,0", "hierarchical_copy", 0, marks=pytest.mark.gpu),
     pytest.param("0,0,0,0", "nccl", 6, marks=pytest.mark.gpu),
-    pytest.param("0,0,1,1", "hierarchical_copy", 6, marks=pytest.mark.multi_gpu(2)),
+    pytest.param(
+        "0,0,1,1", "hierarchical_copy", 6, marks=(pytest.mark.multi_gpu(2), pytest.mark.exhaustive)
+    ),
     pytest.param("0,1,2,3", "hierarchical_copy", 0, marks=pytest.mark.multi_gpu(4)),
     # Real NCCL over several GPUs adds in an order of its own.
-    pytest.param("0,0,1,1", "nccl", 0, marks=pytest.mark.fake_cupy),
+    pytest.param("0,0,1,1", "nccl", 0, marks=(pytest.mark.fake_cupy, pytest.mark.exhaustive)),
     pytest.param("0,1,2,3", "nccl", 6, marks=pytest.mark.fake_cupy),
 ]
 

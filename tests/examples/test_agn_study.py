@@ -88,6 +88,7 @@ def test_agn_by_hand_gives_the_same_bits_as_the_library(study, workers):
     assert not np.array_equal(other.weights[0], library.weights[0])
 
 
+@pytest.mark.exhaustive
 def test_claims_that_hold_at_this_size_are_seen(study):
     claims = study.make_claims(700)
     _, downpour, sums, _, _, slow, elastic, _ = claims

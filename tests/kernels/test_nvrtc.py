@@ -32,8 +32,7 @@ pytestmark = pytest.mark.nvrtc
 # NVRTC 12.9 writes the same PTX up to sm_90, and the same from sm_100 on: 2026-11. So the tier
 # compiles all templates for the GPU that the figures are of, and a part of them for every other:
 # arch -> the first, and how many further the next one is. A plain run compiles so many of each
-# kernel's that every kind of element is among them, for one of the two GPUs whose PTX differs; and
-# one kernel for every GPU.
+# kernel's that every kind of element is among them, for sm_90, and one kernel for every GPU.
 SAMPLES = {70: (0, 4), 80: (1, 4), 90: (0, 1), 100: (0, 2), 120: (3, 4)}
 FOR_ALL = "momentum"
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -67,10 +66,10 @@ def few(kernel):
 
 
 def programs_of(*archs):
-    """Each kernel for each of these in the tier; in a plain run for one of them."""
+    """Each kernel for each of these in the tier; in a plain run for sm_90."""
     values = []
-    for number, kernel in enumerate(KERNELS):
-        for arch in archs if kernel.name == FOR_ALL else [(90, 100)[number % 2]]:
+    for kernel in KERNELS:
+        for arch in archs if kernel.name == FOR_ALL else [90]:
             name = f"{kernel.name}-sm_{arch}-few"
             values.append(pytest.param(kernel, arch, few(kernel), id=name))
         for arch in [90] if has_a_stand_in(kernel) else archs:
