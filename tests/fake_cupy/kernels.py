@@ -102,6 +102,8 @@ class RawKernel:
 
     @property
     def kernel(self):
+        with current().entered() as machine, _of_the_driver():
+            machine.check_alive(_device())
         return Function(*self._made, gpu=_device())
 
     def __call__(self, grid, block, args, **kwargs):
@@ -144,7 +146,8 @@ class Function:
                 machine.check(call, touched)
 
             machine.count("launch")
-            machine.submit(queue, self._name, work)
+            with _of_the_driver():
+                machine.submit(queue, self._name, work)
 
     def _check_place(self, machine: Machine, queue: Any) -> None:
         here = _device()
@@ -238,6 +241,17 @@ def _covered(start: int, end: int, allowed: Sequence[tuple[int, int]]) -> bool:
         if start >= end:
             return True
     return False
+
+
+@contextmanager
+def _of_the_driver():
+    """What a GPU that has failed answers inside is told by the driver, not by the runtime."""
+    from . import surface
+
+    try:
+        yield
+    except surface.CUDARuntimeError as error:
+        raise surface.CUDADriverError(error.status) from None
 
 
 def _device() -> int:

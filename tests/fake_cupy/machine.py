@@ -150,7 +150,7 @@ class Machine:
 
     def submit(self, queue: Queue, what: str, work: Callable[[Call], None] | None = None) -> Call:
         """Puts work at the end of a queue; it may run at once, or only when the host waits."""
-        self._check_alive(queue)
+        self.check_alive(queue.gpu)
         if queue.capture is not None:
             return queue.capture.add(queue, what, work)
         queue.count += 1
@@ -188,7 +188,7 @@ class Machine:
             if wrong:
                 self.fail(wrong)
         if call is not None:
-            self._check_alive(call.queue)
+            self.check_alive(call.queue.gpu)
         while call is not None and not call.passed:
             if self.seed == 0:
                 self._run_needed(call)
@@ -197,9 +197,10 @@ class Machine:
         if call is not None:
             self.host = joined(self.host, call.clock)
 
-    def _check_alive(self, queue: Queue) -> None:
-        if queue.gpu in self.dead:
-            raise self.dead[queue.gpu]
+    def check_alive(self, gpu: int) -> None:
+        """Raises what a GPU that has failed answers."""
+        if gpu in self.dead:
+            raise self.dead[gpu]
 
     def _never(self, call: Call) -> None:
         why = "would hang: the host waits for" if self.stuck else "deadlock: nothing runs"
@@ -303,7 +304,8 @@ class Machine:
             pool, slot, home = self._dying.popleft()
             self._number += 1
             slot.generations[-1].died = self._number
-            self._dirty(slot, home, "the memory's end")
+            if home is None or home.gpu not in self.dead:
+                self._dirty(slot, home, "the memory's end")
             self.heap.give(pool, slot)
 
     def _dirty(self, slot: Slot, home: Queue | None, why: str) -> None:

@@ -95,9 +95,11 @@ def inject() -> None:
         **nccl.CONSTANTS,
     )
     compiler = _module("cupy.cuda.compiler", CompileException=kernels.CompileException)
+    driver = _module("cupy.cuda.driver", CUDADriverError=surface.CUDADriverError)
     cuda = _module(
         "cupy.cuda",
         runtime=runtime,
+        driver=driver,
         compiler=compiler,
         Device=surface.Device,
         Stream=surface.Stream,
@@ -124,7 +126,7 @@ def inject() -> None:
         RawModule=kernels.RawModule,
         RawKernel=kernels.RawKernel,
     )
-    for made in (cupy, cuda, runtime, compiler, nccl_module):
+    for made in (cupy, cuda, runtime, driver, compiler, nccl_module):
         sys.modules[made.__name__] = made
     sys.modules["cupyx"] = None  # type: ignore[assignment]  # importing it fails
 

@@ -38,6 +38,7 @@ OFFERED = {
     "cupy.cuda.MemoryPool": "malloc free_all_blocks used_bytes",
     "cupy.cuda.MemoryPointer": "device",
     "cupy.cuda.compiler": "CompileException",
+    "cupy.cuda.driver": "CUDADriverError",
     "cupy.cuda.runtime": (
         "CUDARuntimeError getDevice setDevice getDeviceCount deviceCanAccessPeer "
         "deviceEnablePeerAccess memcpyAsync memcpyPeerAsync memsetAsync memcpyHostToDevice "

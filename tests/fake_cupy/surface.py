@@ -15,6 +15,7 @@ from . import graphs
 from .machine import Call, Machine, Queue, current
 
 __all__ = [
+    "CUDADriverError",
     "CUDARuntimeError",
     "Device",
     "Event",
@@ -41,6 +42,14 @@ class CUDARuntimeError(RuntimeError):
         if isinstance(text, int):
             text, status = f"cudaError{text}: as the driver calls it", text
         super().__init__(text)
+        self.status = status
+
+
+class CUDADriverError(RuntimeError):
+    """As CuPy's, for what it asks the driver and not the runtime: launches, loading of modules."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"CUDA_ERROR_{status}: as the driver calls it")
         self.status = status
 
 

@@ -51,13 +51,15 @@ def enable_peer_access(physicals: Sequence[int]) -> set[tuple[int, int]]:
 
 
 # After these CUDA answers every later call of the process with the same error, or the device is
-# gone; the numbers are those of the runtime and of the driver.
+# gone. The runtime (``CUDARuntimeError``) and the driver (``CUDADriverError``, of launches) share
+# the numbers.
 FATAL = frozenset({
     4,  # the driver shuts down
-    46,  # the device is busy or unavailable
     214, 220,  # an uncorrectable error of memory or NVLink
-    226, 700, 702, 714, 715, 716, 717, 718, 719, 721,  # a kernel did what it must not
+    226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721,  # a kernel failed; 710: its assert
     709,  # the context is destroyed
+    810,  # the MPS server ended this process's context
+    911,  # a device outside of CUDA failed
     999,  # unknown
 })  # fmt: skip
 
