@@ -56,6 +56,29 @@ def test_pinned_memory_comes_back(mesh, here):
     assert same(kept[7].numpy(), data((SIZE,), seed=7))
 
 
+@pytest.mark.parametrize("wait", ["_synchronize", "_abandon"])
+def test_an_upload_during_a_wait_keeps_its_pinned_memory(new_machine, monkeypatch, wait):
+    """Another thread's, which runs while this one waits in the driver."""
+    here = new_machine(0, num_gpus=1)
+    with open_mesh(1, backend="cuda") as mesh:
+        device, made = mesh.devices[0], []
+
+        def meanwhile() -> None:
+            if not made:
+                made.append(uploaded(device, 2))
+
+        here.at_sync.append(meanwhile)  # at the begin of the wait, whose end is that of before
+        uploaded(device, 1)
+        if wait == "_synchronize":
+            device._synchronize(device._endless)
+        else:
+            is_idle = device._is_idle
+            monkeypatch.setattr(device, "_is_idle", lambda: is_idle() and not meanwhile())
+            assert device._abandon(0)
+        assert len(device._staging) == 1
+        assert same(made[0].numpy(), data((SIZE,), seed=2))
+
+
 def test_a_steady_state_asks_cuda_for_nothing_new(mesh, here):
     device = mesh.devices[0]
 

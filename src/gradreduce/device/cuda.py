@@ -202,11 +202,15 @@ class CudaDevice(CudaQueues):
             runtime.memcpyAsync(
                 dst.address, pinned.ptr, dst.nbytes, runtime.memcpyHostToDevice, stream.ptr
             )
-            with self._staging_lock:
-                self._staging.append((pinned, self._event(stream)))
-                while self._staging and self._staging[0][1].done:
-                    self._staging.popleft()
+            self._staging.append((pinned, self._event(stream)))
+            self._drop_staging()
         self._given(queue)
+
+    def _drop_staging(self) -> None:
+        """Gives back the pinned memory whose copies are over; other threads may add some now."""
+        with self._staging_lock:
+            while self._staging and self._staging[0][1].done:
+                self._staging.popleft()
 
     def _download(self, buffer: Buffer, patience: Patience) -> np.ndarray | None:
         if patience.polls:
@@ -236,8 +240,7 @@ class CudaDevice(CudaQueues):
             event = self._event(stream)
         self._given("compute")
         if not patience.until(lambda: self._reached(event)):
-            with self._staging_lock:  # which the copy may still write
-                self._staging.append((pinned, event))
+            self._staging.append((pinned, event))  # which the copy may still write
             return None
         staged = np.frombuffer(pinned, np.uint8, buffer.nbytes)
         return staged.view(buffer.dtype).reshape(buffer.shape).copy()
@@ -317,8 +320,7 @@ class CudaDevice(CudaQueues):
         self._catch_up()
         if not self._host_waits(patience, self._streams.values()):
             return False
-        with self._staging_lock:
-            self._staging.clear()
+        self._drop_staging()
         return True
 
     def _host_waits(self, patience: Patience, streams: Iterable[Any]) -> bool:
@@ -346,8 +348,7 @@ class CudaDevice(CudaQueues):
             if time.monotonic() >= end:
                 return False
             time.sleep(_LOOK_SECONDS)
-        with self._staging_lock:
-            self._staging.clear()
+        self._drop_staging()
         self._let_go()
         return True
 
