@@ -17,7 +17,7 @@ from fake_cupy.machine import Fault, Machine, current
 
 import gradreduce as gr
 from gradreduce import ops
-from gradreduce.device import Mesh, cuda, cuda_compile, open_mesh
+from gradreduce.device import Mesh, cuda, cuda_compile, cuda_gpu, open_mesh
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 from gradreduce.ops.add_n import ADD_N
 
@@ -192,6 +192,34 @@ def test_peer_access_is_enabled_where_there_is_any(new_machine, monkeypatch):
     monkeypatch.setattr(sys.modules["cupy.cuda.runtime"], "deviceEnablePeerAccess", refuses)
     with pytest.raises(surface.CUDARuntimeError, match="unknown error"):
         cuda.enable_peer_access([0, 1])
+
+
+def test_a_gpu_with_too_many_peers_copies_from_the_others(new_machine):
+    here = new_machine(3, num_gpus=4, most_peers=2)
+    with open_mesh(4, backend="cuda") as mesh:
+        pairs = {(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1), (3, 0), (3, 1)}
+        assert mesh.fabric.peer_access == here.peers == pairs
+        assert summed(mesh) == [10] * 4
+
+
+def test_a_peer_whose_copies_change_the_data_is_none(new_machine, monkeypatch, caplog):
+    here = new_machine(3, num_gpus=3)
+    here.corrupt = {(0, 2), (2, 1)}
+    monkeypatch.setattr(cuda_gpu, "_is_intact", cuda_gpu._is_intact.__wrapped__)
+    with open_mesh(3, backend="cuda") as mesh:
+        assert mesh.fabric.peer_access == here.peers == {(0, 1), (1, 0), (1, 2), (2, 0)}
+        assert summed(mesh) == [6] * 3
+    said = "copies between GPUs {} and {} change the data, so their peer access is not used"
+    for record, pair in zip(caplog.records, sorted(here.corrupt), strict=True):
+        assert said.format(*pair) in record.message
+
+
+def summed(mesh: Mesh) -> list[float]:
+    """What an all-reduce of 1, 2, … gives on each device."""
+    grads = [[np.full(9, device.index + 1, np.float32)] for device in mesh]
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    rows = ops.all_reduce(grads, op=gr.ReduceOp.SUM, as_kind="buffer")
+    return [row[0].numpy()[0] for row in rows]
 
 
 def test_without_peers_nothing_reaches_over(new_machine):

@@ -178,6 +178,9 @@ def peer_copy_async(dst, dstDevice, src, srcDevice, size, stream):
             accesses = [(src, src + size, READ), (dst, dst + size, WRITE)]
             machine.check(call, accesses, peers_matter=False)
             ctypes.memmove(dst, src, size)
+            pair = (queue.gpu, srcDevice if queue.gpu == dstDevice else dstDevice)
+            if pair in machine.corrupt & machine.peers:
+                ctypes.memset(dst, 0x5A, size)
 
         machine.count("memcpyPeer")
         machine.submit(queue, "memcpyPeerAsync", work)

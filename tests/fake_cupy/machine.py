@@ -93,13 +93,22 @@ class Machine:
             each call everything that can run does. Others mix.
         num_gpus: how many there are.
         peers: the pairs that could access each other's memory; default all.
+        most_peers: of one GPU.
     """
 
-    def __init__(self, seed: int = 2, num_gpus: int = NUM_GPUS, peers: bool = True) -> None:
+    def __init__(
+        self,
+        seed: int = 2,
+        num_gpus: int = NUM_GPUS,
+        peers: bool = True,
+        most_peers: int = NUM_GPUS,
+    ) -> None:
         self.seed = seed
         self.num_gpus = num_gpus
         self.can_peer = peers
+        self.most_peers = most_peers
         self.peers: set[tuple[int, int]] = set()
+        self.corrupt: set[tuple[int, int]] = set()  # peers whose copies change the data
         self.faults: list[str] = []
         self.lock = threading.RLock()
         self.queues: dict[int, Queue] = {}

@@ -47,15 +47,18 @@ def _runtime() -> types.ModuleType:
     def deviceEnablePeerAccess(peerDevice):
         pair = (surface.getDevice(), peerDevice)
         if pair in machine.current().peers:
-            raise surface.CUDARuntimeError(
-                "cudaErrorPeerAccessAlreadyEnabled: peer access is already enabled"
-            )
+            raise surface.CUDARuntimeError(704)
         if not deviceCanAccessPeer(*pair):
-            raise surface.CUDARuntimeError(
-                "cudaErrorPeerAccessUnsupported: peer access is not supported between these two "
-                "devices"
-            )
+            raise surface.CUDARuntimeError(217)
+        if (
+            sum(pair[0] == here for here, _ in machine.current().peers)
+            >= machine.current().most_peers
+        ):
+            raise surface.CUDARuntimeError(711)
         machine.current().peers.add(pair)
+
+    def deviceDisablePeerAccess(peerDevice):
+        machine.current().peers.remove((surface.getDevice(), peerDevice))
 
     return _module(
         "cupy.cuda.runtime",
@@ -67,6 +70,7 @@ def _runtime() -> types.ModuleType:
         getDeviceCount=getDeviceCount,
         deviceCanAccessPeer=deviceCanAccessPeer,
         deviceEnablePeerAccess=deviceEnablePeerAccess,
+        deviceDisablePeerAccess=deviceDisablePeerAccess,
         memcpyAsync=arrays.copy_async,
         memcpyPeerAsync=arrays.peer_copy_async,
         memsetAsync=arrays.memset_async,
@@ -162,7 +166,10 @@ inject()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    from gradreduce.device.cuda import enable_peer_access
+
     declare_launches()
+    enable_peer_access(range(machine.NUM_GPUS))  # checks each pair once in a process
     fresh()
 
 

@@ -41,9 +41,9 @@ OFFERED = {
     "cupy.cuda.driver": "CUDADriverError",
     "cupy.cuda.runtime": (
         "CUDARuntimeError getDevice setDevice getDeviceCount deviceCanAccessPeer "
-        "deviceEnablePeerAccess memcpyAsync memcpyPeerAsync memsetAsync memcpyHostToDevice "
-        "memcpyDeviceToHost memcpyDeviceToDevice memcpyDefault pointerGetAttributes eventQuery "
-        "streamQuery streamCaptureModeThreadLocal"
+        "deviceEnablePeerAccess deviceDisablePeerAccess memcpyAsync memcpyPeerAsync memsetAsync "
+        "memcpyHostToDevice memcpyDeviceToHost memcpyDeviceToDevice memcpyDefault "
+        "pointerGetAttributes eventQuery streamQuery streamCaptureModeThreadLocal"
     ),
     "cupy.cuda.nccl": (
         "available NcclCommunicator NcclError groupStart groupEnd get_version get_unique_id "

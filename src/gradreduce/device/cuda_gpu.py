@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
+from itertools import permutations
 from types import TracebackType
 from typing import Any
 
 import cupy
+import numpy as np
 from cupy.cuda import runtime
 
 from gradreduce.errors import BackendUnavailableError
@@ -15,6 +19,10 @@ from gradreduce.errors import BackendUnavailableError
 from .base import Device
 
 __all__ = ["FATAL", "Gpu", "enable_peer_access", "visible_gpus"]
+
+_log = logging.getLogger("gradreduce")
+# A GPU has at most eight peers where no NVSwitch connects them.
+_ALREADY_ENABLED, _TOO_MANY_PEERS = 704, 711
 
 
 def visible_gpus() -> int:
@@ -35,19 +43,53 @@ def visible_gpus() -> int:
 
 
 def enable_peer_access(physicals: Sequence[int]) -> set[tuple[int, int]]:
-    """Lets GPUs read each other's memory where the hardware can; the pairs that do."""
-    reached = set()
-    for here in physicals:
-        for there in physicals:
-            if here != there and runtime.deviceCanAccessPeer(here, there):
-                with cupy.cuda.Device(here):
-                    try:
-                        runtime.deviceEnablePeerAccess(there)
-                    except runtime.CUDARuntimeError as error:
-                        if "PeerAccessAlreadyEnabled" not in str(error):
-                            raise
-                reached.add((here, there))
-    return reached
+    """Lets GPUs read each other's memory where that works; the pairs that do."""
+    pairs = permutations(physicals, 2)
+    return {(here, there) for here, there in pairs if _is_peer(here, there)}
+
+
+def _is_peer(here: int, there: int) -> bool:
+    if not runtime.deviceCanAccessPeer(here, there):
+        return False
+    with cupy.cuda.Device(here):
+        try:
+            runtime.deviceEnablePeerAccess(there)
+        except runtime.CUDARuntimeError as error:
+            if error.status == _TOO_MANY_PEERS:
+                return False
+            if error.status != _ALREADY_ENABLED:
+                raise
+        if _is_intact(here, there):
+            return True
+        runtime.deviceDisablePeerAccess(there)  # copies between the two go through the host then
+    _log.warning(
+        "copies between GPUs %d and %d change the data, so their peer access is not used. An IOMMU "
+        "does this: turn it off, or set NCCL_P2P_DISABLE=1 for NCCL too",
+        here,
+        there,
+    )
+    return False
+
+
+@cache
+def _is_intact(here: int, there: int) -> bool:
+    """Whether a page that is copied to a peer and back is what it was."""
+    pool, page = cupy.cuda.MemoryPool(), np.arange(1024, dtype=np.uint32)
+    back, nbytes = np.zeros_like(page), page.nbytes
+    with cupy.cuda.Device(there):
+        far, ready = pool.malloc(nbytes), cupy.cuda.Event(disable_timing=True)
+        ready.record()
+    with cupy.cuda.Device(here):
+        near, stream = pool.malloc(nbytes), cupy.cuda.get_current_stream()
+        stream.wait_event(ready)
+        queue, kinds = stream.ptr, (runtime.memcpyHostToDevice, runtime.memcpyDeviceToHost)
+        runtime.memcpyAsync(near.ptr, page.ctypes.data, nbytes, kinds[0], queue)
+        runtime.memcpyPeerAsync(far.ptr, there, near.ptr, here, nbytes, queue)
+        runtime.memsetAsync(near.ptr, 0, nbytes, queue)
+        runtime.memcpyPeerAsync(near.ptr, here, far.ptr, there, nbytes, queue)
+        runtime.memcpyAsync(back.ctypes.data, near.ptr, nbytes, kinds[1], queue)
+        stream.synchronize()
+    return bool((back == page).all())
 
 
 # After these CUDA answers every later call of the process with the same error, or the device is
