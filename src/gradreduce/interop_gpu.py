@@ -204,9 +204,10 @@ def _adopt(
 def _wait(stream: Any, other: int, gpu: int) -> None:
     """A CuPy stream waits for what the stream with the handle ``other`` holds."""
     cuda = sys.modules["cupy"].cuda
-    event = cuda.Event(disable_timing=True)
-    event.record(cuda.ExternalStream(other, gpu))
-    stream.wait_event(event)
+    with cuda.Device(gpu):  # the event's, and whose default streams the two handles may name
+        event = cuda.Event(disable_timing=True)
+        cuda.runtime.eventRecord(event.ptr, other)
+        stream.wait_event(event)
 
 
 def _current(gpu: int) -> int:

@@ -22,7 +22,7 @@ import gradreduce as gr
 from gradreduce import interop_gpu, ops
 from gradreduce.device import Mesh, as_dtype, open_mesh
 from gradreduce.errors import DeviceMismatchError
-from gradreduce.interop import OneCall, from_buffer, kind_of, to_buffer
+from gradreduce.interop import OneCall, from_buffer, host_array, kind_of, to_buffer
 
 pytestmark = pytest.mark.fake_cupy
 SEEDS = (0, 1, 2, 3)
@@ -184,6 +184,45 @@ def test_the_interface_is_taken_where_dlpack_refuses(mesh, torch, monkeypatch):
     assert same(buffer.numpy(), data(SHAPE))
 
 
+@pytest.mark.parametrize("handle", ["non_blocking", "null", "ptds"])
+def test_a_host_copy_waits_for_a_stream_on_the_arrays_gpu(here, handle):
+    """Default streams are those of the current GPU; the array's is another."""
+    with cupy.cuda.Device(1):
+        theirs = cupy.cuda.Stream(**{handle: True})
+        shown = Shown(made_on(theirs, data(SHAPE)), stream=theirs.ptr or 1)
+        with cupy.cuda.Stream(non_blocking=True), cupy.cuda.Device(0):
+            assert same(host_array(shown), data(SHAPE))
+
+
+def test_dlpack_is_asked_as_cupy_asks(mesh, torch, monkeypatch):
+    asked = []
+    shared = Tensor.__dlpack__
+
+    def recent(self, **said):
+        asked.append(sorted(said))
+        return shared(self, **said)
+
+    def old(self, stream):  # of a library from before DLPack 1.0
+        asked.append("stream alone")
+        return shared(self, stream=stream)
+
+    for each in (recent, old):
+        monkeypatch.setattr(Tensor, "__dlpack__", each)
+        buffer = to_buffer(Tensor(made_on(torch.stream, data(SHAPE))), mesh.devices[0])
+        assert same(buffer.numpy(), data(SHAPE))
+    assert asked == [["copy", "max_version", "stream"], "stream alone"]
+
+
+def test_a_tensor_comes_in_where_cupys_stream_is_the_threads_default(mesh, torch, monkeypatch):
+    """PyTorch refuses to make that stream wait: the memory is shared by the interface instead."""
+    array = made_on(torch.stream, data(SHAPE))
+    shown = {"shape": SHAPE, "typestr": "<f4", "data": (array.data.ptr, False), "version": 2}
+    monkeypatch.setattr(Tensor, "__cuda_array_interface__", shown, raising=False)
+    with cupy.cuda.Stream.ptds:
+        buffer = to_buffer(Tensor(array), mesh.devices[0])
+        assert same(from_buffer(buffer, "cupy").get(), data(SHAPE))
+
+
 def test_strides_are_taken_and_nothing_at_all_too(mesh):
     stream = cupy.cuda.Stream(non_blocking=True)
     array = made_on(stream, data(SHAPE))[:, 1::3]
@@ -242,7 +281,7 @@ def test_each_jax_array_of_a_call_is_waited_for(mesh, torch):
         def __dlpack__(self, stream):
             event = cupy.cuda.Event()
             event.record(self.stream)
-            cupy.cuda.ExternalStream(stream, 0).wait_event(event)
+            cupy.cuda.runtime.streamWaitEvent(stream, event.ptr)
             return self.array
 
     Array.__module__ = "jaxlib"

@@ -12,7 +12,7 @@ import numpy as np
 from .computing import Computing
 from .machine import READ, WRITE, Call, current
 from .memory import PINNED, REGION
-from .surface import Device, check_addresses, get_current_stream, getDevice, queue_of
+from .surface import LEGACY, Device, check_addresses, get_current_stream, getDevice, queue_of
 
 __all__ = [
     "MemoryPointer",
@@ -127,7 +127,6 @@ def alloc_pinned_memory(size):
 
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE, ANYWHERE = 1, 2, 3, 4
 CUDA_DLPACK = 2  # kDLCUDA
-LEGACY_STREAM = 1  # how DLPack calls the null stream, whose handle is 0
 
 
 def _on_device(place: int) -> bool:
@@ -330,9 +329,15 @@ def from_dlpack(array, *, device=None, copy=None):
     """
     kind, gpu = array.__dlpack_device__()
     if kind != CUDA_DLPACK:
-        raise BufferError("CPU arrays cannot be directly imported to CuPy.")
+        raise TypeError("CPU arrays cannot be directly imported to CuPy.")
     with Device(gpu):
-        return array.__dlpack__(stream=get_current_stream().ptr or LEGACY_STREAM)
+        stream = get_current_stream().ptr or LEGACY
+        try:
+            return array.__dlpack__(stream=stream, max_version=(1, 0), copy=copy)
+        except TypeError:  # a library from before DLPack 1.0
+            if copy is not None:
+                raise
+            return array.__dlpack__(stream=stream)
 
 
 def pointer_attributes(ptr):

@@ -16,6 +16,9 @@ import pytest
 
 from gradreduce.device import as_dtype
 
+from .machine import current
+from .surface import queue_of
+
 __all__ = ["Tensor", "made_on", "stand_in", "torch"]
 
 
@@ -79,12 +82,16 @@ class Tensor:
     def __dlpack_device__(self):
         return 2, self.array.device.id
 
-    def __dlpack__(self, stream):
+    def __dlpack__(self, *, stream, max_version=None, copy=None):
+        """The consumer's stream waits for the producer's, by driver calls that nobody counts."""
         assert self.dtype != "bfloat16", "DLPack of 16-bit views only"
-        if stream > 2:  # the consumer's stream waits for the producer's
-            event = cupy.cuda.Event()
-            event.record(sys.modules["torch"].stream_of(self.array.device))
-            cupy.cuda.ExternalStream(stream, self.array.device.id).wait_event(event)
+        assert stream, "0 is no stream of DLPack's"
+        if stream == cupy.cuda.Stream.ptds.ptr:
+            raise BufferError("per-thread default stream is not supported.")
+        with current().entered() as machine:
+            ours = queue_of(machine, sys.modules["torch"].stream_of(self.array.device))
+            if ours.last is not None:
+                machine.wait(queue_of(machine, stream), ours.last)
         return self.array
 
 

@@ -67,6 +67,7 @@ class Queue:
         gpu: that it is on.
         waiting: calls that have not run.
         clock: of its last call.
+        blocking: of a null stream: the others of its GPU that it waits for, and they for it.
         capture: what keeps its calls instead of running them (``graphs.py``); None: nothing.
     """
 
@@ -77,6 +78,7 @@ class Queue:
         self.gpu = gpu
         self.name = name
         self.waiting: deque[Call] = deque()
+        self.blocking: list[Queue] = []
         self.clock: Clock = {}
         self.count = 0
         self.last: Call | None = None
@@ -151,17 +153,29 @@ class Machine:
 
     # -- queues -----------------------------------------------------------------------------------
 
-    def add_queue(self, gpu: int, name: str) -> Queue:
-        """A new stream; the handles of null streams are the numbers of their GPUs."""
+    def add_queue(self, gpu: int, name: str, *, blocking: bool = False) -> Queue:
+        """A new stream; the handles of null streams are the numbers of their GPUs.
+
+        A ``blocking`` one and the null stream of its GPU wait for each other, whatever either is
+        given.
+        """
         handle = len(self.queues) if len(self.queues) < self.num_gpus else 4096 + len(self.queues)
-        self.queues[handle] = Queue(handle, gpu, f"{name}#{handle}")
-        return self.queues[handle]
+        self.queues[handle] = queue = Queue(handle, gpu, f"{name}#{handle}")
+        if blocking:
+            null = self.queues[gpu]
+            null.blocking.append(queue)
+            if null.last is not None:
+                self.wait(queue, null.last)
+        return queue
 
     def submit(self, queue: Queue, what: str, work: Callable[[Call], None] | None = None) -> Call:
         """Puts work at the end of a queue; it may run at once, or only when the host waits."""
         self.check_alive(queue.gpu)
         if queue.capture is not None:
             return queue.capture.add(queue, what, work)
+        for other in queue.blocking:
+            if other.last is not None:
+                self.wait(queue, other.last)
         queue.count += 1
         self._number += 1
         clock = joined(queue.clock, self.host)
@@ -172,6 +186,8 @@ class Machine:
         queue.waiting.append(call)
         queue.last = call
         self._pending += 1
+        for other in queue.blocking:
+            self.wait(other, call)
         while self._random.random() < self._early and self._run_one():
             pass
         return call
@@ -187,6 +203,8 @@ class Machine:
             waiting.blocker = call
             queue.waiting.append(waiting)
             self._pending += 1
+        for other in queue.blocking:
+            self.wait(other, call)
         return waiting
 
     def finish(self, call: Call | None) -> None:

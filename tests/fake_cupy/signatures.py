@@ -7,6 +7,7 @@ The first line of the docstring of CuPy's compiled callables holds their C-typed
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import json
@@ -31,7 +32,8 @@ OFFERED = {
     "cupy.cuda.Device": "id attributes use synchronize",
     "cupy.cuda.Graph": "launch upload",
     "cupy.cuda.Stream": (
-        "__init__ synchronize wait_event record done use begin_capture end_capture is_capturing"
+        "__init__ synchronize wait_event record done use begin_capture end_capture is_capturing "
+        "null ptds"
     ),
     "cupy.cuda.ExternalStream": "__init__ synchronize wait_event record done use",
     "cupy.cuda.Event": "__init__ record done synchronize",
@@ -43,7 +45,8 @@ OFFERED = {
         "CUDARuntimeError getDevice setDevice getDeviceCount deviceCanAccessPeer "
         "deviceEnablePeerAccess deviceDisablePeerAccess memcpyAsync memcpyPeerAsync memsetAsync "
         "memcpyHostToDevice memcpyDeviceToHost memcpyDeviceToDevice memcpyDefault "
-        "pointerGetAttributes eventQuery streamQuery streamCaptureModeThreadLocal"
+        "pointerGetAttributes eventQuery eventRecord streamQuery streamWaitEvent "
+        "streamCaptureModeThreadLocal"
     ),
     "cupy.cuda.nccl": (
         "available NcclCommunicator NcclError groupStart groupEnd get_version get_unique_id "
@@ -104,9 +107,10 @@ def described(name: str) -> str | int | bool:
 
 
 def recorded_now() -> dict[str, str | int | bool]:
-    """The record of the CuPy that is imported."""
+    """The record of the CuPy that is imported; a warning about one of the names is raised."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what CuPy says about its own install
+        _import_all()
+        warnings.simplefilter("error")
         made = {}
         for name in offered():
             if name in ("cupy.cuda.Device.id", "cupy.cuda.nccl.available"):
@@ -114,6 +118,14 @@ def recorded_now() -> dict[str, str | int | bool]:
             else:
                 made[name] = described(name)
         return made
+
+
+def _import_all() -> None:
+    """Before warnings are errors: what CuPy says about its own install is none of a name's."""
+    warnings.simplefilter("ignore")
+    for place in OFFERED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(place)
 
 
 RECORD: dict[str, str | int | bool] = json.loads(_FILE.read_text()) if _FILE.exists() else {}
@@ -171,6 +183,7 @@ def _spelled(default: Any) -> str:
 
 
 # An expression -> the exception that CuPy's own check of arguments raises; "" if it takes them.
+# A warning counts as one, as in our tests: what CuPy has deprecated is not used.
 # Without a GPU the real CuPy gets as far as the driver, or NCCL, and fails there.
 PROBES = {
     "runtime.memcpyAsync(np.int64(4096), 4096, 4, 1, 0)": "TypeError",
@@ -180,10 +193,14 @@ PROBES = {
     "runtime.memcpyPeerAsync(4096, 0, np.int64(4096), 1, 4, 0)": "TypeError",
     "runtime.memsetAsync(np.int64(4096), 0, 4, 0)": "TypeError",
     "runtime.deviceCanAccessPeer(0, 1)": "",
+    "runtime.eventRecord(np.int64(4096), 0)": "TypeError",
+    "runtime.eventRecord(4096, None)": "TypeError",
+    "runtime.streamWaitEvent(None, 4096)": "TypeError",
+    "runtime.streamWaitEvent(0, np.int64(4096))": "TypeError",
     "cuda.UnownedMemory(np.int64(4096), 4, None, 0)": "TypeError",
     "cuda.UnownedMemory(4096.0, 4, None, 0)": "TypeError",
     "cuda.UnownedMemory(4096, 0, None, 0)": "",
-    "cuda.ExternalStream(5, 0)": "",
+    "cuda.ExternalStream(5, 0)": "DeprecationWarning",
     "cuda.Device(1)": "",
     "cuda.Event(disable_timing=True)": "",
     "cuda.Stream(non_blocking=True)": "",
@@ -205,6 +222,8 @@ PROBES = {
 
 def probed(expression: str) -> str:
     """How the CuPy that is imported takes an expression."""
+    with warnings.catch_warnings():
+        _import_all()
     cupy = importlib.import_module("cupy")
     names = {
         "cupy": cupy,
@@ -215,7 +234,9 @@ def probed(expression: str) -> str:
         "runtime": cupy.cuda.runtime,
     }
     try:
-        eval(expression, names)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            eval(expression, names)
     except (names["runtime"].CUDARuntimeError, names["nccl"].NcclError):
         return ""
     except Exception as error:
@@ -224,7 +245,6 @@ def probed(expression: str) -> str:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
     now = recorded_now() | {name: probed(name) for name in PROBES}
     RECORD = {**RECORD, **PROBES}
     if "--write" in sys.argv:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import warnings
 import weakref
 from typing import Any
 
@@ -23,12 +24,13 @@ __all__ = [
     "Stream",
     "check_addresses",
     "eventQuery",
+    "eventRecord",
     "getDevice",
     "get_current_stream",
     "get_elapsed_time",
     "queue_of",
     "streamQuery",
-    "stream_now",
+    "streamWaitEvent",
 ]
 
 
@@ -67,6 +69,7 @@ class _Local(threading.local):
         self.gpu = 0
         self.devices: list[int] = []
         self.streams: dict[int, Any] = {}
+        self.per_thread: dict[tuple[Machine, int], Queue] = {}
         self.stack: list[tuple[int, Any]] = []
 
 
@@ -133,12 +136,19 @@ class Device:
         }
 
 
+NULL, LEGACY, PER_THREAD = 0, 1, 2  # handles of default streams: of the GPU current at each call
+
+
 class _BaseStream:
     """A stream: what ``Stream`` and ``ExternalStream`` share."""
 
     ptr: int
     device_id: int
-    _machine: Machine
+    _home: Machine | None  # None: a default stream, of every machine
+
+    @property
+    def _machine(self) -> Machine:
+        return self._home or current()
 
     def __eq__(self, other):
         return isinstance(other, _BaseStream) and self.ptr == other.ptr
@@ -147,10 +157,7 @@ class _BaseStream:
         return hash(self.ptr)
 
     def __enter__(self):
-        gpu = _local.gpu
-        queue = queue_of(current(), self)
-        if queue.gpu != gpu:
-            current().fail(f"wrong device: {queue} of GPU {queue.gpu} made current on GPU {gpu}")
+        gpu = self._checked_gpu()
         _local.stack.append((gpu, _local.streams.get(gpu)))
         _local.streams[gpu] = self
         return self
@@ -160,8 +167,14 @@ class _BaseStream:
         _local.streams[gpu] = before
 
     def use(self):
-        _local.streams[_local.gpu] = self
+        _local.streams[self._checked_gpu()] = self
         return self
+
+    def _checked_gpu(self):
+        gpu, queue = getDevice(), queue_of(current(), self)
+        if queue.gpu != gpu:
+            current().fail(f"wrong device: {queue} of GPU {queue.gpu} made current on GPU {gpu}")
+        return gpu
 
     @property
     def done(self):
@@ -193,13 +206,7 @@ class _BaseStream:
             return queue_of(machine, self).capture is not None
 
     def wait_event(self, event):
-        with self._machine.entered() as machine:
-            if event._call is None:
-                machine.fail(f"{queue_of(machine, self)} waits for an event never recorded")
-            if event._machine is not machine:
-                machine.fail("an event of a machine that has ended")
-            machine.count("wait")
-            machine.wait(queue_of(machine, self), event._call)
+        _wait(self._machine, self, event)
 
     def record(self, event=None):
         event = Event() if event is None else event
@@ -211,29 +218,30 @@ class Stream(_BaseStream):
     """A stream of the current GPU. Blocking ones are refused: they wait for the null stream."""
 
     def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
-        self._machine = current()
-        self.device_id = getDevice()
+        if null or ptds:
+            self.ptr, self.device_id, self._home = NULL if null else PER_THREAD, -1, None
+            return
+        self._home, self.device_id = current(), getDevice()
         with self._machine.entered() as machine:
-            if null:
-                self.ptr = 0
-            elif not non_blocking:
+            if not non_blocking:
                 machine.fail("a blocking stream waits for the null stream; say non_blocking=True")
-            else:
-                self.ptr = machine.add_queue(self.device_id, "stream").handle
+            self.ptr = machine.add_queue(self.device_id, "stream").handle
 
     def __del__(self):
         # No lock while an object dies. What it holds still runs, but nobody may name it again.
-        if getattr(self, "ptr", 0):
+        if getattr(self, "ptr", NULL) not in (NULL, PER_THREAD):
             self._machine.destroyed.add(self.ptr)
+
+
+Stream.null, Stream.ptds = Stream(null=True), Stream(ptds=True)
 
 
 class ExternalStream(_BaseStream):
     """A stream that somebody else made, by its handle."""
 
     def __init__(self, ptr, device_id=-1):
-        self._machine = current()
-        self.ptr = ptr
-        self.device_id = getDevice() if device_id < 0 else device_id
+        warnings.warn("ExternalStream is deprecated", DeprecationWarning, stacklevel=2)
+        self._home, self.ptr, self.device_id = current(), ptr, device_id
 
 
 _handles = itertools.count(0x1000)
@@ -257,6 +265,29 @@ def streamQuery(stream):
     with current().entered() as machine:
         queue = queue_of(machine, stream)
         return _status(machine, queue.last) if queue.last is not None else 0
+
+
+def eventRecord(event, stream):
+    """``runtime.eventRecord``."""
+    check_addresses(event, stream)
+    _events[event].record(stream)
+
+
+def streamWaitEvent(stream, event, flags=0):
+    """``runtime.streamWaitEvent``."""
+    check_addresses(stream, event)
+    _wait(current(), stream, _events[event])
+
+
+def _wait(of: Machine, stream, event: Event) -> None:
+    with of.entered() as machine:
+        queue = queue_of(machine, stream)
+        if event._call is None:
+            machine.fail(f"{queue} waits for an event never recorded")
+        if event._machine is not machine:
+            machine.fail("an event of a machine that has ended")
+        machine.count("wait")
+        machine.wait(queue, event._call)
 
 
 def _status(machine: Machine, call: Call) -> int:
@@ -318,35 +349,34 @@ def get_elapsed_time(start_event, end_event):
 
 def get_current_stream(device_id=-1):
     gpu = getDevice() if device_id < 0 else device_id
-    found = _local.streams.get(gpu)
-    if found is None:
-        found = ExternalStream(0, gpu)
-    return found
-
-
-def stream_now() -> Any:
-    """The current stream of the current GPU."""
-    return get_current_stream(-1)
+    return _local.streams.get(gpu) or Stream.null
 
 
 def queue_of(machine: Machine, stream: Any) -> Queue:
     """The queue of a CuPy stream, a raw handle, or (None) of the current stream.
 
-    The handle 0 is the null stream of the stream's GPU, or of the current one; so is 1, which
-    CUDA calls the legacy one.
+    CUDA sees the handle alone. That of a default stream names the one of the *current* GPU.
     """
     if stream is None:
-        stream = stream_now()
-    if isinstance(stream, _BaseStream):
-        if stream._machine is not machine:
-            machine.fail("a stream of a machine that has ended")
-        handle, gpu = stream.ptr, stream.device_id
-    else:
-        handle, gpu = int(stream), getDevice()
-    if handle in (0, 1):
-        handle = gpu
+        stream = get_current_stream()
+    if isinstance(stream, _BaseStream) and stream._machine is not machine:
+        machine.fail("a stream of a machine that has ended")
+    handle = stream.ptr if isinstance(stream, _BaseStream) else int(stream)
+    if handle in (NULL, LEGACY):
+        handle = getDevice()
+    elif handle == PER_THREAD:
+        return _per_thread(machine, getDevice())
     elif handle < machine.num_gpus or handle not in machine.queues:
         machine.fail(f"there is no stream {handle:#x}")
     elif handle in machine.destroyed:
         machine.fail(f"the stream {handle:#x} was destroyed")
     return machine.queues[handle]
+
+
+def _per_thread(machine: Machine, gpu: int) -> Queue:
+    """This thread's default stream on a GPU, which is blocking: the null stream waits for it."""
+    key = machine, gpu
+    if key not in _local.per_thread:
+        name = f"default of {threading.current_thread().name}:{gpu}"
+        _local.per_thread[key] = machine.add_queue(gpu, name, blocking=True)
+    return _local.per_thread[key]

@@ -30,7 +30,7 @@ from .cuda_queues import CudaQueues
 from .dtypes import as_dtype
 from .fabric import Fabric
 from .kernel import Kernel, Template
-from .memory import Block, Buffer, Queue, Row, Stream, TrackedBlock
+from .memory import Block, Buffer, Queue, Row, Stream, TrackedBlock, handle_of
 from .tables import Tables
 from .tape import Issue
 from .watch import Patience
@@ -355,7 +355,7 @@ class CudaDevice(CudaQueues):
     def _follow(self, stream: int) -> None:
         dead = self._parking.shown_to(stream)
         with self.gpu:
-            self._ready("compute").wait_event(self._event(self._theirs(stream)))
+            self._ready("compute").wait_event(self._event(stream))
         self._given("compute")
         self._parking.passed(dead)
 
@@ -365,4 +365,4 @@ class CudaDevice(CudaQueues):
                 raise self.fabric.give_up("work that the host waits for", self, self._endless)
             return
         with self.gpu:
-            self._theirs(stream).wait_event(self._mark("compute"))
+            runtime.streamWaitEvent(handle_of(stream), self._mark("compute").ptr)

@@ -12,8 +12,11 @@ import threading
 from typing import Any
 
 import cupy
+from cupy.cuda import runtime
 
-__all__ = ["Line", "event_of", "named"]
+from .memory import Stream, handle_of
+
+__all__ = ["Line", "event_of"]
 
 
 class Line:
@@ -127,14 +130,9 @@ class Line:
             self.leader = None
 
 
-def named(handle: int, physical: int) -> Any:
-    """A stream that somebody else made."""
-    return cupy.cuda.ExternalStream(handle, physical)
-
-
-def event_of(gpu: Any, stream: Any) -> Any:
-    """An event at the end of what a stream holds."""
-    with gpu:
+def event_of(gpu: Any, stream: Stream) -> Any:
+    """An event at the end of what a stream of this GPU holds."""
+    with gpu:  # which the event belongs to, and whose default stream a handle may name
         event = cupy.cuda.Event(disable_timing=True)
-        event.record(stream)
+        runtime.eventRecord(event.ptr, handle_of(stream))
     return event

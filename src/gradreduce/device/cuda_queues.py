@@ -8,7 +8,7 @@ from typing import Any, cast
 from .base import Device
 from .cuda_capture import GraphRecording
 from .cuda_gpu import Gpu
-from .cuda_line import Line, event_of, named
+from .cuda_line import Line, event_of
 from .fabric import Fabric
 from .memory import Mark, Queue, Stream, User
 
@@ -49,13 +49,9 @@ class CudaQueues(Device):
         """Something was given to a queue: ``_ready`` came before it."""
         self._lines[queue].given()
 
-    def _theirs(self, stream: Stream) -> Any:
-        """A caller's stream as CuPy's."""
-        return named(stream, self.physical) if isinstance(stream, int) else stream
-
     def _mark(self, queue: User) -> Any:
         if not isinstance(queue, str):
-            return self._event(self._theirs(queue))
+            return self._event(queue)
         ours = cast("Queue", queue)
         if self.fabric.capture is None:
             return self._lines[ours].mark()
@@ -105,7 +101,7 @@ class CudaQueues(Device):
         near = device.physical == self.physical  # and lost with it, if ever
         return near and self._lines["compute"].comes_behind(device._lines[queue])
 
-    def _event(self, stream: Any) -> Any:
+    def _event(self, stream: Stream) -> Any:
         return event_of(self.gpu, stream)
 
     def _all_streams(self) -> list[Any]:

@@ -30,6 +30,7 @@ __all__ = [
     "User",
     "compatible",
     "flat_layout",
+    "handle_of",
     "overlap",
 ]
 
@@ -313,6 +314,11 @@ class FlatLayout:
     sizes: tuple[int, ...]
     spans: tuple[int, ...]
     size: int
+
+
+def handle_of(stream: Stream) -> int:
+    """The raw handle of a caller's stream."""
+    return stream if isinstance(stream, int) else int(stream.ptr)
 
 
 def overlap(buffer: Buffer, other: Buffer) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from .memory import Dead, User
+from .memory import Dead, User, handle_of
 
 if TYPE_CHECKING:
     from .base import Device
@@ -125,4 +125,4 @@ class Parking:
 
 def _is(user: User, stream: int) -> bool:
     """Whether a user of memory is the caller's stream with this handle."""
-    return not isinstance(user, str) and bool(getattr(user, "ptr", user) == stream)
+    return not isinstance(user, str) and handle_of(user) == stream
