@@ -122,6 +122,8 @@ def test_what_is_refused_inside(mesh, where):
         "release": lambda: first.release(source),
         "synchronize": mesh.synchronize,
         "trim": mesh.trim,
+        "flight_record": mesh.flight_record,
+        "close": mesh.close,
         "capture": lambda: Capture([first]),
         "sum": lambda: gr.add_n([source, source]),
     }
@@ -160,6 +162,86 @@ def test_a_device_that_is_not_named_is_refused(mesh):
         ):
             refuse()
     assert (target.numpy() == 2).all()
+
+
+def test_another_mesh_is_refused_and_works_on(mesh):
+    first, second, _ = mesh.devices
+    source, target = holding(first, 1), holding(second, 2)
+    with gr.open_mesh(2, backend="sim", strict=True) as other:
+        near, far = holding(other.devices[0], 3), holding(other.devices[1], 4)
+        calls = {
+            "empty": lambda: other.devices[0].empty((3,), "float32"),
+            "copy": lambda: other.devices[1].copy(far, near),
+            "launch": lambda: arithmetic.add_n([near], [[near, near]]),
+            "mark": other.devices[0].mark,
+            "synchronize": other.synchronize,
+            "trim": other.trim,
+            "flight_record": other.flight_record,
+            "reset": other.reset,
+            "close": other.close,
+            "open_mesh": lambda: gr.open_mesh(1, backend="sim"),
+        }
+        capture = Capture(mesh.devices)
+        with other.journal() as journal, capture.recorded():
+            second.copy(target, source)
+            for refuse in calls.values():
+                with pytest.raises(CaptureError, match="inside a capture"):
+                    refuse()
+        assert journal.records == []
+        capture()
+        assert [float(each.numpy()[0]) for each in (target, near, far)] == [1, 3, 4]
+
+
+class Cycle:
+    """Garbage that says when it is collected."""
+
+    def __init__(self, found):
+        self.found, self.itself = found, self
+
+    def __del__(self):
+        self.found.append(gc.isenabled())
+
+
+@pytest.fixture
+def eager_collection():
+    threshold = gc.get_threshold()
+    gc.collect()
+    gc.set_threshold(1)
+    yield
+    gc.set_threshold(*threshold)
+    gc.enable()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_inside(mesh, enabled, eager_collection):
+    found = []
+    if not enabled:
+        gc.disable()
+    with pytest.raises(CaptureError), Capture(mesh.devices).recorded():
+        Cycle(found)
+        assert [[] for _ in range(1000)]
+        assert found == []
+        mesh.synchronize()
+    assert gc.isenabled() == enabled
+
+
+def test_nor_before_the_last_of_several_threads_is_outside(mesh, eager_collection):
+    found, inside, leave = [], threading.Event(), threading.Event()
+
+    def work():
+        with Capture(mesh.devices).recorded():
+            inside.set()
+            assert leave.wait(30)
+            found.append(gc.isenabled())
+
+    thread = threading.Thread(target=work)
+    with Capture(mesh.devices).recorded():
+        thread.start()
+        assert inside.wait(30)
+    leave.set()
+    thread.join(30)
+    assert found == [False]
+    assert gc.isenabled()
 
 
 @pytest.mark.host

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import numpy as np
@@ -98,6 +99,53 @@ def test_other_threads_use_the_devices_meanwhile(gpus):
         assert not target.numpy().any()
         capture()
         assert same(target.numpy(), np.ones(5))
+
+
+@pytest.fixture
+def late_collection():
+    """No garbage is collected until the test has lowered the threshold."""
+    threshold = gc.get_threshold()
+    gc.set_threshold(1 << 30)
+    yield
+    gc.set_threshold(*threshold)
+
+
+@pytest.mark.gpu
+def test_a_mesh_that_dies_meanwhile_spoils_nothing(gpus, late_collection):
+    """Its end waits for its queues and frees its memory, which CUDA forbids here."""
+    gpus(0)
+    with gr.open_mesh([0, 0], backend="cuda") as mesh:
+        source, target = mesh.devices[0].upload(np.ones(5)), mesh.devices[1].zeros((5,), "float64")
+        gr.open_mesh([0], backend="cuda").devices[0].upload(np.ones(5))  # garbage from here on
+        capture = Capture(mesh.devices)
+        with capture.recorded():
+            mesh.devices[1].copy(target, source)
+            gc.set_threshold(1)
+            assert [[] for _ in range(1000)]
+        capture()
+        assert same(target.numpy(), np.ones(5))
+
+
+@pytest.mark.gpu
+def test_another_mesh_is_refused_and_spoils_nothing(gpus):
+    gpus(0)
+    with gr.open_mesh([0], backend="cuda") as mesh, gr.open_mesh([0], backend="cuda") as other:
+        first, theirs = mesh.devices[0], other.devices[0]
+        source, target = first.upload(np.ones(5)), first.zeros((5,), "float64")
+        capture = Capture([first])
+        with capture.recorded():
+            first.copy(target, source)
+            for refused in (
+                lambda: theirs.empty((1 << 20,), "float32"),
+                theirs.synchronize,
+                other.flight_record,
+                other.close,
+            ):
+                with pytest.raises(CaptureError):
+                    refused()
+        capture()
+        assert same(target.numpy(), np.ones(5))
+        assert same(theirs.upload(np.ones(3)).numpy(), np.ones(3))
 
 
 @pytest.mark.fake_cupy

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from . import graphs
 from .computing import Computing
 from .machine import READ, WRITE, Call, current
 from .memory import PINNED, REGION
@@ -94,6 +95,7 @@ class MemoryPool:
     def free_all_blocks(self, stream=None):
         with current().entered() as machine:
             machine.count("free_all_blocks")
+            graphs.check_safe(machine, "cudaFree")
             if getDevice() in {queue.gpu for queue in machine.stuck}:
                 machine.fail("would hang: cudaFree waits for a queue that is stuck")
 
@@ -265,6 +267,7 @@ class ndarray(Computing):
         host = np.empty(self.shape, self.dtype)
         call = self._submit("get", READ, lambda memory: np.copyto(host, memory))
         with current().entered() as machine:
+            graphs.check_safe(machine, "the host waits for a copy")
             machine.finish(call)
         return host
 

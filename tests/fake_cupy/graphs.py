@@ -1,7 +1,8 @@
 """Stream capture and graphs: what a recording stream is given is kept, checked, and played later.
 
-CUDA invalidates a capture where a rule is broken; here that is a fault at once. A play is ordered
-by nothing but the graph's own edges and the stream that it is launched on.
+What CUDA refuses to a thread while a capture goes on raises CUDA's error, and invalidates the
+capture; what no thread may do at all is a fault at once. A play is ordered by nothing but the
+graph's own edges and the stream that it is launched on.
 """
 
 from __future__ import annotations
@@ -14,9 +15,31 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .machine import Call, Machine, Queue
 
-__all__ = ["Graph", "GraphCapture", "begin", "end", "refuse_in_capture", "refuse_node", "wait"]
+__all__ = [
+    "Graph",
+    "GraphCapture",
+    "Node",
+    "begin",
+    "check_event",
+    "check_legacy",
+    "check_safe",
+    "check_synchronize",
+    "end",
+    "event_status",
+    "is_capturing",
+    "wait",
+]
 
 GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
+# The numbers of CUDA's errors.
+UNSUPPORTED, INVALIDATED, UNJOINED, IMPLICIT, CAPTURED_EVENT = 900, 901, 904, 906, 907
+_NAMES = {
+    UNSUPPORTED: "cudaErrorStreamCaptureUnsupported",
+    INVALIDATED: "cudaErrorStreamCaptureInvalidated",
+    UNJOINED: "cudaErrorStreamCaptureUnjoined",
+    IMPLICIT: "cudaErrorStreamCaptureImplicit",
+    CAPTURED_EVENT: "cudaErrorCapturedEvent",
+}
 
 
 @dataclass(eq=False)
@@ -41,7 +64,13 @@ class Node:
 
 
 class GraphCapture:
-    """A capture that goes on: which queues record, and what each one's next call follows."""
+    """A capture that goes on: which queues record, and what each one's next call follows.
+
+    Attributes:
+        mode: which calls of which threads invalidate it; see ``check_safe``.
+        thread: that began it.
+        invalid: whether one has: nothing but its end is left to it.
+    """
 
     def __init__(self, machine: Machine, origin: Queue, mode: int) -> None:
         self.machine = machine
@@ -51,9 +80,12 @@ class GraphCapture:
         self.nodes: list[Node] = []
         self.last: dict[Queue, list[Node]] = {origin: []}
         self.over = False
+        self.invalid = False
 
     def add(self, queue: Queue, what: str, work: Callable[[Call], None] | None) -> Node:
         """Keeps a call of a queue that records."""
+        if self.invalid:
+            raise _error(INVALIDATED, f"{what} on {queue}")
         if threading.get_ident() != self.thread:
             self.machine.fail(f"capture: another thread's {what} on {queue} gets into the graph")
         needs = self.last[queue]
@@ -77,13 +109,16 @@ class GraphCapture:
         return [queue for queue, last in self.last.items() if not set(last) <= seen]
 
 
+def _error(status: int, what: str) -> Exception:
+    from .surface import CUDARuntimeError
+
+    return CUDARuntimeError(f"{_NAMES[status]}: {what}", status)
+
+
 def begin(machine: Machine, queue: Queue, mode: int) -> None:
     """``cudaStreamBeginCapture``."""
     if queue.capture is not None:
         machine.fail(f"capture: {queue} records already")
-    if mode != THREAD_LOCAL:
-        machine.fail(f"capture: mode {mode}: other threads' calls are not ours to forbid, and "
-                     "allocations of ours not ours to allow")  # fmt: skip
     queue.capture = GraphCapture(machine, queue, mode)
     machine.captures.append(queue.capture)
     machine.count("begin_capture")
@@ -106,37 +141,110 @@ def end(machine: Machine, queue: Queue) -> Graph:
     for each in capture.last:
         each.capture = None
     machine.count("end_capture")
+    if capture.invalid:
+        raise _error(INVALIDATED, f"the capture of {queue}")
     left = capture.unjoined()
     if left:
-        raise CUDARuntimeError(f"cudaErrorStreamCaptureUnjoined: unjoined work on {left}", 904)
+        raise _error(UNJOINED, f"unjoined work on {left}")
     return Graph(machine, capture)
 
 
 def wait(machine: Machine, queue: Queue, call: Any) -> bool:
     """Whether a wait is a capture's affair, which is then settled."""
     captured = isinstance(call, Node)
+    for capture in (queue.capture, call.capture if captured else None):
+        if capture is not None and capture.invalid:
+            raise _error(INVALIDATED, f"a wait on {queue}")
     if captured and call.capture.over:
         machine.fail(f"capture: {queue} waits for an event of a capture that has ended")
     if not captured:
         if queue.capture is not None:
             machine.fail(f"capture: {queue} records, and waits for an event from outside")
         return False
+    if queue.handle < machine.num_gpus:
+        call.capture.invalid = True
+        raise _error(IMPLICIT, f"{queue} would record")
     if queue.capture not in (None, call.capture):
         machine.fail(f"capture: {queue} waits for an event of another capture")
     call.capture.join(queue, call)
     return True
 
 
-def refuse_node(machine: Machine, call: Any, verb: str) -> None:
-    """Faults if a call was kept, not queued: nobody can say when it runs."""
-    if isinstance(call, Node):
-        machine.fail(f"capture: {verb} {call.what}")
+def is_capturing(machine: Machine, queue: Queue) -> bool:
+    """``cudaStreamIsCapturing``, as CuPy calls it."""
+    if queue.capture is not None and queue.capture.invalid:
+        raise RuntimeError(f"{queue} was capturing, and its capture is invalid")
+    if _blocks_legacy(machine, queue):
+        raise _error(IMPLICIT, f"a blocking stream of GPU {queue.gpu} records")
+    return queue.capture is not None
 
 
-def refuse_in_capture(machine: Machine, what: str) -> None:
-    """Faults if this thread has a capture going on."""
-    if any(capture.thread == threading.get_ident() for capture in machine.captures):
-        machine.fail(f"capture: {what} while a capture goes on")
+def check_legacy(machine: Machine, queue: Queue) -> None:
+    """Raises for work of a null stream while a blocking stream of its GPU records."""
+    found = _blocks_legacy(machine, queue)
+    for capture in found:
+        capture.invalid = True
+    if found:
+        raise _error(IMPLICIT, f"{queue} would follow what is captured")
+
+
+def _blocks_legacy(machine: Machine, queue: Queue) -> list[GraphCapture]:
+    if queue.handle >= machine.num_gpus:
+        return []
+    return [
+        capture
+        for capture in machine.captures
+        if any(each.blocking and each.gpu == queue.gpu for each in capture.last)
+    ]
+
+
+def check_safe(machine: Machine, what: str) -> None:
+    """Raises for a call that CUDA calls potentially unsafe, where a capture forbids it.
+
+    That is a global one of any thread, and every one of this thread but a relaxed one. It is
+    invalid then.
+    """
+    here = threading.get_ident()
+    found = [
+        capture
+        for capture in machine.captures
+        if capture.mode == GLOBAL or (capture.mode == THREAD_LOCAL and capture.thread == here)
+    ]
+    for capture in found:
+        capture.invalid = True
+    if found:
+        raise _error(UNSUPPORTED, f"{what} while a capture goes on")
+
+
+def check_synchronize(machine: Machine, gpu: int, queue: Queue | None = None) -> None:
+    """Raises for a wait of the host for a queue that records, or, without one, for a whole GPU.
+
+    Whatever the mode, and whoever captures.
+    """
+    found = [
+        capture
+        for capture in machine.captures
+        for each in capture.last
+        if (each.gpu == gpu if queue is None else each is queue)
+    ]
+    for capture in found:
+        capture.invalid = True
+    if found:
+        raise _error(UNSUPPORTED, "the host waits for work that is captured")
+
+
+def event_status(call: Any) -> int:
+    """What ``cudaEventQuery`` answers of a call that a capture keeps; 0 for any other."""
+    if not isinstance(call, Node):
+        return 0
+    call.capture.invalid = True
+    return CAPTURED_EVENT
+
+
+def check_event(call: Any) -> None:
+    """Raises where the host waits for a call that was kept, not queued."""
+    if event_status(call):
+        raise _error(CAPTURED_EVENT, f"the host waits for {call.what}")
 
 
 class Graph:

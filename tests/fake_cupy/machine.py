@@ -69,9 +69,11 @@ class Queue:
         clock: of its last call.
         blocking: of a null stream: the others of its GPU that it waits for, and they for it.
         capture: what keeps its calls instead of running them (``graphs.py``); None: nothing.
+        blocking: whether the null stream of its GPU waits for it; of streams of callers only.
     """
 
     capture: Any = None
+    blocking = False
 
     def __init__(self, handle: int, gpu: int, name: str) -> None:
         self.handle = handle
@@ -171,6 +173,7 @@ class Machine:
     def submit(self, queue: Queue, what: str, work: Callable[[Call], None] | None = None) -> Call:
         """Puts work at the end of a queue; it may run at once, or only when the host waits."""
         self.check_alive(queue.gpu)
+        graphs.check_legacy(self, queue)
         if queue.capture is not None:
             return queue.capture.add(queue, what, work)
         for other in queue.blocking:
@@ -209,7 +212,7 @@ class Machine:
 
     def finish(self, call: Call | None) -> None:
         """The host waits for a call."""
-        graphs.refuse_node(self, call, "the host waits for")
+        graphs.check_event(call)
         for check in self.at_sync:
             wrong = check()
             if wrong:
@@ -238,7 +241,6 @@ class Machine:
 
         A host that ``waits``, looking again and again, sees all run that can.
         """
-        graphs.refuse_node(self, call, "the host asks for")
         if waits and self.seed == 0:
             self._run_needed(call, must=False)
         while waits and not call.passed and self._run_one():
@@ -312,8 +314,9 @@ class Machine:
 
     def allocate(self, pool: object, place: int, nbytes: int, home: Queue | None) -> Slot:
         """Memory in the order of the queue ``home`` (None: of the host); its content is NaN."""
-        graphs.refuse_in_capture(self, "memory is asked for")
         slot, new = self.heap.take(pool, place, nbytes)
+        if new:  # by cudaMalloc or cudaHostAlloc
+            graphs.check_safe(self, "memory is asked for")
         self._number += 1
         if not self._pending:
             slot.generations.clear()

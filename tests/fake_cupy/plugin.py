@@ -67,6 +67,7 @@ def _runtime() -> types.ModuleType:
         setDevice=surface.setDevice,
         eventQuery=surface.eventQuery,
         eventRecord=surface.eventRecord,
+        streamIsCapturing=surface.streamIsCapturing,
         streamQuery=surface.streamQuery,
         streamWaitEvent=surface.streamWaitEvent,
         getDeviceCount=getDeviceCount,
@@ -81,7 +82,9 @@ def _runtime() -> types.ModuleType:
         memcpyDeviceToHost=arrays.DEVICE_TO_HOST,
         memcpyDeviceToDevice=arrays.DEVICE_TO_DEVICE,
         memcpyDefault=arrays.ANYWHERE,
+        streamCaptureModeGlobal=graphs.GLOBAL,
         streamCaptureModeThreadLocal=graphs.THREAD_LOCAL,
+        streamCaptureModeRelaxed=graphs.RELAXED,
     )
 
 

@@ -45,8 +45,8 @@ OFFERED = {
         "CUDARuntimeError getDevice setDevice getDeviceCount deviceCanAccessPeer "
         "deviceEnablePeerAccess deviceDisablePeerAccess memcpyAsync memcpyPeerAsync memsetAsync "
         "memcpyHostToDevice memcpyDeviceToHost memcpyDeviceToDevice memcpyDefault "
-        "pointerGetAttributes eventQuery eventRecord streamQuery streamWaitEvent "
-        "streamCaptureModeThreadLocal"
+        "pointerGetAttributes eventQuery eventRecord streamQuery streamIsCapturing streamWaitEvent "
+        "streamCaptureModeGlobal streamCaptureModeThreadLocal streamCaptureModeRelaxed"
     ),
     "cupy.cuda.nccl": (
         "available NcclCommunicator NcclError groupStart groupEnd get_version get_unique_id "

@@ -29,6 +29,7 @@ __all__ = [
     "get_current_stream",
     "get_elapsed_time",
     "queue_of",
+    "streamIsCapturing",
     "streamQuery",
     "streamWaitEvent",
 ]
@@ -122,6 +123,7 @@ class Device:
 
     def synchronize(self):
         with current().entered() as machine:
+            graphs.check_synchronize(machine, self.id)
             for queue in list(machine.queues.values()):
                 if queue.gpu == self.id:
                     machine.finish(queue.last)
@@ -179,14 +181,18 @@ class _BaseStream:
     @property
     def done(self):
         with self._machine.entered() as machine:
-            last = queue_of(machine, self).last
-            return last is None or machine.polled(last)
+            queue = queue_of(machine, self)
+            if _refusal(machine, queue.last, queue):
+                return False
+            return queue.last is None or machine.polled(queue.last)
 
     def synchronize(self):
         with self._machine.entered() as machine:
             machine.count("synchronize")
-            graphs.refuse_in_capture(machine, f"the host waits for {queue_of(machine, self)}")
-            machine.finish(queue_of(machine, self).last)
+            queue = queue_of(machine, self)
+            graphs.check_synchronize(machine, queue.gpu, queue)
+            graphs.check_safe(machine, f"the host waits for {queue}")
+            machine.finish(queue.last)
 
     def begin_capture(self, mode=None):
         with self._machine.entered() as machine:
@@ -203,7 +209,7 @@ class _BaseStream:
 
     def is_capturing(self):
         with self._machine.entered() as machine:
-            return queue_of(machine, self).capture is not None
+            return graphs.is_capturing(machine, queue_of(machine, self))
 
     def wait_event(self, event):
         _wait(self._machine, self, event)
@@ -264,7 +270,9 @@ def streamQuery(stream):
     check_addresses(stream)
     with current().entered() as machine:
         queue = queue_of(machine, stream)
-        return _status(machine, queue.last) if queue.last is not None else 0
+        if queue.last is None:
+            return _refusal(machine, None, queue)
+        return _status(machine, queue.last, queue)
 
 
 def eventRecord(event, stream):
@@ -290,10 +298,35 @@ def _wait(of: Machine, stream, event: Event) -> None:
         machine.wait(queue, event._call)
 
 
-def _status(machine: Machine, call: Call) -> int:
+def streamIsCapturing(stream):
+    """``runtime.streamIsCapturing``."""
+    check_addresses(stream)
+    with current().entered() as machine:
+        machine.count("is_capturing")
+        return graphs.is_capturing(machine, queue_of(machine, stream))
+
+
+def _status(machine: Machine, call: Call, queue: Queue | None = None) -> int:
+    refusal = _refusal(machine, call, queue)
+    if refusal:
+        return refusal
     if call.queue.gpu in machine.dead:
         return machine.dead[call.queue.gpu].status
     return 0 if machine.polled(call, waits=True) else NOT_READY
+
+
+def _refusal(machine: Machine, call: Call | None, queue: Queue | None = None) -> int:
+    """Why CUDA does not say whether a call, or all of a queue, is over; 0: it does."""
+    captured = graphs.event_status(call)
+    if captured:
+        return captured
+    try:
+        if queue is not None:
+            graphs.check_synchronize(machine, queue.gpu, queue)
+        graphs.check_safe(machine, "a query")
+    except CUDARuntimeError as error:
+        return error.status
+    return 0
 
 
 class Event:
@@ -327,12 +360,15 @@ class Event:
         with self._machine.entered() as machine:
             if self._call is None:
                 machine.fail("asked whether an event never recorded has passed")
+            if _refusal(machine, self._call):
+                return False
             return machine.polled(self._call)
 
     def synchronize(self):
         with self._machine.entered() as machine:
             if self._call is None:
                 machine.fail("waited for an event never recorded")
+            graphs.check_safe(machine, "the host waits for an event")
             machine.finish(self._call)
 
 

@@ -7,6 +7,8 @@ and a capture that fails leaves nothing behind.
 
 from __future__ import annotations
 
+import gc
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -42,6 +44,36 @@ class Recording(ABC):
         """Forgets it; nothing of it was done. Never raises."""
 
 
+class _NoCollection:
+    """Inside, in however many threads, Python collects no garbage.
+
+    What it finds may free GPU memory or wait for a GPU, which CUDA forbids to a thread that
+    captures: the capture would be invalid.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._num_inside = 0
+        self._was_enabled = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._num_inside += 1
+            if gc.isenabled():
+                self._was_enabled = True
+                gc.disable()
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if self._was_enabled and not self._num_inside:
+                self._was_enabled = False
+                gc.enable()
+
+
+_no_collection = _NoCollection()
+
+
 class Capture:
     """Work of some devices that is done each time this is called.
 
@@ -52,7 +84,8 @@ class Capture:
     * ``adopt`` shares memory; each call waits for what its stream holds then.
     * What asks for memory (``empty``, ``zeros``, ``upload``), what the host waits for
       (``download``, ``release``, ``synchronize``, ``trim``) and what must be compiled is refused,
-      and so is a device that is not among these, and a capture inside a capture.
+      and so is a device that is not among these or of another mesh, and a capture inside a capture.
+    * Python collects no garbage meanwhile.
     * Collectives over several physical devices are refused.
     * A mark from inside says nothing outside.
 
@@ -105,24 +138,25 @@ class Capture:
             raise CaptureError("this Capture has recorded before: make another one")
         for device in self.devices:
             fabric.check_usable(device)
-        try:
-            self.backend.begin()
-            with fabric.capturing(self), fabric.taped(self._tape):
-                yield self
-            self._again = self.backend.end()
-            self._spans = spans_of(self._written)
-            self._cargo = together(self._cargoes) if self._cargoes else None
-            # One for all of them: what a call costs is not to depend on what is in it.
-            self._flight = Record(
-                "launch",
-                "captured step",
-                self._leader.index,
-                nbytes=sum(each.nbytes for each in self._records if each.kind in CROSSING),
-                num_rows=len(self._records),
-            )
-        except BaseException:
-            self.backend.abandon()
-            raise
+        with _no_collection:
+            try:
+                self.backend.begin()
+                with fabric.capturing(self), fabric.taped(self._tape):
+                    yield self
+                self._again = self.backend.end()
+                self._spans = spans_of(self._written)
+                self._cargo = together(self._cargoes) if self._cargoes else None
+                # One for all of them: what a call costs is not to depend on what is in it.
+                self._flight = Record(
+                    "launch",
+                    "captured step",
+                    self._leader.index,
+                    nbytes=sum(each.nbytes for each in self._records if each.kind in CROSSING),
+                    num_rows=len(self._records),
+                )
+            except BaseException:
+                self.backend.abandon()
+                raise
 
     def play(self, tape: Tape) -> None:
         """Keeps what is on a tape, inside; the tape, and the memory on it, must outlive this."""
@@ -185,12 +219,21 @@ class Capture:
         self._records += records
 
     def check(self, device: Device) -> None:
-        """Raises ``CaptureError`` for a device that does not record."""
-        if device not in self.devices:
-            names = names_of(self.devices)
+        """Raises ``CaptureError`` for a device that does not record.
+
+        Also for another mesh's: CUDA may forbid its calls to a thread that captures.
+        """
+        if device in self.devices:
+            return
+        names = names_of(self.devices)
+        if device.fabric is not self._fabric:
             raise CaptureError(
-                f"{device.name} is not among the devices of the capture, {names}: name it too"
+                f"{device.name} of another mesh is used inside a capture of {names}: use it before "
+                "or after"
             )
+        raise CaptureError(
+            f"{device.name} is not among the devices of the capture, {names}: name it too"
+        )
 
     def made(self, mark: Mark) -> None:
         """Remembers a mark that is made inside."""

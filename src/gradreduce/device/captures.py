@@ -23,9 +23,12 @@ __all__ = ["Captures"]
 
 
 class _Mine(threading.local):
-    """The capture that a thread is in."""
+    """The capture that a thread is in, of whichever mesh."""
 
     capture: Capture | None = None
+
+
+_mine = _Mine()
 
 
 class Captures(ABC):
@@ -35,7 +38,8 @@ class Captures(ABC):
     recorder: Recorder
 
     def __init__(self) -> None:
-        self._mine = _Mine()
+        self._mine = _mine
+        self.check_outside("opening a mesh")
 
     @property
     def capture(self) -> Capture | None:
@@ -93,6 +97,10 @@ class Captures(ABC):
     def check_free(self, device: Device, what: str) -> None:
         """As ``check_usable``; and raises ``CaptureError`` inside a capture."""
         self.check_usable(device)
+        self.check_outside(what)
+
+    def check_outside(self, what: str) -> None:
+        """Raises ``CaptureError`` inside a capture of any mesh."""
         if self._mine.capture is not None:
             raise CaptureError(
                 f"{what} inside a capture, which keeps launches, copies, marks and waits alone: "

@@ -120,9 +120,13 @@ class Mesh(NotCopied):
 
         Always kept. Which of them are done is worked out now: ``done`` is False for what is not
         known to be over. Never waits for a device, also where the mesh is dead or closed.
+
+        Raises:
+            CaptureError: inside a capture, where no device can be asked.
         """
         fabric = self.fabric
         fabric.check_process()
+        fabric.check_outside("flight_record")
         alive = fabric.reason is None and not fabric.is_closed
         return fabric.flight.entries(self.devices[0].mesh.devices, fresh=alive)
 
@@ -145,8 +149,10 @@ class Mesh(NotCopied):
             CollectiveError: a device or communicator does not come to its end in time; named. The
                 mesh is still dead, and may be reset later.
             BackendUnavailableError: the mesh is closed.
+            CaptureError: inside a capture.
             ValueError: ``timeout`` is no number above 0.
         """
+        self.fabric.check_outside("reset")
         reset(self.devices[0].mesh.devices, timeout)
 
     def trim(self) -> None:
@@ -159,8 +165,10 @@ class Mesh(NotCopied):
 
         Raises:
             BackendUnavailableError: the mesh is from before a fork: it is the parent's to close.
+            CaptureError: inside a capture.
         """
         self.fabric.check_process()
+        self.fabric.check_outside("closing a mesh")
         self.fabric.close()
         self._on_close()
         for device in self.devices[0].mesh.devices:
