@@ -119,8 +119,8 @@ def fixed() -> np.ndarray:
 
 def array_of(library: str):
     """An array that says it is of ``library``, and that it is what is asked for."""
-    cls = type("Array", (), {"__module__": library, "dtype": FLOAT, "shape": SHAPE})
-    return cls()
+    said = {"dtype": FLOAT, "shape": SHAPE, **dict.fromkeys(("devices", "get", "layout"))}
+    return type("Array", (), {"__module__": library, **said})()
 
 
 REFUSED = {

@@ -180,11 +180,11 @@ class IndexedSlices:
         if not self.is_known:
             return self
         torch, rows = sys.modules["torch"], self._indices
-        return torch.sparse_coo_tensor(
+        # PyTorch 2.11's and 2.12's ``sparse_coo_tensor`` warns, whatever it is told of its checks.
+        return torch.ops.aten._sparse_coo_tensor_unsafe(
             torch.from_numpy(rows.copy())[None].to(self._values.device),
             self._values,
             self._dense_shape,
-            check_invariants=False,
             is_coalesced=bool((rows[1:] > rows[:-1]).all()),
         )
 

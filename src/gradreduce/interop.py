@@ -60,6 +60,7 @@ _INT16 = np.dtype("int16")
 # How the arrays of a caller differ from the Buffers: these have their axes in this order.
 Form = tuple[int, ...] | None
 _MODULES: dict[str, Kind] = {"cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
+_ONLY_OF_ARRAYS = {"cupy": "get", "torch": "layout", "jax": "devices"}  # of that library's classes
 # A class is looked at once: subclasses and tracers of a library are its arrays too.
 _kinds: dict[type, Kind] = {
     Buffer: "buffer",
@@ -86,7 +87,7 @@ def _kind_of_class(cls: type) -> Kind:
         return "native"
     for ancestor in cls.__mro__:
         kind = _MODULES.get(ancestor.__module__.partition(".")[0])
-        if kind is not None:
+        if kind is not None and hasattr(cls, _ONLY_OF_ARRAYS[kind]):
             return kind
     if hasattr(cls, "__cuda_array_interface__"):  # Numba, RMM, ...: what CuPy would make of it
         return "cuda"
