@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # The one command that runs everything that needs a GPU; bench/README.md says what it shows.
 #
-#     bench/gpu_check.sh [--fake] [--limit SECONDS] [SECTION...]
+#     bench/gpu_check.sh [--fake] [--limit SECONDS] [SECTION[:PART]...]
 #
-# Sections: tests, nccl, example, bench, sanitize; all of them by default. Each leaves one JSON file
-# in $OUT, or in bench/results. Nothing needs to be installed but what a GPU machine has: CuPy,
+# Sections: first, tests, nccl, example, bench, sanitize; all of them by default. first has eight
+# steps, each of less than ten minutes: first:1 to first:8. Each section, and each step, leaves one
+# JSON file in $OUT, or in bench/results. Nothing needs to be installed but what a GPU machine has: CuPy,
 # NumPy, ml_dtypes, pytest and hypothesis. PYTHON names the interpreter (python3).
 set -euo pipefail
 

@@ -26,6 +26,10 @@ pytestmark = pytest.mark.repo
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "bench" / "gpu_check.sh"
 SECTIONS = ("tests", "nccl", "example", "bench", "sanitize")
+STEPS = (
+    "first:1-versions", "first:2-kernels", "first:3-arrays", "first:4-faults", "first:5-host-time",
+    "first:6-counters", "first:7-benchmarks", "first:8-libraries",
+)  # fmt: skip
 KEYS = {
     "section", "gpu", "num_gpus", "details", "versions", "commit", "sources", "date", "command",
     "limit_seconds", "status", "reason", "seconds", "results",
@@ -135,7 +139,7 @@ def check_ended(folders: Folders) -> None:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Run:
     folders = folders_in(tmp_path_factory.mktemp("whole"), {"bench_passes.py": PASSES})
-    found = folders.run("--fake")
+    found = folders.run("--fake", *SECTIONS)
     assert sorted(path.suffix for path in folders.out.iterdir()) == [".json"] * len(SECTIONS)
     assert all(path.name.startswith("fake-2") for path in folders.out.iterdir())
     return found
@@ -170,12 +174,30 @@ def test_every_section_has_shown_something(whole):
     (counts,) = (found for name, found in figures["tests"].items() if name != "collection")
     assert counts["tests"] > 0
     assert (counts["failures"], counts["errors"], counts["skipped"]) == (0, 0, 0)
-    assert figures["nccl"]["version"]["version"] >= 23000
+    assert figures["nccl"]["NCCL's version"]["version"] >= 23000
     assert figures["nccl"]["one process, 2 ranks on one GPU"]["compared"] > 100
     assert figures["nccl"]["a process for each of 1 rank"]["compared"] > 100
     assert figures["example"]["hierarchical_copy: cuda and sim agree"]["same_bits"] is True
     assert figures["bench"]["copy rate"]["median_gigabytes_per_second"] > 0
     assert figures["bench"]["bench_passes.py"] == {"quick": True}
+
+
+@pytest.mark.host
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("step", STEPS)
+def test_every_step_of_first_runs(tmp_path, step):
+    """Tests are collected only: the suite runs them on the fake anyway."""
+    found = folders_in(tmp_path, {"bench_ops.py": PASSES, "bench_all_reduce.py": PASSES}).run(
+        "--fake", step
+    )
+    assert found.status == 0, found.text
+    (record,) = found.records.values()
+    assert (record["section"], record["status"]) == (step, "passed")
+    for result in record["results"]:
+        assert result["outcome"] == "passed" or result["reason"], result
+        if result["name"].endswith("collected"):
+            assert sum(result["figures"].values()) > 0, result
 
 
 # What goes wrong ----------------------------------------------------------------------------------
@@ -245,14 +267,14 @@ def test_without_a_gpu_it_says_so(tmp_path):
     found = folders.run(PYTHONPATH=str(broken.parent))
     assert found.status == 3
     assert "No section has run: no CUDA device (ImportError: none of that here)" in found.text
-    assert sorted(found.records) == sorted(SECTIONS)
+    assert sorted(found.records) == sorted((*STEPS, *SECTIONS))
     for record in found.records.values():
         assert set(record) == KEYS
         assert (record["status"], record["gpu"], record["results"]) == ("skipped", "none", [])
         assert "none of that here" in record["reason"]
 
 
-@pytest.mark.parametrize("arguments", [["cuda"], ["--limit", "0"], ["--limit", "long"]])
+@pytest.mark.parametrize("arguments", [["cuda"]])
 def test_a_wrong_argument_is_refused(tmp_path, arguments):
     found = folders_in(tmp_path, {}).run("--fake", *arguments)
     assert (found.status, found.records) == (2, {})

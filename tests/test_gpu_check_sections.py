@@ -6,11 +6,11 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from test_gpu_check import LIMIT_S, ROOT
+from test_gpu_check import LIMIT_S, ROOT, STEPS
 
 pytestmark = pytest.mark.repo
 
@@ -19,16 +19,21 @@ pytestmark = pytest.mark.repo
 def rooms(monkeypatch) -> SimpleNamespace:
     """The modules of ``bench/gpu_check``."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import gpu_check.__main__ as command
     import gpu_check.child
     import gpu_check.record
+    import gpu_check.run_bench
+    import gpu_check.run_first
     import gpu_check.run_nccl
+    import gpu_check.run_ncu
     import gpu_check.run_sanitize
     import gpu_check.run_tests
     import gpu_check.section
     import gpu_check.setting
 
-    return SimpleNamespace(**{name: module for name, module in vars(gpu_check).items()
-                              if isinstance(module, ModuleType)})  # fmt: skip
+    found = {name: module for name, module in vars(gpu_check).items()
+             if isinstance(module, ModuleType)}  # fmt: skip
+    return SimpleNamespace(**found, command=command)
 
 
 @pytest.fixture
@@ -50,23 +55,64 @@ def driven(rooms, section, setting, answer: Callable) -> list:
     return asked
 
 
-def recorded(rooms, section, setting, tmp_path, seconds: float = LIMIT_S):
+def recorded(rooms, section, setting, tmp_path, done=None):
     record = rooms.record.Record(tmp_path / "it.json", {"section": "it"})
-    rooms.section.run_section(section, record, setting, seconds, rooms.child.Stop())
+    rooms.section.run_section(section, record, setting, rooms.child.Stop(), done)
     return json.loads(record.path.read_text(encoding="utf-8"))
+
+
+def passing(rooms):
+    """An answer to every check: it has passed."""
+    return lambda check: rooms.record.Result(check.name, "passed")
 
 
 def test_a_check_that_hangs_is_stopped_and_the_next_one_runs(rooms, setting, tmp_path):
     def section(_):
         code = (sys.executable, "-c", "import signal; signal.pause()")
         yield rooms.section.Check("a way that hangs", code, 0.2)
-        yield rooms.section.Check("another way", (sys.executable, "-c", "print('there')"))
+        yield rooms.section.Check("another way", (sys.executable, "-c", "print('there')"), LIMIT_S)
 
     found = recorded(rooms, section, setting, tmp_path)
     assert (found["status"], found["reason"]) == (
         "stopped", "a way that hangs: its deadline of 0.2 s",
     )  # fmt: skip
     assert [one["outcome"] for one in found["results"]] == ["stopped", "passed"]
+
+
+def test_what_has_run_before_is_not_repeated(rooms, setting, tmp_path):
+    """Its result is there for what is asked next."""
+    earlier = rooms.record.Result("NCCL's version", "passed", figures={"version": 1})
+    done = {earlier.name: ("first:8-libraries", earlier)}
+    seen = []
+
+    def section(_):
+        command = (sys.executable, "-c", "")
+        seen.append((yield rooms.section.Check("NCCL's version", ("no such program",), LIMIT_S)))
+        yield rooms.section.Check("one rank", command, LIMIT_S)
+        yield rooms.section.skipped("two ranks", "not here")
+
+    found = recorded(rooms, section, setting, tmp_path, done)
+    assert seen == [earlier]
+    assert [(one["outcome"], one["reason"]) for one in found["results"]] == [
+        ("skipped", "first:8-libraries has run it"), ("passed", ""), ("skipped", "not here"),
+    ]  # fmt: skip
+    assert {name: where for name, (where, _) in done.items()} == {
+        "NCCL's version": "first:8-libraries", "one rank": "it",
+    }  # fmt: skip
+
+
+def test_what_cannot_be_made_here_is_skipped_and_says_why(rooms, setting, tmp_path):
+    skips = {"ERR_1": "counters are for administrators"}
+
+    def section(_):
+        for text, status in (("ERR_1", 1), ("ERR_2", 1), ("ERR_1", 0)):
+            code = f"print('{text}'); raise SystemExit({status})"
+            yield rooms.section.Check(text, (sys.executable, "-c", code), LIMIT_S, skips=skips)
+
+    found = recorded(rooms, section, setting, tmp_path)
+    assert [(one["outcome"], one["reason"]) for one in found["results"]] == [
+        ("skipped", "counters are for administrators"), ("failed", "exit status 1"), ("passed", ""),
+    ]  # fmt: skip
 
 
 def test_a_section_that_raises_has_failed(rooms, setting, tmp_path):
@@ -96,6 +142,169 @@ def test_the_tests_need_what_the_machine_has(rooms, setting):
     assert "gpu or multi_gpu" in check.command
 
 
+def test_no_file_of_tests_has_all_of_the_time_but_the_largest_has_most(rooms, setting):
+    counts = {"tests/a.py": 300, "tests/b.py": 90, "tests/c.py": 10}
+
+    def answer(check):
+        return rooms.record.Result(check.name, "passed", figures=counts)
+
+    _, *files = driven(rooms, rooms.run_tests.tests, setting, answer)
+    assert [check.seconds for check in files] == [360, 108, 60]
+    (collection, *_) = driven(rooms, rooms.run_tests.tests, replace(setting, part="tests/a.py"),
+                              answer)  # fmt: skip
+    assert collection.command[-1] == "tests/a.py"
+
+
+def test_benchmarks_share_the_time(rooms, setting):
+    for name in ("bench_a.py", "bench_b.py", "other.py"):
+        (setting.benches / name).write_text("")
+    asked = driven(rooms, rooms.run_bench.bench, setting, passing(rooms))
+    assert [check.name for check in asked] == ["copy rate", "bench_a.py", "bench_b.py"]
+    assert sum(check.seconds for check in asked) == setting.limit
+    one = driven(rooms, rooms.run_bench.bench, replace(setting, part="bench_b.py"), passing(rooms))
+    assert [(check.name, check.seconds) for check in one] == [
+        ("copy rate", 240), ("bench_b.py", 240),
+    ]  # fmt: skip
+
+
+# The steps of first -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def equipped(rooms, setting, monkeypatch):
+    """A machine with everything: PyTorch, JAX, and CUDA's tools."""
+    monkeypatch.setattr(rooms.run_first.importlib.util, "find_spec", lambda name: name)
+    for module in (rooms.run_ncu, rooms.run_sanitize):
+        monkeypatch.setattr(module, "find_tool", lambda name: f"/usr/local/cuda/bin/{name}")
+    return setting
+
+
+def steps_of(rooms, setting) -> dict[str, list]:
+    return {
+        step: driven(rooms, rooms.run_first.first, replace(setting, part=step), passing(rooms))
+        for step in rooms.run_first.FIRST
+    }
+
+
+def test_every_step_ends_in_time_even_if_all_of_it_hangs(rooms, equipped):
+    """A look for a GPU and the slowest step are less than ten minutes."""
+    steps = steps_of(rooms, equipped)
+    assert [f"first:{step}" for step in steps] == list(STEPS)
+    for step, asked in steps.items():
+        assert all(isinstance(one, rooms.section.Check) for one in asked), step
+        assert 0 < sum(check.seconds for check in asked) <= equipped.limit, step
+    names = [check.name for asked in steps.values() for check in asked]
+    assert len(set(names)) == len(names)
+    assert rooms.identify.LOOK_SECONDS + rooms.command.LIMIT_SECONDS < 600
+
+
+def test_every_file_that_first_names_is_there(rooms, equipped):
+    asked = [check for checks in steps_of(rooms, equipped).values() for check in checks]
+    words = [word for check in asked for word in check.command]
+    tests = [word for word in words if word.startswith("tests/")]
+    assert len(tests) > 10
+    assert [path for path in tests if not (ROOT / path).is_file()] == []
+    modules = [word for word in words if word.startswith("gpu_check.")]
+    assert len(modules) > 10
+    assert [
+        one for one in modules if not (ROOT / f"bench/{one.replace('.', '/')}.py").is_file()
+    ] == []
+    scripts = [check.name for check in asked if check.name.startswith("bench_")]
+    assert [name for name in scripts if not (ROOT / "bench" / name).is_file()] == []
+
+
+def test_the_other_sections_have_the_names_of_what_first_has_run(rooms, equipped):
+    """Else they would run it again."""
+    first = {check.name for asked in steps_of(rooms, equipped).values() for check in asked}
+
+    def answer(check):
+        paths = {"tests/cuda/test_ops.py": 1, "tests/device/test_contract.py": 1}
+        return rooms.record.Result(check.name, "passed", figures=paths)
+
+    for section, again in {
+        rooms.run_tests.tests: {"tests/cuda/test_ops.py", "tests/device/test_contract.py"},
+        rooms.run_nccl.nccl: {"NCCL's version", "one process, 1 rank",
+                              "a process for each of 2 ranks"},
+        rooms.run_sanitize.sanitize: {"compute-sanitizer itself", "memcheck"},
+    }.items():  # fmt: skip
+        asked = {check.name for check in driven(rooms, section, equipped, answer)}
+        assert asked & first == again
+        assert asked - first
+
+
+def test_what_is_not_installed_is_skipped(rooms, setting, monkeypatch):
+    monkeypatch.setattr(rooms.run_first.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(rooms.section.shutil, "which", lambda name, path: None)
+    reasons = [one.reason for asked in steps_of(rooms, setting).values() for one in asked
+               if not isinstance(one, rooms.section.Check)]  # fmt: skip
+    assert {"not installed: torch", "ncu is not installed"} <= set(reasons)
+    assert "it is not installed" in reasons  # compute-sanitizer
+
+
+@pytest.mark.parametrize(
+    ("word", "names"),
+    [
+        ("first:4", ["first:4-faults"]),
+        ("first:kernels", ["first:2-kernels"]),
+        ("first", list(STEPS)),
+        ("nccl", ["nccl"]),
+        ("tests:tests/cuda", ["tests:tests/cuda"]),
+        ("bench:bench_ops.py", ["bench:bench_ops.py"]),
+    ],
+)
+def test_a_part_of_a_section_can_be_asked_for(rooms, word, names):
+    asked = rooms.command.asked_by(word, ROOT / "bench")
+    assert [one.name for one in asked] == names
+    assert all("/" not in one.stem and ":" not in one.stem for one in asked)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--limit", "0"], "0"),
+        (["--limit", "long"], "long"),
+        (["first:9"], "its steps are 1-versions"),
+        (["tests:tests/none.py"], "tests/none.py"),
+        (["bench:bench_none.py"], "bench_none.py"),
+        (["nccl:version"], "section nccl has no part version"),
+    ],
+)
+def test_what_there_is_not_is_refused(rooms, capsys, arguments, named):
+    with pytest.raises(SystemExit) as stopped:
+        rooms.command.parse(arguments)
+    assert stopped.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+NCU = (
+    '==PROF== Profiling "add_n" - 0: 0%....50%....100% - 8 passes\n'
+    '"ID","Process ID","Kernel Name","Context","Section Name","Metric Name","Metric Unit",'
+    '"Metric Value"\n'
+)
+
+
+def test_counters_are_read_from_ncus_table(rooms):
+    metrics = rooms.run_ncu.METRICS
+    rows = [f'"0","7","void add_n<float>","1","Command line","{name}","%","1,{place}00.5"'
+            for place, name in enumerate(metrics.values())]  # fmt: skip
+    found = rooms.run_ncu.metrics_of("add_n", NCU + "\n".join(rows))
+    assert found["dram_percent"] == 1000.5
+    assert set(found) == {*metrics, "duration_unit"}
+    with pytest.raises(ValueError, match="printed no launch__registers_per_thread"):
+        rooms.run_ncu.metrics_of("add_n", NCU + "\n".join(rows[:2] + rows[3:]))
+    with pytest.raises(ValueError, match="of pack"):
+        rooms.run_ncu.metrics_of("pack", NCU + "\n".join(rows))
+
+
+def test_ncu_looks_at_one_warm_launch_of_the_kernel(rooms, equipped):
+    (check,) = driven(rooms, rooms.run_ncu.counters("pack", 60), equipped, passing(rooms))
+    words = check.command
+    assert words[words.index("--kernel-name") + 1] == "regex:^pack"
+    assert words[words.index("--launch-skip") + 1] == "2"
+    assert words[-2:] == ("gpu_check.launches", "pack")
+    assert "ERR_NVGPUCTRPERM" in check.skips
+
+
 def test_collected_files_are_counted(rooms):
     text = "tests/a.py: 3\ntests/b/c.py: 12\n\n15/99 tests collected (84 deselected) in 0.5s\n"
     assert rooms.run_tests.counts_of(text) == {"tests/a.py": 3, "tests/b/c.py": 12}
@@ -109,6 +318,7 @@ def test_two_ranks_share_a_gpu_in_one_process_from_nccl_2_30_on(rooms, setting, 
 
     asked = driven(rooms, rooms.run_nccl.nccl, setting, answer)
     named = {item.name: item for item in asked}
+    assert "NCCL's version" in named
     shared = named["one process, 2 ranks on one GPU"]
     if shares:
         assert shared.environment["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
@@ -120,35 +330,22 @@ def test_two_ranks_share_a_gpu_in_one_process_from_nccl_2_30_on(rooms, setting, 
     assert sum(item.seconds for item in commands) <= 480
 
 
-@pytest.fixture
-def sanitizer(tmp_path, monkeypatch) -> Path:
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text("#!/bin/sh\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    return tool
-
-
-def test_the_sanitizer_is_left_out_where_it_is_not(rooms, setting, tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(rooms.run_sanitize, "USUAL_FOLDER", str(tmp_path / "nowhere"))
-    (only,) = driven(rooms, rooms.run_sanitize.sanitize, setting, pytest.fail)
-    assert only.outcome == "skipped"
-    assert "neither on PATH nor in" in only.reason
-
-
 @pytest.mark.parametrize(
-    ("outcome", "tail", "names"),
+    ("outcome", "names"),
     [
-        ("passed", "", ["probe", "memcheck", "initcheck", "racecheck"]),
-        ("failed", "========= Error: Device not supported", ["probe", "compute-sanitizer"]),
-        ("failed", "no cupy", ["probe"]),
+        ("passed", ["compute-sanitizer itself", "memcheck", "initcheck", "racecheck"]),
+        ("skipped", ["compute-sanitizer itself"]),
+        ("failed", ["compute-sanitizer itself"]),
     ],
 )
-def test_the_sanitizer_is_tried_first(rooms, setting, sanitizer, outcome, tail, names):
+def test_the_sanitizer_is_tried_first(rooms, equipped, outcome, names):
     def answer(check):
-        assert check.command[0] == str(sanitizer)
-        return rooms.record.Result(check.name, outcome, tail=tail)
+        return rooms.record.Result(check.name, outcome)
 
-    asked = driven(rooms, rooms.run_sanitize.sanitize, setting, answer)
+    asked = driven(rooms, rooms.run_sanitize.sanitize, equipped, answer)
     assert [item.name for item in asked] == names
+    assert asked[0].skips["Device not supported"]
+    assert sum(check.seconds for check in asked) <= equipped.limit
+    for check in asked[1:]:
+        keyword = check.command[check.command.index("-k") + 1]
+        assert keyword.startswith("float32 and ")

@@ -8,8 +8,11 @@ The rooms:
 * ``child``: one command in a process group of its own, with a deadline; nothing survives it.
 * ``record``: the JSON file of a section, true at every moment.
 * ``section``: drives a section: a generator of checks that is told how each has ended.
-* ``run_tests``, ``run_nccl``, ``run_example``, ``run_bench``, ``run_sanitize``: the sections.
-* ``ranks``, ``copy_rate``, ``unpooled``: programs and a plugin that the sections start.
+* ``run_first``: the steps of the first section, as a list of checks; ``run_tests``, ``run_nccl``,
+  ``run_example``, ``run_bench``, ``run_sanitize``: the other sections, whose checks it shares;
+  ``run_ncu``: what a profiler counts.
+* ``versions``, ``smoke``, ``faults``, ``host_costs``, ``launches``, ``ranks``, ``copy_rate``:
+  programs that the sections start; ``unpooled``: a plugin of pytest.
 
 This process never imports CuPy: a GPU that hangs hangs a child, which has a deadline.
 """

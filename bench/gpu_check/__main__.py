@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,21 +18,47 @@ from .identify import FAKE, commit, find, sources
 from .record import FAILED, STOPPED, Record
 from .run_bench import bench
 from .run_example import example
+from .run_first import FIRST, first, step_of
 from .run_nccl import nccl
 from .run_sanitize import sanitize
 from .run_tests import tests
-from .section import Section, run_section
+from .section import Done, Section, run_section
 from .setting import ROOT, Gpu, Setting
 
 SECTIONS: Mapping[str, Section] = {
+    "first": first,
     "tests": tests,
     "nccl": nccl,
     "example": example,
     "bench": bench,
     "sanitize": sanitize,
 }
+IN_PARTS = ("first", "tests", "bench")
 LIMIT_SECONDS = 480.0
 FAILURE, NO_GPU, SIGNALLED = 1, 3, 128  # exit statuses; the last plus the signal's number
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A section, or a part of one.
+
+    Attributes:
+        section: its name.
+        part: a step of ``first``, a path of ``tests``, a file of ``bench``; empty for all of it.
+    """
+
+    section: str
+    part: str = ""
+
+    @property
+    def name(self) -> str:
+        """As on the command line."""
+        return f"{self.section}:{self.part}" if self.part else self.section
+
+    @property
+    def stem(self) -> str:
+        """For the name of a file."""
+        return "-".join("".join(c if c.isalnum() else " " for c in self.name).split())
 
 
 def positive(text: str) -> float:
@@ -42,6 +69,31 @@ def positive(text: str) -> float:
     return seconds
 
 
+def asked_by(word: str, benches: Path) -> list[Asked]:
+    """What a word of the command line asks for; ``first`` is all of its steps.
+
+    Raises:
+        ValueError: there is no such section, or it has no such part.
+    """
+    section, _, part = word.partition(":")
+    if section not in SECTIONS:
+        raise ValueError(f"no section {section}; there are {', '.join(SECTIONS)}")
+    if section == "first" and not part:
+        return [Asked(section, step) for step in FIRST]
+    if not part:
+        return [Asked(section)]
+    known = {
+        "first": step_of(part),
+        "tests": part if (ROOT / part).exists() else None,
+        "bench": part if (benches / part).is_file() else None,
+    }
+    found = known.get(section)
+    if found is None:
+        steps = f"; its steps are {', '.join(FIRST)}" if section == "first" else ""
+        raise ValueError(f"section {section} has no part {part}{steps}")
+    return [Asked(section, found)]
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags; a wrong one ends the program with status 2."""
     parser = argparse.ArgumentParser(
@@ -50,17 +102,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     every = ", ".join(SECTIONS)
     own = os.environ.get("GRADREDUCE_CHECK_LIMIT") or LIMIT_SECONDS
     flag = parser.add_argument
-    flag("sections", nargs="*", metavar="SECTION", help=f"{every}; all of them by default")
+    flag("sections", nargs="*", metavar="SECTION[:PART]", help=f"{every}; all of them by default. "
+         f"A part is a step of first ({', '.join(FIRST)}; the number will do), a path of tests, or "
+         "a file of bench")  # fmt: skip
     flag("--fake", action="store_true", help="try the command itself, without a GPU, on the "
          "stand-in for CuPy of the tests")  # fmt: skip
-    flag("--limit", type=positive, metavar="SECONDS", default=own, help="of each section; default "
-         f"GRADREDUCE_CHECK_LIMIT, or {LIMIT_SECONDS:g}")  # fmt: skip
+    flag("--limit", type=positive, metavar="SECONDS", default=own, help="of each section, and of "
+         f"each step of first; default GRADREDUCE_CHECK_LIMIT, or {LIMIT_SECONDS:g}")  # fmt: skip
     flag("--benches", type=Path, metavar="FOLDER", default=ROOT / "bench",
          help="whose bench_*.py the section bench runs; default bench")  # fmt: skip
     options = parser.parse_args(arguments)
-    unknown = [name for name in options.sections if name not in SECTIONS]
-    if unknown:
-        parser.error(f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
+    options.asked = []
+    for word in options.sections or SECTIONS:
+        try:
+            options.asked += asked_by(word, options.benches)
+        except ValueError as error:
+            parser.error(str(error))
     return options
 
 
@@ -80,37 +137,40 @@ def headed(name: str, gpu: Gpu, limit: float) -> dict[str, Any]:
     }
 
 
-def opened(names: Sequence[str], gpu: Gpu, limit: float) -> dict[str, Record]:
+def opened(asked: Sequence[Asked], gpu: Gpu, limit: float) -> dict[Asked, Record]:
     """A record for each section, all there before the first begins."""
     folder = Path(os.environ.get("OUT") or ROOT / "bench" / "results")
     folder.mkdir(parents=True, exist_ok=True)
     slug = "-".join("".join(c if c.isalnum() else " " for c in gpu.name.lower()).split())
     stem = f"{slug}-{time.strftime('%Y-%m-%d-%H%M%S', time.gmtime())}"
+    header = headed("", gpu, limit)
     return {
-        name: Record(folder / f"{stem}-{name}.json", headed(name, gpu, limit)) for name in names
+        one: Record(folder / f"{stem}-{one.stem}.json", {**header, "section": one.name})
+        for one in asked
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the sections; 0 if none failed or was stopped."""
     options = parse(arguments)
-    names = [name for name in SECTIONS if name in (options.sections or SECTIONS)]
     stop = Stop()
     stop.listen()
     with tempfile.TemporaryDirectory(prefix="gpu_check-") as scratch:
         work = Path(scratch)
         gpu = FAKE if options.fake else find(work, stop)
-        records = opened(names, gpu, options.limit)
-        setting = Setting(options.fake, gpu, work, options.benches.resolve())
+        records = opened(options.asked, gpu, options.limit)
+        setting = Setting(options.fake, gpu, work, options.benches.resolve(), options.limit)
         print(f"{gpu.name}: {gpu.missing or dict(gpu.versions)}", flush=True)
-        for name, record in records.items():
-            print(f"\n=== {name}", flush=True)
+        done: Done = {}
+        for asked, record in records.items():
+            print(f"\n=== {asked.name}", flush=True)
             if stop.reason:
                 record.finish(f"{stop.reason} before it began")
             elif gpu.missing:
                 record.skip(gpu.missing)
             else:
-                run_section(SECTIONS[name], record, setting, options.limit, stop)
+                mine = replace(setting, part=asked.part)
+                run_section(SECTIONS[asked.section], record, mine, stop, done)
     return summary(records.values(), gpu, stop)
 
 

@@ -8,14 +8,13 @@ copies, all queued before the first has ended, so that the host has no part in t
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import cupy
 from cupy.cuda import runtime
+from measure.report import keep, options_of
 
 NBYTES, QUICK_NBYTES = 2**30, 2**16  # far more than any cache holds
 COPIES = 40  # of one round, some 0.02 s on a GPU of 4 TB/s
@@ -43,10 +42,7 @@ def rates(nbytes: int) -> list[float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints and keeps the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    parser.add_argument("--quick", action="store_true", help="a tiny size: only shows that it runs")
-    options = parser.parse_args(arguments)
+    options = options_of(__doc__, arguments)
     nbytes = QUICK_NBYTES if options.quick else NBYTES
     found = sorted(rates(nbytes))
     figures = {
@@ -56,8 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "best_gigabytes_per_second": found[-1],
     }
     print(json.dumps(figures))
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures), encoding="utf-8")
+    keep(figures, options.json)
 
 
 if __name__ == "__main__":

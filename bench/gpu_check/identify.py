@@ -21,7 +21,7 @@ from .setting import ROOT, Gpu, environment, python
 
 __all__ = ["FAKE", "commit", "find", "sources"]
 
-LOOK_SECONDS = 120.0  # CuPy's first import on a cold disk, and the driver's start
+LOOK_SECONDS = 60.0  # CuPy's first import on a cold disk, and the driver's start
 FAKE = Gpu("fake", versions={"python": platform.python_version()})
 
 

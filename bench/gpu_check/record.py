@@ -52,6 +52,7 @@ class Record:
         self.status = STOPPED
         self.reason = "it has not begun"
         self.results: list[Result] = []
+        self.section = str(header["section"])
         self._header = dict(header)
         self._start: float | None = None
         self._seconds = 0.0

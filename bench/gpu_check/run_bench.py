@@ -6,30 +6,50 @@ says what the two mean.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-from .section import Check, Checks, scratch
+from .section import Check, Checks, Section, report_of, scratch
 from .setting import Setting
 
-__all__ = ["bench"]
+__all__ = ["bench", "program", "script"]
 
 
 def bench(setting: Setting) -> Checks:
-    """The copy first: other figures are read beside it."""
-    quick = ("--quick",) if setting.fake else ()
-    report = scratch(setting, "copy rate", ".json")
-    command = setting.python("-m", "gpu_check.copy_rate", "--json", str(report), *quick)
-    yield Check("copy rate", command, read=partial(_reported, report))
-    for script in sorted(setting.benches.glob("bench_*.py")):
-        report = scratch(setting, script.name, ".json")
-        command = setting.python(str(script), "--json", str(report), *quick)
-        yield Check(script.name, command, read=partial(_reported, report))
+    """The copy first: other figures are read beside it. Each has an equal share of the time."""
+    chosen = setting.part or "bench_*.py"
+    names = [path.name for path in sorted(setting.benches.glob(chosen))]
+    seconds = setting.limit / (1 + len(names))
+    yield from program("copy rate", "copy_rate", seconds)(setting)
+    for name in names:
+        yield from script(name, seconds)(setting)
 
 
-def _reported(report: Path, output: str) -> Mapping[str, Any]:
-    figures: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
-    return figures
+def script(name: str, seconds: float) -> Section:
+    """A benchmark."""
+
+    def run(setting: Setting) -> Checks:
+        report = scratch(setting, name, ".json")
+        words = (str(setting.benches / name), "--json", str(report), *setting.quick)
+        yield Check(name, setting.python(*words), seconds, read=partial(report_of, report))
+
+    return run
+
+
+def program(name: str, module: str, seconds: float, *words: str, **environment: str) -> Section:
+    """A module of ``gpu_check`` that takes ``--json FILE`` and ``--quick`` too.
+
+    Args:
+        name: of the check.
+        module: below ``gpu_check``.
+        seconds: its deadline.
+        words: arguments that come first.
+        environment: what it needs beside the environment of all children.
+    """
+
+    def run(setting: Setting) -> Checks:
+        report = scratch(setting, name, ".json")
+        flags = ("--json", str(report), *setting.quick)
+        command = setting.python("-m", f"gpu_check.{module}", *words, *flags)
+        yield Check(name, command, seconds, environment, partial(report_of, report))
+
+    return run

@@ -25,6 +25,7 @@ ALGORITHMS = ("hierarchical_copy", "nccl")
 NUM_DEVICES = 8
 FAKE_STEPS = 4
 LARGEST_DIFFERENCE = 0.03  # of the accuracies; 11 of the 360 test images
+SHARE = 1 / (2 * len(ALGORITHMS))  # of the time, for each training
 BELOW_GOAL = 1  # the example's exit status when the accuracy is below its goal
 
 
@@ -55,7 +56,8 @@ def _training(setting: Setting, algorithm: str, backend: str) -> Check:
     words = [word for pair in flags.items() for word in pair]
     # So few steps reach no goal.
     passes = frozenset({0, BELOW_GOAL} if setting.fake else {0})
-    return Check(name, setting.python(str(SCRIPT), *words), read=table_of, passes=passes)
+    command = setting.python(str(SCRIPT), *words)
+    return Check(name, command, SHARE * setting.limit, read=table_of, passes=passes)
 
 
 def table_of(output: str) -> Mapping[str, Any]:

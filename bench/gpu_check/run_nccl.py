@@ -13,16 +13,13 @@ Every check has its own deadline, and a hang ends that check alone.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-from .section import Check, Checks, scratch, skipped
+from .section import Check, Checks, report_of, scratch, skipped
 from .setting import Setting
 
-__all__ = ["nccl"]
+__all__ = ["apart", "nccl", "one_rank", "version"]
 
 SECONDS = 75.0  # six of them fit a section
 FIRST_TO_SHARE = 23000  # NCCL 2.30.0, as get_version() spells it
@@ -37,21 +34,36 @@ NUM_RANKS = (2, 4)
 
 def nccl(setting: Setting) -> Checks:
     """Asks NCCL for its version, then goes the ways that this version has."""
-    version = yield _check(setting, "version", "version")
-    yield _check(setting, "one process, 1 rank", "together", 1)
+    found = yield _check(setting, "NCCL's version", "version")
+    yield from one_rank(setting)
     for num_ranks in NUM_RANKS:
         name = f"one process, {num_ranks} ranks on one GPU"
-        if version.figures.get("version", 0) >= FIRST_TO_SHARE:
+        if found.figures.get("version", 0) >= FIRST_TO_SHARE:
             yield _check(setting, name, "together", num_ranks, SHARED_GPU)
         else:
-            yield skipped(name, f"NCCL {version.figures.get('version')} is below {FIRST_TO_SHARE}")
-    if setting.fake:
-        # Its communicators live in one process; one rank shows that the program works.
-        yield _check(setting, "a process for each of 1 rank", "apart", 1)
-        yield skipped("a process for each rank", "the fakes of two processes share nothing")
-        return
-    for num_ranks in NUM_RANKS:
+            yield skipped(name, f"NCCL {found.figures.get('version')} is below {FIRST_TO_SHARE}")
+    for num_ranks in NUM_RANKS[:1] if setting.fake else NUM_RANKS:
+        yield from apart(setting, num_ranks)
+
+
+def version(setting: Setting) -> Checks:
+    """Which NCCL there is."""
+    yield _check(setting, "NCCL's version", "version")
+
+
+def one_rank(setting: Setting) -> Checks:
+    """One rank in one process."""
+    yield _check(setting, "one process, 1 rank", "together", 1)
+
+
+def apart(setting: Setting, num_ranks: int = 2) -> Checks:
+    """A process for each rank."""
+    if not setting.fake:
         yield _check(setting, f"a process for each of {num_ranks} ranks", "apart", num_ranks)
+        return
+    # Its communicators live in one process; one rank shows that the program works.
+    yield _check(setting, "a process for each of 1 rank", "apart", 1)
+    yield skipped("a process for each rank", "the fakes of two processes share nothing")
 
 
 def _check(
@@ -62,12 +74,6 @@ def _check(
     environment: Mapping[str, str] | None = None,
 ) -> Check:
     report = scratch(setting, name, ".json")
-    quick = ("--quick",) if setting.fake else ()
-    command = setting.python("-m", "gpu_check.ranks", way, str(num_ranks), str(report), *quick)
-    read = partial(_reported, report)
-    return Check(name, command, SECONDS, environment or {"NCCL_DEBUG": "WARN"}, read)
-
-
-def _reported(report: Path, output: str) -> Mapping[str, Any]:
-    figures: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
-    return figures
+    words = ("-m", "gpu_check.ranks", way, str(num_ranks), str(report), *setting.quick)
+    read = partial(report_of, report)
+    return Check(name, setting.python(*words), SECONDS, environment or {"NCCL_DEBUG": "WARN"}, read)

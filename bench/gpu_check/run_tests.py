@@ -12,29 +12,60 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from .section import Check, Checks, scratch
+from .section import Check, Checks, Section, scratch
 from .setting import Setting
 
-__all__ = ["tests"]
+__all__ = ["file", "tests"]
 
-# One GPU runs what one GPU can; where there are more, the tests that need fewer than there are.
-ONE_GPU, SEVERAL_GPUS = "gpu and not multi_gpu", "gpu or multi_gpu"
 # The suite runs all of them on the fake anyway (tests/test_fake_cupy.py); here they only show that
 # this section works.
 FAKE_PATHS = ("tests/device/test_contract_lifetime.py",)
+COLLECT_SECONDS = 60.0
+LEAST_SHARE = 1 / 8  # of the time, for the smallest file
 MOST_NAMES = 50  # of tests that failed
 
 
 def tests(setting: Setting) -> Checks:
-    """Collects the tests, then runs file after file."""
-    chosen = ("-m", SEVERAL_GPUS if setting.gpu.count > 1 else ONE_GPU)
-    paths = FAKE_PATHS if setting.fake else ("tests",)
-    collect = setting.pytest("-q", "--collect-only", *chosen, *paths)
-    found = yield Check("collection", collect, read=counts_of)
-    for path in found.figures:
-        report = scratch(setting, path, ".xml")
-        command = setting.pytest(*chosen, f"--junitxml={report}", path)
-        yield Check(path, command, read=partial(summary_of, report))
+    """Collects the tests, then runs file after file; what is large has more time."""
+    paths = (setting.part,) if setting.part else FAKE_PATHS if setting.fake else ("tests",)
+    collect = setting.pytest("-q", "--collect-only", "-m", setting.mark, *paths)
+    found = yield Check("collection", collect, COLLECT_SECONDS, read=counts_of)
+    total = sum(found.figures.values())
+    for path, count in found.figures.items():
+        seconds = setting.limit * max(LEAST_SHARE, count / total)
+        yield from _file(setting, path, path, seconds)
+
+
+def file(path: str, seconds: float, keyword: str = "", *, needs: str = "", **env: str) -> Section:
+    """The tests of a file; on the fake they are only collected.
+
+    Args:
+        path: of the file.
+        seconds: its deadline.
+        keyword: what pytest's ``-k`` takes; all tests by default.
+        needs: a marker whose need must be met.
+        env: what it needs beside the environment of all children.
+    """
+
+    def run(setting: Setting) -> Checks:
+        name = f"{path}, {keyword}" if keyword else path
+        words = ("-k", keyword) if keyword else ()
+        if setting.fake:
+            collect = setting.pytest("-q", "--collect-only", "-m", setting.mark, *words, path)
+            yield Check(f"{name}, collected", collect, COLLECT_SECONDS, read=counts_of)
+            return
+        required = (f"--require={needs}",) if needs else ()
+        yield from _file(setting, name, path, seconds, *words, *required, **env)
+
+    return run
+
+
+def _file(
+    setting: Setting, name: str, path: str, seconds: float, *words: str, **env: str
+) -> Checks:
+    report = scratch(setting, name, ".xml")
+    command = setting.pytest("-m", setting.mark, f"--junitxml={report}", *words, path)
+    yield Check(name, command, seconds, env, partial(summary_of, report))
 
 
 def counts_of(output: str) -> Mapping[str, int]:

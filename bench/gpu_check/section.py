@@ -1,16 +1,18 @@
 """How a section is run: its checks one by one, each recorded; never knows what they are.
 
 A section is a generator. It yields checks, and is sent the result of each, so that what is asked
-next may depend on it.
+next may depend on it. Every check has a deadline of its own: one that hangs leaves the others time.
 """
 
 from __future__ import annotations
 
-import math
+import json
+import os
+import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,13 @@ from .child import Ended, Stop, run
 from .record import FAILED, PASSED, SKIPPED, STOPPED, Record, Result
 from .setting import ROOT, Setting, environment
 
-__all__ = ["Check", "Checks", "Limit", "Section", "Verdict", "run_section", "scratch", "skipped"]
+__all__ = [
+    "Check", "Checks", "Done", "Limit", "Section", "Verdict", "find_tool", "report_of",
+    "run_section", "scratch", "skipped",
+]  # fmt: skip
 
 TAIL_CHARACTERS = 4000
+USUAL_FOLDERS = ("usr/local/cuda*/bin", "opt/nvidia/nsight-compute/*")  # of CUDA's tools
 
 
 def _no_figures(output: str) -> dict[str, Any]:
@@ -33,21 +39,23 @@ class Check:
     """One command.
 
     Attributes:
-        name: for the record.
+        name: for the record; checks of the same name run the same.
         command: the program and its arguments.
         seconds: after which it is stopped; the section's own limit holds besides.
         environment: what it needs beside the environment of all children.
         read: its figures, from its output and from files that it left. What this raises makes the
             check fail.
         passes: the exit statuses that are no failure.
+        skips: words in the output of a check that failed -> why it cannot be made here.
     """
 
     name: str
     command: tuple[str, ...]
-    seconds: float = math.inf
+    seconds: float
     environment: Mapping[str, str] = field(default_factory=dict)
     read: Callable[[str], Mapping[str, Any]] = _no_figures
     passes: frozenset[int] = frozenset({0})
+    skips: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,7 @@ def skipped(name: str, reason: str) -> Verdict:
 
 Checks = Generator[Check | Verdict, Result, None]
 Section = Callable[[Setting], Checks]
+Done = MutableMapping[str, tuple[str, Result]]  # check -> the section that ran it, and its result
 
 
 @dataclass(frozen=True)
@@ -89,17 +98,32 @@ class Limit:
 
 
 def run_section(
-    section: Section, record: Record, setting: Setting, seconds: float, stop: Stop
+    section: Section, record: Record, setting: Setting, stop: Stop, done: Done | None = None
 ) -> None:
-    """Runs all checks of a section, or those for which there is time."""
-    limit = Limit(seconds, time.monotonic() + seconds)
+    """Runs all checks of a section, or those for which there is time.
+
+    Args:
+        section: makes the checks.
+        record: keeps how they ended.
+        setting: has the seconds that all of them have together.
+        stop: ends it early.
+        done: checks that have run before and are not repeated; those of this section are added.
+    """
+    done = {} if done is None else done
+    limit = Limit(setting.limit, time.monotonic() + setting.limit)
     checks = section(setting)
     try:
         asked = next(checks)
         while True:
+            if asked.name in done:
+                where, result = done[asked.name]
+                _add(record, Result(asked.name, SKIPPED, reason=f"{where} has run it"))
+                asked = checks.send(result)
+                continue
             result = _perform(asked, record, setting, limit, stop)
-            record.add(result)
-            _say(result)
+            _add(record, result)
+            if result.outcome != SKIPPED:
+                done[result.name] = record.section, result
             ended = stop.reason or limit.reason
             if ended and result.outcome == STOPPED:
                 record.finish(ended)
@@ -108,9 +132,8 @@ def run_section(
     except StopIteration:
         record.finish()
     except Exception as error:  # the section's own fault; the next one must not suffer
-        record.add(Result("the section itself", FAILED, reason=repr(error),
-                          tail=traceback.format_exc()[-TAIL_CHARACTERS:]))  # fmt: skip
-        _say(record.results[-1])
+        _add(record, Result("the section itself", FAILED, reason=repr(error),
+                            tail=traceback.format_exc()[-TAIL_CHARACTERS:]))  # fmt: skip
         record.finish()
     finally:
         checks.close()
@@ -145,22 +168,39 @@ def _judged(asked: Check, ended: Ended) -> Result:
     except Exception as error:  # whatever a file that is missing or cut short leads to
         if passed:
             passed, reason = False, f"its figures cannot be read: {error!r}"
+    why = [reason for words, reason in asked.skips.items() if words in ended.output]
+    if why and not passed:
+        return _result(asked, ended, SKIPPED, {}, why[0])
     return _result(asked, ended, PASSED if passed else FAILED, figures, reason)
 
 
 def _result(
     asked: Check, ended: Ended, outcome: str, figures: Mapping[str, Any], reason: str
 ) -> Result:
-    tail = "" if outcome == PASSED else ended.output[-TAIL_CHARACTERS:]
+    tail = "" if outcome in (PASSED, SKIPPED) else ended.output[-TAIL_CHARACTERS:]
     return Result(asked.name, outcome, round(ended.seconds, 3), figures, reason, tail)
 
 
-def _say(result: Result) -> None:
-    """One line for whoever watches, and the end of the output of what went wrong."""
+def _add(record: Record, result: Result) -> None:
+    """Keeps it, with a line for whoever watches, and the end of the output of what went wrong."""
+    record.add(result)
     words = f"{result.name:<50} {result.outcome:<8} {result.seconds:7.1f} s  {result.reason}"
     print(words.rstrip(), flush=True)
     if result.tail:
         print(result.tail, file=sys.stderr, flush=True)
+
+
+def report_of(path: Path, output: str) -> Mapping[str, Any]:
+    """The figures that a program has left in a JSON file."""
+    figures: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return figures
+
+
+def find_tool(name: str) -> str | None:
+    """The path of one of CUDA's tools, also where its folder is not on PATH."""
+    usual = [path for pattern in USUAL_FOLDERS for path in sorted(Path("/").glob(pattern))]
+    newest_first = map(str, reversed(usual))
+    return shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), *newest_first)))
 
 
 def scratch(setting: Setting, name: str, suffix: str) -> Path:

@@ -42,16 +42,30 @@ class Setting:
         gpu: that the run is on.
         work: a folder for what the checks leave; it is gone after the run.
         benches: the folder of the benchmarks.
+        limit: seconds that a section has.
+        part: of the section that alone is run; empty for all of it.
     """
 
     fake: bool
     gpu: Gpu
     work: Path
     benches: Path
+    limit: float = 480.0
+    part: str = ""
 
     def python(self, *arguments: str) -> tuple[str, ...]:
         """See ``python``."""
         return python(*arguments, fake=self.fake)
+
+    @property
+    def quick(self) -> tuple[str, ...]:
+        """The flag for sizes that only show that a program runs."""
+        return ("--quick",) if self.fake else ()
+
+    @property
+    def mark(self) -> str:
+        """Of the tests that these GPUs can run: what one can, or what fewer need than there are."""
+        return "gpu or multi_gpu" if self.gpu.count > 1 else "gpu and not multi_gpu"
 
     def pytest(self, *arguments: str) -> tuple[str, ...]:
         """The command of a pytest run in which a missing GPU is a failure."""

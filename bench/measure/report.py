@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from .case import Case
 from .floors import Floor, kept
 
-__all__ = ["finish", "options_of", "report_of"]
+__all__ = ["finish", "keep", "options_of", "report_of"]
 
 
 class Measured(Protocol):
@@ -33,6 +33,12 @@ def options_of(doc: str | None, arguments: Sequence[str] | None) -> argparse.Nam
     parser.add_argument("--json", type=Path, help="where the figures go")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: only shows that it runs")
     return parser.parse_args(arguments)
+
+
+def keep(figures: Mapping[str, Any], path: Path | None) -> None:
+    """Writes figures to a file, if it is wanted."""
+    if path is not None:
+        path.write_text(json.dumps(figures), encoding="utf-8")
 
 
 def report_of(
@@ -60,8 +66,7 @@ def report_of(
 
 def finish(report: Mapping[str, Any], path: Path | None) -> None:
     """Writes the report, if it is wanted, and exits with 1 if one of its floors is broken."""
-    if path is not None:
-        path.write_text(json.dumps(report), encoding="utf-8")
+    keep(report, path)
     broken = [one["floor"] for one in report["floors"] if one["holds"] is False]
     if broken:
         sys.exit(f"broken floors: {', '.join(broken)}")

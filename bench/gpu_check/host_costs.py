@@ -1,0 +1,144 @@
+"""What single calls of the driver take of the host, through CuPy as we call it.
+
+    python -m gpu_check.host_costs [--json FILE] [--quick]
+
+A kernel's table goes to CuPy as a NumPy struct. CuPy also takes a ``CPointer`` to the same bytes,
+which skips the way through ``__array_interface__``; both are timed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import cupy
+import numpy as np
+from measure.clock import Call, host_seconds
+from measure.report import keep, options_of
+
+import gradreduce as gr
+from gradreduce import ops
+from gradreduce.device import Buffer, Capture, Device
+
+backend: Any = importlib.import_module("gradreduce.device.cuda")
+SIZE = 1000  # elements: the GPU is done before the next call comes
+CALLS, QUICK_CALLS = 200, 2
+
+
+class Launched:
+    """A compiled kernel that keeps the arguments of its last call.
+
+    Args:
+        entry: CuPy's.
+    """
+
+    last: tuple[Any, tuple[Any, ...]] | None = None  # CuPy's kernel; grid, block, its arguments
+
+    def __init__(self, entry: Any) -> None:
+        self._entry = entry
+
+    def __call__(self, grid: Any, block: Any, arguments: Any, **options: Any) -> None:
+        Launched.last = self._entry, (grid, block, arguments)
+        self._entry(grid, block, arguments, **options)
+
+
+def launch_of(device: Device, buffers: Sequence[Buffer]) -> tuple[Any, tuple[Any, ...]]:
+    """CuPy's kernel of an ``add_n``, and what it is called with."""
+    find = backend.function
+    backend.function = lambda *words: Launched(find(*words))
+    try:
+        ops.add_n(buffers[:1], [buffers[1:]], device=device)
+    finally:
+        backend.function = find
+    if Launched.last is None:
+        raise AssertionError("no kernel was launched")
+    return Launched.last
+
+
+def launches(device: Any, buffers: Sequence[Buffer]) -> dict[str, Call]:
+    """The same launch with the table in either form."""
+    entry, (grid, block, arguments) = launch_of(device, buffers)
+    table, *scalars = arguments
+    stream = device._ready("compute")
+    calls: dict[str, Call] = {
+        "launch, struct argument": partial(entry, grid, block, arguments, stream=stream)
+    }
+    pointer = getattr(getattr(cupy.cuda, "function", None), "CPointer", None)
+    if pointer is not None and isinstance(table, np.ndarray | np.void):
+        held = np.array(table)  # the bytes stay where they are
+        forms = (pointer(held.ctypes.data), *scalars)
+        calls["launch, CPointer"] = partial(entry, grid, block, forms, stream=stream)
+        calls["making of a CPointer"] = lambda: pointer(held.ctypes.data)
+    return calls
+
+
+def graph_of(device: Device, buffers: Sequence[Buffer]) -> Capture:
+    """One ``add_n`` as a graph."""
+    capture = Capture([device])
+    with capture.recorded():
+        ops.add_n(buffers[:1], [buffers[1:]], device=device)
+    return capture
+
+
+def events(device: Any) -> dict[str, Call]:
+    """What fences are made of."""
+    stream = device._ready("compute")
+    event = cupy.cuda.Event(disable_timing=True)
+    event.record(stream)
+
+    def fresh() -> None:
+        cupy.cuda.Event(disable_timing=True).record(stream)
+
+    def current() -> None:
+        with cupy.cuda.Device(device.physical):
+            pass
+
+    return {
+        "event, made and recorded": fresh,
+        "event, recorded": partial(event.record, stream),
+        "event, asked": lambda: event.done,
+        "stream waits for an event": partial(stream.wait_event, event),
+        "with Device": current,
+        "with our own Gpu": partial(_entered, device.gpu),
+    }
+
+
+def _entered(gpu: Any) -> None:
+    with gpu:
+        pass
+
+
+def measured(*, quick: bool) -> dict[str, float]:
+    """What -> microseconds of a call."""
+    with gr.open_mesh(1, backend="cuda") as mesh:
+        (device,) = mesh.devices
+        buffers = [device.zeros((SIZE,), "float32") for _ in range(4)]
+        ops.add_n(buffers[:1], [buffers[1:]], device=device)  # compiled
+        graph = graph_of(device, buffers)
+        with cupy.cuda.Device(mesh.devices[0].physical):
+            calls: dict[str, Call] = {
+                **launches(device, buffers),
+                "graph launch, our call": graph,
+                **events(device),
+                "add_n of 3 Buffers, our call": partial(gr.add_n, buffers[1:]),
+            }
+            number = QUICK_CALLS if quick else CALLS
+            seconds = host_seconds(calls, number, quick=quick)
+        device._given("compute")  # type: ignore[attr-defined]  # a CudaDevice
+        mesh.synchronize()
+    return {f"{name}, us": taken * 1e6 for name, taken in seconds.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures, prints and keeps the figures."""
+    options = options_of(__doc__, arguments)
+    figures = measured(quick=options.quick)
+    for name, figure in figures.items():
+        print(f"{name:40} {figure:8.2f}")
+    keep(figures, options.json)
+
+
+if __name__ == "__main__":
+    main()

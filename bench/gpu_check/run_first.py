@@ -1,0 +1,91 @@
+"""Section ``first``: what to run first on a machine with a GPU, in steps of a few minutes each.
+
+What a step shows is needed to read the next one: a wrong sum says nothing where a warning is
+raised as an error, and a slow kernel nothing where sums are wrong. Each check has a deadline of its
+own, those of a step together less than a section has: none can take another's time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+
+from .run_bench import program, script
+from .run_nccl import apart, one_rank, version
+from .run_ncu import counters
+from .run_sanitize import sanitizer
+from .run_tests import file
+from .section import Checks, Section, skipped
+from .setting import Setting
+
+__all__ = ["FIRST", "first", "step_of"]
+
+OPS, DEVICE, CUDA = "tests/cuda/test_ops.py", "tests/device/test_contract", "tests/cuda/test_"
+# Every warning is an error, those of the imports too.
+STRICT = {"PYTHONWARNINGS": "error"}
+# JAX would take most of the memory of the GPU when it starts.
+JAX_SHARES = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+
+def where(module: str, section: Section, name: str) -> Section:
+    """A check that needs a library; skipped where that is not installed, and on the fake."""
+
+    def run(setting: Setting) -> Checks:
+        if importlib.util.find_spec(module) is None:
+            yield skipped(name, f"not installed: {module}")
+        elif setting.fake:
+            yield skipped(name, f"{module} does not know the fake GPU")
+        else:
+            yield from section(setting)
+
+    return run
+
+
+def fault(way: str, seconds: float) -> Section:
+    """One of ``gpu_check.faults``."""
+    return program(f"faults: {way}", "faults", seconds, way)
+
+
+# step -> its checks, in their order
+FIRST: Mapping[str, tuple[Section, ...]] = {
+    "1-versions": (
+        program("versions", "versions", 60),
+        program("put, add and numpy; warnings are errors", "smoke", 90, **STRICT),
+    ),
+    "2-kernels": (
+        file(OPS, 90, "float32"),
+        file(OPS, 180),
+        file(f"{DEVICE}.py", 70),
+        file(f"{DEVICE}_launch.py", 70),
+        file(f"{DEVICE}_lifetime.py", 70),
+    ),
+    "3-arrays": (
+        where("torch", file("tests/test_interop_gpu.py", 100, needs="torch"), "PyTorch's arrays"),
+        file(f"{CUDA}arrays.py", 100),
+        file(f"{CUDA}flows.py", 100),
+        file(f"{CUDA}capture.py", 90),
+        file(f"{CUDA}prepared.py", 90),
+    ),
+    "4-faults": (
+        fault("threads", 120),
+        where("torch", fault("torch-graph", 120), "our call inside torch.cuda.graph"),
+        where("torch", fault("torch-assert", 120), "a failed assertion of PyTorch"),
+    ),
+    "5-host-time": (program("host time of single calls", "host_costs", 120),),
+    "6-counters": tuple(
+        counters(kernel, 100) for kernel in ("add_n", "pack", "all_sum", "local_sgd")
+    ),
+    "7-benchmarks": (script("bench_ops.py", 230), script("bench_all_reduce.py", 230)),
+    "8-libraries": (version, one_rank, apart, sanitizer("memcheck")),
+}
+
+
+def first(setting: Setting) -> Checks:
+    """One step."""
+    for section in FIRST[setting.part]:
+        yield from section(setting)
+
+
+def step_of(word: str) -> str | None:
+    """The step with this number, this name, or both."""
+    return next((step for step in FIRST if word in (step, *step.split("-", 1))), None)
