@@ -1,6 +1,8 @@
-"""The benchmarks' clock for GPUs leaves a device as a user has it."""
+"""The benchmarks' clock for GPUs leaves a device as a user has it; what is promised is measured."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 from early import ROOT
@@ -11,9 +13,13 @@ import gradreduce as gr
 pytestmark = pytest.mark.fake_cupy
 
 
-def test_a_timed_call_recycles_its_results(gpus, monkeypatch):
-    """A stream that was shown to a caller would keep them until the GPU has passed."""
+@pytest.fixture(autouse=True)
+def bench(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
+
+
+def test_a_timed_call_recycles_its_results(gpus):
+    """A stream that was shown to a caller would keep them until the GPU has passed."""
     from measure.clock import GpuClock
 
     machine = gpus(0)  # which runs nothing before somebody waits
@@ -36,3 +42,22 @@ def test_a_timed_call_recycles_its_results(gpus, monkeypatch):
             assert not any(line.shown for line in device._lines.values())
             device.drain()
             assert not device._parking._parked
+
+
+def test_every_floor_of_the_hosts_time_has_its_figure(gpus, monkeypatch):
+    """Of a plain call for each Buffer, which it looks at one by one."""
+    from measure import all_reduce_gpu, clock
+
+    monkeypatch.setattr(clock, "PAUSE_SECONDS", 0)
+    monkeypatch.setattr(all_reduce_gpu, "QUICK_TENSORS", 2)
+    no_clock = SimpleNamespace(measure=lambda calls, nbytes: {})
+    gpus(1)
+    with gr.open_mesh([0] * all_reduce_gpu.NUM_LOGICAL, backend="cuda") as mesh:
+        bench = all_reduce_gpu.GpuBench(quick=True)
+        bench._resnet(mesh, no_clock)
+    (case,) = bench.cases.values()
+    of_the_case = [each for each in all_reduce_gpu.GPU_FLOORS if each.case == case.name]
+    figures = [floor.check({case.name: case}, {})["figure"] for floor in of_the_case]
+    assert len(figures) == 3
+    assert None not in figures
+    assert figures[0] * 8 * 2 == pytest.approx(case.figures["num_packs=1, host us"])
