@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import gc
 import signal
 import sys
 from collections.abc import Callable
@@ -67,7 +68,8 @@ class Strike:
         self.points = 0
 
     def __enter__(self) -> Strike:
-        self._before = sys.gettrace()
+        self._before, self._collects = sys.gettrace(), gc.isenabled()
+        gc.disable()  # a collection would add the points of finalizers, at some calls
         sys._getframe().f_trace_opcodes = True  # CPython 3.12 looks in `settrace` for any
         sys.settrace(self._enter_frame)
         return self
@@ -79,6 +81,8 @@ class Strike:
         trace: TracebackType | None,
     ) -> None:
         sys.settrace(self._before)
+        if self._collects:
+            gc.enable()
 
     def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
         if frame.f_code.co_filename == __file__:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import subprocess
@@ -46,6 +47,12 @@ def spread_small_launches(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sim_workers, "SPREAD_SIZE", SIZE)
     for module in (sim, sim_workers):
         patch.setattr(module, "BLOCK_SIZE", 16)
+
+
+def test_no_collection_of_garbage_adds_points():
+    seen = []
+    num_points_of(lambda: seen.append(gc.isenabled()))
+    assert [*seen, gc.isenabled()] == [False, True]
 
 
 LONG = (pytest.mark.exhaustive, pytest.mark.slow)
