@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, follow
+from gradreduce.device import Buffer, Device, Stream, follow, handle_of
 from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.errors import DeviceMismatchError
 from gradreduce.one_call import came_in, unfenced
@@ -30,7 +30,6 @@ __all__ = [
     "from_gpu",
     "on_gpu_of",
     "reading",
-    "taker_of",
 ]
 
 # "native": NumPy arrays and numbers; such results are NumPy on the simulation, CuPy on GPUs.
@@ -53,7 +52,7 @@ def adopt_cupy(array: Any, device: Device) -> Buffer:
 def adopt_foreign(
     array: Any,
     device: Device,
-    stream: int | None = None,
+    stream: Stream | None = None,
     *,
     dtype: np.dtype | None = None,
     writable: bool = True,
@@ -65,8 +64,8 @@ def adopt_foreign(
     Args:
         array: of PyTorch, JAX, or whatever shows one of the two.
         device: preferred among the logical devices of that GPU.
-        stream: raw handle of its library's current stream. None for a library that shows none:
-            its DLPack makes CuPy's current stream wait, and ours waits for that one; the
+        stream: its library's current one, or that one's raw handle. None for a library that shows
+            none: its DLPack makes CuPy's current stream wait, and ours waits for that one; the
             interface names its stream itself.
         dtype: the true dtype, where the array shows a view of the same width.
         writable: False where its library promises that it never changes.
@@ -113,7 +112,7 @@ def download_foreign(array: Any) -> np.ndarray:
     shared = _by_dlpack(array) or _by_interface(array)
     gpu = int(shared.array.device.id)
     current = cupy.cuda.get_current_stream(gpu)
-    if shared.stream is not None and shared.stream != current.ptr:
+    if shared.stream is not None and shared.stream is not current:
         _wait(current, shared.stream, gpu)
     return np.asarray(shared.array.get())
 
@@ -130,7 +129,7 @@ class _Shared(NamedTuple):
     """
 
     array: Any
-    stream: int | None
+    stream: Stream | None
     once: bool
     read_only: bool
 
@@ -171,7 +170,7 @@ def _by_interface(array: Any) -> _Shared:
 
 
 def _adopt(
-    array: Any, device: Device, stream: int | None, *, once: bool = True, writable: bool = True
+    array: Any, device: Device, stream: Stream | None, *, once: bool = True, writable: bool = True
 ) -> Buffer:
     """A CuPy array as a Buffer of the mesh; its queue waits for ``stream``, ``once`` a call.
 
@@ -191,28 +190,28 @@ def _adopt(
         return home.adopt(array, stream, writable=writable)
     current = sys.modules["cupy"].cuda.get_current_stream(gpu)
     with array.device:  # CuPy copies to the current GPU, in the order of its current stream
-        if stream is not None and stream != current.ptr:
+        if stream is not None and stream is not current:
             _wait(current, stream, gpu)
             came_in(home, stream, read=True)  # by CuPy's stream, behind which ours is from here on
         array = array.copy()
     # Never fenced before: the copy is younger.
-    buffer = home.adopt(array, int(current.ptr), writable=writable)
+    buffer = home.adopt(array, current, writable=writable)
     buffer.lender = "copy"
     return buffer
 
 
-def _wait(stream: Any, other: int, gpu: int) -> None:
-    """A CuPy stream waits for what the stream with the handle ``other`` holds."""
+def _wait(stream: Any, other: Stream, gpu: int) -> None:
+    """A CuPy stream waits for what another stream of its GPU holds."""
     cuda = sys.modules["cupy"].cuda
     with cuda.Device(gpu):  # the event's, and whose default streams the two handles may name
         event = cuda.Event(disable_timing=True)
-        cuda.runtime.eventRecord(event.ptr, other)
+        cuda.runtime.eventRecord(event.ptr, handle_of(other))
         stream.wait_event(event)
 
 
-def _current(gpu: int) -> int:
-    """The handle of CuPy's current stream on a GPU."""
-    return int(sys.modules["cupy"].cuda.get_current_stream(gpu).ptr)
+def _current(gpu: int) -> Stream:
+    """CuPy's current stream on a GPU."""
+    return sys.modules["cupy"].cuda.get_current_stream(gpu)
 
 
 # ---- out -----------------------------------------------------------------------------------------
@@ -225,11 +224,15 @@ def fence_in(buffer: Buffer, kind: Kind) -> None:
 
 def fence_out(buffer: Buffer, kind: Kind) -> None:
     """The stream that is current in the library of ``kind`` waits for our queue."""
-    _released(buffer, taker_of(buffer.device, kind))
+    _released(buffer, current_of(buffer.device, kind))
 
 
-def current_of(device: Device, kind: str) -> int:
-    """The handle of the current stream in the library of ``kind``; CuPy's but for PyTorch."""
+def current_of(device: Device, kind: str) -> Stream:
+    """The current stream in the library of ``kind``; CuPy's but for PyTorch.
+
+    CuPy's as its object, which keeps the stream until what was shown to it can be used anew.
+    PyTorch's by its handle: those of its own never end.
+    """
     if kind == "torch":
         return int(sys.modules["torch"].cuda.current_stream(device.physical).cuda_stream)
     return _current(device.physical)
@@ -249,7 +252,7 @@ def from_gpu(buffer: Buffer, kind: Kind) -> Any:
         return buffer.numpy()
     if kind == "torch":
         return _to_torch(buffer)
-    shared = _released(buffer, taker_of(buffer.device, kind))
+    shared = _released(buffer, current_of(buffer.device, kind))
     if kind != "jax":
         return shared
     jax = sys.modules["jax"]
@@ -261,23 +264,12 @@ def from_gpu(buffer: Buffer, kind: Kind) -> Any:
 
 def _to_torch(buffer: Buffer) -> Any:
     torch = sys.modules["torch"]
-    shared = _released(buffer, taker_of(buffer.device, "torch"))
+    shared = _released(buffer, current_of(buffer.device, "torch"))
     if buffer.dtype == BFLOAT16:
         return torch.from_dlpack(shared.view(_INT16)).view(torch.bfloat16)
     return torch.from_dlpack(shared)
 
 
-def taker_of(device: Device, kind: str) -> Any:
-    """The current stream in the library of ``kind``: PyTorch's, which never end, by their handle.
-
-    CuPy's as its object, which keeps the stream until what was shown to it can be used anew.
-    """
-    if kind == "torch":
-        return current_of(device, kind)
-    return sys.modules["cupy"].cuda.get_current_stream(device.physical)
-
-
-def _released(buffer: Buffer, taker: Any) -> Any:
-    handle = taker if isinstance(taker, int) else int(taker.ptr)
+def _released(buffer: Buffer, taker: Stream) -> Any:
     buffer.block.is_shown(taker)
-    return buffer.device.release(buffer, unfenced(buffer.device, handle, leaving=True))
+    return buffer.device.release(buffer, unfenced(buffer.device, taker, leaving=True))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gradreduce.device import Buffer, Device, follow, precede
-from gradreduce.interop_gpu import current_of, taker_of
+from gradreduce.interop_gpu import current_of
 
 __all__ = ["Border"]
 
@@ -59,7 +59,7 @@ class Border:
             results: whose arrays are read there from here on, and may be dropped meanwhile.
         """
         for kind, device in self._given:
-            taker = taker_of(device, kind)
+            taker = current_of(device, kind)
             precede(device, taker)
             if self._takers.get((kind, device)) != taker:  # not again at each call
                 self._takers[kind, device] = taker

@@ -11,7 +11,7 @@ from contextlib import ContextDecorator, suppress
 from types import FrameType, TracebackType
 from typing import Self
 
-from gradreduce.device import Device, precede
+from gradreduce.device import Device, Stream, handle_of, precede
 from gradreduce.errors import BackendUnavailableError, CollectiveError
 
 __all__ = ["Aside", "OneCall", "came_in", "hand_back", "unfenced"]
@@ -24,7 +24,8 @@ class _Scope:
 
     Attributes:
         fenced: with which streams, and whether they wait for us (True) or we for them.
-        lent: whose arrays came in, with what is current there; whether one was read already.
+        lent: whose arrays came in, with what is current there: the stream, which must not end
+            before it has been told to wait, and whether an array was read already.
         frame: in which it was opened.
     """
 
@@ -33,7 +34,7 @@ class _Scope:
     def __init__(self, frame: FrameType) -> None:
         self.frame = frame
         self.fenced: set[tuple[bool, Device, int]] = set()
-        self.lent: dict[_Place, bool] = {}
+        self.lent: dict[_Place, tuple[Stream, bool]] = {}
 
 
 class _Mine(threading.local):
@@ -124,24 +125,25 @@ class Aside:
             _mine.aside, _mine.scope = self._outer, self._scope
 
 
-def unfenced(device: Device, stream: int | None, *, leaving: bool) -> int | None:
+def unfenced(device: Device, stream: Stream | None, *, leaving: bool) -> Stream | None:
     """``stream``, or None if this call has fenced it already."""
     scope = _mine.scope
     if scope is None or stream is None:
         return stream
-    place = (leaving, device, stream)
+    place = (leaving, device, handle_of(stream))
     if place in scope.fenced:
         return None
     scope.fenced.add(place)
     return stream
 
 
-def came_in(device: Device, stream: int, *, read: bool = False) -> None:
+def came_in(device: Device, stream: Stream, *, read: bool = False) -> None:
     """``stream`` lent an array to ``device`` that this call reads, or has ``read`` (a copy)."""
     scope = _mine.scope or _mine.aside
     if scope is not None:
-        place = (device, stream)
-        scope.lent[place] = read or scope.lent.get(place, False)
+        place = (device, handle_of(stream))
+        first, was_read = scope.lent.get(place, (stream, False))
+        scope.lent[place] = (first, read or was_read)
 
 
 def hand_back() -> None:
@@ -157,8 +159,8 @@ def hand_back() -> None:
 
 def _hand_back(scope: _Scope, reads: bool) -> None:
     """The streams that lent arrays wait for the queues that read them."""
-    for (device, stream), read in scope.lent.items():
-        if not (reads or read) or (True, device, stream) in scope.fenced:
+    for (device, handle), (stream, read) in scope.lent.items():
+        if not (reads or read) or (True, device, handle) in scope.fenced:
             continue
         if device.fabric.capture is None:  # else each call of what is captured does it
             # On a device that is lost, or never comes to an end, nothing can be in time.

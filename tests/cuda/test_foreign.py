@@ -6,6 +6,7 @@ door looks at: a current stream, DLPack, ``__cuda_array_interface__``.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -221,6 +222,21 @@ def test_a_tensor_comes_in_where_cupys_stream_is_the_threads_default(mesh, torch
     with cupy.cuda.Stream.ptds:
         buffer = to_buffer(Tensor(array), mesh.devices[0])
         assert same(from_buffer(buffer, "cupy").get(), data(SHAPE))
+
+
+def test_a_threads_default_stream_is_its_own(new_machine):
+    def fill() -> None:
+        with cupy.cuda.Stream.ptds:
+            array[...] = 1
+
+    new_machine(1)
+    array = cupy.asarray(data(SHAPE))
+    thread = threading.Thread(target=fill)
+    thread.start()
+    thread.join()
+    with pytest.raises(machine.Fault, match="unordered: cupy fill on default of MainThread"):
+        fill()
+    new_machine()  # whose faults are not those
 
 
 def test_strides_are_taken_and_nothing_at_all_too(mesh):

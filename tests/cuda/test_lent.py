@@ -6,6 +6,7 @@ find what is not ordered, whatever the seed.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import cupy
@@ -21,7 +22,7 @@ from fake_cupy.machine import Machine
 import gradreduce as gr
 from gradreduce import replica_context
 from gradreduce.device import Mesh, open_mesh
-from gradreduce.interop import OneCall, to_buffer
+from gradreduce.interop import OneCall, from_buffer, to_buffer
 
 pytestmark = pytest.mark.fake_cupy
 SEEDS = (0, 1, 2)
@@ -122,6 +123,54 @@ def test_the_callers_own_code_is_a_call_by_itself(mesh, here, torch):
 def test_what_is_dropped_while_its_stream_reads_it_is_not_given_away(mesh, torch, kind):
     dropped(torch, mesh, kind)
     ended(torch, mesh)
+
+
+@pytest.mark.parametrize("comes_in", [False, True])
+def test_what_a_threads_default_stream_reads_is_not_given_away(mesh, comes_in):
+    """Whichever thread takes new memory: the handle of that stream means another one there."""
+    device = mesh.devices[0]
+    mine = cupy.asarray(data(SHAPE))
+
+    def read() -> None:
+        with cupy.cuda.Stream.ptds:
+            made = from_buffer(device.upload(data(SHAPE)), "cupy")
+            kept.append(made.copy())
+
+    kept: list = []
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    with cupy.cuda.Stream.ptds:
+        if comes_in:  # which is behind nothing that the other thread's stream holds
+            to_buffer(mine, device)
+        device.upload(np.zeros(SHAPE, "float32"))
+    assert same(kept[0].get(), data(SHAPE))
+
+
+def test_memory_that_cannot_be_marked_is_kept_and_the_error_raised(mesh, monkeypatch):
+    def refuse(self, queue):
+        raise DeprecationWarning("for a test")
+
+    device = mesh.devices[0]
+    array = device.release(device.upload(data(SHAPE)), cupy.cuda.Stream(non_blocking=True))
+    address = array.data.ptr
+    del array
+    with monkeypatch.context() as patch, pytest.raises(DeprecationWarning, match="for a test"):
+        patch.setattr(type(device), "_mark", refuse)
+        device.drain()
+    assert device.upload(data(SHAPE)).address != address
+
+
+def test_a_stream_that_lent_may_end_inside_the_call(mesh):
+    def terms():
+        yield cupy.asarray(data(SHAPE))
+        yield cupy.asarray(data(SHAPE))
+        with cupy.cuda.Stream(non_blocking=True):
+            yield cupy.asarray(data(SHAPE))
+
+    method = gr.AggregationMethod.EXPERIMENTAL_ACCUMULATE_N  # brings each in when it is made
+    made = gr.aggregate(terms(), method, as_kind="buffer")
+    assert same(made.numpy(), data(SHAPE) * 3)
 
 
 def test_what_is_released_to_a_stream_is_held_for_it(mesh):

@@ -24,8 +24,10 @@ from .memory import (
     FlatLayout,
     Mark,
     Queue,
+    Stream,
     compatible,
     flat_layout,
+    handle_of,
     overlap,
 )
 from .mesh import Mesh
@@ -66,6 +68,7 @@ __all__ = [
     "Queue",
     "Record",
     "Step",
+    "Stream",
     "Tape",
     "Template",
     "Touched",
@@ -95,6 +98,7 @@ __all__ = [
     "follow",
     "gather",
     "gather_all",
+    "handle_of",
     "is_device_like",
     "mean_dtype",
     "mesh_outline",

@@ -49,7 +49,7 @@ class Backend(ABC):
         return False
 
     @abstractmethod
-    def _adopt(self, array: Any, stream: int | None, writable: bool) -> Buffer:
+    def _adopt(self, array: Any, stream: Stream | None, writable: bool) -> Buffer:
         """See ``Device.adopt``."""
 
     @abstractmethod
@@ -57,7 +57,7 @@ class Backend(ABC):
         """See ``Device.release``."""
 
     @abstractmethod
-    def _follow(self, stream: int) -> None:
+    def _follow(self, stream: Stream) -> None:
         """Makes the compute queue wait for a foreign stream."""
 
     @abstractmethod

@@ -107,14 +107,14 @@ class Device(NotCopied, Backend):
                 self._noted(Record(*what), partial(self._fill_zero, buffer), [buffer])
         return buffer
 
-    def adopt(self, array: Any, stream: int | None = None, *, writable: bool = True) -> Buffer:
+    def adopt(self, array: Any, stream: Stream | None = None, *, writable: bool = True) -> Buffer:
         """A Buffer on the caller's own memory; our compute queue waits for ``stream``.
 
         What lies in a flat buffer of this device comes back on the block of that.
 
         Args:
             array: contiguous, of a dtype that can be added; its memory must be this device's.
-            stream: raw handle of the stream that filled it; None for a host array.
+            stream: that filled it, or its raw handle; None for a host array.
             writable: False where its library promises that it never changes.
 
         Raises:

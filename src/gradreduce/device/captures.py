@@ -13,7 +13,7 @@ from gradreduce.errors import CaptureError
 from .capture import Capture
 from .flight import Flight
 from .journal import Recorder, Sink
-from .memory import CapturedMark, Mark, Queue
+from .memory import CapturedMark, Mark, Queue, Stream
 
 if TYPE_CHECKING:
     from .base import Device
@@ -60,7 +60,7 @@ class Captures(ABC):
         finally:
             self._mine.capture = None
 
-    def entering(self, device: Device, stream: int | None) -> int | None:
+    def entering(self, device: Device, stream: Stream | None) -> Stream | None:
         """The caller's stream that a queue waits for now; inside a capture each call will."""
         capture = self._mine.capture
         if capture is None or stream is None:

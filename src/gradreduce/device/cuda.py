@@ -113,7 +113,7 @@ class CudaDevice(CudaQueues):
 
     # -- memory ---------------------------------------------------------------------------------
 
-    def _adopt(self, array: Any, stream: int | None, writable: bool) -> Buffer:
+    def _adopt(self, array: Any, stream: Stream | None, writable: bool) -> Buffer:
         if not isinstance(array, cupy.ndarray):
             raise DeviceMismatchError(f"{self.name} holds CuPy arrays, not {type(array).__name__}")
         dtype = as_dtype(array.dtype)
@@ -157,7 +157,7 @@ class CudaDevice(CudaQueues):
         if array.device.id == self.physical and not array.flags.c_contiguous:
             with self.gpu:
                 array = cupy.ascontiguousarray(array)
-        return self.adopt(array, cupy.cuda.get_current_stream(array.device.id).ptr)
+        return self.adopt(array, cupy.cuda.get_current_stream(array.device.id))
 
     def _allocate(self, nbytes: int) -> Block:
         self.drain()
@@ -352,7 +352,7 @@ class CudaDevice(CudaQueues):
         self._let_go()
         return True
 
-    def _follow(self, stream: int) -> None:
+    def _follow(self, stream: Stream) -> None:
         dead = self._parking.shown_to(stream)
         with self.gpu:
             self._ready("compute").wait_event(self._event(stream))

@@ -10,7 +10,7 @@ from .cuda_capture import GraphRecording
 from .cuda_gpu import Gpu
 from .cuda_line import Line, event_of
 from .fabric import Fabric
-from .memory import Mark, Queue, Stream, User
+from .memory import LEGACY, PER_THREAD, Mark, Queue, Stream, User, handle_of
 
 __all__ = ["CudaQueues"]
 
@@ -51,7 +51,9 @@ class CudaQueues(Device):
 
     def _mark(self, queue: User) -> Any:
         if not isinstance(queue, str):
-            return self._event(queue)
+            # The handle of a thread's default stream is another one's in every other thread. Of
+            # all threads', the legacy default stream waits for what they hold.
+            return self._event(LEGACY if handle_of(queue) == PER_THREAD else queue)
         ours = cast("Queue", queue)
         if self.fabric.capture is None:
             return self._lines[ours].mark()

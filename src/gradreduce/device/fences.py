@@ -11,7 +11,7 @@ from .memory import Stream
 __all__ = ["follow", "precede"]
 
 
-def follow(device: Device, stream: int) -> None:
+def follow(device: Device, stream: Stream) -> None:
     """The compute queue waits for what a caller's stream holds now, as in ``adopt``."""
     device.fabric.check_usable(device)
     device._follow(stream)

@@ -135,13 +135,13 @@ class GhostDevice(Device):
         """Refuses: there is no memory."""
         raise DeviceMismatchError(f"{self.name} of a plan holds no {type(array).__name__}")
 
-    def _adopt(self, array: Any, stream: int | None, writable: bool) -> Buffer:
+    def _adopt(self, array: Any, stream: Stream | None, writable: bool) -> Buffer:
         return self.put(array)
 
     def _release(self, buffer: Buffer, stream: Stream | None) -> Any:
         raise DeviceMismatchError(f"{buffer} of a plan has no memory")
 
-    def _follow(self, stream: int) -> None:
+    def _follow(self, stream: Stream) -> None:
         raise DeviceMismatchError(f"{self.name} of a plan knows no stream {stream:#x}")
 
     def _precede(self, stream: Stream | None) -> None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALIGNMENT",
+    "LEGACY",
+    "PER_THREAD",
     "Attached",
     "Block",
     "Buffer",
@@ -50,6 +52,8 @@ class Attached(Protocol):
 Queue = Literal["compute", "transfer"]
 Stream = Any  # a caller's: a raw handle, or the backend's own object, which keeps it from its end
 User = Queue | Stream
+# Handles of default streams: of the GPU that is current, the second of each thread its own.
+LEGACY, PER_THREAD = 1, 2
 MAX_READERS = 16  # ranges of a block that are told apart
 ALIGNMENT = 16  # bytes: one vector access of a kernel, and what NCCL wants of a buffer's start
 

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from .memory import Dead, User, handle_of
+from gradreduce.errors import BackendUnavailableError
+
+from .memory import PER_THREAD, Dead, Stream, User, handle_of
 
 if TYPE_CHECKING:
     from .base import Device
@@ -75,13 +77,14 @@ class Parking:
         except IndexError:  # another thread was faster
             pass
 
-    def shown_to(self, stream: int) -> list[_Shown]:
+    def shown_to(self, stream: Stream) -> list[_Shown]:
         """What has died by now and was shown to a caller's stream; for ``passed``."""
-        if not self.dead:
+        handle = handle_of(stream)
+        if not self.dead or handle == PER_THREAD:  # of this thread; others were shown it, too
             return []
         found = []
         for dead in self.dead.copy():
-            users = [each for each in list(dead.touched) if _is(each[1], stream)]
+            users = [each for each in list(dead.touched) if _is(each[1], handle)]
             if users:
                 found.append((dead, users))
         return found
@@ -111,18 +114,18 @@ class Parking:
             self._park(dead, users if dead.owned else [*users, (home, "compute")], home)
 
     def _park(self, dead: Dead, users: list[tuple[Device, User]], home: Device) -> None:
-        alive = not any(device.physical in home.fabric.lost for device, _ in users)
-        marks = []
+        marks = None
         try:
-            marks = [device._mark(queue) for device, queue in users if alive]
-        except Exception:  # such as of a stream that its owner has destroyed
-            alive = False
-        if alive:
-            self._parked.append((dead, marks))
-        else:
-            self._kept.append(dead)  # nobody ever says that it is done
+            if not any(device.physical in home.fabric.lost for device, _ in users):
+                with suppress(BackendUnavailableError):  # lost meanwhile
+                    marks = [device._mark(queue) for device, queue in users]
+        finally:
+            if marks is not None:
+                self._parked.append((dead, marks))
+            else:
+                self._kept.append(dead)  # nobody ever says that it is done
 
 
-def _is(user: User, stream: int) -> bool:
+def _is(user: User, handle: int) -> bool:
     """Whether a user of memory is the caller's stream with this handle."""
-    return not isinstance(user, str) and handle_of(user) == stream
+    return not isinstance(user, str) and handle_of(user) == handle

@@ -83,7 +83,7 @@ class SimDevice(Device):
 
     # -- memory ---------------------------------------------------------------------------------
 
-    def _adopt(self, array: Any, stream: int | None, writable: bool) -> Buffer:
+    def _adopt(self, array: Any, stream: Stream | None, writable: bool) -> Buffer:
         if not isinstance(array, np.ndarray):
             raise DeviceMismatchError(f"{self.name} holds host arrays, not {type(array).__name__}")
         array = np.asarray(array)  # no subclass: np.matrix has no flat view
@@ -111,7 +111,7 @@ class SimDevice(Device):
         self._precede(stream)
         return self.array(buffer)
 
-    def _follow(self, stream: int) -> None:
+    def _follow(self, stream: Stream) -> None:
         raise DeviceMismatchError(f"{self.name} is simulated and knows no stream {stream:#x}")
 
     def _precede(self, stream: Stream | None) -> None:
