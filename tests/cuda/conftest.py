@@ -27,6 +27,7 @@ SHARED = {
         "gradients",
         "ops",
         "optimizers",
+        "out_of_memory",
         "prepared",
         "reductions",
         "segments",

@@ -108,6 +108,59 @@ def test_trim_gives_free_memory_back(mesh, here):
     assert here.counts["free_all_blocks"] == 3
 
 
+def test_trim_gives_parked_memory_back_behind_its_users(new_machine):
+    """Those on another GPU, too, for which CUDA does not wait before it frees."""
+    here = new_machine(0, num_gpus=2)
+    with open_mesh([0, 1], backend="cuda") as mesh:
+        near, far = mesh.devices
+        source, read = uploaded(near, 1), far.empty((SIZE,), FLOAT)
+        far.copy(read, source)
+        del source
+        near.drain()
+        assert near._parking
+        near.trim()
+        assert not near._parking
+        assert here.heap.used(0) == 0
+        assert same(read.numpy(), data((SIZE,), seed=1))
+
+
+def test_trim_leaves_a_callers_memory_parked(new_machine):
+    new_machine(0, num_gpus=1)
+    with open_mesh(1, backend="cuda") as mesh:
+        device = mesh.devices[0]
+        out, theirs = device.empty((SIZE,), FLOAT), on_gpu(0, data((SIZE,)))
+        add(device, out, device.put(theirs))
+        del theirs
+        device.trim()
+        assert device._parking
+        device.synchronize()
+        assert not device._parking
+        assert same(out.numpy(), data((SIZE,)))
+
+
+def test_the_fake_pool_splits_merges_and_runs_out(new_machine):
+    here = new_machine(2, num_gpus=1, capacity=1 << 20)
+    pool, other = cupy.cuda.MemoryPool(), cupy.cuda.MemoryPool()
+    whole = pool.malloc(600_000)
+    start = whole.ptr
+    del whole
+    parts = [pool.malloc(size) for size in (1000, 300_000, 1000)]
+    assert [each.ptr for each in parts] == [start, start + 1024, start + 1024 + 300_032]
+    pool.free_all_blocks()  # nothing: it is split
+    held = pool.total_bytes()
+    assert cupy.cuda.runtime.memGetInfo() == ((1 << 20) - held, 1 << 20)
+    with pytest.raises(MemoryError, match=r"600,000 bytes \(allocated so far: 0 bytes"):
+        other.malloc(600_000)
+    with cupy.cuda.Stream(non_blocking=True):
+        apart = pool.malloc(1000)  # in another order: not of the same memory
+    assert not start <= apart.ptr < start + 600_000
+    parts.clear()
+    assert pool.malloc(600_000).ptr == start  # in one piece again
+    pool.free_all_blocks()
+    assert other.malloc(600_000).ptr == start
+    assert here.heap.used(0) == 600_064 + 1024
+
+
 def test_devices_may_go_with_their_mesh(here):
     with open_mesh([0, 1], backend="cuda") as mesh:
         for device in mesh:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import weakref
 from functools import cache
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ __all__ = [
     "ascontiguousarray",
     "copy_async",
     "from_dlpack",
+    "memory_info",
     "memset_async",
     "ndarray",
     "peer_copy_async",
@@ -31,25 +33,37 @@ __all__ = [
 ]
 
 
+class OutOfMemoryError(MemoryError):
+    """As CuPy's, which knows what its own pool has."""
+
+    def __init__(self, size, total, limit=0):
+        super().__init__(
+            f"Out of memory allocating {size:,} bytes (allocated so far: {total:,} bytes)."
+        )
+
+
 class _Memory:
-    """An allocation; it goes back to its pool when nobody holds it."""
+    """An allocation; it goes back to its pool when nobody holds it.
+
+    Raises:
+        MemoryError: the GPU has no more.
+    """
 
     def __init__(self, pool, size: int) -> None:
         self._machine = machine = current()
         self._pool = pool
+        # By stream, as CuPy's arenas are.
         self._home = queue_of(machine, None)
         self.device_id = getDevice()
         if self._home.gpu != self.device_id:
             machine.fail(f"wrong device: memory of GPU {self.device_id} in the order of another")
-        # By stream, as CuPy's arenas are.
-        self._arena = (id(pool), self._home)
-        self._slot = machine.allocate(self._arena, self.device_id, size, self._home)
-        self.ptr = self._slot.start
+        self._chunk = machine.allocate(id(pool), self.device_id, size, self._home)
+        self.ptr = self._chunk.start
         self.size = size
 
     def __del__(self) -> None:
-        if hasattr(self, "_slot"):
-            self._machine.free_later(self._arena, self._slot, self._home)
+        if hasattr(self, "_chunk"):
+            self._machine.free_later(self._chunk, self._home)
 
 
 class UnownedMemory:
@@ -88,19 +102,28 @@ class MemoryPool:
     def malloc(self, size):
         with current().entered() as machine:
             machine.count("malloc")
-            memory = _Memory(self, size)
-            self._sizes.add(memory)
-            return MemoryPointer(memory, 0)
+            for attempt in range(3):
+                try:
+                    memory = _Memory(self, size)
+                except MemoryError:
+                    if attempt:
+                        gc.collect()
+                    machine.free_all(id(self), getDevice())
+                else:
+                    self._sizes.add(memory)
+                    return MemoryPointer(memory, 0)
+            raise OutOfMemoryError(size, self.total_bytes())
 
     def free_all_blocks(self, stream=None):
         with current().entered() as machine:
             machine.count("free_all_blocks")
-            graphs.check_safe(machine, "cudaFree")
-            if getDevice() in {queue.gpu for queue in machine.stuck}:
-                machine.fail("would hang: cudaFree waits for a queue that is stuck")
+            machine.free_all(id(self), getDevice())
 
     def used_bytes(self):
         return sum(memory.size for memory in self._sizes)
+
+    def total_bytes(self):
+        return current().heap.used(getDevice(), id(self))
 
 
 _default_pool = MemoryPool()
@@ -111,17 +134,17 @@ def _pinned_class(size: int) -> type:
     """Of one size, because the buffer protocol is for Python types of ctypes to give."""
 
     def ends(self) -> None:
-        if hasattr(self, "_slot"):
-            self._machine.free_later("pinned", self._slot, None)
+        if hasattr(self, "_chunk"):
+            self._machine.free_later(self._chunk, None)
 
     return type("PinnedMemoryPointer", (ctypes.c_ubyte * size,), {"__del__": ends})
 
 
 def alloc_pinned_memory(size):
     with current().entered() as machine:
-        slot = machine.allocate("pinned", PINNED, size, None)
-        pinned = _pinned_class(size).from_buffer(REGION.map, slot.start - REGION.start)
-        pinned.ptr, pinned._machine, pinned._slot = slot.start, machine, slot
+        chunk = machine.allocate("pinned", PINNED, size, None)
+        pinned = _pinned_class(size).from_buffer(REGION.map, chunk.start - REGION.start)
+        pinned.ptr, pinned._machine, pinned._chunk = chunk.start, machine, chunk
         return pinned
 
 
@@ -341,6 +364,12 @@ def from_dlpack(array, *, device=None, copy=None):
             if copy is not None:
                 raise
             return array.__dlpack__(stream=stream)
+
+
+def memory_info():
+    """``runtime.memGetInfo``."""
+    heap = current().heap
+    return heap.capacity - heap.used(getDevice()), heap.capacity
 
 
 def pointer_attributes(ptr):

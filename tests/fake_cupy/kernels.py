@@ -213,9 +213,12 @@ def _tables(machine: Machine, contents: Sequence[bytes]) -> list[tuple[int, int]
     """Device memory that a struct argument names in its first word: read, though no operand."""
     found = []
     for content in contents:
-        slot = machine.heap.find(int.from_bytes(content[:8], "little"))
+        address = int.from_bytes(content[:8], "little")
+        slot = machine.heap.find(address)
         if len(content) > 8 and slot is not None:
-            found.append((slot.start, slot.start + slot.capacity))
+            owner = slot.owner(address, machine.number)
+            start, size = (owner.start, owner.nbytes) if owner else (address, 8)
+            found.append((start, start + size))
     return found
 
 

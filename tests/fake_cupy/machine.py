@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from . import graphs
-from .memory import NUM_GPUS, PINNED, REGION, Cell, Generation, Heap, Slot
+from .memory import GPU_BYTES, NUM_GPUS, PINNED, REGION, Chunk, Generation, Heap, Slot
 
 __all__ = ["Access", "Call", "Fault", "Machine", "Queue", "current", "install"]
 
@@ -98,6 +98,7 @@ class Machine:
         num_gpus: how many there are.
         peers: the pairs that could access each other's memory; default all.
         most_peers: of one GPU.
+        capacity: bytes of each GPU.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Machine:
         num_gpus: int = NUM_GPUS,
         peers: bool = True,
         most_peers: int = NUM_GPUS,
+        capacity: int = GPU_BYTES,
     ) -> None:
         self.seed = seed
         self.num_gpus = num_gpus
@@ -116,7 +118,7 @@ class Machine:
         self.faults: list[str] = []
         self.lock = threading.RLock()
         self.queues: dict[int, Queue] = {}
-        self.heap = Heap()
+        self.heap = Heap(capacity)
         self.host: Clock = {HOST: 0}
         self.counts: dict[str, int] = {}
         self.retired = False
@@ -129,9 +131,9 @@ class Machine:
         self.destroyed: set[int] = set()  # handles of streams that have ended
         self._random = random.Random(seed)
         self._early = {0: 0.0, 1: 1.0}.get(seed, self._random.choice((0.1, 0.3, 0.6, 0.8)))
-        self._number = 0
+        self.number = 0
         self._pending = 0
-        self._dying: deque[tuple[object, Slot, Queue | None]] = deque()
+        self._dying: deque[tuple[Chunk, Queue | None]] = deque()
         for gpu in range(num_gpus):
             self.add_queue(gpu, f"null:{gpu}")
 
@@ -180,11 +182,11 @@ class Machine:
             if other.last is not None:
                 self.wait(queue, other.last)
         queue.count += 1
-        self._number += 1
+        self.number += 1
         clock = joined(queue.clock, self.host)
         clock[queue] = queue.count
         queue.clock = clock
-        call = Call(queue, queue.count, self._number, clock, f"{what} on {queue}")
+        call = Call(queue, queue.count, self.number, clock, f"{what} on {queue}")
         call.work = work
         queue.waiting.append(call)
         queue.last = call
@@ -202,7 +204,7 @@ class Machine:
         queue.clock = joined(queue.clock, call.clock)
         waiting = None
         if not call.passed:
-            waiting = Call(queue, queue.count, self._number, queue.clock, f"wait on {queue}")
+            waiting = Call(queue, queue.count, self.number, queue.clock, f"wait on {queue}")
             waiting.blocker = call
             queue.waiting.append(waiting)
             self._pending += 1
@@ -312,48 +314,70 @@ class Machine:
 
     # -- memory -----------------------------------------------------------------------------------
 
-    def allocate(self, pool: object, place: int, nbytes: int, home: Queue | None) -> Slot:
-        """Memory in the order of the queue ``home`` (None: of the host); its content is NaN."""
-        slot, new = self.heap.take(pool, place, nbytes)
+    def allocate(self, pool: object, place: int, nbytes: int, home: Queue | None) -> Chunk:
+        """Memory in the order of the queue ``home`` (None: of the host); its content is NaN.
+
+        Raises:
+            MemoryError: the GPU has no more.
+        """
+        chunk = self.heap.take(pool, place, nbytes, home)
+        new = chunk is None
         if new:  # by cudaMalloc or cudaHostAlloc
             graphs.check_safe(self, "memory is asked for")
-        self._number += 1
+            chunk = self.heap.grow(pool, place, nbytes)
+        self.number += 1
+        slot = chunk.slot
         if not self._pending:
-            slot.generations.clear()
-        slot.generations.append(Generation(nbytes, self._number))
+            slot.generations = [one for one in slot.generations if one.died > self.number]
+        chunk.owner = Generation(chunk.start, nbytes, self.number)
+        slot.generations.append(chunk.owner)
         if new:
-            self._dirty(slot, home, "fresh memory")
-        return slot
+            self._dirty(chunk, home, "fresh memory")
+        return chunk
 
-    def free_later(self, pool: object, slot: Slot, home: Queue | None) -> None:
+    def free_later(self, chunk: Chunk, home: Queue | None) -> None:
         """Called while an object dies, so without a lock: the next call from outside frees it."""
-        self._dying.append((pool, slot, home))
+        self._dying.append((chunk, home))
 
     def _bury(self) -> None:
         while self._dying:
-            pool, slot, home = self._dying.popleft()
-            self._number += 1
-            slot.generations[-1].died = self._number
+            chunk, home = self._dying.popleft()
+            self.number += 1
+            chunk.owner.died = self.number
             if home is None or home.gpu not in self.dead:
-                self._dirty(slot, home, "the memory's end")
-            self.heap.give(pool, slot)
+                self._dirty(chunk, home, "the memory's end")
+            self.heap.give(chunk, home)
 
-    def _dirty(self, slot: Slot, home: Queue | None, why: str) -> None:
-        """NaN in every float, as one write of the whole slot."""
+    def free_all(self, pool: object, gpu: int) -> None:
+        """``cudaFree`` of what a pool can give back; CUDA waits for the whole GPU before it."""
+        graphs.check_safe(self, "cudaFree")
+        if gpu in {queue.gpu for queue in self.stuck}:
+            self.fail("would hang: cudaFree waits for a queue that is stuck")
+        self._bury()
+        chunks = self.heap.whole(pool, gpu)
+        if not chunks or gpu in self.dead:
+            return
+        for queue in list(self.queues.values()):
+            if queue.gpu == gpu:
+                self.finish(queue.last)
+        self.heap.release(chunks)
+
+    def _dirty(self, chunk: Chunk, home: Queue | None, why: str) -> None:
+        """NaN in every float, as one write of the whole chunk."""
+        slot, start, size = chunk.slot, chunk.start, chunk.size
 
         def work(call: Call) -> None:
-            self._use(call, slot, slot.start, slot.start + slot.capacity, WRITE)
-            slot.cells = [Cell(slot.start, slot.start + slot.capacity, (call.queue, call.index,
-                                                                        call.what))]  # fmt: skip
-            ctypes.memset(slot.start, 0xFF, slot.capacity)
+            self._use(call, slot, start, start + size, WRITE)
+            slot.write(start, start + size, (call.queue, call.index, call.what))
+            ctypes.memset(start, 0xFF, size)
 
-        what = f"{why} at {slot.start:#x}"
+        what = f"{why} at {start:#x}"
         if home is not None:
             self.submit(home, what, work)
             return
         self.host = {**self.host, HOST: self.host[HOST] + 1}
         queue = Queue(-1, PINNED, HOST)
-        call = Call(queue, self.host[HOST], self._number, self.host, f"{what} by the host")
+        call = Call(queue, self.host[HOST], self.number, self.host, f"{what} by the host")
         call.queue = HOST  # type: ignore[assignment]  # the host is no queue, but has a clock
         work(call)
 
@@ -365,9 +389,9 @@ class Machine:
         for start, end, kind in accesses:
             slot = self.heap.find(start)
             verb = "writes" if kind & WRITE else "reads"
-            owner = slot and slot.owner(call.number)
-            if slot is None or owner is None or end > slot.start + owner.nbytes:
-                bounds = f"{slot.start:#x} + {owner.nbytes}" if slot and owner else "nothing alive"
+            owner = slot and slot.owner(start, call.number)
+            if slot is None or owner is None or end > owner.start + owner.nbytes:
+                bounds = f"{owner.start:#x} + {owner.nbytes}" if owner else "nothing alive"
                 self.fail(f"out of bounds: {call.what} {verb} {start:#x} to {end:#x}, in {bounds}")
             near = slot.place in (call.queue.gpu, PINNED) or not peers_matter
             if not near and (call.queue.gpu, slot.place) not in self.peers:

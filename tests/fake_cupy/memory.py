@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from dataclasses import dataclass, field
 
-__all__ = ["GPU_BYTES", "NUM_GPUS", "PINNED", "REGION", "Cell", "Generation", "Heap", "Slot"]
+__all__ = [
+    "GPU_BYTES", "NUM_GPUS", "PINNED", "REGION", "Cell", "Chunk", "Generation", "Heap", "Slot",
+]  # fmt: skip
 
 NUM_GPUS = 10
 GPU_BYTES = 96 << 20
@@ -58,42 +60,46 @@ class Cell:
 
 @dataclass
 class Generation:
-    """One owner of a slot.
+    """One owner of a part of a slot.
 
     Attributes:
+        start: address of the part.
         nbytes: that were asked for; what lies behind them is nobody's.
         born: number of the first call that may use it.
         died: number of the first call that may not.
     """
 
+    start: int
     nbytes: int
     born: int
     died: float = float("inf")
 
 
 class Slot:
-    """A place for one allocation, used again by later ones of its size.
+    """What one ``cudaMalloc`` gave.
 
     Attributes:
+        pool: that asked for it.
         place: the GPU, or ``PINNED``.
         start: address.
         capacity: bytes.
-        generations: its owners, oldest first.
+        generations: the owners of its parts, oldest first.
         cells: what was done with its bytes, in order of address.
     """
 
-    def __init__(self, place: int, start: int, capacity: int) -> None:
+    def __init__(self, pool: object, place: int, start: int, capacity: int) -> None:
+        self.pool = pool
         self.place = place
         self.start = start
         self.capacity = capacity
         self.generations: list[Generation] = []
         self.cells = [Cell(start, start + capacity)]
 
-    def owner(self, number: int) -> Generation | None:
-        """Whose it was when call ``number`` was made."""
-        for generation in reversed(self.generations):
-            if generation.born <= number < generation.died:
-                return generation
+    def owner(self, address: int, number: int) -> Generation | None:
+        """Whose the byte was when call ``number`` was made."""
+        for one in reversed(self.generations):
+            if one.born <= number < one.died and one.start <= address < one.start + one.nbytes:
+                return one
         return None
 
     def cut(self, start: int, end: int) -> list[Cell]:
@@ -110,31 +116,127 @@ class Slot:
         self.cells[first:last] = found
         return [cell for cell in found if start <= cell.start and cell.end <= end]
 
+    def write(self, start: int, end: int, user: User) -> None:
+        """Makes one cell of these bytes, which were all written at once."""
+        cells = self.cut(start, end)
+        first = self.cells.index(cells[0])
+        self.cells[first : first + len(cells)] = [Cell(start, end, user)]
+
+
+@dataclass(eq=False)
+class Chunk:
+    """A part of a slot that is handed out, or free, as a whole; as CuPy's pool keeps it."""
+
+    slot: Slot
+    start: int
+    size: int
+    before: Chunk | None = None
+    behind: Chunk | None = None
+    owner: Generation | None = None
+
+    def split(self, size: int) -> Chunk | None:
+        """Cuts off what lies behind the first ``size`` bytes."""
+        if self.size == size:
+            return None
+        rest = Chunk(self.slot, self.start + size, self.size - size, self, self.behind)
+        if self.behind is not None:
+            self.behind.before = rest
+        self.size, self.behind = size, rest
+        return rest
+
+    def merge(self) -> None:
+        """Takes in the chunk behind it."""
+        behind = self.behind
+        self.size += behind.size
+        self.behind = behind.behind
+        if self.behind is not None:
+            self.behind.before = self
+
+
+def rounded(nbytes: int) -> int:
+    """As CuPy's pools do, but always to more: a byte behind each owner is nobody's."""
+    return (nbytes // GRANULE + 1) * GRANULE
+
 
 class Heap:
-    """The slots of one machine."""
+    """The memory of one machine, and the chunks that its pools keep, by the queue of their order.
 
-    def __init__(self) -> None:
+    Args:
+        capacity: bytes of each GPU.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
         self._slots: dict[int, list[Slot]] = {place: [] for place in range(NUM_GPUS + 1)}
-        self._free: dict[tuple[object, int, int], list[Slot]] = {}
+        self._free: dict[tuple[object, int, object], list[Chunk]] = {}
 
-    def take(self, pool: object, place: int, nbytes: int) -> tuple[Slot, bool]:
-        """A slot of ``pool`` for ``nbytes``, and whether it is a new one."""
-        capacity = max(1, -(-nbytes // GRANULE)) * GRANULE
-        free = self._free.get((pool, place, capacity))
-        if free:
-            return free.pop(), False
+    def take(self, pool: object, place: int, nbytes: int, order: object) -> Chunk | None:
+        """The smallest free chunk that holds so much, cut to size; pinned memory is not cut."""
+        size = rounded(nbytes)
+        free = self._free.get((pool, place, order), [])
+        fitting = [one for one in free if one.size == size or (one.size > size and place != PINNED)]
+        if not fitting:
+            return None
+        chunk = min(fitting, key=lambda one: one.size)
+        free.remove(chunk)
+        rest = chunk.split(size)
+        if rest is not None:
+            free.append(rest)
+        return chunk
+
+    def grow(self, pool: object, place: int, nbytes: int) -> Chunk:
+        """``cudaMalloc``, at the first place that is wide enough.
+
+        Raises:
+            MemoryError: the GPU has no more.
+        """
+        size = rounded(nbytes)
+        if self.used(place) + size > (self.capacity if place != PINNED else GPU_BYTES):
+            raise MemoryError
         slots = self._slots[place]
-        base = REGION.start + place * GPU_BYTES
-        start = slots[-1].start + slots[-1].capacity + GAP if slots else base + GAP
-        if start + capacity > base + GPU_BYTES:
-            raise MemoryError(f"the fake GPU {place} has but {GPU_BYTES} bytes")
-        slots.append(Slot(place, start, capacity))
-        return slots[-1], True
+        start = REGION.start + place * GPU_BYTES + GAP
+        for slot in slots:
+            if start + size + GAP <= slot.start:
+                break
+            start = slot.start + slot.capacity + GAP
+        if start + size > REGION.start + (place + 1) * GPU_BYTES:
+            raise MemoryError
+        made = Slot(pool, place, start, size)
+        insort(slots, made, key=lambda slot: slot.start)
+        return Chunk(made, start, size)
 
-    def give(self, pool: object, slot: Slot) -> None:
-        """Takes a slot back into the pool that it came from."""
-        self._free.setdefault((pool, slot.place, slot.capacity), []).append(slot)
+    def give(self, chunk: Chunk, order: object) -> None:
+        """Takes a chunk back into its pool, as one with the free ones beside it."""
+        free = self._free.setdefault((chunk.slot.pool, chunk.slot.place, order), [])
+        if chunk.behind in free:
+            free.remove(chunk.behind)
+            chunk.merge()
+        if chunk.before in free:
+            chunk = chunk.before
+            chunk.merge()
+        else:
+            free.append(chunk)
+
+    def whole(self, pool: object, place: int) -> list[Chunk]:
+        """The free chunks of a pool that are all of their slot: which it can give back."""
+        return [
+            chunk
+            for (owner, where, _), free in self._free.items()
+            for chunk in free
+            if (owner, where) == (pool, place) and chunk.before is None and chunk.behind is None
+        ]
+
+    def release(self, chunks: list[Chunk]) -> None:
+        """``cudaFree`` of whole chunks."""
+        for chunk in chunks:
+            self._slots[chunk.slot.place].remove(chunk.slot)
+        for free in self._free.values():
+            free[:] = [chunk for chunk in free if chunk not in chunks]
+
+    def used(self, place: int, pool: object = None) -> int:
+        """Bytes that were asked of a GPU, by one pool or by all."""
+        slots = self._slots[place]
+        return sum(slot.capacity for slot in slots if pool is None or slot.pool == pool)
 
     def find(self, address: int) -> Slot | None:
         """The slot that holds an address, or the one before it if that is nobody's."""

@@ -77,6 +77,7 @@ def _runtime() -> types.ModuleType:
         memcpyAsync=arrays.copy_async,
         memcpyPeerAsync=arrays.peer_copy_async,
         memsetAsync=arrays.memset_async,
+        memGetInfo=arrays.memory_info,
         pointerGetAttributes=arrays.pointer_attributes,
         memcpyHostToDevice=arrays.HOST_TO_DEVICE,
         memcpyDeviceToHost=arrays.DEVICE_TO_HOST,

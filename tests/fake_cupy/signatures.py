@@ -37,7 +37,7 @@ OFFERED = {
     ),
     "cupy.cuda.ExternalStream": "__init__ synchronize wait_event record done use",
     "cupy.cuda.Event": "__init__ record done synchronize",
-    "cupy.cuda.MemoryPool": "malloc free_all_blocks used_bytes",
+    "cupy.cuda.MemoryPool": "malloc free_all_blocks used_bytes total_bytes",
     "cupy.cuda.MemoryPointer": "device",
     "cupy.cuda.compiler": "CompileException",
     "cupy.cuda.driver": "CUDADriverError",
@@ -45,8 +45,9 @@ OFFERED = {
         "CUDARuntimeError getDevice setDevice getDeviceCount deviceCanAccessPeer "
         "deviceEnablePeerAccess deviceDisablePeerAccess memcpyAsync memcpyPeerAsync memsetAsync "
         "memcpyHostToDevice memcpyDeviceToHost memcpyDeviceToDevice memcpyDefault "
-        "pointerGetAttributes eventQuery eventRecord streamQuery streamIsCapturing streamWaitEvent "
-        "streamCaptureModeGlobal streamCaptureModeThreadLocal streamCaptureModeRelaxed"
+        "pointerGetAttributes memGetInfo eventQuery eventRecord streamQuery streamIsCapturing "
+        "streamWaitEvent streamCaptureModeGlobal streamCaptureModeThreadLocal "
+        "streamCaptureModeRelaxed"
     ),
     "cupy.cuda.nccl": (
         "available NcclCommunicator NcclError groupStart groupEnd get_version get_unique_id "

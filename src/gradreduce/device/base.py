@@ -87,9 +87,10 @@ class Device(NotCopied, Backend):
         try:
             block = self._allocate(nbytes)
         except MemoryError:  # pools of other devices may hold memory of the same GPU, or host
+            block = None
+        if block is None:
             for device in self.mesh.devices:
-                if device.physical not in self.fabric.lost:
-                    device.drop_free_memory()
+                device.drop_free_memory()
             block = self._allocate(nbytes)
         buffer = Buffer(block, 0, tuple(shape), dtype)
         buffer.address = block.address  # at hand here: to ask later takes far longer
@@ -355,9 +356,10 @@ class Device(NotCopied, Backend):
         self.drop_free_memory()
 
     def drop_free_memory(self) -> None:
-        """As ``trim``, of a closed mesh too."""
-        self.drain()
-        self._trim()
+        """As ``trim``, of a closed mesh too; a lost device frees nothing."""
+        if self.physical not in self.fabric.lost:
+            self.drain()
+            self._trim()
 
     def drain(self) -> None:
         """Takes the memory of dead blocks back into the pool; ``empty`` calls it first."""

@@ -166,20 +166,37 @@ class CudaDevice(CudaQueues):
             block = TrackedBlock(self, dead.raw, dead.raw.ptr, nbytes, owned=True, writable=True)
             block.touched |= dead.touched
             return block
-        with self.gpu, self._streams["compute"]:
-            pointer = self._pool.malloc(max(1, nbytes))
+        try:
+            with self.gpu, self._streams["compute"]:
+                pointer = self._pool.malloc(max(1, nbytes))
+        except MemoryError as error:
+            raise MemoryError(self._shortage(nbytes)) from error
         self._given("compute")  # memory in its order: whoever works for us must come behind it
         return TrackedBlock(self, pointer, pointer.ptr, nbytes, owned=True, writable=True)
 
     def _recycle(self, raw: Any, nbytes: int) -> None:
         """Dropping the last reference to ``raw`` gives it back to CuPy's pool."""
 
+    def _shortage(self, nbytes: int) -> str:
+        near = [each for each in self.mesh.devices if each.physical == self.physical]
+        with self.gpu:
+            free, total = runtime.memGetInfo()
+            held = sum(each._pool.total_bytes() for each in near if isinstance(each, CudaDevice))
+        return (
+            f"{self.name}: GPU {self.physical} has no room for {nbytes:,} bytes: {free:,} of "
+            f"{total:,} are free, this mesh holds {held:,}. Drop Buffers, or what others "
+            "hold: trim() of another mesh, torch.cuda.empty_cache()"
+        )
+
     def _trim(self) -> None:
-        if id(self._pool) in _HELD:  # CUDA waits for the queues before it frees
+        """CUDA frees when the GPU has done its work: what that still uses is freed too."""
+        if id(self._pool) in _HELD:
             return
         self._catch_up()
         self.drain()
         with self.gpu:
+            self._parking.join(self._streams["compute"].wait_event)
+            self._given("compute")
             self._pool.free_all_blocks()
 
     def _fill_fresh(self, buffer: Buffer) -> None:

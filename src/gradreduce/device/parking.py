@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +76,23 @@ class Parking:
                     self._parked.append((dead, marks))
         except IndexError:  # another thread was faster
             pass
+
+    def join(self, wait: Callable[[Any], None]) -> None:
+        """Gives back to the pool all that is parked: its home queue waits for the marks instead.
+
+        A caller's memory stays parked: its next user is in nobody's order that we know.
+        """
+        with suppress(IndexError):
+            for _ in range(len(self._parked)):
+                dead, marks = self._parked.popleft()
+                left = [*marks]
+                try:
+                    while dead.owned and left:
+                        wait(left[-1])
+                        left.pop()
+                finally:
+                    if left:
+                        self._parked.append((dead, marks))
 
     def shown_to(self, stream: Stream) -> list[_Shown]:
         """What has died by now and was shown to a caller's stream; for ``passed``."""

@@ -1,0 +1,63 @@
+"""A GPU whose memory runs out, shared by eight logical devices."""
+
+from __future__ import annotations
+
+import cupy
+import numpy as np
+import pytest
+from device.contract import data
+
+import gradreduce as gr
+from gradreduce.device import Mesh
+
+MIB = 1 << 20
+
+
+def spare() -> int:
+    """Bytes that the tests may take: all that is free but 1 GiB, or an eighth of little memory."""
+    free, _ = cupy.cuda.runtime.memGetInfo()
+    return free - min(free // 8, 1024 * MIB)
+
+
+def check_usable(mesh: Mesh) -> None:
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    grads = [[device.upload(np.full(9, 1.0 + device.index, np.float32))] for device in mesh]
+    rows = ops.all_reduce(grads, op=gr.ReduceOp.SUM, as_kind="buffer")
+    assert [row[0].numpy()[8] for row in rows] == [36] * len(mesh)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_memory_that_one_of_eight_devices_has_freed_is_there_for_the_others(gpus, seed):
+    """Also what the queue of another one still reads when its memory is asked for."""
+    gpus(seed, num_gpus=1, capacity=8 * MIB)
+    with gr.open_mesh([0] * 8, backend="cuda") as mesh:
+        first, second, third = mesh.devices[:3]
+        check_usable(mesh)
+        size = spare() // 8 * 8
+        filled = [first.empty((size // 2,), "uint8") for _ in range(2)]
+        small = first.upload(data((256,)), out=filled[0].view(0, (256,), np.dtype("float32")))
+        read = third.empty((256,), "float32")
+        third.copy(read, small)
+        del filled, small
+        kept = second.zeros((size,), "uint8")
+        assert (read.numpy() == data((256,))).all()
+        assert not kept.view(0, (256,), np.dtype("float32")).numpy().any()
+        check_usable(mesh)
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_is_full_says_so_and_the_mesh_stays_usable(gpus):
+    gpus(2, num_gpus=1, capacity=8 * MIB)
+    with gr.open_mesh([0] * 8, backend="cuda") as mesh:
+        check_usable(mesh)
+        size = spare() // 8
+        kept = [device.empty((size,), "uint8") for device in mesh]
+        says = rf"cuda:1: GPU 0 has no room for {size:,} bytes: .* are free, this mesh holds"
+        with pytest.raises(MemoryError, match=says):
+            while len(kept) < 16:
+                kept.append(mesh.devices[1].empty((size,), "uint8"))
+        check_usable(mesh)
+        kept.clear()
+        mesh.devices[1].empty((8 * size,), "uint8")
+        check_usable(mesh)
