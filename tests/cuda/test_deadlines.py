@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -88,7 +90,7 @@ def test_a_stuck_gpu_is_named_and_a_reset_waits_for_it(here, mesh, clock, algori
     free(here)
     mesh.reset(timeout=PATIENCE)
     assert is_right(reduced(mesh, algorithm, deadline=PATIENCE))
-    assert here.counts.get("initAll", 0) == 2 * (algorithm == "nccl")
+    assert here.counts.get("init", 0) == 2 * (algorithm == "nccl")
 
 
 @pytest.mark.parametrize("wait", ["download", "synchronize"])
@@ -129,8 +131,10 @@ def test_what_nccl_finds_wrong_ends_the_mesh_without_a_deadline_passing(here, me
     mesh.synchronize()
     stick(here, mesh.devices[0])
     reduced(mesh, deadline=1000)
-    communicators(mesh)[1].async_error = "NCCL_ERROR_REMOTE_ERROR: a peer is gone"
-    assert await_death(mesh) == "NCCL: NCCL_ERROR_REMOTE_ERROR: a peer is gone"
+    communicators(mesh)[0].async_result = 7  # in progress, which is no error
+    communicators(mesh)[1].async_result = 6
+    said = "NCCL asynchronous error: NCCL_ERROR_REMOTE_ERROR: remote process exited or there was"
+    assert await_death(mesh).startswith(said)
     free(here)
     mesh.reset(timeout=PATIENCE)
     assert is_right(reduced(mesh))
@@ -175,17 +179,34 @@ def test_an_abort_that_hangs_holds_nobody_but_the_reset(here, mesh, clock, monke
     assert is_right(reduced(mesh))
 
 
-def test_a_thread_that_hangs_inside_of_nccl_does_not_hold_the_abort(here, mesh, clock, monkeypatch):
-    """It holds the lock of the communicators and that of the mesh; the abort takes neither."""
+@contextmanager
+def inside_of_nccl(mesh: Mesh, call: Callable[[], object]) -> Iterator[threading.Event]:
+    """A thread that calls it is at the end of its first group, until the event is set."""
+    group_end, inside, let_go = nccl.groupEnd, threading.Event(), threading.Event()
+
+    def slow() -> None:
+        if threading.current_thread() is caller:
+            inside.set()
+            let_go.wait(2 * PATIENCE)
+        group_end()
+
+    caller = threading.Thread(target=call)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh.collective._nccl, "groupEnd", slow)
+        caller.start()
+        assert inside.wait(PATIENCE)
+        try:
+            yield let_go
+        finally:
+            let_go.set()
+            caller.join(PATIENCE)
+
+
+def test_a_thread_that_hangs_inside_of_nccl_does_not_hold_the_abort(here, mesh, clock):
+    """It holds the lock of the communicators and that of the mesh; the abort needs neither."""
     reduced(mesh)
     mesh.synchronize()
-    before, group_end, outcomes = communicators(mesh), mesh.collective._nccl.groupEnd, []
-    inside, let_go = threading.Event(), threading.Event()
-
-    def hang() -> None:
-        inside.set()
-        let_go.wait(PATIENCE)
-        group_end()
+    before, outcomes = communicators(mesh), []
 
     def call() -> None:
         try:
@@ -193,21 +214,70 @@ def test_a_thread_that_hangs_inside_of_nccl_does_not_hold_the_abort(here, mesh, 
         except CollectiveError as error:
             outcomes.append(str(error))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(mesh.collective._nccl, "groupEnd", hang)
-        patch.setattr(nccl.NcclCommunicator, "allReduce", lambda *_: None)
-        (caller := threading.Thread(target=call)).start()
-        assert inside.wait(PATIENCE)
+    with inside_of_nccl(mesh, call):
         clock.pass_by(6)
         assert "the call itself has not come to the end" in await_death(mesh)
         assert mesh.fabric.library_ended(PATIENCE)
         assert [each._ended for each in before] == ["abort"] * 3
         with pytest.raises(CollectiveError, match="a call is still giving work to the devices"):
             mesh.reset(timeout=0.02)
-        let_go.set()
-        caller.join(PATIENCE)
     assert "mesh is dead" in outcomes[0]
     mesh.reset(timeout=PATIENCE)
+    assert is_right(reduced(mesh))
+
+
+@pytest.fixture
+def hung_bootstrap() -> Iterator[threading.Event]:
+    """Initialisations hang until it is set."""
+    nccl.library.bootstrap = threading.Event()
+    yield nccl.library.bootstrap
+    nccl.library.bootstrap = None
+
+
+def test_a_bootstrap_that_hangs_ends_with_the_mesh(here, mesh, clock, hung_bootstrap):
+    """Its caller comes back; what NCCL makes at last is aborted."""
+    outcomes = []
+
+    def call() -> None:
+        try:
+            reduced(mesh, deadline=5)
+        except CollectiveError as error:
+            outcomes.append(str(error))
+
+    (caller := threading.Thread(target=call)).start()
+    assert nccl.library.begun.wait(PATIENCE)
+    clock.pass_by(6)
+    assert "the call itself has not come to the end" in await_death(mesh)
+    caller.join(PATIENCE)
+    assert "mesh is dead: the deadline of 5 s" in outcomes[0]
+    with pytest.raises(CollectiveError, match="the communicators do not let go"):
+        mesh.reset(timeout=0.02)
+    hung_bootstrap.set()
+    mesh.reset(timeout=PATIENCE)
+    assert [each._ended for each in nccl.library.made] == ["abort"] * 3
+    assert is_right(reduced(mesh))
+
+
+def test_a_bootstrap_that_hangs_is_left_by_ctrl_c(here, mesh, hung_bootstrap):
+    """The next call begins another; of the two sets of communicators one is aborted."""
+    devices = [mesh.devices[place] for place in (0, 1, 3)]
+    main = threading.main_thread().ident
+
+    def interrupt() -> None:
+        if nccl.library.begun.wait(PATIENCE):
+            signal.pthread_kill(main, signal.SIGINT)
+
+    (interrupting := threading.Thread(target=interrupt, daemon=True)).start()
+    with pytest.raises(KeyboardInterrupt):
+        mesh.collective.connect(devices)
+    interrupting.join(PATIENCE)
+    nccl.library.begun.clear()
+    (again := threading.Thread(target=mesh.collective.connect, args=(devices,))).start()
+    assert nccl.library.begun.wait(PATIENCE)
+    hung_bootstrap.set()
+    again.join(PATIENCE)
+    assert mesh.collective.ended(PATIENCE)
+    assert sorted(each._ended for each in nccl.library.made) == [""] * 3 + ["abort"] * 3
     assert is_right(reduced(mesh))
 
 

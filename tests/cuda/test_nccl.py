@@ -37,10 +37,10 @@ def ones(mesh: Mesh, places=(0, 1, 2)) -> list[Buffer]:
 def test_communicators_are_made_once_for_each_set_of_gpus(mesh, here):
     for _ in range(2):
         mesh.collective.all_reduce(ones(mesh))
-    assert here.counts["initAll"] == 1
+    assert here.counts["init"] == 1
     mesh.collective.all_reduce(ones(mesh, (0, 3)))
     mesh[[3, 0]].collective.all_reduce(ones(mesh, (3, 0)))
-    assert here.counts["initAll"] == 3
+    assert here.counts["init"] == 3
 
 
 def test_a_group_is_sent_when_the_outermost_block_ends(mesh, here):
@@ -60,7 +60,7 @@ def test_a_group_is_sent_when_the_outermost_block_ends(mesh, here):
 def test_a_group_of_nothing_sends_nothing(mesh, here):
     with mesh.collective.group():
         pass
-    assert "initAll" not in here.counts
+    assert "init" not in here.counts
 
 
 def test_a_group_that_raises_sends_nothing(mesh, here):
@@ -97,7 +97,7 @@ def test_small_packs_of_a_reduction_share_one_group(mesh, here, monkeypatch):
     assert all((array == 10).all() for row in reduced for array in row)
     assert groups == [[160, 28, 2**20 - 16], [2**20], [2**20 + 16]]
     assert here.counts["allReduce"] == 5
-    assert here.counts["initAll"] == 1
+    assert here.counts["init"] == 1
 
 
 def test_memory_that_a_group_gathers_into_lives_until_it_is_sent(mesh):
@@ -165,7 +165,7 @@ def test_one_gpu_needs_no_nccl(here, no_nccl, placement):
             grads = [[np.ones(5, dtype)] for _ in mesh]
             reduced = gr.all_reduce(grads, gr.ReduceOp.SUM, mesh=mesh)
             assert (reduced[-1][0] == np.full(5, len(mesh)).astype(dtype)).all()
-    assert not {"initAll", "allReduce", "allGather"} & set(here.counts)
+    assert not {"init", "allReduce", "allGather"} & set(here.counts)
 
 
 @pytest.mark.parametrize("placement", [[0, 1], [0, 1, 1, 2, 0]], ids=str)
@@ -185,40 +185,48 @@ def test_without_nccl_two_gpus_are_refused_before_a_launch(no_nccl, monkeypatch,
             call()
 
 
-def test_errors_have_the_text_of_nccl(mesh, monkeypatch):
-    def refuses(*_):
-        raise nccl.NcclError("NCCL_ERROR_INTERNAL_ERROR: internal error")
-
-    monkeypatch.setattr(nccl.NcclCommunicator, "initAll", refuses)
-    with pytest.raises(CollectiveError, match="initAll: NCCL_ERROR_INTERNAL_ERROR"):
-        mesh.collective.all_reduce(ones(mesh))
-
-
-def test_gpus_that_nccl_cannot_connect_are_refused_before_a_launch(here, monkeypatch):
+def test_gpus_that_nccl_cannot_connect_are_refused_before_a_launch(here):
     """Else the fold would have overwritten what an accumulator has summed."""
-
-    def refuses(*_):
-        raise nccl.NcclError("NCCL_ERROR_SYSTEM_ERROR: unhandled system error")
-
+    said = "initialisation of GPUs 0, 1: NCCL_ERROR_SYSTEM_ERROR"
     with open_mesh([0, 1, 1], backend="cuda") as mesh:
         ops = gr.NcclAllReduce(mesh=mesh)
-        with monkeypatch.context() as patch:
-            patch.setattr(nccl.NcclCommunicator, "initAll", refuses)
-            for call in all_that_reduces(mesh, ops):
-                with (
-                    mesh.journal() as journal,
-                    pytest.raises(CollectiveError, match="initAll: NCCL_ERROR_SYSTEM_ERROR"),
-                ):
-                    call()
-                assert journal.launches == 0  # a host array has been uploaded by then
+        nccl.library.init_result = 2
+        for call in all_that_reduces(mesh, ops):
+            with mesh.journal() as journal, pytest.raises(CollectiveError, match=said):
+                call()
+            assert journal.launches == 0  # a host array has been uploaded by then
+        nccl.library.init_result = 0
         for call in all_that_reduces(mesh, ops):
             call()
-        assert here.counts["initAll"] == 1
+        assert here.counts["init"] == 1
+
+
+def test_a_rank_that_nccl_refuses_ends_the_group_and_the_other_ranks(mesh, monkeypatch):
+    make = nccl.NcclCommunicator.__init__
+
+    def refuses_the_second(communicator, num_ranks, identity, rank):
+        make(communicator, num_ranks, identity, rank if rank != 1 else num_ranks)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nccl.NcclCommunicator, "__init__", refuses_the_second)
+        with pytest.raises(CollectiveError, match="NCCL_ERROR_INVALID_ARGUMENT"):
+            mesh.collective.connect(mesh.devices[:3])
+    assert [communicator._ended for communicator in nccl.library.made] == ["abort"]
+    mesh.collective.connect(mesh.devices[:3])
+
+
+def test_results_that_cupy_does_not_know_are_named_by_their_number(mesh, monkeypatch):
+    def times_out(*_):
+        raise nccl.NcclError(8)
+
+    monkeypatch.setattr(nccl.NcclCommunicator, "allReduce", times_out)
+    with pytest.raises(CollectiveError, match="NCCL all_reduce: result 8"):
+        mesh.collective.all_reduce(ones(mesh))
 
 
 def test_a_failing_call_still_ends_the_group(mesh, monkeypatch):
     def refuses(*_):
-        raise nccl.NcclError("NCCL_ERROR_INVALID_ARGUMENT: invalid argument")
+        raise nccl.NcclError(4)
 
     with monkeypatch.context() as patch:
         patch.setattr(nccl.NcclCommunicator, "allReduce", refuses)
@@ -275,11 +283,28 @@ def test_one_rank_is_fine(mesh):
 
 
 def test_two_ranks_share_a_gpu_only_where_nccl_is_told_so(here, monkeypatch):
-    make = nccl.NcclCommunicator.initAll
-    with pytest.raises(nccl.NcclError, match="Duplicate GPU"):
-        make([0, 0])
-    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    assert [communicator.rank_id() for communicator in make([0, 0])] == [0, 1]
+    with open_mesh([0], backend="cuda") as mesh:
+        twice = [mesh.devices[0]] * 2
+        with pytest.raises(CollectiveError, match="NCCL_ERROR_INVALID_USAGE"):
+            mesh.collective.connect(twice)
+        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+        mesh.collective.connect(twice)
+        (made,) = mesh.collective._cliques.made.values()
+        assert [communicator.rank_id() for communicator in made] == [0, 1]
+
+
+def test_the_fake_finds_communicators_that_are_used_too_early_or_left_half_made(here):
+    nccl.groupStart()
+    communicator = nccl.NcclCommunicator(2, nccl.get_unique_id(), 0)
+    for use, says in (
+        (communicator.check_async_error, "before the end of its group"),
+        (nccl.groupEnd, "1 of 2 ranks"),
+        (here.settle, "not made whole is not aborted"),
+    ):
+        with pytest.raises(Fault, match=says):
+            use()
+        here.faults.clear()
+    communicator.abort()
 
 
 def test_a_rank_of_its_own_process_is_alone_on_the_fake(here):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import ml_dtypes
@@ -26,6 +27,7 @@ __all__ = [
     "get_version",
     "groupEnd",
     "groupStart",
+    "library",
 ]
 
 CONSTANTS = {
@@ -44,8 +46,48 @@ SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
 _OPS = {0: np.add, 1: np.multiply, 2: np.maximum, 3: np.minimum}
 
 
+# As CuPy 14.2, which has no name for ncclInProgress (7) and what came later.
+_RESULTS = {
+    1: "NCCL_ERROR_UNHANDLED_CUDA_ERROR: unhandled cuda error",
+    2: "NCCL_ERROR_SYSTEM_ERROR: unhandled system error",
+    3: "NCCL_ERROR_INTERNAL_ERROR: internal error",
+    4: "NCCL_ERROR_INVALID_ARGUMENT: invalid argument",
+    5: "NCCL_ERROR_INVALID_USAGE: invalid usage",
+    6: "NCCL_ERROR_REMOTE_ERROR: remote process exited or there was a network error",
+}
+_INVALID_ARGUMENT, _INVALID_USAGE = 4, 5
+_HANG_SECONDS = 20.0  # so that a broken test ends
+_identities = count(1)
+
+
+@dataclass
+class Library:
+    """What a test may change of libnccl.
+
+    Attributes:
+        version: as ``get_version`` spells it.
+        bootstrap: initialisations wait for this event, if there is one.
+        begun: set when one waits.
+        init_result: how initialisations end.
+        made: all communicators of this machine.
+    """
+
+    version: int = 23203
+    bootstrap: threading.Event | None = None
+    begun: threading.Event = field(default_factory=threading.Event)
+    init_result: int = 0
+    made: list[NcclCommunicator] = field(default_factory=list)
+
+
+library = Library()
+
+
 class NcclError(RuntimeError):
-    """As CuPy's: ``NCCL_ERROR_…: text``."""
+    """As CuPy's: ``NCCL_ERROR_…: text``; ``KeyError`` for a result that it does not know."""
+
+    def __init__(self, status):
+        super().__init__(_RESULTS[status])
+        self.status = status
 
 
 @dataclass
@@ -69,15 +111,26 @@ class _Asked:
 class _Local(threading.local):
     def __init__(self) -> None:
         self.depth = 0
+        self.failed = 0  # result of the first call inside that failed
+        self.inits: list[NcclCommunicator] = []
         self.asked: list[_Asked] = []
+        self.aborted: list[NcclCommunicator] = []
 
 
 _local = _Local()
 
 
+def _refused() -> NcclError:
+    """A call with such arguments; inside a group the rest of it is dropped."""
+    if _local.depth:
+        _local.failed = _INVALID_ARGUMENT
+    return NcclError(_INVALID_ARGUMENT)
+
+
 def forget() -> None:
     """A new machine begins outside of any group."""
     _local.__init__()
+    library.__init__()
 
 
 def open_group() -> str | None:
@@ -86,27 +139,37 @@ def open_group() -> str | None:
 
 
 def get_version():
-    return 23203
+    return library.version
 
 
 def get_unique_id():
-    return bytes(UNIQUE_ID_BYTES)
+    return next(_identities).to_bytes(UNIQUE_ID_BYTES, "little")
 
 
 def groupStart():
-    with current().entered() as machine:
+    machine = current()
+    with machine.lock:
         if open_group not in machine.at_sync:
             machine.at_sync.append(open_group)
-        _local.depth += 1
+    _local.depth += 1
 
 
 def groupEnd():
-    with current().entered() as machine:
-        if not _local.depth:
-            raise NcclError("NCCL_ERROR_INVALID_USAGE: invalid usage")
-        _local.depth -= 1
-        if not _local.depth:
-            asked, _local.asked = _local.asked, []
+    if not _local.depth:
+        raise NcclError(_INVALID_USAGE)
+    _local.depth -= 1
+    if _local.depth:
+        return
+    failed, inits, asked, aborted = _local.failed, _local.inits, _local.asked, _local.aborted
+    _local.__init__()
+    if failed:
+        raise NcclError(failed)
+    if aborted:
+        _let_go(aborted)
+    if inits:
+        _bootstrap(inits)
+    if asked:
+        with current().entered() as machine:
             _run_group(machine, asked)
 
 
@@ -115,11 +178,16 @@ class NcclCommunicator:
 
     def __init__(self, ndev, commId, rank, config=None):
         if len(commId) != UNIQUE_ID_BYTES or not 0 <= rank < ndev:
-            raise NcclError("NCCL_ERROR_INVALID_ARGUMENT: invalid argument")
-        if ndev != 1:
+            raise _refused()
+        if ndev != 1 and not _local.depth:
             raise NotImplementedError("the fakes of several processes share nothing")
         with current().entered() as machine:
-            self._set(machine, [self], rank, getDevice())
+            self._set(machine, rank, getDevice())
+        self._wanted = ndev, commId
+        if _local.depth:
+            _local.inits.append(self)
+        else:
+            _bootstrap([self])
 
     @staticmethod
     def initAll(devices):
@@ -129,23 +197,24 @@ class NcclCommunicator:
         with current().entered() as machine:
             if _local.depth:
                 machine.fail("NCCL: initAll inside a group: its communicators are not ready in it")
-            shared = len(set(ordinals)) != len(ordinals) and os.environ.get(SHARED_GPU) != "1"
-            if shared or not ordinals:
-                raise NcclError("NCCL_ERROR_INVALID_USAGE: Duplicate GPU detected")
-            machine.count("initAll")
-            clique: list[NcclCommunicator] = []
+            if library.bootstrap is not None:
+                machine.fail("NCCL: initAll hangs, and holds the interpreter lock all the while")
+            ranks = []
             for rank, gpu in enumerate(ordinals):
                 made = NcclCommunicator.__new__(NcclCommunicator)
-                made._set(machine, clique, rank, gpu)
-                clique.append(made)
-            return list(clique)
+                made._set(machine, rank, gpu)
+                ranks.append(made)
+            _joined(machine, ranks)
+            return ranks
 
-    def _set(self, machine: Machine, clique: list, rank: int, gpu: int) -> None:
-        self._machine, self._clique, self._rank, self._gpu = machine, clique, rank, gpu
+    def _set(self, machine: Machine, rank: int, gpu: int) -> None:
+        self._machine, self._rank, self._gpu = machine, rank, gpu
+        self._clique: list[NcclCommunicator] = []  # empty before it is ready
         self._ended = ""
-        self.async_error = ""  # what NCCL finds wrong by itself
+        self.async_result = 0  # what NCCL finds wrong by itself
         self._held: list[Call] = []  # waits of its collectives, which an abort ends
-        machine.at_end.append(self._half_aborted)
+        library.made.append(self)
+        machine.at_end.append(self._left_over)
 
     def size(self):
         return len(self._clique)
@@ -159,17 +228,22 @@ class NcclCommunicator:
     def check_async_error(self):
         with self._machine.entered():
             self._live("check_async_error")
-            if self.async_error:
-                raise NcclError(self.async_error)
+            if self.async_result:
+                raise NcclError(self.async_result)
 
     def abort(self):
         """Collectives that have not run never do; who waits in them goes on."""
         self._end("abort")
-        with self._machine.lock:
-            for waiting in self._held:
-                waiting.blocker = None
+        if not _local.depth:
+            _let_go([self])
+        elif library.version >= 22200:
+            _local.aborted.append(self)
+        else:
+            self._machine.faults.append("NCCL: an abort inside of a group, before NCCL 2.22")
 
-    def _half_aborted(self) -> str | None:
+    def _left_over(self) -> str | None:
+        if not self._clique and not self._ended:
+            return "NCCL: a communicator that was not made whole is not aborted"
         ends = {comm._ended for comm in self._clique}
         return f"NCCL: of one clique some are aborted only: {ends}" if len(ends) > 1 else None
 
@@ -192,8 +266,9 @@ class NcclCommunicator:
             self._ended = how
 
     def _live(self, name: str) -> None:
-        if self._ended:
-            self._machine.fail(f"NCCL: {name} on a communicator after {self._ended}")
+        if self._ended or not self._clique:
+            when = f"after {self._ended}" if self._ended else "before the end of its group"
+            self._machine.fail(f"NCCL: {name} on a communicator {when}")
 
     def _ask(
         self, name: str, buffers: tuple, count: int, datatype: int, extra: int, stream: int
@@ -207,7 +282,7 @@ class NcclCommunicator:
             if getDevice() != self._gpu:
                 machine.fail(f"wrong device: NCCL {name} of GPU {self._gpu} on {getDevice()}")
             if datatype not in _DTYPES or (name == "allReduce" and extra not in _OPS):
-                raise NcclError("NCCL_ERROR_INVALID_ARGUMENT: invalid argument")
+                raise _refused()
             asked = _Asked(self, name, *buffers, count, datatype, extra, queue)
             if _local.depth:
                 _local.asked.append(asked)
@@ -215,6 +290,49 @@ class NcclCommunicator:
                 machine.fail(f"NCCL: {name} of one of {self.size()} ranks outside a group hangs")
             else:
                 _run_group(machine, [asked])
+
+
+def _bootstrap(inits: list[NcclCommunicator]) -> None:
+    """The ranks of one process find each other; CuPy does not hold the interpreter lock here."""
+    library.begun.set()
+    if library.bootstrap is not None:
+        library.bootstrap.wait(_HANG_SECONDS)
+    by_identity: dict[tuple, list[NcclCommunicator]] = {}
+    for comm in inits:
+        by_identity.setdefault(comm._wanted, []).append(comm)
+    with current().entered() as machine:
+        for (num_ranks, _), ranks in by_identity.items():
+            if [comm._rank for comm in ranks] != list(range(num_ranks)):
+                machine.fail(f"would hang: {len(ranks)} of {num_ranks} ranks are initialised")
+            _joined(machine, ranks)
+
+
+def _joined(machine: Machine, ranks: list[NcclCommunicator]) -> None:
+    shared = len({comm._gpu for comm in ranks}) != len(ranks) and os.environ.get(SHARED_GPU) != "1"
+    if shared or not ranks:
+        raise NcclError(_INVALID_USAGE)
+    if library.init_result:
+        raise NcclError(library.init_result)
+    machine.count("init")
+    for comm in ranks:
+        comm._clique = ranks
+
+
+def _let_go(aborted: list[NcclCommunicator]) -> None:
+    """Their kernels end; then each waits for its GPU, where another's may hang.
+
+    A fault is not raised here: an abort is called by a thread that nobody watches.
+    """
+    machine = aborted[0]._machine
+    with machine.lock:
+        for comm in aborted:
+            for waiting in comm._held:
+                waiting.blocker = None
+        for comm in library.made if machine.stuck else ():
+            same_gpu = any(comm._gpu == each._gpu for each in aborted)
+            hangs = any(each.blocker is not None and not each.passed for each in comm._held)
+            if same_gpu and hangs and comm._clique is not aborted[-1]._clique:
+                machine.faults.append("would hang: an abort waits for another clique's collective")
 
 
 def _run_group(machine: Machine, asked: list[_Asked]) -> None:

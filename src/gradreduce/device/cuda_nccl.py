@@ -13,13 +13,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from gradreduce.errors import BackendUnavailableError, CollectiveError, DeviceMismatchError
+import cupy
+
+from gradreduce.errors import (
+    BackendUnavailableError,
+    CollectiveError,
+    DeviceMismatchError,
+    listed,
+)
 
 from .base import Device
 from .collective import Collective
 from .cuda import CudaDevice
 from .dtypes import element_of
 from .fabric import Fabric
+from .interrupts import DeferInterrupts
 from .memory import Buffer, Queue
 from .waiting import Done, beside
 
@@ -38,6 +46,8 @@ _TYPES = {
 _OPS = {"sum": "NCCL_SUM", "prod": "NCCL_PROD", "max": "NCCL_MAX", "min": "NCCL_MIN"}
 ABORT_SECONDS = 10.0
 _ASKED_SECONDS = 1e-4
+_LOOK_SECONDS = 20e-3
+_IN_PROGRESS = 7  # ncclInProgress
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,7 @@ class NcclCollective(Collective):
     def __init__(self) -> None:
         self._nccl = _nccl()
         self._cliques = _Cliques()
-        self._aborting: list[Done] = []
+        self._pending: set[Done] = set()  # threads that make communicators, or abort them
         self._open = _Open()
 
     def all_reduce(
@@ -179,7 +189,7 @@ class NcclCollective(Collective):
         """
         cliques = self._cliques
         with cliques.lock:
-            self._make_clique(cliques, tuple(device.physical for device in devices))
+            self._clique(cliques, tuple(device.physical for device in devices), devices[0])
 
     @contextmanager
     def group(self) -> Iterator[None]:
@@ -208,26 +218,19 @@ class NcclCollective(Collective):
         """
         cliques, self._cliques = self._cliques, _Cliques()
         cliques.aborted = True
-        communicators = cliques.communicators()
-        if not communicators:
-            return
-
-        def abort() -> None:
-            while cliques.asked:
-                time.sleep(_ASKED_SECONDS)
-            for communicator in communicators:
-                with suppress(self._nccl.NcclError):  # the others must be ended all the same
-                    communicator.abort()
-
-        self._aborting.append(beside(abort))
+        if cliques.made:
+            self._pending.add(beside(partial(self._abort_cliques, cliques)))
 
     def ended(self, seconds: float) -> bool:
-        """Whether every ``abort`` is over, which is waited for so long."""
+        """Whether every abort and initialisation is over; waits for them so long.
+
+        An initialisation that its caller has left counts.
+        """
         end = time.monotonic() + seconds
-        for done in list(self._aborting):
-            done.wait(max(0.0, min(end - time.monotonic(), threading.TIMEOUT_MAX)))
-        self._aborting = [done for done in self._aborting if not done.is_set()]
-        return not self._aborting
+        for done in list(self._pending):
+            if done.wait(max(0.0, min(end - time.monotonic(), threading.TIMEOUT_MAX))):
+                self._pending.discard(done)
+        return not self._pending
 
     def error(self) -> str | None:
         """What NCCL found wrong by itself since it was asked last; never waits."""
@@ -235,9 +238,9 @@ class NcclCollective(Collective):
         cliques.asked = True  # before the question whether they are aborted: no lock is needed
         try:
             for communicator in () if cliques.aborted else cliques.communicators():
-                communicator.check_async_error()
-        except self._nccl.NcclError as error:
-            return f"NCCL: {error}"
+                self._check_async(communicator)
+        except CollectiveError as error:
+            return str(error)
         finally:
             cliques.asked = False
         return None
@@ -270,13 +273,12 @@ class NcclCollective(Collective):
     def _group(self, calls: Sequence[_Call]) -> None:
         cliques = self._cliques
         with cliques.lock:
-            for call in calls:
-                self._make_clique(cliques, call.physicals)
+            used = [self._clique(cliques, call.physicals, call.buffers[0].device) for call in calls]
             cliques.check()
             self._run("groupStart", self._nccl.groupStart)
             try:
-                for call in calls:
-                    self._call(call, cliques.made[call.physicals])
+                for call, communicators in zip(calls, used, strict=True):
+                    self._call(call, communicators)
             finally:
                 self._run("groupEnd", self._nccl.groupEnd)
                 for call in calls:  # only now, all of them
@@ -292,17 +294,94 @@ class NcclCollective(Collective):
                 stream = device._ready(call.queue).ptr
                 self._run(call.name, getattr(communicator, call.method), *arguments, stream)
 
-    def _make_clique(self, cliques: _Cliques, physicals: tuple[int, ...]) -> None:
-        cliques.check()
-        if physicals not in cliques.made:
-            make = self._nccl.NcclCommunicator.initAll
-            cliques.made[physicals] = self._run("initAll", make, list(physicals))
-
     def _run(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return call(*arguments)
-        except self._nccl.NcclError as error:
-            raise CollectiveError(f"NCCL {name}: {error}") from error
+        except (self._nccl.NcclError, KeyError) as error:
+            # CuPy raises KeyError(result) for results that are newer than its table of them.
+            said = f"result {error}" if isinstance(error, KeyError) else error
+            raise CollectiveError(f"NCCL {name}: {said}") from error
+
+    @contextmanager
+    def _grouped(self, name: str) -> Iterator[None]:
+        self._run(name, self._nccl.groupStart)
+        try:
+            yield
+        finally:
+            self._run(name, self._nccl.groupEnd)
+
+    # -- communicators ----------------------------------------------------------------------------
+
+    def _clique(
+        self, cliques: _Cliques, physicals: tuple[int, ...], device: Device
+    ) -> Sequence[Any]:
+        """The communicators of these GPUs; makes them at the first call, under the lock.
+
+        NCCL's initialisation may hang and cannot be interrupted, so a thread of its own is in it:
+        the caller comes back when its mesh dies, or by Ctrl-C.
+        """
+        cliques.check()
+        if physicals not in cliques.made:
+            failed: list[Exception] = []
+            with DeferInterrupts():  # or nobody waits for a thread that has begun
+                done = beside(partial(self._initialise, cliques, physicals, failed))
+                self._pending.add(done)
+            while not done.wait(_LOOK_SECONDS):
+                device.fabric.check_usable(device)
+            self._pending.discard(done)
+            if failed:
+                raise failed[0]
+            cliques.check()
+        return cliques.made[physicals]
+
+    def _initialise(
+        self, cliques: _Cliques, physicals: tuple[int, ...], failed: list[Exception]
+    ) -> None:
+        """Makes communicators: one group of one call for each rank.
+
+        CuPy's ``initAll`` would hold the interpreter lock until it is over, hung or not. Nobody
+        else sees them before the group has ended: to abort them earlier would free what NCCL's
+        own threads write (NVIDIA/nccl#1797).
+        """
+        name = f"initialisation of GPUs {listed(physicals, 8)}"
+        made: list[Any] = []
+        try:
+            identity = self._run(name, self._nccl.get_unique_id)
+            with self._grouped(name):
+                for rank, gpu in enumerate(physicals):
+                    with cupy.cuda.Device(gpu):
+                        arguments = len(physicals), identity, rank
+                        made.append(self._run(name, self._nccl.NcclCommunicator, *arguments))
+        except Exception as error:
+            failed.append(error)
+            self._abort(made)  # else CuPy would destroy them, which is for whole ones
+            return
+        # After Ctrl-C two threads may make the same; an abort before this line did not find these.
+        is_second = cliques.made.setdefault(physicals, made) is not made
+        if is_second or (cliques.aborted and cliques.made.pop(physicals, None) is not None):
+            self._abort(made)
+
+    def _check_async(self, communicator: Any) -> None:
+        """Raises for what NCCL found wrong; that it is not ready yet is no error."""
+        try:
+            self._run("asynchronous error", communicator.check_async_error)
+        except CollectiveError as error:
+            if getattr(error.__cause__, "args", ()) != (_IN_PROGRESS,):
+                raise
+
+    def _abort_cliques(self, cliques: _Cliques) -> None:
+        while cliques.asked:
+            time.sleep(_ASKED_SECONDS)
+        communicators = []
+        while cliques.made:
+            with suppress(KeyError):  # the thread that made the last ones has taken them
+                communicators += cliques.made.popitem()[1]
+        self._abort(communicators)
+
+    def _abort(self, communicators: Sequence[Any]) -> None:
+        for communicator in communicators:
+            with suppress(self._nccl.NcclError):  # the others must be ended all the same
+                communicator.abort()
 
     # -- dtypes -----------------------------------------------------------------------------------
 
