@@ -17,7 +17,7 @@ from fake_cupy.surface import CUDARuntimeError
 from stuck import PATIENCE, await_death, clock, no_thread_starts
 
 import gradreduce as gr
-from gradreduce.device import Device, Mesh, cuda, open_mesh
+from gradreduce.device import Device, Mesh, cuda, cuda_nccl, open_mesh
 from gradreduce.errors import BackendUnavailableError, CollectiveError
 
 pytestmark = pytest.mark.fake_cupy
@@ -202,8 +202,9 @@ def inside_of_nccl(mesh: Mesh, call: Callable[[], object]) -> Iterator[threading
             caller.join(PATIENCE)
 
 
-def test_a_thread_that_hangs_inside_of_nccl_does_not_hold_the_abort(here, mesh, clock):
+def test_a_thread_that_hangs_inside_of_nccl_does_not_hold_the_abort(here, mesh, clock, monkeypatch):
     """It holds the lock of the communicators and that of the mesh; the abort needs neither."""
+    monkeypatch.setattr(cuda_nccl, "INSIDE_SECONDS", 0.01)
     reduced(mesh)
     mesh.synchronize()
     before, outcomes = communicators(mesh), []
@@ -224,6 +225,22 @@ def test_a_thread_that_hangs_inside_of_nccl_does_not_hold_the_abort(here, mesh, 
     assert "mesh is dead" in outcomes[0]
     mesh.reset(timeout=PATIENCE)
     assert is_right(reduced(mesh))
+
+
+def test_an_abort_waits_for_a_thread_that_is_inside_of_nccl(here, mesh, monkeypatch):
+    """NCCL frees what it aborts."""
+    monkeypatch.setattr(cuda_nccl, "INSIDE_SECONDS", PATIENCE)
+    reduced(mesh)
+    mesh.synchronize()
+    before = communicators(mesh)
+    buffers = [mesh.devices[place].zeros((9,), "float32") for place in (0, 1, 3)]
+    with inside_of_nccl(mesh, lambda: mesh.collective.all_reduce(buffers)):
+        mesh.fabric.fail("for a test")
+        await_death(mesh)
+        assert not mesh.fabric.library_ended(0.02)
+        assert [each._ended for each in before] == [""] * 3
+    mesh.reset(timeout=PATIENCE)
+    assert [each._ended for each in before] == ["abort"] * 3
 
 
 @pytest.fixture
@@ -278,6 +295,28 @@ def test_a_bootstrap_that_hangs_is_left_by_ctrl_c(here, mesh, hung_bootstrap):
     again.join(PATIENCE)
     assert mesh.collective.ended(PATIENCE)
     assert sorted(each._ended for each in nccl.library.made) == [""] * 3 + ["abort"] * 3
+    assert is_right(reduced(mesh))
+
+
+@pytest.mark.parametrize("version", [22105, 22203])
+def test_cliques_that_hang_on_one_gpu_are_aborted_at_once(here, mesh, version):
+    """Where NCCL can: an abort waits for its GPU, and so for what is not aborted yet."""
+    nccl.library.version = version
+    groups = [(0, 1, 3), (0, 1)] if version == 22203 else [(0, 1, 3)]
+    for places in groups:
+        mesh.collective.connect([mesh.devices[place] for place in places])
+    before = communicators(mesh)
+    mesh.synchronize()
+    stick(here, mesh.devices[0])
+    for places in groups:
+        buffers = [mesh.devices[place].zeros((9,), "float32") for place in places]
+        mesh.collective.all_reduce(buffers)
+    mesh.fabric.fail("for a test")
+    await_death(mesh)
+    assert mesh.fabric.library_ended(PATIENCE)
+    assert [each._ended for each in before] == ["abort"] * len(before)
+    free(here)
+    mesh.reset(timeout=PATIENCE)
     assert is_right(reduced(mesh))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from .dtypes import element_of
 from .fabric import Fabric
 from .interrupts import DeferInterrupts
 from .memory import Buffer, Queue
-from .waiting import Done, beside
+from .waiting import Done, beside, held_in_time
 
 __all__ = ["NcclCollective", "SharedNccl"]
 
@@ -45,9 +45,12 @@ _TYPES = {
 }
 _OPS = {"sum": "NCCL_SUM", "prod": "NCCL_PROD", "max": "NCCL_MAX", "min": "NCCL_MIN"}
 ABORT_SECONDS = 10.0
+# How long an abort waits for a thread that is inside of NCCL.
+INSIDE_SECONDS = 2.0
 _ASKED_SECONDS = 1e-4
 _LOOK_SECONDS = 20e-3
 _IN_PROGRESS = 7  # ncclInProgress
+_FIRST_TO_ABORT_IN_GROUPS = 22200  # NCCL 2.22.0, as get_version() spells it
 
 
 @dataclass(frozen=True)
@@ -370,6 +373,10 @@ class NcclCollective(Collective):
                 raise
 
     def _abort_cliques(self, cliques: _Cliques) -> None:
+        # ncclCommAbort also frees the communicator, which a thread inside of groupEnd still uses:
+        # wait for it (no other comes in). If it does not come out in time it hangs, and only the
+        # abort can release it.
+        held_in_time(cliques.lock, INSIDE_SECONDS, lambda: None)
         while cliques.asked:
             time.sleep(_ASKED_SECONDS)
         communicators = []
@@ -379,9 +386,16 @@ class NcclCollective(Collective):
         self._abort(communicators)
 
     def _abort(self, communicators: Sequence[Any]) -> None:
-        for communicator in communicators:
-            with suppress(self._nccl.NcclError):  # the others must be ended all the same
-                communicator.abort()
+        """Ends them, all at once where NCCL can.
+
+        One by one, each waits for all work of its GPU, also of those that are not aborted yet
+        (NVIDIA/nccl#1013).
+        """
+        at_once = self._nccl.get_version() >= _FIRST_TO_ABORT_IN_GROUPS
+        with suppress(CollectiveError), self._grouped("abort") if at_once else nullcontext():
+            for communicator in communicators:
+                with suppress(self._nccl.NcclError):  # the others must be ended all the same
+                    communicator.abort()
 
     # -- dtypes -----------------------------------------------------------------------------------
 
