@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -253,6 +255,30 @@ def test_a_missing_library_names_the_wheel(monkeypatch, here):
     monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", False)
     with pytest.raises(BackendUnavailableError, match="nvidia-nccl-cu12"):
         cuda_nccl.NcclCollective()
+
+
+class _NoLibrary:
+    """An importer of CuPy's module where libnccl is missing: it warns."""
+
+    def find_spec(self, name, path=None, target=None):
+        ours = name == "cupy.cuda.nccl"
+        return importlib.util.spec_from_loader(name, self) if ours else None
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        module.available = False
+        warnings.warn("nccl library could not be loaded.", stacklevel=1)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_missing_library_names_the_wheel_where_warnings_are_errors(monkeypatch, here):
+    monkeypatch.delitem(sys.modules, "cupy.cuda.nccl")
+    monkeypatch.setattr(sys, "meta_path", [_NoLibrary(), *sys.meta_path])
+    with pytest.raises(BackendUnavailableError, match="nvidia-nccl-cu12") as caught:
+        cuda_nccl.NcclCollective()
+    assert isinstance(caught.value.__cause__, UserWarning)
 
 
 def test_simulated_buffers_are_refused(here):

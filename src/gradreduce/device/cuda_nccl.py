@@ -467,12 +467,19 @@ def cuda_device(buffer: Buffer) -> CudaDevice:
 
 
 def _nccl() -> Any:
-    """CuPy's NCCL module, which is there, unavailable, where libnccl is not."""
-    from cupy.cuda import nccl
+    """CuPy's NCCL module, which is there, unavailable, where libnccl is not.
 
-    if not nccl.available:
+    CuPy then warns; where a filter makes that an error it is what the import raises.
+    """
+    try:
+        from cupy.cuda import nccl
+
+        available, cause = nccl.available, None
+    except Warning as warning:
+        available, cause = False, warning
+    if not available:
         raise BackendUnavailableError(
             "CuPy finds no libnccl, which two GPUs or more need for 'nccl' ('hierarchical_copy' "
             "does not): pip install nvidia-nccl-cu12 (or -cu13, as your CuPy)"
-        )
+        ) from cause
     return nccl
