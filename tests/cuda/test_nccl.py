@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import shutil
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,7 +18,7 @@ from fake_cupy.machine import Fault, Machine
 from meshes import refused
 
 import gradreduce as gr
-from gradreduce.device import Buffer, Mesh, cuda_nccl, open_mesh
+from gradreduce.device import Buffer, Mesh, cuda_nccl, libnccl, open_mesh
 from gradreduce.errors import BackendUnavailableError, CollectiveError, DeviceMismatchError
 
 pytestmark = pytest.mark.fake_cupy
@@ -279,6 +282,43 @@ def test_a_missing_library_names_the_wheel_where_warnings_are_errors(monkeypatch
     with pytest.raises(BackendUnavailableError, match="nvidia-nccl-cu12") as caught:
         cuda_nccl.NcclCollective()
     assert isinstance(caught.value.__cause__, UserWarning)
+
+
+LIBNCCL = b"""extern "C" int ncclGetVersion(int* version) { *version = 22105; return 0; }
+extern "C" const char* ncclGetLastError(void*) { return "no route to host"; }"""
+
+
+def test_errors_have_the_text_of_nccl_and_tell_of_two_libraries(here, tmp_path, monkeypatch):
+    """The two stay loaded, by a name that nobody else looks for."""
+    name = tmp_path.name
+    monkeypatch.setattr(libnccl, "_NAME", name)
+    files = [tmp_path / folder / name for folder in ("one", "other")]
+    for file in files:
+        file.parent.mkdir()
+    command = ["g++", "-shared", "-fPIC", "-O0", "-xc++", "-", "-o", str(files[0])]
+    subprocess.run(command, input=LIBNCCL, check=True)
+    ctypes.CDLL(str(files[0]))
+    with open_mesh([0, 1], backend="cuda") as mesh:
+        nccl.library.init_result = 3
+        said = "NCCL_ERROR_INTERNAL_ERROR: internal error; last NCCL error: no route to host"
+        with pytest.raises(CollectiveError, match=said + "$"):
+            mesh.collective.connect(mesh.devices)
+        shutil.copy(*files)
+        ctypes.CDLL(str(files[1]))
+        with pytest.raises(CollectiveError, match=said + "; this process") as caught:
+            mesh.collective.connect(mesh.devices)
+    libnccl.warn_of_several.cache_clear()  # it is told once
+    with pytest.warns(RuntimeWarning, match="has loaded 2 libnccl files") as warned:
+        cuda_nccl.NcclCollective()
+        cuda_nccl.NcclCollective()
+    (only,) = warned
+    for file in files:
+        assert all(f"{file} (2.21.5)" in str(told) for told in (only.message, caught.value))
+
+
+def test_where_the_system_does_not_name_the_libraries_nothing_is_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(libnccl, "_MAPS", tmp_path / "missing")
+    assert libnccl.error_details() == ""
 
 
 def test_simulated_buffers_are_refused(here):

@@ -28,6 +28,7 @@ from .cuda import CudaDevice
 from .dtypes import element_of
 from .fabric import Fabric
 from .interrupts import DeferInterrupts
+from .libnccl import error_details, warn_of_several
 from .memory import Buffer, Queue
 from .waiting import Done, beside, held_in_time
 
@@ -122,6 +123,7 @@ class NcclCollective(Collective):
 
     def __init__(self) -> None:
         self._nccl = _nccl()
+        warn_of_several()
         self._cliques = _Cliques()
         self._pending: set[Done] = set()  # threads that make communicators, or abort them
         self._open = _Open()
@@ -303,7 +305,7 @@ class NcclCollective(Collective):
         except (self._nccl.NcclError, KeyError) as error:
             # CuPy raises KeyError(result) for results that are newer than its table of them.
             said = f"result {error}" if isinstance(error, KeyError) else error
-            raise CollectiveError(f"NCCL {name}: {said}") from error
+            raise CollectiveError(f"NCCL {name}: {said}{error_details()}") from error
 
     @contextmanager
     def _grouped(self, name: str) -> Iterator[None]:

@@ -1,0 +1,64 @@
+"""Which libnccl files this process has loaded, and NCCL's text of its last error.
+
+CuPy exposes neither. Only files that are loaded already are asked, and only where
+``/proc/self/maps`` names them: elsewhere nothing is said.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+__all__ = ["error_details", "warn_of_several"]
+
+_MAPS, _NAME = Path("/proc/self/maps"), "libnccl.so"
+
+
+def error_details() -> str:
+    """What to append to an NCCL error: its last error text, and the files if there are several."""
+    libraries = list(_libraries())
+    texts = dict.fromkeys(text for _, text in libraries if text)
+    return "".join(f"; last NCCL error: {text}" for text in texts) + _several(libraries)
+
+
+@cache
+def warn_of_several() -> None:
+    """Warns, once, if this process has loaded several libnccl files."""
+    text = _several(list(_libraries()))
+    if text:
+        warnings.warn(f"NCCL may fail or hang{text}", RuntimeWarning, stacklevel=2)
+
+
+def _several(libraries: list[tuple[str, str]]) -> str:
+    if len(libraries) < 2:
+        return ""
+    files = ", ".join(file for file, _ in libraries)
+    return (
+        f"; this process has loaded {len(libraries)} libnccl files: {files}; "
+        "CuPy and PyTorch must find the same one"
+    )
+
+
+def _libraries() -> Iterator[tuple[str, str]]:
+    """Path and version of each file, and the text of its last error."""
+    try:
+        lines = _MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    paths = [line[line.find("/") :] for line in lines if _NAME in line]
+    for path in dict.fromkeys(path for path in paths if Path(path).name.startswith(_NAME)):
+        try:
+            library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD)  # never loads it a second time
+            version, text = ctypes.c_int(), library.ncclGetLastError
+            library.ncclGetVersion(ctypes.byref(version))
+        except (OSError, AttributeError):  # the file was replaced; NCCL before 2.13
+            yield path, ""
+            continue
+        text.argtypes, text.restype = (ctypes.c_void_p,), ctypes.c_char_p
+        major, rest = divmod(version.value, 10_000)
+        said = (text(None) or b"").decode(errors="replace")
+        yield f"{path} ({major}.{rest // 100}.{rest % 100})", said
