@@ -9,6 +9,8 @@ import fnmatch
 import json
 import re
 import shlex
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import NamedTuple
@@ -93,11 +95,66 @@ def test_the_venv_is_first_on_path_before_pip_runs(docker, runs):
     assert value == f"PATH={create[-1]}/bin:$PATH"
 
 
-def test_pip_installs_the_package_for_cuda_12_with_its_tests(docker, runs):
-    (words,) = [words for words in runs if "pip" in words]
-    assert words == ["pip", "install", ".[cuda12,test]"]
+def expanded(words: list[str], **given: str) -> list[str]:
+    """The words as the shell makes them of a command with these build arguments."""
+    text = " ".join(words)
+    for name, value in given.items():
+        text = text.replace(f"${{{name}}}", value).replace(f"${name}", value)
+    return text.split()
+
+
+@pytest.mark.parametrize(
+    ("cuda", "libraries"), [("12", ""), ("13", "torch jax[cuda13]"), ("12", "jax[cuda12]")]
+)
+def test_pip_installs_the_package_with_its_tests_and_more(docker, runs, cuda, libraries):
+    """In one command, and for one CUDA: two NCCLs would lie in one place."""
+    upgrade, words = (words for words in runs if "pip" in words)
+    assert upgrade == ["pip", "install", "--upgrade", "pip"]
+    assert runs[runs.index(words) - 1] == ["set", "-f"], "jax[cuda13] is a pattern of file names"
+    wanted = ["pip", "install", f".[cuda{cuda},test]", *libraries.split()]
+    assert expanded(words, CUDA=cuda, LIBRARIES=libraries) == wanted
+    defaults = dict(shlex.split(step.text)[0].split("=") for step in docker if step.name == "ARG")
+    assert defaults == {"CUDA": "12", "LIBRARIES": ""}
+    (installed,) = positions(docker, "RUN", "pip install")
+    assert max(positions(docker, "ARG", "")) < installed
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert {"cuda12", "test"} <= set(extras["optional-dependencies"])
+    assert {f"cuda{cuda}", "test"} <= set(extras["optional-dependencies"])
+
+
+def test_every_run_is_a_command_that_the_shell_reads(docker):
+    shell = shutil.which("sh")
+    for step in docker:
+        if step.name == "RUN":
+            subprocess.run([shell, "-n", "-c", step.text], check=True)
+
+
+def shown_commands(path: Path) -> list[str]:
+    """Every ``docker run`` that a text shows, continued lines joined."""
+    lines = re.sub(r"\\\n#? *", "", path.read_text(encoding="utf-8")).splitlines()
+    return [found for line in lines for found in re.findall(r"docker run [^`|]*", line)]
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "README.md", "CONTRIBUTING.md"])
+def test_every_docker_run_gives_nccl_its_memory(name):
+    """Where GPUs have no peer access it needs shared and locked memory."""
+    commands = shown_commands(ROOT / name)
+    assert commands
+    for command in commands:
+        words = shlex.split(command)
+        assert {"--gpus", "all", "--shm-size=1g", "--ulimit", "memlock=-1"} <= set(words), command
+        assert words.index("gradreduce") > words.index("memlock=-1")
+
+
+def test_the_tests_of_libraries_are_run_so_that_a_skip_fails():
+    for name in ("Dockerfile", "README.md"):
+        (command,) = [one for one in shown_commands(ROOT / name) if "pytest" in one]
+        words = shlex.split(command)
+        asked = words[words.index("pytest") :]
+        assert asked == [
+            "pytest", "--require-gpu", "--require", "torch", "--require", "jax",
+        ]  # fmt: skip
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert '--build-arg CUDA=13 --build-arg LIBRARIES="torch jax[cuda13]"' in text
 
 
 def test_everything_copied_exists_and_is_not_ignored(docker):
@@ -132,5 +189,5 @@ def test_the_file_says_why():
         if line.startswith("#")
     ]
     text = " ".join(comments)
-    for reason in ("wheels", "refuses pip", "--gpus all"):
+    for reason in ("wheels", "refuses pip", "--gpus all", "/dev/shm", "of one CUDA"):
         assert reason in text
