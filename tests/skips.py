@@ -6,6 +6,7 @@ about to run or ``--require-gpu`` was given, so that a CPU run stays quick and h
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import shutil
 import warnings
@@ -15,7 +16,12 @@ from pathlib import Path
 
 import pytest
 
-NVRTC_LIBRARY = "libnvrtc.so.12"
+# What the compile tier needs, and where the wheel of that name has it below `nvidia`.
+COMPILER_WHEELS = {
+    "nvidia-cuda-nvrtc-cu12": "cuda_nvrtc/lib/libnvrtc.so.12",
+    "nvidia-cuda-nvrtc": "cu13/lib/libnvrtc.so.13",
+    "nvidia-cuda-nvdisasm": "cu13/bin/nvdisasm",
+}
 
 
 def count_gpus() -> tuple[int, str]:
@@ -33,15 +39,15 @@ def count_gpus() -> tuple[int, str]:
     return count, "" if count else "CuPy sees no device"
 
 
-def find_nvrtc() -> Path | None:
-    """The NVRTC library of the wheel ``nvidia-cuda-nvrtc-cu12``, or None where it is not there."""
+def find_compiler(wheel: str) -> Path | None:
+    """The file of one of ``COMPILER_WHEELS``, or None where it is not installed."""
     namespace = importlib.util.find_spec("nvidia")
     if namespace is None:
         return None
     for folder in namespace.submodule_search_locations or ():
-        library = Path(folder) / "cuda_nvrtc" / "lib" / NVRTC_LIBRARY
-        if library.is_file():
-            return library
+        found = Path(folder) / COMPILER_WHEELS[wheel]
+        if found.is_file():
+            return found
     return None
 
 
@@ -68,6 +74,7 @@ class SkipLedger:
             "nccl": self._lacks_nccl,
             "host": self._lacks_compiler,
             "nvrtc": self._lacks_nvrtc,
+            "cupy": self._lacks_library,
             "torch": self._lacks_library,
             "jax": self._lacks_library,
         }
@@ -105,7 +112,14 @@ class SkipLedger:
         return None if shutil.which("g++") else "no g++ on PATH"
 
     def _lacks_nvrtc(self, mark: pytest.Mark) -> str | None:
-        return None if find_nvrtc() else f"no {NVRTC_LIBRARY} of the nvidia-cuda-nvrtc-cu12 wheel"
+        for needed in ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvdisasm", *mark.args):
+            wheel, _, version = needed.partition("==")
+            found = find_compiler(wheel)
+            if found is None:
+                return f"no {COMPILER_WHEELS[wheel]} of the wheel {wheel}"
+            if version and importlib.metadata.version(wheel) != version:
+                return f"the figures are of {needed}, not of {importlib.metadata.version(wheel)}"
+        return None
 
     def _lacks_library(self, mark: pytest.Mark) -> str | None:
         return None if importlib.util.find_spec(mark.name) else f"{mark.name} is not installed"

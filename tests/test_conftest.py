@@ -21,7 +21,7 @@ markers =
     multi_gpu(n): n devices
     nccl: libnccl
     host: g++
-    nvrtc: the NVRTC wheel
+    nvrtc(*wheels): the NVRTC wheel
 """
 
 NO_GPU = (0, "ImportError: No module named 'cupy'")
@@ -121,15 +121,15 @@ def test_marked_tests_skip_with_a_reason_and_are_counted(suite):
 def test_optional_tiers_skip_where_their_tool_is_absent(suite, monkeypatch):
     text = "@pytest.mark.host\ndef test_a(): pass\n@pytest.mark.nvrtc\ndef test_b(): pass\n"
     with monkeypatch.context() as patch:
-        patch.setattr(skips, "find_nvrtc", lambda: None)
+        patch.setattr(skips, "find_compiler", lambda wheel: None)
         patch.setenv("PATH", "")
         absent = suite(text)
     assert absent.ret == pytest.ExitCode.OK
     absent.assert_outcomes(skipped=2)
     absent.stdout.fnmatch_lines(["lawful skips: host 1, nvrtc 1"])
-    absent.stdout.fnmatch_lines_random(["*host: no g++ on PATH", "*nvrtc: no libnvrtc.so.12 of *"])
+    absent.stdout.fnmatch_lines_random(["*host: no g++ on PATH", "*nvrtc: no *libnvrtc.so.12 of *"])
 
-    monkeypatch.setattr(skips, "find_nvrtc", lambda: Path("libnvrtc.so.12"))
+    monkeypatch.setattr(skips, "find_compiler", Path)
     monkeypatch.setattr(skips.shutil, "which", lambda name: f"/usr/bin/{name}")
     suite(text).assert_outcomes(passed=2)
 
@@ -137,13 +137,27 @@ def test_optional_tiers_skip_where_their_tool_is_absent(suite, monkeypatch):
 def test_nvrtc_is_found_in_the_wheels_folder_only(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "nvidia", raising=False)
-    assert skips.find_nvrtc() is None
-    library = tmp_path / "nvidia" / "cuda_nvrtc" / "lib" / skips.NVRTC_LIBRARY
+    assert skips.find_compiler("nvidia-cuda-nvrtc") is None
+    library = tmp_path / "nvidia" / "cu13" / "lib" / "libnvrtc.so.13"
     library.parent.mkdir(parents=True)
     sys.path_importer_cache.pop(str(tmp_path), None)  # it remembers the folder as empty
-    assert skips.find_nvrtc() is None
+    assert skips.find_compiler("nvidia-cuda-nvrtc") is None
     library.touch()
-    assert skips.find_nvrtc() == library
+    assert skips.find_compiler("nvidia-cuda-nvrtc") == library
+
+
+def test_figures_of_another_version_are_not_compared(suite, monkeypatch):
+    monkeypatch.setattr(skips, "find_compiler", Path)
+    monkeypatch.setattr(skips.importlib.metadata, "version", lambda wheel: "12.9.86")
+    wheels = ["nvidia-cuda-nvrtc-cu12==12.9.86", "nvidia-cuda-nvrtc-cu12==12.9.41"]
+    result = suite(
+        "".join(
+            f"@pytest.mark.nvrtc({wheel!r})\ndef test_{n}(): pass\n"
+            for n, wheel in enumerate(wheels)
+        )
+    )
+    result.assert_outcomes(passed=1, skipped=1)
+    result.stdout.fnmatch_lines(["*nvrtc: the figures are of *==12.9.41, not of 12.9.86"])
 
 
 def test_several_gpus_are_a_number(suite):

@@ -1,16 +1,43 @@
-"""NVRTC through ctypes: one function, and what it made. Needs no GPU, no driver, no CuPy."""
+"""NVRTC through ctypes, called as CuPy calls it. Needs no GPU, no driver, no CuPy."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import re
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from skips import find_nvrtc
+from skips import find_compiler
 
-OPTIONS = ("-std=c++17", "-fmad=false", "--ptxas-options=-v")
+from gradreduce.device.kernel import OPTIONS
+
+WHEELS = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}
+# What CuPy 14.2 adds to ours, but for folders of headers, of which our text includes none.
+CUPY_OPTIONS = ("-ftz=true", "-arch=sm_{arch}", "--device-as-default-execution-space")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What NVRTC made of one instantiation.
+
+    Attributes:
+        parameters: in the PTX.
+        body: in the PTX.
+        code: the machine code.
+        registers: of a thread.
+        spills: bytes of stack, of spill stores and of spill loads together.
+        barriers: that a block uses.
+    """
+
+    parameters: str
+    body: str
+    code: bytes
+    registers: int
+    spills: int
+    barriers: int
 
 
 @dataclass(frozen=True)
@@ -19,82 +46,165 @@ class Program:
 
     Attributes:
         ptx: of all entries.
-        log: of ptxas: registers, stack and spills of each entry.
-        entries: C++ name as asked for -> (its parameters, its body) in the PTX.
+        entries: by the C++ names that were asked for.
     """
 
     ptx: str
-    log: str
-    entries: dict[str, tuple[str, str]]
+    entries: dict[str, Entry]
+
+
+def options(arch: int) -> tuple[str, ...]:
+    """All that CuPy passes for a GPU of this architecture, but for folders of headers."""
+    return (*OPTIONS, *(option.format(arch=arch) for option in CUPY_OPTIONS))
+
+
+def options_of_cupy(arch: int) -> tuple[str, ...]:
+    """What the real CuPy passes, as ``options`` says it; works without a GPU.
+
+    CuPy asks the driver for the current GPU in functions that it memoizes for each one: here they
+    are called as they are. In place of NVRTC stands a class that keeps the options.
+    """
+    import cupy
+    from cupy._core import raw
+    from cupy.cuda import compiler
+
+    class Asked(Exception):
+        pass
+
+    class Program:
+        def __init__(self, *_, name_expressions=None, **__):
+            self.name_expressions = name_expressions
+
+        def compile(self, options, log_stream=None):
+            if self.name_expressions:  # else it is CuPy's look at the compiler's version
+                raise Asked(*options)
+            return b"", {}
+
+    plain = compiler._get_arch_for_options_for_nvrtc.__wrapped__
+    changed = {
+        (compiler, "_NVRTCProgram"): Program,
+        (compiler, "_get_arch"): lambda: str(arch),
+        (compiler, "_get_arch_for_options_for_nvrtc"): plain,
+        (compiler, "_get_nvrtc_version"): lambda: (13, 0),
+        (raw, "_get_raw_module"): raw._get_raw_module.__wrapped__,
+        (os, "environ"): os.environ | {"CUPY_CACHE_IN_MEMORY": "1"},
+    }
+    before = {(place, name): getattr(place, name) for place, name in changed}
+    try:
+        for (place, name), value in changed.items():
+            setattr(place, name, value)
+        module = cupy.RawModule(code="", options=OPTIONS, name_expressions=("add_n<float>",))
+        module.get_function("add_n<float>")
+    except Asked as asked:
+        return tuple(option for option in asked.args if not option.startswith("-I"))
+    finally:
+        for (place, name), value in before.items():
+            setattr(place, name, value)
+    raise RuntimeError("CuPy has compiled without a program of NVRTC")
 
 
 @cache
-def library() -> ctypes.CDLL:
-    loaded = ctypes.CDLL(str(find_nvrtc()))
+def library(version: int) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(find_compiler(WHEELS[version])))
     loaded.nvrtcGetErrorString.restype = ctypes.c_char_p
     return loaded
 
 
-def call(name: str, *arguments) -> None:
-    status = getattr(library(), name)(*arguments)
+def call(version: int, name: str, *arguments) -> None:
+    status = getattr(library(version), name)(*arguments)
     if status:
-        raise RuntimeError(f"{name}: {library().nvrtcGetErrorString(status).decode()}")
+        raise RuntimeError(f"{name}: {library(version).nvrtcGetErrorString(status).decode()}")
 
 
-def architectures() -> set[int]:
+def architectures(version: int) -> set[int]:
     """The compute capabilities that this NVRTC compiles for, as 80 for 8.0."""
     count = ctypes.c_int()
-    call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
+    call(version, "nvrtcGetNumSupportedArchs", ctypes.byref(count))
     found = (ctypes.c_int * count.value)()
-    call("nvrtcGetSupportedArchs", found)
+    call(version, "nvrtcGetSupportedArchs", found)
     return set(found)
 
 
-def compiled(text: str, names: Sequence[str], arch: int, *, ptx_only: bool = False) -> Program:
+def compiled(text: str, names: Sequence[str], arch: int, version: int = 12) -> Program:
     """Compiles ``text`` with these template instantiations; other threads go on meanwhile.
 
     Args:
         text: the source, with everything that it includes.
         names: C++ name expressions of the entries.
         arch: 80 for sm_80.
-        ptx_only: leave out ptxas: no log.
+        version: of NVRTC, 12 or 13.
 
     Raises:
         RuntimeError: with the compiler's messages.
     """
     program = ctypes.c_void_p()
-    call("nvrtcCreateProgram", ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None)
+    source = text.encode(), b"kernel.cu", 0, None, None
+    call(version, "nvrtcCreateProgram", ctypes.byref(program), *source)
     try:
         for name in names:
-            call("nvrtcAddNameExpression", program, name.encode())
-        target = f"--gpu-architecture={'compute' if ptx_only else 'sm'}_{arch}"
-        options = [option.encode() for option in (*OPTIONS, target)]
+            call(version, "nvrtcAddNameExpression", program, name.encode())
+        given = [option.encode() for option in (*options(arch), "--ptxas-options=-v")]
         try:
-            call("nvrtcCompileProgram", program, len(options), _strings(options))
+            call(version, "nvrtcCompileProgram", program, len(given), _strings(given))
         except RuntimeError as error:
-            raise RuntimeError(f"{error}\n{_text(program, 'ProgramLog')}") from None
-        ptx = _text(program, "PTX")
+            raise RuntimeError(f"{error}\n{_made(version, program, 'ProgramLog')}") from None
+        ptx = _made(version, program, "PTX")
         found = re.findall(r"\.entry (\w+)\((.*?)\)\s*\{(.*?)\n\}", ptx, re.DOTALL)
         bodies = {lowered: (parameters, body) for lowered, parameters, body in found}
-        entries = {name: bodies[_lowered(program, name)] for name in names}
-        return Program(ptx, _text(program, "ProgramLog"), entries)
+        codes = _codes(_bytes(version, program, "CUBIN"))
+        used = _used(_made(version, program, "ProgramLog"))
+        lowered = {name: _lowered(version, program, name) for name in names}
+        entries = {
+            name: Entry(*bodies[low], codes[low], *used[low]) for name, low in lowered.items()
+        }
+        return Program(ptx, entries)
     finally:
-        call("nvrtcDestroyProgram", ctypes.byref(program))
+        call(version, "nvrtcDestroyProgram", ctypes.byref(program))
 
 
 def _strings(values: Sequence[bytes]) -> ctypes.Array:
     return (ctypes.c_char_p * len(values))(*values)
 
 
-def _text(program: ctypes.c_void_p, what: str) -> str:
+def _bytes(version: int, program: ctypes.c_void_p, what: str) -> bytes:
     size = ctypes.c_size_t()
-    call(f"nvrtcGet{what}Size", program, ctypes.byref(size))
-    text = ctypes.create_string_buffer(size.value)
-    call(f"nvrtcGet{what}", program, text)
-    return text.value.decode()
+    call(version, f"nvrtcGet{what}Size", program, ctypes.byref(size))
+    made = ctypes.create_string_buffer(size.value)
+    call(version, f"nvrtcGet{what}", program, made)
+    return made.raw
 
 
-def _lowered(program: ctypes.c_void_p, name: str) -> str:
+def _made(version: int, program: ctypes.c_void_p, what: str) -> str:
+    return _bytes(version, program, what).rstrip(b"\0").decode()
+
+
+def _lowered(version: int, program: ctypes.c_void_p, name: str) -> str:
     lowered = ctypes.c_char_p()
-    call("nvrtcGetLoweredName", program, name.encode(), ctypes.byref(lowered))
+    call(version, "nvrtcGetLoweredName", program, name.encode(), ctypes.byref(lowered))
     return lowered.value.decode()
+
+
+def _used(log: str) -> dict[str, tuple[int, int, int]]:
+    """Registers, spills and barriers of each entry, from what ptxas says with -v."""
+    found = re.findall(
+        r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
+        r"(\d+) bytes spill loads.*?Used (\d+) registers, used (\d+) barriers", log, re.DOTALL
+    )  # fmt: skip
+    return {
+        name: (int(registers), sum(map(int, spills)), int(barriers))
+        for name, *spills, registers, barriers in found
+    }
+
+
+def _codes(cubin: bytes) -> dict[str, bytes]:
+    """The machine code of each entry: the sections ``.text.<entry>`` of an ELF file."""
+    (start,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, of_names = struct.unpack_from("<3H", cubin, 0x3A)
+    sections = [struct.unpack_from("<2I4Q", cubin, start + i * size) for i in range(count)]
+    made = {}
+    for place, _, _, _, offset, nbytes in sections:
+        first = sections[of_names][4] + place
+        name = cubin[first : cubin.index(b"\0", first)].decode()
+        if name.startswith(".text."):
+            made[name.removeprefix(".text.")] = cubin[offset : offset + nbytes]
+    return made

@@ -11,13 +11,9 @@ from typing import Any
 import cupy
 
 from .fabric import ModuleLock
-from .kernel import Kernel, Template, kernel_text
+from .kernel import OPTIONS, Kernel, Template, kernel_text
 
-__all__ = ["OPTIONS", "function", "is_compiled"]
-
-# -fmad=false: the twins round after every operation. CuPy appends -ftz=true to every build, so
-# subnormals are flushed on a GPU and kept by NumPy.
-OPTIONS = ("-std=c++17", "-fmad=false")
+__all__ = ["function", "is_compiled"]
 
 _functions: dict[tuple[Kernel, Template, int], Any] = {}
 _lock = ModuleLock()

@@ -18,10 +18,14 @@ from .dtypes import C_TYPES, accumulate_dtype
 if TYPE_CHECKING:
     from .memory import Row
 
-__all__ = ["Arrays", "Kernel", "Template", "kernel_text", "kernels_folder"]
+__all__ = ["OPTIONS", "Arrays", "Kernel", "Template", "kernel_text", "kernels_folder"]
 
 Arrays = Sequence[np.ndarray]
 Template = tuple[str | int, ...]
+
+# Of NVRTC. -fmad=false: the twins round after every operation. CuPy appends -ftz=true to every
+# build, so subnormals are flushed on a GPU and kept by NumPy.
+OPTIONS = ("-std=c++17", "-fmad=false")
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,209 @@
+"""The machine code (SASS) of the kernels: a table of what an occupancy or a speed depends on.
+
+``sass.txt`` has a line for each entry and architecture, and for each NVRTC of ``VERSIONS``:
+
+* registers of a thread;
+* spills: bytes of stack, spill stores and spill loads together;
+* blocks of 256 threads that fit on a multiprocessor, as far as registers and threads go;
+* the 16-byte loads and stores in the text of the kernel, which are those of its vector loops;
+* its other loads and stores, which read the table's words and go through the tail.
+
+``PYTHONPATH=src:tests python -m kernels.sass`` compares it with what the installed NVRTCs make,
+and ``--write`` writes it anew, for the versions that are installed. It needs the extra ``nvrtc``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+from skips import find_compiler
+
+from gradreduce.device.kernel import Kernel, Template, kernel_text
+from gradreduce.ops import KERNELS
+
+from .nvrtc import WHEELS, Entry, compiled
+
+TABLE = Path(__file__).with_suffix(".txt")
+ARCHITECTURES = (80, 90, 100)
+COLUMNS = ("registers", "spills", "blocks", "16-byte", "others")
+DTYPES = ("float32", "bfloat16")
+ADD_N = (0, 2, 4, 8)  # numbers of inputs that the table has
+
+# Of sm_80, sm_90 and sm_100 alike. Source: CUDA Programming Guide, technical specifications per
+# compute capability; cuda_occupancy.h for the units in which registers are given out.
+THREADS_PER_BLOCK, THREADS_PER_WARP, THREADS_PER_PROCESSOR = 256, 32, 2048
+PARTITIONS, REGISTERS_PER_PARTITION, REGISTER_UNIT = 4, 16384, 256
+
+Key = tuple[int, int, str]  # NVRTC, architecture, name
+MEMORY = re.compile(r"(LD|ST)[GLS]?\.[\w.]*")
+
+
+def blocks_per_processor(registers: int) -> int:
+    """Blocks of 256 threads that are resident on a multiprocessor at once.
+
+    A warp's registers are of one of the four partitions, rounded up to a unit.
+    """
+    of_warp = -(-registers * THREADS_PER_WARP // REGISTER_UNIT) * REGISTER_UNIT
+    warps = REGISTERS_PER_PARTITION // of_warp * PARTITIONS
+    blocks = warps // (THREADS_PER_BLOCK // THREADS_PER_WARP)
+    return min(blocks, THREADS_PER_PROCESSOR // THREADS_PER_BLOCK)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The instructions of an entry, as nvdisasm writes them.
+
+    Attributes:
+        accesses: how often each load and store occurs, ``LDG.E.128``; none of constants.
+        loops: the same of each loop alone, without the loops in it.
+    """
+
+    accesses: Counter[str]
+    loops: tuple[Counter[str], ...]
+
+    @classmethod
+    def of(cls, instructions: Sequence[tuple[int, str, str]]) -> Listing:
+        """From addresses, operations and their operands."""
+        jumps = [
+            (int(operands.split()[-1], 16), address)
+            for address, operation, operands in instructions if operation.startswith("BRA")
+        ]  # fmt: skip
+        # From the shortest on: the first that has an instruction is the loop that it is in.
+        loops = sorted(
+            {(to, at) for to, at in jumps if to < at}, key=lambda ends: ends[1] - ends[0]
+        )
+        counted: dict[tuple[int, int] | None, Counter[str]] = {}
+        for address, operation, _ in instructions:
+            if MEMORY.fullmatch(operation):
+                loop = next((ends for ends in loops if ends[0] <= address <= ends[1]), None)
+                counted.setdefault(loop, Counter())[operation] += 1
+        within = tuple(each for loop, each in counted.items() if loop is not None)
+        return cls(sum(counted.values(), Counter()), within)
+
+    def number(self, kind: str, *, wide: bool) -> int:
+        """How many loads (``LD``) or stores (``ST``) have 16 bytes, or have not."""
+        return sum(
+            count for access, count in self.accesses.items()
+            if access.startswith(kind) and access.endswith(".128") == wide
+        )  # fmt: skip
+
+
+def disassembled(codes: Sequence[bytes], arch: int) -> list[Listing]:
+    """Listings of machine codes; nvdisasm takes a third of a second to start, so all at once."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"".join(codes))
+        file.flush()
+        command = [str(find_compiler("nvidia-cuda-nvdisasm")), "--binary", f"SM{arch}", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:1000]
+    found = re.findall(
+        r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;\n]*);", done.stdout,
+        re.MULTILINE,
+    )  # fmt: skip
+    instructions = [(int(address, 16), *rest) for address, *rest in found]
+    assert len(instructions) * 16 == sum(map(len, codes)), "not one line for each 16 bytes"
+    made, first = [], 0
+    for code in codes:
+        made.append(Listing.of(instructions[first : first + len(code) // 16]))
+        first += len(code) // 16
+    return made
+
+
+def figures(entry: Entry, listing: Listing) -> tuple[str, ...]:
+    """An entry's part of a line of the table."""
+    accesses = (
+        f"{listing.number('LD', wide=wide)}/{listing.number('ST', wide=wide)}"
+        for wide in (True, False)
+    )
+    blocks = blocks_per_processor(entry.registers)
+    return (str(entry.registers), str(entry.spills), str(blocks), *accesses)
+
+
+def templates(kernel: Kernel) -> tuple[Template, ...]:
+    """Those that the table has: of float32 and bfloat16; of a kernel for others only, all."""
+    chosen = tuple(
+        template
+        for template in kernel.templates
+        if all(part in (DTYPES if isinstance(part, str) else ADD_N) for part in template)
+    )
+    return chosen or kernel.templates
+
+
+def measured(version: int) -> dict[Key, tuple[str, ...]]:
+    """All figures that the table has of one NVRTC, compiled anew."""
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+        made = {
+            (arch, kernel): pool.submit(
+                compiled, kernel_text(kernel.source),
+                [kernel.expression(template) for template in templates(kernel)], arch, version,
+            )
+            for arch in ARCHITECTURES for kernel in KERNELS
+        }  # fmt: skip
+        found: dict[Key, tuple[str, ...]] = {}
+        for arch in ARCHITECTURES:
+            parts = [made[arch, kernel].result().entries for kernel in KERNELS]
+            entries = {name: entry for part in parts for name, entry in part.items()}
+            listings = disassembled([entry.code for entry in entries.values()], arch)
+            for (name, entry), listing in zip(entries.items(), listings, strict=True):
+                found[version, arch, name] = figures(entry, listing)
+        return found
+
+
+def recorded() -> tuple[dict[int, str], dict[Key, tuple[str, ...]]]:
+    """The table: versions of the NVRTCs' wheels, and the figures."""
+    versions: dict[int, str] = {}
+    lines: dict[Key, tuple[str, ...]] = {}
+    for line in TABLE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# NVRTC"):
+            versions = dict(zip(WHEELS, line.split()[2:], strict=True))
+        if line.startswith("#"):
+            continue
+        name, arch, *rest = re.split(r"\s{2,}", line)
+        for number, version in enumerate(versions):
+            key = version, int(arch.removeprefix("sm_")), name
+            lines[key] = tuple(rest[number * len(COLUMNS) :][: len(COLUMNS)])
+    return versions, lines
+
+
+VERSIONS, RECORD = recorded() if TABLE.exists() else ({}, {})
+
+
+def written(made: dict[Key, tuple[str, ...]], versions: Iterable[str]) -> str:
+    """The text of a table."""
+    columns = "".join(f"{column:<10}" for column in COLUMNS)
+    lines = [
+        f"# {'NVRTC':49}" + "".join(f"{version:50}" for version in versions).rstrip(),
+        f"# {'entry':40}{'GPU':9}" + (columns * 2).rstrip(),
+    ]
+    for arch, name in dict.fromkeys((arch, name) for _, arch, name in made):
+        cells = "".join(f"{cell:<10}" for version in WHEELS for cell in made[version, arch, name])
+        lines.append(f"{name:42}{f'sm_{arch}':9}{cells}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0 if the table is what is made, or was written."""
+    made = {key: found for version in WHEELS for key, found in measured(version).items()}
+    text = written(made, [importlib.metadata.version(wheel) for wheel in WHEELS.values()])
+    before = TABLE.read_text(encoding="utf-8") if TABLE.exists() else ""
+    sys.stdout.writelines(difflib.unified_diff(before.splitlines(True), text.splitlines(True), n=0))
+    if "--write" in arguments:
+        TABLE.write_text(text, encoding="utf-8")
+        return 0
+    return int(before != text)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,51 @@
+"""``sass.txt`` is of what the NVRTCs that it names make of the shipped text."""
+
+from __future__ import annotations
+
+import pytest
+from kernels.nvrtc import WHEELS
+from kernels.sass import (
+    ARCHITECTURES,
+    RECORD,
+    VERSIONS,
+    blocks_per_processor,
+    measured,
+    templates,
+)
+
+from gradreduce.ops import KERNELS
+
+NAMES = [kernel.expression(template) for kernel in KERNELS for template in templates(kernel)]
+
+
+BLOCKS = {16: 8, 32: 8, 33: 6, 40: 6, 41: 5, 64: 4, 65: 3, 255: 1}  # of registers
+
+
+@pytest.mark.parametrize("registers", BLOCKS)
+def test_registers_decide_how_many_blocks_fit(registers):
+    assert blocks_per_processor(registers) == BLOCKS[registers]
+
+
+def test_the_table_has_every_kernel_for_every_gpu():
+    keys = {(version, arch, name) for version in WHEELS for arch in ARCHITECTURES for name in NAMES}
+    assert RECORD.keys() == keys
+
+
+def test_nothing_in_the_table_is_spilled():
+    """Written by hand it could be."""
+    assert {spills for _, spills, *_ in RECORD.values()} == {"0"}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "version",
+    [
+        pytest.param(version, marks=pytest.mark.nvrtc(f"{WHEELS[version]}=={VERSIONS[version]}"))
+        for version in WHEELS
+    ],
+)
+def test_the_table_is_of_what_is_compiled(version):
+    assert measured(version) == {
+        key: figures for key, figures in RECORD.items() if key[0] == version
+    }
