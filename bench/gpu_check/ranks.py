@@ -1,10 +1,11 @@
 """Several NCCL ranks on one GPU, in one process or in several, with values that are known.
 
-    python -m gpu_check.ranks version|together|apart|cost NUM_RANKS REPORT [--quick]
+    python -m gpu_check.ranks version|together|apart|hang|cost NUM_RANKS REPORT [--quick]
 
 Everything goes through our own ``NcclCollective``, whose dtypes, counts and calls are what is
 tried; taken away are only its checks that a rank has a GPU to itself. ``apart`` starts itself once
 more for each rank; those processes find each other by an id that the first writes into a file.
+``hang`` does so too, and lets one rank reduce alone until its deadline aborts the communicator.
 ``cost`` asks what a call takes of the host, beside the same calls of NCCL given directly.
 """
 
@@ -43,6 +44,7 @@ SIZES, QUICK_SIZES = (1, 1003, 1_200_007), (1, 1003, 20_011)
 COST_SIZE, COST_CALLS = 256, 20  # so few that the GPU never keeps the host waiting
 LOOK_SECONDS = 0.02
 WAIT_SECONDS = 60.0  # for the file with the id
+HANG_SECONDS = 2.0  # the deadline of an all-reduce that never ends
 APART = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
@@ -190,14 +192,14 @@ def together(ranks: Ranks) -> int:
     return 0
 
 
-def apart(ranks: Ranks) -> int:
+def apart(ranks: Ranks, way: str = "rank") -> int:
     """Starts the ranks; when one fails the others, which would wait for it, are ended."""
     with tempfile.TemporaryDirectory() as folder:
         reports = [Path(folder) / f"{rank}.json" for rank in range(ranks.count)]
         started: list[Popen[bytes]] = []
         try:
             for rank, report in enumerate(reports):
-                started.append(_started(rank, replace(ranks, report=report)))
+                started.append(_started(f"{way}-{rank}", rank, replace(ranks, report=report)))
             while None in (states := [one.poll() for one in started]) and not any(states):
                 time.sleep(LOOK_SECONDS)
         finally:
@@ -211,12 +213,17 @@ def apart(ranks: Ranks) -> int:
     return 0
 
 
-def _started(rank: int, ranks: Ranks) -> Popen[bytes]:
+def hang(ranks: Ranks) -> int:
+    """See ``hanging_rank``."""
+    return apart(ranks, "hanging")
+
+
+def _started(way: str, rank: int, ranks: Ranks) -> Popen[bytes]:
     """A process for one rank, which NCCL takes for a host of its own."""
     import cupy
 
     quick = ("--quick",) if ranks.sizes == QUICK_SIZES else ()
-    words = ("-m", "gpu_check.ranks", f"rank-{rank}", str(ranks.count), str(ranks.report), *quick)
+    words = ("-m", "gpu_check.ranks", way, str(ranks.count), str(ranks.report), *quick)
     changed = {**APART, "NCCL_HOSTID": f"gradreduce-{rank}"}
     command = python(*words, fake=getattr(cupy, "FAKE", False))
     return Popen(command, env={**os.environ, **changed})
@@ -224,19 +231,57 @@ def _started(rank: int, ranks: Ranks) -> Popen[bytes]:
 
 def one_rank(rank: int, ranks: Ranks) -> int:
     """One rank of several processes."""
-    from cupy.cuda import nccl
-
-    identity = _identity(ranks.report.parent / "id", rank)
     with open_mesh([0], backend="cuda") as mesh:
         (device,) = mesh.devices
-        with device.gpu:  # type: ignore[attr-defined]  # a CudaDevice
-            communicator = nccl.NcclCommunicator(ranks.count, identity, rank)
+        communicator = _communicator(device, rank, ranks)
         compared = compare(SharingCollective(communicator), [device], [rank], ranks)
         mesh.synchronize()
         # Not aborted, as our own close() does: destroy lets what other ranks still read go out.
         communicator.destroy()
     ranks.write(compared)
     return 0
+
+
+def hanging_rank(rank: int, ranks: Ranks) -> int:
+    """Rank 0 reduces once more than the others.
+
+    Its deadline must pass, the abort end, the GPU come free, and the mesh work after a reset.
+    """
+    aborting = ranks.report.parent / "aborting"
+    array = values(COST_SIZE, "float32", 0)
+    with open_mesh([0], backend="cuda") as mesh:
+        (device,) = mesh.devices
+        collective = SharingCollective(_communicator(device, rank, ranks))
+        mesh.fabric.on_death.append(collective.abort)
+        buffers = _uploaded([device], [array])
+        collective.all_reduce(buffers)
+        _equal(buffers, array * ranks.count, "all_reduce")
+        if rank == 0:
+            collective.all_reduce(buffers)
+            try:
+                device.synchronize(deadline=HANG_SECONDS)
+            except CollectiveError as error:
+                print(f"as it should be: {error}")
+            else:
+                raise AssertionError("an all_reduce that other ranks did not join has ended")
+            aborting.touch()
+        else:
+            _await(aborting, "the abort of rank 0")
+            collective.abort()
+        if not collective.ended(WAIT_SECONDS / 2):
+            raise AssertionError(f"the abort of rank {rank} has not ended")
+        mesh.reset(timeout=WAIT_SECONDS / 2)
+        _equal(_uploaded([device], [array]), array, "upload after the reset")
+    ranks.write(1)
+    return 0
+
+
+def _communicator(device: Device, rank: int, ranks: Ranks) -> Any:
+    from cupy.cuda import nccl
+
+    identity = _identity(ranks.report.parent / "id", rank)
+    with device.gpu:  # type: ignore[attr-defined]  # a CudaDevice
+        return nccl.NcclCommunicator(ranks.count, identity, rank)
 
 
 def _identity(path: Path, rank: int) -> bytes:
@@ -247,12 +292,16 @@ def _identity(path: Path, rank: int) -> bytes:
         part = path.with_suffix(".part")
         part.write_bytes(bytes(nccl.get_unique_id()))
         part.replace(path)
+    _await(path, "an id from rank 0")
+    return path.read_bytes()
+
+
+def _await(path: Path, what: str) -> None:
     end = time.monotonic() + WAIT_SECONDS
     while not path.is_file():
         if time.monotonic() > end:
-            raise TimeoutError(f"rank {rank}: no id from rank 0 in {WAIT_SECONDS:g} s")
+            raise TimeoutError(f"no file {path.name!r} in {WAIT_SECONDS:g} s: {what}")
         time.sleep(LOOK_SECONDS)
-    return path.read_bytes()
 
 
 def version(ranks: Ranks) -> int:
@@ -304,17 +353,18 @@ def _write(report: Path, figures: dict[str, Any]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Goes one of the ways; 1 if a rank failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("way", help="version, together, apart or cost")
+    parser.add_argument("way", help="version, together, apart, hang or cost")
     parser.add_argument("num_ranks", type=int)
     parser.add_argument("report", type=Path, help="the file for the figures")
     parser.add_argument("--quick", action="store_true", help="small sizes only")
     options = parser.parse_args(arguments)
     sizes = QUICK_SIZES if options.quick else SIZES
     ranks = Ranks(options.num_ranks, options.report, sizes)
-    if options.way.startswith("rank-"):
-        return one_rank(int(options.way.removeprefix("rank-")), ranks)
-    ways = {"version": version, "together": together, "apart": apart, "cost": cost}
-    return ways[options.way](ranks)
+    way, _, rank = options.way.partition("-")
+    if rank:
+        return {"rank": one_rank, "hanging": hanging_rank}[way](int(rank), ranks)
+    ways = {"version": version, "together": together, "apart": apart, "hang": hang, "cost": cost}
+    return ways[way](ranks)
 
 
 if __name__ == "__main__":
