@@ -103,6 +103,16 @@ def test_a_block_that_dies_in_another_thread_comes_home(near):
     assert not device.dead
 
 
+def test_no_python_code_runs_when_a_block_dies(near):
+    """Ctrl-C would end it there, and the memory would be free while work still uses it."""
+    held, seen = [uploaded(near.devices[0], 1)], []
+    sys.setprofile(lambda frame, event, called: seen.append(event))
+    held.clear()
+    sys.setprofile(None)
+    assert seen == ["c_call", "c_return", "c_call"]  # of clear and of setprofile
+    assert len(near.devices[0].dead) == 1
+
+
 def test_a_block_that_the_collector_finds_comes_home(near):
     device = near.devices[0]
     circle = [uploaded(device, 1)]

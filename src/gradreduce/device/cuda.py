@@ -30,7 +30,7 @@ from .cuda_queues import CudaQueues
 from .dtypes import as_dtype
 from .fabric import Fabric
 from .kernel import Kernel, Template
-from .memory import Block, Buffer, Queue, Row, Stream, TrackedBlock, handle_of
+from .memory import Block, Buffer, Queue, Row, Stream, handle_of
 from .tables import Tables
 from .tape import Issue
 from .watch import Patience
@@ -99,7 +99,7 @@ class CudaDevice(CudaQueues):
         _kept = _STREAMS.pop(id(self), None)  # until this returns
         with suppress(BackendUnavailableError):  # closed, lost, or from before a fork
             self.fabric.check_open()
-            if self.fabric.reason is None and (self._is_led or self._staging or self._parking):
+            if self.fabric.reason is None and (self._is_led or self._staging or self._parking.held):
                 self.fabric.check_usable(self)
                 self._synchronize(Patience(self))
             elif self.fabric.reason is not None and self._is_idle():
@@ -131,8 +131,8 @@ class CudaDevice(CudaQueues):
             lent = self.lent.find(address, nbytes)
             if lent is not None:
                 return Buffer(lent, address - lent.address, array.shape, dtype)
-        block = TrackedBlock(self, array, address, nbytes, owned=False, writable=writable)
-        return Buffer(block, 0, array.shape, dtype, array)
+        block = Block(self, array, address, nbytes, owned=False, writable=writable)
+        return Buffer(self._parking.watch(block), 0, array.shape, dtype, array)
 
     def _release(self, buffer: Buffer, stream: Stream | None) -> Any:
         if stream is not None:
@@ -163,8 +163,9 @@ class CudaDevice(CudaQueues):
         self.drain()
         dead = self._parking.take(nbytes)
         if dead is not None:  # whoever used it is who its next user comes behind
-            block = TrackedBlock(self, dead.raw, dead.raw.ptr, nbytes, owned=True, writable=True)
+            block = self._block(dead.raw, nbytes)
             block.touched |= dead.touched
+            self._parking.held.discard(dead)
             return block
         try:
             with self.gpu, self._streams["compute"]:
@@ -172,7 +173,11 @@ class CudaDevice(CudaQueues):
         except MemoryError as error:
             raise MemoryError(self._shortage(nbytes)) from error
         self._given("compute")  # memory in its order: whoever works for us must come behind it
-        return TrackedBlock(self, pointer, pointer.ptr, nbytes, owned=True, writable=True)
+        return self._block(pointer, nbytes)
+
+    def _block(self, pointer: Any, nbytes: int) -> Block:
+        block = Block(self, pointer, pointer.ptr, nbytes, owned=True, writable=True)
+        return self._parking.watch(block)
 
     def _recycle(self, raw: Any, nbytes: int) -> None:
         """Dropping the last reference to ``raw`` gives it back to CuPy's pool."""
@@ -195,7 +200,7 @@ class CudaDevice(CudaQueues):
         self._catch_up()
         self.drain()
         with self.gpu:
-            self._parking.join(self._streams["compute"].wait_event)
+            self._parking.join(self, self._streams["compute"].wait_event)
             self._given("compute")
             self._pool.free_all_blocks()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from typing import TypeGuard
 from weakref import ref
 
 import numpy as np
@@ -34,7 +33,7 @@ class Lent:
     def add(self, *blocks: Block) -> None:
         """Knows these blocks, as long as they live, and forgets those that have died."""
         with self._lock:
-            live = [block for block in (each() for each in self._known[1]) if _lives(block)]
+            live = [block for block in (each() for each in self._known[1]) if block is not None]
             live += blocks
             live.sort(key=lambda block: block.address)
             self._known = ([block.address for block in live], [ref(block) for block in live])
@@ -46,14 +45,9 @@ class Lent:
         if place < 0 or not nbytes:
             return None
         block = blocks[place]()
-        if _lives(block) and address + nbytes <= block.address + block.nbytes:
+        if block is not None and address + nbytes <= block.address + block.nbytes:
             return block
         return None
-
-
-def _lives(block: Block | None) -> TypeGuard[Block]:
-    """Whether it still has its memory: a weak reference may show it while it is dying."""
-    return block is not None and block.raw is not None
 
 
 def may_be_lent(array: np.ndarray) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+from weakref import ref
 
 import numpy as np
 
@@ -28,7 +29,6 @@ __all__ = [
     "Queue",
     "Row",
     "Stream",
-    "TrackedBlock",
     "User",
     "compatible",
     "flat_layout",
@@ -145,21 +145,8 @@ class Block:
         return self.address
 
 
-class TrackedBlock(Block):
-    """A block whose device hears of its end: pool memory, and all memory of deferred work."""
-
-    __slots__ = ()
-
-    def __del__(self) -> None:
-        # No lock and no driver call here: the collector runs this anywhere, in any thread.
-        if not hasattr(self, "touched"):  # half made: copied by a module that does not know it
-            return
-        raw, self.raw = self.raw, None  # first: whoever still finds it sees that it is over
-        self.device.dead.append(Dead(raw, self.nbytes, self.touched, self.owned))
-
-
-class Dead(NamedTuple):
-    """What is left of a block whose last reference has died.
+class Dead(ref[Block]):
+    """A weak reference to a block, and what is left of it when its last reference has died.
 
     Attributes:
         raw: the backend's handle, which still keeps the memory.
@@ -168,6 +155,8 @@ class Dead(NamedTuple):
         owned: from our pool, whose order is that of the device's compute queue; a caller's memory
             is in nobody's order that we know.
     """
+
+    __slots__ = ("nbytes", "owned", "raw", "touched")
 
     raw: Any
     nbytes: int

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradreduce.errors import BackendUnavailableError
 
-from .memory import PER_THREAD, Dead, Stream, User, handle_of
+from .memory import PER_THREAD, Block, Dead, Stream, User, handle_of
 
 if TYPE_CHECKING:
     from .base import Device
@@ -24,21 +24,37 @@ _Shown = tuple[Dead, list[tuple["Device", User]]]
 class Parking:
     """The dead blocks of one device.
 
-    Takes no lock: blocks die anywhere, in any thread, and ``deque`` is atomic where it matters.
+    Takes no lock: blocks die anywhere, in any thread, and what is called then is C. A finalizer of
+    ours could be cut short by Ctrl-C, and the memory would be free while work still uses it.
 
     Attributes:
-        dead: memory of blocks that have died since the last ``drain``.
+        held: all whose memory is not free, those of living blocks too.
+        dead: those of blocks that have died since the last ``drain``.
     """
 
     def __init__(self) -> None:
+        self.held: set[Dead] = set()
         self.dead: deque[Dead] = deque()
         self._parked: deque[tuple[Dead, list[Any]]] = deque()
         self._led: deque[Dead] = deque()
-        self._kept: list[Dead] = []
 
     def __bool__(self) -> bool:
         """Whether anything waits."""
         return bool(self.dead or self._parked or self._led)
+
+    def watch(self, block: Block) -> Block:
+        """Holds the memory of a block, also when it has died, until it is free."""
+        dead = Dead(block, self.dead.append)
+        dead.raw, dead.nbytes = block.raw, block.nbytes
+        dead.touched, dead.owned = block.touched, block.owned
+        self.held.add(dead)
+        return block
+
+    def free(self, dead: Dead, home: Device) -> None:
+        """Gives memory back to the pool, or to the caller."""
+        if dead.owned:
+            home._recycle(dead.raw, dead.nbytes)
+        self.held.discard(dead)
 
     def take(self, nbytes: int) -> Dead | None:
         """A dead block of this size whose users its home queue trails, for its next owner.
@@ -70,14 +86,13 @@ class Parking:
             for _ in range(len(self._parked)):
                 dead, marks = self._parked.popleft()
                 if all(home._passed(mark) for mark in marks):
-                    if dead.owned:
-                        home._recycle(dead.raw, dead.nbytes)
+                    self.free(dead, home)
                 else:
                     self._parked.append((dead, marks))
         except IndexError:  # another thread was faster
             pass
 
-    def join(self, wait: Callable[[Any], None]) -> None:
+    def join(self, home: Device, wait: Callable[[Any], None]) -> None:
         """Gives back to the pool all that is parked: its home queue waits for the marks instead.
 
         A caller's memory stays parked: its next user is in nobody's order that we know.
@@ -85,14 +100,12 @@ class Parking:
         with suppress(IndexError):
             for _ in range(len(self._parked)):
                 dead, marks = self._parked.popleft()
-                left = [*marks]
-                try:
-                    while dead.owned and left:
-                        wait(left[-1])
-                        left.pop()
-                finally:
-                    if left:
-                        self._parked.append((dead, marks))
+                if dead.owned:
+                    for mark in marks:
+                        wait(mark)
+                    self.free(dead, home)
+                else:
+                    self._parked.append((dead, marks))
 
     def shown_to(self, stream: Stream) -> list[_Shown]:
         """What has died by now and was shown to a caller's stream; for ``passed``."""
@@ -117,7 +130,7 @@ class Parking:
 
     def _settle(self, dead: Dead, home: Device) -> None:
         if dead.owned and not dead.touched:  # only its home queue knew it
-            home._recycle(dead.raw, dead.nbytes)
+            self.free(dead, home)
             return
         # Or that comes behind all who did.
         users = list(dead.touched)
@@ -126,21 +139,15 @@ class Parking:
             if users and home._is_led:
                 self._led.append(dead)
             else:
-                home._recycle(dead.raw, dead.nbytes)
+                self.free(dead, home)
         else:
             self._park(dead, users if dead.owned else [*users, (home, "compute")], home)
 
     def _park(self, dead: Dead, users: list[tuple[Device, User]], home: Device) -> None:
-        marks = None
-        try:
-            if not any(device.physical in home.fabric.lost for device, _ in users):
-                with suppress(BackendUnavailableError):  # lost meanwhile
-                    marks = [device._mark(queue) for device, queue in users]
-        finally:
-            if marks is not None:
-                self._parked.append((dead, marks))
-            else:
-                self._kept.append(dead)  # nobody ever says that it is done
+        """What cannot be marked is held for ever: nobody ever says that it is done."""
+        if not any(device.physical in home.fabric.lost for device, _ in users):
+            with suppress(BackendUnavailableError):  # lost meanwhile
+                self._parked.append((dead, [device._mark(queue) for device, queue in users]))
 
 
 def _is(user: User, handle: int) -> bool:

@@ -25,7 +25,7 @@ from .flight import QUEUES
 from .journal import Fields, Record
 from .kernel import Arrays, Kernel, Template
 from .lent import may_be_lent
-from .memory import Block, Buffer, Mark, Queue, Row, Stream, TrackedBlock
+from .memory import Block, Buffer, Mark, Queue, Row, Stream
 from .sim_pool import SimPool
 from .sim_queue import Event, Scheduler
 from .sim_replay import Replay
@@ -103,8 +103,9 @@ class SimDevice(Device):
                 lent = self.lent.find(address, array.nbytes)
                 if lent is not None:
                     return Buffer(lent, address - lent.address, array.shape, dtype)
-        made = TrackedBlock if self.defers else Block
-        block = made(self, array, address, array.nbytes, owned=False, writable=writable)
+        block = Block(self, array, address, array.nbytes, owned=False, writable=writable)
+        if self.defers:
+            self._parking.watch(block)
         return Buffer(block, 0, array.shape, dtype, array)
 
     def _release(self, buffer: Buffer, stream: Stream | None) -> np.ndarray:
@@ -157,7 +158,8 @@ class SimDevice(Device):
     def _allocate(self, nbytes: int) -> Block:
         self.drain()
         memory = self._pool.take(nbytes)
-        return TrackedBlock(self, memory, memory.address, nbytes, owned=True, writable=True)
+        block = Block(self, memory, memory.address, nbytes, owned=True, writable=True)
+        return self._parking.watch(block)
 
     def _recycle(self, raw: Any, nbytes: int) -> None:
         if self.defers:  # who uses it from here on, in the order of the compute queue, reads NaN
