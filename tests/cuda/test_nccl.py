@@ -241,6 +241,25 @@ def test_a_failing_call_still_ends_the_group(mesh, monkeypatch):
     assert nccl.open_group() is None
 
 
+def test_a_group_that_fails_at_its_end_may_have_launched(mesh, monkeypatch):
+    """A mark from before it is not the end of a queue any more."""
+    buffers = ones(mesh)
+    mesh.collective.all_reduce(buffers)
+    marks = [buffer.device._mark("compute") for buffer in buffers]
+    group_end = nccl.groupEnd
+
+    def fails() -> None:
+        group_end()
+        raise nccl.NcclError(1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mesh.collective._nccl, "groupEnd", fails)
+        with pytest.raises(CollectiveError, match="groupEnd: NCCL_ERROR_UNHANDLED_CUDA_ERROR"):
+            mesh.collective.all_reduce(buffers)
+    for buffer, mark in zip(buffers, marks, strict=True):
+        assert buffer.device._mark("compute") is not mark
+
+
 def test_closing_aborts_what_was_made(here):
     with open_mesh([0, 1], backend="cuda") as mesh:
         mesh.collective.all_reduce(ones(mesh, (0, 1)))

@@ -285,10 +285,12 @@ class NcclCollective(Collective):
                 for call, communicators in zip(calls, used, strict=True):
                     self._call(call, communicators)
             finally:
-                self._run("groupEnd", self._nccl.groupEnd)
-                for call in calls:  # only now, all of them
-                    for buffer in call.buffers:
-                        cuda_device(buffer)._given(call.queue)
+                try:
+                    self._run("groupEnd", self._nccl.groupEnd)
+                finally:  # one that fails may have launched on some of the GPUs
+                    for call in calls:  # only now, all of them
+                        for buffer in call.buffers:
+                            cuda_device(buffer)._given(call.queue)
 
     def _call(self, call: _Call, communicators: Sequence[Any]) -> None:
         for communicator, buffer, arguments in zip(
