@@ -21,6 +21,7 @@ from .setting import Setting
 __all__ = ["FIRST", "first", "step_of"]
 
 OPS, DEVICE, CUDA = "tests/cuda/test_ops.py", "tests/device/test_contract", "tests/cuda/test_"
+ASSERT = "a failed assertion of PyTorch"
 # Every warning is an error, those of the imports too.
 STRICT = {"PYTHONWARNINGS": "error"}
 # JAX would take most of the memory of the GPU when it starts.
@@ -39,11 +40,6 @@ def where(module: str, section: Section, name: str) -> Section:
             yield from section(setting)
 
     return run
-
-
-def fault(way: str, seconds: float) -> Section:
-    """One of ``gpu_check.faults``."""
-    return program(f"faults: {way}", "faults", seconds, way)
 
 
 # step -> its checks, in their order
@@ -67,9 +63,8 @@ FIRST: Mapping[str, tuple[Section, ...]] = {
         file(f"{CUDA}prepared.py", 90),
     ),
     "4-faults": (
-        fault("threads", 120),
-        where("torch", fault("torch-graph", 120), "our call inside torch.cuda.graph"),
-        where("torch", fault("torch-assert", 120), "a failed assertion of PyTorch"),
+        file(f"{CUDA}out_of_memory.py", 150),
+        where("torch", program(ASSERT, "torch_assert", 120), ASSERT),
     ),
     "5-host-time": (program("host time of single calls", "host_costs", 120),),
     "6-counters": tuple(

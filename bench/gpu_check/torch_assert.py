@@ -1,0 +1,62 @@
+"""What our calls say after a failed assertion of a PyTorch kernel: the device is lost.
+
+    python -m gpu_check.torch_assert [--json FILE] [--quick]
+
+An index out of bounds is such an assertion. It ruins the CUDA context of the process (error 710,
+``cudaErrorAssert``) for every library in it, so this is a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from measure.report import keep, options_of
+
+import gradreduce as gr
+from gradreduce.errors import BackendUnavailableError
+
+SIZE = 1000
+
+
+def fail_assertion() -> None:
+    """Gives the GPU a kernel of PyTorch's that asserts what is not so."""
+    torch = importlib.import_module("torch")
+    index = torch.tensor([SIZE], device="cuda")
+    torch.ones(1, device="cuda")[index]
+
+
+def said_after(fail: Callable[[], None]) -> list[str]:
+    """What each call of ours said behind it, on two logical devices of the GPU."""
+    with gr.open_mesh([0, 0], backend="cuda") as mesh:
+        buffers = [device.upload(np.ones(SIZE, np.float32)) for device in mesh]
+        mesh.synchronize()
+        fail()
+        calls = [*(device.synchronize for device in mesh), *(buffer.numpy for buffer in buffers)]
+        return [lost(call) for call in (*calls, lambda: gr.add_n(buffers))]
+
+
+def lost(call: Callable[[], object]) -> str:
+    """What a call on a lost device says.
+
+    Raises:
+        AssertionError: nothing.
+    """
+    try:
+        call()
+    except BackendUnavailableError as error:
+        return str(error)
+    raise AssertionError("a call on a device that is lost raised nothing")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints and keeps what was said."""
+    options = options_of(__doc__, arguments)
+    said = said_after(fail_assertion)
+    print(*said, sep="\n")
+    keep({"said": said}, options.json)
+
+
+if __name__ == "__main__":
+    main()
