@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,9 +24,13 @@ pytest_plugins = ("skips", "early", "exhaustive")
 def pytest_configure() -> None:
     """Lets tests interrupt this process and its children, also where a shell runs it with &.
 
-    Such a shell ignores SIGINT in what it starts, and Python then leaves it ignored.
+    Such a shell ignores SIGINT in what it starts, and Python then leaves it ignored. And says what
+    JAX reads of its environment when it is imported.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Where JAX has GPUs: its plain tests stay on the CPU, and it takes only the memory it uses.
+    os.environ.setdefault("JAX_DEFAULT_DEVICE", "cpu")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -186,6 +186,21 @@ def test_jax_arrays_are_read_only_inputs(device):
 
 
 @pytest.mark.jax
+def test_what_jax_copies_of_host_memory_stays_on_the_cpu(device, monkeypatch):
+    jax, seen = importlib.import_module("jax"), []
+    make = jax.numpy.asarray
+
+    def watched(array):
+        seen.append(jax.config.jax_default_device.platform)
+        return make(array)
+
+    monkeypatch.setattr(jax.numpy, "asarray", watched)
+    with jax.default_device(None):
+        from_buffer(device.upload(np.zeros(3, as_dtype("bfloat16"))), "jax")
+    assert seen == ["cpu"]
+
+
+@pytest.mark.jax
 def test_a_traced_array_is_no_array(device):
     jax = importlib.import_module("jax")
 

@@ -274,8 +274,9 @@ def from_buffer(buffer: Buffer, kind: Kind) -> Any:
     """``buffer`` as an array of ``kind``, on the same memory where there is a way.
 
     Copied are: NumPy arrays of a GPU's memory, tensors of memory that is read-only, and JAX arrays
-    where JAX itself copies (bfloat16, memory that is not aligned as it likes, and 64-bit types
-    without its x64 mode, which it makes 32-bit ones: large integers lose their upper half).
+    where JAX itself copies (bfloat16 in host memory, memory that is not aligned as it likes, and
+    64-bit types without its x64 mode, which it makes 32-bit ones: large integers lose their upper
+    half).
 
     Raises:
         ValueError: a CuPy array of simulated memory.
@@ -587,5 +588,6 @@ def _to_jax(array: Any) -> Any:
     """A host array as a JAX array, on the same memory if JAX takes it."""
     jax = sys.modules["jax"]
     if array.dtype == BFLOAT16 or not array.flags.writeable:
-        return jax.numpy.asarray(array)
+        with jax.default_device(jax.devices("cpu")[0]):  # its own may be a GPU
+            return jax.numpy.asarray(array)
     return jax.dlpack.from_dlpack(array)

@@ -25,6 +25,7 @@ SHARED = {
         "digits",
         "flows",
         "gradients",
+        "jax",
         "ops",
         "optimizers",
         "out_of_memory",

@@ -14,7 +14,15 @@ from . import graphs
 from .computing import Computing
 from .machine import READ, WRITE, Call, current
 from .memory import PINNED, REGION
-from .surface import LEGACY, Device, check_addresses, get_current_stream, getDevice, queue_of
+from .surface import (
+    LEGACY,
+    Device,
+    check_addresses,
+    get_current_stream,
+    getDevice,
+    queue_of,
+    streamWaitEvent,
+)
 
 __all__ = [
     "MemoryPointer",
@@ -301,6 +309,18 @@ class ndarray(Computing):
         self._submit("read", READ, lambda memory: None)
         made._submit("copy", WRITE, lambda memory: np.copyto(memory, source))
         return made
+
+    def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
+        """The consumer's stream waits for that which is current on the *current* GPU, as CuPy's."""
+        consumer = LEGACY if stream is None else stream
+        ours = get_current_stream()
+        if consumer not in (-1, ours.ptr or LEGACY):
+            event = ours.record()
+            streamWaitEvent(consumer, event.ptr)
+        return self
+
+    def __dlpack_device__(self):
+        return CUDA_DLPACK, self.device.id
 
     def _memory(self) -> np.ndarray:
         """Its memory as the host sees it."""

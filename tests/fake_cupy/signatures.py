@@ -24,7 +24,7 @@ OFFERED = {
     "cupy": "ndarray asarray ascontiguousarray from_dlpack RawModule RawKernel",
     "cupy.RawModule": "get_function",
     "cupy.RawKernel": "kernel __call__",
-    "cupy.ndarray": "device get copy transpose view",
+    "cupy.ndarray": "device get copy transpose view __dlpack__ __dlpack_device__",
     "cupy.cuda": (
         "Device Stream ExternalStream Event Function Graph MemoryPool MemoryPointer UnownedMemory "
         "alloc_pinned_memory get_current_stream get_elapsed_time is_available"
