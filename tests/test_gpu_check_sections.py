@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -349,3 +350,11 @@ def test_the_sanitizer_is_tried_first(rooms, equipped, outcome, names):
     for check in asked[1:]:
         keyword = check.command[check.command.index("-k") + 1]
         assert keyword.startswith("float32 and ")
+
+
+def test_memory_without_a_pool_has_what_our_device_asks_of_a_pool():
+    """Which is run under the sanitizer alone."""
+    device = (ROOT / "src/gradreduce/device/cuda.py").read_text("utf-8")
+    asked = set(re.findall(r"_pool\.(\w+)\(", device))
+    text = (ROOT / "bench/gpu_check/unpooled.py").read_text("utf-8")
+    assert {"malloc", "free_all_blocks"} <= asked <= set(re.findall(r"def (\w+)\(self", text))

@@ -24,8 +24,6 @@ OPS, DEVICE, CUDA = "tests/cuda/test_ops.py", "tests/device/test_contract", "tes
 ASSERT = "a failed assertion of PyTorch"
 # Every warning is an error, those of the imports too.
 STRICT = {"PYTHONWARNINGS": "error"}
-# JAX would take most of the memory of the GPU when it starts.
-JAX_SHARES = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 def where(module: str, section: Section, name: str) -> Section:

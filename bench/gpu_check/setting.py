@@ -94,6 +94,8 @@ def environment(*, fake: bool, work: Path) -> dict[str, str]:
         # The plugins of whatever else is installed have no part in these tests.
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "HYPOTHESIS_STORAGE_DIRECTORY": str(work / "hypothesis"),
+        # JAX would take three quarters of the GPU's memory when it starts.
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "NO_COLOR": "1",
         "COLUMNS": "100",
     }
