@@ -18,6 +18,7 @@ from stuck import PATIENCE, await_death, clock, no_thread_starts
 
 import gradreduce as gr
 from gradreduce.device import Device, Mesh, cuda, cuda_nccl, open_mesh
+from gradreduce.device.watch import Patience
 from gradreduce.errors import BackendUnavailableError, CollectiveError
 
 pytestmark = pytest.mark.fake_cupy
@@ -110,6 +111,23 @@ def test_a_host_wait_ends_by_its_own_deadline_and_its_memory_stays(here, mesh, w
     mesh.reset(timeout=PATIENCE)
     assert same(buffer.numpy(), np.ones(9, np.float32))
     assert not device._staging
+
+
+def test_ctrl_c_leaves_the_memory_that_a_download_still_writes(new_machine, monkeypatch):
+    def interrupted(self, done):
+        raise KeyboardInterrupt
+
+    new_machine(0, num_gpus=1)
+    with open_mesh(1, backend="cuda") as mesh:
+        device = mesh.devices[0]
+        buffer = device.upload(np.ones(9, np.float32))
+        device.synchronize(deadline=PATIENCE)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Patience, "until", interrupted)
+            buffer.numpy()
+        other = device.upload(np.zeros(9, np.float32))
+        assert same(other.numpy(), np.zeros(9, np.float32))
+        assert not device._staging
 
 
 def test_plain_waits_stay_in_the_driver_until_the_first_deadline(here, mesh):

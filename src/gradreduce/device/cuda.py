@@ -260,10 +260,11 @@ class CudaDevice(CudaQueues):
                     runtime.memcpyDeviceToHost, stream.ptr,
                 )  # fmt: skip
             event = self._event(stream)
+            self._staging.append((pinned, event))  # which the copy writes, if Ctrl-C comes too
         self._given("compute")
         if not patience.until(lambda: self._reached(event)):
-            self._staging.append((pinned, event))  # which the copy may still write
             return None
+        self._drop_staging()
         staged = np.frombuffer(pinned, np.uint8, buffer.nbytes)
         return staged.view(buffer.dtype).reshape(buffer.shape).copy()
 
