@@ -41,9 +41,13 @@ def tensor_of(array: np.ndarray):
     return torch.from_numpy(array).cuda()
 
 
+def data_of(dtype: str) -> np.ndarray:
+    return exact_data((33, 5), dtype, seed=3)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tensor_crosses_on_its_own_memory_both_ways(mesh, dtype):
-    array = exact_data((33, 5), dtype, seed=3)
+    array = data_of(dtype)
     tensor = tensor_of(array)
     buffer = to_buffer(tensor, mesh.devices[2])
     assert buffer.device is mesh.devices[2]
@@ -69,6 +73,69 @@ def test_calls_are_ordered_with_the_current_stream(mesh, own):
             total = gr.add_n([to_buffer(term, mesh.devices[0]) for term in terms], as_kind="torch")
             total = total * 2  # of PyTorch's stream, behind our sum
             assert bool((total == 3 * (2 * turn + 1) * 2).all())
+
+
+@pytest.mark.multi_gpu(2)
+def test_tensors_of_a_gpu_that_is_not_current():
+    import torch
+
+    assert torch.cuda.current_device() == 0
+    with (
+        gr.open_mesh([0, 1], backend="cuda") as mesh,
+        torch.cuda.stream(torch.cuda.Stream(device=1)),
+    ):
+        torch.cuda.set_device(0)  # the stream stays that of GPU 1
+        for turn in range(5):
+            terms = [torch.full((LARGE,), float(turn), device="cuda:1") for _ in range(3)]
+            for term in terms:
+                term.mul_(2).add_(1)
+            buffers = [to_buffer(term, mesh.devices[0]) for term in terms]
+            assert {buffer.device for buffer in buffers} == {mesh.devices[1]}
+            total = gr.add_n(buffers, as_kind="torch")
+            assert total.device == torch.device("cuda", 1)
+            assert bool((total * 2 == 3 * (2 * turn + 1) * 2).all())
+            shared = from_buffer(mesh.devices[1].upload(data_of("bfloat16")), "torch")
+            assert same(host(shared), data_of("bfloat16"))
+
+
+def test_gradients_that_are_freed_at_the_end_of_a_step(mesh):
+    """Their memory is PyTorch's again when our queue is behind the last use, not before."""
+    import torch
+
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        totals = []
+        with torch.cuda.stream(stream):
+            for turn in range(10):
+                grads = [[torch.full((LARGE,), float(turn), device="cuda")] for _ in range(4)]
+                totals.append(ops.all_reduce(grads, gr.ReduceOp.SUM, as_kind="buffer")[0][0])
+                del grads
+                for _ in range(4):  # which gets that memory, if it is free
+                    torch.full((LARGE,), -1.0, device="cuda")
+        for turn, total in enumerate(totals):
+            assert bool((from_buffer(total, "torch") == 4 * turn).all())
+
+
+def test_results_that_are_dropped_while_pytorch_reads_them(mesh):
+    """Their memory is ours again when PyTorch's stream is behind the last use, not before."""
+    import torch
+
+    device = mesh.devices[0]
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        sums = []
+        with torch.cuda.stream(stream):
+            late = torch.zeros((1 << 12, 1 << 12), device="cuda")
+            for turn in range(1, 6):
+                terms = [device.upload(np.full(late.shape, turn, np.float32)) for _ in range(2)]
+                total = gr.add_n(terms, as_kind="torch")
+                for _ in range(5):  # behind which PyTorch reads our memory
+                    late = late @ late
+                sums.append(late + total)
+                del total
+                for _ in range(3):  # which gets that memory, if it is free
+                    device.zeros(late.shape, "float32")
+            for turn, each in enumerate(sums, 1):
+                assert bool((each == 2 * turn).all())
 
 
 def test_an_all_reduce_of_tensors(mesh):
