@@ -16,8 +16,8 @@ import numpy as np
 
 from gradreduce.device import Buffer, Device, Stream, follow, handle_of
 from gradreduce.device.dtypes import BFLOAT16
-from gradreduce.errors import DeviceMismatchError
-from gradreduce.one_call import came_in, unfenced
+from gradreduce.errors import CaptureError, DeviceMismatchError
+from gradreduce.one_call import came_in, check_stream, unfenced
 
 __all__ = [
     "Kind",
@@ -71,11 +71,15 @@ def adopt_foreign(
         writable: False where its library promises that it never changes.
 
     Raises:
+        CaptureError: a stream that would have to wait is capturing a CUDA graph.
         DeviceMismatchError: it is on a GPU outside the mesh, or the mesh is simulated.
         TypeError: it is shared in neither way.
     """
     if device.fabric.backend != "cuda":
         raise DeviceMismatchError(f"the array is on a GPU, {device.name} is simulated")
+    for each in (_current(device.physical), stream):  # DLPack may make the first wait
+        if each is not None:
+            check_stream(device, each)
     shared = _by_dlpack(array) or _by_interface(array)
     given = shared.array if dtype is None else shared.array.view(dtype)
     writable = writable and not shared.read_only
@@ -93,9 +97,9 @@ def reading(buffers: Iterable[Buffer]) -> None:
     for kind, device in {(buffer.lender, buffer.device) for buffer in lent}:
         if kind is not None and device.fabric.backend == "cuda":
             stream = current_of(device, kind)
-            came_in(device, stream)
             if unfenced(device, stream, leaving=False) is not None:
                 follow(device, stream)
+            came_in(device, stream)
 
 
 def download_foreign(array: Any) -> np.ndarray:
@@ -184,11 +188,16 @@ def _adopt(
     if home is None:
         raise DeviceMismatchError(f"the array is on GPU {gpu}, outside the mesh {device.mesh}")
     if array.flags.c_contiguous:
+        fenced = unfenced(home, stream, leaving=False) if once else stream
+        buffer = home.adopt(array, fenced, writable=writable)
         if stream is not None and (writable or once):
             came_in(home, stream)
-        stream = unfenced(home, stream, leaving=False) if once else stream
-        return home.adopt(array, stream, writable=writable)
+        return buffer
     current = sys.modules["cupy"].cuda.get_current_stream(gpu)
+    home.fabric.check_free(home, "a copy of an array that is not contiguous")
+    for each in (current, stream):
+        if each is not None:
+            check_stream(home, each)
     with array.device:  # CuPy copies to the current GPU, in the order of its current stream
         if stream is not None and stream is not current:
             _wait(current, stream, gpu)
@@ -204,8 +213,10 @@ def _wait(stream: Any, other: Stream, gpu: int) -> None:
     """A CuPy stream waits for what another stream of its GPU holds."""
     cuda = sys.modules["cupy"].cuda
     with cuda.Device(gpu):  # the event's, and whose default streams the two handles may name
-        event = cuda.Event(disable_timing=True)
-        cuda.runtime.eventRecord(event.ptr, handle_of(other))
+        handle, event = handle_of(other), cuda.Event(disable_timing=True)
+        if cuda.runtime.streamIsCapturing(handle):
+            raise CaptureError(f"the array's stream {handle:#x} is capturing a CUDA graph")
+        cuda.runtime.eventRecord(event.ptr, handle)
         stream.wait_event(event)
 
 

@@ -48,9 +48,16 @@ class Border:
                 self._given.append((kind, device))
 
     def enter(self) -> None:
-        """Our compute queues wait for what the callers' streams that are current now hold."""
+        """Our compute queues wait for what the callers' streams that are current now hold.
+
+        Raises:
+            CaptureError: one of these, or of those that will wait for us, is capturing a CUDA
+                graph. Nothing was changed.
+        """
+        for kind, device in self._given:
+            device.check_stream(current_of(device, kind))
         for kind, device in self._lenders:
-            follow(device, current_of(device, kind))
+            follow(device, current_of(device, kind), checked=True)
 
     def leave(self, results: Iterable[Buffer] = ()) -> None:
         """Those streams wait for our compute queues; for arrays in host memory the host does.

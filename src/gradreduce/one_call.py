@@ -14,7 +14,7 @@ from typing import Self
 from gradreduce.device import Device, Stream, handle_of, precede
 from gradreduce.errors import BackendUnavailableError, CollectiveError
 
-__all__ = ["Aside", "OneCall", "came_in", "hand_back", "unfenced"]
+__all__ = ["Aside", "OneCall", "came_in", "check_stream", "hand_back", "unfenced"]
 
 _Place = tuple[Device, int]  # whose compute queue, and the handle of a caller's stream
 
@@ -23,16 +23,18 @@ class _Scope:
     """Of the outermost ``OneCall`` of a thread.
 
     Attributes:
+        checked: streams that are not capturing a CUDA graph, each with its GPU.
         fenced: with which streams, and whether they wait for us (True) or we for them.
         lent: whose arrays came in, with what is current there: the stream, which must not end
             before it has been told to wait, and whether an array was read already.
         frame: in which it was opened.
     """
 
-    __slots__ = ("fenced", "frame", "lent")
+    __slots__ = ("checked", "fenced", "frame", "lent")
 
     def __init__(self, frame: FrameType) -> None:
         self.frame = frame
+        self.checked: set[tuple[int, int]] = set()
         self.fenced: set[tuple[bool, Device, int]] = set()
         self.lent: dict[_Place, tuple[Stream, bool]] = {}
 
@@ -135,6 +137,16 @@ def unfenced(device: Device, stream: Stream | None, *, leaving: bool) -> Stream 
         return None
     scope.fenced.add(place)
     return stream
+
+
+def check_stream(device: Device, stream: Stream) -> None:
+    """As ``Device.check_stream``, once a call for each stream."""
+    scope = _mine.scope
+    place = (device.physical, handle_of(stream))
+    if scope is None or place not in scope.checked:
+        device.check_stream(stream)
+        if scope is not None:
+            scope.checked.add(place)
 
 
 def came_in(device: Device, stream: Stream, *, read: bool = False) -> None:

@@ -52,6 +52,10 @@ class Tensor:
         with sys.modules["torch"].on(self.device.index):
             self.array[...] = other.array
 
+    def add_(self, other: float) -> None:
+        with sys.modules["torch"].on(self.device.index):
+            self.array += other
+
     def zero_(self) -> None:
         with sys.modules["torch"].on(self.device.index):
             self.array[...] = 0
@@ -90,8 +94,9 @@ class Tensor:
             raise BufferError("per-thread default stream is not supported.")
         with current().entered() as machine:
             ours = queue_of(machine, sys.modules["torch"].stream_of(self.array.device))
-            if ours.last is not None:
-                machine.wait(queue_of(machine, stream), ours.last)
+            last = ours.last if ours.capture is None else machine.submit(ours, "event")
+            if last is not None:
+                machine.wait(queue_of(machine, stream), last)
         return self.array
 
 
@@ -122,11 +127,33 @@ def stand_in() -> ModuleType:
         with cupy.cuda.Device(gpu), stream_of(gpu):
             yield
 
+    class CUDAGraph:
+        graph = None
+
+        def replay(self) -> None:
+            self.graph.launch(stream_of(0))
+
+    @contextmanager
+    def graph(made: CUDAGraph, capture_error_mode: str = "global") -> Iterator[None]:
+        """On GPU 0, whose current stream is another one inside."""
+        before, mode = stream_of(0), ["global", "thread_local", "relaxed"].index(capture_error_mode)
+        with cupy.cuda.Device(0):
+            side = streams[0] = cupy.cuda.Stream(non_blocking=True)
+            side.begin_capture(mode)
+            try:
+                yield
+            finally:
+                streams[0] = before
+                made.graph = side.end_capture()
+
     module = ModuleType("torch")
     module.__dict__.update(
         strided="strided", bfloat16="bfloat16", int16="int16", Tensor=Tensor, from_dlpack=Tensor,
         stream=stream_of(0), stream_of=stream_of, on=on,
-        cuda=SimpleNamespace(current_stream=current_stream),
+        cuda=SimpleNamespace(
+            current_stream=current_stream, CUDAGraph=CUDAGraph, graph=graph,
+            synchronize=lambda: cupy.cuda.Device().synchronize(),
+        ),
         autograd=SimpleNamespace(graph=SimpleNamespace(increment_version=_increment_version)),
     )  # fmt: skip
     return module

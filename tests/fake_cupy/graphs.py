@@ -189,13 +189,9 @@ def check_legacy(machine: Machine, queue: Queue) -> None:
 
 
 def _blocks_legacy(machine: Machine, queue: Queue) -> list[GraphCapture]:
-    if queue.handle >= machine.num_gpus:
+    if queue.handle >= machine.num_gpus:  # no null stream
         return []
-    return [
-        capture
-        for capture in machine.captures
-        if any(each.blocking and each.gpu == queue.gpu for each in capture.last)
-    ]
+    return [each.capture for each in queue.blocking if each.capture is not None]
 
 
 def check_safe(machine: Machine, what: str) -> None:

@@ -69,11 +69,9 @@ class Queue:
         clock: of its last call.
         blocking: of a null stream: the others of its GPU that it waits for, and they for it.
         capture: what keeps its calls instead of running them (``graphs.py``); None: nothing.
-        blocking: whether the null stream of its GPU waits for it; of streams of callers only.
     """
 
     capture: Any = None
-    blocking = False
 
     def __init__(self, handle: int, gpu: int, name: str) -> None:
         self.handle = handle

@@ -64,6 +64,10 @@ class Backend(ABC):
     def _precede(self, stream: Stream | None) -> None:
         """Makes a foreign stream, or the host, wait for the compute queue."""
 
+    def _is_capturing(self, stream: Stream) -> bool:
+        """Whether a foreign stream records a CUDA graph, or must wait for one that does."""
+        return False
+
     @abstractmethod
     def _prepare(self, kernel: Kernel, template: Template) -> None:
         """Compiles, under a lock, what is not compiled yet."""
@@ -124,7 +128,10 @@ class Backend(ABC):
 
     @abstractmethod
     def _mark(self, queue: User) -> Any:
-        """The backend's token for the end of what ``queue``, or a caller's stream, holds."""
+        """The backend's token for the end of what ``queue``, or a caller's stream, holds.
+
+        None for a caller's stream that is capturing: it would belong to the capture for ever.
+        """
 
     @abstractmethod
     def _passed(self, event: Any) -> bool:

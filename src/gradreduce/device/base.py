@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradreduce.errors import DeviceMismatchError, NotCopied
+from gradreduce.errors import CaptureError, DeviceMismatchError, NotCopied
 
 from .backend import Backend
 from .dtypes import as_dtype
@@ -21,7 +21,7 @@ from .fabric import Fabric
 from .journal import Fields, Record
 from .kernel import Kernel, Template
 from .lent import Lent
-from .memory import Buffer, Mark, Queue, Row, Stream
+from .memory import Buffer, Mark, Queue, Row, Stream, handle_of
 from .parking import Parking
 from .reach import check_reach, check_writable
 from .tape import Issue
@@ -119,11 +119,15 @@ class Device(NotCopied, Backend):
             writable: False where its library promises that it never changes.
 
         Raises:
+            CaptureError: ``stream`` is capturing a CUDA graph.
             DeviceMismatchError: the memory is not this device's.
             ValueError: the array is not contiguous.
         """
         self.fabric.check_usable(self)
-        return self._adopt(array, self.fabric.entering(self, stream), writable)
+        stream = self.fabric.entering(self, stream)
+        if stream is not None:
+            self.check_stream(stream)
+        return self._adopt(array, stream, writable)
 
     def release(self, buffer: Buffer, stream: Stream | None = None) -> Any:
         """The backend's array of ``buffer``'s memory, kept alive by it; nothing is copied.
@@ -132,15 +136,33 @@ class Device(NotCopied, Backend):
         not a raw handle, it is remembered: the array may be dropped while it is still used there.
 
         Raises:
+            CaptureError: ``stream`` is capturing a CUDA graph.
             DeviceMismatchError: the buffer is another device's.
         """
         self.fabric.check_free(self, "release")
+        if stream is not None:
+            self.check_stream(stream)
         if buffer.device is not self:
             raise DeviceMismatchError(
                 f"{self.name}.release: {buffer} is on another device, whose release gives it"
             )
         self._before_write(buffer, "compute")  # whoever gets the array may write it
         return self._release(buffer, stream)
+
+    def check_stream(self, stream: Stream) -> None:
+        """Raises ``CaptureError`` for a caller's stream that is capturing a CUDA graph.
+
+        To be asked before a queue waits for the stream, which would draw the queue into the
+        graph, or the stream for a queue, which would invalidate the capture.
+        """
+        if self._is_capturing(stream):
+            raise CaptureError(
+                f"the caller's stream {handle_of(stream):#x} is capturing a CUDA graph, or is a "
+                f"default stream that waits for one; work of {self.name} cannot be part of it. "
+                "Make this call before the capture begins or after it has ended. Reductions have "
+                "graphs of their own: make a step by AllReduceCrossDeviceOps.capture, and call it "
+                "outside of other captures"
+            )
 
     @abstractmethod
     def put(self, array: Any, address: int | None = None) -> Buffer:

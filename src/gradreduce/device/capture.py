@@ -196,6 +196,8 @@ class Capture:
 
     def _fence(self) -> None:
         """What a call must wait for, beside its devices' compute queues."""
+        for device, stream in self._streams:
+            device.check_stream(stream)
         while self._earlier:
             self._leader.wait(self._earlier.pop())
         for device, stream in self._streams:

@@ -154,10 +154,13 @@ class CudaDevice(CudaQueues):
         """
         if not isinstance(array, cupy.ndarray):
             return self.upload(np.asarray(array))
+        stream = cupy.cuda.get_current_stream(array.device.id)
         if array.device.id == self.physical and not array.flags.c_contiguous:
+            self.fabric.check_free(self, "a copy of an array that is not contiguous")
+            self.check_stream(stream)
             with self.gpu:
                 array = cupy.ascontiguousarray(array)
-        return self.adopt(array, cupy.cuda.get_current_stream(array.device.id))
+        return self.adopt(array, stream)
 
     def _allocate(self, nbytes: int) -> Block:
         self.drain()

@@ -81,7 +81,7 @@ class GraphRecording(Recording):
 
     def abandon(self) -> None:
         """See ``Recording.abandon``."""
-        with suppress(runtime.CUDARuntimeError, RuntimeError), self._gpu:
+        with suppress(RuntimeError), self._gpu:
             self._origin.end_capture()
 
     def _launch(self, graph: Any) -> None:

@@ -14,7 +14,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from gradreduce.errors import BackendUnavailableError
+from gradreduce.errors import BackendUnavailableError, CaptureError
 
 from .base import Device
 
@@ -106,6 +106,10 @@ FATAL = frozenset({
 })  # fmt: skip
 
 
+# Of stream captures; they leave the device usable, and the capture invalid.
+_CAPTURE = frozenset(range(900, 909))
+
+
 class Gpu:
     """Makes a GPU the current one while inside; a fault that it does not survive loses it.
 
@@ -139,3 +143,11 @@ class Gpu:
             self._owner.lose(str(error))
             text = f"device {self._owner.name} was lost: {error}"
             raise BackendUnavailableError(text) from error
+        if getattr(error, "status", 0) in _CAPTURE:
+            raise CaptureError(
+                f"{self._owner.name}: CUDA refuses this, or has ended a capture, because a CUDA "
+                f"graph is being captured: {error}. While a stream of a GPU captures, no thread "
+                "may synchronize that GPU. While one captures in global mode, torch.cuda.graph's "
+                "default, no thread may allocate or free GPU memory or query events: capture with "
+                'capture_error_mode="thread_local". Then capture again'
+            ) from error

@@ -16,7 +16,10 @@ from cupy.cuda import runtime
 
 from .memory import Stream, handle_of
 
-__all__ = ["Line", "event_of"]
+__all__ = ["Line", "event_of", "is_capturing"]
+
+# CUDA's error of a default stream on whose GPU a blocking stream is capturing.
+_CAPTURE_IMPLICIT = 906
 
 
 class Line:
@@ -136,3 +139,14 @@ def event_of(gpu: Any, stream: Stream) -> Any:
         event = cupy.cuda.Event(disable_timing=True)
         runtime.eventRecord(event.ptr, handle_of(stream))
     return event
+
+
+def is_capturing(gpu: Any, stream: Stream) -> bool:
+    """Whether a stream of this GPU records a CUDA graph, or must wait for one that does."""
+    with gpu:  # whose default stream a handle may name
+        try:
+            return bool(runtime.streamIsCapturing(handle_of(stream)))
+        except RuntimeError as error:  # of CuPy's own for a capture that is invalid
+            if getattr(error, "status", _CAPTURE_IMPLICIT) != _CAPTURE_IMPLICIT:
+                raise
+            return True

@@ -8,7 +8,7 @@ from typing import Any, cast
 from .base import Device
 from .cuda_capture import GraphRecording
 from .cuda_gpu import Gpu
-from .cuda_line import Line, event_of
+from .cuda_line import Line, event_of, is_capturing
 from .fabric import Fabric
 from .memory import LEGACY, PER_THREAD, Mark, Queue, Stream, User, handle_of
 
@@ -49,11 +49,15 @@ class CudaQueues(Device):
         """Something was given to a queue: ``_ready`` came before it."""
         self._lines[queue].given()
 
+    def _is_capturing(self, stream: Stream) -> bool:
+        return is_capturing(self.gpu, stream)
+
     def _mark(self, queue: User) -> Any:
         if not isinstance(queue, str):
             # The handle of a thread's default stream is another one's in every other thread. Of
             # all threads', the legacy default stream waits for what they hold.
-            return self._event(LEGACY if handle_of(queue) == PER_THREAD else queue)
+            stream = LEGACY if handle_of(queue) == PER_THREAD else queue
+            return None if self._is_capturing(stream) else self._event(stream)
         ours = cast("Queue", queue)
         if self.fabric.capture is None:
             return self._lines[ours].mark()

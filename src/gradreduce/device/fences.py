@@ -11,13 +11,27 @@ from .memory import Stream
 __all__ = ["follow", "precede"]
 
 
-def follow(device: Device, stream: Stream) -> None:
-    """The compute queue waits for what a caller's stream holds now, as in ``adopt``."""
+def follow(device: Device, stream: Stream, *, checked: bool = False) -> None:
+    """The compute queue waits for what a caller's stream holds now, as in ``adopt``.
+
+    Args:
+        device: whose queue.
+        stream: of the caller.
+        checked: whether the caller has said ``check_stream``.
+    """
     device.fabric.check_usable(device)
+    entered = device.fabric.entering(device, stream)
+    if entered is None:
+        return
+    if not checked:
+        device.check_stream(stream)
     device._follow(stream)
 
 
 def precede(device: Device, stream: Stream | None) -> None:
-    """A caller's stream (None: the host) waits for the compute queue, as in ``release``."""
+    """A caller's stream (None: the host) waits for the compute queue, as in ``release``.
+
+    Say ``check_stream`` before the work for which it waits.
+    """
     device.fabric.check_usable(device)
     device._precede(stream)

@@ -81,7 +81,7 @@ class Parking:
                 home._catch_up()
             for _ in range(len(self._led)):
                 self._settle(self._led.popleft(), home)
-            while self.dead:
+            for _ in range(len(self.dead)):  # one that must wait comes back
                 self._settle(self.dead.popleft(), home)
             for _ in range(len(self._parked)):
                 dead, marks = self._parked.popleft()
@@ -147,7 +147,11 @@ class Parking:
         """What cannot be marked is held for ever: nobody ever says that it is done."""
         if not any(device.physical in home.fabric.lost for device, _ in users):
             with suppress(BackendUnavailableError):  # lost meanwhile
-                self._parked.append((dead, [device._mark(queue) for device, queue in users]))
+                marks = [device._mark(queue) for device, queue in users]
+                if any(mark is None for mark in marks):
+                    self.dead.append(dead)  # until a caller's capture has ended
+                else:
+                    self._parked.append((dead, marks))
 
 
 def _is(user: User, handle: int) -> bool:
