@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
+from pathlib import Path
+
 import pytest
 from kernels.nvrtc import WHEELS
 from kernels.sass import (
@@ -34,6 +38,19 @@ def test_the_table_has_every_kernel_for_every_gpu():
 def test_nothing_in_the_table_is_spilled():
     """Written by hand it could be."""
     assert {spills for _, spills, *_ in RECORD.values()} == {"0"}
+
+
+@pytest.mark.repo
+def test_the_extra_has_the_versions_of_the_table_and_no_other_brings_nvrtc_13():
+    """CuPy for CUDA 12 compiles with NVRTC 13 where that is installed beside it."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    extras = {
+        name: {requirement.partition(";")[0] for requirement in requirements}
+        for name, requirements in tomllib.loads(text)["project"]["optional-dependencies"].items()
+    }
+    assert {f"{WHEELS[version]}=={VERSIONS[version]}" for version in WHEELS} < extras.pop("nvrtc")
+    others = set().union(*extras.values())
+    assert not [each for each in others if re.match(rf"{WHEELS[13]}\b(?!-)", each)]
 
 
 @pytest.mark.exhaustive
