@@ -174,7 +174,7 @@ def test_benchmarks_share_the_time(rooms, setting):
 @pytest.fixture
 def equipped(rooms, setting, monkeypatch):
     """A machine with everything: PyTorch, JAX, and CUDA's tools."""
-    monkeypatch.setattr(rooms.run_first.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(rooms.section.importlib.util, "find_spec", lambda name: name)
     for module in (rooms.run_ncu, rooms.run_sanitize):
         monkeypatch.setattr(module, "find_tool", lambda name: f"/usr/local/cuda/bin/{name}")
     return setting
@@ -234,12 +234,23 @@ def test_the_other_sections_have_the_names_of_what_first_has_run(rooms, equipped
 
 
 def test_what_is_not_installed_is_skipped(rooms, setting, monkeypatch):
-    monkeypatch.setattr(rooms.run_first.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(rooms.section.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(rooms.section.shutil, "which", lambda name, path: None)
     reasons = [one.reason for asked in steps_of(rooms, setting).values() for one in asked
                if not isinstance(one, rooms.section.Check)]  # fmt: skip
-    assert {"not installed: torch", "ncu is not installed"} <= set(reasons)
+    assert {"not installed: torch", "not installed: jax", "ncu is not installed"} <= set(reasons)
     assert "it is not installed" in reasons  # compute-sanitizer
+
+
+def test_libraries_without_gpus_are_skipped(rooms, equipped):
+    """By what they say: to import them here would take seconds."""
+    asked = {check.name: check for one in steps_of(rooms, equipped).values() for check in one}
+    paths = rooms.run_tests.LIBRARIES
+    for name, library in {**paths, "a failed assertion of PyTorch": "torch"}.items():
+        (reason,) = asked[name].skips.values()
+        assert reason == f"{library} is built without GPUs"
+    for path, library in paths.items():
+        assert f"--require={library}" in asked[path].command
 
 
 @pytest.mark.parametrize(

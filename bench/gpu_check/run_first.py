@@ -7,7 +7,6 @@ own, those of a step together less than a section has: none can take another's t
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 
 from .run_bench import program, script
@@ -15,29 +14,23 @@ from .run_nccl import apart, one_rank, version
 from .run_ncu import counters
 from .run_sanitize import sanitizer
 from .run_tests import file
-from .section import Checks, Section, skipped
+from .section import Checks, Section, needing, skipped
 from .setting import Setting
 
 __all__ = ["FIRST", "first", "step_of"]
 
 OPS, DEVICE, CUDA = "tests/cuda/test_ops.py", "tests/device/test_contract", "tests/cuda/test_"
-ASSERT = "a failed assertion of PyTorch"
 # Every warning is an error, those of the imports too.
 STRICT = {"PYTHONWARNINGS": "error"}
 
 
-def where(module: str, section: Section, name: str) -> Section:
-    """A check that needs a library; skipped where that is not installed, and on the fake."""
-
-    def run(setting: Setting) -> Checks:
-        if importlib.util.find_spec(module) is None:
-            yield skipped(name, f"not installed: {module}")
-        elif setting.fake:
-            yield skipped(name, f"{module} does not know the fake GPU")
-        else:
-            yield from section(setting)
-
-    return run
+def failed_assertion(setting: Setting) -> Checks:
+    """In a process of its own, whose CUDA context it ruins."""
+    name = "a failed assertion of PyTorch"
+    if setting.fake:
+        yield skipped(name, "PyTorch does not know the fake GPU")
+    else:
+        yield from needing("torch", program(name, "torch_assert", 120), name)(setting)
 
 
 # step -> its checks, in their order
@@ -54,7 +47,7 @@ FIRST: Mapping[str, tuple[Section, ...]] = {
         file(f"{DEVICE}_lifetime.py", 70),
     ),
     "3-arrays": (
-        where("torch", file("tests/test_interop_gpu.py", 100, needs="torch"), "PyTorch's arrays"),
+        file("tests/test_interop_gpu.py", 100),
         file(f"{CUDA}arrays.py", 100),
         file(f"{CUDA}flows.py", 100),
         file(f"{CUDA}capture.py", 90),
@@ -62,14 +55,20 @@ FIRST: Mapping[str, tuple[Section, ...]] = {
     ),
     "4-faults": (
         file(f"{CUDA}out_of_memory.py", 150),
-        where("torch", program(ASSERT, "torch_assert", 120), ASSERT),
+        failed_assertion,
     ),
     "5-host-time": (program("host time of single calls", "host_costs", 120),),
     "6-counters": tuple(
         counters(kernel, 100) for kernel in ("add_n", "pack", "all_sum", "local_sgd")
     ),
     "7-benchmarks": (script("bench_ops.py", 230), script("bench_all_reduce.py", 230)),
-    "8-libraries": (version, one_rank, apart, sanitizer("memcheck")),
+    "8-libraries": (
+        version,
+        one_rank,
+        apart,
+        file(f"{CUDA}jax.py", 90),
+        sanitizer("memcheck"),
+    ),
 }
 
 

@@ -19,7 +19,7 @@ OPS = "tests/cuda/test_ops.py"
 PROBE_SECONDS = 45.0
 # tool -> which tests, and its deadline
 RUNS = {
-    "memcheck": ("float32 and (pack or add_n)", 150.0),
+    "memcheck": ("float32 and (pack or add_n)", 120.0),
     "initcheck": ("float32 and add_n", 120.0),
     "racecheck": ("float32 and add_n", 120.0),
 }

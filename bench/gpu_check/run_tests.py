@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from .section import Check, Checks, Section, scratch
+from .section import Check, Checks, Section, needing, scratch
 from .setting import Setting
 
 __all__ = ["file", "tests"]
@@ -20,6 +20,8 @@ __all__ = ["file", "tests"]
 # The suite runs all of them on the fake anyway (tests/test_fake_cupy.py); here they only show that
 # this section works.
 FAKE_PATHS = ("tests/device/test_contract_lifetime.py",)
+# Files of which every test needs a library that knows the GPU.
+LIBRARIES = {"tests/cuda/test_jax.py": "jax", "tests/test_interop_gpu.py": "torch"}
 COLLECT_SECONDS = 60.0
 LEAST_SHARE = 1 / 8  # of the time, for the smallest file
 MOST_NAMES = 50  # of tests that failed
@@ -33,39 +35,48 @@ def tests(setting: Setting) -> Checks:
     total = sum(found.figures.values())
     for path, count in found.figures.items():
         seconds = setting.limit * max(LEAST_SHARE, count / total)
-        yield from _file(setting, path, path, seconds)
+        yield from run_file(path, seconds)(setting)
 
 
-def file(path: str, seconds: float, keyword: str = "", *, needs: str = "", **env: str) -> Section:
-    """The tests of a file; on the fake they are only collected.
+def file(path: str, seconds: float, keyword: str = "") -> Section:
+    """As ``run_file``; on the fake the tests are only collected."""
+
+    def run(setting: Setting) -> Checks:
+        if not setting.fake:
+            yield from run_file(path, seconds, keyword)(setting)
+            return
+        words = ("-q", "--collect-only", "-m", setting.mark, *_chosen(keyword), path)
+        name = f"{_named(path, keyword)}, collected"
+        yield Check(name, setting.pytest(*words), COLLECT_SECONDS, read=counts_of)
+
+    return run
+
+
+def run_file(path: str, seconds: float, keyword: str = "") -> Section:
+    """The tests of a file.
 
     Args:
         path: of the file.
         seconds: its deadline.
         keyword: what pytest's ``-k`` takes; all tests by default.
-        needs: a marker whose need must be met.
-        env: what it needs beside the environment of all children.
     """
+    name, library = _named(path, keyword), LIBRARIES.get(path)
+    required = () if library is None else (f"--require={library}",)
 
     def run(setting: Setting) -> Checks:
-        name = f"{path}, {keyword}" if keyword else path
-        words = ("-k", keyword) if keyword else ()
-        if setting.fake:
-            collect = setting.pytest("-q", "--collect-only", "-m", setting.mark, *words, path)
-            yield Check(f"{name}, collected", collect, COLLECT_SECONDS, read=counts_of)
-            return
-        required = (f"--require={needs}",) if needs else ()
-        yield from _file(setting, name, path, seconds, *words, *required, **env)
+        report = scratch(setting, name, ".xml")
+        words = ("-m", setting.mark, *_chosen(keyword), *required, f"--junitxml={report}", path)
+        yield Check(name, setting.pytest(*words), seconds, read=partial(summary_of, report))
 
-    return run
+    return run if library is None else needing(library, run, name)
 
 
-def _file(
-    setting: Setting, name: str, path: str, seconds: float, *words: str, **env: str
-) -> Checks:
-    report = scratch(setting, name, ".xml")
-    command = setting.pytest("-m", setting.mark, f"--junitxml={report}", *words, path)
-    yield Check(name, command, seconds, env, partial(summary_of, report))
+def _named(path: str, keyword: str) -> str:
+    return f"{path}, {keyword}" if keyword else path
+
+
+def _chosen(keyword: str) -> tuple[str, ...]:
+    return ("-k", keyword) if keyword else ()
 
 
 def counts_of(output: str) -> Mapping[str, int]:

@@ -6,6 +6,7 @@ next may depend on it. Every check has a deadline of its own: one that hangs lea
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from .record import FAILED, PASSED, SKIPPED, STOPPED, Record, Result
 from .setting import ROOT, Setting, environment
 
 __all__ = [
-    "Check", "Checks", "Done", "Limit", "Section", "Verdict", "find_tool", "report_of",
-    "run_section", "scratch", "skipped",
+    "Check", "Checks", "Done", "Limit", "Section", "Verdict", "find_tool", "needing",
+    "report_of", "run_section", "scratch", "skipped",
 ]  # fmt: skip
 
 TAIL_CHARACTERS = 4000
+# What a library that is built for CPUs says when it is asked for a GPU.
+NO_GPU = {"torch": "Torch not compiled with CUDA enabled", "jax": "Unknown backend: 'gpu'"}
 USUAL_FOLDERS = ("usr/local/cuda*/bin", "opt/nvidia/nsight-compute/*")  # of CUDA's tools
 
 
@@ -194,6 +197,20 @@ def report_of(path: Path, output: str) -> Mapping[str, Any]:
     """The figures that a program has left in a JSON file."""
     figures: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return figures
+
+
+def needing(library: str, section: Section, name: str) -> Section:
+    """A check that needs a library with GPUs; skipped where there is none."""
+
+    def run(setting: Setting) -> Checks:
+        if importlib.util.find_spec(library) is None:
+            yield skipped(name, f"not installed: {library}")
+            return
+        for check in section(setting):
+            assert isinstance(check, Check)
+            yield replace(check, skips={NO_GPU[library]: f"{library} is built without GPUs"})
+
+    return run
 
 
 def find_tool(name: str) -> str | None:
