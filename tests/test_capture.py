@@ -14,7 +14,7 @@ from test_prepared import arrays_of, calls_of, live_bytes, pairs_of, refill, val
 
 import gradreduce as gr
 from gradreduce import ops as arithmetic
-from gradreduce.device import Capture
+from gradreduce.device import Capture, due
 from gradreduce.errors import CaptureError, CollectiveError
 from gradreduce.prepared import CapturedStep
 
@@ -124,6 +124,7 @@ def test_what_is_refused_inside(mesh, where):
         "trim": mesh.trim,
         "flight_record": mesh.flight_record,
         "close": mesh.close,
+        "deadline": due("a call", 60.0, [first]).__enter__,
         "capture": lambda: Capture([first]),
         "sum": lambda: gr.add_n([source, source]),
     }

@@ -14,6 +14,7 @@ from exact import same, unflushed_data
 from scenes import dense
 
 import gradreduce as gr
+from gradreduce import ops as arithmetic
 from gradreduce.device import Capture
 from gradreduce.errors import CaptureError, CollectiveError
 from gradreduce.interop import host_array
@@ -582,16 +583,41 @@ DISTURBANCES = {
 BY_TORCH = pytest.param("torch.cuda.synchronize", marks=() if FAKE else pytest.mark.torch)
 
 
-def beside(call, mesh):
+def beside(call, *arguments):
     """What a thread of its own does, whatever CUDA says of it."""
 
     def work():
         with sys.modules["cupy"].cuda.Device(0), suppress(RuntimeError):
-            call(mesh)
+            call(*arguments)
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join(60)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [GLOBAL, THREAD_LOCAL, RELAXED])
+@pytest.mark.parametrize("own", [True, False], ids=["own thread", "another thread"])
+@pytest.mark.parametrize("what", ["allocate", "query"])
+def test_what_invalidates_a_capture_is_what_cuda_says(what, own, mode, gpus):
+    """What the rules of this file rest on; a fake that differs from CUDA would hide a fault."""
+    import cupy
+
+    gpus(1)
+    kept = []
+    with cupy.cuda.Device(0):
+        theirs, event = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Event()
+        event.record()
+        pool = cupy.cuda.MemoryPool()
+        calls = {"allocate": lambda: kept.append(pool.malloc(1 << 20)), "query": lambda: event.done}
+        forbidden = mode == GLOBAL or (mode == THREAD_LOCAL and own)
+        invalid = pytest.raises(RuntimeError, match="Invalidated") if forbidden else nullcontext()
+        with invalid, captured_by_caller(theirs, mode):
+            if own:
+                with suppress(RuntimeError):
+                    calls[what]()
+            else:
+                beside(calls[what])
 
 
 @pytest.mark.gpu
@@ -604,23 +630,26 @@ def test_another_threads_wait_for_the_gpu_leaves_a_right_graph_or_none(what, gpu
     with gr.open_mesh([0, 0], backend="cuda") as mesh, gr.open_mesh([0], backend="cuda") as other:
         first, second = mesh.devices
         source, target = first.upload(np.ones(6)), second.zeros((6,), "float64")
-        mesh.synchronize()
-        capture, whole = Capture(mesh.devices), False
-        try:
-            with capture.recorded():
-                second.copy(target, source)
-                beside(DISTURBANCES[what], other)
-                second.wait(first.mark())
-            whole = True
-        except CaptureError as error:
-            assert "synchronize" in str(error)
-        assert not target.numpy().any()
-        if not whole:
+        near = first.zeros((6,), "float64")
+        arithmetic.add_n([near], [[source, source]])  # compiled from here on
+
+        def captured(meanwhile):
             capture = Capture(mesh.devices)
             with capture.recorded():
-                second.copy(target, source)
-        capture()
-        assert same(target.numpy(), np.ones(6))
+                arithmetic.add_n([near], [[source, source]])
+                meanwhile()
+                arithmetic.add_n([near], [[near, source]])
+                second.copy(target, near)
+            return capture
+
+        try:
+            capture = captured(lambda: beside(DISTURBANCES[what], other))
+        except CaptureError as error:
+            assert "synchronize" in str(error)
+            capture = None
+        if FAKE:  # as it is reported of CUDA, whatever the mode
+            assert (capture is None) == ("synchronize" in what)
+        assert not target.numpy().any()
+        (capture or captured(lambda: None))()
+        assert same(target.numpy(), np.full(6, 3.0))
         assert same(other.devices[0].upload(np.ones(3)).numpy(), np.ones(3))
-        if FAKE:  # which does as it was seen on GPUs
-            assert whole == ("synchronize" not in what)

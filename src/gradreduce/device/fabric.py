@@ -306,7 +306,7 @@ class Fabric(Captures):
         """
         watch = Watch(call, seconds, devices, self.generation)
         for device in watch.devices:
-            self.check_usable(device)
+            self.check_free(device, f"{call} with a deadline")
         before, self._issued.watch = self._issued.watch, watch
         try:
             self.guard().take(watch)  # first: to mark a queue that is full may never end
