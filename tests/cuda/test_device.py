@@ -161,6 +161,16 @@ def test_the_fake_pool_splits_merges_and_runs_out(new_machine):
     assert here.heap.used(0) == 600_064 + 1024
 
 
+def test_a_closed_mesh_has_no_work_left(new_machine):
+    """What its queues still read would be freed with its last Buffer."""
+    new_machine(0)
+    mesh = open_mesh(1, backend="cuda")
+    buffer = uploaded(mesh.devices[0], 1)
+    mesh.close()
+    del mesh, buffer
+    gc.collect()
+
+
 def test_devices_may_go_with_their_mesh(here):
     with open_mesh([0, 1], backend="cuda") as mesh:
         for device in mesh:
