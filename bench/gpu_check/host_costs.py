@@ -58,7 +58,7 @@ def launch_of(device: Device, buffers: Sequence[Buffer]) -> tuple[Any, tuple[Any
 
 
 def launches(device: Any, buffers: Sequence[Buffer]) -> dict[str, Call]:
-    """The same launch with the table in either form."""
+    """The same launch with its table in either form, and in a graph."""
     entry, (grid, block, arguments) = launch_of(device, buffers)
     table, *scalars = arguments
     stream = device._ready("compute")
@@ -71,6 +71,10 @@ def launches(device: Any, buffers: Sequence[Buffer]) -> dict[str, Call]:
         forms = (pointer(held.ctypes.data), *scalars)
         calls["launch, CPointer"] = partial(entry, grid, block, forms, stream=stream)
         calls["making of a CPointer"] = lambda: pointer(held.ctypes.data)
+    own = cupy.cuda.Stream(non_blocking=True)
+    own.begin_capture(cupy.cuda.runtime.streamCaptureModeThreadLocal)
+    entry(grid, block, arguments, stream=own)
+    calls["graph launch"] = partial(own.end_capture().launch, stream)
     return calls
 
 
