@@ -192,8 +192,8 @@ class CudaDevice(CudaQueues):
             held = sum(each._pool.total_bytes() for each in near if isinstance(each, CudaDevice))
         return (
             f"{self.name}: GPU {self.physical} has no room for {nbytes:,} bytes: {free:,} of "
-            f"{total:,} are free, this mesh holds {held:,}. Drop Buffers, or what others "
-            "hold: trim() of another mesh, torch.cuda.empty_cache()"
+            f"{total:,} are free, this mesh holds {held:,}. To make room drop Buffers, or "
+            "call trim() of other meshes or torch.cuda.empty_cache()"
         )
 
     def _trim(self) -> None:

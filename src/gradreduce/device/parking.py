@@ -1,4 +1,4 @@
-"""Where the memory of dead blocks waits until every queue that used it has passed; never frees."""
+"""What holds the memory of blocks until every queue that used it has passed."""
 
 from __future__ import annotations
 
