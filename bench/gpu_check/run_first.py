@@ -61,7 +61,11 @@ FIRST: Mapping[str, tuple[Section, ...]] = {
     "6-counters": tuple(
         counters(kernel, 100) for kernel in ("add_n", "pack", "all_sum", "local_sgd")
     ),
-    "7-benchmarks": (script("bench_ops.py", 230), script("bench_all_reduce.py", 230)),
+    "7-benchmarks": (
+        program("copy rate", "copy_rate", 40),
+        script("bench_ops.py", 220),
+        script("bench_all_reduce.py", 220),
+    ),
     "8-libraries": (
         version,
         one_rank,
