@@ -17,7 +17,7 @@ import numpy as np
 from gradreduce.device import Buffer, Device, Stream, follow, handle_of
 from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.errors import CaptureError, DeviceMismatchError
-from gradreduce.one_call import came_in, check_stream, unfenced
+from gradreduce.one_call import came_in, unchecked, unfenced
 
 __all__ = [
     "Kind",
@@ -77,9 +77,8 @@ def adopt_foreign(
     """
     if device.fabric.backend != "cuda":
         raise DeviceMismatchError(f"the array is on a GPU, {device.name} is simulated")
-    for each in (_current(device.physical), stream):  # DLPack may make the first wait
-        if each is not None:
-            check_stream(device, each)
+    if unchecked(device, stream):  # DLPack makes CuPy's stream wait
+        _check_streams(device, stream)
     shared = _by_dlpack(array) or _by_interface(array)
     given = shared.array if dtype is None else shared.array.view(dtype)
     writable = writable and not shared.read_only
@@ -195,9 +194,7 @@ def _adopt(
         return buffer
     current = sys.modules["cupy"].cuda.get_current_stream(gpu)
     home.fabric.check_free(home, "a copy of an array that is not contiguous")
-    for each in (current, stream):
-        if each is not None:
-            check_stream(home, each)
+    _check_streams(home, stream)
     with array.device:  # CuPy copies to the current GPU, in the order of its current stream
         if stream is not None and stream is not current:
             _wait(current, stream, gpu)
@@ -207,6 +204,12 @@ def _adopt(
     buffer = home.adopt(array, current, writable=writable)
     buffer.lender = "copy"
     return buffer
+
+
+def _check_streams(device: Device, stream: Stream | None) -> None:
+    """Raises ``CaptureError`` if ``stream``, or CuPy's current one, is capturing a CUDA graph."""
+    for each in {_current(device.physical), stream} - {None}:
+        device.check_stream(each)
 
 
 def _wait(stream: Any, other: Stream, gpu: int) -> None:

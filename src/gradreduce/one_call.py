@@ -14,7 +14,7 @@ from typing import Self
 from gradreduce.device import Device, Stream, handle_of, precede
 from gradreduce.errors import BackendUnavailableError, CollectiveError
 
-__all__ = ["Aside", "OneCall", "came_in", "check_stream", "hand_back", "unfenced"]
+__all__ = ["Aside", "OneCall", "came_in", "hand_back", "unchecked", "unfenced"]
 
 _Place = tuple[Device, int]  # whose compute queue, and the handle of a caller's stream
 
@@ -23,7 +23,7 @@ class _Scope:
     """Of the outermost ``OneCall`` of a thread.
 
     Attributes:
-        checked: streams that are not capturing a CUDA graph, each with its GPU.
+        checked: GPUs, and streams there that are not capturing a CUDA graph.
         fenced: with which streams, and whether they wait for us (True) or we for them.
         lent: whose arrays came in, with what is current there: the stream, which must not end
             before it has been told to wait, and whether an array was read already.
@@ -34,7 +34,7 @@ class _Scope:
 
     def __init__(self, frame: FrameType) -> None:
         self.frame = frame
-        self.checked: set[tuple[int, int]] = set()
+        self.checked: set[tuple[int, Stream | None]] = set()
         self.fenced: set[tuple[bool, Device, int]] = set()
         self.lent: dict[_Place, tuple[Stream, bool]] = {}
 
@@ -139,14 +139,16 @@ def unfenced(device: Device, stream: Stream | None, *, leaving: bool) -> Stream 
     return stream
 
 
-def check_stream(device: Device, stream: Stream) -> None:
-    """As ``Device.check_stream``, once a call for each stream."""
+def unchecked(device: Device, stream: Stream | None) -> bool:
+    """Whether this call has not been told before that ``stream`` is checked; it is told now."""
     scope = _mine.scope
-    place = (device.physical, handle_of(stream))
-    if scope is None or place not in scope.checked:
-        device.check_stream(stream)
-        if scope is not None:
-            scope.checked.add(place)
+    if scope is None:
+        return True
+    place = (device.physical, stream)
+    if place in scope.checked:
+        return False
+    scope.checked.add(place)
+    return True
 
 
 def came_in(device: Device, stream: Stream, *, read: bool = False) -> None:
