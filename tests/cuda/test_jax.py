@@ -170,3 +170,28 @@ def test_arrays_on_our_memory_that_are_dropped_while_jax_reads_them(mesh, put):
             device.zeros(SHAPE, "float32")
     for turn, array in enumerate(sums, 1):
         assert same(np.asarray(array), filled(2 * turn))
+
+
+def test_sparse_rows(mesh, put):
+    device = mesh.devices[2]
+    values = np.arange(6, dtype=np.float32).reshape(3, 2)
+    rows = gr.IndexedSlices(put(values, device), put(np.array([2, 0, 2], np.int32), device), (4, 2))
+    merged, dense = rows.coalesce(), rows.to_dense()
+    assert (kind_of(merged.values), kind_of(dense)) == ("jax", "jax")
+    assert merged.indices.tolist() == [0, 2]
+    assert same(np.asarray(merged.values), np.array([[2, 3], [4, 6]], np.float32))
+    assert same(np.asarray(dense)[2], np.array([4, 6], np.float32))
+
+
+if not FAKE:  # whose stand-in differentiates nothing
+
+    def test_a_loss_of_jax(mesh, jax):
+        variable = gr.Variable(np.arange(3, dtype=np.float32), device=mesh.devices[2])
+
+        def loss():
+            return jax.numpy.sum(variable.read("jax") ** 2)
+
+        for step in range(3):
+            gr.GradientDescentOptimizer(0.25).minimize(loss, engine="jax")
+            wanted = np.arange(3, dtype=np.float32) / 2 ** (step + 1)
+            assert same(variable.numpy(), wanted)
