@@ -6,11 +6,12 @@
 # GPUs without peer access talk through shared memory and pinned memory: NCCL needs more than the
 # 64 MB of /dev/shm and the locked memory that Docker gives by default.
 #
-# With PyTorch's and JAX's arrays on the GPU too, where a test that skips fails the run:
+# With PyTorch and JAX, and only the tests of their arrays on GPUs; where one of the two is missing
+# they fail, and do not skip:
 #
 #     docker build -t gradreduce --build-arg CUDA=13 --build-arg LIBRARIES="torch jax[cuda13]" .
 #     docker run --rm --gpus all --shm-size=1g --ulimit memlock=-1 gradreduce \
-#         pytest --require-gpu --require torch --require jax
+#         pytest -m "(gpu or multi_gpu) and (torch or jax)" --require-gpu --require torch --require jax
 #
 # The base image without CUDA's libraries, because the Python wheels below bring NVRTC, cuBLAS and
 # NCCL themselves: a runtime or devel image would carry several gigabytes of them twice.

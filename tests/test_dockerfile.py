@@ -151,7 +151,8 @@ def test_the_tests_of_libraries_are_run_so_that_a_skip_fails():
         words = shlex.split(command)
         asked = words[words.index("pytest") :]
         assert asked == [
-            "pytest", "--require-gpu", "--require", "torch", "--require", "jax",
+            "pytest", "-m", "(gpu or multi_gpu) and (torch or jax)",
+            "--require-gpu", "--require", "torch", "--require", "jax",
         ]  # fmt: skip
         text = (ROOT / name).read_text(encoding="utf-8")
         assert '--build-arg CUDA=13 --build-arg LIBRARIES="torch jax[cuda13]"' in text
