@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cupy
 import numpy as np
 import pytest
 from device.contract import data
@@ -15,6 +14,8 @@ MIB = 1 << 20
 
 def spare() -> int:
     """Bytes that the tests may take: all that is free but 1 GiB, or an eighth of little memory."""
+    import cupy
+
     free, _ = cupy.cuda.runtime.memGetInfo()
     return free - min(free // 8, 1024 * MIB)
 
