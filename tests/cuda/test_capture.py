@@ -380,7 +380,6 @@ def test_memory_shown_to_a_stream_that_captures_waits_for_the_captures_end(gpus)
         theirs.synchronize()
         device.drain()
         assert not device._parking
-        assert device.empty((6,), "float32").address == address
 
 
 @pytest.mark.gpu
