@@ -201,6 +201,15 @@ def test_what_jax_copies_of_host_memory_stays_on_the_cpu(device, monkeypatch):
 
 
 @pytest.mark.jax
+def test_a_gradient_that_was_donated_is_named(mesh):
+    good, donated = terms(Library("jax"), (1, 2))
+    donated.delete()
+    told = r"^grads\[1\]\['w'\]: the array has no memory any more: JAX says 'Array has been deleted"
+    with pytest.raises(ValueError, match=told):
+        gr.all_reduce([{"w": good}, {"w": donated}], mesh=mesh)
+
+
+@pytest.mark.jax
 def test_a_traced_array_is_no_array(device):
     jax = importlib.import_module("jax")
 

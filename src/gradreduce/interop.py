@@ -229,8 +229,8 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
         DeviceMismatchError: a Buffer of another mesh, or an array on a GPU outside the mesh.
         TypeError: a dtype that cannot be added, no array at all, or one without values of its own
             in memory: a tensor of a subclass, nested or sparse; an array that JAX is tracing.
-        ValueError: a tensor that needs grad, a nested list that is ragged, or numbers that are
-            not of ``dtype``.
+        ValueError: a tensor that needs grad, an array that JAX has deleted, a nested list that is
+            ragged, or numbers that are not of ``dtype``.
     """
     if type(value) is np.ndarray:
         buffer = device.put(value)
@@ -573,7 +573,10 @@ def _to_torch(array: Any) -> Any:
 
 def _from_jax(array: Any, device: Device) -> Buffer:
     _check_traced(array)
-    places = array.devices()
+    try:
+        places = array.devices()
+    except RuntimeError as error:  # deleted, or donated to a jitted function
+        raise ValueError(f"the array has no memory any more: JAX says {str(error)!r}") from None
     if len(places) != 1:
         raise ValueError(f"the JAX array is spread over {len(places)} devices")
     (place,) = places
