@@ -9,6 +9,7 @@ folder's parent on ``PYTHONPATH``. The rooms:
 * ``kernels``: ``RawModule`` and ``Function``; checks of arguments.
 * ``surface``: ``Device``, ``Stream``, ``Event``; ``arrays``: pools, pinned memory, copies, a
   minimal ``ndarray``; ``computing``: NumPy's functions on it.
+* ``graphs``: stream captures, of ours and of callers, in CUDA's three modes; CUDA graphs.
 * ``nccl``: communicators and groups.
 * ``plugin``: puts it in CuPy's place, one machine for each test module.
 * ``__main__``: ``python -m fake_cupy SCRIPT`` runs any program so.
@@ -20,13 +21,16 @@ It detects a missing fence, memory reused or freed while a queue still uses it, 
 bounds or without peer access, a write that ``Kernel.writes`` does not declare, arguments that do
 not fit the kernel, a wrong current device, an event never recorded; and for NCCL a missing group,
 unequal counts or dtypes, a wrong stream, a rank left out, use after destroy or abort, a clique that
-is aborted in part. The pools of a GPU share its memory (``Machine(capacity=…)``): they split, merge
-and run out as CuPy's do, and ``cudaFree`` waits for the GPU. A queue can be told to be stuck
-(``Machine.stuck``): then a host wait for it inside of the driver is a fault.
+is aborted in part. A capture is invalid after what CUDA forbids to a thread meanwhile: to allocate,
+free, query events or wait, or to synchronize its GPU. The pools of a GPU share its memory
+(``Machine(capacity=…)``): they split, merge and run out as CuPy's do, and ``cudaFree`` waits for
+the GPU. A queue can be told to be stuck (``Machine.stuck``): then a host wait for it inside of the
+driver is a fault.
 
 It does not show: speed, overlap, NVRTC's dialect, ``-ftz``, inline PTX, races between the threads
 of one launch, implicit synchronisation by the legacy default stream (blocking streams are refused),
-graph capture, NCCL's order, how its hangs come about, and what an abort does to memory.
+other calls that a capture forbids, NCCL's order, how its hangs come about, and what an abort does
+to memory.
 A copy to pageable host memory waits, as CUDA documents it, so a wait left out after it is no fault.
 All host threads have one clock, so a race between two of them is seen only by what it does.
 """
