@@ -47,11 +47,12 @@ FIRST: Mapping[str, tuple[Section, ...]] = {
         file(f"{DEVICE}_lifetime.py", 70),
     ),
     "3-arrays": (
-        file("tests/test_interop_gpu.py", 100),
-        file(f"{CUDA}arrays.py", 100),
-        file(f"{CUDA}flows.py", 100),
+        file("tests/test_interop_gpu.py", 90),
+        file(f"{CUDA}arrays.py", 80),
+        file(f"{CUDA}gradients.py", 80),
+        file(f"{CUDA}flows.py", 80),
         file(f"{CUDA}capture.py", 90),
-        file(f"{CUDA}prepared.py", 90),
+        file(f"{CUDA}prepared.py", 60),
     ),
     "4-faults": (
         file(f"{CUDA}out_of_memory.py", 150),
