@@ -66,6 +66,26 @@ def test_training_on_a_gpu_follows_the_host(gpus, seed):
         np.testing.assert_allclose(left, right, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", gr.AggregationMethod)
+def test_a_sum_of_rows_and_arrays_is_ready_for_cupys_stream(gpus, method):
+    """Rows are made dense by a call that goes out to it, before the sum is queued."""
+    gpus(0)
+    import cupy
+
+    with gr.open_mesh([0], backend="cuda") as mesh:
+        table = gr.Variable(np.ones((6, 4)), device=mesh)
+        opt = gr.GradientDescentOptimizer(1.0)
+
+        def loss():
+            return np.sum(gr.embedding_lookup(table, [0, 5])) + np.sum(table * 2.0)
+
+        ((grad, _),) = opt.compute_gradients(loss, aggregation_method=method)
+        wanted = np.full((6, 4), 2.0)
+        wanted[[0, 5]] += 1
+        np.testing.assert_array_equal(cupy.ndarray.get(grad), wanted)
+
+
 @pytest.mark.multi_gpu(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_each_replica_is_differentiated_on_its_own_gpu(gpus, seed):

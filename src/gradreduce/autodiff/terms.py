@@ -85,9 +85,10 @@ class Terms:
         rows = [term for _, term, _ in held if isinstance(term, IndexedSlices)]
         if len(rows) == len(held) and len({device for _, _, device in held}) == 1:
             return aggregate(rows, self._method)
+        held = [(order, _dense(term), device) for order, term, device in held]  # calls that end
         with OneCall():
             spread = Spread(aggregator_of(self._method))
-            buffers = [to_buffer(_dense(term), device) for _, term, device in held]
+            buffers = [to_buffer(term, device) for _, term, device in held]
             for buffer in buffers:
                 spread.check(buffer.shape, buffer.dtype)
                 spread.push(buffer)
