@@ -17,7 +17,7 @@ import numpy as np
 from gradreduce.device import Buffer, Device, Stream, follow, handle_of
 from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.errors import CaptureError, DeviceMismatchError
-from gradreduce.one_call import came_in, unchecked, unfenced
+from gradreduce.one_call import came_in, is_read, unchecked, unfenced
 
 __all__ = [
     "Kind",
@@ -99,6 +99,9 @@ def reading(buffers: Iterable[Buffer]) -> None:
             if unfenced(device, stream, leaving=False) is not None:
                 follow(device, stream)
             came_in(device, stream)
+    for buffer in lent:
+        if buffer.device.fabric.backend == "cuda":
+            is_read(buffer.block)
 
 
 def download_foreign(array: Any) -> np.ndarray:
@@ -191,6 +194,7 @@ def _adopt(
         buffer = home.adopt(array, fenced, writable=writable)
         if stream is not None and (writable or once):
             came_in(home, stream)
+            is_read(buffer.block)
         return buffer
     current = sys.modules["cupy"].cuda.get_current_stream(gpu)
     home.fabric.check_free(home, "a copy of an array that is not contiguous")

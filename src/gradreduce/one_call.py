@@ -7,14 +7,23 @@ from __future__ import annotations
 
 import sys
 import threading
-from contextlib import ContextDecorator, suppress
+from contextlib import ContextDecorator
 from types import FrameType, TracebackType
 from typing import Self
 
-from gradreduce.device import Device, Stream, handle_of, precede
+from gradreduce.device import Block, Dead, Device, Stream, handle_of, precede
 from gradreduce.errors import BackendUnavailableError, CollectiveError
 
-__all__ = ["Aside", "OneCall", "came_in", "hand_back", "unchecked", "unfenced"]
+__all__ = [
+    "Aside",
+    "OneCall",
+    "came_in",
+    "hand_back",
+    "is_read",
+    "is_read_later",
+    "unchecked",
+    "unfenced",
+]
 
 _Place = tuple[Device, int]  # whose compute queue, and the handle of a caller's stream
 
@@ -28,15 +37,17 @@ class _Scope:
         lent: whose arrays came in, with what is current there: the stream, which must not end
             before it has been told to wait, and whether an array was read already.
         frame: in which it was opened.
+        read: callers' arrays that came in to be read, or were read.
     """
 
-    __slots__ = ("checked", "fenced", "frame", "lent")
+    __slots__ = ("checked", "fenced", "frame", "lent", "read")
 
     def __init__(self, frame: FrameType) -> None:
         self.frame = frame
         self.checked: set[tuple[int, Stream | None]] = set()
         self.fenced: set[tuple[bool, Device, int]] = set()
         self.lent: dict[_Place, tuple[Stream, bool]] = {}
+        self.read: set[Dead] = set()
 
 
 class _Mine(threading.local):
@@ -160,6 +171,20 @@ def came_in(device: Device, stream: Stream, *, read: bool = False) -> None:
         scope.lent[place] = (first, read or was_read)
 
 
+def is_read(block: Block) -> None:
+    """This call reads a caller's array, which is held until that has been handed back."""
+    scope = _mine.scope or _mine.aside
+    if scope is not None and not block.owned:
+        block.watch.raw = block.raw
+        scope.read.add(block.watch)
+
+
+def is_read_later(block: Block) -> None:
+    """Work after this call reads it, too, if it is a caller's."""
+    if _mine.scope is not None and hasattr(block, "watch"):
+        _mine.scope.read.discard(block.watch)
+
+
 def hand_back() -> None:
     """All that this call reads is queued: the streams that lent it wait from now on.
 
@@ -169,14 +194,24 @@ def hand_back() -> None:
     if scope is not None and scope.lent:
         _hand_back(scope, True)
         scope.lent.clear()
+        scope.read.clear()
 
 
 def _hand_back(scope: _Scope, reads: bool) -> None:
-    """The streams that lent arrays wait for the queues that read them."""
+    """The streams that lent arrays wait for the queues that read them.
+
+    So nothing but their blocks holds those arrays any more: until the next call they would be one
+    step's gradients too many.
+    """
+    told = reads
     for (device, handle), (stream, read) in scope.lent.items():
         if not (reads or read) or (True, device, handle) in scope.fenced:
             continue
         if device.fabric.capture is None:  # else each call of what is captured does it
             # On a device that is lost, or never comes to an end, nothing can be in time.
-            with suppress(BackendUnavailableError, CollectiveError):
+            try:
                 precede(device, stream)
+            except (BackendUnavailableError, CollectiveError):
+                told = False
+    for dead in scope.read if told else ():
+        dead.raw = None

@@ -28,6 +28,7 @@ from gradreduce.errors import NotCopied, listed
 from gradreduce.interop import Kind, OneCall
 from gradreduce.interop_out import Out, count_writes, tensors_of
 from gradreduce.interop_streams import Border
+from gradreduce.one_call import is_read_later
 from gradreduce.reduce_arguments import Request, devices_of
 from gradreduce.reduce_flow import landed
 from gradreduce.reduce_outs import shown
@@ -80,6 +81,8 @@ class PreparedStep(NotCopied):
         self._tape = Tape()
         self._lock = threading.Lock()
         self._held = [request.value for request in requests]  # what is read stays alive
+        for buffer in _buffers_of(requests, outs):
+            is_read_later(buffer.block)
         self._border = _border_of(requests, kinds, outs)
         self._tensors = tensors_of(each for row in outs for each in row)
         self._flats = _flats_of(requests, outs)
@@ -200,11 +203,15 @@ class CapturedStep(PreparedStep):
         self._capture.give()
 
 
+def _buffers_of(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> list[Buffer]:
+    """What a step reads, and what is given to be written."""
+    read = [buffer for request in requests for buffer in request.value.buffers]
+    return [*read, *(each.buffer for row in outs for each in row)]
+
+
 def _flats_of(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> list[Block]:
     """The memory of the flat buffers that a step reads or writes."""
-    buffers = [each.buffer for row in outs for each in row]
-    buffers += [buffer for request in requests for buffer in request.value.buffers]
-    blocks = dict.fromkeys(buffer.block for buffer in buffers)
+    blocks = dict.fromkeys(buffer.block for buffer in _buffers_of(requests, outs))
     return [block for block in blocks if block.gaps is not None]
 
 

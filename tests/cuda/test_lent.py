@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import ref
 
 import cupy
 import numpy as np
@@ -20,9 +22,9 @@ from fake_cupy.lending import CASES, SHAPE, SUM, dropped, ended, lend, on, overw
 from fake_cupy.machine import Machine
 
 import gradreduce as gr
-from gradreduce import replica_context
+from gradreduce import interop_streams, one_call, ops, replica_context
 from gradreduce.device import Mesh, open_mesh
-from gradreduce.interop import OneCall, from_buffer, to_buffer
+from gradreduce.interop import OneCall, from_buffer, hand_back, to_buffer
 
 pytestmark = pytest.mark.fake_cupy
 SEEDS = (0, 1, 2)
@@ -100,6 +102,75 @@ def test_a_call_that_raises_hands_back_what_came_in(mesh, here, torch):
         acc.apply_grad(tensor)
 
 
+def test_an_array_is_held_until_the_call_that_reads_it_is_over(mesh, torch):
+    tensors = [on(torch, 0, data(SHAPE)) for _ in range(2)]
+    lent = [ref(tensor.array) for tensor in tensors]
+    out, device = mesh.devices[0].zeros(SHAPE, "float32"), mesh.devices[0]
+    with OneCall():
+        ops.add_n([out], [[to_buffer(tensors.pop(0), device), out]])
+        assert lent[0]() is not None
+        hand_back()  # inside, for a block that defers Ctrl-C
+        assert lent[0]() is None
+        ops.add_n([out], [[to_buffer(tensors.pop(0), device), out]])
+        assert lent[1]() is not None
+    assert lent[1]() is None
+    assert same(out.numpy(), data(SHAPE) * 2)
+
+
+@pytest.fixture
+def unfenced(monkeypatch):
+    """Inside, calls cannot tell a stream that lent to wait."""
+
+    def refuse(device, stream):
+        raise gr.errors.CollectiveError("for a test")
+
+    @contextmanager
+    def patched() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(one_call, "precede", refuse)
+            yield
+
+    return patched
+
+
+def test_an_array_is_held_where_its_stream_could_not_be_told_to_wait(mesh, torch, unfenced):
+    tensor = on(torch, 0, data(SHAPE))
+    lent = ref(tensor.array)
+    with unfenced():
+        made = gr.add_n([tensor, tensor], as_kind="buffer")
+    del tensor
+    assert lent() is not None
+    assert same(made.numpy(), data(SHAPE) * 2)
+
+
+def test_an_array_that_a_second_call_reads_is_held_again(mesh, torch, unfenced):
+    tensors = [on(torch, each.physical, data(SHAPE)) for each in mesh]
+    lent, value = [ref(tensor.array) for tensor in tensors], gr.PerReplica(tensors, mesh)
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    ops.reduce(SUM, value, mesh, as_kind="buffer")
+    with unfenced():
+        ops.reduce(SUM, value, mesh, as_kind="buffer")
+    del tensors, value
+    assert all(array() is not None for array in lent)
+
+
+def test_arrays_of_a_prepared_step_that_failed_are_held(mesh, torch, monkeypatch):
+    """Nobody told their streams to wait."""
+
+    def interrupt(self, results=()):
+        raise KeyboardInterrupt
+
+    tensors = [on(torch, each.physical, data(SHAPE)) for each in mesh]
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    step = ops.prepare(SUM, [(gr.PerReplica(tensors, mesh), mesh)], as_kind="buffer")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(interop_streams.Border, "leave", interrupt)
+        step()
+    lent = [ref(tensor.array) for tensor in tensors]
+    del tensors, step
+    assert all(array() is not None for array in lent)
+
+
 def test_the_callers_own_code_is_a_call_by_itself(mesh, here, torch):
     tensors = [on(torch, 0, data(SHAPE)) for _ in range(2)]
 
@@ -114,7 +185,7 @@ def test_the_callers_own_code_is_a_call_by_itself(mesh, here, torch):
     adding(tensors[0])
     counts = [adding(tensors[0])]
     with OneCall():
-        to_buffer(tensors[0], mesh.devices[0])
+        _held = to_buffer(tensors[0], mesh.devices[0])
         gr.aggregate(terms(), as_kind="buffer")
     assert counts[1:] == counts[:1] * 2
 

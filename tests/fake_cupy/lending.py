@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import cupy
 import numpy as np
@@ -43,10 +44,20 @@ def values(seed: int = 0) -> np.ndarray:
 
 
 def lend(torch, mesh: Mesh, call: Callable[..., Check]) -> None:
-    """One call, after which its tensors are overwritten before its result is looked at."""
-    tensors = [on(torch, each.physical, values(place)) for place, each in enumerate(mesh)]
-    check = call(mesh, tensors, gr.PerReplica(tensors, mesh))
-    overwrite(torch, tensors)
+    """One call, after which its tensors are overwritten before its result is looked at.
+
+    Nor does anybody else hold them then: until its next call they would be memory too many.
+    """
+    tensors, others = (
+        [on(torch, each.physical, values(place)) for place, each in enumerate(mesh)]
+        for _ in range(2)
+    )
+    check = call(mesh, tensors, gr.PerReplica(others, mesh))
+    overwrite(torch, [*tensors, *others])
+    lent = [ref(each.array) for each in (*tensors, *(others if call in READ_VALUE else ()))]
+    del tensors, others
+    held = sum(array() is not None for array in lent)
+    assert not held, f"{held} tensors are held after {call.__name__}"
     assert (check() == sum(map(values, range(3)))).all(), f"wrong values of {call.__name__}"
 
 
@@ -286,6 +297,10 @@ def joined_across(mesh, tensors, value) -> Check:
     return lambda: made.parts[0].values.numpy()
 
 
+# They read the value, and keep none of it.
+READ_VALUE = [
+    reduced_to_one, given_in_place, accumulated_n, accumulated_by_replicas, optimized_by_replicas,
+]  # fmt: skip
 CASES = [
     reduced_to_one, added_by_the_callers_own, all_reduced, given_in_place, prepared, captured,
     broadcast, broadcast_into_tensors, added, added_of_another_library, accumulated_n,

@@ -15,6 +15,7 @@ from gradreduce.device import Device
 from gradreduce.indexed_slices import IndexedSlices
 from gradreduce.interop import Kind, OneCall, from_buffer, to_buffer
 from gradreduce.loss_context import Traceable
+from gradreduce.one_call import is_read_later
 
 __all__ = ["Order", "Terms"]
 
@@ -118,6 +119,7 @@ class Terms:
             buffer = to_buffer(_dense(term), device)
             self._spread.check(buffer.shape, buffer.dtype)
             self._spread.push(buffer)
+            is_read_later(buffer.block)  # maybe: with the next one
 
 
 def _dense(term: Any) -> Any:

@@ -77,15 +77,17 @@ class Block:
             writer waits.
         touched: queues other than its home queue that used it, and callers' streams that were
             shown it; when the block dies with any, its memory is parked until they have passed.
+        watch: what is left of it when it has died; not set where nobody asks.
     """
 
     __slots__ = (
         "__weakref__", "address", "attached", "device", "gaps", "nbytes", "owned", "raw", "readers",
-        "touched", "writable",
+        "touched", "watch", "writable",
     )  # fmt: skip
 
     address: int
     attached: Attached | None
+    watch: Dead
 
     def __init__(
         self,
@@ -149,7 +151,8 @@ class Dead(ref[Block]):
     """A weak reference to a block, and what is left of it when its last reference has died.
 
     Attributes:
-        raw: the backend's handle, which still keeps the memory.
+        raw: the backend's handle, which still keeps the memory. None of a caller's that may be
+            dropped with the block.
         nbytes: its size.
         touched: queues other than its home queue that used it, and callers' streams.
         owned: from our pool, whose order is that of the device's compute queue; a caller's memory

@@ -48,6 +48,7 @@ class Parking:
         dead.raw, dead.nbytes = block.raw, block.nbytes
         dead.touched, dead.owned = block.touched, block.owned
         self.held.add(dead)
+        block.watch = dead
         return block
 
     def free(self, dead: Dead, home: Device) -> None:
