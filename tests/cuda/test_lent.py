@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from weakref import ref
 
 import cupy
@@ -230,6 +231,18 @@ def test_memory_that_cannot_be_marked_is_kept_and_the_error_raised(mesh, monkeyp
         patch.setattr(type(device), "_mark", refuse)
         device.drain()
     assert device.upload(data(SHAPE)).address != address
+
+
+def test_a_stream_may_end_when_the_device_is_synchronized(mesh, torch, monkeypatch):
+    """One that PyTorch has by its handle alone, as its ExternalStream: nobody here can hold it."""
+    device, theirs = mesh.devices[0], cupy.cuda.Stream(non_blocking=True)
+    now = SimpleNamespace(cuda_stream=theirs.ptr)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "current_stream", lambda device: now)
+        from_buffer(device.upload(data(SHAPE)), "torch")
+    device.synchronize()
+    del theirs
+    assert same(device.upload(data(SHAPE)).numpy(), data(SHAPE))
 
 
 def test_a_stream_that_lent_may_end_inside_the_call(mesh):
