@@ -112,6 +112,11 @@ def test_a_tensor_on_a_gpu_outside_the_mesh_or_on_another_backend_is_refused(her
         pytest.raises(DeviceMismatchError, match="sim:0 is simulated"),
     ):
         to_buffer(Tensor(array), sim.devices[0])
+    with (
+        open_mesh(1, backend="sim") as sim,
+        pytest.raises(DeviceMismatchError, match="sim:0 is simulated and knows no stream 0x"),
+    ):
+        sim.devices[0].adopt(data(SHAPE), torch.stream)
 
 
 def test_a_tensor_in_pieces_is_copied_behind_pytorchs_stream(mesh, torch):

@@ -21,7 +21,7 @@ from .capture import Recording
 from .collective import Collective
 from .fabric import Fabric
 from .kernel import Kernel, Template
-from .memory import ALIGNMENT, Block, Buffer, Mark, Queue, Row, Stream
+from .memory import ALIGNMENT, Block, Buffer, Mark, Queue, Row, Stream, handle_of
 from .mesh import Mesh
 from .tape import Issue
 from .watch import Patience
@@ -142,7 +142,7 @@ class GhostDevice(Device):
         raise DeviceMismatchError(f"{buffer} of a plan has no memory")
 
     def _follow(self, stream: Stream) -> None:
-        raise DeviceMismatchError(f"{self.name} of a plan knows no stream {stream:#x}")
+        raise DeviceMismatchError(f"{self.name} of a plan knows no stream {handle_of(stream):#x}")
 
     def _precede(self, stream: Stream | None) -> None:
         raise DeviceMismatchError(f"{self.name} of a plan has no queue to wait for")

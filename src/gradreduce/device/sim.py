@@ -25,7 +25,7 @@ from .flight import QUEUES
 from .journal import Fields, Record
 from .kernel import Arrays, Kernel, Template
 from .lent import may_be_lent
-from .memory import Block, Buffer, Mark, Queue, Row, Stream
+from .memory import Block, Buffer, Mark, Queue, Row, Stream, handle_of
 from .sim_pool import SimPool
 from .sim_queue import Event, Scheduler
 from .sim_replay import Replay
@@ -113,7 +113,9 @@ class SimDevice(Device):
         return self.array(buffer)
 
     def _follow(self, stream: Stream) -> None:
-        raise DeviceMismatchError(f"{self.name} is simulated and knows no stream {stream:#x}")
+        raise DeviceMismatchError(
+            f"{self.name} is simulated and knows no stream {handle_of(stream):#x}"
+        )
 
     def _precede(self, stream: Stream | None) -> None:
         # A host array has no stream that could wait.
