@@ -21,7 +21,7 @@ from fake_cupy.machine import Machine
 
 import gradreduce as gr
 from gradreduce import interop_gpu, ops
-from gradreduce.device import Mesh, as_dtype, open_mesh
+from gradreduce.device import Mesh, as_dtype, follow, open_mesh
 from gradreduce.errors import DeviceMismatchError
 from gradreduce.interop import OneCall, from_buffer, host_array, kind_of, to_buffer
 
@@ -116,7 +116,7 @@ def test_a_tensor_on_a_gpu_outside_the_mesh_or_on_another_backend_is_refused(her
         open_mesh(1, backend="sim") as sim,
         pytest.raises(DeviceMismatchError, match="sim:0 is simulated and knows no stream 0x"),
     ):
-        sim.devices[0].adopt(data(SHAPE), torch.stream)
+        follow(sim.devices[0], torch.stream)
 
 
 def test_a_tensor_in_pieces_is_copied_behind_pytorchs_stream(mesh, torch):
