@@ -8,10 +8,10 @@ from .collective import NOT_CAPTURED, Collective
 from .colocated import bring, by_physical, copy_over, fetch, gather, gather_all, pull, scatter
 from .dtypes import DType, accumulate_dtype, as_dtype, as_flag, as_index, element_of, mean_dtype
 from .due import due
-from .fabric import ModuleLock
 from .fences import follow, precede
 from .flat_buffer import FlatBuffer, Step, attach_again, clear
 from .flight import FlightEntry
+from .forks import ModuleLock
 from .ghost import Ghosts, MeshOutline, Outline, Touched, mesh_outline, outline_of
 from .interrupts import DeferInterrupts
 from .journal import Journal, Record

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gradreduce.errors import CaptureError
 
 from .colocated import gather, scatter
+from .forks import after_fork
 from .journal import CROSSING, Record
 from .memory import Buffer, Mark, overlap
 from .tape import Issue, Span, Tape, behind_readers, spans_of
@@ -52,9 +53,17 @@ class _NoCollection:
     """
 
     def __init__(self) -> None:
+        self._was_enabled = False
+        self._begin()
+        after_fork(self._begin)
+
+    def _begin(self) -> None:
+        """Nobody is inside: also in a forked child, whose parent's other threads may have been."""
         self._lock = threading.RLock()
         self._num_inside = 0
-        self._was_enabled = False
+        if self._was_enabled:
+            self._was_enabled = False
+            gc.enable()
 
     def __enter__(self) -> None:
         with self._lock:

@@ -28,8 +28,8 @@ from typing import Any
 
 from gradreduce.errors import BackendUnavailableError
 
-from .fabric import ModuleLock
 from .flight import replace_file
+from .forks import ModuleLock
 from .kernel import Kernel, Template, kernel_text
 from .table import TABLE
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import cupy
 
-from .fabric import ModuleLock
+from .forks import ModuleLock
 from .kernel import OPTIONS, Kernel, Template, kernel_text
 
 __all__ = ["function", "is_compiled"]

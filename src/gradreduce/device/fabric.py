@@ -16,6 +16,7 @@ from gradreduce.errors import BackendUnavailableError, CollectiveError
 
 from .captures import Captures
 from .flight import Flight, What, write_flight
+from .forks import forks
 from .interrupts import DeferInterrupts
 from .journal import Recorder
 from .tape import Issue, Tape
@@ -26,39 +27,7 @@ from .watchdog import Watchdog
 if TYPE_CHECKING:
     from .base import Device
 
-__all__ = ["Fabric", "ModuleLock"]
-
-# How often this process came out of a fork. Asking for the process number instead is a system
-# call, up to 1.5 us in a virtual machine, on the way of every array.
-_forks = [0]
-
-
-def _forked() -> None:
-    _forks[0] += 1
-
-
-def _after_fork(call: Callable[[], None]) -> None:
-    """Has ``call`` called in every forked child."""
-    if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
-        os.register_at_fork(after_in_child=call)
-
-
-_after_fork(_forked)
-
-
-class ModuleLock:
-    """A lock of a module: free in a forked child, whichever thread held it before.
-
-    Attributes:
-        lock: re-entrant, for ``with``: Ctrl-C in a context manager of our own could leave it held.
-    """
-
-    def __init__(self) -> None:
-        self._renew()
-        _after_fork(self._renew)
-
-    def _renew(self) -> None:
-        self.lock = threading.RLock()
+__all__ = ["Fabric"]
 
 
 class _Issued(threading.local):
@@ -132,7 +101,7 @@ class Fabric(Captures):
         self.peer_access = peer_access
         self.is_closed = False
         self._pid = os.getpid()
-        self._forks = _forks[0]
+        self._forks = forks[0]
 
     def peers(self, physical: int, other: int) -> bool:
         """Whether a launch on one physical device may touch the memory of the other."""
@@ -420,7 +389,7 @@ class Fabric(Captures):
             BackendUnavailableError: it is lost, or what ``check_open`` raises.
             CollectiveError: its mesh is dead.
         """
-        if self.is_closed or self._forks != _forks[0]:
+        if self.is_closed or self._forks != forks[0]:
             self.check_open()
         if self.reason is not None:
             raise self._death(self.reason)
@@ -443,14 +412,14 @@ class Fabric(Captures):
     @property
     def is_inherited(self) -> bool:
         """Whether this process was forked after the mesh was opened."""
-        return self._forks != _forks[0]
+        return self._forks != forks[0]
 
     def check_process(self) -> None:
         """Raises ``BackendUnavailableError`` for a mesh from before a fork.
 
         Asked before a lock is taken: a thread that holds it may exist in the parent only.
         """
-        if self._forks != _forks[0]:
+        if self._forks != forks[0]:
             raise BackendUnavailableError(
                 f"this {self.backend} device was opened by process {self._pid}, before a fork; "
                 "open a mesh in the new process"

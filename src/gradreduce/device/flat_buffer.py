@@ -14,7 +14,7 @@ from gradreduce.errors import brief, listed
 
 from .dtypes import as_dtype, as_index
 from .due import due
-from .fabric import ModuleLock
+from .forks import ModuleLock
 from .journal import Record
 from .lent import Lent
 from .memory import Attached, Block, Buffer, flat_layout

@@ -32,8 +32,9 @@ from .base import Device
 from .collective import Collective
 from .compiled import find_compiler
 from .dtypes import as_flag, as_index
-from .fabric import Fabric, ModuleLock
+from .fabric import Fabric
 from .flight import flight_path
+from .forks import ModuleLock
 from .mesh import Mesh
 from .sim import FACES, SimDevice, SimOptions
 from .sim_collective import SimCollective
