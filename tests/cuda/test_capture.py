@@ -646,7 +646,7 @@ def test_another_threads_wait_for_the_gpu_leaves_a_right_graph_or_none(what, gpu
         except CaptureError as error:
             assert "synchronize" in str(error)
             capture = None
-        if FAKE:  # as it is reported of CUDA, whatever the mode
+        if FAKE:  # which does as others report of CUDA (check_synchronize); not tried on a GPU
             assert (capture is None) == ("synchronize" in what)
         assert not target.numpy().any()
         (capture or captured(lambda: None))()

@@ -215,7 +215,8 @@ def check_safe(machine: Machine, what: str) -> None:
 def check_synchronize(machine: Machine, gpu: int, queue: Queue | None = None) -> None:
     """Raises for a wait of the host for a queue that records, or, without one, for a whole GPU.
 
-    Whatever the mode, and whoever captures.
+    Whatever the mode, and whoever captures. Source: reports of others, as CUDA's documentation does
+    not say it: github.com/NVIDIA/TensorRT/issues/2888, github.com/ROCm/rocm-systems/pull/4508.
     """
     found = [
         capture
