@@ -199,6 +199,19 @@ def test_every_step_ends_in_time_even_if_all_of_it_hangs(rooms, equipped):
     assert rooms.identify.LOOK_SECONDS + rooms.command.LIMIT_SECONDS < 600
 
 
+def test_the_commands_of_the_readme_run_all_steps_in_ten_minutes_each(rooms):
+    text = (ROOT / "bench/README.md").read_text("utf-8")
+    shown = [line.split()[1:] for line in re.findall(r"^    bench/gpu_check\.sh .*$", text, re.M)]
+    ran = []
+    for words in shown:
+        if "[--fake]" not in words:
+            options = rooms.command.parse(words)
+            each = options.limit + rooms.child.GRACE_SECONDS
+            assert rooms.identify.LOOK_SECONDS + each * len(options.asked) < 600
+            ran += [one.name for one in options.asked]
+    assert sorted(ran) == list(STEPS)
+
+
 def test_every_file_that_first_names_is_there(rooms, equipped):
     asked = [check for checks in steps_of(rooms, equipped).values() for check in checks]
     words = [word for check in asked for word in check.command]

@@ -1,4 +1,4 @@
-"""Which libraries, tools and files this Python would use; installs and starts nothing of them.
+"""Which libraries and tools are installed, and how the GPUs are linked; imports no library.
 
 python -m gpu_check.versions [--json FILE] [--quick]
 """
