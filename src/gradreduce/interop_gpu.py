@@ -273,7 +273,7 @@ def from_gpu(buffer: Buffer, kind: Kind) -> Any:
     shared = _released(buffer, current_of(buffer.device, kind))
     if kind != "jax":
         return shared
-    with on_gpu_of(buffer.device):  # whose current stream is what CuPy makes JAX's wait for
+    with on_gpu_of(buffer.device):  # CuPy makes JAX wait for the stream current on this GPU
         return sys.modules["jax"].dlpack.from_dlpack(shared)
 
 

@@ -151,7 +151,7 @@ def unfenced(device: Device, stream: Stream | None, *, leaving: bool) -> Stream 
 
 
 def unchecked(device: Device, stream: Stream | None) -> bool:
-    """Whether this call has not been told before that ``stream`` is checked; it is told now."""
+    """Whether this call asks about ``stream`` for the first time: its caller checks it then."""
     scope = _mine.scope
     if scope is None:
         return True
@@ -172,7 +172,7 @@ def came_in(device: Device, stream: Stream, *, read: bool = False) -> None:
 
 
 def is_read(block: Block) -> None:
-    """This call reads a caller's array, which is held until that has been handed back."""
+    """This call reads a caller's array: it is held until its stream is told to wait for us."""
     scope = _mine.scope or _mine.aside
     if scope is not None and not block.owned:
         block.watch.raw = block.raw
@@ -180,7 +180,7 @@ def is_read(block: Block) -> None:
 
 
 def is_read_later(block: Block) -> None:
-    """Work after this call reads it, too, if it is a caller's."""
+    """Work after this call reads a caller's array too: it is held until that work is over."""
     if _mine.scope is not None and hasattr(block, "watch"):
         _mine.scope.read.discard(block.watch)
 

@@ -379,7 +379,8 @@ def test_memory_shown_to_a_stream_that_captures_waits_for_the_captures_end(gpus)
         device.drain()
         theirs.synchronize()
         device.drain()
-        assert not device._parking
+        assert not device._parking.dead
+        assert not device._parking._parked
 
 
 @pytest.mark.gpu

@@ -119,7 +119,7 @@ class Terms:
             buffer = to_buffer(_dense(term), device)
             self._spread.check(buffer.shape, buffer.dtype)
             self._spread.push(buffer)
-            is_read_later(buffer.block)  # maybe: with the next one
+            is_read_later(buffer.block)  # maybe, by the next push
 
 
 def _dense(term: Any) -> Any:

@@ -19,7 +19,7 @@ from gradreduce.errors import CaptureError
 from .colocated import gather, scatter
 from .forks import after_fork
 from .journal import CROSSING, Record
-from .memory import Buffer, Mark, overlap
+from .memory import Buffer, Mark, Stream, overlap
 from .tape import Issue, Span, Tape, behind_readers, spans_of
 from .watch import Cargo, Travel, Travels, names_of, together
 
@@ -123,7 +123,7 @@ class Capture:
         self._marks: dict[int, Mark] = {}
         self._records: list[Record] = []
         self._earlier: list[Mark] = []
-        self._streams: dict[tuple[Device, int], None] = {}
+        self._streams: dict[tuple[Device, Stream], None] = {}
         self._reads: list[tuple[Mark, Buffer]] = []
         self._written: list[Buffer] = []
         self._spans: list[Span] = []
@@ -266,7 +266,7 @@ class Capture:
         self._written.append(part)
         return [mark for mark, read in self._reads if overlap(read, part)]
 
-    def enters(self, device: Device, stream: int) -> None:
+    def enters(self, device: Device, stream: Stream) -> None:
         """Each call waits for a caller's stream."""
         self._streams[device, stream] = None
 

@@ -197,7 +197,7 @@ class CudaDevice(CudaQueues):
         )
 
     def _trim(self) -> None:
-        """CUDA frees when the GPU has done its work: what that still uses is freed too."""
+        """Frees what queued work still uses, too: cudaFree waits for the GPU."""
         if id(self._pool) in _HELD:
             return
         self._catch_up()
@@ -263,7 +263,7 @@ class CudaDevice(CudaQueues):
                     runtime.memcpyDeviceToHost, stream.ptr,
                 )  # fmt: skip
             event = self._event(stream)
-            self._staging.append((pinned, event))  # which the copy writes, if Ctrl-C comes too
+            self._staging.append((pinned, event))  # the copy writes it after Ctrl-C, too
         self._given("compute")
         if not patience.until(lambda: self._reached(event)):
             return None

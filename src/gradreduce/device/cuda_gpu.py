@@ -106,7 +106,7 @@ FATAL = frozenset({
 })  # fmt: skip
 
 
-# Of stream captures; they leave the device usable, and the capture invalid.
+# Errors of stream captures: the capture is invalid then, the device stays usable.
 _CAPTURE = frozenset(range(900, 909))
 
 

@@ -146,7 +146,7 @@ def is_capturing(gpu: Any, stream: Stream) -> bool:
     with gpu:  # whose default stream a handle may name
         try:
             return bool(runtime.streamIsCapturing(handle_of(stream)))
-        except RuntimeError as error:  # of CuPy's own for a capture that is invalid
+        except RuntimeError as error:  # without a status: its capture is invalid
             if getattr(error, "status", _CAPTURE_IMPLICIT) != _CAPTURE_IMPLICIT:
                 raise
             return True

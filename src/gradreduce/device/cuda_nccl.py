@@ -363,7 +363,8 @@ class NcclCollective(Collective):
             failed.append(error)
             self._abort(made)  # else CuPy would destroy them, which is for whole ones
             return
-        # After Ctrl-C two threads may make the same; an abort before this line did not find these.
+        # After Ctrl-C two threads may make communicators of the same GPUs. An abort that began
+        # before this line has not found these.
         is_second = cliques.made.setdefault(physicals, made) is not made
         if is_second or (cliques.aborted and cliques.made.pop(physicals, None) is not None):
             self._abort(made)

@@ -54,8 +54,8 @@ class CudaQueues(Device):
 
     def _mark(self, queue: User) -> Any:
         if not isinstance(queue, str):
-            # The handle of a thread's default stream is another one's in every other thread. Of
-            # all threads', the legacy default stream waits for what they hold.
+            # In every thread this handle names that thread's own default stream. The legacy
+            # default stream waits for all of them.
             stream = LEGACY if handle_of(queue) == PER_THREAD else queue
             return None if self._is_capturing(stream) else self._event(stream)
         ours = cast("Queue", queue)

@@ -151,8 +151,8 @@ class Dead(ref[Block]):
     """A weak reference to a block, and what is left of it when its last reference has died.
 
     Attributes:
-        raw: the backend's handle, which still keeps the memory. None of a caller's that may be
-            dropped with the block.
+        raw: the backend's handle, which still keeps the memory. None for a caller's array that
+            need not outlive the block.
         nbytes: its size.
         touched: queues other than its home queue that used it, and callers' streams.
         owned: from our pool, whose order is that of the device's compute queue; a caller's memory

@@ -38,10 +38,6 @@ class Parking:
         self._parked: deque[tuple[Dead, list[Any]]] = deque()
         self._led: deque[Dead] = deque()
 
-    def __bool__(self) -> bool:
-        """Whether anything waits."""
-        return bool(self.dead or self._parked or self._led)
-
     def watch(self, block: Block) -> Block:
         """Holds the memory of a block, also when it has died, until it is free."""
         dead = Dead(block, self.dead.append)
@@ -111,7 +107,8 @@ class Parking:
     def shown_to(self, stream: Stream) -> list[_Shown]:
         """What has died by now and was shown to a caller's stream; for ``passed``."""
         handle = handle_of(stream)
-        if not self.dead or handle == PER_THREAD:  # of this thread; others were shown it, too
+        # PER_THREAD names this thread's stream; those of other threads may still use the memory.
+        if not self.dead or handle == PER_THREAD:
             return []
         found = []
         for dead in self.dead.copy():
