@@ -251,16 +251,18 @@ def interrupt_often(count: int) -> None:
     spread_small_launches(pytest.MonkeyPatch())
     signal.signal(signal.SIGALRM, lambda *_: pressed())
     calls, moments, num_caught = right_calls(), random.Random(count), 0
-    calls = [calls["add_n"], calls["all_reduce"]]
-    while num_caught < count:
-        for call in calls:
-            assert call()
-            try:
+    calls, is_over = [calls["add_n"], calls["all_reduce"]], False
+    while not is_over:
+        try:  # around all of it: where other threads run, a signal is told late
+            while num_caught < count:
+                call = moments.choice(calls)
+                assert call()
                 signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-6, 3e-4))
                 call()
                 signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
-                num_caught += 1
+            is_over = True
+        except KeyboardInterrupt:
+            num_caught += 1
     sys.stdout.write("right\n")
     sys.stdout.flush()
     signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-6, 3e-4))
