@@ -58,6 +58,20 @@ def test_what_was_put_into_a_value_earlier_is_read_as_it_is_by_then(mesh, torch)
     assert same(made.buffers[2].numpy(), np.full(SHAPE, -3, "float32"))
 
 
+def test_what_a_call_has_read_by_a_view_may_be_overwritten(mesh, torch):
+    """And is held for it by nothing else: a call before may have let it go."""
+    tensors = [on(torch, 0, data(SHAPE)) for _ in range(2)]
+    values = [gr.PerReplica([tensor], devices=mesh.devices[:1]) for tensor in tensors]
+    sums = []
+    for value in values:
+        gr.add_n(value.buffers, as_kind="buffer")
+        sums.append(gr.add_n([value.buffers[0].view(30, (30,))] * 2, as_kind="buffer"))
+    overwrite(torch, tensors[:1])
+    del value, values, tensors
+    for made in sums:
+        assert same(made.numpy(), data(SHAPE)[1] * 2)
+
+
 def test_what_had_to_be_copied_may_be_overwritten_at_once(mesh, torch):
     tensor = on(torch, 0, data(SHAPE))
     value = gr.PerReplica([Tensor(tensor.array[:, ::2])], devices=mesh.devices[:1])

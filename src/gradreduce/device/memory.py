@@ -182,8 +182,8 @@ class Buffer(NotCopied):
         address: of the first element; a device address on a GPU.
         block: the memory it looks into.
         offset: of the first element in the block, in bytes.
-        lender: of a Buffer that the door made: the kind of array whose memory it is, or ``"copy"``
-            if it holds a copy of one; None for every other.
+        lender: of a Buffer that the door made, and of its views: the kind of array whose memory it
+            is, or ``"copy"`` if it holds a copy of one; None for every other.
     """
 
     _copied_as = "pass buffer.numpy(), and put it on a device by device.put(array)"
@@ -238,7 +238,9 @@ class Buffer(NotCopied):
             )
         if (self.address + offset) % dtype.alignment:
             raise ValueError(f"view of dtype {dtype} at element {start} of {self} is misaligned")
-        return Buffer(self.block, self.offset + offset, shape, dtype)
+        made = Buffer(self.block, self.offset + offset, shape, dtype)
+        made.lender = self.lender
+        return made
 
     def parts(self, starts: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> list[Buffer]:
         """As ``view`` for each, of this dtype, without its checks: by a layout's own offsets."""
