@@ -198,7 +198,7 @@ DEVICE void add_to(Lanes<Acc, LANES>& total, const Lanes<Acc, LANES>& term) {
 
 // ---- the table ---------------------------------------------------------------------------------
 
-// Written by src/gradreduce/device/table.py, which explains it.
+// Written by src/gradreduce/device/launch_table.py, which explains it.
 struct Table {
     const i64* words;
     i64 num_rows;

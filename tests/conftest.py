@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-EXAMPLES = (TESTS / "examples", TESTS / "test_readme.py")
+EXAMPLES = (TESTS / "examples", TESTS / "project" / "test_readme.py")
 # As plugins, not imports: pytest then finds their options and their hooks by itself.
-pytest_plugins = ("skips", "early", "exhaustive")
+pytest_plugins = ("support.skip_rules", "support.background_runs", "support.exhaustive")
 
 
 def pytest_configure() -> None:

@@ -303,7 +303,7 @@ def test_plain_steps_do_not_grow_the_pool():
 @pytest.mark.host
 def test_nothing_is_compiled_while_a_lock_is_held(monkeypatch):
     """Neither by an apply, nor by a take of a mesh, nor by the update that follows."""
-    from gradreduce.device.sim import SimDevice
+    from gradreduce.backends.sim.device import SimDevice
 
     asked = []
     with open_sim([0, 1, 2], kernels="compiled", peer_access=False) as mesh:

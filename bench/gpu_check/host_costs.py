@@ -22,7 +22,7 @@ import gradreduce as gr
 from gradreduce import ops
 from gradreduce.device import Buffer, Capture, Device
 
-backend: Any = importlib.import_module("gradreduce.device.cuda")
+backend: Any = importlib.import_module("gradreduce.backends.cuda.device")
 SIZE = 1000  # elements: the GPU is done before the next call comes
 CALLS, QUICK_CALLS = 200, 2
 

@@ -27,8 +27,9 @@ from typing import Any
 import numpy as np
 from measure.clock import Call, host_seconds
 
-from gradreduce.device import Buffer, Device, as_dtype, open_mesh
-from gradreduce.device.cuda_nccl import NcclCollective
+from gradreduce.backends import open_mesh
+from gradreduce.backends.cuda.nccl import NcclCollective
+from gradreduce.device import Buffer, Device, as_dtype
 from gradreduce.errors import CollectiveError
 
 from .setting import python

@@ -19,7 +19,11 @@ from .setting import Setting
 
 __all__ = ["FIRST", "first", "step_of"]
 
-OPS, DEVICE, CUDA = "tests/cuda/test_ops.py", "tests/device/test_contract", "tests/cuda/test_"
+OPS, DEVICE, CUDA = (
+    "tests/backends/cuda/test_ops.py",
+    "tests/device/test_contract",
+    "tests/backends/cuda/test_",
+)
 # Every warning is an error, those of the imports too.
 STRICT = {"PYTHONWARNINGS": "error"}
 
@@ -47,7 +51,7 @@ FIRST: Mapping[str, tuple[Section, ...]] = {
         file(f"{DEVICE}_lifetime.py", 70),
     ),
     "3-arrays": (
-        file("tests/test_interop_gpu.py", 90),
+        file("tests/arrays/test_convert_gpu.py", 90),
         file(f"{CUDA}arrays.py", 80),
         file(f"{CUDA}gradients.py", 80),
         file(f"{CUDA}flows.py", 80),

@@ -15,7 +15,7 @@ __all__ = ["sanitize", "sanitizer"]
 
 TOOL = "compute-sanitizer"
 FOUND_FAULTS = 86  # the exit status that we ask for, unlike any of pytest's
-OPS = "tests/cuda/test_ops.py"
+OPS = "tests/backends/cuda/test_ops.py"
 PROBE_SECONDS = 45.0
 # tool -> which tests, and its deadline
 RUNS = {

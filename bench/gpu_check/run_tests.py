@@ -17,11 +17,11 @@ from .setting import Setting
 
 __all__ = ["file", "tests"]
 
-# The suite runs all of them on the fake anyway (tests/test_fake_cupy.py); here they only show that
+# The suite runs all of them on the fake anyway (tests/project/test_fake_cupy.py); here they only show that
 # this section works.
 FAKE_PATHS = ("tests/device/test_contract_lifetime.py",)
 # Files of which every test needs a library that knows the GPU.
-LIBRARIES = {"tests/cuda/test_jax.py": "jax", "tests/test_interop_gpu.py": "torch"}
+LIBRARIES = {"tests/backends/cuda/test_jax.py": "jax", "tests/arrays/test_convert_gpu.py": "torch"}
 COLLECT_SECONDS = 60.0
 LEAST_SHARE = 1 / 8  # of the time, for the smallest file
 MOST_NAMES = 50  # of tests that failed

@@ -15,12 +15,13 @@ from gradreduce.accumulator import (
     apply_grads,
     take_grads,
 )
-from gradreduce.aggregate import AggregationMethod, accumulate_n, add_n, aggregate
+from gradreduce.arrays.distributed import Mirrored, PerReplica, ReduceOp
+from gradreduce.arrays.indexed_slices import IndexedSlices
+from gradreduce.arrays.replica_context import replica
+from gradreduce.arrays.variable import Variable, get_variable
 from gradreduce.autodiff import embedding_lookup
-from gradreduce.cross_device import AllReduceCrossDeviceOps
-from gradreduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
-from gradreduce.device import Buffer, Device, Mesh, default_mesh, open_mesh
-from gradreduce.indexed_slices import IndexedSlices
+from gradreduce.backends import default_mesh, open_mesh
+from gradreduce.device import Buffer, Device, Mesh
 from gradreduce.optim import (
     AdagradOptimizer,
     AdamOptimizer,
@@ -33,11 +34,15 @@ from gradreduce.optim import (
     RMSPropOptimizer,
     clip_by_global_norm,
 )
-from gradreduce.presets import HierarchicalCopyAllReduce, NcclAllReduce, all_reduce
-from gradreduce.replica_context import replica
+from gradreduce.reduce.aggregation import AggregationMethod, accumulate_n, add_n, aggregate
+from gradreduce.reduce.all_reduce_ops import (
+    AllReduceCrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    all_reduce,
+)
+from gradreduce.reduce.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from gradreduce.sync_step import SyncStep
-from gradreduce.values import Mirrored, PerReplica, ReduceOp
-from gradreduce.variables import Variable, get_variable
 
 __version__ = "0.1.0"
 

@@ -10,17 +10,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradreduce.accumulator import ConditionalAccumulator, apply_grads, take_now
-from gradreduce.accumulator.door import as_required, as_step
-from gradreduce.aggregate import AggregationMethod, as_aggregation_method
-from gradreduce.aggregators import aggregate_buffers
-from gradreduce.cross_device_ops import CrossDeviceOps
+from gradreduce.accumulator.validate import as_required, as_step
+from gradreduce.arrays.caller_streams import OneCall
+from gradreduce.arrays.convert import to_buffer
+from gradreduce.arrays.convert_gpu import reading
+from gradreduce.arrays.distributed import PerReplica
+from gradreduce.arrays.indexed_slices import IndexedSlices
+from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, DeferInterrupts, Device, as_deadline, by_physical, due
 from gradreduce.errors import NotCopied, about, brief, listed, repeated
-from gradreduce.indexed_slices import IndexedSlices
-from gradreduce.interop import OneCall, reading, to_buffer
 from gradreduce.optim import Optimizer
-from gradreduce.values import PerReplica
-from gradreduce.variables import Variable
+from gradreduce.reduce.aggregation import AggregationMethod, as_aggregation_method
+from gradreduce.reduce.aggregators import aggregate_buffers
+from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 __all__ = ["SyncStep"]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import gradreduce as gr
-from gradreduce.accumulator import joint
+from gradreduce.accumulator import multi
 from gradreduce.device import accumulate_dtype
 
 FACES = ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
@@ -155,7 +155,7 @@ class Crew:
     def expiring(self, take: Callable[..., Any], *args: Any) -> Call:
         """As ``waiting``, with a timeout that runs out when the test says ``expire()``."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(joint, "Ticket", functools.partial(joint.Ticket, done=Expiring()))
+            patch.setattr(multi, "Ticket", functools.partial(multi.Ticket, done=Expiring()))
             return self.waiting(take, *args, timeout=0.2)
 
     def any_runs(self, calls: Sequence[Call]) -> bool:
@@ -176,19 +176,19 @@ _running = threading.local()
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch) -> None:
     """A take of the test's own thread never waits for ever: it would hang the whole run."""
-    await_ticket = joint.await_ticket
+    await_ticket = multi.await_ticket
 
     def limited(ticket, timeout):
         own = threading.current_thread() is threading.main_thread()
         await_ticket(ticket, LIMIT_S if own and timeout is None else timeout)
 
-    monkeypatch.setattr(joint, "await_ticket", limited)
+    monkeypatch.setattr(multi, "await_ticket", limited)
 
 
 @pytest.fixture
 def crew(monkeypatch) -> Iterator[Crew]:
     """Threads, all of which must have ended when the test has."""
-    await_ticket = joint.await_ticket
+    await_ticket = multi.await_ticket
 
     def noted(ticket, timeout):
         call = getattr(_running, "call", None)
@@ -197,7 +197,7 @@ def crew(monkeypatch) -> Iterator[Crew]:
             call.queued.set()
         await_ticket(ticket, timeout)
 
-    monkeypatch.setattr(joint, "await_ticket", noted)
+    monkeypatch.setattr(multi, "await_ticket", noted)
     made = Crew()
     yield made
     end = time.monotonic() + LIMIT_S

@@ -6,7 +6,7 @@ import logging
 
 import numpy as np
 import pytest
-from exact import FLOATS, random_data, same
+from support.exact_data import FLOATS, random_data, same
 
 import gradreduce as gr
 from gradreduce.errors import InvalidArgumentError

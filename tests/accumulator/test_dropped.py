@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import gradreduce as gr
-from gradreduce.accumulator import apply, joint, state
+from gradreduce.accumulator import multi as apply
+from gradreduce.accumulator import multi as joint
+from gradreduce.accumulator import state
 from gradreduce.errors import (
     BackendUnavailableError,
     CancelledError,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gradreduce as gr
-from gradreduce.device.sim_collective import SimCollective
+from gradreduce.backends.sim.collective import SimCollective
 from gradreduce.errors import BackendUnavailableError, CancelledError
 
 

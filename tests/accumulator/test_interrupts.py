@@ -7,10 +7,10 @@ import threading
 
 import numpy as np
 import pytest
-from signals import ctrl_c, interrupted_at, num_points_of
+from support.signal_injection import ctrl_c, interrupted_at, num_points_of
 
 import gradreduce as gr
-from gradreduce.accumulator import joint
+from gradreduce.accumulator import multi
 from gradreduce.accumulator.state import AccumulatorState, Ticket, locked
 from gradreduce.errors import BackendUnavailableError
 
@@ -111,7 +111,7 @@ def test_a_second_one_while_the_first_is_dealt_with(own, monkeypatch):
         leave(ticket)
 
     with monkeypatch.context() as patch:
-        patch.setattr(joint, "Ticket", functools.partial(joint.Ticket, done=Pressed()))
+        patch.setattr(multi, "Ticket", functools.partial(multi.Ticket, done=Pressed()))
         patch.setattr(Ticket, "leave", leave_interrupted)
         with pytest.raises(KeyboardInterrupt):
             gr.take_grads([acc, other], 1)

@@ -6,10 +6,10 @@ import itertools
 
 import numpy as np
 import pytest
-from exact import exact_data, same
+from support.exact_data import exact_data, same
 
 import gradreduce as gr
-from gradreduce.device.sim_pool import SimPool
+from gradreduce.backends.sim.pool import SimPool
 from gradreduce.errors import InvalidArgumentError
 
 

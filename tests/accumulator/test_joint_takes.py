@@ -7,7 +7,7 @@ import threading
 import pytest
 
 import gradreduce as gr
-from gradreduce.accumulator import serve, take_now
+from gradreduce.accumulator import take_now, take_queue
 from gradreduce.errors import CancelledError, DeadlineExceededError
 
 
@@ -130,7 +130,7 @@ def test_an_apply_while_one_is_being_closed_serves_nobody(several, crew, monkeyp
     first, second = several(2)
     first.apply_grad([1.0])
     joint = crew.waiting(gr.take_grads, [first, second], 1)
-    locked, kept = serve.locked, []
+    locked, kept = take_queue.locked, []
 
     def late(states):
         if not kept:
@@ -138,7 +138,7 @@ def test_an_apply_while_one_is_being_closed_serves_nobody(several, crew, monkeyp
             kept.append(crew.start(second.apply_grad, [2.0]).result())
         return locked(states)
 
-    monkeypatch.setattr(serve, "locked", late)
+    monkeypatch.setattr(take_queue, "locked", late)
     first.close()
     assert kept == [None, True]
     with pytest.raises(CancelledError):

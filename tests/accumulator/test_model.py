@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from exhaustive import examples
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.exhaustive import examples
 
 import gradreduce as gr
-from gradreduce.accumulator import joint, serve, take_now
+from gradreduce.accumulator import multi, take_now, take_queue
 from gradreduce.errors import CancelledError, DeadlineExceededError, InvalidArgumentError
 
 NUM_DEVICES = 3
@@ -239,14 +239,14 @@ class Accumulators(RuleBasedStateMachine):
     @rule(which=SOME, num_required=st.integers(1, 4))
     def wait(self, which, num_required):
         states = tuple(acc.accumulator_ref for acc in self.some(which))
-        ticket, waiting = joint.Ticket(states, num_required), Waiting(which, num_required)
+        ticket, waiting = multi.Ticket(states, num_required), Waiting(which, num_required)
         if self.world.is_closed(which):
             with pytest.raises(CancelledError):
-                serve.join(ticket)
+                take_queue.join(ticket)
             return
         self.waiting.append((ticket, waiting))
         self.world.join(waiting)
-        serve.join(ticket)
+        take_queue.join(ticket)
 
     @precondition(lambda self: self.waiting)
     @rule(place=st.integers(0, 9))
@@ -254,7 +254,7 @@ class Accumulators(RuleBasedStateMachine):
         ticket, waiting = self.waiting.pop(place % len(self.waiting))
         self.world.leave(waiting)
         with pytest.raises(DeadlineExceededError):
-            serve.await_ticket(ticket, 0)
+            take_queue.await_ticket(ticket, 0)
 
     @rule(which=SOME, num_required=st.integers(1, 3))
     def take_now(self, which, num_required):
@@ -296,10 +296,10 @@ class Accumulators(RuleBasedStateMachine):
                 still.append((ticket, waiting))
             elif waiting.outcome == "cancelled":
                 with pytest.raises(CancelledError):
-                    serve.await_ticket(ticket, 0)
+                    take_queue.await_ticket(ticket, 0)
             else:
-                serve.await_ticket(ticket, 0)
-                self.hold(joint._handed_out(ticket), waiting.outcome)
+                take_queue.await_ticket(ticket, 0)
+                self.hold(multi._handed_out(ticket), waiting.outcome)
         self.waiting = still
 
     @invariant()

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from exact import exact_data, random_data, same
+from support.exact_data import exact_data, random_data, same
 
 import gradreduce as gr
 

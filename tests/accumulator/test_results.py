@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from exact import FLOATS, same
+from support.exact_data import FLOATS, same
 
 import gradreduce as gr
 from gradreduce.errors import BackendUnavailableError, CancelledError, InvalidArgumentError

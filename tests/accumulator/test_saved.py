@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from exact import FLOATS, random_data, same
-from saving import EMPTY, check_refused, frozen
-from stuck import PATIENCE, stall
+from support.exact_data import FLOATS, random_data, same
+from support.hanging_devices import PATIENCE, stall
+from support.saved_accumulators import EMPTY, check_refused, frozen
 
 import gradreduce as gr
 from gradreduce.device import accumulate_dtype

@@ -73,7 +73,7 @@ def test_a_second_handle_needs_no_device(device, make):
             make("float32", shared_name="found", device="sim:0")  # of the mesh that it is on
         first.close()
     with gr.open_mesh(1, backend="sim") as other, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gradreduce.device.opening._default", [other])
+        patch.setattr("gradreduce.backends._default", [other])
         again = make("float32", shared_name="found")  # the first of the name
         assert again.accumulator_ref.devices == other.devices
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from exact import FLOATS, random_data, same
+from support.exact_data import FLOATS, random_data, same
 
 import gradreduce as gr
 from gradreduce.device import accumulate_dtype

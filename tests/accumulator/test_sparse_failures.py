@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from saving import frozen
+from support.saved_accumulators import frozen
 
 import gradreduce as gr
 from gradreduce.errors import BackendUnavailableError

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from exhaustive import examples
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.exhaustive import examples
 
 import gradreduce as gr
 from gradreduce.errors import CancelledError, DeadlineExceededError, InvalidArgumentError

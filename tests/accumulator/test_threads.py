@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import gradreduce as gr
-from gradreduce.accumulator.serve import close
 from gradreduce.accumulator.state import locked
+from gradreduce.accumulator.take_queue import close
 from gradreduce.errors import CancelledError, DeadlineExceededError
 
 NUM_APPLIERS = 48

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import gradreduce as gr
-from gradreduce.accumulator import joint, serve
+from gradreduce.accumulator import multi, take_queue
 from gradreduce.errors import CancelledError, DeadlineExceededError, InvalidArgumentError
 
 
@@ -214,7 +214,7 @@ class Interrupted(threading.Event):
 def test_a_take_that_is_interrupted_loses_nothing(accumulator, monkeypatch):
     acc = accumulator()
     with monkeypatch.context() as patch:
-        patch.setattr(joint, "Ticket", functools.partial(joint.Ticket, done=Interrupted()))
+        patch.setattr(multi, "Ticket", functools.partial(multi.Ticket, done=Interrupted()))
         with pytest.raises(KeyboardInterrupt):
             acc.take_grad(1)
     acc.apply_grad([2.0])
@@ -230,7 +230,7 @@ def test_a_take_that_is_interrupted_while_it_is_served_leaves_no_ticket(accumula
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(serve, "take_held", interrupted)
+        patch.setattr(take_queue, "take_held", interrupted)
         with pytest.raises(KeyboardInterrupt):
             acc.take_grad(1)
     assert counters(acc) == (1, 0, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import gradreduce as gr
-from gradreduce import interop_losses
+from gradreduce.autodiff import frameworks
 
 pytestmark = pytest.mark.jax
 DESCENT = gr.GradientDescentOptimizer(1.0)
@@ -80,7 +80,7 @@ def test_what_is_passed_in_is_compiled_once(v, monkeypatch):
             return jnp.sum(v.read("jax")) * 0
 
     assert gradients(caught)[0].tolist() == [1.0] * 3
-    monkeypatch.setattr(interop_losses, "_contexts", lambda: interop_losses._no_context)
+    monkeypatch.setattr(frameworks, "_contexts", lambda: frameworks._no_context)
     assert gradients(lambda: square(v.read("jax")))[0].tolist() == [6.0, 2.0, 4.0]
     with pytest.raises(RuntimeError, match=r"read inside jax\.jit.*pass it in"):
         gradients(jax.jit(lambda: jnp.sum(v.read("jax"))))
@@ -92,7 +92,7 @@ def test_caches_of_a_call_alone_are_cleared(v, monkeypatch):
 
     cleared = []
     monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(1))
-    monkeypatch.setattr(interop_losses, "_MOST_KEPT", 2)
+    monkeypatch.setattr(frameworks, "_MOST_KEPT", 2)
     loss = jax.jit(lambda: jnp.sum(v.read("jax")))
     for _ in range(4):
         assert gradients(loss)[0].tolist() == [1.0] * 3

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gradreduce as gr
-from gradreduce.loss_context import current_reader
+from gradreduce.arrays.trace_context import current_reader
 
 DESCENT = gr.GradientDescentOptimizer(1.0)
 ADD_N, TREE, ACCUMULATE_N = 0, 1, 2
@@ -96,7 +96,7 @@ def test_arrays_of_an_inner_loss_lie_where_the_outer_one_does(v, monkeypatch):
     def refused():
         raise AssertionError("another mesh")
 
-    monkeypatch.setattr("gradreduce.replica_context.default_mesh", refused)
+    monkeypatch.setattr("gradreduce.arrays.replica_context.default_mesh", refused)
 
     def loss():
         total = np.sum(v)

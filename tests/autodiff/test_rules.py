@@ -9,20 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from exhaustive import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
-from operations import OPERATIONS, weighted
-from strict_array import StrictArray
+from support.exhaustive import examples
+from support.loss_operations import OPERATIONS, weighted
+from support.strict_array import StrictArray
 
-from gradreduce.aggregate import AggregationMethod
-from gradreduce.autodiff import tape
-from gradreduce.autodiff.rules import indexing
+from gradreduce.autodiff import rules_indexing, tape
+from gradreduce.autodiff.accumulate_terms import Terms
+from gradreduce.autodiff.backward import _as_operand as as_operand
+from gradreduce.autodiff.backward import walk
 from gradreduce.autodiff.tape import Trace
-from gradreduce.autodiff.terms import Terms
-from gradreduce.autodiff.walk import _as_operand as as_operand
-from gradreduce.autodiff.walk import walk
+from gradreduce.reduce.aggregation import AggregationMethod
 
 STEP = 1e-6
 # NumPy 1 makes float64 of a float32 number and a Python float, where neither has an axis.
@@ -81,8 +80,8 @@ def rows_of_numpy(monkeypatch):
         np.add.at(whole, rows, bare)
         return StrictArray(whole) if isinstance(values, StrictArray) else whole
 
-    monkeypatch.setattr(indexing, "_added_by_segments", added)
-    monkeypatch.setattr(indexing, "_rows", added)
+    monkeypatch.setattr(rules_indexing, "_added_by_segments", added)
+    monkeypatch.setattr(rules_indexing, "_rows", added)
 
 
 def every(check):
@@ -182,7 +181,7 @@ def test_every_value_and_every_term_keeps_its_dtype(operation, dtype, monkeypatc
         assert term is None or term.dtype == node.dtype == dtype
         return term
 
-    monkeypatch.setattr("gradreduce.autodiff.walk._as_operand", unchanged)
+    monkeypatch.setattr("gradreduce.autodiff.backward._as_operand", unchanged)
     shapes = operation.shapes[0]
     if not WEAK_NUMBERS:
         shapes = next((each for each in operation.shapes if () not in each), shapes)

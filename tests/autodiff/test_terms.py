@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import gradreduce as gr
-from gradreduce.aggregate import AggregationMethod
-from gradreduce.autodiff.terms import Terms
+from gradreduce.autodiff.accumulate_terms import Terms
+from gradreduce.reduce.aggregation import AggregationMethod
 
 DESCENT = gr.GradientDescentOptimizer(1.0)
 METHODS = list(AggregationMethod)

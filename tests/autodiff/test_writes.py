@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import gradreduce as gr
-from gradreduce.autodiff import tables
-from gradreduce.autodiff.refusals import _OUT_PLACES
+from gradreduce.autodiff import registry
+from gradreduce.autodiff.unsupported import _OUT_PLACES
 
 DESCENT = gr.GradientDescentOptimizer(1.0)
 PLAIN = np.zeros(3, "float32")
@@ -54,7 +54,7 @@ def test_the_place_of_every_out_is_known():
         {},
         {np.concatenate, np.dot},
     )  # of what is written in C, NumPy 1 tells no signature
-    for function in {*tables.RULES, *tables.COMPOSED, *tables.CONSTANT}:
+    for function in {*registry.RULES, *registry.COMPOSED, *registry.CONSTANT}:
         if isinstance(function, np.ufunc):
             continue
         try:

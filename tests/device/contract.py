@@ -9,9 +9,10 @@ from functools import partial
 
 import numpy as np
 import pytest
-from exact import exact_data
+from support.exact_data import exact_data
 
-from gradreduce.device import Buffer, Device, as_dtype, element_of, open_mesh
+from gradreduce.backends import open_mesh
+from gradreduce.device import Buffer, Device, as_dtype, element_of
 from gradreduce.ops.add_n import ADD_N
 
 QUEUES = ("compute", "transfer")

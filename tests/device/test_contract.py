@@ -11,8 +11,8 @@ from itertools import product
 import numpy as np
 import pytest
 from device.contract import FLOAT, QUEUES, SIZE, add, adopted, data, in_order, uploaded
-from exact import DTYPES, same
-from meshes import refused
+from support.exact_data import DTYPES, same
+from support.meshes import refused
 
 from gradreduce.device import Record, as_dtype
 from gradreduce.errors import DeviceMismatchError

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from device.contract import BACKENDS_APART, FLOAT, SIZE, data, on_gpus, uploaded
-from exact import DTYPES, FLOATS, exact_data, random_data, same
-from meshes import refused
+from support.exact_data import DTYPES, FLOATS, exact_data, random_data, same
+from support.meshes import refused
 
 from gradreduce.device import Buffer, Mesh, accumulate_dtype, as_dtype
 from gradreduce.errors import CollectiveError, DeviceMismatchError

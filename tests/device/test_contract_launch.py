@@ -9,10 +9,11 @@ from itertools import product
 import numpy as np
 import pytest
 from device.contract import FLOAT, QUEUES, SIZE, add, adopted, data, uploaded
-from exact import DTYPES, same
-from meshes import refused
+from support.exact_data import DTYPES, same
+from support.meshes import refused
 
-from gradreduce.device import Buffer, Device, Record, accumulate_dtype, compiled, element_of
+from gradreduce.backends.sim import host_compile
+from gradreduce.device import Buffer, Device, Record, accumulate_dtype, element_of
 from gradreduce.errors import DeviceMismatchError
 from gradreduce.ops import plan_segments, segment_sum
 from gradreduce.ops.add_n import ADD_N
@@ -292,7 +293,7 @@ def test_what_is_prepared_is_not_compiled_again(near, monkeypatch):
     def compiles(*_) -> None:
         raise AssertionError("a launch compiles")
 
-    monkeypatch.setattr(compiled, "_load", compiles)
+    monkeypatch.setattr(host_compile, "_load", compiles)
     device.launch(kernel, kernel.templates[0], [[out, term]], (1,))
     assert same(out.numpy(), data((SIZE,), seed=1))
 

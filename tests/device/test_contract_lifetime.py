@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from device.contract import FLOAT, SIZE, add, adopted, data, in_order, uploaded
-from exact import same
+from support.exact_data import same
 
 import gradreduce
 from gradreduce.device import Buffer, Device, Mesh
@@ -282,8 +282,8 @@ FORK = """
 import os, sys
 from device.contract import SIZE, data, uploaded
 from device.test_contract_lifetime import every_call, survivors
-from exact import same
-from gradreduce.device import default_mesh, open_mesh
+from support.exact_data import same
+from gradreduce.backends import default_mesh, open_mesh
 from gradreduce.errors import BackendUnavailableError
 
 mesh = open_mesh(2, backend="sim", kernels=sys.argv[1])

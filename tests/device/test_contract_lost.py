@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 from device.contract import FLOAT, SIZE, add, data, uploaded
-from exact import same
+from support.exact_data import same
 
 import gradreduce as gr
 from gradreduce.device import bring

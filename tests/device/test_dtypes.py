@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from exact import DTYPES
+from support.exact_data import DTYPES
 
 from gradreduce.device import accumulate_dtype, as_dtype, element_of, mean_dtype
 from gradreduce.device.dtypes import BFLOAT16, C_TYPES, ELEMENTS

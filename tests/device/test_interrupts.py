@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
-from signals import ctrl_c, interrupted_at, num_points_of
+from support.signal_injection import ctrl_c, interrupted_at, num_points_of
 
 from gradreduce.device import DeferInterrupts, interrupts
 

@@ -17,23 +17,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from exact import DTYPES, same
+from support.exact_data import DTYPES, same
 
 import gradreduce as gr
 import gradreduce.device
-from gradreduce.device import (
-    ALIGNMENT,
-    as_device,
-    as_dtype,
-    by_physical,
-    default_mesh,
-    flat_layout,
-    gather,
-    open_mesh,
-    scatter,
-)
-from gradreduce.device import opening as module
-from gradreduce.device.watch import names_of
+from gradreduce import backends as module
+from gradreduce.backends import default_mesh, open_mesh
+from gradreduce.backends.device_names import as_device
+from gradreduce.device import ALIGNMENT, as_dtype, by_physical, flat_layout, gather, scatter
+from gradreduce.device.pending_calls import names_of
 from gradreduce.errors import BackendUnavailableError
 
 VARIABLES = (
@@ -225,7 +217,7 @@ def why(request, monkeypatch) -> str:
         return f"CuPy is not installed; {INSTALL}"
     if request.param == "broken":
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-        monkeypatch.delitem(sys.modules, "gradreduce.device.cuda", raising=False)
+        monkeypatch.delitem(sys.modules, "gradreduce.backends.cuda.device", raising=False)
         monkeypatch.delattr(gradreduce.device, "cuda", raising=False)
         return rf"CuPy does not import \(.*\); {INSTALL}"
 

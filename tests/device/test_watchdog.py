@@ -8,15 +8,16 @@ import weakref
 
 import numpy as np
 import pytest
-from exact import same
-from signals import ctrl_c
-from stuck import PATIENCE, await_death, clock, no_thread_starts, stall, watchdogs
+from support.exact_data import same
+from support.hanging_devices import PATIENCE, await_death, clock, no_thread_starts, stall, watchdogs
+from support.signal_injection import ctrl_c
 
 import gradreduce as gr
-from gradreduce.accumulator.serve import await_ticket, join
 from gradreduce.accumulator.state import Ticket
-from gradreduce.device import Mesh, due, open_mesh, watch
-from gradreduce.device.sim_queue import Shuffled
+from gradreduce.accumulator.take_queue import await_ticket, join
+from gradreduce.backends import open_mesh
+from gradreduce.backends.sim.scheduler import Shuffled
+from gradreduce.device import Mesh, due, pending_calls
 from gradreduce.device.watchdog import _looked_at
 from gradreduce.errors import BackendUnavailableError, CancelledError, CollectiveError
 
@@ -366,8 +367,8 @@ def test_a_mesh_that_is_closed_lets_go_who_waits():
 def test_patience_is_polled_only_where_there_was_a_deadline():
     with queued() as mesh:
         device = mesh.devices[0]
-        assert not watch.Patience(device).polls
-        assert watch.Patience(device, 5).polls
+        assert not pending_calls.Patience(device).polls
+        assert pending_calls.Patience(device, 5).polls
         mesh.fabric.guard()
-        assert watch.Patience(device).polls
+        assert pending_calls.Patience(device).polls
         assert device.put(np.ones(3, np.float32)).numpy().sum() == 3

@@ -143,7 +143,7 @@ def inject() -> None:
 
 def declare_launches() -> None:
     """Holds every launch of the CUDA backend to what ``Kernel.writes`` says."""
-    from gradreduce.device.cuda import CudaDevice
+    from gradreduce.backends.cuda.device import CudaDevice
 
     launch = CudaDevice._launch
 
@@ -172,7 +172,7 @@ inject()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from gradreduce.device.cuda import enable_peer_access
+    from gradreduce.backends.cuda.streams import enable_peer_access
 
     declare_launches()
     enable_peer_access(range(machine.NUM_GPUS))  # checks each pair once in a process

@@ -14,7 +14,7 @@ import numpy as np
 
 import gradreduce as gr
 from gradreduce import ops
-from gradreduce.device import Buffer, Capture, Device, Mesh, gather, scatter, tables
+from gradreduce.device import Buffer, Capture, Device, Mesh, gather, launch_table, scatter
 
 from .plugin import fresh
 
@@ -332,14 +332,17 @@ def run(seed: int, num_steps: int = 40) -> int:
     """
     machine = fresh(seed, peers=seed % 3 != 2)
     placement = PLACEMENTS[seed % len(PLACEMENTS)]
-    cached, tables.CACHED_WORDS = tables.CACHED_WORDS, 1  # tables die while launches use them
+    cached, launch_table.CACHED_WORDS = (
+        launch_table.CACHED_WORDS,
+        1,
+    )  # tables die while launches use them
     try:
         with gr.open_mesh(placement, backend="cuda") as mesh:
             program = Program(mesh, seed)
             program.run(num_steps)
             checked = program.checked
     finally:
-        tables.CACHED_WORDS = cached
+        launch_table.CACHED_WORDS = cached
     del mesh, program
     gc.collect()  # devices and what they still hold
     machine.settle()

@@ -1,6 +1,6 @@
 """The fixtures of the faces."""
 
-from faces import ASKED, device, face, geometric_device
+from support.implementations import ASKED, device, face, geometric_device
 
 __all__ = ["device", "face", "geometric_device"]
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from skips import find_compiler
+from support.skip_rules import find_compiler
 
 from gradreduce.device.kernel import OPTIONS
 

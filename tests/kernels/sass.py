@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-from skips import find_compiler
+from support.skip_rules import find_compiler
 
 from gradreduce.device.kernel import Kernel, Template, kernel_text
 from gradreduce.ops import KERNELS

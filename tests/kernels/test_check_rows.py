@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradreduce import ops
-from gradreduce.device import open_mesh
-from gradreduce.ops import _check
+from gradreduce.backends import open_mesh
+from gradreduce.ops import validate
 
 SIZE = 8
 INT32 = np.dtype("int32")
-NUM_ROWS = 2 * _check.MANY
+NUM_ROWS = 2 * validate.MANY
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def good_rows(flat, num_operands=3):
 def judged(rows, num_written, **options):
     """What is wrong with them, or None."""
     try:
-        _check.check_rows("add_n", rows, num_written, **options)
+        validate.check_rows("add_n", rows, num_written, **options)
     except ValueError as error:
         return str(error)
     return None
@@ -50,13 +50,13 @@ def one_by_one(rows, num_written, **options):
 
 
 def test_many_good_rows_are_looked_at_once(flat, monkeypatch):
-    monkeypatch.setattr(_check, "_check_row", None)  # a call of it would fail
+    monkeypatch.setattr(validate, "_check_row", None)  # a call of it would fail
     for num_written in (1, 2, 3):
-        _check.check_rows("add_n", good_rows(flat), num_written)
+        validate.check_rows("add_n", good_rows(flat), num_written)
     aliased = [[term, other, term] for term, other, _ in good_rows(flat)]
-    _check.check_rows("add_n", aliased, 1)
+    validate.check_rows("add_n", aliased, 1)
     padded = [[flat.view(0, (SIZE,)), flat.view(SIZE, (SIZE - 3,))]] * NUM_ROWS
-    _check.check_rows("pack", padded, 1, padded=True)
+    validate.check_rows("pack", padded, 1, padded=True)
 
 
 FAULTS = {
@@ -83,7 +83,7 @@ views = st.tuples(st.integers(0, 40), st.sampled_from([0, 1, 4, 5]), st.sampled_
 
 
 @given(
-    st.lists(st.tuples(views, views, views), min_size=_check.MANY, max_size=_check.MANY + 3),
+    st.lists(st.tuples(views, views, views), min_size=validate.MANY, max_size=validate.MANY + 3),
     st.integers(1, 3),
 )
 def test_the_two_ways_agree(device, flat, places, num_written):
@@ -94,7 +94,7 @@ def test_the_two_ways_agree(device, flat, places, num_written):
     assert (judged(rows, num_written) is None) == (one_by_one(rows, num_written) is None)
 
 
-@given(st.lists(st.tuples(views, views), min_size=_check.MANY, max_size=_check.MANY + 3))
+@given(st.lists(st.tuples(views, views), min_size=validate.MANY, max_size=validate.MANY + 3))
 def test_the_two_ways_agree_on_padded_rows(device, flat, places):
     rows = [[flat.view(start, (size,)) for start, size, _ in row] for row in places]
     one = one_by_one(rows, 1, padded=True)

@@ -14,12 +14,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from exact import same
-from faces import EXACT, INLINE_ROWS, blank, buffers, opened, operands, random_terms
+from support.exact_data import same
+from support.implementations import (
+    EXACT,
+    INLINE_ROWS,
+    blank,
+    buffers,
+    opened,
+    operands,
+    random_terms,
+)
 
-from gradreduce.device import compiled, flight
+from gradreduce.backends.sim import host_compile
+from gradreduce.device import op_log
 from gradreduce.device.kernel import kernel_text
-from gradreduce.device.table import CHUNK_SIZE
+from gradreduce.device.launch_table import CHUNK_SIZE
 from gradreduce.errors import BackendUnavailableError
 from gradreduce.ops import KERNELS
 from gradreduce.ops.add_n import ADD_N
@@ -40,7 +49,7 @@ def cache(tmp_path, monkeypatch):
     """The folder of builds; scratch folders go beside it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    compiled._warn_once.cache_clear()
+    host_compile._warn_once.cache_clear()
     folder = tmp_path / "gradreduce"
     folder.mkdir(mode=0o700)
     return folder
@@ -50,7 +59,7 @@ def cache(tmp_path, monkeypatch):
 def built(tmp_path_factory):
     """What g++ makes of ``small()``."""
     made = tmp_path_factory.mktemp("built") / "add_n-small.so"
-    return compiled._compile("g++", compiled._host_text(small()), made, BUILD).read_bytes()
+    return host_compile._compile("g++", host_compile._host_text(small()), made, BUILD).read_bytes()
 
 
 @pytest.fixture
@@ -63,7 +72,7 @@ def builds(built, monkeypatch):
         made.append(path)
         return path
 
-    monkeypatch.setattr(compiled, "_compile", build)
+    monkeypatch.setattr(host_compile, "_compile", build)
     return made
 
 
@@ -72,53 +81,53 @@ def refuse(*_, **__):
 
 
 def test_the_second_build_is_a_load(cache, monkeypatch):
-    compiled.host_kernel(small(), BUILD)
+    host_compile.host_kernel(small(), BUILD)
     made = list(cache.iterdir())
     assert len(made) == 1
-    monkeypatch.setattr(compiled.subprocess, "run", refuse)
-    compiled.host_kernel(small(), BUILD)
+    monkeypatch.setattr(host_compile.subprocess, "run", refuse)
+    host_compile.host_kernel(small(), BUILD)
     assert list(cache.iterdir()) == made
     assert list(cache.parent.iterdir()) == [cache]
 
 
 def test_one_process_asks_the_cache_once(cache, monkeypatch):
     kernel = small()
-    first = compiled.host_kernel(kernel, BUILD)
+    first = host_compile.host_kernel(kernel, BUILD)
     shutil.rmtree(cache)
-    assert compiled.host_kernel(kernel, BUILD) is first
+    assert host_compile.host_kernel(kernel, BUILD) is first
 
 
 def test_text_templates_and_flags_are_in_the_key(cache, monkeypatch):
-    compiled.host_kernel(small(), BUILD)
-    compiled.host_kernel(replace(small(), templates=(("float32", "float32", 3),)), BUILD)
+    host_compile.host_kernel(small(), BUILD)
+    host_compile.host_kernel(replace(small(), templates=(("float32", "float32", 3),)), BUILD)
     with monkeypatch.context() as patch:
-        patch.setattr(compiled, "kernel_text", lambda stem: kernel_text(stem) + "// changed\n")
-        compiled.host_kernel(small(), BUILD)
+        patch.setattr(host_compile, "kernel_text", lambda stem: kernel_text(stem) + "// changed\n")
+        host_compile.host_kernel(small(), BUILD)
     with monkeypatch.context() as patch:
-        patch.setitem(compiled.BUILDS, BUILD, (*compiled.BUILDS[BUILD], "-DCHANGED"))
-        compiled.host_kernel(small(), BUILD)
+        patch.setitem(host_compile.BUILDS, BUILD, (*host_compile.BUILDS[BUILD], "-DCHANGED"))
+        host_compile.host_kernel(small(), BUILD)
     with monkeypatch.context() as patch:
-        patch.setattr(compiled, "_target", lambda compiler: "another CPU")
-        compiled.host_kernel(small(), BUILD)
+        patch.setattr(host_compile, "_target", lambda compiler: "another CPU")
+        host_compile.host_kernel(small(), BUILD)
     assert len(list(cache.iterdir())) == 5
 
 
 def test_a_text_that_does_not_compile_is_named_with_its_line(cache, monkeypatch):
-    lines = (compiled.kernel_text("update") + "\n").splitlines()
+    lines = (host_compile.kernel_text("update") + "\n").splitlines()
     place = lines.index("        mom[0] = decay * mom[0] + grad;")
     header = lines.index('#line 1 "kernels/rules.cuh"')
     lines[place] = "        mom[0] = decay * mom[0] + gradient;"
-    monkeypatch.setattr(compiled, "kernel_text", lambda stem: "\n".join(lines))
+    monkeypatch.setattr(host_compile, "kernel_text", lambda stem: "\n".join(lines))
     expected = rf"(?s)refused the {BUILD} build of momentum.*kernels/rules\.cuh:{place - header}:"
     with pytest.raises(RuntimeError, match=expected):
-        compiled.host_kernel(replace(MOMENTUM), BUILD)
+        host_compile.host_kernel(replace(MOMENTUM), BUILD)
     assert list(cache.iterdir()) == []
 
 
 def test_without_a_compiler_the_error_says_so(monkeypatch):
-    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    monkeypatch.setattr(host_compile.shutil, "which", lambda name: None)
     with pytest.raises(BackendUnavailableError, match=r"needs g\+\+.*install g\+\+"):
-        compiled.host_kernel(small(), BUILD)
+        host_compile.host_kernel(small(), BUILD)
 
 
 def test_a_build_that_does_not_load_is_an_error(cache, monkeypatch):
@@ -126,10 +135,10 @@ def test_a_build_that_does_not_load_is_an_error(cache, monkeypatch):
         path.write_bytes(b"no shared object")
         return path
 
-    monkeypatch.setattr(compiled, "_compile", nonsense)
+    monkeypatch.setattr(host_compile, "_compile", nonsense)
     another = replace(small(), templates=(("float32", "float32", 5),))
     with pytest.raises(BackendUnavailableError, match="does not load"):
-        compiled.host_kernel(another, BUILD)
+        host_compile.host_kernel(another, BUILD)
     assert list(cache.parent.iterdir()) == [cache]
 
 
@@ -143,7 +152,7 @@ def replaced(path, content):
 def as_another(path):
     """The same bytes as the build of another kernel."""
     content = path.read_bytes()[:-32]
-    replaced(path, content + compiled._checksum(b"another key", content))
+    replaced(path, content + host_compile._checksum(b"another key", content))
 
 
 SPOILED = {
@@ -159,15 +168,15 @@ SPOILED = {
 
 @pytest.mark.parametrize("what", SPOILED)
 def test_an_entry_that_is_not_ours_to_its_last_byte_is_built_anew(what, cache, builds):
-    compiled.host_kernel(small(), BUILD)
+    host_compile.host_kernel(small(), BUILD)
     (entry,) = cache.iterdir()
     content = entry.read_bytes()
     SPOILED[what](entry)
-    compiled.host_kernel(small(), BUILD)
+    host_compile.host_kernel(small(), BUILD)
     assert len(builds) == 2
     assert entry.read_bytes() == content
     assert entry.lstat().st_mode == stat.S_IFREG | 0o600
-    compiled.host_kernel(small(), BUILD)
+    host_compile.host_kernel(small(), BUILD)
     assert len(builds) == 2
 
 
@@ -175,19 +184,19 @@ NOT_OURS = {
     "a group can write it": lambda folder, patch: folder.chmod(0o770),
     "others can write it": lambda folder, patch: folder.chmod(0o707),
     "another owner": lambda folder, patch: patch.setattr(
-        compiled.os, "geteuid", lambda: folder.stat().st_uid + 1
+        host_compile.os, "geteuid", lambda: folder.stat().st_uid + 1
     ),
 }
 
 
 @pytest.mark.parametrize("what", NOT_OURS)
 def test_a_folder_that_others_can_write_is_not_used(what, cache, builds, monkeypatch, caplog):
-    compiled.host_kernel(small(), BUILD)
+    host_compile.host_kernel(small(), BUILD)
     (entry,) = cache.iterdir()
     before = entry.stat()
     NOT_OURS[what](cache, monkeypatch)
     for _ in range(2):
-        compiled.host_kernel(small(), BUILD)
+        host_compile.host_kernel(small(), BUILD)
     assert len(builds) == 3
     assert (list(cache.iterdir()), entry.stat()) == ([entry], before)
     assert list(cache.parent.iterdir()) == [cache]  # what was built instead is gone
@@ -199,9 +208,9 @@ def test_a_folder_that_is_exchanged_after_it_was_checked_is_not_loaded_from(
     cache, builds, monkeypatch
 ):
     """Who can write the folder above can do that."""
-    compiled.host_kernel(small(), BUILD)
+    host_compile.host_kernel(small(), BUILD)
     (entry,) = cache.iterdir()
-    check = compiled._is_valid
+    check = host_compile._is_valid
 
     def exchanged(path, key):
         valid = check(path, key)
@@ -210,8 +219,8 @@ def test_a_folder_that_is_exchanged_after_it_was_checked_is_not_loaded_from(
         entry.write_bytes(b"loaded by mistake: this raises")
         return valid
 
-    monkeypatch.setattr(compiled, "_is_valid", exchanged)
-    compiled.host_kernel(small(), BUILD)
+    monkeypatch.setattr(host_compile, "_is_valid", exchanged)
+    host_compile.host_kernel(small(), BUILD)
     assert len(builds) == 1
 
 
@@ -226,11 +235,11 @@ def test_where_nothing_can_be_kept_each_process_builds(
     def nobody(uid):
         raise KeyError(uid)
 
-    monkeypatch.setattr(flight.os, "fsync", full)
-    compiled.host_kernel(small(), BUILD)
+    monkeypatch.setattr(op_log.os, "fsync", full)
+    host_compile.host_kernel(small(), BUILD)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    compiled.host_kernel(small(), BUILD)
+    host_compile.host_kernel(small(), BUILD)
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # as if it were not set
     for home in (None, "", "relative"):
         if home is None:
@@ -238,7 +247,7 @@ def test_where_nothing_can_be_kept_each_process_builds(
             monkeypatch.setattr(pwd, "getpwuid", nobody)
         else:
             monkeypatch.setenv("HOME", home)
-        compiled.host_kernel(small(), BUILD)
+        host_compile.host_kernel(small(), BUILD)
     assert len(builds) == 5
     assert list(cache.iterdir()) == []
     assert {each.name for each in tmp_path.iterdir()} == {"gradreduce", "file"}
@@ -252,28 +261,28 @@ def test_where_nothing_can_be_kept_each_process_builds(
 def test_without_a_cache_folder_of_its_own_it_is_in_the_home(tmp_path, builds, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    compiled.host_kernel(small(), BUILD)
+    host_compile.host_kernel(small(), BUILD)
     assert len(list((tmp_path / ".cache" / "gradreduce").iterdir())) == 1
 
 
 def test_what_a_broken_compiler_says_is_told(tmp_path, cache, monkeypatch):
     compiler = tmp_path / "g++"
     compiler.write_text("#!/bin/sh\necho cannot find cc1plus >&2\nexit 3\n")
-    monkeypatch.setattr(compiled.shutil, "which", lambda name: str(compiler))
+    monkeypatch.setattr(host_compile.shutil, "which", lambda name: str(compiler))
     with pytest.raises(BackendUnavailableError, match=r"g\+\+ cannot be run: .*Permission denied"):
-        compiled.host_kernel(small(), BUILD)
+        host_compile.host_kernel(small(), BUILD)
     compiler.chmod(0o700)
     with pytest.raises(BackendUnavailableError, match=r"(?s)exit status 3.*cannot find cc1plus"):
-        compiled.host_kernel(small(), BUILD)
-    monkeypatch.setattr(compiled, "_target", lambda compiler: "")
+        host_compile.host_kernel(small(), BUILD)
+    monkeypatch.setattr(host_compile, "_target", lambda compiler: "")
     with pytest.raises(RuntimeError, match=r"(?s)refused.*exit status 3.*cannot find cc1plus"):
-        compiled.host_kernel(small(), BUILD)
+        host_compile.host_kernel(small(), BUILD)
 
 
 def test_the_sanitized_build_without_its_library_is_an_error():
     """libasan would end the process."""
     script = (
-        "from gradreduce.device.compiled import host_kernel\n"
+        "from gradreduce.backends.sim.host_compile import host_kernel\n"
         "from gradreduce.errors import BackendUnavailableError\n"
         "from gradreduce.ops.add_n import ADD_N\n"
         "try:\n    host_kernel(ADD_N, 'sanitized')\n"
@@ -292,9 +301,17 @@ def test_the_sanitized_build_without_its_library_is_an_error():
 @pytest.mark.parametrize("source", sorted({kernel.source for kernel in KERNELS}))
 def test_no_build_has_warnings(source, build, tmp_path):
     kernel = next(kernel for kernel in KERNELS if kernel.source == source)
-    text = compiled._host_text(replace(kernel, templates=kernel.templates[:3]))
+    text = host_compile._host_text(replace(kernel, templates=kernel.templates[:3]))
     (tmp_path / "text.cpp").write_text(text)
-    command = ["g++", *compiled.BUILDS[build], "-Werror", "-Wextra", "-o", "text.so", "text.cpp"]
+    command = [
+        "g++",
+        *host_compile.BUILDS[build],
+        "-Werror",
+        "-Wextra",
+        "-o",
+        "text.so",
+        "text.cpp",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -313,6 +330,6 @@ def test_a_table_may_lie_outside_the_parameters(face, num_rows):
 
 
 def test_an_unknown_template_is_an_error():
-    entry = compiled.host_kernel(small(), BUILD)
+    entry = host_compile.host_kernel(small(), BUILD)
     with pytest.raises(KeyError):
-        entry.run(("float64", "float64", 2), np.zeros(1, compiled.TABLE).ctypes.data, (2,))
+        entry.run(("float64", "float64", 2), np.zeros(1, host_compile.TABLE).ctypes.data, (2,))

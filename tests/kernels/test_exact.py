@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from exact import DTYPES, FLOATS, exact_data, finite_data, random_data, same, unflushed_data
-from faces import wide_of
+from support.exact_data import (
+    DTYPES,
+    FLOATS,
+    exact_data,
+    finite_data,
+    random_data,
+    same,
+    unflushed_data,
+)
+from support.implementations import wide_of
 
 from gradreduce.device import as_dtype
 

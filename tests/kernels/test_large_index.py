@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from exact import random_data, same
-from faces import ASKED, opened
-from formulas import FORMULAS
-from updates import given, layout, rule_of
+from support.exact_data import random_data, same
+from support.implementations import ASKED, opened
+from support.update_formulas import FORMULAS
+from support.update_operands import given, layout, rule_of
 
 from gradreduce.device import Buffer, Device
 from gradreduce.device.kernel import Kernel, Template

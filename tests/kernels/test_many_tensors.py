@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from exact import finite_data, random_data, same
-from faces import Operand, buffers, recorded, wide_of
+from support.exact_data import finite_data, random_data, same
+from support.implementations import Operand, buffers, recorded, wide_of
 
 from gradreduce.device import Buffer, as_dtype
 from gradreduce.ops import accumulate_n, add_n, all_sum, pack

@@ -12,15 +12,15 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 
 import pytest
-from exhaustive import covering
 from kernels.nvrtc import WHEELS, architectures, compiled, options, options_of_cupy
 from kernels.sass import ARCHITECTURES, RECORD, VERSIONS, disassembled, figures
-from skips import find_compiler
-from updates import layout, rule_of
+from support.exhaustive import covering
+from support.skip_rules import find_compiler
+from support.update_operands import layout, rule_of
 
 from gradreduce.device.dtypes import C_TYPES
 from gradreduce.device.kernel import kernel_text
-from gradreduce.device.table import TABLE
+from gradreduce.device.launch_table import TABLE
 from gradreduce.ops import KERNELS, RuleKernel
 from gradreduce.ops.add_n import ADD_N
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from early import environment
-from exact import random_data, same
-from faces import Operand, buffers, opened
+from support.background_runs import environment
+from support.exact_data import random_data, same
+from support.implementations import Operand, buffers, opened
 
 from gradreduce.ops import plan_segments
 from gradreduce.ops.adaptive import ADAGRAD, ADAM, RMSPROP
@@ -120,7 +120,7 @@ def test_a_launch_equals_the_reference(face, case):
 LAUNCH = """
 from dataclasses import replace
 import numpy as np
-from gradreduce.device import open_mesh
+from gradreduce.backends import open_mesh
 from gradreduce.ops.add_n import ADD_N
 
 template = ("float32", "float32", 3)

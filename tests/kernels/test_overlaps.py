@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
-from exact import random_data
-from faces import Operand, buffers, recorded
-from updates import layout
+from support.exact_data import random_data
+from support.implementations import Operand, buffers, recorded
+from support.update_operands import layout
 
 from gradreduce import ops
 from gradreduce.device import Buffer, as_dtype

@@ -11,9 +11,9 @@ import pytest
 
 import gradreduce.ops
 from gradreduce.device.kernel import kernels_folder
-from gradreduce.device.table import INLINE_WORDS, TABLE
+from gradreduce.device.launch_table import INLINE_WORDS, TABLE
 from gradreduce.ops import KERNELS
-from gradreduce.ops._rules import RULES
+from gradreduce.ops.update_rules import RULES
 
 KERNELS_FOLDER = kernels_folder()
 OPS = Path(gradreduce.ops.__file__).parent

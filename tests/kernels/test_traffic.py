@@ -12,12 +12,21 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from exact import random_data
-from faces import Operand, blank, buffers, opened, operands, random_terms, start_patterns
-from formulas import FORMULAS
-from updates import given, layout, rule_of
+from support.exact_data import random_data
+from support.implementations import (
+    Operand,
+    blank,
+    buffers,
+    opened,
+    operands,
+    random_terms,
+    start_patterns,
+)
+from support.update_formulas import FORMULAS
+from support.update_operands import given, layout, rule_of
 
-from gradreduce.device import Device, compiled
+from gradreduce.backends.sim import host_compile
+from gradreduce.device import Device
 from gradreduce.device.kernel import Kernel
 from gradreduce.ops import KERNELS, RuleKernel, plan_segments
 from gradreduce.ops.all_sum import ALL_SUM
@@ -81,16 +90,16 @@ class Counter:
 
 @pytest.fixture
 def counter(monkeypatch) -> Iterator[Counter]:
-    text, load, built = compiled._host_text, compiled._load, []
+    text, load, built = host_compile._host_text, host_compile._load, []
 
     def kept(*arguments):
         built.append(load(*arguments))
         return built[-1]
 
-    flags = (*compiled.BUILDS["exact"], *FLAGS)
-    monkeypatch.setitem(compiled.BUILDS, "exact", flags)
-    monkeypatch.setattr(compiled, "_host_text", lambda kernel: text(kernel) + COUNTER)
-    monkeypatch.setattr(compiled, "_load", kept)
+    flags = (*host_compile.BUILDS["exact"], *FLAGS)
+    monkeypatch.setitem(host_compile.BUILDS, "exact", flags)
+    monkeypatch.setattr(host_compile, "_host_text", lambda kernel: text(kernel) + COUNTER)
+    monkeypatch.setattr(host_compile, "_load", kept)
     with opened("exact") as device:
         yield Counter(device, built)
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from faces import Operand, buffers, opened, wide_of
-from formulas import FORMULAS
-from updates import given, layout, rule_of
+from support.implementations import Operand, buffers, opened, wide_of
+from support.update_formulas import FORMULAS
+from support.update_operands import given, layout, rule_of
 
 from gradreduce.device import as_dtype
 from gradreduce.ops import KERNELS, RuleKernel

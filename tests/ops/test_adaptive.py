@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from faces import Operand
+from support.implementations import Operand
 
 from gradreduce.ops import adagrad, adam, rmsprop
 

@@ -6,9 +6,11 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from exact import COMPLEX, DTYPES, FLOATS, random_data, same
-from exhaustive import examples
-from faces import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.exact_data import COMPLEX, DTYPES, FLOATS, random_data, same
+from support.exhaustive import examples
+from support.implementations import (
     INLINE_ROWS,
     NUM_THREADS,
     SIZES,
@@ -23,9 +25,7 @@ from faces import (
     start_patterns,
     wide_of,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from meshes import MeshCase
+from support.meshes import MeshCase
 
 from gradreduce.device import as_dtype
 from gradreduce.errors import DeviceMismatchError

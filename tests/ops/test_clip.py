@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from exact import FLOATS, random_data, same
-from faces import Operand, blank, recorded, start_patterns, wide_of
+from support.exact_data import FLOATS, random_data, same
+from support.implementations import Operand, blank, recorded, start_patterns, wide_of
 
 from gradreduce.ops import clip
 

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from exact import FLOATS, random_data, same
-from faces import Operand, buffers, operands, random_terms, recorded, start_patterns, wide_of
+from support.exact_data import FLOATS, random_data, same
+from support.implementations import (
+    Operand,
+    buffers,
+    operands,
+    random_terms,
+    recorded,
+    start_patterns,
+    wide_of,
+)
 
 from gradreduce.ops import distance_scale
 

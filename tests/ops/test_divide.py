@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from exact import INTEGERS, random_data, same
-from exhaustive import examples
-from faces import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.exact_data import INTEGERS, random_data, same
+from support.exhaustive import examples
+from support.implementations import (
     INLINE_ROWS,
     NUM_THREADS,
     SIZES,
@@ -18,8 +20,6 @@ from faces import (
     spread,
     start_patterns,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gradreduce.device import as_dtype
 from gradreduce.ops import divide

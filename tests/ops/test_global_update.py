@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from faces import buffers, operands
-from updates import FormBody, changed
+from support.implementations import buffers, operands
+from support.update_operands import FormBody, changed
 
 from gradreduce.ops import global_update
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from faces import wide_of
-from updates import FormBody, changed
+from support.implementations import wide_of
+from support.update_operands import FormBody, changed
 
 from gradreduce.ops import local_update
 

@@ -6,9 +6,11 @@ import math
 
 import numpy as np
 import pytest
-from exact import COMPLEX, DTYPES, FLOATS, INTEGERS, exact_data, random_data, same
-from exhaustive import examples
-from faces import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.exact_data import COMPLEX, DTYPES, FLOATS, INTEGERS, exact_data, random_data, same
+from support.exhaustive import examples
+from support.implementations import (
     INLINE_ROWS,
     NUM_THREADS,
     SPREAD_SIZE,
@@ -19,8 +21,6 @@ from faces import (
     start_patterns,
     wide_of,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gradreduce.device import as_dtype
 from gradreduce.ops import joined_indices, plan_segments, prepare_segment_sum, segment_sum

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from exact import DTYPES, random_data, same
-from faces import Operand, recorded, start_patterns, wide_of
+from support.exact_data import DTYPES, random_data, same
+from support.implementations import Operand, recorded, start_patterns, wide_of
 
 from gradreduce.device import as_dtype
 from gradreduce.ops import plan_segments, ready_segment_sum, segment_sum

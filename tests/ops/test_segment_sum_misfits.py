@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 import pytest
-from exact import random_data, same
-from faces import Operand, recorded
 from ops.test_segment_sum import INDICES, Rows, sums
+from support.exact_data import random_data, same
+from support.implementations import Operand, recorded
 
 from gradreduce.ops import plan_segments, segment_sum
 

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 import pytest
-from exact import FLOATS, finite_data, random_data, same
-from faces import Operand, blank, recorded, start_patterns
+from support.exact_data import FLOATS, finite_data, random_data, same
+from support.implementations import Operand, blank, recorded, start_patterns
 
 from gradreduce.ops import norm_of, square_sum
 

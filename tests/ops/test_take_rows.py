@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from exact import DTYPES, random_data, same
-from faces import Operand, blank, recorded, start_patterns
+from support.exact_data import DTYPES, random_data, same
+from support.implementations import Operand, blank, recorded, start_patterns
 
 from gradreduce.ops import take_rows
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from exact import FLOATS, random_data, same
-from exhaustive import examples
-from faces import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.exact_data import FLOATS, random_data, same
+from support.exhaustive import examples
+from support.implementations import (
     INLINE_ROWS,
     NUM_THREADS,
     SIZES,
@@ -20,7 +22,7 @@ from faces import (
     start_patterns,
     wide_of,
 )
-from formulas import (
+from support.update_formulas import (
     FORMULAS,
     adagrad_rule,
     adam_rule,
@@ -30,8 +32,6 @@ from formulas import (
     rmsprop_rule,
     sgd_rule,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gradreduce.ops import adagrad, adam, momentum, nesterov, rmsprop, rmsprop_centered, sgd
 

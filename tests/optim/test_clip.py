@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from exact import exact_data, random_data, same
+from support.exact_data import exact_data, random_data, same
 
 import gradreduce as gr
 
@@ -35,7 +35,7 @@ def test_the_norm_of_all_is_what_was_wanted(mesh, dtype, limit):
 
 
 def test_arrays_lists_and_rows_come_back_as_they_went(mesh, monkeypatch):
-    monkeypatch.setattr("gradreduce.replica_context.default_mesh", lambda: mesh)
+    monkeypatch.setattr("gradreduce.arrays.replica_context.default_mesh", lambda: mesh)
     rows = gr.IndexedSlices(np.full((3, 2), 2, "float32"), [4, 1, 4], (6, 2))
     (array, sparse), norm = gr.clip_by_global_norm((np.full(5, 1, "float32"), rows), 1.0)
     assert np.allclose(norm, np.sqrt(5 + 24))  # rows of one index each for itself

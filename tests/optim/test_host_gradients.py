@@ -6,11 +6,11 @@ import threading
 
 import numpy as np
 import pytest
-from exact import FLOATS, exact_data, same
+from support.exact_data import FLOATS, exact_data, same
 
 import gradreduce as gr
+from gradreduce.arrays.staging import SMALL_BYTES, Staging
 from gradreduce.device import Capture
-from gradreduce.interop_staging import SMALL_BYTES, Staging
 
 SHAPES = [(3, 7), (), (0, 2), (257,), (SMALL_BYTES // 2 + 1,), (SMALL_BYTES // 8, 2)]
 TURNS = 4
@@ -126,7 +126,7 @@ def test_a_gradient_may_lie_elsewhere_at_a_later_step(mesh):
 def test_what_was_lent_before_is_read_in_order(mesh, monkeypatch):
     """A Buffer of a PerReplica is still the memory of its library, whose stream has gone on."""
     read = []
-    monkeypatch.setattr("gradreduce.optim.plan.reading", read.extend)
+    monkeypatch.setattr("gradreduce.optim.update_plan.reading", read.extend)
     lent = gr.PerReplica([np.ones(3, "float32")] * len(mesh), mesh).buffers[0]
     variable = gr.Variable(np.zeros(3, "float32"), device=mesh.devices[0])
     optimizer = gr.GradientDescentOptimizer(1.0)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from exact import FLOATS, exact_data, random_data
 from optim.test_rules import RULES, Model
 from optim.test_sparse import INDICES, SHAPE, merged, slices
+from support.exact_data import FLOATS, exact_data, random_data
 
 import gradreduce as gr
 from gradreduce.optim.slots import MASTER

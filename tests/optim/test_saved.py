@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from exact import exact_data, same
 from optim.test_rules import RULES
+from support.exact_data import exact_data, same
 
 import gradreduce as gr
 

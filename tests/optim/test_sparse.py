@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from exact import FLOATS, exact_data, random_data, same
 from optim.test_rules import RULES, Model
+from support.exact_data import FLOATS, exact_data, random_data, same
 
 import gradreduce as gr
 

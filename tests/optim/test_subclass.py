@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from exact import exact_data
+from support.exact_data import exact_data
 
 import gradreduce as gr
 

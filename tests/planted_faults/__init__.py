@@ -4,10 +4,10 @@ Every ``*.toml`` here is a part of one table. An entry is one change of one file
 
     [[fault]]
     name = "a copy waits for its source only"
-    file = "src/gradreduce/device/base.py"
+    file = "src/gradreduce/device/device.py"
     old = "for end in (src, dst):"
     new = "for end in (src,):"
-    test = "tests/cuda/test_programs.py::test_a_program_has_no_fault"
+    test = "tests/backends/cuda/test_programs.py::test_a_program_has_no_fault"
     says = "unordered"
 
 ``old`` occurs in ``file`` exactly once (``test_table.py``, in every run). With ``new`` in its place

@@ -37,7 +37,7 @@ NUM_PROCESSES = 2
 LIMIT_S = 300  # of one process
 COPIED = ("src", "kernels", "tests", "bench", "examples", "pyproject.toml", "Dockerfile",
           "README.md", "CONTRIBUTING.md")  # fmt: skip
-FAKE_CUPY = "tests/cuda/"  # tests that run on the fake CuPy
+FAKE_CUPY = "tests/backends/cuda/"  # tests that run on the fake CuPy
 OPTIONS = (
     "-x", "-q", "--tb=short", "--no-header", "-p", "no:cacheprovider",
     "-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from exact import same
+from support.exact_data import same
 
 import gradreduce as gr
 from gradreduce.device import Buffer, as_dtype

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 import gradreduce as gr
-from gradreduce.flats import Flats, pack, unpack
-from gradreduce.packing import FlatPlan, plan_packing
+from gradreduce.reduce.pack_buffers import Flats, pack, unpack
+from gradreduce.reduce.packing import FlatPlan, plan_packing
 
 from .encoding import decoded, host
 from .world import Doing, World

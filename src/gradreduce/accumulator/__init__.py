@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .base import ConditionalAccumulatorBase
 from .dense import ConditionalAccumulator
-from .joint import apply_grads, take_grads, take_now
+from .multi import apply_grads, take_grads, take_now
 from .sparse import SparseConditionalAccumulator
 
 __all__ = [

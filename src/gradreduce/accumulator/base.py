@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
+from gradreduce.arrays.variable import Variable
 from gradreduce.device import as_deadline
 from gradreduce.errors import NotCopied, listed
-from gradreduce.variables import Variable
 
-from .door import as_step
-from .saved import load_state, saved_state
-from .serve import close
+from .checkpoint import load_state, saved_state
 from .state import AccumulatorState
+from .take_queue import close
+from .validate import as_step
 
 __all__ = ["ConditionalAccumulatorBase"]
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gradreduce.cross_device_ops import CrossDeviceOps
-from gradreduce.device import DeviceLike, Mesh
-from gradreduce.variables import Variable
+from gradreduce.arrays.variable import Variable
+from gradreduce.backends.device_names import DeviceLike
+from gradreduce.device import Mesh
+from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 from .base import ConditionalAccumulatorBase
-from .definition import defined
-from .door import DEFAULT_STEP
-from .joint import apply_grads, take_grads
+from .create import defined
+from .multi import apply_grads, take_grads
+from .validate import DEFAULT_STEP
 
 __all__ = ["ConditionalAccumulator"]
 

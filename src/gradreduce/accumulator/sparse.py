@@ -8,17 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gradreduce.cross_device_ops import CrossDeviceOps
-from gradreduce.device import DeviceLike, Mesh
-from gradreduce.indexed_slices import IndexedSlices, as_slices
-from gradreduce.interop import OneCall, is_array, kind_of, numbers
-from gradreduce.values import Mirrored, PerReplica, buffer_of
-from gradreduce.variables import Variable
+from gradreduce.arrays.caller_streams import OneCall
+from gradreduce.arrays.convert import is_array, kind_of, numbers
+from gradreduce.arrays.distributed import Mirrored, PerReplica, buffer_of
+from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices
+from gradreduce.arrays.variable import Variable
+from gradreduce.backends.device_names import DeviceLike
+from gradreduce.device import Mesh
+from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 from .base import ConditionalAccumulatorBase
-from .definition import defined
-from .door import DEFAULT_STEP
-from .joint import apply_grads, take_grads
+from .create import defined
+from .multi import apply_grads, take_grads
+from .validate import DEFAULT_STEP
 
 __all__ = ["SparseConditionalAccumulator"]
 

@@ -14,22 +14,14 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gradreduce.cross_device_ops import CrossDeviceOps
+from gradreduce.arrays.convert_gpu import Kind
+from gradreduce.arrays.distributed import Part
 from gradreduce.device import Buffer, DeferInterrupts, Device, Done, DType
 from gradreduce.errors import CancelledError
-from gradreduce.interop import Kind
 from gradreduce.ops import Segments, Slots
-from gradreduce.values import Part
+from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
-__all__ = [
-    "AccumulatorState",
-    "Arrival",
-    "Done",
-    "SparseGradient",
-    "SparseSum",
-    "Ticket",
-    "locked",
-]
+__all__ = ["AccumulatorState", "Arrival", "SparseGradient", "SparseSum", "Ticket", "locked"]
 
 _log = logging.getLogger(__name__)
 _numbers = itertools.count()

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from .array_methods import stop_gradient
 from .gradients import gradients_of
-from .rules.indexing import embedding_lookup
-from .rules.losses import logsumexp, relu, sigmoid, softmax_cross_entropy
+from .rules_indexing import embedding_lookup
+from .rules_losses import logsumexp, relu, sigmoid, softmax_cross_entropy
 
 __all__ = [
     "embedding_lookup",

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from gradreduce.interop import host_array
-from gradreduce.interop_losses import detached
-from gradreduce.loss_context import traceable
+from gradreduce.arrays.convert import host_array
+from gradreduce.arrays.trace_context import traceable
+
+from .frameworks import detached
 
 __all__ = ["ArrayMethods", "astype", "index_into", "stop_gradient"]
 

@@ -12,21 +12,22 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gradreduce.aggregate import AggregationMethod
+from gradreduce.arrays.caller_streams import OneCall
+from gradreduce.arrays.convert import from_buffer, is_array
+from gradreduce.arrays.convert_gpu import Kind, fence_in, on_gpu_of
+from gradreduce.arrays.indexed_slices import IndexedSlices
+from gradreduce.arrays.trace_context import Reader, current_reader, reading_by
+from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, Device
 from gradreduce.errors import BackendUnavailableError, CollectiveError, InvalidVariableError
-from gradreduce.indexed_slices import IndexedSlices
-from gradreduce.interop import Kind, OneCall, from_buffer, is_array
-from gradreduce.interop_gpu import fence_in, on_gpu_of
-from gradreduce.interop_losses import JaxLoss, as_jax, is_tensor, tensor_gradients
-from gradreduce.loss_context import Reader, current_reader, reading_by
-from gradreduce.variables import Variable
+from gradreduce.reduce.aggregation import AggregationMethod
 
 from . import rules
-from .refusals import check_operand
+from .accumulate_terms import Terms
+from .backward import walk
+from .frameworks import JaxLoss, as_jax, is_tensor, tensor_gradients
 from .tape import Trace, Traced, settled
-from .terms import Terms
-from .walk import walk
+from .unsupported import check_operand
 
 __all__ = ["ENGINES", "Engine", "gradients_of"]
 

@@ -34,12 +34,14 @@ from typing import Any
 
 import numpy as np
 
+from gradreduce.arrays.convert_gpu import on_gpu_of
+from gradreduce.arrays.trace_context import Traceable, holds_traceable, made_like
 from gradreduce.device import Device
-from gradreduce.interop_gpu import on_gpu_of
-from gradreduce.loss_context import Traceable, holds_traceable, made_like
 
+from .accumulate_terms import Terms
 from .array_methods import ArrayMethods
-from .refusals import (
+from .registry import COMPOSED, CONSTANT, JOINS, RULES, VIEWS, Maker, Pull
+from .unsupported import (
     beside_tensor,
     check_keywords,
     check_operand,
@@ -50,16 +52,8 @@ from .refusals import (
     view_written,
     would_write,
 )
-from .tables import COMPOSED, CONSTANT, JOINS, RULES, VIEWS, Maker, Pull
-from .terms import Terms
 
-__all__ = [
-    "Node",
-    "Trace",
-    "Traced",
-    "apply",
-    "settled",
-]
+__all__ = ["Node", "Trace", "Traced", "apply", "settled"]
 
 
 class Trace:

@@ -2,21 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Device
-from .capture import Capture
-from .collective import NOT_CAPTURED, Collective
-from .colocated import bring, by_physical, copy_over, fetch, gather, gather_all, pull, scatter
-from .dtypes import DType, accumulate_dtype, as_dtype, as_flag, as_index, element_of, mean_dtype
-from .due import due
-from .fences import follow, precede
-from .flat_buffer import FlatBuffer, Step, attach_again, clear
-from .flight import FlightEntry
-from .forks import ModuleLock
-from .ghost import Ghosts, MeshOutline, Outline, Touched, mesh_outline, outline_of
-from .interrupts import DeferInterrupts
-from .journal import Journal, Record
-from .kernel import Kernel, Template
-from .memory import (
+from .buffer import (
     ALIGNMENT,
     Attached,
     Block,
@@ -31,15 +17,24 @@ from .memory import (
     handle_of,
     overlap,
 )
+from .collective import NOT_CAPTURED, Collective
+from .command_list import Tape, behind_readers, spans_of
+from .deadlines import due
+from .device import Device
+from .dtypes import DType, accumulate_dtype, as_dtype, as_flag, as_index, element_of, mean_dtype
+from .flat_buffer import FlatBuffer, Step, attach_again, clear
+from .forks import ModuleLock
+from .graph_capture import Capture
+from .interrupts import DeferInterrupts
+from .kernel import Kernel, Template
+from .launch_batch import Writer
 from .mesh import Mesh
-from .names import DeviceLike, as_device, as_devices, is_device_like
-from .opening import default_mesh, open_mesh
-from .rates import CopyRates, copy_rates
-from .reach import reaches
-from .tape import Tape, behind_readers, spans_of
+from .op_log import FlightEntry, Journal, Record
+from .peer_access import reaches
+from .pending_calls import Travel, as_deadline
+from .queue_waits import follow, precede
+from .stream_sync import bring, by_physical, copy_over, fetch, gather, gather_all, pull, scatter
 from .waiting import Done, Waiters
-from .watch import Travel, as_deadline
-from .writer import Writer
 
 __all__ = [
     "ALIGNMENT",
@@ -49,38 +44,30 @@ __all__ = [
     "Buffer",
     "Capture",
     "Collective",
-    "CopyRates",
     "DType",
     "Dead",
     "DeferInterrupts",
     "Device",
-    "DeviceLike",
     "Done",
     "FlatBuffer",
     "FlatLayout",
     "FlightEntry",
-    "Ghosts",
     "Journal",
     "Kernel",
     "Mark",
     "Mesh",
-    "MeshOutline",
     "ModuleLock",
-    "Outline",
     "Queue",
     "Record",
     "Step",
     "Stream",
     "Tape",
     "Template",
-    "Touched",
     "Travel",
     "Waiters",
     "Writer",
     "accumulate_dtype",
     "as_deadline",
-    "as_device",
-    "as_devices",
     "as_dtype",
     "as_flag",
     "as_index",
@@ -91,8 +78,6 @@ __all__ = [
     "clear",
     "compatible",
     "copy_over",
-    "copy_rates",
-    "default_mesh",
     "due",
     "element_of",
     "fetch",
@@ -101,11 +86,7 @@ __all__ = [
     "gather",
     "gather_all",
     "handle_of",
-    "is_device_like",
     "mean_dtype",
-    "mesh_outline",
-    "open_mesh",
-    "outline_of",
     "overlap",
     "precede",
     "pull",

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from gradreduce.errors import CollectiveError, DeviceMismatchError, listed
 
-from .journal import Record
-from .memory import Buffer, Queue
-from .tape import Issue
+from .buffer import Buffer, Queue
+from .command_list import Issue
+from .op_log import Record
 
 if TYPE_CHECKING:
-    from .base import Device
+    from .device import Device
 
 __all__ = ["NOT_CAPTURED", "Collective"]
 

@@ -12,16 +12,16 @@ from numpy.typing import DTypeLike
 
 from gradreduce.errors import brief, listed
 
+from .buffer import Attached, Block, Buffer, flat_layout
+from .deadlines import due
 from .dtypes import as_dtype, as_index
-from .due import due
+from .external_buffers import Lent
 from .forks import ModuleLock
-from .journal import Record
-from .lent import Lent
-from .memory import Attached, Block, Buffer, flat_layout
-from .watch import as_deadline
+from .op_log import Record
+from .pending_calls import as_deadline
 
 if TYPE_CHECKING:
-    from .base import Device
+    from .device import Device
 
 __all__ = ["Door", "FlatBuffer", "Step", "attach_again", "clear"]
 

@@ -16,7 +16,7 @@ import numpy as np
 from .dtypes import C_TYPES, accumulate_dtype
 
 if TYPE_CHECKING:
-    from .memory import Row
+    from .buffer import Row
 
 __all__ = ["OPTIONS", "Arrays", "Kernel", "Template", "kernel_text", "kernels_folder"]
 

@@ -15,15 +15,14 @@ from numpy.typing import DTypeLike
 
 from gradreduce.errors import NotCopied, listed
 
-from .base import Device
 from .collective import Collective
-from .colocated import by_physical
-from .fabric import Fabric
+from .device import Device
 from .flat_buffer import FlatBuffer
-from .flight import FlightEntry
-from .journal import Journal
-from .reset import reset
-from .watch import as_deadline
+from .mesh_reset import reset
+from .mesh_state import Fabric
+from .op_log import FlightEntry, Journal
+from .pending_calls import as_deadline
+from .stream_sync import by_physical
 
 __all__ = ["Mesh"]
 

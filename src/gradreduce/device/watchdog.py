@@ -12,10 +12,10 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 from weakref import ReferenceType, finalize, ref
 
-from .watch import Watch, names_of
+from .pending_calls import Watch, names_of
 
 if TYPE_CHECKING:
-    from .fabric import Fabric
+    from .mesh_state import Fabric
 
 __all__ = ["Watchdog"]
 

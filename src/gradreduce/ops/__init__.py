@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from ._check import Ranges
-from ._segments import Indices, Segments, each_row, joined_indices, plan_segments
-from ._slots import Slots, alike, merged_slots
-from ._updates import RuleKernel, Update, prepare_rule, update_fitted
 from .accumulate_n import ACCUMULATE_N, accumulate_fitted, accumulate_n, prepare_accumulate_n
 from .adaptive import (
     ADAGRAD,
@@ -25,16 +21,14 @@ from .divide import DIVIDE, divide, prepare_divide
 from .global_update import GLOBAL_UPDATES, global_update, global_update_of
 from .local_update import LOCAL_UPDATES, local_update, local_update_of
 from .pack import PACK, pack, pack_fitted, prepare_pack
-from .segment_sum import (
-    SEGMENT_SUM,
-    Divisor,
-    prepare_segment_sum,
-    ready_segment_sum,
-    segment_sum,
-)
+from .row_index import Slots, alike, merged_slots
+from .segment_sum import SEGMENT_SUM, Divisor, prepare_segment_sum, ready_segment_sum, segment_sum
+from .segments import Indices, Segments, each_row, joined_indices, plan_segments
 from .square_sum import SQUARE_SUM, norm_of, prepare_norm_of, square_sum
 from .take_rows import TAKE_ROWS, prepare_take_rows, ready_take_rows, take_rows
 from .update import MOMENTUM, NESTEROV, SGD, momentum, nesterov, sgd
+from .update_kernels import RuleKernel, Update, prepare_rule, update_fitted
+from .validate import Ranges
 
 __all__ = [
     "KERNELS",

@@ -9,8 +9,7 @@ import numpy as np
 from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype, element_of
 from gradreduce.device.kernel import Arrays
 
-from ._check import by_dtype, paired
-from ._templates import SAME, TO_WIDE
+from .validate import SAME, TO_WIDE, by_dtype, paired
 
 __all__ = ["ACCUMULATE_N", "accumulate_fitted", "accumulate_n", "prepare_accumulate_n"]
 

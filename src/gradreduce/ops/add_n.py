@@ -11,8 +11,7 @@ from gradreduce.device import Buffer, Device, Kernel, Queue, Template, accumulat
 from gradreduce.device.dtypes import is_known
 from gradreduce.device.kernel import Arrays
 
-from ._check import as_elements, by_dtype, paired
-from ._templates import SAME, TO_WIDE
+from .validate import SAME, TO_WIDE, as_elements, by_dtype, paired
 
 __all__ = ["ADD_N", "add_n", "added", "added_on_host", "cast_fitted", "prepare_add_n"]
 

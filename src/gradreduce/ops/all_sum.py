@@ -9,8 +9,7 @@ import numpy as np
 from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype, element_of
 from gradreduce.device.kernel import Arrays
 
-from ._check import by_dtype, check_divisor
-from ._templates import FROM_WIDE, SAME
+from .validate import FROM_WIDE, SAME, by_dtype, check_divisor
 
 __all__ = ["ALL_SUM", "all_sum", "prepare_all_sum"]
 

@@ -9,8 +9,7 @@ import numpy as np
 from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype
 from gradreduce.device.kernel import Arrays
 
-from ._check import check_apart, check_rows, check_writable
-from ._templates import FLOATS
+from .validate import FLOATS, check_apart, check_rows, check_writable
 
 __all__ = ["CLIP", "clip", "prepare_clip"]
 

@@ -9,8 +9,7 @@ import numpy as np
 from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype
 from gradreduce.device.kernel import Arrays
 
-from ._check import check_rows, check_writable
-from ._templates import FLOATS
+from .validate import FLOATS, check_rows, check_writable
 
 __all__ = ["DISTANCE_SCALE", "distance_scale", "prepare_distance_scale"]
 

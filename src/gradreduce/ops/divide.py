@@ -11,11 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradreduce.device import Buffer, Device, Kernel, Queue, mean_dtype
+from gradreduce.device.buffer import Row
 from gradreduce.device.kernel import Arrays
-from gradreduce.device.memory import Row
 
-from ._check import check_rows, check_writable
-from ._templates import MEAN
+from .validate import MEAN, check_rows, check_writable
 
 __all__ = ["DIVIDE", "divide", "prepare_divide"]
 

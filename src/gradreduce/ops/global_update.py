@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gradreduce.device import Device, Queue
 
-from ._updates import RuleKernel, Update, rule_kernels, run_global, update
+from .update_kernels import RuleKernel, Update, rule_kernels, run_global, update
 
 __all__ = ["GLOBAL_UPDATES", "global_update", "global_update_of"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gradreduce.device import Device, Queue
 
-from ._updates import RuleKernel, Update, rule_kernels, run_local, update
+from .update_kernels import RuleKernel, Update, rule_kernels, run_local, update
 
 __all__ = ["LOCAL_UPDATES", "local_update", "local_update_of"]
 

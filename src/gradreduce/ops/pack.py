@@ -9,8 +9,7 @@ import numpy as np
 from gradreduce.device import Buffer, Device, Kernel, Queue, accumulate_dtype, element_of
 from gradreduce.device.kernel import Arrays
 
-from ._check import check_divisor, paired
-from ._templates import CASTS, SAME
+from .validate import CASTS, SAME, check_divisor, paired
 
 __all__ = ["PACK", "pack", "pack_fitted", "prepare_pack"]
 

@@ -20,9 +20,17 @@ from gradreduce.device import (
 )
 from gradreduce.device.kernel import Arrays
 
-from ._check import as_elements, check_apart, check_divisor, check_writable, elements
-from ._segments import Segments
-from ._templates import FROM_WIDE, SAME, TO_WIDE
+from .segments import Segments
+from .validate import (
+    FROM_WIDE,
+    SAME,
+    TO_WIDE,
+    as_elements,
+    check_apart,
+    check_divisor,
+    check_writable,
+    elements,
+)
 
 __all__ = ["SEGMENT_SUM", "Divisor", "prepare_segment_sum", "ready_segment_sum", "segment_sum"]
 

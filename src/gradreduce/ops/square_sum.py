@@ -9,8 +9,7 @@ import numpy as np
 from gradreduce.device import Buffer, Device, Kernel, Queue
 from gradreduce.device.kernel import Arrays
 
-from ._check import check_apart, check_writable
-from ._templates import FLOATS
+from .validate import FLOATS, check_apart, check_writable
 
 __all__ = ["SQUARE_SUM", "norm_of", "prepare_norm_of", "square_sum"]
 

@@ -11,8 +11,8 @@ import numpy as np
 from gradreduce.device import Buffer, Device, Kernel, Queue
 from gradreduce.device.kernel import Arrays
 
-from ._check import check_apart, check_writable
-from ._segments import Indices
+from .segments import Indices
+from .validate import check_apart, check_writable
 
 __all__ = ["TAKE_ROWS", "prepare_take_rows", "ready_take_rows", "take_rows"]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from gradreduce.device import Device, Queue
 from gradreduce.device.kernel import Arrays
 
-from ._rules import RULES
-from ._updates import Update, rule_kernel, run_plain, update
+from .update_kernels import Update, rule_kernel, run_plain, update
+from .update_rules import RULES
 
 __all__ = ["MOMENTUM", "NESTEROV", "SGD", "momentum", "nesterov", "sgd"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from .adaptive import AdagradOptimizer, AdamOptimizer, RMSPropOptimizer
 from .agn import AGNCenter, AGNCustomGetter, AGNOptimizer
-from .base import Optimizer
 from .clip import clip_by_global_norm
-from .rules import GradientDescentOptimizer, MomentumOptimizer
+from .optimizer import Optimizer
+from .sgd import GradientDescentOptimizer, MomentumOptimizer
 
 __all__ = [
     "AGNCenter",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from gradreduce.arrays.variable import Variable
 from gradreduce.device import as_flag
 from gradreduce.ops import RuleKernel
 from gradreduce.ops.adaptive import ADAGRAD, ADAM, RMSPROP, RMSPROP_CENTERED
-from gradreduce.variables import Variable
 
-from .base import Optimizer
-from .numbers import Number, as_number, check_decay
+from .hyperparameters import Number, as_number, check_decay
+from .optimizer import Optimizer
 
 __all__ = ["AdagradOptimizer", "AdamOptimizer", "RMSPropOptimizer"]
 

@@ -6,20 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradreduce import ops
+from gradreduce.arrays.caller_streams import OneCall
+from gradreduce.arrays.convert import as_result_kind, from_buffer, host_array, kind_of, to_buffer
+from gradreduce.arrays.convert_gpu import reading
+from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, buffer_of, device_of
+from gradreduce.arrays.indexed_slices import IndexedSlices
+from gradreduce.arrays.replica_context import current_device
 from gradreduce.device import Buffer, Device, accumulate_dtype, as_dtype, fetch, gather, scatter
 from gradreduce.errors import about, brief
-from gradreduce.indexed_slices import IndexedSlices
-from gradreduce.interop import (
-    OneCall,
-    as_result_kind,
-    from_buffer,
-    host_array,
-    kind_of,
-    reading,
-    to_buffer,
-)
-from gradreduce.replica_context import current_device
-from gradreduce.values import Mirrored, Part, PerReplica, buffer_of, device_of
 
 __all__ = ["clip_by_global_norm"]
 

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from gradreduce import ops
+from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, DType, as_dtype
 from gradreduce.errors import brief
-from gradreduce.variables import Variable
 
-from .arrivals import check_float
+from .gradient_inputs import check_float
 
 __all__ = ["MASTER", "Slots"]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from exact import same
 from optim.test_rules import RULES
+from support.exact_data import same
 
 import gradreduce as gr
 from gradreduce.device import accumulate_dtype

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import gradreduce as gr
-from gradreduce.optim.agn import saved
+from gradreduce.optim.agn import checkpoint
 
 LIMIT_S = 30.0
 ONE = np.ones(2, "float32")
@@ -230,7 +230,7 @@ def test_a_centre_that_is_loaded_half_way_refuses_until_it_is_whole(mesh, monkey
     optimizer.apply_gradients([(ONE, var)])
     state, before = center.state_dict(), getter.center_variable(var).numpy()
     with monkeypatch.context() as patch:
-        patch.setattr(saved, "assign", lambda *given: 1 / 0)
+        patch.setattr(checkpoint, "assign", lambda *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             center.load_state_dict(state)
     with pytest.raises(gr.errors.CollectiveError, match="it was not loaded to the end"):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import gradreduce as gr
-from gradreduce import variables
+from gradreduce.arrays import variable
 from gradreduce.errors import BackendUnavailableError, CollectiveError
-from gradreduce.optim.agn.lazy import Accumulation
+from gradreduce.optim.agn.variables import Accumulation
 
 LIMIT_S = 30.0
 ONE = np.ones(2, "float32")
@@ -104,7 +104,7 @@ def test_what_counts_a_push_is_compiled_before_anything_is_changed(own, monkeypa
     def refuse(*_):
         raise MemoryError("no compiler")
 
-    monkeypatch.setattr(variables.ops, "prepare_accumulate_n", refuse)
+    monkeypatch.setattr(variable.ops, "prepare_accumulate_n", refuse)
     for each, target in ((optimizer, var), (plain, free)):
         with pytest.raises(MemoryError):
             each.apply_gradients([(ONE, target)], step)

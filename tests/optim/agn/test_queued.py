@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from exact import exact_data, same
-from exhaustive import seeds
 from optim.agn.team import Own, Worker
+from support.exact_data import exact_data, same
+from support.exhaustive import seeds
 
 import gradreduce as gr
 

@@ -6,7 +6,7 @@ Source: tf.contrib.opt.AGNOptimizer (agn_optimizer.md); arXiv 1710.02368.
 from __future__ import annotations
 
 from .center import AGNCenter
-from .getter import AGNCustomGetter
 from .optimizer import AGNOptimizer
+from .variables import AGNCustomGetter
 
 __all__ = ["AGNCenter", "AGNCustomGetter", "AGNOptimizer"]

@@ -11,23 +11,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from gradreduce.accumulator.door import as_timeout
-from gradreduce.cross_device_ops import CrossDeviceOps
+from gradreduce.accumulator.validate import as_timeout
+from gradreduce.arrays.caller_streams import OneCall
+from gradreduce.arrays.replica_context import current_replica
+from gradreduce.arrays.variable import Variable
 from gradreduce.device import as_deadline, as_flag
-from gradreduce.interop import OneCall
-from gradreduce.optim.arrivals import check_global_step, checked_pairs
-from gradreduce.optim.base import Optimizer
-from gradreduce.optim.gradients import Pairs, gradients_of_replicas
-from gradreduce.optim.numbers import as_count, no_attribute
-from gradreduce.replica_context import current_replica
-from gradreduce.variables import Variable
+from gradreduce.optim.compute_gradients import Pairs, gradients_of_replicas
+from gradreduce.optim.gradient_inputs import check_global_step, checked_pairs
+from gradreduce.optim.hyperparameters import as_count, no_attribute
+from gradreduce.optim.optimizer import Optimizer
+from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
-from .getter import AGNCustomGetter
-from .hook import AGNHook
-from .lazy import Lazy
 from .push import How
-from .saved_worker import load_worker, saved_worker
+from .session_hook import AGNHook
+from .variables import AGNCustomGetter, Lazy
 from .worker import Worker
+from .worker_checkpoint import load_worker, saved_worker
 
 __all__ = ["AGNOptimizer"]
 

@@ -14,24 +14,16 @@ from typing import NamedTuple
 
 from gradreduce import ops
 from gradreduce.accumulator.state import SparseSum
-from gradreduce.device import (
-    Buffer,
-    Device,
-    Writer,
-    copy_over,
-    gather,
-    reaches,
-    scatter,
-)
-from gradreduce.indexed_slices import IndexedSlices
-from gradreduce.optim.base import Optimizer
-from gradreduce.optim.custom import changed_by
-from gradreduce.optim.launches import Job, Rule, by_kernel
-from gradreduce.values import Part
-from gradreduce.variables import Variable
+from gradreduce.arrays.distributed import Part
+from gradreduce.arrays.indexed_slices import IndexedSlices
+from gradreduce.arrays.variable import Variable
+from gradreduce.device import Buffer, Device, Writer, copy_over, gather, reaches, scatter
+from gradreduce.optim.array_rules import changed_by
+from gradreduce.optim.optimizer import Optimizer
+from gradreduce.optim.update_plan import Job, Rule, by_kernel
 
 from .center import AGNCenter
-from .getter import Member
+from .variables import Member
 
 __all__ = ["How", "Push", "Sum"]
 

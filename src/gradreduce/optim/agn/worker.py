@@ -12,21 +12,20 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from gradreduce import ops
+from gradreduce.arrays.caller_streams import hand_back
+from gradreduce.arrays.distributed import Part
+from gradreduce.arrays.trace_context import check_unread
+from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, DeferInterrupts, clear, copy_over, due
-from gradreduce.interop import hand_back
-from gradreduce.loss_context import check_unread
-from gradreduce.optim.arrivals import Near, check_apart, ready_count
-from gradreduce.optim.base import Optimizer
+from gradreduce.optim.gradient_inputs import Near, check_apart, ready_count
+from gradreduce.optim.optimizer import Optimizer
 from gradreduce.optim.slots import MASTER
-from gradreduce.values import Part
-from gradreduce.variables import Variable
 
 from .center import PassedError
-from .getter import AGNCustomGetter, Member
-from .lazy import Count
-from .local import DenseStep, LocalPlan, LocalStep, Step, is_planned, mixed
+from .local_step import DenseStep, LocalPlan, LocalStep, Step, is_planned, mixed
 from .push import How, Push, Sum
-from .saved_worker import Kept
+from .variables import AGNCustomGetter, Count, Member
+from .worker_checkpoint import Kept
 
 __all__ = ["Worker"]
 

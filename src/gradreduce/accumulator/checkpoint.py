@@ -1,0 +1,406 @@
+"""Whether a saved state may be loaded into an accumulator: each key, before anything changes.
+
+Never allocates on a device and never takes a lock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from gradreduce.arrays.convert import as_result_kind, host_array, is_array, shape_and_dtype
+from gradreduce.arrays.convert_gpu import Kind
+from gradreduce.arrays.indexed_slices import UNKNOWN, IndexedSlices
+from gradreduce.device import Buffer, Device, DType, accumulate_dtype, as_index, compatible
+from gradreduce.errors import CollectiveError, about, brief, listed
+from gradreduce.ops import Slots, joined_indices
+
+from .state import AccumulatorState, SparseSum
+from .take_queue import serve_held, serve_joint
+from .validate import as_shape, as_step
+
+__all__ = [
+    "CheckedState",
+    "DenseSums",
+    "SparseSums",
+    "checked_state",
+    "load_state",
+    "saved_state",
+    "sums_of",
+]
+
+
+_Shape = tuple[int | None, ...] | None
+_KEYS = (
+    "format",
+    "dtype",
+    "reduction_type",
+    "shape",
+    "global_step",
+    "num_accumulated",
+    "num_dropped",
+    "sum_shape",
+    "kind",
+    "partial_sums",
+)
+
+
+@dataclass(frozen=True)
+class CheckedState:
+    """What a given state says, all of it right.
+
+    Attributes:
+        step: as in ``AccumulatorState``, like the next four.
+        count: see there.
+        num_dropped: see there.
+        sum_shape: see there.
+        kind: see there.
+        hosts: for each device what ``uploaded`` makes its partial sum of, or None.
+    """
+
+    step: int
+    count: int
+    num_dropped: int
+    sum_shape: tuple[int, ...] | None
+    kind: Kind
+    hosts: tuple[Any, ...]
+
+
+def checked_state(state: AccumulatorState, given: Mapping[str, Any]) -> CheckedState:
+    """What ``given`` says, in the types of ``AccumulatorState``.
+
+    Raises:
+        KeyError: a key is missing or unknown.
+        TypeError: a value of another type.
+        ValueError: a value that is impossible, or does not fit the accumulator or another value.
+    """
+    _check_keys(state, given)
+    definition = {
+        "dtype": str(state.dtype),
+        "reduction_type": state.reduction_type,
+        "shape": state.shape,
+    }
+    for key, wanted in definition.items():
+        found = _shape(key, given[key]) if key == "shape" else _text(key, given[key])
+        if found != wanted:
+            raise ValueError(f"state[{key!r}] is {brief(found)}, the accumulator's is {wanted!r}")
+    step, count, num_dropped = (
+        _integer(key, given[key]) for key in ("global_step", "num_accumulated", "num_dropped")
+    )
+    for key, number in (("num_accumulated", count), ("num_dropped", num_dropped)):
+        if number < 0:
+            raise ValueError(f"state[{key!r}]={number} is negative")
+    as_step("state['global_step']", step)
+    sum_shape = _sum_shape(state, given["sum_shape"], count)
+    kind = _kind(state.devices[0], given["kind"], count)
+    hosts = _hosts(state, given["partial_sums"], count, sum_shape)
+    return CheckedState(step, count, num_dropped, sum_shape, kind, hosts)
+
+
+def _check_keys(state: AccumulatorState, given: Mapping[str, Any]) -> None:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"state is a {type(given).__name__}, not a dict from state_dict()")
+    wanted = sums_of(state).format
+    if "format" in given and _text("format", given["format"]) != wanted:  # its keys may be others
+        raise ValueError(f"state['format'] is {brief(_plain(given['format']))}, not {wanted!r}")
+    for what, keys in (
+        ("lacks", [key for key in _KEYS if key not in given]),
+        ("has unknown", [key for key in given if key not in _KEYS]),
+    ):
+        if keys:
+            raise KeyError(f"state {what} {listed(map(repr, keys))}")
+
+
+def _sum_shape(state: AccumulatorState, given: Any, count: int) -> tuple[int, ...] | None:
+    """Of the sums: None without any, else what fits the constructor's shape."""
+    value = _plain(given)
+    if state.sparse and (isinstance(value, list | tuple) or is_array(value)):
+        value = [None if place == 0 and extent == UNKNOWN else extent
+                 for place, extent in enumerate(value)]  # fmt: skip
+    shape = _shape("sum_shape", value)
+    _check_presence("sum_shape", shape is not None, count)
+    if shape is None:
+        return None
+    if not sums_of(state).fits(shape, state.shape):
+        raise ValueError(
+            f"state['sum_shape'] is {shape}, which does not fit the accumulator's {state.shape}"
+        )
+    return tuple(UNKNOWN if extent is None else extent for extent in shape)
+
+
+def _kind(device: Device, given: Any, count: int) -> Kind:
+    """Which array the next take hands out, as the devices can make it."""
+    _check_presence("kind", _plain(given) is not None, count)
+    if not count:
+        return "native"
+    kind = _text("kind", given)
+    if kind not in get_args(Kind):
+        raise ValueError(f"state['kind']={brief(kind)} is not one of {get_args(Kind)}")
+    if kind in ("cupy", "cuda") and device.fabric.backend == "sim":
+        return "native"  # CuPy's there: this is the same word for the one and the other
+    if kind in ("torch", "jax", "coo"):
+        try:
+            as_result_kind("torch" if kind == "coo" else kind, "native")
+        except ValueError as error:
+            raise about("state['kind']", error) from None
+    return kind  # type: ignore[return-value]  # one of the literals, checked above
+
+
+def _hosts(
+    state: AccumulatorState, given: Any, count: int, sum_shape: tuple[int, ...] | None
+) -> tuple[Any, ...]:
+    """The sum of each device as host data, or None."""
+    if not isinstance(given, list | tuple):
+        raise TypeError(
+            f"state['partial_sums'] is a {type(given).__name__}, not a list with an entry for "
+            "each device"
+        )
+    if len(given) != len(state.devices):
+        raise ValueError(
+            f"state['partial_sums'] is of {len(given)} devices, the accumulator is on "
+            f"{len(state.devices)}"
+        )
+    filled = sum(each is not None for each in given)
+    _check_presence("partial_sums", filled > 0, count)
+    if filled > count:
+        raise ValueError(f"state['partial_sums'] holds {filled} sums of {count} gradients")
+    sums = sums_of(state)
+    return tuple(
+        None
+        if each is None
+        else sums.checked(
+            f"state['partial_sums'][{place}]", each, state.dtype, sum_shape or (), count
+        )
+        for place, each in enumerate(given)
+    )
+
+
+def _check_presence(key: str, present: bool, count: int) -> None:
+    if present != (count > 0):
+        what = "something" if present else "nothing"
+        raise ValueError(f"state[{key!r}] holds {what}, with state['num_accumulated']={count}")
+
+
+def _plain(value: Any) -> Any:
+    """What stores that know only arrays have made an array without dimensions of."""
+    return value.item() if is_array(value) and not tuple(value.shape) else value
+
+
+def _text(key: str, value: Any) -> str:
+    text = _plain(value)
+    if not isinstance(text, str):
+        raise TypeError(f"state[{key!r}]={brief(value)} must be a string")
+    return text
+
+
+def _integer(key: str, value: Any) -> int:
+    try:
+        return as_index(_plain(value))
+    except TypeError:
+        raise TypeError(f"state[{key!r}]={brief(value)} must be an integer") from None
+
+
+def _shape(key: str, value: Any) -> _Shape:
+    extents = _plain(value)
+    if extents is None:
+        return None
+    try:
+        if not isinstance(extents, list | tuple) and not is_array(extents):
+            raise TypeError
+        return as_shape(tuple(extents))
+    except TypeError:
+        raise TypeError(
+            f"state[{key!r}]={brief(value)} must be a list of extents or None"
+        ) from None
+    except ValueError as error:
+        raise about(f"state[{key!r}]", error) from None
+
+
+class DenseSums:
+    """How a partial sum that is one array gets out and in; another kind has these names too.
+
+    Attributes:
+        format: what a state says that it holds, with the number of the layout's version.
+    """
+
+    format = "gradreduce dense accumulator 1"
+
+    @staticmethod
+    def copied(total: Buffer) -> Buffer:
+        """New memory on the sum's own device; the copy is queued there, nothing waits."""
+        copy = total.device.empty(total.shape, total.dtype)
+        total.device.copy(copy, total)
+        return copy
+
+    @staticmethod
+    def downloaded(copy: Buffer, deadline: float | None) -> Any:
+        """As a host array; waits for the device."""
+        return copy.numpy(deadline=deadline)
+
+    @staticmethod
+    def fits(shape: _Shape, wanted: _Shape) -> bool:
+        """Whether a sum of that shape may be the accumulator's, whose shape is ``wanted``."""
+        if shape is None or None in shape:
+            return False
+        return wanted is None or compatible([extent or 0 for extent in shape], wanted)
+
+    @staticmethod
+    def checked(name: str, given: Any, dtype: DType, shape: tuple[int, ...], count: int) -> Any:
+        """A host array of that shape, in the accumulate type of ``dtype``; only to be read."""
+        if not is_array(given):
+            raise TypeError(f"{name} is a {type(given).__name__}, not an array or None")
+        try:
+            found = shape_and_dtype(given)
+        except TypeError as error:
+            raise about(name, error) from None
+        wanted = (shape, accumulate_dtype(dtype))
+        if found != wanted:
+            raise ValueError(f"{name} is {found[1]}{found[0]}, must be {wanted[1]}{wanted[0]}")
+        return host_array(given)
+
+    @staticmethod
+    def uploaded(device: Device, host: Any) -> Buffer:
+        """New memory on the device: applies write it, the caller's array they must not."""
+        return device.upload(host)
+
+
+class SparseSums:
+    """As ``DenseSums``, of rows: three arrays, in the order of their indices."""
+
+    format = "gradreduce sparse accumulator 1"
+    _KEYS = ("indices", "num_touches", "values")
+
+    @staticmethod
+    def copied(total: SparseSum) -> SparseSum:
+        """Their slots change no more; the rows do."""
+        return SparseSum(total.slots, DenseSums.copied(total.rows))
+
+    @classmethod
+    def downloaded(cls, copy: SparseSum, deadline: float | None) -> dict[str, Any]:
+        """The indices, how many gradients touched each, and the rows; waits for the device."""
+        slots = copy.slots
+        rows = DenseSums.downloaded(copy.values, deadline)[slots.places]
+        return dict(zip(cls._KEYS, (slots.indices.copy(), slots.num_touches(), rows), strict=True))
+
+    @classmethod
+    def fits(cls, shape: _Shape, wanted: _Shape) -> bool:
+        """As of ``DenseSums``; the first extent may be unknown, and the array may have more."""
+        if not shape or None in shape[1:] or len(shape) < len(wanted or ()):
+            return False
+        if not wanted:
+            return True
+        first = [UNKNOWN if extent is None else extent for extent in shape[: len(wanted)]]
+        return compatible(first, wanted)
+
+    @classmethod
+    def checked(
+        cls, name: str, given: Any, dtype: DType, shape: tuple[int, ...], count: int
+    ) -> dict[str, Any]:
+        """The three as host arrays; only to be read."""
+        if not isinstance(given, Mapping):
+            raise TypeError(f"{name} is a {type(given).__name__}, not a dict or None")
+        if set(given) != set(cls._KEYS):
+            raise KeyError(f"{name} has {sorted(map(str, given))}, must have {list(cls._KEYS)}")
+        values, wide = given["values"], accumulate_dtype(dtype)
+        try:
+            slices = IndexedSlices(values, given["indices"], shape)
+            touches = joined_indices([host_array(given["num_touches"])])
+        except (TypeError, ValueError) as error:
+            raise about(name, error) from None
+        indices = slices.indices
+        if slices.dtype != wide or not is_array(values):
+            raise ValueError(f"{name}['values'] is {slices.dtype}, must be {wide}")
+        if not (indices[1:] > indices[:-1]).all():
+            raise ValueError(f"{name}['indices'] must rise: {indices}")
+        if touches.dtype.kind not in "iu" or touches.shape != indices.shape:
+            raise ValueError(
+                f"{name}['num_touches'] must be an integer for each of {len(indices)} indices"
+            )
+        if len(indices) and not 1 <= touches.min() <= touches.max() <= count:
+            raise ValueError(f"{name}['num_touches'] must be from 1 to {count}: {touches}")
+        found = (indices, touches.astype("int64"), host_array(values))
+        return dict(zip(cls._KEYS, found, strict=True))
+
+    @staticmethod
+    def uploaded(device: Device, host: dict[str, Any]) -> SparseSum:
+        """New memory on the device, as large as the rows are many."""
+        slots = Slots.of(host["indices"], host["num_touches"])
+        return SparseSum(slots, device.upload(host["values"]))
+
+
+def sums_of(state: AccumulatorState) -> Any:
+    """How the partial sums of this accumulator get out and in: one of the two classes."""
+    return SparseSums if state.sparse else DenseSums
+
+
+def saved_state(state: AccumulatorState, deadline: float | None) -> dict[str, Any]:
+    """See ``ConditionalAccumulatorBase.state_dict``.
+
+    Under the lock only copies are queued, because later applies add in place; the host waits for
+    them when it is free again.
+
+    Args:
+        state: whose.
+        deadline: seconds from ``as_deadline``, for all downloads together.
+    """
+    end = None if deadline is None else time.monotonic() + deadline
+    sums = sums_of(state)
+    fabric = state.devices[0].fabric
+    with state.lock:
+        state.check_open()
+        state.check_devices()
+        generation = fabric.generation
+        filled = state.count > 0
+        made: dict[str, Any] = {
+            "format": sums.format,
+            "dtype": str(state.dtype),
+            "reduction_type": state.reduction_type,
+            "shape": None if state.shape is None else list(state.shape),
+            "global_step": state.step,
+            "num_accumulated": state.count,
+            "num_dropped": state.num_dropped,
+            "sum_shape": None if state.sum_shape is None else list(state.sum_shape),
+            "kind": state.kind if filled else None,
+        }
+        copies = [None if total is None else sums.copied(total) for total in state.totals]
+    made["partial_sums"] = [
+        None if copy is None else sums.downloaded(copy, _rest(end)) for copy in copies
+    ]
+    if fabric.has_died(generation):  # and was reset, before a download could notice
+        raise CollectiveError("the mesh died while the state of an accumulator was read")
+    return made
+
+
+def _rest(end: float | None) -> float | None:
+    """Seconds until then; what is over by now has come to its end in time."""
+    return None if end is None else max(end - time.monotonic(), 1e-6)
+
+
+def load_state(state: AccumulatorState, given: Mapping[str, Any]) -> None:
+    """See ``ConditionalAccumulatorBase.load_state_dict``.
+
+    Checks, uploads, and then exchanges all under the lock: what fails has changed nothing.
+    """
+    fabric = state.devices[0].fabric
+    generation = fabric.generation
+    checked = checked_state(state, given)
+    sums = sums_of(state)
+    totals = [
+        None if host is None else sums.uploaded(device, host)
+        for device, host in zip(state.devices, checked.hosts, strict=True)
+    ]
+    with state.lock:
+        state.check_open()
+        state.check_devices()
+        if fabric.has_died(generation):  # and was reset: what was uploaded is nobody's promise
+            raise CollectiveError("the mesh died while the state of an accumulator was loaded")
+        state.step = checked.step
+        state.count = checked.count
+        state.num_dropped = checked.num_dropped
+        state.sum_shape = checked.sum_shape
+        state.kind = checked.kind
+        state.totals = totals
+        joint = serve_held([state])
+    serve_joint(joint)

@@ -1,0 +1,139 @@
+"""Which accumulators of the process are one: those of the same ``shared_name``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from gradreduce.backends import default_mesh
+from gradreduce.backends.device_names import DeviceLike, as_devices
+from gradreduce.device import Device, Mesh, ModuleLock, accumulate_dtype, as_dtype
+from gradreduce.errors import brief, listed
+from gradreduce.ops import prepare_all_sum
+from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps, is_all_reduce, shared_ops
+from gradreduce.reduce.cross_device_ops import CrossDeviceOps
+
+from .dense_storage import prepare_arrivals
+from .sparse_storage import prepare_sparse
+from .state import AccumulatorState
+from .take_queue import cancel_waiting, forget
+from .validate import DTYPES, as_shape
+
+__all__ = ["defined", "shared_state", "state_of"]
+
+
+# Weak: dropping the last handle frees the device memory.
+_shared: weakref.WeakValueDictionary[str, AccumulatorState] = weakref.WeakValueDictionary()
+_lock = ModuleLock()
+
+
+def state_of(shared_name: str | None) -> AccumulatorState | None:
+    """What ``shared_name`` stands for now, unless it was closed."""
+    with _lock.lock:
+        found = _shared.get(shared_name) if shared_name else None
+        return None if found is None or found.closed else found
+
+
+def shared_state(
+    shared_name: str | None,
+    state: AccumulatorState,
+    named_ops: CrossDeviceOps | None = None,
+) -> AccumulatorState:
+    """The state that ``shared_name`` stands for: ``state``, if it is the first of that name.
+
+    One that was closed, or is from before a fork, has given its name up, whoever still holds a
+    handle of it.
+
+    Args:
+        shared_name: as given.
+        state: of this definition.
+        named_ops: what is to reduce the sums of a mesh, if the definition says it.
+
+    Raises:
+        ValueError: the name stands for an accumulator of another definition.
+    """
+    if not shared_name:
+        return state
+    with _lock.lock:
+        found = _shared.setdefault(shared_name, state)
+        if found.closed or found.devices[0].fabric.is_inherited:
+            found = _shared[shared_name] = state
+    for field in ("sparse", "dtype", "shape", "reduction_type"):
+        had, wanted = getattr(found, field), getattr(state, field)
+        if had != wanted:
+            raise ValueError(f"shared_name={brief(shared_name)} has {field} {had}, not {wanted}")
+    if (found.devices, found.over_mesh) != (state.devices, state.over_mesh):
+        had, wanted = (
+            f"{'mesh of ' * of.over_mesh}{listed(each.name for each in of.devices)}"
+            for of in (found, state)
+        )
+        other = " of another mesh" * (found.devices[0].fabric is not state.devices[0].fabric)
+        raise ValueError(f"shared_name={brief(shared_name)} has device {had}, not {wanted}{other}")
+    if named_ops is not None and found.over_mesh and _way(found.ops) != _way(named_ops):
+        raise ValueError(
+            f"shared_name={brief(shared_name)} has cross_device_ops {found.ops!r}, not "
+            f"{named_ops!r}"
+        )
+    return found
+
+
+def _way(ops: CrossDeviceOps) -> object:
+    """In what two of them must agree to reduce alike."""
+    if isinstance(ops, AllReduceCrossDeviceOps) and is_all_reduce(ops):
+        return ops.settings
+    return ops
+
+
+def defined(
+    dtype: Any,
+    shape: Sequence[int | None] | None,
+    shared_name: str | None,
+    reduction_type: str,
+    device: DeviceLike | Mesh | None,
+    *,
+    cross_device_ops: CrossDeviceOps | None = None,
+    sparse: bool = False,
+) -> AccumulatorState:
+    """The state that a new handle is for: see ``ConditionalAccumulator`` for the arguments."""
+    found = as_dtype(dtype)
+    if found.name not in DTYPES:
+        raise TypeError(f"dtype {found} is not one of {', '.join(DTYPES)}")
+    if reduction_type not in ("MEAN", "SUM"):
+        raise ValueError(f'reduction_type {brief(reduction_type)} not in: "MEAN", "SUM"')
+    wanted = None if shape is None else as_shape(shape)
+    reducer = shared_ops() if cross_device_ops is None else cross_device_ops
+    if not isinstance(reducer, CrossDeviceOps):
+        raise TypeError(f"cross_device_ops={brief(reducer)} is not a CrossDeviceOps")
+    devices, over_mesh = _placed(device, state_of(shared_name), reducer.mesh)
+    state = AccumulatorState(
+        found, wanted, reduction_type, devices, over_mesh, reducer, sparse=sparse
+    )
+    if sparse:
+        prepare_sparse(state)
+    else:
+        _prepare_dense(state)
+    devices[0].fabric.add_listener(state, cancel_waiting, forget)
+    return shared_state(shared_name, state, cross_device_ops)
+
+
+def _placed(
+    device: DeviceLike | Mesh | None, shared: AccumulatorState | None, mesh: Mesh | None
+) -> tuple[tuple[Device, ...], bool]:
+    """The devices of a definition, and whether they are a mesh; without one the shared state's."""
+    if shared is not None:
+        mesh = shared.devices[0].mesh
+        if device is None:
+            return shared.devices, shared.over_mesh
+    if device is None:
+        return default_mesh().devices[:1], False
+    return as_devices(device, "device=", mesh), isinstance(device, Mesh)
+
+
+def _prepare_dense(state: AccumulatorState) -> None:
+    wide = accumulate_dtype(state.dtype)
+    prepare_arrivals(state.devices, state.dtype, state.dtype)
+    for device in state.devices:
+        prepare_all_sum(device, state.dtype, wide)
+    if state.over_mesh:
+        state.ops.compile_for(state.devices, wide, state.dtype)

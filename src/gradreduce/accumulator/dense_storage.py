@@ -1,0 +1,251 @@
+"""How dense gradients get into partial sums: as few launches as there are GPUs.
+
+The first gradient after a take is a cast copy into new memory, later ones are added in place:
+nothing is zeroed and nothing waits for a device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gradreduce import ops
+from gradreduce.device import (
+    Buffer,
+    Device,
+    DType,
+    accumulate_dtype,
+    by_physical,
+    fetch,
+    flat_layout,
+    gather,
+    scatter,
+)
+
+from .state import AccumulatorState, Arrival, SparseSum
+
+__all__ = ["DenseAdditions", "lie_together", "prepare_arrivals", "prepare_parts"]
+
+
+def prepare_arrivals(devices: Sequence[Device], dtype: DType, gradient: DType) -> None:
+    """Compiles what gradients of one dtype launch: locks are never held while compiling.
+
+    Args:
+        devices: of the partial sums.
+        dtype: of the accumulator.
+        gradient: of the gradients.
+    """
+    wide = accumulate_dtype(dtype)
+    for device in devices:
+        ops.prepare_add_n(device, wide, gradient, 1)
+        ops.prepare_accumulate_n(device, wide, gradient)
+
+
+def prepare_parts(arrival: Arrival) -> None:
+    """Compiles what only some arrivals launch: of other dtypes, or several for one sum."""
+    wide = accumulate_dtype(arrival.state.dtype)
+    for place, gradients in _by_place(arrival).items():
+        device = arrival.state.devices[place]
+        ops.prepare_add_n(device, wide, gradients[0].dtype, _num_together(wide, gradients))
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+            ops.prepare_accumulate_n(device, wide, dtype)
+
+
+@dataclass(slots=True)
+class _Addition:
+    """Gradients on their way into one partial sum.
+
+    Attributes:
+        state: the accumulator.
+        place: of the device in ``state.devices``.
+        device: that device.
+        gradients: within its reach; at least one, in the order in which they are added.
+        total: the partial sum; a new one until it is launched has no memory, or no value yet.
+    """
+
+    state: AccumulatorState
+    place: int
+    device: Device
+    gradients: list[Buffer]
+    total: Buffer | None
+
+
+_Kernel = Callable[..., None]
+# What one launch adds to one partial sum.
+_Row = tuple[_Addition, list[Buffer]]
+
+
+class DenseAdditions:
+    """Gradients on their way into partial sums: with memory, but not added yet.
+
+    First arrivals are copied, later ones added; co-located devices share launches. Several
+    gradients for one sum are added in their order, with the bits of one arrival each: in one launch
+    where they are of one dtype that the sum accumulates, else one after the other.
+
+    What makes it may fail and has changed nothing; then ``launch_apart``, ``launch_in_place`` and
+    what ``totals`` gives.
+
+    Args:
+        arrivals: of dense accumulators; all locks are held.
+
+    Attributes:
+        kept: devices of the sums that ``launch_in_place`` writes over.
+    """
+
+    __slots__ = ("_additions", "_fresh", "_rows", "kept")
+
+    def __init__(self, arrivals: Sequence[Arrival]) -> None:
+        self._additions: list[_Addition] = []
+        self._rows: list[_Row] = []
+        self.kept: list[Device] = []
+        self._fresh: list[_Addition] = []
+        for arrival in arrivals:
+            state = arrival.state
+            for place, gradients in _by_place(arrival).items():
+                device = state.devices[place]
+                total = state.totals[place]
+                assert not isinstance(total, SparseSum)
+                near = [fetch(device, gradient) for gradient in gradients]
+                addition = _Addition(state, place, device, near, total)
+                self._additions.append(addition)
+                if total is None:
+                    self._fresh.append(addition)
+                else:
+                    self._rows.append((addition, near))
+                    self.kept.append(device)
+        if self._fresh:
+            _make_room(self._fresh)
+
+    def launch_apart(self) -> None:
+        """Makes new sums of their first gradients, where a failure harms nothing."""
+        if self._fresh:
+            self._rows = _start(self._fresh) + self._rows
+
+    def launch_in_place(self) -> None:
+        """Adds the rest; what fails half way leaves no sum that anybody may use."""
+        if self._rows:
+            _accumulate(self._rows)
+
+    def totals(self) -> list[tuple[AccumulatorState, int, Buffer | SparseSum | None]]:
+        """The sum of each accumulator at each place that got something."""
+        return [(each.state, each.place, each.total) for each in self._additions]
+
+
+def _by_place(arrival: Arrival) -> dict[int, list[Buffer]]:
+    """The gradients for each partial sum, in the order of the replicas."""
+    found: dict[int, list[Buffer]] = {}
+    for place, gradient in arrival.parts:
+        assert isinstance(gradient, Buffer)
+        found.setdefault(place, []).append(gradient)
+    return found
+
+
+def _start(fresh: Sequence[_Addition]) -> list[_Row]:
+    """Makes new sums of their first gradients; what is still to be added."""
+    first: list[_Row] = []
+    rest: list[_Row] = []
+    for each in fresh:
+        gradients = each.gradients
+        if len(gradients) == 1:
+            first.append((each, gradients))
+            continue
+        count = _num_together(accumulate_dtype(each.state.dtype), gradients)
+        first.append((each, gradients[:count]))
+        if count < len(gradients):
+            rest.append((each, gradients[count:]))
+    _add(ops.add_n, ops.cast_fitted, first)
+    return rest
+
+
+def _num_together(wide: DType, gradients: Sequence[Buffer]) -> int:
+    """How many of the first gradients a new sum may be made of with one rounding for each.
+
+    ``add_n`` adds in the type that accumulates its inputs; where the sum's is another one, the
+    first gradient is cast alone.
+    """
+    dtype = gradients[0].dtype
+    if len(gradients) == 1 or accumulate_dtype(dtype) != wide:
+        return 1
+    return len(list(itertools.takewhile(lambda each: each.dtype == dtype, gradients)))
+
+
+def _accumulate(rows: Sequence[_Row]) -> None:
+    """As many launches after each other as the gradients of one sum change their dtype."""
+    if all([len(gradients) == 1 for _, gradients in rows]):
+        _add(ops.accumulate_n, ops.accumulate_fitted, rows)
+        return
+    runs = [
+        (each, [list(run) for _, run in itertools.groupby(gradients, lambda buffer: buffer.dtype)])
+        for each, gradients in rows
+    ]
+    for turn in range(max(len(found) for _, found in runs)):
+        _add(
+            ops.accumulate_n,
+            ops.accumulate_fitted,
+            [(each, found[turn]) for each, found in runs if turn < len(found)],
+        )
+
+
+def _add(together: _Kernel, alone: _Kernel, rows: Sequence[_Row]) -> None:
+    """One launch for each physical device (and for each dtype and number of gradients).
+
+    Args:
+        together: adds lists of gradients.
+        alone: adds one gradient to each sum, and takes it that they fit: sums are ours.
+        rows: what is added.
+    """
+    for places in by_physical([addition.device for addition, _ in rows]).values():
+        totals: list[Buffer | None] = []
+        terms: list[list[Buffer]] = []
+        flat: list[Buffer] = []
+        involved: list[Device] = []
+        for place in places:
+            addition, gradients = rows[place]
+            involved.append(addition.device)
+            totals.append(addition.total)
+            terms.append(gradients)
+            flat += gradients
+        leader = involved[0]
+        involved += [gradient.device for gradient in flat]
+        gather(leader, involved)
+        if len(flat) == len(terms):
+            alone(totals, flat, device=leader)
+        else:
+            together(totals, terms, device=leader)
+        scatter(leader, involved)
+
+
+def _make_room(fresh: Sequence[_Addition]) -> None:
+    """New sums, end to end in flat buffers: at a joint take they need not be packed again."""
+    if len(fresh) == 1 and not fresh[0].state.over_mesh:  # no take packs it
+        (one,) = fresh
+        one.total = one.device.empty(one.gradients[0].shape, accumulate_dtype(one.state.dtype))
+        return
+    together: dict[tuple[Device, DType], list[_Addition]] = {}
+    for addition in fresh:
+        together.setdefault((addition.device, addition.state.dtype), []).append(addition)
+    for (device, dtype), additions in together.items():
+        shapes = [each.gradients[0].shape for each in additions]
+        for addition, total in zip(
+            additions, lie_together(device.empty, dtype, shapes), strict=True
+        ):
+            addition.total = total
+
+
+def lie_together(
+    make: Callable[[tuple[int, ...], DType], Buffer],
+    dtype: DType,
+    shapes: Sequence[tuple[int, ...]],
+) -> list[Buffer]:
+    """Partial sums end to end in one flat buffer, as they are reduced: what lies so is not packed.
+
+    Args:
+        make: ``empty`` or ``zeros`` of their device.
+        dtype: of their accumulators.
+        shapes: of each.
+    """
+    layout = flat_layout([math.prod(shape) for shape in shapes], dtype.itemsize)
+    flat = make((layout.size,), accumulate_dtype(dtype))
+    return [flat.view(offset, shape) for offset, shape in zip(layout.offsets, shapes, strict=True)]

@@ -1,0 +1,365 @@
+"""Many accumulators in one call: added to by one decision, taken from by one place in each queue.
+
+Source: own; TensorFlow has one accumulator to a call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from gradreduce.arrays.caller_streams import OneCall, hand_back
+from gradreduce.arrays.convert import as_result_kind, from_buffer
+from gradreduce.arrays.convert_gpu import Kind, reading
+from gradreduce.arrays.distributed import Mirrored, Part
+from gradreduce.arrays.indexed_slices import as_slices
+from gradreduce.arrays.variable import Variable
+from gradreduce.device import Buffer, DeferInterrupts, as_deadline, as_flag, compatible
+from gradreduce.errors import InvalidArgumentError, brief
+
+from .base import ConditionalAccumulatorBase
+from .dense_storage import DenseAdditions
+from .sparse_storage import SparseAdditions
+from .state import AccumulatorState, Arrival, SparseGradient, Ticket, locked
+from .take_queue import await_ticket, join, serve_held, serve_joint, take_held, withdraw
+from .validate import (
+    DEFAULT_STEP,
+    arrival,
+    as_required,
+    as_step,
+    as_timeout,
+    check_sum_shape,
+    check_together,
+    for_each,
+    num_gradients,
+    num_sparse_gradients,
+    sparse_arrival,
+)
+
+__all__ = ["apply_arrivals", "apply_grads", "drop_stale", "is_stale", "take_grads", "take_now"]
+
+
+def is_stale(states: Sequence[AccumulatorState], local_step: int) -> bool:
+    """Whether gradients of this step are stale for one of the states, as they are now."""
+    return any([local_step < state.step for state in states])
+
+
+def drop_stale(states: Sequence[AccumulatorState], counts: Sequence[int], local_step: int) -> bool:
+    """Drops gradients that have not become Buffers, if they are stale.
+
+    Args:
+        states: for each of which some came.
+        counts: how many.
+        local_step: of all of them.
+
+    Returns:
+        False if they are not stale any more.
+
+    Raises:
+        CancelledError: an accumulator was closed.
+        BackendUnavailableError: the mesh was closed, or lost a device.
+        CollectiveError: the mesh is dead.
+    """
+    with locked(states):
+        for state in states:
+            state.check_open()
+            state.check_devices()
+        if not is_stale(states, local_step):
+            return False
+        for state, count in zip(states, counts, strict=True):
+            state.num_dropped += count
+        return True
+
+
+def apply_arrivals(
+    arrivals: Sequence[Arrival], local_step: int, name_of: Callable[[int], str]
+) -> tuple[bool, list[Ticket]]:
+    """Adds all arrivals or, if the step is stale for any of them, drops all.
+
+    Args:
+        arrivals: one for each accumulator.
+        local_step: of all of them.
+        name_of: what an error calls the one of that place.
+
+    Returns:
+        Whether they were kept; and the joint takes that may now be served, which the caller must
+        do after this call, when no lock is held.
+
+    Raises:
+        CancelledError: an accumulator was closed.
+        InvalidArgumentError: the shape differs from what a sum holds. Nothing was added.
+    """
+    states = [pending.state for pending in arrivals]
+    with locked(states):
+        for state in states:
+            state.check_open()
+        if is_stale(states, local_step):
+            for pending in arrivals:
+                pending.state.num_dropped += len(pending.parts)
+            return False, []
+        for_each(_check_shape, [(pending,) for pending in arrivals], name_of)
+        _add(arrivals)
+        return True, serve_held(states)
+
+
+def _check_shape(pending: Arrival) -> None:
+    """The sum's shape, exactly; the constructor's was checked at the door."""
+    state = pending.state
+    if state.sparse:
+        check_sum_shape(pending)
+        return
+    shape = pending.shape
+    expected = state.sum_shape if state.count else state.shape
+    if expected is not None and shape != expected and not compatible(shape, expected):
+        raise InvalidArgumentError(f"Shape mismatch: expected {list(expected)}, got {list(shape)}")
+
+
+def _add(arrivals: Sequence[Arrival]) -> None:
+    """All are ready before the first launch, and what goes into new memory goes first.
+
+    A failure between the first launch in place and the count leaves sums of which nobody can tell
+    what is in them: then their devices are lost.
+    """
+    sparse = [pending for pending in arrivals if pending.state.sparse]
+    dense = [pending for pending in arrivals if not pending.state.sparse] if sparse else arrivals
+    additions: list[DenseAdditions | SparseAdditions] = []
+    if sparse:
+        additions.append(SparseAdditions(sparse))
+    if dense:
+        additions.append(DenseAdditions(dense))
+    for each in additions:
+        each.launch_apart()
+    kept = [device for each in additions for device in each.kept]
+    with kept[0].fabric.whole_or_lost(kept) if kept else nullcontext():
+        for each in additions:
+            each.launch_in_place()
+        _count(arrivals, additions)
+
+
+def _count(
+    arrivals: Sequence[Arrival], additions: Sequence[DenseAdditions | SparseAdditions]
+) -> None:
+    """Each accumulator changes at once."""
+    totals = {pending.state: list(pending.state.totals) for pending in arrivals}
+    for each in additions:
+        for state, place, total in each.totals():
+            totals[state][place] = total
+    for pending in arrivals:
+        state, count = pending.state, pending.state.count
+        if count:
+            state.become(totals=totals[state], count=count + len(pending.parts))
+        else:
+            state.become(
+                totals=totals[state],
+                count=len(pending.parts),
+                kind=pending.kind,
+                sum_shape=pending.shape,
+            )
+
+
+_log = logging.getLogger(__name__)
+
+
+def apply_grads(
+    accumulators: Sequence[ConditionalAccumulatorBase],
+    grads: Sequence[Any],
+    local_step: int | Variable = DEFAULT_STEP,
+    *,
+    cast: bool = False,
+) -> bool:
+    """Adds one gradient to each accumulator, all or none: one decision under all locks.
+
+    One launch on each physical device serves all that are of one dtype and the first since a take,
+    and one all that are not; one all sparse ones of a dtype.
+
+    Args:
+        accumulators: each at most once.
+        grads: one for each; see ``ConditionalAccumulator.apply_grad``.
+        local_step: of all of them; see there.
+        cast: as there.
+
+    Returns:
+        True if all were added, False if all were dropped, because the step is stale for one.
+
+    Raises:
+        ValueError: other numbers of accumulators and gradients, an accumulator twice, or what
+            ``apply_grad`` raises. Nothing was added.
+    """
+    step, cast = as_step("local_step", local_step), as_flag("cast", cast)
+    accumulators, grads = _listed(accumulators), tuple(grads)
+    states = _states_of(accumulators)
+    if len(states) != len(grads):
+        raise ValueError(
+            f"grads has {len(grads)} entries, accumulators has {len(states)}; pass one gradient "
+            "for each accumulator"
+        )
+    kept = _all_or_none(accumulators, grads, step, cast)
+    if not kept and local_step is DEFAULT_STEP:
+        _warn_of_default(accumulators)
+    return kept
+
+
+def _all_or_none(
+    accumulators: Sequence[ConditionalAccumulatorBase], grads: Sequence[Any], step: int, cast: bool
+) -> bool:
+    states = [each.accumulator_ref for each in accumulators]
+    given = [(state, grad, cast) for state, grad in zip(states, grads, strict=True)]
+    name_of = partial(_name_of, accumulators)
+    if is_stale(states, step):  # what will be dropped need not become a Buffer
+        counts = for_each(_num_gradients, given, name_of)
+        if drop_stale(states, counts, step):
+            return False
+    with OneCall():
+        arrivals = for_each(_arrival, given, name_of)
+        reading([_rows_of(part) for each in arrivals for _, part in each.parts])
+        with DeferInterrupts():  # the takes that it satisfies are served with it
+            kept, joint = apply_arrivals(arrivals, step, name_of)
+            serve_joint(joint)
+            hand_back()
+    return kept
+
+
+def _name_of(accumulators: Sequence[ConditionalAccumulatorBase], place: int) -> str:
+    """What an error calls the gradient for one of them."""
+    name = f"accumulator {accumulators[place].name!r}"
+    return name if len(accumulators) == 1 else f"grads[{place}], for {name}"
+
+
+def _warn_of_default(accumulators: Sequence[ConditionalAccumulatorBase]) -> None:
+    """Once for each accumulator: no error, because TensorFlow's default is 0 too."""
+    states = [each.accumulator_ref for each in accumulators]
+    with locked(states):
+        untold = [
+            (each.name, state.step)
+            for each, state in zip(accumulators, states, strict=True)
+            if state.step > DEFAULT_STEP and not state.has_warned
+        ]
+        for state in states:
+            state.has_warned = state.has_warned or state.step > DEFAULT_STEP
+    if untold:  # a handler may do anything: no lock is held
+        _log.warning(
+            "accumulator %r is at step %d and dropped a gradient that came without local_step, "
+            "which counts as step 0: pass local_step=accumulator.global_step, as it was when the "
+            "gradient was computed",
+            *untold[0],
+        )  # fmt: skip
+
+
+def _listed(accumulators: Any) -> tuple[ConditionalAccumulatorBase, ...]:
+    if isinstance(accumulators, ConditionalAccumulatorBase):
+        raise TypeError(
+            f"accumulators={brief(accumulators)} must be a list of accumulators: put it in one"
+        )
+    return tuple(accumulators)
+
+
+def _states_of(accumulators: Sequence[ConditionalAccumulatorBase]) -> list[AccumulatorState]:
+    """Checked: whether one call may be about all of them."""
+    for place, each in enumerate(accumulators):
+        if not isinstance(each, ConditionalAccumulatorBase):
+            raise TypeError(f"accumulators[{place}]={brief(each)} is not an accumulator")
+    states = [each.accumulator_ref for each in accumulators]
+    check_together(states)
+    return states
+
+
+def _shown(part: Part, kind: Kind) -> Any:
+    return from_buffer(part, kind) if isinstance(part, Buffer) else part.shown(kind)
+
+
+def _rows_of(part: Buffer | SparseGradient) -> Buffer:
+    return part if isinstance(part, Buffer) else part.values
+
+
+def _num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
+    made = num_sparse_gradients if state.sparse else num_gradients
+    return made(state, as_slices(grad), cast)
+
+
+def _arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
+    made = sparse_arrival if state.sparse else arrival
+    return made(state, as_slices(grad), cast)
+
+
+def take_grads(
+    accumulators: Sequence[ConditionalAccumulatorBase],
+    num_required: int | Variable,
+    *,
+    timeout: float | None = None,
+    as_kind: str | None = None,
+    deadline: float | None = None,
+) -> list[Any]:
+    """Takes from all accumulators together, when each holds ``num_required`` gradients.
+
+    Blocks. One place in every queue, taken at once, so that two joint takes never wait for each
+    other. Those over a mesh travel in one batch, if the same ops reduce them and MEAN divides
+    them by the same number; all sparse ones in one. Gradients that were added or taken together may
+    share one block of memory, which is freed with the last of them. Ctrl-C loses nothing while this
+    waits; one that comes in the moment in which it is served takes the gradients with it.
+
+    Args:
+        accumulators: each at most once.
+        num_required: of each, at least 1; an integer, or a Variable that holds one.
+        timeout: seconds to wait; None for ever.
+        as_kind: as there.
+        deadline: see ``ConditionalAccumulator.take_grad``.
+
+    Returns:
+        One gradient for each accumulator, as ``ConditionalAccumulator.take_grad`` gives it.
+
+    Raises:
+        InvalidArgumentError: ``num_required`` is less than 1.
+        ValueError: no accumulator, or one twice.
+        DeadlineExceededError: the time ran out; nothing was taken.
+        CancelledError: an accumulator was closed, or the mesh died while this waited.
+        CollectiveError: the mesh is dead.
+    """
+    required, limit, seconds = as_required(num_required), as_timeout(timeout), as_deadline(deadline)
+    as_result_kind(as_kind, "native")  # a wrong name must not cost a gradient
+    ticket = Ticket(tuple(_states_of(_listed(accumulators))), required, seconds)
+    try:
+        join(ticket)
+        await_ticket(ticket, limit)
+    except BaseException:
+        withdraw(ticket)
+        raise
+    return _handed_out(ticket, as_kind)
+
+
+def take_now(
+    accumulators: Sequence[ConditionalAccumulatorBase], num_required: int
+) -> list[Any] | None:
+    """As ``take_grads``, but never blocks, and an accumulator that holds nothing gives None.
+
+    Takes when the fullest holds ``num_required`` and no other take waits; otherwise returns None
+    and takes nothing. Every accumulator's step goes one further, the empty ones' too.
+    """
+    states = [each.accumulator_ref for each in accumulators]
+    with locked(states):
+        for state in states:
+            state.check_open()
+        if any(state.queue for state in states):
+            return None
+        if max(state.count for state in states) < num_required:
+            return None
+        ticket = Ticket(tuple(states), num_required, kinds=[state.kind for state in states])
+        ticket.taken = take_held(states)
+    return _handed_out(ticket)
+
+
+def _handed_out(ticket: Ticket, as_kind: str | None = None) -> list[Any]:
+    """The taken Buffers as what callers get."""
+    given: list[Any] = []
+    with OneCall():
+        for state, buffers, first in zip(ticket.states, ticket.taken, ticket.kinds, strict=True):
+            kind = as_result_kind(as_kind, first)
+            if not buffers:
+                given.append(None)
+            elif state.over_mesh:
+                given.append(Mirrored.of(buffers, kind))
+            else:
+                given.append(_shown(buffers[0], kind))
+    return given

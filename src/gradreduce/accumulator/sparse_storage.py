@@ -1,0 +1,324 @@
+"""How sparse gradients get into partial sums: one launch each, whatever rows they touch.
+
+A sum holds the rows that any gradient touched, and no others. They lie in the order in which they
+came (``ops/row_index.py``), so a launch adds to those that are there and lays down new ones behind
+them. When there is no room left, the rows are copied into twice as much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from gradreduce import ops
+from gradreduce.arrays.caller_streams import Aside
+from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp, buffer_of
+from gradreduce.arrays.indexed_slices import IndexedSlices, coalesced
+from gradreduce.device import (
+    Buffer,
+    Device,
+    DType,
+    accumulate_dtype,
+    by_physical,
+    fetch,
+    flat_layout,
+    gather,
+    scatter,
+)
+from gradreduce.errors import brief
+from gradreduce.ops import Indices, Segments, Slots, alike, merged_slots, plan_segments
+from gradreduce.reduce.aggregation import rows_together
+from gradreduce.reduce.all_reduce_ops import is_all_reduce
+from gradreduce.reduce.arguments import Request
+from gradreduce.reduce.one_device import handed_out
+
+from .state import AccumulatorState, Arrival, SparseGradient, SparseSum
+
+__all__ = ["SparseAdditions", "prepare_gradient", "prepare_sparse", "take_sparse"]
+
+
+def prepare_sparse(state: AccumulatorState) -> None:
+    """Compiles what gradients of the accumulator's dtype launch, and its takes."""
+    wide = accumulate_dtype(state.dtype)
+    prepare_gradient(state, state.dtype)
+    for device in state.devices:
+        ops.prepare_pack(device, wide, wide)
+        ops.prepare_all_sum(device, state.dtype, state.dtype)
+        ops.prepare_segment_sum(device, state.dtype, wide)
+
+
+def prepare_gradient(state: AccumulatorState, gradient: DType) -> None:
+    """Compiles what gradients of a dtype launch: locks are never held while compiling."""
+    for device in state.devices:
+        ops.prepare_segment_sum(device, accumulate_dtype(state.dtype), gradient)
+
+
+@dataclass(eq=False)
+class _Growing:
+    """One partial sum that gradients of a call are added to.
+
+    Attributes:
+        state: the accumulator.
+        place: of the device in ``state.devices``.
+        device: that device.
+        total: what is there; None without.
+        slots: where its rows lie after the gradients.
+        steps: for each gradient its rows, within reach, which of them have the same index, and
+            where their sums go.
+        values: the memory of the sum after the call.
+    """
+
+    state: AccumulatorState
+    place: int
+    device: Device
+    total: SparseSum | None
+    slots: Slots
+    steps: list[tuple[Buffer, Segments, Indices]] = field(default_factory=list)
+    values: Buffer | None = None
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether memory is written that holds the sum of before."""
+        return self.total is not None and self.values is self.total.values
+
+
+class SparseAdditions:
+    """Gradients on their way into partial sums: with memory and plans, but not added yet.
+
+    What makes it may fail and has changed nothing; then ``launch_apart``, ``launch_in_place`` and
+    what ``totals`` gives.
+
+    Args:
+        arrivals: of sparse accumulators; all locks are held.
+
+    Attributes:
+        kept: devices of the sums that ``launch_in_place`` writes over; none where it has nothing
+            to do.
+    """
+
+    def __init__(self, arrivals: Sequence[Arrival]) -> None:
+        self._sums: dict[tuple[AccumulatorState, int], _Growing] = {}
+        for arrival in arrivals:
+            for place, gradient in arrival.parts:
+                assert isinstance(gradient, SparseGradient)
+                self._plan(arrival.state, place, gradient)
+        growing = list(self._sums.values())
+        _make_room(growing)
+        launches: list[tuple[bool, Callable[[], None]]] = []
+        for wave in range(max((len(each.steps) for each in growing), default=0)):
+            made = _additions([each for each in growing if wave < len(each.steps)], wave)
+            launches += sorted(made, key=lambda launch: launch[0])
+        # A new sum may share a launch with one in place; then its next gradient comes behind that.
+        apart = next((at for at, (writes, _) in enumerate(launches) if writes), len(launches))
+        self._apart = [launch for _, launch in launches[:apart]]
+        self._in_place = [launch for _, launch in launches[apart:]]
+        self.kept = [each.device for each in growing] if self._in_place else []
+
+    def _plan(self, state: AccumulatorState, place: int, gradient: SparseGradient) -> None:
+        device = state.devices[place]
+        growing = self._sums.get((state, place))
+        if growing is None:
+            device.fabric.check_usable(device)  # where there are no rows nothing else asks
+            total = state.totals[place]
+            assert not isinstance(total, Buffer)
+            slots = Slots.none() if total is None else total.slots
+            growing = self._sums[state, place] = _Growing(state, place, device, total, slots)
+        near = fetch(device, gradient.values)
+        growing.slots, into = growing.slots.touched(gradient.segments.indices)
+        growing.steps.append((near, gradient.segments, into))
+
+    def launch_apart(self) -> None:
+        """Adds into new memory, where a failure harms nothing."""
+        for launch in self._apart:
+            launch()
+
+    def launch_in_place(self) -> None:
+        """Adds the rest; what fails half way leaves no sum that anybody may use."""
+        for launch in self._in_place:
+            launch()
+
+    def totals(self) -> list[tuple[AccumulatorState, int, Buffer | SparseSum | None]]:
+        """The sum of each accumulator at each place that got something."""
+        return [
+            (each.state, each.place, SparseSum(each.slots, each.values))
+            for each in self._sums.values()
+            if each.values is not None
+        ]
+
+
+def _make_room(growing: Sequence[_Growing]) -> None:
+    """Memory for the rows to come; where what is there grows, its rows are copied."""
+    moved: list[tuple[Device, Buffer, Buffer]] = []
+    for each in growing:
+        total, needed = each.total, each.slots.num_rows
+        if total is not None and needed <= total.values.shape[0]:
+            each.values = total.values
+            continue
+        row = each.steps[0][0].shape[1:]
+        capacity = needed if total is None else max(needed, 2 * total.values.shape[0])
+        limit = each.state.shape[0] if each.state.shape else None
+        if limit is not None:
+            capacity = min(capacity, limit)
+        each.values = each.device.empty((capacity, *row), accumulate_dtype(each.state.dtype))
+        if total is not None and total.slots.num_rows:
+            rows = total.rows
+            moved.append((each.device, each.values.view(0, rows.shape), rows))
+    for places in by_physical([device for device, _, _ in moved]).values():
+        sharing = [moved[place] for place in places]
+        devices = [device for device, _, _ in sharing]
+        gather(devices[0], devices)
+        ops.pack(
+            [out for _, out, _ in sharing], [rows for _, _, rows in sharing], device=devices[0]
+        )
+        scatter(devices[0], devices)
+
+
+def _additions(growing: Sequence[_Growing], wave: int) -> list[tuple[bool, Callable[[], None]]]:
+    """One launch for each physical device: whether it writes in place, and what launches it."""
+    launches = []
+    for places in by_physical([each.device for each in growing]).values():
+        sharing = [growing[place] for place in places]
+        steps = [each.steps[wave] for each in sharing]
+        devices = [each.device for each in sharing] + [rows.device for rows, _, _ in steps]
+        add = ops.ready_segment_sum(
+            [each.values for each in sharing if each.values is not None],
+            [rows for rows, _, _ in steps],
+            [segments for _, segments, _ in steps],
+            into=[into for _, _, into in steps],
+            device=devices[0],
+        )
+        launches.append((any(each.is_in_place for each in sharing), _fenced(devices, add)))
+    return launches
+
+
+def _fenced(devices: Sequence[Device], add: Callable[[], None]) -> Callable[[], None]:
+    def launch() -> None:
+        gather(devices[0], devices)
+        add()
+        scatter(devices[0], devices)
+
+    return launch
+
+
+def take_sparse(states: Sequence[AccumulatorState]) -> list[tuple[IndexedSlices, ...]]:
+    """The gradient of each state, on each of its devices, in new memory; the sums stay.
+
+    Args:
+        states: sparse ones, each with a gradient or more.
+    """
+    taken = {state: _reduced(state) for state in states if _has_own_way(state)}
+    ours = [state for state in states if state not in taken]
+    taken.update(zip(ours, _merged(ours), strict=True))
+    return [taken[state] for state in states]
+
+
+def _has_own_way(state: AccumulatorState) -> bool:
+    """Whether a ``CrossDeviceOps`` other than an all-reduce of ours brings its sums together."""
+    return state.over_mesh and not is_all_reduce(state.ops)
+
+
+def _reduced(state: AccumulatorState) -> tuple[IndexedSlices, ...]:
+    """By the accumulator's own ops; then sorted, divided and rounded on each device."""
+    sums = [total for total in state.totals if isinstance(total, SparseSum)]
+    mean = state.reduction_type == "MEAN"
+    plan, divisor = merged_slots([total.slots for total in sums], mean=mean)
+    rows = [_as_slices(state, place) for place in range(len(state.devices))]
+    value = PerReplica.of(rows, "native")
+    with Aside():  # a class of the caller's own
+        (parts,) = state.ops.reduce_batch(
+            ReduceOp.SUM, [Request(value, state.devices, True)], coalesce=True
+        )
+    slices = [part for part in parts if isinstance(part, IndexedSlices)]
+    plans = [plan_segments(part.indices) for part in slices]
+    wanted = [plan.indices.tolist()] * len(state.devices)
+    if [each.indices.tolist() for each in plans] != wanted:
+        raise ValueError(
+            f"cross_device_ops={brief(state.ops)} gave other rows than those of the sums"
+        )
+    outs = [
+        device.empty((plan.num_segments, *rows[0].values.shape[1:]), state.dtype)
+        for device in state.devices
+    ]
+    coalesced([part.values for part in slices], plans, outs=outs, divisors=[divisor] * len(outs))
+    return tuple([IndexedSlices.of(out, plan.indices, state.sum_shape) for out in outs])
+
+
+def _as_slices(state: AccumulatorState, place: int) -> IndexedSlices:
+    """The partial sum of a device, its rows as they lie."""
+    total = state.totals[place]
+    if not isinstance(total, SparseSum):
+        assert state.sum_shape is not None  # it holds gradients
+        shape = (0, *state.sum_shape[1:])
+        none = state.devices[place].empty(shape, accumulate_dtype(state.dtype))
+        return IndexedSlices.of(none, Slots.none().indices, state.sum_shape)
+    return IndexedSlices.of(total.rows, total.slots.by_row, state.sum_shape)
+
+
+def _merged(states: Sequence[AccumulatorState]) -> list[tuple[IndexedSlices, ...]]:
+    """By one launch, on the first device of each."""
+    sums = [[total for total in state.totals if isinstance(total, SparseSum)] for state in states]
+    plans, divisors = [], []
+    for state, totals in zip(states, sums, strict=True):
+        mean = state.reduction_type == "MEAN"
+        segments, by = merged_slots([total.slots for total in totals], mean=mean)
+        plans.append(segments)
+        divisors.append(by)
+    values = _brought_together(states, sums)
+    shapes = [
+        (plan.num_segments, *rows.shape[1:]) for rows, plan in zip(values, plans, strict=True)
+    ]
+    outs, flats = _room(states, shapes)
+    coalesced(values, plans, outs=outs, divisors=alike(divisors, plans))
+    found: list[Sequence[Part]] = [(out,) for out in outs]
+    for flat, offsets in flats:
+        copies = handed_out(flat, states[next(iter(offsets))].devices)
+        for place, offset in offsets.items():
+            found[place] = [buffer_of(copy).view(offset, shapes[place]) for copy in copies]
+    return [
+        tuple([IndexedSlices.of(rows, plan.indices, state.sum_shape) for rows in here])
+        for state, plan, here in zip(states, plans, found, strict=True)
+    ]
+
+
+def _room(
+    states: Sequence[AccumulatorState], shapes: Sequence[tuple[int, ...]]
+) -> tuple[list[Buffer], list[tuple[Buffer, dict[int, int]]]]:
+    """Memory for each result on the first device of its accumulator.
+
+    Returns:
+        That; and the flat buffers in which results that go to the same devices lie: for the place
+        of each accumulator there where its result begins.
+    """
+    outs: dict[int, Buffer] = {}
+    groups: dict[tuple[tuple[Device, ...], DType], list[int]] = {}
+    for place, state in enumerate(states):
+        if state.over_mesh:
+            groups.setdefault((state.devices, state.dtype), []).append(place)
+        else:
+            outs[place] = state.devices[0].empty(shapes[place], state.dtype)
+    flats = []
+    for (devices, dtype), places in groups.items():
+        layout = flat_layout([math.prod(shapes[place]) for place in places], dtype.itemsize)
+        flat = devices[0].empty((layout.size,), dtype)
+        offsets = dict(zip(places, layout.offsets, strict=True))
+        flats.append((flat, offsets))
+        outs.update((place, flat.view(offset, shapes[place])) for place, offset in offsets.items())
+    return [outs[place] for place in range(len(states))], flats
+
+
+def _brought_together(
+    states: Sequence[AccumulatorState], sums: Sequence[Sequence[SparseSum]]
+) -> list[Buffer]:
+    """The rows of each state's sums on its first device, one sum behind the other."""
+    there: list[Buffer | None] = []
+    groups: list[tuple[Device, list[Buffer]]] = []
+    for state, totals in zip(states, sums, strict=True):
+        rows = [total.rows for total in totals]
+        if len(rows) == 1 and rows[0].device is state.devices[0]:
+            there.append(rows[0])
+        else:
+            there.append(None)
+            groups.append((state.devices[0], rows))
+    brought = iter(rows_together(groups))
+    return [next(brought) if rows is None else rows for rows in there]

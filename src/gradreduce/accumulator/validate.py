@@ -1,0 +1,394 @@
+"""What may enter an accumulator: gradients, steps and shapes, checked before anything changes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from gradreduce.arrays.convert import is_array, kind_of, numbers, shape_and_dtype, to_buffer
+from gradreduce.arrays.distributed import PerReplica
+from gradreduce.arrays.indexed_slices import UNKNOWN, IndexedSlices, densified
+from gradreduce.arrays.replica_context import current_device, current_replica
+from gradreduce.arrays.variable import Variable
+from gradreduce.device import Buffer, DType, as_index, compatible
+from gradreduce.errors import DeviceMismatchError, InvalidArgumentError, about, brief, listed
+from gradreduce.ops import plan_segments
+from gradreduce.reduce.aggregation import known_shape, with_dense
+
+from .dense_storage import prepare_parts
+from .sparse_storage import prepare_gradient
+from .state import AccumulatorState, Arrival, SparseGradient
+
+__all__ = [
+    "DEFAULT_STEP",
+    "DTYPES",
+    "arrival",
+    "as_required",
+    "as_shape",
+    "as_step",
+    "as_timeout",
+    "check_dtype",
+    "check_sum_shape",
+    "check_together",
+    "for_each",
+    "home_of",
+    "num_gradients",
+    "num_sparse_gradients",
+    "sparse_arrival",
+]
+
+
+T = TypeVar("T")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+class _Default(int):
+    """A default that is told from the same number given by the caller."""
+
+
+DEFAULT_STEP = _Default(0)  # of ``local_step``: TensorFlow's
+_OF_ROWS = (IndexedSlices, PerReplica)  # what may be sparse, or consist of what is
+
+
+def arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
+    """Converts and checks one gradient: dtype and the constructor's shape."""
+    if isinstance(grad, _OF_ROWS):
+        kind, grad = grad.kind, _as_dense(state, grad, cast)
+    else:
+        kind = kind_of(grad)
+    if isinstance(grad, PerReplica):
+        parts = _replicas(state, grad, cast)
+    else:
+        if is_array(grad) and kind in ("native", "buffer"):
+            check_dtype(state, grad.dtype, cast)
+        parts = (home_of(state, grad),)
+        if is_array(grad):  # a dtype of another library is known when it has come in
+            check_dtype(state, parts[0][1].dtype, cast)
+    for _, buffer in parts:
+        _check_shape(state, buffer.shape)
+    made = Arrival(state, parts, kind)
+    together = len(parts) > 1 and len({place for place, _ in parts}) < len(parts)
+    if together or any([buffer.dtype != state.dtype for _, buffer in parts]):
+        prepare_parts(made)  # what the constructor did not
+    return made
+
+
+def _as_dense(state: AccumulatorState, grad: Any, cast: bool) -> Any:
+    """IndexedSlices, alone or one for each replica, made dense; anything else as it is."""
+    if isinstance(grad, IndexedSlices):
+        whole = _whole(state, grad, cast)
+        _, rows = home_of(state, whole.values)
+        return densified([IndexedSlices.of(rows, whole.indices, whole.dense_shape)])[0]
+    if isinstance(grad, PerReplica) and grad.is_sparse:
+        slices = [
+            _whole(state, part, cast) if isinstance(part, IndexedSlices) else part
+            for part in grad.parts
+        ]
+        return PerReplica.of(with_dense(slices), grad.kind)
+    return grad
+
+
+def _whole(state: AccumulatorState, slices: IndexedSlices, cast: bool) -> IndexedSlices:
+    """Checked; with the accumulator's shape, if that is known and came with no other."""
+    check_dtype(state, slices.dtype, cast)
+    shape = state.shape
+    if slices.dense_shape is None and shape and None not in shape:
+        slices = IndexedSlices(slices.values, slices.indices, [extent or 0 for extent in shape])
+    _check_shape(state, known_shape(slices, alone=True))
+    return slices
+
+
+def num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
+    """Checks as ``arrival`` does what will be dropped, but for what making a Buffer shows.
+
+    Returns:
+        How many gradients of the count it would have been.
+    """
+    if isinstance(grad, IndexedSlices):
+        _whole(state, grad, cast)
+        return 1
+    if isinstance(grad, PerReplica):
+        if not grad.is_sparse:
+            return len(_replicas(state, grad, cast))  # they are Buffers
+        return sum(num_gradients(state, part, cast) for part in grad.parts)
+    kind = kind_of(grad)
+    if kind == "buffer":
+        to_buffer(grad, state.devices[0])  # of this mesh
+    if not is_array(grad):
+        shape = numbers(grad, state.dtype).shape
+    elif kind in ("native", "buffer"):
+        shape = grad.shape
+        check_dtype(state, grad.dtype, cast)
+    else:
+        shape, dtype = shape_and_dtype(grad)
+        check_dtype(state, dtype, cast)
+    _check_shape(state, shape)
+    return 1
+
+
+def _replicas(
+    state: AccumulatorState, grad: PerReplica, cast: bool
+) -> tuple[tuple[int, Buffer], ...]:
+    """One gradient for each replica, all of one shape; from outside to the first device."""
+    if grad.devices[0].fabric is not state.devices[0].fabric:
+        devices = listed(device.name for device in state.devices)
+        raise DeviceMismatchError(
+            f"the gradient is of another mesh than the accumulator, which is on {devices}"
+        )
+    grad.forget_copies()
+    first = grad.buffers[0].shape
+    for replica, buffer in enumerate(grad.buffers):
+        check_dtype(state, buffer.dtype, cast)
+        if buffer.shape != first:
+            raise ValueError(
+                f"replicas differ in shape: replica {replica} is {list(buffer.shape)}, replica 0 "
+                f"{list(first)}"
+            )
+    return tuple([(_place(state, buffer), buffer) for buffer in grad.buffers])
+
+
+def home_of(state: AccumulatorState, grad: Any) -> tuple[int, Buffer]:
+    """The place of the device whose sum a gradient goes to, where it lies, else 0; and the Buffer.
+
+    A host array goes where it is added at once, not by way of another device.
+
+    Raises:
+        ValueError: the whole mesh has no device for the enclosing ``gr.replica``.
+    """
+    device = state.devices[0]
+    if current_replica() is not None:
+        named = current_device(device.mesh)
+        device = named if named in state.devices else device
+    buffer = to_buffer(grad, device, dtype=state.dtype)
+    return _place(state, buffer), buffer
+
+
+def _place(state: AccumulatorState, buffer: Buffer) -> int:
+    return state.devices.index(buffer.device) if buffer.device in state.devices else 0
+
+
+def _check_shape(state: AccumulatorState, shape: tuple[int, ...]) -> None:
+    """The constructor's."""
+    wanted = state.shape
+    if wanted is not None and shape != wanted and not compatible(shape, wanted):
+        raise ValueError(
+            f"Shapes {shape} and {wanted} are incompatible: the gradient's and the accumulator's"
+        )
+
+
+def check_dtype(state: AccumulatorState, dtype: DType, cast: bool) -> None:
+    """Raises ``ValueError`` for another dtype, or, with ``cast``, for one that is no float."""
+    if dtype == state.dtype:
+        return
+    converts = dtype.name in DTYPES and dtype.isnative
+    if not cast:
+        hint = "; cast=True converts" if converts else ""
+        raise ValueError(f"the gradient is {dtype}, the accumulator {state.dtype}{hint}")
+    if not converts:
+        raise ValueError(
+            f"a gradient of {dtype} is not converted to {state.dtype}; only floats are"
+        )
+
+
+def for_each(
+    function: Callable[..., T], arguments: Iterable[tuple[Any, ...]], name_of: Callable[[int], str]
+) -> list[T]:
+    """Calls the function with each of the tuples; errors begin with the name of its place."""
+    made = []
+    for place, each in enumerate(arguments):
+        try:
+            made.append(function(*each))
+        except (TypeError, ValueError) as error:
+            raise about(name_of(place), error) from None
+    return made
+
+
+def check_together(states: Sequence[AccumulatorState]) -> None:
+    """Whether one call may be about all of them.
+
+    Raises:
+        ValueError: there is none, or one twice.
+        DeviceMismatchError: they are on devices of different meshes.
+    """
+    if not states:
+        raise ValueError("accumulators is empty; at least one is needed")
+    if len(states) == 1:
+        return
+    seen: dict[AccumulatorState, int] = {}
+    for place, state in enumerate(states):
+        if seen.setdefault(state, place) != place:
+            raise ValueError(
+                f"an accumulator is named twice: accumulators[{place}] is "
+                f"accumulators[{seen[state]}]"
+            )
+    for place, state in enumerate(states):
+        if state.devices[0].fabric is not states[0].devices[0].fabric:
+            raise DeviceMismatchError(
+                f"accumulators[{place}] is on another mesh than accumulators[0]: make a call for "
+                "each mesh"
+            )
+
+
+def as_timeout(timeout: float | None, name: str = "timeout") -> float | None:
+    """Seconds to wait, at least 0; None for ever."""
+    if timeout is None:
+        return None
+    try:
+        limited = float(min(max(timeout, 0.0), threading.TIMEOUT_MAX))
+    except (TypeError, ValueError):  # the second of an array of several
+        raise TypeError(f"{name}={brief(timeout)} must be a number of seconds or None") from None
+    if timeout != timeout:
+        raise ValueError(f"{name}=nan must be a number of seconds or None")
+    return limited
+
+
+def as_required(num_required: int | Variable) -> int:
+    """A number of gradients; of a Variable what it holds, which is downloaded.
+
+    Raises:
+        TypeError: neither.
+        InvalidArgumentError: less than 1.
+    """
+    required = _as_integer("num_required", num_required)
+    if required < 1:
+        raise InvalidArgumentError(f"Argument num_required must be positive, but was {required}")
+    return required
+
+
+def as_step(name: str, step: int | Variable) -> int:
+    """An integer, or what a Variable holds, on whatever devices: that is downloaded.
+
+    Raises:
+        TypeError: neither.
+        InvalidArgumentError: a number that int64, TensorFlow's type of steps, does not have.
+    """
+    found = _as_integer(name, step)
+    if not -(2**63) <= found < 2**63:
+        raise InvalidArgumentError(f"{name}={found} does not fit in int64")
+    return found
+
+
+def _as_integer(name: str, number: int | Variable) -> int:
+    if isinstance(number, Variable):
+        if number.shape or number.dtype.kind not in "iu":
+            raise TypeError(f"{name}={brief(number)} must hold one integer")
+        return int(number)
+    try:
+        return as_index(number)
+    except TypeError:
+        raise TypeError(f"{name}={brief(number)} must be an integer or a Variable") from None
+
+
+def as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
+    """A shape with None for open extents; a negative one is a ``ValueError``."""
+    try:
+        wanted = tuple(None if extent is None else as_index(extent) for extent in shape)
+    except TypeError:
+        raise TypeError(f"shape={brief(shape)} must be a list of integers and None") from None
+    if any(extent is not None and extent < 0 for extent in wanted):
+        raise ValueError(f"shape={brief(tuple(shape))} has a negative extent")
+    return wanted
+
+
+def sparse_arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
+    """Checks and places one sparse gradient, or one for each replica.
+
+    Raises:
+        TypeError: neither IndexedSlices nor a ``PerReplica`` of them.
+        ValueError: another dtype, without ``cast``.
+        InvalidArgumentError: its shape does not fit the accumulator's, or an index leaves that.
+    """
+    parts = []
+    for slices in _checked(state, grad, cast):
+        place, rows = home_of(state, slices.values)
+        parts.append((place, _gradient(state, slices, rows)))
+    for dtype in dict.fromkeys(gradient.dtype for _, gradient in parts):
+        if dtype != state.dtype:  # cast: what that launches was not prepared before
+            prepare_gradient(state, dtype)
+    return Arrival(state, tuple(parts), grad.kind)
+
+
+def num_sparse_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
+    """As ``num_gradients`` of the door: for what will be dropped."""
+    given = _checked(state, grad, cast)
+    for slices in given:
+        if isinstance(slices.values, Buffer):
+            to_buffer(slices.values, state.devices[0])  # of this mesh
+    return len(given)
+
+
+def _checked(state: AccumulatorState, grad: Any, cast: bool) -> list[IndexedSlices]:
+    """One for each gradient, as they came."""
+    given: Sequence[Any] = grad.parts if isinstance(grad, PerReplica) else [grad]
+    for slices in given:
+        if not isinstance(slices, IndexedSlices):
+            raise TypeError(
+                f"a SparseConditionalAccumulator takes IndexedSlices, got {type(slices).__name__}"
+            )
+        check_dtype(state, slices.dtype, cast)
+        _check_sparse_shape(state, slices)
+    return list(given)
+
+
+def _gradient(state: AccumulatorState, slices: IndexedSlices, rows: Buffer) -> SparseGradient:
+    """The whole array's first extent is the accumulator's; else what came with the gradient."""
+    first = slices.dense_shape[0] if slices.dense_shape is not None else UNKNOWN
+    if state.shape and state.shape[0] is not None:
+        first = state.shape[0]
+    return SparseGradient(rows, plan_segments(slices.indices), (first, *rows.shape[1:]))
+
+
+def _check_sparse_shape(state: AccumulatorState, slices: IndexedSlices) -> None:
+    """Against the accumulator's shape, which may have fewer dimensions; () says nothing."""
+    wanted = state.shape
+    if not wanted:
+        return
+    given = slices.dense_shape
+    if given is not None:
+        _check_extents("shape", wanted, (None if given[0] == UNKNOWN else given[0], *given[1:]))
+    if wanted[0] is not None and len(slices.indices):
+        last = int(slices.indices.max())
+        if last >= wanted[0]:
+            raise InvalidArgumentError(
+                f"index of slice {int(slices.indices.argmax())} exceeded limits of shape; index is "
+                f"{last} exceeded {wanted[0]}"
+            )
+    rows, _ = shape_and_dtype(slices.values)
+    _check_extents("values", wanted, (None, *rows[1:]))
+
+
+def _check_extents(
+    what: str, wanted: tuple[int | None, ...], given: tuple[int | None, ...]
+) -> None:
+    """Raises ``InvalidArgumentError`` if known extents differ, or dimensions are missing."""
+    if len(given) < len(wanted):
+        raise InvalidArgumentError(f"expected {what} rank at least {len(wanted)}, got {len(given)}")
+    for place, (extent, known) in enumerate(zip(given, wanted, strict=False)):
+        if extent is not None and known is not None and extent != known:
+            raise InvalidArgumentError(f"expected {what} dim {place} to be {known}, got {extent}")
+
+
+def check_sum_shape(arrival: Arrival) -> None:
+    """Against what the first gradient since the last take has fixed; the lock must be held.
+
+    Raises:
+        InvalidArgumentError: rows of another shape, another ``dense_shape``, or an index that
+            leaves the one that is remembered.
+    """
+    state = arrival.state
+    expected = arrival.shape if not state.count or state.sum_shape is None else state.sum_shape
+    for _, gradient in arrival.parts:
+        assert isinstance(gradient, SparseGradient)
+        first, *row = gradient.dense_shape
+        known = (None if UNKNOWN in (first, expected[0]) else expected[0], *expected[1:])
+        if not compatible((first, *row), known):
+            raise InvalidArgumentError(
+                f"Shape mismatch: expected {list(expected)}, got {[first, *row]}"
+            )
+        indices = gradient.segments.indices  # every one once, rising: no places of the caller's
+        if expected[0] != UNKNOWN and len(indices) and indices[-1] >= expected[0]:
+            raise InvalidArgumentError(
+                f"index {indices[-1]} is not below dense_shape[0] = {expected[0]}, which the first "
+                "gradient in the sum came with"
+            )

@@ -1,0 +1,1 @@
+"""What users pass in and get back: arrays, Variables, PerReplica, IndexedSlices."""

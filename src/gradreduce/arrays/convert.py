@@ -1,0 +1,591 @@
+"""How a caller's array becomes a Buffer, and a Buffer the caller's array; never copies needlessly.
+
+The only room that knows other array libraries, with ``interop_gpu.py`` for arrays on GPUs. It
+never imports one: an array of theirs exists only if the caller has, so they are found in
+``sys.modules``. On the simulation arrays cross as NumPy arrays on the same host memory.
+
+bfloat16 crosses as a 16-bit view: neither NumPy's DLPack nor PyTorch's ``numpy()`` knows it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from weakref import ref
+
+import numpy as np
+
+from gradreduce.device import Attached, Block, Buffer, Device, FlatBuffer, as_dtype
+from gradreduce.device.dtypes import BFLOAT16
+from gradreduce.errors import DeviceMismatchError, about, brief
+
+from .caller_streams import OneCall
+from .convert_gpu import (
+    Kind,
+    adopt_cupy,
+    adopt_foreign,
+    download_foreign,
+    fence_in,
+    fence_out,
+    from_gpu,
+)
+
+__all__ = [
+    "Form",
+    "as_result_kind",
+    "axis_order",
+    "common_order",
+    "converted",
+    "from_buffer",
+    "hand_over",
+    "host_array",
+    "in_order",
+    "inverse",
+    "is_array",
+    "is_coo",
+    "kind_of",
+    "numbers",
+    "shape_and_dtype",
+    "to_buffer",
+]
+
+_AS_KINDS = ("numpy", "cupy", "torch", "jax", "buffer")
+_INT16 = np.dtype("int16")
+# How the arrays of a caller differ from the Buffers: these have their axes in this order.
+Form = tuple[int, ...] | None
+_MODULES: dict[str, Kind] = {"cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
+_ONLY_OF_ARRAYS = {"cupy": "get", "torch": "layout", "jax": "devices"}  # of that library's classes
+# A class is looked at once: subclasses and tracers of a library are its arrays too.
+_kinds: dict[type, Kind] = {
+    Buffer: "buffer",
+    **dict.fromkeys((np.ndarray, int, float, complex, list, tuple), "native"),
+}
+
+
+def kind_of(value: Any) -> Kind:
+    """Which kind of array a result for ``value`` is.
+
+    Raises:
+        TypeError: nothing that can be an array.
+    """
+    found = _kinds.get(type(value))
+    if found is None:
+        found = _kinds[type(value)] = _kind_of_class(type(value))
+    return found
+
+
+def _kind_of_class(cls: type) -> Kind:
+    if issubclass(cls, np.ma.MaskedArray):
+        raise TypeError("a masked array would lose its mask: pass .filled(0)")
+    if issubclass(cls, np.ndarray | np.generic | int | float | complex | list | tuple):
+        return "native"
+    for ancestor in cls.__mro__:
+        kind = _MODULES.get(ancestor.__module__.partition(".")[0])
+        if kind is not None and hasattr(cls, _ONLY_OF_ARRAYS[kind]):
+            return kind
+    if hasattr(cls, "__cuda_array_interface__"):  # Numba, RMM, ...: what CuPy would make of it
+        return "cuda"
+    hint = getattr(cls, "_instead", "")  # of what the autodiff room makes
+    raise TypeError(f"{cls.__name__} is not an array, a list of numbers or a Buffer{hint}")
+
+
+def as_result_kind(as_kind: str | None, kind: Kind, device: Device | None = None) -> Kind:
+    """``as_kind``, if a caller named one, else ``kind``.
+
+    Raises:
+        ValueError: an unknown name, a library that is not imported, or CuPy for what will lie on
+            ``device``, in host memory.
+    """
+    if as_kind is None:
+        return kind
+    if as_kind not in _AS_KINDS:
+        raise ValueError(f"as_kind={brief(as_kind)} is not one of {_AS_KINDS}")
+    if as_kind in ("cupy", "torch", "jax") and as_kind not in sys.modules:
+        raise ValueError(f"as_kind={brief(as_kind)}: {as_kind} is not imported")
+    if as_kind == "cupy" and device is not None and device.fabric.backend == "sim":
+        raise ValueError(f"as_kind='cupy': {device.name} is simulated, in host memory")
+    if as_kind == "torch" and kind == "coo":
+        return kind
+    return as_kind  # type: ignore[return-value]  # one of the literals, checked above
+
+
+def is_array(value: Any) -> bool:
+    """Whether ``value`` has a dtype of its own; lists and Python numbers take what is wanted."""
+    return hasattr(value, "dtype")
+
+
+def axis_order(array: Any) -> tuple[int, ...] | None:
+    """The order of its axes in which a dense array is contiguous; None if that is its own, or none.
+
+    Of a channels_last tensor (0, 2, 3, 1). Of NumPy's, CuPy's and PyTorch's arrays; else None.
+    """
+    try:
+        kind = kind_of(array)
+        if kind == "torch":
+            _check_tensor(array)
+    except TypeError:
+        return None  # whoever takes it in says why
+    if kind == "torch":
+        if array.layout is not sys.modules["torch"].strided or array.is_contiguous():
+            return None
+        strides = array.stride()
+    elif kind in ("native", "cupy") and hasattr(array, "flags") and not array.flags.c_contiguous:
+        strides = array.strides
+    else:
+        return None
+    order = tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
+    if order == tuple(range(len(order))):
+        return None
+    turned = in_order(array, order)
+    dense = turned.is_contiguous() if kind == "torch" else turned.flags.c_contiguous
+    return order if dense else None
+
+
+def common_order(arrays: Sequence[Any]) -> tuple[int, ...] | None:
+    """That of ``axis_order``, if all have it and agree in shape and dtype; else None."""
+    order = axis_order(arrays[0])
+    if order is None:
+        return None
+    like = [(axis_order(each), shape_and_dtype(each)) for each in arrays if is_array(each)]
+    return order if len(like) == len(arrays) and like.count(like[0]) == len(like) else None
+
+
+def in_order(array: Any, order: tuple[int, ...]) -> Any:
+    """A view of an array of any library with its axes in another order."""
+    return array.permute(order) if kind_of(array) == "torch" else array.transpose(order)
+
+
+def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    """What undoes ``in_order``."""
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
+
+
+def is_coo(value: Any) -> bool:
+    """Whether it is a tensor of ``torch.sparse_coo``."""
+    return getattr(value, "is_sparse", False) is True and hasattr(value, "sparse_dim")
+
+
+def shape_and_dtype(array: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """Of an array of any library, or a Buffer; the dtype in NumPy's word.
+
+    Raises:
+        TypeError: no array, or a dtype that cannot be added.
+    """
+    kind = kind_of(array)
+    if kind == "cuda":
+        shown = array.__cuda_array_interface__
+        return tuple(shown["shape"]), as_dtype(shown["typestr"])
+    if kind == "torch":
+        _check_tensor(array)
+        return tuple(array.shape), as_dtype(str(array.dtype).removeprefix("torch."))
+    return tuple(array.shape), as_dtype(array.dtype)
+
+
+def host_array(value: Any) -> np.ndarray:
+    """``value`` in host memory, of any dtype; maybe the caller's own memory, so only read it.
+
+    Waits for the device of a Buffer or a GPU array.
+
+    Raises:
+        TypeError: no array, number or nested list; or one without values of its own in memory.
+        ValueError: a nested list that is ragged.
+    """
+    kind = kind_of(value)
+    if kind == "buffer":
+        value = value.numpy()
+    elif kind in ("cupy", "cuda"):
+        value = download_foreign(value)
+    elif kind == "jax":
+        _check_traced(value)
+    elif kind == "torch":
+        _check_tensor(value)
+        value = value.detach().cpu()
+        if value.dtype is sys.modules["torch"].bfloat16:
+            value = value.float()  # NumPy knows no half of PyTorch's
+    return np.asarray(value)
+
+
+def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> Buffer:
+    """``value`` as a Buffer: shared where that is possible.
+
+    The caller may overwrite it, in the order of the stream that was current in its library, when
+    the ``OneCall`` around this has ended; so what reads it must be queued by then.
+
+    Args:
+        value: a Buffer, which stays where it is; an array of NumPy, CuPy, PyTorch or JAX; a
+            number or nested list. One that is not contiguous is copied; one that is read-only is
+            an input and never written.
+        device: where a value in host memory goes. A GPU array stays on its GPU: on ``device`` if
+            that is there, else on the first logical device that is.
+        dtype: what numbers and lists become; arrays keep theirs. Default: NumPy's choice.
+
+    Raises:
+        DeviceMismatchError: a Buffer of another mesh, or an array on a GPU outside the mesh.
+        TypeError: a dtype that cannot be added, no array at all, or one without values of its own
+            in memory: a tensor of a subclass, nested or sparse; an array that JAX is tracing.
+        ValueError: a tensor that needs grad, an array that JAX has deleted, a nested list that is
+            ragged, or numbers that are not of ``dtype``.
+    """
+    if type(value) is np.ndarray:
+        buffer = device.put(value)
+        buffer.lender = _lender(buffer, "native")
+        return buffer
+    kind = kind_of(value)
+    if kind == "buffer":
+        if value.device.fabric is not device.fabric:
+            raise DeviceMismatchError(f"{value} is of another mesh than {device.name}")
+        given: Buffer = value
+        return given
+    buffer = _entered(value, kind, device, dtype)
+    if buffer.lender is None:  # whoever copied an array itself has said so
+        buffer.lender = _lender(buffer, kind)
+    return buffer
+
+
+def _lender(buffer: Buffer, kind: Kind) -> str:
+    """Our pool's memory is that of a copy, but for a flat buffer that a library was lent."""
+    block = buffer.block
+    return "copy" if block.owned and block.gaps is None else kind
+
+
+def _entered(value: Any, kind: Kind, device: Device, dtype: np.dtype | None) -> Buffer:
+    if kind == "native":
+        if isinstance(value, np.ndarray):
+            return device.put(value)
+        buffer = device.put(value if is_array(value) else numbers(value, dtype))
+        buffer.lender = "copy"
+        return buffer
+    if kind == "torch":
+        return _from_torch(value, device)
+    if kind == "jax":
+        return _from_jax(value, device)
+    if kind == "cupy":
+        return adopt_cupy(value, device)
+    return adopt_foreign(value, device)
+
+
+def from_buffer(buffer: Buffer, kind: Kind) -> Any:
+    """``buffer`` as an array of ``kind``, on the same memory where there is a way.
+
+    Copied are: NumPy arrays of a GPU's memory, tensors of memory that is read-only, and JAX arrays
+    where JAX itself copies (bfloat16 in host memory, memory that is not aligned as it likes, and
+    64-bit types without its x64 mode, which it makes 32-bit ones: large integers lose their upper
+    half).
+
+    Raises:
+        ValueError: a CuPy array of simulated memory.
+    """
+    if kind == "buffer":
+        return buffer
+    kind = "torch" if kind == "coo" else kind
+    device = buffer.device
+    if device.fabric.backend != "sim":
+        return from_gpu(buffer, kind)
+    if kind in ("cupy", "cuda"):
+        raise ValueError(f"{buffer} lies in host memory: it cannot be a CuPy array")
+    array = device.release(buffer)
+    if kind == "torch":
+        return _to_torch(array)
+    return _to_jax(array) if kind == "jax" else array
+
+
+def numbers(value: Any, dtype: np.dtype | None) -> np.ndarray:
+    """A number or nested list as a host array of ``dtype``; None: of NumPy's choice.
+
+    Raises:
+        TypeError: a dtype that cannot be added.
+        ValueError: a nested list that is ragged, or numbers that are not of ``dtype``.
+    """
+    array = np.asarray(value)
+    if dtype is not None:
+        kinds = {"f": "fiub", "c": "cfiub", "i": "iub", "u": "iub", "V": "fiub"}
+        if array.size and array.dtype.kind not in kinds[dtype.kind]:
+            raise ValueError(f"numbers of {array.dtype} where {dtype} is wanted")
+        numbers, array = array, converted(array, dtype)
+        if dtype.kind in "iu" and (array != numbers).any():
+            raise ValueError(f"numbers outside the range of {dtype}: {brief(value)}")
+    as_dtype(array.dtype)
+    return array
+
+
+def converted(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A host array in another dtype; what is too large for it becomes infinite."""
+    with np.errstate(over="ignore"):
+        return array.astype(dtype)
+
+
+class _FlatDoor:
+    """How flat buffers cross: see ``device/flat_buffer.py``."""
+
+    def shared(self, buffers: Sequence[Sequence[Buffer]], as_kind: str | None) -> list[list[Any]]:
+        """See ``FlatBuffer.arrays``."""
+        device = buffers[0][0].device if buffers and buffers[0] else None
+        kind = as_result_kind(as_kind, "native", device)
+        if kind == "jax":
+            raise ValueError("as_kind='jax': JAX arrays are never written, so nobody can fill them")
+        if kind == "numpy" and device is not None and device.fabric.backend != "sim":
+            raise ValueError(f"as_kind='numpy': {device.name} is a GPU, which NumPy cannot see")
+        with OneCall():
+            return [[from_buffer(buffer, kind) for buffer in row] for row in buffers]
+
+    def come_in(self, buffers: Sequence[Buffer], as_kind: str | None) -> None:
+        """Our queues wait for the library's current streams; a host array is ready as it is."""
+        for buffer in buffers:
+            if buffer.device.fabric.backend != "sim" and as_kind != "buffer":
+                fence_in(buffer, as_result_kind(as_kind, "native"))
+
+    def go_out(self, buffers: Sequence[Buffer], as_kind: str | None) -> None:
+        """The library's current streams wait for our queues; for a host array the host does."""
+        for buffer in buffers:
+            if as_kind != "buffer":
+                hand_over(buffer, as_result_kind(as_kind, "native"))
+
+    def attached(
+        self, views: Sequence[Sequence[Buffer]], parameters: Iterable[Iterable[Any]]
+    ) -> list[Attached]:
+        """See ``FlatBuffer.attach``."""
+        rows = []
+        for place, row in enumerate(parameters):
+            if not isinstance(row, Iterable):
+                raise TypeError(
+                    f"parameters[{place}] is {type(row).__name__}; pass the parameters of each "
+                    "device: [model.parameters() for model in models]"
+                )
+            rows.append(list(row))
+        counts, wanted = [len(row) for row in rows], [len(row) for row in views]
+        if counts != wanted:
+            raise ValueError(
+                f"parameters must be {wanted[0]} for each of {len(wanted)} devices, one for each "
+                f"tensor of the flat buffer; it has {brief(counts)}"
+            )
+        seen: dict[int, str] = {}
+        for place, row in enumerate(rows):
+            for tensor, parameter in enumerate(row):
+                name = f"parameters[{place}][{tensor}]"
+                _check_parameter(parameter, name)
+                if id(parameter) in seen:
+                    raise ValueError(
+                        f"{name} is {seen[id(parameter)]}, which can have only one gradient: name "
+                        "a parameter that is shared once"
+                    )
+                seen[id(parameter)] = name
+        return [_Gradients(*each) for each in zip(range(len(rows)), rows, views, strict=True)]
+
+
+def _check_parameter(parameter: Any, name: str) -> None:
+    """Raises unless PyTorch keeps a ``.grad`` for it that can be a view."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(parameter, torch.Tensor):
+        raise TypeError(f"{name} is {type(parameter).__name__}, no tensor of PyTorch")
+    try:
+        _check_tensor(parameter)
+    except TypeError as error:
+        raise about(name, error) from None
+    if not parameter.is_leaf:
+        raise ValueError(
+            f"{name} is computed from other tensors (is_leaf is False), and gets no .grad; pass "
+            "the parameter itself"
+        )
+
+
+class _Gradients:
+    """The parameters whose ``.grad`` lie in the flat buffer of one device.
+
+    Holds no parameter and no view: both hold the block, which holds this.
+
+    Args:
+        place: of the device, for errors.
+        parameters: tensors of PyTorch.
+        views: what their gradients shall be.
+    """
+
+    def __init__(self, place: int, parameters: Sequence[Any], views: Sequence[Buffer]) -> None:
+        self._place = place
+        self._spans = [(view.device, view.offset, view.shape, view.dtype) for view in views]
+        # The last view of each parameter; one of another memory, as ``model.double()`` makes it of
+        # the same tensor, has another address.
+        self._rows: list[tuple[ref[Any], Callable[[], Any], int]] = [
+            (ref(parameter), _no_view, view.address)
+            for parameter, view in zip(parameters, views, strict=True)
+        ]
+
+    def replaced(self) -> list[tuple[int, Any, Any]]:
+        """Tensor, parameter and gradient of each that is not its view; see ``Attached``."""
+        found = []
+        for tensor, (owner, view, address) in enumerate(self._rows):  # at each play: only compares
+            parameter = owner()
+            if parameter is not None:
+                grad = parameter.grad
+                if grad is None or grad is not view() or grad.data_ptr() != address:
+                    found.append((tensor, parameter, grad))
+        for tensor, parameter, grad in found:
+            name = f"parameters[{self._place}][{tensor}]"
+            self._check(tensor, parameter, name)
+            if grad is not None:
+                self._check(tensor, grad, f"{name}.grad")
+        return found
+
+    def _check(self, tensor: int, given: Any, name: str) -> None:
+        """Raises unless the view could be this gradient, or that of this parameter."""
+        device, _, shape, dtype = self._spans[tensor]
+        if given.layout is not sys.modules["torch"].strided:
+            raise ValueError(f"{name} has the layout {given.layout}; pass dense gradients")
+        found = shape_and_dtype(given)
+        if found != (shape, dtype):
+            raise ValueError(
+                f"{name} is {found[1]}{list(found[0])}, its view in the flat buffer is "
+                f"{dtype}{list(shape)}; make a flat buffer of the new shapes and dtype"
+            )
+        wanted = ("cuda", device.physical) if device.fabric.backend == "cuda" else ("cpu", None)
+        if (given.device.type, given.device.index) != wanted:
+            raise DeviceMismatchError(f"{name} is on {given.device}, its view on {device.name}")
+
+    def attach_again(self, block: Block, replaced: list[tuple[int, Any, Any]]) -> None:
+        """See ``Attached``; in the order of PyTorch's current stream, which our queue is behind."""
+        with OneCall():
+            for tensor, parameter, grad in replaced:
+                buffer = Buffer(block, *self._spans[tensor][1:])
+                view = from_buffer(buffer, "torch")
+                if grad is None:
+                    view.zero_()
+                    if not parameter.requires_grad:
+                        continue  # frozen: by a .grad its optimizer would move it
+                else:
+                    view.copy_(grad.detach())
+                parameter.grad = view
+                self._rows[tensor] = (self._rows[tensor][0], ref(view), self._rows[tensor][2])
+        if replaced and block.device.fabric.backend == "cuda":
+            fence_in(buffer, "torch")
+
+
+def _no_view() -> None:
+    """There is none yet."""
+
+
+def hand_over(buffer: Buffer, kind: Kind) -> None:
+    """Whoever uses this memory next as an array of ``kind`` comes behind what is queued for it."""
+    if buffer.device.fabric.backend == "sim":
+        buffer.device.release(buffer)
+    else:
+        fence_out(buffer, kind)
+
+
+FlatBuffer.door = _FlatDoor()
+
+
+# ---- PyTorch -------------------------------------------------------------------------------------
+
+
+_PLAIN = ("Tensor", "Parameter", "Buffer")
+_tensors: dict[type, str] = {}  # of each class of tensors, once: why it is refused, or ""
+
+
+def _check_tensor(tensor: Any) -> None:
+    """Raises ``TypeError`` unless its memory holds its values."""
+    why = _tensors.get(type(tensor))
+    if why is None:
+        why = _tensors[type(tensor)] = _why_refused(type(tensor))
+    if why:
+        raise TypeError(why)
+    if getattr(tensor, "is_nested", False):
+        raise TypeError("a nested tensor is no array: pass .to_padded_tensor(0), or its parts")
+
+
+def _why_refused(cls: type) -> str:
+    if cls.__name__ in _PLAIN and cls.__module__.partition(".")[0] == "torch":
+        return ""
+    names = [ancestor.__name__ for ancestor in cls.__mro__]
+    if "DTensor" in names:
+        return "a DTensor is spread over processes: pass .to_local()"
+    if "FakeTensor" in names:
+        return "a FakeTensor has no values: call this outside FakeTensorMode and torch.compile"
+    if "NestedTensor" in names:
+        return "a nested tensor is no array: pass .to_padded_tensor(0), or its parts"
+    return (
+        f"{cls.__name__} is a subclass of torch.Tensor, and its memory may hold other values: pass "
+        "a plain tensor, such as .as_subclass(torch.Tensor)"
+    )
+
+
+def _check_traced(array: Any) -> None:
+    """Raises ``TypeError`` for what JAX computes with while it traces a function."""
+    if any(ancestor.__name__ == "Tracer" for ancestor in type(array).__mro__):
+        raise TypeError(
+            f"{type(array).__name__} is traced by JAX and has no values yet: call this outside "
+            "jax.jit, grad and vmap"
+        )
+
+
+def _from_torch(tensor: Any, device: Device) -> Buffer:
+    _check_tensor(tensor)
+    if tensor.requires_grad:
+        raise ValueError("the tensor needs grad: pass tensor.detach()")
+    try:
+        array = tensor.numpy()
+    except (TypeError, RuntimeError):  # whatever is not plain host memory that NumPy knows
+        return _from_special_torch(tensor, device)
+    return device.put(array, tensor.data_ptr())
+
+
+def _from_special_torch(tensor: Any, device: Device) -> Buffer:
+    """A tensor that PyTorch does not show as a NumPy array: on a GPU, bfloat16, a lazy view."""
+    torch = sys.modules["torch"]
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"a tensor of layout {tensor.layout} is not an array: pass .to_dense()")
+    if tensor.is_conj() or tensor.is_neg():
+        buffer = _from_torch(tensor.resolve_conj().resolve_neg(), device)
+        buffer.lender = "copy"
+        return buffer
+    if not tensor.is_cuda and tensor.device.type != "cpu":
+        raise DeviceMismatchError(f"the tensor is on {tensor.device}; pass one on cpu or cuda")
+    halves = tensor.dtype is torch.bfloat16
+    if halves:
+        tensor = tensor.view(torch.int16)
+    if tensor.is_cuda:
+        stream = torch.cuda.current_stream(tensor.device).cuda_stream
+        return adopt_foreign(tensor, device, stream, dtype=BFLOAT16 if halves else None)
+    try:
+        array, address = tensor.numpy(), tensor.data_ptr()
+    except (TypeError, RuntimeError) as error:  # in torch.func, quantized, ...
+        why = str(error).partition("\n")[0]
+        raise TypeError(f"the tensor cannot be seen as an array: PyTorch says {why!r}") from None
+    return device.put(array.view(BFLOAT16) if halves else array, address)
+
+
+def _to_torch(array: Any) -> Any:
+    """A host array as a tensor on the same memory."""
+    torch = sys.modules["torch"]
+    if not array.flags.writeable:  # tensors know no such thing: theirs would be written
+        array = array.copy()
+    if array.dtype == BFLOAT16:
+        return torch.from_numpy(array.view(_INT16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+# ---- JAX -----------------------------------------------------------------------------------------
+
+
+def _from_jax(array: Any, device: Device) -> Buffer:
+    _check_traced(array)
+    try:
+        places = array.devices()
+    except RuntimeError as error:  # deleted, or donated to a jitted function
+        raise ValueError(f"the array has no memory any more: JAX says {str(error)!r}") from None
+    if len(places) != 1:
+        raise ValueError(f"the JAX array is spread over {len(places)} devices")
+    (place,) = places
+    if place.platform == "cpu":
+        return device.put(np.asarray(array))
+    if place.platform not in ("gpu", "cuda"):
+        raise DeviceMismatchError(f"the JAX array is on {place}")
+    return adopt_foreign(array, device, writable=False)  # JAX shows no stream
+
+
+def _to_jax(array: Any) -> Any:
+    """A host array as a JAX array, on the same memory if JAX takes it."""
+    jax = sys.modules["jax"]
+    if array.dtype == BFLOAT16 or not array.flags.writeable:
+        with jax.default_device(jax.devices("cpu")[0]):  # its own may be a GPU
+            return jax.numpy.asarray(array)
+    return jax.dlpack.from_dlpack(array)

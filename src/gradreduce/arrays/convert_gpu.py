@@ -1,0 +1,291 @@
+"""Arrays in GPU memory through the door: shared by DLPack, fenced with their library's stream.
+
+The only room that looks at a foreign stream. Imports no array library: a GPU array exists only if
+its library is in ``sys.modules``, and CuPy is there on every CUDA mesh.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from gradreduce.device import Buffer, Device, Stream, follow, handle_of
+from gradreduce.device.dtypes import BFLOAT16
+from gradreduce.errors import CaptureError, DeviceMismatchError
+
+from .caller_streams import came_in, is_read, unchecked, unfenced
+
+__all__ = [
+    "Kind",
+    "adopt_cupy",
+    "adopt_foreign",
+    "current_of",
+    "download_foreign",
+    "fence_in",
+    "fence_out",
+    "from_gpu",
+    "on_gpu_of",
+    "reading",
+]
+
+# "native": NumPy arrays and numbers; such results are NumPy on the simulation, CuPy on GPUs.
+# "cuda": arrays of any other library that shows __cuda_array_interface__; results are CuPy's.
+LENDING = ("torch", "cupy", "cuda")  # JAX's arrays never change
+# "coo": rows that came as tensors of torch.sparse_coo, and go out so; dense results are PyTorch's.
+Kind = Literal["native", "numpy", "cupy", "cuda", "torch", "jax", "buffer", "coo"]
+_INT16 = np.dtype("int16")
+_NOWHERE = nullcontext()
+
+
+# ---- in ------------------------------------------------------------------------------------------
+
+
+def adopt_cupy(array: Any, device: Device) -> Buffer:
+    """A CuPy array as a Buffer on its own GPU; our queue waits for CuPy's current stream."""
+    return _adopt(array, device, _current(int(array.device.id)))
+
+
+def adopt_foreign(
+    array: Any,
+    device: Device,
+    stream: Stream | None = None,
+    *,
+    dtype: np.dtype | None = None,
+    writable: bool = True,
+) -> Buffer:
+    """Another library's GPU array as a Buffer on its own GPU.
+
+    Shared by DLPack where the library speaks it, else by ``__cuda_array_interface__``.
+
+    Args:
+        array: of PyTorch, JAX, or whatever shows one of the two.
+        device: preferred among the logical devices of that GPU.
+        stream: its library's current one, or that one's raw handle. None for a library that shows
+            none: its DLPack makes CuPy's current stream wait, and ours waits for that one; the
+            interface names its stream itself.
+        dtype: the true dtype, where the array shows a view of the same width.
+        writable: False where its library promises that it never changes.
+
+    Raises:
+        CaptureError: a stream that would have to wait is capturing a CUDA graph.
+        DeviceMismatchError: it is on a GPU outside the mesh, or the mesh is simulated.
+        TypeError: it is shared in neither way.
+    """
+    if device.fabric.backend != "cuda":
+        raise DeviceMismatchError(f"the array is on a GPU, {device.name} is simulated")
+    if unchecked(device, stream):  # DLPack makes CuPy's stream wait
+        _check_streams(device, stream)
+    shared = _by_dlpack(array) or _by_interface(array)
+    given = shared.array if dtype is None else shared.array.view(dtype)
+    writable = writable and not shared.read_only
+    if stream is None:
+        return _adopt(given, device, shared.stream, once=shared.once, writable=writable)
+    return _adopt(given, device, stream, writable=writable)
+
+
+def reading(buffers: Iterable[Buffer]) -> None:
+    """What callers lent before this call, as the values of a ``PerReplica``, is read by it now.
+
+    In order with the stream that is current in its library now, as if it came in by this call.
+    """
+    lent = [buffer for buffer in buffers if buffer.lender in LENDING]
+    for kind, device in {(buffer.lender, buffer.device) for buffer in lent}:
+        if kind is not None and device.fabric.backend == "cuda":
+            stream = current_of(device, kind)
+            if unfenced(device, stream, leaving=False) is not None:
+                follow(device, stream)
+            came_in(device, stream)
+    for buffer in lent:
+        if buffer.device.fabric.backend == "cuda":
+            is_read(buffer.block)
+
+
+def download_foreign(array: Any) -> np.ndarray:
+    """A host copy of a GPU array of CuPy, or of a library that is shared as CuPy's; waits for it.
+
+    Needs no mesh.
+
+    Raises:
+        TypeError: it is shared in no way that we know.
+    """
+    cupy = sys.modules["cupy"]
+    if isinstance(array, cupy.ndarray):
+        return np.asarray(array.get())
+    shared = _by_dlpack(array) or _by_interface(array)
+    gpu = int(shared.array.device.id)
+    current = cupy.cuda.get_current_stream(gpu)
+    if shared.stream is not None and shared.stream is not current:
+        _wait(current, shared.stream, gpu)
+    return np.asarray(shared.array.get())
+
+
+class _Shared(NamedTuple):
+    """A foreign array as CuPy sees it.
+
+    Attributes:
+        array: a CuPy array on the same memory.
+        stream: behind whose present end it is ready; None if it is already.
+        once: whether one fence with that stream serves all arrays of a call. Not after DLPack,
+            which made the stream wait for this very array only now.
+        read_only: whether its library says so.
+    """
+
+    array: Any
+    stream: Stream | None
+    once: bool
+    read_only: bool
+
+
+def _by_dlpack(array: Any) -> _Shared | None:
+    """None if it is not shared like this."""
+    if not hasattr(array, "__dlpack__"):
+        return None
+    try:
+        shared = sys.modules["cupy"].from_dlpack(array)
+    except (BufferError, RuntimeError):  # a read-only array, say, before DLPack 1.0
+        return None
+    return _Shared(shared, _current(int(shared.device.id)), once=False, read_only=False)
+
+
+def _by_interface(array: Any) -> _Shared:
+    """``__cuda_array_interface__`` version 3, which names the stream to wait for, if any.
+
+    CuPy's own conversion would make the *host* wait for that stream.
+    """
+    shown = getattr(array, "__cuda_array_interface__", None)
+    if shown is None:
+        raise TypeError(f"{type(array).__name__} shares its GPU memory in no way that we know")
+    if shown.get("mask") is not None:
+        raise TypeError("a masked array would lose its mask")
+    cupy = sys.modules["cupy"]
+    dtype, shape, strides = np.dtype(shown["typestr"]), shown["shape"], shown.get("strides")
+    address, read_only = shown["data"]
+    gpu = int(cupy.cuda.runtime.pointerGetAttributes(address).device) if address else 0
+    nbytes = math.prod(shape) * dtype.itemsize
+    if strides is not None and nbytes:  # the last byte that a step of each extent can reach
+        steps = ((extent - 1) * max(0, step) for extent, step in zip(shape, strides, strict=True))
+        nbytes = sum(steps) + dtype.itemsize
+    memory = cupy.cuda.UnownedMemory(address, nbytes, array, gpu)
+    pointer = cupy.cuda.MemoryPointer(memory, 0)
+    made = cupy.ndarray(shape, dtype, pointer, strides)
+    return _Shared(made, shown.get("stream"), once=True, read_only=bool(read_only))
+
+
+def _adopt(
+    array: Any, device: Device, stream: Stream | None, *, once: bool = True, writable: bool = True
+) -> Buffer:
+    """A CuPy array as a Buffer of the mesh; its queue waits for ``stream``, ``once`` a call.
+
+    And ``stream`` for ours when the call ends, unless nobody ever writes the array (JAX's).
+    """
+    gpu = int(array.device.id)
+    if device.fabric.backend != "cuda":
+        raise DeviceMismatchError(f"the array is on GPU {gpu}, {device.name} is simulated")
+    near = [device, *device.mesh.devices]
+    home = next((each for each in near if each.physical == gpu), None)
+    if home is None:
+        raise DeviceMismatchError(f"the array is on GPU {gpu}, outside the mesh {device.mesh}")
+    if array.flags.c_contiguous:
+        fenced = unfenced(home, stream, leaving=False) if once else stream
+        buffer = home.adopt(array, fenced, writable=writable)
+        if stream is not None and (writable or once):
+            came_in(home, stream)
+            is_read(buffer.block)
+        return buffer
+    current = sys.modules["cupy"].cuda.get_current_stream(gpu)
+    home.fabric.check_free(home, "a copy of an array that is not contiguous")
+    _check_streams(home, stream)
+    with array.device:  # CuPy copies to the current GPU, in the order of its current stream
+        if stream is not None and stream is not current:
+            _wait(current, stream, gpu)
+            came_in(home, stream, read=True)  # by CuPy's stream, behind which ours is from here on
+        array = array.copy()
+    # Never fenced before: the copy is younger.
+    buffer = home.adopt(array, current, writable=writable)
+    buffer.lender = "copy"
+    return buffer
+
+
+def _check_streams(device: Device, stream: Stream | None) -> None:
+    """Raises ``CaptureError`` if ``stream``, or CuPy's current one, is capturing a CUDA graph."""
+    for each in {_current(device.physical), stream} - {None}:
+        device.check_stream(each)
+
+
+def _wait(stream: Any, other: Stream, gpu: int) -> None:
+    """A CuPy stream waits for what another stream of its GPU holds."""
+    cuda = sys.modules["cupy"].cuda
+    with cuda.Device(gpu):  # the event's, and whose default streams the two handles may name
+        handle, event = handle_of(other), cuda.Event(disable_timing=True)
+        if cuda.runtime.streamIsCapturing(handle):
+            raise CaptureError(f"the array's stream {handle:#x} is capturing a CUDA graph")
+        cuda.runtime.eventRecord(event.ptr, handle)
+        stream.wait_event(event)
+
+
+def _current(gpu: int) -> Stream:
+    """CuPy's current stream on a GPU."""
+    return sys.modules["cupy"].cuda.get_current_stream(gpu)
+
+
+# ---- out -----------------------------------------------------------------------------------------
+
+
+def fence_in(buffer: Buffer, kind: Kind) -> None:
+    """Our queue waits for the stream that is current in the library of ``kind``."""
+    follow(buffer.device, current_of(buffer.device, kind))
+
+
+def fence_out(buffer: Buffer, kind: Kind) -> None:
+    """The stream that is current in the library of ``kind`` waits for our queue."""
+    _released(buffer, current_of(buffer.device, kind))
+
+
+def current_of(device: Device, kind: str) -> Stream:
+    """The current stream in the library of ``kind``; CuPy's but for PyTorch.
+
+    CuPy's as its object, which keeps the stream until what was shown to it can be used anew.
+    PyTorch's by its handle: those of its own never end.
+    """
+    if kind == "torch":
+        return int(sys.modules["torch"].cuda.current_stream(device.physical).cuda_stream)
+    return _current(device.physical)
+
+
+def on_gpu_of(device: Device | None) -> AbstractContextManager[Any]:
+    """Inside, CuPy computes on the GPU of ``device``; on the simulation nothing changes."""
+    if device is None or device.fabric.backend != "cuda":
+        return _NOWHERE
+    gpu: AbstractContextManager[Any] = sys.modules["cupy"].cuda.Device(device.physical)
+    return gpu
+
+
+def from_gpu(buffer: Buffer, kind: Kind) -> Any:
+    """GPU memory as an array of ``kind``; the stream current in its library waits for ours."""
+    if kind == "numpy":
+        return buffer.numpy()
+    if kind == "torch":
+        return _to_torch(buffer)
+    shared = _released(buffer, current_of(buffer.device, kind))
+    if kind != "jax":
+        return shared
+    with on_gpu_of(buffer.device):  # CuPy makes JAX wait for the stream current on this GPU
+        return sys.modules["jax"].dlpack.from_dlpack(shared)
+
+
+def _to_torch(buffer: Buffer) -> Any:
+    torch = sys.modules["torch"]
+    shared = _released(buffer, current_of(buffer.device, "torch"))
+    if buffer.dtype == BFLOAT16:
+        return torch.from_dlpack(shared.view(_INT16)).view(torch.bfloat16)
+    return torch.from_dlpack(shared)
+
+
+def _released(buffer: Buffer, taker: Stream) -> Any:
+    buffer.block.is_shown(taker)
+    return buffer.device.release(buffer, unfenced(buffer.device, taker, leaving=True))

@@ -1,0 +1,440 @@
+"""What crosses rooms: one array on each device of several; never adds or moves one."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from typing import Any, Self, SupportsIndex
+
+from gradreduce.backends import default_mesh
+from gradreduce.backends.device_names import DeviceLike, as_device
+from gradreduce.device import Buffer, Device, Mesh
+from gradreduce.errors import DeviceMismatchError, NotCopied, about, brief, listed, repeated
+
+from .caller_streams import Aside, OneCall
+from .convert import Form, common_order, from_buffer, in_order, inverse, is_coo, kind_of, to_buffer
+from .convert_gpu import Kind
+from .indexed_slices import IndexedSlices, as_slices
+from .replica_context import current_replica
+
+__all__ = [
+    "DistributedValues",
+    "Mirrored",
+    "Part",
+    "PerReplica",
+    "ReduceOp",
+    "buffer_of",
+    "device_of",
+]
+
+Part = Buffer | IndexedSlices  # what lies on one device; the values of the second are a Buffer
+
+
+class ReduceOp(enum.Enum):
+    """How replicas are combined (tf.distribute.ReduceOp).
+
+    Attributes:
+        SUM: their sum.
+        MEAN: their sum, divided by how many there are.
+    """
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+
+_NO_KEY = object()
+
+
+class DistributedValues(NotCopied):
+    """One array on each of several devices; the base of ``PerReplica`` and ``Mirrored``.
+
+    ``len``, indexing and iteration are those of ``values``. NumPy makes an array of it only where
+    there is one device.
+
+    Args:
+        values: one for each device: arrays of any library, numbers, nested lists, Buffers, or
+            IndexedSlices of these, or tensors of ``torch.sparse_coo``, whose rows are taken as
+            IndexedSlices. Shared, not copied, where they can be; so a call that reads them
+            comes behind what their library's current stream holds by then, and they may be written
+            again when it has returned. Dense arrays that all lie in another order than C's, such as
+            channels_last, are reduced as they lie, and so do the results; ``parts`` are copies.
+        mesh: whose devices, in order. Default: that of ``values`` if they are Buffers, else
+            ``gr.default_mesh()``.
+        devices: on these devices of the mesh instead of all; names such as ``"gpu:1"`` and
+            ``torch.device`` objects too, in ``mesh``, else in that of ``values`` if one is a
+            Buffer, else in ``gr.default_mesh()``.
+
+    Raises:
+        ValueError: no value, another number of values than devices, a device named twice, or one
+            that the mesh has not.
+        DeviceMismatchError: a Buffer that does not lie on its device, or devices of two meshes.
+        TypeError: a value that is no array or cannot be added, or a device that is none.
+            What is wrong with one value is told with its replica's number.
+    """
+
+    _copied_as = "pass NumPy arrays, [buffer.numpy() for buffer in value.buffers]"
+    _instead = "; AllReduceCrossDeviceOps().reduce(op, value, value) adds replicas; value[0] is one"
+
+    _key: Any = _NO_KEY  # of the tensor of ``all_reduce``'s grads
+    _kept: dict[Part, Any] | None = None  # the arrays of ``keep_arrays``
+    _is_sparse: bool | None = None
+    lent: bool = False  # whether any may be a caller's memory
+    _form: Form = None
+    _given: tuple[Any, ...] = ()  # the arrays that ``_lying`` are of, if a caller gave them
+    _lying: tuple[Part, ...] = ()  # Buffers whose axes are in the order of ``_form``
+    _parts: tuple[Part, ...] | None = None  # None: not yet made of these
+    _devices: tuple[Device, ...]
+    _kind: Kind
+
+    def __init__(
+        self,
+        values: Sequence[Any],
+        mesh: Mesh | None = None,
+        *,
+        devices: Sequence[DeviceLike] | None = None,
+    ) -> None:
+        if mesh is not None and not isinstance(mesh, Mesh):
+            raise TypeError(f"mesh={brief(mesh)} must be a Mesh; gr.open_mesh() opens one")
+        values = _listed(values)
+        if not values:
+            raise ValueError("values is empty; one array for each device is needed")
+        if mesh is not None and devices is None and _lie_there(values, mesh):
+            self._parts, self._devices, self._kind = values, mesh.devices, "buffer"
+            self._is_sparse = False
+            self.lent = any([each.lender is not None for each in values])
+            return
+        self._devices = _devices(values, mesh, devices)
+        if len(values) != len(self._devices):
+            raise ValueError(
+                f"{len(values)} values for {len(self._devices)} devices: one for each is needed"
+            )
+        order = common_order(values)
+        if order is None:
+            self._parts = self._placed(values)
+        else:
+            self._lying = self._placed([in_order(value, order) for value in values])
+            self._form, self._given = order, values
+        first = values[0]
+        kind: Kind = first.kind if isinstance(first, IndexedSlices) else kind_of(first)
+        self._kind = "coo" if is_coo(first) else kind
+        self.lent = any([type(each) is not Buffer or each.lender is not None for each in values])
+
+    def _placed(self, values: Sequence[Any]) -> tuple[Part, ...]:
+        parts = []
+        with OneCall(reads=False):
+            for replica, value in enumerate(values):
+                try:
+                    parts.append(_placed(value, self._devices[replica]))
+                except (TypeError, ValueError) as error:
+                    name = self.name_of(0, replica)  # alone it has no place
+                    raise about(name.removeprefix("value 0: "), error) from None
+        return tuple(parts)
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], kind: Kind = "buffer", form: Form = None) -> Self:
+        """Wraps Buffers, or IndexedSlices of Buffers, that already lie on one device each.
+
+        Args:
+            parts: with a ``form``, their axes are in this order.
+            kind: of ``values``.
+            form: the order of the axes of ``parts``, seen from ``values``; None: the same.
+        """
+        made = cls.__new__(cls)
+        if form is not None:
+            made._lying = tuple(parts)
+        else:
+            made._parts = tuple(parts)
+        made._form = form
+        made._devices = tuple([part.device for part in parts])  # type: ignore[misc]
+        made._kind = kind
+        return made
+
+    @classmethod
+    def of_grads(cls, grads: Sequence[Any], key: Any, mesh: Mesh) -> Self:
+        """Of ``grads[device][key]``; errors name it so."""
+        made = cls.__new__(cls)
+        made._key = key
+        made.__init__([entry[key] for entry in grads], mesh)  # type: ignore[misc]
+        return made
+
+    def name_of(self, place: int, replica: int | None = None, of: str = "grads") -> str:
+        """What an error calls this value, or one of its replicas.
+
+        Args:
+            place: of this value in its batch.
+            replica: which of its replicas; None: all of them.
+            of: ``"grads"`` or ``"out"``: the argument that it came in.
+        """
+        if self._key is not _NO_KEY:
+            return f"{of}[{'…' if replica is None else replica}][{brief(self._key)}]"
+        name = f"{'value' if of == 'grads' else of} {place}"
+        return name if replica is None else f"{name}: replica {replica}"
+
+    def keep_arrays(self, arrays: Sequence[Any] | None = None) -> None:
+        """Gives the same arrays as ``values`` from here on, without a new fence.
+
+        Args:
+            arrays: on the Buffers' own memory; default what ``values`` makes now.
+        """
+        arrays = self.values if arrays is None else arrays
+        self._kept = dict(zip(self._own, arrays, strict=True))
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The Buffer, or IndexedSlices of a Buffer, on each device, in the order of ``devices``."""
+        parts = self._parts  # another thread's call may forget them meanwhile
+        if parts is None:
+            arrays: Sequence[Any] = self._given
+            if not arrays and self._form is not None:
+                axes = inverse(self._form)
+                with Aside():
+                    arrays = [in_order(from_buffer(each, "native"), axes) for each in self._own]
+            parts = self._parts = self._placed(arrays)
+        return parts
+
+    @property
+    def _own(self) -> tuple[Any, ...]:
+        """What is on the memory of ``values``: ``parts``, or Buffers with their axes turned."""
+        return self._lying or self._parts or ()
+
+    @property
+    def form(self) -> Form:
+        """How ``values`` differ from what ``as_it_lies`` holds."""
+        return self._form
+
+    def forget_copies(self) -> None:
+        """Makes ``parts`` anew when they are asked for, where they are copies of ``values``.
+
+        Each call that reads ``parts`` says it first: the arrays may have been written since.
+        """
+        if self._lying:
+            self._parts = None
+
+    def as_it_lies(self) -> DistributedValues:
+        """The same values, with their axes in the order of ``form`` if there is one: no copy."""
+        if self.form is None:
+            return self
+        made = type(self).of(self._lying, self._kind)
+        made._key, made.lent = self._key, self.lent
+        return made
+
+    def alone(self) -> Self:
+        """The first value by itself."""
+        return type(self).of(self._own[:1], self._kind, self._form)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether any value is IndexedSlices."""
+        if self._is_sparse is None:  # asked several times in a reduction
+            self._is_sparse = any([isinstance(part, IndexedSlices) for part in self._own])
+        return self._is_sparse
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """The Buffer on each device, in the order of ``devices``.
+
+        Raises:
+            TypeError: a value is IndexedSlices; see ``parts``.
+        """
+        if self.is_sparse:
+            raise TypeError(f"{self} holds IndexedSlices, whose rows have indices: see .parts")
+        return self.parts  # type: ignore[return-value]  # all dense: seen just now
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The logical devices, one for each value."""
+        return self._devices
+
+    @property
+    def mesh(self) -> Mesh:
+        """The whole mesh of the devices."""
+        return self._devices[0].mesh
+
+    @property
+    def kind(self) -> Kind:
+        """Which kind of array ``values`` holds: that of the first value given."""
+        return self._kind
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """One array for each device, of the caller's kind, on the Buffers' own memory."""
+        if self._kind == "buffer" and not self.is_sparse:
+            return self.parts
+        with OneCall():
+            return tuple(self._shown(part) for part in self._own)
+
+    @property
+    def primary(self) -> Any:
+        """The first value."""
+        return self._shown(self._own[0])
+
+    def get(self, device: DeviceLike | None = None) -> Any:
+        """The value on ``device``; without one, that of the replica ``gr.replica`` names.
+
+        Replica i is the i-th value. Outside a ``gr.replica`` the first value.
+
+        Args:
+            device: a device, its name (``"gpu:1"``) or a ``torch.device``.
+
+        Raises:
+            ValueError: no value lies on ``device``, or there are not so many replicas.
+            TypeError: no device.
+        """
+        if device is None:
+            index = current_replica()
+            if index is None:
+                return self.primary
+            if index >= len(self._devices):
+                raise ValueError(f"there is no replica {index} of {len(self._devices)}")
+            return self._shown(self._own[index])
+        found = as_device(device, "device=", self.mesh)
+        if found not in self._devices:
+            names = listed(device.name for device in self._devices)
+            raise ValueError(f"Device {found!r} not found in those of the values: {names}")
+        return self._shown(self._own[self._devices.index(found)])
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values)
+
+    def __getitem__(self, place: SupportsIndex | slice) -> Any:
+        """The value of a replica, as in ``values``; of a slice a tuple of them."""
+        if isinstance(place, slice):
+            return self.values[place]
+        try:
+            part = self._own[place]
+        except IndexError:
+            raise IndexError(f"there is no replica {place} of {len(self)}") from None
+        except TypeError:
+            raise TypeError(
+                f"an index must be the number of a replica, or a slice, not {brief(place)}; the "
+                "value on a device is value.get(device)"
+            ) from None
+        return self._shown(part)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        if len(self) > 1:
+            raise TypeError(
+                f"a {type(self).__name__} of {len(self)} devices is not one array: take that of a "
+                "replica, value[0], or all of them, value.values"
+            )
+        if copy is False:
+            raise ValueError(
+                f"copy=False is not possible: a {type(self).__name__} is copied to the host"
+            )
+        (part,) = self._own
+        if isinstance(part, IndexedSlices):
+            raise TypeError(f"{self} holds IndexedSlices: pass value[0].to_dense()")
+        array = part.numpy()
+        if self._form is not None:
+            array = array.transpose(inverse(self._form))
+        return array if dtype is None else array.astype(dtype)
+
+    def _shown(self, part: Part) -> Any:
+        """As the caller's kind of array."""
+        if self._kept is not None:
+            return self._kept[part]
+        if not isinstance(part, Buffer):
+            return part.shown(self._kind)
+        if self._form is None:
+            return from_buffer(part, self._kind)
+        if self._kind == "buffer":
+            return self.parts[self._own.index(part)]
+        return in_order(from_buffer(part, self._kind), inverse(self._form))
+
+    def __repr__(self) -> str:
+        shown = []
+        for part, device in zip(self._own, self._devices, strict=True):
+            rows = "" if isinstance(part, Buffer) else f"{len(part.indices)} rows of "
+            shape = "[?]" if part.shape is None else list(part.shape)
+            if self._form is not None:
+                shape = [part.shape[axis] for axis in inverse(self._form)]
+            shown.append(f"{device.name}: {rows}{part.dtype}{shape}")
+        return f"{type(self).__name__}({listed(shown)})"
+
+
+class PerReplica(DistributedValues):
+    """A value that differs from device to device, such as a gradient before the all-reduce."""
+
+
+class Mirrored(DistributedValues):
+    """A value that is the same on every device, such as a gradient after the all-reduce."""
+
+
+def _listed(values: Any) -> tuple[Any, ...]:
+    try:
+        each = iter(values)  # an array without axes is Iterable, but this raises
+    except TypeError:
+        each = None
+    if each is None or isinstance(values, str):
+        raise TypeError(f"values={brief(values)} must be a list with one array for each device")
+    return tuple(each)
+
+
+def _lie_there(values: tuple[Any, ...], mesh: Mesh) -> bool:
+    """Whether these are Buffers, each on its device: asked first, for there is nothing to do."""
+    if not all([type(value) is Buffer for value in values]):
+        return False
+    return tuple([value.device for value in values]) == mesh.devices
+
+
+def _devices(
+    values: tuple[Any, ...], mesh: Mesh | None, devices: Sequence[DeviceLike] | None
+) -> tuple[Device, ...]:
+    if isinstance(devices, str):
+        raise TypeError(f"devices={brief(devices)} must be a list with a device for each value")
+    if devices is not None:
+        near = [own.mesh for value in values if (own := _own_device(value)) is not None]
+        named_in = mesh or (near[0] if near else None)
+        found = tuple(
+            [as_device(each, f"devices[{i}]=", named_in) for i, each in enumerate(devices)]
+        )
+    elif mesh is not None:
+        found = mesh.devices
+    elif all(_own_device(value) is not None for value in values):
+        found = tuple(_own_device(value) for value in values)
+    else:
+        found = default_mesh().devices
+    if len(set(found)) != len(found):
+        twice = listed(device.name for device in repeated(found))
+        raise ValueError(f"Duplicate devices: {twice}; name each once")
+    fabrics = {device.fabric for device in (*found, *(mesh or ()))}
+    if len(fabrics) > 1:
+        names = listed(device.name for device in found)
+        raise DeviceMismatchError(f"devices {names} are not all of one mesh, mesh={brief(mesh)}")
+    return found
+
+
+def device_of(part: Part) -> Device:
+    """Where a Buffer, or IndexedSlices of a Buffer, lies."""
+    device = part.device
+    assert device is not None
+    return device
+
+
+def buffer_of(part: Part) -> Buffer:
+    """A Buffer itself, or the rows of IndexedSlices of a Buffer."""
+    buffer: Buffer = part if isinstance(part, Buffer) else part.values
+    return buffer
+
+
+def _own_device(value: Any) -> Any:
+    """That of a Buffer or of a Buffer's rows; None of an array, which is put on one."""
+    return value.device if isinstance(value, Buffer | IndexedSlices) else None
+
+
+def _placed(value: Any, device: Device) -> Part:
+    value = as_slices(value)
+    if isinstance(value, IndexedSlices):
+        rows = _placed_array(value.values, device)
+        return IndexedSlices.of(rows, value.indices, value.dense_shape)
+    return _placed_array(value, device)
+
+
+def _placed_array(value: Any, device: Device) -> Buffer:
+    buffer = to_buffer(value, device)
+    if buffer.device is not device:
+        raise DeviceMismatchError(f"{buffer} is the value for {device.name}")
+    return buffer

@@ -1,0 +1,351 @@
+"""Rows of a larger array, each with its index: what a sparse gradient is; never crosses devices.
+
+Indices are host data: they are checked, sorted and merged on the host, and only the plan of an
+addition goes to a device. Source: tf.IndexedSlices.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from gradreduce import ops
+from gradreduce.device import Buffer, Device, DType, as_index, by_physical, gather, scatter
+from gradreduce.errors import InvalidArgumentError, brief
+from gradreduce.ops import Divisor, Indices, Segments, plan_segments
+
+from .caller_streams import OneCall
+from .convert import (
+    as_result_kind,
+    from_buffer,
+    host_array,
+    is_array,
+    is_coo,
+    kind_of,
+    shape_and_dtype,
+)
+from .convert_gpu import Kind
+from .replica_context import on_current_devices
+
+__all__ = ["IndexedSlices", "as_slices", "check_indices", "coalesced", "densified"]
+
+UNKNOWN = -1  # the first entry of a dense_shape of which only the others are known
+
+
+class IndexedSlices:
+    """Rows of a larger array: ``values[k]`` belongs to row ``indices[k]`` (tf.IndexedSlices).
+
+    Rows of the same index are terms of that row; rows that no index names are zero.
+
+    Args:
+        values: the rows, ``(num_rows, …)``: an array of any library, a Buffer, or a nested list.
+            Kept, not copied, and never written. May be IndexedSlices itself, rows of the rows:
+            its indices are looked up in ``indices`` (TensorFlow's nested ones).
+        indices: the row number of each, ``(num_rows,)``, integers of any dtype and library, in any
+            order, repeated or not. Copied to the host, which waits for those on a GPU.
+        dense_shape: of the whole array, ``(rows, …)``; None if unknown, and -1 as its first entry
+            if only the others are known.
+
+    Raises:
+        TypeError: ``values`` is no array or cannot be added, or indices or an entry of
+            ``dense_shape`` are not integers (booleans are none).
+        InvalidArgumentError: (a ``ValueError``) ``values`` has no dimension, ``indices`` is not a
+            vector, there is not one for each row, one is negative or not below ``dense_shape[0]``,
+            or the shape of a row is not ``dense_shape[1:]``.
+    """
+
+    _was_coo = False  # whether these are the rows of a tensor of torch.sparse_coo
+
+    def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None) -> None:
+        rows = _as_indices(indices)
+        if isinstance(values, IndexedSlices):
+            values, rows = values.values, _looked_up(values, rows)
+        if kind_of(values) == "native" and not is_array(values):
+            values = host_array(values)
+        shape, self._dtype = shape_and_dtype(values)
+        if not shape:
+            raise InvalidArgumentError("values cannot be 0-dimensional: its rows have the indices")
+        if len(rows) != shape[0]:
+            raise InvalidArgumentError(
+                f"{len(rows)} indices for {shape[0]} rows of values: one for each row is needed"
+            )
+        self._dense_shape = _as_dense_shape(dense_shape, shape)
+        check_indices(rows, self._dense_shape)
+        self._values = values
+        self._indices = rows
+
+    @classmethod
+    def of(
+        cls, values: Any, indices: Indices, dense_shape: tuple[int, ...] | None
+    ) -> IndexedSlices:
+        """Wraps what has been checked; ``indices``, int64, is read-only from then on."""
+        made = cls.__new__(cls)
+        indices.flags.writeable = False
+        made._values, made._indices, made._dense_shape = values, indices, dense_shape
+        _, made._dtype = shape_and_dtype(values)
+        return made
+
+    @property
+    def values(self) -> Any:
+        """The rows, as they were given."""
+        return self._values
+
+    @property
+    def indices(self) -> Indices:
+        """The row number of each: a NumPy array, int64, read-only."""
+        return self._indices
+
+    @property
+    def dense_shape(self) -> tuple[int, ...] | None:
+        """Of the whole array; None if unknown, -1 in its first place if only that is."""
+        return self._dense_shape
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The same as ``dense_shape``: an IndexedSlices stands for the whole array."""
+        return self._dense_shape
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the shape of the whole array is known."""
+        return self._dense_shape is not None and UNKNOWN not in self._dense_shape
+
+    @property
+    def dtype(self) -> DType:
+        """The NumPy dtype of the values."""
+        return self._dtype
+
+    @property
+    def device(self) -> Device | None:
+        """The logical device of a Buffer's values; None of an array, which is put on one later."""
+        return self._values.device if isinstance(self._values, Buffer) else None
+
+    @property
+    def kind(self) -> Kind:
+        """Which kind of array the values are."""
+        return "coo" if self._was_coo else kind_of(self._values)
+
+    @OneCall()
+    def coalesce(self, *, as_kind: str | None = None) -> IndexedSlices:
+        """The same array with every index once, rising.
+
+        Rows of the same index are added in the order in which they came, so that the bits are the
+        same every time; halves in float32, rounded once.
+
+        Args:
+            as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the
+                values of the result are instead of what these are.
+
+        Returns:
+            New IndexedSlices on the values' device (an array's: that of ``gr.replica``, else the
+            first), which share no memory with these.
+        """
+        kind = as_result_kind(as_kind, self.kind)
+        segments = plan_segments(self._indices)
+        (rows,) = coalesced([self.placed().values], [segments])
+        return IndexedSlices.of(from_buffer(rows, kind), segments.indices, self._dense_shape)
+
+    @OneCall()
+    def to_dense(self, *, as_kind: str | None = None) -> Any:
+        """The whole array: rows of the same index added as by ``coalesce``, zeros elsewhere.
+
+        Args:
+            as_kind: see ``coalesce``.
+
+        Returns:
+            A new array of shape ``dense_shape``, of the values' kind, dtype and device.
+
+        Raises:
+            ValueError: ``dense_shape`` is unknown.
+        """
+        kind = as_result_kind(as_kind, self.kind)
+        return from_buffer(densified([self.placed()])[0], kind)
+
+    def placed(self) -> IndexedSlices:
+        """The same rows as a Buffer: an array's on the device of ``gr.replica``, else the first."""
+        (rows,) = on_current_devices([self._values])
+        return IndexedSlices.of(rows, self._indices, self._dense_shape)
+
+    def shown(self, kind: Kind) -> Any:
+        """The same rows, a Buffer, as an array of ``kind``; of "coo" a ``torch.sparse_coo``."""
+        made = IndexedSlices.of(from_buffer(self._values, kind), self._indices, self._dense_shape)
+        return made.as_coo() if kind == "coo" else made
+
+    def as_coo(self) -> Any:
+        """A tensor of ``torch.sparse_coo`` of values that are a tensor, on their memory.
+
+        It is coalesced if every index comes once, rising. Without a known ``dense_shape`` there is
+        none: then these rows.
+        """
+        if not self.is_known:
+            return self
+        torch, rows = sys.modules["torch"], self._indices
+        # PyTorch 2.11's and 2.12's ``sparse_coo_tensor`` warns, whatever it is told of its checks.
+        return torch.ops.aten._sparse_coo_tensor_unsafe(
+            torch.from_numpy(rows.copy())[None].to(self._values.device),
+            self._values,
+            self._dense_shape,
+            is_coalesced=bool((rows[1:] > rows[:-1]).all()),
+        )
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(str, self._indices[:6].tolist()))
+        more = ", …" if len(self._indices) > 6 else ""
+        shape, _ = shape_and_dtype(self._values)
+        return (
+            f"IndexedSlices(indices=[{shown}{more}], values={self.dtype}"
+            f"{list(shape)}, dense_shape={self._dense_shape})"
+        )
+
+
+def as_slices(given: Any) -> Any:
+    """The rows of a tensor of ``torch.sparse_coo``, coalesced or not; anything else as it is.
+
+    Raises:
+        ValueError: a tensor of another ``sparse_dim`` than 1, or that needs grad.
+    """
+    if not is_coo(given):
+        return given
+    tensor = given
+    if tensor.sparse_dim() != 1:
+        raise ValueError(
+            f"a sparse tensor of sparse_dim {tensor.sparse_dim()} has no rows; pass one of "
+            "sparse_dim 1, or .to_dense()"
+        )
+    if tensor.requires_grad:
+        raise ValueError("the tensor needs grad: pass tensor.detach()")
+    made = IndexedSlices(tensor._values(), tensor._indices()[0], tuple(tensor.shape))
+    made._was_coo = True
+    return made
+
+
+def coalesced(
+    values: Sequence[Buffer],
+    segments: Sequence[Segments],
+    *,
+    outs: Sequence[Buffer] | None = None,
+    divisors: Sequence[Divisor] | None = None,
+) -> list[Buffer]:
+    """The rows of each segment added, for many tensors: ``(num_segments, …)``.
+
+    Args:
+        values: the rows of each tensor.
+        segments: which of them become one, from ``plan_segments``.
+        outs: where the results go, on the devices of the values; default new Buffers of their
+            dtypes.
+        divisors: for each tensor a number, or a float64 array with one for each segment.
+    """
+    if outs is None:
+        outs = [
+            rows.device.empty((plan.num_segments, *rows.shape[1:]), rows.dtype)
+            for rows, plan in zip(values, segments, strict=True)
+        ]
+    by = [1.0] * len(outs) if divisors is None else divisors
+    return _summed(outs, values, segments, [None] * len(outs), by)
+
+
+def densified(slices: Sequence[IndexedSlices]) -> list[Buffer]:
+    """The whole arrays of many IndexedSlices whose values are Buffers: new Buffers.
+
+    Raises:
+        ValueError: a ``dense_shape`` is unknown.
+    """
+    for each in slices:
+        if not each.is_known:
+            raise ValueError(
+                f"dense_shape of {each} is unknown: it says how large an array is; give it to "
+                "IndexedSlices"
+            )
+    outs = [each.values.device.zeros(each.dense_shape, each.dtype) for each in slices]
+    segments = [plan_segments(each.indices) for each in slices]
+    values, into = [each.values for each in slices], [plan.indices for plan in segments]
+    return _summed(outs, values, segments, into, [1.0] * len(outs))
+
+
+def _summed(
+    outs: Sequence[Buffer],
+    values: Sequence[Buffer],
+    segments: Sequence[Segments],
+    into: Sequence[Indices | None],
+    divisors: Sequence[Divisor],
+) -> list[Buffer]:
+    """``ops.segment_sum`` on each physical device: one upload, and one launch for each dtype."""
+    devices = [out.device for out in outs]
+    for here in by_physical(devices).values():
+        sharing = [devices[place] for place in here]
+        gather(sharing[0], sharing)
+        ops.segment_sum(
+            [outs[place] for place in here],
+            [values[place] for place in here],
+            [segments[place] for place in here],
+            into=[into[place] for place in here],
+            divisor=[divisors[place] for place in here],
+            device=sharing[0],
+        )
+        scatter(sharing[0], sharing)
+    return list(outs)
+
+
+def check_indices(indices: Indices, dense_shape: tuple[int, ...] | None) -> None:
+    """Raises ``InvalidArgumentError`` if an index is not below a known ``dense_shape[0]``."""
+    if dense_shape is None or dense_shape[0] == UNKNOWN or not len(indices):
+        return
+    place = int(indices.argmax())
+    if indices[place] >= dense_shape[0]:
+        raise InvalidArgumentError(
+            f"indices[{place}] = {indices[place]} is not below dense_shape[0] = {dense_shape[0]}"
+        )
+
+
+def _as_indices(given: Any) -> Indices:
+    """A copy on the host, int64 and read-only, of what is one row number for each row."""
+    indices = host_array(given)
+    if isinstance(given, list | tuple) and not given:  # which says nothing of its dtype
+        indices = indices.astype("int64")
+    if indices.dtype.kind not in "iu":
+        raise TypeError(f"indices must be integers, got {indices.dtype}")
+    if indices.ndim != 1:
+        raise InvalidArgumentError(f"indices must be a vector, got shape {list(indices.shape)}")
+    made = indices.astype("int64")
+    if len(made) and made.min() < 0:  # uint64 beyond int64 is negative now
+        place = int(made.argmin())
+        raise InvalidArgumentError(
+            f"indices[{place}] = {indices[place]} is negative, or too large for int64"
+        )
+    made.flags.writeable = False
+    return made
+
+
+def _looked_up(inner: IndexedSlices, outer: Indices) -> Indices:
+    """The indices of rows that are named by their place in ``outer``."""
+    if inner.dense_shape is not None and inner.dense_shape[0] not in (UNKNOWN, len(outer)):
+        raise InvalidArgumentError(
+            f"{len(outer)} indices for values of dense_shape {inner.dense_shape}: one for each row "
+            "is needed"
+        )
+    check_indices(inner.indices, (len(outer),))
+    found: Indices = outer[inner.indices]
+    found.flags.writeable = False
+    return found
+
+
+def _as_dense_shape(given: Any, values_shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """``dense_shape`` as a tuple, after it has been compared with the shape of the values."""
+    if given is None:
+        return None
+    entries = given if isinstance(given, list | tuple) else host_array(given).tolist()
+    try:
+        shape = tuple(as_index(entry) for entry in entries)
+    except TypeError:
+        raise TypeError(f"dense_shape={brief(given)} must be a list of integers, or None") from None
+    if not shape or min(shape[1:], default=0) < 0 or shape[0] < UNKNOWN:
+        raise InvalidArgumentError(
+            f"dense_shape={shape} must have a dimension, and no negative one but -1 as its first"
+        )
+    if shape[1:] != values_shape[1:]:
+        raise InvalidArgumentError(
+            f"values of shape {list(values_shape)} are not rows of an array of shape "
+            f"{brief(list(shape))}"
+        )
+    return shape

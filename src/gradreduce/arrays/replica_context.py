@@ -1,0 +1,117 @@
+"""Which replica a thread works for, and where its arrays lie; never adds or moves one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from gradreduce.backends import default_mesh
+from gradreduce.device import Buffer, Device, Mesh, as_index
+from gradreduce.errors import about, brief
+
+from .convert import kind_of, to_buffer
+from .convert_gpu import reading
+from .trace_context import current_reader
+
+__all__ = ["current_device", "current_replica", "on_current_devices", "replica", "replica_on"]
+
+# Of a thread or, within one, of an asyncio task.
+_replica: ContextVar[int | None] = ContextVar("gradreduce_replica", default=None)
+_device: ContextVar[Device | None] = ContextVar("gradreduce_device", default=None)
+
+
+@contextmanager
+def replica(index: int) -> Iterator[None]:
+    """Inside, this thread works for replica ``index``: reads of mirrored values give its copy.
+
+    An array that is no Buffer lies on this replica's device. Nests; other threads are not
+    affected.
+
+    Args:
+        index: place of the device in the mesh, from 0.
+
+    Raises:
+        ValueError: ``index`` is not an integer from 0 up.
+    """
+    try:
+        number = as_index(index)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"replica index {brief(index)} must be an integer from 0 up")
+    with replica_on(None, number):
+        yield
+
+
+@contextmanager
+def replica_on(device: Device | None, index: int) -> Iterator[None]:
+    """As ``replica``, of a worker whose devices are a part of a mesh.
+
+    Args:
+        device: of this replica; None: the device of that index in the mesh.
+        index: place of the device among the worker's, and of its copy in a mirrored value.
+    """
+    before = current_replica(), _device.get()
+    _replica.set(index)
+    _device.set(device)
+    try:
+        yield
+    finally:
+        _replica.set(before[0])
+        _device.set(before[1])
+
+
+def current_replica() -> int | None:
+    """The index of the innermost ``gr.replica`` of this thread; None outside any."""
+    return _replica.get()
+
+
+def on_current_devices(values: Sequence[Any]) -> list[Buffer]:
+    """Each, to be read, on the device of the enclosing ``gr.replica``, else on device 0.
+
+    Buffers stay. Of ``gr.default_mesh()``; a GPU array stays on its GPU, see ``interop.to_buffer``.
+
+    Raises:
+        TypeError: one is no array.
+        ValueError: the mesh has not so many replicas.
+    """
+    device: Device | None = None
+    placed = []
+    for place, value in enumerate(values):
+        if not isinstance(value, Buffer):
+            try:
+                kind_of(value)  # before a mesh is opened for what is no array
+                device = current_device() if device is None else device
+                value = to_buffer(value, device)
+            except (TypeError, ValueError) as error:
+                raise (about(f"input {place}", error) if len(values) > 1 else error) from None
+        placed.append(value)
+    reading(placed)
+    return placed
+
+
+def current_device(mesh: Mesh | None = None) -> Device:
+    """That of the enclosing ``gr.replica`` in ``mesh``, else its first.
+
+    Args:
+        mesh: default, inside a loss, that of the first Variable that it has read, whose device
+            takes the place of the first; elsewhere ``gr.default_mesh()``.
+
+    Raises:
+        ValueError: the mesh has not so many replicas.
+    """
+    own = _device.get()
+    if mesh is None and own is not None:
+        return own
+    reader = current_reader()
+    if mesh is None and reader is not None and reader.home is not None:
+        if current_replica() is None:
+            return reader.home
+        mesh = reader.home.mesh
+    devices = (mesh or default_mesh()).devices
+    index = current_replica() or 0
+    if index >= len(devices):
+        raise ValueError(f"there is no replica {index} of a mesh of {len(devices)} devices")
+    return devices[index]

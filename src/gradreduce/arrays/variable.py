@@ -1,0 +1,471 @@
+"""What is trained: named arrays that live on one device or mirrored on several.
+
+Never computes: arithmetic with a Variable is that of its value, see ``arithmetic.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from gradreduce import ops
+from gradreduce.backends import default_mesh
+from gradreduce.backends.device_names import DeviceLike, as_devices
+from gradreduce.device import (
+    Buffer,
+    DeferInterrupts,
+    Device,
+    DType,
+    Mesh,
+    as_dtype,
+    as_flag,
+    copy_over,
+    overlap,
+)
+from gradreduce.errors import NotCopied, about, brief, listed
+
+from .caller_streams import OneCall, hand_back
+from .convert import (
+    as_result_kind,
+    converted,
+    from_buffer,
+    is_array,
+    numbers,
+    shape_and_dtype,
+    to_buffer,
+)
+from .convert_gpu import on_gpu_of, reading
+from .replica_context import current_replica
+from .trace_context import check_unread, current_reader, made_like
+from .variable_operators import Readable
+
+__all__ = ["Variable", "get_variable", "reused"]
+
+_numbers = itertools.count()
+
+
+class Variable(NotCopied, Readable):
+    """A named array that is changed in place, with one equal copy on each of its devices.
+
+    ``variable == 1.0`` compares identity, as a key of a dictionary needs it; to compare the numbers
+    write ``variable.read() == 1.0`` or ``np.equal(variable, 1.0)``.
+
+    Args:
+        initial_value: an array, number or nested list; copied.
+        name: default ``"Variable"``, or ``"Variable_1"`` and so on.
+        trainable: whether optimizers change it; if so it must be float16, bfloat16, float32 or
+            float64. A counter such as a global step is not.
+        dtype: default that of an array; float32 for numbers with a point, int64 for integers.
+        device: a device, its name (``"gpu:1"``), a ``torch.device`` or a whole mesh (one copy on
+            each of its devices). Names are looked up in the mesh of an ``initial_value`` that is a
+            Buffer, else in ``gr.default_mesh()``. Default: the device of such a Buffer, else device
+            0 of the default mesh.
+
+    Raises:
+        TypeError: a dtype that cannot be added, no array, no device, or a name that is no string.
+        ValueError: ``trainable`` with a dtype that is no float, or a device that the mesh has not.
+    """
+
+    _copied_as = "pass variable.numpy(), and make a new Variable of it"
+
+    @OneCall()
+    def __init__(
+        self,
+        initial_value: Any,
+        name: str | None = None,
+        *,
+        trainable: bool = True,
+        dtype: Any = None,
+        device: DeviceLike | Mesh | None = None,
+    ) -> None:
+        devices = _devices(device, initial_value)
+        wanted = _wanted_dtype(initial_value, dtype, devices[0])
+        trainable = as_flag("trainable", trainable)
+        if trainable and wanted.kind not in "fV":  # bfloat16 is of kind V in ml_dtypes
+            raise ValueError(
+                f"Invalid type {wanted} of a trainable variable: allowed are float16, bfloat16, "
+                "float32 and float64; trainable=False takes any"
+            )
+        if name is not None and not isinstance(name, str):  # TensorFlow's second is trainable
+            raise TypeError(f"name={brief(name)} must be a string")
+        number = next(_numbers)
+        self.name = name or ("Variable" if number == 0 else f"Variable_{number}")
+        self.trainable = trainable
+        self._buffers = tuple(_copied(initial_value, device, wanted) for device in devices)
+
+    @classmethod
+    def filled_like(
+        cls, variable: Variable, name: str, value: float = 0.0, *, dtype: DType | None = None
+    ) -> Variable:
+        """One number everywhere, of a variable's shape on its devices, not trainable; a slot.
+
+        Args:
+            variable: whose shape and devices.
+            name: of the new one.
+            value: the number.
+            dtype: default that of ``variable``.
+        """
+        made = cls.__new__(cls)
+        made.name = name
+        made.trainable = False
+        dtype = variable.dtype if dtype is None else dtype
+        made._buffers = tuple(
+            _filled(device, variable.shape, dtype, value) for device in variable.devices
+        )
+        return made
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """The copy on each device; what optimizers write. Not to be kept across an update."""
+        return self._buffers
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The logical devices that hold a copy."""
+        return tuple(buffer.device for buffer in self._buffers)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of each copy."""
+        return self._buffers[0].shape
+
+    @property
+    def ndim(self) -> int:
+        """Of each copy."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Of each copy, in elements."""
+        return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> DType:
+        """Of each copy."""
+        return self._buffers[0].dtype
+
+    def numpy(self, *, deadline: float | None = None) -> Any:
+        """A host copy, of the replica that the enclosing ``gr.replica`` names, else the first.
+
+        Waits for the device, ``deadline`` seconds or for ever; see ``Device.download``, which
+        raises. Later updates do not change it.
+        """
+        return self._current().numpy(deadline=deadline)
+
+    @OneCall()
+    def array(self, as_kind: str | None = None) -> Any:
+        """A view of the memory itself, of the replica that ``gr.replica`` names, else the first.
+
+        Nothing is copied. The stream that is current in the library waits for our queue; later
+        updates write the same memory, behind what that stream held when it lent their gradients.
+        To read what they wrote on a GPU, ask for a view again. Only to be read: change a variable
+        by ``assign``.
+
+        Args:
+            as_kind: ``"numpy"`` (on the simulation), ``"cupy"`` (on GPUs), ``"torch"`` or
+                ``"buffer"``. Default: NumPy's or CuPy's, where the variable lies.
+
+        Raises:
+            ValueError: another word, a library that is not imported or cannot see that memory, or
+                JAX's, whose arrays never change.
+        """
+        buffer = self._current()
+        kind = as_result_kind(as_kind, "native", buffer.device)
+        if kind == "jax":
+            raise ValueError("as_kind='jax': JAX arrays never change, and this memory does")
+        if kind == "numpy" and buffer.device.fabric.backend != "sim":
+            raise ValueError(
+                f"as_kind='numpy': {buffer.device.name} is a GPU, which NumPy cannot see"
+            )
+        return from_buffer(buffer, kind)
+
+    def read(self, as_kind: str | None = None) -> Any:
+        """The value to compute with, of the replica that the enclosing ``gr.replica`` names.
+
+        NumPy's functions and operators read a Variable by themselves, and so do PyTorch's
+        functions. Inside a loss that is being differentiated the value is traced, on the memory of
+        the Variable; elsewhere it is a new array, which later updates do not change. (So a function
+        of ``jax.jit`` that reads it outside a loss computes with the first value for ever: pass it
+        in.)
+
+        Args:
+            as_kind: ``"torch"`` is a tensor, by which PyTorch differentiates a loss that returns
+                a tensor; default an array of NumPy, on GPUs of CuPy. Outside a loss also
+                ``"numpy"``, ``"cupy"``, ``"jax"`` or ``"buffer"``.
+
+        Raises:
+            ValueError: an unknown ``as_kind``, or a library that is not imported.
+        """
+        current = self._current()
+        kind = as_result_kind(as_kind, "native", current.device)
+        reader = current_reader()
+        if reader is not None:
+            return reader.read(self, current, as_kind)
+        with OneCall():
+            copied = current.device.empty(current.shape, current.dtype)
+            copy_over(current.device, copied, current)
+            return from_buffer(copied, kind)
+
+    def _beside(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        current = self._current()
+        with OneCall(), on_gpu_of(current.device):
+            return made_like(function, args, kwargs, from_buffer(current, "native"))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        if copy is False:
+            raise ValueError("a Variable is copied to the host: copy=False cannot be had")
+        if current_reader() is not None and self.dtype.kind in "fV":
+            raise TypeError(
+                f"{brief(self)} cannot become a plain array or number inside a loss, where its "
+                "gradient would be lost; variable.numpy() is a constant"
+            )
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def __int__(self) -> int:
+        return int(self.__array__())
+
+    def __float__(self) -> float:
+        return float(self.__array__())
+
+    @OneCall()
+    def assign(self, value: Any) -> Variable:
+        """Overwrites every copy.
+
+        Args:
+            value: of the variable's shape; a number, a list, an array of its dtype, or another
+                Variable.
+
+        Raises:
+            ValueError: another shape or dtype; nothing is changed.
+            RuntimeError: inside a loss that has read this Variable, likewise.
+        """
+        check_unread([self])
+        given = [self._checked(value, buffer) for buffer in self._buffers]
+        near = [self._apart(source) for source in given]
+        with self._all_copies():
+            for buffer, source in zip(self._buffers, near, strict=True):
+                copy_over(buffer.device, buffer, source)
+        return self
+
+    @OneCall()
+    def assign_add(self, delta: Any) -> Variable:
+        """Adds ``delta`` to every copy; otherwise as ``assign``."""
+        self._ready_add(delta)()
+        return self
+
+    def _ready_add(self, delta: Any) -> Callable[[], None]:
+        """Checks, copies and compiles for ``assign_add``; what is returned only launches it."""
+        check_unread([self])
+        given = [self._checked(delta, buffer) for buffer in self._buffers]
+        near = [
+            _near(buffer.device, self._apart(source))
+            for buffer, source in zip(self._buffers, given, strict=True)
+        ]
+        for buffer in self._buffers:
+            ops.prepare_accumulate_n(buffer.device, self.dtype, self.dtype)
+
+        def add() -> None:
+            with self._all_copies():
+                for buffer, source in zip(self._buffers, near, strict=True):
+                    ops.accumulate_n([buffer], [[source]])
+
+        return add
+
+    def __repr__(self) -> str:
+        names = listed(device.name for device in self.devices)
+        return f"<Variable {self.name!r} {self.dtype}{list(self.shape)} on {names}>"
+
+    @contextmanager
+    def _all_copies(self) -> Iterator[None]:
+        """Inside, all copies are written, or none; then another thread's turn."""
+        fabric = self._buffers[0].device.fabric
+        with DeferInterrupts(), fabric.launch_lock, fabric.whole_or_lost(self.devices):
+            yield
+            hand_back()
+
+    def _apart(self, source: Buffer) -> Buffer:
+        """``source``, or a copy of it where it is this variable's own memory."""
+        if not any(overlap(source, buffer) for buffer in self._buffers):
+            return source
+        copied = source.device.empty(source.shape, source.dtype)
+        source.device.copy(copied, source)
+        return copied
+
+    def _current(self) -> Buffer:
+        index = current_replica()
+        if index is None or len(self._buffers) == 1:
+            return self._buffers[0]
+        if index >= len(self._buffers):
+            raise ValueError(
+                f"there is no replica {index} of {brief(self)}, which has "
+                f"{len(self._buffers)} copies"
+            )
+        return self._buffers[index]
+
+    def _checked(self, value: Any, buffer: Buffer) -> Buffer:
+        if isinstance(value, Variable):
+            value = next((b for b in value.buffers if b.device is buffer.device), value.buffers[0])
+        try:
+            given = to_buffer(value, buffer.device, dtype=self.dtype)
+        except (TypeError, ValueError) as error:
+            raise about(f"the value for the variable {brief(self.name)}", error) from None
+        reading([given])
+        if (given.shape, given.dtype) != (self.shape, self.dtype):
+            raise ValueError(
+                f"the value is {given.dtype}{list(given.shape)}, the variable {brief(self.name)} "
+                f"is {self.dtype}{list(self.shape)}"
+            )
+        return given
+
+
+def get_variable(
+    name: str,
+    initial_value: Any = None,
+    *,
+    shape: Sequence[int] | None = None,
+    dtype: Any = None,
+    trainable: bool = True,
+    reuse: bool = False,
+    custom_getter: Callable[..., Variable] | None = None,
+) -> Variable:
+    """A Variable by its name, made by a custom getter where one is given (tf.get_variable).
+
+    Args:
+        name: of the variable.
+        initial_value: see ``Variable``; or a callable: an initializer, called as
+            ``initial_value(shape, dtype=dtype)``, where ``shape`` is given, such as ``np.zeros``;
+            else without arguments. Not needed with ``reuse``.
+        shape: what an initializer is asked for; with ``reuse`` what the variable must have.
+        dtype: of the variable, see ``Variable``; default float32 for an initializer.
+        trainable: see ``Variable``.
+        reuse: give the variable of this name that ``get_variable`` has made last and that still
+            lives, and make none. Without it a new one is made, whatever its name. (TensorFlow
+            refuses a second one.)
+        custom_getter: called as ``custom_getter(getter, name, initial_value, trainable=trainable)``
+            and returns the Variable; ``shape``, ``dtype`` and ``reuse`` are added where they are
+            given. ``getter`` makes one, or finds it: it takes the same, and ``device`` as
+            ``Variable`` does. An ``AGNCustomGetter``, say.
+
+    Raises:
+        TypeError: ``name`` is no string, ``reuse`` no bool, or ``custom_getter`` is no callable or
+            returns no Variable.
+        ValueError: an empty ``name``; ``shape`` without an initializer, no ``initial_value``, or
+            an initializer that gives another shape; with ``reuse``, no variable of this name, or
+            one of another shape or dtype than ``shape``, ``dtype`` or an array ``initial_value``.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name={brief(name)} must be a string")
+    if not name:
+        raise ValueError("a variable must have a name")
+    reuse = as_flag("reuse", reuse)
+    options = {"shape": shape, "dtype": dtype, "reuse": reuse or None}
+    given = {name: value for name, value in options.items() if value is not None}
+    if custom_getter is None:
+        return _got(name, initial_value, trainable=trainable, **given)
+    if not callable(custom_getter):
+        raise TypeError(f"custom_getter={brief(custom_getter)} cannot be called")
+    made = custom_getter(_got, name, initial_value, trainable=trainable, **given)
+    if not isinstance(made, Variable):
+        raise TypeError(
+            f"custom_getter={brief(custom_getter)} made {brief(made)}, which is no Variable"
+        )
+    return made
+
+
+_by_name: weakref.WeakValueDictionary[str, Variable] = weakref.WeakValueDictionary()
+
+
+def _got(
+    name: str,
+    initial_value: Any = None,
+    *,
+    shape: Sequence[int] | None = None,
+    dtype: Any = None,
+    trainable: bool = True,
+    reuse: bool = False,
+    device: DeviceLike | Mesh | None = None,
+) -> Variable:
+    """What makes a Variable in the end, or finds it; see ``get_variable``."""
+    if reuse:
+        return reused(_by_name.get(name), name, initial_value, shape, dtype)
+    if shape is not None:
+        if not callable(initial_value):
+            raise ValueError(f"shape={brief(shape)} of {name!r}: initial_value must be an "
+                             "initializer, called with a shape")  # fmt: skip
+        shape = tuple(shape)
+        dtype = as_dtype("float32" if dtype is None else dtype)
+        initial_value = initial_value(shape, dtype=dtype)
+    elif callable(initial_value):
+        initial_value = initial_value()
+    elif initial_value is None:
+        raise ValueError(f"initial_value of {name!r} is missing: give an array or a callable")
+    made = Variable(initial_value, name, trainable=trainable, dtype=dtype, device=device)
+    if shape is not None and made.shape != shape:
+        raise ValueError(f"the initializer of {name!r} gave {made.shape} for shape={shape}")
+    _by_name[name] = made
+    return made
+
+
+def reused(
+    found: Variable | None, name: str, initial_value: Any, shape: Any, dtype: Any
+) -> Variable:
+    """``found``, a variable to be used again, if there is one and it is what is asked for."""
+    if found is None:
+        raise ValueError(f"reuse=True: get_variable has made no {name!r} that still lives")
+    if is_array(initial_value):
+        given = shape_and_dtype(initial_value)
+        shape = given[0] if shape is None else shape
+        dtype = given[1] if dtype is None else dtype
+    if shape is not None and tuple(shape) != found.shape:
+        raise ValueError(f"reuse=True: {brief(found)} has shape {found.shape}, not {tuple(shape)}")
+    if dtype is not None and as_dtype(dtype) != found.dtype:
+        raise ValueError(
+            f"reuse=True: {brief(found)} has dtype {found.dtype}, not {as_dtype(dtype)}"
+        )
+    return found
+
+
+def _devices(device: DeviceLike | Mesh | None, initial_value: Any) -> Sequence[Device]:
+    near = initial_value.device if isinstance(initial_value, Buffer) else None
+    if device is not None:
+        return as_devices(device, "device=", None if near is None else near.mesh)
+    return default_mesh().devices[:1] if near is None else (near,)
+
+
+def _wanted_dtype(initial_value: Any, dtype: Any, device: Device) -> DType:
+    if dtype is not None:
+        return as_dtype(dtype)
+    found = to_buffer(initial_value, device).dtype
+    return as_dtype("float32") if found.kind == "f" and not is_array(initial_value) else found
+
+
+def _filled(device: Device, shape: tuple[int, ...], dtype: DType, value: float) -> Buffer:
+    if not value:
+        return device.zeros(shape, dtype)
+    one = numbers(value, dtype)
+    return device.upload(one.repeat(math.prod(shape)).reshape(shape))
+
+
+def _near(device: Device, source: Buffer) -> Buffer:
+    """``source``, or a copy of it if it lies on another device."""
+    if source.device is device:
+        return source
+    copied = device.empty(source.shape, source.dtype)
+    copy_over(device, copied, source)
+    return copied
+
+
+def _copied(value: Any, device: Device, dtype: DType) -> Buffer:
+    """A Buffer of our own with ``value`` cast to ``dtype``."""
+    given = to_buffer(value, device, dtype=dtype)
+    reading([given])
+    if given.dtype != dtype:
+        given = device.upload(converted(given.numpy(), dtype))
+    copied = device.empty(given.shape, dtype)
+    copy_over(device, copied, given)
+    return copied

@@ -1,0 +1,224 @@
+"""How a Variable takes part in arithmetic: it is read first, and its value does the rest.
+
+Inside a loss the value is a traced one, elsewhere a plain array. Never computes anything itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from .convert import kind_of
+from .trace_context import Traceable, holds_traceable
+
+__all__ = ["Readable"]
+
+# NumPy's functions that write their first argument, and how they call it.
+_WRITING = {
+    "copyto": "dst", "fill_diagonal": "a", "place": "arr", "put": "a", "put_along_axis": "arr",
+    "putmask": "a",
+}  # fmt: skip
+_OUT = {"concatenate": 2, "dot": 2}  # of which NumPy before 2.4 shows no signature
+
+
+def _before(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda self, other: operation(self.read(_library(other)), other)
+
+
+def _after(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda self, other: operation(other, self.read(_library(other)))
+
+
+def _library(other: Any) -> str | None:
+    """As whose array a value is read beside ``other``; None: as NumPy's or CuPy's."""
+    try:
+        kind = kind_of(other)
+    except TypeError:  # a traced value, say
+        return None
+    return kind if kind in ("torch", "jax") else None
+
+
+def _alone(operation: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda self: operation(self.read())
+
+
+def _swapped(x: Any) -> Any:
+    return x.swapaxes(-1, -2)  # arrays of NumPy 1 have no mT
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def call(self: Readable, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.read(), name)(*args, **kwargs)
+
+    call.__name__ = name
+    call.__doc__ = "As of an array, of what ``read`` gives."
+    return call
+
+
+def _refused(self: Any, other: Any) -> NoReturn:
+    raise TypeError("a Variable is written by assign and assign_add, not in place by an operator")
+
+
+class Readable(Traceable):
+    """Operators and protocols of what has to be read before it can be computed with.
+
+    ``==`` compares identity, as of any object that is a key of a dictionary.
+    """
+
+    __array_priority__ = 1000  # above CuPy's 100
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Of the value."""
+
+    @abstractmethod
+    def read(self, as_kind: str | None = None) -> Any:
+        """The value."""
+
+    @abstractmethod
+    def _beside(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """What NumPy's ``function`` makes where the value lies, without reading it."""
+
+    __add__, __radd__ = _before(operator.add), _after(operator.add)
+    __sub__, __rsub__ = _before(operator.sub), _after(operator.sub)
+    __mul__, __rmul__ = _before(operator.mul), _after(operator.mul)
+    __truediv__, __rtruediv__ = _before(operator.truediv), _after(operator.truediv)
+    __floordiv__, __rfloordiv__ = _before(operator.floordiv), _after(operator.floordiv)
+    __mod__, __rmod__ = _before(operator.mod), _after(operator.mod)
+    __divmod__, __rdivmod__ = _before(divmod), _after(divmod)
+    __pow__, __rpow__ = _before(operator.pow), _after(operator.pow)
+    __matmul__, __rmatmul__ = _before(operator.matmul), _after(operator.matmul)
+    __lt__, __le__ = _before(operator.lt), _before(operator.le)
+    __gt__, __ge__ = _before(operator.gt), _before(operator.ge)
+    __getitem__ = _before(operator.getitem)
+    __neg__, __pos__, __abs__ = _alone(operator.neg), _alone(operator.pos), _alone(abs)
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ipow__ = __imatmul__ = _refused
+    __ifloordiv__ = __imod__ = _refused
+
+    T = property(_alone(operator.attrgetter("T")), doc="The transposed value.")
+    mT = property(_alone(_swapped), doc="The value with its last two axes swapped.")
+    # Those of ``autodiff.array_methods``; a test compares the two.
+    all, any, argmax = _method("all"), _method("any"), _method("argmax")
+    argmin, argsort, astype = _method("argmin"), _method("argsort"), _method("astype")
+    clip, copy, cumsum = _method("clip"), _method("copy"), _method("cumsum")
+    diagonal, dot, flatten = _method("diagonal"), _method("dot"), _method("flatten")
+    item, max, mean = _method("item"), _method("max"), _method("mean")
+    min, nonzero, prod = _method("min"), _method("nonzero"), _method("prod")
+    ravel, repeat, reshape = _method("ravel"), _method("repeat"), _method("reshape")
+    round, squeeze, std = _method("round"), _method("squeeze"), _method("std")
+    sum, swapaxes, take = _method("sum"), _method("swapaxes"), _method("take")
+    tolist, trace, transpose = _method("tolist"), _method("trace"), _method("transpose")
+    var = _method("var")
+
+    if not TYPE_CHECKING:  # which would believe that it has whatever is asked for
+
+        def __getattr__(self, name: str) -> NoReturn:
+            hint = (
+                "" if name.startswith("_") else ": variable.read() and variable.numpy() are arrays"
+            )
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _refused(self, value)
+
+    def __len__(self) -> int:
+        shape = self.shape
+        if not shape:
+            raise TypeError("len() of unsized object")
+        return int(shape[0])
+
+    def __bool__(self) -> bool:
+        """True, as of any object that is a key of a dictionary, whatever its numbers."""
+        return True
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[place] for place in range(len(self)))
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if _is_readable(kwargs.get("out")) or (method == "at" and _is_readable(inputs[0])):
+            _refused(self, None)
+        return getattr(ufunc, method)(*[_read(each) for each in inputs], **kwargs)
+
+    def __array_function__(
+        self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any
+    ) -> Any:
+        if not any(holds_traceable(each) for each in (*args, *kwargs.values())):
+            return self._beside(function, args, kwargs)
+        if _writes_readable(function, args, kwargs):
+            _refused(self, None)
+        named = {name: _read(each) for name, each in kwargs.items()}
+        return function(*[_read(each) for each in args], **named)
+
+    def __cupy_override_elementwise_kernel__(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        """CuPy's own functions, which do not know NumPy's protocols, ask this."""
+        if any(map(_is_readable, (kwargs.get("out"), *args[getattr(kernel, "nin", len(args)) :]))):
+            _refused(self, None)
+        return kernel(*[_read(each) for each in args], **kwargs)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """In PyTorch's functions it is a tensor, in a loss one on its own memory."""
+        kwargs = kwargs or {}
+        if _writes_tensor(function, args, kwargs):
+            _refused(cls, None)
+        named = {name: _read(each, "torch") for name, each in kwargs.items()}
+        return function(*[_read(each, "torch") for each in args], **named)
+
+    def __jax_array__(self) -> Any:
+        return self.read("jax")
+
+
+def _read(given: Any, as_kind: str | None = None) -> Any:
+    """An argument with what is readable in it read; in a list or tuple too."""
+    if isinstance(given, Readable):
+        return given.read(as_kind)
+    if isinstance(given, list | tuple) and any(isinstance(each, Readable) for each in given):
+        within = [_read(each, as_kind) for each in given]
+        return tuple(within) if isinstance(given, tuple) else within
+    return given
+
+
+def _is_readable(given: Any) -> bool:
+    """Whether something is readable, or an element of a list or tuple is."""
+    within = given if isinstance(given, list | tuple) else (given,)
+    return any(isinstance(each, Readable) for each in within)
+
+
+def _writes_readable(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function of NumPy's would write a copy of what is read, which nobody sees."""
+    place = _place_of_out(function)
+    if _is_readable(args[place] if 0 <= place < len(args) else kwargs.get("out")):
+        return True
+    name = function.__name__
+    if name == "nan_to_num" and not (args[1] if len(args) > 1 else kwargs.get("copy", True)):
+        return _is_readable(args[0] if args else kwargs["x"])
+    return name in _WRITING and _is_readable(args[0] if args else kwargs.get(_WRITING[name]))
+
+
+@lru_cache(maxsize=1024)
+def _place_of_out(function: Callable[..., Any]) -> int:
+    """Where among its positional arguments ``out`` is; -1: nowhere."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return _OUT.get(function.__name__, -1)
+    out = parameters.get("out")
+    if out is None or out.kind is out.KEYWORD_ONLY:
+        return -1
+    return list(parameters).index("out")
+
+
+def _writes_tensor(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
+    """The same of PyTorch's: those in place end in an underscore, by its convention."""
+    name = getattr(function, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    if in_place or kwargs.get("inplace"):
+        return _is_readable(args[0] if args else next(iter(kwargs.values())))
+    return _is_readable(kwargs.get("out"))

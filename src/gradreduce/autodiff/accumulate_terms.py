@@ -1,0 +1,126 @@
+"""What becomes of the terms that reach one tensor: combined as they come, by one method.
+
+ADD_N and IndexedSlices are held until the end and put in the order of the forward uses; TREE and
+ACCUMULATE_N add a term when it comes, and let go of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradreduce.arrays.caller_streams import OneCall, is_read_later
+from gradreduce.arrays.convert import from_buffer, to_buffer
+from gradreduce.arrays.convert_gpu import Kind
+from gradreduce.arrays.indexed_slices import IndexedSlices
+from gradreduce.arrays.trace_context import Traceable
+from gradreduce.device import Device
+from gradreduce.reduce.aggregation import AggregationMethod, aggregate, aggregator_of, kind_of_term
+from gradreduce.reduce.aggregators import Spread
+
+__all__ = ["Order", "Terms"]
+
+Order = tuple[int, int]  # of the use: which node, and which of its operands
+
+
+class Terms:
+    """The terms of one tensor's gradient, pushed one by one.
+
+    A term is borrowed: it is never written, and another tensor may have the same.
+
+    Args:
+        method: how dense terms are combined; see ``AggregationMethod``.
+        keep_rows: whether terms that are all IndexedSlices stay so; else they are made dense.
+
+    Attributes:
+        home: where the first term lay, and the gradient will.
+    """
+
+    __slots__ = ("_held", "_keep_rows", "_kind", "_method", "_spread", "home")
+
+    def __init__(self, method: AggregationMethod, *, keep_rows: bool = False) -> None:
+        self._method = method
+        self._keep_rows = keep_rows
+        self._held: list[tuple[Order, Any, Device]] = []
+        self._spread: Spread | None = None
+        self._kind: Kind = "native"  # of the sum: that of the first term
+        self.home: Device | None = None
+
+    def push(self, term: Any, order: Order, device: Device) -> None:
+        """Takes the next term; None is left out.
+
+        Args:
+            term: an array, a traced value, or IndexedSlices.
+            order: of the use that it comes from.
+            device: where it lies, if it does not say so itself.
+        """
+        if term is None:
+            return
+        if self.home is None:
+            self.home = device
+        if isinstance(term, IndexedSlices):
+            term = self._taken(term)
+        if self._spread is not None and isinstance(term, Traceable):
+            self._held = [((-1, -1), self.result(), device)]  # traced terms are added all at once
+        if self._spread is None:
+            self._held.append((order, term, device))
+            if len(self._held) > 1 and self._streams():
+                self._spread = Spread(aggregator_of(self._method))
+                self._kind = kind_of_term(self._held[0][1])
+                while self._held:
+                    _, first, its_device = self._held.pop(0)
+                    self._add(first, its_device)
+        else:
+            self._add(term, device)
+
+    def result(self) -> Any:
+        """The gradient: a lone term itself, new memory for a sum; None without any."""
+        if self._spread is not None:
+            spread, self._spread = self._spread, None
+            with OneCall():
+                return from_buffer(spread.result(), self._kind)
+        held, self._held = sorted(self._held, key=lambda each: each[0]), []
+        if len(held) < 2:
+            return held[0][1] if held else None
+        if any(isinstance(term, Traceable) for _, term, _ in held):
+            return aggregate([_dense(term) for _, term, _ in held], self._method)
+        rows = [term for _, term, _ in held if isinstance(term, IndexedSlices)]
+        if len(rows) == len(held) and len({device for _, _, device in held}) == 1:
+            return aggregate(rows, self._method)
+        held = [(order, _dense(term), device) for order, term, device in held]  # calls that end
+        with OneCall():
+            spread = Spread(aggregator_of(self._method))
+            buffers = [to_buffer(term, device) for _, term, device in held]
+            for buffer in buffers:
+                spread.check(buffer.shape, buffer.dtype)
+                spread.push(buffer)
+            return from_buffer(spread.result(), kind_of_term(held[0][1]))
+
+    def _taken(self, rows: IndexedSlices) -> Any:
+        """Rows as a term: themselves, or dense. ACCUMULATE_N is TREE from here on."""
+        if self._method is AggregationMethod.EXPERIMENTAL_ACCUMULATE_N:
+            self._method = AggregationMethod.EXPERIMENTAL_TREE
+            if self._spread is not None:
+                self._spread.use_tree()
+        return rows if self._keep_rows else rows.to_dense()
+
+    def _streams(self) -> bool:
+        """Whether what is held is added at once."""
+        if self._method is AggregationMethod.ADD_N:
+            return False
+        terms = [term for _, term, _ in self._held]
+        if any(isinstance(term, Traceable) for term in terms):
+            return False
+        return not all(isinstance(term, IndexedSlices) for term in terms)
+
+    def _add(self, term: Any, device: Device) -> None:
+        """Adds one; its library's stream comes behind that, so that it may end."""
+        assert self._spread is not None
+        with OneCall():
+            buffer = to_buffer(_dense(term), device)
+            self._spread.check(buffer.shape, buffer.dtype)
+            self._spread.push(buffer)
+            is_read_later(buffer.block)  # maybe, by the next push
+
+
+def _dense(term: Any) -> Any:
+    return term.to_dense() if isinstance(term, IndexedSlices) else term

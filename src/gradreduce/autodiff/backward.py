@@ -1,0 +1,87 @@
+"""How gradients go back through what a loss did: the second half of ``tape.py``'s story.
+
+Decides which node's turn it is, and with it the order of terms; ``Terms`` adds them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+from gradreduce.arrays.convert_gpu import on_gpu_of
+
+from .accumulate_terms import Terms
+from .tape import Node
+
+__all__ = ["walk"]
+
+
+def walk(roots: list[Node], gradient: Any, new_terms: Callable[[], Terms]) -> None:
+    """Pushes every term that ``gradient``, of the root, sends to a leaf into the leaf's ``Terms``.
+
+    Args:
+        roots: the node of the loss alone; taken out, so that what a node holds ends with its turn,
+            if nobody else has it.
+        gradient: of its shape and dtype.
+        new_terms: makes what combines the terms of a tensor in between.
+    """
+    root = roots.pop()
+    last = root.number
+    if root.terms is not None:
+        root.terms.push(gradient, (last, -1), root.device)
+    awaited, turns = _schedule(root)
+    arrived: dict[int, Terms] = {}
+    ready = [(turns[last], last, root)]
+    del root
+    while ready:
+        _, _, node = heapq.heappop(ready)
+        if node.number != last:
+            with on_gpu_of(node.device):
+                gradient = arrived.pop(node.number).result()
+        for place, (parent, pull) in enumerate(zip(node.parents, node.pulls, strict=True)):
+            into = parent.terms
+            if into is None:
+                into = arrived.setdefault(parent.number, new_terms())
+            if gradient is not None:
+                with on_gpu_of(node.device):
+                    term = _as_operand(pull(gradient), parent)
+                into.push(term, (node.number, place), parent.device)
+                del term
+            awaited[parent.number] -= 1
+            if not awaited[parent.number] and parent.terms is None:
+                heapq.heappush(ready, (turns[parent.number], parent.number, parent))
+
+
+def _schedule(root: Node) -> tuple[dict[int, int], dict[int, int]]:
+    """What ``walk`` must know of each node before ``root``, by its number.
+
+    Returns:
+        How many terms it gets; and its turn: the number of the first node behind it, or itself,
+        that uses a tensor which has several uses. Of two nodes the one that leads to an earlier
+        use goes first.
+    """
+    awaited = {root.number: 0}
+    parents: dict[int, list[int]] = {}
+    left = [root]
+    while left:
+        node = left.pop()
+        parents[node.number] = [parent.number for parent in node.parents]
+        for parent in node.parents:
+            if parent.number not in awaited:
+                awaited[parent.number] = 0
+                left.append(parent)
+            awaited[parent.number] += 1
+    turns: dict[int, int] = {}
+    for number in sorted(parents):  # parents before their children
+        shared = any(awaited[each] > 1 for each in parents[number])
+        behind = [turns[each] for each in parents[number]]
+        turns[number] = min([*behind, number if shared else root.number])
+    return awaited, turns
+
+
+def _as_operand(term: Any, node: Node) -> Any:
+    """A term in the dtype of its tensor, where an operation has mixed dtypes."""
+    if term is None or term.dtype == node.dtype:
+        return term
+    return term.astype(node.dtype)

@@ -1,0 +1,95 @@
+"""How a gradient gets back the shape that broadcasting or a reduction has changed.
+
+Halves are added in float32 and rounded once, as by the kernels of ``ops``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .array_methods import astype
+
+__all__ = [
+    "is_half",
+    "kept_shape",
+    "like",
+    "normalized",
+    "reduced_axes",
+    "scaled",
+    "shape_of",
+    "spread",
+    "total",
+    "widened",
+]
+
+Shape = tuple[int, ...]
+
+
+def shape_of(x: Any) -> Shape:
+    """Of an array or a list; of a Python number none."""
+    return tuple(np.shape(x) if isinstance(x, list | tuple) else getattr(x, "shape", ()))
+
+
+def is_half(x: Any) -> bool:
+    """Whether it is an array of float16 or bfloat16."""
+    return str(getattr(x, "dtype", "")) in ("float16", "bfloat16")
+
+
+def widened(x: Any) -> Any:
+    """Halves in float32; anything else as it is."""
+    return astype(x, np.float32) if is_half(x) else x
+
+
+def total(x: Any, axis: Any = None, *, keepdims: bool = False) -> Any:
+    """``np.sum``, of whose halves NumPy would round every addition."""
+    if not is_half(x):
+        return np.sum(x, axis=axis, keepdims=keepdims)
+    return astype(np.sum(x, axis=axis, dtype=np.float32, keepdims=keepdims), x.dtype)
+
+
+def like(term: Any, shape: Shape) -> Any:
+    """``term`` summed over the axes along which an operand of ``shape`` was broadcast."""
+    given = shape_of(term)
+    if given == shape:
+        return term
+    lead = len(given) - len(shape)
+    axes = tuple(range(lead)) + tuple(
+        lead + place
+        for place, extent in enumerate(shape)
+        if extent == 1 and given[lead + place] != 1
+    )
+    summed = total(term, axes, keepdims=True) if axes else term
+    return np.reshape(summed, shape) if shape_of(summed) != shape else summed
+
+
+def scaled(operand: Any, pull: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``pull`` with its terms in the operand's shape; keeps the shape of it, not the operand."""
+    shape = shape_of(operand)
+    return lambda g: like(pull(g), shape)
+
+
+def normalized(axis: int, ndim: int) -> int:
+    """An axis counted from the front."""
+    return axis + ndim if axis < 0 else axis
+
+
+def reduced_axes(axis: Any, ndim: int) -> tuple[int, ...]:
+    """Those that a reduction takes away, counted from the front."""
+    if axis is None:
+        return tuple(range(ndim))
+    axes: Sequence[int] = axis if isinstance(axis, tuple | list) else (axis,)
+    return tuple(normalized(int(each), ndim) for each in axes)
+
+
+def kept_shape(shape: Shape, axis: Any) -> Shape:
+    """What a reduction of ``shape`` gives with keepdims."""
+    axes = reduced_axes(axis, len(shape))
+    return tuple(1 if place in axes else extent for place, extent in enumerate(shape))
+
+
+def spread(g: Any, shape: Shape, axis: Any) -> Any:
+    """The gradient of a sum over ``axis``, at each element of ``shape``: a view."""
+    return np.broadcast_to(np.reshape(g, kept_shape(shape, axis)), shape)

@@ -1,0 +1,166 @@
+"""Functions that losses are made of and NumPy has not, each with its rule.
+
+All take NumPy's arrays, CuPy's, Variables and traced values, and keep the dtype; those that add
+compute halves in float32 and round once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gradreduce.arrays.trace_context import traceable
+from gradreduce.errors import InvalidArgumentError
+
+from .array_methods import astype
+from .registry import RULES, Maker, Pull
+from .rules_broadcast import is_half, kept_shape, shape_of, widened
+from .rules_elementwise import chosen, one
+
+__all__ = ["logsumexp", "relu", "sigmoid", "softmax_cross_entropy"]
+
+
+@traceable
+def relu(x: Any) -> Any:
+    """``max(x, 0)``; its slope at 0 is 0."""
+    return np.maximum(x, 0)
+
+
+@traceable
+def sigmoid(x: Any) -> Any:
+    """``1 / (1 + exp(-x))``, without overflow."""
+    return np.tanh(x * 0.5) * 0.5 + 0.5
+
+
+@traceable
+def logsumexp(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
+    """``log(sum(exp(x)))`` over ``axis``, without overflow.
+
+    Args:
+        x: an array.
+        axis: None for all, an integer or a tuple of them.
+        keepdims: as of ``np.sum``.
+    """
+    if is_half(x):
+        return astype(logsumexp(widened(x), axis, keepdims), x.dtype)
+    shape = shape_of(x)
+    top = np.max(x, axis=axis, keepdims=True)
+    top = np.where(np.isfinite(top), top, np.zeros_like(top))  # inf - inf would be nan
+    with np.errstate(divide="ignore"):  # of -inf alone
+        found = np.log(np.sum(np.exp(x - top), axis=axis, keepdims=True)) + top
+    return found if keepdims else np.reshape(found, _reduced(shape, axis))
+
+
+@traceable
+def softmax_cross_entropy(logits: Any, labels: Any) -> Any:
+    """How far ``softmax(logits)`` is from ``labels``, for each example.
+
+    Args:
+        logits: ``(…, classes)``.
+        labels: an array or a list: ``(…,)`` integers, the class of each example, or
+            ``(…, classes)`` floats, the probability of each class.
+
+    Returns:
+        The losses, ``(…,)``, of the dtype of ``logits``.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        InvalidArgumentError: (a ``ValueError``) a class below 0, or not below the number of
+            classes. Of labels on a GPU nobody waits to find out: their loss is 0.
+    """
+    labels = _array(labels, logits)
+    _check_classes(labels, logits.shape[-1])
+    if is_half(logits):
+        return astype(softmax_cross_entropy(widened(logits), labels), logits.dtype)
+    log_sum = logsumexp(logits, axis=-1)
+    wanted = _as_probabilities(logits, labels)
+    total = np.sum(wanted, axis=-1)
+    return log_sum * total - np.sum(chosen(wanted != 0, logits) * wanted, axis=-1)
+
+
+def _array(labels: Any, logits: Any) -> Any:
+    """Labels of a list as an array that lies where ``logits`` do."""
+    return labels if hasattr(labels, "dtype") else np.asarray(np.asarray(labels), like=logits)
+
+
+def _check_classes(labels: Any, num_classes: int) -> None:
+    if isinstance(labels, np.ndarray | np.generic) and labels.dtype.kind in "iu" and labels.size:
+        low, high = labels.min(), labels.max()
+        if low < 0 or high >= num_classes:
+            raise InvalidArgumentError(
+                f"labels are from {low} to {high}; allowed are 0 to {num_classes - 1}"
+            )
+
+
+def _reduced(shape: tuple[int, ...], axis: Any) -> tuple[int, ...]:
+    whole = kept_shape(shape, axis)
+    axes = range(len(shape)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    gone = {each % len(shape) for each in axes}
+    return tuple(extent for place, extent in enumerate(whole) if place not in gone)
+
+
+def _as_probabilities(logits: Any, labels: Any) -> Any:
+    """``labels`` as an array of the shape and dtype of ``logits``."""
+    shape, labels = shape_of(logits), _array(labels, logits)
+    if labels.dtype.kind not in "iub":
+        if shape_of(labels) != shape:
+            raise ValueError(f"labels have the shape {shape_of(labels)}, the logits {shape}")
+        return labels if labels.dtype == logits.dtype else labels.astype(logits.dtype)
+    if shape_of(labels) != shape[:-1]:
+        raise ValueError(
+            f"integer labels have the shape {shape_of(labels)}; logits {shape} need a class for "
+            f"each example, {shape[:-1]}"
+        )
+    classes = np.arange(shape[-1], like=labels)
+    return (labels[..., None] == classes).astype(logits.dtype)
+
+
+def _rounded(term: Any, of: Any) -> Any:
+    """What was computed in float32 for halves ``of``, in their dtype."""
+    return astype(term, of.dtype) if is_half(of) else term
+
+
+def _logsumexp(out: Any, x: Any, axis: Any = None, keepdims: bool = False) -> tuple[Maker]:
+    kept = kept_shape(shape_of(x), axis)
+
+    def pull(g: Any) -> Any:
+        if not is_half(x):
+            return np.reshape(g, kept) * np.exp(x - np.reshape(out, kept))
+        wide = widened(x)  # the result is rounded: its slope is that of the sum
+        share = np.exp(wide - logsumexp(wide, axis, keepdims=True))
+        return _rounded(np.reshape(g, kept) * share, x)
+
+    return (lambda: pull,)
+
+
+def _softmax_cross_entropy(out: Any, logits: Any, labels: Any) -> tuple[Maker, Maker]:
+    def to_logits() -> Pull:
+        def pull(g: Any) -> Any:
+            wide = widened(logits)
+            share = np.exp(wide - logsumexp(wide, axis=-1, keepdims=True))
+            wanted = _as_probabilities(wide, labels)
+            total = np.sum(wanted, axis=-1, keepdims=True)
+            return _rounded(g[..., None] * (share * total - wanted), logits)
+
+        return pull
+
+    def to_labels() -> Pull:
+        def pull(g: Any) -> Any:
+            wide = widened(logits)
+            return _rounded(g[..., None] * (logsumexp(wide, axis=-1, keepdims=True) - wide), logits)
+
+        return pull
+
+    return to_logits, to_labels
+
+
+def _relu(out: Any, x: Any) -> Pull:
+    above = out > 0
+    return lambda g: chosen(above, g)
+
+
+one(relu, _relu)
+one(sigmoid, lambda out, x: lambda g: g * (out * (1 - out)))
+RULES[logsumexp] = _logsumexp
+RULES[softmax_cross_entropy] = _softmax_cross_entropy

@@ -1,0 +1,207 @@
+"""Rules of operations that take axes away, and of sums that run along one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .array_methods import astype
+from .registry import COMPOSED, CONSTANT, RULES, Maker, Pull
+from .rules_broadcast import is_half, kept_shape, reduced_axes, shape_of, spread, widened
+from .rules_elementwise import chosen
+from .unsupported import no_rule
+
+
+def _only(name: str, **extras: Any) -> None:
+    """Raises for what the rules do not know."""
+    for key, value in extras.items():
+        if value is not None and value is not True:
+            raise no_rule(f"np.{name}(..., {key}=)")
+
+
+def _num_reduced(shape: tuple[int, ...], axis: Any) -> int:
+    return math.prod(shape[place] for place in reduced_axes(axis, len(shape)))
+
+
+def _over(g: Any, count: float) -> Any:
+    """``g / count`` in the dtype of ``g``, of which NumPy 1 makes float64 if it is a number.
+
+    Halves end at 65504, so that a count beyond would be infinite.
+    """
+    share = g / count if count < 60_000 else g * (1 / count)
+    return share if share.dtype == g.dtype else share.astype(g.dtype)
+
+
+def _sum(
+    out: Any,
+    a: Any,
+    axis: Any = None,
+    dtype: Any = None,
+    _out: Any = None,
+    keepdims: Any = False,
+    initial: Any = None,
+    where: Any = True,
+) -> tuple[Maker]:
+    _only("sum", where=where)  # initial is only added
+    shape = shape_of(a)
+    return (lambda: lambda g: spread(g, shape, axis),)
+
+
+def _mean(
+    out: Any,
+    a: Any,
+    axis: Any = None,
+    dtype: Any = None,
+    _out: Any = None,
+    keepdims: Any = False,
+    *,
+    where: Any = True,
+) -> tuple[Maker]:
+    _only("mean", where=where)
+    shape = shape_of(a)
+    count = _num_reduced(shape, axis)
+    return (lambda: lambda g: spread(_over(g, count), shape, axis),)
+
+
+def _max(
+    out: Any,
+    a: Any,
+    axis: Any = None,
+    _out: Any = None,
+    keepdims: Any = False,
+    initial: Any = None,
+    where: Any = True,
+) -> tuple[Maker]:
+    """Also of min. Equal largest ones share the gradient evenly, as in TensorFlow."""
+    _only("max", initial=initial, where=where)
+    kept = kept_shape(shape_of(a), axis)
+
+    def make() -> Pull:
+        mask = a == np.reshape(out, kept)
+        axes = reduced_axes(axis, len(kept))
+        count = np.sum(mask, axis=axes, keepdims=True).astype(a.dtype)
+        return lambda g: chosen(mask, np.broadcast_to(np.reshape(g, kept) / count, mask.shape))
+
+    return (make,)
+
+
+def _prod(
+    out: Any,
+    a: Any,
+    axis: Any = None,
+    dtype: Any = None,
+    _out: Any = None,
+    keepdims: Any = False,
+    initial: Any = None,
+    where: Any = True,
+) -> tuple[Maker]:
+    """The product of the others: of those before it and those behind, without a division."""
+    _only("prod", initial=initial, where=where)
+    shape = shape_of(a)
+    axes = reduced_axes(axis, len(shape))
+    order = [place for place in range(len(shape)) if place not in axes] + list(axes)
+    moved = [shape[place] for place in order]
+    rows = (*moved[: len(shape) - len(axes)], math.prod(moved[len(shape) - len(axes) :]))
+
+    def pull(g: Any) -> Any:
+        x = np.reshape(np.transpose(a, order), rows)
+        others = _product_before(x) * np.flip(_product_before(np.flip(x, -1)), -1)
+        back = [order.index(place) for place in range(len(shape))]
+        return spread(g, shape, axis) * np.transpose(np.reshape(others, moved), back)
+
+    return (lambda: pull,)
+
+
+def _product_before(x: Any) -> Any:
+    """Of each element those before it along the last axis, in a logarithm of steps."""
+    product = np.concatenate([np.ones_like(x[..., :1]), x[..., :-1]], axis=-1)
+    step = 1
+    while step < x.shape[-1]:
+        start = np.ones_like(product[..., :step])
+        product = product * np.concatenate([start, product[..., :-step]], axis=-1)
+        step *= 2
+    return product
+
+
+def _centred(a: Any, axis: Any) -> Any:
+    wide = widened(a)
+    found = wide - np.mean(wide, axis=axis, keepdims=True)
+    return astype(found, a.dtype) if is_half(a) else found
+
+
+def _deviation(
+    name: str, factor: Callable[[Any], Callable[[Any, float], Any]]
+) -> Callable[..., tuple[Maker]]:
+    """The rule of ``np.var`` or ``np.std``: a factor times how far each element is off the mean.
+
+    Args:
+        name: which of the two.
+        factor: given the result, makes what gets the gradient and the count, and gives the factor.
+    """
+
+    def rule(
+        out: Any,
+        a: Any,
+        axis: Any = None,
+        dtype: Any = None,
+        _out: Any = None,
+        ddof: Any = 0,
+        keepdims: Any = False,
+        *,
+        where: Any = True,
+    ) -> tuple[Maker]:
+        _only(name, where=where)
+        shape = shape_of(a)
+        count = max(_num_reduced(shape, axis) - ddof, 0)
+        axes = reduced_axes(axis, len(shape))
+        scale = factor(out)
+        return (lambda: lambda g: spread(scale(g, count), shape, axis) * _centred(a, axes),)
+
+    return rule
+
+
+def _of_var(out: Any) -> Callable[[Any, float], Any]:
+    return lambda g, count: _over(g, count / 2)
+
+
+def _of_std(out: Any) -> Callable[[Any, float], Any]:
+    """Zero where all are equal, which is where it has no slope."""
+    return lambda g, count: _over(g / np.where(out == 0, np.ones_like(out), out), count)
+
+
+def _cumsum(
+    out: Any, a: Any, axis: Any = None, dtype: Any = None, _out: Any = None
+) -> tuple[Maker]:
+    shape = shape_of(a)
+    along = 0 if axis is None else axis
+
+    def pull(g: Any) -> Any:
+        summed = np.flip(np.cumsum(np.flip(widened(g), along), axis=along), along)
+        return np.reshape(astype(summed, g.dtype) if is_half(g) else summed, shape)
+
+    return (lambda: pull,)
+
+
+def _norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
+    of_vectors = x.ndim == 1 if axis is None else np.size(axis) == 1
+    if ord is not None and not (ord == 2 and of_vectors):
+        raise no_rule(f"np.linalg.norm(..., ord={ord!r})")
+    return np.sqrt(np.sum(np.square(x), axis=axis, keepdims=keepdims))
+
+
+RULES[np.sum] = _sum
+RULES[np.mean] = _mean
+RULES[np.max] = RULES[np.amax] = RULES[np.min] = RULES[np.amin] = _max
+RULES[np.prod] = _prod
+RULES[np.var] = _deviation("var", _of_var)
+RULES[np.std] = _deviation("std", _of_std)
+RULES[np.cumsum] = _cumsum
+COMPOSED[np.linalg.norm] = _norm
+
+CONSTANT |= {
+    np.argmax, np.argmin, np.argsort, np.all, np.any, np.count_nonzero, np.nonzero, np.argwhere,
+    np.flatnonzero, np.searchsorted,
+}  # fmt: skip

@@ -1,0 +1,202 @@
+"""Rules of operations that move elements and leave them as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gradreduce.reduce.aggregation import accumulate_n, add_n, aggregate
+
+from .registry import COMPOSED, JOINS, RULES, VIEWS, Maker, Pull
+from .rules_broadcast import like, normalized, shape_of
+from .unsupported import no_rule
+
+
+def _reshaped(out: Any, a: Any, *args: Any, **kwargs: Any) -> tuple[Maker]:
+    """Of every operation that gives the same elements in the same order."""
+    if any(isinstance(each, str) and each != "C" for each in (*args, *kwargs.values())):
+        raise no_rule("np.reshape(..., order=) other than 'C'")
+    shape = shape_of(a)
+    return (lambda: lambda g: np.reshape(g, shape),)
+
+
+def _transpose(out: Any, a: Any, axes: Any = None) -> tuple[Maker]:
+    ndim = len(shape_of(a))
+    order = [normalized(axis, ndim) for axis in axes] if axes is not None else None
+    back = None if order is None else [order.index(place) for place in range(ndim)]
+    return (lambda: lambda g: np.transpose(g, back),)
+
+
+def _swapaxes(out: Any, a: Any, axis1: int, axis2: int) -> tuple[Maker]:
+    return (lambda: lambda g: np.swapaxes(g, axis1, axis2),)
+
+
+def _moveaxis(out: Any, a: Any, source: Any, destination: Any) -> tuple[Maker]:
+    return (lambda: lambda g: np.moveaxis(g, destination, source),)
+
+
+def _flip(out: Any, m: Any, axis: Any = None) -> tuple[Maker]:
+    return (lambda: lambda g: np.flip(g, axis),)
+
+
+def _roll(out: Any, a: Any, shift: Any, axis: Any = None) -> tuple[Maker]:
+    back = tuple(-each for each in shift) if isinstance(shift, tuple | list) else -shift
+    return (lambda: lambda g: np.roll(g, back, axis),)
+
+
+def _broadcast_to(out: Any, array: Any, shape: Any) -> tuple[Maker]:
+    of_operand = shape_of(array)
+    return (lambda: lambda g: like(g, of_operand),)
+
+
+def _concatenate(
+    out: Any, arrays: Sequence[Any], axis: Any = 0, _out: Any = None, **kwargs: Any
+) -> tuple[Maker]:
+    shapes = [shape_of(array) for array in arrays]
+
+    def maker(item: int | None = None) -> Any:
+        if item is None:
+            return _of_rows([maker(row) for row in range(len(shapes))])
+        shape = shapes[item]
+        if axis is None:
+            start = sum(int(np.prod(each)) for each in shapes[:item])
+            stop = start + int(np.prod(shape))
+            return lambda g: np.reshape(g[start:stop], shape)
+        along = normalized(axis, len(shape))
+        start = sum(each[along] for each in shapes[:item])
+        part = (slice(None),) * along + (slice(start, start + shape[along]),)
+        return lambda g: g[part]
+
+    return (maker,)
+
+
+def _stack(out: Any, arrays: Sequence[Any], axis: int = 0, _out: Any = None) -> tuple[Maker]:
+    along = normalized(axis, len(out.shape))
+
+    def maker(item: int | None = None) -> Any:
+        if item is None:
+            return lambda g: np.moveaxis(g, along, 0)
+        part = (slice(None),) * along + (item,)
+        return lambda g: g[part]
+
+    return (maker,)
+
+
+def _of_rows(pulls: Sequence[Pull]) -> Pull:
+    """That of an array whose rows were joined, as the elements of a list are."""
+    return lambda g: np.stack([pull(g) for pull in pulls])
+
+
+def _repeat(a: Any, repeats: Any, axis: int | None = None) -> Any:
+    """Of every element as often."""
+    if not isinstance(repeats, int | np.integer):
+        raise no_rule("np.repeat(..., repeats=) other than one integer")
+    if axis is None:
+        a, axis = np.ravel(a), 0
+    along = normalized(axis, a.ndim) + 1
+    wide = np.expand_dims(a, along)
+    shape = (*wide.shape[:along], int(repeats), *wide.shape[along + 1 :])
+    joined = [*a.shape]
+    joined[along - 1] *= int(repeats)
+    return np.reshape(np.broadcast_to(wide, shape), joined)
+
+
+def _tile(A: Any, reps: Any) -> Any:  # NumPy's name
+    times = [int(each) for each in np.ravel(reps)]
+    shape = [1] * (len(times) - A.ndim) + list(A.shape)
+    times = [1] * (len(shape) - len(times)) + times
+    inner = [each for extent in shape for each in (1, extent)]
+    outer = [each for pair in zip(times, shape, strict=True) for each in pair]
+    wide = np.broadcast_to(np.reshape(A, inner), outer)
+    return np.reshape(wide, [a * b for a, b in zip(times, shape, strict=True)])
+
+
+def _at_least_2d(x: Any, *, column: bool = False) -> Any:
+    if len(shape_of(x)) > 1:
+        return x
+    return np.reshape(x, (-1, 1) if column else (1, -1))
+
+
+def _vstack(tup: Sequence[Any]) -> Any:
+    return np.concatenate([_at_least_2d(each) for each in tup], axis=0)
+
+
+def _hstack(tup: Sequence[Any]) -> Any:
+    flat = [np.reshape(each, (-1,)) if not shape_of(each) else each for each in tup]
+    return np.concatenate(flat, axis=0 if len(shape_of(flat[0])) == 1 else 1)
+
+
+def _column_stack(tup: Sequence[Any]) -> Any:
+    return np.concatenate([_at_least_2d(each, column=True) for each in tup], axis=1)
+
+
+def _split(ary: Any, indices_or_sections: Any, axis: int = 0) -> list[Any]:
+    along = normalized(axis, ary.ndim)
+    extent = ary.shape[along]
+    if not np.ndim(indices_or_sections):
+        sections = int(indices_or_sections)
+        if extent % sections:
+            raise ValueError("array split does not result in an equal division")
+        cuts = [extent // sections * place for place in range(1, sections)]
+    else:
+        cuts = [int(each) for each in indices_or_sections]
+    ends = zip([0, *cuts], [*cuts, extent], strict=True)
+    return [ary[(slice(None),) * along + (slice(start, stop),)] for start, stop in ends]
+
+
+def _sum_of(
+    out: Any, inputs: Sequence[Any], *args: Any, as_kind: str | None = None, **kwargs: Any
+) -> tuple[Maker]:
+    """Of ``add_n`` and its like: each term has the whole gradient."""
+    if as_kind not in (None, "numpy", "cupy"):
+        raise no_rule(f"a sum of terms as_kind={as_kind!r}")
+    return (lambda item: lambda g: g,)
+
+
+def _broadcast_arrays(*args: Any) -> Any:
+    shape = np.broadcast_shapes(*(shape_of(each) for each in args))
+    return [np.broadcast_to(each, shape) for each in args]
+
+
+def _trace(a: Any) -> Any:
+    return np.sum(np.diagonal(a))
+
+
+def _diagonal(a: Any) -> Any:
+    if a.ndim != 2:
+        raise no_rule("np.diagonal of what is no matrix")
+    places = np.arange(min(a.shape))
+    return a[places, places]
+
+
+RULES[np.reshape] = RULES[np.ravel] = _reshaped
+RULES[np.expand_dims] = RULES[np.squeeze] = _reshaped
+RULES[np.transpose] = _transpose
+RULES[np.swapaxes] = _swapaxes
+RULES[np.moveaxis] = _moveaxis
+RULES[np.flip] = _flip
+RULES[np.roll] = _roll
+RULES[np.broadcast_to] = _broadcast_to
+RULES[np.concatenate] = _concatenate
+RULES[np.stack] = _stack
+RULES[add_n] = RULES[accumulate_n] = RULES[aggregate] = _sum_of
+JOINS |= {np.concatenate, np.stack, add_n, accumulate_n, aggregate}
+VIEWS |= {
+    np.reshape, np.ravel, np.expand_dims, np.squeeze, np.transpose, np.swapaxes, np.moveaxis,
+    np.flip,
+}  # fmt: skip
+COMPOSED.update(
+    {
+        np.repeat: _repeat,
+        np.tile: _tile,
+        np.vstack: _vstack,
+        np.hstack: _hstack,
+        np.column_stack: _column_stack,
+        np.split: _split,
+        np.broadcast_arrays: _broadcast_arrays,
+        np.trace: _trace,
+        np.diagonal: _diagonal,
+    }
+)

@@ -1,0 +1,320 @@
+"""Which devices there are and which backend runs them; never does work.
+
+The only room that reads environment variables, but for ``XDG_CACHE_HOME`` in ``compiled.py``:
+
+* ``GRADREDUCE_BACKEND``: ``sim`` or ``cuda``, when ``open_mesh`` is given none.
+* ``GRADREDUCE_SIM_DEVICES``: how many simulated devices, when it is given none (default 4).
+* ``GRADREDUCE_SIM_STRICT``: ``1`` fills fresh simulated memory with NaN.
+* ``GRADREDUCE_FLIGHT_RECORD``: ``flight.json``; when a mesh dies its flight record is written to
+  ``flight.<process>-<mesh>.json`` beside it, or to ``/dev/stderr``, a device or a FIFO itself.
+* ``GRADREDUCE_SIM_THREADS``: host threads that run simulated launches (default: the cores).
+* What launchers of several processes set: torchrun ``WORLD_SIZE`` and ``LOCAL_RANK``, Open MPI
+  ``OMPI_COMM_WORLD_SIZE`` and ``OMPI_COMM_WORLD_LOCAL_RANK``, MPICH and Intel MPI ``PMI_SIZE`` and
+  ``MPI_LOCALRANKID``, srun ``SLURM_STEP_NUM_TASKS`` and ``SLURM_LOCALID``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import reprlib
+from collections.abc import Callable, Container, Iterable, Sequence, Set
+from contextlib import suppress
+from functools import cache
+from itertools import islice
+from types import ModuleType
+from typing import Any
+
+from gradreduce.backends.sim.collective import SimCollective
+from gradreduce.backends.sim.device import FACES, SimDevice, SimOptions
+from gradreduce.backends.sim.host_compile import find_compiler
+from gradreduce.backends.sim.scheduler import RunAtOnce, Shuffled
+from gradreduce.backends.sim.workers import Workers
+from gradreduce.device import Collective, Device, Mesh, ModuleLock, as_flag, as_index
+from gradreduce.device.mesh_state import Fabric
+from gradreduce.device.op_log import flight_path
+from gradreduce.errors import BackendUnavailableError, brief
+
+__all__ = ["default_mesh", "open_mesh"]
+
+_log = logging.getLogger("gradreduce")
+# Devices of a mesh, and threads: more are a mistake, and would take all memory to be built.
+MOST = 1024
+_BACKENDS = ("cuda", "sim")
+_NUM_PROCESSES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+_INSTALL = "pip install 'gradreduce[cuda12]' (CUDA 12) or 'gradreduce[cuda13]' (CUDA 13)"
+
+
+def open_mesh(
+    devices: int | Sequence[int] | None = None,
+    *,
+    backend: str | None = None,
+    processes: str | None = None,
+    peer_access: bool | Set[tuple[int, int]] = True,
+    kernels: str = "numpy",
+    strict: bool | None = None,
+    schedule_seed: int | None = None,
+) -> Mesh:
+    """Opens devices. A backend asked for by name never turns into another one.
+
+    Args:
+        devices: how many logical devices, one on each physical one; or the physical device of
+            each logical one: ``[0, 0, 1, 1]`` are four on two. Default: every visible GPU; in one
+            of several processes the GPU of its local rank, or GPU 0 if only one is visible; in the
+            simulation ``GRADREDUCE_SIM_DEVICES`` (4). At most 1,024.
+        backend: ``"sim"`` or ``"cuda"``. Default: ``GRADREDUCE_BACKEND``, else GPUs if CuPy sees
+            any, else the simulation, with one logged warning that says why.
+        processes: ``"none"``: open devices of this process alone, though a launcher (torchrun,
+            mpiexec, srun) has started several processes. Default: that is an error, because sums
+            stay inside each process.
+        peer_access: simulation only: whether a launch may touch another physical device's memory.
+            Without it every byte is copied. Or the pairs of physical devices that have it.
+        kernels: simulation only: which face of a kernel a launch runs. ``"numpy"``, the twin;
+            ``"compiled"``, the shipped ``.cu`` text built by g++; for tests ``"exact"`` and
+            ``"sanitized"``, builds with a GPU's geometry.
+        strict: simulation only: fill fresh memory with NaN (integers: 0xA5 bytes). Default
+            ``GRADREDUCE_SIM_STRICT``, else no.
+        schedule_seed: simulation only: run the device queues in a random order that the fences
+            allow, each seed in another one (0: as late as can be, 1: as early), and turn freed
+            memory to NaN. For tests of code that queues work. Default: work runs at once.
+
+    Returns:
+        A mesh of new devices; meshes work side by side and share no memory.
+
+    Raises:
+        BackendUnavailableError: the backend asked for cannot run here; the text says what to
+            install.
+        RuntimeError: this is one of several processes, and ``processes`` is not ``"none"``.
+        TypeError: ``peer_access`` or ``strict`` is no boolean, ``schedule_seed`` no integer.
+        ValueError: another wrong argument or environment variable, named in the text.
+    """
+    _check_alone(processes)
+    if backend is None:
+        backend = _backend_from_environment()
+    if not _is_one_of(backend, _BACKENDS):
+        raise ValueError(f"backend={brief(backend)} is not one of {_BACKENDS}")
+    if not _is_one_of(kernels, FACES):
+        raise ValueError(f"kernels={brief(kernels)} is not one of {tuple(FACES)}")
+    if backend == "cuda":
+        try:
+            return _open_cuda(devices)
+        except BackendUnavailableError as error:
+            raise BackendUnavailableError(f"backend='cuda' cannot run here: {error}") from error
+    if strict is None:
+        strict = _integer("GRADREDUCE_SIM_STRICT", 0, minimum=0) > 0
+    strict = as_flag("strict", strict)
+    build = FACES[kernels]
+    if build is not None:
+        find_compiler(build)
+    placement = _placement(devices)
+    workers = Workers(_integer("GRADREDUCE_SIM_THREADS", _num_cores()))
+    scheduler = RunAtOnce() if schedule_seed is None else Shuffled(_seed(schedule_seed))
+    options = SimOptions(kernels, strict, workers, scheduler)
+    return _open_sim(placement, peer_access, options)
+
+
+def _is_one_of(name: Any, names: Container[str]) -> bool:
+    """Whether it is one of these texts; an array compares with none of them."""
+    return isinstance(name, str) and name in names
+
+
+def _seed(seed: int) -> int:
+    try:
+        return as_index(seed)
+    except TypeError:
+        raise TypeError(f"schedule_seed={brief(seed)} must be an integer or None") from None
+
+
+def _check_alone(processes: str | None) -> None:
+    """Raises in one of several processes, unless the caller knows that no sum leaves it."""
+    if processes is not None and not _is_one_of(processes, ("none",)):
+        raise ValueError(f"processes={brief(processes)} must be None or 'none'")
+    launched = _launched(_NUM_PROCESSES, 2)
+    if launched is not None and processes is None:
+        name, number = launched
+        raise RuntimeError(
+            f"{name}={number}: this is one of {number} processes, and gradreduce sums inside each "
+            "process only. If that is what you want, call open_mesh(processes='none') and pass the "
+            "mesh to every call that would use the default mesh."
+        )
+
+
+def _launched(variables: Sequence[str], minimum: int) -> tuple[str, int] | None:
+    """The first variable that holds a number from ``minimum`` up, as a launcher sets it."""
+    for name in variables:
+        text = os.environ.get(name, "")
+        if text.isdecimal() and int(text) >= minimum:
+            return name, int(text)
+    return None
+
+
+def _own_gpus(num_gpus: int) -> Sequence[int]:
+    """Every visible GPU; in one of several processes the one of its local rank."""
+    if num_gpus == 1 or _launched(_NUM_PROCESSES, 2) is None:
+        return range(num_gpus)
+    launched = _launched(_LOCAL_RANKS, 0)
+    if launched is None:
+        names = ", ".join(_LOCAL_RANKS)
+        raise BackendUnavailableError(f"none of {names} holds this process's local rank: pass "
+                                      f"devices=, a list of some of {num_gpus} GPUs")  # fmt: skip
+    name, rank = launched
+    if rank >= num_gpus:
+        raise BackendUnavailableError(
+            f"{name}={rank}, and CuPy sees {num_gpus} GPUs in this process: pass devices="
+        )
+    return [rank]
+
+
+def _open_sim(
+    placement: Sequence[int], peer_access: bool | Set[tuple[int, int]], options: SimOptions
+) -> Mesh:
+    fabric = _fabric("sim", peer_access)
+    made = [SimDevice(fabric, index, physical, options) for index, physical in enumerate(placement)]
+    return _mesh(made, fabric, cache(SimCollective), options.workers.close)
+
+
+def _open_cuda(devices: int | Sequence[int] | None) -> Mesh:
+    cuda, nccl, streams = _cuda_backend()
+    num_gpus = streams.visible_gpus()
+    placement = _placement(_own_gpus(num_gpus) if devices is None else devices)
+    if max(placement) >= num_gpus:
+        raise BackendUnavailableError(
+            f"devices={reprlib.repr(devices)} names GPU {max(placement)}; CuPy sees {num_gpus}, "
+            "from 0 up"
+        )
+    physicals = tuple(dict.fromkeys(placement))
+    fabric = _fabric("cuda", streams.enable_peer_access(physicals))
+    made = [cuda.CudaDevice(fabric, index, gpu) for index, gpu in enumerate(placement)]
+    collective = nccl.SharedNccl(fabric)
+
+    def close() -> None:
+        for device in made:
+            device.close()
+        collective.close()
+
+    return _mesh(made, fabric, collective, close)
+
+
+def _fabric(backend: str, peer_access: bool | Set[tuple[int, int]]) -> Fabric:
+    if not isinstance(peer_access, Set):
+        peer_access = as_flag("peer_access", peer_access)
+    fabric = Fabric(backend, peer_access=peer_access)
+    fabric.flight_path = flight_path(os.environ.get("GRADREDUCE_FLIGHT_RECORD", ""))
+    return fabric
+
+
+def _mesh(
+    made: Sequence[Device],
+    fabric: Fabric,
+    collective: Callable[[], Collective],
+    on_close: Callable[[], None],
+) -> Mesh:
+    """The whole mesh of new devices."""
+    mesh = Mesh(made, fabric, collective, on_close)
+    for device in made:
+        device.mesh = mesh
+    return mesh
+
+
+def _cuda_backend() -> tuple[ModuleType, ModuleType, ModuleType]:
+    """Imports the CUDA backend: its modules ``device``, ``nccl`` and ``streams``.
+
+    Raises:
+        BackendUnavailableError: CuPy is missing or sees no GPU; says what to install.
+    """
+    if importlib.util.find_spec("cupy") is None:
+        raise BackendUnavailableError(f"CuPy is not installed; {_INSTALL}")
+    try:
+        from .cuda import device as cuda
+        from .cuda import nccl, streams
+    except ImportError as error:
+        raise BackendUnavailableError(f"CuPy does not import ({error}); {_INSTALL}") from error
+    streams.visible_gpus()
+    return cuda, nccl, streams
+
+
+_default: list[Mesh] = []
+_default_lock = ModuleLock()
+
+
+def default_mesh() -> Mesh:
+    """The mesh that ``mesh=None`` means: ``open_mesh()``, made once and shared by all callers.
+
+    A closed one is replaced by a new one at the next call; so is one from before a fork.
+
+    Raises:
+        RuntimeError: this is one of several processes; see ``open_mesh``.
+        ValueError, BackendUnavailableError: what ``open_mesh`` raises.
+    """
+    with _default_lock.lock:
+        if _default:
+            try:
+                _default[0].fabric.check_open()
+            except BackendUnavailableError:
+                _default.clear()
+        if not _default:
+            _default.append(open_mesh())
+        return _default[0]
+
+
+def _backend_from_environment() -> str:
+    named = os.environ.get("GRADREDUCE_BACKEND", "")
+    if named:
+        if named not in _BACKENDS:
+            raise ValueError(f"GRADREDUCE_BACKEND={brief(named)} is not one of {_BACKENDS}")
+        return named
+    try:
+        _cuda_backend()
+    except BackendUnavailableError as error:
+        _warn_once(str(error))
+        return "sim"
+    return "cuda"
+
+
+@cache
+def _warn_once(why: str) -> None:
+    _log.warning(
+        "gradreduce runs on simulated devices (NumPy): %s. GRADREDUCE_BACKEND=sim silences this, "
+        "GRADREDUCE_BACKEND=cuda makes it an error.",
+        why,
+    )
+
+
+def _placement(devices: int | Sequence[int] | None) -> tuple[int, ...]:
+    named = devices
+    if named is None:
+        named = _integer("GRADREDUCE_SIM_DEVICES", 4)
+    with suppress(TypeError):
+        named = range(as_index(named))
+    try:
+        listed = islice(named, MOST + 1) if isinstance(named, Iterable) else ()
+        placement = tuple(as_index(physical) for physical in listed)
+    except TypeError:
+        placement = ()
+    if not 0 < len(placement) <= MOST or min(placement) < 0:
+        raise ValueError(
+            f"devices={reprlib.repr(devices)} must be a number from 1 to {MOST}, or a list of at "
+            f"most {MOST} physical device numbers from 0 up"
+        )
+    return placement
+
+
+def _integer(variable: str, default: int, *, minimum: int = 1) -> int:
+    text = os.environ.get(variable, "")
+    if not text:
+        return default
+    # The length first: int() refuses thousands of digits with an error of its own.
+    if not text.isdecimal() or len(text) > 9 or not minimum <= int(text) <= MOST:
+        raise ValueError(
+            f"{variable}={reprlib.repr(text)} must be a number from {minimum} to {MOST}"
+        )
+    return int(text)
+
+
+def _num_cores() -> int:
+    """Cores this process may use; all of the machine's where the system cannot tell (macOS)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

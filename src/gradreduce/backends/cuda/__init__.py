@@ -1,0 +1,1 @@
+"""The CUDA backend: GPUs through CuPy, collectives through NCCL."""

@@ -1,0 +1,512 @@
+"""A logical device on a GPU, through CuPy: streams, events, pool, copies; never knows a kernel.
+
+Two non-blocking streams, made once. Memory comes from a CuPy pool of this device's own, always
+taken on the compute stream, whose order makes a freed block safe to hand out again at once; what
+another queue has used is parked by ``Device.drain`` until that queue has passed, because CuPy's
+pool knows one stream for each block and has no ``record_stream``.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any, cast
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+
+from gradreduce.device import (
+    Block,
+    Buffer,
+    Device,
+    Kernel,
+    Mark,
+    Queue,
+    Stream,
+    Template,
+    as_dtype,
+    handle_of,
+)
+from gradreduce.device.buffer import LEGACY, PER_THREAD, Row, User
+from gradreduce.device.command_list import Issue
+from gradreduce.device.launch_table import Tables
+from gradreduce.device.mesh_state import Fabric
+from gradreduce.device.pending_calls import Patience
+from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
+
+from .compile import function, is_compiled
+from .geometry import Geometry
+from .graph import GraphRecording
+from .streams import FATAL, Gpu, Line, event_of, is_capturing
+
+__all__ = ["CudaDevice", "CudaQueues"]
+
+
+class CudaQueues(Device):
+    """What of a ``CudaDevice`` orders its work.
+
+    Attributes:
+        gpu: makes its GPU the current one.
+    """
+
+    def __init__(self, fabric: Fabric, index: int, physical: int) -> None:
+        super().__init__(fabric, index, physical)
+        self.gpu = Gpu(self)
+        queues: tuple[Queue, ...] = ("compute", "transfer")
+        self._lines = {queue: Line(self.gpu, fabric.order_lock) for queue in queues}
+        self._streams = {queue: line.stream for queue, line in self._lines.items()}
+
+    def stream(self, queue: Queue = "compute") -> Any:
+        """The CuPy stream of a queue, for work that this device does not see.
+
+        Take it before each piece of such work, which is behind what came before. From the first
+        time on every fence of the queue is given to CUDA, also one that would change nothing.
+        """
+        return self._lines[queue].show() if self.fabric.capture is None else self._ready(queue)
+
+    def _ready(self, queue: Queue) -> Any:
+        """The stream that is given something now; inside a capture, that which records it."""
+        capture = self.fabric.capture
+        if capture is None:
+            return self._lines[queue].ready()
+        assert isinstance(capture.backend, GraphRecording)
+        return capture.backend.stream(self.index, queue)
+
+    def _given(self, queue: Queue) -> None:
+        """Something was given to a queue: ``_ready`` came before it."""
+        self._lines[queue].given()
+
+    def _is_capturing(self, stream: Stream) -> bool:
+        return is_capturing(self.gpu, stream)
+
+    def _mark(self, queue: User) -> Any:
+        if not isinstance(queue, str):
+            # In every thread this handle names that thread's own default stream. The legacy
+            # default stream waits for all of them.
+            stream = LEGACY if handle_of(queue) == PER_THREAD else queue
+            return None if self._is_capturing(stream) else self._event(stream)
+        ours = cast("Queue", queue)
+        if self.fabric.capture is None:
+            return self._lines[ours].mark()
+        return self._event(self._ready(ours))
+
+    def _wait(self, mark: Mark, queue: Queue) -> None:
+        if self.fabric.capture is None:
+            assert isinstance(mark.device, CudaQueues)
+            self._lines[queue].wait(mark.device._lines[mark.queue], mark.event)
+            return
+        with self.gpu:
+            self._ready(queue).wait_event(mark.event)
+
+    def _recording(self, devices: Sequence[Device]) -> GraphRecording:
+        places = [(each.index, each.gpu) for each in devices if isinstance(each, CudaQueues)]
+        return GraphRecording(places, self._lines["compute"])
+
+    def _led(self, others: Iterable[Device]) -> list[Device]:
+        if self.fabric.capture is not None:
+            return super()._led(others)
+        line, physical = self._lines["compute"], self.physical
+        waiting: list[Device] = []
+        with self.fabric.order_lock:  # nobody is on the way behind an end that was earlier
+            for other in others:
+                assert isinstance(other, CudaQueues)
+                behind = other._lines["compute"]
+                if behind.leader is line or behind is line:
+                    continue
+                if other.physical != physical or not behind.trail(line):
+                    waiting.append(other)
+        return waiting
+
+    def _unjoined(self, others: Iterable[Device]) -> list[Device]:
+        if self.fabric.capture is not None:
+            return super()._unjoined(others)
+        line = self._lines["compute"]
+        found: list[Device] = []
+        for other in others:
+            assert isinstance(other, CudaQueues)
+            behind = other._lines["compute"]
+            if behind is not line and not behind.trails(line):
+                found.append(other)
+        return found
+
+    def _comes_behind(self, device: Device, queue: Queue) -> bool:
+        assert isinstance(device, CudaQueues)
+        near = device.physical == self.physical  # and lost with it, if ever
+        return near and self._lines["compute"].comes_behind(device._lines[queue])
+
+    def _event(self, stream: Stream) -> Any:
+        return event_of(self.gpu, stream)
+
+    def _all_streams(self) -> list[Any]:
+        """Its own, and that of whom it trails: which may use its memory."""
+        leader = self._lines["compute"].leader
+        return [*self._streams.values(), *([] if leader is None else [leader.stream])]
+
+    @property
+    def _is_led(self) -> bool:
+        return self._lines["compute"].leader is not None
+
+    def _catch_up(self) -> None:
+        self._lines["compute"].ready()
+
+
+# Between two looks at a queue that must come to its end before a mesh is usable again.
+_LOOK_SECONDS = 1e-3
+# What queues of dead meshes may use for ever, from their death on: in the middle of a collection of
+# garbage it would be too late. Nothing of it is freed before its queues have come to their end.
+_HELD: dict[int, Any] = {}
+# The streams of each device until its ``__del__``, before which a collection might end them.
+_STREAMS: dict[int, Any] = {}
+
+
+@lru_cache(maxsize=1024)
+def _scalar_arguments(
+    kernel: Kernel, scalars: tuple[int | float, ...], exact: str
+) -> tuple[Any, ...]:
+    """As CuPy wants them: it takes a Python int for a long long whatever the kernel says."""
+    kinds: dict[str, Any] = {"int64": np.int64, "float64": np.float64}
+    declared = zip(kernel.scalars, scalars, strict=True)
+    return tuple(kinds[kind](value) for (_, kind), value in declared)
+
+
+def _narrowest(row: Row) -> int:
+    """Bytes of an element of the narrowest operand that is worked on element by element."""
+    return min(operand.dtype.itemsize for operand in row)
+
+
+class CudaDevice(CudaQueues):
+    """A logical device on the GPU ``physical``; several may share one."""
+
+    defers = True
+
+    def __init__(self, fabric: Fabric, index: int, physical: int) -> None:
+        super().__init__(fabric, index, physical)
+        # Pinned memory and the event behind the copy that reads it; pinned memory that is dropped
+        # is handed out again at once.
+        self._staging: deque[tuple[Any, Any]] = deque()
+        self._staging_lock = threading.Lock()
+        with self.gpu:
+            self._pool = cupy.cuda.MemoryPool()
+        _STREAMS[id(self)] = self._streams
+        fabric.on_death.append(self._hold)
+        self._geometry = Geometry.of(self.gpu.attributes)
+        self._tables = Tables(self._place)
+
+    def close(self) -> None:
+        """The host waits for what is queued: memory that work still uses must not go elsewhere.
+
+        Not for a dead mesh, whose queues may never end: what they may use is never freed.
+        """
+        with suppress(BackendUnavailableError):  # a lost device has nothing left to wait for
+            if self.fabric.reason is None:
+                self._synchronize(Patience(self))
+                self.drain()
+            elif self._is_idle():
+                self._let_go()
+
+    def __del__(self) -> None:
+        """A mesh that nobody closed: what its queues still use must not be given away."""
+        if sys.is_finalizing():
+            return
+        _kept = _STREAMS.pop(id(self), None)  # until this returns
+        with suppress(BackendUnavailableError):  # closed, lost, or from before a fork
+            self.fabric.check_open()
+            if self.fabric.reason is None and (self._is_led or self._staging or self._parking.held):
+                self.fabric.check_usable(self)
+                self._synchronize(Patience(self))
+            elif self.fabric.reason is not None and self._is_idle():
+                self._let_go()
+
+    def _hold(self) -> None:
+        _HELD[id(self._pool)] = (self._pool, self._streams, self._staging, self._parking)
+
+    def _let_go(self) -> None:
+        _HELD.pop(id(self._pool), None)
+
+    # -- memory ---------------------------------------------------------------------------------
+
+    def _adopt(self, array: Any, stream: Stream | None, writable: bool) -> Buffer:
+        if not isinstance(array, cupy.ndarray):
+            raise DeviceMismatchError(f"{self.name} holds CuPy arrays, not {type(array).__name__}")
+        dtype = as_dtype(array.dtype)
+        if array.device.id != self.physical:
+            raise DeviceMismatchError(
+                f"the array is on GPU {array.device.id}, {self.name} on GPU {self.physical}: "
+                "copy it there"
+            )
+        if not array.flags.c_contiguous:
+            raise ValueError("an adopted array must be contiguous in C order: pass a copy")
+        if stream is not None:
+            self._follow(stream)
+        address, nbytes = array.data.ptr, array.nbytes
+        if self.lent is not None and writable:
+            lent = self.lent.find(address, nbytes)
+            if lent is not None:
+                return Buffer(lent, address - lent.address, array.shape, dtype)
+        block = Block(self, array, address, nbytes, owned=False, writable=writable)
+        return Buffer(self._parking.watch(block), 0, array.shape, dtype, array)
+
+    def _release(self, buffer: Buffer, stream: Stream | None) -> Any:
+        if stream is not None:
+            self._precede(stream)
+            if not isinstance(stream, int):  # whose stream may have ended by the time we ask it
+                buffer.block.is_shown(stream)
+        if buffer.array is not None:
+            return buffer.array
+        memory = cupy.cuda.UnownedMemory(buffer.address, buffer.nbytes, buffer.block, self.physical)
+        return cupy.ndarray(buffer.shape, buffer.dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+    def put(self, array: Any, address: int | None = None) -> Buffer:
+        """See ``Device.put``: a CuPy array of this GPU is shared if contiguous, else copied.
+
+        In the order of CuPy's current stream. A host array is copied.
+
+        Raises:
+            DeviceMismatchError: the array is on another GPU.
+        """
+        if not isinstance(array, cupy.ndarray):
+            return self.upload(np.asarray(array))
+        stream = cupy.cuda.get_current_stream(array.device.id)
+        if array.device.id == self.physical and not array.flags.c_contiguous:
+            self.fabric.check_free(self, "a copy of an array that is not contiguous")
+            self.check_stream(stream)
+            with self.gpu:
+                array = cupy.ascontiguousarray(array)
+        return self.adopt(array, stream)
+
+    def _allocate(self, nbytes: int) -> Block:
+        self.drain()
+        dead = self._parking.take(nbytes)
+        if dead is not None:  # whoever used it is who its next user comes behind
+            block = self._block(dead.raw, nbytes)
+            block.touched |= dead.touched
+            self._parking.held.discard(dead)
+            return block
+        try:
+            with self.gpu, self._streams["compute"]:
+                pointer = self._pool.malloc(max(1, nbytes))
+        except MemoryError as error:
+            raise MemoryError(self._shortage(nbytes)) from error
+        self._given("compute")  # memory in its order: whoever works for us must come behind it
+        return self._block(pointer, nbytes)
+
+    def _block(self, pointer: Any, nbytes: int) -> Block:
+        block = Block(self, pointer, pointer.ptr, nbytes, owned=True, writable=True)
+        return self._parking.watch(block)
+
+    def _recycle(self, raw: Any, nbytes: int) -> None:
+        """Dropping the last reference to ``raw`` gives it back to CuPy's pool."""
+
+    def _shortage(self, nbytes: int) -> str:
+        near = [each for each in self.mesh.devices if each.physical == self.physical]
+        with self.gpu:
+            free, total = runtime.memGetInfo()
+            held = sum(each._pool.total_bytes() for each in near if isinstance(each, CudaDevice))
+        return (
+            f"{self.name}: GPU {self.physical} has no room for {nbytes:,} bytes: {free:,} of "
+            f"{total:,} are free, this mesh holds {held:,}. To make room drop Buffers, or "
+            "call trim() of other meshes or torch.cuda.empty_cache()"
+        )
+
+    def _trim(self) -> None:
+        """Frees what queued work still uses, too: cudaFree waits for the GPU."""
+        if id(self._pool) in _HELD:
+            return
+        self._catch_up()
+        self.drain()
+        with self.gpu:
+            self._parking.join(self, self._streams["compute"].wait_event)
+            self._given("compute")
+            self._pool.free_all_blocks()
+
+    def _fill_fresh(self, buffer: Buffer) -> None:
+        """GPU memory is handed out dirty."""
+
+    def _fill_zero(self, buffer: Buffer) -> None:
+        with self.gpu:
+            runtime.memsetAsync(buffer.address, 0, buffer.nbytes, self._ready("compute").ptr)
+        self._given("compute")
+
+    def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None:
+        """Through pinned memory, which stays ours until the copy has passed."""
+        if not dst.nbytes:
+            return
+        stream = self._ready(queue)
+        with self.gpu:
+            pinned = cupy.cuda.alloc_pinned_memory(dst.nbytes)
+            staged = np.frombuffer(pinned, np.uint8, dst.nbytes)
+            staged.view(dst.dtype).reshape(dst.shape)[...] = array
+            runtime.memcpyAsync(
+                dst.address, pinned.ptr, dst.nbytes, runtime.memcpyHostToDevice, stream.ptr
+            )
+            self._staging.append((pinned, self._event(stream)))
+            self._drop_staging()
+        self._given(queue)
+
+    def _drop_staging(self) -> None:
+        """Gives back the pinned memory whose copies are over; other threads may add some now."""
+        with self._staging_lock:
+            while self._staging and self._staging[0][1].done:
+                self._staging.popleft()
+
+    def _download(self, buffer: Buffer, patience: Patience) -> np.ndarray | None:
+        if patience.polls:
+            return self._fetched(buffer, patience)
+        host = np.empty(buffer.shape, buffer.dtype)
+        stream = self._ready("compute")
+        with self.gpu:
+            if buffer.nbytes:
+                runtime.memcpyAsync(
+                    host.ctypes.data, buffer.address, buffer.nbytes,
+                    runtime.memcpyDeviceToHost, stream.ptr,
+                )  # fmt: skip
+            stream.synchronize()
+        self._given("compute")
+        return host
+
+    def _fetched(self, buffer: Buffer, patience: Patience) -> np.ndarray | None:
+        """A download without a wait in the driver: a copy to pageable memory is one."""
+        stream = self._ready("compute")
+        with self.gpu:
+            pinned = cupy.cuda.alloc_pinned_memory(max(1, buffer.nbytes))
+            if buffer.nbytes:
+                runtime.memcpyAsync(
+                    pinned.ptr, buffer.address, buffer.nbytes,
+                    runtime.memcpyDeviceToHost, stream.ptr,
+                )  # fmt: skip
+            event = self._event(stream)
+            self._staging.append((pinned, event))  # the copy writes it after Ctrl-C, too
+        self._given("compute")
+        if not patience.until(lambda: self._reached(event)):
+            return None
+        self._drop_staging()
+        staged = np.frombuffer(pinned, np.uint8, buffer.nbytes)
+        return staged.view(buffer.dtype).reshape(buffer.shape).copy()
+
+    def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
+        stream = self._ready(queue).ptr
+        with self.gpu:
+            if dst.device.physical == src.device.physical:
+                kind = runtime.memcpyDeviceToDevice
+                runtime.memcpyAsync(dst.address, src.address, dst.nbytes, kind, stream)
+            elif self.fabric.capture is not None:  # which takes no memcpyPeerAsync
+                kind = runtime.memcpyDefault
+                runtime.memcpyAsync(dst.address, src.address, dst.nbytes, kind, stream)
+            else:
+                runtime.memcpyPeerAsync(
+                    dst.address, dst.device.physical, src.address, src.device.physical,
+                    dst.nbytes, stream,
+                )  # fmt: skip
+        self._given(queue)
+
+    # -- work -----------------------------------------------------------------------------------
+
+    def _prepare(self, kernel: Kernel, template: Template) -> None:
+        with self.gpu:
+            function(kernel, template, self.physical)
+
+    def _is_prepared(self, kernel: Kernel, template: Template) -> bool:
+        return is_compiled(kernel, template, self.physical)
+
+    def _resolved(
+        self,
+        kernel: Kernel,
+        template: Template,
+        rows: Sequence[Row],
+        scalars: Sequence[int | float],
+        queue: Queue,
+    ) -> Issue:
+        with self.gpu, self.fabric.taped(None):  # a table is uploaded once, however often used
+            entry = function(kernel, template, self.physical)
+            items = [kernel.num_items(row) for row in rows]
+            total, itemsize = sum(items), _narrowest(rows[0])
+            table = self._tables.find(rows, items, self._geometry.chunk_size(total, itemsize))
+            if table.held is not None and queue != "compute":  # on which it was uploaded
+                table.held.block.touched.add((self, queue))
+                self.wait(self.mark("compute"), queue=queue)
+            # 0.0 == -0.0, but a product with it is not: such scalars are told apart by their text.
+            exact = repr(scalars) if 0 in scalars else ""
+            arguments = (table.struct, *_scalar_arguments(kernel, tuple(scalars), exact))
+        block = self._geometry.block(total, table.num_chunks, itemsize)
+        shape, held = ((table.num_chunks,), (block,)), table.held
+
+        def issue(_held: object = held) -> None:
+            with self.gpu:
+                entry(*shape, arguments, stream=self._ready(queue))
+            self._given(queue)
+
+        return issue
+
+    def _place(self, words: np.ndarray) -> tuple[int, Buffer]:
+        held = self.upload(words)
+        return held.address, held
+
+    def _passed(self, event: Any) -> bool:
+        return bool(event.done)
+
+    def _reached(self, event: Any) -> bool:
+        """See ``Backend._reached``: a GPU that met a fault is lost by this."""
+        return self._is_over(runtime.eventQuery(event.ptr))
+
+    def _is_over(self, status: int) -> bool:
+        """What a query says; it raises nothing for a GPU that met a fault, and is never 0 then."""
+        if status in FATAL:
+            self.fabric.lose(self.physical, str(runtime.CUDARuntimeError(status)))
+        return status == 0
+
+    def _synchronize(self, patience: Patience) -> bool:
+        self._catch_up()
+        if not self._host_waits(patience, self._streams.values()):
+            return False
+        self._drop_staging()
+        return True
+
+    def _host_waits(self, patience: Patience, streams: Iterable[Any]) -> bool:
+        """In the driver, which knows no end, only where no deadline was ever given."""
+        if not patience.polls:
+            with self.gpu:
+                for stream in streams:
+                    stream.synchronize()
+            return True
+        with self.gpu:
+            events = [self._event(stream) for stream in streams]
+        return patience.until(lambda: all(self._reached(event) for event in events))
+
+    def _is_idle(self) -> bool:
+        with self.gpu:
+            found = [runtime.streamQuery(stream.ptr) for stream in self._all_streams()]
+        return all([self._is_over(status) for status in found])
+
+    def _abandon(self, seconds: float) -> bool:
+        """Nothing is dropped: aborted collectives end, and what is behind them runs on."""
+        end = time.monotonic() + seconds
+        while not self._is_idle():
+            if self.physical in self.fabric.lost:
+                break  # and stays so
+            if time.monotonic() >= end:
+                return False
+            time.sleep(_LOOK_SECONDS)
+        self._drop_staging()
+        self._let_go()
+        return True
+
+    def _follow(self, stream: Stream) -> None:
+        dead = self._parking.shown_to(stream)
+        with self.gpu:
+            self._ready("compute").wait_event(self._event(stream))
+        self._given("compute")
+        self._parking.passed(dead)
+
+    def _precede(self, stream: Stream | None) -> None:
+        if stream is None:
+            if not self._host_waits(self._endless, [self._ready("compute")]):
+                raise self.fabric.give_up("work that the host waits for", self, self._endless)
+            return
+        with self.gpu:
+            runtime.streamWaitEvent(handle_of(stream), self._mark("compute").ptr)

@@ -1,0 +1,481 @@
+"""Collectives by NCCL, one process driving all its GPUs; never decides what is reduced.
+
+Drives ``cupy.cuda.nccl`` directly: ``cupyx.distributed`` knows no bfloat16 and no mean.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import cupy
+
+from gradreduce.device import Buffer, Collective, DeferInterrupts, Device, Done, Queue, element_of
+from gradreduce.device.mesh_state import Fabric
+from gradreduce.device.waiting import beside, held_in_time
+from gradreduce.errors import BackendUnavailableError, CollectiveError, DeviceMismatchError, listed
+
+from .device import CudaDevice
+from .libnccl import error_details, warn_of_several
+
+__all__ = ["NcclCollective", "SharedNccl"]
+
+# element -> NCCL's number for it; NCCL has no 16-bit integers: who adds them gathers them
+_TYPES = {
+    "float16": "NCCL_FLOAT16",
+    "bfloat16": "NCCL_BFLOAT16",
+    "float32": "NCCL_FLOAT32",
+    "float64": "NCCL_FLOAT64",
+    "uint8": "NCCL_UINT8",
+    "uint32": "NCCL_UINT32",
+    "uint64": "NCCL_UINT64",
+}
+_OPS = {"sum": "NCCL_SUM", "prod": "NCCL_PROD", "max": "NCCL_MAX", "min": "NCCL_MIN"}
+ABORT_SECONDS = 10.0
+# How long an abort waits for a thread that is inside of NCCL.
+INSIDE_SECONDS = 2.0
+_ASKED_SECONDS = 1e-4
+_LOOK_SECONDS = 20e-3
+_IN_PROGRESS = 7  # ncclInProgress
+_FIRST_TO_ABORT_IN_GROUPS = 22200  # NCCL 2.22.0, as get_version() spells it
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One collective, not yet sent.
+
+    Attributes:
+        name: of the collective, for the journal.
+        method: of a communicator.
+        buffers: whose devices are the ranks, in order; also keeps their memory.
+        arguments: of each rank, all but the stream.
+        queue: of each rank's device.
+        outputs: whatever other memory it uses, which is kept too until the call is sent.
+    """
+
+    name: str
+    method: str
+    buffers: tuple[Buffer, ...]
+    arguments: tuple[tuple[int, ...], ...]
+    queue: Queue
+    outputs: tuple[Buffer, ...] = ()
+
+    @property
+    def physicals(self) -> tuple[int, ...]:
+        return tuple(buffer.device.physical for buffer in self.buffers)
+
+
+class _Open(threading.local):
+    """The calls of a thread's open group; None outside of any."""
+
+    calls: list[_Call] | None = None
+
+
+class _Cliques:
+    """Communicators that live and die together.
+
+    Attributes:
+        lock: held while one of them is used: every GPU sees the groups of all threads in one order.
+        made: GPUs in the order of their ranks -> their communicators.
+        aborted: whether nobody may use them any more.
+        asked: whether the watchdog is asking one for errors, which must not be freed meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.lock = threading.Lock()
+        self.made: dict[tuple[int, ...], list[Any]] = {}
+        self.aborted = False
+
+    def communicators(self) -> list[Any]:
+        """All of them, without a lock."""
+        return [each for clique in list(self.made.values()) for each in clique]
+
+    def check(self) -> None:
+        """Raises ``CollectiveError`` if they were aborted while the caller waited for the lock."""
+        if self.aborted:
+            raise CollectiveError("NCCL: the communicators were aborted; see mesh.reset()")
+
+
+class NcclCollective(Collective):
+    """One communicator for each physical device of a call, made at the first such call.
+
+    A group's calls are kept until it ends and sent together: communicators that are made inside
+    an NCCL group are not ready before it ends, and a block that raises must have sent nothing.
+
+    Raises:
+        BackendUnavailableError: CuPy finds no libnccl; the text names the wheel to install.
+    """
+
+    def __init__(self) -> None:
+        self._nccl = _nccl()
+        warn_of_several()
+        self._cliques = _Cliques()
+        self._pending: set[Done] = set()  # threads that make communicators, or abort them
+        self._open = _Open()
+
+    def all_reduce(
+        self,
+        buffers: Sequence[Buffer],
+        op: str = "sum",
+        *,
+        sources: Sequence[Buffer] | None = None,
+        queue: Queue = "compute",
+    ) -> None:
+        """See ``Collective.all_reduce``; complex products, maxima and minima there are none.
+
+        Raises:
+            CollectiveError: beside the others: NCCL has no such operation, or not for this dtype.
+        """
+        if op not in _OPS:
+            raise CollectiveError(f"all_reduce: op={op!r} is not one of {list(_OPS)}")
+        terms = self._check_sources("all_reduce", buffers, sources)
+        count, kind = self._typed(buffers[0], op)
+        number = getattr(self._nccl, _OPS[op])
+        self._add(
+            "all_reduce",
+            "allReduce",
+            buffers,
+            [
+                (term.address, buffer.address, count, kind, number)
+                for term, buffer in zip(terms, buffers, strict=True)
+            ],
+            queue,
+            terms,
+        )
+
+    def broadcast(self, buffers: Sequence[Buffer], root: int, *, queue: Queue = "compute") -> None:
+        """See ``Collective.broadcast``."""
+        self._check_broadcast(buffers, root)
+        count, kind = self._as_bytes(buffers[0])
+        self._add(
+            "broadcast",
+            "broadcast",
+            buffers,
+            [(buffer.address, buffer.address, count, kind, root) for buffer in buffers],
+            queue,
+        )
+
+    def all_gather(
+        self, outputs: Sequence[Buffer], inputs: Sequence[Buffer], *, queue: Queue = "compute"
+    ) -> None:
+        """See ``Collective.all_gather``."""
+        self._check_gather(outputs, inputs)
+        count, kind = self._as_bytes(inputs[0])
+        addresses = [(of.address, to.address) for to, of in zip(outputs, inputs, strict=True)]
+        self._add(
+            "all_gather",
+            "allGather",
+            inputs,
+            [(source, target, count, kind) for source, target in addresses],
+            queue,
+            outputs,
+        )
+
+    def connect(self, devices: Sequence[Device]) -> None:
+        """See ``Collective.connect``.
+
+        Raises:
+            CollectiveError: NCCL cannot connect them, with its own text.
+        """
+        cliques = self._cliques
+        with cliques.lock:
+            self._clique(cliques, tuple(device.physical for device in devices), devices[0])
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """Calls inside are sent as one NCCL group when the outermost block ends; nests."""
+        if self._open.calls is not None:
+            yield
+            return
+        calls: list[_Call] = []
+        self._open.calls = calls
+        try:
+            yield
+        finally:
+            self._open.calls = None
+        self._send(calls)
+
+    def close(self) -> None:
+        """Ends the communicators, off the caller's thread: NCCL's abort can hang."""
+        self.abort()
+        self.ended(ABORT_SECONDS)
+
+    def abort(self) -> None:
+        """Ends the communicators; waits for nothing, not even for a lock.
+
+        Whoever holds one may be the one that hangs. All are marked first, so that nobody uses
+        one any more, and then aborted, which is what frees them; later calls make new ones.
+        """
+        cliques, self._cliques = self._cliques, _Cliques()
+        cliques.aborted = True
+        if cliques.made:
+            self._pending.add(beside(partial(self._abort_cliques, cliques)))
+
+    def ended(self, seconds: float) -> bool:
+        """Whether every abort and initialisation is over; waits for them so long.
+
+        An initialisation that its caller has left counts.
+        """
+        end = time.monotonic() + seconds
+        for done in list(self._pending):
+            if done.wait(max(0.0, min(end - time.monotonic(), threading.TIMEOUT_MAX))):
+                self._pending.discard(done)
+        return not self._pending
+
+    def error(self) -> str | None:
+        """What NCCL found wrong by itself since it was asked last; never waits."""
+        cliques = self._cliques
+        cliques.asked = True  # before the question whether they are aborted: no lock is needed
+        try:
+            for communicator in () if cliques.aborted else cliques.communicators():
+                self._check_async(communicator)
+        except CollectiveError as error:
+            return str(error)
+        finally:
+            cliques.asked = False
+        return None
+
+    # -- sending ----------------------------------------------------------------------------------
+
+    def _add(
+        self,
+        name: str,
+        method: str,
+        buffers: Sequence[Buffer],
+        arguments: Sequence[tuple[int, ...]],
+        queue: Queue,
+        outputs: Sequence[Buffer] = (),
+    ) -> None:
+        call = _Call(name, method, tuple(buffers), tuple(arguments), queue, tuple(outputs))
+        if self._open.calls is None:
+            self._send([call])
+        else:
+            self._open.calls.append(call)
+
+    def _send(self, calls: Sequence[_Call]) -> None:
+        """One NCCL group. Without it a single process that drives many GPUs deadlocks."""
+        if not calls:
+            return
+        kept = [buffer for call in calls for buffer in call.outputs]
+        given = [(call.name, call.buffers, call.queue) for call in calls]
+        self._give(partial(self._group, calls), given, kept)
+
+    def _group(self, calls: Sequence[_Call]) -> None:
+        cliques = self._cliques
+        with cliques.lock:
+            used = [self._clique(cliques, call.physicals, call.buffers[0].device) for call in calls]
+            cliques.check()
+            self._run("groupStart", self._nccl.groupStart)
+            try:
+                for call, communicators in zip(calls, used, strict=True):
+                    self._call(call, communicators)
+            finally:
+                try:
+                    self._run("groupEnd", self._nccl.groupEnd)
+                finally:  # one that fails may have launched on some of the GPUs
+                    for call in calls:  # only now, all of them
+                        for buffer in call.buffers:
+                            cuda_device(buffer)._given(call.queue)
+
+    def _call(self, call: _Call, communicators: Sequence[Any]) -> None:
+        for communicator, buffer, arguments in zip(
+            communicators, call.buffers, call.arguments, strict=True
+        ):
+            device = cuda_device(buffer)
+            with device.gpu:
+                stream = device._ready(call.queue).ptr
+                self._run(call.name, getattr(communicator, call.method), *arguments, stream)
+
+    def _run(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except (self._nccl.NcclError, KeyError) as error:
+            # CuPy raises KeyError(result) for results that are newer than its table of them.
+            said = f"result {error}" if isinstance(error, KeyError) else error
+            raise CollectiveError(f"NCCL {name}: {said}{error_details()}") from error
+
+    @contextmanager
+    def _grouped(self, name: str) -> Iterator[None]:
+        self._run(name, self._nccl.groupStart)
+        try:
+            yield
+        finally:
+            self._run(name, self._nccl.groupEnd)
+
+    # -- communicators ----------------------------------------------------------------------------
+
+    def _clique(
+        self, cliques: _Cliques, physicals: tuple[int, ...], device: Device
+    ) -> Sequence[Any]:
+        """The communicators of these GPUs; makes them at the first call, under the lock.
+
+        NCCL's initialisation may hang and cannot be interrupted, so a thread of its own is in it:
+        the caller comes back when its mesh dies, or by Ctrl-C.
+        """
+        cliques.check()
+        if physicals not in cliques.made:
+            failed: list[Exception] = []
+            with DeferInterrupts():  # or nobody waits for a thread that has begun
+                done = beside(partial(self._initialise, cliques, physicals, failed))
+                self._pending.add(done)
+            while not done.wait(_LOOK_SECONDS):
+                device.fabric.check_usable(device)
+            self._pending.discard(done)
+            if failed:
+                raise failed[0]
+            cliques.check()
+        return cliques.made[physicals]
+
+    def _initialise(
+        self, cliques: _Cliques, physicals: tuple[int, ...], failed: list[Exception]
+    ) -> None:
+        """Makes communicators: one group of one call for each rank.
+
+        CuPy's ``initAll`` would hold the interpreter lock until it is over, hung or not. Nobody
+        else sees them before the group has ended: to abort them earlier would free what NCCL's
+        own threads write (NVIDIA/nccl#1797).
+        """
+        name = f"initialisation of GPUs {listed(physicals, 8)}"
+        made: list[Any] = []
+        try:
+            identity = self._run(name, self._nccl.get_unique_id)
+            with self._grouped(name):
+                for rank, gpu in enumerate(physicals):
+                    with cupy.cuda.Device(gpu):
+                        arguments = len(physicals), identity, rank
+                        made.append(self._run(name, self._nccl.NcclCommunicator, *arguments))
+        except Exception as error:
+            failed.append(error)
+            self._abort(made)  # else CuPy would destroy them, which is for whole ones
+            return
+        # After Ctrl-C two threads may make communicators of the same GPUs. An abort that began
+        # before this line has not found these.
+        is_second = cliques.made.setdefault(physicals, made) is not made
+        if is_second or (cliques.aborted and cliques.made.pop(physicals, None) is not None):
+            self._abort(made)
+
+    def _check_async(self, communicator: Any) -> None:
+        """Raises for what NCCL found wrong; that it is not ready yet is no error."""
+        try:
+            self._run("asynchronous error", communicator.check_async_error)
+        except CollectiveError as error:
+            if getattr(error.__cause__, "args", ()) != (_IN_PROGRESS,):
+                raise
+
+    def _abort_cliques(self, cliques: _Cliques) -> None:
+        # ncclCommAbort also frees the communicator, which a thread inside of groupEnd still uses:
+        # wait for it (no other comes in). If it does not come out in time it hangs, and only the
+        # abort can release it.
+        held_in_time(cliques.lock, INSIDE_SECONDS, lambda: None)
+        while cliques.asked:
+            time.sleep(_ASKED_SECONDS)
+        communicators = []
+        while cliques.made:
+            with suppress(KeyError):  # the thread that made the last ones has taken them
+                communicators += cliques.made.popitem()[1]
+        self._abort(communicators)
+
+    def _abort(self, communicators: Sequence[Any]) -> None:
+        """Ends them, all at once where NCCL can.
+
+        One by one, each waits for all work of its GPU, also of those that are not aborted yet
+        (NVIDIA/nccl#1013).
+        """
+        at_once = self._nccl.get_version() >= _FIRST_TO_ABORT_IN_GROUPS
+        with suppress(CollectiveError), self._grouped("abort") if at_once else nullcontext():
+            for communicator in communicators:
+                with suppress(self._nccl.NcclError):  # the others must be ended all the same
+                    communicator.abort()
+
+    # -- dtypes -----------------------------------------------------------------------------------
+
+    def _typed(self, buffer: Buffer, op: str) -> tuple[int, int]:
+        """Count and NCCL type of a buffer as its elements: complex as pairs, int as unsigned.
+
+        Both are right for a sum alone.
+        """
+        cuda_device(buffer)
+        element = element_of(buffer.dtype)
+        name = _TYPES.get(element.name)
+        if op != "sum" and element.viewed is not None:
+            signed = buffer.dtype.kind == "i" and op != "prod"
+            name = None if element.lanes > 1 else name
+            if signed and name is not None:
+                name = name.replace("UINT", "INT")
+        if name is None:
+            raise CollectiveError(f"NCCL has no {op} of {buffer.dtype}; use 'hierarchical_copy'")
+        return buffer.size * element.lanes, getattr(self._nccl, name)
+
+    def _as_bytes(self, buffer: Buffer) -> tuple[int, int]:
+        """Count and NCCL type for what moves and is not added: any dtype will do."""
+        cuda_device(buffer)
+        return buffer.nbytes, self._nccl.NCCL_UINT8
+
+
+class SharedNccl:
+    """Makes the collective of one mesh when it is first asked for, and ends it with the mesh."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._lock = threading.Lock()
+        self._made: NcclCollective | None = None
+        fabric.on_death.append(self._abort)
+        fabric.library_error = self._error
+        fabric.library_ended = self._ended
+
+    def __call__(self) -> NcclCollective:
+        """The collective.
+
+        Raises:
+            BackendUnavailableError: CuPy finds no libnccl.
+        """
+        with self._lock:
+            if self._made is None:
+                self._made = NcclCollective()
+            return self._made
+
+    def close(self) -> None:
+        """See ``NcclCollective.close``."""
+        if self._made is not None:
+            self._made.close()
+
+    def _abort(self) -> None:
+        if self._made is not None:
+            self._made.abort()
+
+    def _error(self) -> str | None:
+        return None if self._made is None else self._made.error()
+
+    def _ended(self, seconds: float) -> bool:
+        return self._made is None or self._made.ended(seconds)
+
+
+def cuda_device(buffer: Buffer) -> CudaDevice:
+    """The GPU device that ``buffer`` lies on."""
+    if not isinstance(buffer.device, CudaDevice):
+        raise DeviceMismatchError(f"{buffer} does not lie on a GPU")
+    return buffer.device
+
+
+def _nccl() -> Any:
+    """CuPy's NCCL module, which is there, unavailable, where libnccl is not.
+
+    CuPy then warns; where a filter makes that an error it is what the import raises.
+    """
+    try:
+        from cupy.cuda import nccl
+
+        available, cause = nccl.available, None
+    except Warning as warning:
+        available, cause = False, warning
+    if not available:
+        raise BackendUnavailableError(
+            "CuPy finds no libnccl, which two GPUs or more need for 'nccl' ('hierarchical_copy' "
+            "does not): pip install nvidia-nccl-cu12 (or -cu13, as your CuPy)"
+        ) from cause
+    return nccl

@@ -1,0 +1,294 @@
+"""One queue of a GPU device: its stream, and which fences of it would change nothing.
+
+To mark a stream and to wait for the mark cost the host a microsecond each; devices that share a
+GPU have many of both. So a queue is marked once however often it is asked for its end, nobody
+waits for the same mark twice, and who works for others on one GPU is waited for late, if at all.
+Never decides what is ordered: what is left out here is what the queues know already.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from itertools import permutations
+from types import TracebackType
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+
+from gradreduce.device import Device, Stream, handle_of
+from gradreduce.errors import BackendUnavailableError, CaptureError
+
+__all__ = ["FATAL", "Gpu", "Line", "enable_peer_access", "event_of", "is_capturing", "visible_gpus"]
+
+
+_log = logging.getLogger("gradreduce")
+# A GPU has at most eight peers where no NVSwitch connects them.
+_ALREADY_ENABLED, _TOO_MANY_PEERS = 704, 711
+
+
+def visible_gpus() -> int:
+    """How many GPUs CuPy sees.
+
+    Raises:
+        BackendUnavailableError: no driver, or no GPU.
+    """
+    try:
+        found = int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError as error:
+        raise BackendUnavailableError(f"CuPy sees no GPU: {error}") from error
+    if not found:
+        raise BackendUnavailableError(
+            "CuPy sees no GPU; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+        )
+    return found
+
+
+def enable_peer_access(physicals: Sequence[int]) -> set[tuple[int, int]]:
+    """Lets GPUs read each other's memory where that works; the pairs that do."""
+    pairs = permutations(physicals, 2)
+    return {(here, there) for here, there in pairs if _is_peer(here, there)}
+
+
+def _is_peer(here: int, there: int) -> bool:
+    if not runtime.deviceCanAccessPeer(here, there):
+        return False
+    with cupy.cuda.Device(here):
+        try:
+            runtime.deviceEnablePeerAccess(there)
+        except runtime.CUDARuntimeError as error:
+            if error.status == _TOO_MANY_PEERS:
+                return False
+            if error.status != _ALREADY_ENABLED:
+                raise
+        if _is_intact(here, there):
+            return True
+        runtime.deviceDisablePeerAccess(there)  # copies between the two go through the host then
+    _log.warning(
+        "copies between GPUs %d and %d change the data, so their peer access is not used. An IOMMU "
+        "does this: turn it off, or set NCCL_P2P_DISABLE=1 for NCCL too",
+        here,
+        there,
+    )
+    return False
+
+
+@cache
+def _is_intact(here: int, there: int) -> bool:
+    """Whether a page that is copied to a peer and back is what it was."""
+    pool, page = cupy.cuda.MemoryPool(), np.arange(1024, dtype=np.uint32)
+    back, nbytes = np.zeros_like(page), page.nbytes
+    with cupy.cuda.Device(there):
+        far, ready = pool.malloc(nbytes), cupy.cuda.Event(disable_timing=True)
+        ready.record()
+    with cupy.cuda.Device(here):
+        near, stream = pool.malloc(nbytes), cupy.cuda.get_current_stream()
+        stream.wait_event(ready)
+        queue, kinds = stream.ptr, (runtime.memcpyHostToDevice, runtime.memcpyDeviceToHost)
+        runtime.memcpyAsync(near.ptr, page.ctypes.data, nbytes, kinds[0], queue)
+        runtime.memcpyPeerAsync(far.ptr, there, near.ptr, here, nbytes, queue)
+        runtime.memsetAsync(near.ptr, 0, nbytes, queue)
+        runtime.memcpyPeerAsync(near.ptr, here, far.ptr, there, nbytes, queue)
+        runtime.memcpyAsync(back.ctypes.data, near.ptr, nbytes, kinds[1], queue)
+        stream.synchronize()
+    return bool((back == page).all())
+
+
+# After these CUDA answers every later call of the process with the same error, or the device is
+# gone. The runtime (``CUDARuntimeError``) and the driver (``CUDADriverError``, of launches) share
+# the numbers.
+FATAL = frozenset({
+    4,  # the driver shuts down
+    214, 220,  # an uncorrectable error of memory or NVLink
+    226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721,  # a kernel failed; 710: its assert
+    709,  # the context is destroyed
+    810,  # the MPS server ended this process's context
+    911,  # a device outside of CUDA failed
+    999,  # unknown
+})  # fmt: skip
+
+
+# Errors of stream captures: the capture is invalid then, the device stays usable.
+_CAPTURE = frozenset(range(900, 909))
+
+
+class Gpu:
+    """Makes a GPU the current one while inside; a fault that it does not survive loses it.
+
+    Every driver call of ours is inside of one.
+    """
+
+    def __init__(self, owner: Device) -> None:
+        self._owner = owner
+        self._device = cupy.cuda.Device(owner.physical)
+
+    @property
+    def attributes(self) -> Any:
+        """See ``cupy.cuda.Device``."""
+        return self._device.attributes
+
+    def __enter__(self) -> None:
+        self._device.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._device.__exit__()
+            return
+        with suppress(runtime.CUDARuntimeError):  # a dead device is not left, either
+            self._device.__exit__()
+        if getattr(error, "status", 0) in FATAL:
+            self._owner.lose(str(error))
+            text = f"device {self._owner.name} was lost: {error}"
+            raise BackendUnavailableError(text) from error
+        if getattr(error, "status", 0) in _CAPTURE:
+            raise CaptureError(
+                f"{self._owner.name}: CUDA refuses this, or has ended a capture, because a CUDA "
+                f"graph is being captured: {error}. While a stream of a GPU captures, no thread "
+                "may synchronize that GPU. While one captures in global mode, torch.cuda.graph's "
+                "default, no thread may allocate or free GPU memory or query events: capture with "
+                'capture_error_mode="thread_local". Then capture again'
+            ) from error
+
+
+# CUDA's error of a default stream on whose GPU a blocking stream is capturing.
+_CAPTURE_IMPLICIT = 906
+
+
+class Line:
+    """One queue.
+
+    Whoever gives it something takes ``ready()`` for it, and says ``given()`` afterwards: another
+    thread that asks for its end in between must not be told later that this was its end.
+
+    Args:
+        gpu: makes its GPU the current one.
+        lock: of the whole mesh, re-entrant: held while somebody comes behind a leader.
+
+    Attributes:
+        stream: CuPy's.
+        leader: the queue on the same GPU behind which comes whatever this one is given from now
+            on; None where it has been told so already.
+        shown: whether the stream was handed out. What it holds is not known here from then on:
+            nothing is left out.
+    """
+
+    __slots__ = ("_behind", "_end", "_gpu", "_lock", "_marked", "leader", "shown", "stream")
+
+    def __init__(self, gpu: Any, lock: threading.RLock) -> None:
+        self._gpu = gpu
+        with gpu:
+            self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.leader: Line | None = None
+        self.shown = False
+        self._lock = lock
+        self._end = object()  # another one after whatever was given
+        self._marked: tuple[object, Any] = (None, None)  # an end, and the event there
+        self._behind: dict[Line, Any] = {}  # of others the last event that it was told to wait for
+
+    def ready(self) -> Any:
+        """The stream, behind all that it has to be behind."""
+        if self.leader is not None:
+            self._catch_up()
+        return self.stream
+
+    def given(self) -> None:
+        """Something was given to the stream; marks from before are its end no more."""
+        self._end = object()
+
+    def show(self) -> Any:
+        """As ``ready``, for somebody whose work is not seen here."""
+        self.shown = True
+        return self.ready()
+
+    def mark(self) -> Any:
+        """An event at the end of what it holds."""
+        stream = self.ready()
+        end = self._end  # before the event: what is given meanwhile makes it another one
+        last, event = self._marked
+        if last is not end or self.shown:
+            event = event_of(self._gpu, stream)
+            self._marked = (end, event)
+        return event
+
+    def wait(self, other: Line, event: Any) -> None:
+        """What it is given from now on comes behind an event of another queue."""
+        if self._behind.get(other) is event:
+            return
+        stream = self.ready()
+        with self._gpu:
+            stream.wait_event(event)
+        self._behind[other] = event
+        self.given()
+
+    def trail(self, leader: Line) -> bool:
+        """Whether it comes behind what the leader's holds, by the time it is given anything.
+
+        Which may be more than the leader's holds now: on one GPU that costs little, and as a rule
+        nothing is given to who trails. False: it must wait at once.
+        """
+        if self.shown:
+            return False
+        with self._lock:  # nobody is on the way behind an end of the leader's that was earlier
+            if self.leader is not leader:
+                leader.ready()  # nobody trails who trails it
+                self.ready()
+                self.leader = leader
+        return True
+
+    def trails(self, leader: Line) -> bool:
+        """Whether it trails, and the leader comes behind all that it holds: no fence is missing."""
+        if self.leader is not leader:
+            return False
+        end, event = self._marked
+        return end is self._end and leader._behind.get(self) is event
+
+    def comes_behind(self, other: Line) -> bool:
+        """Whether what it is given from now on comes behind all that the other holds now."""
+        with self._lock:
+            return not other.shown and (self.leader is other or other._is_over_for(self))
+
+    def _is_over_for(self, other: Line) -> bool:
+        end, event = self._marked
+        return end is self._end and not self.shown and other._behind.get(self) is event
+
+    def _catch_up(self) -> None:
+        with self._lock:  # who finds no leader any more finds the wait in the queue
+            leader = self.leader
+            if leader is None:
+                return
+            event = leader.mark()
+            if self._behind.get(leader) is not event:
+                with self._gpu:
+                    self.stream.wait_event(event)
+                self._behind[leader] = event
+                self.given()
+            self.leader = None
+
+
+def event_of(gpu: Any, stream: Stream) -> Any:
+    """An event at the end of what a stream of this GPU holds."""
+    with gpu:  # which the event belongs to, and whose default stream a handle may name
+        event = cupy.cuda.Event(disable_timing=True)
+        runtime.eventRecord(event.ptr, handle_of(stream))
+    return event
+
+
+def is_capturing(gpu: Any, stream: Stream) -> bool:
+    """Whether a stream of this GPU records a CUDA graph, or must wait for one that does."""
+    with gpu:  # whose default stream a handle may name
+        try:
+            return bool(runtime.streamIsCapturing(handle_of(stream)))
+        except RuntimeError as error:  # without a status: its capture is invalid
+            if getattr(error, "status", _CAPTURE_IMPLICIT) != _CAPTURE_IMPLICIT:
+                raise
+            return True

@@ -1,0 +1,255 @@
+"""Devices that do nothing and record everything: what a flow *would* launch, copy and gather.
+
+The flow itself runs, on Buffers without memory, so its plan is what it does, by construction: no
+second description of it could grow out of date. Nothing is allocated, compiled or waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from gradreduce.device import (
+    ALIGNMENT,
+    Block,
+    Buffer,
+    Collective,
+    Device,
+    Kernel,
+    Mark,
+    Mesh,
+    Queue,
+    Stream,
+    Template,
+    handle_of,
+)
+from gradreduce.device.buffer import Row
+from gradreduce.device.command_list import Issue
+from gradreduce.device.graph_capture import Recording
+from gradreduce.device.mesh_state import Fabric
+from gradreduce.device.pending_calls import Patience
+from gradreduce.errors import DeviceMismatchError
+
+__all__ = ["Ghosts", "MeshOutline", "Outline", "Touched", "mesh_outline", "outline_of"]
+
+_ROOM = 44  # bits: blocks of up to 16 TiB lie this far apart
+
+# Logical devices' physical ones, backend, and peer access: all that a flow asks of a mesh.
+MeshOutline = tuple[tuple[int, ...], str, Hashable]
+# Of a Buffer: device, block, whether that is our pool's, its bytes, the offset in it, how far its
+# address is behind a 16-byte boundary, shape, dtype.
+Outline = tuple[int, int, bool, int, int, int, tuple[int, ...], np.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """The memory that one launch, copy, fill or rank of a collective uses; a journal has no room.
+
+    Attributes:
+        device: whose queue it is in.
+        reads: what is read.
+        writes: what is written.
+    """
+
+    device: Device
+    reads: tuple[Buffer, ...]
+    writes: tuple[Buffer, ...]
+
+
+def mesh_outline(mesh: Mesh) -> MeshOutline:
+    """All of a mesh that a plan depends on."""
+    whole = mesh.devices[0].mesh
+    access = whole.fabric.peer_access
+    peers: Hashable = access if isinstance(access, bool) else frozenset(access)
+    return tuple(device.physical for device in whole.devices), whole.backend, peers
+
+
+def outline_of(buffer: Buffer, blocks: dict[int, int]) -> Outline:
+    """All of a Buffer that a plan depends on.
+
+    Args:
+        buffer: any.
+        blocks: the numbers that blocks were given so far; a new block gets the next.
+    """
+    block = buffer.block
+    number = blocks.setdefault(id(block), len(blocks))
+    start = block.address % ALIGNMENT
+    return (
+        buffer.device.index, number, block.owned, block.nbytes, buffer.offset, start,
+        buffer.shape, buffer.dtype,
+    )  # fmt: skip
+
+
+class Ghosts:
+    """A mesh of ghosts like another, and Buffers on it like others.
+
+    Attributes:
+        mesh: as many devices, on the same physical ones, with the same peer access.
+        touched: by all that they were given, one for each record of a launch, copy, fill or
+            collective, in the order of the records.
+    """
+
+    def __init__(self, outline: MeshOutline) -> None:
+        placement, backend, peers = outline
+        access = peers if isinstance(peers, bool) else set(peers)  # type: ignore[call-overload]
+        fabric = Fabric(backend, peer_access=access)
+        starts = count(1)
+        self.touched: list[Touched] = []
+        made = [
+            GhostDevice(fabric, index, physical, starts, self.touched)
+            for index, physical in enumerate(placement)
+        ]
+        collective = cache(lambda: GhostCollective(self.touched))
+        self.mesh = Mesh(made, fabric, collective, lambda: None)
+        for device in made:
+            device.mesh = self.mesh
+        self._blocks: dict[int, Block] = {}
+
+    def buffer(self, outline: Outline) -> Buffer:
+        """A Buffer of this outline; those that shared a block share one here."""
+        index, number, owned, nbytes, offset, start, shape, dtype = outline
+        if number not in self._blocks:
+            device = self.mesh.devices[index]
+            assert isinstance(device, GhostDevice)
+            self._blocks[number] = device.block(nbytes, start=start, owned=owned)
+        return Buffer(self._blocks[number], offset, shape, dtype)
+
+
+class GhostDevice(Device):
+    """Checks and records as every device does; has neither memory nor queues."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        index: int,
+        physical: int,
+        starts: Iterator[int],
+        touched: list[Touched],
+    ) -> None:
+        super().__init__(fabric, index, physical)
+        self._starts = starts
+        self._touched = touched
+
+    def block(self, nbytes: int, *, start: int = 0, owned: bool = True) -> Block:
+        """A block that no other of its mesh overlaps."""
+        address = (next(self._starts) << _ROOM) + start
+        return Block(self, None, address, nbytes, owned=owned, writable=True)
+
+    def put(self, array: Any, address: int | None = None) -> Buffer:
+        """Refuses: there is no memory."""
+        raise DeviceMismatchError(f"{self.name} of a plan holds no {type(array).__name__}")
+
+    def _adopt(self, array: Any, stream: Stream | None, writable: bool) -> Buffer:
+        return self.put(array)
+
+    def _release(self, buffer: Buffer, stream: Stream | None) -> Any:
+        raise DeviceMismatchError(f"{buffer} of a plan has no memory")
+
+    def _follow(self, stream: Stream) -> None:
+        raise DeviceMismatchError(f"{self.name} of a plan knows no stream {handle_of(stream):#x}")
+
+    def _precede(self, stream: Stream | None) -> None:
+        raise DeviceMismatchError(f"{self.name} of a plan has no queue to wait for")
+
+    def _download(self, buffer: Buffer, patience: Patience) -> np.ndarray | None:
+        raise DeviceMismatchError(f"{buffer} of a plan has no memory")
+
+    def _allocate(self, nbytes: int) -> Block:
+        return self.block(nbytes)
+
+    def _mark(self, queue: Queue) -> Any:
+        return 0
+
+    def _passed(self, event: Any) -> bool:
+        return True
+
+    def _prepare(self, kernel: Kernel, template: Template) -> None:
+        """Nothing is compiled."""
+
+    def _is_prepared(self, kernel: Kernel, template: Template) -> bool:
+        return True
+
+    def _recording(self, devices: Sequence[Device]) -> Recording:
+        raise DeviceMismatchError(f"{self.name} of a plan keeps no work")
+
+    def _recycle(self, raw: Any, nbytes: int) -> None:
+        """Nothing was taken."""
+
+    def _trim(self) -> None:
+        """Nothing is kept."""
+
+    def _fill_fresh(self, buffer: Buffer) -> None:
+        """There is nothing to fill; nor below to write or wait for."""
+
+    def _fill_zero(self, buffer: Buffer) -> None:
+        self._touched.append(Touched(self, (), (buffer,)))
+
+    def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None: ...
+
+    def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
+        self._touched.append(Touched(self, (src,), (dst,)))
+
+    def _resolved(
+        self,
+        kernel: Kernel,
+        template: Template,
+        rows: Sequence[Row],
+        scalars: Sequence[int | float],
+        queue: Queue,
+    ) -> Issue:
+        num_written = kernel.num_written(scalars)
+        reads = tuple(operand for row in rows for operand in row[num_written:])
+        writes = tuple(operand for row in rows for operand in row[:num_written])
+        self._touched.append(Touched(self, reads, writes))
+        return lambda: None
+
+    def _wait(self, mark: Mark, queue: Queue) -> None: ...
+
+    def _synchronize(self, patience: Patience) -> bool:
+        return True
+
+    def _abandon(self, seconds: float) -> bool:
+        return True
+
+
+class GhostCollective(Collective):
+    """Checks and records as every collective does."""
+
+    def __init__(self, touched: list[Touched]) -> None:
+        self._touched = touched
+
+    def all_reduce(
+        self,
+        buffers: Sequence[Buffer],
+        op: str = "sum",
+        *,
+        sources: Sequence[Buffer] | None = None,
+        queue: Queue = "compute",
+    ) -> None:
+        """See ``Collective.all_reduce``."""
+        terms = self._check_sources("all_reduce", buffers, sources)
+        self._note("all_reduce", terms, buffers, queue)
+
+    def broadcast(self, buffers: Sequence[Buffer], root: int, *, queue: Queue = "compute") -> None:
+        """See ``Collective.broadcast``."""
+        self._check_broadcast(buffers, root)
+        self._note("broadcast", buffers, buffers, queue)
+
+    def all_gather(
+        self, outputs: Sequence[Buffer], inputs: Sequence[Buffer], *, queue: Queue = "compute"
+    ) -> None:
+        """See ``Collective.all_gather``."""
+        self._check_gather(outputs, inputs)
+        self._note("all_gather", inputs, outputs, queue)
+
+    def _note(
+        self, name: str, inputs: Sequence[Buffer], outputs: Sequence[Buffer], queue: Queue
+    ) -> None:
+        for read, written in zip(inputs, outputs, strict=True):
+            self._touched.append(Touched(read.device, (read,), (written,)))
+        self._give(lambda: None, [(name, inputs, queue)], ())

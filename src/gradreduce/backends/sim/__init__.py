@@ -1,0 +1,1 @@
+"""The simulated backend: devices on the CPU, with true values."""

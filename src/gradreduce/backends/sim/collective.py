@@ -1,0 +1,90 @@
+"""Collectives over simulated devices: true values, in the order of the mesh; no library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from gradreduce.device import Buffer, Collective, Queue, accumulate_dtype
+
+from .device import SimDevice, memory_of, sim_device
+
+__all__ = ["SimCollective"]
+
+
+class SimCollective(Collective):
+    """Adds in the accumulate type, in mesh order, and rounds once."""
+
+    def all_reduce(
+        self,
+        buffers: Sequence[Buffer],
+        op: str = "sum",
+        *,
+        sources: Sequence[Buffer] | None = None,
+        queue: Queue = "compute",
+    ) -> None:
+        """See ``Collective.all_reduce``."""
+        if op != "sum":
+            raise NotImplementedError(f"all_reduce with op={op!r}: only 'sum' so far")
+        terms = [memory_of(each) for each in self._check_sources("all_reduce", buffers, sources)]
+        arrays = [memory_of(buffer) for buffer in buffers]
+        wide = accumulate_dtype(buffers[0].dtype)
+
+        def work() -> None:
+            total = terms[0].astype(wide)
+            with np.errstate(all="ignore"):
+                for term in terms[1:]:
+                    total += term
+                for array in arrays:
+                    array[...] = total
+
+        self._meet("all_reduce", buffers, work, queue, sources or ())
+
+    def broadcast(self, buffers: Sequence[Buffer], root: int, *, queue: Queue = "compute") -> None:
+        """See ``Collective.broadcast``."""
+        self._check_broadcast(buffers, root)
+        arrays = [memory_of(buffer) for buffer in buffers]
+
+        def work() -> None:
+            for array in arrays[:root] + arrays[root + 1 :]:
+                array[...] = arrays[root]
+
+        self._meet("broadcast", buffers, work, queue)
+
+    def all_gather(
+        self, outputs: Sequence[Buffer], inputs: Sequence[Buffer], *, queue: Queue = "compute"
+    ) -> None:
+        """See ``Collective.all_gather``."""
+        self._check_gather(outputs, inputs)
+        sources = [memory_of(buffer) for buffer in inputs]
+        targets = [memory_of(out) for out in outputs]
+
+        def work() -> None:
+            gathered = np.concatenate(sources)
+            for target in targets:
+                target[...] = gathered
+
+        self._meet("all_gather", inputs, work, queue, outputs)
+
+    def _meet(
+        self,
+        name: str,
+        buffers: Sequence[Buffer],
+        work: Callable[[], None],
+        queue: Queue,
+        kept: Sequence[Buffer] = (),
+    ) -> None:
+        """Runs the work when every device's queue has come to it; none goes on before."""
+        devices: list[SimDevice] = [sim_device(buffer) for buffer in buffers]
+        first = devices[0]
+
+        def issue() -> None:
+            for device in devices[1:]:
+                first.wait(device.mark(queue), queue=queue)
+            first.submit(queue, work)
+            done = first.mark(queue)
+            for device in devices[1:]:
+                device.wait(done, queue=queue)
+
+        self._give(issue, [(name, buffers, queue)], kept)

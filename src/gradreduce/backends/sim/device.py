@@ -1,0 +1,414 @@
+"""A device without a GPU: true values from NumPy or from the shipped ``.cu`` text on the CPU.
+
+Never pretends: operands are checked, launches, copies and bytes are counted, memory comes from a
+pool and is handed out dirty, as on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from ctypes import addressof, c_char
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from gradreduce.device import (
+    Block,
+    Buffer,
+    Capture,
+    Device,
+    Kernel,
+    Mark,
+    Queue,
+    Record,
+    Stream,
+    Template,
+    as_dtype,
+    handle_of,
+)
+from gradreduce.device.buffer import Row
+from gradreduce.device.command_list import Issue
+from gradreduce.device.dtypes import BFLOAT16
+from gradreduce.device.external_buffers import may_be_lent
+from gradreduce.device.kernel import Arrays
+from gradreduce.device.launch_table import CHUNK_SIZE, Tables
+from gradreduce.device.mesh_state import Fabric
+from gradreduce.device.op_log import QUEUES, Fields
+from gradreduce.device.pending_calls import Patience
+from gradreduce.errors import DeviceMismatchError
+
+from .host_compile import host_kernel, is_loaded
+from .pool import SimPool
+from .scheduler import Event, Replay, Scheduler
+from .workers import BLOCK_SIZE, Workers
+
+__all__ = ["FACES", "SimDevice", "SimOptions", "memory_of", "sim_device"]
+
+# kernels= -> build of the .cu text (None: the NumPy twin)
+FACES: dict[str, str | None] = {
+    "numpy": None,
+    "compiled": "fast",
+    "exact": "exact",
+    "sanitized": "sanitized",
+}
+# What NumPy's calls for a block cost beside its elements, in elements added meanwhile.
+CALL_COST = 1 << 11
+
+
+@dataclass(frozen=True)
+class SimOptions:
+    """How a simulated mesh behaves.
+
+    Attributes:
+        face: a key of ``FACES``: which face of a kernel a launch runs.
+        strict: fill fresh memory with NaN (integers: 0xA5 bytes) instead of leaving it as it is.
+        workers: the threads that run launches.
+        scheduler: runs the queues of all devices of the mesh.
+        geometry: blocks and threads of a launch in the exact and sanitized builds; any must give
+            the same result, so this one is odd on purpose.
+    """
+
+    face: str
+    strict: bool
+    workers: Workers
+    scheduler: Scheduler
+    geometry: tuple[int, int] = (3, 37)
+
+
+class SimDevice(Device):
+    """A logical device in host memory. Work runs as its scheduler says: at once, or shuffled."""
+
+    def __init__(self, fabric: Fabric, index: int, physical: int, options: SimOptions) -> None:
+        super().__init__(fabric, index, physical)
+        self.options = options
+        self.scheduler = options.scheduler
+        self.defers = options.scheduler.defers
+        if options.scheduler.wake not in fabric.on_wake:
+            fabric.on_wake.append(options.scheduler.wake)
+        self._pool = SimPool()
+        self._tables = Tables(lambda words: (words.__array_interface__["data"][0], words))
+
+    # -- memory ---------------------------------------------------------------------------------
+
+    def _adopt(self, array: Any, stream: Stream | None, writable: bool) -> Buffer:
+        if not isinstance(array, np.ndarray):
+            raise DeviceMismatchError(f"{self.name} holds host arrays, not {type(array).__name__}")
+        array = np.asarray(array)  # no subclass: np.matrix has no flat view
+        flags = array.flags
+        if not (flags.c_contiguous and flags.aligned):
+            raise ValueError(
+                "an adopted array must be contiguous in C order and aligned: pass a copy"
+            )
+        return self._share(array, None, writable and flags.writeable)
+
+    def _share(self, array: np.ndarray, address: int | None, writable: bool) -> Buffer:
+        dtype = as_dtype(array.dtype)
+        if self.lent is not None and writable:
+            if address is None and may_be_lent(array):
+                address = self.address_of(array)
+            if address is not None:
+                lent = self.lent.find(address, array.nbytes)
+                if lent is not None:
+                    return Buffer(lent, address - lent.address, array.shape, dtype)
+        block = Block(self, array, address, array.nbytes, owned=False, writable=writable)
+        if self.defers:
+            self._parking.watch(block)
+        return Buffer(block, 0, array.shape, dtype, array)
+
+    def _release(self, buffer: Buffer, stream: Stream | None) -> np.ndarray:
+        self._precede(stream)
+        return self.array(buffer)
+
+    def _follow(self, stream: Stream) -> None:
+        raise DeviceMismatchError(
+            f"{self.name} is simulated and knows no stream {handle_of(stream):#x}"
+        )
+
+    def _precede(self, stream: Stream | None) -> None:
+        # A host array has no stream that could wait.
+        if not self.scheduler.finish((self, "compute"), self._endless):
+            raise self.fabric.give_up("handing out a host array", self, self._endless)
+
+    def put(self, array: Any, address: int | None = None) -> Buffer:
+        """See ``Device.put``: a NumPy array is shared if contiguous and aligned, else copied.
+
+        Copied too where work is deferred: its owner may change it as soon as the call returns.
+        """
+        self.fabric.check_usable(self)
+        if type(array) is not np.ndarray:
+            array = np.asarray(array)
+        flags = array.flags
+        if flags.c_contiguous and flags.aligned and not self.defers:
+            return self._share(array, address, flags.writeable)
+        as_dtype(array.dtype)
+        return self.upload(array)
+
+    def address_of(self, raw: np.ndarray) -> int:
+        """See ``Device.address_of``: of a caller's array; NumPy needs five times as long to say."""
+        try:
+            return addressof(c_char.from_buffer(raw))  # type: ignore[arg-type]
+        except (TypeError, ValueError):  # read-only, empty, or bfloat16
+            return raw.ctypes.data
+
+    def array(self, buffer: Buffer) -> np.ndarray:
+        """The NumPy array of ``buffer``'s memory; it keeps the block alive."""
+        if buffer.array is None:
+            block = buffer.block
+            if block.owned:
+                shown = np.asarray(_Shown(buffer))
+                buffer.array = shown if shown.dtype is buffer.dtype else shown.view(buffer.dtype)
+            else:
+                whole = block.raw.reshape(-1).view(np.uint8)
+                part = whole[buffer.offset : buffer.offset + buffer.nbytes]
+                buffer.array = part.view(buffer.dtype).reshape(buffer.shape)
+        array: np.ndarray = buffer.array
+        return array
+
+    def _allocate(self, nbytes: int) -> Block:
+        self.drain()
+        memory = self._pool.take(nbytes)
+        block = Block(self, memory, memory.address, nbytes, owned=True, writable=True)
+        return self._parking.watch(block)
+
+    def _recycle(self, raw: Any, nbytes: int) -> None:
+        if self.defers:  # who uses it from here on, in the order of the compute queue, reads NaN
+            self.scheduler.submit((self, "compute"), partial(raw.bytes.fill, 0xFF))
+        self._pool.give(raw)
+
+    def _trim(self) -> None:
+        self._pool.clear()
+
+    def _fill_fresh(self, buffer: Buffer) -> None:
+        if not self.options.strict:
+            return
+        kind = buffer.dtype.kind
+        if kind in "fc" or buffer.dtype == BFLOAT16:
+            value = complex(np.nan, np.nan) if kind == "c" else np.nan
+            work = partial(memory_of(buffer).fill, value)
+        else:
+            work = partial(memory_of(buffer).view(np.uint8).fill, 0xA5)
+        self.scheduler.submit((self, "compute"), work)
+
+    def _fill_zero(self, buffer: Buffer) -> None:
+        self.submit("compute", partial(memory_of(buffer).fill, 0))
+
+    def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None:
+        source = array.copy() if self.defers else array
+        into = memory_of(dst).reshape(dst.shape)
+        self.scheduler.submit((self, queue), partial(np.copyto, into, source))
+
+    def _download(self, buffer: Buffer, patience: Patience) -> np.ndarray | None:
+        if not self.scheduler.finish((self, "compute"), patience):
+            return None
+        return self.array(buffer).copy()
+
+    def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
+        self.submit(queue, partial(np.copyto, memory_of(dst), memory_of(src)))
+
+    # -- work -----------------------------------------------------------------------------------
+
+    def _prepare(self, kernel: Kernel, template: Template) -> None:
+        build = FACES[self.options.face]
+        if build is not None:
+            host_kernel(kernel, build)
+
+    def _resolved(
+        self,
+        kernel: Kernel,
+        template: Template,
+        rows: Sequence[Row],
+        scalars: Sequence[int | float],
+        queue: Queue,
+    ) -> Issue:
+        build = FACES[self.options.face]
+        if build is None:
+            work = self._twin_work(kernel, rows, scalars)
+        else:
+            work = self._compiled_work(kernel, template, rows, scalars, build)
+        return partial(self.submit, queue, work)
+
+    def submit(self, queue: Queue, work: Callable[[], None]) -> None:
+        """Puts work at the end of a queue; inside a capture, of what is kept."""
+        capture = self.fabric.capture
+        if capture is None:
+            self.scheduler.submit((self, queue), work)
+        else:
+            recording_of(capture).submit((self, queue), work)
+
+    def _twin_work(
+        self, kernel: Kernel, rows: Sequence[Row], scalars: Sequence[int | float]
+    ) -> Callable[[], None]:
+        num_written = kernel.num_written(scalars)
+        strict, whole = self.options.strict, kernel.items is not None
+        if not strict and not whole and sum([row[0].size for row in rows]) <= BLOCK_SIZE:
+            small = [
+                [memory_of(operand) if operand.flat is None else operand.flat for operand in row]
+                for row in rows
+            ]
+            return partial(_run, kernel, small, scalars)  # nothing to cut, nothing to share out
+        workers = self.options.workers
+        blocks: list[list[np.ndarray]] = []
+        costs: list[int] = []
+        total = 0
+        for row in rows:
+            arrays = [memory_of(operand) for operand in row]
+            if strict:
+                arrays[num_written:] = map(read_only, arrays[num_written:])
+            size = kernel.num_items(row) if whole else row[0].size
+            total += size
+            if whole or size <= BLOCK_SIZE:
+                blocks.append(arrays)
+                costs.append(CALL_COST + size)
+                continue
+            length = workers.block_size(size, streams=kernel.streams_row(row))
+            for start in range(0, size, length):
+                blocks.append([array[start : start + length] for array in arrays])
+            costs += [CALL_COST + length] * -(-size // length)
+        jobs = [
+            partial(_run, kernel, part, scalars) for part in workers.shares(blocks, total, costs)
+        ]
+        return partial(workers.run, jobs)
+
+    def _compiled_work(
+        self,
+        kernel: Kernel,
+        template: Template,
+        rows: Sequence[Row],
+        scalars: Sequence[int | float],
+        build: str,
+    ) -> Callable[[], None]:
+        items = [kernel.num_items(row) for row in rows]
+        table = self._tables.find(rows, items, CHUNK_SIZE)
+        entry = host_kernel(kernel, build)
+        # What must outlive the work: the words, and the memory (though not its ownership).
+        held = (table.held, [operand.block.raw for row in rows for operand in row])
+
+        def job(part: np.ndarray, address: int, _held: object) -> None:
+            entry.run(template, address, scalars, self.options.geometry)
+
+        workers = self.options.workers
+        shares = workers.shares(range(table.num_chunks), sum(items))
+        if len(shares) == 1 and len(shares[0]) == table.num_chunks:
+            return partial(job, table.struct, table.address, held)
+        jobs = []
+        for chunks in shares:
+            part = table.struct.copy()
+            part["first_chunk"], part["end_chunk"] = chunks[0], chunks[-1] + 1
+            jobs.append(partial(job, part, part.ctypes.data, held))
+        return partial(workers.run, jobs)
+
+    def run_on_host(
+        self, kernel: Kernel, row: Sequence[np.ndarray], scalars: Sequence[int | float]
+    ) -> bool:
+        """See ``Device.run_on_host``: by the twin, where work is neither deferred nor watched."""
+        plain = not (self.defers or self.options.strict or self.options.face != "numpy")
+        if not plain or self.fabric.capture is not None:
+            return False
+        self.fabric.check_usable(self)
+        work = partial(_run, kernel, [row], scalars)
+        what: Fields = ("launch", kernel.name, self.index, -1, 0, "compute", 1)
+        self.fabric.give(partial(self.scheduler.submit, (self, "compute"), work), what, self.defers)
+        if self.fabric.recorder.recording:
+            self.fabric.recorder.add(Record(*what))
+        return True
+
+    def _is_prepared(self, kernel: Kernel, template: Template) -> bool:
+        build = FACES[self.options.face]
+        return build is None or is_loaded(kernel, build)
+
+    def _recording(self, devices: Sequence[Device]) -> Replay:
+        return Replay(self.scheduler, (self, "compute"))
+
+    def _mark(self, queue: Queue) -> Event:
+        capture = self.fabric.capture
+        if capture is None:
+            return self.scheduler.record((self, queue))
+        return recording_of(capture).record((self, queue))
+
+    def _passed(self, event: Event) -> bool:
+        return event.passed
+
+    def _wait(self, mark: Mark, queue: Queue) -> None:
+        capture = self.fabric.capture
+        if capture is None:
+            self.scheduler.wait((self, queue), mark.event)
+        else:
+            recording_of(capture).wait((self, queue), mark.event)
+
+    def _synchronize(self, patience: Patience) -> bool:
+        return all(self.scheduler.finish((self, queue), patience) for queue in QUEUES)
+
+    def _urge(self) -> None:
+        self.scheduler.urge()
+
+    def _is_waiting(self, queue: Queue) -> bool:
+        return self.scheduler.is_waiting((self, queue))
+
+    def _abandon(self, seconds: float) -> bool:
+        self.scheduler.drop()
+        return True
+
+
+class _Shown:
+    """What NumPy makes an array of, and keeps as its base: with it the array keeps the block."""
+
+    __slots__ = ("__array_interface__", "block")
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.block = buffer.block
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": buffer.shape,
+            "typestr": buffer.dtype.str,
+            "data": (buffer.address, False),
+        }
+
+
+def _run(kernel: Kernel, rows: Sequence[Arrays], scalars: Sequence[int | float]) -> None:
+    with np.errstate(all="ignore"):  # a GPU raises no floating-point warnings
+        kernel.twin(rows, *scalars)
+
+
+def memory_of(buffer: Buffer) -> np.ndarray:
+    """The flat array that work uses. It does *not* keep the block alive.
+
+    As on a GPU: memory that is freed while work still uses it belongs to somebody else by then.
+    """
+    flat: np.ndarray | None = buffer.flat
+    if flat is not None:
+        return flat
+    block = buffer.block
+    if block.owned:
+        made = np.ndarray(buffer.size, buffer.dtype, block.raw.bytes, buffer.offset)
+        buffer.flat = made
+        return made
+    whole: np.ndarray = block.raw
+    if whole.ndim != 1:
+        whole = whole.reshape(-1)
+    if buffer.array is block.raw:
+        buffer.flat = whole  # of memory that the buffer itself keeps, as its array
+        return whole
+    part = whole.view(np.uint8)[buffer.offset : buffer.offset + buffer.nbytes]
+    return part.view(buffer.dtype)
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    """A view that refuses to be written: a twin that writes an input fails."""
+    view = array[:]
+    view.flags.writeable = False
+    return view
+
+
+def recording_of(capture: Capture) -> Replay:
+    """The list that a capture of simulated devices keeps work on."""
+    assert isinstance(capture.backend, Replay)
+    return capture.backend
+
+
+def sim_device(buffer: Buffer) -> SimDevice:
+    """The simulated device that ``buffer`` lies on."""
+    if not isinstance(buffer.device, SimDevice):
+        raise DeviceMismatchError(f"{buffer} does not lie on a simulated device")
+    return buffer.device

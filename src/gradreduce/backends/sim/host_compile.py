@@ -1,0 +1,311 @@
+"""The shipped ``.cu`` text, built for the CPU by g++; never decides what to run.
+
+Three builds of the same text:
+
+* ``fast``: one CUDA thread as a compile-time constant, so that g++ vectorises the kernel's plain
+  loop; callers split the chunks over host threads. 7 to 70 times faster than looping over threads.
+* ``exact``: every block and thread of a launch in turn, 16-byte vectors and tails as on a GPU.
+* ``sanitized``: exact under AddressSanitizer and UBSan; the process must preload libasan.
+
+Builds are kept in ``$XDG_CACHE_HOME/gradreduce`` (``~/.cache/gradreduce``) for other processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from gradreduce.device import Kernel, ModuleLock, Template
+from gradreduce.device.kernel import kernel_text
+from gradreduce.device.launch_table import TABLE
+from gradreduce.device.op_log import replace_file
+from gradreduce.errors import BackendUnavailableError
+
+__all__ = ["BUILDS", "HostKernel", "find_compiler", "host_kernel"]
+
+_log = logging.getLogger(__name__)
+_COMMON = ("-std=c++17", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas")
+# -ffp-contract=off: g++ would fuse w -= rate*g into one rounding and differ from NumPy in 1 to 9 %
+# of float32 results. -fno-strict-aliasing: a kernel reads any element type as 16-byte vectors.
+# -fno-math-errno: a root that reports to errno is a call, and no vector.
+_VALUES = ("-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno")
+BUILDS: dict[str, tuple[str, ...]] = {
+    "fast": ("-O3", "-march=native", "-DGRADREDUCE_FAST", *_COMMON, *_VALUES),
+    "exact": ("-O1", *_COMMON, *_VALUES),
+    "sanitized": (
+        "-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
+        *_COMMON, *_VALUES,
+    ),
+}  # fmt: skip
+_SCALARS: dict[str, tuple[str, Any]] = {
+    "int64": ("long long", ctypes.c_longlong),
+    "float64": ("double", ctypes.c_double),
+}
+_LOCK = ModuleLock()
+
+
+class HostKernel:
+    """One kernel's entries in a shared object, callable from any thread (ctypes drops the GIL)."""
+
+    def __init__(self, kernel: Kernel, library: ctypes.CDLL) -> None:
+        arguments = [_SCALARS[kind][1] for _, kind in kernel.scalars]
+        self._entries: dict[Template, Any] = {}
+        for position, template in enumerate(kernel.templates):
+            entry = library[f"run_{position}"]
+            entry.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint, *arguments]
+            entry.restype = None
+            self._entries[template] = entry
+
+    def run(
+        self,
+        template: Template,
+        table: int,
+        scalars: Sequence[int | float],
+        geometry: tuple[int, int] = (1, 1),
+    ) -> None:
+        """Runs the chunks that ``table`` names.
+
+        Args:
+            template: which instantiation; one of ``kernel.templates``.
+            table: the address of one element of ``TABLE``.
+            scalars: as the kernel declares them.
+            geometry: blocks, and threads of a block; the fast build has but one of each.
+        """
+        self._entries[template](table, *geometry, *scalars)
+
+
+_loaded: set[tuple[Kernel, str]] = set()
+
+
+def is_loaded(kernel: Kernel, build: str) -> bool:
+    """Whether ``host_kernel`` has nothing to build."""
+    return (kernel, build) in _loaded
+
+
+@cache
+def host_kernel(kernel: Kernel, build: str) -> HostKernel:
+    """Builds ``kernel`` (or finds the build in the cache) and loads it; blocks for seconds.
+
+    Raises:
+        BackendUnavailableError: no g++ or a broken one, a build that does not load, or libasan is
+            not preloaded for the sanitized build.
+        RuntimeError: g++ refused the text; its messages point into the ``.cu`` file.
+    """
+    # Asked first: libasan ends the process that loads it late.
+    if build == "sanitized" and not hasattr(ctypes.CDLL(None), "__asan_init"):
+        raise BackendUnavailableError(
+            "kernels='sanitized' needs LD_PRELOAD=$(g++ -print-file-name=libasan.so) when Python "
+            "starts"
+        )
+    with _LOCK.lock:
+        try:
+            library = _load(_host_text(kernel), kernel.name, build)
+        except OSError as error:
+            raise BackendUnavailableError(
+                f"the {build} build of {kernel.name} does not load: {error}"
+            ) from error
+        found = HostKernel(kernel, library)
+        _loaded.add((kernel, build))
+        return found
+
+
+def _host_text(kernel: Kernel) -> str:
+    """The shipped text, and one C entry for each instantiation, with the layouts asserted."""
+    parts = [kernel_text(kernel.source), '#line 1 "compiled.py"\n#include <cstddef>\n']
+    parts.append(f'static_assert(sizeof(Table) == {TABLE.itemsize}, "Table");\n')
+    for field in TABLE.names or ():
+        offset = TABLE.fields[field][1]  # type: ignore[index]  # a structured dtype has fields
+        parts.append(f'static_assert(offsetof(Table, {field}) == {offset}, "Table.{field}");\n')
+    parameters = "".join(f", {_SCALARS[kind][0]} {name}" for name, kind in kernel.scalars)
+    call = ", ".join(["*table", *(name for name, _ in kernel.scalars)])
+    for position, template in enumerate(kernel.templates):
+        parts.append(
+            f'extern "C" void run_{position}'
+            f"(const Table* table, unsigned grid, unsigned block{parameters}) {{\n"
+            "#if defined(GRADREDUCE_FAST)\n"
+            f"    (void)grid; (void)block; {kernel.expression(template)}({call});\n"
+            "#else\n"
+            "    gridDim = {grid, 1, 1}; blockDim = {block, 1, 1};\n"
+            "    for (unsigned b = 0; b < grid; ++b) for (unsigned t = 0; t < block; ++t) {\n"
+            "        blockIdx = {b, 0, 0}; threadIdx = {t, 0, 0};\n"
+            f"        {kernel.expression(template)}({call});\n"
+            "    }\n"
+            "#endif\n"
+            "}\n"
+        )
+    return "".join(parts)
+
+
+def find_compiler(build: str) -> str:
+    """The path of g++.
+
+    Raises:
+        BackendUnavailableError: there is none.
+    """
+    compiler = shutil.which("g++")
+    if compiler is None:
+        face = "compiled" if build == "fast" else build
+        raise BackendUnavailableError(
+            f"kernels={face!r} builds the CUDA text for the CPU and needs g++, which is not on "
+            "PATH; install g++, or use kernels='numpy'"
+        )
+    return compiler
+
+
+def _load(text: str, name: str, build: str) -> ctypes.CDLL:
+    """The shared object of ``text``, from the cache if text, flags and compiler are the same.
+
+    Raises:
+        OSError: it does not load.
+    """
+    compiler = find_compiler(build)
+    key = "\0".join([text, *BUILDS[build], _target(compiler)]).encode()
+    entry = f"{name}-{build}-{hashlib.sha256(key).hexdigest()[:24]}.so"
+    with suppress(OSError), _opened_cache(build) as folder:
+        if _is_valid(folder / entry, key):
+            return ctypes.CDLL(str(folder / entry))
+    scratch = Path(tempfile.mkdtemp(prefix="gradreduce-"))
+    try:
+        made = _compile(compiler, text, scratch / entry, build)
+        try:
+            with _opened_cache(build) as folder:
+                content = made.read_bytes()
+                replace_file(folder / entry, content + _checksum(key, content), mode=0o600)
+                return ctypes.CDLL(str(folder / entry))
+        except OSError as error:
+            _warn_once(_told(error))
+            return ctypes.CDLL(str(made))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _compile(compiler: str, text: str, made: Path, build: str) -> Path:
+    """Builds ``made``, whose source is left beside it.
+
+    Raises:
+        RuntimeError: the compiler refused the text.
+    """
+    source = made.with_suffix(".cpp")
+    source.write_text(text, encoding="utf-8")
+    done = _run([compiler, *BUILDS[build], "-o", str(made), str(source)])
+    if done.returncode:
+        name = made.name.partition("-")[0]
+        raise RuntimeError(
+            f"g++ refused the {build} build of {name} (exit status {done.returncode}):\n"
+            f"{done.stderr}"
+        )
+    return made
+
+
+@cache
+def _target(compiler: str) -> str:
+    """What the compiler predefines on this CPU: its version and every instruction set.
+
+    Raises:
+        BackendUnavailableError: the compiler does not run.
+    """
+    done = _run([compiler, "-march=native", "-dM", "-E", "-x", "c++", "/dev/null"])
+    if done.returncode:
+        raise BackendUnavailableError(
+            f"{compiler} does not work (exit status {done.returncode}); repair it, or use "
+            f"kernels='numpy':\n{done.stderr}"
+        )
+    return done.stdout
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False
+        )
+    except OSError as error:
+        raise BackendUnavailableError(
+            f"{command[0]} cannot be run: {error}; repair it, or use kernels='numpy'"
+        ) from error
+
+
+def _cache_folder() -> Path:
+    """``gradreduce`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``; made if it is not there.
+
+    Raises:
+        OSError: there is no home, or the folder cannot be made.
+    """
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))  # to be ignored where it is relative
+    try:
+        folder = (named if named.is_absolute() else Path.home() / ".cache") / "gradreduce"
+    except RuntimeError as error:
+        raise FileNotFoundError(str(error)) from error
+    if not folder.is_absolute():
+        raise FileNotFoundError("HOME is not the path of a folder")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+@contextmanager
+def _opened_cache(build: str) -> Iterator[Path]:
+    """The cache folder, by a path that names the same folder whatever is renamed meanwhile.
+
+    Of the sanitized build by its own path: the sanitizer opens the file when it reports an error.
+
+    Raises:
+        OSError: there is none, or somebody else can write it: what it holds may be theirs.
+    """
+    folder = _cache_folder()
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        found = os.fstat(descriptor)
+        if not _is_ours(found):
+            raise PermissionError(
+                f"{folder} is owned by user {found.st_uid} and has mode "
+                f"{found.st_mode & 0o7777:o}: it must be owned by user {os.geteuid()} and "
+                "writable by nobody else"
+            )
+        opened = Path(f"/proc/self/fd/{descriptor}")
+        yield opened if build != "sanitized" and opened.exists() else folder
+    finally:
+        os.close(descriptor)
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    """Whether nobody but this user can write a file or folder."""
+    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _is_valid(path: Path, key: bytes) -> bool:
+    """Whether a file is what this user has built for a key, to its last byte."""
+    # Not blocking: to open a FIFO would wait for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        if not _is_ours(os.fstat(descriptor)):
+            return False
+        content = file.read()
+    size = len(content) - hashlib.sha256().digest_size
+    return content[size:] == _checksum(key, content[:size])
+
+
+def _checksum(key: bytes, content: bytes) -> bytes:
+    """What stands behind a shared object in its file: of what it was built from, and of itself."""
+    return hashlib.sha256(hashlib.sha256(key).digest() + content).digest()
+
+
+def _told(error: OSError) -> str:
+    """What went wrong and where, but for the random name of a part, which is another each time."""
+    path = "" if error.filename is None else str(error.filename)
+    where = f": {path}" if path and not path.endswith(".part") else ""
+    return (error.strerror or str(error)) + where
+
+
+@cache
+def _warn_once(why: str) -> None:
+    _log.warning("compiled kernels are not cached, and every process builds its own: %s", why)

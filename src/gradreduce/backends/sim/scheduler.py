@@ -1,0 +1,371 @@
+"""In which order the queues of simulated devices run; never knows what the work is.
+
+``RunAtOnce`` is the plain simulation: work runs in the call that gives it, so every mark has
+passed. ``Shuffled`` is the adversary: work waits in its queue and runs later, in a seeded random
+order among all that the waits allow, as late as the host's own waits allow. Code that forgot a
+fence gives another result there under some seed, on a laptop.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable
+
+from gradreduce.device import DeferInterrupts, Waiters
+from gradreduce.device.command_list import Issue
+from gradreduce.device.graph_capture import Recording
+from gradreduce.device.pending_calls import Patience
+from gradreduce.device.waiting import held_in_time
+from gradreduce.errors import CaptureError
+
+__all__ = ["Event", "Replay", "RunAtOnce", "Scheduler", "Shuffled", "Work"]
+
+
+Work = Callable[[], None]
+# The watchdog waits for no lock for ever.
+_URGE_SECONDS = 1.0
+
+
+class Event:
+    """A place in a queue.
+
+    Attributes:
+        passed: whether the queue has run up to it.
+    """
+
+    __slots__ = ("passed",)
+
+    def __init__(self, passed: bool = False) -> None:
+        self.passed = passed
+
+
+class Scheduler(ABC):
+    """The queues of all devices of a mesh. A queue is named by any hashable key.
+
+    Attributes:
+        defers: whether work may still be waiting when ``submit`` returns.
+    """
+
+    defers: bool
+
+    @abstractmethod
+    def submit(self, queue: Hashable, work: Work) -> None:
+        """Puts work at the end of a queue."""
+
+    @abstractmethod
+    def record(self, queue: Hashable) -> Event:
+        """Marks the end of a queue."""
+
+    @abstractmethod
+    def wait(self, queue: Hashable, event: Event) -> None:
+        """What comes into the queue from now on runs after ``event``."""
+
+    @abstractmethod
+    def finish(self, queue: Hashable, patience: Patience | None = None) -> bool:
+        """Returns when the queue is empty; only this makes the host wait.
+
+        Returns:
+            False if the patience was over first, or the work was dropped.
+        """
+
+    def urge(self) -> None:  # noqa: B027  # where work runs at once nothing is left to do
+        """Runs what can run, as devices do by themselves; for who only looks at marks."""
+
+    def is_waiting(self, queue: Hashable) -> bool:
+        """Whether a queue can go on only behind an event that has not passed."""
+        return False
+
+    def drop(self) -> None:  # noqa: B027
+        """Forgets what has not run, and all its marks count as passed."""
+
+    def wake(self) -> None:  # noqa: B027
+        """Has those who wait in ``finish`` look at their patience."""
+
+    def forget(self, queue: Hashable) -> None:  # noqa: B027  # not all keep any
+        """Drops a queue that nobody uses any more, if it is empty."""
+
+
+class RunAtOnce(Scheduler):
+    """Work runs when it is given, in the thread that gives it, one at a time in each queue.
+
+    What a signal handler gives runs inside the work that it has interrupted.
+    """
+
+    defers = False
+    _passed = Event(passed=True)
+
+    def __init__(self) -> None:
+        self._locks: defaultdict[Hashable, threading.RLock] = defaultdict(threading.RLock)
+
+    def submit(self, queue: Hashable, work: Work) -> None:
+        """See ``Scheduler.submit``."""
+        with self._locks[queue]:
+            work()
+
+    def record(self, queue: Hashable) -> Event:
+        """See ``Scheduler.record``."""
+        return self._passed
+
+    def wait(self, queue: Hashable, event: Event) -> None:
+        """See ``Scheduler.wait``."""
+
+    def finish(self, queue: Hashable, patience: Patience | None = None) -> bool:
+        """See ``Scheduler.finish``."""
+        return True
+
+
+class _Passing:
+    """Work that lets an event pass."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: Event) -> None:
+        self._event = event
+
+    def __call__(self) -> None:
+        self._event.passed = True
+
+
+class Shuffled(Scheduler):
+    """Work runs in a random legal order.
+
+    A queue can be told to be stuck (``stall``), as that of a GPU whose kernel never ends.
+
+    Args:
+        seed: of the order. Seed 0 is fully lazy: nothing runs before the host waits. Seed 1 is
+            eager: after each call everything that can run does. Others mix, each with its own
+            inclination to run early.
+    """
+
+    defers = True
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._early = {0: 0.0, 1: 1.0}.get(seed, self._random.choice((0.1, 0.3, 0.5, 0.8)))
+        self._queues: dict[Hashable, deque[Work | Event]] = {}
+        self._stalled: dict[Hashable, int] = {}  # queue -> what it may still run
+        self._drops = 0
+        self._runs = False  # whether work is being chosen or run
+        # Re-entrant: work never submits work, but a dying block may be drained inside a call.
+        self._lock = threading.RLock()
+        self._waiters = Waiters(self._lock)
+
+    def submit(self, queue: Hashable, work: Work) -> None:
+        """See ``Scheduler.submit``."""
+        with self._lock:
+            self._queues.setdefault(queue, deque()).append(work)
+            self._run_some()
+
+    def record(self, queue: Hashable) -> Event:
+        """See ``Scheduler.record``."""
+        event = Event()
+        self.submit(queue, _Passing(event))
+        return event
+
+    def wait(self, queue: Hashable, event: Event) -> None:
+        """See ``Scheduler.wait``."""
+        with self._lock:
+            self._queues.setdefault(queue, deque()).append(event)
+
+    def finish(self, queue: Hashable, patience: Patience | None = None) -> bool:
+        """See ``Scheduler.finish``; waits for a queue that is stuck, or for one that waits for it.
+
+        Raises:
+            RuntimeError: the queue waits for an event that no queue will pass, or a signal handler
+                waits for what it has interrupted.
+        """
+        drops, late = self._drops, []
+
+        def over() -> bool:
+            while self._queues.get(queue) and self._run_one():
+                pass
+            if not self._queues.get(queue):
+                return True
+            if self._runs:
+                raise RuntimeError(
+                    "a signal handler waits for queued work (schedule_seed=) that it has "
+                    "interrupted: let the handler set a flag, and do this after the call"
+                )
+            if not self._stalled:
+                raise RuntimeError(f"deadlock: {queue} waits for an event that never passes")
+            if patience is not None and patience.is_over:
+                late.append(True)
+            return bool(late)
+
+        self._waiters.until(over, lambda: None if patience is None else patience.rest)
+        return not late and drops == self._drops
+
+    def stall(self, queue: Hashable, after: int = 0) -> None:
+        """From now on nothing in this queue runs, but its next ``after`` entries (waits too)."""
+        with self._lock:
+            self._stalled[queue] = after
+
+    def resume(self, queue: Hashable) -> None:
+        """What is in this queue may run again."""
+        with self._lock:
+            self._stalled.pop(queue, None)
+            self._run_some()
+            self._waiters.notify()
+
+    def urge(self) -> None:
+        """See ``Scheduler.urge``; gives up where another thread is at it for too long."""
+
+        def run() -> None:
+            while self._run_one():
+                pass
+
+        held_in_time(self._lock, _URGE_SECONDS, run)
+
+    def is_waiting(self, queue: Hashable) -> bool:
+        """See ``Scheduler.is_waiting``; False where another thread is at it for too long."""
+        found: list[bool] = []
+
+        def look() -> None:
+            line = self._queues.get(queue, deque())
+            found.append(len(line) > 0 and not self._can_run(line))
+
+        held_in_time(self._lock, _URGE_SECONDS, look)
+        return True in found
+
+    def drop(self) -> None:
+        """See ``Scheduler.drop``; no queue is stuck afterwards."""
+        with self._lock:
+            self._drops += 1
+            for line in self._queues.values():
+                for work in line:
+                    if isinstance(work, _Passing):
+                        work()
+                line.clear()
+            self._stalled.clear()
+            self._waiters.notify()
+
+    def wake(self) -> None:
+        """See ``Scheduler.wake``."""
+        with self._lock:
+            self._waiters.notify()
+
+    def forget(self, queue: Hashable) -> None:
+        """See ``Scheduler.forget``."""
+        if not self._queues.get(queue):
+            self._queues.pop(queue, None)
+
+    def _run_some(self) -> None:
+        while self._random.random() < self._early and self._run_one():
+            pass
+
+    def _run_one(self) -> bool:
+        """Runs the head of a random queue that can go on; False if none can.
+
+        Whole, as a device does whatever the host is interrupted by; and none inside another.
+        """
+        if self._runs:
+            return False
+        self._runs = True  # what a signal handler does from here on runs nothing
+        try:
+            ready = [
+                queue
+                for queue, line in list(self._queues.items())  # a handler may submit to a new one
+                if self._can_run(line) and self._stalled.get(queue, 1)
+            ]
+            if not ready:
+                return False
+            queue = self._random.choice(ready)
+            with DeferInterrupts():
+                if queue in self._stalled:
+                    self._stalled[queue] -= 1
+                work = self._queues[queue].popleft()
+                if not isinstance(work, Event):
+                    work()
+        finally:
+            self._runs = False
+        return True
+
+    @staticmethod
+    def _can_run(line: deque[Work | Event]) -> bool:
+        if not line:
+            return False
+        head = line[0]
+        return head.passed if isinstance(head, Event) else True
+
+
+class Replay(Recording):
+    """Kept work.
+
+    Args:
+        scheduler: that plays it.
+        origin: the queue that a play is given to.
+    """
+
+    def __init__(self, scheduler: Scheduler, origin: Hashable) -> None:
+        self._scheduler = scheduler
+        self._origin = origin
+        self._entries: list[tuple[Hashable, Work | None, Event | None]] = []
+        self._made: dict[int, Event] = {}  # kept alive, so that no other has its id
+        self._own: dict[Hashable, Hashable] = {}  # a device's queue -> ours in its place
+
+    def begin(self) -> None:
+        """See ``Recording.begin``."""
+
+    def abandon(self) -> None:
+        """See ``Recording.abandon``: nobody can play it."""
+
+    def end(self) -> Issue:
+        """See ``Recording.end``."""
+        weakref.finalize(self, _forget, self._scheduler, tuple(self._own.values()))
+        return self._play
+
+    def submit(self, queue: Hashable, work: Work) -> None:
+        """Keeps work at the end of a queue."""
+        self._entries.append((self._ours(queue), work, None))
+
+    def record(self, queue: Hashable) -> Event:
+        """Keeps a mark of the end of a queue."""
+        event = Event()
+        self._made[id(event)] = event
+        self._entries.append((self._ours(queue), None, event))
+        return event
+
+    def wait(self, queue: Hashable, event: Event) -> None:
+        """Keeps a wait.
+
+        Raises:
+            CaptureError: for an event that was not made inside; CUDA refuses it too.
+        """
+        if id(event) not in self._made:
+            raise CaptureError(f"{queue} waits for an event that the capture did not record")
+        self._entries.append((self._ours(queue), event_wait, event))
+
+    def _ours(self, queue: Hashable) -> Hashable:
+        # Where work runs at once a queue is a lock and nothing else: the device's own will do.
+        made = ("captured", object(), queue) if self._scheduler.defers else queue
+        return self._own.setdefault(queue, made)
+
+    def _play(self) -> None:
+        scheduler, origin = self._scheduler, self._origin
+        begun = scheduler.record(origin)
+        for queue in self._own.values():
+            scheduler.wait(queue, begun)
+        passed: dict[int, Event] = {}
+        for queue, work, event in self._entries:
+            if event is None:
+                assert work is not None
+                scheduler.submit(queue, work)
+            elif work is None:
+                passed[id(event)] = scheduler.record(queue)
+            else:
+                scheduler.wait(queue, passed[id(event)])
+        for queue in self._own.values():
+            scheduler.wait(origin, scheduler.record(queue))
+
+
+def event_wait() -> None:
+    """Stands for the work of a wait, which has none."""
+
+
+def _forget(scheduler: Scheduler, queues: tuple[Hashable, ...]) -> None:
+    for queue in queues:
+        scheduler.forget(queue)

@@ -1,0 +1,353 @@
+"""What memory is: a block, an array in it, and the layout of a flat buffer; never allocates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+from weakref import ref
+
+import numpy as np
+
+from gradreduce.errors import NotCopied
+
+if TYPE_CHECKING:
+    from .device import Device
+
+__all__ = [
+    "ALIGNMENT",
+    "LEGACY",
+    "PER_THREAD",
+    "Attached",
+    "Block",
+    "Buffer",
+    "CapturedMark",
+    "Dead",
+    "FlatLayout",
+    "Mark",
+    "Queue",
+    "Row",
+    "Stream",
+    "User",
+    "compatible",
+    "flat_layout",
+    "handle_of",
+    "overlap",
+]
+
+
+class Attached(Protocol):
+    """Parameters whose gradients lie in one block; made by ``FlatBuffer.attach``."""
+
+    def replaced(self) -> list[Any]:
+        """Those whose ``.grad`` is not its view in the block; raises if one does not fit it."""
+        ...
+
+    def attach_again(self, block: Block, replaced: list[Any]) -> None:
+        """Copies these gradients to their views, and makes the views the ``.grad`` again."""
+        ...
+
+
+Queue = Literal["compute", "transfer"]
+Stream = Any  # a caller's: a raw handle, or the backend's own object, which keeps it from its end
+User = Queue | Stream
+# Handles of default streams: of the GPU that is current, the second of each thread its own.
+LEGACY, PER_THREAD = 1, 2
+MAX_READERS = 16  # ranges of a block that are told apart
+ALIGNMENT = 16  # bytes: one vector access of a kernel, and what NCCL wants of a buffer's start
+
+
+class Block:
+    """One allocation, shared by every Buffer that looks into it.
+
+    Attributes:
+        device: the logical device it is on.
+        raw: the backend's own handle; it keeps the memory alive. None once that is given back.
+        address: of its first byte; None at first where only the device can tell, which is asked
+            by whoever needs it: NumPy takes a microsecond to say it, and a small sum never does.
+        nbytes: its size.
+        owned: from our pool (True), or adopted from a caller's array (False).
+        writable: False for a caller's read-only array.
+        gaps: of one made by ``mesh.flat_buffer``: how many bytes behind the end of each tensor (in
+            bytes from the start) are nobody's; None of any other.
+        attached: of one made by ``mesh.flat_buffer``: whose gradients lie in it (``attach``), or
+            None; of any other not set.
+        readers: of each range of bytes the last copy that reads it on each queue, marked; the next
+            writer waits.
+        touched: queues other than its home queue that used it, and callers' streams that were
+            shown it; when the block dies with any, its memory is parked until they have passed.
+        watch: what is left of it when it has died; not set where nobody asks.
+    """
+
+    __slots__ = (
+        "__weakref__", "address", "attached", "device", "gaps", "nbytes", "owned", "raw", "readers",
+        "touched", "watch", "writable",
+    )  # fmt: skip
+
+    address: int
+    attached: Attached | None
+    watch: Dead
+
+    def __init__(
+        self,
+        device: Device,
+        raw: Any,
+        address: int | None,
+        nbytes: int,
+        *,
+        owned: bool,
+        writable: bool,
+    ) -> None:
+        self.device = device
+        self.raw = raw
+        if address is not None:
+            self.address = address
+        self.nbytes = nbytes
+        self.owned = owned
+        self.writable = writable
+        self.gaps: dict[int, int] | None = None
+        self.readers: dict[tuple[Device, Queue, int, int], Mark] = {}
+        self.touched: set[tuple[Device, User]] = set()
+
+    def is_shown(self, stream: Stream) -> None:
+        """Remembers that a caller's stream, which lives as long as this, may still use it."""
+        if self.owned:
+            self.touched.add((self.device, stream))
+
+    def is_read(self, mark: Mark, part: Buffer) -> None:
+        """Remembers that a copy on the mark's queue reads ``part``."""
+        start = part.offset
+        if len(self.readers) >= MAX_READERS:  # one for each queue: the last says it for all
+            last = {(key[0], key[1]): mark for key, mark in self.readers.items()}
+            self.readers = {(*key, 0, self.nbytes): mark for key, mark in last.items()}
+        # Last in the order of the dictionary too, which is then that of the marks of each queue.
+        self.readers.pop((mark.device, mark.queue, start, start + part.nbytes), None)
+        self.readers[mark.device, mark.queue, start, start + part.nbytes] = mark
+
+    def readers_of(self, part: Buffer) -> list[Mark]:
+        """The marks that a writer of ``part`` must wait for; they are forgotten.
+
+        A pack is filled while its neighbour in the same flat buffer is still being copied away.
+        """
+        start, stop = part.offset, part.offset + part.nbytes
+        found = [key for key in self.readers if key[2] < stop and start < key[3]]
+        return [self.readers.pop(key) for key in found]
+
+    def readers_between(self, start: int, stop: int) -> list[Mark]:
+        """The marks that a writer of these bytes must wait for; they stay."""
+        readers = list(self.readers.items())
+        return [mark for key, mark in readers if key[2] < stop and start < key[3]]
+
+    def __getattr__(self, name: str) -> int:
+        """Of a slot that is empty: the address, once."""
+        if name != "address" or not hasattr(self, "raw"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        self.address = self.device.address_of(self.raw)
+        return self.address
+
+
+class Dead(ref[Block]):
+    """A weak reference to a block, and what is left of it when its last reference has died.
+
+    Attributes:
+        raw: the backend's handle, which still keeps the memory. None for a caller's array that
+            need not outlive the block.
+        nbytes: its size.
+        touched: queues other than its home queue that used it, and callers' streams.
+        owned: from our pool, whose order is that of the device's compute queue; a caller's memory
+            is in nobody's order that we know.
+    """
+
+    __slots__ = ("nbytes", "owned", "raw", "touched")
+
+    raw: Any
+    nbytes: int
+    touched: set[tuple[Device, User]]
+    owned: bool
+
+
+class Buffer(NotCopied):
+    """An array and the logical device it is on: contiguous, C order, fixed shape and dtype.
+
+    Never made by hand: ``Device.put``, ``empty``, ``zeros`` and ``upload`` make one, ``view``
+    another one on the same memory.
+
+    Attributes:
+        device: the logical ``Device``.
+        shape: of the array.
+        dtype: a NumPy dtype (bfloat16 is that of ml_dtypes).
+        size: number of elements.
+        nbytes: number of bytes.
+        address: of the first element; a device address on a GPU.
+        block: the memory it looks into.
+        offset: of the first element in the block, in bytes.
+        lender: of a Buffer that the door made, and of its views: the kind of array whose memory it
+            is, or ``"copy"`` if it holds a copy of one; None for every other.
+    """
+
+    _copied_as = "pass buffer.numpy(), and put it on a device by device.put(array)"
+
+    __slots__ = (
+        "__weakref__", "address", "array", "block", "device", "dtype", "flat", "lender", "nbytes",
+        "offset", "shape", "size",
+    )  # fmt: skip
+
+    address: int
+
+    def __init__(
+        self, block: Block, offset: int, shape: tuple[int, ...], dtype: np.dtype, array: Any = None
+    ) -> None:
+        self.block = block
+        self.device = block.device
+        self.shape = shape
+        self.dtype = dtype
+        self.size = math.prod(shape)
+        self.nbytes = self.size * dtype.itemsize
+        self.offset = offset
+        self.lender: str | None = None
+        self.array = array  # the backend's array of this memory, made when first asked for
+        self.flat: Any = None  # likewise what its work sees of pool memory, without the block
+
+    def __getattr__(self, name: str) -> int:
+        """Of a slot that is empty: the address, once."""
+        if name != "address" or not hasattr(self, "offset"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        self.address = self.block.address + self.offset
+        return self.address
+
+    def view(self, start: int, shape: tuple[int, ...], dtype: np.dtype | None = None) -> Buffer:
+        """A Buffer on a part of this memory; nothing is copied, the block lives on with it.
+
+        Args:
+            start: first element, counted in this buffer's dtype.
+            shape: of the view.
+            dtype: of the view; default this one's. Bytes are looked at anew, not converted.
+
+        Raises:
+            ValueError: the view would reach outside this buffer, or start between two of the
+                addresses that its dtype may have.
+        """
+        dtype = self.dtype if dtype is None else dtype
+        offset = start * self.dtype.itemsize
+        outside = start < 0 or offset + math.prod(shape) * dtype.itemsize > self.nbytes
+        if outside or min(shape, default=0) < 0:
+            raise ValueError(
+                f"view of shape {shape} and dtype {dtype} at element {start} reaches outside a "
+                f"buffer of {self.size} elements of {self.dtype}"
+            )
+        if (self.address + offset) % dtype.alignment:
+            raise ValueError(f"view of dtype {dtype} at element {start} of {self} is misaligned")
+        made = Buffer(self.block, self.offset + offset, shape, dtype)
+        made.lender = self.lender
+        return made
+
+    def parts(self, starts: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> list[Buffer]:
+        """As ``view`` for each, of this dtype, without its checks: by a layout's own offsets."""
+        block, device, dtype, offset = self.block, self.device, self.dtype, self.offset
+        address, itemsize = self.address, dtype.itemsize
+        made = []
+        for start, shape in zip(starts, shapes, strict=True):
+            # Not by `__init__`: a reduction makes two parts of each tensor on each device, and here
+            # the address is at hand, which to ask for later takes longer than all the rest.
+            part = Buffer.__new__(Buffer)
+            part.block, part.device, part.dtype = block, device, dtype
+            part.shape = shape
+            part.size = size = math.prod(shape)
+            part.nbytes = size * itemsize
+            behind = start * itemsize
+            part.offset = offset + behind
+            part.address = address + behind
+            part.array = part.flat = part.lender = None
+            made.append(part)
+        return made
+
+    def numpy(self, *, deadline: float | None = None) -> np.ndarray:
+        """A copy in host memory; waits for the device, ``deadline`` seconds or for ever.
+
+        See ``Device.download``, which raises.
+        """
+        return self.device.download(self, deadline=deadline)
+
+    def __repr__(self) -> str:
+        return f"Buffer(shape={self.shape}, dtype={self.dtype}, device={self.device.name!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in a device's queue, which another queue can wait for.
+
+    Attributes:
+        device: whose queue.
+        queue: which of its two.
+        event: the backend's own token.
+    """
+
+    device: Device
+    queue: Queue
+    event: Any
+
+
+class CapturedMark(Mark):
+    """One that was made inside a capture; it says nothing outside."""
+
+    __slots__ = ()
+
+
+Row = Sequence[Buffer]
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Where tensors lie in a flat buffer, in elements; every one starts at a vector boundary.
+
+    Attributes:
+        offsets: first element of each tensor.
+        sizes: elements of each tensor.
+        spans: elements from each tensor's start to the next one's (its size and the gap).
+        size: elements of the flat buffer; a multiple of the unit.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    spans: tuple[int, ...]
+    size: int
+
+
+def handle_of(stream: Stream) -> int:
+    """The raw handle of a caller's stream."""
+    return stream if isinstance(stream, int) else int(stream.ptr)
+
+
+def overlap(buffer: Buffer, other: Buffer) -> bool:
+    """Whether the two share a byte, on whichever device they were given to."""
+    return (
+        buffer.address < other.address + other.nbytes
+        and other.address < buffer.address + buffer.nbytes
+        and buffer.nbytes > 0 < other.nbytes  # an empty one inside the other shares none
+    )
+
+
+def compatible(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
+    """Whether ``shape`` is what ``wanted`` says; a None in it fits any extent."""
+    return len(shape) == len(wanted) and all(
+        known is None or extent == known for extent, known in zip(shape, wanted, strict=True)
+    )
+
+
+def flat_layout(sizes: Sequence[int], itemsize: int) -> FlatLayout:
+    """Lays tensors of ``sizes`` elements end to end, each at a 16-byte boundary.
+
+    Args:
+        sizes: elements of each tensor, in order; zero is allowed and takes no room.
+        itemsize: bytes of an element. Give the *narrower* of two dtypes to get offsets in
+            elements that are 16-byte boundaries in both.
+    """
+    unit = max(1, ALIGNMENT // itemsize)
+    spans = tuple(-(-size // unit) * unit for size in sizes)
+    offsets = []
+    end = 0
+    for span in spans:
+        offsets.append(end)
+        end += span
+    return FlatLayout(tuple(offsets), tuple(sizes), spans, end)

@@ -1,0 +1,98 @@
+"""What one thread gives to the devices, kept so that it can be given again; never decides what.
+
+A flow runs once while a tape is open. Each launch, copy, fence and collective is kept as a function
+that gives it to its queue again, with the arguments, tables and memory of the first time: to play
+the tape asks for no memory, checks no operand and builds no table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from .buffer import Block, Buffer, Mark, Queue
+from .op_log import Record, Sink
+
+if TYPE_CHECKING:
+    from .device import Device
+
+__all__ = ["Issue", "Span", "Tape", "behind_readers", "spans_of"]
+
+Issue = Callable[[], None]
+
+
+# A block, and the first and last byte in it that work which is given again may write.
+Span = tuple[Block, int, int]
+
+
+def spans_of(written: Iterable[Buffer]) -> list[Span]:
+    """One span for each block, of all that is written there."""
+    spans: dict[int, Span] = {}
+    for part in written:
+        block, start, stop = part.block, part.offset, part.offset + part.nbytes
+        _, low, high = spans.get(id(block), (block, start, stop))
+        spans[id(block)] = (block, min(low, start), max(high, stop))
+    return list(spans.values())
+
+
+def behind_readers(spans: Iterable[Span]) -> None:
+    """The compute queues of the blocks wait for copies that still read there, as writers do."""
+    for block, start, stop in spans:
+        for mark in block.readers_between(start, stop):
+            block.device.wait(mark)
+
+
+class Tape:
+    """What was given to the devices while it was open; a queue keeps the order of what it got.
+
+    Marks made before it was opened are not waited for when it is played: whoever plays it says
+    what comes before, and plays it again only behind itself (``join`` at its end does that).
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Issue, tuple[Record, ...]]] = []
+        self._kept: dict[int, Any] = {}  # blocks, alive as long as the tape
+        # id of a mark -> the mark, where its event is at each play, its place, whether waited for
+        self._marks: dict[int, tuple[Mark, list[Any], int]] = {}
+        self._waited: set[int] = set()
+
+    def add(self, issue: Issue, records: tuple[Record, ...], operands: Iterable[Buffer]) -> None:
+        """Keeps one operation that has just been given, and the memory it uses."""
+        self._entries.append((issue, records))
+        for operand in operands:
+            self._kept[id(operand.block)] = operand.block
+
+    def marked(self, mark: Mark) -> None:
+        """Keeps a mark that has just been made."""
+        cell = [mark.event]
+
+        def again() -> None:
+            cell[0] = mark.device._mark(mark.queue)
+
+        self._marks[id(mark)] = (mark, cell, len(self._entries))
+        self._entries.append((again, ()))
+
+    def waited(self, device: Device, mark: Mark, queue: Queue) -> None:
+        """Keeps a wait that has just been given, unless its mark is older than the tape."""
+        if id(mark) not in self._marks:
+            return
+        _, cell, place = self._marks[id(mark)]
+        self._waited.add(place)
+
+        def again() -> None:
+            device._wait(Mark(mark.device, mark.queue, cell[0]), queue)
+
+        self._entries.append((again, ()))
+
+    def close(self) -> None:
+        """Forgets the marks that nobody waited for."""
+        idle = {place for _, _, place in self._marks.values()} - self._waited
+        self._entries = [each for place, each in enumerate(self._entries) if place not in idle]
+        self._marks.clear()
+
+    def play(self, recorder: Sink) -> None:
+        """Gives everything again, in order."""
+        for issue, records in self._entries:
+            issue()
+            if records:
+                recorder.replayed(records)

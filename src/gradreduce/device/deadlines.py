@@ -1,0 +1,35 @@
+"""Calls with a deadline, over whatever meshes they work on; never watches any by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+from .device import Device
+from .mesh_state import Fabric
+
+__all__ = ["due"]
+
+
+def due(
+    call: str, deadline: float | None, devices: Iterable[Device]
+) -> AbstractContextManager[object]:
+    """What is given to the devices inside is over in time, or their mesh dies.
+
+    Args:
+        call: what to call it in the error.
+        deadline: seconds from now, from ``as_deadline``; None for ever, which costs nothing.
+        devices: all that it works on; of one mesh, as a rule.
+    """
+    return nullcontext() if deadline is None else _due(call, deadline, devices)
+
+
+@contextmanager
+def _due(call: str, deadline: float, devices: Iterable[Device]) -> Iterator[None]:
+    meshes: dict[Fabric, list[Device]] = {}
+    for device in devices:
+        meshes.setdefault(device.fabric, []).append(device)
+    with ExitStack() as stack:
+        for fabric, of_mesh in meshes.items():
+            stack.enter_context(fabric.due(call, deadline, of_mesh))
+        yield

@@ -1,0 +1,605 @@
+"""The seam: what a device is to everything above it; never imports a backend.
+
+``README.md`` beside this file lists the promises that every backend keeps.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradreduce.errors import CaptureError, DeviceMismatchError, NotCopied
+
+from .buffer import Block, Buffer, Mark, Queue, Row, Stream, User, handle_of
+from .command_list import Issue
+from .deferred_free import Parking
+from .dtypes import as_dtype
+from .external_buffers import Lent
+from .graph_capture import Recording
+from .kernel import Kernel, Template
+from .mesh_state import Fabric
+from .op_log import Fields, Record
+from .peer_access import check_reach, check_writable
+from .pending_calls import Patience, as_deadline
+
+if TYPE_CHECKING:
+    from .mesh import Mesh
+
+__all__ = ["Backend", "Device"]
+
+
+class Backend(ABC):
+    """The part of a device that knows its memory and its queues."""
+
+    def address_of(self, raw: Any) -> int:
+        """Of the first byte of a block's ``raw``; only where blocks are made without it."""
+        raise NotImplementedError(f"{self} tells no address of {raw!r}")
+
+    def run_on_host(
+        self, kernel: Kernel, row: Sequence[np.ndarray], scalars: Sequence[int | float]
+    ) -> bool:
+        """A launch over one row of small host arrays, without a Buffer; done when it returns.
+
+        Making Buffers of three arrays of a hundred numbers takes five times as long as adding
+        them. Recorded as any launch.
+
+        Args:
+            kernel: an elementwise one.
+            row: flat arrays of the elements that kernels know, the written ones first.
+            scalars: as the kernel declares them.
+
+        Returns:
+            False if this device does not do that; then nothing was done.
+        """
+        return False
+
+    @abstractmethod
+    def _adopt(self, array: Any, stream: Stream | None, writable: bool) -> Buffer:
+        """See ``Device.adopt``."""
+
+    @abstractmethod
+    def _release(self, buffer: Buffer, stream: Stream | None) -> Any:
+        """See ``Device.release``."""
+
+    @abstractmethod
+    def _follow(self, stream: Stream) -> None:
+        """Makes the compute queue wait for a foreign stream."""
+
+    @abstractmethod
+    def _precede(self, stream: Stream | None) -> None:
+        """Makes a foreign stream, or the host, wait for the compute queue."""
+
+    def _is_capturing(self, stream: Stream) -> bool:
+        """Whether a foreign stream records a CUDA graph, or must wait for one that does."""
+        return False
+
+    @abstractmethod
+    def _prepare(self, kernel: Kernel, template: Template) -> None:
+        """Compiles, under a lock, what is not compiled yet."""
+
+    @abstractmethod
+    def _is_prepared(self, kernel: Kernel, template: Template) -> bool:
+        """Whether a launch would compile nothing."""
+
+    @abstractmethod
+    def _recording(self, devices: Sequence[Device]) -> Recording:
+        """What keeps the work of these devices, this one first; fresh."""
+
+    @abstractmethod
+    def _allocate(self, nbytes: int) -> Block:
+        """A block of the pool, to be used in the order of the compute queue."""
+
+    @abstractmethod
+    def _recycle(self, raw: Any, nbytes: int) -> None:
+        """Takes back what a dead block of the pool held; no queue uses it any more."""
+
+    @abstractmethod
+    def _trim(self) -> None:
+        """Gives the pool's free memory to the system."""
+
+    @abstractmethod
+    def _fill_fresh(self, buffer: Buffer) -> None:
+        """Makes what is read unwritten show, where that is asked for; on the compute queue."""
+
+    @abstractmethod
+    def _fill_zero(self, buffer: Buffer) -> None:
+        """Queues zeros, on the compute queue."""
+
+    @abstractmethod
+    def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None:
+        """Queues a copy of a host array, which is read before this returns."""
+
+    @abstractmethod
+    def _download(self, buffer: Buffer, patience: Patience) -> np.ndarray | None:
+        """A host copy, once the compute queue is empty; None if the patience was over first."""
+
+    @abstractmethod
+    def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
+        """Queues a copy; one end is this device's."""
+
+    @abstractmethod
+    def _resolved(
+        self,
+        kernel: Kernel,
+        template: Template,
+        rows: Sequence[Row],
+        scalars: Sequence[int | float],
+        queue: Queue,
+    ) -> Issue:
+        """What queues a kernel over rows that all have work, each time it is called.
+
+        It keeps what it needs to be called again, but not the operands' blocks.
+        """
+
+    @abstractmethod
+    def _mark(self, queue: User) -> Any:
+        """The backend's token for the end of what ``queue``, or a caller's stream, holds.
+
+        None for a caller's stream that is capturing: it would belong to the capture for ever.
+        """
+
+    @abstractmethod
+    def _passed(self, event: Any) -> bool:
+        """Whether a queue has come by that token; never waits."""
+
+    @abstractmethod
+    def _wait(self, mark: Mark, queue: Queue) -> None:
+        """Queues a wait for another queue's mark."""
+
+    def _led(self, others: Iterable[Device]) -> list[Device]:
+        """Those whose compute queues must be told to wait for this one's now.
+
+        The rest wait by themselves for what it holds by then, once they are given anything.
+        """
+        return [other for other in others if other is not self]
+
+    def _unjoined(self, others: Iterable[Device]) -> list[Device]:
+        """Those whose compute queues may hold what this one's does not wait for yet."""
+        return [other for other in others if other is not self]
+
+    @property
+    def _is_led(self) -> bool:
+        """Whether it trails anybody."""
+        return False
+
+    def _catch_up(self) -> None:  # noqa: B027  # who trails nobody has nothing to do
+        """Its compute queue waits now for whom it trails."""
+
+    def _comes_behind(self, device: Device, queue: Queue) -> bool:
+        """Whether what its compute queue is given next comes behind all that queue holds now.
+
+        False also where it is not known.
+        """
+        return False
+
+    @abstractmethod
+    def _synchronize(self, patience: Patience) -> bool:
+        """The host waits for both queues; False if the patience was over first."""
+
+    def _reached(self, event: Any) -> bool:
+        """As ``_passed``, for a mark of this device: one that never will is noticed."""
+        return self._passed(event)
+
+    def _urge(self) -> None:  # noqa: B027  # most work by themselves
+        """Has queues go on that otherwise do so only while the host waits."""
+
+    def _is_waiting(self, queue: Queue) -> bool:
+        """Whether a queue is known to wait for a mark of another; False where nobody can tell."""
+        return False
+
+    @abstractmethod
+    def _abandon(self, seconds: float) -> bool:
+        """For ``reset``: no queue holds anything any more, within so many seconds, or False.
+
+        What was queued need not have been done, but all marks count as passed.
+        """
+
+
+class Device(NotCopied, Backend):
+    """One logical device: memory, and two queues of work, ``compute`` and ``transfer``.
+
+    Several logical devices may share a physical one. A backend implements what ``Backend`` names;
+    the rest is the same code everywhere: no backend can forget a fence, a check or a record.
+
+    Attributes:
+        fabric: what it shares with the other devices of its mesh.
+        index: logical number, the place in the whole mesh.
+        physical: number of the physical device (the GPU ordinal).
+        mesh: the whole mesh that it was opened with.
+        dead: memory of blocks that have died, until ``drain`` takes it back.
+        lent: its flat buffers, whose memory comes back as arrays of other libraries; None: none.
+        defers: whether work may still be waiting when the call that gave it has returned.
+    """
+
+    _copied_as = "open a mesh by gr.open_mesh where it is needed"
+
+    mesh: Mesh
+    defers: bool = False
+
+    def __init__(self, fabric: Fabric, index: int, physical: int) -> None:
+        self.fabric = fabric
+        self.index = index
+        self.physical = physical
+        self._endless = Patience(self)
+        self._parking = Parking()
+        self.dead = self._parking.dead
+        self.lent: Lent | None = None
+
+    @property
+    def name(self) -> str:
+        """``"sim:3"``: backend and logical index."""
+        return f"{self.fabric.backend}:{self.index}"
+
+    def __repr__(self) -> str:
+        return f"<device {self.name} on physical {self.physical}>"
+
+    # -- memory ---------------------------------------------------------------------------------
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype | str) -> Buffer:
+        """A Buffer of memory from this device's pool, its content undefined.
+
+        Raises:
+            MemoryError: there is no more, though the pools of the whole mesh were trimmed first.
+        """
+        self.fabric.check_free(self, "empty")
+        dtype = as_dtype(dtype)
+        if min(shape, default=0) < 0:
+            raise ValueError(f"shape={shape} has a negative extent")
+        nbytes = math.prod(shape) * dtype.itemsize
+        try:
+            block = self._allocate(nbytes)
+        except MemoryError:  # pools of other devices may hold memory of the same GPU, or host
+            block = None
+        if block is None:
+            for device in self.mesh.devices:
+                device.drop_free_memory()
+            block = self._allocate(nbytes)
+        buffer = Buffer(block, 0, tuple(shape), dtype)
+        buffer.address = block.address  # at hand here: to ask later takes far longer
+        self._fill_fresh(buffer)
+        return buffer
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype | str) -> Buffer:
+        """As ``empty``, every element zero; the fill is on the compute queue."""
+        buffer = self.empty(shape, dtype)
+        if buffer.size:
+            self._fill_zero(buffer)
+            what: Fields = ("fill", "", self.index, -1, buffer.nbytes)
+            self.fabric.flight.add(what)
+            if self.fabric.watched:
+                self._noted(Record(*what), partial(self._fill_zero, buffer), [buffer])
+        return buffer
+
+    def adopt(self, array: Any, stream: Stream | None = None, *, writable: bool = True) -> Buffer:
+        """A Buffer on the caller's own memory; our compute queue waits for ``stream``.
+
+        What lies in a flat buffer of this device comes back on the block of that.
+
+        Args:
+            array: contiguous, of a dtype that can be added; its memory must be this device's.
+            stream: that filled it, or its raw handle; None for a host array.
+            writable: False where its library promises that it never changes.
+
+        Raises:
+            CaptureError: ``stream`` is capturing a CUDA graph.
+            DeviceMismatchError: the memory is not this device's.
+            ValueError: the array is not contiguous.
+        """
+        self.fabric.check_usable(self)
+        stream = self.fabric.entering(self, stream)
+        if stream is not None:
+            self.check_stream(stream)
+        return self._adopt(array, stream, writable)
+
+    def release(self, buffer: Buffer, stream: Stream | None = None) -> Any:
+        """The backend's array of ``buffer``'s memory, kept alive by it; nothing is copied.
+
+        ``stream`` (None for a host array) waits for our compute queue. Of the backend's own class,
+        not a raw handle, it is remembered: the array may be dropped while it is still used there.
+
+        Raises:
+            CaptureError: ``stream`` is capturing a CUDA graph.
+            DeviceMismatchError: the buffer is another device's.
+        """
+        self.fabric.check_free(self, "release")
+        if stream is not None:
+            self.check_stream(stream)
+        if buffer.device is not self:
+            raise DeviceMismatchError(
+                f"{self.name}.release: {buffer} is on another device, whose release gives it"
+            )
+        self._before_write(buffer, "compute")  # whoever gets the array may write it
+        return self._release(buffer, stream)
+
+    def check_stream(self, stream: Stream) -> None:
+        """Raises ``CaptureError`` for a caller's stream that is capturing a CUDA graph.
+
+        To be asked before a queue waits for the stream, which would draw the queue into the
+        graph, or the stream for a queue, which would invalidate the capture.
+        """
+        if self._is_capturing(stream):
+            raise CaptureError(
+                f"the caller's stream {handle_of(stream):#x} is capturing a CUDA graph, or is a "
+                f"default stream that waits for one; work of {self.name} cannot be part of it. "
+                "Make this call before the capture begins or after it has ended. Reductions have "
+                "graphs of their own: make a step by AllReduceCrossDeviceOps.capture, and call it "
+                "outside of other captures"
+            )
+
+    @abstractmethod
+    def put(self, array: Any, address: int | None = None) -> Buffer:
+        """``array`` as a Buffer of this device: shared where that is possible, else copied.
+
+        Args:
+            array: in host memory, or on this device's GPU.
+            address: of its first element, from a caller who knows it: a library may tell faster
+                than NumPy does.
+        """
+
+    def upload(
+        self, array: np.ndarray, *, out: Buffer | None = None, queue: Queue = "compute"
+    ) -> Buffer:
+        """A Buffer with a copy of a host array; does not wait for the copy.
+
+        Args:
+            array: contiguous or not; may be changed as soon as this returns.
+            out: a Buffer of this device, of the array's shape and dtype, to write into; default a
+                new one.
+            queue: which of the device's queues copies.
+
+        Raises:
+            DeviceMismatchError: ``out`` is another device's.
+            ValueError: ``out`` has another shape or dtype, or is read-only.
+        """
+        self.fabric.check_free(self, "upload")
+        buffer = self.empty(array.shape, array.dtype) if out is None else out
+        if buffer.device is not self:
+            raise DeviceMismatchError(f"{self.name}.upload: out={buffer} is on another device")
+        if (buffer.shape, buffer.dtype) != (array.shape, as_dtype(array.dtype)):
+            raise ValueError(
+                f"upload: out={buffer} must have the shape {array.shape} and dtype {array.dtype} "
+                "of the array"
+            )
+        check_writable(buffer)
+        if queue != "compute":  # a recycled block belongs to its last owner until then
+            self.wait(self.mark("compute"), queue=queue)
+            buffer.block.touched.add((self, queue))
+        self._before_write(buffer, queue)
+        self._upload(buffer, array, queue)
+        self._record("upload", "", self.index, -1, buffer.nbytes, queue)
+        return buffer
+
+    def download(self, buffer: Buffer, *, deadline: float | None = None) -> np.ndarray:
+        """A host copy of ``buffer``; waits for what the compute queue holds so far.
+
+        Args:
+            buffer: of this device, or one in its reach.
+            deadline: seconds from now; when they are over first, the mesh dies.
+
+        Raises:
+            CollectiveError: the deadline passed, or the mesh died meanwhile.
+            BackendUnavailableError: the device was lost meanwhile.
+        """
+        patience = self._endless if deadline is None else self._patient(deadline)
+        self.fabric.check_free(self, "download")
+        check_reach(self, buffer)
+        number = self._record("download", "", self.index, -1, buffer.nbytes)
+        generation = self.fabric.generation
+        host = self._download(buffer, patience)
+        # A collective that is aborted lets its queue go on: what comes behind it is worth nothing.
+        if host is None or self.fabric.has_died(generation):
+            raise self.fabric.give_up(f"a download of {buffer}", self, patience)
+        self.fabric.flight.over(number, self, "compute")
+        return host
+
+    def lose(self, reason: str) -> None:
+        """Makes every later use of it, and of Buffers on it, a ``BackendUnavailableError``.
+
+        Of its physical device, that is: the logical ones on it share their fate.
+        """
+        self.fabric.check_process()
+        self.fabric.lose(self.physical, reason)
+
+    # -- work -----------------------------------------------------------------------------------
+
+    def copy(self, dst: Buffer, src: Buffer, *, queue: Queue = "compute") -> None:
+        """Copies ``src`` to ``dst`` (same shape and dtype) on a queue of this device.
+
+        Three fences, none for the caller to remember: the queue waits for what the source's
+        device has queued, and for what the destination's device has queued (its block may be a
+        recycled one); and the next writer of the source waits for this copy. To *read* ``dst``
+        on another queue or device, ``mark`` this one and ``wait`` there.
+
+        Raises:
+            ValueError: size or dtype differ, or ``dst`` is read-only.
+            DeviceMismatchError: neither end is this device's, or one is of another mesh.
+        """
+        self.fabric.check_usable(self)
+        if dst.dtype != src.dtype or dst.size != src.size:
+            raise ValueError(f"copy to {dst} from {src}: sizes and dtypes must be equal")
+        if self not in (dst.device, src.device) or dst.device.fabric is not src.device.fabric:
+            raise DeviceMismatchError(
+                f"{self.name}.copy: {dst} and {src} must be of its mesh, and one of them on it"
+            )
+        if dst.size == 0:
+            return
+        check_writable(dst)
+        for end in (src, dst):
+            if end.device is not self or queue != "compute":
+                self.wait(end.device.mark("compute"), queue=queue)
+                end.block.touched.add((self, queue))
+        self._before_write(dst, queue)
+        issue = partial(self._copy, dst, src, queue)
+        what: Fields = ("copy", "", self.index, src.device.index, dst.nbytes, queue)
+        self.fabric.give(issue, what, self.defers)
+        if self.fabric.watched:
+            self._noted(Record(*what), issue, (dst, src))
+        if src.device is not self or queue != "compute":
+            (self.fabric.capture or src.block).is_read(self.mark(queue), src)
+            self.fabric.last_read = object()  # after it: who sees this one sees the reader too
+
+    def launch(
+        self,
+        kernel: Kernel,
+        template: Template,
+        rows: Sequence[Row],
+        scalars: Sequence[int | float] = (),
+        *,
+        queue: Queue = "compute",
+    ) -> None:
+        """Runs ``kernel`` over the rows of a table, as one launch; never waits for the device.
+
+        Fences nothing but copies that still read what it writes: who changes queue or device
+        says ``mark`` and ``wait``. Operands may lie on any logical device of this physical one,
+        or of a peer if their memory is our own pool's. Rows without work (size zero, as a rule)
+        are left out; nothing is launched when none remains.
+
+        Raises:
+            DeviceMismatchError: an operand is out of reach.
+            ValueError: a row would write memory that is read-only.
+        """
+        self.fabric.check_usable(self)
+        if kernel.items is None:
+            rows = [row for row in rows if row[0].size]
+        else:
+            rows = [row for row in rows if kernel.num_items(row)]
+        if not rows:
+            return
+        away = [operand for row in rows for operand in row if operand.device is not self]
+        for operand in away:
+            check_reach(self, operand)
+        self.fabric.check_compiled(self, kernel, template)
+        num_written = kernel.num_written(scalars)
+        written = [operand for row in rows for operand in row[:num_written]]
+        if not all([operand.block.writable for operand in written]):
+            for operand in written:
+                check_writable(operand)
+        touched = [away] if queue == "compute" else rows
+        crossing = self._touch(touched, queue) if away or queue != "compute" else 0
+        # Of all of them, not of one for each block: each waits for the readers of its own bytes.
+        if self.fabric.capture is not None or any([operand.block.readers for operand in written]):
+            for operand in written:
+                self._before_write(operand, queue)
+        self._launch(kernel, template, rows, scalars, queue, crossing)
+
+    def prepare(self, kernel: Kernel, template: Template) -> None:
+        """Compiles, if anything must be compiled, so that a later launch does not (under a lock).
+
+        Raises:
+            BackendUnavailableError: the compiler is missing.
+        """
+        self.fabric.check_usable(self)
+        self.fabric.check_compiled(self, kernel, template)
+        self._prepare(kernel, template)
+
+    def mark(self, queue: Queue = "compute") -> Mark:
+        """Marks the end of what ``queue`` holds now."""
+        self.fabric.check_usable(self)
+        mark = self.fabric.new_mark(self, queue, self._mark(queue))
+        tape = self.fabric.tape
+        if tape is not None:
+            tape.marked(mark)
+        return mark
+
+    def wait(self, mark: Mark, *, queue: Queue = "compute") -> None:
+        """What ``queue`` is given from now on runs after ``mark``; the host does not wait."""
+        self.fabric.check_usable(self)
+        if (mark.device is not self or mark.queue != queue) and self.fabric.is_waited_for(mark):
+            self._wait(mark, queue)
+            tape = self.fabric.tape
+            if tape is not None:
+                tape.waited(self, mark, queue)
+
+    def synchronize(self, *, deadline: float | None = None) -> None:
+        """The host waits until both queues are empty.
+
+        Args:
+            deadline: seconds from now; when they are over first, the mesh dies.
+
+        Raises:
+            CollectiveError: the deadline passed, or the mesh died meanwhile.
+            BackendUnavailableError: the device was lost meanwhile.
+        """
+        patience = self._endless if deadline is None else self._patient(deadline)
+        self.fabric.check_free(self, "synchronize")
+        number = self._record("sync", "", self.index)
+        generation = self.fabric.generation
+        if not self._synchronize(patience) or self.fabric.has_died(generation):
+            raise self.fabric.give_up("a synchronize", self, patience)
+        self.fabric.flight.over(number, self, "compute", "transfer")
+        self.drain()
+
+    def _patient(self, deadline: float) -> Patience:
+        seconds = as_deadline(deadline)
+        self.fabric.guard()
+        return Patience(self, seconds)
+
+    def trim(self) -> None:
+        """Gives the pool's free memory back to the system."""
+        self.fabric.check_free(self, "trim")
+        self.drop_free_memory()
+
+    def drop_free_memory(self) -> None:
+        """As ``trim``, of a closed mesh too; a lost device frees nothing."""
+        if self.physical not in self.fabric.lost:
+            self.drain()
+            self._trim()
+
+    def drain(self) -> None:
+        """Takes the memory of dead blocks back into the pool; ``empty`` calls it first."""
+        if self.fabric.capture is None:  # it marks the queues
+            self._parking.drain(self)
+
+    # -- fences and records -----------------------------------------------------------------------
+
+    def _touch(self, rows: Iterable[Row], queue: Queue) -> int:
+        """Remembers that ``queue`` uses these operands; the bytes that cross a link."""
+        crossing = 0
+        for row in rows:
+            for operand in row:
+                operand.block.touched.add((self, queue))
+                if operand.device.physical != self.physical:
+                    crossing += operand.nbytes
+        return crossing
+
+    def _before_write(self, operand: Buffer, queue: Queue) -> None:
+        kept = self.fabric.capture or operand.block
+        if kept.readers:
+            for mark in kept.readers_of(operand):
+                self.wait(mark, queue=queue)
+
+    def _launch(
+        self,
+        kernel: Kernel,
+        template: Template,
+        rows: Sequence[Row],
+        scalars: Sequence[int | float],
+        queue: Queue,
+        crossing: int,
+    ) -> None:
+        """Queues a kernel whose fences are said, and writes it down."""
+        issue = self._resolved(kernel, template, rows, scalars, queue)
+        what: Fields = ("launch", kernel.name, self.index, -1, crossing, queue, len(rows))
+        self.fabric.give(issue, what, self.defers)
+        if self.fabric.watched:
+            self._noted(Record(*what), issue, [operand for row in rows for operand in row])
+
+    def _noted(self, record: Record, issue: Issue, operands: Iterable[Buffer]) -> None:
+        """In the open journals, and on this thread's tape."""
+        sink = self.fabric.sink
+        if sink.recording:
+            sink.add(record)
+        tape = self.fabric.tape
+        if tape is not None:
+            tape.add(issue, (record,), operands)
+
+    def _record(self, *what: Any) -> int:
+        """The fields of a ``Record``, in order; its number in the flight record."""
+        if self.fabric.recorder.recording:
+            self.fabric.recorder.add(Record(*what))
+        return self.fabric.flight.add(what)

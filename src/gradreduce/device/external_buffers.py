@@ -1,0 +1,58 @@
+"""Which blocks of a device callers fill through arrays of other libraries; never keeps one alive.
+
+An array that lies in one of them is known by its address alone, whichever library made it and
+however often it was viewed since.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from weakref import ref
+
+import numpy as np
+
+from .buffer import Block
+
+__all__ = ["Lent", "may_be_lent"]
+
+
+class Lent:
+    """The flat buffers of one device, by address.
+
+    Memory that lies in a live block is that block's: two live blocks share none, and the block
+    keeps its own. A block that is dead, or dying in another thread, is never found, so memory that
+    was freed and handed out anew is not taken for the old.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # of those who add; blocks die, and are looked for, without
+        # In the order of their addresses; replaced as a whole, so that a reader needs no lock.
+        self._known: tuple[list[int], list[ref[Block]]] = ([], [])
+
+    def add(self, *blocks: Block) -> None:
+        """Knows these blocks, as long as they live, and forgets those that have died."""
+        with self._lock:
+            live = [block for block in (each() for each in self._known[1]) if block is not None]
+            live += blocks
+            live.sort(key=lambda block: block.address)
+            self._known = ([block.address for block in live], [ref(block) for block in live])
+
+    def find(self, address: int, nbytes: int) -> Block | None:
+        """The block that all of this memory lies in; None for no memory."""
+        starts, blocks = self._known
+        place = bisect_right(starts, address) - 1
+        if place < 0 or not nbytes:
+            return None
+        block = blocks[place]()
+        if block is not None and address + nbytes <= block.address + block.nbytes:
+            return block
+        return None
+
+
+def may_be_lent(array: np.ndarray) -> bool:
+    """Whether it may show memory that is not NumPy's own; asking for its address takes longer."""
+    base = array.base
+    while type(base) is np.ndarray:
+        base = base.base
+    return base is not None

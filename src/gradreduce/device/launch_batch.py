@@ -1,0 +1,78 @@
+"""Launches that write the same operands again and again, which are looked at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .buffer import Row
+from .kernel import Kernel, Template
+from .peer_access import check_reach, check_writable
+
+if TYPE_CHECKING:
+    from .device import Device
+
+__all__ = ["Writer"]
+
+
+class Writer:
+    """What a step writes, of hundreds of tensors: to look at all of it costs as much as to work.
+
+    Args:
+        device: whose compute queue launches.
+        rows: of each row what is written; it stays alive.
+
+    Raises:
+        DeviceMismatchError: an operand is out of reach.
+        ValueError: an operand is read-only.
+    """
+
+    def __init__(self, device: Device, rows: Sequence[Row]) -> None:
+        self._device = device
+        self._operands = [operand for row in rows for operand in row]
+        self._away = [operand for operand in self._operands if operand.device is not device]
+        for operand in self._operands:
+            check_reach(device, operand)
+            check_writable(operand)
+        self._is_full = all([row[0].size for row in rows])
+        self._read: Any = None  # the last copy that a writer had to wait for, when it was waited
+
+    def launch(
+        self,
+        kernel: Kernel,
+        template: Template,
+        rows: Sequence[Row],
+        scalars: Sequence[int | float],
+    ) -> None:
+        """As ``Device.launch``, of rows that are those of the constructor and one operand more.
+
+        Args:
+            kernel: elementwise.
+            template: which instantiation.
+            rows: the same rows in the same order, each with an operand behind them that is read.
+            scalars: as the kernel declares them.
+
+        Raises:
+            DeviceMismatchError: what is read is out of reach.
+        """
+        device = self._device
+        fabric = device.fabric
+        if fabric.capture is not None or not self._is_full:  # which has fences of its own
+            device.launch(kernel, template, rows, scalars)
+            return
+        fabric.check_usable(device)
+        away = [row[-1] for row in rows if row[-1].device is not device]
+        for operand in (*self._away, *away):
+            check_reach(device, operand)
+        crossing = device._touch([self._away, away], "compute") if self._away or away else 0
+        self._fence()
+        device._launch(kernel, template, rows, scalars, "compute", crossing)
+
+    def _fence(self) -> None:
+        """The queue waits for copies that still read what is written."""
+        read = self._device.fabric.last_read  # first: a copy that comes now is seen the next time
+        if read is not self._read:
+            for operand in self._operands:
+                if operand.block.readers:
+                    self._device._before_write(operand, "compute")
+            self._read = read

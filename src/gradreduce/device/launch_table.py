@@ -1,0 +1,177 @@
+"""The pointer tables that a device has made: found again by what is in them; never launches.
+
+A training step whose addresses do not change makes no table and uploads none.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .buffer import ALIGNMENT, Row
+
+__all__ = [
+    "CHUNK_SIZE",
+    "INLINE_WORDS",
+    "ROW_HEADER",
+    "TABLE",
+    "Table",
+    "Tables",
+    "row_map",
+    "row_words",
+    "struct",
+]
+
+
+# Kernel parameters are limited to 4 KiB before CUDA 12.1 and sm_70; this leaves 400 bytes for
+# the table's head and the scalars. 448 words are 74 rows of two operands.
+INLINE_WORDS = 448
+ROW_HEADER = 4
+# Items, on the simulation. A multiple of every vector's lanes.
+CHUNK_SIZE = 16_384
+
+TABLE = np.dtype(
+    [
+        ("words", np.int64),  # address of rows and map, or 0: the rows are inline, without a map
+        ("num_rows", np.int64),
+        ("row_words", np.int64),
+        ("first_chunk", np.int64),
+        ("end_chunk", np.int64),
+        ("chunk_size", np.int64),
+        ("inline_words", np.int64, INLINE_WORDS),
+    ],
+    align=True,
+)
+
+
+def row_words(
+    items: np.ndarray, last_sizes: np.ndarray, addresses: np.ndarray, chunk_size: int = CHUNK_SIZE
+) -> tuple[np.ndarray, int]:
+    """The words of all rows, ``(num_rows, row_words)``, and the number of chunks they make.
+
+    Args:
+        items: int64, ``(num_rows,)``: of each row, not zero; ``Kernel.num_items`` says how many.
+        last_sizes: int64, ``(num_rows,)``: elements of each row's last operand.
+        addresses: int64, ``(num_rows, num_operands)``.
+        chunk_size: items of a chunk.
+    """
+    words = np.empty((len(items), ROW_HEADER + addresses.shape[1]), np.int64)
+    ends = np.cumsum(-(-items // chunk_size))
+    words[:1, 0] = 0
+    words[1:, 0] = ends[:-1]
+    words[:, 1] = items
+    words[:, 2] = last_sizes
+    words[:, 3] = np.bitwise_or.reduce(addresses, axis=1) % ALIGNMENT == 0
+    words[:, ROW_HEADER:] = addresses
+    return words, int(ends[-1]) if len(ends) else 0
+
+
+def row_map(words: np.ndarray, num_chunks: int) -> np.ndarray:
+    """The row of every chunk, int64, ``(num_chunks,)``, from what ``row_words`` gave."""
+    chunks = np.diff(words[:, 0], append=num_chunks)
+    return np.repeat(np.arange(len(words)), chunks)
+
+
+def struct(
+    words: np.ndarray, num_chunks: int, *, address: int, chunk_size: int = CHUNK_SIZE
+) -> np.ndarray:
+    """The struct that a kernel takes by value, as an array of one element.
+
+    Args:
+        words: int64, ``(num_rows, row_words)``, at least one row.
+        num_chunks: chunks in it.
+        address: where the device sees the words and the map behind them; 0 puts the words inline,
+            where they must fit.
+        chunk_size: items of a chunk.
+    """
+    table = np.zeros(1, TABLE)
+    head = table[0]
+    head["words"] = address
+    head["num_rows"], head["row_words"] = words.shape
+    head["end_chunk"] = num_chunks
+    head["chunk_size"] = chunk_size
+    if not address:
+        head["inline_words"][: words.size] = words.reshape(-1)
+    return table
+
+
+CACHED_WORDS = 1 << 20  # 8 MiB of host memory, and at most as much on the device
+
+
+class Table(NamedTuple):
+    """What a launch needs of its table.
+
+    Attributes:
+        struct: what the kernel takes by value; never written.
+        num_chunks: how many there are.
+        held: what keeps the words that are not inline; None if they are.
+        address: of the struct, in host memory.
+    """
+
+    struct: np.ndarray
+    num_chunks: int
+    held: Any
+    address: int
+
+
+class Tables:
+    """The tables of one device; any thread may ask.
+
+    Args:
+        place: puts words where the device sees them: their address, and what keeps them.
+    """
+
+    def __init__(self, place: Callable[[np.ndarray], tuple[int, Any]]) -> None:
+        self._place = place
+        self._lock = threading.RLock()
+        self._made: OrderedDict[tuple[int, int, bytes], Table] = OrderedDict()
+        self._num_words = 0
+
+    def find(self, rows: Sequence[Row], items: Sequence[int], chunk_size: int) -> Table:
+        """The table of these rows; made if it is not there.
+
+        Args:
+            rows: the operands of each row, at least one row.
+            items: of each row, the items of work; not zero.
+            chunk_size: items of a chunk.
+        """
+        sizes = [row[-1].size for row in rows]
+        addresses = [operand.address for row in rows for operand in row]
+        looked = array("q", [*items, *sizes, *addresses])
+        key = (chunk_size, len(rows), looked.tobytes())
+        with self._lock:
+            found = self._made.get(key)
+            if found is not None:
+                if key in self._made:  # a signal handler, which may run in between, may drop it
+                    self._made.move_to_end(key)
+                return found
+        found = self._make(np.frombuffer(looked, np.int64), len(rows), chunk_size)
+        num_words = _words_of(key)
+        with self._lock:
+            if self._made.setdefault(key, found) is found:
+                self._num_words += num_words
+            while self._num_words > CACHED_WORDS and len(self._made) > 1:
+                dropped, _ = self._made.popitem(last=False)
+                num_words = _words_of(dropped)
+                self._num_words -= num_words
+        return found
+
+    def _make(self, looked: np.ndarray, num_rows: int, chunk_size: int) -> Table:
+        items, last_sizes = looked[:num_rows], looked[num_rows : 2 * num_rows]
+        addresses = looked[2 * num_rows :].reshape(num_rows, -1)
+        words, num_chunks = row_words(items, last_sizes, addresses, chunk_size)
+        address, held = 0, None
+        if words.size > INLINE_WORDS:
+            address, held = self._place(np.append(words, row_map(words, num_chunks)))
+        made = struct(words, num_chunks, address=address, chunk_size=chunk_size)
+        return Table(made, num_chunks, held, made.ctypes.data)
+
+
+def _words_of(key: tuple[int, int, bytes]) -> int:
+    """About as many words as the table of this key is; every one has its struct."""
+    return INLINE_WORDS + len(key[2]) // 8

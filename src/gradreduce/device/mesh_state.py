@@ -1,0 +1,428 @@
+"""What the devices of one mesh share; never does work itself."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Set
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from gradreduce.errors import BackendUnavailableError, CollectiveError
+
+from .capture_state import Captures
+from .command_list import Issue, Tape
+from .forks import forks
+from .interrupts import DeferInterrupts
+from .op_log import Flight, Recorder, What, write_flight
+from .pending_calls import Cargo, Patience, Watch, WatchedPack, names_of
+from .waiting import Done, beside
+from .watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from .device import Device
+
+__all__ = ["Fabric"]
+
+
+class _Issued(threading.local):
+    """How many launches and copies a thread has given to the devices, its open tape and watch."""
+
+    count: int = 0
+    tape: Tape | None = None
+    watch: Watch | None = None
+
+
+# What is called when a mesh is closed, and when it is reset.
+_Listener = tuple[Callable[[Any], None], Callable[[Any], None]]
+# Writing the flight record must not keep a dead mesh looking alive on a file system that hangs.
+_WRITE_SECONDS = 2.0
+
+
+class Fabric(Captures):
+    """What the devices of one mesh share: the links between them, the journal, being open.
+
+    Attributes:
+        backend: ``"sim"`` or ``"cuda"``.
+        peer_access: for all pairs of physical devices or none, or the pairs that have it; see
+            ``peers``.
+        prepared: what was compiled for its devices, so that nobody asks twice.
+        on_wake: what to call, in a thread of its own, so that who waits in a queue looks again.
+        on_death: what to call when the mesh dies, in that thread; it must not wait.
+        library_error: what the collective library says is wrong, for the watchdog, which asks it.
+        library_ended: whether the library has let go of what it did when the mesh died, within so
+            many seconds.
+        recorder: where devices write what they did.
+        flight: the last operations given to the devices, always.
+        flight_path: where it is written when the mesh dies; empty: nowhere.
+        launch_lock: held around each collective group and each multi-device plan, so that every
+            device sees those of all threads in one order.
+        order_lock: held for a moment while a queue is told whom to come behind.
+        lost: physical devices that are of no more use, and why.
+        last_read: another object after each copy that a writer must wait for.
+        reason: why the mesh is dead; None while it is not.
+        mourned: set when the mesh is dead and all that waited for it are woken.
+        reset_lock: held by the one thread that makes it usable again.
+        generation: how often the mesh was made usable again.
+        is_closed: whether it was closed.
+    """
+
+    def __init__(self, backend: str, *, peer_access: bool | Set[tuple[int, int]]) -> None:
+        super().__init__()
+        self.backend = backend
+        self.flight = Flight()
+        self.recorder = Recorder(self.flight.add)
+        self.flight_path = ""
+        self.prepared: set[Hashable] = set()
+        self._listeners: WeakKeyDictionary[Any, _Listener] = WeakKeyDictionary()
+        self._listeners_lock = threading.RLock()  # no finalizer takes it
+        self.on_death: list[Callable[[], None]] = []
+        self.on_wake: list[Callable[[], None]] = []
+        self.library_error: Callable[[], str | None] = lambda: None
+        self.library_ended: Callable[[float], bool] = lambda seconds: True
+        self.launch_lock = threading.RLock()
+        self.order_lock = threading.RLock()
+        self.lost: dict[int, str] = {}
+        self.last_read = object()
+        self.reason: str | None = None
+        self.mourned = Done()
+        self.generation = 0
+        self.reset_lock = threading.Lock()
+        self._last_reason = ""
+        self._deaths: deque[str] = deque()
+        self._watchdog: Watchdog | None = None
+        self._watchdog_lock = threading.RLock()
+        self._issued = _Issued()
+        self.peer_access = peer_access
+        self.is_closed = False
+        self._pid = os.getpid()
+        self._forks = forks[0]
+
+    def peers(self, physical: int, other: int) -> bool:
+        """Whether a launch on one physical device may touch the memory of the other."""
+        if physical == other:
+            return True
+        if isinstance(self.peer_access, bool):
+            return self.peer_access
+        return (physical, other) in self.peer_access
+
+    def add_listener(
+        self, key: Any, on_close: Callable[[Any], None], on_reset: Callable[[Any], None]
+    ) -> None:
+        """Has both called with the key as long as it lives.
+
+        Args:
+            key: with its ``devices``.
+            on_close: when the mesh is closed or dies, or one of the key's devices is lost: who
+                waits for work on them would wait for ever.
+            on_reset: when the mesh is made usable again: what the key keeps in device memory may
+                be half written.
+        """
+        with self._listeners_lock:
+            self._listeners[key] = (on_close, on_reset)
+
+    def listeners(self) -> list[tuple[Any, _Listener]]:
+        """Each key, and what is called with it."""
+        with self._listeners_lock:
+            return list(self._listeners.items())
+
+    def close(self) -> None:
+        """Makes every later use of its devices an error."""
+        self.is_closed = True
+        if self._watchdog is not None:
+            self._watchdog.end()
+        self._wake(None)
+
+    def lose(self, physical: int, reason: str) -> None:
+        """Makes every later use of a physical device an error that gives the first reason.
+
+        Who waits for work on it is woken, by another thread: whoever meets a fault may hold the
+        locks that waking takes.
+        """
+        if physical in self.lost:
+            return
+        self.lost[physical] = reason
+        self._tell(partial(self._wake, physical))
+
+    # -- what a thread does -----------------------------------------------------------------------
+
+    @property
+    def tape(self) -> Tape | None:
+        """Where this thread keeps what it gives to the devices; None: nowhere."""
+        return self._issued.tape
+
+    @property
+    def watch(self) -> Watch | None:
+        """The call with a deadline that this thread is in; a capture knows of none."""
+        return self._issued.watch if self._mine.capture is None else None
+
+    @property
+    def watched(self) -> bool:
+        """Whether anybody wants to know what this thread gives to the devices."""
+        return self.sink.recording or self._issued.tape is not None
+
+    @contextmanager
+    def taped(self, tape: Tape | None) -> Iterator[None]:
+        """Inside, this thread keeps what it does on ``tape``; nowhere with None."""
+        before, self._issued.tape = self._issued.tape, tape
+        try:
+            yield
+        finally:
+            self._issued.tape = before
+
+    def give(self, issue: Issue, what: What, defers: bool) -> None:
+        """Has a launch or copy done, counts it for ``whole_or_lost``, and keeps it.
+
+        What was cut short may have begun, and counts; where work is deferred an ``Exception`` comes
+        before it, and Ctrl-C anywhere.
+        """
+        try:
+            issue()
+            self._issued.count += 1
+        except BaseException as error:
+            self._issued.count += not (defers and isinstance(error, Exception))
+            raise
+        if self._mine.capture is None:
+            flight = self.flight  # as its `add` does, whose call would be a fifth of all this costs
+            flight.ring.append((next(flight.numbers), what, flight.thread.label))
+
+    def gave(self) -> None:
+        """Counts a collective of this thread, likewise; it is kept where its group is."""
+        self._issued.count += 1
+
+    @contextmanager
+    def half_way(self, then: Callable[[BaseException], None]) -> Iterator[None]:
+        """For work that is given to the devices whole, or has to be told of.
+
+        A failure before this thread's first launch, copy or collective inside changed nothing.
+        After it ``then`` is called with the error, which goes on.
+        """
+        before = self._issued.count
+        try:
+            yield
+        except BaseException as error:
+            if self._issued.count != before:
+                then(error)
+            raise
+
+    def whole_or_lost(self, devices: Iterable[Device]) -> AbstractContextManager[None]:
+        """For work that writes state in place: all of it is given to the devices, or they are lost.
+
+        If it fails half way the state is half of the old and half of the new, and nobody may use
+        it. A mesh that is dead is not told so again: what its memory holds after a reset is
+        nobody's promise anyway.
+        """
+
+        def lose(error: BaseException) -> None:
+            if self.reason is not None:
+                return
+            found = list(dict.fromkeys(devices))
+            names = names_of(found)
+            for device in found:
+                self.lose(device.physical, f"a call failed half way: {error!r}")
+            error.add_note(f"This came half way through: {names} cannot be used any more.")
+
+        return self.half_way(lose)
+
+    def halves_told(self, note: str) -> AbstractContextManager[None]:
+        """For work that writes a caller's memory: an error that comes half way through says so."""
+        return self.half_way(lambda error: error.add_note(note))
+
+    def watched_pack(self, travel: Cargo, devices: Iterable[Device] = ()) -> WatchedPack:
+        """A context manager: what this thread gives inside is for what travels.
+
+        So says the flight record and, if the call has a deadline, the error. On a tape it is kept.
+
+        Args:
+            travel: what.
+            devices: that have to come to it, and through it. Default: all of the call.
+        """
+        return WatchedPack(self, travel, tuple(devices))
+
+    # -- deadlines --------------------------------------------------------------------------------
+
+    def has_died(self, generation: int) -> bool:
+        """Whether the mesh died since that generation, made usable again meanwhile or not."""
+        return self.reason is not None or self.generation != generation
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether the mesh has seen a deadline: from then on every host wait of it can end."""
+        return self._watchdog is not None
+
+    def guard(self) -> Watchdog:
+        """The watchdog, whose thread is started at the first deadline."""
+        self.check_process()
+        with self._watchdog_lock:
+            if self._watchdog is None:
+                with DeferInterrupts():  # Ctrl-C would leave a started thread that nobody ends
+                    self._watchdog = Watchdog(self)
+            return self._watchdog
+
+    @contextmanager
+    def due(self, call: str, seconds: float, devices: Iterable[Device]) -> Iterator[None]:
+        """What this thread gives to these devices inside is over in time, or the mesh dies.
+
+        Args:
+            call: what to call it in the error.
+            seconds: from now, what is done inside on the host included.
+            devices: that it works on.
+        """
+        watch = Watch(call, seconds, devices, self.generation)
+        for device in watch.devices:
+            self.check_free(device, f"{call} with a deadline")
+        before, self._issued.watch = self._issued.watch, watch
+        try:
+            self.guard().take(watch)  # first: to mark a queue that is full may never end
+            watch.line(None, leaves=False)
+            yield
+            watch.line(None, leaves=True)
+            watch.given = True
+        except BaseException:
+            watch.dropped = True
+            raise
+        finally:
+            self._issued.watch = before
+
+    def fail(self, reason: str) -> None:
+        """Makes the mesh dead: every later use of it is an error that gives the first reason.
+
+        Takes no lock. Who waits is woken by another thread, which takes those that it needs; the
+        flight record is written before anybody can see that the mesh is dead.
+        """
+        deaths = self._deaths
+        deaths.append(reason)
+        if deaths[0] is not reason:
+            return
+        if self.flight_path:
+            beside(partial(self._write_flight, reason)).wait(_WRITE_SECONDS)
+        self._last_reason = self.reason = reason
+        self._tell(self._mourn)
+
+    def give_up(self, what: str, device: Device, patience: Patience) -> Exception:
+        """The error of a host wait that is over before what it waits for; the mesh is dead then."""
+        try:
+            self.check_usable(device)
+        except (BackendUnavailableError, CollectiveError) as error:
+            return error
+        if patience.is_late:
+            reason = f"the deadline for {what} passed: {self._stuck(device)}"
+            self.guard().take(partial(self.fail, reason))  # in a thread that no Ctrl-C cuts short
+            while self.reason is None and not self.is_closed:
+                time.sleep(1e-3)
+        return self._death(self._last_reason)
+
+    def revive(self) -> None:
+        """Takes the reason back; for ``reset``, which has seen to everything else."""
+        self.prepared.clear()
+        # One C call: Ctrl-C finds all of them changed, or none.
+        vars(self).update(
+            generation=self.generation + 1, mourned=Done(), _deaths=deque(), reason=None
+        )
+
+    def _stuck(self, device: Device) -> str:
+        """Who keeps the host waiting for a device, which may only stand behind another."""
+        devices = device.mesh.devices
+        late = self.flight.late(devices)
+        if not late:
+            return f"{device.name} has come to its end meanwhile"
+        have, its = ("has", "its") if len(late) == 1 else ("have", "their")
+        text = f"{names_of(late)} {have} not come to the end of {its} queues"
+        entries = [
+            entry
+            for entry in self.flight.entries(devices, fresh=False)
+            if not entry.done and entry.kind != "sync"  # which is nothing that a queue does
+        ]
+        first = next((each for each in entries if devices[each.device] in late), None)
+        number = 0
+        if first is not None:
+            number = first.sequence
+            what = f"{first.kind} {first.name}".rstrip()
+            of = f" of {first.tensors}" if first.tensors else ""
+            on = f" on {devices[first.device].name}" if len(late) > 1 else ""
+            text += f"; the first that is not known to be over is {what}{of}{on}, #{number}"
+            if of:
+                return text
+        later = [each for each in entries if each.tensors and each.sequence > number]
+        if not later:
+            return text
+        named = next((each for each in later if devices[each.device] in late), later[0])
+        return f"{text}, before {named.tensors}, #{named.sequence}"
+
+    def _write_flight(self, reason: str) -> None:
+        entries = self.flight.entries((), fresh=False)
+        write_flight(self.flight_path, f"{self.backend}, process {self._pid}", reason, entries)
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        """Has a thread of its own call it; where none can be started the watchdog, if there is one.
+
+        Else the calling thread, though it may hold a lock that others wait for.
+        """
+        watchdog = self._watchdog
+        beside(call, otherwise=call if watchdog is None else partial(watchdog.take, call))
+
+    def _mourn(self) -> None:
+        for call in self.on_death:
+            call()
+        self._wake(None)
+        self.mourned.set()
+
+    def _wake(self, physical: int | None) -> None:
+        """Wakes those who wait for one physical device, or (None) all."""
+        for call in self.on_wake:
+            call()
+        for waiting, (wake, _) in self.listeners():
+            if physical is None or any(each.physical == physical for each in waiting.devices):
+                wake(waiting)
+
+    # -- checks -----------------------------------------------------------------------------------
+
+    def check_usable(self, device: Device) -> None:
+        """Raises for a device that is of no use.
+
+        Raises:
+            BackendUnavailableError: it is lost, or what ``check_open`` raises.
+            CollectiveError: its mesh is dead.
+        """
+        if self.is_closed or self._forks != forks[0]:
+            self.check_open()
+        if self.reason is not None:
+            raise self._death(self.reason)
+        if self.lost and device.physical in self.lost:
+            raise BackendUnavailableError(
+                f"device {device.name} was lost: {self.lost[device.physical]}"
+            )
+        capture = self._mine.capture
+        if capture is not None:
+            capture.check(device)
+
+    def check_open(self) -> None:
+        """Raises ``BackendUnavailableError`` for a closed mesh, or one from before a fork."""
+        if self.is_closed:
+            raise BackendUnavailableError(
+                f"the mesh of this {self.backend} device was closed; gr.open_mesh() opens another"
+            )
+        self.check_process()
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process was forked after the mesh was opened."""
+        return self._forks != forks[0]
+
+    def check_process(self) -> None:
+        """Raises ``BackendUnavailableError`` for a mesh from before a fork.
+
+        Asked before a lock is taken: a thread that holds it may exist in the parent only.
+        """
+        if self._forks != forks[0]:
+            raise BackendUnavailableError(
+                f"this {self.backend} device was opened by process {self._pid}, before a fork; "
+                "open a mesh in the new process"
+            )
+
+    def _death(self, reason: str) -> CollectiveError:
+        return CollectiveError(f"the mesh is dead: {reason}; mesh.reset() makes it usable again")

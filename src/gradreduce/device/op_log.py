@@ -1,0 +1,486 @@
+"""The last operations that a mesh gave to its devices, and how far they came; never waits for any.
+
+Always on: what is given is one small tuple in a ring. Which of it is done is worked out when asked.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from .buffer import Queue
+from .waiting import beside
+
+if TYPE_CHECKING:
+    from .device import Device
+
+__all__ = [
+    "CROSSING",
+    "LENGTH",
+    "Fields",
+    "Flight",
+    "FlightEntry",
+    "Journal",
+    "Kind",
+    "Record",
+    "Recorder",
+    "Sink",
+    "flight_path",
+    "replace_file",
+    "write_flight",
+]
+
+
+# The fields of a Record, in order. Making one costs a tenth of making a Record.
+Fields = tuple[Any, ...]
+# The kinds whose bytes leave a device for another.
+CROSSING = ("launch", "copy", "collective")
+Kind = Literal["launch", "copy", "collective", "fill", "upload", "download", "sync"]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One thing a device was asked to do.
+
+    Attributes:
+        kind: ``launch``, ``copy``, ``collective``, ``fill``, ``upload``, ``download`` or ``sync``.
+        name: the kernel or collective; empty for the rest.
+        device: logical index of the device whose queue did it.
+        source: logical index of the device a copy read from; -1 for everything else.
+        nbytes: bytes that left a device. A copy: its size. A launch: the operands that lie on
+            another physical device than the queue. A collective: the size of one buffer, on the
+            record of each of its devices. An upload or download: its size, host to device.
+        queue: ``compute`` or ``transfer``.
+        num_rows: rows of a launch's pointer table (how many tensors it served); else 0.
+    """
+
+    kind: Kind
+    name: str
+    device: int
+    source: int = -1
+    nbytes: int = 0
+    queue: str = "compute"
+    num_rows: int = 0
+
+
+@dataclass(repr=False)
+class Journal:
+    """The records made while a ``with mesh.journal()`` block ran, in the order of the calls."""
+
+    records: list[Record] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Journal of {len(self.records)} records: {self.launches} launches, {self.copies} "
+            f"copies, {self.bytes} bytes, {self.uploads} uploads, {self.syncs} syncs>"
+        )
+
+    def of(self, kind: Kind) -> list[Record]:
+        """The records of one kind, in order."""
+        return [record for record in self.records if record.kind == kind]
+
+    @property
+    def launches(self) -> int:
+        """Kernel launches."""
+        return len(self.of("launch"))
+
+    @property
+    def copies(self) -> int:
+        """Copies from a device to a device (the same one included)."""
+        return len(self.of("copy"))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that left a device for another: by copy, collective, or a peer's launch."""
+        return sum(record.nbytes for record in self.records if record.kind in CROSSING)
+
+    @property
+    def uploads(self) -> int:
+        """Transfers from host memory to a device."""
+        return len(self.of("upload"))
+
+    @property
+    def syncs(self) -> int:
+        """Times the host waited for a device: downloads and ``synchronize``."""
+        return len(self.of("sync")) + len(self.of("download"))
+
+
+class Sink(Protocol):
+    """Whatever takes records."""
+
+    @property
+    def recording(self) -> bool:
+        """Whether it wants any."""
+
+    def add(self, record: Record) -> None:
+        """Takes one."""
+
+    def replayed(self, records: Iterable[Record]) -> None:
+        """Takes those of an operation that a tape gave again."""
+
+
+class Recorder:
+    """Hands each record to every journal that is open; costs one truth test when none is.
+
+    Args:
+        keep: is given what is done again from a tape, besides.
+    """
+
+    def __init__(self, keep: Callable[[Record], object]) -> None:
+        self._keep = keep
+        self._open: tuple[Journal, ...] = ()
+        self._lock = threading.RLock()
+
+    @contextmanager
+    def journal(self) -> Iterator[Journal]:
+        """Records everything, from any thread, until the block ends."""
+        journal = Journal()
+        with self._lock:
+            self._open = (*self._open, journal)
+        try:
+            yield journal
+        finally:
+            with self._lock:
+                self._open = tuple(other for other in self._open if other is not journal)
+
+    @property
+    def recording(self) -> bool:
+        """Whether any journal is open."""
+        return bool(self._open)
+
+    def replayed(self, records: Iterable[Record]) -> None:
+        """Of an operation that a tape gave again."""
+        for record in records:
+            self._keep(record)
+            if self._open:
+                self.add(record)
+
+    def add(self, record: Record) -> None:
+        """Appends to every open journal (list.append is atomic: no lock on this path)."""
+        for journal in self._open:
+            journal.records.append(record)
+
+
+_log = logging.getLogger(__name__)
+_numbers = count(1)  # of the files of this process
+LENGTH = 1000  # operations
+_MARKS = 256  # events kept: enough to tell two queues of 64 devices apart
+_LOOK_SECONDS = 0.005  # for marks that are made to see how far the queues are
+QUEUES: tuple[Queue, ...] = ("compute", "transfer")
+
+What = Fields | Record
+
+
+@dataclass(frozen=True, slots=True)
+class FlightEntry:
+    """One operation that a device was given.
+
+    Attributes:
+        sequence: its number in the mesh, from 1, in the order in which they were given.
+        kind: ``launch``, ``copy``, ``collective``, ``fill``, ``upload``, ``download`` or ``sync``.
+        name: the kernel or collective; ``captured step`` for the one launch of a whole capture;
+            empty for the rest.
+        device: logical index of the device whose queue it is in.
+        source: logical index of the device a copy reads from; -1 for everything else.
+        nbytes: bytes that leave a device, as ``Record`` counts them.
+        num_rows: tensors that a launch serves, or operations in a capture; else 0.
+        tensors: what it is for: ``"pack 3 of 8 (tensors 5 to 9)"``; empty where nobody said.
+        queue: ``compute`` or ``transfer``.
+        done: whether it is known to be over. What was not when the mesh was reset never is: the
+            simulation has dropped it, and what GPUs did of it in a dead mesh is worth nothing.
+    """
+
+    sequence: int
+    kind: str
+    name: str
+    device: int
+    source: int
+    nbytes: int
+    num_rows: int
+    tensors: str
+    queue: str
+    done: bool
+
+
+# Logical index of a device, and one of its queues.
+_QueueOf = tuple[int, str]
+# The number of the last operation given before a mark, and the mark: device, queue, event.
+_Place = tuple[int, "Device", Queue, Any]
+
+
+class _Label(threading.local):
+    """What a thread works for."""
+
+    label: object = None
+
+
+class Flight:
+    """The ring of one mesh. Takes no lock: ``deque`` is atomic where it matters.
+
+    Attributes:
+        ring: number, operation and label of each.
+        numbers: of the next one; drawn when it has been given.
+        thread: ``label`` is what the calling thread works for.
+    """
+
+    def __init__(self) -> None:
+        self.ring: deque[tuple[int, What, object]] = deque(maxlen=LENGTH)
+        self.numbers = count(1)
+        self._marks: deque[_Place] = deque(maxlen=_MARKS)
+        # Up to which number a queue is over, without a mark: by what the host waited for.
+        self._over: dict[_QueueOf, int] = {}
+        # What a queue was given before a reset and was not over then: after one number, up to one.
+        self._dropped: dict[_QueueOf, list[tuple[int, int]]] = {}
+        self.thread = _Label()
+
+    def add(self, what: What) -> int:
+        """Keeps an operation that *has been* given: what is marked later comes behind it.
+
+        Returns:
+            Its number.
+        """
+        number = next(self.numbers)
+        self.ring.append((number, what, self.thread.label))
+        return number
+
+    def over(self, number: int, device: Device, *queues: Queue) -> None:
+        """The host has seen that these queues are over, as far as they were given by a number."""
+        for queue in queues:
+            key = device.index, queue
+            self._over[key] = max(number, self._over.get(key, 0))
+
+    def labelled(self, label: object) -> object:
+        """What this thread gives from now on is for ``label``, whose text says so; the last one."""
+        before, self.thread.label = self.thread.label, label
+        return before
+
+    def marked(self, device: Device, queue: Queue, event: Any) -> None:
+        """Keeps a mark that has just been made for whatever reason."""
+        ring = self.ring
+        if ring:
+            self._marks.append((ring[-1][0], device, queue, event))
+
+    def entries(self, devices: Sequence[Device], *, fresh: bool) -> list[FlightEntry]:
+        """All that is kept, oldest first.
+
+        Args:
+            devices: of the whole mesh.
+            fresh: mark every queue now and look whether the marks pass at once, for some
+                milliseconds; otherwise only marks that were made anyway are looked at.
+        """
+        given = self._given()
+        if fresh and given:
+            self._look(devices, given[-1][0])
+        reached = self._reached()
+        return [self._entry(number, what, label, reached) for number, what, label in given]
+
+    def late(self, devices: Sequence[Device]) -> list[Device]:
+        """Whose queues are not empty, looked at as ``entries`` does when it is to be fresh.
+
+        Without those whose queues are known to wait for another device, if any is left then.
+        """
+        given = self._given()
+        passed = {
+            (device.index, queue)
+            for _, device, queue, event in self._look(devices, given[-1][0] if given else 0)
+            if device._reached(event)
+        }
+        late = [
+            (device, queue)
+            for device in devices
+            for queue in QUEUES
+            if (device.index, queue) not in passed
+        ]
+        stuck = [(device, queue) for device, queue in late if not device._is_waiting(queue)]
+        return list(dict.fromkeys(device for device, _ in stuck or late))
+
+    def drop(self, devices: Sequence[Device]) -> None:
+        """What is not known to be over now never will be, whatever marks say: a mesh is reset."""
+        given = self._given()
+        reached = self._reached()
+        last = given[-1][0] if given else 0
+        for device in devices:
+            for queue in QUEUES:
+                key = device.index, queue
+                kept = [each for each in self._dropped.get(key, []) if each[1] > last - LENGTH]
+                self._dropped[key] = [*kept, (reached.get(key, 0), last)]
+        self._marks.clear()
+        self._over = reached
+
+    def _given(self) -> list[tuple[int, What, object]]:
+        return sorted(_copied(self.ring), key=lambda each: each[0])
+
+    def _reached(self) -> dict[_QueueOf, int]:
+        """Up to which number each queue is known to be over."""
+        reached = dict(self._over)
+        for last, device, queue, event in _copied(self._marks):
+            key = device.index, queue
+            if last > reached.get(key, 0) and device._reached(event):
+                reached[key] = last
+        return reached
+
+    def _entry(
+        self, number: int, what: What, label: object, reached: dict[_QueueOf, int]
+    ) -> FlightEntry:
+        record = what if isinstance(what, Record) else Record(*what)
+        key = record.device, record.queue
+        dropped = any(after < number <= last for after, last in self._dropped.get(key, ()))
+        return FlightEntry(
+            sequence=number,
+            kind=record.kind,
+            name=record.name,
+            device=record.device,
+            source=record.source,
+            nbytes=record.nbytes,
+            num_rows=record.num_rows,
+            tensors="" if label is None else str(label),
+            queue=record.queue,
+            done=number <= reached.get(key, 0) and not dropped,
+        )
+
+    def _look(self, devices: Sequence[Device], last: int) -> list[_Place]:
+        """In a thread of its own: a driver whose queue is full may hold whoever marks it.
+
+        Returns:
+            The marks that could be made.
+        """
+        made: list[_Place] = []
+
+        def mark() -> None:
+            for device in devices:
+                for queue in QUEUES:
+                    try:
+                        made.append((last, device, queue, device._mark(queue)))
+                    except Exception:  # a lost device tells nothing, and that is no news here
+                        continue
+                device._urge()
+
+        end = time.monotonic() + _LOOK_SECONDS
+        beside(mark).wait(_LOOK_SECONDS * 4)
+        self._marks.extend(made)
+        while time.monotonic() < end:
+            if all(device._reached(event) for _, device, _, event in list(made)):
+                break
+            time.sleep(_LOOK_SECONDS / 20)
+        return list(made)
+
+
+def _copied(ring: deque[Any]) -> list[Any]:
+    while True:
+        try:
+            return list(ring)
+        except RuntimeError:  # another thread appended, where the interpreter has no lock
+            continue
+
+
+def flight_path(wanted: str) -> str:
+    """Where one mesh writes its flight record: ``flight.json`` gives ``flight.4711-1.json``.
+
+    Of process 4711 the first mesh. What is there and no regular file, such as a device or a FIFO,
+    is written to itself.
+
+    Args:
+        wanted: the value of ``GRADREDUCE_FLIGHT_RECORD``; empty: nowhere.
+
+    Raises:
+        ValueError: nothing can be written there.
+    """
+    if not wanted:
+        return ""
+    try:
+        target = Path(wanted).absolute()
+        if target.is_dir() or wanted.endswith(os.sep):
+            raise OSError("it is a folder")
+        if _is_special(target):
+            if not os.access(target, os.W_OK):
+                raise OSError("you may not write it")
+            return str(target)
+        if target.is_symlink():
+            raise OSError("it is a symbolic link; name the file itself")
+        number = f"{os.getpid()}-{next(_numbers)}"
+        target = target.with_name(f"{target.stem}.{number}{target.suffix}")
+        _write_part(target, b"", mode=0o600).unlink()  # as it will be when the mesh dies
+    except OSError as error:
+        raise ValueError(
+            f"GRADREDUCE_FLIGHT_RECORD={wanted!r} cannot be written: {error.strerror or error}; "
+            "name a file in an existing folder that you may write"
+        ) from error
+    return str(target)
+
+
+def write_flight(path: str, mesh: str, reason: str, entries: Sequence[FlightEntry]) -> None:
+    """Writes ``{"mesh": …, "reason": …, "entries": [{…}, …]}`` as JSON, whole or not at all.
+
+    Never raises: who writes it has worse to tell. A failure is logged.
+
+    Args:
+        path: from ``flight_path``.
+        mesh: which one.
+        reason: why it is dead.
+        entries: of its record.
+    """
+    target = Path(path)
+    content = {"mesh": mesh, "reason": reason, "entries": [asdict(each) for each in entries]}
+    written = (json.dumps(content, indent=1) + "\n").encode()
+    try:
+        if _is_special(target):
+            descriptor = os.open(target, os.O_WRONLY | os.O_NOCTTY)
+            with os.fdopen(descriptor, "wb") as file:
+                if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise OSError("it has become a regular file")
+                file.write(written)
+        else:
+            replace_file(target, written, mode=0o666)
+    except OSError as error:
+        _log.warning("GRADREDUCE_FLIGHT_RECORD: %s was not written: %s", path, error)
+
+
+def _is_special(path: Path) -> bool:
+    """Whether something is there that is written to, not replaced: a device or a FIFO."""
+    return path.exists() and not (path.is_file() or path.is_dir())
+
+
+def replace_file(target: Path, content: bytes, *, mode: int) -> None:
+    """Makes ``target`` a regular file of this content, whole or not at all; follows no link.
+
+    Args:
+        target: what has this name is replaced.
+        content: of the file.
+        mode: of the file, less the bits of the process's mask.
+
+    Raises:
+        OSError: nothing was changed, and nothing is left behind.
+    """
+    part = _write_part(target, content, mode=mode)
+    try:
+        part.replace(target)
+    except OSError:
+        part.unlink()
+        raise
+
+
+def _write_part(target: Path, content: bytes, *, mode: int) -> Path:
+    """A new file of a random name beside ``target``, on disk before it gets its name."""
+    part = target.with_name(f"{target.name}.{secrets.token_hex(8)}.part")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+    except BaseException:
+        part.unlink()
+        raise
+    return part

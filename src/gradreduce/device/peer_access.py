@@ -1,0 +1,52 @@
+"""Which memory a device may touch; never touches any."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gradreduce.errors import DeviceMismatchError
+
+from .buffer import Buffer
+
+if TYPE_CHECKING:
+    from .device import Device
+
+__all__ = ["check_reach", "check_writable", "reaches"]
+
+
+def reaches(device: Device, operand: Buffer) -> bool:
+    """Whether a launch of ``device`` may touch ``operand``, which is of the same mesh.
+
+    Memory of the same physical device, and of a peer what is of our own pool.
+    """
+    here, there = device.physical, operand.device.physical
+    return here == there or (device.fabric.peers(here, there) and operand.block.owned)
+
+
+def check_reach(device: Device, operand: Buffer) -> None:
+    """Raises unless a launch of ``device`` may touch ``operand``.
+
+    Raises:
+        DeviceMismatchError: it is of another mesh, or of a device that is no peer, or a caller's
+            memory on a peer.
+        BackendUnavailableError: its device is lost.
+    """
+    home = operand.device
+    if home is device:
+        return
+    fabric = device.fabric
+    if home.fabric is not fabric:
+        raise DeviceMismatchError(
+            f"{operand} is of another mesh than {device.name}: pass its .numpy()"
+        )
+    if fabric.lost:
+        fabric.check_usable(home)
+    if not reaches(device, operand):
+        why = "no peer access" if operand.block.owned else "its memory is not our pool's"
+        raise DeviceMismatchError(f"{device.name} cannot reach {operand}: {why}; copy it first")
+
+
+def check_writable(operand: Buffer) -> None:
+    """Raises ``ValueError`` for a caller's read-only array."""
+    if not operand.block.writable:
+        raise ValueError(f"{operand} is read-only: pass a copy")

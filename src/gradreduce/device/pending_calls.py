@@ -1,0 +1,343 @@
+"""What a call with a deadline gave to which devices, and who is late; never acts on it.
+
+Marks are made only for calls that have a deadline: one on each queue when the call begins, one
+before and one after each pack, one when the call has given everything.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from numbers import Real
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gradreduce.errors import brief, listed
+
+from .buffer import Queue
+from .op_log import QUEUES
+
+if TYPE_CHECKING:
+    from .device import Device
+    from .mesh_state import Fabric
+
+__all__ = [
+    "Cargo",
+    "Patience",
+    "Travel",
+    "Travels",
+    "Watch",
+    "WatchedPack",
+    "as_deadline",
+    "names_of",
+    "together",
+]
+
+# How long the host sleeps between two looks at a device that it waits for: short at first, because
+# most work is over in no time, and never so long that it is felt.
+_FIRST_PAUSE, _LAST_PAUSE = 20e-6, 1e-3
+# What deadlines are counted by; a test puts a clock of its own here.
+now = time.monotonic
+
+
+def as_deadline(deadline: float | None, name: str = "deadline") -> float | None:
+    """Seconds that device work may take, above 0; None for ever.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if deadline is None:
+        return None
+    number = isinstance(deadline, Real) and not isinstance(deadline, bool)
+    if not number or not deadline > 0:  # NaN is not
+        raise ValueError(f"{name}={brief(deadline)} must be a number of seconds above 0, or None")
+    return float(min(deadline, sys.float_info.max))  # an integer may be above all floats
+
+
+@dataclass(frozen=True, slots=True)
+class Travel:
+    """What travels together, by name.
+
+    Attributes:
+        tensors: places in the batch, in order.
+        packs: numbers of the packs, from 1, in order; empty where nothing is packed.
+        num_packs: of how many.
+    """
+
+    tensors: Sequence[int]
+    packs: Sequence[int] = ()
+    num_packs: int = 0
+
+    def __str__(self) -> str:
+        """``"pack 3 of 8 (tensors 5 to 9)"``."""
+        tensors = _numbered("tensor", self.tensors)
+        if not self.packs:
+            return tensors
+        return f"{_numbered('pack', self.packs)} of {self.num_packs} ({tensors})"
+
+
+class Travels(tuple[Travel, ...]):
+    """What travels in several batches, whose packs are counted apart."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        """``"pack 1 of 1 (tensors 0 to 1), tensor 2"``; 5 at most."""
+        return listed(self)
+
+
+Cargo = Travel | Travels
+
+
+def together(travels: Iterable[Travel]) -> Cargo:
+    """One name for what travels in turn: the stages of a batch, in whatever order, are one."""
+    made: list[Travel] = []
+    for each in travels:
+        place = next((place for place, had in enumerate(made) if _of_one_batch(had, each)), None)
+        if place is None:
+            made.append(each)
+        else:
+            had = made[place]
+            tensors = tuple(sorted({*had.tensors, *each.tensors}))
+            made[place] = Travel(tensors, sorted({*had.packs, *each.packs}), had.num_packs)
+    return made[0] if len(made) == 1 else Travels(made)
+
+
+def _of_one_batch(had: Travel, other: Travel) -> bool:
+    """Of two batches of as many packs each, the same pack has different tensors."""
+    alike = set(had.packs).isdisjoint(other.packs) or not set(had.tensors).isdisjoint(other.tensors)
+    return alike and 0 < had.num_packs == other.num_packs
+
+
+def _numbered(noun: str, numbers: Sequence[int]) -> str:
+    """``"tensor 3"``, ``"tensors 3 to 7"`` or, with gaps, ``"tensors 3, 5, 7"``; 5 at most."""
+    if len(numbers) == 1:
+        return f"{noun} {numbers[0]}"
+    first, last = numbers[0], numbers[-1]
+    if last - first == len(numbers) - 1:
+        return f"{noun}s {first} to {last}"
+    return f"{noun}s {listed(numbers)}"
+
+
+def names_of(devices: Iterable[Device]) -> str:
+    """``"sim:1, sim:2"``, each once; 5 at most."""
+    return listed(dict.fromkeys(device.name for device in devices))
+
+
+class _Mark(NamedTuple):
+    device: Device
+    queue: Queue
+    event: Any
+
+    @property
+    def passed(self) -> bool:
+        return self.device._reached(self.event)
+
+
+class _Stage(NamedTuple):
+    """A line that every device has to pass.
+
+    Attributes:
+        travel: what comes behind the line, or before it; None for the whole call.
+        leaves: whether the line is behind what travels.
+        marks: on every queue of every device.
+    """
+
+    travel: Cargo | None
+    leaves: bool
+    marks: tuple[_Mark, ...]
+
+
+class Watch:
+    """One call with a deadline.
+
+    Attributes:
+        call: its name.
+        seconds: the deadline, as it was given.
+        devices: that it works on.
+        given: whether the call has given all its work to the devices.
+        dropped: whether nobody wants to know any more: the call has raised.
+        generation: of the mesh; after a reset nobody wants to know of calls before it.
+    """
+
+    def __init__(
+        self, call: str, seconds: float, devices: Iterable[Device], generation: int
+    ) -> None:
+        self.call = call
+        self.generation = generation
+        self.seconds = seconds
+        self._expires = now() + seconds
+        self.devices = tuple(dict.fromkeys(devices))
+        self.given = False
+        self.dropped = False
+        self._stages: list[_Stage] = []
+
+    def line(self, travel: Cargo | None, *, leaves: bool, devices: Iterable[Device] = ()) -> None:
+        """Marks both queues of these devices (default: all of the call) where they are now."""
+        marks = []
+        for device in dict.fromkeys(devices) or self.devices:
+            for queue in QUEUES:
+                mark = _Mark(device, queue, device._mark(queue))
+                device.fabric.flight.marked(*mark)
+                marks.append(mark)
+        self._stages.append(_Stage(travel, leaves, tuple(marks)))
+
+    @property
+    def rest(self) -> float:
+        """Seconds until the deadline; less than 0 behind it."""
+        return self._expires - now()
+
+    @property
+    def settled(self) -> bool:
+        """Whether there is nothing more to look at.
+
+        Looks at all marks, also behind one that has not passed: a GPU that has met a fault is
+        noticed by being asked.
+        """
+        if self.dropped or not self.given:
+            return self.dropped
+        return all([mark.passed for mark in self._stages[-1].marks])
+
+    def casualties(self) -> list[Device]:
+        """Lost devices that never came to the end of what they were given."""
+        marks = self._stages[-1].marks if self._stages else ()
+        return [
+            mark.device
+            for mark in marks
+            if mark.device.physical in mark.device.fabric.lost and not mark.passed
+        ]
+
+    def blame(self) -> str:
+        """Which devices are late, and with what: at the first line that not all have passed."""
+        for place, stage in enumerate(list(self._stages)):
+            late = [mark for mark in stage.marks if not mark.passed]
+            if late:
+                return self._late(place, stage, late)
+        if self.given:
+            return "every device has come to its end meanwhile"
+        return "the call itself has not come to the end of giving its work to the devices"
+
+    def _late(self, place: int, stage: _Stage, late: Sequence[_Mark]) -> str:
+        travel = stage.travel
+        if travel is None and not stage.leaves:  # the call's begin: its first pack is missing
+            packs = [each.travel for each in self._stages[place + 1 :] if each.travel is not None]
+            travel = packs[0] if packs else None
+        what = self.call if travel is None else str(travel)
+        names = names_of(mark.device for mark in late)
+        have = "has" if len({mark.device for mark in late}) == 1 else "have"
+        if stage.leaves:
+            return f"all devices have joined {what}, and {names} {have} not finished"
+        return f"{names} {have} not joined {what}: what was queued there before is not over"
+
+
+class Patience:
+    """How long the host waits for a device: until it is lost, the mesh dies or a deadline passes.
+
+    Args:
+        device: that it waits for.
+        seconds: the deadline; None for ever.
+    """
+
+    def __init__(self, device: Device, seconds: float | None = None) -> None:
+        self._device = device
+        self._expires = math.inf if seconds is None else now() + seconds
+
+    @property
+    def polls(self) -> bool:
+        """Whether to look again and again: a driver's own wait has no end.
+
+        So where there is a deadline, and everywhere in a mesh that has seen one.
+        """
+        return self._expires != math.inf or self._device.fabric.is_guarded
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the deadline has passed."""
+        return now() >= self._expires
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no use in waiting any more."""
+        fabric = self._device.fabric
+        gone = fabric.reason is not None or fabric.is_closed
+        return gone or self._device.physical in fabric.lost or self.is_late
+
+    @property
+    def rest(self) -> float | None:
+        """Seconds until the deadline; None for ever."""
+        if self._expires == math.inf:
+            return None
+        return min(max(0.0, self._expires - now()), threading.TIMEOUT_MAX)
+
+    def until(self, done: Callable[[], bool]) -> bool:
+        """Looks until ``done()`` or it is over; whether it was done.
+
+        What is done in a dead mesh need not be so by itself: an aborted collective ends too.
+        """
+        pause = _FIRST_PAUSE
+        while not done():
+            if self.is_over:
+                return done()
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_PAUSE)
+        return True
+
+
+class WatchedPack:
+    """See ``Fabric.watched_pack``. A class: a generator would cost every pack three times as much.
+
+    Without a deadline it costs a label, and no mark.
+    """
+
+    __slots__ = ("_before", "_devices", "_fabric", "_travel")
+
+    def __init__(self, fabric: Fabric, travel: Cargo, devices: tuple[Device, ...]) -> None:
+        self._fabric = fabric
+        self._travel = travel
+        self._devices = devices
+
+    def __enter__(self) -> None:
+        fabric = self._fabric
+        self._before = fabric.flight.labelled(self._travel)
+        _line(fabric, self._travel, self._devices, leaves=False)
+        tape = fabric.tape
+        if tape is not None:
+            tape.add(partial(_enter, fabric, self._travel, self._devices), (), ())
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        fabric = self._fabric
+        fabric.flight.labelled(self._before)
+        if error is not None:
+            return
+        _line(fabric, self._travel, self._devices, leaves=True)
+        tape = fabric.tape
+        if tape is not None:
+            tape.add(partial(_leave, fabric, self._travel, self._devices), (), ())
+
+
+def _line(fabric: Fabric, travel: Cargo, devices: tuple[Device, ...], *, leaves: bool) -> None:
+    watch = fabric.watch
+    if watch is not None:
+        watch.line(travel, leaves=leaves, devices=devices)
+    elif not leaves and fabric.capture is not None:
+        fabric.capture.carries(travel)
+
+
+def _enter(fabric: Fabric, travel: Cargo, devices: tuple[Device, ...]) -> None:
+    fabric.flight.labelled(travel)
+    _line(fabric, travel, devices, leaves=False)
+
+
+def _leave(fabric: Fabric, travel: Cargo, devices: tuple[Device, ...]) -> None:
+    fabric.flight.labelled(None)
+    _line(fabric, travel, devices, leaves=True)

@@ -1,0 +1,299 @@
+"""Whether the operands of a launch fit together; the door of this folder, never launches.
+
+Also looks at operands as the kernels do: complex as pairs, signed integers as unsigned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from gradreduce.device import Buffer, Kernel, Template, element_of, mean_dtype, overlap
+from gradreduce.device.buffer import Row
+from gradreduce.device.dtypes import ELEMENTS, Element
+
+__all__ = [
+    "CASTS",
+    "FLOATS",
+    "FROM_WIDE",
+    "MEAN",
+    "SAME",
+    "TO_WIDE",
+    "UPDATES",
+    "Ranges",
+    "as_elements",
+    "by_dtype",
+    "check_apart",
+    "check_divisor",
+    "check_rows",
+    "check_writable",
+    "elements",
+    "paired",
+]
+
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+# <T, T>
+SAME: tuple[Template, ...] = tuple((element, element) for element in ELEMENTS)
+# A gradient into a sum of a wider type (or, with cast=True, of another float).
+TO_WIDE: tuple[Template, ...] = tuple(
+    (total, term) for total in ("float32", "float64") for term in FLOATS if term != total
+)
+# A float32 sum into the halves it stands for.
+FROM_WIDE: tuple[Template, ...] = (("float16", "float32"), ("bfloat16", "float32"))
+# Every float into every other: what a tensor is and what a link carries are two choices.
+CASTS: tuple[Template, ...] = tuple((out, term) for out in FLOATS for term in FLOATS if out != term)
+# Of an update: a variable, and its slots; of another type where there is a master of that type.
+UPDATES: tuple[Template, ...] = (
+    *((element, element) for element in FLOATS),
+    *((half, "float32") for half in FLOATS[:2]),
+)
+# Integers into their mean; the only templates that tell signed from unsigned.
+MEAN: tuple[Template, ...] = tuple(
+    (mean_dtype(np.dtype(name)).name, name)
+    for name in (f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))
+)
+
+
+# Rows from which on NumPy looks at all of them at once: below, its calls cost more than the looks.
+MANY = 12
+
+
+def as_elements(buffers: Sequence[Buffer]) -> list[Buffer]:
+    """The same memory in the types that kernels know."""
+    viewed = []
+    for buffer in buffers:
+        element = element_of(buffer.dtype)
+        if element.viewed is not None:
+            buffer = buffer.view(0, (buffer.size * element.lanes,), element.viewed)
+        viewed.append(buffer)
+    return viewed
+
+
+def check_rows(
+    name: str,
+    rows: Sequence[Row],
+    num_written: int,
+    *,
+    padded: bool = False,
+    leaders: Sequence[int] | None = None,
+) -> None:
+    """Checks rows of one launch, all at once where they are many.
+
+    Args:
+        name: the kernel's, for messages.
+        rows: of as many operands each, the written ones first.
+        num_written: how many of each row are.
+        padded: the one written operand may be longer than the one that is read.
+        leaders: for each operand the place of that whose dtype it must have. Default: the first
+            that is written for those, the first that is read for the others.
+
+    Raises:
+        ValueError: sizes differ, the dtypes of the written or of the read operands differ among
+            themselves, or a written operand overlaps another one without being exactly it.
+    """
+    if not rows:
+        return
+    if leaders is None:
+        leaders = [0] * num_written + [num_written] * (len(rows[0]) - num_written)
+    if len(rows) >= MANY and _all_fit(rows, num_written, leaders, padded=padded):
+        return
+    for row in rows:
+        written, read = row[:num_written], row[num_written:]
+        if padded and written[0].size != read[0].size:
+            _check_padded(name, written[0], read[0])
+        else:
+            _check_row(name, written, read, leaders)
+
+
+def _check_row(name: str, written: Row, read: Row, leaders: Sequence[int]) -> None:
+    operands = (*written, *read)
+    for place, operand in enumerate(operands):
+        leader = operands[leaders[place]]
+        if operand.dtype != leader.dtype:
+            raise ValueError(f"{name}: dtypes differ: {operand} and {leader}")
+        if operand.size != operands[0].size:
+            raise ValueError(f"{name}: sizes differ: {operand} and {operands[0]}")
+    for place, target in enumerate(written):
+        for other_place, other in enumerate(operands):
+            allowed = other_place == place or (other_place >= len(written) and _same(target, other))
+            if not allowed and overlap(target, other):
+                raise ValueError(f"{name}: {target} overlaps operand {other_place}, {other}")
+
+
+def _check_padded(name: str, out: Buffer, term: Buffer) -> None:
+    if out.size < term.size:
+        raise ValueError(f"{name}: {out} is shorter than {term}")
+    _check_row(name, [out.view(0, term.shape)], [term], (0, 1))
+    check_apart(name, out.view(term.size, (out.size - term.size,)), term)
+
+
+def _same(buffer: Buffer, other: Buffer) -> bool:
+    return buffer.address == other.address and buffer.nbytes == other.nbytes
+
+
+def _all_fit(
+    rows: Sequence[Row], num_written: int, leaders: Sequence[int], *, padded: bool
+) -> bool:
+    """Whether no row can have a fault; if not, one has, or only a look at each row can tell."""
+    columns = list(zip(*rows, strict=True))
+    starts, ends, sizes = [], [], []
+    for leader, column in zip(leaders, columns, strict=True):
+        dtype = columns[leader][0].dtype
+        if [operand.dtype for operand in column].count(dtype) != len(column):
+            return False
+        sizes.append(np.array([operand.size for operand in column], np.int64))
+        starts.append(np.array([operand.address for operand in column], np.int64))
+        ends.append(starts[-1] + dtype.itemsize * sizes[-1])
+        shorter = sizes[-1] <= sizes[0] if padded else sizes[-1] == sizes[0]
+        if not shorter.all():
+            return False
+    for target in range(num_written):
+        for other in range(target + 1, len(columns)):
+            apart = (starts[target] >= ends[other]) | (starts[other] >= ends[target])
+            if other >= num_written:  # the very same, or (padded) a cast to as many bytes
+                apart |= (starts[target] == starts[other]) & (
+                    ends[target] - starts[target] == ends[other] - starts[other]
+                )
+            if not apart.all():
+                return False
+    return True
+
+
+def check_apart(name: str, target: Buffer, other: Buffer) -> None:
+    """Raises ``ValueError`` if the two share a byte."""
+    if overlap(target, other):
+        raise ValueError(f"{name}: {target} overlaps {other}")
+
+
+class Ranges:
+    """Where disjoint memory lies, to be asked again and again who else is there.
+
+    Args:
+        buffers: none shares a byte with another.
+    """
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        starts = np.array([buffer.address for buffer in buffers], np.uint64)
+        order = np.argsort(starts)
+        self._starts = starts[order]
+        sizes = np.array([buffer.nbytes for buffer in buffers], np.uint64)
+        self._ends = self._starts + sizes[order]
+
+    def shared_by(self, buffers: Sequence[Buffer]) -> int | None:
+        """The place of the first buffer that shares a byte with them; None if none does."""
+        starts = np.array([buffer.address for buffer in buffers], np.uint64)
+        ends = starts + np.array([buffer.nbytes for buffer in buffers], np.uint64)
+        before = np.searchsorted(self._starts, ends)  # how many begin in front of its end
+        shares = (before > 0) & (ends > starts)
+        shares &= starts < self._ends[before - 1] if self._ends.size else False
+        return int(shares.argmax()) if shares.any() else None
+
+
+def check_writable(name: str, written: Sequence[Buffer]) -> None:
+    """A launch would refuse it too, but an earlier launch of the same call may be out by then.
+
+    Raises:
+        ValueError: an operand is read-only.
+    """
+    for target in written:
+        if not target.block.writable:
+            raise ValueError(f"{name}: {target} is read-only")
+
+
+def check_divisor(name: str, divisor: float, terms: Sequence[Buffer]) -> None:
+    """Integers are added modulo 2**bits; a quotient of that means nothing.
+
+    Raises:
+        ValueError: a divisor other than 1 for an integer buffer.
+    """
+    for term in terms if divisor != 1 else ():
+        if term.dtype.kind in "iu":
+            raise ValueError(f"{name}: {term.dtype} is not divided (divisor={divisor})")
+
+
+def by_dtype(
+    kernel: Kernel,
+    rows: Iterable[tuple[Row, Row]],
+    *,
+    padded: bool = False,
+) -> dict[tuple[str, str, int, int], list[Row]]:
+    """Rows that one launch can serve, together; checked, all of them.
+
+    Args:
+        kernel: launched for them.
+        rows: of each tensor what is written and what is read.
+        padded: see ``check_rows``.
+
+    Returns:
+        Keyed by the element of the written operands, that of the read ones, and how many of each.
+
+    Raises:
+        ValueError: what ``check_rows`` says, a row without an out or an input, a read-only out,
+            or a cast that the kernel has no template for.
+    """
+    groups: dict[tuple[int, int, int, int], list[Row]] = {}  # by id: hashing a dtype is slow
+    key, group = (0, 0, 0, 0), list[Row]()
+    for written, read in rows:
+        if not written or not read:
+            raise ValueError(f"{kernel.name}: a tensor without an out or without an input")
+        found = (id(written[0].dtype), id(read[0].dtype), len(written), len(read))
+        if found != key:
+            key, group = found, groups.setdefault(found, [])
+        group.append((*written, *read))
+    launches: dict[tuple[str, str, int, int], list[Row]] = {}
+    for (_, _, num_written, num_read), group in groups.items():
+        out, term = group[0][0], group[0][num_written]
+        check_rows(kernel.name, group, num_written, padded=padded)
+        for place in range(num_written):
+            check_writable(kernel.name, [row[place] for row in group])
+        names = elements(kernel, out, term)
+        viewed = any(element_of(end.dtype).viewed is not None for end in (out, term))
+        rows_of_key = [as_elements(row) for row in group] if viewed else group
+        launches.setdefault((*names, num_written, num_read), []).extend(rows_of_key)
+    return launches
+
+
+def paired(
+    kernel: Kernel, outs: Sequence[Buffer], inputs: Sequence[Buffer], *, fitted: bool = False
+) -> dict[tuple[str, str, int, int], list[Row]]:
+    """As ``by_dtype`` for one out (padded) and one input each: many of two dtypes, as a rule.
+
+    ``fitted`` ones are checked only where they are of several dtypes.
+    """
+    if len(outs) != len(inputs):
+        raise ValueError(f"{kernel.name}: {len(outs)} outs for {len(inputs)} inputs")
+    dtypes = {id(out.dtype) for out in outs}, {id(term.dtype) for term in inputs}
+    if len(dtypes[0]) != 1 or len(dtypes[1]) != 1:
+        return by_dtype(kernel, zip(zip(outs), zip(inputs), strict=True), padded=True)
+    rows: list[Row] = list(zip(outs, inputs, strict=True))
+    names = elements(kernel, outs[0], inputs[0])
+    if not fitted:
+        check_rows(kernel.name, rows, 1, padded=True)
+        check_writable(kernel.name, outs)
+    if any([element_of(end.dtype).viewed is not None for end in rows[0]]):
+        rows = [as_elements(row) for row in rows]
+    return {(*names, 1, 1): rows}
+
+
+def elements(kernel: Kernel, written: Buffer, read: Buffer) -> tuple[str, str]:
+    """The elements of an out and of an input, for a template.
+
+    Raises:
+        ValueError: a cast that the kernel has no template for.
+    """
+    to, of = element_of(written.dtype), element_of(read.dtype)
+    if written.dtype != read.dtype and not _casts(kernel, to, of):
+        raise ValueError(f"{kernel.name}: {read} is not cast to {written}")
+    return to.name, of.name
+
+
+def _casts(kernel: Kernel, to: Element, of: Element) -> bool:
+    """Whether two *different* dtypes fit: one element seen as two dtypes is never converted."""
+    pair = (to.name, of.name)
+    return (
+        to.lanes == of.lanes
+        and to.name != of.name
+        and any(template[:2] == pair for template in kernel.templates)
+    )

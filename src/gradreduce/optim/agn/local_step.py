@@ -1,0 +1,318 @@
+"""A worker's step: the rule and the accumulation in one pass over its variables.
+
+``Optimizer`` knows how a rule reaches variables; what is added here is the sum that goes with each.
+A sparse gradient changes the rows that it touches, by the plain rule, and its rows are added to
+those of the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol, TypeGuard
+
+from gradreduce import ops
+from gradreduce.accumulator.sparse_storage import SparseAdditions
+from gradreduce.accumulator.state import Arrival, SparseSum
+from gradreduce.arrays.distributed import Part, buffer_of
+from gradreduce.arrays.indexed_slices import IndexedSlices
+from gradreduce.arrays.variable import Variable
+from gradreduce.device import Buffer, Device
+from gradreduce.optim.array_rules import changed_by
+from gradreduce.optim.gradient_inputs import Near, made_dense
+from gradreduce.optim.optimizer import Optimizer
+from gradreduce.optim.update_plan import Job, Plan, by_kernel
+
+from .variables import Member
+
+__all__ = ["DenseStep", "LocalPlan", "LocalStep", "Step", "is_planned", "mixed"]
+
+# How a copy of a variable is changed: a dense gradient is written to the sum, or added to it; rows.
+_FIRST, _LATER, _ROWS = range(3)
+
+
+class LocalPlan(Plan):
+    """Steps of these variables by dense gradients: worked out once.
+
+    Args:
+        optimizer: whose rule is a kernel; its slots of the variables exist.
+        members: the variables; their sums have memory.
+        others: what a gradient may not lie in either; kept, so that none comes to lie there while
+            this plan is in use, whoever loads the centre meanwhile.
+        version: of the centre, of whose slots some of that is.
+
+    Attributes:
+        members: see there.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        members: Sequence[Member],
+        others: Sequence[Buffer],
+        version: int,
+    ) -> None:
+        assert optimizer._kernel is not None
+        totals = {member.local: member.total.memory for member in members}
+
+        def rows_of(var: Variable) -> list[list[Buffer]]:
+            rows = zip(optimizer._slots.rows(var), totals[var], strict=True)
+            return [[*row, total] for row, total in rows]
+
+        kernel = ops.local_update_of(optimizer._kernel)
+        super().__init__([member.local for member in members], rows_of, kernel)
+        self.members = list(members)
+        self._memory = list(totals.values())
+        self._others = others
+        self._changes, self._seen = members[0].total.changes, -1
+        self._version, self._lies_there = version, True
+        self._slots = optimizer._slots.by_name  # another one, when a checkpoint was loaded
+        self._first: bool | None = None
+        self.ranges = ops.Ranges([*(each for row in self.written for each in row), *others])
+
+    def serves(self, optimizer: Optimizer, variables: Sequence[Variable], version: int) -> bool:
+        """Whether it is of these variables, by this rule, and all memory is where it was.
+
+        Where memory has been given back, gradients may lie now.
+        """
+        rule = optimizer._kernel
+        if rule is None or len(variables) != len(self.variables) or version != self._version:
+            return False
+        if optimizer._slots.by_name is not self._slots:
+            return False
+        if self.first is None and not self._lies_there:
+            return False
+        same = all([one is two for one, two in zip(variables, self.variables, strict=True)])
+        return same and ops.local_update_of(rule) is self.kernel
+
+    @property
+    def first(self) -> bool | None:
+        """Whether gradients are written to the sums, or added; None if a launch cannot do it."""
+        if self._seen != self._changes.count:
+            self._seen, self._first = self._changes.count, self._looked()
+        return self._first
+
+    def _looked(self) -> bool | None:
+        pairs = list(zip(self.members, self._memory, strict=True))
+        self._lies_there = all([each.total.memory is here for each, here in pairs])
+        if not self._lies_there or any([each.total.rows is not None for each, _ in pairs]):
+            return None
+        firsts = {member.total.is_first for member in self.members}
+        return firsts.pop() if len(firsts) == 1 else None
+
+    def added(self) -> None:
+        """A gradient was written to each sum, or added to it."""
+        if self._first:
+            for member in self.members:
+                member.total.added()
+
+
+class Step(Protocol):
+    """A step of a worker that has all its memory and every plan, and is not launched yet."""
+
+    def sums(self) -> dict[Member, Buffer | SparseSum]:
+        """Where the sum of each variable lies, on its first device, when it is launched."""
+
+    def launch(self, then: Callable[[], None]) -> None:
+        """All of it; all variables are changed and counted, or their devices are lost.
+
+        Args:
+            then: counts.
+        """
+
+
+def is_planned(gradients: Sequence[Part], plan: LocalPlan) -> TypeGuard[Sequence[Buffer]]:
+    """Whether they are all dense, and all sums are to be written, or all added to."""
+    return plan.first is not None and {type(part) for part in gradients} == {Buffer}
+
+
+class DenseStep:
+    """A step that was worked out before; see ``Step``.
+
+    Args:
+        plan: of its variables.
+        gradients: for each copy of each; ``is_planned``.
+        scalars: of the rule.
+    """
+
+    def __init__(
+        self, plan: LocalPlan, gradients: Sequence[Buffer], scalars: Sequence[float]
+    ) -> None:
+        self._plan, self._scalars = plan, tuple(scalars)
+        self._jobs = [
+            Job([plan.written[place] for place in places], [gradients[place] for place in places])
+            for places in plan.places
+        ]
+
+    def sums(self) -> dict[Member, Buffer | SparseSum]:
+        """See ``Step``."""
+        return {member: member.total.memory[0] for member in self._plan.members}
+
+    def launch(self, then: Callable[[], None]) -> None:
+        """See ``Step``."""
+        plan, given = self._plan, (int(bool(self._plan.first)), *self._scalars)
+        kernel = plan.kernel
+        assert kernel is not None
+        fabric = plan.devices[0].fabric
+        with fabric.launch_lock, fabric.whole_or_lost(plan.devices):
+            for job, writer in zip(self._jobs, plan.writers, strict=True):
+                job.run(by_kernel(kernel, given, writer))
+            plan.added()
+            then()
+
+
+def mixed(members: Sequence[Member], gradients: Sequence[Near]) -> list[Near | None]:
+    """Of rows that go to a sum that is dense what is added there; None for any other gradient.
+
+    A sum of rows that a dense gradient goes to becomes dense.
+    """
+    found: list[Near | None] = [None] * len(members)
+    places = []
+    for place, (member, near) in enumerate(zip(members, gradients, strict=True)):
+        if not isinstance(near[0], IndexedSlices):
+            member.total.make_dense()
+        elif not member.total.is_first:
+            places.append(place)
+    dense = made_dense(
+        [gradients[place] for place in places], [members[place].local for place in places]
+    )
+    for place, near in zip(places, dense, strict=True):
+        found[place] = near
+    return found
+
+
+class LocalStep:
+    """A step by gradients of any kind; see ``Step``.
+
+    Args:
+        optimizer: whose rule; its slots of the variables exist.
+        members: the variables.
+        gradients: of each, near each of its copies; no dense one whose sum is rows.
+        additions: what ``mixed`` gives for them.
+        scalars: of the rule.
+
+    Attributes:
+        devices: of the variables.
+        is_dense: whether a kernel changes whole variables, and nothing else is done.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        members: Sequence[Member],
+        gradients: Sequence[Near],
+        additions: Sequence[Near | None],
+        scalars: Sequence[float],
+    ) -> None:
+        self._dense: list[Member] = []
+        self._sparse: list[tuple[Member, Arrival]] = []
+        groups: dict[tuple[int, int], list[tuple[list[Buffer], Part, Buffer | None]]] = {}
+        apart: dict[int, list[tuple[Buffer, Part]]] = {}
+        for member, near, added in zip(members, gradients, additions, strict=True):
+            rows = optimizer._slots.rows(member.local)
+            kind, totals = self._kind(member, near[0], added)
+            for written, part, total in zip(rows, near, totals, strict=True):
+                key = (written[0].device.physical, kind)
+                groups.setdefault(key, []).append((written, part, total))
+            for memory, dense in zip(member.total.memory, added, strict=True) if added else ():
+                apart.setdefault(memory.device.physical, []).append((memory, dense))
+        has_rows = any([kind == _ROWS for _, kind in groups])
+        self.is_dense = not has_rows and optimizer._kernel is not None
+        self._additions = SparseAdditions([arrival for _, arrival in self._sparse])
+        self.devices = [copy.device for member in members for copy in member.local.buffers]
+        self._launches = [
+            launch
+            for (_, kind), group in groups.items()
+            for launch in _launches(optimizer, kind, group, tuple(scalars))
+        ]
+        self._launches += [_sums(pairs, first=False) for pairs in apart.values()]
+
+    def _kind(
+        self, member: Member, gradient: Part, added: Near | None
+    ) -> tuple[int, Sequence[Buffer] | Sequence[None]]:
+        """How it is changed, and the sum of each copy, if that is dense."""
+        if isinstance(gradient, IndexedSlices):
+            if added is not None:
+                self._dense.append(member)
+            else:
+                self._sparse.append((member, member.total.arrival(gradient)))
+            return _ROWS, [None] * len(member.local.buffers)
+        self._dense.append(member)
+        return (_FIRST if member.total.is_first else _LATER), member.total.memory
+
+    def sums(self) -> dict[Member, Buffer | SparseSum]:
+        """See ``Step``."""
+        totals = {state: total for state, _, total in self._additions.totals()}
+        rows = {member: totals[arrival.state] for member, arrival in self._sparse}
+        dense = {member: member.total.memory[0] for member in self._dense}
+        return dense | {member: total for member, total in rows.items() if total is not None}
+
+    def launch(self, then: Callable[[], None]) -> None:
+        """See ``Step``."""
+        fabric = self.devices[0].fabric
+        with fabric.launch_lock, fabric.whole_or_lost(self.devices):
+            for launch in self._launches:
+                launch()
+            self._additions.launch_apart()
+            self._additions.launch_in_place()
+            for member in self._dense:
+                member.total.added()
+            for state, place, total in self._additions.totals():
+                state.totals[place] = total
+            for member, arrival in self._sparse:
+                member.total.added_rows(arrival.state)
+            then()
+
+
+def _launches(
+    optimizer: Optimizer,
+    kind: int,
+    group: Sequence[tuple[list[Buffer], Part, Buffer | None]],
+    scalars: tuple[float, ...],
+) -> list[Callable[[], None]]:
+    """What changes the copies of one kind on one physical device."""
+    kernel, parts = optimizer._kernel, [part for _, part, _ in group]
+    if kernel is None:
+        return _by_arrays(optimizer, kind, group)
+    if kind == _ROWS:
+        job = Job([written for written, _, _ in group], parts)
+        return [partial(job.run, by_kernel(kernel, scalars))]
+    written = [[*row, total] for row, _, total in group if total is not None]
+    local, given = ops.local_update_of(kernel), (int(kind == _FIRST), *scalars)
+    job = Job(written, parts)
+    return [partial(job.run, by_kernel(local, given))]
+
+
+def _by_arrays(
+    optimizer: Optimizer, kind: int, group: Sequence[tuple[list[Buffer], Part, Buffer | None]]
+) -> list[Callable[[], None]]:
+    """As ``_launches``, by a rule on arrays, which is computed here; then the sum by itself."""
+    job = Job([written for written, _, _ in group], [part for _, part, _ in group])
+    job.begin()
+    ends: list[Callable[[], None]] = [
+        partial(job.end, changed_by(optimizer._apply, optimizer._slot_names, job))
+    ]
+    pairs = [
+        (total, part) for _, part, total in group if total is not None and type(part) is Buffer
+    ]
+    if pairs:
+        ends.append(_sums(pairs, first=kind == _FIRST))
+    return ends
+
+
+def _sums(pairs: Sequence[tuple[Buffer, Part]], *, first: bool) -> Callable[[], None]:
+    """Gradients on one physical device into their sums, by themselves."""
+    job = Job([[total] for total, _ in pairs], [part for _, part in pairs])
+    for total, part in pairs:
+        dtype = buffer_of(part).dtype
+        ops.prepare_pack(job.leader, total.dtype, dtype)
+        ops.prepare_accumulate_n(job.leader, total.dtype, dtype)
+    return partial(job.run, partial(_add, first=first))
+
+
+def _add(rows: Sequence[Sequence[Buffer]], device: Device, *, first: bool) -> None:
+    totals, gradients = [row[0] for row in rows], [row[1] for row in rows]
+    if first:
+        ops.pack(totals, gradients, device=device)
+    else:
+        ops.accumulate_n(totals, [[gradient] for gradient in gradients], device=device)

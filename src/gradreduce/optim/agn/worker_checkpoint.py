@@ -1,0 +1,171 @@
+"""What a checkpoint of a worker holds, and how one is put back; likewise host data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradreduce.arrays.convert import converted
+from gradreduce.arrays.indexed_slices import IndexedSlices
+from gradreduce.arrays.variable import Variable
+from gradreduce.device import Buffer, accumulate_dtype
+from gradreduce.errors import about, listed
+from gradreduce.optim.checkpoint import (
+    by_name,
+    check_keys,
+    checked_array,
+    checked_numbers,
+    checked_state,
+    copied,
+    downloaded,
+    end_of,
+    loaded_slots,
+    plain,
+    saved_state,
+)
+from gradreduce.optim.hyperparameters import as_count
+from gradreduce.optim.optimizer import Optimizer
+
+from .checkpoint import assign, check_format, checked_values, placed
+from .variables import Member
+
+__all__ = ["Kept", "load_worker", "saved_worker"]
+
+_WORKER = "gradreduce AGN worker 1"
+_MOST_STEPS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a worker keeps beside its variables and the inner optimizer.
+
+    Attributes:
+        local_step: how many steps it has made.
+        is_due: whether a push is to be made up for.
+        pulled: what the centre was at the last pull.
+    """
+
+    local_step: int
+    is_due: bool
+    pulled: dict[Variable, Variable]
+
+
+_KEYS = ("format", "optimizer", "variables", "sums", "rows", "pulled", "local_step", "is_due")
+
+
+def saved_worker(
+    inner: Optimizer, members: Sequence[Member], worker: Kept, deadline: float | None
+) -> dict[str, Any]:
+    """See ``AGNOptimizer.state_dict``."""
+    end = end_of(deadline)
+    owners = {member.local.name: member for member in members}
+    by_name([member.local for member in members])
+    values = {name: copied(member.local.buffers[0]) for name, member in owners.items()}
+    full = {name: member.total for name, member in owners.items() if not member.total.is_empty}
+    sums = {
+        name: copied(total.current)
+        for name, total in full.items()
+        if isinstance(total.current, Buffer)
+    }
+    rows = {name: total.merged() for name, total in full.items() if total.rows is not None}
+    pulled = {var.name: copied(kept.buffers[0]) for var, kept in worker.pulled.items()}
+    return {
+        "format": _WORKER,
+        "optimizer": saved_state(type(inner).__name__, inner._slots, inner._saved_numbers(), None),
+        "variables": {name: downloaded(copy, end) for name, copy in values.items()},
+        "sums": {name: downloaded(copy, end) for name, copy in sums.items()},
+        "rows": {
+            name: {"indices": each.indices.copy(), "values": downloaded(each.values, end)}
+            for name, each in rows.items()
+        },
+        "pulled": {name: downloaded(copy, end) for name, copy in pulled.items()},
+        "local_step": worker.local_step,
+        "is_due": worker.is_due,
+    }
+
+
+def load_worker(
+    inner: Optimizer, members: Sequence[Member], state: Any, *, by_distance: bool
+) -> Kept:
+    """See ``AGNOptimizer.load_state_dict``.
+
+    Args:
+        inner: the worker's optimizer.
+        members: its variables.
+        state: that is loaded.
+        by_distance: whether sums are scaled by what the centre was at the last pull.
+    """
+    check_keys("state", state, _KEYS)
+    check_format(state, _WORKER)
+    owners = {member.local.name: member for member in members}
+    variables = by_name([member.local for member in members])
+    values = checked_values("state['variables']", state["variables"], variables)
+    sums = checked_values("state['sums']", state["sums"], variables, all_of_them=False)
+    pulled = checked_values("state['pulled']", state["pulled"], variables, all_of_them=False)
+    rows = _checked_rows(state["rows"], variables)
+    both = sorted(set(sums) & set(rows))
+    if both:
+        raise ValueError(
+            f"state['sums'] and state['rows'] both have [{listed(map(repr, both))}]: a sum is one "
+            "of them"
+        )
+    unknown = sorted((set(sums) | set(rows)) - set(pulled)) if by_distance else []
+    if unknown:
+        raise ValueError(
+            f"state['pulled'] has no [{listed(map(repr, unknown))}], which state has sums of: it "
+            "is of a worker without distance_scale"
+        )
+    step, is_due = _checked_counts(state)
+    if is_due and not sums and not rows:
+        raise ValueError("state['is_due'] is true, but there are no sums to push")
+    given = checked_state(
+        type(inner).__name__, inner._slots, list(variables.values()), state["optimizer"]
+    )
+    numbers = checked_numbers(state["optimizer"], inner._number_names, given, inner._slot_start)
+    slots, near = loaded_slots(inner._slots, given), placed(values, variables)
+    kept = {}
+    for name, value in pulled.items():
+        var = variables[name]
+        kept[var] = Variable(
+            converted(value, var.dtype), f"pulled/{name}", trainable=False, device=var.devices[0]
+        )
+    inner._slots.by_name = slots
+    inner._plan = None
+    inner._load_numbers(numbers)
+    assign(near, variables)
+    for name, member in owners.items():
+        member.total.become(sums.get(name), rows.get(name))
+    return Kept(step, is_due, kept)
+
+
+def _checked_counts(state: Mapping[str, Any]) -> tuple[int, bool]:
+    """Its local step, and whether a push is due."""
+    step = as_count("state['local_step']", plain(state["local_step"]), least=0)
+    if step > _MOST_STEPS:
+        raise ValueError(f"state['local_step'] is {step}, more than an int32 holds")
+    is_due = plain(state["is_due"])
+    if not isinstance(is_due, bool):
+        raise TypeError(f"state['is_due'] is {is_due!r}, no bool")
+    return step, is_due
+
+
+def _checked_rows(given: Any, variables: Mapping[str, Variable]) -> dict[str, IndexedSlices]:
+    """Sparse sums, by the names of variables."""
+    names = set(given) & set(variables) if isinstance(given, Mapping) else set(variables)
+    check_keys("state['rows']", given, sorted(names))
+    found = {}
+    for name in names:
+        here, var = f"state['rows'][{name!r}]", variables[name]
+        check_keys(here, given[name], ("indices", "values"))
+        try:
+            rows = IndexedSlices(given[name]["values"], given[name]["indices"], var.shape)
+        except (TypeError, ValueError) as error:
+            raise about(here, error) from None
+        shape = (len(rows.indices), *var.shape[1:])
+        values = checked_array(
+            f"{here}['values']", given[name]["values"], shape, accumulate_dtype(var.dtype)
+        )
+        placed = var.devices[0].upload(values)
+        found[name] = IndexedSlices.of(placed, rows.indices, var.shape)
+    return found

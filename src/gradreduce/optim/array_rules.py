@@ -1,0 +1,91 @@
+"""How a rule that a subclass writes on arrays is run; never knows what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gradreduce import ops
+from gradreduce.arrays.caller_streams import Aside, OneCall
+from gradreduce.arrays.convert import from_buffer
+from gradreduce.arrays.convert_gpu import fence_in, on_gpu_of
+from gradreduce.device import Buffer, Device
+from gradreduce.ops import Update
+
+from .update_plan import Job, Rule
+
+__all__ = ["OnArrays", "changed_by"]
+
+OnArrays = Callable[[Any, dict[str, Any], Any], object]  # should return None
+
+
+def changed_by(apply: OnArrays, names: Sequence[str], job: Job) -> Rule:
+    """Runs a caller's rule on copies; what it returns brings them where they belong.
+
+    So an error in it has changed nothing, and no lock is held meanwhile.
+
+    Args:
+        apply: ``apply(variable, slots, gradient)`` changes the first two in place: arrays, which
+            are NumPy's or CuPy's. A half with a master comes as that.
+        names: of the slots.
+        job: that has begun.
+    """
+    copies = [_copied(row, job.leader) for row in job.updates]
+    for row, copied in zip(job.updates, copies, strict=True):
+        shown = [*copied[-len(names) - 1 :], row[-1]]  # from a master on, if there is one
+        _call(apply, names, shown, job.leader)
+
+    def bring(rows: Sequence[Update], device: Device) -> None:
+        outs = [operand for row in rows for operand in row[:-1]]
+        # A master is rounded once, to its variable.
+        values = [
+            part
+            for copied in copies
+            for part in ([copied[1], *copied[1:]] if len(copied) > len(names) + 1 else copied)
+        ]
+        ops.pack(outs, values, device=device)
+
+    for out, copied in zip(job.updates, copies, strict=True):
+        for operand in out[:-1]:
+            ops.prepare_pack(job.leader, operand.dtype, operand.dtype)
+        ops.prepare_pack(job.leader, out[0].dtype, copied[min(1, len(copied) - 1)].dtype)
+    return bring
+
+
+def _copied(row: Update, leader: Device) -> list[Buffer]:
+    """New memory with what is written; a master that does not round to its variable is that."""
+    made = [leader.empty(operand.shape, operand.dtype) for operand in row[:-1]]
+    ops.pack(made, row[:-1], device=leader)
+    if len(row) > 2 and made[1].dtype != made[0].dtype:
+        zeros = leader.zeros(row[0].shape, row[0].dtype)
+        ops.sgd([[made[0], made[1], zeros]], rate=0.0, device=leader)
+    return made
+
+
+def _call(apply: OnArrays, names: Sequence[str], shown: Sequence[Buffer], leader: Device) -> None:
+    with Aside():
+        with OneCall():
+            variable, *slots, gradient = [from_buffer(each, "native") for each in shown]
+        given = dict(zip(names, slots, strict=True))
+        with on_gpu_of(leader):  # where CuPy computes
+            made = apply(variable, given, _only_read(gradient, leader))
+    if made is not None:  # what it was meant to change would be lost as well
+        name = getattr(apply, "__qualname__", "_apply")
+        raise ValueError(
+            f"{name} returned {type(made).__name__}: a rule returns nothing and changes variable "
+            "and slots in place, as in variable -= 0.1 * gradient or variable[...] = new"
+        )
+    for name, slot in zip(names, slots, strict=True):
+        if given.get(name) is not slot:  # else it would be lost, and nobody would know
+            raise ValueError(f"_apply put another array in slots[{name!r}]: change the one there")
+    if leader.fabric.backend != "sim":
+        fence_in(shown[0], "native")
+
+
+def _only_read(gradient: Any, leader: Device) -> Any:
+    """It may be the caller's own memory, and the copies on one GPU share it."""
+    if leader.fabric.backend != "sim":
+        return gradient.copy()  # CuPy has no arrays that refuse to be written
+    view = gradient.view()
+    view.flags.writeable = False
+    return view

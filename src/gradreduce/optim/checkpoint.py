@@ -1,0 +1,222 @@
+"""What a checkpoint of an optimizer holds, and how one is put back; never writes a file.
+
+All of it is host data, so that it is loaded on another backend, and kept by any store: strings,
+numbers, and arrays of float32 or float64; slots that are halves are saved as float32.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gradreduce.arrays.convert import converted, host_array, is_array, shape_and_dtype
+from gradreduce.arrays.variable import Variable
+from gradreduce.device import Buffer, DType, accumulate_dtype
+from gradreduce.errors import about, listed
+
+from .hyperparameters import check_decay
+from .slots import MASTER, Slots
+
+__all__ = [
+    "by_name",
+    "check_keys",
+    "checked_array",
+    "checked_numbers",
+    "checked_state",
+    "copied",
+    "downloaded",
+    "end_of",
+    "loaded_slots",
+    "plain",
+    "queued_state",
+    "saved_state",
+]
+
+FORMAT = "gradreduce optimizer 1"
+_KEYS = ("format", "optimizer", "numbers", "slots")
+
+
+def saved_state(
+    kind: str, slots: Slots, numbers: Mapping[str, float], deadline: float | None
+) -> dict[str, Any]:
+    """See ``Optimizer.state_dict``.
+
+    Args:
+        kind: name of the optimizer's class.
+        slots: of the optimizer.
+        numbers: what it keeps beside them.
+        deadline: seconds from ``as_deadline``, for all downloads together.
+    """
+    return queued_state(kind, slots, numbers)(end_of(deadline))
+
+
+def queued_state(
+    kind: str, slots: Slots, numbers: Mapping[str, float]
+) -> Callable[[float | None], dict[str, Any]]:
+    """As ``saved_state``, but only queues copies; what it returns downloads them by a moment."""
+    copies: dict[str, dict[str, Buffer]] = {}
+    owners: dict[str, Variable] = {}
+    for name, by_variable in slots.by_name.items():
+        for var, slot in by_variable.items():
+            if owners.setdefault(var.name, var) is not var:
+                raise ValueError(f"two variables have the name {var.name!r}: states go by names")
+            copies.setdefault(var.name, {})[name] = copied(slot.buffers[0])
+    kept = dict(numbers)
+
+    def finish(end: float | None) -> dict[str, Any]:
+        saved = {
+            owner: {name: downloaded(copy, end) for name, copy in by_name.items()}
+            for owner, by_name in copies.items()
+        }
+        return {"format": FORMAT, "optimizer": kind, "numbers": kept, "slots": saved}
+
+    return finish
+
+
+def end_of(deadline: float | None) -> float | None:
+    """The moment at which seconds from now are over."""
+    return None if deadline is None else time.monotonic() + deadline
+
+
+def copied(buffer: Buffer) -> Buffer:
+    """Queued, so that all copies of a state are of one moment; nothing waits."""
+    copy = buffer.device.empty(buffer.shape, buffer.dtype)
+    buffer.device.copy(copy, buffer)
+    return copy
+
+
+def downloaded(copy: Buffer, end: float | None) -> Any:
+    """On the host, in the accumulate type, by a moment."""
+    deadline = None if end is None else max(end - time.monotonic(), 1e-6)
+    return converted(copy.numpy(deadline=deadline), accumulate_dtype(copy.dtype))
+
+
+def checked_state(
+    kind: str, slots: Slots, variables: Sequence[Variable], state: Any
+) -> dict[Variable, dict[str, Any]]:
+    """The slots that a state holds, as host arrays, by the variables whose they are.
+
+    ``variables`` may be a single one.
+
+    Raises:
+        KeyError: a key is missing or unknown, or slots of a variable that is not given.
+        TypeError: a value of another type.
+        ValueError: a value that does not fit.
+    """
+    check_keys("state", state, _KEYS)
+    for key, wanted in (("format", FORMAT), ("optimizer", kind)):
+        if plain(state[key]) != wanted:
+            raise ValueError(f"state[{key!r}] is {plain(state[key])!r}, not {wanted!r}")
+    owners = by_name([variables] if isinstance(variables, Variable) else variables)
+    if not isinstance(state["slots"], Mapping):
+        raise TypeError(f"state['slots'] is a {type(state['slots']).__name__}, not a dict")
+    unknown = [name for name in state["slots"] if name not in owners]
+    if unknown:
+        raise KeyError(
+            f"state['slots'] has [{listed(map(repr, unknown))}], which no variable is named"
+        )
+    return {
+        owners[name]: _checked_slots(f"state['slots'][{name!r}]", slots, owners[name], given)
+        for name, given in state["slots"].items()
+    }
+
+
+def by_name(variables: Sequence[Variable]) -> dict[str, Variable]:
+    """Variables, found by their names; ``ValueError`` if two have the same."""
+    owners: dict[str, Variable] = {}
+    for var in variables:
+        if owners.setdefault(var.name, var) is not var:
+            raise ValueError(f"two variables have the name {var.name!r}: states go by names")
+    return owners
+
+
+def check_keys(what: str, given: Any, wanted: Sequence[str]) -> None:
+    """Raises unless a dictionary has these keys and no others."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{what} is a {type(given).__name__}, not a dict from state_dict()")
+    keys = {"missing": set(wanted) - set(given), "unknown": set(given) - set(wanted)}
+    told = [f"{listed(sorted(map(repr, found)))} {kind}" for kind, found in keys.items() if found]
+    if told:
+        raise KeyError(f"{what} must have the keys that state_dict() gave: {', '.join(told)}")
+
+
+def plain(value: Any) -> Any:
+    """What stores that know only arrays have made an array without dimensions of."""
+    return value.item() if is_array(value) and not tuple(value.shape) else value
+
+
+def _checked_slots(where: str, slots: Slots, var: Variable, given: Any) -> dict[str, Any]:
+    names = slots.names_for(var)
+    check_keys(where, given, names)
+    wanted = (var.shape, accumulate_dtype(slots.state_dtype(var)))
+    found = {}
+    for name in names:
+        found[name] = checked_array(f"{where}[{name!r}]", given[name], *wanted)
+    return found
+
+
+def checked_array(where: str, given: Any, wanted: tuple[int, ...], of_dtype: DType) -> Any:
+    """On the host.
+
+    Raises:
+        TypeError: no array.
+        ValueError: one of another shape or dtype.
+    """
+    if not is_array(given):
+        raise TypeError(f"{where} is a {type(given).__name__}, not an array")
+    try:
+        shape, dtype = shape_and_dtype(given)
+    except TypeError as error:
+        raise about(where, error) from None
+    if (shape, dtype) != (wanted, of_dtype):
+        raise ValueError(f"{where} is {dtype}{shape}, must be {of_dtype}{wanted}")
+    return host_array(given)
+
+
+def checked_numbers(
+    state: Mapping[str, Any],
+    wanted: Sequence[str],
+    slots: Mapping[Variable, Mapping[str, Any]],
+    start: Callable[[str], float],
+) -> dict[str, float]:
+    """What a state holds beside slots: nothing, or of each name the power of a decay.
+
+    Args:
+        state: that was given.
+        wanted: names of the powers.
+        slots: of the state. Those of an optimizer that was only prepared have no powers yet.
+        start: of a slot's name what it is filled with until an update.
+
+    Raises:
+        KeyError: a key is missing or unknown.
+        TypeError: something that is no number.
+        ValueError: none of a decay, or none at all beside slots that an update has changed.
+    """
+    given = state["numbers"]
+    if given == {}:
+        kept = [each for by in slots.values() for each in by.items() if each[0] != MASTER]
+        if wanted and any([(value != start(name)).any() for name, value in kept]):
+            raise ValueError(f"state['numbers'] must have {sorted(wanted)}: slots were updated")
+        return {}
+    check_keys("state['numbers']", given, wanted)
+    try:
+        numbers = {name: float(plain(value)) for name, value in given.items()}
+        for name, number in numbers.items():
+            check_decay(name, number)
+    except (TypeError, ValueError) as error:
+        raise about("state['numbers']", error) from None
+    return numbers
+
+
+def loaded_slots(
+    slots: Slots, given: Mapping[Variable, Mapping[str, Any]]
+) -> dict[str, dict[Variable, Variable]]:
+    """New slots that hold these values, on every device of their variables; nothing is changed."""
+    made: dict[str, dict[Variable, Variable]] = {name: {} for name in slots.by_name}
+    for var, values in given.items():
+        for name, value in values.items():
+            slot = slots.named(var, name)
+            slot.assign(converted(value, slot.dtype))
+            made[name][var] = slot
+    return made

@@ -1,0 +1,293 @@
+"""Gradients on their way to variables: each is checked and brought near; never launches a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from gradreduce import ops
+from gradreduce.arrays.convert import shape_and_dtype, to_buffer
+from gradreduce.arrays.convert_gpu import reading
+from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, ReduceOp, buffer_of, device_of
+from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices, check_indices, densified
+from gradreduce.arrays.trace_context import check_unread
+from gradreduce.arrays.variable import Variable
+from gradreduce.device import Buffer, Device, copy_over
+from gradreduce.errors import InvalidVariableError, about, brief, listed, repeated
+from gradreduce.reduce.cross_device_ops import CrossDeviceOps
+
+__all__ = [
+    "Near",
+    "check_apart",
+    "check_float",
+    "check_global_step",
+    "checked_pairs",
+    "made_dense",
+    "near",
+    "ready_count",
+]
+
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+Pair = tuple[Any, Variable]
+Given = Part | PerReplica | Mirrored
+Near = tuple[Part, ...]  # for each copy of a variable its gradient, on the same physical device
+
+
+def check_float(variable: Variable) -> None:
+    """Raises unless a rule can change it.
+
+    Raises:
+        InvalidVariableError: it holds no floats.
+    """
+    if str(variable.dtype) not in _FLOATS:
+        raise InvalidVariableError(
+            f"Invalid type {variable.dtype} of {variable!r}: allowed are {', '.join(_FLOATS)}"
+        )
+
+
+def check_global_step(global_step: Any) -> None:
+    """Raises unless it is None or a Variable that holds one number."""
+    if global_step is None:
+        return
+    if not isinstance(global_step, Variable):
+        hint = "; pass a list as var_list=" if isinstance(global_step, list | tuple) else ""
+        raise TypeError(f"global_step={brief(global_step)} is not a Variable{hint}")
+    if global_step.shape:
+        raise ValueError(f"global_step={brief(global_step)} must hold one number")
+
+
+def ready_count(global_step: Variable | None) -> Callable[[], None]:
+    """What adds one to it, or nothing to None; all that may fail of it was done."""
+    return _nothing if global_step is None else global_step._ready_add(1)
+
+
+def _nothing() -> None:
+    """There is nothing to count."""
+
+
+def checked_pairs(grads_and_vars: Iterable[Pair]) -> tuple[list[Any], list[Variable]]:
+    """The gradients that there are, and their variables; nothing is known of the former yet.
+
+    Raises:
+        ValueError: no pair, a variable twice, or None for every gradient.
+        TypeError: something that is no pair, or no Variable in it.
+        InvalidVariableError: a variable of integers or complex numbers has a gradient.
+        RuntimeError: a variable is written inside a loss that has read it.
+    """
+    try:
+        pairs = list(grads_and_vars)
+    except TypeError:
+        raise TypeError(
+            f"grads_and_vars={brief(grads_and_vars)} must be a list of (gradient, variable) pairs"
+        ) from None
+    for place, pair in enumerate(pairs):
+        if (
+            type(pair) is not tuple
+            or len(pair) != 2
+            or type(pair[1]) is not Variable
+            or not pair[1].trainable  # a trainable one holds floats
+        ):
+            _check_pair(pair, place)
+    if not pairs:
+        raise ValueError("No variables provided.")
+    variables = [var for _, var in pairs]
+    if len(set(variables)) != len(pairs):
+        raise ValueError(
+            f"grads_and_vars names {listed(repeated(variables))} twice: once is enough"
+        )
+    gradients = [grad for grad, _ in pairs if grad is not None]
+    if not gradients:
+        raise ValueError("No gradients provided for any variable")
+    if len(gradients) < len(pairs):
+        variables = [var for grad, var in pairs if grad is not None]
+    check_unread(variables)
+    return gradients, variables
+
+
+def _check_pair(pair: Any, place: int) -> None:
+    name = f"grads_and_vars[{place}]"
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise TypeError(f"{name} is {brief(pair)}, which is no (gradient, variable) pair")
+    if not isinstance(pair[1], Variable):
+        raise InvalidVariableError(f"{name}: {brief(pair[1])} is not a Variable")
+    if pair[0] is not None:
+        check_float(pair[1])
+
+
+def near(
+    gradients: Sequence[Any],
+    variables: Sequence[Variable],
+    cross_device_ops: CrossDeviceOps | None,
+) -> list[Near]:
+    """For each variable its gradient near each of its copies; PerReplica ones reduced by MEAN.
+
+    Args:
+        gradients: one for each variable.
+        variables: whose.
+        cross_device_ops: reduces; may be None if nothing is PerReplica.
+
+    Raises:
+        ValueError: a gradient of another shape, dtype or device than its variable, or rows that
+            the variable has not.
+        TypeError: a gradient that is no array.
+    """
+    given = [_placed(grad, var) for grad, var in zip(gradients, variables, strict=True)]
+    for grad, var in zip(given, variables, strict=True):
+        if type(grad) is Buffer:
+            _check_dense(grad, var)
+        else:
+            _check_parts(grad, var)
+    reading([part for grad in given for part in _buffers(grad)])
+    spread = [(grad, grad) for grad in given if isinstance(grad, PerReplica)]
+    reduced: Sequence[Mirrored] = ()
+    if spread:
+        assert cross_device_ops is not None
+        reduced = cross_device_ops.batch_reduce(ReduceOp.MEAN, spread)
+    ready = iter(reduced)
+    found = []
+    for grad, var in zip(given, variables, strict=True):
+        if isinstance(grad, PerReplica):
+            grad = next(ready)
+        if isinstance(grad, Mirrored):
+            found.append(_in_order(grad, var))
+        else:
+            found.append(_everywhere(grad, var))
+    return found
+
+
+def _placed(grad: Any, var: Variable) -> Given:
+    """As it came, or as a Buffer or IndexedSlices of a Buffer."""
+    if isinstance(grad, PerReplica | Mirrored):
+        grad.forget_copies()
+        return grad
+    first = var.buffers[0]
+    try:
+        grad = as_slices(grad)
+        if isinstance(grad, IndexedSlices):
+            rows = to_buffer(grad.values, first.device, dtype=first.dtype)
+            return IndexedSlices.of(rows, grad.indices, grad.dense_shape)
+        return to_buffer(grad, first.device, dtype=first.dtype)
+    except (TypeError, ValueError) as error:
+        raise about(f"the gradient of {var!r}", error) from None
+
+
+def _buffers(grad: Given) -> Sequence[Buffer]:
+    if type(grad) is Buffer:
+        return (grad,)
+    parts = grad.parts if isinstance(grad, PerReplica | Mirrored) else (grad,)
+    return [buffer_of(part) for part in parts]
+
+
+def _check_dense(part: Buffer, var: Variable) -> None:
+    like = var.buffers[0]
+    if part.shape != like.shape or part.dtype != like.dtype:
+        raise ValueError(
+            f"the gradient of {var!r} is {part.dtype}{list(part.shape)}; it must have the shape "
+            "and dtype of the variable"
+        )
+
+
+def _check_parts(grad: Given, var: Variable) -> None:
+    parts: Sequence[Part] = (grad,) if isinstance(grad, Part) else grad.parts
+    if isinstance(grad, PerReplica | Mirrored) and set(grad.devices) != set(var.devices):
+        devices = listed(device.name for device in grad.devices)
+        raise ValueError(
+            f"the gradient of {var!r} lies on {devices}; it must lie on the variable's devices"
+        )
+    for part in parts:
+        if isinstance(part, IndexedSlices):
+            _check_rows(part, var)
+        else:
+            _check_dense(part, var)
+
+
+def _check_rows(slices: IndexedSlices, var: Variable) -> None:
+    shape, dtype = shape_and_dtype(slices.values)
+    if not var.shape or shape[1:] != var.shape[1:] or dtype != var.dtype:
+        raise ValueError(
+            f"the gradient of {var!r} is rows of {dtype}{list(shape)}; they must be rows of its "
+            "shape and dtype"
+        )
+    if slices.is_known and slices.dense_shape != var.shape:
+        raise ValueError(
+            f"the gradient of {var!r} is of dense_shape {slices.dense_shape}; it must be the "
+            "variable's, or unknown"
+        )
+    try:
+        check_indices(slices.indices, var.shape)
+    except ValueError as error:
+        raise ValueError(f"the gradient of {var!r}: {error}") from None
+
+
+def _in_order(grad: Mirrored, var: Variable) -> Near:
+    """The gradient's copies in the order of the variable's devices."""
+    if grad.devices == var.devices:
+        return grad.parts
+    by_device = dict(zip(grad.devices, grad.parts, strict=True))
+    return tuple(by_device[device] for device in var.devices)
+
+
+def _everywhere(grad: Part, var: Variable) -> Near:
+    """A plain gradient within reach of each of the variable's devices, copied where it must be."""
+    home = device_of(grad)
+    if len(var.buffers) == 1 and home.physical == var.buffers[0].device.physical:
+        return (grad,)
+    reached: dict[int, Part] = {home.physical: grad}
+    for device in var.devices:
+        if device.physical not in reached:
+            reached[device.physical] = _moved(grad, device)
+    return tuple(reached[device.physical] for device in var.devices)
+
+
+def _moved(grad: Part, device: Device) -> Part:
+    given = buffer_of(grad)
+    copied = device.empty(given.shape, given.dtype)
+    copy_over(device, copied, given)
+    if isinstance(grad, IndexedSlices):
+        return IndexedSlices.of(copied, grad.indices, grad.dense_shape)
+    return copied
+
+
+def made_dense(gradients: Sequence[Near], variables: Sequence[Variable]) -> list[Near]:
+    """Rows as whole arrays with zeros elsewhere, new ones; one for each physical device."""
+    if all([type(part) is Buffer for parts in gradients for part in parts]):
+        return list(gradients)
+    dense: dict[int, Buffer] = {}  # by id: the copies on one physical device share theirs
+    found = [
+        (part, var)
+        for parts, var in zip(gradients, variables, strict=True)
+        for part in {id(part): part for part in parts}.values()
+        if isinstance(part, IndexedSlices)
+    ]
+    whole = densified(
+        [IndexedSlices.of(part.values, part.indices, var.shape) for part, var in found]
+    )
+    for (part, _), made in zip(found, whole, strict=True):
+        dense[id(part)] = made
+    return [tuple(dense.get(id(part), part) for part in parts) for parts in gradients]
+
+
+def check_apart(
+    variables: Sequence[Variable], gradients: Sequence[Near], written: ops.Ranges
+) -> None:
+    """A launch reads all gradients while it writes all variables, in no order.
+
+    Args:
+        variables: one for each gradient, for the message.
+        gradients: what is read.
+        written: what is written.
+
+    Raises:
+        ValueError: a gradient shares a byte with what is written.
+    """
+    place = written.shared_by(
+        [part if type(part) is Buffer else buffer_of(part) for parts in gradients for part in parts]
+    )
+    if place is None:
+        return
+    owners = [var for var, parts in zip(variables, gradients, strict=True) for _ in parts]
+    raise ValueError(
+        f"the gradient of {owners[place]!r} is the memory of a variable or slot that this call "
+        "writes; pass a copy"
+    )

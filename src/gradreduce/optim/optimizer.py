@@ -1,0 +1,447 @@
+"""What every optimizer is: takes gradients in, keeps slots, and makes one launch; knows no rule.
+
+Source: tf.train.Optimizer, as agn_optimizer.md lists its members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from gradreduce import ops
+from gradreduce.arrays.caller_streams import OneCall, hand_back
+from gradreduce.arrays.distributed import Part, PerReplica
+from gradreduce.arrays.variable import Variable
+from gradreduce.autodiff.gradients import Engine
+from gradreduce.device import DeferInterrupts, Writer, as_deadline, due
+from gradreduce.errors import NotCopied, brief
+from gradreduce.reduce.aggregation import AggregationMethod
+from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
+from gradreduce.reduce.cross_device_ops import CrossDeviceOps
+
+from .array_rules import changed_by
+from .checkpoint import checked_numbers, checked_state, loaded_slots, saved_state
+from .compute_gradients import Pairs, ready_gradients
+from .gradient_inputs import (
+    check_apart,
+    check_global_step,
+    checked_pairs,
+    made_dense,
+    near,
+    ready_count,
+)
+from .hyperparameters import as_number, no_attribute, shown, value_of
+from .slots import Slots
+from .update_plan import Job, Plan, by_kernel, devices_of
+
+__all__ = ["Optimizer"]
+
+
+class Optimizer(NotCopied):
+    """Base class of the update rules, made to be subclassed.
+
+    A subclass says in ``_slot_names`` what it keeps for each variable, and overrides two hooks:
+    ``_apply`` changes one variable and its slots, given as arrays, and ``_slot_start`` says what a
+    slot is filled with at first. All else is done here: gradients of every kind, sparse ones (of
+    which ``_apply`` sees the rows that they touch, each once), mirrored variables, masters, errors.
+
+    To set a public attribute that an optimizer of this library has not, such as ``optimizer.lr``,
+    is an ``AttributeError``; a subclass may have any.
+
+    Args:
+        name: of the optimizer.
+        master_dtype: ``"float32"`` keeps a float32 master of each float16 and bfloat16 variable,
+            from which it is rounded at every update, and float32 slots. None: slots are of the
+            variable's dtype. A variable that is assigned to between updates counts, not its master.
+
+    Attributes:
+        GATE_NONE: gradients may be used as they come.
+        GATE_OP: all gradients of an operation before any of them is used.
+        GATE_GRAPH: all gradients before any is used. As in eager TensorFlow the three make no
+            difference: an update is one launch over all variables.
+
+    Raises:
+        TypeError: a name that is no string.
+        ValueError: an empty name, or another ``master_dtype``.
+    """
+
+    _copied_as = "pass its state_dict(), and load that into a new one"
+
+    GATE_NONE = 0
+    GATE_OP = 1
+    GATE_GRAPH = 2
+
+    #: names of the slots that the rule keeps for each variable
+    _slot_names: tuple[str, ...] = ()
+
+    def __init__(self, name: str, *, master_dtype: Any = None) -> None:
+        if not name:
+            raise ValueError("Must specify the optimizer name")
+        if not isinstance(name, str):
+            raise TypeError(f"name={brief(name)} must be a string")
+        self._name = name
+        self._slots = Slots(name, self._slot_names, master_dtype)
+        self._cross_device_ops: CrossDeviceOps | None = None
+        self._plan: Plan | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_known = name.startswith("_") or hasattr(type(self), name)
+        is_known = is_known or name in (*self._hyperparameters, *self._settings)
+        if not is_known and type(self).__module__.startswith("gradreduce."):
+            raise self._no_attribute(name)
+        super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        told = [f"{name}={shown(getattr(self, name))}" for name in
+                (*self._hyperparameters, *self._settings)]  # fmt: skip
+        return f"<{type(self).__name__} {self._name!r}{' ' if told else ''}{', '.join(told)}>"
+
+    # -- the two hooks ----------------------------------------------------------------------------
+
+    def _apply(self, variable: Any, slots: dict[str, Any], gradient: Any) -> None:
+        """Changes ``variable`` and ``slots`` by ``gradient``, in place: the rule, by elements.
+
+        Called for each copy of each variable, in no order. Plain NumPy: ``variable -= 0.1 *
+        gradient``. What it raises changes nothing; to return anything is a ``ValueError``.
+
+        Args:
+            variable: an array of NumPy, or of CuPy on GPUs: a copy, or the rows that a sparse
+                gradient touches; float32 in place of a half that has a master.
+            slots: by name, arrays of the same shape; another one put there is a ``ValueError``.
+            gradient: of the same shape; only to be read (NumPy's refuses, CuPy's is a copy).
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no update rule")
+
+    def _slot_start(self, name: str) -> float:
+        """What slot ``name`` is filled with when it is made; 0 unless a subclass says otherwise."""
+        return 0.0
+
+    # -- what the rules of this library override instead, which are kernels ------------------------
+
+    _densifies = False  # whether a sparse gradient changes all rows
+    _hyperparameters: tuple[str, ...] = ()  # attributes: numbers, or callables
+    _settings: tuple[str, ...] = ()  # other attributes that may be set
+
+    def _scalars(self) -> tuple[float, ...]:
+        """What the rule takes, of the hyperparameters; asked once, before anything is launched."""
+        return tuple([value_of(name, getattr(self, name)) for name in self._hyperparameters])
+
+    def _no_attribute(self, name: str) -> AttributeError:
+        """What is raised when an attribute is set that there is not."""
+        known = (*self._hyperparameters, *self._settings, "cross_device_ops")
+        return no_attribute(type(self).__name__, name, known)
+
+    @property
+    def _kernel(self) -> ops.RuleKernel | None:
+        """The rule, over rows of variable, master, slots and gradient; then not ``_apply``."""
+        return None
+
+    def _finish(self) -> None:
+        """Called when an update is launched."""
+
+    _number_names: tuple[str, ...] = ()  # what it keeps beside slots: powers of decays
+
+    def _saved_numbers(self) -> dict[str, float]:
+        """By those names; nothing before the first update."""
+        return {}
+
+    def _load_numbers(self, numbers: dict[str, float]) -> None:
+        """Puts them back."""
+
+    # -- members ----------------------------------------------------------------------------------
+
+    @property
+    def cross_device_ops(self) -> CrossDeviceOps:
+        """Reduces ``PerReplica`` gradients, by MEAN; settable.
+
+        Default: ``AllReduceCrossDeviceOps()``.
+        """
+        if self._cross_device_ops is None:
+            self._cross_device_ops = AllReduceCrossDeviceOps()
+        return self._cross_device_ops
+
+    @cross_device_ops.setter
+    def cross_device_ops(self, chosen: CrossDeviceOps) -> None:
+        if not isinstance(chosen, CrossDeviceOps):
+            raise TypeError(f"cross_device_ops={brief(chosen)} is not a CrossDeviceOps")
+        self._cross_device_ops = chosen
+
+    def get_name(self) -> str:
+        """The name given to the constructor."""
+        return self._name
+
+    def get_slot(self, var: Variable, name: str) -> Variable | None:
+        """The slot ``name`` of ``var``; None if it was not created. A master is ``"master"``."""
+        return self._slots.by_name.get(name, {}).get(var)
+
+    def get_slot_names(self) -> list[str]:
+        """Names of the slots that exist, sorted."""
+        return sorted(name for name, slots in self._slots.by_name.items() if slots)
+
+    def variables(self) -> list[Variable]:
+        """Every Variable in which the optimizer keeps something, sorted by name."""
+        return self._slots.all()
+
+    @OneCall()
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Variable]],
+        global_step: Variable | None = None,
+        name: str | None = None,
+        *,
+        deadline: float | None = None,
+    ) -> bool | None:
+        """Changes every variable by its gradient; one launch on each GPU serves all of them.
+
+        Args:
+            grads_and_vars: pairs. A gradient is None (the variable stays as it is), an array of
+                the variable's shape and dtype, ``IndexedSlices`` of its rows (those of the same
+                index are added first), a ``Mirrored`` of either on its devices, or a
+                ``PerReplica`` on them, which is reduced by MEAN first. Gradients are not written;
+                when this returns their library's current stream may overwrite them. Small NumPy
+                arrays travel together.
+            global_step: a Variable that goes up by one afterwards.
+            name: ignored; TensorFlow's name of the operation.
+            deadline: seconds from now in which the devices must be done, or their mesh dies.
+
+        Raises:
+            ValueError: no pair, None for every gradient, a variable twice, a gradient of another
+                shape, dtype or device than its variable, with rows that it has not, or in the
+                memory of a variable that is written, a ``global_step`` that is no scalar, or a
+                ``deadline`` that is no number above 0. Nothing was changed.
+            TypeError: a gradient that is no array, or something else than a Variable of floats.
+        """
+        seconds = as_deadline(deadline)
+        gradients, variables = checked_pairs(grads_and_vars)
+        check_global_step(global_step)
+        plan = self._known(variables)
+        with due("apply_gradients", seconds, plan.devices if plan else devices_of(variables)):
+            parts = self._arrived(gradients, variables, plan)
+            self._check_numbers()
+            count = ready_count(global_step)
+            if plan is None:
+                with self._slots.kept_if_done():
+                    self.prepare(variables)
+                    plan = Plan(variables, self._slots.rows, self._kernel)
+                    self._change(plan, parts, count)
+                self._plan = plan
+            else:
+                self._change(plan, parts, count)
+        return None
+
+    def compute_gradients(
+        self,
+        loss: Callable[[], Any],
+        var_list: Sequence[Variable] | None = None,
+        gate_gradients: int = GATE_OP,
+        aggregation_method: AggregationMethod | int | None = None,
+        colocate_gradients_with_ops: bool = False,
+        grad_loss: Any = None,
+        *,
+        engine: Engine | None = None,
+    ) -> list[tuple[Any, Variable]]:
+        """Gradients of ``loss`` with respect to variables; the first half of ``minimize``.
+
+        Args:
+            loss: takes no argument, reads Variables, and returns the value to minimize (of an
+                array: the sum of its elements). It is plain NumPy, on NumPy's and on CuPy's arrays;
+                an operation that is not differentiated here raises ``NotImplementedError``. It may
+                return a PyTorch tensor, which PyTorch differentiates (a Variable is a tensor in
+                PyTorch's functions). It may be a generator of terms, such as the losses of
+                micro-batches: each is differentiated and dropped before the next is made, and their
+                gradients are terms like others. What another thread computes for it is a constant;
+                what another thread writes to a Variable before the way back is over is not seen,
+                and gives a gradient of neither value. A constant array that the loss writes again
+                counts with its last values. ``h += y`` makes a new value, unseen by other names of
+                ``h``. Gradients may be taken inside it where NumPy's functions compute both, not
+                PyTorch or JAX. On another GPU than CuPy's current one it computes inside ``with
+                cupy.cuda.Device(...)``, as CuPy wants it; the way back finds its GPUs itself.
+            var_list: Variables, or one; default the trainable ones that ``loss`` reads, in the
+                order of first reading.
+            gate_gradients: ``GATE_NONE``, ``GATE_OP`` or ``GATE_GRAPH``; no effect.
+            aggregation_method: how the terms of a gradient are combined, one term for each use
+                of a tensor; of what PyTorch and JAX have differentiated, one for each loss.
+            colocate_gradients_with_ops: no effect.
+            grad_loss: the gradient of ``loss`` itself, of its shape; default ones. Of a
+                generator, of each term.
+            engine: ``"jax"``: ``loss`` is one of JAX's, for ``jax.value_and_grad``. Called twice,
+                it reads Variables by ``variable.read("jax")`` and operators beside JAX's arrays.
+                Outside ``jax.jit``, that is: one read inside has all compiled anew in every call.
+
+        Returns:
+            A pair (gradient, variable) for each variable. A gradient is an array of the
+            variable's shape and dtype; ``IndexedSlices``, if the variable was only looked up by
+            ``gr.embedding_lookup`` or ``np.take(variable, rows, axis=0)``, all on one device; or
+            None, if the loss does not reach the variable. It is the caller's.
+
+        Raises:
+            ValueError: an invalid ``gate_gradients``, ``aggregation_method`` or ``engine``, a
+                ``colocate_gradients_with_ops`` that is no bool, a ``grad_loss`` of another shape
+                than the loss or not of real numbers, or no variable.
+            InvalidVariableError: (a ``TypeError`` and a ``ValueError``) ``var_list`` holds
+                something else than Variables of floats, or the loss returned no float.
+            RuntimeError: ``loss`` is not callable.
+        """
+        gradients = ready_gradients(
+            loss, var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops,
+            grad_loss, engine,
+        )  # fmt: skip
+        return self._differentiated(gradients)
+
+    def _differentiated(self, gradients: Callable[[], Pairs]) -> Pairs:
+        """What ``compute_gradients`` returns; AGN's of several replicas asks for each of them."""
+        return gradients()
+
+    def minimize(  # noqa: PLR0913  # the signature of the seed
+        self,
+        loss: Callable[[], Any],
+        global_step: Variable | None = None,
+        var_list: Sequence[Variable] | None = None,
+        gate_gradients: int = GATE_OP,
+        aggregation_method: AggregationMethod | int | None = None,
+        colocate_gradients_with_ops: bool = False,
+        name: str | None = None,
+        grad_loss: Any = None,
+        *,
+        engine: Engine | None = None,
+        deadline: float | None = None,
+    ) -> bool | None:
+        """``compute_gradients`` and ``apply_gradients`` in one call, with their arguments.
+
+        Args:
+            loss: see ``compute_gradients``, as all that is not named here.
+            global_step: see ``apply_gradients``.
+            var_list: see there.
+            gate_gradients: see there.
+            aggregation_method: see there.
+            colocate_gradients_with_ops: no effect.
+            name: ignored.
+            grad_loss: see there.
+            engine: see there.
+            deadline: see ``apply_gradients``; from the moment at which the loss is differentiated.
+
+        Returns:
+            What ``apply_gradients`` does: None, and AGN's whether it communicated.
+
+        Raises:
+            ValueError: the loss reaches none of the variables; and what the two raise.
+        """
+        as_deadline(deadline)  # a wrong one is told before the loss is called
+        given = (var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops)
+        pairs = self.compute_gradients(loss, *given, grad_loss, engine=engine)
+        return self.apply_gradients(pairs, global_step, name, deadline=deadline)
+
+    def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
+        """What the optimizer keeps, as host data: slots, masters, and Adam's powers.
+
+        Hyperparameters are not in it, nor the variables themselves. Slots that are halves come as
+        float32. Waits for the devices.
+
+        Args:
+            deadline: seconds from now in which the devices must be done, or their mesh dies.
+
+        Raises:
+            ValueError: two variables with slots have the same name.
+        """
+        seconds = as_deadline(deadline)
+        return saved_state(type(self).__name__, self._slots, self._saved_numbers(), seconds)
+
+    def load_state_dict(self, state: Mapping[str, Any], variables: Sequence[Variable]) -> None:
+        """Puts back what ``state_dict`` gave, in this process or another, on any backend.
+
+        Slots that there are now are dropped. What is refused has changed nothing.
+
+        Args:
+            state: from an optimizer of the same class.
+            variables: or one; found by their names; at least those that the state has slots of.
+
+        Raises:
+            KeyError: a key is missing or unknown, or slots of a variable that is not given.
+            TypeError: a value of another type.
+            ValueError: another class or format, a slot of another shape or dtype, two variables
+                of the same name, or no powers (numbers from 0 to below 1) beside Adam's slots.
+        """
+        given = checked_state(type(self).__name__, self._slots, variables, state)
+        numbers = checked_numbers(state, self._number_names, given, self._slot_start)
+        self._slots.by_name = loaded_slots(self._slots, given)
+        self._plan = None
+        self._load_numbers(numbers)
+
+    def prepare(self, variables: Sequence[Variable]) -> None:
+        """Compiles what an update of these variables launches, and makes their slots.
+
+        ``apply_gradients`` does it too; a caller who may not fail half-way does it before.
+        """
+        self._check_numbers()
+        if (kernel := self._kernel) is not None:
+            for var in variables:
+                state = self._slots.state_dtype(var)
+                for buffer in var.buffers:
+                    ops.prepare_rule(kernel, buffer.device, var.dtype, state)
+        self._slots.make(variables, self._slot_start)
+
+    def _arrived(
+        self, gradients: Sequence[Any], variables: Sequence[Variable], plan: Plan | None
+    ) -> Sequence[Part]:
+        """Of each copy of each variable its gradient near it, checked; nothing was launched."""
+        if plan is not None:
+            plain = plan.plain(gradients)
+            if plain is not None:
+                if not plan.lie_as_before(plain):
+                    check_apart(variables, [(part,) for part in plain], plan.ranges)
+                    plan.are_apart(plain)
+                return plain
+        spread = any([isinstance(grad, PerReplica) for grad in gradients])
+        found = near(gradients, variables, self.cross_device_ops if spread else None)
+        ranges = self._slots.ranges(variables) if plan is None else plan.ranges
+        check_apart(variables, found, ranges)
+        if self._densifies:
+            found = made_dense(found, variables)
+        return [part for parts in found for part in parts]
+
+    def _check_numbers(self) -> None:
+        for attribute in self._hyperparameters:  # may have been set to anything meanwhile
+            as_number(attribute, getattr(self, attribute))
+
+    def _known(self, variables: Sequence[Variable]) -> Plan | None:
+        """The plan of the last update, if it was of these; nothing that it knows ever changes."""
+        plan = self._plan
+        if plan is None or len(plan.variables) != len(variables) or plan.kernel is not self._kernel:
+            return None
+        same = all([one is other for one, other in zip(plan.variables, variables, strict=True)])
+        return plan if same else None
+
+    def _change(self, plan: Plan, parts: Sequence[Part], count: Callable[[], None]) -> None:
+        """The rule over all copies of all variables: one job for each physical device.
+
+        Args:
+            plan: of them.
+            parts: of each copy its gradient.
+            count: counts the update.
+        """
+        scalars = self._scalars()
+        jobs = [
+            Job([plan.written[place] for place in places], [parts[place] for place in places])
+            for places in plan.places
+        ]
+        both = zip(jobs, plan.writers, strict=True)
+        ready = [self._ready(job, scalars, each if job.is_dense else None) for job, each in both]
+        fabric = plan.devices[0].fabric
+        with DeferInterrupts():
+            with fabric.launch_lock, fabric.whole_or_lost(plan.devices):  # all, or another's turn
+                for launch in ready:
+                    launch()
+                self._slots.keep()
+                self._finish()
+            count()
+            hand_back()
+
+    def _ready(
+        self, job: Job, scalars: tuple[float, ...], writer: Writer | None
+    ) -> Callable[[], None]:
+        """What does a job; a rule on arrays has been computed by then."""
+        if (kernel := self._kernel) is not None:
+            return partial(job.run, by_kernel(kernel, scalars, writer))
+        job.begin()
+        return partial(job.end, changed_by(self._apply, self._slot_names, job))

@@ -1,0 +1,85 @@
+"""Gradient descent, with momentum or without; each is a kernel of ``kernels/update.cu``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradreduce.device import as_flag
+from gradreduce.ops import RuleKernel
+from gradreduce.ops.update import MOMENTUM, NESTEROV, SGD
+
+from .hyperparameters import Number, as_number
+from .optimizer import Optimizer
+
+__all__ = ["GradientDescentOptimizer", "MomentumOptimizer"]
+
+
+class GradientDescentOptimizer(Optimizer):
+    """``variable -= learning_rate * gradient`` (tf.train.GradientDescentOptimizer).
+
+    Args:
+        learning_rate: a number, or a callable or Variable that says it for each update; may be
+            changed.
+        use_locking: TensorFlow's; no effect.
+        name: of the optimizer.
+        master_dtype: see ``Optimizer``.
+    """
+
+    _hyperparameters = ("learning_rate",)
+
+    def __init__(
+        self,
+        learning_rate: Number,
+        use_locking: bool = False,
+        name: str = "GradientDescent",
+        *,
+        master_dtype: Any = None,
+    ) -> None:
+        super().__init__(name, master_dtype=master_dtype)
+        self.learning_rate = as_number("learning_rate", learning_rate)
+
+    @property
+    def _kernel(self) -> RuleKernel:
+        return SGD
+
+
+class MomentumOptimizer(Optimizer):
+    """Gradient descent with momentum (tf.train.MomentumOptimizer).
+
+    ``moment = momentum * moment + gradient``, then ``variable -= learning_rate * moment``; with
+    Nesterov ``variable -= learning_rate * gradient + learning_rate * momentum * moment``. The
+    moment is the slot ``"momentum"``, zero at first, on the variable's devices. Rows that a sparse
+    gradient does not name keep their moment.
+
+    Args:
+        learning_rate: a number, or a callable or Variable that says it for each update; may be
+            changed.
+        momentum: likewise.
+        use_locking: TensorFlow's; no effect.
+        name: of the optimizer.
+        use_nesterov: which of the two; likewise.
+        master_dtype: see ``Optimizer``.
+    """
+
+    _slot_names = ("momentum",)
+    _hyperparameters = ("learning_rate", "momentum")
+    _settings = ("use_nesterov",)
+
+    def __init__(
+        self,
+        learning_rate: Number,
+        momentum: Number,
+        use_locking: bool = False,
+        name: str = "Momentum",
+        use_nesterov: bool = False,
+        *,
+        master_dtype: Any = None,
+    ) -> None:
+        super().__init__(name, master_dtype=master_dtype)
+        self.learning_rate = as_number("learning_rate", learning_rate)
+        self.momentum = as_number("momentum", momentum)
+        self.use_nesterov = as_flag("use_nesterov", use_nesterov)
+
+    @property
+    def _kernel(self) -> RuleKernel:
+        return NESTEROV if self.use_nesterov else MOMENTUM

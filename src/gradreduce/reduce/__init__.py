@@ -1,0 +1,1 @@
+"""Sums of terms on one device, and sums across devices."""

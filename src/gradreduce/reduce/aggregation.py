@@ -1,0 +1,530 @@
+"""How the terms of one gradient on one device become the gradient; never crosses devices.
+
+Sources: tf.AggregationMethod, tf.add_n, tf.accumulate_n (aggregation_method.md). Where they leave
+the order open, it is fixed here: ADD_N and ACCUMULATE_N add left to right, TREE in pairs.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeGuard
+
+from gradreduce import ops
+from gradreduce.arrays.caller_streams import Aside, OneCall
+from gradreduce.arrays.convert import as_result_kind, from_buffer, is_array, kind_of
+from gradreduce.arrays.convert_gpu import Kind
+from gradreduce.arrays.distributed import DistributedValues
+from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices, check_indices, densified
+from gradreduce.arrays.replica_context import current_device, on_current_devices
+from gradreduce.arrays.trace_context import current_reader, traceable
+from gradreduce.device import (
+    Buffer,
+    Device,
+    DType,
+    as_dtype,
+    as_index,
+    compatible,
+    copy_over,
+    flat_layout,
+    gather,
+    reaches,
+    scatter,
+)
+from gradreduce.errors import MixedDtypesError, brief, listed
+
+from .aggregators import AddN, Aggregator, OneBuffer, Spread, Tree, aggregate_buffers
+
+__all__ = [
+    "AggregationMethod",
+    "accumulate_n",
+    "add_n",
+    "aggregate",
+    "aggregator_of",
+    "all_sparse",
+    "as_aggregation_method",
+    "concatenated",
+    "joined",
+    "kind_of_term",
+    "known_shape",
+    "rows_together",
+    "with_dense",
+]
+
+
+_Move = tuple[Buffer, Buffer]  # rows: where to, and where they are
+
+
+def kind_of_term(term: Any) -> Kind:
+    """Which kind of array a result for ``term`` is: of IndexedSlices, that of the values.
+
+    Raises:
+        TypeError: neither IndexedSlices nor an array.
+    """
+    return term.kind if isinstance(term, IndexedSlices) else kind_of(term)
+
+
+def all_sparse(terms: Sequence[Any]) -> TypeGuard[Sequence[IndexedSlices]]:
+    """Whether no term is a dense array."""
+    return all(isinstance(term, IndexedSlices) for term in terms)
+
+
+def known_shape(term: Buffer | IndexedSlices, *, alone: bool = False) -> tuple[int, ...]:
+    """The shape of a term, made dense if it is sparse.
+
+    Raises:
+        ValueError: it is the only term and its ``dense_shape`` is unknown.
+        TypeError: it is one of several. (Two types for one fault, because TensorFlow has them.)
+    """
+    if isinstance(term, Buffer):
+        return term.shape
+    if term.dense_shape is None or not term.is_known:
+        error = ValueError if alone else TypeError
+        raise error(f"dense_shape of {term} is unknown: it says how large the sum is")
+    return term.dense_shape
+
+
+def with_dense(terms: Sequence[Buffer | IndexedSlices]) -> list[Buffer]:
+    """The terms in their order, those that are sparse made dense, all of them together.
+
+    Args:
+        terms: Buffers, and IndexedSlices of Buffers whose ``dense_shape`` is known.
+    """
+    sparse = [term for term in terms if isinstance(term, IndexedSlices)]
+    made = iter(densified(sparse) if sparse else ())
+    return [next(made) if isinstance(term, IndexedSlices) else term for term in terms]
+
+
+def concatenated(terms: Sequence[IndexedSlices], kind: Kind) -> Any:
+    """The rows of all terms, one term after the other, on the device of the first one.
+
+    One launch copies all that it reaches. ``dense_shape`` is that of the first term; the others'
+    are not compared with it, but no index may leave it.
+
+    Args:
+        terms: at least one.
+        kind: which kind of array the values of the result are.
+
+    Raises:
+        TypeError: dtypes differ.
+        ValueError: shapes of a row differ, or an index is not below the first ``dense_shape[0]``.
+    """
+    with OneCall():
+        placed = [term.placed() for term in terms]
+        return joined(placed, placed[0].values.device).shown(kind)
+
+
+def joined(placed: Sequence[IndexedSlices], home: Device) -> IndexedSlices:
+    """As ``concatenated``, of IndexedSlices of Buffers; new memory on ``home``."""
+    parts: list[Buffer] = [term.values for term in placed]
+    for place, part in enumerate(parts):
+        if part.dtype != parts[0].dtype:
+            raise TypeError(
+                f"inputs have dtypes that don't all match: input 0 is {parts[0].dtype}, input "
+                f"{place} is {part.dtype}"
+            )
+        if part.shape[1:] != parts[0].shape[1:]:
+            raise ValueError(
+                "inputs must have rows of the same shape. Input 0: "
+                f"{list(parts[0].shape[1:])} != input {place}: {list(part.shape[1:])}"
+            )
+    indices = ops.joined_indices([term.indices for term in placed])
+    check_indices(indices, placed[0].dense_shape)
+    (whole,) = rows_together([(home, parts)])
+    return IndexedSlices.of(whole, indices, placed[0].dense_shape)
+
+
+def rows_together(groups: Sequence[tuple[Device, Sequence[Buffer]]]) -> list[Buffer]:
+    """For each group new memory on its device that holds its rows, one Buffer behind the other.
+
+    One launch on each device copies all that it reaches. What it does not reach comes in one copy
+    from each other device, packed there if it is several.
+
+    Args:
+        groups: where to, and Buffers with rows of one shape and dtype, at least one.
+    """
+    wholes, near, far = [], dict[Device, list[_Move]](), dict[tuple[Device, Device], list[_Move]]()
+    for home, parts in groups:
+        num_rows = sum(part.shape[0] for part in parts)
+        whole = home.empty((num_rows, *parts[0].shape[1:]), parts[0].dtype)
+        wholes.append(whole)
+        start = 0
+        for part in parts:
+            move = (whole.view(start, part.shape), part)
+            start += part.size
+            if reaches(home, part):
+                near.setdefault(home, []).append(move)
+            else:
+                far.setdefault((home, part.device), []).append(move)
+    for (home, _), moves in far.items():
+        if len(moves) == 1:
+            copy_over(home, *moves[0])
+        else:
+            near.setdefault(home, []).extend(_arrived(home, moves))
+    for home, moves in near.items():
+        _pack(home, moves)
+    return wholes
+
+
+def _arrived(home: Device, moves: Sequence[_Move]) -> list[_Move]:
+    """The same rows on ``home``, by way of two flat buffers; all come from one device."""
+    source = moves[0][1].device
+    flats: dict[DType, list[_Move]] = {}
+    for move in moves:
+        flats.setdefault(move[1].dtype, []).append(move)
+    arrived, packed = list[_Move](), list[_Move]()
+    for dtype, sharing in flats.items():
+        layout = flat_layout([part.size for _, part in sharing], dtype.itemsize)
+        there, here = (device.empty((layout.size,), dtype) for device in (source, home))
+        for (into, part), offset in zip(sharing, layout.offsets, strict=True):
+            packed.append((there.view(offset, part.shape), part))
+            arrived.append((into, here.view(offset, part.shape)))
+        _pack(source, packed)
+        copy_over(home, here, there)
+        packed = []
+    return arrived
+
+
+def _pack(device: Device, moves: Sequence[_Move]) -> None:
+    """One launch by ``device``, which reaches all of it."""
+    others = [part.device for _, part in moves]
+    gather(device, others)
+    ops.pack([into for into, _ in moves], [part for _, part in moves], device=device)
+    scatter(device, others)
+
+
+_END = object()  # of what is read as it comes
+
+
+class AggregationMethod(enum.IntEnum):
+    """How the terms of a gradient are combined (tf.AggregationMethod).
+
+    Attributes:
+        ADD_N: all terms in one operation, which needs all of them at once.
+        DEFAULT: the same as ``ADD_N``.
+        EXPERIMENTAL_TREE: in pairs, and pairs of pairs: the error grows with log n instead of n,
+            and so does the memory: at most ⌈log2 n⌉ + 1 buffers at a time (of two terms: both
+            and their sum).
+        EXPERIMENTAL_ACCUMULATE_N: into a single buffer, in the order of arrival; each term is
+            dropped at once. With IndexedSlices among arrays the same as ``EXPERIMENTAL_TREE``; of
+            terms that come one by one, those before the first IndexedSlices are one sum by then.
+    """
+
+    ADD_N = 0
+    DEFAULT = 0
+    EXPERIMENTAL_TREE = 1
+    EXPERIMENTAL_ACCUMULATE_N = 2
+
+
+def as_aggregation_method(method: AggregationMethod | int | None) -> AggregationMethod:
+    """The member for 0, 1, 2 or a member; ``None`` is DEFAULT.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if method is None:
+        return AggregationMethod.DEFAULT
+    try:
+        return AggregationMethod(method)
+    except ValueError:
+        raise ValueError(
+            f"Invalid aggregation_method specified: {brief(method)}; allowed: 0, 1, 2 or a member "
+            "of AggregationMethod"
+        ) from None
+
+
+def aggregator_of(method: AggregationMethod) -> type[Aggregator]:
+    """What adds the terms of one device as they come."""
+    return _AGGREGATORS[method]
+
+
+@traceable
+def add_n(inputs: Sequence[Any], name: str | None = None, *, as_kind: str | None = None) -> Any:
+    """The sum of ``inputs``, left to right (tf.add_n).
+
+    Halves are added in float32 and rounded once.
+
+    Args:
+        inputs: list or tuple of arrays of one shape and dtype (nothing is broadcast). A single
+            one is returned itself (a copy, if ``as_kind`` asks for another kind). Those on
+            several devices are added per device first. IndexedSlices are made dense, a single
+            one too.
+        name: ignored; TensorFlow's name of the operation.
+        as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the result
+            is instead of the kind of the first input.
+
+    Returns:
+        A new array of the kind of the first input; no input is written.
+
+    Raises:
+        ValueError: not a list or tuple, an empty one, ``None`` in it, shapes differ, a single
+            IndexedSlices without ``dense_shape``, or an unknown ``as_kind``.
+        TypeError: dtypes differ, one that cannot be added, or IndexedSlices without
+            ``dense_shape`` among several inputs.
+    """
+    _check_inputs(inputs, "Tensor/IndexedSlices")
+    inputs = [as_slices(each) for each in inputs]
+    if len(inputs) == 1 and not all_sparse(inputs):
+        return _alone(inputs[0], as_kind)
+    kind = as_result_kind(as_kind, kind_of_term(inputs[0]))
+    return _aggregate(list(inputs), AggregationMethod.ADD_N, TypeError, kind)
+
+
+@traceable
+def accumulate_n(
+    inputs: Sequence[Any],
+    shape: Sequence[int | None] | None = None,
+    tensor_dtype: Any = None,
+    name: str | None = None,
+    *,
+    as_kind: str | None = None,
+) -> Any:
+    """The sum of ``inputs`` in one buffer, in the order of the list (tf.accumulate_n).
+
+    Args:
+        inputs: list or tuple of arrays of one shape and dtype. A single one is returned itself
+            (a copy, if ``as_kind`` asks for another kind). Those on several devices are added
+            per device first.
+        shape: what their shape must be, a list of integers; None entries fit any extent.
+        tensor_dtype: what their dtype must be.
+        name: ignored; TensorFlow's name of the operation.
+        as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the result
+            is instead of the kind of the first input.
+
+    Returns:
+        A new array of the kind of the first input; no input is written.
+
+    Raises:
+        ValueError: not a list or tuple, an empty one, ``None`` in it, dtypes or shapes differ, or
+            a shape other than ``shape``, IndexedSlices, or an unknown ``as_kind``.
+        TypeError: a dtype other than ``tensor_dtype``, one that cannot be added, or a ``shape``
+            that is no list of integers.
+    """
+    _check_inputs(inputs, "Tensor")
+    if _any_sparse(inputs):
+        raise ValueError("accumulate_n takes no IndexedSlices; add_n does, or pass .to_dense()")
+    if len(inputs) == 1 and shape is None and tensor_dtype is None:
+        return _alone(inputs[0], as_kind)
+    kind = as_result_kind(as_kind, kind_of_term(inputs[0]))
+    terms = list(inputs)
+    if shape is not None or tensor_dtype is not None:
+        with OneCall(reads=False):
+            terms = on_current_devices(inputs)
+        _check_promised(terms, shape, tensor_dtype)
+    if len(inputs) == 1:
+        return _alone(inputs[0], as_kind)
+    return _aggregate(terms, AggregationMethod.EXPERIMENTAL_ACCUMULATE_N, ValueError, kind)
+
+
+@traceable
+def aggregate(
+    terms: Iterable[Any],
+    method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
+    *,
+    as_kind: str | None = None,
+) -> Any:
+    """The gradient that ``terms`` make, combined by an aggregation method.
+
+    Args:
+        terms: arrays of one shape and dtype; ``None`` among them is left out. What is no list or
+            tuple is read as it comes, so that a generator's terms live no longer than the method
+            needs them, the first until the second has come; none may change before the call is
+            over. Those of one device are added there, the partial sums on that of the first term.
+            IndexedSlices among arrays are made dense, then added like them.
+        method: an ``AggregationMethod``, its number, or None for DEFAULT.
+        as_kind: what the result is instead of the kind of the first term; see ``add_n``.
+
+    Returns:
+        A new array of the kind of the first term; a single term itself (a copy, if ``as_kind``
+        asks for another kind); None without any. Of IndexedSlices alone: new ones with the rows
+        of all, one term after the other (``coalesce`` merges them), with the ``dense_shape`` of
+        the first; the method has no part in it.
+
+    Raises:
+        ValueError: an invalid method or ``as_kind`` (even for a single term), shapes differ, or an
+            index beyond the ``dense_shape`` of the first term.
+        TypeError: dtypes differ (for ACCUMULATE_N a ``ValueError`` too), a term that is no array,
+            IndexedSlices without ``dense_shape`` among arrays, or ``terms`` is a ``PerReplica`` or
+            ``Mirrored``: replicas are reduced across devices.
+    """
+    method = as_aggregation_method(method)
+    as_result_kind(as_kind, "native")  # a wrong name must not cost a term
+    if isinstance(terms, DistributedValues):  # replicas are no terms, and stay on their devices
+        kind_of_term(terms)  # raises
+    if not isinstance(terms, list | tuple):
+        if current_reader() is not None:  # there may be traced values among them
+            return aggregate(list(terms), method, as_kind=as_kind)
+        return _aggregate_lazily(terms, method, as_kind)
+    present = [as_slices(term) for term in terms if term is not None]
+    if not present:
+        return None
+    kinds = [kind_of_term(term) for term in present]
+    if len(present) == 1:
+        return _alone(present[0], as_kind)
+    if all_sparse(present):
+        return concatenated(present, as_result_kind(as_kind, kinds[0]))
+    return _aggregate(present, method, _dtype_error(method), as_result_kind(as_kind, kinds[0]))
+
+
+def _aggregate(
+    terms: list[Any],
+    method: AggregationMethod,
+    dtype_error: type[Exception],
+    kind: Kind,
+) -> Any:
+    """All terms there: checked before anything is launched. The result is of ``kind``."""
+    if method is AggregationMethod.EXPERIMENTAL_ACCUMULATE_N and _any_sparse(terms):
+        method = AggregationMethod.EXPERIMENTAL_TREE
+    tree = method is AggregationMethod.EXPERIMENTAL_TREE
+    if kind == "native" and not tree:
+        made = ops.added_on_host(terms, current_device())
+        if made is not None:
+            return made
+    spread = Spread(_AGGREGATORS[method], dtype_error)
+    with OneCall():
+        buffers = _checked(terms, spread)
+        home = buffers[0].device
+        if not [buffer for buffer in buffers if buffer.device is not home]:
+            return from_buffer(aggregate_buffers([buffers], home, tree=tree)[0], kind)
+        for buffer in buffers:
+            spread.push(buffer)
+        return from_buffer(spread.result(), kind)
+
+
+def _checked(terms: Sequence[Any], spread: Spread) -> list[Buffer]:
+    """All terms as Buffers, once they agree; sparse ones made dense."""
+    if _any_sparse(terms):
+        placed = [_on_current_device(term) for term in terms]
+        for term in placed:
+            spread.check(known_shape(term, alone=len(placed) == 1), term.dtype)
+        return with_dense(placed)
+    buffers = on_current_devices(terms)
+    for buffer in buffers:
+        spread.check(buffer.shape, buffer.dtype)
+    return buffers
+
+
+@OneCall()
+def _aggregate_lazily(terms: Iterable[Any], method: AggregationMethod, as_kind: str | None) -> Any:
+    """As they come: no reference to a term outlives what the method needs of it."""
+    spread = Spread(_AGGREGATORS[method], _dtype_error(method))
+    kind: Kind = "native"
+    held: list[Any] = []  # the first term, which is itself if alone; sparse ones, while all are
+    for term in _given_aside(terms):
+        if term is None:
+            continue
+        term = as_slices(term)
+        found = kind_of_term(term)
+        if not held and not spread.count:
+            kind = as_result_kind(as_kind, found)
+            held.append(term)
+        elif held and all_sparse([held[0], term]):
+            held.append(term)
+        else:
+            while held:
+                _push(spread, held.pop(0))
+            _push(spread, term)
+        del term  # before the next one is made
+    if len(held) == 1:
+        return _alone(held[0], as_kind)
+    if held:
+        return concatenated(held, kind)
+    return from_buffer(spread.result(), kind) if spread.count else None
+
+
+def _given_aside(terms: Iterable[Any]) -> Iterator[Any]:
+    """The same, made by the caller's own code."""
+    left = iter(terms)
+    while True:
+        with Aside():
+            term = next(left, _END)
+        if term is _END:
+            return
+        yield term
+        del term
+
+
+def _alone(term: Any, as_kind: str | None) -> Any:
+    """A single term itself; a copy, if ``as_kind`` names another kind than it is of."""
+    kind = kind_of_term(term)
+    wanted = as_result_kind(as_kind, kind)
+    if wanted == kind or (kind == "native" and wanted == "numpy" and is_array(term)):
+        return term.as_coo() if kind == "coo" else term
+    if isinstance(term, IndexedSlices):
+        return concatenated([term], wanted)
+    with OneCall():
+        (buffer,) = on_current_devices([term])
+        made = buffer.device.empty(buffer.shape, buffer.dtype)
+        buffer.device.copy(made, buffer)
+        return from_buffer(made, wanted)
+
+
+def _push(spread: Spread, term: Any) -> None:
+    """Checks one of several terms, then adds it."""
+    placed = _on_current_device(term)
+    spread.check(known_shape(placed), placed.dtype)
+    if isinstance(placed, IndexedSlices):
+        spread.use_tree()
+    spread.push(with_dense([placed])[0])
+
+
+def _any_sparse(terms: Sequence[Any]) -> bool:
+    return any([isinstance(term, IndexedSlices) for term in terms])
+
+
+def _on_current_device(term: Any) -> Buffer | IndexedSlices:
+    """See ``values.on_current_devices``; IndexedSlices stay what they are, with a Buffer."""
+    return term.placed() if isinstance(term, IndexedSlices) else on_current_devices([term])[0]
+
+
+def _described(inputs: Any) -> str:
+    """Shortly: thousands of arrays make a message of megabytes."""
+    if not isinstance(inputs, list | tuple):
+        return f"one {type(inputs).__name__}{getattr(inputs, '_instead', '')}"
+    if not inputs:
+        return "none"
+    places = [str(place) for place, term in enumerate(inputs) if term is None]
+    return f"None at {listed(places)}"
+
+
+def _check_promised(
+    terms: Sequence[Buffer], shape: Sequence[int | None] | None, dtype: Any
+) -> None:
+    """Raises if a shape is not ``shape``, or the dtype of the first not ``dtype``."""
+    wanted = None if shape is None else _as_shape(shape)
+    for term in terms:
+        if wanted is not None and not compatible(term.shape, wanted):
+            raise ValueError(f"Shapes {term.shape} and {brief(wanted)} are not compatible")
+    if dtype is not None and terms[0].dtype != as_dtype(dtype):
+        raise TypeError(f"tensor_dtype is {dtype}, the inputs are {terms[0].dtype}")
+
+
+def _as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
+    """Raises ``TypeError`` unless it is a sequence of integers and Nones."""
+    try:
+        return tuple(None if entry is None else as_index(entry) for entry in shape)
+    except TypeError:
+        raise TypeError(
+            f"shape={brief(shape)} must be a list of integers and None, or None"
+        ) from None
+
+
+def _dtype_error(method: AggregationMethod) -> type[Exception]:
+    """What terms of several dtypes raise."""
+    accumulated = method is AggregationMethod.EXPERIMENTAL_ACCUMULATE_N
+    return MixedDtypesError if accumulated else TypeError
+
+
+def _check_inputs(inputs: Any, what: str) -> None:
+    if not isinstance(inputs, list | tuple) or not inputs or [t for t in inputs if t is None]:
+        raise ValueError(
+            f"inputs must be a list of at least one {what} with the same dtype and shape, got "
+            f"{_described(inputs)}"
+        )
+
+
+_AGGREGATORS: dict[AggregationMethod, type[Aggregator]] = {
+    AggregationMethod.ADD_N: AddN,
+    AggregationMethod.EXPERIMENTAL_TREE: Tree,
+    AggregationMethod.EXPERIMENTAL_ACCUMULATE_N: OneBuffer,
+}

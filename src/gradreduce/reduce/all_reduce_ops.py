@@ -1,0 +1,534 @@
+"""How replicas of a gradient become one value on every device: plan, pack, all-reduce, unpack.
+
+Source: tf.contrib.distribute.AllReduceCrossDeviceOps (all_reduce_cross_device_ops.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+from gradreduce.arrays.caller_streams import OneCall
+from gradreduce.arrays.convert_gpu import Kind
+from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp
+from gradreduce.arrays.outputs import Out
+from gradreduce.backends import default_mesh
+from gradreduce.device import (
+    NOT_CAPTURED,
+    Buffer,
+    Device,
+    DType,
+    FlatBuffer,
+    Mesh,
+    as_deadline,
+    as_dtype,
+    as_flag,
+    by_physical,
+    due,
+)
+from gradreduce.errors import CollectiveError, brief
+
+from .algorithms import ALGORITHMS
+from .arguments import (
+    Request,
+    as_count,
+    check_op,
+    checked_mesh,
+    checked_nest,
+    checked_requests,
+    keys_of_arrays,
+    nests,
+    outs_of,
+)
+from .cross_device_ops import CrossDeviceOps, result_kinds
+from .out_arguments import with_outs
+from .pipeline import Settings, check_devices, compile_for, reduce_buffers, reduce_requests
+from .plan import ReducePlan, plan_of, rehearsal_of
+from .prepared import CapturedStep, PreparedStep, check_preparable
+from .profile import Explanation, explanation_of
+from .reduction_groups import Halves, as_topology
+
+__all__ = [
+    "AllReduceCrossDeviceOps",
+    "HierarchicalCopyAllReduce",
+    "NcclAllReduce",
+    "all_reduce",
+    "is_all_reduce",
+    "shared_ops",
+]
+
+
+class AllReduceCrossDeviceOps(CrossDeviceOps):
+    """Reduction by all-reduce (tf.contrib.distribute.AllReduceCrossDeviceOps).
+
+    Args:
+        all_reduce_alg: ``"nccl"`` or ``"hierarchical_copy"``. The second gives the same bits on
+            every placement of the same number of replicas; NCCL promises no order of additions,
+            and is needed on two physical GPUs or more.
+        num_packs: if not 0, all tensors of a dtype lie end to end in one flat buffer that is
+            reduced in this many packs. Between GPUs one pack of 8 MiB or more (smaller ones share)
+            is gathered while the one before it travels.
+        agg_small_grads_max_bytes: if this and the next are above 0 and ``num_packs`` is 0, tensors
+            of at most this many bytes are reduced in groups.
+        agg_small_grads_max_group: how many tensors a group has at most.
+        mesh: where ``all_reduce`` puts its arrays. Default: ``gr.default_mesh()``.
+        topology: of ``"hierarchical_copy"``: two lists of replica numbers, in place of its
+            halves. Replica i lies on the i-th of a value's devices. The first list is added left
+            to right, the second likewise, then the two sums; islands of devices with fast links
+            inside make good lists. One of them may be empty. Every value that is all-reduced must
+            have exactly the replicas named; what is added on one device, for other destinations
+            or IndexedSlices, is added left to right. Default: the first n // 2 of n, and the rest.
+        wire_dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``: the dtype in which real floats
+            travel between devices in an all-reduce, whatever they are. They are cast as they are
+            packed, and back as they are unpacked. Default: each in its own dtype. See below.
+
+    With a ``wire_dtype`` terms are rounded to it once and their sum once more; on the way our own
+    kernels add in float32, NCCL in the wire's dtype. For MEAN a half wire carries x / n, so that no
+    sum overflows whose mean does not; a term beyond float16's 65504 does. With t the terms (x, or
+    x / n for MEAN on a half wire), u the wire's unit roundoff (2**-11 for float16, 2**-8 for
+    bfloat16, 2**-24 for float32) and e half its smallest positive number (2**-25 for float16, below
+    float32's own for the others), a result of hierarchical_copy differs from the exact one by at
+    most ``(2.01 * u + n * 2**-23) * sum(|t|) + (n + 1) * e``, divided by n for MEAN where the wire
+    is float32, and by the rounding to its own dtype where that does not hold every value of the
+    wire. (GPUs flush what is subnormal in float32 to zero: e is 2**-127 there for the others.) A
+    sum beyond what the wire or the dtype holds becomes infinite. NCCL rounds up to n - 1 more sums:
+    ``(n + 1) * u`` in the place of ``2.01 * u``. A cast of float64 to a half goes by way of
+    float32. The bits are the same on every placement, as without; where GPUs are no peers, sums of
+    half of the replicas cross in float32. What is added on one device (other destinations,
+    IndexedSlices), integers and complex numbers travel as they are.
+
+    Raises:
+        ValueError: an unknown algorithm, a number that is negative or no integer, a ``mesh`` that
+            is none, a topology that is none, leaves a replica out, names one twice or is meant
+            for NCCL, which chooses its own, or a ``wire_dtype`` that is none of the three.
+    """
+
+    _elementwise = True
+
+    def __init__(
+        self,
+        all_reduce_alg: str = "nccl",
+        num_packs: int = 1,
+        agg_small_grads_max_bytes: int = 0,
+        agg_small_grads_max_group: int = 10,
+        *,
+        mesh: Mesh | None = None,
+        topology: Sequence[Sequence[int]] | None = None,
+        wire_dtype: str | DType | None = None,
+    ) -> None:
+        if not isinstance(all_reduce_alg, str) or all_reduce_alg not in ALGORITHMS:
+            raise ValueError(
+                f"all_reduce_alg={brief(all_reduce_alg)} is not one of {list(ALGORITHMS)}"
+            )
+        self.mesh = checked_mesh(mesh)
+        if topology is not None and all_reduce_alg != "hierarchical_copy":
+            raise ValueError(
+                f"topology={brief(topology)} is for 'hierarchical_copy'; {all_reduce_alg!r} has "
+                "its own"
+            )
+        self.settings = Settings(
+            all_reduce_alg,
+            as_count("num_packs", num_packs),
+            as_count("agg_small_grads_max_bytes", agg_small_grads_max_bytes),
+            as_count("agg_small_grads_max_group", agg_small_grads_max_group),
+            None if topology is None else as_topology(topology),
+            _as_wire(wire_dtype),
+        )
+
+    def _told(self) -> list[str]:
+        settings = self.settings
+        told = [settings.all_reduce_alg, f"num_packs={settings.num_packs}"]
+        if settings.agg_small_grads_max_bytes:
+            told.append(f"agg_small_grads_max_bytes={settings.agg_small_grads_max_bytes}")
+            told.append(f"agg_small_grads_max_group={settings.agg_small_grads_max_group}")
+        if settings.topology is not None:
+            told.append(f"topology={settings.topology}")
+        if settings.wire_dtype is not None:
+            told.append(f"wire_dtype={settings.wire_dtype}")
+        return told
+
+    @property
+    def all_reduce_alg(self) -> str:
+        """The algorithm's name."""
+        return self.settings.all_reduce_alg
+
+    @property
+    def num_packs(self) -> int:
+        """Into how many packs a flat buffer is cut; 0: none is made."""
+        return self.settings.num_packs
+
+    @property
+    def agg_small_grads_max_bytes(self) -> int:
+        """Up to how many bytes a tensor is grouped."""
+        return self.settings.agg_small_grads_max_bytes
+
+    @property
+    def agg_small_grads_max_group(self) -> int:
+        """How many tensors a group has at most."""
+        return self.settings.agg_small_grads_max_group
+
+    @property
+    def topology(self) -> Halves | None:
+        """The halves that were given."""
+        return self.settings.topology
+
+    @property
+    def wire_dtype(self) -> DType | None:
+        """In which real floats travel; None: each in its own."""
+        return self.settings.wire_dtype
+
+    @OneCall()
+    def all_reduce(
+        self,
+        grads: Sequence[Any],
+        op: ReduceOp = ReduceOp.MEAN,
+        *,
+        coalesce: bool = False,
+        as_kind: str | None = None,
+        out: Sequence[Any] | None = None,
+        deadline: float | None = None,
+    ) -> Any:
+        """Combines ``grads[device][tensor]``, one batch for all; the same nesting comes back.
+
+        Args:
+            grads: for each device of the mesh, in order, a list, tuple or dict of arrays or
+                IndexedSlices; all alike. Host arrays lie on the device of their place. A tensor
+                that is None on every device stays None.
+            op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``.
+            coalesce: add rows of the same index of IndexedSlices.
+            as_kind: what the results are instead of the kind of each tensor's first array; see
+                ``batch_reduce``.
+            out: arrays that the results are written into, nested as ``grads``, which may be
+                ``grads`` itself; see ``batch_reduce``. What it holds for a tensor that is None on
+                every device stays as it is.
+            deadline: see ``batch_reduce``.
+
+        Returns:
+            The combined arrays, ``[device][tensor]``, nested as they came. New memory; or ``out``.
+            Waits for no device, unless NumPy arrays are asked for, ``as_kind="numpy"``, of what
+            lies on GPUs, or given as ``out``.
+
+        Raises:
+            ValueError: another number of entries than devices, entries of different length or
+                keys, or a tensor that is None on some devices only.
+            ValueError, TypeError, BackendUnavailableError, CollectiveError: what ``batch_reduce``
+                raises, about ``grads[device][tensor]``.
+        """
+        check_op("op", op)
+        seconds = as_deadline(deadline)
+        mesh = self.mesh or default_mesh()
+        keys = checked_nest(grads, mesh)
+        present = keys_of_arrays(grads, keys)
+        check_devices(self.settings, mesh.devices)
+        pairs = [(value := PerReplica.of_grads(grads, key, mesh), value) for key in present]
+        outs = None if out is None else outs_of(out, grads, present)
+        reduced = self.batch_reduce(
+            op, pairs, coalesce=coalesce, as_kind=as_kind, out=outs, deadline=seconds
+        )
+        if out is not None:
+            return out
+        results = iter(reduced)
+        nothing, here = (None,) * len(grads), set(present)
+        return nests(
+            grads, keys, [next(results).values if key in here else nothing for key in keys]
+        )
+
+    def plan(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        *,
+        coalesce: bool = False,
+    ) -> ReducePlan:
+        """What ``batch_reduce`` of the same arguments would do: print it, or count with it.
+
+        Nothing is launched, copied or compiled. Equal shapes, dtypes, settings and meshes give
+        the same plan, which is remembered; so does the same place of tensors in a flat buffer.
+
+        Args:
+            reduce_op: see ``batch_reduce``.
+            value_destination_pairs: see ``batch_reduce``; at least one.
+            coalesce: see ``batch_reduce``.
+
+        Raises:
+            ValueError: what ``batch_reduce`` raises, no pair, or values of several meshes.
+            BackendUnavailableError: NCCL is needed, and is missing.
+        """
+        coalesce = as_flag("coalesce", coalesce)
+        requests = self._plannable(reduce_op, value_destination_pairs)
+        return plan_of(self.settings, reduce_op, requests, coalesce=coalesce)
+
+    @OneCall()
+    def explain(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        *,
+        coalesce: bool = False,
+        deadline: float | None = None,
+    ) -> Explanation:
+        """Where the time of a ``batch_reduce`` of the same arguments goes: print it.
+
+        The plan with a floor for each stage (its bytes over the rate at which this mesh copies)
+        beside what the journal counted. Does the reduction twice, drops the results, and waits for
+        the devices; the first time on a mesh it measures copies too, for a second at most.
+
+        Args:
+            reduce_op: see ``batch_reduce``.
+            value_destination_pairs: see ``batch_reduce``; at least one.
+            coalesce: see ``batch_reduce``.
+            deadline: seconds from now for all of that, or the mesh dies.
+
+        Raises:
+            ValueError, DeviceMismatchError, TypeError, BackendUnavailableError, CollectiveError:
+                what ``plan`` and ``batch_reduce`` raise.
+        """
+        coalesce = as_flag("coalesce", coalesce)
+        requests = self._plannable(reduce_op, value_destination_pairs)
+        planned = rehearsal_of(self.settings, reduce_op, requests, coalesce=coalesce)
+        reduce = partial(self.reduce_batch, reduce_op, requests, coalesce=coalesce)
+        with due("explain", as_deadline(deadline), (mesh := requests[0].value.mesh).devices):
+            return explanation_of(planned, mesh, reduce)
+
+    def _plannable(self, reduce_op: ReduceOp, pairs: Sequence[tuple[Any, Any]]) -> list[Request]:
+        """Checked, all of them, with the devices on which they are all-reduced."""
+        requests = checked_requests(pairs, reduce_op, self.mesh, elementwise=True)
+        for request in requests:
+            if request.is_all_reduced:
+                check_devices(self.settings, request.devices)
+        return requests
+
+    @OneCall()
+    def prepare(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        *,
+        as_kind: str | None = None,
+        out: Sequence[Any] | None = None,
+        deadline: float | None = None,
+    ) -> PreparedStep:
+        """Works a ``batch_reduce`` out once, to be done many times at little cost to the host.
+
+        Does it once, too. See ``PreparedStep`` for what its calls read and overwrite.
+
+        Args:
+            reduce_op: see ``batch_reduce``.
+            value_destination_pairs: see ``batch_reduce``; at least one, of dense Buffers or
+                arrays that are shared, not copied, all of one mesh.
+            as_kind: what the results are instead of the kind of each value's first array.
+            out: the arrays that each call writes, which are the results then; see
+                ``batch_reduce``. On simulated devices with ``schedule_seed=`` Buffers alone.
+            deadline: of this first time; see ``batch_reduce``.
+
+        Raises:
+            ValueError: what ``batch_reduce`` raises, no pair, values of several meshes, arrays
+                that had to be copied, or results of JAX, whose arrays are never written, or of
+                NumPy from a GPU.
+            DeviceMismatchError, TypeError: what ``batch_reduce`` raises for an ``out``.
+        """
+        steady = self._steady(reduce_op, value_destination_pairs, as_kind, out)
+        with due("prepare", as_deadline(deadline), steady.requests[0].value.mesh.devices):
+            return PreparedStep(*steady)
+
+    def _steady(
+        self, reduce_op: ReduceOp, pairs: Sequence[tuple[Any, Any]], as_kind: str | None, out: Any
+    ) -> _Steady:
+        """What a step is made of, checked; nothing is launched."""
+        if as_kind is not None and out is not None:
+            raise ValueError(f"as_kind={brief(as_kind)}: the results are the arrays of out")
+        outs: list[list[Out]] = []
+        with OneCall():  # around inputs and outs: their streams are fenced once
+            requests = checked_requests(pairs, reduce_op, self.mesh, elementwise=True, out=out)
+            if out is not None:
+                requests, outs = with_outs(requests, out, reduce_op)
+        kinds = [row[0].kind for row in outs] or result_kinds(requests, as_kind)
+        check_preparable(requests, kinds, outs)
+        reduce = partial(self.reduce_batch, reduce_op, requests, coalesce=False)
+        return _Steady(requests, kinds, reduce, outs)
+
+    @OneCall()
+    def capture(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        *,
+        as_kind: str | None = None,
+        out: Sequence[Any] | None = None,
+        deadline: float | None = None,
+    ) -> CapturedStep:
+        """As ``prepare``, and each call is one CUDA graph; in the simulation, a list replayed.
+
+        Args:
+            reduce_op: see ``batch_reduce``.
+            value_destination_pairs: see ``prepare``.
+            as_kind: see ``prepare``.
+            out: see ``prepare``.
+            deadline: see ``prepare``.
+
+        Raises:
+            ValueError, DeviceMismatchError, TypeError: what ``prepare`` raises.
+            CollectiveError: ``"nccl"`` over several physical devices of this process; not launched.
+            CaptureError: inside a capture, or two physical devices are no peers: nothing was
+                launched; or CUDA cannot make the graph.
+        """
+        steady = self._steady(reduce_op, value_destination_pairs, as_kind, out)
+        for place, request in enumerate(steady.requests):
+            crosses = len(by_physical(request.devices)) > 1 and request.is_all_reduced
+            if crosses and self.all_reduce_alg == "nccl":
+                raise CollectiveError(f"value {place}: {NOT_CAPTURED}")
+        with due("capture", as_deadline(deadline), steady.requests[0].value.mesh.devices):
+            return CapturedStep(*steady)
+
+    def reduce_buffers(
+        self,
+        gradients: Sequence[Sequence[Buffer]],
+        *,
+        divisor: float = 1,
+        out_dtypes: Sequence[DType] | None = None,
+        consume: ExitStack | None = None,
+    ) -> list[tuple[Buffer, ...]]:
+        """The flow itself: ``gradients[tensor][replica]`` become their sum, divided.
+
+        See ``reduce_flow.reduce_buffers``. A subclass with a ``reduce_batch`` of its own is asked.
+        """
+        if not is_all_reduce(self):
+            return super().reduce_buffers(gradients, divisor=divisor, out_dtypes=out_dtypes)
+        return reduce_buffers(
+            self.settings, gradients, divisor=divisor, out_dtypes=out_dtypes, consume=consume
+        )
+
+    def compile_for(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
+        """Compiles all that ``reduce_buffers`` may launch; see ``reduce_flow.compile_for``."""
+        compile_for(self.settings, devices, dtype, out_dtype)
+
+    def reduce_batch(
+        self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
+    ) -> list[tuple[Part, ...]]:
+        """See ``CrossDeviceOps.reduce_batch``."""
+        return reduce_requests(self.settings, reduce_op, requests, coalesce=coalesce)
+
+
+def is_all_reduce(ops: CrossDeviceOps) -> bool:
+    """Whether it reduces by the all-reduce of this file, and not in a way of its own."""
+    return type(ops).reduce_batch is AllReduceCrossDeviceOps.reduce_batch
+
+
+class _Steady(NamedTuple):
+    """The arguments of a ``PreparedStep``."""
+
+    requests: list[Request]
+    kinds: list[Kind]
+    reduce: Callable[[], Sequence[tuple[Part, ...]]]
+    outs: list[list[Out]]
+
+
+def _as_wire(wire_dtype: str | DType | None) -> DType | None:
+    if wire_dtype is None:
+        return None
+    allowed = [as_dtype(name) for name in ("float16", "bfloat16", "float32")]
+    with suppress(TypeError):
+        if as_dtype(wire_dtype) in allowed:
+            return as_dtype(wire_dtype)
+    raise ValueError(f"wire_dtype={brief(wire_dtype)} is not 'float16', 'bfloat16' or 'float32'")
+
+
+class NcclAllReduce(AllReduceCrossDeviceOps):
+    """``AllReduceCrossDeviceOps`` by NCCL, with ``num_packs`` packs (at least 0)."""
+
+    def __init__(
+        self,
+        num_packs: int = 1,
+        *,
+        mesh: Mesh | None = None,
+        wire_dtype: str | DType | None = None,
+    ) -> None:
+        super().__init__("nccl", num_packs, mesh=mesh, wire_dtype=wire_dtype)
+
+
+class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
+    """``AllReduceCrossDeviceOps`` by hierarchical copy, with ``num_packs`` packs (at least 0).
+
+    ``topology``, two lists of replica numbers, names other halves than the first n // 2 replicas
+    and the rest; see ``AllReduceCrossDeviceOps``.
+    """
+
+    def __init__(
+        self,
+        num_packs: int = 1,
+        *,
+        mesh: Mesh | None = None,
+        topology: Sequence[Sequence[int]] | None = None,
+        wire_dtype: str | DType | None = None,
+    ) -> None:
+        super().__init__(
+            "hierarchical_copy", num_packs, mesh=mesh, topology=topology, wire_dtype=wire_dtype
+        )
+
+
+@cache
+def shared_ops() -> AllReduceCrossDeviceOps:
+    """The one that those use who were given none; what shares it can travel together."""
+    return AllReduceCrossDeviceOps()
+
+
+def all_reduce(  # noqa: PLR0913  # what is asked in one line
+    grads: Sequence[Any],
+    op: ReduceOp = ReduceOp.MEAN,
+    *,
+    mesh: Mesh | None = None,
+    coalesce: bool = False,
+    as_kind: str | None = None,
+    out: Sequence[Any] | None = None,
+    wire_dtype: str | DType | None = None,
+    deadline: float | None = None,
+) -> Any:
+    """``AllReduceCrossDeviceOps(mesh=mesh).all_reduce(grads, op)``, in one line.
+
+    Args:
+        grads: ``grads[device][tensor]``, lists, tuples or dicts of arrays or IndexedSlices. A
+            tensor that is None on every device stays None.
+        op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``.
+        mesh: whose devices. Default: ``gr.default_mesh()``.
+        coalesce: add rows of the same index of IndexedSlices.
+        as_kind: what the results are instead of the kind of each tensor's first array.
+        out: arrays that the results are written into, nested as ``grads``.
+        wire_dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``: in which dtype floats travel;
+            see ``AllReduceCrossDeviceOps``.
+        deadline: seconds from now in which the devices must be done, or the mesh dies.
+
+    Returns:
+        The combined arrays, nested as they came. New memory; or ``out``.
+
+    Raises:
+        ValueError, TypeError, BackendUnavailableError, CollectiveError: what
+            ``AllReduceCrossDeviceOps.all_reduce`` raises.
+    """
+    check_op("op", op)
+    ops_of_mesh = AllReduceCrossDeviceOps(mesh=mesh, wire_dtype=wire_dtype)
+    return ops_of_mesh.all_reduce(
+        grads, op, coalesce=coalesce, as_kind=as_kind, out=out, deadline=deadline
+    )
+
+
+def _prepare_step(
+    flat: FlatBuffer, op: ReduceOp, cross_device_ops: Any, deadline: float | None
+) -> PreparedStep:
+    """See ``FlatBuffer.prepare_all_reduce``."""
+    ops = shared_ops() if cross_device_ops is None else cross_device_ops
+    if not isinstance(ops, AllReduceCrossDeviceOps):
+        raise ValueError(
+            f"cross_device_ops={brief(ops)} cannot prepare a step: pass an AllReduceCrossDeviceOps"
+        )
+    columns = list(zip(*flat.views, strict=True))
+    values = [PerReplica.of(column) for column in columns]
+    flat.adopt()
+    step = ops.prepare(op, [(value, value) for value in values], out=columns, deadline=deadline)
+    step.flat = flat
+    flat.release(deadline=deadline)
+    return step
+
+
+FlatBuffer.prepare_step = staticmethod(_prepare_step)

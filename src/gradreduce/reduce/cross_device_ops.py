@@ -1,0 +1,373 @@
+"""What every reduction across devices takes and gives; one device at a time, it adds by itself.
+
+Sources: tf.distribute.CrossDeviceOps and ReductionToOneDevice (all_reduce_cross_device_ops.md).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+from gradreduce.arrays.caller_streams import Aside, OneCall
+from gradreduce.arrays.convert import as_result_kind
+from gradreduce.arrays.convert_gpu import Kind, reading
+from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, ReduceOp, buffer_of, device_of
+from gradreduce.arrays.outputs import Out, hand_back
+from gradreduce.backends.device_names import DeviceLike, as_device, is_device_like
+from gradreduce.device import Buffer, Device, DType, Mesh, Travel, as_deadline, as_flag, due
+from gradreduce.errors import brief
+from gradreduce.ops import prepare_all_sum
+
+from .arguments import (
+    Request,
+    as_reduced,
+    checked_mesh,
+    checked_requests,
+    destination_devices,
+    devices_of,
+    named_mesh,
+    single_value,
+)
+from .one_device import Accumulate, copied_to, divided
+from .out_arguments import halves_told, shown, with_outs
+from .pipeline import landed, reduce_to_one
+
+__all__ = ["CrossDeviceOps", "ReductionToOneDevice", "result_kinds"]
+
+
+class CrossDeviceOps(ABC):
+    """Base of what combines values across devices (tf.distribute.CrossDeviceOps).
+
+    Checks arguments; a subclass implements ``reduce_batch``.
+
+    Attributes:
+        mesh: where host arrays are put that come without a device. None: the mesh of the devices
+            that the destination names, else ``gr.default_mesh()``.
+    """
+
+    mesh: Mesh | None = None
+    _elementwise = False  # whether ``reduce_batch`` may get arrays with their axes in another order
+
+    def __repr__(self) -> str:
+        told = [*self._told(), *([] if self.mesh is None else [f"mesh={self.mesh!r}"])]
+        return f"<{type(self).__name__}{' ' if told else ''}{', '.join(told)}>"
+
+    def _told(self) -> list[str]:
+        """What ``repr`` says beside the class and the mesh."""
+        return []
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: Any,
+        destinations: Any,
+        *,
+        coalesce: bool = False,
+        as_kind: str | None = None,
+        out: Any = None,
+        deadline: float | None = None,
+    ) -> Mirrored:
+        """Combines the replicas of one value; see ``batch_reduce``. ``out`` is that of one."""
+        pairs = [(per_replica_value, destinations)]
+        outs = None if out is None else [out]
+        return self.batch_reduce(
+            reduce_op, pairs, coalesce=coalesce, as_kind=as_kind, out=outs, deadline=deadline
+        )[0]
+
+    @OneCall()
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        *,
+        coalesce: bool = False,
+        as_kind: str | None = None,
+        out: Sequence[Any] | None = None,
+        deadline: float | None = None,
+    ) -> list[Mirrored]:
+        """Combines the replicas of each value.
+
+        Waits for no device: it returns when all has been launched. Arrays on GPUs may be
+        overwritten by then, in the order of their library's current stream. The first call for a
+        dtype compiles, and connects the GPUs where NCCL is needed, which may take seconds.
+
+        Args:
+            reduce_op: ``ReduceOp.SUM`` or ``ReduceOp.MEAN``. MEAN is true division by the number
+                of replicas, in the accumulate type, before the one rounding (NCCL adds halves in
+                their own type: a sum may overflow though its mean would not). Integers are added
+                modulo 2**bits; their means are of the sum that gives, and floats: those of 8 and 16
+                bits become float32, of 32 and 64 bits float64.
+            value_destination_pairs: list or tuple of pairs. A value is a ``PerReplica`` or
+                ``Mirrored`` whose replicas agree in shape and dtype, or one array of any library,
+                Buffer or IndexedSlices, which is its own only replica. A destination only names
+                devices: a ``PerReplica``, ``Mirrored``, ``Variable``, ``Mesh``, device, name of a
+                device (``"gpu:1"``, ``"sim:0"``, ``"/device:GPU:1"``), ``torch.device``, or list
+                of these three. Names are looked up in the mesh of the value.
+            coalesce: add rows of the same index, where all replicas are IndexedSlices. Otherwise
+                the rows of all replicas stand one after the other, and MEAN divides each of them.
+            as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the
+                arrays of the results are instead of the kind of the value's.
+            out: where the results go: for each pair a ``PerReplica``, ``Mirrored``, list or tuple
+                of arrays, one on each device of the result, in its order; dense, writable, of
+                the result's shape and dtype. An array may be a replica of this value, which is
+                then reduced in place, and overlaps nothing else. Without copies between where
+                it can be: for arrays in a ``mesh.flat_buffer``, or of one GPU, or of our own
+                memory, and with strides as the value has. Not for IndexedSlices.
+            deadline: seconds from now in which the devices must be done, or the mesh dies. The
+                first call for a dtype compiles, and connects GPUs, inside of them.
+
+        Returns:
+            One ``Mirrored`` for each pair, in order; on the value's devices in the value's order
+            if the destination names just these, else on the destination's in its order. Of the
+            shape of a replica and, but for means of integers, its dtype. Its memory is new and
+            the caller's, though results of one call may be parts of one allocation; no input is
+            written. Dense arrays whose axes are not in C's order in memory, such as
+            channels_last tensors, give arrays of the same order, if all replicas have it; rows
+            that came as ``torch.sparse_coo`` go out so, with ``as_kind`` "torch" or None.
+            With ``out``, a ``Mirrored`` of its arrays, of their kind. Then the host waits
+            where arrays lie in host memory: they have no queue of ours.
+
+        Raises:
+            ValueError: a wrong operation, pair or destination, or replicas that differ in shape
+                or dtype (named), or an ``out`` that does not fit. Nothing was launched.
+            DeviceMismatchError: (a ``ValueError``) value and destination are of two meshes.
+            TypeError: a dtype that cannot be added.
+            BackendUnavailableError: NCCL is needed, on two physical GPUs or more, and missing,
+                or the mesh was closed. Nothing was launched.
+            CollectiveError: NCCL failed, or the mesh is dead: a deadline passed before. A call
+                whose own deadline passes has returned, as a rule; what waits for its results
+                raises, and every later call.
+            MemoryError, BackendUnavailableError: memory ran out, or a device died, in the middle:
+                then ``out`` may hold a part of the results, of which the error has a note. Without
+                ``out`` nothing of the caller's was written.
+        """
+        seconds = as_deadline(deadline)
+        if out is None:
+            coalesce = as_flag("coalesce", coalesce)
+            requests = checked_requests(
+                value_destination_pairs, reduce_op, self.mesh, elementwise=self._elementwise
+            )
+            kinds = result_kinds(requests, as_kind)
+            involved = () if seconds is None else devices_of(requests)
+            with due("batch_reduce", seconds, involved), Aside():  # a class of the caller's own
+                reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
+            return mirrored(requests, reduced, kinds)
+        if as_kind is not None:
+            raise ValueError(f"as_kind={brief(as_kind)}: the results are the arrays of out")
+        requests = checked_requests(
+            value_destination_pairs, reduce_op, self.mesh, elementwise=self._elementwise, out=out
+        )
+        requests, outs = with_outs(requests, out, reduce_op)
+        devices = devices_of(requests)
+        with due("batch_reduce", seconds, devices), halves_told(devices):
+            with Aside():
+                reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
+            landed(requests, reduced)
+        hand_back(each for row in outs for each in row)
+        return shown(requests, outs)
+
+    @OneCall()
+    def broadcast(
+        self,
+        tensor: Any,
+        destinations: Any,
+        *,
+        as_kind: str | None = None,
+        out: Any = None,
+        deadline: float | None = None,
+    ) -> Any:
+        """Copies ``tensor`` to every destination; waits for no device.
+
+        Args:
+            tensor: an array of any library, a Buffer, IndexedSlices, a ``Mirrored``, or a
+                ``PerReplica`` of one device; or a list or tuple of these. Not written.
+            destinations: see ``batch_reduce``; of each tensor the same.
+            as_kind: what the arrays of the result are instead of the kind of ``tensor``.
+            out: where the copies go: see ``batch_reduce``, for one value; of a list of tensors a
+                list of such. An array may be ``tensor`` itself. Not for IndexedSlices.
+            deadline: see ``batch_reduce``.
+
+        Returns:
+            A ``Mirrored`` on the destination's devices, in its order; of a list of tensors a list.
+            In new memory on each device, also where ``tensor`` lies; or, with ``out``, of its
+            arrays, and the host waits where these lie in host memory.
+
+        Raises:
+            ValueError: a wrong destination, what is no array, or an ``out`` that does not fit.
+                Nothing was launched.
+            DeviceMismatchError: destinations, or arrays of ``out``, on other devices or meshes.
+            TypeError: a dtype that cannot be added.
+            BackendUnavailableError: the mesh was closed.
+            CollectiveError: the mesh is dead.
+        """
+        seconds = as_deadline(deadline)
+        many = isinstance(tensor, list | tuple)
+        if out is not None and as_kind is not None:
+            raise ValueError(f"as_kind={brief(as_kind)}: the results are the arrays of out")
+        if not many:
+            out = None if out is None else [out]
+        requests = self._to_copy(tensor if many else [tensor], destinations, out, many=many)
+        kinds = result_kinds(requests, as_kind)
+        outs: list[list[Out]] = []
+        if out is not None:
+            requests, outs = with_outs(requests, out, ReduceOp.SUM)
+        devices = devices_of(requests)
+        reading([buffer_of(request.value.parts[0]) for request in requests])
+        told = halves_told(devices) if outs else nullcontext()
+        with due("broadcast", seconds, devices), told:
+            copied = [_copied(place, request) for place, request in enumerate(requests)]
+        hand_back(each for row in outs for each in row)
+        made = shown(requests, outs) or mirrored(requests, copied, kinds)
+        return made if many else made[0]
+
+    def _to_copy(
+        self, tensors: Sequence[Any], destinations: Any, out: Any, *, many: bool
+    ) -> list[Request]:
+        """A request for each tensor, whose only replica it is."""
+        requests = []
+        for place, tensor in enumerate(tensors):
+            name = f"tensor[{place}]" if many else "tensor"
+            given = single_value(tensor, name, self.mesh or named_mesh(destinations))
+            devices = destination_devices(destinations, 0, given.mesh)
+            value, form = as_reduced(given, place, out)
+            requests.append(Request(value, devices, False, None, form))
+        return requests
+
+    @abstractmethod
+    def reduce_batch(
+        self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
+    ) -> list[tuple[Part, ...]]:
+        """For each request an array on each of its devices, in new memory.
+
+        Accumulators call it too, with their locks held, for the sum of what each device has added
+        up: so it waits for no other thread, and takes nothing from an accumulator.
+        """
+
+    def reduce_buffers(
+        self,
+        gradients: Sequence[Sequence[Buffer]],
+        *,
+        divisor: float = 1,
+        out_dtypes: Sequence[DType] | None = None,
+        consume: ExitStack | None = None,
+    ) -> list[tuple[Buffer, ...]]:
+        """What accumulators call: the sum of ``gradients[tensor][replica]`` on every device.
+
+        Args:
+            gradients: of real floats.
+            divisor: of each sum, in the dtype of ``gradients``.
+            out_dtypes: of the results, one for each tensor. Default: that of its gradients.
+            consume: not None: ``gradients`` may be overwritten, see
+                ``reduce_flow.reduce_buffers``; here they never are.
+        """
+        requests = []
+        for row in gradients:
+            value = PerReplica.of(row, "native")
+            requests.append(Request(value, value.devices, True))
+        with Aside():  # a class of the caller's own
+            sums = self.reduce_batch(ReduceOp.SUM, requests, coalesce=False)
+        dtypes = out_dtypes or [row[0].dtype for row in gradients]
+        flat = [(buffer_of(part), dtype) for row, dtype in zip(sums, dtypes, strict=True)
+                for part in row]  # fmt: skip
+        made = iter(divided([part for part, _ in flat], divisor, [dtype for _, dtype in flat]))
+        return [tuple([next(made) for _ in row]) for row in sums]
+
+    def compile_for(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
+        """Compiles what is known beforehand of what ``reduce_buffers`` launches.
+
+        Args:
+            devices: of the gradients.
+            dtype: of the gradients.
+            out_dtype: of the results.
+        """
+        for device in devices:
+            prepare_all_sum(device, dtype, dtype)
+            prepare_all_sum(device, out_dtype, dtype)
+
+
+class ReductionToOneDevice(CrossDeviceOps):
+    """Adds all replicas on one device, left to right, and copies the result out.
+
+    For values of few devices, and where there are no links to speak of
+    (tf.distribute.ReductionToOneDevice).
+
+    Args:
+        reduce_to_device: where to add, a device, the name of one or a ``torch.device``, in the
+            mesh of the value; default the first destination.
+        accumulation_fn: how: called with the list of a value's replicas, arrays of its own kind
+            on that device, and gives their sum, an array of their shape and dtype; it changes
+            none. Default: ``gr.add_n``'s own sum. Not called for IndexedSlices.
+        mesh: where host arrays are put that come without a device.
+
+    Raises:
+        ValueError: ``reduce_to_device`` is no device and no name, ``accumulation_fn`` cannot be
+            called, or ``mesh`` is none. A call also raises it, before anything is launched, for
+            a name that the value's mesh has not; and, when it has added other values of the
+            batch already, for a sum by ``accumulation_fn`` of another shape or dtype.
+    """
+
+    def __init__(
+        self,
+        reduce_to_device: DeviceLike | None = None,
+        accumulation_fn: Accumulate | None = None,
+        *,
+        mesh: Mesh | None = None,
+    ) -> None:
+        if reduce_to_device is not None and not is_device_like(reduce_to_device):
+            raise ValueError(f"reduce_to_device={brief(reduce_to_device)} is no device and no name")
+        if accumulation_fn is not None and not callable(accumulation_fn):
+            raise ValueError(f"accumulation_fn={brief(accumulation_fn)} cannot be called")
+        self.reduce_to_device = reduce_to_device
+        self.accumulation_fn = accumulation_fn
+        self._elementwise = accumulation_fn is None
+        self.mesh = checked_mesh(mesh)
+
+    def _told(self) -> list[str]:
+        where, how = self.reduce_to_device, self.accumulation_fn
+        given = {"reduce_to_device": where, "accumulation_fn": how}
+        return [f"{name}={value!r}" for name, value in given.items() if value is not None]
+
+    def reduce_batch(
+        self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
+    ) -> list[tuple[Part, ...]]:
+        """See ``CrossDeviceOps.reduce_batch``."""
+        homes = [self._home(request, place) for place, request in enumerate(requests)]
+        results = []
+        for place, (request, home) in enumerate(zip(requests, homes, strict=True)):
+            with home.fabric.watched_pack(Travel((place,))):
+                each = reduce_to_one(
+                    reduce_op, request, home, coalesce=coalesce, accumulate=self.accumulation_fn
+                )
+            results.append(each)
+        return results
+
+    def _home(self, request: Request, place: int) -> Device:
+        if self.reduce_to_device is None:
+            return request.devices[0]
+        label = f"value {place}: reduce_to_device="
+        home = as_device(self.reduce_to_device, label, request.value.mesh)
+        return destination_devices(home, place, request.value.mesh)[0]
+
+
+def _copied(place: int, request: Request) -> tuple[Part, ...]:
+    """The only replica of a value on each of the request's devices."""
+    (part,) = request.value.parts
+    with device_of(part).fabric.watched_pack(Travel((place,))):
+        return copied_to(part, request.devices, request.out)
+
+
+def mirrored(
+    requests: Sequence[Request], reduced: Sequence[tuple[Part, ...]], kinds: Sequence[Kind]
+) -> list[Mirrored]:
+    """The results, in the form of the values."""
+    return [
+        Mirrored.of(parts, kind, request.form)
+        for request, parts, kind in zip(requests, reduced, kinds, strict=True)
+    ]
+
+
+def result_kinds(requests: Sequence[Request], as_kind: str | None) -> list[Kind]:
+    """What the arrays of each result are; raises as ``as_result_kind`` does."""
+    return [as_result_kind(as_kind, request.value.kind, request.devices[0]) for request in requests]

@@ -1,0 +1,275 @@
+"""All-reduce in two halves: who adds what where, without a collective library.
+
+The order of additions is a function of the number n of replicas alone: the first n // 2 replicas
+in mesh order make one half, the rest the other, each is added left to right, then the two halves
+(n = 5: (r0+r1) + ((r2+r3)+r4)). A topology names other halves, and their order. Everything else
+here decides how bytes travel.
+
+Source: hierarchical copy of tf.contrib.distribute.AllReduceCrossDeviceOps, which leaves out the
+last replica of an odd number; here any number works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gradreduce import ops
+from gradreduce.device import (
+    ALIGNMENT,
+    Buffer,
+    Device,
+    Queue,
+    accumulate_dtype,
+    bring,
+    by_physical,
+    gather,
+    gather_all,
+    scatter,
+)
+
+from .reduction_groups import Halves, halves_of
+from .stages import Job, Stage, Steps, run_stages
+
+__all__ = ["SLICE_BYTES", "Slice", "hierarchical_copy", "plan_slices", "works_in_place"]
+
+# Packs that travel together and are at least this are shared out by bytes, so that every link
+# works; below it, one device for a whole pack saves launches. To be measured on links.
+SLICE_BYTES = 64 * 1024
+
+
+class Slice(NamedTuple):
+    """A part of a pack and the replica on whose device it is added.
+
+    Attributes:
+        job: which pack.
+        main: the replica whose device adds it.
+        start: first element.
+        stop: one past the last.
+    """
+
+    job: int
+    main: int
+    start: int
+    stop: int
+
+
+def plan_slices(
+    packs: Sequence[tuple[int, int]], mains: Sequence[int], slice_bytes: int = SLICE_BYTES
+) -> list[Slice]:
+    """Which device adds which part of which pack, of those that travel together.
+
+    End to end they are cut into one run of equal bytes for each physical device. (Each pack cut
+    for itself would load the links no better, and make as many slices as packs times devices.)
+
+    Args:
+        packs: ``(elements, bytes of an element)`` of each pack; of the narrower one where inputs
+            and outs differ, so that a cut is a vector boundary in both.
+        mains: the first replica on each physical device.
+        slice_bytes: packs of fewer bytes in all are not cut but take turns.
+    """
+    total = sum(size * itemsize for size, itemsize in packs)
+    if total < slice_bytes or len(mains) == 1:
+        return [Slice(job, mains[job % len(mains)], 0, size) for job, (size, _) in enumerate(packs)]
+    slices: list[Slice] = []
+    part, before = 0, 0  # the run that is being filled; bytes of the packs before
+    for job, (size, itemsize) in enumerate(packs):
+        unit = ALIGNMENT // itemsize
+        start = 0
+        while start < size:
+            room = total * (part + 1) // len(mains) - before  # bytes of this pack up to its end
+            stop = size if room >= size * itemsize else room // itemsize // unit * unit
+            if stop > start:
+                slices.append(Slice(job, mains[part], start, stop))
+                start = stop
+            if start < size:
+                part += 1
+        before += size * itemsize
+    return slices
+
+
+def hierarchical_copy(
+    jobs: Sequence[Job], topology: Halves | None = None, *, stages: Sequence[Stage] = ()
+) -> None:
+    """Reduces every job; the same bits on every placement, whatever the packs and slices.
+
+    Where all replicas are within reach of each other, each main device reads all inputs of its
+    slices and writes all outs, in one launch for each stage. Where not, halves are added apart,
+    from what a launch reaches where it lies, and copied.
+
+    Args:
+        jobs: on the same devices, all of them.
+        topology: the halves, in place of the first n // 2 replicas and the rest.
+        stages: see ``run_stages``.
+
+    Raises:
+        ValueError: the topology is one of another number of replicas. Nothing was launched.
+    """
+    if not jobs:
+        return
+    devices = [buffer.device for buffer in jobs[0].inputs]
+    halves = halves_of(len(devices), topology)
+    mains = [places[0] for places in by_physical(devices).values()]
+    direct = all(_reaches(devices[main], devices) for main in mains)
+
+    def steps_of(places: Sequence[int], queue: Queue) -> Steps:
+        together = [jobs[place] for place in places]
+        packs = [(job.inputs[0].size, _narrower(job)) for job in together]
+        work = [
+            (part.main, together[part.job].part(part.start, part.stop))
+            for part in plan_slices(packs, mains)
+        ]
+        if direct:
+            return _direct(work, devices, halves, queue)
+        return _staged([_Staged(*each, devices, halves) for each in work], devices, queue)
+
+    with devices[0].fabric.launch_lock:
+        run_stages(stages, len(jobs), steps_of)
+
+
+def _narrower(job: Job) -> int:
+    return min(job.inputs[0].dtype.itemsize, job.outs[0].dtype.itemsize)
+
+
+def works_in_place(devices: Sequence[Device]) -> bool:
+    """Whether a failure on the way leaves the inputs as they were, outs being inputs or not.
+
+    Where every device reaches every other nothing is allocated after the first launch. Staged,
+    something is, and may fail when a part has been reduced already.
+    """
+    return all(_reaches(device, devices) for device in devices)
+
+
+def _reaches(main: Device, devices: Sequence[Device]) -> bool:
+    return all(main.fabric.peers(main.physical, device.physical) for device in devices)
+
+
+def _direct(
+    work: Sequence[tuple[int, Job]], devices: Sequence[Device], halves: Halves, queue: Queue
+) -> Steps:
+    """One launch for each main device and divisor: read n, write n."""
+    order = [*halves[0], *halves[1]]
+    split = len(halves[0]) if all(halves) else 0
+    by_main: dict[tuple[int, float], list[Job]] = {}
+    for main, job in work:
+        by_main.setdefault((main, job.divisor), []).append(job)
+    working = [devices[main] for main in dict.fromkeys(main for main, _ in by_main)]
+    gather_all(working, devices, queue)
+    for (main, divisor), parts in by_main.items():
+        ops.all_sum(
+            [job.outs for job in parts],
+            [[job.inputs[replica] for replica in order] for job in parts],
+            split,
+            divisor=divisor,
+            device=devices[main],
+            queue=queue,
+        )
+    yield
+    for leader in working:
+        scatter(leader, devices, queue)
+
+
+class _Staged:
+    """One slice where no launch reaches everything: what one does not reach is copied to it.
+
+    The main device adds the half of its own replica, the k-th of that half; the other half is
+    added on the device of *its* k-th replica (k modulo its size).
+    """
+
+    def __init__(self, main: int, job: Job, devices: Sequence[Device], halves: Halves) -> None:
+        half, other = halves
+        if main not in half:
+            half, other = other, half
+        self._job, self._main, self._devices = job, main, devices
+        self.leader = devices[main]
+        self.partner = devices[other[half.index(main) % len(other)]] if other else self.leader
+        self._halves = [(self.leader, half)] + ([(self.partner, other)] if other else [])
+        self._near: list[list[Buffer]] = []
+        self._partials: list[Buffer] = []
+
+    def bring(self, queue: Queue) -> None:
+        """Copies the replicas of each half to where they are added, if they are out of reach."""
+        for device, half in self._halves:
+            self._near.append([bring(device, self._job.inputs[place], queue) for place in half])
+
+    def add_halves(self, queue: Queue) -> None:
+        """Adds each half, and copies the other one to the main device, if it is out of reach.
+
+        A lone replica is exact as it is: it crosses in its own dtype.
+        """
+        for (device, _), near in zip(self._halves, self._near, strict=True):
+            partial = near[0] if len(near) == 1 else _half_sum(device, near)
+            self._partials.append(bring(self.leader, partial, queue))
+        self._near.clear()
+
+    def add_both(self, queue: Queue) -> None:
+        """Adds the two halves, into all outs nearby, and copies the sum to each other GPU."""
+        job, leader = self._job, self.leader
+        near = by_physical(self._devices)[leader.physical]
+        partials = self._partials
+        if len({partial.dtype for partial in partials}) > 1:  # one launch reads one dtype
+            partials = [_half_sum(leader, [partial]) for partial in partials]
+        sharing = [self._devices[replica] for replica in near]
+        sharing += [partial.device for partial in partials]
+        gather(leader, sharing)
+        ops.all_sum(
+            [[job.outs[replica] for replica in near]],
+            [partials],
+            len(partials) - 1,
+            divisor=job.divisor,
+            device=leader,
+        )
+        scatter(leader, sharing)
+        self._partials.clear()
+        for physical, places in by_physical(self._devices).items():
+            if physical != leader.physical:
+                first = job.outs[places[0]]
+                first.device.copy(first, job.outs[self._main], queue=queue)
+
+    def fan_out(self) -> None:
+        """Copies what came to another GPU to the logical devices that share it."""
+        for physical, places in by_physical(self._devices).items():
+            if physical != self.leader.physical:
+                for place in places[1:]:
+                    first = self._job.outs[places[0]]
+                    self._devices[place].copy(self._job.outs[place], first)
+
+
+def _staged(work: Sequence[_Staged], devices: Sequence[Device], queue: Queue) -> Steps:
+    """All slices side by side, a step at a time.
+
+    Done one after the other, each would wait for the last copies of the one before it.
+    """
+    for part in work:
+        part.bring(queue)
+    yield
+    _arrived(devices, queue)
+    for part in work:
+        part.add_halves(queue)
+    yield
+    _arrived([part.leader for part in work], queue)
+    for part in work:
+        part.add_both(queue)
+    yield
+    _arrived(devices, queue)
+    for part in work:
+        part.fan_out()
+
+
+def _arrived(devices: Sequence[Device], queue: Queue) -> None:
+    """What comes next on the compute queues comes behind what has been copied."""
+    for device in dict.fromkeys(devices) if queue != "compute" else ():
+        device.wait(device.mark(queue))
+
+
+def _half_sum(device: Device, near: Sequence[Buffer]) -> Buffer:
+    """What ``device`` reaches, added left to right on it, in the accumulate type."""
+    wide = accumulate_dtype(near[0].dtype)
+    if len(near) == 1 and near[0].dtype == wide:
+        return near[0]
+    total = device.empty(near[0].shape, wide)
+    sharing = [buffer.device for buffer in near]
+    gather(device, sharing)
+    ops.add_n([total], [near], device=device)
+    scatter(device, sharing)
+    return total

@@ -1,0 +1,215 @@
+"""All-reduce by a collective library: one rank for each physical device.
+
+Replicas that share a physical device are folded into one buffer first, in mesh order, rounded to
+the tensor's dtype so that the link carries no more bytes than the tensor has; the library adds
+those; then the sum is divided and fanned out in one pass. With one physical device the library
+is not called. It promises no order of additions.
+
+NCCL knows no 16-bit integers. It carries what each device has folded to all others, and the pass
+that fans out adds, in the order of the ranks, modulo 2**16. For n devices that is n buffers of
+memory on each while it lasts, and n - 1 over each link instead of 2 * (n - 1) / n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradreduce import ops
+from gradreduce.device import Buffer, Collective, Device, DType, Queue, by_physical, gather, scatter
+
+from .stages import Job, Stage, Steps, run_stages
+
+__all__ = ["SHARED_GROUP_BYTES", "check_library", "connect", "nccl", "plan_groups"]
+
+# Packs of less than this, in the bytes of one rank's buffer, share a group call: a call costs a
+# launch on every GPU and a round of messages, whatever it carries, and with packs as short as this
+# that is most of what they cost. A larger one fills the links by itself and gains nothing by
+# company. From the design, to be measured on links.
+SHARED_GROUP_BYTES = 1024 * 1024
+
+
+def plan_groups(nbytes: Sequence[int]) -> list[list[int]]:
+    """Which packs share a group call.
+
+    Args:
+        nbytes: of each pack, one rank's buffer.
+
+    Returns:
+        The places of the packs of each group: each large one alone, in order; all small ones
+        together, where the first of them stands.
+    """
+    groups: list[list[int]] = []
+    small: list[int] = []
+    for job, size in enumerate(nbytes):
+        if size >= SHARED_GROUP_BYTES:
+            groups.append([job])
+            continue
+        if not small:
+            groups.append(small)
+        small.append(job)
+    return groups
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One job on one physical device.
+
+    Attributes:
+        folded: the sum of the replicas there, on the device of the first; the library adds those
+            of all physical devices into it.
+        source: what it adds: the lone replica there, or the sum itself.
+        gathered: room for what all physical devices have folded, a row for each rank; None where
+            the library adds.
+    """
+
+    folded: Buffer
+    source: Buffer
+    gathered: Buffer | None
+
+    @property
+    def terms(self) -> tuple[Buffer, ...]:
+        """What is still to be added when the library is done, in the order of the ranks."""
+        if self.gathered is None:
+            return (self.folded,)
+        num_ranks, size = self.gathered.shape
+        return tuple(self.gathered.view(rank * size, (size,)) for rank in range(num_ranks))
+
+
+def nccl(jobs: Sequence[Job], *, stages: Sequence[Stage] = ()) -> None:
+    """Reduces every job through the mesh's collective; ``plan_groups`` says in which calls.
+
+    All memory is asked for, and the library looked for, before the first launch: where that
+    fails nothing was changed.
+
+    Args:
+        jobs: on the same devices, all of them.
+        stages: see ``run_stages``.
+
+    Raises:
+        BackendUnavailableError: several physical devices, and no library.
+    """
+    if not jobs:
+        return
+    devices = [buffer.device for buffer in jobs[0].inputs]
+    sharing = list(by_physical(devices).values())
+    with devices[0].fabric.launch_lock:
+        if len(sharing) == 1:
+            run_stages(stages, len(jobs), lambda places, _: _near([jobs[at] for at in places]))
+            return
+        collective = devices[0].mesh.collective
+        parts = [[_part(job, places, len(sharing)) for job in jobs] for places in sharing]
+
+        def steps_of(places: Sequence[int], queue: Queue) -> Steps:
+            here = [[near[at] for at in places] for near in parts]
+            return _far([jobs[at] for at in places], sharing, here, collective, queue)
+
+        run_stages(stages, len(jobs), steps_of)
+
+
+def _near(jobs: Sequence[Job]) -> Steps:
+    """Jobs on one physical device: read n, write n."""
+    _finish([(job, job.inputs) for job in jobs], range(len(jobs[0].inputs)))
+    yield
+
+
+def _far(
+    jobs: Sequence[Job],
+    sharing: Sequence[Sequence[int]],
+    parts: Sequence[Sequence[_Part]],
+    collective: Collective,
+    queue: Queue,
+) -> Steps:
+    """Jobs of several physical devices; ``parts`` of each of them, ``sharing`` its replicas."""
+    leaders = [jobs[0].inputs[places[0]].device for places in sharing]
+    for places, near in zip(sharing, parts, strict=True):
+        _fold(jobs, near, places)
+    for leader in leaders:
+        gather(leader, [leader], queue)
+    for group in plan_groups([part.folded.nbytes for part in parts[0]]):
+        with collective.group():
+            for place in group:
+                _cross(collective, [near[place] for near in parts], queue)
+    yield
+    for leader in leaders:
+        scatter(leader, [leader], queue)
+    for places, near in zip(sharing, parts, strict=True):
+        _finish([(job, part.terms) for job, part in zip(jobs, near, strict=True)], places)
+
+
+def check_library(devices: Sequence[Device]) -> None:
+    """Raises ``BackendUnavailableError`` where a library is needed and missing.
+
+    For those who launch something before they call ``nccl``.
+    """
+    if len(by_physical(devices)) > 1:
+        _ = devices[0].mesh.collective
+
+
+def connect(devices: Sequence[Device]) -> None:
+    """Makes ready what ``nccl`` calls for replicas on these devices; may take seconds, once."""
+    places = by_physical(devices).values()
+    if len(places) > 1:
+        devices[0].mesh.collective.connect([devices[first] for first, *_ in places])
+
+
+def _is_gathered(dtype: DType) -> bool:
+    """Whether the library only carries it: NCCL has no 16-bit integers, so we add them."""
+    return dtype.kind in "iu" and dtype.itemsize == 2
+
+
+def _part(job: Job, places: Sequence[int], num_ranks: int) -> _Part:
+    """The memory for one job on the device of ``places[0]``; launches nothing."""
+    first, out = job.inputs[places[0]], job.outs[places[0]]
+    gathers = _is_gathered(first.dtype)
+    gathered = first.device.empty((num_ranks, first.size), first.dtype) if gathers else None
+    alone = len(places) == 1
+    if gathers and alone:
+        return _Part(first, first, gathered)  # which nobody overwrites
+    folded = out if out.dtype == first.dtype else first.device.empty(first.shape, first.dtype)
+    return _Part(folded, first if alone else folded, gathered)
+
+
+def _fold(jobs: Sequence[Job], parts: Sequence[_Part], places: Sequence[int]) -> None:
+    """Adds the replicas on one physical device, where they are several."""
+    if len(places) == 1:
+        return
+    sharing = [jobs[0].inputs[place].device for place in places]
+    leader = sharing[0]
+    gather(leader, sharing)
+    ops.all_sum(
+        [[part.folded] for part in parts],
+        [[job.inputs[place] for place in places] for job in jobs],
+        device=leader,
+    )
+
+
+def _cross(collective: Collective, ranks: Sequence[_Part], queue: Queue) -> None:
+    """One job over all physical devices."""
+    folded = [part.folded for part in ranks]
+    sources = [part.source for part in ranks]
+    gathered = [part.gathered for part in ranks if part.gathered is not None]
+    if gathered:
+        collective.all_gather(gathered, sources, queue=queue)
+    else:
+        collective.all_reduce(folded, sources=sources, queue=queue)
+
+
+def _finish(finished: Sequence[tuple[Job, tuple[Buffer, ...]]], places: Sequence[int]) -> None:
+    """Adds what is left, divides, and writes every out on the devices of ``places``."""
+    devices = [finished[0][0].outs[place].device for place in places]
+    leader = devices[0]
+    gather(leader, devices)
+    by_divisor: dict[float, list[tuple[list[Buffer], tuple[Buffer, ...]]]] = {}
+    for job, inputs in finished:
+        outs = [job.outs[place] for place in places]
+        alone = len(outs) == len(inputs) == 1
+        if alone and outs[0].address == inputs[0].address and job.divisor == 1:
+            continue  # the library wrote it in place
+        by_divisor.setdefault(job.divisor, []).append((outs, inputs))
+    for divisor, rows in by_divisor.items():
+        ops.all_sum(
+            [outs for outs, _ in rows], [inputs for _, inputs in rows],
+            divisor=divisor, device=leader,
+        )  # fmt: skip
+    scatter(leader, devices)

@@ -1,0 +1,197 @@
+"""How the replicas of a value are added on one device, and one array is handed out to many.
+
+The way of whatever cannot be all-reduced: destinations other than the value's own devices, and
+IndexedSlices, whose rows have no common place. Source: tf.distribute.ReductionToOneDevice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from gradreduce import ops
+from gradreduce.arrays.convert import from_buffer, kind_of, to_buffer
+from gradreduce.arrays.convert_gpu import Kind
+from gradreduce.arrays.distributed import Part
+from gradreduce.arrays.indexed_slices import IndexedSlices, coalesced
+from gradreduce.device import (
+    Buffer,
+    Device,
+    DType,
+    by_physical,
+    copy_over,
+    fetch,
+    gather,
+    mean_dtype,
+    pull,
+    scatter,
+)
+from gradreduce.ops import plan_segments
+
+from .aggregation import joined, with_dense
+
+__all__ = ["Accumulate", "added_on", "copied_to", "divided", "handed_out", "quotients"]
+
+Accumulate = Callable[[list[Any]], Any]
+
+
+def added_on(
+    device: Device,
+    parts: Sequence[Part],
+    *,
+    mean: bool = False,
+    coalesce: bool = False,
+    accumulate: Accumulate | None = None,
+    kind: Kind = "buffer",
+) -> Part:
+    """The sum or mean of one value's replicas, left to right; new memory on ``device``.
+
+    Of IndexedSlices alone: the rows of all replicas, one after the other.
+
+    Args:
+        device: where it is added; what its launches cannot reach is copied there first.
+        parts: the replicas, in order; alike.
+        mean: divide by their number: every row, where all are IndexedSlices.
+        coalesce: add rows of the same index, if all are IndexedSlices.
+        accumulate: adds arrays instead, given as a list; ``device`` is where they lie.
+        kind: of the arrays that it gets.
+
+    Raises:
+        ValueError: what ``accumulate`` gave is not of the replicas' shape and dtype.
+    """
+    sparse = [part for part in parts if isinstance(part, IndexedSlices)]
+    divisor = len(parts) if mean else 1
+    counts = mean and parts[0].dtype.kind in "iu"  # whose mean is of another dtype
+    if len(sparse) == len(parts):
+        rows = _rows_on(device, sparse, 1 if counts else divisor, coalesce=coalesce)
+        return _quotient_of_rows(rows, divisor) if counts else rows
+    dense = with_dense(parts)
+    if accumulate is None:
+        buffers = [fetch(device, buffer) for buffer in dense]
+    else:  # which may launch whatever it likes
+        near = [pull(device, buffer) for buffer in dense]
+        buffers = [_accumulated(device, near, accumulate, kind)]
+    total = device.empty(buffers[0].shape, buffers[0].dtype)
+    _write([total], buffers, 1 if counts else divisor, device)
+    return quotients([total], divisor)[0] if counts else total
+
+
+def quotients(sums: Sequence[Buffer], divisor: float) -> list[Buffer]:
+    """The true quotients of integers, floats in new memory; co-located ones share a launch."""
+    outs = [total.device.empty(total.shape, mean_dtype(total.dtype)) for total in sums]
+    for places, leader in _together(outs):
+        here = [outs[place] for place in places]
+        ops.divide(here, [sums[place] for place in places], divisor, device=leader)
+    return outs
+
+
+def divided(sums: Sequence[Buffer], divisor: float, dtypes: Sequence[DType]) -> list[Buffer]:
+    """Sums of floats over a number, rounded to ``dtypes``, in new memory; likewise."""
+    outs = [
+        total.device.empty(total.shape, dtype) for total, dtype in zip(sums, dtypes, strict=True)
+    ]
+    for places, leader in _together(outs):
+        here = [[outs[place]] for place in places]
+        ops.all_sum(here, [[sums[place]] for place in places], divisor=divisor, device=leader)
+    return outs
+
+
+def _together(buffers: Sequence[Buffer]) -> Iterator[tuple[tuple[int, ...], Device]]:
+    """For each GPU the places of its buffers, and whose queue is to launch for all of them."""
+    devices = [buffer.device for buffer in buffers]
+    for places in by_physical(devices).values():
+        sharing = [devices[place] for place in places]
+        gather(sharing[0], sharing)
+        yield places, sharing[0]
+        scatter(sharing[0], sharing)
+
+
+def handed_out(part: Part, devices: Sequence[Device]) -> tuple[Part, ...]:
+    """Equal arrays on each of ``devices``: ``part`` itself on its own, copies elsewhere."""
+    if isinstance(part, Buffer):
+        return _copies(part, devices, keep=True)
+    return _with_rows(part, _copies(part.values, devices, keep=True))
+
+
+def copied_to(
+    part: Part, devices: Sequence[Device], out: Sequence[Buffer] | None = None
+) -> tuple[Part, ...]:
+    """Equal arrays on each of ``devices``: in ``out``, else in new memory everywhere.
+
+    ``out`` is for a Buffer alone, and may hold it.
+    """
+    if isinstance(part, Buffer):
+        return _copies(part, devices, keep=False, out=out)
+    return _with_rows(part, _copies(part.values, devices, keep=False))
+
+
+def _with_rows(slices: IndexedSlices, copies: Sequence[Buffer]) -> tuple[Part, ...]:
+    """The same indices, which are host data and nobody's to change, for each copy of the rows."""
+    return tuple(IndexedSlices.of(rows, slices.indices, slices.dense_shape) for rows in copies)
+
+
+def _copies(
+    source: Buffer,
+    devices: Sequence[Device],
+    *,
+    keep: bool,
+    out: Sequence[Buffer] | None = None,
+) -> tuple[Buffer, ...]:
+    """One copy crosses to each other GPU; one launch serves what shares one."""
+    outs = out or [
+        source if keep and device is source.device else device.empty(source.shape, source.dtype)
+        for device in devices
+    ]
+    for physical, places in by_physical(devices).items():
+        rest = [outs[place] for place in places if outs[place] is not source]
+        near = source
+        if rest and physical != source.device.physical:
+            near = rest.pop(0)
+            copy_over(near.device, near, source)
+        if rest:
+            _write(rest, [near], 1, near.device)
+    return tuple(outs)
+
+
+def _write(
+    outs: Sequence[Buffer], inputs: Sequence[Buffer], divisor: float, device: Device
+) -> None:
+    """Every out becomes the sum of the inputs, divided: one launch by ``device``."""
+    sharing = [buffer.device for buffer in (*outs, *inputs)]
+    gather(device, sharing)
+    ops.all_sum([outs], [inputs], divisor=divisor, device=device)
+    scatter(device, sharing)
+
+
+def _rows_on(
+    device: Device, parts: Sequence[IndexedSlices], divisor: float, *, coalesce: bool
+) -> IndexedSlices:
+    rows = joined(parts, device)
+    if coalesce:
+        segments = plan_segments(rows.indices)
+        (made,) = coalesced([rows.values], [segments], divisors=[divisor])
+        return IndexedSlices.of(made, segments.indices, rows.dense_shape)
+    if divisor != 1:
+        _write([rows.values], [rows.values], divisor, device)
+    return rows
+
+
+def _quotient_of_rows(rows: IndexedSlices, divisor: float) -> IndexedSlices:
+    (made,) = quotients([rows.values], divisor)
+    return IndexedSlices.of(made, rows.indices, rows.dense_shape)
+
+
+def _accumulated(
+    device: Device, buffers: Sequence[Buffer], accumulate: Accumulate, kind: Kind
+) -> Buffer:
+    """What the caller's function makes of the replicas, where launches of ``device`` read it."""
+    like = buffers[0]
+    made = accumulate([from_buffer(buffer, kind) for buffer in buffers])
+    kind_of(made)
+    total = to_buffer(made, device)
+    if (total.shape, total.dtype) != (like.shape, like.dtype):
+        raise ValueError(
+            f"accumulation_fn made {total.dtype}{list(total.shape)} of "
+            f"{like.dtype}{list(like.shape)}"
+        )
+    return fetch(device, total)

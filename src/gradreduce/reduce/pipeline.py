@@ -1,0 +1,362 @@
+"""The flow of one call across devices: plan, pack, all-reduce, unpack; never checks arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+from gradreduce import ops
+from gradreduce.arrays.distributed import Part, ReduceOp
+from gradreduce.device import (
+    Buffer,
+    Device,
+    DType,
+    Travel,
+    accumulate_dtype,
+    by_physical,
+    mean_dtype,
+)
+
+from .algorithms import ALGORITHMS
+from .arguments import Request, batches_of
+from .hierarchical_copy import works_in_place
+from .nccl_all_reduce import check_library, connect
+from .one_device import Accumulate, added_on, handed_out, quotients
+from .pack_buffers import Flats, Options, fill, lay_out, move_into, spread, unpack
+from .packing import (
+    STAGE_BYTES,
+    FlatPlan,
+    is_half,
+    plan_packing,
+    plan_stages,
+    sum_dtype_of,
+    wire_of,
+)
+from .reduction_groups import Halves, halves_of
+from .stages import Job, Stage
+
+__all__ = [
+    "Settings",
+    "check_devices",
+    "compile_for",
+    "laid_out",
+    "landed",
+    "reduce_buffers",
+    "reduce_requests",
+    "reduce_to_one",
+]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How an ``AllReduceCrossDeviceOps`` reduces: its arguments, checked; see there."""
+
+    all_reduce_alg: str
+    num_packs: int
+    agg_small_grads_max_bytes: int
+    agg_small_grads_max_group: int
+    topology: Halves | None
+    wire_dtype: DType | None
+
+
+def reduce_requests(
+    settings: Settings, reduce_op: ReduceOp, requests: Sequence[Request], *, coalesce: bool
+) -> list[tuple[Part, ...]]:
+    """All dense values of the same devices in one batch; one by one what goes elsewhere.
+
+    What a request's ``out`` names is written, as a rule: ``landed`` sees to the rest.
+    """
+    results: list[tuple[Part, ...]] = [()] * len(requests)
+    batches = batches_of(requests, reduce_op)
+    for places in batches:  # all of them, before the first is launched
+        _compile_batch(settings, reduce_op, [requests[place] for place in places])
+    for request in requests:
+        if not request.is_all_reduced and not request.value.is_sparse:
+            _compile_one(reduce_op, request)
+    for places in batches:
+        gradients = [requests[place].value.buffers for place in places]
+        out = [requests[place].out or () for place in places]
+        reduced = _reduce_dense(settings, reduce_op, gradients, places, out if out[0] else None)
+        for place, buffers in zip(places, reduced, strict=True):
+            results[place] = buffers
+    for place, request in enumerate(requests):
+        if not request.is_all_reduced:
+            home = request.devices[0]
+            with home.fabric.watched_pack(Travel((place,))):
+                results[place] = reduce_to_one(reduce_op, request, home, coalesce=coalesce)
+    return results
+
+
+def _compile_batch(settings: Settings, reduce_op: ReduceOp, requests: Sequence[Request]) -> None:
+    """Compiles all that one batch may launch; raises where it cannot be reduced."""
+    check_devices(settings, requests[0].devices)
+    devices = requests[0].value.devices
+    for dtype in dict.fromkeys(request.value.buffers[0].dtype for request in requests):
+        compile_for(settings, devices, dtype, dtype)
+        _compile_rest(reduce_op, devices, dtype)
+
+
+def _compile_one(reduce_op: ReduceOp, request: Request) -> None:
+    """Compiles what adds one dense value on one device and hands it out."""
+    dtype = request.value.buffers[0].dtype
+    devices = (*request.value.devices, *request.devices)
+    key = ("one", tuple(device.index for device in devices), dtype)
+    prepared = devices[0].fabric.prepared
+    if key not in prepared:
+        for device in devices:
+            ops.prepare_all_sum(device, dtype, dtype)
+        prepared.add(key)
+    _compile_rest(reduce_op, devices, dtype)
+
+
+def _compile_rest(reduce_op: ReduceOp, devices: Sequence[Device], dtype: DType) -> None:
+    """Compiles the division of integers, and the copies into what a caller gave."""
+    counts = reduce_op is ReduceOp.MEAN and dtype.kind in "iu"
+    key = ("rest", tuple(device.index for device in devices), dtype, counts)
+    prepared = devices[0].fabric.prepared
+    if key in prepared:
+        return
+    result = mean_dtype(dtype) if counts else dtype
+    for device in devices:
+        ops.prepare_pack(device, result, result)
+        if counts:
+            ops.prepare_divide(device, dtype)
+    prepared.add(key)
+
+
+def _reduce_dense(
+    settings: Settings,
+    reduce_op: ReduceOp,
+    gradients: Sequence[tuple[Buffer, ...]],
+    places: Sequence[int],
+    out: Sequence[tuple[Buffer, ...]] | None,
+) -> list[tuple[Buffer, ...]]:
+    """One batch. The means of integers are floats: they are added, then divided."""
+    num_replicas = len(gradients[0])
+    mean = reduce_op is ReduceOp.MEAN
+    counts = mean and gradients[0][0].dtype.kind in "iu"
+    divisor = _divisor_of(reduce_op, gradients)
+    written = None if counts else out
+    reduced = reduce_buffers(settings, gradients, divisor=divisor, out=written, places=places)
+    if not counts:
+        return reduced
+    means = iter(quotients([total for totals in reduced for total in totals], num_replicas))
+    return [tuple(islice(means, num_replicas)) for _ in reduced]
+
+
+def landed(
+    requests: Sequence[Request], reduced: Sequence[tuple[Part, ...]]
+) -> list[tuple[Part, ...]]:
+    """The results where the requests want them: what lies elsewhere is copied there."""
+    rows: list[tuple[Buffer, Buffer]] = []
+    for request, parts in zip(requests, reduced, strict=True):
+        for out, part in zip(request.out or (), parts, strict=bool(request.out)):
+            if out is not part:
+                assert isinstance(part, Buffer), "IndexedSlices were refused"
+                rows.append((out, part))
+    move_into(rows)
+    return [request.out or parts for request, parts in zip(requests, reduced, strict=True)]
+
+
+def reduce_to_one(
+    reduce_op: ReduceOp,
+    request: Request,
+    home: Device,
+    *,
+    coalesce: bool,
+    accumulate: Accumulate | None = None,
+) -> tuple[Part, ...]:
+    """Adds one value on ``home`` and hands the result out to the request's devices."""
+    value = request.value
+    total = added_on(
+        home,
+        value.parts,
+        mean=reduce_op is ReduceOp.MEAN,
+        coalesce=coalesce,
+        accumulate=accumulate,
+        kind=value.kind,
+    )
+    return handed_out(total, request.devices)
+
+
+def _flat_plans(
+    settings: Settings,
+    gradients: Sequence[Sequence[Buffer]],
+    out_dtypes: Sequence[DType] | None = None,
+) -> tuple[FlatPlan, ...]:
+    """Which tensors of one batch share a flat buffer, and its packs; see ``plan_packing``."""
+    dtypes = [replicas[0].dtype for replicas in gradients]
+    return plan_packing(
+        tuple(replicas[0].size for replicas in gradients),
+        tuple(zip(dtypes, out_dtypes or dtypes, strict=True)),
+        settings.num_packs,
+        settings.agg_small_grads_max_bytes,
+        settings.agg_small_grads_max_group,
+        settings.wire_dtype,
+    )
+
+
+def reduce_buffers(
+    settings: Settings,
+    gradients: Sequence[Sequence[Buffer]],
+    *,
+    divisor: float = 1,
+    out_dtypes: Sequence[DType] | None = None,
+    consume: ExitStack | None = None,
+    out: Sequence[Sequence[Buffer]] | None = None,
+    places: Sequence[int] | None = None,
+) -> list[tuple[Buffer, ...]]:
+    """``gradients[tensor][replica]`` become their sum, divided.
+
+    Args:
+        settings: how.
+        gradients: of each tensor one Buffer for each replica, on the same devices in the same
+            order for every tensor; replicas of one shape and dtype.
+        divisor: of every sum.
+        out_dtypes: of the results; default those of the gradients.
+        consume: not None: the gradients may be overwritten and become the results' memory. If
+            they are, the devices are lost when anything fails between the first launch and the end
+            of this ``ExitStack``: nobody could tell sums from gradients.
+        out: ``out[tensor][replica]``, where the results go, of their dtype; each apart from all
+            others, and from all gradients but its own. Default: new memory.
+        places: what the tensors are called in errors and in the flight record; default their
+            places here.
+
+    Returns:
+        ``[tensor][replica]``, all replicas of a tensor equal; ``out``'s own if it was given.
+
+    Raises:
+        ValueError, BackendUnavailableError: what ``compile_for`` raises, before any launch.
+    """
+    if not gradients:
+        return []
+    shapes = [replicas[0].shape for replicas in gradients]
+    devices = [buffer.device for buffer in gradients[0]]
+    plans = _flat_plans(settings, gradients, out_dtypes)
+    for plan in plans:
+        compile_for(settings, devices, plan.dtype, plan.out_dtype)
+    in_place = settings.all_reduce_alg != "hierarchical_copy" or works_in_place(devices)
+    options = Options(consume is not None and in_place, out, in_place)
+    flats = lay_out(plans, gradients, devices, options, _early(settings, plans, divisor))
+    jobs, stages = _set_out(flats, divisor, devices, places or range(len(gradients)))
+    topology = {} if settings.topology is None else {"topology": settings.topology}
+    if consume is not None and options.consume and any([None in each.filling for each in flats]):
+        consume.enter_context(devices[0].fabric.whole_or_lost(devices))
+    ALGORITHMS[settings.all_reduce_alg](jobs, stages=stages, **topology)
+    return unpack(flats, shapes) if out is None else [tuple(replicas) for replicas in out]
+
+
+def laid_out(
+    settings: Settings, reduce_op: ReduceOp, gradients: Sequence[Sequence[Buffer]]
+) -> list[Flats]:
+    """The memory in which one batch of ``reduce_requests`` is reduced; nothing is moved."""
+    plans = _flat_plans(settings, gradients)
+    devices = [buffer.device for buffer in gradients[0]]
+    early = _early(settings, plans, _divisor_of(reduce_op, gradients))
+    return lay_out(plans, gradients, devices, Options(), early)
+
+
+def _divisor_of(reduce_op: ReduceOp, gradients: Sequence[Sequence[Buffer]]) -> float:
+    """Of the sums of one batch, all of which are floats or all integers."""
+    counts = gradients[0][0].dtype.kind in "iu"
+    return len(gradients[0]) if reduce_op is ReduceOp.MEAN and not counts else 1
+
+
+def _early(settings: Settings, plans: Sequence[FlatPlan], divisor: float) -> list[float]:
+    """By what terms are divided where they are packed: in a half the sum of them may overflow."""
+    return [
+        divisor if plan.wire == settings.wire_dtype and is_half(plan.wire) else 1 for plan in plans
+    ]
+
+
+def _set_out(
+    flats: Sequence[Flats], divisor: float, devices: Sequence[Device], places: Sequence[int]
+) -> tuple[list[Job], list[Stage]]:
+    """A job for each pack, and in which stages they travel; one where nothing leaves its GPU."""
+    packs = [(each, start, stop) for each in flats for start, stop in each.plan.packs]
+    jobs = [
+        Job(each.inputs, each.outs, divisor if each.divisor == 1 else 1).part(start, stop)
+        for each, start, stop in packs
+    ]
+    if len(by_physical(devices)) > 1:
+        sizes = [
+            ((stop - start) * each.plan.wire.itemsize, each.is_moved) for each, start, stop in packs
+        ]
+        groups = plan_stages(sizes, STAGE_BYTES)
+    else:
+        groups = [list(range(len(packs)))]
+    stages = []
+    for group in groups:
+        parts = [packs[place] for place in group]
+        travel = _travel(parts, group, len(packs), places)
+        watched = partial(devices[0].fabric.watched_pack, travel, devices)
+        stages.append(Stage(group, partial(fill, parts), partial(spread, parts), watched))
+    return jobs, stages
+
+
+def _travel(
+    parts: Sequence[tuple[Flats, int, int]],
+    group: Sequence[int],
+    num_packs: int,
+    places: Sequence[int],
+) -> Travel:
+    """The packs of a stage, counted from 1, and their tensors by name."""
+    if len(group) == num_packs:
+        return Travel(places, range(1, num_packs + 1), num_packs)
+    inside = {
+        places[each.plan.tensors[piece.place]]: None
+        for each, start, stop in parts
+        for piece in each.plan.pieces(start, stop)
+    }
+    return Travel(tuple(inside), tuple(place + 1 for place in group), num_packs)
+
+
+def compile_for(
+    settings: Settings, devices: Sequence[Device], dtype: DType, out_dtype: DType
+) -> None:
+    """Compiles all that ``reduce_buffers`` may launch, and connects the devices for NCCL.
+
+    Not done while a lock is held; and what fails here has launched nothing.
+
+    Args:
+        settings: how it reduces.
+        devices: of the replicas.
+        dtype: of the gradients.
+        out_dtype: of the results.
+
+    Raises:
+        ValueError: the topology is one of another number of replicas.
+        BackendUnavailableError: NCCL is needed, on two physical GPUs or more, and missing.
+        CollectiveError: NCCL cannot connect them.
+    """
+    prepared = devices[0].fabric.prepared
+    places = tuple(device.index for device in devices)
+    wire = wire_of(dtype, settings.wire_dtype)
+    key = ("reduce", settings.all_reduce_alg, places, dtype, wire, out_dtype, settings.topology)
+    if key in prepared:
+        return
+    check_devices(settings, devices)
+    total = sum_dtype_of(wire, out_dtype)
+    counts = {len(half) for half in halves_of(len(devices), settings.topology)} - {0}
+    if settings.all_reduce_alg == "nccl":
+        counts = set()
+        connect(devices)
+    for device in devices:
+        for out, term in dict.fromkeys([(wire, dtype), (out_dtype, total)]):
+            ops.prepare_pack(device, out, term)
+        wide = accumulate_dtype(wire)
+        for out, term in dict.fromkeys([(total, wire), (wire, wire), (total, wide)]):
+            ops.prepare_all_sum(device, out, term)
+        for count in counts:
+            ops.prepare_add_n(device, wide, wire, count)
+    prepared.add(key)
+
+
+def check_devices(settings: Settings, devices: Sequence[Device]) -> None:
+    """Raises unless the replicas on these devices can be reduced; launches nothing."""
+    halves_of(len(devices), settings.topology)
+    if settings.all_reduce_alg == "nccl":
+        check_library(devices)

@@ -1,0 +1,371 @@
+"""What a reduction will do, told before it is done: which tensors travel together, and how.
+
+A plan is a value. It comes of the flow itself, run over ghosts (``backends/dry_run.py``), and depends
+on shapes, dtypes, settings and mesh, and on which tensors already lie in one flat buffer.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp
+from gradreduce.arrays.indexed_slices import IndexedSlices
+from gradreduce.backends.dry_run import (
+    Ghosts,
+    MeshOutline,
+    Outline,
+    Touched,
+    mesh_outline,
+    outline_of,
+)
+from gradreduce.device import Buffer, Device, DType, Journal, Mesh, Record, by_physical, reaches
+
+from .arguments import Request, batches_of
+from .hierarchical_copy import works_in_place
+from .pack_buffers import Flats
+from .pipeline import Settings, laid_out, reduce_requests
+
+__all__ = ["PlannedPack", "ReducePlan", "Rehearsal", "plan_of", "rehearsal_of"]
+
+# The indices (int64, in bytes; only their number where no plan depends on more) and the dense shape
+# of IndexedSlices; None of a dense array.
+_Rows = tuple[bytes | int, tuple[int, ...] | None] | None
+
+
+@dataclass(frozen=True)
+class PlannedPack:
+    """What travels as one.
+
+    Attributes:
+        tensors: places in the batch of the tensors that lie in it, in order; the first and the
+            last may lie in the neighbouring pack too.
+        dtype: of all of them.
+        wire: the dtype in which they travel.
+        nbytes: of one replica's pack as it travels, gaps between tensors included.
+        way: ``"hierarchical_copy"``, ``"nccl"`` or ``"one device"``.
+        devices: logical indices of those whose replicas are added.
+        moved: on how many devices the tensors are moved into a flat buffer first; on the others
+            they lie in one, or alone, and are read where they lie.
+        crossing: how bytes get from one physical device to another. ``"none"``: they need not.
+            ``"direct"``: the launches that add read and write the peers' memory (added on one
+            device they only read it; what is handed out is copied). ``"copies"``: what is out of
+            a launch's reach is copied into memory nearby. ``"collective"``: the library's way.
+    """
+
+    tensors: tuple[int, ...]
+    dtype: DType
+    wire: DType
+    nbytes: int
+    way: str
+    devices: tuple[int, ...]
+    moved: int
+    crossing: str
+
+
+@dataclass(frozen=True)
+class ReducePlan:
+    """What one ``batch_reduce`` does; ``print`` it.
+
+    Attributes:
+        packs: in the order in which they are reduced, as far as there is one.
+        launches: kernel launches, on all devices together.
+        copies: copies from one device to another.
+        collectives: calls of the collective library, one for each pack, on every device that has
+            a part in it one rank.
+        bytes: that leave a device for another: by copy, collective, or a launch that reads or
+            writes a peer's memory.
+        mesh: the physical device of each logical one.
+        backend: of the mesh.
+    """
+
+    packs: tuple[PlannedPack, ...]
+    launches: int
+    copies: int
+    collectives: int
+    bytes: int
+    mesh: tuple[int, ...]
+    backend: str
+
+    @classmethod
+    def of(cls, packs: Sequence[PlannedPack], journal: Journal, mesh: MeshOutline) -> ReducePlan:
+        """From what the ghosts recorded."""
+        ranks = len(journal.of("collective"))
+        return cls(
+            tuple(packs), journal.launches, journal.copies, ranks, journal.bytes, mesh[0], mesh[1]
+        )
+
+    def __str__(self) -> str:
+        lines = [
+            f"{len(self.packs)} packs on {self.backend} {list(self.mesh)}: {self.launches} "
+            f"launches, {self.copies} copies, {self.collectives} collective ranks, "
+            f"{self.bytes:,} bytes leave a device"
+        ]
+        for place, pack in enumerate(self.packs):
+            lines.append(
+                f"  {place:4} {pack.way:18}{pack.dtype!s:10}{pack.nbytes:14,} bytes of each of "
+                f"{len(pack.devices)} replicas{_travels(pack)}: tensors {_ranges(pack.tensors)}"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What the ghosts were given, one by one.
+
+    Attributes:
+        plan: what came of it.
+        records: all of them, in order.
+        touched: the memory of each launch, copy, fill and rank of a collective, in that order.
+    """
+
+    plan: ReducePlan
+    records: tuple[Record, ...]
+    touched: tuple[Touched, ...]
+
+
+@dataclass(frozen=True)
+class RequestOutline:
+    """All of a request that a plan depends on.
+
+    Attributes:
+        parts: of each replica, its Buffer (of IndexedSlices, that of the rows) and, of
+            IndexedSlices, what tells its indices and the dense shape.
+        devices: logical indices of the result's.
+        matches: see ``Request``.
+    """
+
+    parts: tuple[tuple[Outline, _Rows], ...]
+    devices: tuple[int, ...]
+    matches: bool
+
+
+def plan_of(
+    settings: Settings,
+    reduce_op: ReduceOp,
+    requests: Sequence[Request],
+    *,
+    coalesce: bool,
+) -> ReducePlan:
+    """What a reduction of these requests would do.
+
+    Args:
+        settings: how.
+        reduce_op: see ``batch_reduce``.
+        requests: checked.
+        coalesce: see ``batch_reduce``.
+
+    Raises:
+        ValueError: there is none, or they are of several meshes.
+    """
+    outlines = _outlines_of(requests, coalesce=coalesce)
+    mesh = mesh_outline(_mesh_of(requests))
+    return _planned(settings, reduce_op, mesh, outlines, coalesce=coalesce)
+
+
+def rehearsal_of(
+    settings: Settings,
+    reduce_op: ReduceOp,
+    requests: Sequence[Request],
+    *,
+    coalesce: bool,
+) -> Rehearsal:
+    """All that a reduction of these requests would give the devices; see ``plan_of``."""
+    outlines = _outlines_of(requests, coalesce=coalesce)
+    mesh = mesh_outline(_mesh_of(requests))
+    return _rehearsed(settings, reduce_op, mesh, outlines, coalesce=coalesce)
+
+
+def _mesh_of(requests: Sequence[Request]) -> Mesh:
+    meshes = {request.value.mesh.fabric: request.value.mesh for request in requests}
+    if not meshes:
+        raise ValueError("there is no tensor to reduce; at least one is needed")
+    if len(meshes) > 1:
+        raise ValueError(f"a plan is of values of one mesh: these are of {len(meshes)}")
+    (mesh,) = meshes.values()
+    return mesh
+
+
+@lru_cache(maxsize=64)
+def _planned(
+    settings: Settings,
+    reduce_op: ReduceOp,
+    mesh: MeshOutline,
+    outlines: tuple[RequestOutline, ...],
+    *,
+    coalesce: bool,
+) -> ReducePlan:
+    return _rehearsed(settings, reduce_op, mesh, outlines, coalesce=coalesce).plan
+
+
+def _rehearsed(
+    settings: Settings,
+    reduce_op: ReduceOp,
+    mesh: MeshOutline,
+    outlines: tuple[RequestOutline, ...],
+    *,
+    coalesce: bool,
+) -> Rehearsal:
+    ghosts = Ghosts(mesh)
+    requests = _ghost_requests(ghosts, outlines)
+    packs = []
+    for places in batches_of(requests, reduce_op):
+        gradients = [requests[place].value.buffers for place in places]
+        indices = [device.index for device in requests[places[0]].devices]
+        flats = laid_out(settings, reduce_op, gradients)
+        packs += _packs_of(flats, places, settings.all_reduce_alg, indices)
+    packs += [
+        _pack_of_one(request, place)
+        for place, request in enumerate(requests)
+        if not request.is_all_reduced
+    ]
+    with ghosts.mesh.journal() as journal:
+        reduce_requests(settings, reduce_op, requests, coalesce=coalesce)
+    plan = ReducePlan.of(packs, journal, mesh)
+    return Rehearsal(plan, tuple(journal.records), tuple(ghosts.touched))
+
+
+def _outlines_of(requests: Sequence[Request], *, coalesce: bool) -> tuple[RequestOutline, ...]:
+    """The outline of each request; those that share memory do so in their outlines."""
+    blocks: dict[int, int] = {}
+    made = []
+    for request in requests:
+        parts = tuple(_outline(part, blocks, coalesce) for part in request.value.parts)
+        devices = tuple(device.index for device in request.devices)
+        made.append(RequestOutline(parts, devices, request.matches))
+    return tuple(made)
+
+
+def _outline(
+    part: Part,
+    blocks: dict[int, int],
+    coalesce: bool,  # handed on
+) -> tuple[Outline, _Rows]:
+    if isinstance(part, Buffer):
+        return outline_of(part, blocks), None
+    told = part.indices.tobytes() if coalesce else len(part.indices)
+    return outline_of(part.values, blocks), (told, part.dense_shape)
+
+
+def _ghost_requests(ghosts: Ghosts, outlines: Sequence[RequestOutline]) -> list[Request]:
+    """Requests of these outlines, over ghosts."""
+    made = []
+    for outline in outlines:
+        parts = [_ghost(ghosts, *part) for part in outline.parts]
+        devices = tuple(ghosts.mesh.devices[index] for index in outline.devices)
+        made.append(Request(PerReplica.of(parts), devices, outline.matches))
+    return made
+
+
+def _ghost(ghosts: Ghosts, outline: Outline, rows: _Rows) -> Part:
+    buffer = ghosts.buffer(outline)
+    if rows is None:
+        return buffer
+    told, dense_shape = rows
+    indices = [0] * told if isinstance(told, int) else array("q", told).tolist()
+    return IndexedSlices(buffer, indices, dense_shape)
+
+
+def _packs_of(
+    flats: Sequence[Flats], places: Sequence[int], way: str, devices: Sequence[int]
+) -> list[PlannedPack]:
+    """The packs of flat buffers.
+
+    Args:
+        flats: of the tensors of one batch.
+        places: of each of these tensors in the whole call.
+        way: see ``PlannedPack``.
+        devices: see ``PlannedPack``.
+    """
+    made = []
+    for each in flats:
+        plan = each.plan
+        moved = sum(tensors is not None for tensors in each.filling)
+        crossing = _crossing(way, [buffer.device for buffer in each.inputs])
+        for start, stop in plan.packs:
+            inside = [places[plan.tensors[piece.place]] for piece in plan.pieces(start, stop)]
+            nbytes = (stop - start) * plan.wire.itemsize
+            made.append(
+                PlannedPack(
+                    tuple(inside),
+                    plan.dtype,
+                    plan.wire,
+                    nbytes,
+                    way,
+                    tuple(devices),
+                    moved,
+                    crossing,
+                )
+            )
+    return made
+
+
+def _crossing(way: str, devices: Sequence[Device]) -> str:
+    """See ``PlannedPack``."""
+    if len(by_physical(devices)) == 1:
+        return "none"
+    if way == "nccl":
+        return "collective"
+    return "direct" if works_in_place(devices) else "copies"
+
+
+def _travels(pack: PlannedPack) -> str:
+    """How, in words."""
+    told = [] if pack.wire == pack.dtype else [f"as {pack.wire}"]
+    if pack.moved:
+        told.append(f"packed on {pack.moved} devices")
+    crossings = {
+        "none": "on one physical device",
+        "direct": "read and written by their peers",
+        "copies": "copied to where they are added",
+        "collective": "by the collective library",
+    }
+    if (pack.way, pack.crossing) == ("one device", "direct"):
+        crossings["direct"] = "read by the device that adds them"
+    return ", ".join(["", *told, crossings[pack.crossing]])
+
+
+def _pack_of_one(request: Request, place: int) -> PlannedPack:
+    """A value that is added on one device and travels alone."""
+    rows = _rows_of(request.value.parts[0])
+    indices = tuple(device.index for device in request.value.devices)
+    return PlannedPack(
+        (place,), rows.dtype, rows.dtype, rows.nbytes, "one device", indices, 0,
+        _crossing_to_one(request),
+    )  # fmt: skip
+
+
+def _crossing_to_one(request: Request) -> str:
+    """See ``PlannedPack``."""
+    home = request.devices[0]
+    away = [part for part in request.value.parts if _rows_of(part).device.physical != home.physical]
+    if not away and len(by_physical(request.devices)) == 1:
+        return "none"
+    kinds = {type(part) for part in request.value.parts}
+    are_read = bool(away) and all(_is_read(home, part, len(kinds) > 1) for part in away)
+    return "direct" if are_read else "copies"
+
+
+def _is_read(home: Device, part: Part, is_mixed: bool) -> bool:
+    """Whether launches of ``home`` read a replica where it lies."""
+    rows = _rows_of(part)
+    if is_mixed and isinstance(part, IndexedSlices):  # made dense first, in memory of our own
+        return home.fabric.peers(home.physical, rows.device.physical)
+    return reaches(home, rows)
+
+
+def _rows_of(part: Part) -> Buffer:
+    return part if isinstance(part, Buffer) else part.values
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``0-3, 7``: many tensors are named shortly."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][1] + 1 == number:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)

@@ -1,0 +1,359 @@
+"""A reduction that is worked out once and done many times; never decides how it is done.
+
+Once, the flow runs with a tape in the devices (``device/command_list.py``): which tensors travel together,
+the pointer tables, the kernels, the memory in between and that of the results are settled then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+from gradreduce.arrays.caller_streams import OneCall, is_read_later
+from gradreduce.arrays.convert_gpu import Kind, current_of
+from gradreduce.arrays.distributed import Mirrored, Part
+from gradreduce.arrays.outputs import Out, count_writes, tensors_of
+from gradreduce.device import (
+    Block,
+    Buffer,
+    Capture,
+    Device,
+    FlatBuffer,
+    Tape,
+    as_deadline,
+    attach_again,
+    behind_readers,
+    due,
+    follow,
+    gather,
+    precede,
+    scatter,
+    spans_of,
+)
+from gradreduce.errors import NotCopied, listed
+
+from .arguments import Request, devices_of
+from .out_arguments import shown
+from .pipeline import landed
+
+__all__ = ["Border", "CapturedStep", "PreparedStep", "check_preparable"]
+
+
+_LENDING = ("torch", "cupy")  # JAX's arrays never change: those that came in are ready for good
+_ON_HOST = ("native", "numpy", "torch")
+_ON_GPU = ("native", "torch", "cupy", "cuda")
+
+
+class Border:
+    """Which libraries lend memory to a piece of work, and which are given its results.
+
+    Args:
+        lenders: kind of the lending library and device, of every array; Buffers are nobody's.
+        takers: likewise of the results. The work ends with every one of its devices behind all
+            of it: so one of them speaks for its GPU. Lenders are fenced like takers, because they
+            may write their arrays again.
+    """
+
+    def __init__(
+        self, lenders: Iterable[tuple[str, Device]], takers: Iterable[tuple[str, Device]]
+    ) -> None:
+        self._lenders = [
+            (kind, device)
+            for kind, device in dict.fromkeys(lenders)
+            if kind in _LENDING and device.fabric.backend == "cuda"
+        ]
+        self._given: list[tuple[str, Device]] = []  # on GPUs
+        self._shown: list[Device] = []  # in host memory
+        self._takers: dict[tuple[str, Device], object] = {}  # the stream of the last call
+        places: set[tuple[bool, int]] = set()
+        for kind, device in dict.fromkeys((*takers, *self._lenders)):
+            if device.fabric.backend != "cuda":
+                if kind in _ON_HOST and device not in self._shown:
+                    self._shown.append(device)
+            elif kind in _ON_GPU and (kind == "torch", device.physical) not in places:
+                places.add((kind == "torch", device.physical))
+                self._given.append((kind, device))
+
+    def enter(self) -> None:
+        """Our compute queues wait for what the callers' streams that are current now hold.
+
+        Raises:
+            CaptureError: one of these, or of those that will wait for us, is capturing a CUDA
+                graph. Nothing was changed.
+        """
+        for kind, device in self._given:
+            device.check_stream(current_of(device, kind))
+        for kind, device in self._lenders:
+            follow(device, current_of(device, kind), checked=True)
+
+    def leave(self, results: Iterable[Buffer] = ()) -> None:
+        """Those streams wait for our compute queues; for arrays in host memory the host does.
+
+        Args:
+            results: whose arrays are read there from here on, and may be dropped meanwhile.
+        """
+        for kind, device in self._given:
+            taker = current_of(device, kind)
+            precede(device, taker)
+            if self._takers.get((kind, device)) != taker:  # not again at each call
+                self._takers[kind, device] = taker
+                for result in results:
+                    if result.device.physical == device.physical:
+                        result.block.is_shown(taker)
+        for device in self._shown:
+            precede(device, None)
+
+
+class PreparedStep(NotCopied):
+    """Does the same reduction of the same arrays again, whatever they hold by then.
+
+    Made by ``AllReduceCrossDeviceOps.prepare``. A call asks for no memory, checks no argument and
+    does no work for each tensor; what it launches and copies is what ``batch_reduce`` does.
+
+    The arrays that were given are read anew by each call: fill them in place. So are the results
+    written: **each call returns the same arrays**, and what an earlier call returned is
+    overwritten. Any thread may call; calls come one after the other.
+
+    Arrays of other libraries on GPUs are read behind what their library's current stream holds at
+    the call; what it is given afterwards finds the results ready, and may fill the arrays anew. A
+    call with results in host memory, NumPy's or PyTorch's on simulated devices, returns when they
+    are written.
+
+    With ``out`` the results are the arrays that were given, which each call writes behind what
+    their library's current stream holds then.
+
+    Where it reads or writes a flat buffer with attached parameters (``FlatBuffer.attach``), a call
+    first attaches gradients again that are not the views any more, and comes between what
+    PyTorch's current stream holds and what it is given afterwards, in whatever form the tensors
+    were passed.
+
+    Attributes:
+        results: one ``Mirrored`` for each pair.
+    """
+
+    _copied_as = "prepare the step again where it is needed"
+
+    _called = "a prepared step"
+    flat: FlatBuffer | None = None  # set by ``FlatBuffer.prepare_all_reduce``: fenced by each call
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        kinds: Sequence[Kind],
+        reduce: Callable[[], Sequence[tuple[Part, ...]]],
+        outs: Sequence[Sequence[Out]] = (),
+    ) -> None:
+        self._fabric = requests[0].value.mesh.fabric
+        self._devices = devices_of(requests)
+        self._tape = Tape()
+        self._lock = threading.Lock()
+        self._held = [request.value for request in requests]  # what is read stays alive
+        for buffer in _buffers_of(requests, outs):
+            is_read_later(buffer.block)
+        self._border = _border_of(requests, kinds, outs)
+        self._tensors = tensors_of(each for row in outs for each in row)
+        self._flats = _flats_of(requests, outs)
+        attach_again(self._flats)
+        writers = [("torch", block.device) for block in self._flats]  # of attached gradients
+        self._attached = Border(writers, writers)
+        borders = self._borders()
+        for each in borders:
+            each.enter()
+        with self._fabric.taped(self._tape):
+            reduced = landed(requests, reduce())
+            # A play comes behind the one before it: its copies read what this one writes.
+            gather(self._devices[0], self._devices)
+            scatter(self._devices[0], self._devices)
+        self._tape.close()
+        self._given = [part for parts in reduced for part in parts if isinstance(part, Buffer)]
+        self._written = spans_of(self._given)
+        self._read = self._fabric.last_read
+        self.results: list[Mirrored] = shown(requests, outs)
+        if outs:
+            count_writes(self._tensors)
+        for each in borders if outs else borders[1:]:  # new results are fenced as arrays are made
+            each.leave()
+        made = () if outs else zip(requests, reduced, kinds, strict=True)
+        with OneCall():
+            for request, parts, kind in made:
+                self.results.append(Mirrored.of(parts, kind, request.form))
+                self.results[-1].keep_arrays()
+
+    def __repr__(self) -> str:
+        names = listed(device.name for device in self._devices)
+        return f"<{type(self).__name__} of {len(self._held)} values on {names}>"
+
+    def __call__(self, *, deadline: float | None = None) -> list[Mirrored]:
+        """Reduces again; does not wait for the devices, unless results lie in host memory.
+
+        Args:
+            deadline: seconds from now in which the devices must be done, or the mesh dies.
+
+        Returns:
+            ``results``, whose memory is overwritten in the order of their devices' queues.
+
+        Raises:
+            BackendUnavailableError: the mesh is closed, or one of its devices is lost.
+            CollectiveError: the mesh is dead; after ``mesh.reset()`` the step works again.
+            ValueError: ``deadline`` is no number above 0, or the ``.grad`` of an attached
+                parameter is of another shape or dtype. Nothing was changed.
+            CaptureError: inside a capture.
+        """
+        seconds = as_deadline(deadline)
+        self._fabric.check_free(self._devices[0], self._called)
+        for device in self._devices if self._fabric.lost else ():
+            self._fabric.check_usable(device)
+        attach_again(self._flats)
+        borders = self._borders()
+        if self.flat is not None:
+            self.flat.adopt()
+        with due(self._called, seconds, self._devices), self._lock, self._fabric.launch_lock:
+            for each in borders:
+                each.enter()
+            if self._read is not self._fabric.last_read:  # somebody copies; maybe from a result
+                self._read = self._fabric.last_read
+                behind_readers(self._written)
+            self._play()
+        count_writes(self._tensors)
+        for each in borders:
+            each.leave(self._given)  # which may wait: no lock is held by then
+        if self.flat is not None:
+            self.flat.release(deadline=deadline)
+        return self.results
+
+    def _borders(self) -> list[Border]:
+        """That of the arrays given; that of PyTorch, where it writes Buffers: attached gradients.
+
+        A step of ``FlatBuffer.prepare_all_reduce`` is fenced by its flat buffer.
+        """
+        if self.flat is None and any([block.attached is not None for block in self._flats]):
+            return [self._border, self._attached]
+        return [self._border]
+
+    def _play(self) -> None:
+        flight = self._fabric.flight
+        label = flight.labelled(None)
+        try:
+            self._tape.play(self._fabric.recorder)
+        finally:  # a play that fails leaves its pack's label behind
+            flight.labelled(label)
+
+
+class CapturedStep(PreparedStep):
+    """A ``PreparedStep`` that is given to the devices as one piece.
+
+    Made by ``AllReduceCrossDeviceOps.capture``: on GPUs a CUDA graph, whose launch costs the host
+    the same however much is in it; in the simulation a list that is replayed under the same rules
+    (``gradreduce.device.Capture``). It is bound to the arrays that it was made with.
+    """
+
+    _called = "a captured step"
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        kinds: Sequence[Kind],
+        reduce: Callable[[], Sequence[tuple[Part, ...]]],
+        outs: Sequence[Sequence[Out]] = (),
+    ) -> None:
+        self._capture = Capture(devices_of(requests))  # raises before anything is launched
+        super().__init__(requests, kinds, reduce, outs)
+        # A call gathers all devices of a GPU in the first: what that waits for, all wait for.
+        speakers: dict[int, Device] = {}
+        for device in self._devices:
+            speakers.setdefault(device.physical, device)
+        self._border = _border_of(requests, kinds, outs, lambda device: speakers[device.physical])
+        with self._capture.recorded():
+            self._capture.play(self._tape)
+
+    def _play(self) -> None:
+        self._capture.give()
+
+
+def _buffers_of(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> list[Buffer]:
+    """What a step reads, and what is given to be written."""
+    read = [buffer for request in requests for buffer in request.value.buffers]
+    return [*read, *(each.buffer for row in outs for each in row)]
+
+
+def _flats_of(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> list[Block]:
+    """The memory of the flat buffers that a step reads or writes."""
+    blocks = dict.fromkeys(buffer.block for buffer in _buffers_of(requests, outs))
+    return [block for block in blocks if block.gaps is not None]
+
+
+def _border_of(
+    requests: Sequence[Request],
+    kinds: Sequence[Kind],
+    outs: Sequence[Sequence[Out]],
+    speaker: Callable[[Device], Device] = lambda device: device,
+) -> Border:
+    """Who lends the values of a step, and who is given its results; whose queues wait for them."""
+    lenders = [
+        (buffer.lender, speaker(buffer.device))
+        for request in requests
+        for buffer in request.value.buffers
+        if buffer.lender is not None
+    ]
+    written = [(each.kind, speaker(each.buffer.device)) for row in outs for each in row]
+    if outs:  # whose owners may still read or write them
+        return Border([*lenders, *written], written)
+    takers = [
+        (kind, speaker(device))
+        for request, kind in zip(requests, kinds, strict=True)
+        for device in request.devices
+    ]
+    return Border(lenders, takers)
+
+
+def check_preparable(
+    requests: Sequence[Request], kinds: Sequence[Kind], outs: Sequence[Sequence[Out]] = ()
+) -> None:
+    """Raises ``ValueError`` for what a later call could not read or write again.
+
+    That is what is no array in its own memory, and values of several meshes.
+    """
+    _check_written(outs)
+    fabrics = {request.value.mesh.fabric for request in requests}
+    if not fabrics:
+        raise ValueError("there is no tensor to reduce; at least one is needed")
+    if len(fabrics) > 1:
+        raise ValueError(f"a step is of values of one mesh: these are of {len(fabrics)}")
+    for place, (request, kind) in enumerate(zip(requests, kinds, strict=True)):
+        if request.value.is_sparse:
+            raise ValueError(
+                f"value {place} holds IndexedSlices: which rows there are is known each time anew"
+            )
+        for replica, buffer in enumerate(request.value.buffers):
+            why = _UNREADABLE.get(buffer.lender)
+            if why is not None:
+                raise ValueError(f"value {place}: replica {replica} {why}")
+        on_gpu = request.devices[0].fabric.backend == "cuda"
+        if not outs and (kind == "jax" or (kind == "numpy" and on_gpu)):
+            raise ValueError(
+                f"value {place}: results of kind {kind!r} are no arrays that each call could "
+                "write again; say as_kind="
+            )
+
+
+def _check_written(outs: Sequence[Sequence[Out]]) -> None:
+    for place, row in enumerate(outs):
+        for replica, each in enumerate(row):
+            if each.copied is not None:
+                why = (
+                    "is in host memory, where work that waits in queues could not write it: with "
+                    "schedule_seed= give Buffers"
+                    if each.buffer.device.defers
+                    else "has other strides than the value, or is not in C's order as its replicas "
+                    "are: a step writes the arrays themselves; give dense ones of the same strides"
+                )
+                raise ValueError(f"out {place}: replica {replica} {why}")
+
+
+_UNREADABLE: dict[str | None, str] = {
+    "copy": "could not be shared, and was copied: a later call would read the copy. Shared are "
+    "contiguous arrays, or dense ones of the same strides, where their device is; on GPUs those in "
+    "GPU memory, and on simulated devices with schedule_seed= none",
+    "cuda": "is of a library that shows no current stream, behind which a later call could read "
+    "it: pass cupy.asarray of it",
+}

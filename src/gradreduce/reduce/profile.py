@@ -1,0 +1,424 @@
+"""Where the time of a reduction goes: its plan and floors beside what it then did; never decides.
+
+The plan comes of the flow run over ghosts; the floor of a stage is the bytes that it moves over the
+rate at which this mesh copies, measured; what was done is counted by the journal.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from gradreduce.backends.dry_run import Touched
+from gradreduce.device import Buffer, Device, Mesh, Record
+from gradreduce.device.mesh_state import Fabric
+
+from .plan import ReducePlan, Rehearsal
+
+__all__ = [
+    "STAGES",
+    "CopyRates",
+    "Counts",
+    "Explanation",
+    "Stage",
+    "Traffic",
+    "copy_rates",
+    "explanation_of",
+]
+
+
+# Bytes of a copy: more than a cache holds, and on a GPU so many that the host has queued the next
+# copy before one is over.
+HOST_BYTES, GPU_BYTES = 64 << 20, 256 << 20
+ROUNDS = 5  # of which the fastest counts: the rates are for floors
+
+
+class CopyRates:
+    """Rates of one mesh in bytes per second, each measured when it is first asked for.
+
+    To ask may take a second, waits for the devices, and is in the journals that are open. On the
+    simulation all devices share the host's memory: one rate, np.copyto's by one thread, is that of
+    all of them and of the links between.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[int, float] = {}
+        self._links: dict[tuple[int, int], float] = {}
+        self._lock = threading.RLock()
+
+    def memory(self, device: Device) -> float:
+        """Bytes read and written, together, by copies inside a physical device."""
+        key = 0 if device.fabric.backend == "sim" else device.physical
+        with self._lock:
+            if key not in self._memory:
+                self._memory[key] = 2 * _copied_bytes_per_second(device, device)
+            return self._memory[key]
+
+    def link(self, device: Device, source: Device) -> float:
+        """Bytes that cross from one physical device to another, by copies that ``device`` makes."""
+        if device.fabric.backend == "sim":
+            return self.memory(device) / 2
+        key = (source.physical, device.physical)
+        with self._lock:
+            if key not in self._links:
+                self._links[key] = _copied_bytes_per_second(device, source)
+            return self._links[key]
+
+
+_found: WeakKeyDictionary[Fabric, CopyRates] = WeakKeyDictionary()
+
+
+def copy_rates(mesh: Mesh) -> CopyRates:
+    """Those of a mesh and all its parts."""
+    return _found.setdefault(mesh.fabric, CopyRates())
+
+
+def _copied_bytes_per_second(device: Device, source: Device) -> float:
+    nbytes = HOST_BYTES if device.fabric.backend == "sim" else GPU_BYTES
+    # Zeros, not empty: host memory that was never written is one page, and read from a cache.
+    src, dst = source.zeros((nbytes,), "uint8"), device.zeros((nbytes,), "uint8")
+    seconds = [_copy_seconds(device, dst, src) for _ in range(ROUNDS + 1)]
+    return nbytes / min(seconds[1:])
+
+
+def _copy_seconds(device: Device, dst: Buffer, src: Buffer) -> float:
+    for each in (src.device, device):
+        each.synchronize()
+    start = time.perf_counter()
+    device.copy(dst, src)
+    device.synchronize()
+    return time.perf_counter() - start
+
+
+STAGES = ("pack", "all-reduce", "unpack", "copies")
+# Not uploads: the plan of merging IndexedSlices is uploaded once and kept with them.
+_COUNTED = ("launch", "copy", "collective", "fill")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a journal says of a stage.
+
+    Attributes:
+        launches: kernel launches.
+        copies: copies from device to device.
+        collectives: calls of the collective library, one for each rank.
+        bytes: that left a device, as ``Journal.bytes`` counts them.
+    """
+
+    launches: int = 0
+    copies: int = 0
+    collectives: int = 0
+    bytes: int = 0
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> Counts:
+        """Of these records."""
+        kinds = Counter(record.kind for record in records)
+        crossed = ("launch", "copy", "collective")
+        nbytes = sum(record.nbytes for record in records if record.kind in crossed)
+        return cls(kinds["launch"], kinds["copy"], kinds["collective"], nbytes)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a stage moves, by plan.
+
+    Attributes:
+        read: physical device -> bytes read in its memory, by whatever device.
+        written: the same, written.
+        links: (from, to) of physical devices -> bytes; of a collective, those of a ring.
+    """
+
+    read: Mapping[int, int]
+    written: Mapping[int, int]
+    links: Mapping[tuple[int, int], int]
+
+    @classmethod
+    def sum(cls, parts: Iterable[Traffic]) -> Traffic:
+        """All of them together."""
+        read: Counter[int] = Counter()
+        written: Counter[int] = Counter()
+        links: Counter[tuple[int, int]] = Counter()
+        for part in parts:
+            read.update(part.read)
+            written.update(part.written)
+            links.update(part.links)
+        return cls(dict(read), dict(written), dict(links))
+
+    @property
+    def memory(self) -> dict[int, int]:
+        """Physical device -> bytes read and written in its memory."""
+        return dict(Counter(self.read) + Counter(self.written))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One of ``STAGES``.
+
+    Attributes:
+        name: ``pack``: tensors into flat buffers. ``all-reduce``: whatever adds or divides, on one
+            device too. ``unpack``: results out of flat buffers, as a rule views, which are nothing
+            to do. ``copies``: from device to device.
+        planned: as the ghosts counted it.
+        done: as the journal did.
+        traffic: by plan.
+        floor_seconds: in which nothing faster than a copy can do it.
+    """
+
+    name: str
+    planned: Counts
+    done: Counts
+    traffic: Traffic
+    floor_seconds: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A plan, its floors, and what was done; ``print`` it.
+
+    Attributes:
+        plan: which tensors travel together.
+        stages: in the order of ``STAGES``.
+        floor_seconds: of all stages together: those of different devices and links may overlap.
+        seconds: from the call until all devices had finished.
+        host_seconds: until the call returned.
+        memory_rates: physical device -> bytes read and written per second, by copies; of the
+            devices of the plan.
+        link_rates: (from, to) of physical devices -> bytes per second; of the links of the plan.
+        differences: one line for each record that only the plan or only the journal has.
+    """
+
+    plan: ReducePlan
+    stages: tuple[Stage, ...]
+    floor_seconds: float
+    seconds: float
+    host_seconds: float
+    memory_rates: Mapping[int, float]
+    link_rates: Mapping[tuple[int, int], float]
+    differences: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([str(self.plan), *self._table(), *self._rates(), *self._end()])
+
+    def _table(self) -> Iterator[str]:
+        """A line for each stage: planned counts, and where they differ, those of the journal."""
+        head = ("launches", "copies", "ranks", "MB leave", "MB read", "MB written", "floor ms")
+        yield f"  {'stage':12}" + "".join(f"{word:>12}" for word in head)
+        for stage in self.stages:
+            planned, done = stage.planned, stage.done
+            cells = [
+                _beside(f"{planned.launches}", f"{done.launches}"),
+                _beside(f"{planned.copies}", f"{done.copies}"),
+                _beside(f"{planned.collectives}", f"{done.collectives}"),
+                _beside(_megabytes(planned.bytes), _megabytes(done.bytes)),
+                _megabytes(sum(stage.traffic.read.values())),
+                _megabytes(sum(stage.traffic.written.values())),
+                f"{stage.floor_seconds * 1e3:.4f}",
+            ]
+            yield f"  {stage.name:12}" + "".join(f"{cell:>12}" for cell in cells)
+
+    def _rates(self) -> Iterator[str]:
+        """What each device and link has to move, and how fast it copies."""
+        total = Traffic.sum(stage.traffic for stage in self.stages)
+        for physical, nbytes in sorted(total.memory.items()):
+            rate = self.memory_rates[physical]
+            yield (
+                f"  device {physical}: {_megabytes(total.read.get(physical, 0))} MB read, "
+                f"{_megabytes(total.written.get(physical, 0))} MB written, at "
+                f"{rate / 1e9:.2f} GB/s {nbytes / rate * 1e3:.4f} ms"
+            )
+        for (source, target), nbytes in sorted(total.links.items()):
+            rate = self.link_rates[source, target]
+            yield (
+                f"  link {source} to {target}: {_megabytes(nbytes)} MB, at {rate / 1e9:.2f} GB/s "
+                f"{nbytes / rate * 1e3:.4f} ms"
+            )
+
+    def _end(self) -> Iterator[str]:
+        times = f", {self.seconds / self.floor_seconds:.2f} times" if self.floor_seconds else ""
+        yield (
+            f"  took {self.seconds * 1e3:.4f} ms{times} the floor of "
+            f"{self.floor_seconds * 1e3:.4f} ms; the host {self.host_seconds * 1e3:.4f} ms"
+        )
+        if self.differences:
+            yield "  the journal differs from the plan:"
+            yield from (f"    {line}" for line in self.differences)
+        else:
+            yield "  the journal counted what was planned"
+
+
+def explanation_of(rehearsal: Rehearsal, mesh: Mesh, reduce: Callable[[], object]) -> Explanation:
+    """Does the reduction, and sets it beside its plan.
+
+    Args:
+        rehearsal: of ``reduce``.
+        mesh: of the values.
+        reduce: does it and gives the results, which are dropped. Called twice: what the first call
+            compiles, connects or takes from the system is no part of what is measured.
+    """
+    whole = mesh.devices[0].mesh
+    rates = copy_rates(whole)
+    reduce()
+    whole.synchronize()
+    with whole.journal() as journal:
+        start = time.perf_counter()
+        results = reduce()
+        returned = time.perf_counter()
+    whole.synchronize()
+    ended = time.perf_counter()
+    del results
+    planned = _by_stage(rehearsal)
+    done = _like(planned, [each for each in journal.records if each.kind in _COUNTED])
+    firsts = {device.physical: device for device in reversed(whole.devices)}
+    stages = []
+    for name in STAGES:
+        records = [record for record, _ in planned[name]]
+        traffic = Traffic.sum(part for _, part in planned[name])
+        floor = _floor(traffic, firsts, rates)
+        stages.append(Stage(name, Counts.of(records), Counts.of(done[name]), traffic, floor))
+    total = Traffic.sum(stage.traffic for stage in stages)
+    return Explanation(
+        plan=rehearsal.plan,
+        stages=tuple(stages),
+        floor_seconds=_floor(total, firsts, rates),
+        seconds=ended - start,
+        host_seconds=returned - start,
+        memory_rates={each: rates.memory(firsts[each]) for each in total.memory},
+        link_rates={(of, to): rates.link(firsts[to], firsts[of]) for of, to in total.links},
+        differences=tuple(_differences(rehearsal.records, journal.records)),
+    )
+
+
+def _floor(traffic: Traffic, firsts: Mapping[int, Device], rates: CopyRates) -> float:
+    """Devices and links work side by side; simulated devices are one memory, links included."""
+    memory = [nbytes / rates.memory(firsts[each]) for each, nbytes in traffic.memory.items()]
+    if next(iter(firsts.values())).fabric.backend == "sim":
+        return sum(memory)
+    links = [
+        nbytes / rates.link(firsts[target], firsts[source])
+        for (source, target), nbytes in traffic.links.items()
+    ]
+    return max([*memory, *links], default=0.0)
+
+
+# -- stages ----------------------------------------------------------------------------------------
+
+
+def _by_stage(rehearsal: Rehearsal) -> dict[str, list[tuple[Record, Traffic]]]:
+    """Stage -> what the ghosts were given in it, and what that moves."""
+    found: dict[str, list[tuple[Record, Traffic]]] = {name: [] for name in STAGES}
+    touched = iter(rehearsal.touched)
+    added: set[int] = set()  # blocks with sums in them, or copies of sums
+    ranks: list[tuple[Record, Touched]] = []
+    for record in rehearsal.records:
+        if record.kind not in _COUNTED:
+            continue
+        memory = next(touched)
+        stage = _stage_of(record, memory, added)
+        if stage == "all-reduce" or (stage == "copies" and _reads(memory, added)):
+            added.update(id(buffer.block) for buffer in memory.writes)
+        if record.kind == "collective":
+            ranks.append((record, memory))
+        else:
+            found[stage].append((record, _traffic(record, memory)))
+    found["all-reduce"] += _collectives(ranks)
+    return found
+
+
+def _stage_of(record: Record, memory: Touched, added: set[int]) -> str:
+    if record.kind == "copy":
+        return "copies"
+    if record.name != "pack":
+        return "all-reduce"
+    return "unpack" if _reads(memory, added) else "pack"
+
+
+def _reads(memory: Touched, blocks: set[int]) -> bool:
+    return any(id(buffer.block) in blocks for buffer in memory.reads)
+
+
+def _traffic(record: Record, memory: Touched) -> Traffic:
+    """Of one launch, copy or fill."""
+    home = memory.device.physical
+    read: Counter[int] = Counter()
+    written: Counter[int] = Counter()
+    links: Counter[tuple[int, int]] = Counter()
+    if record.kind == "copy":  # on whichever of its ends: the bytes go from one to the other
+        home = memory.writes[0].device.physical
+    for buffer in memory.reads:
+        read[buffer.device.physical] += buffer.nbytes
+        links[buffer.device.physical, home] += buffer.nbytes
+    for buffer in memory.writes:
+        written[buffer.device.physical] += buffer.nbytes
+        links[home, buffer.device.physical] += buffer.nbytes
+    crossing = {ends: nbytes for ends, nbytes in links.items() if ends[0] != ends[1]}
+    return Traffic(dict(read), dict(written), crossing)
+
+
+def _collectives(ranks: Sequence[tuple[Record, Touched]]) -> Iterator[tuple[Record, Traffic]]:
+    """The ranks of one call stand side by side, and each sends to the next, as in a ring."""
+    calls: list[list[tuple[Record, Touched]]] = []
+    for record, memory in ranks:
+        place = memory.device.physical
+        last = calls[-1] if calls else []
+        begins = not last or place in {each.device.physical for _, each in last}
+        if begins or last[0][0].name != record.name:
+            calls.append([])
+        calls[-1].append((record, memory))
+    for call in calls:
+        physicals = [memory.device.physical for _, memory in call]
+        following = [*physicals[1:], physicals[0]]
+        for (record, memory), after in zip(call, following, strict=True):
+            home = memory.device.physical
+            sent = _sent(record, len(call))
+            links = {(home, after): sent} if sent else {}
+            read = {home: sum(buffer.nbytes for buffer in memory.reads)}
+            yield record, Traffic(read, {home: sum(each.nbytes for each in memory.writes)}, links)
+
+
+def _sent(record: Record, num_ranks: int) -> int:
+    """Bytes that a rank of a ring sends to the next."""
+    if record.name == "all_reduce":
+        return 2 * (num_ranks - 1) * record.nbytes // num_ranks
+    return (num_ranks - 1) * record.nbytes
+
+
+def _like(
+    planned: Mapping[str, Sequence[tuple[Record, Traffic]]], records: Sequence[Record]
+) -> dict[str, list[Record]]:
+    """The journal's records in the stages of their twins in the plan."""
+    stages: defaultdict[Record, list[str]] = defaultdict(list)
+    for name, parts in planned.items():
+        for record, _ in parts:
+            stages[record].append(name)
+    found: dict[str, list[Record]] = {name: [] for name in STAGES}
+    for record in records:
+        known = stages.get(record)
+        lone = "copies" if record.kind == "copy" else "all-reduce"
+        found[known.pop(0) if known else "pack" if record.name == "pack" else lone].append(record)
+    return found
+
+
+def _differences(planned: Iterable[Record], done: Iterable[Record]) -> Iterator[str]:
+    before = Counter(record for record in planned if record.kind in _COUNTED)
+    after = Counter(record for record in done if record.kind in _COUNTED)
+    for word, lone in (("only planned", before - after), ("only done", after - before)):
+        for record, count in lone.items():
+            yield f"{word}: {count} x {record}"
+
+
+# -- words -----------------------------------------------------------------------------------------
+
+
+def _beside(planned: str, done: str) -> str:
+    """One word where both say the same."""
+    return planned if planned == done else f"{planned}, not {done}"
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.3f}"

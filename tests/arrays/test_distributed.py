@@ -1,0 +1,362 @@
+"""PerReplica, Mirrored and gr.replica: which array lies where, and which one a thread means."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+from support.meshes import MeshCase, owned, unchanged
+
+import gradreduce as gr
+from gradreduce.arrays.distributed import DistributedValues
+from gradreduce.arrays.replica_context import current_replica
+from gradreduce.errors import DeviceMismatchError
+
+BOTH = pytest.mark.parametrize("make", [gr.PerReplica, gr.Mirrored])
+
+
+@pytest.fixture
+def mesh():
+    with MeshCase((0, 0, 1)).open() as opened:
+        yield opened
+
+
+def arrays(count=3, shape=(2,)):
+    return [np.full(shape, replica, np.float32) for replica in range(count)]
+
+
+@BOTH
+def test_one_array_on_each_device_in_mesh_order(mesh, make):
+    given = arrays()
+    value = make(given, mesh)
+    assert isinstance(value, DistributedValues)
+    assert value.devices == mesh.devices
+    assert [buffer.device for buffer in value.buffers] == list(mesh.devices)
+    assert value.mesh is mesh
+    assert value.kind == "native"
+    for found, array in zip(value.values, given, strict=True):
+        assert np.array_equal(found, array)
+        assert np.shares_memory(found, array)  # shared, not copied
+    assert np.shares_memory(value.primary, given[0])
+
+
+@BOTH
+def test_values_on_listed_devices_keep_their_order(mesh, make):
+    listed = [mesh.devices[2], mesh.devices[0]]
+    value = make(arrays(2), mesh, devices=listed)
+    assert value.devices == tuple(listed)
+    assert value.get(mesh.devices[2])[0] == 0
+    assert value.get(mesh.devices[0])[0] == 1
+    assert value.mesh is mesh
+
+
+@BOTH
+def test_buffers_say_themselves_where_they_are(mesh, make):
+    buffers = [
+        owned(mesh.devices[index], array) for index, array in zip((2, 0), arrays(2), strict=True)
+    ]
+    value = make(buffers)
+    assert value.devices == (mesh.devices[2], mesh.devices[0])
+    assert value.kind == "buffer"
+    assert all(found is buffer for found, buffer in zip(value.values, buffers, strict=True))
+    assert value.primary is buffers[0]
+    assert value.get() is buffers[0]
+
+
+def test_a_part_of_a_mesh_is_a_mesh(mesh):
+    value = gr.PerReplica(arrays(2), mesh[1:])
+    assert value.devices == mesh.devices[1:]
+    assert value.mesh is mesh
+
+
+def test_without_a_mesh_the_default_one(monkeypatch):
+    with MeshCase((0, 0)).open() as default:
+        monkeypatch.setattr("gradreduce.backends._default", [default])
+        assert gr.PerReplica(arrays(2)).devices == default.devices
+        assert gr.PerReplica([1.0, 2.0]).devices == default.devices
+
+
+def test_numbers_lists_and_strided_arrays_become_arrays(mesh):
+    value = gr.PerReplica([1.5, [1, 2], np.arange(6, dtype=np.int8)[::2]], mesh)
+    assert value.kind == "native"
+    assert [(b.shape, str(b.dtype)) for b in value.buffers] == [
+        ((), "float64"), ((2,), "int64"), ((3,), "int8"),
+    ]  # fmt: skip
+    assert np.array_equal(value.values[2], [0, 2, 4])
+
+
+def test_any_iterable_of_values(mesh):
+    assert gr.PerReplica(iter(arrays()), mesh).values[2][0] == 2
+    assert gr.PerReplica(np.arange(6.0).reshape(3, 2), mesh).values[2][0] == 4
+
+
+def test_the_kind_is_that_of_the_first_value(mesh):
+    given = arrays()
+    mixed = [given[0], owned(mesh.devices[1], given[1]), given[2]]
+    value = gr.PerReplica(mixed, mesh)
+    assert value.kind == "native"
+    assert all(isinstance(found, np.ndarray) for found in value.values)
+    assert gr.PerReplica([owned(mesh.devices[0], given[0]), *given[1:]], mesh).kind == "buffer"
+
+
+@BOTH
+def test_get_by_device(mesh, make):
+    value = make(arrays(), mesh)
+    for replica, device in enumerate(mesh.devices):
+        assert value.get(device)[0] == replica
+    part = make(arrays(2), mesh[:2])
+    with pytest.raises(ValueError, match=r"Device <device sim:2 on physical 1> not found in"):
+        part.get(mesh.devices[2])
+
+
+@BOTH
+def test_get_means_the_replica_of_the_thread(mesh, make):
+    value = make(arrays(), mesh)
+    assert value.get()[0] == 0
+    for index in range(3):
+        with gr.replica(index):
+            assert value.get()[0] == index
+            assert value.get(mesh.devices[1])[0] == 1  # a device that is named wins
+            assert value.primary[0] == 0
+    part = make(arrays(2), mesh[1:])
+    with gr.replica(1):
+        assert part.get()[0] == 1  # the replica's number, not the device's
+    with gr.replica(2), pytest.raises(ValueError, match=r"^there is no replica 2 of 2$"):
+        part.get()
+
+
+@BOTH
+def test_values_are_a_sequence_of_arrays_in_the_order_of_devices(mesh, make):
+    given = arrays()
+    value = make(given, mesh)
+    assert len(value) == 3
+    for place, found in enumerate(value):
+        for index in (place, place - 3, np.int64(place)):
+            assert value[index] is not value and np.shares_memory(value[index], given[place])
+        assert np.shares_memory(found, given[place])
+    assert [found[0] for found in value[1:]] == [1, 2]
+    with pytest.raises(IndexError, match=r"^there is no replica 3 of 3$"):
+        value[3]
+    with pytest.raises(
+        TypeError, match=r"^an index must be .*; the value on a device is value\.get\("
+    ):
+        value[mesh.devices[0]]
+    rows = gr.IndexedSlices(np.ones((1, 2), np.float32), [3], (5, 2))
+    sparse = make([rows] * 3, mesh)
+    assert [found.indices.tolist() for found in (*sparse, sparse[-1])] == [[3]] * 4
+
+
+def test_copies_may_be_forgotten_while_they_are_made(mesh):
+    """As by a call of another thread."""
+    value = gr.PerReplica([np.ones((4, 5), order="F") for _ in mesh], mesh)
+
+    class Forgetful(type(value)):
+        def __setattr__(self, name, found):
+            super().__setattr__(name, None if name == "_parts" else found)
+
+    value.__class__ = Forgetful
+    assert [buffer.shape for buffer in value.buffers] == [(4, 5)] * len(mesh)
+
+
+def test_arrays_of_another_order_are_read_anew_by_each_call(mesh):
+    """Their Buffers in C's order are copies; the arrays may be written between two calls."""
+    for order in "CF":
+        given = [np.ones((4, 5), order=order) for _ in mesh]
+        value, mirrored = gr.PerReplica(given, mesh), gr.Mirrored(given, mesh)
+        accumulator = gr.ConditionalAccumulator("float64", (4, 5), device=mesh)
+        variable = gr.Variable(np.zeros((4, 5)), device=mesh)
+        ops, optimizer = gr.HierarchicalCopyAllReduce(mesh=mesh), gr.GradientDescentOptimizer(1.0)
+        adding = gr.ReductionToOneDevice(accumulation_fn=lambda terms: sum(terms[1:], terms[0]))
+        for scale in (1, 10):
+            for array in given:
+                array[...] = scale
+            accumulator.apply_grad(value)
+            optimizer.apply_gradients([(value, variable)])
+            total = ops.reduce(gr.ReduceOp.SUM, value, value)
+            assert total[0].flags.f_contiguous == (order == "F")
+            assert (total[0] == 3 * scale).all()
+            assert (adding.reduce(gr.ReduceOp.SUM, value, value)[0] == 3 * scale).all()
+            clipped = gr.clip_by_global_norm([mirrored], 1.0)[1][0]
+            assert float(clipped) == pytest.approx(np.sqrt(20) * scale)
+        assert (accumulator.take_grad(6).primary == 5.5).all()
+        assert (variable.numpy() == -11).all()
+
+
+@BOTH
+def test_one_value_becomes_an_array_several_do_not(mesh, make):
+    one = make([np.arange(3)], devices=mesh.devices[2:])
+    assert np.array_equal(np.asarray(one), [0, 1, 2])
+    assert np.asarray(one, np.float32).dtype == np.float32
+    assert np.array(one) is not np.array(one)
+    several = make(arrays(), mesh)
+    for convert in (np.asarray, np.mean, lambda value: np.stack([value, value])):
+        with pytest.raises(TypeError, match=rf"a {make.__name__} of 3 devices .*\.values"):
+            convert(several)
+    rows = gr.IndexedSlices(np.ones((1, 2), np.float32), [3], (5, 2))
+    with pytest.raises(TypeError, match="to_dense"):
+        np.asarray(make([rows], devices=mesh.devices[:1]))
+
+
+def test_replicas_nest_and_end():
+    assert current_replica() is None
+    with gr.replica(1):
+        assert current_replica() == 1
+        with gr.replica(0):
+            assert current_replica() == 0
+        assert current_replica() == 1
+        with pytest.raises(KeyError), gr.replica(2):
+            raise KeyError
+        assert current_replica() == 1
+    assert current_replica() is None
+
+
+def test_threads_have_replicas_of_their_own(mesh):
+    value = gr.Mirrored(arrays(), mesh)
+    together, seen = threading.Barrier(3, timeout=10), {}
+
+    def work(index):
+        seen[index] = [current_replica()]
+        with gr.replica(index):
+            together.wait()  # all are inside now
+            seen[index].append(value.get()[0])
+            together.wait()
+        seen[index].append(current_replica())
+
+    with gr.replica(2):
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert current_replica() == 2
+    assert seen == {index: [None, index, None] for index in range(3)}
+
+
+@pytest.mark.parametrize("index", [-1, 1.0, "0", None, True, np.True_])
+def test_a_replica_is_an_index(index):
+    with pytest.raises(ValueError, match="must be an integer from 0 up"), gr.replica(index):
+        pass
+    assert current_replica() is None
+
+
+@BOTH
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_as_many_values_as_devices(mesh, make, count):
+    with pytest.raises(ValueError, match=f"{count} values for 3 devices"):
+        make(arrays(count), mesh)
+    with pytest.raises(ValueError, match=f"{count} values for 0 devices"):
+        make(arrays(count), mesh, devices=[])
+
+
+@BOTH
+def test_no_value_is_an_error(mesh, make):
+    with pytest.raises(ValueError, match="empty"):
+        make([], mesh)
+    with pytest.raises(TypeError):
+        make(None, mesh)
+
+
+@BOTH
+def test_a_device_is_named_once(mesh, make):
+    first, _, last = mesh.devices
+    with pytest.raises(ValueError, match="Duplicate devices: sim:"):
+        make(arrays(2), mesh, devices=[last, last])
+    with pytest.raises(ValueError, match="Duplicate devices: sim:"):
+        make([owned(first, array) for array in arrays(2)])
+
+
+@BOTH
+def test_a_buffer_lies_where_it_lies(mesh, make):
+    given = [owned(device, array) for device, array in zip(mesh.devices, arrays(), strict=True)]
+    with pytest.raises(DeviceMismatchError, match="is the value for sim:0"):
+        make(given[::-1], mesh)
+    with pytest.raises(DeviceMismatchError, match="is the value for sim:1"):
+        make([arrays()[0], given[0], arrays()[2]], mesh)
+
+
+@BOTH
+def test_all_devices_are_of_one_mesh(mesh, make):
+    with MeshCase((0, 1)).open() as other:
+        strangers = [mesh.devices[0], other.devices[1]]
+        with pytest.raises(DeviceMismatchError, match="not all of one mesh"):
+            make(arrays(2), devices=strangers)
+        with pytest.raises(DeviceMismatchError, match="not all of one mesh"):
+            make(arrays(2), mesh, devices=other.devices)
+        with pytest.raises(DeviceMismatchError, match="not all of one mesh"):
+            make([owned(device, arrays()[0]) for device in strangers])
+        with pytest.raises(DeviceMismatchError, match="of another mesh"):
+            make([owned(other.devices[0], arrays()[0]), *arrays()[1:]], mesh)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        (None, "NoneType"),
+        ("text", "str"),
+        ({}, "dict"),
+        (np.array([True]), "bool"),
+        (np.array(["a"]), "cannot be added"),
+        (True, "bool"),
+    ],
+)
+def test_every_value_is_an_array_that_can_be_added(mesh, make, value, match):
+    with pytest.raises(TypeError, match=match):
+        make([*arrays(2), value], mesh)
+    with pytest.raises(TypeError, match=match):
+        make([value, *arrays(2)], mesh)
+
+
+def test_a_ragged_list_is_an_error(mesh):
+    with pytest.raises(ValueError, match="inhomogeneous"):
+        gr.PerReplica([[[1.0], [1.0, 2.0]], 0.0, 0.0], mesh)
+
+
+def test_reading_writes_nothing(mesh):
+    given = arrays()
+    for array in given:
+        array.flags.writeable = False
+    with unchanged(*given):
+        value = gr.PerReplica(given, mesh)
+        assert not any(found.flags.writeable for found in value.values)
+        assert not value.buffers[0].block.writable
+
+
+def test_the_text_names_devices_dtypes_and_shapes(mesh):
+    value = gr.Mirrored(arrays(shape=(4, 2)), mesh)
+    assert repr(value) == (
+        "Mirrored(sim:0: float32[4, 2], sim:1: float32[4, 2], sim:2: float32[4, 2])"
+    )
+
+
+def test_the_operations_are_sum_and_mean():
+    assert [op.value for op in gr.ReduceOp] == ["SUM", "MEAN"]
+
+
+def test_tasks_of_one_thread_each_have_their_replica():
+    seen = []
+
+    async def task(index):
+        with gr.replica(index):
+            for _ in range(3):
+                await asyncio.sleep(0)
+                seen.append((index, current_replica()))
+
+    async def together():
+        await asyncio.gather(*(task(index) for index in range(3)))
+
+    asyncio.run(together())
+    assert len(seen) == 9
+    assert all(index == found for index, found in seen)
+    assert current_replica() is None
+
+
+def test_buffers_of_a_callers_arrays_are_lent_however_they_come():
+    with gr.open_mesh(2, backend="sim") as mesh:
+        lent = gr.PerReplica([np.ones(3, np.float32) for _ in mesh], mesh)
+        ours = [device.zeros((3,), "float32") for device in mesh]
+        for options in ({"mesh": mesh}, {"devices": mesh.devices}):
+            assert gr.PerReplica(lent.buffers, **options).lent
+            assert not gr.PerReplica(ours, **options).lent

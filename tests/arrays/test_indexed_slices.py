@@ -1,0 +1,335 @@
+"""IndexedSlices: what is refused at the door, merged rows, whole arrays, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.exact_data import DTYPES, exact_data, random_data, same
+from support.exhaustive import examples
+from support.implementations import wide_of
+from support.meshes import refused
+
+import gradreduce as gr
+from gradreduce.arrays.indexed_slices import coalesced, densified
+from gradreduce.device import as_dtype
+from gradreduce.errors import InvalidArgumentError
+from gradreduce.ops import plan_segments
+
+FACES = ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
+INDICES = [3, 1, 3, 0, 1, 3]
+
+
+@pytest.fixture(scope="module", params=FACES)
+def mesh(request) -> Iterator[gr.Mesh]:
+    with gr.open_mesh([0, 0, 1], backend="sim", kernels=request.param, strict=True) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def default(mesh, monkeypatch):
+    """Host arrays lie on this mesh."""
+    monkeypatch.setattr("gradreduce.backends._default", [mesh])
+
+
+def slices_of(dtype="float32", *, width=5, num_rows=6, seed=0):
+    return gr.IndexedSlices(
+        random_data((len(INDICES), width), dtype, seed=seed), INDICES, (num_rows, width)
+    )
+
+
+def merged(slices):
+    """The rows of each index, added in a loop in the accumulate type; the indices in order."""
+    found = {}
+    values = slices.values.astype(wide_of(slices.values.dtype))
+    with np.errstate(all="ignore"):
+        for index, row in zip(slices.indices.tolist(), values, strict=True):
+            found[index] = found[index] + row if index in found else row
+        rows = np.array([found[index] for index in sorted(found)], values.dtype)
+        rows = rows.reshape(len(found), *values.shape[1:])
+        return sorted(found), rows.astype(slices.values.dtype)
+
+
+def whole(slices):
+    indices, rows = merged(slices)
+    dense = np.zeros(slices.dense_shape, slices.values.dtype)
+    dense[indices] = rows
+    return dense
+
+
+# -- what it is -----------------------------------------------------------------------------------
+
+
+def test_it_keeps_what_it_is_given(mesh):
+    values, indices = np.ones((3, 2), "float32"), np.array([4, 0, 4], "int32")
+    slices = gr.IndexedSlices(values, indices, [5, 2])
+    assert slices.values is values
+    assert slices.indices.dtype == np.int64
+    assert slices.indices.tolist() == [4, 0, 4]
+    indices[:] = 1
+    assert slices.indices.tolist() == [4, 0, 4]
+    with pytest.raises(ValueError, match="read-only"):
+        slices.indices[0] = 1
+    assert (slices.dense_shape, slices.shape, slices.dtype) == ((5, 2), (5, 2), np.float32)
+    assert (slices.device, slices.kind) == (None, "native")
+    assert repr(slices) == (
+        "IndexedSlices(indices=[4, 0, 4], values=float32[3, 2], dense_shape=(5, 2))"
+    )
+    buffer = mesh.devices[1].put(np.ones(9))
+    slices = gr.IndexedSlices(buffer, list(range(9)))
+    assert slices.values is buffer
+    assert (slices.device, slices.kind, slices.shape) == (mesh.devices[1], "buffer", None)
+    assert repr(slices) == (
+        "IndexedSlices(indices=[0, 1, 2, 3, 4, 5, …], values=float64[9], dense_shape=None)"
+    )
+
+
+def test_a_nested_list_becomes_an_array():
+    slices = gr.IndexedSlices([[1.0, 2.0]], [1], (3, 2))
+    assert same(slices.values, np.array([[1.0, 2.0]]))
+    assert same(slices.to_dense(), np.array([[0.0, 0], [1, 2], [0, 0]]))
+
+
+@pytest.mark.parametrize("dtype", [f"{kind}{bits}" for kind in ("int", "uint")
+                                   for bits in (8, 16, 32, 64)])  # fmt: skip
+def test_indices_of_every_integer_dtype(mesh, dtype):
+    indices = np.array([5, 2, 5], dtype)
+    forms = [
+        indices,
+        np.repeat(indices, 2)[::2],
+        indices.astype(indices.dtype.newbyteorder()),
+        mesh.devices[1].upload(indices),
+        indices.tolist(),
+        tuple(indices),
+    ]
+    for form in forms:
+        assert gr.IndexedSlices(np.ones(3), form).indices.tolist() == [5, 2, 5]
+
+
+def test_no_rows():
+    for none in ([], (), np.zeros(0, "int32")):
+        slices = gr.IndexedSlices(np.zeros((0, 3), "float32"), none, (4, 3))
+        assert same(slices.to_dense(), np.zeros((4, 3), "float32"))
+        assert same(slices.coalesce().values, np.zeros((0, 3), "float32"))
+        assert slices.coalesce().indices.tolist() == []
+
+
+def test_rows_of_rows_are_looked_up():
+    """TensorFlow gathers the outer indices with the inner ones."""
+    inner = gr.IndexedSlices(np.array([[1.0], [2], [4]]), [2, 0, 2], (3, 1))
+    slices = gr.IndexedSlices(inner, [7, 8, 9], (10, 1))
+    assert slices.indices.tolist() == [9, 7, 9]
+    assert slices.values is inner.values
+    assert slices.to_dense()[:, 0].tolist() == [0] * 7 + [2, 0, 5]
+    unknown = gr.IndexedSlices(np.ones((2, 1)), [0, 1])
+    assert gr.IndexedSlices(unknown, [3, 3, 3]).indices.tolist() == [3, 3]
+    with pytest.raises(InvalidArgumentError, match=r"2 indices for values of dense_shape \(3, 1\)"):
+        gr.IndexedSlices(inner, [7, 8])
+    with pytest.raises(InvalidArgumentError, match=r"indices\[1\] = 1 is not below"):
+        gr.IndexedSlices(unknown, [3])
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+ROWS = np.ones((3, 2), "float32")
+# what -> values, indices, dense_shape, error, its text
+REFUSED = {
+    "negative": (ROWS, [0, -1, 2], None, InvalidArgumentError, r"indices\[1\] = -1 is negative"),
+    "too large": (
+        ROWS, [0, 7, 4], (7, 2), InvalidArgumentError,
+        r"indices\[1\] = 7 is not below dense_shape\[0\] = 7",
+    ),
+    "of nothing": (
+        ROWS, [0, 0, 0], (0, 2), InvalidArgumentError, r"not below dense_shape\[0\] = 0",
+    ),
+    "beyond int64": (
+        ROWS, np.array([0, 2**63, 2], "uint64"), None, InvalidArgumentError,
+        r"indices\[1\] = 9223372036854775808 is .*too large for int64",
+    ),
+    "floats": (ROWS, [0.0, 1.0, 2.0], None, TypeError, "indices must be integers, got float64"),
+    "no rows of floats": (
+        ROWS[:0], np.zeros(0), None, TypeError, "indices must be integers, got float64",
+    ),
+    "bools": (ROWS, [True, False, True], None, TypeError, "must be integers, got bool"),
+    "strings": (ROWS, np.array(["0", "1", "2"]), None, TypeError, "must be integers"),
+    "none": (ROWS, None, None, TypeError, "NoneType is not an array"),
+    "a matrix": (ROWS, [[0, 1, 2]], None, InvalidArgumentError, r"a vector, got shape \[1, 3\]"),
+    "a number": (ROWS, 1, None, InvalidArgumentError, r"indices must be a vector, got shape \[\]"),
+    "too few": (ROWS, [0, 1], None, InvalidArgumentError, "2 indices for 3 rows of values"),
+    "too many": (ROWS, [0, 1, 2, 2], None, InvalidArgumentError, "4 indices for 3 rows"),
+    "a scalar": (np.float32(1), [0], None, InvalidArgumentError, "cannot be 0-dimensional"),
+    "another rank": (
+        ROWS, [0, 1, 2], (9,), InvalidArgumentError,
+        r"values of shape \[3, 2\] are not rows of an array of shape \[9\]",
+    ),
+    "other rows": (ROWS, [0, 1, 2], (9, 3), InvalidArgumentError, r"not rows of .* \[9, 3\]"),
+    "no dimension": (ROWS, [0, 1, 2], (), InvalidArgumentError, "must have a dimension"),
+    "a negative extent": (ROWS, [0, 1, 2], (9, -2), InvalidArgumentError, "no negative one"),
+    "fewer than unknown": (ROWS, [0, 1, 2], (-2, 2), InvalidArgumentError, "no negative one"),
+    "extents of floats": (ROWS, [0, 1, 2], (9.0, 2), TypeError, "must be a list of integers"),
+    "extents of bools": (ROWS, [0, 1, 2], (True, 2), TypeError, "must be a list of integers"),
+    "one extent": (ROWS, [0, 1, 2], 9, TypeError, "must be a list of integers"),
+    "bools to add": (ROWS > 0, [0, 1, 2], None, TypeError, "bool cannot be added"),
+    "words to add": ("abc", [0, 1, 2], None, TypeError, "str is not an array"),
+    "a mask": (np.ma.array([1.0], mask=[1]), [0], None, TypeError, "masked"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused_at_the_door(mesh, case):
+    values, indices, dense_shape, error, text = case
+    with refused(mesh, error, text):
+        gr.IndexedSlices(values, indices, dense_shape)
+    if isinstance(values, np.ndarray) and values.dtype == np.float32:
+        assert (values == 1).all()
+
+
+@pytest.mark.parametrize("dense_shape", [None, (-1, 2)])
+def test_a_whole_array_has_a_known_shape(mesh, dense_shape):
+    slices = gr.IndexedSlices(ROWS, [0, 1, 1], dense_shape)
+    with refused(mesh, ValueError, "unknown"):
+        slices.to_dense()
+    assert slices.coalesce().dense_shape == dense_shape
+
+
+def test_an_unknown_kind_of_result_is_refused(mesh):
+    for call in (slices_of().coalesce, slices_of().to_dense):
+        with refused(mesh, ValueError, "as_kind='tensor' is not one of"):
+            call(as_kind="tensor")
+
+
+# -- merged, and whole ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_an_index_are_added_in_order(dtype):
+    for width in (0, 1, 5, 16):
+        slices = slices_of(dtype, width=width)
+        indices, rows = merged(slices)
+        made = slices.coalesce()
+        assert made.indices.tolist() == indices
+        assert same(made.values, rows)
+        assert (made.dense_shape, made.dtype) == ((6, width), slices.dtype)
+        assert same(slices.to_dense(), whole(slices))
+
+
+def test_rows_of_any_shape():
+    for shape in [(), (1,), (2, 3), (2, 0), (1, 1, 4)]:
+        values = random_data((len(INDICES), *shape), "float32")
+        slices = gr.IndexedSlices(values, INDICES, (4, *shape))
+        assert same(slices.to_dense(), whole(slices))
+        assert same(slices.coalesce().values, merged(slices)[1])
+
+
+def test_nothing_is_shared_and_nothing_written(mesh):
+    for indices in (np.array([1, 0]), np.array([0, 1])):  # where nothing is merged or moved, too
+        values = np.ones((2, 3), "float32")
+        values.flags.writeable = False
+        slices = gr.IndexedSlices(values, indices, (2, 3))
+        made = slices.coalesce()
+        for result in (made.values, slices.to_dense()):
+            assert not np.may_share_memory(result, values)
+            result[...] = 7
+        assert not np.may_share_memory(made.indices, slices.indices)
+        assert (values == 1).all()
+
+
+def test_the_result_is_where_the_values_are_and_of_their_kind(mesh):
+    first, second, third = mesh.devices
+    values = np.ones((2, 3))
+    with gr.replica(1):
+        assert gr.IndexedSlices(values, [1, 1]).coalesce(as_kind="buffer").device is second
+    assert gr.IndexedSlices(values, [1, 1], (2, 3)).to_dense(as_kind="buffer").device is first
+    own = gr.IndexedSlices(third.put(values), [1, 1], (2, 3))
+    assert own.coalesce().device is third
+    assert own.to_dense().device is third
+    assert isinstance(own.coalesce(as_kind="numpy").values, np.ndarray)
+    assert isinstance(own.to_dense(as_kind="numpy"), np.ndarray)
+    assert isinstance(gr.IndexedSlices(values, [1, 1]).coalesce().values, np.ndarray)
+
+
+def test_what_a_call_costs(mesh):
+    slices = slices_of()
+    with mesh.journal() as journal:
+        slices.coalesce(as_kind="buffer")
+    assert [record.kind for record in journal.records] == ["upload", "launch"]
+    with mesh.journal() as journal:
+        slices.to_dense(as_kind="buffer")
+    assert [record.kind for record in journal.records] == ["fill", "upload", "launch"]
+    on_device = mesh.devices[0].upload(np.array([0, 1]))
+    with mesh.journal() as journal:
+        slices = gr.IndexedSlices(mesh.devices[0].put(np.ones((2, 3))), on_device)
+        slices.coalesce()
+    assert [record.kind for record in journal.records] == ["download", "upload", "launch"]
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    indices=st.lists(st.integers(0, 6), max_size=30),
+    width=st.integers(0, 9),
+    seed=st.integers(0, 999),
+)
+def test_laws(dtype, indices, width, seed):
+    values = exact_data((len(indices), width), dtype, seed=seed)
+    slices = gr.IndexedSlices(values, indices, (7, width))
+    once, dense = slices.coalesce(), slices.to_dense()
+    twice = once.coalesce()
+    assert twice.indices.tolist() == once.indices.tolist() == sorted(set(indices))
+    assert same(twice.values, once.values)
+    assert same(once.to_dense(), dense)
+    oracle = np.zeros((7, width), dtype)
+    np.add.at(oracle, indices, values)
+    assert same(dense, oracle)
+    order = np.random.default_rng(seed).permutation(len(indices))
+    woven = gr.IndexedSlices(values[order], slices.indices[order], (7, width))
+    assert same(woven.to_dense(), dense)  # exact data: any order
+    again = gr.IndexedSlices(values, indices, (7, width))
+    assert same(again.coalesce().values, once.values)
+
+
+# -- many at once ---------------------------------------------------------------------------------
+
+
+def test_many_tensors_share_launches(mesh):
+    first, _, third = mesh.devices
+    parts = [slices_of(dtype, width=3 + k, seed=k)
+             for k, dtype in enumerate(["float32", "float16", "float32", "float32"])]  # fmt: skip
+    homes = [first, first, first, third]
+    placed = [
+        gr.IndexedSlices(home.put(part.values), part.indices, part.dense_shape)
+        for part, home in zip(parts, homes, strict=True)
+    ]
+    with mesh.journal() as journal:
+        made = densified(placed)
+    assert (journal.launches, journal.uploads) == (3, 2)
+    for part, buffer, home in zip(parts, made, homes, strict=True):
+        assert buffer.device is home
+        assert same(buffer.numpy(), whole(part))
+    plans = [plan_segments(part.indices) for part in parts]
+    with mesh.journal() as journal:
+        made = coalesced([part.values for part in placed], plans)
+    assert (journal.launches, journal.uploads) == (3, 2)
+    assert all(same(one.numpy(), merged(part)[1]) for one, part in zip(made, parts, strict=True))
+    assert coalesced([], []) == densified([]) == []
+
+
+def test_partial_sums_are_wide_and_divided_row_by_row(mesh):
+    """What an accumulator of halves needs: float32 sums, then each row by its own count."""
+    slices, plan = slices_of("float16"), plan_segments(np.array(INDICES))
+    values = mesh.devices[0].put(slices.values)
+    room = mesh.devices[0].empty((plan.num_segments, *values.shape[1:]), as_dtype("float32"))
+    (wide,) = coalesced([values], [plan], outs=[room])
+    assert wide is room
+    rows = gr.IndexedSlices(slices.values.astype("float32"), INDICES)
+    assert same(wide.numpy(), merged(rows)[1])
+    counts = np.diff(plan.bounds).astype("float64")
+    each = plan_segments(plan.indices)
+    room = mesh.devices[0].empty(wide.shape, as_dtype("float16"))
+    (mean,) = coalesced([wide], [each], outs=[room], divisors=[counts])
+    with np.errstate(all="ignore"):
+        expected = (merged(rows)[1] / counts[:, None].astype("float32")).astype("float16")
+    assert same(mean.numpy(), expected)

@@ -1,0 +1,509 @@
+"""PyTorch's and JAX's own arrays through the door and through every public call, on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+
+import numpy as np
+import pytest
+from support.exact_data import exact_data, same
+
+import gradreduce as gr
+from gradreduce.arrays.convert import from_buffer, kind_of, to_buffer
+from gradreduce.backends import open_mesh
+from gradreduce.device import as_dtype
+
+TORCH = pytest.param("torch", marks=pytest.mark.torch)
+JAX = pytest.param("jax", marks=pytest.mark.jax)
+SHAPES = [(), (1,), (0,), (3, 5), (2, 0, 3), (1000,)]
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    with open_mesh(2, backend="sim", strict=True) as opened:
+        yield opened
+
+
+@pytest.fixture
+def device(mesh):
+    return mesh.devices[1]
+
+
+class Library:
+    """What a test needs of a library: arrays from NumPy's and back, by the library's own means."""
+
+    def __init__(self, name):
+        self.name = name
+        self.module = importlib.import_module("jax.numpy" if name == "jax" else name)
+
+    def dtypes(self):
+        common = ["float16", "bfloat16", "float32", "int8", "uint8", "int16", "int32", "complex64"]
+        wide = ["float64", "int64", "complex128"]  # JAX has them only in its x64 mode
+        return common + (wide if self.name == "torch" else [])
+
+    def array(self, array):
+        if self.name == "jax":
+            return self.module.asarray(array)
+        if array.dtype == as_dtype("bfloat16"):
+            return self.module.from_numpy(array.view(np.int16).copy()).view(self.module.bfloat16)
+        return self.module.from_numpy(array.copy())
+
+    def numpy(self, array):
+        if self.name == "torch" and array.dtype is self.module.bfloat16:
+            return array.view(self.module.int16).numpy().view(as_dtype("bfloat16"))
+        return np.asarray(array)
+
+    def address(self, array):
+        return array.data_ptr() if self.name == "torch" else array.unsafe_buffer_pointer()
+
+
+@pytest.fixture(params=[TORCH, JAX])
+def library(request):
+    return Library(request.param)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_round_trip_keeps_shape_dtype_and_values(library, device, shape):
+    for dtype in library.dtypes():
+        values = np.asarray(exact_data(shape, as_dtype(dtype)))
+        theirs = library.array(values)
+        assert kind_of(theirs) == library.name
+        buffer = to_buffer(theirs, device)
+        assert (buffer.shape, buffer.dtype, buffer.device) == (shape, as_dtype(dtype), device)
+        assert same(buffer.numpy(), values)
+        own = device.upload(values)
+        back = from_buffer(own, library.name)
+        assert kind_of(back) == library.name
+        assert tuple(back.shape) == shape
+        assert same(library.numpy(back), values)
+
+
+def test_nothing_is_copied_on_the_way_in(library, device):
+    for dtype in library.dtypes():
+        theirs = library.array(np.arange(64).astype(as_dtype(dtype)))
+        assert to_buffer(theirs, device).address == library.address(theirs), dtype
+
+
+def test_nothing_is_copied_on_the_way_out(library, device):
+    for dtype in library.dtypes():
+        own = device.upload(np.arange(64).astype(as_dtype(dtype)))
+        shared = library.address(from_buffer(own, library.name)) == own.address
+        assert shared == (library.name == "torch" or dtype != "bfloat16"), dtype
+
+
+def test_an_array_that_went_out_keeps_its_memory(library, device):
+    own = device.upload(np.full(5000, 3, np.float32))
+    theirs = from_buffer(own, library.name)
+    del own
+    for _ in range(3):
+        device.upload(np.full(5000, 9, np.float32))
+    assert (library.numpy(theirs) == 3).all()
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_tensors_that_are_no_plain_arrays(device):
+    torch = Library("torch").module
+    needing = torch.zeros(3, requires_grad=True)
+    with pytest.raises(ValueError, match=r"pass tensor\.detach\(\)"):
+        to_buffer(needing, device)
+    assert to_buffer(needing.detach(), device).address == needing.data_ptr()
+    with pytest.raises(ValueError, match=r"pass tensor\.detach\(\)"):
+        to_buffer(torch.nn.Parameter(torch.zeros(3)), device)
+    with pytest.raises(
+        TypeError, match=r"layout torch\.sparse_csr is not an array: pass .to_dense"
+    ):
+        to_buffer(torch.eye(3).to_sparse_csr(), device)
+    with pytest.raises(TypeError, match="cannot be added"):
+        to_buffer(torch.zeros(3, dtype=torch.bool), device)
+    conjugate = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    assert same(to_buffer(conjugate, device).numpy(), np.array([1 - 2j, 3 + 1j], np.complex64))
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_without_values_in_their_memory_are_refused_in_our_words(mesh):
+    torch = Library("torch").module
+    fake = importlib.import_module("torch._subclasses.fake_tensor")
+    parts, plain = [torch.ones(2), torch.ones(3)], torch.ones(3)
+    with fake.FakeTensorMode():
+        faked = torch.ones(3)
+    other = type("Scaled", (torch.Tensor,), {})
+    subclasses = [(plain.as_subclass(type("DTensor", (torch.Tensor,), {})), r"pass .to_local\(\)$"),
+                  (plain.as_subclass(other), r"Scaled is a subclass .* pass a plain tensor"),
+                  (faked, "FakeTensor has no values: call this outside FakeTensorMode"),
+                  (torch.nested.nested_tensor(parts), "a nested tensor is no array: pass"),
+                  (torch.nested.nested_tensor(parts, layout=torch.jagged), "a nested tensor is no"),
+                  ]  # fmt: skip
+    accumulator = gr.ConditionalAccumulator("float32", device=mesh)
+    for given, told in subclasses:
+        with pytest.raises(TypeError, match=rf"^grads\[1\]\['w'\]: .*{told}"):
+            gr.all_reduce([{"w": plain}, {"w": given}], mesh=mesh)
+        with pytest.raises(TypeError, match=rf"^out\[0\]\[0\]: .*{told}"):
+            gr.all_reduce([[plain], [plain]], mesh=mesh, out=[[given], [plain]])
+        for call in (
+            lambda given=given: gr.IndexedSlices(given, [0, 1, 2]),
+            lambda given=given: gr.IndexedSlices(plain, given),
+            lambda given=given: accumulator.apply_grad(given),
+        ):
+            with pytest.raises(TypeError, match=told):
+                call()
+
+    def mapped(x):
+        with pytest.raises(TypeError, match="cannot be seen as an array: PyTorch says"):
+            gr.all_reduce([[x], [x]], mesh=mesh)
+        return x
+
+    torch.func.vmap(mapped)(torch.ones(2, 3))
+    for kept in (torch.nn.Parameter(plain, requires_grad=False), torch.nn.Buffer(plain)):
+        assert to_buffer(kept, mesh.devices[0]).address == plain.data_ptr()
+
+
+@pytest.mark.torch
+def test_a_strided_tensor_is_copied_and_unchanged(device):
+    torch = Library("torch").module
+    tensor = torch.arange(12.0).reshape(3, 4).T
+    buffer = to_buffer(tensor, device)
+    assert buffer.block.owned
+    assert same(buffer.numpy(), np.arange(12, dtype=np.float32).reshape(3, 4).T)
+    assert tensor.stride() == (1, 4)
+
+
+@pytest.mark.torch
+def test_a_meta_tensor_is_on_no_device(device):
+    torch = Library("torch").module
+    with pytest.raises(gr.errors.DeviceMismatchError, match="the tensor is on meta"):
+        to_buffer(torch.zeros(3, device="meta"), device)
+
+
+@pytest.mark.jax
+def test_jax_arrays_are_read_only_inputs(device):
+    theirs = Library("jax").array(np.zeros(3, np.float32))
+    buffer = to_buffer(theirs, device)
+    assert not buffer.block.writable
+    with pytest.raises(ValueError, match="read-only"):
+        device.upload(np.ones(3, np.float32), out=buffer)
+    assert same(np.asarray(from_buffer(buffer, "jax")), np.zeros(3, np.float32))
+
+
+@pytest.mark.jax
+def test_what_jax_copies_of_host_memory_stays_on_the_cpu(device, monkeypatch):
+    jax, seen = importlib.import_module("jax"), []
+    make = jax.numpy.asarray
+
+    def watched(array):
+        seen.append(jax.config.jax_default_device.platform)
+        return make(array)
+
+    monkeypatch.setattr(jax.numpy, "asarray", watched)
+    with jax.default_device(None):
+        from_buffer(device.upload(np.zeros(3, as_dtype("bfloat16"))), "jax")
+    assert seen == ["cpu"]
+
+
+@pytest.mark.jax
+def test_a_gradient_that_was_donated_is_named(mesh):
+    good, donated = terms(Library("jax"), (1, 2))
+    donated.delete()
+    told = r"^grads\[1\]\['w'\]: the array has no memory any more: JAX says 'Array has been deleted"
+    with pytest.raises(ValueError, match=told):
+        gr.all_reduce([{"w": good}, {"w": donated}], mesh=mesh)
+
+
+@pytest.mark.jax
+def test_a_traced_array_is_no_array(device):
+    jax = importlib.import_module("jax")
+
+    def traced(x):
+        for call in (
+            lambda: to_buffer(x, device),
+            lambda: gr.IndexedSlices(np.ones(3), x),
+            lambda: gr.all_reduce([[x], [x]], mesh=device.mesh),
+        ):
+            with pytest.raises(
+                TypeError, match="traced by JAX and has no values yet: call this out"
+            ):
+                call()
+        return x
+
+    jax.jit(traced)(Library("jax").array(np.zeros(3, np.float32)))
+
+
+def test_what_a_library_has_besides_arrays_is_refused_in_our_words(library, mesh):
+    module, good = library.module, library.array(np.zeros(3, np.float32))
+    if library.name == "jax":
+        jax = importlib.import_module("jax")
+        odd = [jax.ShapeDtypeStruct((3,), np.float32), jax.jit(lambda x: x), module.float32]
+    else:
+        odd = [module.float32, good.untyped_storage(), module.nn.ReLU()]
+    for each in odd:
+        named = rf"{type(each).__name__} is not an array, a list of numbers or a Buffer"
+        for call in (
+            lambda each=each: to_buffer(each, mesh.devices[0]),
+            lambda each=each: gr.IndexedSlices(each, [0, 1, 2]),
+            lambda each=each: gr.Variable(each, device=mesh),
+        ):
+            with pytest.raises(TypeError, match=f"^{named}$"):
+                call()
+        with pytest.raises(TypeError, match=rf"^grads\[1\]\['w'\]: {named}$"):
+            gr.all_reduce([{"w": good}, {"w": each}], mesh=mesh)
+
+
+def terms(library, seeds=(1, 2, 3)):
+    return [library.array(np.full((2, 3), seed, np.float32)) for seed in seeds]
+
+
+def test_results_are_of_the_kind_of_the_first_array(library, mesh, monkeypatch):
+    monkeypatch.setattr("gradreduce.backends._default", [mesh])
+    inputs = terms(library)
+    expected = np.full((2, 3), 6, np.float32)
+    for result in (
+        gr.add_n(inputs),
+        gr.accumulate_n(inputs),
+        gr.aggregate(inputs, 1),
+        gr.add_n([inputs[0], np.full((2, 3), 2, np.float32), inputs[2]]),
+    ):
+        assert kind_of(result) == library.name
+        assert same(library.numpy(result), expected)
+    assert isinstance(gr.add_n(inputs, as_kind="numpy"), np.ndarray)
+    assert isinstance(gr.add_n(inputs, as_kind="buffer"), gr.Buffer)
+    given = [np.full(2, 1.5, np.float32), np.full(2, 1.5, np.float32)]
+    assert kind_of(gr.add_n(given, as_kind=library.name)) == library.name
+
+
+def test_an_all_reduce_gives_the_same_nesting_back(library, mesh):
+    grads = [{"w": term, "b": term[0]} for term in terms(library, (1, 3))]
+    for ops in (gr.HierarchicalCopyAllReduce(mesh=mesh), gr.NcclAllReduce(mesh=mesh)):
+        for entry in ops.all_reduce(grads):
+            assert list(entry) == ["w", "b"]
+            assert kind_of(entry["w"]) == library.name
+            assert same(library.numpy(entry["w"]), np.full((2, 3), 2, np.float32))
+        assert isinstance(ops.all_reduce(grads, as_kind="numpy")[0]["b"], np.ndarray)
+    value = gr.PerReplica(terms(library, (1, 3)), mesh)
+    reduced = gr.NcclAllReduce().reduce(gr.ReduceOp.SUM, value, value)
+    assert kind_of(reduced.primary) == library.name
+    as_numpy = gr.NcclAllReduce().reduce(gr.ReduceOp.SUM, value, value, as_kind="numpy")
+    assert isinstance(as_numpy.primary, np.ndarray)
+
+
+def test_a_bad_gradient_of_theirs_is_named_and_nothing_is_launched(library, mesh):
+    good, other = terms(library, (1, 3))
+    text = r" is float32\[1, 3\], (replica 0|grads\[0\]\['b'\]) is float32\[2, 3\]"
+    misfits = {
+        text: (other[:1], ValueError),
+        ": dtype bool cannot be added": (library.array(np.ones((2, 3), bool)), TypeError),
+        r" is float16\[2, 3\], (replica 0|grads\[0\]\['b'\]) is float32": (
+            library.array(np.ones((2, 3), np.float16)), ValueError,
+        ),
+    }  # fmt: skip
+    if library.name == "torch":
+        needy = library.module.ones((2, 3), requires_grad=True)
+        misfits[": the tensor needs grad"] = (needy, ValueError)
+    one = r"((value 0: )?replica 1|grads\[1\]\['b'\])"
+    for named, (odd, error) in misfits.items():
+        for make in (gr.HierarchicalCopyAllReduce, gr.NcclAllReduce, gr.ReductionToOneDevice):
+            with mesh.journal() as journal, pytest.raises(error, match=f"^{one}{named}"):
+                if make is gr.ReductionToOneDevice:
+                    value = gr.PerReplica([good, odd], mesh)
+                    make().reduce(gr.ReduceOp.SUM, value, mesh)
+                else:
+                    make(mesh=mesh).all_reduce([{"a": good, "b": good}, {"a": good, "b": odd}])
+            assert journal.launches == 0
+    assert same(library.numpy(good), np.full((2, 3), 1, np.float32))
+
+
+def test_an_accumulator_hands_out_the_kind_of_its_first_gradient(library, mesh):
+    accumulator = gr.ConditionalAccumulator("float32", device=mesh.devices[0])
+    accumulator.apply_grad(terms(library)[0])
+    accumulator.apply_grad(np.full((2, 3), 3, np.float32))
+    mean = accumulator.take_grad(2)
+    assert kind_of(mean) == library.name
+    assert same(library.numpy(mean), np.full((2, 3), 2, np.float32))
+    accumulator.apply_grad(np.full((2, 3), 3, np.float32), local_step=1)
+    assert isinstance(accumulator.take_grad(1), np.ndarray)  # the next one starts anew
+    accumulator.apply_grad(terms(library)[0], local_step=2)
+    assert isinstance(accumulator.take_grad(1, as_kind="numpy"), np.ndarray)
+
+
+def test_a_step_takes_their_gradients(library, mesh):
+    variable = gr.Variable(terms(library)[0], device=mesh)
+    step = gr.SyncStep(
+        [variable], gr.GradientDescentOptimizer(0.5), gr.HierarchicalCopyAllReduce(mesh=mesh)
+    )
+    assert step([[terms(library)], [terms(library, (2, 2, 6))]])
+    assert same(variable.numpy(), np.full((2, 3), 1 - 0.5 * 8, np.float32))
+
+
+def test_sparse_rows_keep_their_kind(library, mesh, monkeypatch):
+    monkeypatch.setattr("gradreduce.backends._default", [mesh])
+    indices = library.array(np.array([2, 0, 2], np.int32))
+    for dtype in library.dtypes():
+        values = np.arange(6).reshape(3, 2).astype(as_dtype(dtype))
+        slices = gr.IndexedSlices(library.array(values), indices, (4, 2))
+        assert (slices.dtype, slices.kind) == (as_dtype(dtype), library.name)
+        assert slices.indices.tolist() == [2, 0, 2]
+        merged, dense = slices.coalesce(), slices.to_dense()
+        assert kind_of(merged.values) == kind_of(dense) == library.name
+        assert same(library.numpy(merged.values), np.array([[2, 3], [4, 6]], values.dtype))
+        expected = np.array([[2, 3], [0, 0], [4, 6], [0, 0]], values.dtype)
+        assert same(library.numpy(dense), expected)
+        assert isinstance(slices.to_dense(as_kind="numpy"), np.ndarray)
+        joined = gr.aggregate([slices, slices.coalesce()])
+        assert joined.kind == library.name
+        assert joined.indices.tolist() == [2, 0, 2, 0, 2]
+        assert kind_of(gr.aggregate([slices, dense])) == kind_of(gr.add_n([slices])) == library.name
+    shape = library.array(np.array([4, 2], np.int32))
+    assert gr.IndexedSlices(library.array(values), indices, shape).dense_shape == (4, 2)
+    for wrong in ("float32", "bfloat16"):
+        with pytest.raises(TypeError, match="indices must be integers"):
+            gr.IndexedSlices(values, library.array(np.zeros(3, as_dtype(wrong))))
+
+
+@pytest.mark.torch
+def test_sparse_rows_that_are_no_plain_arrays():
+    torch = Library("torch").module
+    with pytest.raises(TypeError, match="bool cannot be added"):
+        gr.IndexedSlices(torch.zeros(3, dtype=torch.bool), [0, 1, 2])
+    with pytest.raises(TypeError, match="indices must be integers, got bool"):
+        gr.IndexedSlices(torch.zeros(3), torch.tensor([True, False, True]))
+    needing = gr.IndexedSlices(torch.zeros(3, requires_grad=True), [0, 1, 2], torch.Size([3]))
+    with pytest.raises(ValueError, match=r"pass tensor\.detach\(\)"):
+        needing.to_dense()
+
+
+@pytest.mark.torch
+def test_a_tensor_never_lies_on_memory_that_is_read_only():
+    torch = pytest.importorskip("torch")
+    fixed = np.ones(3, np.float32)
+    fixed.flags.writeable = False
+    with gr.open_mesh(2, backend="sim") as mesh:
+        value = gr.PerReplica([torch.ones(3), fixed], mesh)
+        value.values[1].add_(1)
+    assert fixed.tolist() == [1, 1, 1]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_channels_last_tensors_stay_so(mesh, dtype):
+    torch = Library("torch").module
+    tensors = [
+        torch.arange(120).reshape(2, 3, 4, 5).to(getattr(torch, dtype)).add(replica)
+        for replica in range(2)
+    ]
+    last = [each.contiguous(memory_format=torch.channels_last) for each in tensors]
+    wanted = (tensors[0] + tensors[1]) / 2
+    for given in (last, [last[0], tensors[1]], [tensors[0], last[1]]):
+        out = [[torch.empty_like(each)] for each in given]
+        in_place = [[each.clone()] for each in given]
+        ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+        ops.all_reduce([[each] for each in given], out=out)
+        ops.all_reduce(in_place, out=in_place)
+        found = ops.all_reduce([[each] for each in given])
+        for row in (out, in_place, found):
+            assert all(torch.equal(each, wanted) for (each,) in row)
+        for row in (out, in_place):
+            assert [each.stride() for (each,) in row] == [each.stride() for each in given]
+        kept = found[0][0].is_contiguous(memory_format=torch.channels_last)
+        assert kept == (given is last)
+
+
+def coo_tensor(torch, indices, rows, shape):
+    with torch.sparse.check_sparse_tensor_invariants():
+        return torch.sparse_coo_tensor(indices, rows, shape)
+
+
+def coo_rows(torch):
+    return coo_tensor(torch, [[2, 0, 2]], torch.tensor([[1.0, 2], [3, 4], [5, 6]]), (4, 2))
+
+
+@pytest.mark.torch
+def test_sparse_coo_tensors_come_back_as_such(mesh, monkeypatch):
+    torch = Library("torch").module
+    coo = [coo_rows(torch), coo_tensor(torch, [[0]], torch.tensor([[10.0, 20]]), (4, 2)).coalesce()]
+    monkeypatch.delattr(torch, "sparse_coo_tensor")  # PyTorch 2.11's warns whatever it is told
+    wanted = coo[0].to_dense() + coo[1].to_dense()
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    for coalesce in (False, True):
+        found = ops.all_reduce([{"w": each} for each in coo], gr.ReduceOp.SUM, coalesce=coalesce)
+        for entry in found:
+            assert entry["w"].layout is torch.sparse_coo
+            assert entry["w"].is_coalesced() == coalesce
+            assert entry["w"].shape == (4, 2)
+            assert torch.equal(entry["w"].to_dense(), wanted)
+    mean = ops.all_reduce([[each] for each in coo], as_kind="torch")[1][0]
+    assert torch.equal(mean.to_dense(), wanted / 2)
+    slices = ops.all_reduce([[each] for each in coo], as_kind="numpy")[0][0]
+    assert isinstance(slices, gr.IndexedSlices)
+    assert isinstance(slices.values, np.ndarray)
+    assert torch.equal(gr.PerReplica(coo, mesh)[0].to_dense(), coo[0].to_dense())
+    dense = ops.all_reduce([[coo[0]], [coo[1].to_dense()]], gr.ReduceOp.SUM)[0][0]
+    assert torch.equal(dense, wanted)
+    copied = ops.broadcast(coo[0], mesh)[1]
+    assert copied.layout is torch.sparse_coo
+    assert torch.equal(copied.to_dense(), coo[0].to_dense())
+    (alone,) = ops.batch_reduce(gr.ReduceOp.SUM, [(coo[0], mesh)], coalesce=True)
+    assert torch.equal(alone[1].to_dense(), coo[0].to_dense())
+
+
+@pytest.mark.torch
+def test_sparse_coo_tensors_of_one_dimension_or_that_have_no_rows(mesh):
+    torch, ops = Library("torch").module, gr.HierarchicalCopyAllReduce(mesh=mesh)
+    vector = coo_tensor(torch, [[3, 1]], torch.tensor([1.0, 2]), (5,))
+    (total,) = ops.all_reduce([[vector], [vector]], gr.ReduceOp.SUM)[0]
+    assert total.to_dense().tolist() == [0, 4, 0, 2, 0]
+    whole = torch.eye(3).to_sparse()
+    with pytest.raises(
+        ValueError, match=r"^grads\[0\]\['w'\]: .*sparse_dim 2 has no rows; pass one"
+    ):
+        ops.all_reduce([{"w": whole}, {"w": whole}])
+    with pytest.raises(ValueError, match=r"the tensor needs grad: pass tensor.detach"):
+        ops.all_reduce([[vector.requires_grad_()], [vector]])
+
+
+@pytest.mark.torch
+def test_optimizers_and_sums_take_sparse_coo_tensors(mesh, monkeypatch):
+    monkeypatch.setattr("gradreduce.backends._default", [mesh])
+    torch = Library("torch").module
+    rows, whole = coo_rows(torch), coo_rows(torch).to_dense()
+    variable = gr.Variable(np.zeros((4, 2)), dtype="float32", device=mesh, name="table")
+    gr.GradientDescentOptimizer(1.0).apply_gradients([(rows, variable)])
+    assert (variable.numpy() == -whole.numpy()).all()
+    with pytest.raises(ValueError, match=r"the gradient of <Variable 'table' .*sparse_dim 2 has"):
+        gr.GradientDescentOptimizer(1.0).apply_gradients([(torch.eye(4).to_sparse(), variable)])
+    for terms, factor in (([rows], 1), ([rows, rows.coalesce(), None], 2), (iter([rows] * 3), 3)):
+        total = gr.aggregate(terms)
+        assert total.layout is torch.sparse_coo
+        assert torch.equal(total.to_dense(), factor * whole)
+    assert torch.equal(gr.aggregate([rows, whole]), 2 * whole)
+    assert torch.equal(gr.add_n([rows, rows]), 2 * whole)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("over_mesh", [False, True])
+def test_a_sparse_accumulator_gives_sparse_coo_tensors_back(mesh, over_mesh):
+    torch = Library("torch").module
+    rows, whole = coo_rows(torch), coo_rows(torch).to_dense()
+    device = mesh if over_mesh else mesh.devices[1]
+    accumulator, again, parts = (
+        gr.SparseConditionalAccumulator("float32", (4, 2), reduction_type="SUM", device=device)
+        for _ in range(3)
+    )
+    dense = gr.ConditionalAccumulator("float32", (4, 2), device=device)
+    assert gr.apply_grads([accumulator, dense, parts], [rows] * 3)
+    given = gr.PerReplica([rows, rows], mesh) if over_mesh else rows
+    accumulator.apply_indexed_slices_grad(given)
+    again.load_state_dict(accumulator.state_dict())
+    for each in (accumulator, again):
+        taken = each.take_indexed_slices_grad(2)
+        taken = taken.primary if over_mesh else taken
+        assert taken.is_coalesced()
+        assert torch.equal(taken.to_dense(), (3 if over_mesh else 2) * whole)
+    mean = dense.take_grad(1)
+    assert torch.equal(mean.primary if over_mesh else mean, whole)
+    indices, values, shape = parts.take_grad(1)
+    values = values.primary if over_mesh else values
+    assert (indices.tolist(), values.tolist(), shape) == ([0, 2], [[3, 4], [6, 8]], (4, 2))
+    assert not accumulator.apply_indexed_slices_grad(rows, local_step=0)  # dropped
+    why = r"^grads\[1\], for accumulator 'conditional_accumulator': .* of sparse_dim 2 has no rows"
+    with pytest.raises(ValueError, match=why):
+        gr.apply_grads([accumulator, dense], [rows, torch.eye(4).to_sparse()], 3)

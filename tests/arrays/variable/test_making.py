@@ -1,0 +1,283 @@
+"""Variables are made of the caller's values and never of their memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.exact_data import COMPLEX, DTYPES, FLOATS, INTEGERS, exact_data, same_copies
+
+import gradreduce as gr
+from gradreduce.device import as_dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_arrays_dtype_is_kept(place, dtype):
+    values = exact_data((2, 3), dtype)
+    variable = gr.Variable(values, trainable=False, device=place)
+    assert (variable.dtype, variable.shape) == (dtype, (2, 3))
+    assert (variable.ndim, variable.size) == (2, 6)
+    assert same_copies(variable, values)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(1, "int64"), ([1, 2], "int64"), (1.0, "float32"), ([1, 2.0], "float32"),
+     ([], "float32"), (1j, "complex128"), (np.float64(1), "float64"), (np.int8(1), "int8")],
+)  # fmt: skip
+def test_the_dtype_of_numbers_and_lists(place, value, dtype):
+    assert gr.Variable(value, trainable=False, device=place).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("value", [2, 2.5, [1, 2.5], np.arange(3), np.ones(2, "float64")])
+def test_a_dtype_that_is_asked_for(place, dtype, value):
+    variable = gr.Variable(value, dtype=dtype, device=place)
+    assert same_copies(variable, np.asarray(value).astype(dtype))
+    assert variable.trainable
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, *COMPLEX], ids=str)
+def test_only_floats_are_trainable(place, dtype):
+    for options in ({}, {"dtype": dtype}):
+        with pytest.raises(ValueError, match=f"Invalid type {dtype} of a trainable variable"):
+            gr.Variable(np.ones(2, dtype), device=place, **options)
+    assert gr.Variable(np.ones(2, dtype), trainable=False, device=place).trainable is False
+
+
+def test_counters_are_not_trainable_by_default_values(place):
+    with pytest.raises(ValueError, match="trainable=False"):
+        gr.Variable(0, device=place)
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "error"),
+    [
+        (True, {}, TypeError),
+        (np.array([True]), {}, TypeError),
+        ("text", {}, TypeError),
+        (None, {}, TypeError),
+        (object(), {}, TypeError),
+        ([1.0, "a"], {}, (TypeError, ValueError)),
+        ([[1.0], [1.0, 2.0]], {}, ValueError),
+        (1.0, {"dtype": "bool"}, TypeError),
+        (1.0, {"dtype": "nonsense"}, TypeError),
+        (1.5, {"dtype": "int32"}, ValueError),
+        (1j, {"dtype": "float32", "trainable": True}, ValueError),
+    ],
+)
+def test_what_makes_no_variable(place, value, options, error):
+    with pytest.raises(error):
+        gr.Variable(value, **{"trainable": False, **options}, device=place)
+
+
+def test_the_initial_value_is_copied(place):
+    values = np.array([1.0, 2.0], "float32")
+    variable = gr.Variable(values, device=place)
+    values[...] = 9
+    assert same_copies(variable, np.array([1.0, 2.0], "float32"))
+    variable.assign([3.0, 4.0])
+    assert values.tolist() == [9.0, 9.0]
+
+
+def test_a_buffer_is_copied_and_names_the_default_device(mesh):
+    buffer = mesh.devices[3].put(np.array([1.0, 2.0]))
+    variable = gr.Variable(buffer)
+    assert variable.devices == (mesh.devices[3],)
+    mesh.devices[3].release(buffer)[...] = 9
+    assert variable.numpy().tolist() == [1.0, 2.0]
+    spread = gr.Variable(buffer, device=mesh, dtype="float16")
+    assert same_copies(spread, np.array([9.0, 9.0], "float16"))
+    with gr.open_mesh(1, backend="sim") as other, pytest.raises(gr.errors.DeviceMismatchError):
+        gr.Variable(buffer, device=other)
+
+
+def test_without_a_device_it_lies_on_the_first_of_the_default_mesh(mesh, monkeypatch):
+    monkeypatch.setattr("gradreduce.arrays.variable.default_mesh", lambda: mesh)
+    assert gr.Variable(1.0).devices == mesh.devices[:1]
+    assert gr.Variable([[1.0]]).devices == mesh.devices[:1]
+    assert gr.Variable(np.ones(2)).devices == mesh.devices[:1]
+
+
+def test_with_a_device_no_other_mesh_is_opened():
+    """``GRADREDUCE_BACKEND=cuda`` would make opening the default one an error here."""
+    code = (
+        "import gradreduce as gr\n"
+        "mesh = gr.open_mesh(2, backend='sim')\n"
+        "var = gr.Variable([1.0, 2.0], device=mesh)\n"
+        "var.assign([3, 4]).assign_add([1.0, 1.0])\n"
+        "print(var.numpy().tolist(), gr.Variable(1, trainable=False, device=mesh).dtype)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(gr.__file__).parent.parent),
+           "GRADREDUCE_BACKEND": "cuda", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=env, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("[4.0, 5.0] int64\n", "")
+
+
+def test_names(mesh):
+    first, second = (gr.Variable(1.0, device=mesh) for _ in range(2))
+    assert first.name != second.name
+    assert first.name.startswith("Variable")
+    assert second.name.startswith("Variable_")
+    named = gr.Variable(1.0, "weights", device=mesh)
+    assert named.name == "weights"
+    assert repr(named) == "<Variable 'weights' float32[] on sim:0, sim:1, sim:2, sim:3>"
+
+
+def test_filled_like(place):
+    variable = gr.Variable(np.ones((2, 3), "float16"), device=place)
+    slot = gr.Variable.filled_like(variable, "slot")
+    assert (slot.name, slot.trainable) == ("slot", False)
+    assert (slot.shape, slot.dtype, slot.devices) == ((2, 3), np.float16, variable.devices)
+    assert same_copies(slot, np.zeros((2, 3), "float16"))
+    slot.assign_add(np.ones((2, 3), "float16"))
+    assert same_copies(variable, np.ones((2, 3), "float16"))
+    assert same_copies(slot, np.ones((2, 3), "float16"))
+
+
+def test_bfloat16_by_its_name(place):
+    variable = gr.Variable([1.0, 2.0], dtype="bfloat16", device=place)
+    assert same_copies(variable, np.array([1, 2], as_dtype("bfloat16")))
+
+
+# -- get_variable ---------------------------------------------------------------------------------
+
+
+def test_get_variable(mesh, monkeypatch):
+    monkeypatch.setattr("gradreduce.arrays.variable.default_mesh", lambda: mesh)
+    variable = gr.get_variable("w", [1.0, 2.0])
+    assert (variable.name, variable.trainable, variable.dtype) == ("w", True, np.float32)
+    assert variable.numpy().tolist() == [1.0, 2.0]
+    assert gr.get_variable("step", 0, trainable=False).dtype == np.int64
+    assert gr.get_variable("w", mesh.devices[2].put(np.ones(1))).devices == (mesh.devices[2],)
+    with pytest.raises(ValueError, match="Invalid type int64"):
+        gr.get_variable("step", 0)
+    for name, error in [("", ValueError), (None, TypeError), (3, TypeError)]:
+        with pytest.raises(error, match="name"):
+            gr.get_variable(name, 1.0)
+
+
+def test_a_second_variable_of_a_name_is_another(mesh):
+    one, two = (gr.get_variable("w", mesh.devices[0].put(np.ones(1))) for _ in range(2))
+    assert one is not two
+    one.assign([5.0])
+    assert two.numpy() == 1
+    assert gr.get_variable("w", reuse=True) is two
+
+
+@pytest.fixture
+def default(mesh, monkeypatch):
+    monkeypatch.setattr("gradreduce.arrays.variable.default_mesh", lambda: mesh)
+
+
+def test_an_initializer_is_given_shape_and_dtype(default):
+    asked = []
+
+    def initializer(shape, dtype):
+        asked.append((shape, dtype))
+        return np.full(shape, 3, np.float64)
+
+    for dtype, wanted in [(None, "float32"), ("float16", "float16"), (np.float64, "float64")]:
+        made = gr.get_variable("v", initializer, shape=[2, 3], dtype=dtype)
+        assert (made.shape, made.dtype.name, made.name) == ((2, 3), wanted, "v")
+        assert (made.numpy() == 3).all()
+    assert asked == [((2, 3), np.dtype(name)) for name in ("float32", "float16", "float64")]
+    assert gr.get_variable("scalar", np.ones, shape=()).numpy() == 1
+    generator = np.random.default_rng(0)
+    assert gr.get_variable("n", generator.standard_normal, shape=(4,)).shape == (4,)
+
+
+def test_a_callable_gives_the_value(default):
+    assert gr.get_variable("v", lambda: [1.0, 2.0]).numpy().tolist() == [1.0, 2.0]
+    made = gr.get_variable("v", lambda: np.zeros(3), dtype="bfloat16", trainable=False)
+    assert (made.shape, made.dtype.name, made.trainable) == ((3,), "bfloat16", False)
+    assert gr.get_variable("v", 1, dtype="float32").dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "match"),
+    [
+        ((), {}, "initial_value of 'w' is missing"),
+        ((), {"shape": (2,)}, r"shape=\(2,\) of 'w': initial_value must be an initializer"),
+        (([1.0, 2.0],), {"shape": (2,)}, "initial_value must be an initializer"),
+        ((lambda shape, dtype: np.zeros(3, dtype),), {"shape": (2,)},
+         r"initializer of 'w' gave \(3,\) for shape=\(2,\)"),
+        ((), {"reuse": True}, "reuse=True: get_variable has made no 'w' that still lives"),
+    ],
+)  # fmt: skip
+def test_what_makes_or_finds_no_variable(default, args, options, match):
+    gc.collect()
+    with pytest.raises(ValueError, match=match):
+        gr.get_variable("w", *args, **options)
+    with pytest.raises(ValueError, match="no 'w' that still lives"):
+        gr.get_variable("w", reuse=True)
+
+
+def test_a_variable_is_used_again_if_it_is_what_is_asked_for(default):
+    made = gr.get_variable("kept", np.zeros, shape=(2, 3), dtype="float16")
+    for args, options in [
+        ((), {}),
+        ((np.ones,), {"shape": [2, 3]}),  # not called
+        ((), {"dtype": "float16"}),
+        ((np.ones((2, 3), "float16"),), {}),
+        ((lambda: 1 / 0,), {"trainable": False}),
+    ]:
+        assert gr.get_variable("kept", *args, reuse=True, **options) is made
+    for args, options, match in [
+        ((), {"shape": (3, 2)}, r"<Variable 'kept' .*> has shape \(2, 3\), not \(3, 2\)"),
+        ((), {"shape": ()}, r"has shape \(2, 3\), not \(\)"),
+        ((), {"dtype": "float32"}, "has dtype float16, not float32"),
+        ((np.ones((2, 3)),), {}, "has dtype float16, not float64"),
+        ((np.ones((2, 2), "float16"),), {}, r"not \(2, 2\)"),
+    ]:
+        with pytest.raises(ValueError, match=f"^reuse=True: .*{match}"):
+            gr.get_variable("kept", *args, reuse=True, **options)
+    with pytest.raises(TypeError, match="reuse=1 must be True or False"):
+        gr.get_variable("kept", reuse=1)
+
+
+def test_a_custom_getter_is_told_what_was_given(default):
+    calls = []
+
+    def getter(get, name, initial_value, **given):
+        calls.append(given)
+        return get(name, initial_value, **given)
+
+    made = gr.get_variable("w", np.zeros, shape=(2,), dtype="float32", custom_getter=getter)
+    assert gr.get_variable("w", reuse=True, custom_getter=getter) is made
+    assert calls == [
+        {"trainable": True, "shape": (2,), "dtype": "float32"},
+        {"trainable": True, "reuse": True},
+    ]
+
+
+def test_a_custom_getter_makes_the_variable(mesh):
+    calls, beside = [], []
+
+    def getter(make, name, initial_value, **given):
+        calls.append((name, initial_value, given))
+        beside.append(make(f"shadow/{name}", initial_value, trainable=False, dtype="float64",
+                           device=mesh.devices[1]))  # fmt: skip
+        return make(name, initial_value, device=mesh, **given)
+
+    made = gr.get_variable("w", [1.0], custom_getter=getter)
+    assert (made.name, made.trainable, made.devices) == ("w", True, mesh.devices)
+    assert (beside[0].name, beside[0].trainable) == ("shadow/w", False)
+    assert (beside[0].dtype, beside[0].devices) == (np.float64, (mesh.devices[1],))
+    step = gr.get_variable("step", 0, trainable=False, custom_getter=getter)
+    assert step.dtype == np.int64
+    assert calls == [("w", [1.0], {"trainable": True}), ("step", 0, {"trainable": False})]
+
+
+def test_a_getter_that_gives_no_variable_is_refused():
+    for getter, match in [(lambda *given, **more: None, "no Variable"), (3, "cannot be called")]:
+        with pytest.raises(TypeError, match=match):
+            gr.get_variable("w", 1.0, custom_getter=getter)

@@ -1,0 +1,207 @@
+"""Variables are written on every device alike, or not at all."""
+
+from __future__ import annotations
+
+import operator
+
+import numpy as np
+import pytest
+from support.exact_data import DTYPES, FLOATS, exact_data, same, same_copies
+
+import gradreduce as gr
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_assign_and_assign_add(place, mesh, dtype):
+    start, value, delta = exact_data((3, 2, 5), dtype)
+    variable = gr.Variable(start, trainable=False, device=place)
+    assert variable.assign(value) is variable
+    assert same_copies(variable, value)
+    with np.errstate(all="ignore"):
+        wanted = value + delta
+    assert variable.assign_add(delta) is variable
+    assert same_copies(variable, wanted)
+    for device in mesh.devices:  # from anywhere in the mesh
+        variable.assign(device.put(value)).assign_add(device.put(delta))
+        assert same_copies(variable, wanted)
+    assert same(value, exact_data((3, 2, 5), dtype)[1])
+
+
+@pytest.mark.parametrize("value", [5, 5.5, [[1, 2.5]], ((1, 2),)])
+def test_numbers_and_lists_become_the_variables_dtype(place, value):
+    for dtype in FLOATS:
+        variable = gr.Variable(np.zeros(np.shape(value)), dtype=dtype, device=place)
+        assert same_copies(variable.assign(value), np.asarray(value).astype(dtype))
+        assert same_copies(variable.assign_add(value), (2 * np.asarray(value)).astype(dtype))
+
+
+def test_a_global_step_counts(place):
+    step = gr.Variable(0, "global_step", trainable=False, device=place)
+    for _ in range(3):
+        step.assign_add(1)
+    step.assign_add(np.int64(10)).assign_add(-1)
+    assert int(step) == 12
+    assert same_copies(step, np.int64(12))
+
+
+def test_halves_are_added_in_float32(place):
+    variable = gr.Variable(np.array([2048.0]), dtype="float16", device=place)
+    variable.assign_add([3])
+    assert same_copies(variable, np.array([2052], "float16"))
+
+
+@pytest.mark.parametrize("method", ["assign", "assign_add"])
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (1.0, ValueError),  # nothing is broadcast
+        ([1.0], ValueError),
+        ([[1.0, 2.0]], ValueError),
+        (np.ones(2, "float64"), ValueError),
+        (np.ones(2, "int32"), ValueError),
+        (np.ones(2, "float16"), ValueError),
+        (np.ones(3, "float32"), ValueError),
+        (np.array([True, False]), TypeError),
+        ([1j, 2j], ValueError),
+        ([[1.0], [1.0, 2.0]], ValueError),
+        (None, TypeError),
+        ("ab", TypeError),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(place, method, value, error):
+    variable = gr.Variable([1.0, 2.0], "w", device=place)
+    with pytest.raises(error):
+        getattr(variable, method)(value)
+    assert same_copies(variable, np.array([1.0, 2.0], "float32"))
+
+
+@pytest.mark.parametrize("method", ["assign", "assign_add"])
+def test_the_text_names_both(place, method):
+    variable = gr.Variable([1.0, 2.0], "w", device=place)
+    with pytest.raises(ValueError, match=r"float64\[3\].*'w' is float32\[2\]"):
+        getattr(variable, method)(np.ones(3))
+    other = gr.Variable([5.0, 2.0], device=place)
+    getattr(variable, method)(other)  # another Variable is a value like any other
+    assert same_copies(variable, np.array([5, 2] if method == "assign" else [6, 4], "float32"))
+    assert same_copies(other, np.array([5, 2], "float32"))
+    with gr.open_mesh(1, backend="sim") as mesh, pytest.raises(gr.errors.DeviceMismatchError):
+        getattr(variable, method)(mesh.devices[0].put(np.ones(2, "float32")))
+    step = gr.Variable(1, trainable=False, device=place)
+    with pytest.raises(ValueError, match="int64 is wanted"):
+        getattr(step, method)(1.5)
+    assert int(step) == 1
+
+
+def test_assigned_memory_is_not_kept(place):
+    variable = gr.Variable([1.0, 2.0], device=place)
+    value = np.array([3.0, 4.0], "float32")
+    value.flags.writeable = False
+    variable.assign(value)
+    source = value.copy()
+    variable.assign(source)
+    source[...] = 9
+    assert same_copies(variable, value)
+    variable.assign_add(value)
+    assert value.tolist() == [3.0, 4.0]
+
+
+def test_a_copy_of_the_variable_may_be_what_is_added_to_it(mesh):
+    """All copies see it as it was, or they would part."""
+    variable = gr.Variable([1.0, 3.0], device=mesh)
+    for buffer in variable.buffers:
+        before = variable.numpy()
+        variable.assign_add(buffer)
+        assert same_copies(variable, 2 * before)
+        variable.assign(buffer)
+        assert same_copies(variable, 2 * before)
+
+
+def test_scalars_and_variables_without_elements(place):
+    empty = gr.Variable(np.empty((0, 3), "float32"), device=place)
+    assert same_copies(empty.assign(np.empty((0, 3), "float32")), np.empty((0, 3), "float32"))
+    assert same_copies(empty.assign_add(np.empty((0, 3), "float32")), np.empty((0, 3), "float32"))
+    scalar = gr.Variable(1.5, device=place)
+    assert same_copies(scalar.assign_add(1), np.float32(2.5))
+
+
+def test_writing_waits_for_nothing(place):
+    variable = gr.Variable([1.0, 2.0], device=place)
+    mesh = variable.devices[0].mesh
+    with mesh.journal() as journal:
+        variable.assign([3.0, 4.0])
+        variable.assign_add([1.0, 1.0])
+    assert journal.syncs == 0
+    assert journal.copies >= len(variable.devices)
+    assert journal.launches == len(variable.devices)
+
+
+def test_a_variable_of_a_closed_mesh():
+    with gr.open_mesh(2, backend="sim") as mesh:
+        variable = gr.Variable([1.0], device=mesh)
+    for call in (variable.numpy, lambda: variable.assign([2.0]), lambda: gr.Variable(
+            [1.0], device=mesh)):  # fmt: skip
+        with pytest.raises(gr.errors.BackendUnavailableError):
+            call()
+
+
+_ARRAY = np.ones((2, 2), "float32")
+_OVER = {
+    "ufunc": lambda v: np.add(v, 1, out=v),
+    "ufunc by place": lambda v: np.add(_ARRAY, 1, v),
+    "ufunc.at": lambda v: np.add.at(v, [0], 5.0),
+    "ufunc.reduce": lambda v: np.add.reduce(_ARRAY[None], out=v),
+    "out": lambda v: np.clip(v, 5, 6, out=v),
+    "out of plain arrays": lambda v: np.stack([_ARRAY[0], _ARRAY[0]], out=v),
+    "out by place": lambda v: np.sum(_ARRAY[None], 0, None, v),
+    "out by place, in C": lambda v: np.dot(_ARRAY, _ARRAY, v),
+    "out of a list": lambda v: np.concatenate([_ARRAY[:1], _ARRAY[:1]], out=v),
+    "einsum": lambda v: np.einsum("ij->ji", v, out=v),
+    "item": lambda v: operator.setitem(v, 0, 9.0),
+    "copyto": lambda v: np.copyto(v, 9.0),
+    "copyto by name": lambda v: np.copyto(dst=v, src=9.0),
+    "put": lambda v: np.put(v, [0], 3.0),
+    "place": lambda v: np.place(v, _ARRAY > 0, [3.0]),
+    "putmask": lambda v: np.putmask(v, _ARRAY > 0, [3.0]),
+    "put_along_axis": lambda v: np.put_along_axis(v, np.array([[0]]), 9.0, 0),
+    "fill_diagonal": lambda v: np.fill_diagonal(v, 3.0),
+    "a kernel of CuPy's": lambda v: v.__cupy_override_elementwise_kernel__(np.add, v, 1, v),
+    "nan_to_num": lambda v: np.nan_to_num(v, copy=False),
+}
+
+
+@pytest.mark.parametrize("write", _OVER.values(), ids=_OVER)
+def test_numpy_does_not_write_a_copy_that_nobody_sees(write):
+    with gr.open_mesh(1, backend="sim") as mesh:
+        variable = gr.Variable([[1.0, 2.0], [3.0, 4.0]], device=mesh)
+        with pytest.raises(TypeError, match="written by assign and assign_add"):
+            write(variable)
+        assert variable.numpy().tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_what_numpy_writes_may_come_from_it(place):
+    variable = gr.Variable([[1.0, 2.0], [3.0, 4.0]], device=place)
+    plain = np.zeros((2, 2), "float32")
+    np.copyto(plain, variable)
+    np.add.at(plain, ([0], [0]), variable[0, 0])
+    assert plain.tolist() == [[2.0, 2.0], [3.0, 4.0]]
+    assert np.dot(variable, _ARRAY, plain) is plain
+    assert plain.tolist() == [[3.0, 3.0], [7.0, 7.0]]
+    assert np.nan_to_num(variable).tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+@pytest.mark.torch
+def test_torch_does_not_either(place):
+    import torch
+
+    variable = gr.Variable([1.0, 2.0], device=place)
+    for write in (
+        lambda: torch.add(torch.ones(2), 1, out=variable),
+        lambda: torch.max(torch.ones(2, 2), 0, out=(variable, variable)),
+        lambda: torch.nn.init.constant_(variable, 3.0),
+        lambda: torch.nn.functional.relu(variable, inplace=True),
+        lambda: torch.relu_(variable),
+    ):
+        with pytest.raises(TypeError, match="written by assign and assign_add"):
+            write()
+    assert variable.numpy().tolist() == [1.0, 2.0]
+    assert torch.ones(2).add_(variable).tolist() == [2.0, 3.0]

@@ -1,0 +1,134 @@
+"""A kernel that does not compile leaves an accumulator as it was, whoever would have launched it.
+
+The constructor compiles all that an accumulator launches, so nobody meets this later, unless what
+was compiled is gone (``mesh.reset``).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import gradreduce as gr
+from gradreduce.accumulator import multi, take_queue
+from gradreduce.backends.cuda import compile
+
+pytestmark = pytest.mark.fake_cupy
+
+
+class Planted(RuntimeError):
+    """The failure that a test plants."""
+
+
+@pytest.fixture
+def refuse(monkeypatch):
+    """Forgets what was compiled, and refuses kernels of these names from now on."""
+    compiled = compile._compile
+
+    def plant(*names):
+        def refusing(kernel, template):
+            if kernel.name in names:
+                raise Planted(kernel.name)
+            return compiled(kernel, template)
+
+        monkeypatch.setattr(compile, "_functions", {})
+        monkeypatch.setattr(compile, "_compile", refusing)
+
+    yield plant
+    monkeypatch.undo()
+
+
+@pytest.fixture(params=[([0], "device"), ([0, 1], "hierarchical_copy"), ([0, 0, 1], "nccl")],
+                ids=str)  # fmt: skip
+def make(request, new_machine):
+    """Makes accumulators of float16: every take launches, also one of a single gradient."""
+    new_machine(0, num_gpus=2)
+    placement, algorithm = request.param
+    with gr.open_mesh(placement, backend="cuda") as mesh:
+        home = mesh.devices[0] if algorithm == "device" else mesh
+        ops = None if algorithm == "device" else gr.AllReduceCrossDeviceOps(algorithm)
+        yield lambda: gr.ConditionalAccumulator(
+            "float16", (3,), device=home, cross_device_ops=ops, reduction_type="SUM"
+        )
+
+
+def ones(value=1):
+    return np.full(3, value, "float16")
+
+
+def state_of(acc):
+    """Count, step, dropped and sums."""
+    totals = acc.accumulator_ref.totals
+    return (
+        acc.num_accumulated(), acc.global_step, acc.num_dropped,
+        [None if total is None else total.numpy().tolist() for total in totals],
+    )  # fmt: skip
+
+
+def taken(acc):
+    result = acc.take_grad(1, timeout=0, as_kind="buffer")
+    buffers = result.buffers if isinstance(result, gr.Mirrored) else [result]
+    (values,) = {tuple(buffer.numpy().tolist()) for buffer in buffers}
+    return values
+
+
+@pytest.mark.parametrize("name", ["add_n", "accumulate_n", "all_sum"])
+def test_the_constructor_says_so(make, refuse, name):
+    refuse(name)
+    with pytest.raises(Planted, match=name):
+        make()
+
+
+def test_an_apply(make, refuse):
+    acc = make()
+    for count, name in enumerate(("add_n", "accumulate_n")):
+        before = state_of(acc)
+        refuse(name)
+        with pytest.raises(Planted, match=name):
+            acc.apply_grad(ones(100))
+        assert state_of(acc) == before
+        refuse()
+        assert acc.apply_grad(ones())
+        assert acc.num_accumulated() == count + 1
+    assert taken(acc) == (2, 2, 2)
+
+
+def test_a_gradient_that_is_cast(make, refuse):
+    """At the door, before anybody asks whether it is stale."""
+    acc = make()
+    refuse("accumulate_n")
+    with pytest.raises(Planted, match="accumulate_n"):
+        acc.apply_grad(np.ones(3, "float64"), cast=True)
+    assert state_of(acc)[:3] == (0, 0, 0)
+    refuse()
+    assert acc.apply_grad(np.ones(3, "float64"), cast=True)
+    assert taken(acc) == (1, 1, 1)
+
+
+def test_a_take(make, refuse):
+    acc = make()
+    acc.apply_grad(ones())
+    before = state_of(acc)
+    refuse("all_sum")
+    with pytest.raises(Planted, match="all_sum"):
+        acc.take_grad(1, timeout=0)
+    assert state_of(acc) == before
+    assert not acc.accumulator_ref.queue
+    refuse()
+    assert taken(acc) == (1, 1, 1)
+
+
+def test_a_take_that_an_apply_serves(make, refuse):
+    """The taker gets the error, and the apply goes on."""
+    acc = make()
+    ticket = multi.Ticket((acc.accumulator_ref,), 2)
+    take_queue.join(ticket)
+    assert acc.apply_grad(ones())
+    refuse("all_sum")
+    assert acc.apply_grad(ones()) is True
+    with pytest.raises(Planted, match="all_sum"):
+        take_queue.await_ticket(ticket, 0)
+    assert state_of(acc)[:3] == (2, 0, 0)
+    assert not acc.accumulator_ref.queue
+    refuse()
+    assert taken(acc) == (2, 2, 2)

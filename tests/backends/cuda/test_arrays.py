@@ -1,0 +1,159 @@
+"""CuPy's own arrays in and out of a CUDA device, in the order of the streams of their owners."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from device.contract import FLOAT, SIZE, add, data, uploaded
+from support.exact_data import same
+
+import gradreduce as gr
+from gradreduce.backends import open_mesh
+from gradreduce.device import Mesh
+
+SEEDS = (0, 1, 2, 3)
+PLACED = [
+    pytest.param([0, 0, 0], marks=pytest.mark.gpu, id="one GPU"),
+    pytest.param([0, 1, 1], marks=pytest.mark.multi_gpu(2), id="two GPUs"),
+]
+
+
+@pytest.fixture(params=SEEDS)
+def here(request, gpus) -> None:
+    gpus(request.param)
+
+
+@pytest.fixture(params=PLACED)
+def mesh(request, here) -> Iterator[Mesh]:
+    with open_mesh(request.param, backend="cuda") as made:
+        yield made
+
+
+@pytest.fixture
+def cupy():
+    """The real CuPy or the fake; not imported where neither is."""
+    import cupy
+
+    return cupy
+
+
+@pytest.fixture
+def on_gpu(cupy):
+    """Puts an array on a GPU as a user of CuPy does."""
+
+    def put(physical: int, values: np.ndarray):
+        with cupy.cuda.Device(physical):
+            return cupy.asarray(values)
+
+    return put
+
+
+def test_an_array_is_shared_in_the_order_of_its_stream(mesh, on_gpu):
+    device = mesh.devices[2]
+    array = on_gpu(device.physical, data((SIZE,)))
+    buffer = device.put(array)
+    assert buffer.address == array.data.ptr
+    assert not buffer.block.owned
+    assert device.release(buffer) is array
+    assert same(buffer.numpy(), data((SIZE,)))
+
+
+def test_another_stream_is_waited_for_when_it_is_current(mesh, cupy):
+    device = mesh.devices[0]
+    theirs = cupy.cuda.Stream(non_blocking=True)
+    with theirs:
+        array = cupy.asarray(data((SIZE,)))
+        buffer = device.put(array)
+    assert same(buffer.numpy(), data((SIZE,)))
+    out = device.empty((SIZE,), FLOAT)
+    add(device, out, buffer, buffer)
+    released = device.release(out, theirs.ptr)
+    with theirs:
+        released[3:5] = 7
+        assert (released.get()[3:5] == 7).all()
+        assert same(released.get()[5:], 2 * data((SIZE,))[5:])
+
+
+def test_a_strided_array_is_copied_and_left_alone(mesh, on_gpu):
+    device = mesh.devices[1]
+    whole = on_gpu(device.physical, data((6, 8)))
+    buffer = device.put(whole[::2, 1:4])
+    assert buffer.address != whole.data.ptr
+    add(device, buffer, buffer, buffer)
+    assert same(buffer.numpy(), 2 * data((6, 8))[::2, 1:4])
+    assert same(whole.get(), data((6, 8)))
+    with pytest.raises(ValueError, match="contiguous"):
+        device.adopt(whole[:, 1:])
+
+
+def test_a_users_array_lives_until_our_work_has_passed(mesh, on_gpu):
+    device = mesh.devices[0]
+    for _ in range(5):
+        buffer = device.put(on_gpu(0, data((SIZE,))))
+        out = device.empty((SIZE,), FLOAT)
+        device.wait(device.mark(), queue="transfer")
+        add(device, out, buffer, queue="transfer")
+        del buffer
+        on_gpu(0, np.zeros(SIZE, FLOAT))  # CuPy's pool would give it the same memory
+        device.wait(device.mark("transfer"))
+        assert same(out.numpy(), data((SIZE,)))
+
+
+@pytest.mark.parametrize(
+    ("placement", "algorithm"),
+    [
+        pytest.param([0, 0, 0], "hierarchical_copy", marks=pytest.mark.gpu),
+        pytest.param([0, 0, 0], "nccl", marks=pytest.mark.gpu),
+        pytest.param([0, 1, 1], "hierarchical_copy", marks=pytest.mark.multi_gpu(2)),
+        pytest.param([0, 1, 1], "nccl", marks=(pytest.mark.multi_gpu(2), pytest.mark.nccl)),
+    ],
+)
+def test_cupy_arrays_go_in_and_come_out(here, cupy, on_gpu, placement, algorithm):
+    with open_mesh(placement, backend="cuda") as mesh:
+        ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
+        whole = [on_gpu(gpu, data((6, 8), seed=place)) for place, gpu in enumerate(placement)]
+        for cut in (np.s_[:, :], np.s_[::2, 1:4]):
+            reduced = ops.all_reduce([[array[cut]] for array in whole], op=gr.ReduceOp.SUM)
+            wanted = sum(data((6, 8), seed=place)[cut] for place in range(3))
+            for (array,), gpu in zip(reduced, placement, strict=True):
+                assert isinstance(array, cupy.ndarray)
+                assert array.device.id == gpu
+                assert same(array.get(), wanted)
+        for place, array in enumerate(whole):
+            assert same(array.get(), data((6, 8), seed=place))
+
+
+def test_host_arrays_come_back_as_cupys(mesh, cupy):
+    terms = [data((5, 7), seed=place) for place in range(len(mesh))]
+    ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
+    reduced = ops.all_reduce([[term] for term in terms], op=gr.ReduceOp.SUM)
+    for (array,) in reduced:
+        assert isinstance(array, cupy.ndarray)
+        assert same(array.get(), sum(terms))
+
+
+def test_a_variable_is_seen_as_a_cupy_array_on_its_memory(mesh, cupy):
+    variable = gr.Variable(data((4,)), device=mesh)
+    for place, device in enumerate(mesh.devices):
+        with gr.replica(place):
+            for kind in (None, "cupy"):
+                view = variable.array(kind)
+                assert isinstance(view, cupy.ndarray)
+                assert view.data.ptr == variable.buffers[place].address
+                assert view.device.id == device.physical
+            with pytest.raises(ValueError, match=r"as_kind='numpy'.*is a GPU"):
+                variable.array("numpy")
+    variable.assign_add(data((4,)))
+    assert same(variable.array().get(), 2 * data((4,)))
+
+
+@pytest.mark.parametrize("placement", PLACED)
+def test_a_mesh_that_nobody_closes_gives_nothing_away_too_early(here, on_gpu, placement):
+    mesh = open_mesh(placement, backend="cuda")
+    for device in mesh:
+        add(device, uploaded(device, 1), device.put(on_gpu(device.physical, data((SIZE,)))))
+    del mesh, device
+    gc.collect()

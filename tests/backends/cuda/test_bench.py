@@ -1,0 +1,77 @@
+"""Programs of ``bench/`` for GPUs leave a device as a user has it, and measure what is promised."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from backends.cuda.test_lost import kill
+from support.background_runs import ROOT
+from support.reduction_calls import dense
+
+import gradreduce as gr
+
+pytestmark = pytest.mark.fake_cupy
+
+
+@pytest.fixture(autouse=True)
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+
+
+def test_a_timed_call_recycles_its_results(gpus):
+    """A stream that was shown to a caller would keep them until the GPU has passed."""
+    from measure.clock import GpuClock
+
+    machine = gpus(0)  # which runs nothing before somebody waits
+    with gr.open_mesh([0] * 3, backend="cuda") as mesh:
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        value = dense(mesh, (5000,), "float32", 0)
+
+        def call():
+            ops.batch_reduce(gr.ReduceOp.MEAN, [(value, value)])
+
+        clock = GpuClock(mesh.devices[0], quick=True)
+        for _ in range(3):
+            call()
+        slots = sum(map(len, machine.heap._slots.values()))
+        clock._batch(call, 8, 1)
+        assert sum(map(len, machine.heap._slots.values())) == slots, "cudaMalloc"
+        took = clock.measure({"ours": call}, 64)
+        assert set(took) == {"ours", "copy"}
+        for device in mesh:
+            assert not any(line.shown for line in device._lines.values())
+            device.drain()
+            assert not device._parking._parked
+
+
+def test_every_floor_of_the_hosts_time_has_its_figure(gpus, monkeypatch):
+    """Of a plain call for each Buffer, which it looks at one by one."""
+    from measure import all_reduce_gpu, clock
+
+    monkeypatch.setattr(clock, "PAUSE_SECONDS", 0)
+    monkeypatch.setattr(all_reduce_gpu, "QUICK_TENSORS", 2)
+    no_clock = SimpleNamespace(measure=lambda calls, nbytes: {})
+    gpus(1)
+    with gr.open_mesh([0] * all_reduce_gpu.NUM_LOGICAL, backend="cuda") as mesh:
+        bench = all_reduce_gpu.GpuBench(quick=True)
+        bench._resnet(mesh, no_clock)
+    (case,) = bench.cases.values()
+    of_the_case = [each for each in all_reduce_gpu.GPU_FLOORS if each.case == case.name]
+    figures = [floor.check({case.name: case}, {})["figure"] for floor in of_the_case]
+    assert len(figures) == 3
+    assert None not in figures
+    assert figures[0] * 8 * 2 == pytest.approx(case.figures["num_packs=1, host us"])
+
+
+def test_every_call_behind_a_failed_assertion_says_that_the_gpu_is_lost(gpus):
+    """Which the program for a real GPU lets PyTorch fail; 710 is CUDA's number of it."""
+    from gpu_check.torch_assert import said_after
+
+    machine = gpus(1)
+    said = said_after(lambda: kill(machine, 0, 710))
+    assert len(said) == 5
+    assert all("lost" in text for text in said)
+    machine.dead.clear()
+    with pytest.raises(AssertionError, match="raised nothing"):
+        said_after(lambda: None)

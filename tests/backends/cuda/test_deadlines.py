@@ -1,0 +1,432 @@
+"""Deadlines on GPUs: no wait inside of the driver, communicators that are aborted, and resets."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from fake_cupy import nccl
+from fake_cupy.machine import Fault, Machine
+from fake_cupy.surface import CUDARuntimeError
+from support.exact_data import same
+from support.hanging_devices import PATIENCE, await_death, clock, no_thread_starts
+
+import gradreduce as gr
+from gradreduce.backends import open_mesh
+from gradreduce.backends.cuda import device as cuda
+from gradreduce.backends.cuda import nccl as cuda_nccl
+from gradreduce.device import Device, Mesh
+from gradreduce.device.pending_calls import Patience
+from gradreduce.errors import BackendUnavailableError, CollectiveError
+
+pytestmark = pytest.mark.fake_cupy
+__all__ = ["clock"]
+
+
+@pytest.fixture(params=[0, 1, 3])
+def here(request, new_machine) -> Iterator[Machine]:
+    made = new_machine(request.param)
+    yield made
+    made.settle()
+    cuda._HELD.clear()  # of devices that are lost it is held for ever
+
+
+@pytest.fixture
+def mesh(here):
+    with open_mesh([0, 1, 1, 2], backend="cuda") as made:
+        yield made
+
+
+def stick(here: Machine, device: Device) -> None:
+    here.stuck.add(here.queues[device.stream("compute").ptr])
+
+
+def free(here: Machine) -> None:
+    with here.lock:
+        here.stuck.clear()
+
+
+def reduced(mesh: Mesh, algorithm: str = "nccl", **options) -> list:
+    grads = [
+        [device.upload(np.full(size, 1.0 + device.index, np.float32)) for size in (40, 70)]
+        for device in mesh.devices
+    ]
+    ops = gr.AllReduceCrossDeviceOps(algorithm, 2, mesh=mesh)
+    return ops.all_reduce(grads, gr.ReduceOp.SUM, **options)
+
+
+def is_right(results: list) -> bool:
+    return all(
+        same(buffer.numpy(), np.full(size, 10, np.float32))
+        for row in results
+        for size, buffer in zip((40, 70), row, strict=True)
+    )
+
+
+def communicators(mesh: Mesh) -> list:
+    return mesh.collective._cliques.communicators()
+
+
+@pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
+def test_a_stuck_gpu_is_named_and_a_reset_waits_for_it(here, mesh, clock, algorithm):
+    """Nobody waits in the driver, in which a wait for a stuck stream has no end."""
+    assert is_right(reduced(mesh, algorithm, deadline=PATIENCE))
+    before = communicators(mesh) if algorithm == "nccl" else []
+    mesh.synchronize()
+    stick(here, mesh.devices[3])
+    results = reduced(mesh, algorithm, deadline=5)
+    clock.pass_by(6)
+    words = r"for batch_reduce passed: cuda:3 has not joined packs 1 to 2 of 2 \(tensors 0 to 1\)"
+    with pytest.raises(CollectiveError, match=words):
+        results[0][0].numpy()
+    await_death(mesh)
+    assert mesh.fabric.library_ended(PATIENCE)
+    with pytest.raises(CollectiveError, match=r"queues have not come to their end: .*cuda:3"):
+        mesh.reset(timeout=0.02)
+    with pytest.raises(CollectiveError, match=words):
+        mesh.devices[0].synchronize()
+    assert [each._ended for each in before] == ["abort"] * len(before)
+    free(here)
+    mesh.reset(timeout=PATIENCE)
+    assert is_right(reduced(mesh, algorithm, deadline=PATIENCE))
+    assert here.counts.get("init", 0) == 2 * (algorithm == "nccl")
+
+
+@pytest.mark.parametrize("wait", ["download", "synchronize"])
+def test_a_host_wait_ends_by_its_own_deadline_and_its_memory_stays(here, mesh, wait):
+    device = mesh.devices[0]
+    buffer = device.upload(np.ones(9, np.float32))
+    device.synchronize()
+    stick(here, device)
+    device.zeros((4,), "float32")
+    with pytest.raises(CollectiveError, match="passed: cuda:0 has not come to the end"):
+        if wait == "download":
+            buffer.numpy(deadline=0.01)
+        else:
+            device.synchronize(deadline=0.01)
+    assert device._staging or wait == "synchronize"
+    free(here)
+    mesh.reset(timeout=PATIENCE)
+    assert same(buffer.numpy(), np.ones(9, np.float32))
+    assert not device._staging
+
+
+def test_ctrl_c_leaves_the_memory_that_a_download_still_writes(new_machine, monkeypatch):
+    def interrupted(self, done):
+        raise KeyboardInterrupt
+
+    new_machine(0, num_gpus=1)
+    with open_mesh(1, backend="cuda") as mesh:
+        device = mesh.devices[0]
+        buffer = device.upload(np.ones(9, np.float32))
+        device.synchronize(deadline=PATIENCE)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Patience, "until", interrupted)
+            buffer.numpy()
+        other = device.upload(np.zeros(9, np.float32))
+        assert same(other.numpy(), np.zeros(9, np.float32))
+        assert not device._staging
+
+
+def test_plain_waits_stay_in_the_driver_until_the_first_deadline(here, mesh):
+    buffer = mesh.devices[0].upload(np.ones(9, np.float32))
+    mesh.synchronize()
+    counted = here.counts["synchronize"]
+    assert same(buffer.numpy(), np.ones(9, np.float32))
+    assert here.counts["synchronize"] == counted + 1
+    mesh.synchronize(deadline=PATIENCE)
+    for array in (buffer.numpy(), buffer.numpy(deadline=PATIENCE)):
+        assert same(array, np.ones(9, np.float32))
+    mesh.synchronize()
+    assert mesh.devices[0].zeros((0, 3), "int32").numpy().shape == (0, 3)
+    assert here.counts["synchronize"] == counted + 1
+
+
+def test_what_nccl_finds_wrong_ends_the_mesh_without_a_deadline_passing(here, mesh, clock):
+    reduced(mesh)
+    mesh.synchronize()
+    stick(here, mesh.devices[0])
+    reduced(mesh, deadline=1000)
+    communicators(mesh)[0].async_result = 7  # in progress, which is no error
+    communicators(mesh)[1].async_result = 6
+    said = "NCCL asynchronous error: NCCL_ERROR_REMOTE_ERROR: remote process exited or there was"
+    assert await_death(mesh).startswith(said)
+    free(here)
+    mesh.reset(timeout=PATIENCE)
+    assert is_right(reduced(mesh))
+
+
+def test_where_no_thread_can_start_communicators_are_aborted_all_the_same(here, mesh, clock):
+    reduced(mesh, deadline=1000)
+    mesh.synchronize()
+    before = communicators(mesh)
+    stick(here, mesh.devices[0])
+    with no_thread_starts() as refused:
+        refused.append(True)
+        reduced(mesh, deadline=5)
+        clock.pass_by(6)
+        assert "passed: cuda:0 has not joined" in await_death(mesh)
+    assert [each._ended for each in before] == ["abort"] * len(before)
+    free(here)
+    mesh.reset(timeout=PATIENCE)
+    assert is_right(reduced(mesh))
+
+
+def test_an_abort_that_hangs_holds_nobody_but_the_reset(here, mesh, clock, monkeypatch):
+    let_go = threading.Event()
+    abort = nccl.NcclCommunicator.abort
+
+    def hang(communicator) -> None:
+        assert let_go.wait(PATIENCE)
+        abort(communicator)
+
+    monkeypatch.setattr(nccl.NcclCommunicator, "abort", hang)
+    reduced(mesh)
+    mesh.synchronize()
+    stick(here, mesh.devices[0])
+    reduced(mesh, deadline=5)
+    clock.pass_by(6)
+    await_death(mesh)
+    free(here)
+    with pytest.raises(CollectiveError, match="the communicators do not let go"):
+        mesh.reset(timeout=0.01)
+    let_go.set()
+    mesh.reset(timeout=PATIENCE)
+    assert is_right(reduced(mesh))
+
+
+@contextmanager
+def inside_of_nccl(mesh: Mesh, call: Callable[[], object]) -> Iterator[threading.Event]:
+    """A thread that calls it is at the end of its first group, until the event is set."""
+    group_end, inside, let_go = nccl.groupEnd, threading.Event(), threading.Event()
+
+    def slow() -> None:
+        if threading.current_thread() is caller:
+            inside.set()
+            let_go.wait(2 * PATIENCE)
+        group_end()
+
+    caller = threading.Thread(target=call)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh.collective._nccl, "groupEnd", slow)
+        caller.start()
+        assert inside.wait(PATIENCE)
+        try:
+            yield let_go
+        finally:
+            let_go.set()
+            caller.join(PATIENCE)
+
+
+def test_a_thread_that_hangs_inside_of_nccl_does_not_hold_the_abort(here, mesh, clock, monkeypatch):
+    """It holds the lock of the communicators and that of the mesh; the abort needs neither."""
+    monkeypatch.setattr(cuda_nccl, "INSIDE_SECONDS", 0.01)
+    reduced(mesh)
+    mesh.synchronize()
+    before, outcomes = communicators(mesh), []
+
+    def call() -> None:
+        try:
+            reduced(mesh, deadline=5)
+        except CollectiveError as error:
+            outcomes.append(str(error))
+
+    with inside_of_nccl(mesh, call):
+        clock.pass_by(6)
+        assert "the call itself has not come to the end" in await_death(mesh)
+        assert mesh.fabric.library_ended(PATIENCE)
+        assert [each._ended for each in before] == ["abort"] * 3
+        with pytest.raises(CollectiveError, match="a call is still giving work to the devices"):
+            mesh.reset(timeout=0.02)
+    assert "mesh is dead" in outcomes[0]
+    mesh.reset(timeout=PATIENCE)
+    assert is_right(reduced(mesh))
+
+
+def test_an_abort_waits_for_a_thread_that_is_inside_of_nccl(here, mesh, monkeypatch):
+    """NCCL frees what it aborts."""
+    monkeypatch.setattr(cuda_nccl, "INSIDE_SECONDS", PATIENCE)
+    reduced(mesh)
+    mesh.synchronize()
+    before = communicators(mesh)
+    buffers = [mesh.devices[place].zeros((9,), "float32") for place in (0, 1, 3)]
+    with inside_of_nccl(mesh, lambda: mesh.collective.all_reduce(buffers)):
+        mesh.fabric.fail("for a test")
+        await_death(mesh)
+        assert not mesh.fabric.library_ended(0.02)
+        assert [each._ended for each in before] == [""] * 3
+    mesh.reset(timeout=PATIENCE)
+    assert [each._ended for each in before] == ["abort"] * 3
+
+
+@pytest.fixture
+def hung_bootstrap() -> Iterator[threading.Event]:
+    """Initialisations hang until it is set."""
+    nccl.library.bootstrap = threading.Event()
+    yield nccl.library.bootstrap
+    nccl.library.bootstrap = None
+
+
+def test_a_bootstrap_that_hangs_ends_with_the_mesh(here, mesh, clock, hung_bootstrap):
+    """Its caller comes back; what NCCL makes at last is aborted."""
+    outcomes = []
+
+    def call() -> None:
+        try:
+            reduced(mesh, deadline=5)
+        except CollectiveError as error:
+            outcomes.append(str(error))
+
+    (caller := threading.Thread(target=call)).start()
+    assert nccl.library.begun.wait(PATIENCE)
+    clock.pass_by(6)
+    assert "the call itself has not come to the end" in await_death(mesh)
+    caller.join(PATIENCE)
+    assert "mesh is dead: the deadline of 5 s" in outcomes[0]
+    with pytest.raises(CollectiveError, match="the communicators do not let go"):
+        mesh.reset(timeout=0.02)
+    hung_bootstrap.set()
+    mesh.reset(timeout=PATIENCE)
+    assert [each._ended for each in nccl.library.made] == ["abort"] * 3
+    assert is_right(reduced(mesh))
+
+
+def test_a_bootstrap_that_hangs_is_left_by_ctrl_c(here, mesh, hung_bootstrap):
+    """The next call begins another; of the two sets of communicators one is aborted."""
+    devices = [mesh.devices[place] for place in (0, 1, 3)]
+    main = threading.main_thread().ident
+
+    def interrupt() -> None:
+        if nccl.library.begun.wait(PATIENCE):
+            signal.pthread_kill(main, signal.SIGINT)
+
+    (interrupting := threading.Thread(target=interrupt, daemon=True)).start()
+    with pytest.raises(KeyboardInterrupt):
+        mesh.collective.connect(devices)
+    interrupting.join(PATIENCE)
+    nccl.library.begun.clear()
+    (again := threading.Thread(target=mesh.collective.connect, args=(devices,))).start()
+    assert nccl.library.begun.wait(PATIENCE)
+    hung_bootstrap.set()
+    again.join(PATIENCE)
+    assert mesh.collective.ended(PATIENCE)
+    assert sorted(each._ended for each in nccl.library.made) == [""] * 3 + ["abort"] * 3
+    assert is_right(reduced(mesh))
+
+
+@pytest.mark.parametrize("version", [22105, 22203])
+def test_cliques_that_hang_on_one_gpu_are_aborted_at_once(here, mesh, version):
+    """Where NCCL can: an abort waits for its GPU, and so for what is not aborted yet."""
+    nccl.library.version = version
+    groups = [(0, 1, 3), (0, 1)] if version == 22203 else [(0, 1, 3)]
+    for places in groups:
+        mesh.collective.connect([mesh.devices[place] for place in places])
+    before = communicators(mesh)
+    mesh.synchronize()
+    stick(here, mesh.devices[0])
+    for places in groups:
+        buffers = [mesh.devices[place].zeros((9,), "float32") for place in places]
+        mesh.collective.all_reduce(buffers)
+    mesh.fabric.fail("for a test")
+    await_death(mesh)
+    assert mesh.fabric.library_ended(PATIENCE)
+    assert [each._ended for each in before] == ["abort"] * len(before)
+    free(here)
+    mesh.reset(timeout=PATIENCE)
+    assert is_right(reduced(mesh))
+
+
+def test_a_group_that_waited_for_the_lock_uses_no_aborted_communicator(here, mesh):
+    reduced(mesh)
+    collective = mesh.collective
+    old = collective._cliques
+    collective.abort()
+    with pytest.raises(CollectiveError, match="communicators were aborted"):
+        old.check()
+    assert collective.ended(PATIENCE)
+    assert collective.error() is None
+    assert is_right(reduced(mesh))
+    assert collective._cliques is not old
+
+
+def test_a_gpu_that_dies_under_way_is_named(here, mesh, clock):
+    reduced(mesh)
+    mesh.synchronize()
+    stick(here, mesh.devices[3])
+    reduced(mesh, deadline=1000)
+    here.dead[2] = CUDARuntimeError("cudaErrorIllegalAddress: it went away", 700)
+    assert "cuda:3 was lost (cudaError700" in await_death(mesh)
+    free(here)
+    mesh.reset(timeout=PATIENCE)
+    with pytest.raises(BackendUnavailableError, match="cuda:3 was lost"):
+        mesh.devices[3].synchronize()
+    assert mesh.devices[0].zeros((2,), "float32").numpy().sum() == 0
+    here.dead.clear()
+
+
+def test_a_wait_for_a_gpu_that_dies_ends(here, mesh):
+    buffer = mesh.devices[3].upload(np.ones(9, np.float32))
+    mesh.devices[3].synchronize(deadline=PATIENCE)
+    stick(here, mesh.devices[3])
+    outcomes: list = []
+
+    def wait() -> None:
+        try:
+            buffer.numpy()
+        except BackendUnavailableError as error:
+            outcomes.append(str(error))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    here.dead[2] = CUDARuntimeError("cudaErrorIllegalAddress: it went away", 700)
+    waiting.join(PATIENCE)
+    assert "cuda:3 was lost" in outcomes[0]
+    here.dead.clear()
+    free(here)
+
+
+def test_a_dead_mesh_is_closed_without_a_wait_and_frees_nothing_that_is_used(here, clock):
+    """Closed, or forgotten: CUDA waits for a queue before it frees what the queue may use."""
+    for ends in (Mesh.close, lambda mesh: None):
+        mesh = open_mesh([0, 1], backend="cuda")
+        stick(here, mesh.devices[1])
+        reduced(mesh, "hierarchical_copy", deadline=5)
+        clock.pass_by(6)
+        await_death(mesh)
+        ends(mesh)
+        del mesh
+        gc.collect()
+        assert len(cuda._HELD) == 2
+        here.settle()  # the queues go on, and nothing that they use was freed
+        cuda._HELD.clear()
+
+
+def test_a_dead_mesh_whose_queues_have_ended_is_freed(here):
+    with open_mesh([0, 1], backend="cuda") as mesh:
+        mesh.fabric.fail("for a test")
+        await_death(mesh)
+        assert len(cuda._HELD) == 2
+    assert not cuda._HELD
+
+
+def test_the_fake_finds_a_wait_that_would_hang(here, mesh):
+    stick(here, mesh.devices[0])
+    buffer = mesh.devices[0].upload(np.ones(9, np.float32))
+    with pytest.raises(Fault, match="would hang: the host waits for"):
+        buffer.numpy()
+    here.faults.clear()
+    here.stuck.clear()
+
+
+def test_the_fake_finds_a_clique_that_is_aborted_in_part(here):
+    pair = nccl.NcclCommunicator.initAll([0, 1])
+    pair[0].abort()
+    with pytest.raises(Fault, match="of one clique some are aborted only"):
+        here.settle()
+    here.faults.clear()
+    pair[1].abort()

@@ -1,0 +1,373 @@
+"""What only a CUDA device does: streams and arrays of others, pinned memory, GPUs that are not."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import cupy
+import numpy as np
+import pytest
+from device.contract import FLOAT, SIZE, add, data, uploaded
+from fake_cupy import surface
+from fake_cupy.machine import Fault, Machine, current
+from support.exact_data import same
+
+import gradreduce as gr
+from gradreduce import ops
+from gradreduce.backends import open_mesh
+from gradreduce.backends.cuda import compile, streams
+from gradreduce.backends.cuda import streams as cuda_gpu
+from gradreduce.device import Mesh
+from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
+from gradreduce.ops.add_n import ADD_N
+
+pytestmark = pytest.mark.fake_cupy
+SEEDS = (0, 1, 2, 3)
+
+
+@pytest.fixture(params=SEEDS)
+def here(request, new_machine) -> Machine:
+    return new_machine(request.param, num_gpus=3)
+
+
+@pytest.fixture
+def mesh(here) -> Iterator[Mesh]:
+    with open_mesh([0, 0, 1], backend="cuda") as made:
+        yield made
+
+
+def on_gpu(physical: int, values: np.ndarray):
+    with cupy.cuda.Device(physical):
+        return cupy.asarray(values)
+
+
+def test_what_is_on_another_gpu_or_on_the_host_is_not_adopted(mesh):
+    with pytest.raises(DeviceMismatchError, match="on GPU 1, cuda:0 on GPU 0"):
+        mesh.devices[0].put(on_gpu(1, data((4,))))
+    with pytest.raises(DeviceMismatchError, match="holds CuPy arrays, not ndarray"):
+        mesh.devices[0].adopt(data((4,)))
+
+
+def test_pinned_memory_comes_back(mesh, here):
+    device = mesh.devices[0]
+    kept = [uploaded(device, seed) for seed in range(20)]
+    device.synchronize()
+    assert not device._staging
+    assert same(kept[7].numpy(), data((SIZE,), seed=7))
+
+
+@pytest.mark.parametrize("wait", ["_synchronize", "_abandon"])
+def test_an_upload_during_a_wait_keeps_its_pinned_memory(new_machine, monkeypatch, wait):
+    """Another thread's, which runs while this one waits in the driver."""
+    here = new_machine(0, num_gpus=1)
+    with open_mesh(1, backend="cuda") as mesh:
+        device, made = mesh.devices[0], []
+
+        def meanwhile() -> None:
+            if not made:
+                made.append(uploaded(device, 2))
+
+        here.at_sync.append(meanwhile)  # at the begin of the wait, whose end is that of before
+        uploaded(device, 1)
+        if wait == "_synchronize":
+            device._synchronize(device._endless)
+        else:
+            is_idle = device._is_idle
+            monkeypatch.setattr(device, "_is_idle", lambda: is_idle() and not meanwhile())
+            assert device._abandon(0)
+        assert len(device._staging) == 1
+        assert same(made[0].numpy(), data((SIZE,), seed=2))
+
+
+def test_a_steady_state_asks_cuda_for_nothing_new(mesh, here):
+    device = mesh.devices[0]
+
+    def turn() -> None:
+        out = device.zeros((SIZE,), FLOAT)
+        add(device, out, uploaded(device, 1))
+        device.synchronize()
+
+    turn()
+    slots = sum(map(len, here.heap._slots.values()))
+    for _ in range(10):
+        turn()
+    assert sum(map(len, here.heap._slots.values())) == slots
+
+
+def test_memory_is_used_again_without_waiting_in_its_own_queue(mesh):
+    device = mesh.devices[0]
+    first = uploaded(device, 1)
+    address = first.address
+    del first
+    device.drain()
+    assert device.empty((SIZE,), FLOAT).address == address
+
+
+def test_trim_gives_free_memory_back(mesh, here):
+    mesh.trim()
+    assert here.counts["free_all_blocks"] == 3
+
+
+def test_trim_gives_parked_memory_back_behind_its_users(new_machine):
+    """Those on another GPU, too, for which CUDA does not wait before it frees."""
+    here = new_machine(0, num_gpus=2)
+    with open_mesh([0, 1], backend="cuda") as mesh:
+        near, far = mesh.devices
+        source, read = uploaded(near, 1), far.empty((SIZE,), FLOAT)
+        far.copy(read, source)
+        del source
+        near.drain()
+        assert near._parking._parked
+        near.trim()
+        assert not near._parking._parked
+        assert here.heap.used(0) == 0
+        assert same(read.numpy(), data((SIZE,), seed=1))
+
+
+def test_trim_leaves_a_callers_memory_parked(new_machine):
+    new_machine(0, num_gpus=1)
+    with open_mesh(1, backend="cuda") as mesh:
+        device = mesh.devices[0]
+        out, theirs = device.empty((SIZE,), FLOAT), on_gpu(0, data((SIZE,)))
+        add(device, out, device.put(theirs))
+        del theirs
+        device.trim()
+        assert device._parking._parked
+        device.synchronize()
+        assert not device._parking._parked
+        assert same(out.numpy(), data((SIZE,)))
+
+
+def test_the_fake_pool_splits_merges_and_runs_out(new_machine):
+    here = new_machine(2, num_gpus=1, capacity=1 << 20)
+    pool, other = cupy.cuda.MemoryPool(), cupy.cuda.MemoryPool()
+    whole = pool.malloc(600_000)
+    start = whole.ptr
+    del whole
+    parts = [pool.malloc(size) for size in (1000, 300_000, 1000)]
+    assert [each.ptr for each in parts] == [start, start + 1024, start + 1024 + 300_032]
+    pool.free_all_blocks()  # nothing: it is split
+    held = pool.total_bytes()
+    assert cupy.cuda.runtime.memGetInfo() == ((1 << 20) - held, 1 << 20)
+    with pytest.raises(MemoryError, match=r"600,000 bytes \(allocated so far: 0 bytes"):
+        other.malloc(600_000)
+    with cupy.cuda.Stream(non_blocking=True):
+        apart = pool.malloc(1000)  # in another order: not of the same memory
+    assert not start <= apart.ptr < start + 600_000
+    parts.clear()
+    assert pool.malloc(600_000).ptr == start  # in one piece again
+    pool.free_all_blocks()
+    assert other.malloc(600_000).ptr == start
+    assert here.heap.used(0) == 600_064 + 1024
+
+
+def test_a_closed_mesh_has_no_work_left(new_machine):
+    """What its queues still read would be freed with its last Buffer."""
+    new_machine(0)
+    mesh = open_mesh(1, backend="cuda")
+    buffer = uploaded(mesh.devices[0], 1)
+    mesh.close()
+    del mesh, buffer
+    gc.collect()
+
+
+def test_devices_may_go_with_their_mesh(here):
+    with open_mesh([0, 1], backend="cuda") as mesh:
+        for device in mesh:
+            buffer = device.put(on_gpu(device.physical, data((SIZE,))))
+            add(device, uploaded(device, 2), buffer, queue="compute")
+    del mesh, device, buffer
+    gc.collect()
+
+
+def test_every_visible_gpu_is_the_default(here):
+    with gr.open_mesh(backend="cuda") as mesh:
+        assert [device.physical for device in mesh.devices] == [0, 1, 2]
+    with pytest.raises(BackendUnavailableError, match="names GPU 3; CuPy sees 3"):
+        gr.open_mesh([0, 3], backend="cuda")
+
+
+RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+
+
+def own_gpus() -> list[int]:
+    with gr.open_mesh(backend="cuda", processes="none") as mesh:
+        return [device.physical for device in mesh]
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_one_of_several_processes_has_the_gpu_of_its_local_rank(new_machine, monkeypatch, rank):
+    for name in RANKS:
+        monkeypatch.delenv(name, raising=False)
+    new_machine(0, num_gpus=3)
+    assert own_gpus() == [0, 1, 2]  # one process
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(RuntimeError, match="processes='none'"):
+        gr.open_mesh(backend="cuda")
+    with gr.open_mesh(2, backend="cuda", processes="none") as mesh:
+        assert [device.physical for device in mesh] == [0, 1]
+    for value in ("", "two", "-1"):
+        monkeypatch.setenv(rank, value)
+        with pytest.raises(BackendUnavailableError, match=r"LOCAL_RANK, .*: pass devices="):
+            own_gpus()
+    monkeypatch.setenv(rank, "3")
+    with pytest.raises(BackendUnavailableError, match=f"{rank}=3, .* 3 GPUs.*: pass devices="):
+        own_gpus()
+    monkeypatch.setenv(rank, "2")
+    assert own_gpus() == [2]
+    new_machine(0, num_gpus=1)  # the launcher has hidden the others
+    assert own_gpus() == [0]
+
+
+def test_the_local_rank_of_torchrun_comes_first(new_machine, monkeypatch):
+    new_machine(0, num_gpus=4)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for value, name in enumerate(reversed(RANKS)):
+        monkeypatch.setenv(name, str(value))
+        assert own_gpus() == [value]
+
+
+def test_no_gpu_or_no_driver_says_so(monkeypatch):
+    runtime = sys.modules["cupy.cuda.runtime"]
+    monkeypatch.setattr(runtime, "getDeviceCount", lambda: 0)
+    with pytest.raises(BackendUnavailableError, match="sees no GPU"):
+        streams.visible_gpus()
+
+    def refuses() -> int:
+        raise surface.CUDARuntimeError("cudaErrorInsufficientDriver: too old")
+
+    monkeypatch.setattr(runtime, "getDeviceCount", refuses)
+    with pytest.raises(BackendUnavailableError, match="cudaErrorInsufficientDriver"):
+        gr.open_mesh(backend="cuda")
+
+
+def test_peer_access_is_enabled_where_there_is_any(new_machine, monkeypatch):
+    pairs = {(0, 1), (1, 0)}
+    assert streams.enable_peer_access([0, 1]) == pairs
+    assert streams.enable_peer_access([0, 1]) == pairs  # a second mesh
+    new_machine(3, peers=False)
+    assert streams.enable_peer_access([0, 1]) == set()
+
+    def refuses(device) -> None:
+        raise surface.CUDARuntimeError("cudaErrorUnknown: unknown error")
+
+    new_machine(3)
+    monkeypatch.setattr(sys.modules["cupy.cuda.runtime"], "deviceEnablePeerAccess", refuses)
+    with pytest.raises(surface.CUDARuntimeError, match="unknown error"):
+        streams.enable_peer_access([0, 1])
+
+
+def test_a_gpu_with_too_many_peers_copies_from_the_others(new_machine):
+    here = new_machine(3, num_gpus=4, most_peers=2)
+    with open_mesh(4, backend="cuda") as mesh:
+        pairs = {(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1), (3, 0), (3, 1)}
+        assert mesh.fabric.peer_access == here.peers == pairs
+        assert summed(mesh) == [10] * 4
+
+
+def test_a_peer_whose_copies_change_the_data_is_none(new_machine, monkeypatch, caplog):
+    here = new_machine(3, num_gpus=3)
+    here.corrupt = {(0, 2), (2, 1)}
+    monkeypatch.setattr(cuda_gpu, "_is_intact", cuda_gpu._is_intact.__wrapped__)
+    with open_mesh(3, backend="cuda") as mesh:
+        assert mesh.fabric.peer_access == here.peers == {(0, 1), (1, 0), (1, 2), (2, 0)}
+        assert summed(mesh) == [6] * 3
+    said = "copies between GPUs {} and {} change the data, so their peer access is not used"
+    for record, pair in zip(caplog.records, sorted(here.corrupt), strict=True):
+        assert said.format(*pair) in record.message
+
+
+def summed(mesh: Mesh) -> list[float]:
+    """What an all-reduce of 1, 2, … gives on each device."""
+    grads = [[np.full(9, device.index + 1, np.float32)] for device in mesh]
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    rows = ops.all_reduce(grads, op=gr.ReduceOp.SUM, as_kind="buffer")
+    return [row[0].numpy()[0] for row in rows]
+
+
+def test_without_peers_nothing_reaches_over(new_machine):
+    new_machine(3, peers=False)
+    with open_mesh([0, 1], backend="cuda") as mesh:
+        near, far = mesh.devices
+        with pytest.raises(DeviceMismatchError, match="no peer access"):
+            add(near, uploaded(near, 1), uploaded(far, 2))
+
+
+def test_a_refused_text_points_into_the_file(mesh, monkeypatch):
+    monkeypatch.setattr(compile, "kernel_text", lambda stem: '#line 7 "kernels/add_n.cu"\nno C++\n')
+    kernel = replace(ADD_N, templates=(("float32", "float32", 1),))
+    with pytest.raises(RuntimeError, match=r"(?s)NVRTC refused add_n<float, float, 1>.*add_n.cu:7"):
+        mesh.devices[0].prepare(kernel, kernel.templates[0])
+
+
+def test_what_is_prepared_is_compiled_on_each_gpu_once(mesh, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        compile, "_compile", lambda kernel, template: made.append(template) or "entry"
+    )
+    kernel = replace(ADD_N)
+    for device in (*mesh.devices, *mesh.devices):
+        device.prepare(kernel, ("float32", "float32", 2))
+    assert len(made) == 2
+
+
+def test_two_meshes_have_their_own_streams(here):
+    with open_mesh([0, 0], backend="cuda") as one, open_mesh([0, 0], backend="cuda") as other:
+        streams = {device.stream(queue).ptr for mesh in (one, other)
+                   for device in mesh for queue in ("compute", "transfer")}  # fmt: skip
+        assert len(streams) == 8
+
+
+def test_a_step_waits_for_nothing_and_uploads_nothing_twice(new_machine):
+    """With the same addresses a step asks the host for nothing at all."""
+    here = new_machine(1)
+    with gr.open_mesh([0, 0, 1, 1], backend="cuda") as mesh:
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=mesh)
+        flat = mesh.flat_buffer([(5,), (7, 3)] * 60, "float32")
+        rows = [list(views) for views in flat.views]
+        ops.all_reduce(rows, op=gr.ReduceOp.SUM)
+        mesh.synchronize()
+        before = dict(here.counts)
+        with mesh.journal() as journal:
+            kept = ops.all_reduce(rows, op=gr.ReduceOp.SUM)
+        assert (journal.syncs, journal.uploads) == (0, 0)
+        assert here.counts["synchronize"] == before["synchronize"]
+        assert len(kept) == 4
+        assert current() is here
+
+
+def test_zeros_of_both_signs_are_different_arguments(mesh):
+    """The cached arguments of a launch are found by equality, and 0.0 == -0.0."""
+    device = mesh.devices[0]
+    outs = [device.empty((SIZE,), FLOAT) for _ in range(2)]
+    for out, divisor in zip(outs, (0.0, -0.0), strict=True):
+        ops.pack([out], [device.upload(np.ones(SIZE, np.float32))], divisor=divisor)
+    assert not np.signbit(outs[0].numpy()).any()
+    assert np.signbit(outs[1].numpy()).all()
+
+
+def test_the_time_between_two_events_is_told_when_both_have_passed(mesh):
+    device = mesh.devices[0]
+    stream = device.stream("compute")
+    with device.gpu:
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        begin.record(stream)
+        device.zeros((8,), "float32")
+        end.record(stream)
+        end.synchronize()
+        assert cupy.cuda.get_elapsed_time(begin, end) >= 0
+
+
+@pytest.mark.parametrize("options", [{}, {"disable_timing": True}])
+def test_an_event_that_tells_no_time_is_a_fault(new_machine, options):
+    here = new_machine(0)  # nothing runs before somebody waits
+    event = cupy.cuda.Event(**options)
+    event.record(cupy.cuda.Stream(non_blocking=True))
+    if options:
+        event.synchronize()
+    with pytest.raises(Fault, match="the time of an event"):
+        cupy.cuda.get_elapsed_time(event, event)
+    here.faults.clear()

@@ -1,0 +1,144 @@
+"""Fences that CUDA is not given, because they would change nothing; and those that it is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.reduction_calls import dense
+
+import gradreduce as gr
+from gradreduce import ops
+from gradreduce.device import Capture, gather, scatter
+
+SUM = gr.ReduceOp.SUM
+pytestmark = pytest.mark.fake_cupy
+
+
+def counted(machine, call):
+    """What ``call`` asked of CUDA."""
+    before = dict(machine.counts)
+    call()
+    found = {name: count - before.get(name, 0) for name, count in machine.counts.items()}
+    return {name: count for name, count in found.items() if count}
+
+
+@pytest.mark.parametrize("num_packs", [0, 1])
+def test_a_step_of_devices_on_one_gpu_is_its_launches(num_packs, gpus):
+    """Plain calls ask for memory, but get it from us but for what a launch's table needs."""
+    machine = gpus(0)
+    with gr.open_mesh([0] * 8, backend="cuda") as mesh:
+        ops = gr.HierarchicalCopyAllReduce(num_packs, mesh=mesh)
+        pairs = [(value, value) for value in (dense(mesh, (5,), "float32", k) for k in range(9))]
+
+        def plain():
+            ops.batch_reduce(SUM, pairs)
+
+        def twice(step):
+            step()
+            return counted(machine, step)
+
+        launches = {"launch": 1 + num_packs}
+        plain()
+        assert twice(plain) == {**launches, "malloc": 1}
+        assert twice(ops.prepare(SUM, pairs)) == launches
+        assert twice(ops.capture(SUM, pairs)) == {"graph_launch": 1}
+        # Each was given something, which the leader has to wait for: no more than once.
+        for value, _ in pairs:
+            for buffer in value.buffers:
+                buffer.device.upload(np.zeros(5, np.float32), out=buffer)
+        step = ops.prepare(SUM, pairs)
+        step()
+        for buffer in pairs[0][0].buffers:
+            buffer.device.upload(np.zeros(5, np.float32), out=buffer)
+        found = counted(machine, step)
+        assert (found["record"], found["wait"]) == (7, 7)
+
+
+def moved(device, near):
+    device.copy(near["b"], near["a"])
+
+
+GIVING = {
+    "launch": lambda device, near: ops.add_n([near["b"]], [[near["a"]]], device=device),
+    "copy": moved,
+    "fill": lambda device, near: device.zeros((3,), "float32"),
+    "upload": lambda device, near: device.upload(np.ones(3, np.float32), out=near["a"]),
+    "download": lambda device, near: near["a"].numpy(),
+    "memory": lambda device, near: device.empty((1000,), "float32"),
+    "wait": lambda device, near: device.wait(near["other"].mark("transfer")),
+    "stream": lambda device, near: device.adopt(near["foreign"], 0),
+    "collective": lambda device, near: device.mesh.collective.all_reduce([near["a"], near["far"]]),
+    "graph": lambda device, near: near["graph"](),
+}
+
+
+@pytest.mark.parametrize("way", GIVING)
+def test_a_queue_is_marked_again_when_it_was_given_something(way, gpus):
+    machine = gpus(0)
+    with gr.open_mesh([0, 0, 1], backend="cuda") as mesh:
+        device, other, away = mesh.devices
+        near = {name: device.upload(np.ones(3, np.float32)) for name in "ab"}
+        near |= {"other": other, "far": away.upload(np.ones(3, np.float32))}
+        near["foreign"] = device.release(near["b"], 0)
+        capture = near["graph"] = Capture([device])
+        ops.add_n([near["b"]], [[near["a"]]], device=device)
+        with capture.recorded():
+            ops.add_n([near["b"]], [[near["a"]]], device=device)
+        mark = device.mark()
+        assert counted(machine, lambda: [device.mark() for _ in "abc"]) == {}
+        assert device.mark().event is mark.event
+        GIVING[way](device, near)
+        assert device.mark().event is not mark.event
+        stream = device.stream()  # from now on nobody knows what it holds
+        assert counted(machine, device.mark) == {"record": 1}
+        assert counted(machine, device.mark) == {"record": 1}
+        assert stream is device.stream()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_who_was_scattered_to_comes_behind_every_leader(seed, gpus):
+    machine = gpus(seed)
+    with gr.open_mesh([0, 0, 0], backend="cuda") as mesh:
+        first, second, third = mesh.devices
+        ones = [device.upload(np.ones(400, np.float32)) for device in (first, second)]
+        outs = [third.zeros((400,), "float32") for _ in ones]
+        for leader, out, one in zip((first, second), outs, ones, strict=True):
+            gather(leader, [third])
+            ops.accumulate_n([out], [[one]], device=leader)
+        for leader in (first, second):  # neither is behind the other
+            scatter(leader, [third])
+        assert all((out.numpy() == 1).all() for out in outs)
+        out = outs[0]
+        third.upload(np.full(400, 5, np.float32), out=out)
+        scatter(first, [third])  # which is behind nothing of the third's for that
+        gather(first, [third])
+        near = first.empty((400,), "float32")
+        ops.add_n([near], [[out]], device=first)
+        assert (near.numpy() == 5).all()
+        third.stream()  # was shown: it trails nobody any more
+        assert counted(machine, lambda: scatter(first, [third]))["wait"] == 1
+
+
+def test_dead_blocks_that_only_a_leader_knows_do_not_pile_up(gpus):
+    gpus(0)
+    with gr.open_mesh([0, 0], backend="cuda") as mesh:
+        leader, other = mesh.devices
+        term = leader.upload(np.ones(400, np.float32))
+        for size in range(1, 300):
+            made = other.empty((size,), "float32")
+            gather(leader, mesh)
+            ops.add_n([made], [[term.view(0, (size,))]], device=leader)
+            scatter(leader, mesh)
+            del made
+        assert len(other._parking._led) <= 34
+        for _ in range(3):  # the same size: the same memory
+            made = other.empty((7,), "float32")
+            found = made.address
+            gather(leader, mesh)
+            ops.add_n([made], [[term.view(0, (7,))]], device=leader)
+            scatter(leader, mesh)
+            del made
+            assert other.empty((7,), "float32").address == found
+        mesh.synchronize()
+        mesh.trim()
+        assert not other._parking._led

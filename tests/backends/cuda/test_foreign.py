@@ -1,0 +1,320 @@
+"""GPU arrays of other libraries come in and go out on their own memory, in the right order.
+
+PyTorch and JAX cannot be had on a machine without a GPU; what stands for them shows what the
+door looks at: a current stream, DLPack, ``__cuda_array_interface__``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import cupy
+import numpy as np
+import pytest
+from device.contract import data
+from fake_cupy import foreign, machine
+from fake_cupy.foreign import Tensor, made_on
+from fake_cupy.machine import Machine
+from support.exact_data import same
+
+import gradreduce as gr
+from gradreduce import ops
+from gradreduce.arrays import convert_gpu
+from gradreduce.arrays.caller_streams import OneCall
+from gradreduce.arrays.convert import from_buffer, host_array, kind_of, to_buffer
+from gradreduce.backends import open_mesh
+from gradreduce.device import Mesh, as_dtype, follow
+from gradreduce.errors import DeviceMismatchError
+
+pytestmark = pytest.mark.fake_cupy
+SEEDS = (0, 1, 2, 3)
+SHAPE = (7, 30)
+torch = foreign.torch
+
+
+@pytest.fixture(params=SEEDS)
+def here(request, new_machine) -> Machine:
+    return new_machine(request.param, num_gpus=2)
+
+
+@pytest.fixture
+def mesh(here) -> Iterator[Mesh]:
+    with open_mesh([0, 0, 1], backend="cuda") as made:
+        yield made
+
+
+class Shown:
+    """An array of a library that shows nothing but ``__cuda_array_interface__``."""
+
+    def __init__(self, array, **changed) -> None:
+        self.array = array
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": array.shape,
+            "typestr": array.dtype.str,
+            "data": (array.data.ptr, False),
+            "strides": array.strides,
+            **changed,
+        }
+
+    __cuda_array_interface__ = None
+
+
+def test_a_tensor_is_shared_in_the_order_of_pytorchs_stream(mesh, torch):
+    array = made_on(torch.stream, data(SHAPE))
+    buffer = to_buffer(Tensor(array), mesh.devices[1])
+    assert buffer.device is mesh.devices[1]
+    assert buffer.address == array.data.ptr
+    assert same(mesh.devices[1].download(buffer), data(SHAPE))
+
+
+def test_a_tensor_that_nobody_fenced_is_a_fault(new_machine, monkeypatch):
+    here = new_machine(2)
+    monkeypatch.setattr(convert_gpu, "unfenced", lambda device, stream, leaving: None)
+    refused = pytest.raises(machine.Fault, match="unordered: ")
+    with refused, open_mesh(1, backend="cuda") as mesh:  # whose close meets a stopped machine
+        stream = cupy.cuda.Stream(non_blocking=True)
+        array = made_on(stream, data(SHAPE))
+        to_buffer(Shown(array, stream=stream.ptr), mesh.devices[0]).numpy()
+    assert "unordered: " in here.faults[0]
+    new_machine()  # whose faults are not those
+
+
+def test_bfloat16_crosses_as_a_view(mesh, torch):
+    values = data(SHAPE).astype(as_dtype("bfloat16"))
+    tensor = Tensor(made_on(torch.stream, values), "bfloat16")
+    buffer = to_buffer(tensor, mesh.devices[0])
+    assert buffer.dtype == values.dtype
+    back = from_buffer(buffer, "torch")
+    assert back.dtype == "bfloat16"
+    assert back.array.data.ptr == buffer.address
+    with torch.stream:
+        assert same(back.array.get(), values)
+
+
+def test_a_result_is_ready_for_pytorchs_stream(mesh, torch):
+    total = gr.aggregate([Tensor(made_on(torch.stream, data(SHAPE))) for _ in range(1)])
+    assert isinstance(total, Tensor)
+    buffers = [mesh.devices[0].upload(data(SHAPE)) for _ in range(3)]
+    total = gr.add_n(buffers, as_kind="torch")
+    with torch.stream:
+        assert same(total.array.get(), data(SHAPE) * 3)
+
+
+def test_a_tensor_on_a_gpu_outside_the_mesh_or_on_another_backend_is_refused(here, torch):
+    array = made_on(torch.stream, data(SHAPE))
+    with (
+        open_mesh([1], backend="cuda") as other,
+        pytest.raises(DeviceMismatchError, match="GPU 0, outside the mesh"),
+    ):
+        to_buffer(Tensor(array), other.devices[0])
+    with (
+        open_mesh(1, backend="sim") as sim,
+        pytest.raises(DeviceMismatchError, match="sim:0 is simulated"),
+    ):
+        to_buffer(Tensor(array), sim.devices[0])
+    with (
+        open_mesh(1, backend="sim") as sim,
+        pytest.raises(DeviceMismatchError, match="sim:0 is simulated and knows no stream 0x"),
+    ):
+        follow(sim.devices[0], torch.stream)
+
+
+def test_a_tensor_in_pieces_is_copied_behind_pytorchs_stream(mesh, torch):
+    array = made_on(torch.stream, data(SHAPE))
+    with OneCall():
+        to_buffer(Tensor(array), mesh.devices[0])
+        buffer = to_buffer(Tensor(array[:, ::2]), mesh.devices[0])
+    assert not array.data.ptr <= buffer.address < array.data.ptr + array.nbytes
+    assert same(buffer.numpy(), np.ascontiguousarray(data(SHAPE)[:, ::2]))
+
+
+def records(here, call) -> int:
+    """How many events the call records."""
+    before = here.counts.get("record", 0)
+    call()
+    return here.counts.get("record", 0) - before
+
+
+def test_one_call_fences_a_stream_once_in_and_once_out(mesh, here):
+    def arrays(count: int):
+        return [[cupy.asarray(data(SHAPE)) for _ in range(count)] for _ in range(2)]
+
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh[0:2])
+    few, many = arrays(1), arrays(30)
+    ops.all_reduce(few)
+    wanted = records(here, lambda: ops.all_reduce(few))
+    results = []
+    assert records(here, lambda: results.append(ops.all_reduce(many))) == wanted
+    for row in results[0]:
+        for array in row:
+            assert same(array.get(), data(SHAPE))
+
+
+def test_calls_nest_and_a_later_one_fences_anew(mesh, here):
+    arrays = [cupy.asarray(data(SHAPE)) for _ in range(3)]
+    device = mesh.devices[0]
+
+    def nested(*, reads: bool):
+        with OneCall(reads=reads), OneCall():
+            for array in arrays:
+                to_buffer(array, device)
+
+    assert records(here, lambda: nested(reads=False)) == 1
+    assert records(here, lambda: nested(reads=True)) == 2  # they may be overwritten then
+    assert records(here, lambda: [to_buffer(array, device) for array in arrays]) == 3
+
+
+def test_the_interface_is_the_second_way(mesh):
+    theirs = cupy.cuda.Stream(non_blocking=True)
+    array = made_on(theirs, data(SHAPE))
+    shown = Shown(array, stream=theirs.ptr)
+    assert kind_of(shown) == "cuda"
+    buffer = to_buffer(shown, mesh.devices[0])
+    assert buffer.address == array.data.ptr
+    assert same(buffer.numpy(), data(SHAPE))
+    assert from_buffer(buffer, "cuda").data.ptr == array.data.ptr
+
+
+def test_the_interface_is_taken_where_dlpack_refuses(mesh, torch, monkeypatch):
+    def refuse(self, stream):
+        raise BufferError("Cannot export readonly array since signalling readonly is unsupported")
+
+    array = made_on(torch.stream, data(SHAPE))
+    monkeypatch.setattr(Tensor, "__dlpack__", refuse)
+    tensor = Tensor(array)
+    shown = {"shape": SHAPE, "typestr": "<f4", "data": (array.data.ptr, True), "version": 2}
+    monkeypatch.setattr(Tensor, "__cuda_array_interface__", shown, raising=False)
+    buffer = to_buffer(tensor, mesh.devices[0])
+    assert buffer.address == array.data.ptr
+    assert not buffer.block.writable
+    assert same(buffer.numpy(), data(SHAPE))
+
+
+@pytest.mark.parametrize("handle", ["non_blocking", "null", "ptds"])
+def test_a_host_copy_waits_for_a_stream_on_the_arrays_gpu(here, handle):
+    """Default streams are those of the current GPU; the array's is another."""
+    with cupy.cuda.Device(1):
+        theirs = cupy.cuda.Stream(**{handle: True})
+        shown = Shown(made_on(theirs, data(SHAPE)), stream=theirs.ptr or 1)
+        with cupy.cuda.Stream(non_blocking=True), cupy.cuda.Device(0):
+            assert same(host_array(shown), data(SHAPE))
+
+
+def test_dlpack_is_asked_as_cupy_asks(mesh, torch, monkeypatch):
+    asked = []
+    shared = Tensor.__dlpack__
+
+    def recent(self, **said):
+        asked.append(sorted(said))
+        return shared(self, **said)
+
+    def old(self, stream):  # of a library from before DLPack 1.0
+        asked.append("stream alone")
+        return shared(self, stream=stream)
+
+    for each in (recent, old):
+        monkeypatch.setattr(Tensor, "__dlpack__", each)
+        buffer = to_buffer(Tensor(made_on(torch.stream, data(SHAPE))), mesh.devices[0])
+        assert same(buffer.numpy(), data(SHAPE))
+    assert asked == [["copy", "max_version", "stream"], "stream alone"]
+
+
+def test_a_tensor_comes_in_where_cupys_stream_is_the_threads_default(mesh, torch, monkeypatch):
+    """PyTorch refuses to make that stream wait: the memory is shared by the interface instead."""
+    array = made_on(torch.stream, data(SHAPE))
+    shown = {"shape": SHAPE, "typestr": "<f4", "data": (array.data.ptr, False), "version": 2}
+    monkeypatch.setattr(Tensor, "__cuda_array_interface__", shown, raising=False)
+    with cupy.cuda.Stream.ptds:
+        buffer = to_buffer(Tensor(array), mesh.devices[0])
+        assert same(from_buffer(buffer, "cupy").get(), data(SHAPE))
+
+
+def test_a_threads_default_stream_is_its_own(new_machine):
+    def fill() -> None:
+        with cupy.cuda.Stream.ptds:
+            array[...] = 1
+
+    new_machine(1)
+    array = cupy.asarray(data(SHAPE))
+    thread = threading.Thread(target=fill)
+    thread.start()
+    thread.join()
+    with pytest.raises(machine.Fault, match="unordered: cupy fill on default of MainThread"):
+        fill()
+    new_machine()  # whose faults are not those
+
+
+def test_strides_are_taken_and_nothing_at_all_too(mesh):
+    stream = cupy.cuda.Stream(non_blocking=True)
+    array = made_on(stream, data(SHAPE))[:, 1::3]
+    buffer = to_buffer(Shown(array, stream=stream.ptr), mesh.devices[0])
+    assert same(buffer.numpy(), np.ascontiguousarray(data(SHAPE)[:, 1::3]))
+    nothing = Shown(cupy.ndarray((0, 3), "float32"), data=(0, False))
+    assert to_buffer(nothing, mesh.devices[0]).shape == (0, 3)
+
+
+def test_a_read_only_array_is_an_input_and_never_an_output(mesh):
+    array = cupy.asarray(data(SHAPE))
+    buffer = to_buffer(Shown(array, data=(array.data.ptr, True), stream=1), mesh.devices[0])
+    with pytest.raises(ValueError, match="read-only"):
+        mesh.devices[0].copy(buffer, mesh.devices[0].upload(data(SHAPE)))
+
+
+def test_what_is_shared_in_no_way_is_refused(mesh):
+    array = cupy.asarray(data(SHAPE))
+    with pytest.raises(TypeError, match="mask"):
+        to_buffer(Shown(array, mask=array), mesh.devices[0])
+    nothing = type("Nothing", (), {"__cuda_array_interface__": None})()
+    with pytest.raises(TypeError, match="Nothing shares its GPU memory in no way that we know"):
+        to_buffer(nothing, mesh.devices[0])
+    with (
+        open_mesh(1, backend="sim") as sim,
+        pytest.raises(DeviceMismatchError, match="sim:0 is simulated"),
+    ):
+        to_buffer(Shown(array), sim.devices[0])
+
+
+def test_a_jax_array_is_shared_behind_cupys_stream_and_stays_as_it_is(mesh, torch):
+    class Array(Tensor):  # which shows no stream, but waits for its own in DLPack
+        def devices(self):
+            return (SimpleNamespace(platform="gpu"),)
+
+    Array.__module__ = "jaxlib"
+    with cupy.cuda.Stream(non_blocking=True):
+        array = made_on(torch.stream, data(SHAPE))
+        buffer = to_buffer(Array(array), mesh.devices[0])
+        assert buffer.address == array.data.ptr
+        assert not buffer.block.writable
+        assert same(buffer.numpy(), data(SHAPE))
+
+
+def test_each_jax_array_of_a_call_is_waited_for(mesh, torch):
+    """CuPy's current stream begins to wait for an array when it comes in: no fence serves two."""
+
+    class Array(Tensor):
+        def __init__(self, stream) -> None:
+            super().__init__(made_on(stream, data(SHAPE)))
+            self.stream = stream
+
+        def devices(self):
+            return (SimpleNamespace(platform="gpu"),)
+
+        def __dlpack__(self, stream):
+            event = cupy.cuda.Event()
+            event.record(self.stream)
+            cupy.cuda.runtime.streamWaitEvent(stream, event.ptr)
+            return self.array
+
+    Array.__module__ = "jaxlib"
+    with cupy.cuda.Stream(non_blocking=True):
+        arrays = [Array(cupy.cuda.Stream(non_blocking=True)) for _ in range(3)]
+        total = gr.PerReplica([arrays[0], arrays[1]], mesh[0:2])
+        with OneCall():
+            buffers = [to_buffer(array, mesh.devices[0]) for array in arrays]
+        out = mesh.devices[0].empty(SHAPE, "float32")
+        ops.add_n([out], [buffers])
+        assert same(out.numpy(), data(SHAPE) * 3)
+        assert len(total.buffers) == 2

@@ -1,0 +1,183 @@
+"""Losses on CuPy's arrays give what they give on NumPy's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.loss_operations import OPERATIONS, weighted
+
+import gradreduce as gr
+
+pytestmark = pytest.mark.gpu
+
+DESCENT = gr.GradientDescentOptimizer(0.125)
+
+
+def gradients(mesh, operation, shapes, library):
+    """Of an operation on Variables of a mesh, as NumPy's arrays."""
+    variables = [gr.Variable(x, device=mesh) for x in operation.operands(shapes)]
+    loss = weighted(operation, np, library)
+    pairs = DESCENT.compute_gradients(lambda: loss(*[v * 1.0 for v in variables]), variables)
+    found = [gradient for gradient, _ in pairs]
+    return [None if g is None else g if type(g) is np.ndarray else g.get() for g in found]
+
+
+def test_every_operation_gives_on_a_gpu_what_it_gives_on_the_host(gpus):
+    gpus(0)
+    import cupy
+
+    wrong = []
+    with gr.open_mesh([0], backend="cuda") as device, gr.open_mesh(1, backend="sim") as host:
+        for operation in OPERATIONS:
+            for shapes in operation.shapes:
+                wanted = gradients(host, operation, shapes, np.asarray)
+                try:
+                    found = gradients(device, operation, shapes, cupy.asarray)
+                    for left, right in zip(found, wanted, strict=True):
+                        assert (left is None) == (right is None)
+                        if left is not None:
+                            np.testing.assert_allclose(left, right, rtol=1e-9, atol=1e-11)
+                except Exception as error:  # all that fails is told, not the first alone
+                    wrong.append(f"{operation} {shapes}: {type(error).__name__}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_training_on_a_gpu_follows_the_host(gpus, seed):
+    gpus(seed)
+    import cupy
+
+    def trained(backend, library):
+        rng = np.random.default_rng(2)
+        with gr.open_mesh([0], backend=backend) as mesh:
+            table = gr.Variable(rng.normal(size=(6, 4)), device=mesh)
+            weights = gr.Variable(rng.normal(size=(4, 3)), device=mesh)
+            labels = library(np.array([0, 2, 1, 1]))
+
+            def loss():
+                hidden = np.tanh(gr.embedding_lookup(table, [0, 5, 5, 2]) + np.mean(table * 0.5))
+                return np.mean(gr.autodiff.softmax_cross_entropy(hidden @ weights, labels))
+
+            for method in gr.AggregationMethod:
+                DESCENT.minimize(loss, aggregation_method=method)
+            return [table.numpy(), weights.numpy()]
+
+    for left, right in zip(trained("cuda", cupy.asarray), trained("sim", np.asarray), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", gr.AggregationMethod)
+def test_a_sum_of_rows_and_arrays_is_ready_for_cupys_stream(gpus, method):
+    """Rows are made dense by a call that goes out to it, before the sum is queued."""
+    gpus(0)
+    import cupy
+
+    with gr.open_mesh([0], backend="cuda") as mesh:
+        table = gr.Variable(np.ones((6, 4)), device=mesh)
+        opt = gr.GradientDescentOptimizer(1.0)
+
+        def loss():
+            return np.sum(gr.embedding_lookup(table, [0, 5])) + np.sum(table * 2.0)
+
+        ((grad, _),) = opt.compute_gradients(loss, aggregation_method=method)
+        wanted = np.full((6, 4), 2.0)
+        wanted[[0, 5]] += 1
+        np.testing.assert_array_equal(cupy.ndarray.get(grad), wanted)
+
+
+@pytest.mark.multi_gpu(2)
+@pytest.mark.parametrize("seed", range(4))
+def test_each_replica_is_differentiated_on_its_own_gpu(gpus, seed):
+    """The walk back leaves the loss's own choice of a GPU behind, and goes where tensors lie."""
+    gpus(seed)
+    import cupy
+
+    with gr.open_mesh([0, 1], backend="cuda") as mesh:
+        v = gr.Variable([1.0, 2.0, 3.0], device=mesh)
+
+        def loss(replica):
+            with cupy.cuda.Device(mesh.devices[replica].physical):
+                hidden = np.tanh(v * (replica + 1.0)) * v
+                return np.sum(hidden * hidden)
+
+        parts = []
+        for replica in range(2):
+            with gr.replica(replica):
+                ((part, _),) = DESCENT.compute_gradients(lambda replica=replica: loss(replica))
+            assert part.device.id == mesh.devices[replica].physical
+            parts.append(part)
+        DESCENT.apply_gradients([(gr.PerReplica(parts, mesh), v)])
+        found = [buffer.numpy() for buffer in v.buffers]
+    x = np.float32([1, 2, 3])
+    slopes = []
+    for scale in (1, 2):
+        t = np.tanh(x * scale)
+        slopes.append(2 * t * x * (t + x * scale * (1 - t * t)))
+    for each in found:
+        np.testing.assert_allclose(each, x - 0.125 * sum(slopes) / 2, rtol=1e-5)
+
+
+@pytest.mark.multi_gpu(2)
+def test_a_loss_need_not_choose_a_gpu(gpus):
+    """What it does is done where the Variable lies, and host arrays come there by ``like=``."""
+    gpus(0)
+    x = np.float32([[1, 2, 3], [0, 1, 1]])
+
+    def loss():
+        hidden = np.tanh(np.asarray(x, like=v) * v)
+        return np.sum(np.maximum(hidden, np.full((), 0.5, like=hidden)) * hidden)
+
+    found = []
+    for backend in ("cuda", "sim"):
+        with gr.open_mesh([0, 1], backend=backend) as mesh:
+            v = gr.Variable([1.0, 0.25, 0.5], device=mesh)
+            parts = []
+            for replica in (1, 0):
+                with gr.replica(replica):
+                    parts += [part for part, _ in DESCENT.compute_gradients(loss)]
+                    if backend == "cuda":
+                        assert parts[-1].device.id == mesh.devices[replica].physical
+            found.append(
+                [np.asarray(getattr(part, "get", lambda part=part: part)()) for part in parts]
+            )
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_loss_has_read_is_written_after_it(gpus, seed):
+    gpus(seed)
+    import cupy
+
+    with gr.open_mesh([0], backend="cuda") as mesh:
+        read = gr.Variable(np.ones(64), device=mesh)
+        other = gr.Variable(np.ones(64), device=mesh)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            ((found, _),) = DESCENT.compute_gradients(lambda: np.sum(read * other), [other])
+            read.assign(np.full(64, 5.0))
+            with pytest.raises(ZeroDivisionError):
+                DESCENT.compute_gradients(lambda: np.sum(np.tanh(read)) * (1 / 0))
+            read.assign(np.full(64, 7.0))
+            assert (found == 1).all()
+            assert (read.read() + other == 8).all()
+
+
+@pytest.mark.multi_gpu(2)
+@pytest.mark.parametrize("method", list(gr.AggregationMethod))
+def test_terms_of_several_gpus_are_added_where_the_first_lies(gpus, method):
+    gpus(2)
+    import cupy
+
+    with gr.open_mesh([0, 1], backend="cuda") as mesh:
+        v = gr.Variable([1.0, 2.0, 3.0], device=mesh)
+
+        def loss():
+            for replica in (1, 0, 1, 0):
+                with gr.replica(replica), cupy.cuda.Device(mesh.devices[replica].physical):
+                    term = np.sum(np.square(v) * (replica + 1.0))
+                yield term
+
+        ((found, _),) = DESCENT.compute_gradients(loss, aggregation_method=method)
+        assert found.device.id == 1
+        assert found.get().tolist() == [12.0, 24.0, 36.0]

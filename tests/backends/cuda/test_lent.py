@@ -1,0 +1,315 @@
+"""Who lends an array to a call, or drops its result, goes on in the order of its own stream alone.
+
+The caller's streams are PyTorch's, one on each GPU; nobody synchronises. The clocks of the machine
+find what is not ordered, whatever the seed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from weakref import ref
+
+import cupy
+import numpy as np
+import pytest
+from device.contract import data
+from fake_cupy import foreign
+from fake_cupy.foreign import Tensor
+from fake_cupy.lending import CASES, SHAPE, SUM, dropped, ended, lend, on, overwrite
+from fake_cupy.machine import Machine
+from support.exact_data import same
+
+import gradreduce as gr
+from gradreduce import ops
+from gradreduce.arrays import caller_streams as one_call
+from gradreduce.arrays import replica_context
+from gradreduce.arrays.caller_streams import OneCall, hand_back
+from gradreduce.arrays.convert import from_buffer, to_buffer
+from gradreduce.backends import open_mesh
+from gradreduce.device import Mesh
+from gradreduce.reduce import prepared
+
+pytestmark = pytest.mark.fake_cupy
+SEEDS = (0, 1, 2)
+torch = foreign.torch
+
+
+@pytest.fixture(params=SEEDS)
+def here(request, new_machine) -> Machine:
+    return new_machine(request.param, num_gpus=2)
+
+
+@pytest.fixture
+def mesh(here, monkeypatch) -> Iterator[Mesh]:
+    with open_mesh([0, 0, 1], backend="cuda") as made:
+        monkeypatch.setattr(replica_context, "default_mesh", lambda: made)
+        yield made
+
+
+@pytest.mark.whole_product  # some planted faults show in one order only
+@pytest.mark.parametrize("call", CASES, ids=lambda call: call.__name__)
+def test_what_a_call_has_read_may_be_overwritten(mesh, torch, call):
+    lend(torch, mesh, call)
+
+
+def test_what_was_put_into_a_value_earlier_is_read_as_it_is_by_then(mesh, torch):
+    tensors = [on(torch, each.physical, data(SHAPE)) for each in mesh]
+    value = gr.PerReplica(tensors, mesh)
+    overwrite(torch, tensors)
+    made = gr.HierarchicalCopyAllReduce().reduce(SUM, value, value)
+    assert same(made.buffers[2].numpy(), np.full(SHAPE, -3, "float32"))
+
+
+def test_what_a_call_has_read_by_a_view_may_be_overwritten(mesh, torch):
+    """And is held for it by nothing else: a call before may have let it go."""
+    tensors = [on(torch, 0, data(SHAPE)) for _ in range(2)]
+    values = [gr.PerReplica([tensor], devices=mesh.devices[:1]) for tensor in tensors]
+    sums = []
+    for value in values:
+        gr.add_n(value.buffers, as_kind="buffer")
+        sums.append(gr.add_n([value.buffers[0].view(30, (30,))] * 2, as_kind="buffer"))
+    overwrite(torch, tensors[:1])
+    del value, values, tensors
+    for made in sums:
+        assert same(made.numpy(), data(SHAPE)[1] * 2)
+
+
+def test_what_had_to_be_copied_may_be_overwritten_at_once(mesh, torch):
+    tensor = on(torch, 0, data(SHAPE))
+    value = gr.PerReplica([Tensor(tensor.array[:, ::2])], devices=mesh.devices[:1])
+    overwrite(torch, [tensor])
+    assert same(value.buffers[0].numpy(), np.ascontiguousarray(data(SHAPE)[:, ::2]))
+
+
+def records(here, call) -> int:
+    before = here.counts.get("record", 0)
+    call()
+    return here.counts.get("record", 0) - before
+
+
+def test_a_stream_that_lends_is_fenced_once_a_call(mesh, here, torch):
+    tensors = [on(torch, 0, data(SHAPE)) for _ in range(6)]
+    accs = [gr.ConditionalAccumulator("float32", device=mesh.devices[0]) for _ in tensors]
+    gr.apply_grads(accs, tensors)
+    counts = [records(here, lambda number=number: gr.apply_grads(accs[:number], tensors[:number]))
+              for number in (1, 6)]  # fmt: skip
+    assert counts == [2, 2]
+    # Where a result goes to the same stream, its release is that fence.
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh[:2])
+    rows = [[tensors[0]], [tensors[1]]]
+    ops.all_reduce(rows)
+    given = [records(here, lambda kind=kind: ops.all_reduce(rows, as_kind=kind))
+             for kind in ("torch", "buffer")]  # fmt: skip
+    assert given[0] == given[1]
+    # A value that was made before is fenced at the call that reads it, and only there.
+    assert records(here, lambda: gr.PerReplica(rows[0], devices=mesh.devices[:1])) == 1
+
+
+def test_a_call_that_raises_hands_back_what_came_in(mesh, here, torch):
+    tensor = on(torch, 0, data(SHAPE))
+    acc = gr.ConditionalAccumulator("float32", [3], device=mesh.devices[0])
+
+    def refused():
+        with pytest.raises(ValueError, match="incompatible"):
+            acc.apply_grad(tensor)
+
+    assert records(here, refused) == 2
+    mesh.devices[0].lose("for a test")
+    with pytest.raises(gr.errors.BackendUnavailableError):
+        acc.apply_grad(tensor)
+
+
+def test_an_array_is_held_until_the_call_that_reads_it_is_over(mesh, torch):
+    tensors = [on(torch, 0, data(SHAPE)) for _ in range(2)]
+    lent = [ref(tensor.array) for tensor in tensors]
+    out, device = mesh.devices[0].zeros(SHAPE, "float32"), mesh.devices[0]
+    with OneCall():
+        ops.add_n([out], [[to_buffer(tensors.pop(0), device), out]])
+        assert lent[0]() is not None
+        hand_back()  # inside, for a block that defers Ctrl-C
+        assert lent[0]() is None
+        ops.add_n([out], [[to_buffer(tensors.pop(0), device), out]])
+        assert lent[1]() is not None
+    assert lent[1]() is None
+    assert same(out.numpy(), data(SHAPE) * 2)
+
+
+@pytest.fixture
+def unfenced(monkeypatch):
+    """Inside, calls cannot tell a stream that lent to wait."""
+
+    def refuse(device, stream):
+        raise gr.errors.CollectiveError("for a test")
+
+    @contextmanager
+    def patched() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(one_call, "precede", refuse)
+            yield
+
+    return patched
+
+
+def test_an_array_is_held_where_its_stream_could_not_be_told_to_wait(mesh, torch, unfenced):
+    tensor = on(torch, 0, data(SHAPE))
+    lent = ref(tensor.array)
+    with unfenced():
+        made = gr.add_n([tensor, tensor], as_kind="buffer")
+    del tensor
+    assert lent() is not None
+    assert same(made.numpy(), data(SHAPE) * 2)
+
+
+def test_an_array_that_a_second_call_reads_is_held_again(mesh, torch, unfenced):
+    tensors = [on(torch, each.physical, data(SHAPE)) for each in mesh]
+    lent, value = [ref(tensor.array) for tensor in tensors], gr.PerReplica(tensors, mesh)
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    ops.reduce(SUM, value, mesh, as_kind="buffer")
+    with unfenced():
+        ops.reduce(SUM, value, mesh, as_kind="buffer")
+    del tensors, value
+    assert all(array() is not None for array in lent)
+
+
+def test_arrays_of_a_prepared_step_that_failed_are_held(mesh, torch, monkeypatch):
+    """Nobody told their streams to wait."""
+
+    def interrupt(self, results=()):
+        raise KeyboardInterrupt
+
+    tensors = [on(torch, each.physical, data(SHAPE)) for each in mesh]
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    step = ops.prepare(SUM, [(gr.PerReplica(tensors, mesh), mesh)], as_kind="buffer")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepared.Border, "leave", interrupt)
+        step()
+    lent = [ref(tensor.array) for tensor in tensors]
+    del tensors, step
+    assert all(array() is not None for array in lent)
+
+
+def test_the_callers_own_code_is_a_call_by_itself(mesh, here, torch):
+    tensors = [on(torch, 0, data(SHAPE)) for _ in range(2)]
+
+    def adding(tensor):
+        return records(here, lambda: gr.add_n([tensor, tensor], as_kind="cupy"))
+
+    def terms():
+        for tensor in tensors:
+            counts.append(adding(tensor))
+            yield tensor
+
+    adding(tensors[0])
+    counts = [adding(tensors[0])]
+    with OneCall():
+        _held = to_buffer(tensors[0], mesh.devices[0])
+        gr.aggregate(terms(), as_kind="buffer")
+    assert counts[1:] == counts[:1] * 2
+
+
+@pytest.mark.parametrize("kind", ["torch", "cupy"])
+def test_what_is_dropped_while_its_stream_reads_it_is_not_given_away(mesh, torch, kind):
+    dropped(torch, mesh, kind)
+    ended(torch, mesh)
+
+
+@pytest.mark.parametrize("comes_in", [False, True])
+def test_what_a_threads_default_stream_reads_is_not_given_away(mesh, comes_in):
+    """Whichever thread takes new memory: the handle of that stream means another one there."""
+    device = mesh.devices[0]
+    mine = cupy.asarray(data(SHAPE))
+
+    def read() -> None:
+        with cupy.cuda.Stream.ptds:
+            made = from_buffer(device.upload(data(SHAPE)), "cupy")
+            kept.append(made.copy())
+
+    kept: list = []
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    with cupy.cuda.Stream.ptds:
+        if comes_in:  # which is behind nothing that the other thread's stream holds
+            to_buffer(mine, device)
+        device.upload(np.zeros(SHAPE, "float32"))
+    assert same(kept[0].get(), data(SHAPE))
+
+
+def test_memory_that_cannot_be_marked_is_kept_and_the_error_raised(mesh, monkeypatch):
+    def refuse(self, queue):
+        raise DeprecationWarning("for a test")
+
+    device = mesh.devices[0]
+    array = device.release(device.upload(data(SHAPE)), cupy.cuda.Stream(non_blocking=True))
+    address = array.data.ptr
+    del array
+    with monkeypatch.context() as patch, pytest.raises(DeprecationWarning, match="for a test"):
+        patch.setattr(type(device), "_mark", refuse)
+        device.drain()
+    assert device.upload(data(SHAPE)).address != address
+
+
+def test_a_stream_may_end_when_the_device_is_synchronized(mesh, torch, monkeypatch):
+    """One that PyTorch has by its handle alone, as its ExternalStream: nobody here can hold it."""
+    device, theirs = mesh.devices[0], cupy.cuda.Stream(non_blocking=True)
+    now = SimpleNamespace(cuda_stream=theirs.ptr)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "current_stream", lambda device: now)
+        from_buffer(device.upload(data(SHAPE)), "torch")
+    device.synchronize()
+    del theirs
+    assert same(device.upload(data(SHAPE)).numpy(), data(SHAPE))
+
+
+def test_a_stream_that_lent_may_end_inside_the_call(mesh):
+    def terms():
+        yield cupy.asarray(data(SHAPE))
+        yield cupy.asarray(data(SHAPE))
+        with cupy.cuda.Stream(non_blocking=True):
+            yield cupy.asarray(data(SHAPE))
+
+    method = gr.AggregationMethod.EXPERIMENTAL_ACCUMULATE_N  # brings each in when it is made
+    made = gr.aggregate(terms(), method, as_kind="buffer")
+    assert same(made.numpy(), data(SHAPE) * 3)
+
+
+def test_what_is_released_to_a_stream_is_held_for_it(mesh):
+    device, theirs = mesh.devices[1], cupy.cuda.Stream(non_blocking=True)
+    array = device.release(device.upload(data(SHAPE)), theirs)
+    with theirs:
+        kept = array.copy()
+    del array
+    device.upload(np.zeros(SHAPE, "float32"))
+    with theirs:
+        assert same(kept.get(), data(SHAPE))
+
+
+def test_a_loop_takes_no_more_memory_however_far_the_host_is_ahead(mesh, here, torch):
+    tensors = [on(torch, 0, data(SHAPE)) for _ in range(2)]
+    taken = []
+    for _ in range(6):
+        result = gr.add_n(tensors)
+        with torch.stream:
+            result.array.copy()
+        del result
+        taken.append(len(here.heap._slots[0]))
+    assert taken[2:] == taken[2:3] * 4
+
+
+def test_results_of_a_prepared_step_are_the_streams_that_had_them_last(mesh, torch):
+    tensors = [on(torch, each.physical, data(SHAPE)) for each in mesh]
+    step = gr.HierarchicalCopyAllReduce(mesh=mesh).prepare(
+        SUM, [(gr.PerReplica(tensors, mesh), mesh)], as_kind="cupy"
+    )
+    device = mesh.devices[0]
+    theirs = cupy.cuda.Stream(non_blocking=True)
+    with theirs:
+        (made,) = step()
+        kept = made.values[0].copy()
+        del made, step
+        fresh = [device.upload(np.zeros(SHAPE, "float32")) for _ in range(4)]
+        assert same(kept.get(), data(SHAPE) * 3)
+    assert same(fresh[0].numpy(), np.zeros(SHAPE, "float32"))

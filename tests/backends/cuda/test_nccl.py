@@ -1,0 +1,405 @@
+"""How the NCCL driver calls the library."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from fake_cupy import nccl
+from fake_cupy.machine import Fault, Machine
+from support.exact_data import DTYPES, exact_data, same
+from support.meshes import refused
+
+import gradreduce as gr
+from gradreduce.backends import open_mesh
+from gradreduce.backends.cuda import libnccl
+from gradreduce.backends.cuda import nccl as cuda_nccl
+from gradreduce.device import Buffer, Mesh
+from gradreduce.errors import BackendUnavailableError, CollectiveError, DeviceMismatchError
+
+pytestmark = pytest.mark.fake_cupy
+
+
+@pytest.fixture
+def here(new_machine) -> Machine:
+    return new_machine(3)
+
+
+@pytest.fixture
+def mesh(here) -> Iterator[Mesh]:
+    with open_mesh([0, 1, 2, 1], backend="cuda") as made:
+        yield made
+
+
+def ones(mesh: Mesh, places=(0, 1, 2)) -> list[Buffer]:
+    return [mesh.devices[place].upload(np.full(9, 1.0 + place, np.float32)) for place in places]
+
+
+def test_communicators_are_made_once_for_each_set_of_gpus(mesh, here):
+    for _ in range(2):
+        mesh.collective.all_reduce(ones(mesh))
+    assert here.counts["init"] == 1
+    mesh.collective.all_reduce(ones(mesh, (0, 3)))
+    mesh[[3, 0]].collective.all_reduce(ones(mesh, (3, 0)))
+    assert here.counts["init"] == 3
+
+
+def test_a_group_is_sent_when_the_outermost_block_ends(mesh, here):
+    first, second = ones(mesh), ones(mesh)
+    with mesh.journal() as journal, mesh.collective.group():
+        with mesh.collective.group():
+            mesh.collective.all_reduce(first)
+        assert "allReduce" not in here.counts
+        mesh.collective.broadcast(second, 2)
+        assert journal.records == []
+    assert (here.counts["allReduce"], here.counts["broadcast"]) == (1, 1)
+    assert len(journal.records) == 6
+    assert (first[1].numpy() == 6).all()
+    assert (second[0].numpy() == 3).all()
+
+
+def test_a_group_of_nothing_sends_nothing(mesh, here):
+    with mesh.collective.group():
+        pass
+    assert "init" not in here.counts
+
+
+def test_a_group_that_raises_sends_nothing(mesh, here):
+    buffers = ones(mesh)
+    with pytest.raises(KeyError), mesh.collective.group():
+        mesh.collective.all_reduce(buffers)
+        raise KeyError
+    assert "allReduce" not in here.counts
+    mesh.collective.all_reduce(buffers)
+    assert (buffers[0].numpy() == 6).all()
+
+
+def test_memory_of_a_group_lives_until_it_is_sent(mesh):
+    with mesh.collective.group():
+        for _ in range(4):
+            mesh.collective.all_reduce(ones(mesh))
+    mesh.synchronize()
+
+
+def test_small_packs_of_a_reduction_share_one_group(mesh, here, monkeypatch):
+    """1 MiB goes alone; what is smaller travels together, each dtype as a call of its own."""
+    groups = []
+    send = cuda_nccl.NcclCollective._send
+
+    def noted(collective, calls):
+        groups.append([call.buffers[0].nbytes for call in calls])
+        send(collective, calls)
+
+    monkeypatch.setattr(cuda_nccl.NcclCollective, "_send", noted)
+    ops = gr.NcclAllReduce(0, mesh=mesh)
+    sizes = [40, 2**18, 7, 2**18 + 4, 2**18 - 4]
+    grads = [[np.full(size, 1 + replica, np.float32) for size in sizes] for replica in range(4)]
+    reduced = ops.all_reduce(grads, gr.ReduceOp.SUM)
+    assert all((array == 10).all() for row in reduced for array in row)
+    assert groups == [[160, 28, 2**20 - 16], [2**20], [2**20 + 16]]
+    assert here.counts["allReduce"] == 5
+    assert here.counts["init"] == 1
+
+
+def test_memory_that_a_group_gathers_into_lives_until_it_is_sent(mesh):
+    with mesh.collective.group():
+        for _ in range(4):
+            buffers = ones(mesh)
+            outs = [buffer.device.empty((27,), "float32") for buffer in buffers]
+            mesh.collective.all_gather(outs, buffers)
+            del buffers, outs
+    mesh.synchronize()
+
+
+@pytest.mark.parametrize("dtype", ["int16", "uint16"])
+@pytest.mark.parametrize(
+    ("placement", "launches"), [([0, 1], 2), ([0, 0, 1, 1], 4), ([0, 1, 1, 2, 0], 5)], ids=str
+)
+def test_integers_of_16_bits_are_gathered_and_added_by_us(here, placement, launches, dtype):
+    arrays = [exact_data((1003,), dtype, seed=seed) for seed in range(len(placement))]
+    num_gpus = len(set(placement))
+    with open_mesh(placement, backend="cuda") as mesh:
+        value = gr.PerReplica(
+            [device.upload(array) for device, array in zip(mesh, arrays, strict=True)], mesh
+        )
+        ops = gr.NcclAllReduce(0, mesh=mesh)
+        with mesh.journal() as journal:
+            reduced = ops.reduce(gr.ReduceOp.SUM, value, value)
+        wanted = np.sum(arrays, axis=0, dtype=dtype)
+        assert all(same(buffer.numpy(), wanted) for buffer in reduced.buffers)
+        assert all(same(b.numpy(), a) for b, a in zip(value.buffers, arrays, strict=True))
+    assert here.counts["allGather"] == 1
+    assert "allReduce" not in here.counts
+    assert [record.nbytes for record in journal.of("collective")] == [2006] * num_gpus
+    assert (journal.launches, journal.bytes) == (launches, 2006 * num_gpus)
+
+
+@pytest.fixture
+def no_nccl(here, monkeypatch) -> None:
+    monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", False)
+
+
+def all_that_reduces(mesh: Mesh, ops: gr.AllReduceCrossDeviceOps) -> list[Callable[[], object]]:
+    """Calls by which a mesh reduces, on values that lie there already."""
+    arrays = [np.full(40, 1, np.float32) for _ in mesh]
+    value = gr.PerReplica(
+        [device.upload(array) for device, array in zip(mesh, arrays, strict=True)], mesh
+    )
+    variable = gr.Variable(arrays[0], device=mesh)
+    optimizer = gr.GradientDescentOptimizer(1)
+    optimizer.cross_device_ops = ops
+    return [
+        lambda: ops.reduce(gr.ReduceOp.SUM, value, value),
+        lambda: ops.all_reduce([[array] for array in arrays]),
+        lambda: gr.ConditionalAccumulator("float32", device=mesh, cross_device_ops=ops),
+        lambda: gr.SyncStep([variable], optimizer, ops)([[[array]] for array in arrays]),
+        lambda: optimizer.apply_gradients([(value, variable)]),
+    ]
+
+
+@pytest.mark.parametrize("placement", [[0], [0, 0], [1] * 8], ids=str)
+def test_one_gpu_needs_no_nccl(here, no_nccl, placement):
+    with open_mesh(placement, backend="cuda") as mesh:
+        for call in all_that_reduces(mesh, gr.NcclAllReduce(mesh=mesh)):
+            call()
+        for dtype in DTYPES:
+            grads = [[np.ones(5, dtype)] for _ in mesh]
+            reduced = gr.all_reduce(grads, gr.ReduceOp.SUM, mesh=mesh)
+            assert (reduced[-1][0] == np.full(5, len(mesh)).astype(dtype)).all()
+    assert not {"init", "allReduce", "allGather"} & set(here.counts)
+
+
+@pytest.mark.parametrize("placement", [[0, 1], [0, 1, 1, 2, 0]], ids=str)
+def test_without_nccl_two_gpus_are_refused_before_a_launch(no_nccl, monkeypatch, placement):
+    with open_mesh(placement, backend="cuda") as mesh:
+        ops = gr.NcclAllReduce(mesh=mesh)
+        for call in all_that_reduces(mesh, ops):
+            with refused(mesh, BackendUnavailableError, "nvidia-nccl-cu12"):
+                call()
+        value = gr.PerReplica([device.zeros((3,), "float32") for device in mesh], mesh)
+        with refused(mesh, BackendUnavailableError, "nvidia-nccl-cu12"):
+            ops.plan(gr.ReduceOp.SUM, [(value, value)])
+        for call in all_that_reduces(mesh, gr.HierarchicalCopyAllReduce(mesh=mesh)):
+            call()  # which needs none
+        monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", True)
+        for call in all_that_reduces(mesh, ops):
+            call()
+
+
+def test_gpus_that_nccl_cannot_connect_are_refused_before_a_launch(here):
+    """Else the fold would have overwritten what an accumulator has summed."""
+    said = "initialisation of GPUs 0, 1: NCCL_ERROR_SYSTEM_ERROR"
+    with open_mesh([0, 1, 1], backend="cuda") as mesh:
+        ops = gr.NcclAllReduce(mesh=mesh)
+        nccl.library.init_result = 2
+        for call in all_that_reduces(mesh, ops):
+            with mesh.journal() as journal, pytest.raises(CollectiveError, match=said):
+                call()
+            assert journal.launches == 0  # a host array has been uploaded by then
+        nccl.library.init_result = 0
+        for call in all_that_reduces(mesh, ops):
+            call()
+        assert here.counts["init"] == 1
+
+
+def test_a_rank_that_nccl_refuses_ends_the_group_and_the_other_ranks(mesh, monkeypatch):
+    make = nccl.NcclCommunicator.__init__
+
+    def refuses_the_second(communicator, num_ranks, identity, rank):
+        make(communicator, num_ranks, identity, rank if rank != 1 else num_ranks)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nccl.NcclCommunicator, "__init__", refuses_the_second)
+        with pytest.raises(CollectiveError, match="NCCL_ERROR_INVALID_ARGUMENT"):
+            mesh.collective.connect(mesh.devices[:3])
+    assert [communicator._ended for communicator in nccl.library.made] == ["abort"]
+    mesh.collective.connect(mesh.devices[:3])
+
+
+def test_results_that_cupy_does_not_know_are_named_by_their_number(mesh, monkeypatch):
+    def times_out(*_):
+        raise nccl.NcclError(8)
+
+    monkeypatch.setattr(nccl.NcclCommunicator, "allReduce", times_out)
+    with pytest.raises(CollectiveError, match="NCCL all_reduce: result 8"):
+        mesh.collective.all_reduce(ones(mesh))
+
+
+def test_a_failing_call_still_ends_the_group(mesh, monkeypatch):
+    def refuses(*_):
+        raise nccl.NcclError(4)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nccl.NcclCommunicator, "allReduce", refuses)
+        with pytest.raises(CollectiveError, match="all_reduce: NCCL_ERROR_INVALID_ARGUMENT"):
+            mesh.collective.all_reduce(ones(mesh))
+    mesh.synchronize()
+    assert nccl.open_group() is None
+
+
+def test_a_group_that_fails_at_its_end_may_have_launched(mesh, monkeypatch):
+    """A mark from before it is not the end of a queue any more."""
+    buffers = ones(mesh)
+    mesh.collective.all_reduce(buffers)
+    marks = [buffer.device._mark("compute") for buffer in buffers]
+    group_end = nccl.groupEnd
+
+    def fails() -> None:
+        group_end()
+        raise nccl.NcclError(1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mesh.collective._nccl, "groupEnd", fails)
+        with pytest.raises(CollectiveError, match="groupEnd: NCCL_ERROR_UNHANDLED_CUDA_ERROR"):
+            mesh.collective.all_reduce(buffers)
+    for buffer, mark in zip(buffers, marks, strict=True):
+        assert buffer.device._mark("compute") is not mark
+
+
+def test_closing_aborts_what_was_made(here):
+    with open_mesh([0, 1], backend="cuda") as mesh:
+        mesh.collective.all_reduce(ones(mesh, (0, 1)))
+        made = [comm for clique in mesh.collective._cliques.made.values() for comm in clique]
+    assert [comm._ended for comm in made] == ["abort", "abort"]
+    mesh.close()
+    with open_mesh([0, 1], backend="cuda") as mesh:
+        assert mesh.collective._cliques.made == {}
+    with pytest.raises(Fault, match="after abort"):
+        made[0].check_async_error()
+    here.faults.clear()
+
+
+def test_a_missing_library_names_the_wheel(monkeypatch, here):
+    monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", False)
+    with pytest.raises(BackendUnavailableError, match="nvidia-nccl-cu12"):
+        cuda_nccl.NcclCollective()
+
+
+class _NoLibrary:
+    """An importer of CuPy's module where libnccl is missing: it warns."""
+
+    def find_spec(self, name, path=None, target=None):
+        ours = name == "cupy.cuda.nccl"
+        return importlib.util.spec_from_loader(name, self) if ours else None
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        module.available = False
+        warnings.warn("nccl library could not be loaded.", stacklevel=1)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_missing_library_names_the_wheel_where_warnings_are_errors(monkeypatch, here):
+    monkeypatch.delitem(sys.modules, "cupy.cuda.nccl")
+    monkeypatch.setattr(sys, "meta_path", [_NoLibrary(), *sys.meta_path])
+    with pytest.raises(BackendUnavailableError, match="nvidia-nccl-cu12") as caught:
+        cuda_nccl.NcclCollective()
+    assert isinstance(caught.value.__cause__, UserWarning)
+
+
+LIBNCCL = b"""extern "C" int ncclGetVersion(int* version) { *version = 22105; return 0; }
+extern "C" const char* ncclGetLastError(void*) { return "no route to host"; }"""
+
+
+def test_errors_have_the_text_of_nccl_and_tell_of_two_libraries(here, tmp_path, monkeypatch):
+    """The two stay loaded, by a name that nobody else looks for."""
+    name = tmp_path.name
+    monkeypatch.setattr(libnccl, "_NAME", name)
+    files = [tmp_path / folder / name for folder in ("one", "other")]
+    for file in files:
+        file.parent.mkdir()
+    command = ["g++", "-shared", "-fPIC", "-O0", "-xc++", "-", "-o", str(files[0])]
+    subprocess.run(command, input=LIBNCCL, check=True)
+    ctypes.CDLL(str(files[0]))
+    with open_mesh([0, 1], backend="cuda") as mesh:
+        nccl.library.init_result = 3
+        said = "NCCL_ERROR_INTERNAL_ERROR: internal error; last NCCL error: no route to host"
+        with pytest.raises(CollectiveError, match=said + "$"):
+            mesh.collective.connect(mesh.devices)
+        shutil.copy(*files)
+        ctypes.CDLL(str(files[1]))
+        with pytest.raises(CollectiveError, match=said + "; this process") as caught:
+            mesh.collective.connect(mesh.devices)
+    libnccl.warn_of_several.cache_clear()  # it is told once
+    with pytest.warns(RuntimeWarning, match="has loaded 2 libnccl files") as warned:
+        cuda_nccl.NcclCollective()
+        cuda_nccl.NcclCollective()
+    (only,) = warned
+    for file in files:
+        assert all(f"{file} (2.21.5)" in str(told) for told in (only.message, caught.value))
+
+
+def test_where_the_system_does_not_name_the_libraries_nothing_is_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(libnccl, "_MAPS", tmp_path / "missing")
+    assert libnccl.error_details() == ""
+
+
+def test_simulated_buffers_are_refused(here):
+    collective = cuda_nccl.NcclCollective()
+    with open_mesh([0, 1], backend="sim") as sim:
+        buffers = ones(sim, (0, 1))
+        outputs = [device.empty((18,), "float32") for device in sim.devices]
+        for call in (
+            lambda: collective.all_reduce(buffers),
+            lambda: collective.broadcast(buffers, 0),
+            lambda: collective.all_gather(outputs, buffers),
+        ):
+            with pytest.raises(DeviceMismatchError, match="not lie on a GPU"):
+                call()
+
+
+def test_unknown_operations_are_named(mesh):
+    with pytest.raises(CollectiveError, match="op='mean'"):
+        mesh.collective.all_reduce(ones(mesh), "mean")
+
+
+def test_one_rank_is_fine(mesh):
+    (alone,) = ones(mesh, (2,))
+    out = alone.device.empty((9,), "float32")
+    mesh.collective.all_reduce([alone])
+    mesh.collective.all_gather([out], [alone])
+    assert (out.numpy() == 3).all()
+
+
+def test_two_ranks_share_a_gpu_only_where_nccl_is_told_so(here, monkeypatch):
+    with open_mesh([0], backend="cuda") as mesh:
+        twice = [mesh.devices[0]] * 2
+        with pytest.raises(CollectiveError, match="NCCL_ERROR_INVALID_USAGE"):
+            mesh.collective.connect(twice)
+        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+        mesh.collective.connect(twice)
+        (made,) = mesh.collective._cliques.made.values()
+        assert [communicator.rank_id() for communicator in made] == [0, 1]
+
+
+def test_the_fake_finds_communicators_that_are_used_too_early_or_left_half_made(here):
+    nccl.groupStart()
+    communicator = nccl.NcclCommunicator(2, nccl.get_unique_id(), 0)
+    for use, says in (
+        (communicator.check_async_error, "before the end of its group"),
+        (nccl.groupEnd, "1 of 2 ranks"),
+        (here.settle, "not made whole is not aborted"),
+    ):
+        with pytest.raises(Fault, match=says):
+            use()
+        here.faults.clear()
+    communicator.abort()
+
+
+def test_a_rank_of_its_own_process_is_alone_on_the_fake(here):
+    identity = nccl.get_unique_id()
+    assert nccl.NcclCommunicator(1, identity, 0).size() == 1
+    with pytest.raises(NotImplementedError, match="share nothing"):
+        nccl.NcclCommunicator(2, identity, 0)
+    for arguments in ((1, identity, 1), (1, identity[:-1], 0)):
+        with pytest.raises(nccl.NcclError, match="INVALID_ARGUMENT"):
+            nccl.NcclCommunicator(*arguments)

@@ -1,0 +1,246 @@
+"""Prepared steps of GPU arrays: each call comes behind their library's stream, and before it."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import cupy
+import numpy as np
+import pytest
+from fake_cupy import machine
+from support.exact_data import same
+
+import gradreduce as gr
+from gradreduce.reduce.prepared import Border
+
+pytestmark = pytest.mark.fake_cupy
+SHAPES = [(5, 3), (400,), (7,)]
+SUM = gr.ReduceOp.SUM
+
+
+@pytest.fixture(params=range(4))
+def here(request, new_machine):
+    return new_machine(request.param, num_gpus=2)
+
+
+@pytest.fixture
+def mesh(here):
+    with gr.open_mesh([0, 0, 1], backend="cuda") as made:
+        yield made
+
+
+class Tensor:
+    """What the door looks at in a ``torch.Tensor`` on a GPU; DLPack makes no stream wait."""
+
+    requires_grad, is_cuda, layout = False, True, "strided"
+
+    def __init__(self, array) -> None:
+        self.array, self.dtype = array, str(array.dtype)
+        self.device = SimpleNamespace(type="cuda", index=array.device.id)
+
+    def numpy(self):
+        raise TypeError("can't convert cuda tensor to numpy")
+
+    def is_conj(self) -> bool:
+        return False
+
+    is_neg = is_conj
+
+    def is_contiguous(self) -> bool:
+        return self.array.flags.c_contiguous
+
+    def __dlpack_device__(self):
+        return 2, self.array.device.id
+
+    def __dlpack__(self, stream):
+        return self.array
+
+
+Tensor.__module__ = "torch"
+
+
+class Library:
+    """CuPy, or a stand-in for PyTorch: arrays of its own, and a current stream on each GPU."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.streams = []
+        self.old = []  # PyTorch's never end
+        for gpu in range(2):
+            with cupy.cuda.Device(gpu):
+                self.streams.append(cupy.cuda.Stream(non_blocking=True))
+        self.torch = ModuleType("torch")
+        self.torch.__dict__.update(
+            strided="strided", bfloat16="bfloat16", int16="int16", from_dlpack=Tensor,
+            cuda=SimpleNamespace(current_stream=self.current),
+        )  # fmt: skip
+
+    def current(self, device):
+        gpu = getattr(device, "index", device)
+        return SimpleNamespace(cuda_stream=self.streams[gpu].ptr)
+
+    def change(self) -> None:
+        """Other streams are current from here on, behind the old ones."""
+        self.old += self.streams
+        for gpu, old in enumerate(self.streams):
+            with cupy.cuda.Device(gpu):
+                self.streams[gpu] = cupy.cuda.Stream(non_blocking=True)
+                event = cupy.cuda.Event()
+                event.record(old)
+                self.streams[gpu].wait_event(event)
+
+    def during(self, gpu: int, work):
+        """Runs ``work`` as the library's own code: on its current stream."""
+        with cupy.cuda.Device(gpu), self.streams[gpu]:
+            return work()
+
+    def call(self, step):
+        """CuPy's current streams are those of its ``with`` blocks; PyTorch's its own affair."""
+        if self.name == "torch":
+            return step()
+        with cupy.cuda.Device(0), self.streams[0], cupy.cuda.Device(1), self.streams[1]:
+            return step()
+
+    def wrap(self, array):
+        return Tensor(array) if self.name == "torch" else array
+
+    def raw(self, array):
+        return array.array if self.name == "torch" else array
+
+
+@pytest.fixture(params=["cupy", "torch"])
+def library(request, mesh, monkeypatch) -> Library:
+    made = Library(request.param)
+    monkeypatch.setitem(sys.modules, "torch", made.torch)
+    return made
+
+
+def prepared(library, mesh, **options):
+    """A step, and the CuPy arrays that it reads: ``[tensor][device]``."""
+    ones = [np.ones(shape, np.float32) for shape in SHAPES]
+    arrays = [
+        [library.during(device.physical, lambda one=one: cupy.asarray(one)) for device in mesh]
+        for one in ones
+    ]
+
+    def made():
+        values = [gr.PerReplica([library.wrap(array) for array in row], mesh) for row in arrays]
+        pairs = [(value, value) for value in values]
+        return gr.HierarchicalCopyAllReduce(**options).prepare(SUM, pairs)
+
+    return library.call(made), arrays
+
+
+def fill(library, array, number) -> None:
+    def work():
+        array[...] = number
+
+    library.during(array.device.id, work)
+
+
+@pytest.mark.parametrize("num_packs", [0, 1])
+def test_calls_stand_between_the_streams_of_their_moment(library, mesh, num_packs):
+    step, arrays = prepared(library, mesh, num_packs=num_packs)
+    shown = [array for result in step.results for array in result.values]
+    for turn in range(1, 4):
+        for row in arrays:
+            for replica, array in enumerate(row):
+                fill(library, array, turn * (replica + 1))
+        results = library.call(step)
+        assert all(
+            one is other
+            for one, other in zip(
+                [a for result in results for a in result.values], shown, strict=True
+            )
+        )
+        if turn == 2:
+            library.change()
+        for array in map(library.raw, shown):
+            found = library.during(array.device.id, array.get)
+            assert same(found, np.full(found.shape, 6 * turn, np.float32))
+
+
+@pytest.mark.parametrize("way", ["prepare", "capture"])
+def test_outs_are_written_between_the_streams_of_their_moment(library, mesh, way):
+    """What they held is still being read when the next call is made; what it reads is our own."""
+    inputs = [[device.zeros(shape, "float32") for device in mesh] for shape in SHAPES]
+    outs = [
+        [library.during(d.physical, lambda s=shape: cupy.asarray(np.zeros(s, "f4"))) for d in mesh]
+        for shape in SHAPES
+    ]
+
+    def made():
+        pairs = [(value, value) for value in (gr.PerReplica(row, mesh) for row in inputs)]
+        targets = [gr.PerReplica([library.wrap(a) for a in row], mesh) for row in outs]
+        return getattr(gr.HierarchicalCopyAllReduce(1), way)(SUM, pairs, out=targets)
+
+    step, seen = library.call(made), []
+    for turn in range(1, 4):
+        for row in inputs:
+            for replica, each in enumerate(row):
+                each.device.upload(np.full(each.shape, turn * (replica + 1), np.float32), out=each)
+        library.call(step)
+        for array in [array for row in outs for array in row]:
+            seen.append((turn, library.during(array.device.id, array.copy)))
+        library.change()
+    for turn, copied in seen:
+        found = library.during(copied.device.id, copied.get)
+        assert same(found, np.full(found.shape, 6 * turn, np.float32))
+
+
+def test_a_call_fences_each_stream_once(here, mesh):
+    library = Library("cupy")
+
+    def records(num_tensors):
+        arrays = [[library.during(d.physical, lambda: cupy.asarray(np.ones(4, np.float32)))
+                   for d in mesh] for _ in range(num_tensors)]  # fmt: skip
+
+        def made():
+            values = [gr.PerReplica(row, mesh) for row in arrays]
+            return gr.HierarchicalCopyAllReduce().prepare(SUM, [(v, v) for v in values])
+
+        step = library.call(made)
+        before = here.counts.get("record", 0)
+        library.call(step)
+        return here.counts["record"] - before
+
+    assert records(1) == records(20)
+
+
+@pytest.mark.parametrize("side", ["enter", "leave"])
+def test_a_fence_that_is_missing_is_a_fault(side, new_machine, monkeypatch):
+    here = new_machine(2, num_gpus=2)
+    with (
+        pytest.raises(machine.Fault, match="unordered: "),
+        gr.open_mesh([0, 1], backend="cuda") as mesh,
+    ):
+        library = Library("cupy")
+        step, arrays = prepared(library, mesh)
+        monkeypatch.setattr(Border, side, lambda *given: None)
+        for row in arrays:
+            for array in row:
+                fill(library, array, 2)
+        results = library.call(step)
+        for array in results[0].values:
+            library.during(array.device.id, array.get)
+        here.settle()
+    new_machine()
+
+
+def test_what_is_not_shared_or_has_no_stream_is_refused(mesh):
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    with cupy.cuda.Device(0):
+        whole = cupy.asarray(np.ones((4, 4), np.float32))
+        shown = {"version": 3, "shape": (4, 4), "typestr": "<f4", "data": (whole.data.ptr, False)}
+        other = type("Shown", (), {"__cuda_array_interface__": shown})()
+        for array, why in (
+            (np.ones((4, 4), np.float32), "could not be shared"),
+            (whole[:, ::2], "could not be shared"),
+            (other, "shows no current stream"),
+        ):
+            value = gr.PerReplica([array], devices=mesh.devices[:1])
+            with pytest.raises(ValueError, match=f"value 0: replica 0 .*{why}"):
+                ops.prepare(SUM, [(value, value)])
+        with pytest.raises(ValueError, match="results of kind 'numpy'"):
+            ops.prepare(SUM, [(whole, mesh.devices[0])], as_kind="numpy")

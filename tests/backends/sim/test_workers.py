@@ -1,0 +1,389 @@
+"""Simulated launches really use several threads, with the bits and the errors of one."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+from support.exact_data import random_data, same
+
+from gradreduce.backends import open_mesh
+from gradreduce.backends.sim import workers as sim_workers
+from gradreduce.backends.sim.workers import BLOCK_SIZE, SPREAD_SIZE, Workers
+from gradreduce.device import Device
+from gradreduce.ops.add_n import ADD_N
+
+PAIR = ("float32", "float32", 2)
+LARGE = SPREAD_SIZE + 13
+TIMEOUT = 60
+
+
+@contextmanager
+def opened(num_threads: int, face: str = "numpy") -> Iterator[Device]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRADREDUCE_SIM_THREADS", str(num_threads))
+        mesh = open_mesh(1, backend="sim", kernels=face, strict=True)
+    with mesh:
+        assert mesh.devices[0].options.workers.num_threads == num_threads
+        yield mesh.devices[0]
+
+
+def in_time(work: Callable[[], None]) -> BaseException | None:
+    """Runs ``work`` in a thread, for at most a minute; what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT)
+    assert not thread.is_alive(), "it hangs"
+    return raised[0] if raised else None
+
+
+def together(num_threads: int):
+    """A twin that goes on only when so many threads are in it at once, and who they were."""
+    barrier, seen = threading.Barrier(num_threads), set()
+
+    def twin(rows, num_inputs: int) -> None:
+        barrier.wait(TIMEOUT)
+        seen.add(threading.get_ident())
+        ADD_N.twin(rows, num_inputs)
+
+    return replace(ADD_N, twin=twin), seen
+
+
+def operands(device: Device, size: int, num_rows: int = 1) -> list:
+    return [
+        [
+            device.empty((size,), "float32"),
+            *(device.upload(random_data((size,), "float32", seed=2 * row + k)) for k in range(2)),
+        ]
+        for row in range(num_rows)
+    ]
+
+
+def test_a_large_launch_runs_in_several_threads():
+    with opened(3) as device:
+        rows = operands(device, LARGE)
+        kernel, seen = together(3)
+        assert in_time(lambda: device.launch(kernel, PAIR, rows, (2,))) is None
+        assert len(seen) == 3
+
+
+def test_many_small_rows_are_spread_too():
+    with opened(3) as device:
+        rows = operands(device, 1000, num_rows=LARGE // 1000 + 1)
+        kernel, seen = together(3)
+        assert in_time(lambda: device.launch(kernel, PAIR, rows, (2,))) is None
+        assert len(seen) == 3
+
+
+def test_rows_that_are_not_elementwise_come_whole():
+    """In several threads, though the small one weighs as much as the large."""
+    seen = []
+
+    def twin(rows, num_inputs: int) -> None:
+        seen.append([[array.size for array in row] for row in rows])
+
+    whole = replace(ADD_N, twin=twin, items=lambda sizes: sizes[0])
+    with opened(2) as device:
+        rows = [operands(device, size)[0] for size in (LARGE, 5)]
+        device.launch(whole, PAIR, rows, (2,))
+        device.launch(whole, PAIR, rows[:1], (2,))
+    assert sorted(seen) == [[[5] * 3], [[LARGE] * 3], [[LARGE] * 3]]
+
+
+@pytest.mark.parametrize("size", [1000, SPREAD_SIZE - 1])
+def test_a_small_launch_stays_in_the_callers_thread(size):
+    with opened(3) as device:
+        rows = operands(device, size)
+        kernel, seen = together(1)
+        device.launch(kernel, PAIR, rows, (2,))
+        assert seen == {threading.get_ident()}
+
+
+def test_one_thread_is_the_callers():
+    with opened(1) as device:
+        rows = operands(device, LARGE)
+        kernel, seen = together(1)
+        device.launch(kernel, PAIR, rows, (2,))
+        assert seen == {threading.get_ident()}
+
+
+@pytest.mark.parametrize("face", ["numpy", pytest.param("compiled", marks=pytest.mark.host)])
+@pytest.mark.parametrize("size", [LARGE, 5 * BLOCK_SIZE, 5 * BLOCK_SIZE + 1])
+def test_the_bits_are_those_of_one_thread(face, size):
+    results = []
+    for num_threads in (1, 3):
+        with opened(num_threads, face) as device:
+            rows = operands(device, size, num_rows=2)
+            device.launch(ADD_N, PAIR, rows, (2,))
+            results.append([row[0].numpy() for row in rows])
+    for alone, spread in zip(*results, strict=True):
+        assert same(alone, spread)
+    terms = [random_data((size,), "float32", seed=seed) for seed in range(2)]
+    with np.errstate(all="ignore"):
+        assert same(results[0][0], terms[0] + terms[1])
+
+
+@pytest.mark.parametrize("where", ["the caller", "a worker", "everywhere"])
+def test_a_failure_reaches_the_caller(where):
+    with opened(3) as device:
+        rows = operands(device, LARGE)
+        caller: list[int] = []
+        all_begun = threading.Barrier(3)  # else the caller may do the others' work too
+
+        def fails(rows, num_inputs: int) -> None:
+            all_begun.wait(TIMEOUT)
+            mine = threading.get_ident() == caller[0]
+            if where == "everywhere" or mine == (where == "the caller"):
+                raise ZeroDivisionError("planted")
+
+        def launch() -> None:
+            caller.append(threading.get_ident())
+            device.launch(replace(ADD_N, twin=fails), PAIR, rows, (2,))
+
+        error = in_time(launch)
+        assert isinstance(error, ZeroDivisionError)
+        # and the threads are as good as before
+        kernel, seen = together(3)
+        assert in_time(lambda: device.launch(kernel, PAIR, rows, (2,))) is None
+        assert len(seen) == 3
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["the caller", "a worker"])
+def test_a_failure_comes_when_no_job_runs(where, error):
+    """Else a job could still write into memory that has been given away."""
+    workers, ended = Workers(3), []
+    all_begun, failing = threading.Barrier(3), threading.Event()
+    caller: list[int] = []
+    chosen: dict[int, int] = {}
+
+    def job() -> None:
+        all_begun.wait(TIMEOUT)
+        me = threading.get_ident()
+        if (me == caller[0]) == (where == "the caller") and chosen.setdefault(0, me) == me:
+            failing.set()  # the others end after this one has begun to fail
+            raise error("planted")
+        assert failing.wait(TIMEOUT)
+        for _ in range(10_000):
+            pass
+        ended.append(None)
+
+    def run() -> None:
+        caller.append(threading.get_ident())
+        try:
+            workers.run([job] * 3)
+        finally:
+            ended.append("all")
+
+    raised = in_time(run)
+    workers.close()
+    assert isinstance(raised, error)
+    assert ended == [None, None, "all"]
+
+
+def test_several_callers_share_the_threads():
+    with opened(2) as device:
+        all_rows = [operands(device, LARGE) for _ in range(4)]
+        errors: list[BaseException | None] = []
+
+        def launch(rows) -> None:
+            errors.append(in_time(lambda: device.launch(ADD_N, PAIR, rows, (2,))))
+
+        threads = [threading.Thread(target=launch, args=(rows,)) for rows in all_rows]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * TIMEOUT)
+        assert errors == [None] * 4
+        first = all_rows[0][0][0].numpy()
+        for rows in all_rows[1:]:
+            assert same(rows[0][0].numpy(), first)
+
+
+@pytest.mark.parametrize(
+    ("costs", "num_threads", "sizes"),
+    [
+        ([5] * 6, 3, [2, 2, 2]),
+        ([5] * 5, 2, [2, 3]),
+        ([100, *[1] * 100], 2, [1, 100]),
+        ([*[1] * 100, 100], 2, [100, 1]),
+        ([1, 1, 100, 1, 1], 3, [2, 1, 2]),
+        ([100, 1, 1], 3, [1, 2]),  # nobody gets nothing to do
+        ([7], 3, [1]),
+        ([1, 1], 8, [1, 1]),
+    ],
+)
+def test_blocks_are_shared_out_by_what_they_cost(costs, num_threads, sizes):
+    blocks = list(range(len(costs)))
+    parts = Workers(num_threads).shares(blocks, SPREAD_SIZE, costs)
+    assert [len(part) for part in parts] == sizes
+    assert [block for part in parts for block in part] == blocks
+
+
+@pytest.mark.parametrize("num_started", [0, 1])
+def test_where_threads_cannot_start_the_caller_does_each_job_once(monkeypatch, num_started):
+    real, workers, times = sim_workers.start_new_thread, Workers(4), [0] * 40
+    started: list[int] = []
+
+    def start(*arguments):
+        if len(started) == num_started:
+            raise RuntimeError("can't start new thread")
+        started.append(real(*arguments))
+        return started[-1]
+
+    def job(place: int) -> None:
+        times[place] += 1
+
+    jobs = [partial(job, place) for place in range(len(times))]
+    with monkeypatch.context() as patch:
+        patch.setattr(sim_workers, "start_new_thread", start)
+        workers.run(jobs)
+        assert times == [1] * len(jobs)
+    workers.run(jobs)  # starts those that were missing, who would do what is left to do
+    assert in_time(lambda: workers.run([partial(threading.Barrier(4).wait, TIMEOUT)] * 4)) is None
+    assert times == [2] * len(jobs)
+    workers.close()
+
+
+def test_an_interruption_is_raised_once_no_job_runs():
+    """However many come: else the memory that jobs still write would be somebody else's."""
+    go, begun, ended, pressed = threading.Event(), threading.Event(), [], []
+
+    class News(SimpleQueue):
+        def get(self, *arguments):
+            if len(pressed) < 3:
+                pressed.append(True)
+                raise KeyboardInterrupt
+            go.set()
+            return super().get(*arguments)
+
+    def job() -> None:
+        begun.set()
+        assert go.wait(TIMEOUT)
+        ended.append(True)
+
+    batch = sim_workers._Batch([job, lambda: None])
+    batch._news = News()
+    helper = threading.Thread(target=batch.help)
+    helper.start()
+    assert begun.wait(TIMEOUT)
+    with pytest.raises(KeyboardInterrupt):
+        batch.drop()
+    assert ended == [True]
+    helper.join(TIMEOUT)
+
+
+def test_what_nobody_waits_for_keeps_no_memory():
+    """A thread that is busy comes to a batch much later."""
+    workers, go = Workers(2), threading.Event()
+    array = np.zeros(3)
+    kept = weakref.ref(array)
+
+    def busy() -> None:
+        if threading.current_thread() is not caller:
+            begun.set()
+            assert go.wait(TIMEOUT)
+
+    caller, begun = threading.current_thread(), threading.Event()
+    blocked = threading.Thread(target=workers.run, args=([busy, lambda: begun.wait(TIMEOUT)],))
+    blocked.start()
+    assert begun.wait(TIMEOUT)
+    workers.run([array.sum, array.sum])
+    del array
+    assert kept() is None
+    go.set()
+    blocked.join(TIMEOUT)
+    workers.close()
+
+
+def test_a_failure_keeps_no_memory():
+    workers, all_begun = Workers(2), threading.Barrier(2)
+    array = np.zeros(3)
+    kept = weakref.ref(array)
+
+    def fails(array: np.ndarray) -> None:
+        all_begun.wait(TIMEOUT)
+        raise ZeroDivisionError("planted")
+
+    gc.disable()  # which would find it, later
+    try:
+        with pytest.raises(ZeroDivisionError):
+            workers.run([partial(fails, array), partial(all_begun.wait, TIMEOUT)])
+        del array
+        assert kept() is None
+    finally:
+        gc.enable()
+    workers.close()
+
+
+def test_what_is_closed_starts_no_thread():
+    workers, times = Workers(3), []
+    workers.close()
+    workers.run([partial(times.append, None)] * 3)
+    assert len(times) == 3
+    assert not workers._threads
+
+
+class _Here:
+    """Lives as long as the thread that has put it into its local data."""
+
+
+@pytest.mark.parametrize("end", ["closed", "dropped"])
+def test_threads_end_with_their_mesh(end):
+    local, ended = threading.local(), SimpleQueue()
+    workers = Workers(3)
+    assert not workers._threads  # none is started before it is needed
+    barrier = threading.Barrier(3)
+
+    def job() -> None:
+        local.here = _Here()
+        weakref.finalize(local.here, ended.put, threading.get_ident())
+        barrier.wait(TIMEOUT)
+
+    assert in_time(lambda: workers.run([job] * 3)) is None
+    threads = set(workers._threads)
+    assert len(threads) == 2
+    if end == "closed":
+        workers.close()
+        workers.run([lambda: None] * 3)  # in this thread alone
+        assert len(workers._threads) == 2
+    else:
+        del workers
+    assert threads <= {ended.get(timeout=TIMEOUT) for _ in range(3)}
+
+
+@pytest.mark.parametrize("out, terms, streams", [
+    ("float32", ["float32"], True),
+    ("float64", ["float64"], True),
+    ("float32", ["float16"], False),  # is cast: scratch
+    ("bfloat16", ["bfloat16"], False),  # is added in another type
+    ("float32", ["float32", "float32"], False),  # the sum is used again, from the cache
+])  # fmt: skip
+def test_what_needs_no_scratch_is_cut_into_fewer_blocks(out, terms, streams):
+    """As few as leave no thread without work: each block costs as much as adding thousands."""
+    size = 16 * BLOCK_SIZE
+    lengths = []
+
+    def twin(rows, num_inputs: int) -> None:
+        lengths.extend(row[0].size for row in rows)
+
+    with opened(2) as device:
+        row = [device.empty((size,), dtype) for dtype in (out, *terms)]
+        device.launch(replace(ADD_N, twin=twin), (out, terms[0], len(terms)), [row], (len(terms),))
+    assert lengths == [2 * BLOCK_SIZE] * 8 if streams else lengths == [BLOCK_SIZE] * 16

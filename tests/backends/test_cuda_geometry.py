@@ -1,0 +1,72 @@
+"""The shape of launches on GPUs of several kinds: pure, no device and no CuPy."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradreduce.backends.cuda.geometry import VECTOR, WAVES, Geometry
+
+H200 = {
+    "WarpSize": 32,
+    "MaxThreadsPerMultiProcessor": 2048,
+    "MaxThreadsPerBlock": 1024,
+    "MultiProcessorCount": 132,
+}
+ADA = {**H200, "MaxThreadsPerMultiProcessor": 1536, "MultiProcessorCount": 128}
+TURING = {**H200, "MaxThreadsPerMultiProcessor": 1024, "MultiProcessorCount": 40}
+KINDS = [H200, ADA, TURING]
+SIZES = [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "threads", "resident"), [(H200, 256, 1056), (ADA, 192, 1024), (TURING, 128, 320)]
+)
+def test_eight_blocks_fill_a_multiprocessor(attributes, threads, resident):
+    geometry = Geometry.of(attributes)
+    assert (geometry.threads, geometry.resident) == (threads, resident)
+
+
+def test_a_block_is_no_larger_than_the_gpu_takes():
+    assert Geometry.of({**H200, "MaxThreadsPerBlock": 100}).threads == 96
+
+
+@pytest.mark.parametrize("itemsize", SIZES)
+@pytest.mark.parametrize("attributes", KINDS)
+@given(num_items=st.integers(1, 2**45))
+def test_a_chunk_is_whole_vectors_for_each_thread_and_chunks_are_bounded(
+    attributes, itemsize, num_items
+):
+    geometry = Geometry.of(attributes)
+    chunk = geometry.chunk_size(num_items, itemsize)
+    assert chunk * itemsize % (VECTOR * geometry.threads) == 0
+    assert num_items // chunk <= WAVES * geometry.resident
+
+
+@pytest.mark.parametrize("itemsize", SIZES)
+def test_the_vectors_of_a_thread(itemsize):
+    """One where there is little work, four where there is enough, more only for huge arrays."""
+    geometry = Geometry.of(H200)
+    unit = VECTOR // itemsize * geometry.threads
+    expected = {1: 1, 1056: 1, 2 * 1056: 2, 4 * 1056: 4, 10_000: 4, 64 * 4 * 1056: 4, 2**20: 16}
+    found = {units: geometry.chunk_size(units * unit, itemsize) // unit for units in expected}
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("num_items", "num_chunks", "itemsize", "threads"),
+    [
+        (1, 1, 4, 32),
+        (256 * 10_000, 10_000, 4, 64),  # 1 KB a row: two warps, and nobody idles
+        (64 * 10_000, 10_000, 4, 32),
+        (4096 * 100, 100, 4, 256),
+        (1024 * 100, 100, 2, 128),
+        (4 * 97, 1, 4, 128),
+        (10 * 256 + 10 * 4096, 20, 4, 256),
+    ],
+)
+def test_a_block_has_the_threads_that_the_average_chunk_has_vectors(
+    num_items, num_chunks, itemsize, threads
+):
+    assert Geometry.of(H200).block(num_items, num_chunks, itemsize) == threads

@@ -1,0 +1,127 @@
+"""How tensors lie in a flat buffer, when two overlap, and when a shape is what was wanted."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.exact_data import DTYPES
+
+import gradreduce as gr
+from gradreduce.device import ALIGNMENT, Mark, compatible, flat_layout, overlap
+from gradreduce.device.buffer import MAX_READERS
+
+ITEMSIZES = sorted({dtype.itemsize for dtype in DTYPES})
+sizes = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2**40)), max_size=30)
+itemsizes = st.sampled_from(ITEMSIZES)
+
+
+def test_every_size_of_an_element_is_tried():
+    assert ITEMSIZES == [1, 2, 4, 8, 16]
+    assert ALIGNMENT == 16
+
+
+@given(sizes, itemsizes)
+def test_every_tensor_starts_at_a_vector_boundary(sizes, itemsize):
+    layout = flat_layout(sizes, itemsize)
+    assert all(offset * itemsize % ALIGNMENT == 0 for offset in layout.offsets)
+    assert layout.size * itemsize % ALIGNMENT == 0
+
+
+@given(sizes, itemsizes)
+def test_tensors_lie_in_order_and_apart(sizes, itemsize):
+    layout = flat_layout(sizes, itemsize)
+    assert len(layout.offsets) == len(layout.spans) == len(sizes)
+    ends = [offset + size for offset, size in zip(layout.offsets, sizes, strict=True)]
+    starts = [*layout.offsets, layout.size]
+    assert starts[0] == 0
+    for end, following in zip(ends, starts[1:], strict=True):
+        assert 0 <= (following - end) * itemsize < ALIGNMENT
+    assert layout.spans == tuple(end - start for start, end in pairwise(starts))
+    assert layout.size == sum(layout.spans)
+
+
+@given(st.integers(0, 30), itemsizes)
+def test_tensors_of_size_zero_take_no_room(num_tensors, itemsize):
+    assert flat_layout([0] * num_tensors, itemsize).size == 0
+    layout = flat_layout([3, *[0] * num_tensors, 5], itemsize)
+    assert layout.size == flat_layout([3, 5], itemsize).size
+    assert set(layout.offsets[1:]) == {layout.spans[0]}
+
+
+@given(sizes, sizes, itemsizes)
+def test_a_layout_goes_on_where_it_ended(first, second, itemsize):
+    whole, start = flat_layout(first + second, itemsize), flat_layout(first, itemsize)
+    rest = flat_layout(second, itemsize)
+    assert whole.offsets[: len(first)] == start.offsets
+    assert whole.offsets[len(first) :] == tuple(start.size + offset for offset in rest.offsets)
+    assert whole.size == start.size + rest.size
+
+
+@given(sizes, st.sampled_from([(2, 4), (2, 8), (4, 8), (8, 16)]))
+def test_offsets_for_the_narrower_dtype_fit_the_wider(sizes, pair):
+    narrow, wide = pair
+    assert all(offset * wide % ALIGNMENT == 0 for offset in flat_layout(sizes, narrow).offsets)
+
+
+def test_a_layout_by_hand():
+    layout = flat_layout([5, 0, 4, 1], 4)
+    assert (layout.offsets, layout.spans, layout.size) == ((0, 8, 8, 12), (8, 0, 4, 4), 16)
+    layout = flat_layout([3, 2], 16)
+    assert (layout.offsets, layout.spans, layout.size) == ((0, 3), (3, 2), 5)
+    assert flat_layout([], 4).size == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted", "fits"),
+    [
+        ((), (), True),
+        ((2, 3), (2, 3), True),
+        ((2, 3), (None, 3), True),
+        ((2, 3), (None, None), True),
+        ((0, 3), (None, 3), True),
+        ((2, 3), [2, None], True),
+        ((2, 3), (3, 2), False),
+        ((2, 3), (2,), False),
+        ((2,), (2, None), False),
+        ((), (None,), False),
+        ((2, 3), (None, 0), False),
+        ((0,), (1,), False),
+    ],
+)
+def test_compatible_shapes(shape, wanted, fits):
+    assert compatible(shape, wanted) is fits
+
+
+spans = st.tuples(st.integers(100, 112), st.integers(0, 8))
+
+
+@given(spans, spans)
+def test_two_overlap_where_they_share_a_byte(one, other):
+    """One that is empty shares none, wherever it lies."""
+    left, right = (SimpleNamespace(address=start, nbytes=size) for start, size in (one, other))
+    shared = {*range(one[0], sum(one))} & {*range(other[0], sum(other))}
+    assert overlap(left, right) == overlap(right, left) == bool(shared)
+
+
+def test_many_readers_of_a_block_are_told_apart_up_to_a_number():
+    """Beyond it the last mark of each queue stands for all that the queue has read."""
+    with gr.open_mesh(1, backend="sim") as mesh:
+        (device,) = mesh.devices
+        whole = device.empty((100,), "float32")
+        block, parts = whole.block, [whole.view(place, (1,)) for place in range(100)]
+        marks = [Mark(device, ("compute", "transfer")[place % 2], place) for place in range(100)]
+        for place, part in enumerate(parts):
+            block.is_read(marks[place], part)
+            assert len(block.readers) <= MAX_READERS + 1
+            later = [mark.event for mark in block.readers.values() if mark.queue == "compute"]
+            assert later == sorted(later)
+        found = block.readers_of(parts[40])
+        assert {mark.queue for mark in found} == {"compute", "transfer"}
+        assert all(mark.event >= 40 for mark in found)
+        block.is_read(marks[99], parts[7])
+        assert block.readers_of(parts[8]) == []
+        assert marks[99] in block.readers_of(parts[7])

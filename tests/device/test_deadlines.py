@@ -1,0 +1,372 @@
+"""Calls with a deadline: who is named, who is not blocked, and what a dead mesh still does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+
+import numpy as np
+import pytest
+from support.exact_data import same
+from support.hanging_devices import PATIENCE, await_death, clock, resume, stall, watchdogs
+
+import gradreduce as gr
+from gradreduce.device import Mesh, pending_calls
+from gradreduce.errors import BackendUnavailableError, CancelledError, CollectiveError
+
+__all__ = ["clock"]
+SIZES = (40, 70, 3)
+SUM = gr.ReduceOp.SUM
+REFUSED = re.escape("; mesh.reset() makes it usable again")
+
+
+def opened(placement=(0, 0, 1, 2), seed=3, **options) -> Mesh:
+    return gr.open_mesh(list(placement), backend="sim", strict=True, schedule_seed=seed, **options)
+
+
+@pytest.fixture
+def mesh():
+    with opened() as made:
+        yield made
+
+
+def gradients(mesh: Mesh) -> list[list[np.ndarray]]:
+    return [
+        [mesh.devices[replica].upload(np.full(size, replica + 1, np.float32)) for size in SIZES]
+        for replica in range(len(mesh))
+    ]
+
+
+def reduce_all(mesh: Mesh, ops=None, **options) -> list[list]:
+    ops = ops or gr.AllReduceCrossDeviceOps("hierarchical_copy", 2, mesh=mesh)
+    return ops.all_reduce(gradients(mesh), gr.ReduceOp.SUM, **options)
+
+
+def is_right(results) -> bool:
+    total = sum(range(1, len(results) + 1))
+    return all(
+        same(buffer.numpy(), np.full(size, total, np.float32))
+        for row in results
+        for size, buffer in zip(SIZES, row, strict=True)
+    )
+
+
+@pytest.mark.parametrize("seed", [0, 1, 5])
+@pytest.mark.parametrize("peers", [True, False])
+@pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
+def test_a_stuck_device_is_named_with_its_pack_and_tensors(clock, algorithm, peers, seed):
+    """The call is not blocked; what waits for its result raises; after a reset all is right."""
+    with opened(seed=seed, peer_access=peers) as mesh:
+        ops = gr.AllReduceCrossDeviceOps(algorithm, 2, mesh=mesh)
+        stall(mesh.devices[2])
+        results = reduce_all(mesh, ops, deadline=30)
+        assert mesh.fabric.reason is None
+        clock.pass_by(30)
+        words = r"the deadline of 30 s for batch_reduce passed: sim:2 has not joined packs 1 to 2 "
+        words += r"of 2 \(tensors 0 to 2\)"
+        with pytest.raises(CollectiveError, match=words):
+            results[3][0].numpy()
+        for use in (
+            results[0][0].numpy,
+            lambda: mesh.devices[0].zeros((2,), "float32"),
+            lambda: reduce_all(mesh),
+            mesh.synchronize,
+            mesh.trim,
+            lambda: gr.Variable(np.zeros(2, np.float32), device=mesh),
+        ):
+            with pytest.raises(CollectiveError, match=words + ".*" + REFUSED):
+                use()
+        mesh[0:2].reset(timeout=PATIENCE)
+        assert is_right(reduce_all(mesh, ops, deadline=PATIENCE))
+
+
+@pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
+def test_the_pack_at_which_a_device_hangs_is_named(clock, monkeypatch, algorithm):
+    """However far it comes, it is among the late ones; and in time it hangs in every pack."""
+    monkeypatch.setattr("gradreduce.reduce.pipeline.STAGE_BYTES", 1)
+    packs: set[str] = set()
+    for after in range(0, 24, 2):
+        with opened([0, 1, 2, 3], seed=0) as mesh:
+            grads = gradients(mesh)
+            mesh.synchronize()
+            stall(mesh.devices[3], after=after)
+            ops = gr.AllReduceCrossDeviceOps(algorithm, 3, mesh=mesh)
+            ops.all_reduce(grads, deadline=5)
+            clock.pass_by(6)
+            words = r"sim:3 has not joined (.*): what|all devices have joined (.*), and .*sim:3 ha"
+            found = re.search(words, await_death(mesh))
+            assert found, mesh.fabric.reason
+            packs.add(found[1] or found[2])
+    tensors = ("1 of 3 (tensor 0)", "2 of 3 (tensors 0 to 1)", "3 of 3 (tensors 1 to 2)")
+    assert packs - {"batch_reduce"} == {f"pack {each}" for each in tensors}
+
+
+def test_who_has_joined_but_not_finished_is_told_apart(mesh, clock, monkeypatch):
+    """Device 3 hangs inside of the pack: every queue has come to it."""
+    ops = gr.NcclAllReduce(1, mesh=mesh)
+    add = type(mesh.collective).all_reduce
+
+    def hang(collective, buffers, op="sum", **options):
+        mesh.synchronize()
+        add(collective, buffers, op, **options)
+        stall(mesh.devices[3])
+
+    monkeypatch.setattr(type(mesh.collective), "all_reduce", hang)
+    reduce_all(mesh, ops, deadline=30)
+    clock.pass_by(31)
+    assert "all devices have joined pack 1 of 1 (tensors 0 to 2), and sim:3 has not finished" in (
+        await_death(mesh)
+    )
+
+
+def test_a_call_that_stands_behind_another_names_the_one_before(mesh, clock):
+    stall(mesh.devices[3])
+    for deadline in (100, 5):
+        reduce_all(mesh, deadline=deadline)
+    clock.pass_by(6)
+    words = "; before it, in batch_reduce: sim:3 has not joined packs 1 to 2 of 2 (tensors 0 to 2)"
+    assert words in await_death(mesh)
+
+
+def test_a_call_that_is_done_in_time_costs_nobody_anything(mesh, clock):
+    results = reduce_all(mesh, deadline=30)
+    clock.pass_by(31)  # nothing ran yet: the simulation works while somebody looks
+    assert is_right(results)
+    mesh.synchronize(deadline=PATIENCE)
+    assert mesh.fabric.reason is None
+
+
+OTHERS = {
+    "reduce": lambda mesh, ops, value: ops.reduce(gr.ReduceOp.SUM, value, value, deadline=9),
+    "to one": lambda mesh, ops, value: gr.ReductionToOneDevice().batch_reduce(
+        gr.ReduceOp.SUM, [(value, mesh.devices[2])], deadline=9
+    ),
+    "broadcast": lambda mesh, ops, value: ops.broadcast(value.buffers[0], mesh, deadline=9),
+}
+
+
+def trained(mesh, ops, value) -> None:
+    variable = gr.Variable(np.zeros(SIZES[1], np.float32), device=mesh)
+    optimizer = gr.MomentumOptimizer(1.0, 0.5)
+    optimizer.cross_device_ops = ops
+    optimizer.apply_gradients([(value, variable)], deadline=9)
+
+
+OTHERS |= {
+    "prepare": lambda mesh, ops, value: ops.prepare(SUM, [(value, value)], deadline=9),
+    "capture": lambda mesh, ops, value: ops.capture(SUM, [(value, value)], deadline=9),
+    "apply_gradients": lambda mesh, ops, value: trained(mesh, ops, value),
+}
+
+
+@pytest.mark.parametrize("call", OTHERS)
+def test_every_call_across_devices_takes_a_deadline(mesh, clock, call):
+    value = gr.PerReplica([row[1] for row in gradients(mesh)], mesh)
+    stall(mesh.devices[2])
+    OTHERS[call](mesh, gr.HierarchicalCopyAllReduce(mesh=mesh), value)
+    clock.pass_by(10)
+    assert re.search(r"of 9 s for \w+ passed: sim:2 has not joined .*tensor 0", await_death(mesh))
+
+
+def test_a_prepared_step_names_its_packs_and_works_again_after_a_reset(mesh, clock):
+    value = gr.PerReplica([row[0] for row in gradients(mesh)], mesh)
+    other = gr.PerReplica([row[1] for row in gradients(mesh)], mesh)
+    ops = gr.NcclAllReduce(3, mesh=mesh)
+    step = ops.prepare(gr.ReduceOp.SUM, [(value, value), (other, other)])
+    mesh.synchronize()
+    stall(mesh.devices[1])
+    step(deadline=5)
+    clock.pass_by(6)
+    reason = await_death(mesh)
+    assert "for a prepared step passed: sim:1 has not joined packs 1 to 3 of 3 (tensors" in reason
+    with pytest.raises(CollectiveError, match=REFUSED):
+        step()
+    mesh.reset(timeout=PATIENCE)
+    first, _ = step(deadline=PATIENCE)
+    assert same(first.buffers[2].numpy(), np.full(SIZES[0], 10, np.float32))
+
+
+def test_a_captured_step_names_its_packs_and_works_again_after_a_reset(mesh, clock, monkeypatch):
+    monkeypatch.setattr("gradreduce.reduce.pipeline.STAGE_BYTES", 1)
+    values = [gr.PerReplica(list(column), mesh) for column in zip(*gradients(mesh), strict=True)]
+    pairs = [(values[0], values[0]), (values[1], mesh.devices[0]), (values[2], values[2])]
+    step = gr.HierarchicalCopyAllReduce(3, mesh=mesh).capture(gr.ReduceOp.SUM, pairs)
+    tensors = "packs 1 to 3 of 3 (tensors 0, 2), tensor 1"
+    step()
+    entry = mesh.flight_record()[-1]
+    assert (entry.kind, entry.name, entry.tensors) == ("launch", "captured step", tensors)
+    mesh.synchronize()
+    stall(mesh.devices[1])
+    step(deadline=5)
+    clock.pass_by(6)
+    reason = await_death(mesh)
+    assert f"of 5 s for a captured step passed: sim:1 has not joined {tensors}:" in reason
+    mesh.reset(timeout=PATIENCE)
+    first, *_ = step(deadline=PATIENCE)
+    assert same(first.buffers[2].numpy(), np.full(SIZES[0], 10, np.float32))
+
+
+def test_a_step_of_training_takes_a_deadline(mesh, clock):
+    variable = gr.Variable(np.zeros(4, np.float32), device=mesh)
+    step = gr.SyncStep([variable], gr.MomentumOptimizer(1.0, 0.5), gr.NcclAllReduce(mesh=mesh))
+    terms = [[[np.ones(4, np.float32)]]] * 4
+    assert step(terms, deadline=PATIENCE)
+    mesh.synchronize()
+    stall(mesh.devices[3])
+    step(terms, deadline=5)
+    clock.pass_by(6)
+    assert "for a SyncStep passed: sim:3 has not joined pack 1 of 1 (tensor 0)" in await_death(mesh)
+    mesh.reset(timeout=PATIENCE)
+    assert step(terms, deadline=PATIENCE)
+    mesh.synchronize(deadline=PATIENCE)
+
+
+def in_thread(call) -> tuple[threading.Thread, list]:
+    outcomes: list = []
+
+    def run() -> None:
+        try:
+            outcomes.append(call())
+        except BaseException as error:
+            outcomes.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, outcomes
+
+
+def test_takes_that_wait_are_cancelled_and_accumulators_are_empty_after_a_reset(
+    mesh, clock, caplog
+):
+    ones = gr.PerReplica([np.ones(5, np.float32)] * 4, mesh)
+    first, second = (gr.ConditionalAccumulator("float32", device=mesh) for _ in range(2))
+    alone = gr.ConditionalAccumulator("float32", device=mesh.devices[1])
+    for accumulator in (first, alone):
+        accumulator.set_global_step(7)
+    first.apply_grad(ones, 7)
+    calls = [lambda: gr.take_grads([first, second], 4), lambda: alone.take_grad(2, deadline=1)]
+    takers = [in_thread(call) for call in calls]
+    while not (alone.accumulator_ref.queue and second.accumulator_ref.queue):
+        assert all(thread.is_alive() for thread, _ in takers)
+    clock.pass_by(1000)  # a take that waits for arrivals has no deadline yet
+    stall(mesh.devices[2])
+    reduce_all(mesh, deadline=5)
+    clock.pass_by(6)
+    await_death(mesh)
+    for thread, outcomes in takers:
+        thread.join(PATIENCE)
+        assert isinstance(outcomes[0], CancelledError)
+        words = "TakeGrad operation was cancelled: the mesh is dead: the deadline of 5 s for batch"
+        assert str(outcomes[0]).startswith(words)
+        assert "sim:2 has not joined packs 1 to 2 of 2" in str(outcomes[0])
+    for call in (lambda: first.take_grad(1), lambda: first.apply_grad(ones, 7)):
+        with pytest.raises(CollectiveError, match=REFUSED):
+            call()
+    mesh.reset(timeout=PATIENCE)
+    assert "at step 7 lost 4 gradients" in caplog.text
+    assert [each.num_accumulated() for each in (first, second, alone)] == [0, 0, 0]
+    assert (first.global_step, alone.global_step) == (7, 7)
+    assert first.apply_grad(ones, 7)
+    assert same(first.take_grad(4, as_kind="buffer").values[3].numpy(), np.ones(5, np.float32))
+
+
+def test_a_take_has_its_deadline_from_when_it_is_served(mesh, clock):
+    accumulator = gr.ConditionalAccumulator("float32", device=mesh)
+    stall(mesh.devices[2])
+    thread, outcomes = in_thread(
+        lambda: accumulator.take_grad(4, deadline=5, as_kind="numpy").values
+    )
+    while not accumulator.accumulator_ref.queue:
+        assert thread.is_alive()
+    clock.pass_by(100)
+    accumulator.apply_grad(gr.PerReplica([np.ones(5, np.float32)] * 4, mesh))
+    assert mesh.fabric.reason is None
+    clock.pass_by(5)
+    assert re.search(r"for take_grad passed: sim:2 has not joined pack 1", await_death(mesh))
+    thread.join(PATIENCE)
+    assert isinstance(outcomes[0], CollectiveError)
+
+
+def test_a_wait_without_a_deadline_ends_with_the_mesh(mesh, clock):
+    buffers = gradients(mesh)
+    stall(mesh.devices[1])
+    thread, outcomes = in_thread(buffers[1][0].numpy)
+    reduce_all(mesh, deadline=5)
+    clock.pass_by(6)
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    assert isinstance(outcomes[0], CollectiveError)
+
+
+def test_a_queue_that_goes_on_in_time_harms_nothing(mesh, clock):
+    stall(mesh.devices[1])
+    results = reduce_all(mesh, deadline=5)
+    thread, outcomes = in_thread(lambda: is_right(results))
+    resume(mesh.devices[1])
+    thread.join(PATIENCE)
+    assert outcomes == [True]
+    clock.pass_by(6)
+    mesh.synchronize()
+    assert mesh.fabric.reason is None
+
+
+def test_a_device_that_is_lost_under_way_is_named(mesh, clock):
+    stall(mesh.devices[3])
+    reduce_all(mesh, gr.NcclAllReduce(1, mesh=mesh), deadline=1000)
+    mesh.devices[3].lose("it fell off the bus")
+    reason = await_death(mesh)
+    assert (
+        "sim:3 was lost (it fell off the bus) during batch_reduce: sim:3 has not joined" in reason
+    )
+    mesh.reset(timeout=PATIENCE)
+    with pytest.raises(BackendUnavailableError, match="it fell off the bus"):
+        mesh.devices[3].synchronize()
+    assert is_right(reduce_all(mesh[0:3]))
+
+
+def test_the_flight_record_is_written_when_a_deadline_passes(clock, tmp_path, monkeypatch):
+    monkeypatch.setenv("GRADREDUCE_FLIGHT_RECORD", str(tmp_path / "flight.json"))
+    with opened() as mesh:
+        stall(mesh.devices[2])
+        reduce_all(mesh, deadline=5)
+        assert list(tmp_path.iterdir()) == []
+        clock.pass_by(6)
+        reason = await_death(mesh)
+        (path,) = tmp_path.iterdir()
+        assert re.fullmatch(rf"flight\.{os.getpid()}-\d+\.json", path.name)
+        written = json.loads(path.read_text())
+        assert written["reason"] == reason
+        assert written["mesh"].startswith("sim, process ")
+        stuck = [each for each in written["entries"] if each["device"] == 2]
+        assert "packs 1 to 2 of 2 (tensors 0 to 2)" in {each["tensors"] for each in stuck}
+        assert not any(each["done"] for each in stuck if each["queue"] == "compute")
+        assert [path] == list(tmp_path.iterdir())
+
+
+def test_a_record_that_cannot_be_written_hides_nothing(clock, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("GRADREDUCE_FLIGHT_RECORD", str(tmp_path / "later" / "flight.json"))
+    (tmp_path / "later").mkdir()
+    with opened() as mesh:
+        (tmp_path / "later").rmdir()
+        stall(mesh.devices[2])
+        reduce_all(mesh, deadline=5)
+        clock.pass_by(6)
+        assert "sim:2 has not joined" in await_death(mesh)
+    assert "was not written" in caplog.text
+
+
+def test_without_a_deadline_no_mark_is_made_and_no_thread_runs(mesh, monkeypatch):
+    """And with one: two marks for each device and line, on both queues."""
+    before = set(watchdogs())  # of meshes before it, which may be ending
+    made: list[int] = []
+    monkeypatch.setattr(pending_calls.Watch, "line", lambda self, *a, **b: made.append(1))
+    with mesh.journal() as plain:
+        reduce_all(mesh)
+    assert (made, set(watchdogs()) - before) == ([], set())
+    monkeypatch.undo()
+    with mesh.journal() as watched:
+        reduce_all(mesh, deadline=PATIENCE)
+    assert watched.records == plain.records
+    assert len(set(watchdogs()) - before) == 1

@@ -1,0 +1,265 @@
+"""The flight record: what a mesh was given, for what, and how far it came."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.hanging_devices import PATIENCE, resume, stall
+
+import gradreduce as gr
+from gradreduce.backends import open_mesh
+from gradreduce.device import FlightEntry, Travel, op_log
+from gradreduce.device.pending_calls import together
+from gradreduce.errors import CollectiveError
+
+from .contract import BACKENDS, FLOAT, SIZE, add, data, uploaded
+
+
+@pytest.fixture(params=BACKENDS)
+def mesh(request):
+    with request.param([0, 0, 1]) as opened:
+        yield opened
+
+
+def outlines(entries: list[FlightEntry]) -> list[tuple]:
+    return [
+        (each.kind, each.name, each.device, each.source, each.nbytes, each.queue, each.num_rows)
+        for each in entries
+    ]
+
+
+def test_what_a_journal_records_the_flight_record_has_too(mesh):
+    """Of every kind of operation, in the order of the calls, numbered, and without a journal."""
+    first, second = mesh.devices[:2]
+    with mesh.journal() as journal:
+        buffer = uploaded(first, 1)
+        beside = second.upload(data((SIZE,)), queue="transfer")
+        second.wait(second.mark("transfer"))
+        total = second.zeros((SIZE,), FLOAT)
+        second.copy(total, buffer)
+        add(second, total, total, beside)
+        mesh.collective.all_reduce([total])
+        gr.add_n([np.ones(3, np.float32)] * 2)
+        total.numpy()
+        mesh.synchronize()
+    entries = mesh.flight_record()
+    assert outlines(entries) == [dataclasses.astuple(each) for each in journal.records]
+    assert [each.sequence for each in entries] == list(range(1, len(entries) + 1))
+    assert all(each.done for each in entries)
+    assert mesh[0:1].flight_record() == entries
+
+
+def test_it_keeps_the_last_thousand(mesh):
+    device = mesh.devices[0]
+    one, other = uploaded(device, 1), uploaded(device, 2)
+    for _ in range(1004):
+        device.copy(one, other)
+    entries = mesh.flight_record()
+    assert [each.sequence for each in entries] == list(range(7, 1007))
+
+
+def test_it_names_what_a_thread_works_for(mesh):
+    device = mesh.devices[0]
+    buffer = uploaded(device, 1)
+    travel = Travel((5, 6, 7), (3,), 8)
+    with device.fabric.watched_pack(travel):
+        device.copy(buffer, uploaded(device, 2))
+    with pytest.raises(KeyError), device.fabric.watched_pack(Travel((0,))):
+        raise KeyError
+    device.copy(buffer, uploaded(device, 2))
+    said = [each.tensors for each in mesh.flight_record()]
+    assert said == ["", *["pack 3 of 8 (tensors 5 to 7)"] * 2, "", ""]
+
+
+def test_a_play_is_in_it_as_the_plain_call_is(mesh):
+    value = gr.PerReplica([uploaded(device, 1) for device in mesh.devices], mesh)
+    step = gr.HierarchicalCopyAllReduce(2, mesh=mesh).prepare(gr.ReduceOp.SUM, [(value, value)])
+    count = mesh.flight_record()[-1].sequence
+    with mesh.journal() as journal:
+        step()
+    played = [each for each in mesh.flight_record() if each.sequence > count]
+    assert outlines(played) == [dataclasses.astuple(each) for each in journal.records]
+    assert "packs 1 to 2 of 2 (tensor 0)" in {each.tensors for each in played}
+
+
+def test_done_is_what_is_known_to_be_over():
+    with open_mesh(2, backend="sim", schedule_seed=1) as mesh:
+        stuck = mesh.devices[1]
+        buffers = [uploaded(device, 1) for device in mesh.devices]
+        stuck.mark()  # any mark tells what is over before it
+        stall(stuck)
+        for device, buffer in zip(mesh.devices, buffers, strict=True):
+            device.copy(buffer, device.empty((SIZE,), FLOAT))
+        stuck.copy(buffers[1], stuck.upload(data((SIZE,)), queue="transfer"), queue="transfer")
+        entries = mesh.flight_record()
+        late = [(each.kind, each.queue) for each in entries if not each.done]
+        assert late == [("copy", "compute"), ("upload", "transfer"), ("copy", "transfer")]
+        assert all(each.device == stuck.index for each in entries if not each.done)
+        resume(stuck)
+        stuck.synchronize(deadline=PATIENCE)
+        assert all(each.done for each in mesh.flight_record())
+
+
+def test_what_the_host_has_waited_for_is_done_without_a_mark():
+    with open_mesh(2, backend="sim", schedule_seed=1) as mesh:
+        idle, stuck = mesh.devices
+        mesh.synchronize()
+        for device in (idle, stuck):
+            uploaded(device, 1).numpy()
+        stall(stuck)
+        stuck.zeros((SIZE,), FLOAT)
+        with pytest.raises(CollectiveError):
+            mesh.synchronize(deadline=0.01)
+        late = [(each.kind, each.device) for each in mesh.flight_record() if not each.done]
+        assert late == [("fill", 1), ("sync", 1)]
+
+
+def test_what_a_reset_drops_is_never_done():
+    with open_mesh(2, backend="sim", schedule_seed=1) as mesh:
+        stuck = mesh.devices[1]
+        for wait in (stuck.synchronize, mesh.synchronize):
+            stuck.zeros((SIZE,), FLOAT)
+            wait()
+            stall(stuck)
+            stuck.zeros((SIZE,), FLOAT)
+            mark = stuck.mark()
+            with pytest.raises(CollectiveError):
+                stuck.synchronize(deadline=0.01)
+            mesh.reset(timeout=PATIENCE)
+            assert stuck._reached(mark.event)
+        mesh.synchronize()
+        entries = [each for each in mesh.flight_record() if each.device == stuck.index]
+        late = [each.sequence for each in entries if not each.done]
+        kinds = [each.kind for each in entries]
+        assert late == [3, 4, 8, 9], kinds
+
+
+def test_it_can_be_read_when_the_mesh_is_closed():
+    with open_mesh(2, backend="sim") as mesh:
+        uploaded(mesh.devices[1], 1)
+        mesh.devices[1].mark()
+    assert outlines(mesh.flight_record()) == [("upload", "", 1, -1, SIZE * 4, "compute", 0)]
+
+
+@pytest.mark.parametrize(
+    ("travel", "text"),
+    [
+        (Travel((4,)), "tensor 4"),
+        (Travel((0, 1, 2), (1, 2), 2), "packs 1 to 2 of 2 (tensors 0 to 2)"),
+        (Travel((1, 3, 4), (7,), 9), "pack 7 of 9 (tensors 1, 3, 4)"),
+        (Travel(tuple(range(0, 40, 2))), "tensors 0, 2, 4, 6, 8 and 15 more"),
+    ],
+)
+def test_what_travels_is_said_in_short(travel, text):
+    assert str(travel) == text
+
+
+@pytest.mark.parametrize(
+    ("travels", "text"),
+    [
+        ([Travel((0, 3), (1,), 2), Travel((3, 4), (2,), 2)], "packs 1 to 2 of 2 (tensors 0, 3, 4)"),
+        (
+            [Travel((0,), (1,), 1), Travel((1,), (1,), 1)],
+            "pack 1 of 1 (tensor 0), pack 1 of 1 (tensor 1)",
+        ),
+        (
+            [Travel((each,)) for each in range(6)],
+            "tensor 0, tensor 1, tensor 2, tensor 3, tensor 4 and 1 more",
+        ),
+    ],
+)
+def test_what_travels_in_turn_has_one_name(travels, text):
+    assert str(together(travels)) == text
+
+
+@pytest.fixture
+def wanted(tmp_path, monkeypatch):
+    path = tmp_path / "flight.json"
+    monkeypatch.setenv("GRADREDUCE_FLIGHT_RECORD", str(path))
+    return path
+
+
+def opened_and_dead(reason: str) -> None:
+    with open_mesh(1, backend="sim") as mesh:
+        mesh.fabric.fail(reason)
+        assert mesh.fabric.mourned.wait(PATIENCE)
+
+
+def test_each_mesh_writes_a_file_of_its_own(wanted):
+    opened_and_dead("one")
+    opened_and_dead("another")
+    reasons = [json.loads(path.read_text())["reason"] for path in wanted.parent.iterdir()]
+    assert sorted(reasons) == ["another", "one"]
+    assert not wanted.exists()
+
+
+def test_what_is_no_regular_file_is_written_to(wanted):
+    os.mkfifo(wanted)
+    reader = os.open(wanted, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        opened_and_dead("broken")
+        assert json.loads(os.read(reader, 1 << 16))["reason"] == "broken"
+    finally:
+        os.close(reader)
+    assert wanted.is_fifo()
+    assert list(wanted.parent.iterdir()) == [wanted]
+
+
+def test_a_full_device_is_told_of_and_left(wanted, caplog):
+    wanted.symlink_to("/dev/full")
+    opened_and_dead("broken")
+    assert f"{wanted} was not written: [Errno 28]" in caplog.text
+    assert wanted.is_symlink()
+
+
+def test_a_full_disk_leaves_nothing_behind(wanted, monkeypatch, caplog):
+    with open_mesh(1, backend="sim") as mesh:
+
+        def full(descriptor):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(op_log.os, "fsync", full)
+        mesh.fabric.fail("broken")
+    assert "No space left on device" in caplog.text
+    assert list(wanted.parent.iterdir()) == []
+
+
+def test_no_link_is_followed(wanted, monkeypatch):
+    """Neither at the record's name nor at that of the part, were it known."""
+    victim = wanted.with_name("victim")
+    victim.write_text("mine")
+    with open_mesh(1, backend="sim") as mesh:
+        record = Path(mesh.fabric.flight_path)
+        record.symlink_to(victim)
+        mesh.fabric.fail("broken")
+    assert json.loads(record.read_text())["reason"] == "broken"
+    assert not record.is_symlink()
+    monkeypatch.setattr(op_log.secrets, "token_hex", lambda nbytes: "known")
+    wanted.with_name("other.known.part").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        op_log.replace_file(wanted.with_name("other"), b"x", mode=0o600)
+    assert victim.read_text() == "mine"
+
+
+def test_an_odd_path_is_an_error_when_the_mesh_opens(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    odd = {
+        str(tmp_path): "it is a folder",
+        f"{tmp_path}/new/": "it is a folder",
+        str(tmp_path / "missing" / "flight.json"): "No such file or directory",
+        str(tmp_path / "file" / "flight.json"): "Not a directory",
+        str(tmp_path / "link"): "symbolic link; name the file itself",
+        str(tmp_path / ("x" * 300)): "File name too long",
+    }
+    for path, why in odd.items():
+        monkeypatch.setenv("GRADREDUCE_FLIGHT_RECORD", path)
+        with pytest.raises(ValueError, match=f"GRADREDUCE_FLIGHT_RECORD=.*{why}.*name a file"):
+            open_mesh(1, backend="sim")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "link"]

@@ -1,0 +1,101 @@
+"""The cache of pointer tables, without a device: what is found again, and what is given up."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from gradreduce.device import launch_table as tables
+from gradreduce.device.launch_table import INLINE_WORDS, ROW_HEADER
+
+INLINE_ROWS = INLINE_WORDS // (ROW_HEADER + 1)
+
+
+@pytest.fixture
+def placed():
+    return []
+
+
+@pytest.fixture
+def cache(placed):
+    def place(words):
+        placed.append(words)
+        return 4096, placed[-1]
+
+    return tables.Tables(place)
+
+
+def rows_of(num_rows, *, size=20, address=64):
+    """Rows of one operand each."""
+    return [[SimpleNamespace(size=size, address=address + 64 * row)] for row in range(num_rows)]
+
+
+def find(cache, rows, *, items=None, chunk_size=8):
+    return cache.find(rows, [row[0].size for row in rows] if items is None else items, chunk_size)
+
+
+@pytest.mark.parametrize("num_rows", [1, INLINE_ROWS, INLINE_ROWS + 1, 300])
+def test_the_same_rows_are_one_table(cache, placed, num_rows):
+    first = find(cache, rows_of(num_rows))
+    assert find(cache, rows_of(num_rows)) is first
+    assert len(placed) == (num_rows > INLINE_ROWS)
+    assert first.num_chunks == 3 * num_rows
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rows": rows_of(3, address=128)},
+        {"rows": rows_of(3, size=21)},
+        {"rows": rows_of(3)[:2]},
+        {"rows": rows_of(3)[::-1]},
+        {"rows": [[operand for row in rows_of(3) for operand in row]], "items": [20]},
+        {"rows": rows_of(3), "items": [20, 20, 19]},
+        {"rows": rows_of(3), "chunk_size": 16},
+    ],
+)
+def test_whatever_differs_makes_another_table(cache, changed):
+    first = find(cache, rows_of(3))
+    other = find(cache, **changed)
+    assert other is not first
+    assert other.struct.tobytes() != first.struct.tobytes()
+
+
+def test_words_that_are_not_inline_come_with_their_map(cache, placed):
+    table = find(cache, rows_of(300))
+    (words,) = placed
+    assert table.held is words
+    assert table.struct[0]["words"] == 4096
+    assert len(words) == 300 * (ROW_HEADER + 1) + 900
+    assert words[-900:].tolist() == [row for row in range(300) for _ in range(3)]
+
+
+def test_the_oldest_tables_are_given_up_by_their_size(cache, monkeypatch):
+    monkeypatch.setattr(tables, "CACHED_WORDS", 3 * INLINE_WORDS)
+    made = [find(cache, rows_of(1, address=64 * (1 + place))) for place in range(3)]
+    assert find(cache, rows_of(1, address=64)) is not made[0]  # three do not fit with their keys
+    kept = find(cache, rows_of(1, address=64))
+    large = find(cache, rows_of(2000))  # more than all that may be kept: it is kept alone
+    assert find(cache, rows_of(2000)) is large
+    assert find(cache, rows_of(1, address=64)) is not kept
+
+
+def test_any_thread_may_ask(cache):
+    barrier = threading.Barrier(4)
+    found = []
+
+    def ask():
+        barrier.wait(10)
+        for size in range(1, 50):
+            found.append((size, find(cache, rows_of(3, size=size)).struct[0]["inline_words"][1]))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(found) == 4 * 49
+    assert all(np.int64(size) == words for size, words in found)

@@ -1,0 +1,310 @@
+"""What hard use once broke: threads, aliases, closing, iterators and failures half-way."""
+
+from __future__ import annotations
+
+import re
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+from support.signal_injection import Strike
+
+import gradreduce as gr
+from gradreduce.backends.sim.device import SimDevice
+from gradreduce.backends.sim.scheduler import RunAtOnce
+from gradreduce.errors import brief
+
+DEADLINE = 60.0
+
+
+def in_threads(*works):
+    """Runs all at once; none may hang or fail."""
+    failures = []
+
+    def run(work):
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE)
+        assert not thread.is_alive(), "a thread hangs"
+    assert failures == []
+
+
+def test_no_addition_of_several_threads_is_lost():
+    with gr.open_mesh(2, backend="sim") as mesh:
+        variable = gr.Variable(np.zeros(50_000, np.float32), device=mesh)
+        ones = np.ones(50_000, np.float32)
+        sgd = gr.GradientDescentOptimizer(1.0)
+
+        def add():
+            for _ in range(10):
+                variable.assign_add(ones)
+                sgd.apply_gradients([(ones, variable)])
+                variable.assign_add(ones)
+
+        in_threads(*[add] * 6)
+        for replica in range(2):
+            with gr.replica(replica):
+                assert (variable.numpy() == 60).all()
+
+
+def test_one_piece_of_work_at_a_time_in_a_queue():
+    scheduler = RunAtOnce()
+    started, ran, ran_elsewhere = threading.Event(), threading.Event(), threading.Event()
+
+    def first():
+        started.set()
+        assert ran_elsewhere.wait(DEADLINE)  # another queue goes on
+        assert not ran.wait(0.2)  # this one does not, though the next work was given long ago
+
+    def second():
+        assert started.wait(DEADLINE)
+        scheduler.submit("b", ran_elsewhere.set)
+        scheduler.submit("a", ran.set)
+
+    in_threads(lambda: scheduler.submit("a", first), second)
+    assert ran.is_set()
+
+
+def test_copies_of_a_variable_never_part(monkeypatch):
+    """Two threads assign: while one has written a copy, the other writes none."""
+    with gr.open_mesh(2, backend="sim") as mesh:
+        variable = gr.Variable([0.0], device=mesh)
+        copy, first, done = SimDevice._copy, threading.Event(), threading.Event()
+
+        def copied(device, dst, src, *rest):
+            copy(device, dst, src, *rest)
+            if not first.is_set():
+                first.set()
+                assert not done.wait(0.05)
+
+        def other():
+            assert first.wait(DEADLINE)
+            variable.assign([2.0])
+            done.set()
+
+        monkeypatch.setattr(SimDevice, "_copy", copied)
+        in_threads(lambda: variable.assign([1.0]), other)
+        assert [buffer.numpy().tolist() for buffer in variable.buffers] == [[2.0]] * 2
+
+
+def test_a_host_alias_of_a_copy_is_added_to_all_copies_alike():
+    with gr.open_mesh(2, backend="sim") as mesh:
+        variable = gr.Variable([1.0, 1.0], device=mesh)
+        variable.assign_add(mesh.devices[0].release(variable.buffers[0]))
+        assert [buffer.numpy().tolist() for buffer in variable.buffers] == [[2.0, 2.0]] * 2
+        alias = mesh.devices[0].release(variable.buffers[0])
+        with pytest.raises(ValueError, match="memory of a variable"):
+            gr.GradientDescentOptimizer(1.0).apply_gradients([(alias, variable)])
+
+
+def test_iterators_of_accumulators_and_gradients_are_read_once():
+    with gr.open_mesh(1, backend="sim") as mesh:
+        accumulators = [gr.ConditionalAccumulator("float32", device=mesh.devices[0]) for _ in "ab"]
+        assert gr.apply_grads((each for each in accumulators), iter([[1.0], [2.0]]))
+        taken = gr.take_grads((each for each in accumulators), 1, timeout=DEADLINE)
+        assert [array.tolist() for array in taken] == [[1.0], [2.0]]
+
+
+def test_closing_a_mesh_wakes_who_waits_for_it():
+    mesh = gr.open_mesh(2, backend="sim")
+    accumulator = gr.ConditionalAccumulator("float32", device=mesh)
+    waiting = threading.Event()
+
+    def take():
+        waiting.set()
+        with pytest.raises(gr.errors.CancelledError):
+            accumulator.take_grad(1)
+
+    def close():
+        assert waiting.wait(DEADLINE)
+        while not accumulator.accumulator_ref.queue:
+            pass
+        mesh.close()
+
+    in_threads(take, close)
+    with pytest.raises(gr.errors.BackendUnavailableError, match="was closed"):
+        accumulator.take_grad(1, timeout=DEADLINE)
+
+
+def test_a_closed_mesh_keeps_no_free_memory():
+    ops = gr.HierarchicalCopyAllReduce()
+    mesh = gr.open_mesh(2, backend="sim")
+    value = gr.PerReplica([np.ones(10_000, np.float32)] * 2, mesh)
+    reduced = ops.reduce(gr.ReduceOp.SUM, value, value)
+    assert (reduced.primary == 2).all()
+    del reduced
+    mesh.close()
+    for device in mesh.devices:
+        assert (device._pool.live_bytes, device._pool.free_bytes, len(device.dead)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("fails_at", range(1, 9))
+def test_a_take_that_fails_half_way_leaves_the_sums(fails_at, monkeypatch):
+    with gr.open_mesh(3, backend="sim", peer_access=False) as mesh:
+        accumulator = gr.ConditionalAccumulator(
+            "float32", reduction_type="SUM", device=mesh,
+            cross_device_ops=gr.HierarchicalCopyAllReduce(2),
+        )  # fmt: skip
+        accumulator.apply_grad(gr.PerReplica([np.full(40_000, 2, np.float32)] * 3, mesh))
+        requests = []
+        original = SimDevice._allocate
+
+        def allocate(self, nbytes):
+            requests.append(nbytes)
+            if len(requests) >= fails_at:
+                raise MemoryError("planted")
+            return original(self, nbytes)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(SimDevice, "_allocate", allocate)
+            with pytest.raises(MemoryError, match="planted"):
+                accumulator.take_grad(3)
+        assert (accumulator.num_accumulated(), accumulator.global_step) == (3, 0)
+        assert (accumulator.take_grad(3).primary == 6).all()
+
+
+def test_a_step_whose_optimizer_cannot_work_takes_nothing():
+    with gr.open_mesh(2, backend="sim") as mesh:
+        variable = gr.Variable([1.0, 1.0], device=mesh)
+        optimizer = gr.MomentumOptimizer(0.5, 0.9)
+        step = gr.SyncStep([variable], optimizer, gr.HierarchicalCopyAllReduce(mesh=mesh))
+        terms = [[[np.ones(2, np.float32)]]] * 2
+        optimizer.learning_rate = "x"
+        with pytest.raises(ValueError, match=r"^learning_rate='x' must be a number$"):
+            step(terms)
+        assert step.global_step == step.accumulators[0].num_accumulated() == 0
+        optimizer.learning_rate = 0.5
+        assert step(terms)
+        assert variable.numpy().tolist() == [0.5, 0.5]
+
+
+def test_numpy_integers_are_integers():
+    with gr.open_mesh(2, backend="sim") as mesh, gr.replica(np.int64(1)):
+        assert gr.NcclAllReduce(np.int64(2), mesh=mesh).num_packs == 2
+    with pytest.raises(ValueError, match=r"\['nccl'\] is not one of"):
+        gr.AllReduceCrossDeviceOps(["nccl"])
+
+
+def test_no_boolean_is_an_integer():
+    """NumPy 1.26 takes ``np.True_`` for 1, with a warning."""
+    with gr.open_mesh(2, backend="sim") as mesh:
+        device = mesh.devices[0]
+        acc = gr.ConditionalAccumulator("float32", device=device)
+        getter = gr.AGNCustomGetter(device, center=gr.AGNCenter(mesh))
+        sgd = gr.GradientDescentOptimizer(0.1)
+        for wrong in (True, np.True_):
+            calls = [
+                lambda wrong=wrong: gr.open_mesh(wrong, backend="sim"),
+                lambda wrong=wrong: mesh.flat_buffer([(3,), (wrong,)], "float32"),
+                lambda wrong=wrong: gr.ConditionalAccumulator("float32", (wrong,), device=device),
+                lambda wrong=wrong: acc.apply_grad([1.0], wrong),
+                lambda wrong=wrong: acc.take_grad(wrong),
+                lambda wrong=wrong: acc.set_global_step(wrong),
+                lambda wrong=wrong: gr.AGNOptimizer(sgd, wrong, getter),
+                lambda wrong=wrong: gr.IndexedSlices(np.ones((1, 2)), [0], [wrong, 2]),
+                lambda wrong=wrong: gr.HierarchicalCopyAllReduce(wrong),
+            ]
+            for call in calls:
+                with pytest.raises((TypeError, ValueError), match=re.escape(repr(wrong))):
+                    call()
+
+
+@pytest.mark.parametrize(
+    "wrong", [np.array([True]), np.array([True, False]), np.array(True), "no", None, 1], ids=repr
+)
+def test_an_option_that_is_no_boolean_is_named(wrong):
+    """An array of one element counted for its element; of two NumPy said something of its own."""
+    with gr.open_mesh(2, backend="sim") as mesh:
+        ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
+        ones = gr.PerReplica([np.ones(3, np.float32)] * 2, mesh)
+        pairs = [(ones, ones)]
+        getter = gr.AGNCustomGetter(mesh.devices[0], center=gr.AGNCenter(mesh))
+        agn = partial(gr.AGNOptimizer, gr.GradientDescentOptimizer(0.1), 1, getter)
+        sum_up = gr.ReduceOp.SUM
+        calls = {
+            "peer_access": [lambda: gr.open_mesh(2, backend="sim", peer_access=wrong)],
+            "strict": [lambda: gr.open_mesh(2, backend="sim", strict=wrong)],
+            "trainable": [
+                lambda: gr.Variable([1.0], trainable=wrong, device=mesh),
+                lambda: gr.get_variable("flagged", [1.0], trainable=wrong),
+            ],
+            "reuse": [lambda: gr.get_variable("flagged", [1.0], reuse=wrong)],
+            "use_nesterov": [lambda: gr.MomentumOptimizer(0.1, 0.9, use_nesterov=wrong)],
+            "lazy": [lambda: gr.AdamOptimizer(0.1, lazy=wrong)],
+            "centered": [lambda: gr.RMSPropOptimizer(0.1, centered=wrong)],
+            "use_locking": [lambda: agn(use_locking=wrong)],
+            "reset_momentum": [lambda: agn(reset_momentum=wrong)],
+            "coalesce": [
+                lambda: ops.batch_reduce(sum_up, pairs, coalesce=wrong),
+                lambda: ops.reduce(sum_up, ones, ones, coalesce=wrong),
+                lambda: ops.plan(sum_up, pairs, coalesce=wrong),
+                lambda: ops.explain(sum_up, pairs, coalesce=wrong),
+                lambda: gr.all_reduce([[np.ones(3)]] * 2, mesh=mesh, coalesce=wrong),
+                lambda: gr.ReductionToOneDevice().batch_reduce(sum_up, pairs, coalesce=wrong),
+            ],
+        }
+        if wrong is None:
+            del calls["strict"]  # the default
+        for name, told in calls.items():
+            text = re.escape(f"{name}={brief(wrong)} must be True or False")
+            for call in told:
+                with pytest.raises(TypeError, match=f"^{text}$"):
+                    call()
+
+
+def test_what_is_no_mesh_no_list_and_no_table_is_told():
+    ones = [np.ones(3, np.float32)] * 2
+    with gr.open_mesh(2, backend="sim") as mesh:
+        table = gr.Variable(np.ones((2, 3)), device=mesh)
+        params, lookup = "params must be a Variable or an array (rows, …), got", gr.embedding_lookup
+        told = [
+            ("mesh='sim' must be a Mesh", lambda: gr.PerReplica(ones, "sim")),
+            ("values=3 must be a list", lambda: gr.PerReplica(3, mesh)),
+            ("devices='sim' must be a list", lambda: gr.PerReplica(ones, devices="sim")),
+            (f"{params} NoneType", lambda: lookup(None, [1])),
+            (f"{params} list", lambda: lookup([table], [1])),
+            (f"{params} float64", lambda: lookup(np.float64(1), [0])),
+            ("shapes=3 must be a list", lambda: mesh.flat_buffer(3, "float32")),
+            ("shapes[0]=3 must be a list", lambda: mesh.flat_buffer((3, 4), "float32")),
+        ]
+        for text, call in told:
+            with pytest.raises((TypeError, ValueError), match=f"^{re.escape(text)}"):
+                call()
+        assert mesh[np.int64(1)] is mesh.devices[1]
+
+
+def test_a_mesh_looks_through_its_accumulators_while_others_are_made():
+    """When it is closed, loses a device or is reset; a weak dictionary alone raises then."""
+    fabric = gr.open_mesh(1, backend="sim").fabric
+    kept, threads = [Key(), Key()], []
+
+    def make():
+        kept.append(Key())
+        fabric.add_listener(kept[-1], print, print)
+
+    def make_beside():  # at once, or when the mesh has looked through them
+        threads.append(threading.Thread(target=make, daemon=True))
+        threads[-1].start()
+        threads[-1].join(0.002)
+
+    for key in list(kept):
+        fabric.add_listener(key, print, print)
+    with Strike(1, make_beside, every=2):
+        assert len(fabric.listeners()) >= 2
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert len(fabric.listeners()) == len(kept) > 5
+
+
+class Key:
+    """Who wants to be told."""
+
+    devices = ()

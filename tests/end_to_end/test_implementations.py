@@ -1,0 +1,122 @@
+"""The whole flow runs one face of every kernel and never the other; both give the same bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.exact_data import random_data, same
+
+import gradreduce as gr
+from gradreduce.backends.sim import device as sim
+from gradreduce.ops import KERNELS, divide
+
+SHAPES = [(33, 7), (5,), (), (300,)]
+PLACEMENT = [0, 0, 1]
+OPTIMIZERS = [
+    lambda: gr.GradientDescentOptimizer(0.5),
+    lambda: gr.MomentumOptimizer(0.1, 0.9),
+    lambda: gr.MomentumOptimizer(0.1, 0.9, use_nesterov=True),
+    lambda: gr.AdamOptimizer(0.1),
+    lambda: gr.AdagradOptimizer(0.1),
+    lambda: gr.RMSPropOptimizer(0.1, momentum=0.5),
+    lambda: gr.RMSPropOptimizer(0.1, momentum=0.5, centered=True),
+]
+FACES = {"numpy": "twin", "compiled": "text"}
+
+
+def terms_of(seed: int) -> list:
+    """terms[replica][variable]: gradients of three micro-batches."""
+    return [
+        [list(random_data((3, *shape), "float32", seed=seed + replica)) for shape in SHAPES]
+        for replica in range(len(PLACEMENT))
+    ]
+
+
+def steps(mesh: gr.Mesh) -> list[np.ndarray]:
+    """Every rule, by every method of aggregation and both algorithms."""
+    found = []
+    for place, optimizer in enumerate(OPTIMIZERS):
+        variables = [
+            gr.Variable(random_data(shape, "float32", seed=50), device=mesh) for shape in SHAPES
+        ]
+        ops = gr.AllReduceCrossDeviceOps(["hierarchical_copy", "nccl"][place % 2], 1, mesh=mesh)
+        step = gr.SyncStep(variables, optimizer(), ops, aggregation_method=place % 3)
+        for turn in range(2):
+            assert step(terms_of(10 * turn))
+        found += [variable.numpy() for variable in variables]
+    return found
+
+
+def periods(mesh: gr.Mesh) -> list[np.ndarray]:
+    """AGN by every rule: a worker of two replicas, on two GPUs, and its centre on one of them."""
+    found = []
+    for optimizer in OPTIMIZERS:
+        getter = gr.AGNCustomGetter(mesh[1:3], center=gr.AGNCenter(mesh[0:1]))
+        worker = gr.AGNOptimizer(optimizer(), 1, getter, 2, distance_scale=0.1)
+        variables = [
+            gr.get_variable(
+                str(shape), random_data(shape, "float32", seed=50), custom_getter=getter
+            )
+            for shape in SHAPES
+        ]
+        for turn in range(4):
+            gradients = [random_data(shape, "float32", seed=turn) for shape in SHAPES]
+            told = worker.apply_gradients(list(zip(gradients, variables, strict=True)))
+            assert told is bool(turn % 2)
+        found += [copy.numpy() for variable in variables for copy in variable.buffers]
+        found += [getter.center_variable(variable).numpy() for variable in variables]
+    return found
+
+
+def sums(mesh: gr.Mesh) -> list[np.ndarray]:
+    """Terms as they come, and sparse ones; and a mean of integers."""
+    device = mesh.devices[1]
+    terms = [device.upload(term) for term in random_data((9, 40, 5), "float16")]
+    rows = gr.IndexedSlices(terms[0], np.arange(40) % 7, (40, 5))
+    made = [gr.aggregate(iter(terms), method) for method in gr.AggregationMethod]
+    made += [gr.add_n([rows, *terms]), rows.coalesce().values, gr.aggregate([rows, rows]).values]
+    made.append(device.empty((300,), "float64"))
+    divide(made[-1:], [device.upload(random_data((300,), "int64"))], 3)
+    table = gr.Variable(random_data((40, 5), "float16"), device=mesh)
+    gr.AdamOptimizer(0.1, lazy=True, master_dtype="float32").apply_gradients([(rows, table)])
+    made += [*table.buffers, *gr.clip_by_global_norm(terms[:2], 0.5)[0]]
+    return [buffer.numpy() for buffer in made]
+
+
+def run(face: str, monkeypatch) -> tuple[list[np.ndarray], dict[str, list[str]], list[str]]:
+    """Results; which kernels ran as their twins and which as the text; and what was launched."""
+    ran: dict[str, list[str]] = {"twin": [], "text": []}
+    twin, text = sim.SimDevice._twin_work, sim.SimDevice._compiled_work
+
+    def noted(of, work):
+        def call(self, kernel, *arguments):
+            ran[of].append(kernel.name)
+            return work(self, kernel, *arguments)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sim.SimDevice, "_twin_work", noted("twin", twin))
+        patch.setattr(sim.SimDevice, "_compiled_work", noted("text", text))
+        with (
+            gr.open_mesh(PLACEMENT, backend="sim", strict=True, kernels=face) as mesh,
+            mesh.journal() as journal,
+        ):
+            results = steps(mesh) + periods(mesh) + sums(mesh)
+    return results, ran, [record.name for record in journal.of("launch")]
+
+
+@pytest.mark.parametrize(
+    "face", [pytest.param(face, marks=[pytest.mark.host] * (face != "numpy")) for face in FACES]
+)
+def test_every_launch_runs_the_face_that_was_asked_for(face, monkeypatch):
+    _, ran, launched = run(face, monkeypatch)
+    assert ran.pop(FACES[face]) == launched
+    assert list(ran.values()) == [[]]
+    assert set(launched) == {kernel.name for kernel in KERNELS}
+
+
+@pytest.mark.host
+def test_both_faces_give_the_same_bits(monkeypatch):
+    one, other = (run(face, monkeypatch)[0] for face in FACES)
+    assert all(map(same, one, other))

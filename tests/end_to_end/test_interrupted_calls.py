@@ -1,0 +1,387 @@
+"""Ctrl-C anywhere in a call that changes state: the call was made, or it was not."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from support.signal_injection import ctrl_c, interrupted_at, num_points_of
+
+import gradreduce as gr
+from gradreduce.accumulator import take_queue
+from gradreduce.accumulator.state import Ticket
+from gradreduce.arrays import caller_streams
+
+LIMIT_S = 30.0
+PLACEMENT = [0, 0, 1, 1]
+
+
+class World(NamedTuple):
+    """One training on a mesh of its own.
+
+    Attributes:
+        call: what is interrupted.
+        shown: all that it changes, comparable.
+        again: what is done afterwards, by another thread; returns what else is to be compared.
+    """
+
+    call: Callable[[], object]
+    shown: Callable[[], object]
+    again: Callable[[], object]
+
+
+def bits(found: Any) -> Any:
+    if isinstance(found, dict):
+        return {key: bits(value) for key, value in found.items()}
+    if isinstance(found, list | tuple):
+        return [bits(value) for value in found]
+    return (str(found.dtype), found.tobytes()) if isinstance(found, np.ndarray) else found
+
+
+def copies(*variables):
+    return [[copy.numpy() for copy in each.buffers] for each in variables]
+
+
+def ones(mesh, value=1.0, size=5):
+    return gr.PerReplica([np.full(size, value + at, "float32") for at in range(4)], mesh)
+
+
+def rows(mesh, value=1.0):
+    made = [np.full((2, 3), value + at, "float32") for at in range(4)]
+    return gr.PerReplica([gr.IndexedSlices(each, [3, 1], (5, 3)) for each in made], mesh)
+
+
+def counter(mesh):
+    return gr.Variable(0, "step", trainable=False, device=mesh)
+
+
+def optimizer(mesh, make=gr.AdamOptimizer, warm=True, sparse=False):
+    shape = (5, 3) if sparse else (5,)
+    var, step = gr.Variable(np.ones(shape, "float32"), "w", device=mesh), counter(mesh)
+    made = make()
+    gradient = np.full(shape, 2, "float32")
+    if sparse:
+        gradient = gr.IndexedSlices(gradient[:2], [3, 1], shape)
+
+    def call():
+        made.apply_gradients([(gradient, var)], step)
+
+    if warm:
+        call()
+
+    def shown():
+        return bits((copies(var, step), made.state_dict()))
+
+    return World(call, shown, call)
+
+
+class Own(gr.Optimizer):
+    """A rule on arrays."""
+
+    _slot_names = ("direction",)
+
+    def _apply(self, variable, slots, gradient):
+        slots["direction"] += gradient
+        variable -= slots["direction"]
+
+
+def agn(mesh, warm=1, make=gr.AdamOptimizer, call=None):
+    """Every second step is pushed."""
+    getter = gr.AGNCustomGetter(mesh[[0, 1]], center=gr.AGNCenter(mesh[[2, 3]]))
+    start, step = np.ones(5, "float32"), counter(mesh)
+    var, other = (gr.get_variable(name, start, custom_getter=getter) for name in "vw")
+    made = gr.AGNOptimizer(make(), 1, getter, 2)
+
+    def apply():
+        made.apply_gradients([(start, var), (start + 1, other)], step)
+
+    made.prepare([var, other])  # zeros, which a first step that is not made leaves at the centre
+    for _ in range(warm):
+        apply()
+    getter.center_variable(other).assign(start * 3)
+
+    def shown():
+        kept = copies(var, other, step), made.state_dict(), getter.center.state_dict()
+        return bits((kept, copies(made.local_step)))
+
+    return World(partial(call, made, step) if call else apply, shown, apply)
+
+
+def agn_push_made_up(mesh):
+    """One that has failed before it changed anything."""
+    return agn(mesh, call=lambda made, step: made._worker._make_up(step))
+
+
+def agn_start(mesh):
+    return agn(mesh, 2, call=lambda made, step: made.get_init_op(0)())
+
+
+def accumulators(mesh, kinds, device=None):
+    device = mesh if device is None else device
+    made = [
+        gr.SparseConditionalAccumulator("float32", device=device)
+        if sparse
+        else gr.ConditionalAccumulator("float32", device=device)
+        for sparse in kinds
+    ]
+
+    def apply(value, step=0):
+        gradients = [rows(mesh, value) if sparse else ones(mesh, value) for sparse in kinds]
+        return gr.apply_grads(made, gradients, step)
+
+    def take():
+        found = gr.take_grads(made, 4, timeout=LIMIT_S)
+        return bits([numpy_of(part) for each in found for part in getattr(each, "parts", [each])])
+
+    def shown():
+        return bits([each.state_dict() for each in made])
+
+    return made, apply, take, shown
+
+
+def numpy_of(part):
+    if isinstance(part, gr.IndexedSlices):
+        return part.indices, numpy_of(part.values)
+    return part.numpy() if hasattr(part, "numpy") else np.asarray(part)
+
+
+def apply(mesh, kinds=(False,), on_one=False):
+    _, bring, take, shown = accumulators(mesh, kinds, mesh.devices[2] if on_one else None)
+    bring(1.0)
+    return World(lambda: bring(2.0), shown, lambda: (bring(3.0), take()))
+
+
+def apply_that_serves(mesh, kinds=(False,)):
+    made, bring, _, shown = accumulators(mesh, kinds)
+    ticket = Ticket(tuple(each.accumulator_ref for each in made), 4)
+    take_queue.join(ticket)
+
+    def all_shown():
+        return shown(), ticket.done.is_set(), bool(ticket.taken)
+
+    return World(
+        lambda: bring(2.0), all_shown, lambda: (bring(3.0, 1), bring(4.0, 1), ticket.done.is_set())
+    )
+
+
+def take_in_vain(mesh):
+    """Its time has run out, and another that waits behind it needs less."""
+    (acc,), bring, take, shown = accumulators(mesh, (False,))
+    first, behind = (Ticket((acc.accumulator_ref,), number) for number in (8, 4))
+    bring(1.0)
+    take_queue.join(first)
+    take_queue.join(behind)
+
+    def all_shown():
+        return shown(), [each.done.is_set() for each in (first, behind)], bool(behind.taken)
+
+    def again():
+        take_queue.withdraw(first)
+        return bring(2.0, 1), take()
+
+    return World(lambda: take_queue.withdraw(first, 0), all_shown, again)
+
+
+def take(mesh, kinds=(False,), on_one=False):
+    _, bring, take, shown = accumulators(mesh, kinds, mesh.devices[2] if on_one else None)
+    bring(1.0)
+    bring(2.0)
+    return World(take, shown, lambda: (bring(3.0, 1), take()))
+
+
+def sync_step(mesh):
+    starts = [np.ones(5, "float32"), np.ones((2, 2), "float32")]
+    variables = [gr.Variable(start, f"v{start.size}", device=mesh) for start in starts]
+    made = gr.AdamOptimizer()
+    step = gr.SyncStep(variables, made, gr.AllReduceCrossDeviceOps(mesh=mesh))
+    terms = [[[start + at, start] for start in starts] for at in range(4)]
+
+    def shown():
+        kept = [each.state_dict() for each in step.accumulators]
+        return bits((copies(*variables), made.state_dict(), kept, step.global_step))
+
+    return World(lambda: step(terms), shown, lambda: step(terms))
+
+
+def assign(mesh):
+    var = gr.Variable(np.ones(5, "float32"), device=mesh)
+    value = np.full(5, 2, "float32")
+    return World(
+        lambda: var.assign(value),
+        lambda: bits(copies(var)),
+        lambda: bits(copies(var.assign_add(value))),
+    )
+
+
+SCENES = {
+    "optimizer": optimizer,
+    "first step of an optimizer": lambda mesh: optimizer(mesh, warm=False),
+    "rows": lambda mesh: optimizer(mesh, lambda: gr.MomentumOptimizer(0.5, 0.5), sparse=True),
+    "rule on arrays": lambda mesh: optimizer(mesh, lambda: Own("own")),
+    "agn step": lambda mesh: agn(mesh, 2),
+    "agn step and push": agn,
+    "first agn step": lambda mesh: agn(mesh, 0),
+    "agn push made up": agn_push_made_up,
+    "agn start": agn_start,
+    "agn, rule on arrays": lambda mesh: agn(mesh, make=lambda: Own("own")),
+    "apply": apply,
+    "sparse apply": lambda mesh: apply(mesh, (True,)),
+    "joint apply": lambda mesh: apply(mesh, (False, True, False)),
+    "apply on one device": lambda mesh: apply(mesh, (False, True), on_one=True),
+    "apply that serves": apply_that_serves,
+    "joint apply that serves": lambda mesh: apply_that_serves(mesh, (True, False)),
+    "take": take,
+    "sparse take": lambda mesh: take(mesh, (True,)),
+    "take in vain": take_in_vain,
+    "joint take": lambda mesh: take(mesh, (False, True, False)),
+    "take on one device": lambda mesh: take(mesh, (False, True), on_one=True),
+    "SyncStep": sync_step,
+    "assign": assign,
+}
+
+
+def in_a_thread(work):
+    """What it returns; a lock that was left locked by the main thread keeps it waiting."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    thread.start()
+    thread.join(LIMIT_S)
+    assert found, "it hangs, or has raised"
+    return found[0]
+
+
+class Case(NamedTuple):
+    """A scene on a mesh of some kind."""
+
+    scene: Callable[[gr.Mesh], World]
+    seed: int | None = None
+
+    def open(self):
+        return gr.open_mesh(PLACEMENT, backend="sim", schedule_seed=self.seed)
+
+    def known(self):
+        """What is shown before the call and after it, and what comes of going on from there."""
+        found = []
+        for is_made in (False, True):
+            with self.open() as mesh:
+                world = self.scene(mesh)
+                if is_made:
+                    world.call()
+                found.append((world.shown(), (world.again(), world.shown())))
+        assert found[0][0] != found[1][0]
+        return found
+
+    def num_places(self):
+        with self.open() as mesh:
+            return num_points_of(self.scene(mesh).call)
+
+    def check(self, expected, place):
+        with self.open() as mesh:
+            world = self.scene(mesh)
+            interrupted, reached = interrupted_at(place, world.call)
+            assert interrupted or reached < place  # another run may have filled a cache
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            with (
+                caller_streams.OneCall()
+            ):  # fences of the call that was interrupted are none of this one
+                assert caller_streams._mine.scope.frame is sys._getframe()
+            state = world.shown()
+            states = [before for before, _ in expected]
+            assert state in states, f"at place {place} it is neither made nor not made"
+            found = in_a_thread(world.again), world.shown()
+            assert found == expected[states.index(state)][1], place
+
+
+CASES = {name: Case(scene) for name, scene in SCENES.items()} | {
+    f"{name}, queued": Case(SCENES[name], 5) for name in ("agn step", "apply", "take")
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_is_made_or_not(name):
+    case = CASES[name]
+    expected, total, offset = case.known(), case.num_places(), random.Random(name).random()
+    for part in range(7):
+        case.check(expected, 1 + int((part + offset) * (total - 1) / 7))
+
+
+STRIDE = 40
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("first", range(1, 1 + STRIDE))
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_is_made_or_not_at_every_place(name, first):
+    case = CASES[name]
+    expected = case.known()
+    for place in range(first, case.num_places() + 1, STRIDE):
+        case.check(expected, place)
+
+
+def interrupted_within(seconds, work):
+    """Ctrl-C at most once, when the clock says so."""
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            work()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        pass
+
+
+LONG = (pytest.mark.exhaustive, pytest.mark.slow)
+
+
+@pytest.mark.parametrize("rounds", [20, pytest.param(1400, marks=LONG)])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one in a __del__
+def test_interrupts_by_the_clock(rounds):
+    clock, came = random.Random(7), []
+    before = signal.signal(signal.SIGALRM, lambda *_: (came.append(True), ctrl_c()))
+    try:
+        with gr.open_mesh(PLACEMENT, backend="sim") as mesh:
+            var = gr.Variable(np.zeros(3, "float32"), device=mesh)
+            step = gr.SyncStep(
+                [var], gr.GradientDescentOptimizer(1.0), gr.AllReduceCrossDeviceOps(mesh=mesh)
+            )
+            (acc,), bring, take, _ = accumulators(mesh, (False,))
+            usual = None
+
+            def work():
+                step([[[np.ones(3, "float32")]]] * 4)
+                bring(2.0, 10**9)
+                take()
+
+            while len(came) < rounds:
+                interrupted_within(clock.uniform(1e-4, 8e-3), work)
+                assert (np.array(copies(var)) == -step.global_step).all()
+                assert acc.num_accumulated() % 4 == 0
+                if not acc.num_accumulated():
+                    bring(2.0, 10**9)
+                usual = usual or take()
+                bring(2.0, 10**9)
+                assert take() == usual
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("name", ["optimizer", "agn step", "apply", "assign"])
+def test_streams_that_lend_gradients_wait_before_a_late_ctrl_c(name, monkeypatch):
+    """It may come in front of the end of the call, where they would be told to wait."""
+    told = []
+    monkeypatch.setattr(caller_streams, "precede", lambda *who: told.append(who))
+    with gr.open_mesh(PLACEMENT, backend="sim") as mesh:
+        world = SCENES[name](mesh)
+        with caller_streams.OneCall():
+            caller_streams.came_in(mesh.devices[1], 5)
+            world.call()
+            assert told == [(mesh.devices[1], 5)]
+        assert len(told) == 1

@@ -1,0 +1,121 @@
+"""A call that is like the one before it asks for nothing new: no memory, no upload, no wait."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support import hanging_devices as stuck
+from support.exact_data import same
+from support.meshes import num_grown
+
+import gradreduce as gr
+from gradreduce.backends.sim import device as sim
+from gradreduce.reduce import pipeline
+
+SUM = gr.ReduceOp.SUM
+SHAPES = [(60,), (5, 3), (), (200,)] * 3  # on eight devices more than a table holds inline
+clock = stuck.clock
+# name -> arguments of the operation, bytes of a stage, whether the gradients lie in flat buffers
+SETTINGS = {
+    "each alone": ({"num_packs": 0}, None, False),
+    "one pack": ({"num_packs": 1}, None, False),
+    "a half wire": ({"num_packs": 2, "wire_dtype": "bfloat16"}, None, False),
+    "several stages": ({"num_packs": 4}, 900, False),
+    "flat buffers": ({"num_packs": 1}, None, True),
+}
+
+
+def plain(ops, pairs, outs):
+    return lambda: ops.batch_reduce(SUM, pairs)
+
+
+def into(ops, pairs, outs):
+    return lambda: ops.batch_reduce(SUM, pairs, out=outs)
+
+
+def prepared(ops, pairs, outs):
+    return ops.prepare(SUM, pairs)
+
+
+def prepared_into(ops, pairs, outs):
+    return ops.prepare(SUM, pairs, out=outs)
+
+
+def captured(ops, pairs, outs):
+    return ops.capture(SUM, pairs)
+
+
+FORMS = [plain, into, prepared, prepared_into, captured]
+
+
+def buffers(mesh, flat):
+    """``[tensor][replica]``, full of ones."""
+    if flat:
+        rows = [list(row) for row in zip(*mesh.flat_buffer(SHAPES, "float32").views, strict=True)]
+    else:
+        rows = [[device.empty(shape, "float32") for device in mesh] for shape in SHAPES]
+    for buffer in [each for row in rows for each in row]:
+        buffer.device.upload(np.ones(buffer.shape, np.float32), out=buffer)
+    return rows
+
+
+def ready(mesh, algorithm, setting, form, monkeypatch):
+    """The call; it was made twice, the first result held as long as those of the test are."""
+    options, stage_bytes, flat = SETTINGS[setting]
+    if stage_bytes is not None:
+        monkeypatch.setattr(pipeline, "STAGE_BYTES", stage_bytes)
+    ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh, **options)
+    pairs = [(value, value) for value in (gr.PerReplica(r, mesh) for r in buffers(mesh, flat))]
+    call = form(ops, pairs, buffers(mesh, flat))
+    for _ in range(2):
+        kept = call()
+    del kept
+    return call
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
+def test_nothing_is_asked_for_again(algorithm, setting, form, monkeypatch):
+    # NCCL over several GPUs is not captured.
+    placement = [0, 0] if (form, algorithm) == (captured, "nccl") else [0, 0, 1]
+    with gr.open_mesh(placement, backend="sim", strict=True) as mesh:
+        call = ready(mesh, algorithm, setting, form, monkeypatch)
+        asked, tables = [], []
+        allocate, place = sim.SimDevice._allocate, sim.Tables.find
+        monkeypatch.setattr(
+            sim.SimDevice, "_allocate", lambda *given: asked.append(given) or allocate(*given)
+        )
+        monkeypatch.setattr(
+            sim.Tables, "find", lambda *given: tables.append(given) or place(*given)
+        )
+        grown = num_grown(mesh)
+        with mesh.journal() as journal:
+            for _ in range(3):
+                found = call()
+        assert num_grown(mesh) == grown
+        assert (journal.uploads, journal.syncs, len(journal.of("download"))) == (0, 0, 0)
+        assert len(journal.records) % 3 == 0
+        if form not in (plain, into):
+            assert not asked
+            assert not tables
+        for result in found:
+            assert all((each.numpy() == len(mesh)).all() for each in result.buffers)
+
+
+@pytest.mark.parametrize("form", [prepared, captured])
+def test_a_step_with_a_deadline_says_who_is_late_and_works_after_a_reset(form, clock):
+    with gr.open_mesh([0, 1, 2], backend="sim", schedule_seed=0) as mesh:
+        step = ready(mesh, "hierarchical_copy", "one pack", form, pytest.MonkeyPatch())
+        step(deadline=stuck.PATIENCE)
+        mesh.synchronize()
+        stuck.stall(mesh.devices[2])
+        step(deadline=5)
+        clock.pass_by(6)
+        reason = stuck.await_death(mesh)
+        assert f"of 5 s for a {form.__name__} step passed: sim:2 has not joined" in reason
+        with pytest.raises(gr.errors.CollectiveError, match="the mesh is dead"):
+            step()
+        mesh.reset(timeout=stuck.PATIENCE)
+        (first, *_) = step(deadline=stuck.PATIENCE)
+        assert same(first.buffers[0].numpy(), np.full(SHAPES[0], 3, np.float32))

@@ -1,0 +1,101 @@
+"""Where the rows of a growing sparse sum lie: against a dictionary, and against a loop of takes."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradreduce.ops import Slots, alike, merged_slots, plan_segments
+from gradreduce.ops.row_index import MAX_TOUCHES
+
+ROWS = st.lists(st.integers(0, 12), unique=True, max_size=8).map(sorted)
+
+
+class Model:
+    """Rows by index, as a dictionary: their place, and how many gradients touched each."""
+
+    def __init__(self):
+        self.places, self.counts = {}, {}
+
+    def touch(self, indices):
+        into = []
+        for index in indices:
+            there = index in self.places
+            place = self.places.setdefault(index, len(self.places))
+            self.counts[index] = self.counts.get(index, 0) + 1
+            into.append(~place if there else place)
+        return into
+
+
+def grown(gradients):
+    slots, model = Slots.none(), Model()
+    for indices in gradients:
+        before = slots
+        slots, into = slots.touched(np.array(indices, np.int64))
+        assert into.dtype == np.int64
+        assert before is not slots
+        assert into.tolist() == model.touch(indices)
+    return slots, model
+
+
+@settings(max_examples=60, deadline=None)
+@given(gradients=st.lists(ROWS, max_size=12))
+def test_rows_lie_in_the_order_in_which_they_came(gradients):
+    slots, model = grown(gradients)
+    assert slots.num_rows == len(model.places)
+    assert slots.indices.tolist() == sorted(model.places)
+    assert slots.places.tolist() == [model.places[index] for index in sorted(model.places)]
+    assert slots.num_touches().tolist() == [model.counts[index] for index in sorted(model.counts)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(sums=st.lists(st.lists(ROWS, max_size=4), min_size=1, max_size=4), mean=st.booleans())
+def test_sums_are_merged_in_their_order(sums, mean):
+    made = [grown(gradients) for gradients in sums]
+    segments, by = merged_slots([slots for slots, _ in made], mean=mean)
+    starts = np.cumsum([0, *(slots.num_rows for slots, _ in made)]).tolist()
+    indices = sorted(set().union(*(model.places for _, model in made)))
+    assert segments.indices.tolist() == indices
+    for place, index in enumerate(indices):
+        rows = segments.order[segments.bounds[place] : segments.bounds[place + 1]].tolist()
+        assert rows == [
+            start + model.places[index]
+            for start, (_, model) in zip(starts, made, strict=False)
+            if index in model.places
+        ]
+        count = sum(model.counts.get(index, 0) for _, model in made)
+        assert (by if isinstance(by, float) else by[place]) == (count if mean else 1)
+
+
+def test_counts_are_those_of_every_touch_however_many():
+    """They are worked out now and then, and at the end: before, in and after such a moment."""
+    for num_gradients in (1, MAX_TOUCHES, MAX_TOUCHES + 1, MAX_TOUCHES + 2, 3 * MAX_TOUCHES):
+        slots, model = grown([[k % 5, 5 + k % 7] for k in range(num_gradients)])
+        counts = [model.counts[index] for index in sorted(model.counts)]
+        assert slots.num_touches().tolist() == counts
+        assert len(slots.touches) <= MAX_TOUCHES
+
+
+def test_slots_stay_as_they_are():
+    """A call that fails after it has planned must find the slots of before."""
+    slots, _ = grown([[1, 4], [4, 6]])
+    kept = [slots.indices.tolist(), slots.places.tolist(), slots.num_touches().tolist()]
+    slots.touched(np.array([0, 4, 9]))
+    assert [slots.indices.tolist(), slots.places.tolist(), slots.num_touches().tolist()] == kept
+
+
+def test_equal_counts_are_one_number():
+    """Which needs no upload."""
+    slots, _ = grown([[1, 4], [1, 4], [1, 4]])
+    assert merged_slots([slots], mean=True)[1] == 3.0
+    assert merged_slots([slots], mean=False)[1] == 1.0
+
+
+def test_divisors_are_numbers_only_if_they_are_one():
+    plans = [plan_segments(np.arange(size)) for size in (2, 3)]
+    assert alike([3.0, 3.0], plans) == [3.0, 3.0]
+    for both in ([3.0, 2.0], [3.0, np.array([3.0, 3.0, 3.0])]):
+        made = alike(both, plans)
+        assert [by.tolist() for by in made] == [[3.0, 3.0], np.broadcast_to(both[1], 3).tolist()]
+        assert {by.dtype for by in made} == {np.dtype("float64")}

@@ -1,0 +1,116 @@
+"""Optimizers in every order that the fences allow give what they give in one order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.exact_data import exact_data, same
+from support.exhaustive import seeds
+
+import gradreduce as gr
+
+SEEDS = seeds(6, 24)
+PLACEMENTS = {"00": [0, 0], "0110": [0, 1, 1, 0]}
+
+
+class Signs(gr.Optimizer):
+    """A rule of a user's own."""
+
+    _slot_names = ("mean",)
+
+    def __init__(self, **more):
+        super().__init__("Signs", **more)
+
+    def _apply(self, variable, slots, gradient):
+        slots["mean"] += gradient
+        variable -= np.sign(slots["mean"])
+
+
+RULES = {
+    "adam": lambda **more: gr.AdamOptimizer(0.5, **more),
+    "lazy adam": lambda **more: gr.AdamOptimizer(0.5, lazy=True, **more),
+    "nesterov": lambda **more: gr.MomentumOptimizer(0.5, 0.5, use_nesterov=True, **more),
+    "own": Signs,
+}
+
+
+def trained(make, placement, **options) -> list[np.ndarray]:
+    with gr.open_mesh(placement, backend="sim", strict=True, **options) as mesh:
+        optimizer = make(master_dtype="float32")
+        table = gr.Variable(exact_data((7, 3), "float16"), "table", device=mesh)
+        weights = gr.Variable(exact_data((40,), "float32"), "weights", device=mesh)
+        alone = gr.Variable(exact_data((5,), "float32"), "alone", device=mesh.devices[1])
+        for turn in range(3):
+            given = exact_data((6, 4, 3), "float16", seed=turn)
+            parts = [gr.IndexedSlices(part, [5, turn, 5, 2])
+                     for part in given[: len(mesh)]]  # fmt: skip
+            spread = list(exact_data((len(mesh), 40), "float32", seed=turn))
+            pairs = [(gr.PerReplica(parts, mesh), table), (gr.PerReplica(spread, mesh), weights),
+                     (exact_data((5,), "float32", seed=turn), alone)]  # fmt: skip
+            optimizer.apply_gradients(pairs)
+            if turn == 1:
+                optimizer.load_state_dict(optimizer.state_dict(), [alone, table, weights])
+            del given, parts, spread, pairs
+        kept = [table, weights, alone, *optimizer.variables()]
+        return [buffer.numpy() for each in kept for buffer in each.buffers]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_every_order_gives_the_same(rule, placement, seeds):
+    wanted = trained(RULES[rule], placement)
+    for seed in seeds:
+        found = trained(RULES[rule], placement, schedule_seed=seed, peer_access=seed % 2 == 0)
+        assert all(map(same, found, wanted)), seed
+
+
+def crossed(has_copies, is_sparse, **options) -> list[np.ndarray]:
+    """A variable on both devices of a GPU, or a gradient on the one that has none of it."""
+    with gr.open_mesh([0, 0], backend="sim", strict=True, **options) as mesh:
+        home, beside = mesh.devices
+        variable = gr.Variable(
+            np.zeros((6, 3), "float32"), "v", device=mesh if has_copies else home
+        )
+        optimizer = gr.MomentumOptimizer(0.5, 0.5)
+        for turn in range(4):
+            variable.assign_add(exact_data((6, 3), "float32", seed=turn))  # each copy in its queue
+            lender = home if has_copies else beside
+            given = lender.empty((6, 3), "float32")
+            for seed in range(40):  # the last one counts; others are read by who does not wait
+                lender.upload(exact_data((6, 3), "float32", seed=seed), out=given)
+            if is_sparse:
+                given = gr.IndexedSlices(given, [1, 4, 1, 0, 5, 4])
+            optimizer.apply_gradients([(given, variable)])
+            del given
+        kept = [variable, *optimizer.variables()]
+        return [buffer.numpy() for each in reversed(kept) for buffer in reversed(each.buffers)]
+
+
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("has_copies", [False, True], ids=["gradient beside", "copies"])
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_devices_of_one_gpu_come_behind_each_other(has_copies, is_sparse, seeds):
+    wanted = crossed(has_copies, is_sparse)
+    for seed in seeds:
+        found = crossed(has_copies, is_sparse, schedule_seed=seed)
+        assert all(map(same, found, wanted)), seed
+
+
+def clipped(**options) -> list[np.ndarray]:
+    """Arrays that a launch of each device has just been told to write, and overwritten at once."""
+    with gr.open_mesh([0, 0, 1], backend="sim", strict=True, **options) as mesh:
+        given = []
+        for place, device in enumerate(mesh):
+            terms = [device.upload(exact_data((40,), "float32", seed=place)) for _ in range(2)]
+            given.append(gr.add_n(terms, as_kind="buffer"))
+        found, norm = gr.clip_by_global_norm(given, 1.0)
+        for buffer in given:
+            buffer.device.upload(np.full(40, 9, "float32"), out=buffer)
+        return [each.numpy() for each in (*found, norm)]
+
+
+def test_a_clip_comes_behind_who_writes_and_before_who_overwrites():
+    wanted = clipped()
+    for seed in range(40):
+        assert all(map(same, clipped(schedule_seed=seed), wanted)), seed

@@ -1,0 +1,194 @@
+"""The Dockerfile keeps its promises, read as Docker reads it: one instruction after another.
+
+Nothing is built here; that needs a Docker daemon and a GPU.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+pytestmark = pytest.mark.repo
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Instruction(NamedTuple):
+    """One instruction of a Dockerfile: its name in capitals, and the text after it."""
+
+    name: str
+    text: str
+
+
+def instructions(dockerfile: str) -> list[Instruction]:
+    """Splits a Dockerfile, with comment lines dropped and continued lines joined.
+
+    Docker drops a comment line also between continued lines, so they go first.
+    """
+    lines = (line for line in dockerfile.splitlines() if not line.lstrip().startswith("#"))
+    joined = re.sub(r"\\\s*\n", " ", "\n".join(lines))
+    pairs = (line.strip().partition(" ") for line in joined.splitlines() if line.strip())
+    return [Instruction(name.upper(), " ".join(text.split())) for name, _, text in pairs]
+
+
+def commands(run: str) -> list[list[str]]:
+    """The words of every command of a RUN instruction."""
+    return [shlex.split(command) for command in re.split(r"&&|;", run)]
+
+
+@pytest.fixture(scope="module")
+def docker() -> list[Instruction]:
+    return instructions((ROOT / "Dockerfile").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def runs(docker) -> list[list[str]]:
+    return [words for step in docker if step.name == "RUN" for words in commands(step.text)]
+
+
+def positions(docker: list[Instruction], name: str, text: str) -> list[int]:
+    return [i for i, step in enumerate(docker) if step.name == name and text in step.text]
+
+
+def test_the_parser_joins_lines_and_drops_comments():
+    text = '# first\nFROM a\nrun b \\\n  # inside\n  && c  d \\\n  && e\nCMD ["f"]\n'
+    assert instructions(text) == [("FROM", "a"), ("RUN", "b && c d && e"), ("CMD", '["f"]')]
+    assert commands("b && c 'd e'") == [["b"], ["c", "d e"]]
+
+
+def test_the_base_image_has_no_cuda_libraries(docker):
+    assert docker[0] == ("FROM", "nvidia/cuda:12.9.1-base-ubuntu24.04")
+    assert [step.name for step in docker].count("FROM") == 1
+
+
+def test_apt_brings_python_venv_and_the_compiler_and_nothing_more(docker, runs):
+    (install,) = [words for words in runs if words[:2] == ["apt-get", "install"]]
+    options = {word for word in install[2:] if word.startswith("-")}
+    assert set(install[2:]) - options == {"g++", "python3", "python3-venv"}
+    assert "--no-install-recommends" in options
+    assert options & {"-y", "--yes"}, "the build has nobody to ask"
+
+
+def test_the_package_lists_are_removed_in_the_layer_that_fetched_them(docker):
+    (layer,) = [step.text for step in docker if step.name == "RUN" and "apt-get" in step.text]
+    names = [words[:2] for words in commands(layer)]
+    assert names == [["apt-get", "update"], ["apt-get", "install"], ["rm", "-rf"]]
+    assert commands(layer)[-1][-1] == "/var/lib/apt/lists/*"
+
+
+def test_the_venv_is_first_on_path_before_pip_runs(docker, runs):
+    (create,) = [words for words in runs if words[:3] == ["python3", "-m", "venv"]]
+    (made,) = positions(docker, "RUN", "python3 -m venv")
+    (path,) = positions(docker, "ENV", "PATH=")
+    (installed,) = positions(docker, "RUN", "pip install")
+    assert made < path < installed
+    (value,) = shlex.split(docker[path].text)
+    assert value == f"PATH={create[-1]}/bin:$PATH"
+
+
+def expanded(words: list[str], **given: str) -> list[str]:
+    """The words as the shell makes them of a command with these build arguments."""
+    text = " ".join(words)
+    for name, value in given.items():
+        text = text.replace(f"${{{name}}}", value).replace(f"${name}", value)
+    return text.split()
+
+
+@pytest.mark.parametrize(
+    ("cuda", "libraries"), [("12", ""), ("13", "torch jax[cuda13]"), ("12", "jax[cuda12]")]
+)
+def test_pip_installs_the_package_with_its_tests_and_more(docker, runs, cuda, libraries):
+    """In one command, and for one CUDA: two NCCLs would lie in one place."""
+    upgrade, words = (words for words in runs if "pip" in words)
+    assert upgrade == ["pip", "install", "--upgrade", "pip"]
+    assert runs[runs.index(words) - 1] == ["set", "-f"], "jax[cuda13] is a pattern of file names"
+    wanted = ["pip", "install", f".[cuda{cuda},test]", *libraries.split()]
+    assert expanded(words, CUDA=cuda, LIBRARIES=libraries) == wanted
+    defaults = dict(shlex.split(step.text)[0].split("=") for step in docker if step.name == "ARG")
+    assert defaults == {"CUDA": "12", "LIBRARIES": ""}
+    (installed,) = positions(docker, "RUN", "pip install")
+    assert max(positions(docker, "ARG", "")) < installed
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert {f"cuda{cuda}", "test"} <= set(extras["optional-dependencies"])
+
+
+def test_every_run_is_a_command_that_the_shell_reads(docker):
+    shell = shutil.which("sh")
+    for step in docker:
+        if step.name == "RUN":
+            subprocess.run([shell, "-n", "-c", step.text], check=True)
+
+
+def shown_commands(path: Path) -> list[str]:
+    """Every ``docker run`` that a text shows, continued lines joined."""
+    lines = re.sub(r"\\\n#? *", "", path.read_text(encoding="utf-8")).splitlines()
+    return [found for line in lines for found in re.findall(r"docker run [^`|]*", line)]
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "README.md", "CONTRIBUTING.md"])
+def test_every_docker_run_gives_nccl_its_memory(name):
+    """Where GPUs have no peer access it needs shared and locked memory."""
+    commands = shown_commands(ROOT / name)
+    assert commands
+    for command in commands:
+        words = shlex.split(command)
+        assert {"--gpus", "all", "--shm-size=1g", "--ulimit", "memlock=-1"} <= set(words), command
+        assert words.index("gradreduce") > words.index("memlock=-1")
+
+
+def test_the_tests_of_libraries_are_run_so_that_a_skip_fails():
+    for name in ("Dockerfile", "README.md"):
+        (command,) = [one for one in shown_commands(ROOT / name) if "pytest" in one]
+        words = shlex.split(command)
+        asked = words[words.index("pytest") :]
+        assert asked == [
+            "pytest", "-m", "(gpu or multi_gpu) and (torch or jax)",
+            "--require-gpu", "--require", "torch", "--require", "jax",
+        ]  # fmt: skip
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert '--build-arg CUDA=13 --build-arg LIBRARIES="torch jax[cuda13]"' in text
+
+
+def test_everything_copied_exists_and_is_not_ignored(docker):
+    sources = [word for step in docker if step.name == "COPY" for word in step.text.split()[:-1]]
+    assert {"pyproject.toml", "README.md", "LICENSE", "src", "kernels", "tests"} <= set(sources)
+    assert [source for source in sources if not (ROOT / source).exists()] == []
+    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    patterns = [line.removeprefix("**/") for line in lines if line and not line.startswith("#")]
+    ignored = [s for s in sources for pattern in patterns if fnmatch.fnmatch(s, pattern)]
+    assert ignored == []
+
+
+def test_what_is_copied_is_there_before_pip_needs_it(docker):
+    (installed,) = positions(docker, "RUN", "pip install")
+    copies = [i for i, step in enumerate(docker) if step.name == "COPY"]
+    (workdir,) = [i for i, step in enumerate(docker) if step.name == "WORKDIR"]
+    assert workdir < min(copies)
+    assert max(copies) < installed
+
+
+def test_the_container_cannot_pass_without_a_gpu(docker):
+    last = docker[-1]
+    assert last.name == "CMD"
+    assert json.loads(last.text) == ["pytest", "--require-gpu"]
+    assert not [step for step in docker if step.name == "ENTRYPOINT"], "it would swallow CMD"
+
+
+def test_the_file_says_why():
+    comments = [
+        line.lstrip("# ")
+        for line in (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
+        if line.startswith("#")
+    ]
+    text = " ".join(comments)
+    for reason in ("wheels", "refuses pip", "--gpus all", "/dev/shm", "of one CUDA"):
+        assert reason in text

@@ -1,0 +1,25 @@
+"""The tests of the examples, in a pytest process of their own: their libraries take 100 MB."""
+
+from __future__ import annotations
+
+import pytest
+from support.background_runs import ROOT, Ended
+
+pytestmark = [pytest.mark.repo, pytest.mark.slow]
+TESTS = ROOT / "tests"
+PYTEST = ("-m", "pytest", "-q", str(TESTS / "examples"), str(TESTS / "project" / "test_readme.py"))
+
+
+@pytest.mark.early(*PYTEST)
+def test_the_examples_pass(early):
+    passed(early)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.early(*PYTEST, "-m", "exhaustive")
+def test_what_a_plain_run_leaves_out_passes_too(early):
+    passed(early)
+
+
+def passed(done: Ended) -> None:
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr

@@ -1,0 +1,106 @@
+"""The CUDA backend's own code, run without a GPU: pytest processes with the fake CuPy in them.
+
+They are processes of their own because our modules keep what they imported. Their results are
+those of ``tests/backends/cuda`` and of every test elsewhere that is marked as needing GPUs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+from support.background_runs import ROOT, Ended, environment
+
+# The fake keeps a clock for every use of memory, and counts of those grow.
+DESELECTED = "tests/device/test_contract_lifetime.py::test_nothing_grows_with_use"
+SHARED = "(gpu or multi_gpu) and not slow"
+PYTEST = ("-m", "pytest", "-p", "fake_cupy.plugin", "-q")
+TESTS = ROOT / "tests"
+
+
+def on_seed(seed: str, *marks: pytest.MarkDecorator):
+    """A parameter: the tests that need GPUs, on a machine of this seed."""
+    arguments = (*PYTEST, str(TESTS / "device"), "-m", SHARED, "--deselect", DESELECTED)
+    early = pytest.mark.early(*arguments, GRADREDUCE_FAKE_SEED=seed)
+    return pytest.param(marks=(early, *marks), id=seed)
+
+
+def run(*arguments: str, **changed: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment(**changed),
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+
+
+def passed(done: Ended) -> None:
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr
+    counted = done.stdout.strip().splitlines()[-1]
+    assert " passed" in counted, counted
+    assert "skipped" not in counted, counted
+
+
+@pytest.mark.repo
+@pytest.mark.host
+@pytest.mark.slow
+@pytest.mark.early(*PYTEST, str(TESTS / "backends" / "cuda"), "-m", "not slow")
+def test_the_cuda_backend_passes_on_the_fake(early):
+    """In one process: to start one for each file took longer than most of them."""
+    passed(early)
+
+
+@pytest.mark.repo
+@pytest.mark.host
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.early(*PYTEST, str(TESTS / "backends" / "cuda"), "-m", "exhaustive or slow")
+def test_what_a_plain_run_leaves_out_passes_on_the_fake_too(early):
+    passed(early)
+
+
+@pytest.mark.host
+@pytest.mark.slow
+@pytest.mark.parametrize((), [on_seed("2"), on_seed("0", pytest.mark.exhaustive)])
+def test_tests_that_need_gpus_pass_on_the_fake(early):
+    """As chance will have it; fully lazy."""
+    passed(early)
+
+
+@pytest.mark.host
+def test_a_fault_fails_a_test(tmp_path):
+    test = tmp_path / "test_unordered.py"
+    test.write_text(
+        "from gradreduce.backends import open_mesh\n"
+        "from gradreduce import ops\n"
+        "def test_it():\n"
+        "    with open_mesh([0, 0], backend='cuda') as mesh:\n"
+        "        first, second = (device.zeros((4,), 'float32') for device in mesh.devices)\n"
+        "        ops.add_n([first], [[second]])\n"
+        "def test_the_next_one_has_a_new_machine():\n"
+        "    with open_mesh(1, backend='cuda') as mesh:\n"
+        "        assert (mesh.devices[0].zeros((4,), 'float32').numpy() == 0).all()\n",
+        encoding="utf-8",
+    )
+    done = run("-m", "pytest", "-p", "fake_cupy.plugin", "-q", str(test))
+    assert done.returncode == 1, done.stdout
+    assert "Fault: unordered: " in done.stdout
+    assert "1 failed, 1 passed, 1 error" in done.stdout
+
+
+def test_the_record_is_that_of_the_installed_cupy():
+    """Where CuPy is installed; without a GPU too."""
+    if importlib.util.find_spec("cupy") is not None:
+        done = run("-m", "fake_cupy.signatures")
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_without_the_plugin_only_what_needs_gpus_is_collected():
+    rest = "not gpu and not multi_gpu"
+    done = run("-m", "pytest", "-q", "--collect-only", "tests/backends/cuda", "-m", rest)
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout

@@ -1,0 +1,251 @@
+"""The law of skips, tried on small suites of its own, each run with the plugin alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import skip_rules as skips
+
+pytest_plugins = ("pytester",)
+
+TESTS = Path(__file__).resolve().parents[1]
+
+MARKERS = """
+[pytest]
+markers =
+    gpu: one device
+    multi_gpu(n): n devices
+    nccl: libnccl
+    host: g++
+    nvrtc(*wheels): the NVRTC wheel
+"""
+
+NO_GPU = (0, "ImportError: No module named 'cupy'")
+
+
+@pytest.fixture
+def suite(pytester, monkeypatch):
+    """Runs a suite given as text, on a machine with ``gpus`` devices, and returns the result."""
+
+    def run(text: str, *args: str, gpus: tuple[int, str] = NO_GPU) -> pytest.RunResult:
+        monkeypatch.setattr(skips, "count_gpus", lambda: gpus)
+        # No third-party plugin can change what these runs show, and each starts twice as fast.
+        monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+        pytester.makeini(MARKERS)
+        pytester.makepyfile("import pytest\n" + text)
+        return pytester.runpytest_inprocess(
+            "-p", "support.skip_rules", "-ra", "--strict-markers", *args
+        )
+
+    return run
+
+
+UNLAWFUL = """
+@pytest.mark.skip(reason="later")
+def test_mark(): pass
+
+@pytest.mark.skipif(True, reason="not here")
+def test_condition(): pass
+
+def test_body(): pytest.skip("in the body")
+
+@pytest.fixture
+def device(): pytest.skip("in a fixture")
+
+def test_fixture(device): pass
+
+@pytest.mark.parametrize("x", [])
+def test_empty_parameter_set(x): pass
+
+@pytest.mark.gpu
+def test_marked_but_its_need_is_met(): pytest.skip("for another reason")
+
+def test_passes(): pass
+"""
+
+
+def test_a_skip_of_its_own_fails_the_run(suite):
+    result = suite(UNLAWFUL, gpus=(1, ""))
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(passed=1, skipped=6)
+    result.stdout.fnmatch_lines(
+        [
+            "*unlawful skips*",
+            "*::test_mark: Skipped: later",
+            "*::test_condition: Skipped: not here",
+            "*::test_body: Skipped: in the body",
+            "*::test_fixture: Skipped: in a fixture",
+            "*::test_empty_parameter_set*: Skipped: *",
+            "*::test_marked_but_its_need_is_met: Skipped: for another reason",
+            "The run FAILS: 6 skipped, *",
+        ]
+    )
+
+
+def test_a_skipped_module_fails_the_run(suite, pytester):
+    pytester.makepyfile(test_other="def test_b(): pass")
+    result = suite("pytest.importorskip('no_such_module')\ndef test_a(): pass")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["*unlawful skips*", "*could not import 'no_such_module'*"])
+
+
+def test_an_expected_failure_is_no_skip(suite):
+    result = suite(
+        "@pytest.mark.xfail(run=False)\ndef test_a(): pass\n"
+        "@pytest.mark.xfail\ndef test_b(): assert False\n"
+    )
+    assert result.ret == pytest.ExitCode.OK
+    result.assert_outcomes(xfailed=2)
+
+
+def test_marked_tests_skip_with_a_reason_and_are_counted(suite):
+    result = suite(
+        "@pytest.fixture\ndef device(): raise AssertionError('made before the need was checked')\n"
+        "@pytest.mark.gpu\n@pytest.mark.parametrize('x', [1, 2])\ndef test_a(device, x): pass\n"
+        "@pytest.mark.multi_gpu(2)\ndef test_b(): pass\n"
+        "@pytest.mark.nccl\ndef test_c(): pass\n"
+        "def test_d(): pass\n"
+    )
+    assert result.ret == pytest.ExitCode.OK
+    result.assert_outcomes(passed=1, skipped=4)
+    result.stdout.fnmatch_lines(
+        [
+            "lawful skips: gpu 2, multi_gpu 1, nccl 1",
+            "SKIPPED [[]2[]] *gpu: no CUDA device (ImportError: *cupy*)",
+        ]
+    )
+
+
+def test_optional_tiers_skip_where_their_tool_is_absent(suite, monkeypatch):
+    text = "@pytest.mark.host\ndef test_a(): pass\n@pytest.mark.nvrtc\ndef test_b(): pass\n"
+    with monkeypatch.context() as patch:
+        patch.setattr(skips, "find_compiler", lambda wheel: None)
+        patch.setenv("PATH", "")
+        absent = suite(text)
+    assert absent.ret == pytest.ExitCode.OK
+    absent.assert_outcomes(skipped=2)
+    absent.stdout.fnmatch_lines(["lawful skips: host 1, nvrtc 1"])
+    absent.stdout.fnmatch_lines_random(["*host: no g++ on PATH", "*nvrtc: no *libnvrtc.so.12 of *"])
+
+    monkeypatch.setattr(skips, "find_compiler", Path)
+    monkeypatch.setattr(skips.shutil, "which", lambda name: f"/usr/bin/{name}")
+    suite(text).assert_outcomes(passed=2)
+
+
+def test_nvrtc_is_found_in_the_wheels_folder_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    assert skips.find_compiler("nvidia-cuda-nvrtc") is None
+    library = tmp_path / "nvidia" / "cu13" / "lib" / "libnvrtc.so.13"
+    library.parent.mkdir(parents=True)
+    sys.path_importer_cache.pop(str(tmp_path), None)  # it remembers the folder as empty
+    assert skips.find_compiler("nvidia-cuda-nvrtc") is None
+    library.touch()
+    assert skips.find_compiler("nvidia-cuda-nvrtc") == library
+
+
+def test_figures_of_another_version_are_not_compared(suite, monkeypatch):
+    monkeypatch.setattr(skips, "find_compiler", Path)
+    monkeypatch.setattr(skips.importlib.metadata, "version", lambda wheel: "12.9.86")
+    wheels = ["nvidia-cuda-nvrtc-cu12==12.9.86", "nvidia-cuda-nvrtc-cu12==12.9.41"]
+    result = suite(
+        "".join(
+            f"@pytest.mark.nvrtc({wheel!r})\ndef test_{n}(): pass\n"
+            for n, wheel in enumerate(wheels)
+        )
+    )
+    result.assert_outcomes(passed=1, skipped=1)
+    result.stdout.fnmatch_lines(["*nvrtc: the figures are of *==12.9.41, not of 12.9.86"])
+
+
+def test_several_gpus_are_a_number(suite):
+    text = "".join(f"@pytest.mark.multi_gpu({n})\ndef test_{n}(): pass\n" for n in (2, 3))
+    result = suite(text, "--require-gpu", gpus=(2, ""))
+    assert result.ret == pytest.ExitCode.OK  # too few GPUs for a test: a skip all the same
+    result.assert_outcomes(passed=1, skipped=1)
+    result.stdout.fnmatch_lines(["*multi_gpu: 2 CUDA devices, 3 needed"])
+
+
+def test_multi_gpu_needs_a_number_of_at_least_two(suite):
+    marks = ["", "(1)", "(2, 3)", "('2')"]
+    text = "\n".join(
+        f"@pytest.mark.multi_gpu{args}\ndef test_{i}(): pass" for i, args in enumerate(marks)
+    )
+    result = suite(text, gpus=(8, ""))
+    result.assert_outcomes(errors=len(marks))
+    result.stdout.fnmatch_lines(["*multi_gpu takes one int of at least 2, got *"])
+
+
+@pytest.mark.parametrize("text", ["def test_a(): pass", "@pytest.mark.gpu\ndef test_a(): pass"])
+def test_require_gpu_without_a_gpu_ends_the_run(suite, text):
+    result = suite(text, "--require-gpu")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --require-gpu: no CUDA device (ImportError: *cupy*)"])
+    result.stdout.no_fnmatch_line("*passed*")
+
+
+def fake_cupy(folder: Path, body: str, *, nccl: bool = False) -> dict[str, str]:
+    """An environment whose ``cupy`` is a stand-in, found before a real one."""
+    package = folder / "fake" / "cupy"
+    (package / "cuda").mkdir(parents=True)
+    runtime = "from types import SimpleNamespace\n\n\ndef getDeviceCount():\n    {}\n\n\n"
+    (package / "__init__.py").write_text("from cupy import cuda\n")
+    (package / "cuda" / "__init__.py").write_text(
+        runtime.format(body) + "runtime = SimpleNamespace(getDeviceCount=getDeviceCount)\n"
+    )
+    (package / "cuda" / "nccl.py").write_text(
+        f"import warnings\n\navailable = {nccl}\nwarnings.warn('NCCL could not be loaded')\n"
+    )
+    return {**os.environ, "PYTHONPATH": str(package.parent)}
+
+
+def run_pytest(cwd: Path, env: dict[str, str], *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *args]
+    env = {**env, "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_our_own_suite_refuses_to_pass_without_its_gpu(tmp_path):
+    env = fake_cupy(tmp_path, "raise RuntimeError('cudaErrorInsufficientDriver: too old')")
+    # Collected only: should the run not end where it must, it would come here again, and again.
+    args = ("--require-gpu", "--collect-only", str(TESTS / "test_conftest.py"))
+    result = run_pytest(TESTS.parent, env, *args)
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR
+    assert result.stderr.strip() == (
+        "ERROR: --require-gpu: no CUDA device (RuntimeError: cudaErrorInsufficientDriver: too old)"
+    )
+
+
+@pytest.mark.parametrize("nccl", [True, False])
+def test_nccl_must_run_or_fail_with_require_gpu(tmp_path, nccl):
+    env = fake_cupy(tmp_path, "return 1", nccl=nccl)
+    env["PYTHONPATH"] += os.pathsep + str(TESTS)
+    suite = tmp_path / "suite"
+    suite.mkdir()
+    (suite / "pytest.ini").write_text(MARKERS + "filterwarnings = error\n")
+    (suite / "test_it.py").write_text(
+        "import pytest\n@pytest.mark.gpu\n@pytest.mark.nccl\ndef test_a(): pass\n"
+    )
+    plain = run_pytest(suite, env, "-p", "support.skip_rules", "-ra")
+    strict = run_pytest(suite, env, "-p", "support.skip_rules", "-ra", "--require-gpu")
+    assert plain.returncode == pytest.ExitCode.OK
+    if nccl:
+        assert strict.returncode == pytest.ExitCode.OK
+        return
+    assert "nccl: CuPy finds no libnccl" in plain.stdout
+    assert strict.returncode == pytest.ExitCode.TESTS_FAILED
+    assert "--require-gpu: nccl: CuPy finds no libnccl" in strict.stdout
+
+
+def test_a_cpu_run_never_imports_cupy(tmp_path):
+    env = fake_cupy(tmp_path, "raise AssertionError('nobody asked')")
+    (tmp_path / "fake" / "cupy" / "__init__.py").write_text("raise AssertionError('imported')\n")
+    env["PYTHONPATH"] += os.pathsep + str(TESTS)
+    (tmp_path / "pytest.ini").write_text(MARKERS)
+    (tmp_path / "test_it.py").write_text("def test_a(): pass\n")
+    result = run_pytest(tmp_path, env, "-p", "support.skip_rules")
+    assert result.returncode == pytest.ExitCode.OK, result.stdout + result.stderr

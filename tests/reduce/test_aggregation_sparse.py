@@ -1,0 +1,300 @@
+"""IndexedSlices among the terms of a gradient: joined if all are, else a dense sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.exact_data import DTYPES, exact_data, random_data, same
+from support.exhaustive import examples
+from support.meshes import refused
+
+import gradreduce as gr
+
+METHODS = [0, 1, 2, None]
+ROWS, WIDTH = 7, 5
+
+
+@pytest.fixture(scope="module", params=["numpy", pytest.param("compiled", marks=pytest.mark.host)])
+def mesh(request) -> Iterator[gr.Mesh]:
+    """Two devices that share a physical one, and one that is apart."""
+    with gr.open_mesh([0, 0, 1], backend="sim", kernels=request.param, strict=True) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def default(mesh, monkeypatch):
+    """Host arrays lie on this mesh."""
+    monkeypatch.setattr("gradreduce.backends._default", [mesh])
+
+
+def slices_of(indices, *, dtype="float32", dense_shape=(ROWS, WIDTH), seed=0, make=exact_data):
+    return gr.IndexedSlices(make((len(indices), WIDTH), dtype, seed=seed), indices, dense_shape)
+
+
+def dense_of(dtype="float32", seed=9, make=exact_data):
+    return make((ROWS, WIDTH), dtype, seed=seed)
+
+
+def small(indices, values, dense_shape):
+    return gr.IndexedSlices(np.array(values, "float32"), indices, dense_shape)
+
+
+def forms(terms):
+    """A list, and the same as it comes."""
+    return terms, iter(terms)
+
+
+# -- what TensorFlow's cases say ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_terms_that_are_all_sparse_are_joined(method):
+    """Duplicates kept, the first dense_shape, one alone itself, None left out."""
+    one, other = small([1], [[1, 2]], (4, 2)), small([1, 3], [[3, 4], [5, 6]], (4, 2))
+    for terms in forms([one, other]):
+        made = gr.aggregate(terms, method)
+        assert made.indices.tolist() == [1, 1, 3]
+        assert same(made.values, np.array([[1, 2], [3, 4], [5, 6]], "float32"))
+        assert made.dense_shape == (4, 2)
+    twice = small([1, 1], [[1, 2], [3, 4]], (3, 2))
+    for terms in forms([twice]) + forms([None, twice, None]):
+        assert gr.aggregate(terms, method) is twice
+    assert gr.aggregate([one, None, other], method).indices.tolist() == [1, 1, 3]
+    for shapes in [((3, 2), (9, 2)), (None, (9, 2)), ((-1, 2), (9, 2)), ((9, 2), None)]:
+        made = gr.aggregate([small([1], [[1, 2]], shapes[0]), small([2], [[1, 2]], shapes[1])])
+        assert made.dense_shape == shapes[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sparse_and_dense_make_a_dense_sum(method):
+    sparse, dense = small([1], [[1, 2]], (3, 2)), np.ones((3, 2), "float32")
+    expected = np.array([[1, 1], [2, 3], [1, 1]], "float32")
+    for terms in ([sparse, dense], [dense, sparse], [None, dense, None, sparse]):
+        for form in forms(terms):
+            made = gr.aggregate(form, method)
+            assert isinstance(made, np.ndarray)
+            assert same(made, expected)
+    assert (dense == 1).all()
+
+
+def test_add_n_makes_sparse_terms_dense():
+    one, other = small([1, 1], [[1, 2], [3, 4]], (3, 2)), small([0], [[5, 6]], (3, 2))
+    assert same(gr.add_n([one]), np.array([[0, 0], [4, 6], [0, 0]], "float32"))
+    assert same(gr.add_n((one, other)), np.array([[5, 6], [4, 6], [0, 0]], "float32"))
+    ones = np.ones((3, 2), "float32")
+    assert same(gr.add_n([ones, one]), np.array([[1, 1], [5, 7], [1, 1]], "float32"))
+
+
+def test_add_n_needs_to_know_how_large_they_are(mesh):
+    for dense_shape in (None, (-1, 2)):
+        unknown = small([1], [[5, 6]], dense_shape)
+        with refused(mesh, ValueError, "dense_shape of .* is unknown"):
+            gr.add_n([unknown])
+        for terms in ([unknown, np.ones((3, 2), "float32")], [unknown, unknown]):
+            with refused(mesh, TypeError, "dense_shape of .* is unknown"):
+                gr.add_n(terms)
+
+
+def test_accumulate_n_takes_none(mesh):
+    sparse, dense = small([1], [[5, 6]], (3, 2)), np.ones((3, 2), "float32")
+    for inputs in ([sparse], [sparse, sparse], [dense, sparse], (sparse, dense)):
+        with refused(mesh, ValueError, "accumulate_n takes no IndexedSlices"):
+            gr.accumulate_n(inputs)
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_joined_rows_are_the_terms_rows(dtype):
+    terms = [slices_of(indices, dtype=dtype, seed=k, make=random_data)
+             for k, indices in enumerate([[3, 3, 0], [], [6], [5, 4, 3, 2, 1]])]  # fmt: skip
+    made = gr.aggregate(terms)
+    assert made.indices.tolist() == [3, 3, 0, 6, 5, 4, 3, 2, 1]
+    assert same(made.values, np.concatenate([term.values for term in terms]))
+
+
+@pytest.mark.parametrize("method", METHODS[:3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sparse_term_counts_as_its_whole_array(dtype, method):
+    """Bit by bit, in the order of the method, listed or as they come."""
+    terms = [
+        slices_of([2, 2, 6], dtype=dtype, seed=1, make=random_data),
+        slices_of([0, 2], dtype=dtype, seed=2, make=random_data),
+        dense_of(dtype, make=random_data),
+        slices_of([], dtype=dtype),
+        dense_of(dtype, 8, make=random_data),
+    ]
+    for order in ([0, 1, 2, 3, 4], [2, 0, 1, 4, 3], [4, 2, 3, 1, 0]):
+        given_terms = [terms[place] for place in order]
+        whole = [term if isinstance(term, np.ndarray) else term.to_dense() for term in given_terms]
+        expected = gr.aggregate(whole, min(method, 1))  # ACCUMULATE_N adds these in pairs too
+        for form in forms(given_terms):
+            assert same(gr.aggregate(form, method), expected)
+        if method == 0:
+            assert same(gr.add_n(given_terms), expected)
+
+
+def test_accumulate_n_adds_in_pairs_what_holds_a_sparse_term():
+    """TREE makes 2**24 + 2 of them; left to right each 1 is lost."""
+    ones = np.ones((2, 1), "float32")
+    sparse = small([0, 1], [[1], [1]], (2, 1))
+    large = np.full((2, 1), 2**24, "float32")
+    for place in range(4):
+        terms = [large, ones, ones, ones]
+        assert (gr.aggregate(terms, 2) == 2**24).all()
+        terms[place] = small([0, 1], large, (2, 1)) if place == 0 else sparse
+        assert (gr.aggregate(terms, 1) == 2**24 + 2).all()
+        assert (gr.aggregate(terms, 2) == 2**24 + 2).all()
+        # As they come, three dense terms before the first sparse one are one sum by then.
+        assert (gr.aggregate(iter(terms), 2) == (2**24 + 2 if place < 3 else 2**24)).all()
+        assert (gr.aggregate(terms, 0) == 2**24).all()
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    lists=st.lists(st.lists(st.integers(0, ROWS - 1), max_size=6), min_size=2, max_size=5),
+    shuffled=st.randoms(),
+)
+def test_joining_then_merging_is_adding(dtype, lists, shuffled):
+    terms = [slices_of(indices, dtype=dtype, seed=k) for k, indices in enumerate(lists)]
+    joined, total = gr.aggregate(terms), gr.add_n(terms)
+    assert same(joined.to_dense(), total)
+    assert same(joined.coalesce().to_dense(), total)
+    shuffled.shuffle(terms)
+    assert same(gr.aggregate(terms).to_dense(), total)
+
+
+# -- places, kinds, memory ------------------------------------------------------------------------
+
+
+def placed(device, term):
+    if isinstance(term, np.ndarray):
+        return device.put(term)
+    return gr.IndexedSlices(device.put(term.values), term.indices, term.dense_shape)
+
+
+@pytest.mark.parametrize("places", [(1, 1, 1), (1, 0, 1), (2, 0, 1), (0, 2, 2)], ids=str)
+def test_terms_on_several_devices_meet_on_the_first(mesh, places):
+    terms = [slices_of(indices, seed=k) for k, indices in enumerate([[3, 1], [1], [6, 6, 3]])]
+    spread = [placed(mesh.devices[place], term) for place, term in zip(places, terms, strict=True)]
+    with mesh.journal() as journal:
+        made = gr.aggregate(spread)
+    physical = [mesh.devices[place].physical for place in places]
+    far = [place for place in places if mesh.devices[place].physical != physical[0]]
+    several = len(far) - len(
+        set(far)
+    )  # what comes from one device is packed there, and copied once
+    assert (journal.launches, journal.copies) == (1 + several, len(set(far)))
+    assert (made.device, made.kind) == (mesh.devices[places[0]], "buffer")
+    assert same(made.values.numpy(), gr.aggregate(terms).values)
+    mixed = [*spread[:2], placed(mesh.devices[places[2]], dense_of())]
+    total = gr.aggregate(mixed)
+    assert total.device is mesh.devices[places[0]]
+    assert same(total.numpy(), gr.aggregate([*terms[:2], dense_of()]))
+
+
+def test_what_a_call_costs(mesh):
+    device = mesh.devices[0]
+    sparse = [placed(device, slices_of([1, 2, 1], seed=seed)) for seed in range(4)]
+    dense = placed(device, dense_of())
+    costs = {}
+    for name, terms in {"joined": sparse, "mixed": [*sparse, dense]}.items():
+        with mesh.journal() as journal:
+            gr.aggregate(terms)
+        costs[name] = [record.name or record.kind for record in journal.records]
+    assert costs["joined"] == ["pack"]
+    assert costs["mixed"] == ["fill"] * 4 + ["upload", "segment_sum", "add_n"]
+
+
+def test_the_kind_is_that_of_the_first_term(mesh):
+    sparse, dense = slices_of([1]), dense_of()
+    on_device = placed(mesh.devices[0], slices_of([2]))
+    for form in (list, iter):
+        assert gr.aggregate(form([sparse, on_device])).kind == "native"
+        assert gr.aggregate(form([on_device, sparse])).kind == "buffer"
+        assert gr.aggregate(form([on_device, sparse]), as_kind="numpy").kind == "native"
+        assert isinstance(gr.aggregate(form([sparse, on_device, dense])), np.ndarray)
+        assert isinstance(gr.aggregate(form([on_device, dense])), gr.Buffer)
+        assert isinstance(gr.aggregate(form([dense, sparse]), as_kind="buffer"), gr.Buffer)
+    assert isinstance(gr.add_n([on_device]), gr.Buffer)
+    assert isinstance(gr.add_n([on_device], as_kind="numpy"), np.ndarray)
+
+
+def test_nothing_is_shared_and_nothing_written():
+    one, other = slices_of([1, 2]), slices_of([3], seed=1)
+    for term in (one, other):
+        term.values.flags.writeable = False
+    joined = gr.aggregate([one, other])
+    joined.values[...] = 7
+    gr.add_n([one])[...] = 7
+    gr.add_n([one, other])[...] = 7
+    assert same(one.values, exact_data((2, WIDTH), "float32"))
+    assert same(other.values, exact_data((1, WIDTH), "float32", seed=1))
+    assert one.indices.tolist() == [1, 2]
+
+
+# -- what does not fit ----------------------------------------------------------------------------
+
+
+def others(dtype="float32", dense_shape=(ROWS, WIDTH), indices=(1,)):
+    """Terms that do not go with ``slices_of([1])``."""
+    return gr.IndexedSlices(np.ones((len(indices), WIDTH), dtype), list(indices), dense_shape)
+
+
+# what -> the other term, with all sparse; the error; its text
+UNLIKE = {
+    "another dtype": (others("float64"), TypeError, "that don't all match: .* input 1 is float64"),
+    "an index too large": (
+        others(dense_shape=(9, WIDTH), indices=(0, 8)), ValueError,
+        r"indices\[2\] = 8 is not below dense_shape\[0\] = 7",
+    ),
+    "other rows": (
+        gr.IndexedSlices(np.ones((1, 4), "float32"), [0]), ValueError,
+        r"rows of the same shape\. Input 0: \[5\] != input 1: \[4\]",
+    ),
+}  # fmt: skip
+# what -> a dense or sparse term beside a dense one; the error; its text
+UNLIKE_DENSE = {
+    "another dtype": (others("float64"), TypeError, "that don't all match: .* input 1 is float64"),
+    "another shape": (
+        others(dense_shape=(9, WIDTH)), ValueError,
+        r"Input 0: \[7, 5\] != input 1: \[9, 5\]",
+    ),
+    "an unknown shape": (others(dense_shape=None), TypeError, "dense_shape of .* is unknown"),
+    "half of it unknown": (others(dense_shape=(-1, WIDTH)), TypeError, "is unknown"),
+    "no array": (object(), TypeError, "object is not an array"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNLIKE.values(), ids=UNLIKE)
+def test_sparse_terms_that_do_not_fit_change_nothing(mesh, case):
+    other, error, text = case
+    for form in (list, iter):
+        for terms in ([slices_of([1]), other], [None, slices_of([1]), other, slices_of([2])]):
+            with refused(mesh, error, text):
+                gr.aggregate(form(terms))
+
+
+@pytest.mark.parametrize("case", UNLIKE_DENSE.values(), ids=UNLIKE_DENSE)
+def test_mixed_terms_that_do_not_fit_change_nothing(mesh, case):
+    other, error, text = case
+    dense = dense_of()
+    for call in (gr.add_n, gr.aggregate, lambda terms: gr.aggregate(iter(terms))):
+        with refused(mesh, error, text):
+            call([dense, other])
+    for call in (gr.add_n, gr.aggregate):
+        with refused(mesh, error, text):
+            call([slices_of([1]), other, dense])
+    assert same(dense, dense_of())
+
+
+@pytest.mark.parametrize("terms", [[slices_of([1])], [slices_of([1]), dense_of()]])
+def test_the_method_is_checked_first(mesh, terms):
+    with refused(mesh, ValueError, "Invalid aggregation_method"):
+        gr.aggregate(terms, 3)

@@ -1,0 +1,322 @@
+"""all_reduce: nests of arrays come back as they came, and all of them travel in one batch."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import numpy as np
+import pytest
+from support import meshes
+from support.exact_data import exact_data, same
+from support.meshes import MeshCase, hierarchical_sum, launches_of, owned, refused, unchanged
+
+import gradreduce as gr
+from gradreduce.device import Buffer
+
+mesh = meshes.mesh
+numpy_mesh = meshes.numpy_mesh
+
+SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
+ALGORITHMS = ("hierarchical_copy", "nccl")
+Layer = namedtuple("Layer", ["weight", "bias"])
+
+
+def arrays_of(replica):
+    return [
+        exact_data((3, 4), "float32", seed=replica),
+        exact_data((4,), "bfloat16", seed=replica),
+        exact_data((), "float64", seed=replica),
+    ]
+
+
+def sums(num_replicas, divisor=1):
+    replicas = [arrays_of(replica) for replica in range(num_replicas)]
+    return [hierarchical_sum(of_one, divisor) for of_one in zip(*replicas, strict=True)]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("outer", [list, tuple])
+@pytest.mark.parametrize("inner", [list, tuple])
+def test_lists_and_tuples(mesh, inner, outer, algorithm):
+    ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
+    grads = outer(inner(arrays_of(replica)) for replica in range(len(mesh)))
+    with unchanged(*(array for entry in grads for array in entry)):
+        results = ops.all_reduce(grads, SUM)
+    assert type(results) is outer
+    assert [type(entry) for entry in results] == [inner] * len(mesh)
+    for entry in results:
+        assert all(same(x, y) for x, y in zip(entry, sums(len(mesh)), strict=True))
+
+
+def test_dicts_come_back_in_the_order_of_their_own_keys(mesh):
+    names = ["w", "b", 3]
+    grads = [
+        dict(sorted(zip(names, arrays_of(replica), strict=True), key=lambda item: str(item[0])))
+        if replica % 2
+        else dict(zip(names, arrays_of(replica), strict=True))
+        for replica in range(len(mesh))
+    ]
+    wanted = dict(zip(names, sums(len(mesh)), strict=True))
+    results = gr.HierarchicalCopyAllReduce(mesh=mesh).all_reduce(grads, SUM)
+    assert type(results) is list
+    for entry, given in zip(results, grads, strict=True):
+        assert type(entry) is dict
+        assert list(entry) == list(given)
+        assert all(same(entry[name], wanted[name]) for name in names)
+
+
+def test_named_tuples(numpy_mesh):
+    grads = [Layer(*arrays_of(replica)[:2]) for replica in range(len(numpy_mesh))]
+    results = gr.HierarchicalCopyAllReduce(mesh=numpy_mesh).all_reduce(grads, SUM)
+    for entry in results:
+        assert type(entry) is Layer
+        assert same(entry.weight, sums(len(numpy_mesh))[0])
+        assert same(entry.bias, sums(len(numpy_mesh))[1])
+
+
+def test_the_mean_unless_the_sum_is_asked_for(mesh):
+    grads = [arrays_of(replica) for replica in range(len(mesh))]
+    wanted = sums(len(mesh), len(mesh))
+    for entry in gr.HierarchicalCopyAllReduce(mesh=mesh).all_reduce(grads):
+        assert all(same(x, y) for x, y in zip(entry, wanted, strict=True))
+
+
+def test_buffers_come_back_as_buffers(mesh):
+    grads = [
+        [owned(device, array) for array in arrays_of(replica)]
+        for replica, device in enumerate(mesh)
+    ]
+    results = gr.HierarchicalCopyAllReduce(mesh=mesh).all_reduce(grads, SUM)
+    for entry, device in zip(results, mesh, strict=True):
+        for buffer, wanted in zip(entry, sums(len(mesh)), strict=True):
+            assert isinstance(buffer, Buffer)
+            assert buffer.device is device
+            assert same(buffer.numpy(), wanted)
+
+
+def test_numbers_come_back_as_arrays(numpy_mesh):
+    count = len(numpy_mesh)
+    grads = [(1.5, [1.0, 2.0]) for _ in range(count)]
+    for number, array in gr.HierarchicalCopyAllReduce(mesh=numpy_mesh).all_reduce(grads, SUM):
+        assert same(number, np.array(1.5 * count))
+        assert same(array, np.array([1.0 * count, 2.0 * count]))
+
+
+def test_nothing_comes_back_as_nothing(numpy_mesh):
+    ops = gr.HierarchicalCopyAllReduce(mesh=numpy_mesh)
+    count = len(numpy_mesh)
+    with numpy_mesh.journal() as journal:
+        assert ops.all_reduce([[]] * count) == [[]] * count
+        assert ops.all_reduce(({},) * count) == ({},) * count
+    assert journal.records == []
+
+
+def test_the_one_line_call(monkeypatch):
+    grads = [{"w": np.full(2, replica, np.float32)} for replica in range(4)]
+    with MeshCase((0, 1, 1, 2)).open() as mesh:
+        results = gr.all_reduce(grads, mesh=mesh)
+        assert all(same(entry["w"], np.full(2, 1.5, np.float32)) for entry in results)
+        monkeypatch.setattr("gradreduce.backends._default", [mesh])
+        results = gr.all_reduce(grads, SUM)
+        assert all(same(entry["w"], np.full(2, 6, np.float32)) for entry in results)
+
+
+def test_tensors_without_a_gradient_stay_without(mesh):
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    arrays = [exact_data((5,), "float32", seed=replica) for replica in range(len(mesh))]
+    total = hierarchical_sum(arrays)
+    for one, two in ops.all_reduce([[None, array] for array in arrays], SUM):
+        assert one is None
+        assert same(two, total)
+    assert ops.all_reduce([(None,)] * len(mesh)) == [(None,)] * len(mesh)
+    out = [{"a": 3, "b": np.empty(5, np.float32)} for _ in mesh]  # what it holds at "a" is kept
+    found = ops.all_reduce([{"b": array, "a": None} for array in arrays], SUM, out=out)
+    assert found is out
+    assert all(entry["a"] == 3 and same(entry["b"], total) for entry in found)
+    if len(mesh) > 6:
+        some = [[array if replica == 6 else None] for replica, array in enumerate(arrays)]
+        why = r"^grads\[0, 1, 2, 3, 4 and \d more\]\[0\] is None, grads\[6\]\[0\] is not: pass"
+        with refused(mesh, ValueError, why):
+            ops.all_reduce(some)
+
+
+def test_the_wire_of_the_one_line_call():
+    with MeshCase((0, 1)).open() as mesh:
+        grads = [[np.float32([1.0, 2.0**-20]) + replica] for replica in range(2)]
+        for wire in (None, "float16"):
+            wanted = gr.AllReduceCrossDeviceOps(mesh=mesh, wire_dtype=wire).all_reduce(grads)
+            found = gr.all_reduce(grads, mesh=mesh, wire_dtype=wire)
+            assert same(found[0][0], wanted[0][0])
+        assert found[0][0][1] == 0.5
+        with refused(mesh, ValueError, "wire_dtype='int8' is not"):
+            gr.all_reduce(grads, mesh=mesh, wire_dtype="int8")
+
+
+def test_a_part_of_a_mesh(numpy_mesh):
+    part = numpy_mesh[-1:]
+    results = gr.all_reduce([[np.ones(3, np.float32)]], mesh=part)
+    assert same(results[0][0], np.ones(3, np.float32))
+
+
+def test_results_belong_to_the_caller(numpy_mesh):
+    ops = gr.HierarchicalCopyAllReduce(mesh=numpy_mesh)
+    first = ops.all_reduce([arrays_of(replica) for replica in range(len(numpy_mesh))], SUM)
+    for seed in (100, 200):
+        ops.all_reduce([arrays_of(seed + replica) for replica in range(len(numpy_mesh))], SUM)
+    for entry in first:
+        assert all(same(x, y) for x, y in zip(entry, sums(len(numpy_mesh)), strict=True))
+
+
+# Three tensors of float32 and two of float16, in one batch: launches by kernel, and collectives.
+# hierarchical_copy: one pack launch for each physical device and dtype; two small packs, in turn.
+# nccl: one pack launch the same; a fold and a fan-out for each physical device and dtype.
+@pytest.mark.parametrize(
+    ("placement", "algorithm", "packs", "sums", "collectives"),
+    [
+        ((0,) * 4, "hierarchical_copy", 2, 2, 0),
+        ((0,) * 4, "nccl", 2, 2, 0),
+        ((0, 0, 1, 1), "hierarchical_copy", 4, 2, 0),
+        ((0, 0, 1, 1), "nccl", 4, 8, 4),
+        ((0, 1, 2, 3), "hierarchical_copy", 8, 2, 0),
+        ((0, 1, 2, 3), "nccl", 8, 8, 8),
+    ],
+    ids=str,
+)
+def test_all_tensors_travel_in_one_batch(placement, algorithm, packs, sums, collectives):
+    dtypes = ["float32", "float16", "float32", "float32", "float16"]
+    grads = [[np.ones(5, dtype) for dtype in dtypes] for _ in placement]
+    with MeshCase(placement).open() as mesh, mesh.journal() as journal:
+        gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh).all_reduce(grads)
+    assert len(launches_of(journal, "pack")) == packs
+    assert len(launches_of(journal, "all_sum")) == sums
+    assert len(journal.of("collective")) == collectives
+    assert len(journal.records) == packs + sums + collectives  # no copy, no upload, no sync
+
+
+@pytest.mark.parametrize(
+    ("placement", "crossing"), [((0,) * 4, 0), ((0, 0, 1, 1), 4), ((0, 1, 2, 3), 6)], ids=str
+)
+def test_gradients_in_a_flat_buffer_are_reduced_in_one_launch(placement, crossing):
+    with MeshCase(placement).open() as mesh:
+        flat = mesh.flat_buffer([(5, 3), (7,), ()], "float32")
+        with mesh.journal() as journal:
+            gr.HierarchicalCopyAllReduce(mesh=mesh).all_reduce(flat.views)
+        (launch,) = journal.records
+    assert (launch.name, launch.num_rows) == ("all_sum", 1)
+    assert launch.nbytes == crossing * flat.buffers[0].nbytes == crossing * 4 * (16 + 8 + 4)
+
+
+def test_a_nest_of_arrays_is_refused():
+    ones = np.ones(3, np.float32)
+    with gr.open_mesh(2, backend="sim") as mesh, mesh.journal() as journal:
+        ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+        for nest in ([ones, ones], {"b": ones}, (ones,)):
+            with pytest.raises(ValueError, match=r"grads\[0\]\['a'\] is a nest of arrays"):
+                ops.all_reduce([{"a": nest}, {"a": nest}])
+        assert journal.records == []
+
+
+def turned(array, order=(0, 2, 3, 1)):
+    """The same values with the axes in this order in memory: channels_last."""
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return np.ascontiguousarray(array.transpose(order)).transpose(back)
+
+
+def channels(replica):
+    return turned(exact_data((2, 3, 4, 5), "float32", seed=replica))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_dense_arrays_of_the_same_strides_are_reduced_as_they_lie(mesh, algorithm):
+    """So are the results, in place too; the memory of no array is copied on the way."""
+    ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
+    grads = [{"x": channels(replica), "y": np.ones((3, 4), "f2", order="F")} for replica in
+             range(len(mesh))]  # fmt: skip
+    wanted = hierarchical_sum([entry["x"] for entry in grads], len(mesh))
+    with unchanged(*(entry["x"] for entry in grads)):
+        found = ops.all_reduce(grads)
+    out = [{"x": turned(np.zeros((2, 3, 4, 5), "f4")), "y": np.zeros((4, 3), "f2").T} for _ in mesh]
+    plain = [[{key: np.ascontiguousarray(each) for key, each in entry.items()} for entry in rows]
+             for rows in (grads, out)]  # fmt: skip
+    for given, into in ((grads, out), (grads, grads)):
+        with mesh.journal() as journal:
+            assert ops.all_reduce(given, out=into) is into
+        with mesh.journal() as in_order:
+            ops.all_reduce(plain[0], out=plain[0] if into is grads else plain[1])
+        assert [record.name for record in journal.records] == [
+            record.name for record in in_order.records
+        ]
+    for entry in (*found, *out, *grads):
+        assert same(np.ascontiguousarray(entry["x"]), np.ascontiguousarray(wanted))
+        assert entry["x"].strides == channels(0).strides
+        assert (entry["y"] == 1).all()
+        assert entry["y"].flags.f_contiguous
+
+
+STRIDES = {
+    "C": np.ascontiguousarray,
+    "last": turned,
+    "F": np.asfortranarray,
+    "gaps": lambda array: np.repeat(array, 2, axis=3)[..., ::2],
+    "backwards": lambda array: np.ascontiguousarray(array[::-1])[::-1],
+}
+
+
+@pytest.mark.parametrize("inputs", [("last", "C", "F"), ("F", "F", "last"), ("gaps", "last", "C"),
+                                    ("backwards",) * 3, ("C",) * 3, ("last",) * 3])  # fmt: skip
+@pytest.mark.parametrize("outs", [None, "in place", ("C", "last", "F"), ("last",) * 3])
+@pytest.mark.parametrize("seed", [None, 1])
+def test_strides_that_differ_give_the_same_values(inputs, outs, seed):
+    if outs == "in place" and {"gaps", "backwards"} & set(inputs):
+        return  # no out; see tests/reduce/test_out_arguments.py
+    with gr.open_mesh([0, 1, 1], backend="sim", schedule_seed=seed) as mesh:
+        arrays = [exact_data((2, 3, 4, 5), "float32", seed=replica) for replica in range(3)]
+        wanted = hierarchical_sum(arrays)
+        given = [[STRIDES[how](array)] for how, array in zip(inputs, arrays, strict=True)]
+        kept = None
+        if outs == "in place":
+            kept = given
+        elif outs is not None:
+            kept = [[STRIDES[how](np.zeros_like(arrays[0]))] for how in outs]
+        found = gr.HierarchicalCopyAllReduce(mesh=mesh).all_reduce(given, SUM, out=kept)
+        assert kept is None or found is kept
+        for (each,) in found:
+            assert same(np.ascontiguousarray(each), wanted)
+        value = gr.PerReplica([row[0] for row in given], mesh)
+        total = gr.ReductionToOneDevice(accumulation_fn=lambda terms: sum(terms[1:], terms[0]))
+        (one,) = total.batch_reduce(SUM, [(value, "sim:0")])
+        assert one.primary.shape == (2, 3, 4, 5)
+        acc = gr.ConditionalAccumulator("float32", (2, 3, 4, 5), device=mesh)
+        acc.apply_grad(value)
+        assert acc.take_grad(3).primary.shape == (2, 3, 4, 5)
+
+
+def test_a_value_that_lies_in_another_order_has_parts_of_its_own_shape(numpy_mesh):
+    arrays = [channels(replica) for replica in range(len(numpy_mesh))]
+    value = gr.PerReplica(arrays, numpy_mesh)
+    assert "float32[2, 3, 4, 5]" in repr(value)
+    assert all(same(one, other) for one, other in zip(value.values, arrays, strict=True))
+    assert value[0].strides == arrays[0].strides
+    ops = gr.HierarchicalCopyAllReduce(mesh=numpy_mesh)
+    (total,) = ops.batch_reduce(SUM, [(value, value)])
+    wanted = np.ascontiguousarray(hierarchical_sum(arrays))
+    assert total.primary.strides == arrays[0].strides
+    assert "float32[2, 3, 4, 5]" in repr(total)
+    assert same(total.buffers[-1].numpy(), wanted)
+    assert same(np.ascontiguousarray(total.primary), wanted)
+    assert [buffer.shape for buffer in value.buffers] == [(2, 3, 4, 5)] * len(arrays)
+    (again,) = ops.batch_reduce(SUM, [(value, value)], as_kind="buffer")
+    assert same(again.primary.numpy(), wanted)
+    step = ops.prepare(SUM, [((v := gr.PerReplica(arrays, numpy_mesh)), v)], out=[v])
+    for array in arrays:
+        array[...] = 2
+    (found,) = step()
+    assert found.values[-1] is not None
+    assert (found.values[-1] == 2 * len(arrays)).all()
+    assert (arrays[0] == 2 * len(arrays)).all()
+    (copy,) = ops.broadcast([arrays[0]], numpy_mesh)
+    assert copy.primary.strides == arrays[0].strides
+    assert (copy.primary == arrays[0]).all()
+    into = [np.zeros((2, 3, 4, 5), "f4") for _ in arrays]
+    ops.broadcast(arrays[0], numpy_mesh, out=into)
+    assert all((each == arrays[0]).all() for each in into)

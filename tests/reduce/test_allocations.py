@@ -1,0 +1,52 @@
+"""Tensors that travel alone share an allocation, and nothing else."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from support.meshes import MeshCase
+
+import gradreduce as gr
+from gradreduce.device import overlap
+
+SHAPES = [(5,), (3, 7), (), (16,), (0, 2), (40_000,)]
+
+
+@pytest.mark.parametrize("wire_dtype", [None, "float16", "float32"])
+@pytest.mark.parametrize("peer_access", [True, False])
+def test_results_of_tensors_that_travel_alone_are_apart_in_one_memory(wire_dtype, peer_access):
+    """Ours, read where they lie, and the user's, packed first, of two dtypes, in turns."""
+    with MeshCase((0, 1, 1), peer_access).open() as mesh:
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 0, mesh=mesh, wire_dtype=wire_dtype)
+        values, wanted = [], []
+        for turn, shape in enumerate(SHAPES * 2):
+            dtype = "float64" if turn % 3 == 1 else "float32"
+            arrays = [np.full(shape, turn + 3 * index, dtype) for index in range(3)]
+            put = [device.upload if turn % 2 else device.put for device in mesh]
+            values.append(gr.PerReplica([of(array) for of, array in zip(put, arrays, strict=True)]))
+            wanted.append(np.full(shape, turn + 3, dtype))
+        results = ops.batch_reduce(gr.ReduceOp.MEAN, [(value, value) for value in values])
+        for value, result, array in zip(values, results, wanted, strict=True):
+            for before, after in zip(value.buffers, result.buffers, strict=True):
+                assert np.array_equal(after.numpy(), array)
+                assert after.dtype == array.dtype
+                assert not overlap(before, after)
+        for device in range(3):
+            mine = [result.buffers[device] for result in results]
+            blocks = {id(each.block): each.block for each in mine if each.size}
+            assert len(blocks) == 2, "one for each dtype"
+            for place, each in enumerate(mine):
+                assert not any(overlap(each, other) for other in mine[place + 1 :])
+
+
+def test_what_is_not_all_new_memory_asks_for_what_it_needs_alone():
+    with MeshCase((0, 0)).open() as mesh:
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 0, mesh=mesh)
+        gradients = [[device.zeros((size,), "float32") for device in mesh] for size in (3, 5)]
+        with ExitStack() as guard:
+            results = ops.reduce_buffers(gradients, consume=guard)
+        assert [[each.block for each in row] for row in results] == [
+            [each.block for each in row] for row in gradients
+        ]

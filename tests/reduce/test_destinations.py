@@ -1,0 +1,372 @@
+"""Where a reduction puts its result: every way to name devices, and the way by one device."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from support import meshes
+from support.exact_data import exact_data, random_data, same
+from support.meshes import (
+    MeshCase,
+    adopted,
+    check_mirrored,
+    hierarchical_sum,
+    one_device_sum,
+    owned,
+    per_replica,
+    unchanged,
+)
+
+import gradreduce as gr
+from gradreduce.backends.device_names import as_device
+
+SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
+SHAPE = (3, 5)
+
+numpy_mesh = meshes.numpy_mesh
+
+
+@pytest.fixture
+def mesh():
+    with MeshCase((0, 0, 1, 1)).open() as opened:
+        yield opened
+
+
+def data(replica: int, dtype="float32") -> np.ndarray:
+    return random_data(SHAPE, dtype, seed=replica)
+
+
+NAMES = ["sim:2", "SIM:2", "gpu:2", "/gpu:2", "cuda:2", "/device:GPU:2", "device:gpu:2",
+         "/job:worker/replica:0/task:3/device:GPU:2", "/replica:0/task:0/gpu:2"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_a_device(mesh, name):
+    assert as_device(name, "", mesh) is mesh.devices[2]
+    assert as_device(name, "", mesh[0:1]) is mesh.devices[2]  # of the whole mesh
+    value = per_replica(mesh, data)
+    found = gr.HierarchicalCopyAllReduce().reduce(SUM, value, name)
+    assert found.devices == (mesh.devices[2],)
+
+
+class TorchDevice:
+    """What a ``torch.device`` looks like."""
+
+    def __init__(self, text: str) -> None:
+        self.type, _, index = text.partition(":")
+        self.index = int(index) if index else None
+
+    def __repr__(self) -> str:
+        return f"device(type={self.type!r}, index={self.index})"
+
+
+TorchDevice.__module__, TorchDevice.__name__ = "torch", "device"
+
+
+@pytest.fixture(params=["name", "stand-in", pytest.param("torch", marks=pytest.mark.torch)])
+def spelt(request):
+    """``cuda:N`` in the spelling of a caller."""
+    if request.param == "torch":
+        import torch
+
+        return torch.device
+    return str if request.param == "name" else TorchDevice
+
+
+@pytest.fixture
+def default(monkeypatch):
+    """The default mesh: other devices than those of ``mesh``."""
+    with MeshCase((0, 1, 2)).open() as opened:
+        monkeypatch.setattr("gradreduce.backends._default", [opened])
+        yield opened
+
+
+def own(mesh, place: int) -> gr.Buffer:
+    return mesh.devices[place].put(np.ones(SHAPE, np.float32))
+
+
+def test_a_name_is_a_device_wherever_one_is_taken(default, spelt):
+    with gr.open_mesh(4, backend="sim") as mesh:
+        there, of_default = mesh.devices[1], default.devices[1]
+        name = spelt("cuda:1")
+        ops = gr.AllReduceCrossDeviceOps(mesh=mesh)
+        center = gr.AGNCenter(mesh)
+        value = gr.PerReplica([np.ones(2)] * 4, mesh)
+        for devices, wanted in [
+            (gr.Variable(1.0, device=name).devices, of_default),
+            (gr.Variable(own(mesh, 0), device=name).devices, there),
+            (gr.ConditionalAccumulator("float32", device=name), of_default),
+            (gr.SparseConditionalAccumulator("float32", device=name), of_default),
+            (gr.ConditionalAccumulator("float32", device=name, cross_device_ops=ops), there),
+            (gr.AGNCenter(name).devices, of_default),
+            (gr.AGNCustomGetter(name, center=center).devices, there),
+            (gr.AGNCustomGetter(name).devices, of_default),
+            (gr.PerReplica([1.0], devices=[name]).devices, of_default),
+            (gr.PerReplica([1.0], mesh, devices=[name]).devices, there),
+            (gr.PerReplica([own(mesh, 1)], devices=[name]).devices, there),
+            (gr.NcclAllReduce(mesh=mesh).broadcast(1 + np.zeros(1), [name]).devices, there),
+            (ops.reduce(SUM, value, [name]).devices, there),
+            (gr.ReductionToOneDevice(name).reduce(SUM, value, name).devices, there),
+        ]:
+            if isinstance(devices, gr.ConditionalAccumulatorBase):
+                devices = devices.accumulator_ref.devices
+            assert devices == (wanted,)
+        assert gr.Mirrored([1.0, 2.0, 3.0, 4.0], mesh).get(name) == 2.0
+        variable = gr.get_variable("v", 1.0, custom_getter=gr.AGNCustomGetter(name, center=center))
+        assert variable.devices == (there,)
+
+
+def test_a_torch_device_is_a_gpu_and_a_name_a_logical_device(mesh):
+    """Of two logical devices on a GPU the first; co-located ones have no name of PyTorch's."""
+    assert as_device(TorchDevice("cuda:1"), "", mesh) is mesh.devices[2]
+    assert as_device("cuda:1", "", mesh) is mesh.devices[1]
+
+
+@pytest.mark.parametrize("wrong", ["gpu:9", "sim:3", "gpu", "", "cpu", "cuda:-1"])
+def test_a_device_that_the_mesh_has_not_is_told_with_its_argument(default, wrong):
+    text = re.escape(repr(wrong))
+    getter = gr.AGNCustomGetter
+    calls = {
+        "device=": lambda name: gr.Variable(1.0, device=name),
+        " device=": lambda name: gr.ConditionalAccumulator("float32", device=name),
+        "worker_device=": getter,
+        "mesh=": gr.AGNCenter,
+        "devices[1]=": lambda name: gr.PerReplica([1.0, 2.0], devices=["sim:0", name]),
+        "  device=": gr.Mirrored([1.0] * 3, default).get,
+    }
+    for label, call in calls.items():
+        with pytest.raises(ValueError, match=re.escape(label.strip()) + text):
+            call(wrong)
+
+
+@pytest.mark.parametrize("wrong", ["cpu", "cuda", "cuda:9", "mps:0"])
+def test_other_torch_devices_are_no_devices_of_a_mesh(mesh, wrong):
+    given = TorchDevice(wrong)
+    with pytest.raises(ValueError, match=re.escape(f"device={given!r} is no device of {mesh}")):
+        as_device(given, "device=", mesh)
+
+
+@pytest.mark.parametrize("wrong", [0, 1.0, [], b"sim:0", object(), np.int64(1)], ids=type)
+def test_what_is_no_device(mesh, wrong):
+    end = 'a Device, the name of one such as "gpu:1", or a torch.device'
+    for call, label in [
+        (lambda: gr.Variable(1.0, device=wrong), f"device={wrong!r} is not a Mesh, {end}"),
+        (lambda: gr.ConditionalAccumulator("float32", device=wrong), f"device={wrong!r}"),
+        (lambda: gr.AGNCustomGetter(wrong), f"worker_device={wrong!r} is not a Mesh, {end}"),
+        (lambda: gr.AGNCenter(wrong), f"mesh={wrong!r} is not a Mesh, {end}"),
+        (lambda: gr.PerReplica([1.0], mesh, devices=[wrong]), f"devices[0]={wrong!r} is not {end}"),
+        (lambda: gr.Mirrored([1.0] * 4, mesh).get(wrong), f"device={wrong!r} is not {end}"),
+    ]:
+        with pytest.raises(TypeError, match=f"^{re.escape(label)}"):
+            call()
+
+
+DESTINATIONS = {
+    "per replica": lambda mesh, places: gr.PerReplica(
+        [np.zeros(1)] * len(places), devices=[mesh.devices[p] for p in places]
+    ),
+    "mirrored": lambda mesh, places: gr.Mirrored(
+        [np.zeros(1)] * len(places), devices=[mesh.devices[p] for p in places]
+    ),
+    "variable": lambda mesh, places: gr.Variable(np.zeros(1), device=mesh[places]),
+    "mesh": lambda mesh, places: mesh[places],
+    "devices": lambda mesh, places: tuple(mesh.devices[p] for p in places),
+    "names": lambda mesh, places: [f"gpu:{p}" for p in places],
+    "both": lambda mesh, places: [mesh.devices[p] if p % 2 else f"sim:{p}" for p in places],
+}
+
+
+@pytest.mark.parametrize("name", DESTINATIONS)
+@pytest.mark.parametrize("places", [[0], [3], [2, 1], [3, 1, 0], [1, 0, 3, 2], [0, 1, 2, 3]])
+def test_whatever_names_devices_is_a_destination(mesh, name, places):
+    arrays = [data(replica) for replica in range(4)]
+    value = gr.PerReplica(arrays, mesh)
+    destination = DESTINATIONS[name](mesh, places)
+    matches = len(places) == 4
+    with unchanged(*arrays):
+        found = gr.HierarchicalCopyAllReduce(mesh=mesh).reduce(SUM, value, destination)
+    wanted = range(4) if matches else places  # the value's order where they match
+    assert found.devices == tuple(mesh.devices[place] for place in wanted)
+    check_mirrored(found, hierarchical_sum(arrays) if matches else one_device_sum(arrays))
+    if isinstance(destination, gr.Variable):
+        assert destination.numpy() == [0]
+
+
+@pytest.mark.parametrize("op", [SUM, MEAN])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "float64"])
+def test_one_device_adds_left_to_right_and_rounds_once(numpy_mesh, dtype, op):
+    arrays = [random_data(SHAPE, dtype, seed=replica) for replica in range(len(numpy_mesh))]
+    value = gr.PerReplica(arrays, numpy_mesh)
+    expected = one_device_sum(arrays, len(arrays) if op is MEAN else 1)
+    for place in {0, len(arrays) // 2, len(arrays) - 1}:
+        with unchanged(*arrays):
+            found = gr.ReductionToOneDevice().reduce(op, value, f"sim:{place}")
+        assert found.devices == (numpy_mesh.devices[place],)
+        check_mirrored(found, expected)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "int32", "uint64"])
+def test_one_device_adds_integers(numpy_mesh, dtype):
+    arrays = [random_data(SHAPE, dtype, seed=replica) for replica in range(len(numpy_mesh))]
+    found = gr.ReductionToOneDevice().reduce(SUM, gr.PerReplica(arrays, numpy_mesh), "sim:0")
+    check_mirrored(found, one_device_sum(arrays))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,)])
+def test_scalars_and_nothing(mesh, shape):
+    value = per_replica(mesh, lambda replica: np.full(shape, replica, np.float32))
+    for destination in ("sim:1", ["sim:3", "sim:0"], mesh):
+        found = gr.NcclAllReduce().reduce(MEAN, value, destination)
+        check_mirrored(found, np.full(shape, 1.5, np.float32))
+
+
+def test_a_batch_takes_every_pair_its_own_way(mesh):
+    arrays = [data(replica) for replica in range(4)]
+    value = gr.PerReplica(arrays, mesh)
+    half = gr.PerReplica(arrays[:2], devices=mesh.devices[2:])
+    destinations = [value, "sim:1", mesh, ["sim:3", "sim:2"], half]
+    values = [value, value, half, half, value]
+    found = gr.HierarchicalCopyAllReduce(mesh=mesh).batch_reduce(
+        SUM, list(zip(values, destinations, strict=True))
+    )
+    assert [[device.index for device in each.devices] for each in found] == [
+        [0, 1, 2, 3], [1], [0, 1, 2, 3], [2, 3], [2, 3],
+    ]  # fmt: skip
+    expected = [
+        hierarchical_sum(arrays), one_device_sum(arrays), one_device_sum(arrays[:2]),
+        hierarchical_sum(arrays[:2]), one_device_sum(arrays),
+    ]  # fmt: skip
+    for each, numbers in zip(found, expected, strict=True):
+        check_mirrored(each, numbers)
+
+
+@pytest.mark.parametrize("destination", ["sim:0", "sim:1", ["sim:2", "sim:0"], "all"])
+def test_the_result_is_new_memory_everywhere(mesh, destination):
+    buffers = [owned(device, exact_data(SHAPE, "float32", seed=k)) for k, device in enumerate(mesh)]
+    before = [buffer.numpy() for buffer in buffers]
+    value = gr.PerReplica(buffers)
+    ops = gr.AllReduceCrossDeviceOps()
+    target = mesh if destination == "all" else destination
+    first = ops.reduce(SUM, value, target)
+    kept = [buffer.numpy() for buffer in first.buffers]
+    alone = ops.reduce(SUM, buffers[0], target)
+    spread = ops.broadcast(buffers[0], target)
+    blocks = {id(b.block) for b in (*first.buffers, *alone.buffers, *spread.buffers)}
+    assert not blocks & {id(buffer.block) for buffer in buffers}
+    ops.reduce(SUM, first.buffers[0], target)
+    assert all(map(same, kept, [buffer.numpy() for buffer in first.buffers]))
+    assert all(map(same, before, [buffer.numpy() for buffer in buffers]))
+    for made in (alone, spread):
+        check_mirrored(made, before[0])
+
+
+def test_a_mirrored_value_is_a_value_of_as_many_replicas(mesh):
+    mirrored = gr.Mirrored([np.full(3, 2, np.float32)] * 4, mesh)
+    for ops in (gr.NcclAllReduce(), gr.HierarchicalCopyAllReduce(), gr.ReductionToOneDevice()):
+        check_mirrored(ops.reduce(SUM, mirrored, mesh), np.full(3, 8, np.float32))
+        check_mirrored(ops.reduce(MEAN, mirrored, "sim:2"), np.full(3, 2, np.float32))
+
+
+@pytest.mark.parametrize(
+    "make", [gr.NcclAllReduce, gr.HierarchicalCopyAllReduce, gr.ReductionToOneDevice]
+)
+def test_the_order_is_the_values_where_the_devices_match_whatever_the_way(mesh, make):
+    """Dense and sparse, all-reduced and added on one device."""
+    backwards = mesh.devices[::-1]
+    arrays = [exact_data(SHAPE, "float32", seed=replica) for replica in range(4)]
+    tables = [gr.IndexedSlices(array, [0, 1, 0], (2, 5)) for array in arrays]
+    for parts in (arrays, tables, [tables[0], *[array[:2] for array in arrays[1:]]]):
+        value = gr.PerReplica(parts, devices=backwards)
+        for destination, wanted in (
+            (mesh, backwards),
+            ([f"sim:{place}" for place in (2, 0, 3, 1)], backwards),
+            (["sim:2", "sim:0"], [mesh.devices[2], mesh.devices[0]]),
+        ):
+            found = make(mesh=mesh).reduce(SUM, value, destination)
+            assert list(found.devices) == list(wanted)
+
+
+def test_an_array_is_its_own_only_replica(mesh):
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    array = data(0)
+    with gr.replica(1), unchanged(array):
+        here = ops.reduce(MEAN, array, "sim:1")
+        there = ops.reduce(SUM, array, mesh)
+    for found, wanted in ((here, [1]), (there, [0, 1, 2, 3])):
+        assert [device.index for device in found.devices] == wanted
+        check_mirrored(found, array)
+        assert not any(np.may_share_memory(each, array) for each in found.values)
+
+
+@pytest.mark.parametrize("name", DESTINATIONS)
+def test_an_array_goes_to_the_mesh_that_its_destination_names(mesh, name):
+    """Not to the default one, where nobody has named a mesh; a name alone names none."""
+    destination = DESTINATIONS[name](mesh, [2, 1])
+    array = exact_data(SHAPE, "float32")
+    table = gr.IndexedSlices(array, [0, 1, 0], (2, 5))
+    names = name == "names"
+    for make in (gr.NcclAllReduce, gr.HierarchicalCopyAllReduce, gr.ReductionToOneDevice):
+        ops = make(mesh=mesh if names else None)
+        for value in (array, table):
+            for found in (ops.reduce(SUM, value, destination), ops.broadcast(value, destination)):
+                assert found.devices == (mesh.devices[2], mesh.devices[1])
+
+
+@pytest.mark.parametrize("as_kind", [None, "buffer", "numpy"])
+def test_results_are_of_the_kind_asked_for(mesh, as_kind):
+    value = per_replica(mesh, data)
+    found = gr.NcclAllReduce().reduce(SUM, value, "sim:1", as_kind=as_kind)
+    wanted = gr.device.Buffer if as_kind == "buffer" else np.ndarray
+    assert isinstance(found.primary, wanted)
+    assert isinstance(gr.NcclAllReduce().broadcast(data(0), mesh, as_kind=as_kind).primary, wanted)
+
+
+@pytest.mark.parametrize("peers", [True, False], ids=["peers", "copies"])
+@pytest.mark.parametrize("place", [owned, adopted])
+@pytest.mark.parametrize(
+    ("destination", "launches", "copies"),
+    [
+        (["sim:0"], 1, 0),  # two replicas cross, one launch adds
+        (["sim:3"], 1, 0),
+        (["sim:0", "sim:1"], 2, 0),  # and one hands out
+        (["sim:2", "sim:0", "sim:1"], 2, 1),  # one copy crosses back, one launch serves the second
+    ],
+)
+def test_the_bytes_take_the_short_way(destination, launches, copies, place, peers):
+    """The launch that adds reads what peers hold in our memory; anything else is copied to it."""
+    with MeshCase((0, 0, 1, 1), peers).open() as mesh:
+        value = per_replica(mesh, data, place)
+        with mesh.journal() as journal:
+            found = gr.ReductionToOneDevice().reduce(MEAN, value, destination)
+        check_mirrored(found, one_device_sum([data(replica) for replica in range(4)], 4))
+    is_read = peers and place is owned
+    nbytes = data(0).nbytes
+    copied = [record.nbytes for record in journal.of("copy")]
+    assert copied == [nbytes] * (copies + 2 * (not is_read))
+    read = [record.nbytes for record in journal.of("launch")]
+    assert read == [2 * nbytes * is_read] + [0] * (launches - 1)
+    assert not journal.of("sync")
+
+
+@pytest.mark.parametrize("peers", [True, False], ids=["peers", "copies"])
+def test_rows_are_read_where_they_lie_too(peers):
+    """IndexedSlices alone are joined, among dense arrays they are made dense where they are."""
+    with MeshCase((0, 1, 2), peers).open() as mesh:
+        tables = [
+            gr.IndexedSlices(
+                owned(device, np.full((2, 5), device.index, np.float32)), [0, 2], (3, 5)
+            )
+            for device in mesh
+        ]
+        arrays = [owned(device, data(device.index)) for device in mesh]
+        with mesh.journal() as journal:
+            rows = gr.ReductionToOneDevice().reduce(SUM, gr.PerReplica(tables), "sim:1")
+        assert journal.copies == 2 * (not peers)
+        assert rows.primary.values.numpy()[:, 0].tolist() == [0, 0, 1, 1, 2, 2]
+        with mesh.journal() as journal:
+            mixed = gr.PerReplica([arrays[0], arrays[1], tables[2]])
+            total = gr.ReductionToOneDevice().reduce(SUM, mixed, "sim:0")
+        assert journal.copies == 2 * (not peers)
+        check_mirrored(total, one_device_sum([data(0), data(1), tables[2].to_dense().numpy()]))

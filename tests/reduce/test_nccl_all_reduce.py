@@ -1,0 +1,318 @@
+"""nccl over the simulated collective: a rank for each physical device, small packs in a group."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from support.exact_data import DTYPES, FLOATS, exact_data, random_data, same
+from support.meshes import MeshCase, collective_sum, launches_of, placement_of
+
+import gradreduce as gr
+from gradreduce.device import Collective, Device, as_dtype
+from gradreduce.reduce.algorithms import ALGORITHMS
+from gradreduce.reduce.nccl_all_reduce import SHARED_GROUP_BYTES, plan_groups
+
+nccl = ALGORITHMS["nccl"]
+
+GATHERED = ("int16", "uint16")  # NCCL adds none of these
+
+
+class Spy(Collective):
+    """Passes every call on and keeps, for each group, what its calls read."""
+
+    def __init__(self, collective):
+        self.collective = collective
+        self.groups = []
+        self.open = False
+
+    def all_reduce(self, buffers, op="sum", *, sources=None, queue="compute"):
+        assert self.open, "a call outside of any group"
+        assert op == "sum"
+        assert buffers[0].dtype not in GATHERED, "NCCL has no such type"
+        self.groups[-1].append(list(sources or buffers))
+        self.collective.all_reduce(buffers, op, sources=sources, queue=queue)
+
+    def broadcast(self, buffers, root, *, queue="compute"):
+        raise AssertionError("nccl broadcasts nothing")
+
+    def all_gather(self, outputs, inputs, *, queue="compute"):
+        assert self.open, "a call outside of any group"
+        assert inputs[0].dtype in GATHERED, "this the library adds"
+        self.groups[-1].append(list(inputs))
+        self.collective.all_gather(outputs, inputs, queue=queue)
+
+    @contextmanager
+    def group(self):
+        assert not self.open, "groups do not nest"
+        self.groups.append([])
+        self.open = True
+        yield
+        self.open = False
+
+
+def run(mesh, jobs):
+    """The journal, and the groups of collective calls."""
+    spy = Spy(mesh.collective)
+    with pytest.MonkeyPatch.context() as patch, mesh.journal() as journal:
+        patch.setattr(mesh, "_make_collective", lambda: spy)
+        nccl(jobs)
+    return journal, spy.groups
+
+
+def check_outs(jobs, expected):
+    for job, wanted in zip(jobs, expected, strict=True):
+        for replica, out in enumerate(job.outs):
+            assert same(out.numpy(), wanted), f"replica {replica}: {out.numpy()} is not {wanted}"
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["new", "in-place"])
+@pytest.mark.parametrize("mean", [False, True], ids=["sum", "mean"])
+@pytest.mark.parametrize("dtype", [*FLOATS, as_dtype("complex64")], ids=str)
+def test_folds_are_rounded_then_added_then_divided(
+    mesh, make_jobs, random_replicas, dtype, mean, in_place
+):
+    packs = [random_replicas(len(mesh), size, dtype) for size in (1, 67, 4099)]
+    divisor = len(mesh) if mean else 1
+    jobs = make_jobs(mesh, packs, divisor, in_place=in_place)
+    nccl(jobs)
+    placement = placement_of(mesh)
+    check_outs(jobs, [collective_sum(replicas, placement, divisor) for replicas in packs])
+    if not in_place:
+        for job, replicas in zip(jobs, packs, strict=True):
+            for buffer, array in zip(job.inputs, replicas, strict=True):
+                assert same(buffer.numpy(), array)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_exact_data_is_added_exactly(mesh, make_jobs, dtype):
+    replicas = [exact_data((67,), dtype, num_terms=9, seed=seed) for seed in range(len(mesh))]
+    total = replicas[0].copy()
+    for replica in replicas[1:]:
+        total += replica
+    jobs = make_jobs(mesh, [replicas])
+    nccl(jobs)
+    check_outs(jobs, [total])
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_sums_in_the_accumulate_type_cross_in_it(mesh, make_jobs, half):
+    half = as_dtype(half)
+    replicas = [exact_data((67,), half, num_terms=9, seed=s).astype("float32") for s in
+                range(len(mesh))]  # fmt: skip
+    jobs = make_jobs(mesh, [replicas], 2, out_dtype=half)
+    _, groups = run(mesh, jobs)
+    check_outs(jobs, [(sum(replicas[1:], replicas[0]) / np.float32(2)).astype(half)])
+    assert all(b.dtype == "float32" for group in groups for call in group for b in call)
+
+
+def test_one_group_for_small_packs_and_one_rank_for_each_physical_device(numpy_mesh, make_jobs):
+    dtypes = ["float32", "float16", "int32"]
+    packs = [[np.ones(40, dtype)] * len(numpy_mesh) for dtype in dtypes]
+    journal, groups = run(numpy_mesh, make_jobs(numpy_mesh, packs))
+    ranks = [places[0] for places in numpy_mesh.by_physical.values()]
+    if len(ranks) == 1:
+        assert groups == []
+        assert journal.of("collective") == []
+        return
+    assert [[[b.device.index for b in call] for call in group] for group in groups] == [[ranks] * 3]
+    # The link carries no more bytes than the tensor has.
+    assert [record.nbytes for record in journal.of("collective")] == [
+        nbytes for nbytes in (160, 80, 160) for _ in ranks
+    ]
+    assert journal.copies == 0
+    assert all(record.nbytes == 0 for record in journal.of("launch"))
+
+
+SMALL, LARGE = SHARED_GROUP_BYTES - 1, SHARED_GROUP_BYTES
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "groups"),
+    [
+        ([], []),
+        ([SMALL], [[0]]),
+        ([LARGE], [[0]]),
+        ([0, SMALL, 16], [[0, 1, 2]]),
+        ([LARGE, LARGE], [[0], [1]]),
+        ([LARGE, 16, LARGE, SMALL, 10 * LARGE, 1], [[0], [1, 3, 5], [2], [4]]),
+        ([16, LARGE, 16], [[0, 2], [1]]),
+    ],
+    ids=str,
+)
+def test_small_packs_share_the_group_of_the_first_of_them(nbytes, groups):
+    assert SHARED_GROUP_BYTES == 2**20
+    assert plan_groups(nbytes) == groups
+
+
+@pytest.mark.parametrize("placement", [(0, 1), (0, 0, 1, 1), (0, 1, 1, 2, 0)], ids=str)
+def test_the_bytes_of_a_rank_decide_and_not_the_elements(make_jobs, placement):
+    # 2**19 elements: 1 MiB of float16, which is large; one element less is small, and so are as
+    # many bytes of uint8 as there are halves; float32 is large from half as many on.
+    sizes = [("float16", 2**19), ("float16", 2**19 - 1), ("uint8", 2**19), ("float32", 2**18)]
+    with MeshCase(placement).open() as mesh:
+        packs = [[np.ones(size, dtype)] * len(mesh) for dtype, size in sizes]
+        jobs = make_jobs(mesh, packs)
+        journal, groups = run(mesh, jobs)
+        for job in jobs:
+            assert all((out.numpy() == len(mesh)).all() for out in job.outs)
+    found = [[(str(call[0].dtype), call[0].size) for call in group] for group in groups]
+    assert found == [[sizes[0]], [sizes[1], sizes[2]], [sizes[3]]]
+    num_ranks = len(set(placement))
+    assert len(journal.of("collective")) == 4 * num_ranks
+
+
+@pytest.mark.parametrize("num_packs", [0, 1, 3, 7])
+def test_the_packs_of_a_batch_share_their_group(numpy_mesh, num_packs):
+    """All of them, of whatever dtype, as long as they are small."""
+    ops = gr.NcclAllReduce(num_packs, mesh=numpy_mesh)
+    grads = [
+        [np.ones(size, dtype) for dtype in ("float32", "bfloat16") for size in (300, 5, 40)]
+        for _ in numpy_mesh
+    ]
+    spy = Spy(numpy_mesh.collective)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numpy_mesh.devices[0].mesh, "_make_collective", lambda: spy)
+        reduced = ops.all_reduce(grads, gr.ReduceOp.SUM)
+    assert all((array == len(numpy_mesh)).all() for row in reduced for array in row)
+    calls = {0: 6}.get(num_packs, 2 * num_packs)
+    assert [len(group) for group in spy.groups] == [calls] * (len(numpy_mesh.by_physical) > 1)
+
+
+@pytest.mark.parametrize("divisor", [1, 8])
+def test_one_physical_device_calls_no_collective(make_jobs, divisor):
+    with MeshCase((0,) * 8).open() as mesh:
+        jobs = make_jobs(mesh, [[np.ones(40, np.float32)] * 8] * 3, divisor)
+        journal, groups = run(mesh, jobs)
+    assert groups == []
+    (launch,) = journal.records
+    assert (launch.name, launch.device, launch.num_rows) == ("all_sum", 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("placement", "in_place", "divisor", "launches"),
+    [
+        ((0, 1), True, 1, 0),  # the library adds in place
+        ((0, 1), True, 2, 2),  # and the division is one more pass
+        ((0, 1), False, 1, 0),  # read from one memory, written into another
+        ((0, 1), False, 2, 2),
+        ((0, 0, 1, 1), True, 1, 4),  # fold, and fan out
+        ((0, 0, 1, 1), False, 4, 4),  # the division is in the pass that fans out
+        ((0, 0, 1), True, 1, 2),  # device 2 is alone
+        ((0, 0, 1), True, 3, 3),
+    ],
+    ids=str,
+)
+def test_what_the_replicas_of_a_device_cost(make_jobs, placement, in_place, divisor, launches):
+    with MeshCase(placement).open() as mesh:
+        packs = [[np.ones(40, np.float32)] * len(mesh)] * 3
+        journal, groups = run(mesh, make_jobs(mesh, packs, divisor, in_place=in_place))
+    assert [len(group) for group in groups] == [3]
+    assert len(launches_of(journal, "all_sum")) == journal.launches == launches
+    assert all(record.num_rows == 3 for record in journal.of("launch"))
+
+
+def test_packs_do_not_change_the_bits(make_jobs):
+    size = 1000
+    for placement in ((0, 1, 1, 2, 0), (0, 0, 0), (0, 1, 2)):
+        replicas = [random_data((size,), "float16", seed=s) for s in range(len(placement))]
+        wanted = collective_sum(replicas, placement, 3)
+        with MeshCase(placement).open() as mesh:
+            for step in (1000, 500, 136, 8):
+                cuts = [slice(start, start + step) for start in range(0, size, step)]
+                jobs = make_jobs(mesh, [[r[cut] for r in replicas] for cut in cuts], 3)
+                nccl(jobs)
+                check_outs(jobs, [wanted[cut] for cut in cuts])
+
+
+def test_no_job_is_no_work(mesh):
+    journal, groups = run(mesh, [])
+    assert journal.records == groups == []
+
+
+# -- 16-bit integers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["new", "in-place"])
+@pytest.mark.parametrize("dtype", GATHERED)
+def test_integers_that_are_gathered_wrap(mesh, make_jobs, dtype, in_place):
+    packs = [
+        [exact_data((size,), dtype, seed=10 * size + replica) for replica in range(len(mesh))]
+        for size in (1, 67, 4099)
+    ]
+    jobs = make_jobs(mesh, packs, in_place=in_place)
+    journal, groups = run(mesh, jobs)
+    check_outs(jobs, [np.sum(replicas, axis=0, dtype=dtype) for replicas in packs])
+    if not in_place:
+        for job, replicas in zip(jobs, packs, strict=True):
+            assert all(same(buffer.numpy(), array)
+                       for buffer, array in zip(job.inputs, replicas, strict=True))  # fmt: skip
+    num_ranks = len(mesh.by_physical)
+    assert [len(group) for group in groups] == [3] * (num_ranks > 1)
+    assert len(journal.of("collective")) == 3 * num_ranks * (num_ranks > 1)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["new", "in-place"])
+@pytest.mark.parametrize(
+    ("placement", "launches"),
+    [
+        ((0,), 0),
+        ((0,) * 8, 1),
+        ((0, 1), 2),  # nothing is folded: what is gathered is added where it must be
+        ((0, 0, 1, 1), 4),
+        ((0, 0, 1), 3),  # device 2 is alone
+        ((0, 1, 1, 2, 0), 5),
+        (tuple(range(9)), 9),
+    ],
+    ids=str,
+)
+def test_what_gathering_costs(make_jobs, monkeypatch, placement, launches, in_place):
+    sizes, rooms = [40, 1, 1003], []
+    empty = Device.empty
+
+    def noted(device, shape, dtype):
+        rooms.append((device.index, shape))
+        return empty(device, shape, dtype)
+
+    with MeshCase(placement).open() as mesh:
+        packs = [[np.ones(size, "uint16")] * len(mesh) for size in sizes]
+        jobs = make_jobs(mesh, packs, in_place=in_place)
+        monkeypatch.setattr(Device, "empty", noted)
+        journal, groups = run(mesh, jobs)
+    ranks = [placement.index(physical) for physical in sorted(set(placement))]
+    crossing = sizes if len(ranks) > 1 else []
+    assert rooms == [(rank, (len(ranks), size)) for rank in ranks for size in crossing]
+    assert [(r.name, r.device, r.nbytes) for r in journal.of("collective")] == [
+        ("all_gather", rank, 2 * size) for size in crossing for rank in ranks
+    ]
+    assert journal.bytes == 2 * sum(crossing) * len(ranks)
+    assert journal.launches == launches or (placement == (0,) and not in_place)
+    assert {record.num_rows for record in journal.of("launch")} <= {3}
+    assert len(journal.records) == journal.launches + len(journal.of("collective"))
+    assert len(groups) == (len(ranks) > 1)
+
+
+def test_what_is_gathered_travels_with_the_others(make_jobs):
+    with MeshCase((0, 1, 1)).open() as mesh:
+        dtypes = ("float32", "int16", "int32", "uint16")
+        jobs = make_jobs(mesh, [[np.full(9, 3, dtype)] * 3 for dtype in dtypes])
+        journal, groups = run(mesh, jobs)
+        check_outs(jobs, [np.full(9, 9, dtype) for dtype in dtypes])
+    assert [[str(call[0].dtype) for call in group] for group in groups] == [list(dtypes)]
+    names = [record.name for record in journal.of("collective")]
+    assert names[::2] == ["all_reduce", "all_gather"] * 2
+
+
+@pytest.mark.parametrize("num_packs", [0, 1, 3])
+@pytest.mark.parametrize("dtype", GATHERED)
+def test_integers_that_are_gathered_through_the_door(mesh, dtype, num_packs):
+    shapes = [(33, 7), (), (0,), (5,)]
+    grads = [
+        [exact_data(shape, dtype, seed=10 * replica + turn) for turn, shape in enumerate(shapes)]
+        for replica in range(len(mesh))
+    ]
+    reduced = gr.NcclAllReduce(num_packs, mesh=mesh).all_reduce(grads, gr.ReduceOp.SUM)
+    for turn, column in enumerate(zip(*grads, strict=True)):
+        wanted = np.sum(column, axis=0, dtype=dtype).reshape(shapes[turn])
+        assert all(same(row[turn], wanted) for row in reduced)

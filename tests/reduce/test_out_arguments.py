@@ -1,0 +1,351 @@
+"""out=: results are written where the caller wants them, in place too, and nowhere else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support import meshes
+from support.exact_data import random_data, same
+from support.meshes import MeshCase, adopted, hierarchical_sum, launches_of, owned, per_replica
+
+import gradreduce as gr
+from gradreduce.device import Buffer, Device
+from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
+from gradreduce.reduce import pipeline
+
+SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
+SHAPES = [(33, 5), (3,), (), (0, 2), (40,)]
+PLACES = {"arrays": adopted, "our own memory": owned}
+
+
+@pytest.fixture(scope="module", params=meshes.cases(((0, 0), (0, 1, 1, 2, 0))))
+def mesh(request):
+    with request.param.open() as opened:
+        yield opened
+
+
+def gradients(mesh, place, dtype="float32"):
+    """``[tensor][replica]``: Buffers of random data, and the data."""
+    data = [
+        [random_data(shape, dtype, seed=50 * tensor + replica) for replica in range(len(mesh))]
+        for tensor, shape in enumerate(SHAPES)
+    ]
+    buffers = [
+        [place(device, np.array(array)) for device, array in zip(mesh, row, strict=True)]
+        for row in data
+    ]
+    return buffers, data
+
+
+def check(found, data, divisor):
+    for row, arrays in zip(found, data, strict=True):
+        expected = hierarchical_sum(arrays, divisor)
+        for each in row:
+            assert same(each.numpy() if isinstance(each, Buffer) else each, expected)
+
+
+@pytest.mark.parametrize("num_packs", [0, 1, 3])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("where", ["apart", "in place", "in a flat buffer"])
+@pytest.mark.parametrize("wire", [None, "float32"])
+def test_results_are_written_where_they_are_wanted(mesh, num_packs, place, where, wire):
+    ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs, mesh=mesh, wire_dtype=wire)
+    buffers, data = gradients(mesh, PLACES[place])
+    if where == "in place":
+        outs = buffers
+    elif where == "apart":
+        outs, _ = gradients(mesh, PLACES[place])
+    else:
+        outs = [list(row) for row in zip(*mesh.flat_buffer(SHAPES, "float32").views, strict=True)]
+    values = [gr.PerReplica(row, devices=mesh.devices) for row in buffers]
+    reduced = ops.batch_reduce(MEAN, [(value, value) for value in values], out=outs)
+    check(outs, data, len(mesh))
+    for result, row in zip(reduced, outs, strict=True):
+        assert all(found is given for found, given in zip(result.values, row, strict=True))
+    if where != "in place":
+        assert all(
+            same(buffer.numpy(), array)
+            for row, arrays in zip(buffers, data, strict=True)
+            for buffer, array in zip(row, arrays, strict=True)
+        )
+
+
+@pytest.mark.parametrize("num_packs", [1, 3])
+def test_a_flat_buffer_is_reduced_in_place_by_the_sums_alone(num_packs):
+    with MeshCase((0, 1)).open() as opened:
+        flat = opened.flat_buffer([(40,), (3,), (20,)], "float32")
+        for row in flat.views:
+            for view in row:
+                view.device.upload(np.full(view.shape, 3, np.float32), out=view)
+        ops = gr.HierarchicalCopyAllReduce(num_packs, mesh=opened)
+        with opened.journal() as journal:
+            assert ops.all_reduce(flat.views, SUM, out=flat.views) is flat.views
+        assert {record.name for record in journal.records} == {"all_sum"}
+        assert all((view.numpy() == 6).all() for row in flat.views for view in row)
+        assert all(not buffer.numpy()[43].any() for buffer in flat.buffers)  # the gap
+
+
+def test_what_lies_between_two_outs_is_somebody_elses():
+    """They lie as a pack would, but the gap is no gap: it is not written."""
+    with MeshCase((0, 1)).open() as opened:
+        wholes = [device.upload(np.full(8, 9, np.float32)) for device in opened]
+        outs = [
+            [whole.view(0, (3,)) for whole in wholes],
+            [whole.view(4, (4,)) for whole in wholes],
+        ]
+        values = [per_replica(opened, lambda _, n=n: np.ones(n, np.float32)) for n in (3, 4)]
+        ops = gr.HierarchicalCopyAllReduce(mesh=opened)
+        ops.batch_reduce(SUM, [(value, value) for value in values], out=outs)
+        for whole in wholes:
+            assert same(whole.numpy(), np.array([2, 2, 2, 9, 2, 2, 2, 2], np.float32))
+
+
+def test_arrays_of_the_caller_are_reduced_in_place(mesh):
+    rows = [
+        {"a": np.full((4, 3), 1 + replica, np.float32), "b": np.full(5, 2, np.int32)}
+        for replica in range(len(mesh))
+    ]
+    n = len(mesh)
+    ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
+    assert ops.all_reduce(rows, SUM, out=rows) is rows
+    for row in rows:
+        assert (row["a"] == n * (n + 1) / 2).all()
+        assert (row["b"] == 2 * n).all()
+
+
+def test_means_of_integers_go_into_floats(mesh):
+    value = per_replica(mesh, lambda replica: np.full(7, replica, np.int16))
+    out = [np.full(7, np.nan, np.float32) for _ in mesh]
+    result = gr.HierarchicalCopyAllReduce(mesh=mesh).reduce(MEAN, value, value, out=out)
+    for array in out:
+        assert (array == np.float32((len(mesh) - 1) / 2)).all()
+    assert result.values[0] is out[0]
+    with pytest.raises(ValueError, match=r"out 0: replica 0: .*int16"):
+        gr.HierarchicalCopyAllReduce(mesh=mesh).reduce(
+            MEAN, value, value, out=[np.zeros(7, np.int16) for _ in mesh]
+        )
+
+
+def test_what_goes_elsewhere_is_written_too():
+    with MeshCase((0, 1, 1)).open() as opened:
+        value = per_replica(opened, lambda replica: np.full(6, replica, np.float32))
+        for ops in (gr.HierarchicalCopyAllReduce(mesh=opened), gr.ReductionToOneDevice()):
+            out = [np.zeros(6, np.float32) for _ in "ab"]
+            places = [opened.devices[2], opened.devices[0]]
+            result = ops.reduce(SUM, value, places, out=out)
+            assert result.devices == tuple(places)
+            assert all((array == 3).all() for array in out)
+        kept = gr.ReductionToOneDevice().reduce(SUM, value, opened.devices[1])
+        again = gr.ReductionToOneDevice().reduce(MEAN, value, opened.devices[1], out=kept)
+        assert (kept.primary == 1).all()
+        assert (again.primary == 1).all()
+
+
+@pytest.mark.parametrize("peers", [True, False])
+@pytest.mark.parametrize("algorithm", ["nccl", "hierarchical_copy"])
+def test_in_place_has_the_same_bits_in_every_legal_order(algorithm, peers, monkeypatch):
+    """In stages too: a later stage is gathered before an earlier one is spread."""
+    monkeypatch.setattr(pipeline, "STAGE_BYTES", 100)
+
+    def run(seed):
+        with gr.open_mesh(
+            [0, 1, 2], backend="sim", strict=True, peer_access=peers, schedule_seed=seed
+        ) as opened:
+            ops = gr.AllReduceCrossDeviceOps(algorithm, 3, mesh=opened)
+            buffers, _ = gradients(opened, owned)
+            arrays = [np.full(30, replica, np.float32) for replica in range(3)]
+            rows = [[*each, array] for each, array in zip(zip(*buffers, strict=True), arrays,
+                                                          strict=True)]  # fmt: skip
+            for _ in range(2):
+                ops.all_reduce(rows, out=rows)
+            found = [buffer.numpy().tobytes() for row in buffers for buffer in row]
+            return [*found, *(array.tobytes() for array in arrays)]
+
+    expected = run(None)
+    for seed in range(12):
+        assert run(seed) == expected, seed
+
+
+def refusals(mesh):
+    size = 6
+    value = per_replica(mesh, lambda replica: np.full(size, replica + 1, np.float32))
+    good = [np.zeros(size, np.float32) for _ in mesh]
+    long = np.zeros(4 * size, np.float32)
+    fixed = np.zeros(size, np.float32)
+    fixed.flags.writeable = False
+    rest = good[1:]
+    inputs = value.values
+    return value, {
+        "no list": (7, ValueError, "out 0: it must be a PerReplica"),
+        "too few": (rest, ValueError, "out 0: it must be"),
+        "a shape": ([np.zeros(5, np.float32), *rest], ValueError, "out 0: replica 0"),
+        "a dtype": ([np.zeros(size), *rest], ValueError, "out 0: replica 0"),
+        "read-only": ([fixed, *rest], ValueError, "replica 0: .*read-only"),
+        "strided": ([long[: 2 * size : 2], *rest], ValueError, "not dense"),
+        "a number": ([3.0, *rest], TypeError, "replica 0"),
+        "twice": ([good[1], *rest], ValueError, "out 0 and out 0 overlap"),
+        "partly": ([long[:size], long[3 : 3 + size], *good[2:]], ValueError, "overlap"),
+        "part of an input": ([inputs[1][1:], *rest], ValueError, "out 0: replica 0"),
+        "elsewhere": ([mesh.devices[1].zeros((size,), "float32"), *rest], DeviceMismatchError,
+                      "out 0: replica 0"),
+    }  # fmt: skip
+
+
+def is_array(value):
+    return isinstance(value, np.ndarray)
+
+
+REFUSED = [
+    "no list", "too few", "a shape", "a dtype", "read-only", "strided", "a number", "twice",
+    "partly", "part of an input", "elsewhere",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_out_that_does_not_fit_is_refused_before_anything_happens(name):
+    with MeshCase((0, 1, 1)).open() as opened:
+        value, faults = refusals(opened)
+        assert list(faults) == REFUSED
+        out, error, text = faults[name]
+        before = [np.array(array) for array in value.values]
+        given = [array for array in (out if isinstance(out, list) else []) if is_array(array)]
+        outs = [np.array(array) for array in given]
+        with opened.journal() as journal, pytest.raises(error, match=text):
+            gr.HierarchicalCopyAllReduce(mesh=opened).reduce(SUM, value, value, out=out)
+        assert not journal.records
+        assert all(same(a, b) for a, b in zip(value.values, before, strict=True))
+        assert all(same(a, b) for a, b in zip(given, outs, strict=True))
+
+
+def test_an_input_of_another_tensor_or_part_of_ones_own_is_no_out():
+    with MeshCase((0, 0)).open() as opened:
+        wholes = [device.zeros((12,), "float32") for device in opened]
+        first = gr.PerReplica([whole.view(0, (6,)) for whole in wholes])
+        second = gr.PerReplica([whole.view(6, (6,)) for whole in wholes])
+        across = [whole.view(3, (6,)) for whole in wholes]
+        ops = gr.HierarchicalCopyAllReduce(mesh=opened)
+        pairs = [(first, first), (second, second)]
+        fresh = [[device.zeros((6,), "float32") for device in opened] for _ in "ab"]
+        with pytest.raises(ValueError, match="out 0 overlaps value"):
+            ops.batch_reduce(SUM, pairs, out=[across, fresh[1]])
+        with pytest.raises(ValueError, match="out 1 overlaps value 0: replica 0; an out"):
+            ops.batch_reduce(SUM, pairs, out=[fresh[0], first])
+        with pytest.raises(ValueError, match="as_kind='buffer': the results are the arrays of out"):
+            ops.batch_reduce(SUM, pairs, out=[first, second], as_kind="buffer")
+        with pytest.raises(ValueError, match="one entry for each of 2"):
+            ops.batch_reduce(SUM, pairs, out=[first])
+        ops.batch_reduce(SUM, pairs, out=[first, second])  # exactly its own
+
+
+def test_rows_are_refused():
+    with MeshCase((0, 0)).open() as opened:
+        rows = gr.PerReplica([gr.IndexedSlices(np.ones((1, 2), np.float32), [0])] * 2, opened)
+        with pytest.raises(ValueError, match="out 0 cannot be given: its value holds Ind"):
+            gr.HierarchicalCopyAllReduce(mesh=opened).reduce(
+                SUM, rows, opened, out=[np.zeros((1, 2), np.float32)] * 2
+            )
+
+
+def test_a_nest_of_another_form_is_refused():
+    with MeshCase((0, 0)).open() as opened:
+        ops = gr.HierarchicalCopyAllReduce(mesh=opened)
+        rows = [[np.ones(3, np.float32)] for _ in opened]
+        for out in (rows[:1], [rows[0], []], [rows[0], (rows[1][0],)], "ab"):
+            with pytest.raises(ValueError, match="out"):
+                ops.all_reduce(rows, out=out)
+        assert all((row[0] == 1).all() for row in rows)
+
+
+def test_one_launch_more_takes_what_peers_cannot_write():
+    """The caller's arrays on two devices are no memory of ours: filled and emptied by launches."""
+    with MeshCase((0, 1)).open() as opened:
+        ops = gr.HierarchicalCopyAllReduce(mesh=opened)
+        rows = [[np.ones(400, np.float32)] for _ in opened]
+        with opened.journal() as journal:
+            ops.all_reduce(rows, SUM, out=rows)
+        assert len(launches_of(journal, "pack")) == 4
+        assert len(launches_of(journal, "all_sum")) == 1
+
+
+@pytest.mark.parametrize("how", ["strided", "deferred"])
+def test_a_value_that_holds_copies_is_no_out(how):
+    """What is written into a copy nobody sees."""
+    seed = 1 if how == "deferred" else None
+    with gr.open_mesh([0, 1], backend="sim", schedule_seed=seed) as opened:
+        arrays = [np.ones((4, 4), np.float32)[:, :: 2 if how == "strided" else 1] for _ in "ab"]
+        value = gr.PerReplica(arrays, opened)
+        ops = gr.HierarchicalCopyAllReduce(mesh=opened)
+        with opened.journal() as journal, pytest.raises(ValueError, match=r"out 0: .*copied"):
+            ops.reduce(SUM, value, value, out=value)
+        assert not journal.launches
+        assert all((array == 1).all() for array in arrays)
+        assert ops.reduce(SUM, value, value, out=ops.reduce(SUM, value, value)).kind == "native"
+
+
+def test_outs_that_overlap_are_refused_where_work_is_deferred_too():
+    with gr.open_mesh([0, 1], backend="sim", schedule_seed=1) as opened:
+        value = per_replica(opened, lambda _: np.ones(4, np.float32))
+        row = [np.zeros(4, np.float32) for _ in "ab"]
+        ops = gr.HierarchicalCopyAllReduce(mesh=opened)
+        with pytest.raises(ValueError, match="out 0 and out 1 overlap"):
+            ops.batch_reduce(SUM, [(value, value)] * 2, out=[row, row])
+
+
+def test_an_error_in_the_middle_says_that_out_is_half_written(monkeypatch):
+    with MeshCase((0, 1)).open() as opened:
+        floats = per_replica(opened, lambda _: np.ones(8, np.float32))
+        ints = per_replica(opened, lambda _: np.ones(8, np.int32))
+        outs = [[np.zeros(8, np.float32) for _ in opened], [np.zeros(8) for _ in opened]]
+        ops = gr.HierarchicalCopyAllReduce(mesh=opened)
+        pairs = [(floats, floats), (ints, ints)]
+
+        def fails(*_arguments):
+            raise MemoryError("no more")
+
+        monkeypatch.setattr(pipeline, "quotients", fails)
+        with pytest.raises(MemoryError) as caught:
+            ops.batch_reduce(MEAN, pairs, out=outs)
+        assert caught.value.__notes__ == [
+            "This came half way through: what `out` names may hold a part of the results."
+        ]
+        monkeypatch.undo()
+        monkeypatch.setattr(pipeline, "lay_out", fails)
+        with opened.journal() as journal, pytest.raises(MemoryError) as caught:
+            ops.batch_reduce(MEAN, pairs, out=outs)
+        assert not journal.launches
+        assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.parametrize("launched", ["divide", "pack", "all_sum"])
+def test_what_does_not_compile_fails_before_anything_is_written(launched, monkeypatch):
+    with MeshCase((0, 1)).open() as opened:
+        ops = gr.HierarchicalCopyAllReduce(mesh=opened)
+        floats = per_replica(opened, lambda _: np.ones(8, np.float64))
+        ints = per_replica(opened, lambda _: np.ones(8, np.int8))
+        outs = [[np.zeros(8) for _ in opened], [np.zeros(8, np.float32) for _ in opened]]
+        prepare = Device.prepare
+
+        def fails(device, kernel, template):
+            if kernel.name == launched:
+                raise BackendUnavailableError("no compiler")
+            prepare(device, kernel, template)
+
+        monkeypatch.setattr(Device, "prepare", fails)
+        for destinations in ([floats, ints], [floats, opened.devices[1]], [opened.devices[0]] * 2):
+            fitting = [
+                row if destination in (floats, ints) else row[:1]
+                for row, destination in zip(outs, destinations, strict=True)
+            ]
+            pairs = list(zip([floats, ints], destinations, strict=True))
+            with opened.journal() as journal, pytest.raises(BackendUnavailableError):
+                ops.batch_reduce(MEAN, pairs, out=fitting)
+            assert not journal.records
+
+
+def test_an_array_that_is_reduced_in_place_has_one_block_and_its_fences():
+    with MeshCase((0, 1)).open() as opened:
+        arrays = [np.ones(6, np.float32) for _ in opened]
+        value = gr.PerReplica(arrays, opened)
+        result = gr.HierarchicalCopyAllReduce(mesh=opened).reduce(SUM, value, value, out=arrays)
+        assert result.buffers == value.buffers
+        assert [id(found) for found in result.values] == [id(array) for array in arrays]

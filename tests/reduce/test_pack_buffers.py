@@ -1,0 +1,227 @@
+"""How tensors get into flat buffers and out again, as the plans of packing.py say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support import meshes
+from support.exact_data import random_data, same
+from support.meshes import adopted, launches_of, owned, placement_of, unchanged
+
+from gradreduce.device import as_dtype
+from gradreduce.reduce.pack_buffers import pack, unpack
+from gradreduce.reduce.packing import plan_packing
+
+mesh = meshes.mesh
+
+# Shapes of a batch, with a scalar, nothing at all, and a size on each side of a vector.
+SHAPES = [(3,), (), (0, 4), (5, 7), (16,), (1,), (2, 2, 2)]
+SETTINGS = [(0,), (1,), (3,), (1000,), (0, 16, 2), (0, 200, 10)]
+
+
+def gradients_of(mesh, shapes, dtypes, place):
+    """``gradients[tensor][replica]``, and the arrays in them."""
+    arrays = [
+        [random_data(shape, dtype, seed=97 * tensor + replica) for replica in range(len(mesh))]
+        for tensor, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+    ]
+    buffers = [
+        [place(device, array) for device, array in zip(mesh, replicas, strict=True)]
+        for replicas in arrays
+    ]
+    return buffers, arrays
+
+
+def plans_of(buffers, num_packs, *small, out_dtypes=None):
+    dtypes = [replicas[0].dtype for replicas in buffers]
+    return plan_packing(
+        tuple(replicas[0].size for replicas in buffers),
+        tuple(zip(dtypes, out_dtypes or dtypes, strict=True)),
+        num_packs,
+        *(small or (0, 0)),
+    )
+
+
+def check_round_trip(mesh, flats, arrays):
+    """Unpacking what was packed gives every array back."""
+    back = unpack(
+        [replace(flat, results=flat.inputs) for flat in flats], [of[0].shape for of in arrays]
+    )
+    for replicas, expected in zip(back, arrays, strict=True):
+        assert [buffer.device for buffer in replicas] == list(mesh.devices)
+        for buffer, array in zip(replicas, expected, strict=True):
+            assert same(buffer.numpy(), array)
+
+
+@pytest.mark.parametrize("place", [adopted, owned])
+@pytest.mark.parametrize("settings_of_one", SETTINGS, ids=str)
+def test_unpack_undoes_pack(mesh, settings_of_one, place):
+    dtypes = ["float32", "bfloat16", "float32", "float32", "complex64", "bfloat16", "int8"]
+    buffers, arrays = gradients_of(mesh, SHAPES, dtypes, place)
+    with unchanged(*(array for replicas in arrays for array in replicas)):
+        flats = pack(plans_of(buffers, *settings_of_one), buffers, mesh.devices, consume=False)
+    check_round_trip(mesh, flats, arrays)
+    for flat in flats:
+        for out, device in zip(flat.outs, mesh, strict=True):
+            assert out.device is device
+            assert out.block.owned
+            assert (out.size, out.dtype) == (flat.plan.layout.size, flat.plan.out_dtype)
+            assert all(out.block is not b.block for replicas in buffers for b in replicas)
+
+
+def test_gaps_between_packed_tensors_are_zeros(mesh):
+    buffers, _ = gradients_of(mesh, [(3,), (6,), (1,)], ["float32"] * 3, owned)
+    (flats,) = pack(plans_of(buffers, 1), buffers, mesh.devices, consume=False)
+    for flat in flats.inputs:
+        content = flat.numpy()
+        assert content.size == 16
+        assert not content[[3, 10, 11, 13, 14, 15]].any()
+
+
+def test_colocated_devices_share_one_pack_launch_for_each_dtype(mesh):
+    dtypes = ["float32", "float16", "float32", "int32", "float16"]
+    buffers, _ = gradients_of(mesh, [(3,)] * 5, dtypes, adopted)
+    plans = plans_of(buffers, 2)
+    with mesh.journal() as journal:
+        pack(plans, buffers, mesh.devices, consume=False)
+    launches = launches_of(journal, "pack")
+    assert journal.launches == len(journal.records) == len(launches)
+    found = sorted((record.device, record.num_rows) for record in launches)
+    assert found == sorted(
+        (places[0], num_tensors * len(places))
+        for places in mesh.by_physical.values()
+        for num_tensors in (2, 2, 1)
+    )
+    assert journal.bytes == 0
+
+
+@pytest.mark.parametrize("num_packs", [1, 2, 5])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex128"])
+def test_what_lies_in_a_flat_buffer_is_not_moved(mesh, dtype, num_packs):
+    flat = mesh.flat_buffer(SHAPES, dtype)
+    buffers = [list(replicas) for replicas in zip(*flat.views, strict=True)]
+    with mesh.journal() as journal:
+        (flats,) = pack(plans_of(buffers, num_packs), buffers, mesh.devices, consume=False)
+    assert journal.records == []
+    assert [b.address for b in flats.inputs] == [b.address for b in flat.buffers]
+    for out, buffer in zip(flats.outs, flat.buffers, strict=True):
+        assert out.block is not buffer.block  # not ours to overwrite
+
+
+def test_a_flat_buffer_is_known_by_its_first_tensors_and_by_part_of_a_mesh(mesh):
+    views = mesh[-1:].flat_buffer(SHAPES, "float32").views
+    buffers = [[view] for view in views[0][:4]]
+    with mesh.journal() as journal:
+        pack(plans_of(buffers, 1), buffers, mesh.devices[-1:], consume=False)
+    assert journal.records == []
+
+
+@pytest.mark.parametrize("change", ["swapped", "one replaced", "the middle one left out"])
+def test_what_lies_otherwise_is_moved(mesh, change):
+    shapes = [(3,), (3,), (5,)]
+    flat = mesh.flat_buffer(shapes, "float32")
+    buffers = [list(replicas) for replicas in zip(*flat.views, strict=True)]
+    if change == "swapped":
+        buffers[0], buffers[1] = buffers[1], buffers[0]
+    elif change == "one replaced":
+        buffers[1] = [device.empty((3,), "float32") for device in mesh]
+    else:
+        buffers = [buffers[0], buffers[2]]
+    arrays = [
+        [
+            random_data(buffer.shape, "float32", seed=place + 10 * k)
+            for place, buffer in enumerate(r)
+        ]
+        for k, r in enumerate(buffers)
+    ]
+    for replicas, contents in zip(buffers, arrays, strict=True):
+        for buffer, content in zip(replicas, contents, strict=True):
+            buffer.device.upload(content, out=buffer)
+    with mesh.journal() as journal:
+        flats = pack(plans_of(buffers, 1), buffers, mesh.devices, consume=False)
+    assert journal.launches == len(mesh.by_physical)
+    check_round_trip(mesh, flats, arrays)
+
+
+def test_what_starts_off_a_vector_boundary_is_moved(mesh):
+    arrays = [[random_data((8,), "float32", seed=replica) for replica in range(len(mesh))]]
+    blocks = [device.zeros((12,), "float32") for device in mesh]
+    buffers = [[block.view(1, (8,)) for block in blocks]]
+    for buffer, array in zip(buffers[0], arrays[0], strict=True):
+        buffer.device.upload(array, out=buffer)
+    for num_packs, launches in ((1, len(mesh.by_physical)), (0, 0)):  # alone it may lie anywhere
+        with mesh.journal() as journal:
+            flats = pack(plans_of(buffers, num_packs), buffers, mesh.devices, consume=False)
+        assert journal.launches == launches
+        check_round_trip(mesh, flats, arrays)
+
+
+def test_only_the_replicas_that_lie_otherwise_are_moved(mesh):
+    flat = mesh.flat_buffer([(4,), (4,)], "float32")
+    buffers = [list(replicas) for replicas in zip(*flat.views, strict=True)]
+    buffers[0][-1] = mesh.devices[-1].zeros((4,), "float32")
+    with mesh.journal() as journal:
+        (flats,) = pack(plans_of(buffers, 1), buffers, mesh.devices, consume=False)
+    assert [(r.device, r.num_rows) for r in journal.records] == [(len(mesh) - 1, 2)]
+    kept = [a.block is b.block for a, b in zip(flats.inputs, flat.buffers, strict=True)]
+    assert kept == [True] * (len(mesh) - 1) + [False]
+
+
+@pytest.mark.parametrize("settings_of_one", [(0,), (0, 8, 10)], ids=str)
+def test_tensors_that_travel_alone_stay_where_they_are(mesh, settings_of_one):
+    buffers, arrays = gradients_of(mesh, [(3,), (0,), (5, 7)], ["float32"] * 3, owned)
+    with mesh.journal() as journal:
+        flats = pack(plans_of(buffers, *settings_of_one), buffers, mesh.devices, consume=False)
+    assert journal.records == []
+    for flat, replicas in zip(flats, buffers, strict=True):
+        assert [b.address for b in flat.inputs] == [b.address for b in replicas]
+    check_round_trip(mesh, flats, arrays)
+
+
+def test_a_peer_reads_no_memory_but_our_own(mesh):
+    buffers, arrays = gradients_of(mesh, [(4,), (8,)], ["float32"] * 2, adopted)
+    several = len(mesh.by_physical) > 1
+    for num_packs in (0, 1):
+        with mesh.journal() as journal:
+            flats = pack(plans_of(buffers, num_packs), buffers, mesh.devices, consume=False)
+        if several:
+            assert all(buffer.block.owned for flat in flats for buffer in flat.inputs)
+        assert journal.launches == (len(mesh.by_physical) if several or num_packs else 0)
+        check_round_trip(mesh, flats, arrays)
+
+
+def test_consumed_gradients_become_the_outs_where_the_dtype_stays(mesh):
+    buffers, _ = gradients_of(mesh, [(4,), (3,)], ["float32"] * 2, owned)
+    half = as_dtype("float16")
+    plans = plans_of(buffers, 0, out_dtypes=[as_dtype("float32"), half])
+    kept, cast = pack(plans, buffers, mesh.devices, consume=True)
+    assert [b.address for b in kept.outs] == [b.address for b in buffers[0]]
+    assert all(out is flat for out, flat in zip(kept.outs, kept.inputs, strict=True))
+    assert [out.dtype for out in cast.outs] == [half] * len(mesh)
+    assert all(out.block is not b.block for out, b in zip(cast.outs, buffers[1], strict=True))
+
+
+def test_three_hundred_tensors_travel_in_one_launch_a_device(mesh):
+    ends = np.cumsum([place % 7 for place in range(300)])
+    block = random_data((int(ends[-1]),), "float32")
+    arrays = [[part] * len(mesh) for part in np.split(block, ends[:-1])]
+    buffers = [
+        [owned(device, array) for device, array in zip(mesh, replicas, strict=True)]
+        for replicas in arrays
+    ]
+    with mesh.journal() as journal:
+        flats = pack(plans_of(buffers, 3), buffers, mesh.devices, consume=False)
+    assert journal.launches == len(set(placement_of(mesh)))
+    check_round_trip(mesh, flats, arrays)
+
+
+def test_the_same_memory_may_be_given_twice(mesh):
+    arrays = [np.arange(6, dtype=np.float32)] * len(mesh)
+    replicas = [adopted(device, array) for device, array in zip(mesh, arrays, strict=True)]
+    overlapping = [buffer.view(2, (4,)) for buffer in replicas]
+    buffers = [replicas, replicas, overlapping]
+    for num_packs in (0, 1, 2):
+        flats = pack(plans_of(buffers, num_packs), buffers, mesh.devices, consume=False)
+        check_round_trip(mesh, flats, [arrays, arrays, [array[2:] for array in arrays]])

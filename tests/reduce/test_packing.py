@@ -1,0 +1,207 @@
+"""Which tensors travel together, as pure plans."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.exhaustive import examples
+
+from gradreduce.device import as_dtype
+from gradreduce.reduce.packing import FlatPlan, plan_packing
+
+LAWS = settings(deadline=None, max_examples=examples(150))
+FLOAT32, FLOAT64 = as_dtype("float32"), as_dtype("float64")
+PAIRS = [(dtype, dtype) for dtype in map(as_dtype, ("float32", "float16", "float64", "complex128"))]
+# A sum of halves in its accumulate type, and the result.
+PAIRS += [(FLOAT32, as_dtype(half)) for half in ("float16", "bfloat16")]
+
+
+def batches(max_size: int = 40):
+    """(sizes, dtypes) of a batch."""
+    tensor = st.tuples(st.integers(0, max_size), st.sampled_from(PAIRS))
+    return st.lists(tensor, max_size=12).map(
+        lambda tensors: (tuple(t[0] for t in tensors), tuple(t[1] for t in tensors))
+    )
+
+
+def narrower(plan: FlatPlan) -> int:
+    return min(plan.dtype.itemsize, plan.out_dtype.itemsize)
+
+
+def units(plan: FlatPlan) -> int:
+    """How many ranges of 16 bytes (in the narrower dtype) there are to share out."""
+    return -(-plan.layout.size * narrower(plan) // 16)
+
+
+@LAWS
+@given(batches(), st.integers(0, 20), st.integers(0, 64), st.integers(0, 4))
+def test_every_tensor_is_in_exactly_one_plan_of_its_dtypes(batch, num_packs, limit, group):
+    sizes, dtypes = batch
+    plans = plan_packing(sizes, dtypes, num_packs, limit, group)
+    assert sorted(tensor for plan in plans for tensor in plan.tensors) == list(range(len(sizes)))
+    for plan in plans:
+        assert list(plan.tensors) == sorted(plan.tensors)
+        assert {dtypes[tensor] for tensor in plan.tensors} == {(plan.dtype, plan.out_dtype)}
+
+
+@LAWS
+@given(batches(), st.integers(0, 20), st.integers(0, 64), st.integers(0, 4))
+def test_tensors_lie_end_to_end_at_vector_boundaries(batch, num_packs, limit, group):
+    sizes, dtypes = batch
+    for plan in plan_packing(sizes, dtypes, num_packs, limit, group):
+        ends = [0]
+        for tensor, offset, span in zip(
+            plan.tensors, plan.layout.offsets, plan.layout.spans, strict=True
+        ):
+            assert offset == ends[-1]
+            for dtype in (plan.dtype, plan.out_dtype):
+                assert offset * dtype.itemsize % 16 == 0
+            gap = span - sizes[tensor]
+            assert 0 <= gap * narrower(plan) < 16
+            assert plan.together or gap == 0
+            ends.append(offset + span)
+        assert plan.layout.size == ends[-1]
+
+
+@LAWS
+@given(batches(), st.integers(0, 20), st.integers(0, 64), st.integers(0, 4))
+def test_packs_cover_the_flat_buffer_in_order_and_none_is_empty(batch, num_packs, limit, group):
+    sizes, dtypes = batch
+    for plan in plan_packing(sizes, dtypes, num_packs, limit, group):
+        edges = [0, *(stop for _, stop in plan.packs)]
+        assert plan.packs == tuple(pairwise(edges))
+        assert edges[-1] == plan.layout.size
+        assert all(start < stop for start, stop in plan.packs)
+        assert len(plan.packs) == min(max(1, num_packs), units(plan))
+
+
+@LAWS
+@given(batches(max_size=3000), st.integers(1, 30))
+def test_packs_are_equal_to_within_sixteen_bytes_and_cut_at_vector_boundaries(batch, num_packs):
+    for plan in plan_packing(*batch, num_packs, 0, 0):
+        nbytes = [(stop - start) * narrower(plan) for start, stop in plan.packs]
+        assert not nbytes or max(nbytes) - min(nbytes) <= 16
+        for start, _ in plan.packs:
+            assert start * plan.dtype.itemsize % 16 == 0
+            assert start * plan.out_dtype.itemsize % 16 == 0
+
+
+@LAWS
+@given(batches(), st.integers(1, 20), st.integers(0, 1000), st.integers(0, 20))
+def test_packs_make_one_flat_buffer_of_each_dtype_whatever_is_small(batch, num_packs, limit, group):
+    plans = plan_packing(*batch, num_packs, limit, group)
+    assert plans == plan_packing(*batch, num_packs, 0, 0)
+    assert len(plans) == len(set(batch[1]))
+    assert all(plan.together for plan in plans)
+
+
+@LAWS
+@given(batches(), st.integers(0, 1000), st.integers(0, 20))
+def test_without_packs_and_limits_every_tensor_travels_alone(batch, limit, group):
+    for settings_of_one in ((0, 0), (limit, 0), (0, group)):
+        plans = plan_packing(*batch, 0, *settings_of_one)
+        assert len(plans) == len(batch[0])
+        assert not any(plan.together for plan in plans)
+
+
+@LAWS
+@given(batches(), st.integers(1, 200), st.integers(1, 5))
+def test_small_tensors_are_grouped_by_dtype_in_batch_order(batch, limit, group):
+    sizes, dtypes = batch
+    plans = plan_packing(sizes, dtypes, 0, limit, group)
+    for pair in set(dtypes):
+        small = [
+            tensor
+            for tensor, size in enumerate(sizes)
+            if dtypes[tensor] == pair and 0 < size * pair[0].itemsize <= limit
+        ]
+        wanted = [tuple(small[start : start + group]) for start in range(0, len(small), group)]
+        found = [plan for plan in plans if set(plan.tensors) & set(small)]
+        assert [plan.tensors for plan in found] == wanted
+        assert [plan.together for plan in found] == [len(tensors) > 1 for tensors in wanted]
+    for plan in plans:
+        assert plan.together == (len(plan.tensors) > 1)
+
+
+def plan32(sizes, num_packs, *small):
+    """Plans of a batch of float32."""
+    dtypes = ((FLOAT32, FLOAT32),) * len(sizes)
+    return plan_packing(tuple(sizes), dtypes, num_packs, *(small or (0, 0)))
+
+
+def test_the_small_limit_is_inclusive():
+    assert [plan.tensors for plan in plan32([4, 4, 5], 0, 16, 10)] == [(0, 1), (2,)]
+    assert [plan.tensors for plan in plan32([4, 4, 5], 0, 15, 10)] == [(0,), (1,), (2,)]
+    assert [plan.tensors for plan in plan32([4, 4, 5], 0, 20, 10)] == [(0, 1, 2)]
+
+
+def test_the_bytes_of_a_small_tensor_are_those_of_its_gradient():
+    """A mean of integers is of floats; one byte is small, and no byte is not."""
+    pairs = ((as_dtype("int8"), FLOAT32),) * 4
+    assert [plan.tensors for plan in plan_packing((1, 2, 1, 0), pairs, 0, 1, 10)] == [
+        (0, 2), (1,), (3,),
+    ]  # fmt: skip
+
+
+def test_integers_travel_as_they_are_whatever_their_mean_is():
+    pairs = ((as_dtype("int32"), FLOAT64), (FLOAT64, FLOAT32))
+    plans = plan_packing((8, 8), pairs, 1, 0, 0, as_dtype("float16"))
+    assert [plan.wire.name for plan in plans] == ["int32", "float16"]
+
+
+def test_a_flat_buffer_has_gaps_where_a_tensor_ends_inside_a_vector():
+    assert [plan32(sizes, 1)[0].has_gaps for sizes in ([4, 8], [4, 7, 4], [7])] == [
+        False, True, True,
+    ]  # fmt: skip
+
+
+def test_small_tensors_that_are_not_neighbours_are_grouped_too():
+    plans = plan32([1, 900, 1, 0, 1, 1], 0, 16, 3)
+    assert [plan.tensors for plan in plans] == [(0, 2, 4), (1,), (3,), (5,)]
+    assert [plan.together for plan in plans] == [True, False, False, False]
+
+
+def test_a_group_holds_no_more_than_it_may():
+    plans = plan32([1] * 7, 0, 16, 3)
+    assert [plan.tensors for plan in plans] == [(0, 1, 2), (3, 4, 5), (6,)]
+    assert not plans[-1].together
+
+
+def test_twelve_elements_in_five_and_in_thirteen_packs():
+    # TensorFlow makes 2, 2, 2, 2, 4 elements, and twelve empty packs and one of 12.
+    (plan,) = plan_packing((12,), ((FLOAT64, FLOAT64),), 5, 0, 0)
+    assert plan.packs == ((0, 2), (2, 4), (4, 6), (6, 8), (8, 12))
+    (plan,) = plan_packing((12,), ((FLOAT64, FLOAT64),), 13, 0, 0)
+    assert plan.packs == ((0, 2), (2, 4), (4, 6), (6, 8), (8, 10), (10, 12))
+
+
+def test_a_tensor_may_lie_across_packs_and_a_pack_may_hold_several():
+    (plan,) = plan32([3, 1, 20], 2)
+    assert plan.layout.offsets == (0, 4, 8)
+    assert plan.packs == ((0, 12), (12, 28))
+
+
+def test_tensors_of_no_elements_take_no_room():
+    (plan,) = plan32([0, 5, 0], 3)
+    assert plan.layout.offsets == (0, 0, 8)
+    assert plan.packs == ((0, 4), (4, 8))
+    assert plan32([0, 0], 3)[0].packs == ()
+    assert [plan.packs for plan in plan32([0, 5, 0], 0)] == [(), ((0, 5),), ()]
+    assert plan32([], 1) == ()
+
+
+def test_a_plan_is_made_once():
+    sizes, dtypes = (3, 8), ((FLOAT32, FLOAT32),) * 2
+    plan = plan_packing(sizes, dtypes, 2, 16, 10)
+    assert plan_packing((3, 8), ((FLOAT32, FLOAT32),) * 2, 2, 16, 10) is plan
+    for other in (
+        plan_packing((8, 3), dtypes, 2, 16, 10),
+        plan_packing(sizes, ((FLOAT64, FLOAT64),) * 2, 2, 16, 10),
+        plan_packing(sizes, dtypes, 3, 16, 10),
+        plan_packing(sizes, dtypes, 0, 32, 10),
+        plan_packing(sizes, dtypes, 0, 32, 1),
+    ):
+        assert other != plan
+    assert "tensors=(0, 1)" in repr(plan)

@@ -1,0 +1,232 @@
+"""Plans: what they say is what the journal counts, and making one does nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support import meshes
+from support.meshes import MeshCase, owned, per_replica, refused
+
+import gradreduce as gr
+
+SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
+
+numpy_mesh = meshes.numpy_mesh
+
+SETTINGS = {
+    "one pack": {},
+    "three packs": {"num_packs": 3},
+    "more packs than elements": {"num_packs": 1000},
+    "no packs": {"num_packs": 0},
+    "small together": {
+        "num_packs": 0, "agg_small_grads_max_bytes": 40, "agg_small_grads_max_group": 2,
+    },
+}  # fmt: skip
+SHAPES = [
+    ((3, 2), "float32"), ((0, 4), "float32"), ((), "float16"), ((5,), "int16"),
+    ((20, 10), "float32"), ((7,), "complex64"), ((4,), "float32"), ((3,), "bfloat16"),
+]  # fmt: skip
+
+
+def ops_of(algorithm, mesh, **settings):
+    return gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh, **settings)
+
+
+def dense(mesh, shape, dtype, place=owned):
+    kind = gr.device.as_dtype(dtype)
+    return per_replica(mesh, lambda replica: np.ones(shape).astype(kind), place)
+
+
+def counts(told):
+    """The same four numbers of a plan and of a journal."""
+    collectives = told.collectives if hasattr(told, "packs") else len(told.of("collective"))
+    return told.launches, told.copies, collectives, told.bytes
+
+
+def agreed(mesh, ops, op, pairs, **options):
+    """The plan, once a run has done just that."""
+    plan = ops.plan(op, pairs, **options)
+    with mesh.journal() as journal:
+        ops.batch_reduce(op, pairs, **options)
+    assert counts(plan) == counts(journal)
+    return plan
+
+
+@pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("place", [owned, None], ids=["pool", "host"])
+def test_the_journal_agrees(numpy_mesh, settings, algorithm, place):
+    op = MEAN if (place is owned) == (algorithm == "nccl") else SUM  # each with either other
+    ops = ops_of(algorithm, numpy_mesh, **settings)
+    values = [dense(numpy_mesh, shape, dtype, place) for shape, dtype in SHAPES]
+    plan = agreed(numpy_mesh, ops, op, [(value, value) for value in values])
+    carried = {tensor for pack in plan.packs for tensor in pack.tensors}
+    assert carried == {place for place, (shape, _) in enumerate(SHAPES) if 0 not in shape}
+    assert {pack.way for pack in plan.packs} == {algorithm}
+
+
+@pytest.mark.parametrize("coalesce", [False, True])
+def test_the_journal_agrees_on_whatever_a_batch_may_hold(numpy_mesh, coalesce):
+    last = numpy_mesh.devices[-1]
+    table = gr.PerReplica(
+        [gr.IndexedSlices(np.ones((3, 2), np.float32), [1, 0, 1], (4, 2))] * len(numpy_mesh),
+        numpy_mesh,
+    )
+    value, counted = dense(numpy_mesh, (4, 2), "float32"), dense(numpy_mesh, (9,), "int8")
+    both = gr.PerReplica([table.parts[0], *value.buffers[1:]])
+    pairs = [(value, value), (table, table), (value, last), (counted, value), (table, "sim:0"),
+             (counted, [last]), (value, numpy_mesh), (both, last), (both, both)]  # fmt: skip
+    for algorithm in ("nccl", "hierarchical_copy"):
+        for op in (SUM, MEAN):
+            ops = ops_of(algorithm, numpy_mesh)
+            plan = agreed(numpy_mesh, ops, op, pairs, coalesce=coalesce)
+            ways = {pack.tensors: pack.way for pack in plan.packs}
+            # Where there is but one device, whatever goes to one is all-reduced.
+            many = len(numpy_mesh) > 1
+            reduced, alone = (
+                ([(0, 6), (3,)], [1, 2, 4, 5, 7, 8])
+                if many
+                else ([(0, 2, 6), (3, 5)], [1, 4, 7, 8])
+            )
+            assert {ways[tensors] for tensors in reduced} == {algorithm}
+            assert {ways[place,] for place in alone} == {"one device"}
+
+
+def test_it_says_which_tensors_travel_together():
+    with MeshCase((0, 0, 1, 1)).open() as mesh:
+        values = [dense(mesh, (size,), "float32") for size in (1000, 3, 500, 7)]
+        pairs = [(value, value) for value in values]
+        two = ops_of("hierarchical_copy", mesh, num_packs=2).plan(SUM, pairs)
+        small = SETTINGS["small together"]
+        grouped = ops_of("hierarchical_copy", mesh, **small).plan(SUM, pairs)
+    assert [pack.tensors for pack in two.packs] == [(0,), (0, 1, 2, 3)]
+    assert [pack.nbytes for pack in two.packs] == [3024, 3024]  # 1000 + 4 + 500 + 8 floats
+    assert [pack.tensors for pack in grouped.packs] == [(0,), (1, 3), (2,)]
+    assert [pack.nbytes for pack in grouped.packs] == [4000, 48, 2000]
+    assert {pack.devices for pack in (*two.packs, *grouped.packs)} == {(0, 1, 2, 3)}
+
+
+def test_tensors_in_a_flat_buffer_are_not_packed():
+    with MeshCase((0, 1)).open() as mesh:
+        flat = mesh.flat_buffer([(3, 2), (5,)], "float32")
+        pairs = [(value, value) for value in map(gr.PerReplica, zip(*flat.views, strict=True))]
+        apart = [(value, value) for value in (dense(mesh, (3, 2), "float32"),
+                                              dense(mesh, (5,), "float32"))]  # fmt: skip
+        ops = ops_of("hierarchical_copy", mesh)
+        plan, other = agreed(mesh, ops, SUM, pairs), agreed(mesh, ops, SUM, apart)
+    assert (plan.launches, other.launches) == (1, 3)
+    (there,), (moved,) = plan.packs, other.packs
+    assert (there.moved, moved.moved) == (0, 2)
+    assert replace(there, moved=2) == moved
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "placement", "peers", "crossing"),
+    [
+        ("hierarchical_copy", (0, 0), True, "none"),
+        ("nccl", (0, 0), True, "none"),
+        ("hierarchical_copy", (0, 1), True, "direct"),
+        ("hierarchical_copy", (0, 1), False, "copies"),
+        ("nccl", (0, 1), True, "collective"),
+    ],
+)
+def test_the_plan_tells_who_reads_whose_memory(algorithm, placement, peers, crossing):
+    """A user's array on another GPU is packed first: a peer reads our pool's memory only."""
+    with gr.open_mesh(placement, backend="sim", peer_access=peers) as mesh:
+        ours = gr.PerReplica([device.zeros((4,), "float32") for device in mesh])
+        theirs = gr.PerReplica([np.zeros(4, np.float32) for _ in mesh], mesh)
+        ops = gr.AllReduceCrossDeviceOps(algorithm, 0, mesh=mesh, wire_dtype="float32")
+        plan = ops.plan(SUM, [(ours, ours), (theirs, theirs)])
+        apart = len(set(placement)) > 1
+        assert [pack.crossing for pack in plan.packs] == [crossing] * 2
+        assert [pack.moved for pack in plan.packs] == [0, 2 * apart]
+        half = gr.AllReduceCrossDeviceOps(algorithm, 0, mesh=mesh, wire_dtype="float16")
+        (pack,) = half.plan(SUM, [(ours, ours)]).packs
+        assert (pack.moved, pack.nbytes, pack.wire) == (2, 8, np.dtype("float16"))
+        assert "as float16, packed on 2 devices" in str(half.plan(SUM, [(ours, ours)]))
+
+
+def test_the_plan_tells_what_one_device_reads():
+    with gr.open_mesh((0, 1, 1), backend="sim") as mesh:
+        ours = dense(mesh, (4,), "float32")
+        theirs = gr.PerReplica([np.zeros(4, np.float32) for _ in mesh], mesh)
+        tables = [gr.IndexedSlices(np.zeros((1, 3), np.float32), [1], (4, 3)) for _ in mesh]
+        rows = gr.PerReplica(tables, mesh)
+        mixed = gr.PerReplica([tables[0], tables[1], mesh.devices[2].zeros((4, 3), "float32")],
+                              mesh)  # fmt: skip
+        near = gr.PerReplica(ours.buffers[1:])
+        pairs = [(ours, "sim:0"), (theirs, "sim:0"), (rows, mesh), (mixed, "sim:0"),
+                 (near, "sim:1"), (near, ["sim:1", "sim:0"])]  # fmt: skip
+        found = {}
+        for peers in (True, False, {(1, 0)}):
+            mesh.fabric.peer_access = peers
+            plan = agreed(mesh, ops_of("nccl", mesh), SUM, pairs)
+            found[str(peers)] = [pack.crossing for pack in plan.packs]
+    assert found == {
+        "True": ["direct", "copies", "copies", "direct", "none", "copies"],
+        "False": ["copies", "copies", "copies", "copies", "none", "copies"],
+        "{(1, 0)}": ["copies", "copies", "copies", "copies", "none", "copies"],
+    }
+
+
+def test_a_topology_is_planned_too():
+    with MeshCase((0, 1, 2, 3), peer_access=False).open() as mesh:
+        ops = gr.HierarchicalCopyAllReduce(mesh=mesh, topology=([0], [3, 2, 1]))
+        value = dense(mesh, (4,), "float32")
+        agreed(mesh, ops, MEAN, [(value, value)])
+
+
+@pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
+def test_planning_does_nothing_and_equal_plans_are_one(algorithm):
+    with MeshCase((0, 1, 1)).open() as mesh:
+        ops = ops_of(algorithm, mesh)
+        first, second = (dense(mesh, (3, 2), "float32") for _ in range(2))
+        before = [buffer.numpy() for buffer in first.buffers]
+        grown = meshes.num_grown(mesh)
+        with mesh.journal() as journal:
+            plan = ops.plan(MEAN, [(first, first)])
+            assert ops.plan(MEAN, [(second, mesh)]) is plan
+            assert ops_of(algorithm, None).plan(MEAN, [(second, mesh)]) is plan
+            for other in (
+                ops.plan(SUM, [(first, first)]),
+                ops.plan(MEAN, [(first, first), (second, second)]),
+                ops_of(algorithm, mesh, num_packs=2).plan(MEAN, [(first, first)]),
+                ops.plan(MEAN, [(first, "sim:1")]),
+            ):
+                assert other is not plan
+        assert journal.records == []
+        assert meshes.num_grown(mesh) == grown
+        assert all(np.array_equal(*pair) for pair in zip(
+            before, [buffer.numpy() for buffer in first.buffers], strict=True))  # fmt: skip
+
+
+def test_it_is_printed_for_people():
+    with MeshCase((0, 0, 1, 1)).open() as mesh:
+        ops = ops_of("hierarchical_copy", mesh)
+        values = [dense(mesh, (10,), "float32") for _ in range(5)]
+        pairs = [*((value, value) for value in values), (values[0], "sim:2")]
+        text = str(ops.plan(SUM, pairs)).splitlines()
+    assert text[0] == ("2 packs on sim [0, 0, 1, 1]: 4 launches, 0 copies, 0 collective ranks, "
+                       "1,040 bytes leave a device")  # fmt: skip
+    assert text[1].split() == "0 hierarchical_copy float32 240 bytes of each of 4 replicas, " \
+        "packed on 4 devices, read and written by their peers: tensors 0-4".split()  # fmt: skip
+    assert text[2].split() == "1 one device float32 40 bytes of each of 4 replicas, " \
+        "read by the device that adds them: tensors 5".split()  # fmt: skip
+
+
+def test_bad_arguments_are_those_of_the_reduction():
+    with MeshCase((0, 1)).open() as mesh, MeshCase((0,)).open() as other:
+        ops = ops_of("nccl", mesh)
+        value, alone = dense(mesh, (3,), "float32"), dense(other, (3,), "float32")
+        for pairs, text in (
+            ([], "there is no tensor to reduce"),
+            ([(value, value), (alone, alone)], "these are of 2"),
+            ([(value, "sim:7")], "destination 0: 'sim:7' is no device"),
+            ([value], "must be a tuple of size 2"),
+        ):
+            with refused(mesh, ValueError, text):
+                ops.plan(SUM, pairs)
+        with refused(mesh, ValueError, "reduce_op="):
+            ops.plan("sum", [(value, value)])

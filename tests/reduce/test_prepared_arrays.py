@@ -1,0 +1,186 @@
+"""Prepared steps of arrays of other libraries: read in place, written in place, never copied."""
+
+from __future__ import annotations
+
+import importlib
+
+import numpy as np
+import pytest
+from reduce.test_prepared import calls_of
+from support.exact_data import exact_data, same
+from support.meshes import MeshCase, refused
+
+import gradreduce as gr
+
+SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
+SHAPES = [(40, 7), (), (0, 2), (1000,)]
+PLACEMENTS = [(0,), (0, 1), (0, 1, 1, 2, 0)]
+
+
+def numbers(mesh, seed):
+    return [
+        [np.array(exact_data(shape, np.float32, seed=seed + 10 * place + d.index)) for d in mesh]
+        for place, shape in enumerate(SHAPES)
+    ]
+
+
+def sums(arrays):
+    return [np.sum(replicas, axis=0, dtype=np.float32) for replicas in arrays]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_numpy_arrays_are_read_and_written_in_place(placement):
+    with MeshCase(placement).open() as mesh:
+        arrays = numbers(mesh, 0)
+        values = [gr.PerReplica(replicas, mesh) for replicas in arrays]
+        step = gr.HierarchicalCopyAllReduce(2).prepare(SUM, [(v, v) for v in values])
+        kept = [array for result in step.results for array in result.values]
+        for seed in (100, 200):
+            for replicas, new in zip(arrays, numbers(mesh, seed), strict=True):
+                for array, content in zip(replicas, new, strict=True):
+                    array[...] = content
+            with mesh.journal() as journal:
+                found = step()
+            assert journal.uploads == journal.syncs == 0
+            shown = [array for result in found for array in result.values]
+            assert all(one is other for one, other in zip(shown, kept, strict=True))
+            assert found[0].primary is kept[0]
+            for result, total in zip(found, sums(arrays), strict=True):
+                assert all(type(array) is np.ndarray for array in result.values)
+                assert all(same(array, total) for array in result.values)
+
+
+@pytest.mark.torch
+def test_tensors_are_read_and_written_in_place():
+    torch = importlib.import_module("torch")
+    with MeshCase((0, 1, 1)).open() as mesh:
+        rows = [[torch.full(shape, float(r + 1)) for r in range(3)] for shape in SHAPES]
+        half = [torch.full((9,), float(r), dtype=torch.bfloat16) for r in range(3)]
+        values = [gr.PerReplica(row, mesh) for row in (*rows, half)]
+        step = gr.HierarchicalCopyAllReduce().prepare(SUM, [(v, v) for v in values])
+        shown = [tensor for result in step.results for tensor in result.values]
+        for row in (*rows, half):
+            for tensor in row:
+                tensor.mul_(2)
+        assert all(
+            one is other
+            for one, other in zip(
+                [tensor for result in step() for tensor in result.values], shown, strict=True
+            )
+        )
+        assert all(isinstance(tensor, torch.Tensor) for tensor in shown)
+        assert all(bool((tensor == 12).all()) for tensor in shown[:-3])
+        assert all(
+            bool((tensor == 6).all()) and tensor.dtype is torch.bfloat16 for tensor in shown[-3:]
+        )
+
+
+@pytest.mark.torch
+def test_what_pytorch_makes_anew_is_refused():
+    torch = importlib.import_module("torch")
+    with MeshCase((0, 1)).open() as mesh:
+        for tensor in (torch.ones(6, 6)[:, ::2], torch.ones(3, dtype=torch.complex64).conj()):
+            value = gr.PerReplica(
+                [torch.ones_like(tensor).resolve_conj().contiguous(), tensor], mesh
+            )
+            with refused(mesh, ValueError, "value 0: replica 1 could not be shared"):
+                gr.HierarchicalCopyAllReduce().prepare(SUM, [(value, value)])
+
+
+@pytest.mark.jax
+def test_arrays_of_jax_are_read_and_never_written():
+    numpy = importlib.import_module("jax.numpy")
+    with MeshCase((0, 1)).open() as mesh:
+        value = gr.PerReplica([numpy.arange(5.0), numpy.ones(5)], mesh)
+        ops = gr.HierarchicalCopyAllReduce()
+        with refused(mesh, ValueError, "value 0: results of kind 'jax' are no arrays"):
+            ops.prepare(SUM, [(value, value)])
+        step = ops.prepare(SUM, [(value, value)], as_kind="numpy")
+        assert same(step()[0].values[1], np.arange(1, 6, dtype=np.float32))
+
+
+def test_what_would_be_a_copy_is_refused():
+    with MeshCase((0, 1)).open() as mesh:
+        ops = gr.HierarchicalCopyAllReduce()
+        whole, pieces = np.ones((4, 4)), np.ones((4, 8))[:, ::2]
+        for second in (pieces, whole.tolist(), whole.T):
+            fine, value = gr.PerReplica([whole, whole], mesh), gr.PerReplica([whole, second], mesh)
+            with refused(mesh, ValueError, "value 1: replica 1 could not be shared"):
+                ops.prepare(SUM, [(fine, fine), (value, value)])
+        number = gr.PerReplica([np.float32(1), np.float32(2)], mesh)
+        with refused(mesh, ValueError, "value 0: replica 0 could not be shared"):
+            ops.prepare(SUM, [(number, number)])
+        with refused(mesh, ValueError, "as_kind='cupy'"):
+            ops.prepare(SUM, [(fine, fine)], as_kind="cupy")
+
+
+def test_arrays_of_a_flat_buffer_are_shared():
+    with MeshCase((0, 0, 1)).open() as mesh:
+        flat = mesh.flat_buffer([(3,), (4, 2)], "float32")
+        rows = flat.arrays("numpy")
+        values = [gr.PerReplica(list(row), mesh) for row in zip(*rows, strict=True)]
+        step = gr.HierarchicalCopyAllReduce().prepare(SUM, [(value, value) for value in values])
+        for replica, row in enumerate(rows):
+            for array in row:
+                array[...] = replica + 1
+        assert all((array == 6).all() for result in step() for array in result.values)
+
+
+def test_where_work_waits_host_arrays_are_copied_and_so_refused():
+    with gr.open_mesh(2, backend="sim", schedule_seed=3) as mesh:
+        value = gr.PerReplica([np.ones(4), np.ones(4)], mesh)
+        with refused(mesh, ValueError, "replica 0 could not be shared.*schedule_seed="):
+            gr.HierarchicalCopyAllReduce().prepare(SUM, [(value, value)])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_results_in_host_memory_are_written_when_the_call_returns(seed):
+    with gr.open_mesh([0, 1, 1], backend="sim", strict=True, schedule_seed=seed) as mesh:
+        buffers = [device.zeros((6,), "float32") for device in mesh]
+        value = gr.PerReplica(buffers)
+        step = gr.HierarchicalCopyAllReduce().prepare(SUM, [(value, value)], as_kind="numpy")
+        arrays = step.results[0].values
+        for turn in range(1, 4):
+            for buffer in buffers:
+                buffer.device.upload(np.full(6, turn, np.float32), out=buffer)
+            step()
+            assert all((array == 3 * turn).all() for array in arrays)
+
+
+@pytest.mark.parametrize("lent", [False, True])
+def test_a_call_does_no_work_for_each_tensor(lent):
+    def counted(num_tensors):
+        # Queued work: what a launch itself does comes later, when the host waits.
+        seed = None if lent else 0
+        with gr.open_mesh([0, 1], backend="sim", schedule_seed=seed) as mesh:
+            arrays = [[np.ones(5, np.float32) for _ in mesh] for _ in range(num_tensors)]
+            if lent:
+                for device in mesh:
+                    device.scheduler.submit = lambda queue, work: None
+            else:
+                arrays = [[d.upload(a) for d, a in zip(mesh, row, strict=True)] for row in arrays]
+            values = [gr.PerReplica(row, mesh) for row in arrays]
+            step = gr.HierarchicalCopyAllReduce().prepare(SUM, [(v, v) for v in values])
+            step()
+            return calls_of(step)
+
+    assert counted(2) == counted(60)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_call_waits_for_copies_that_still_read_its_results(seed):
+    with gr.open_mesh([0, 1, 1], backend="sim", strict=True, schedule_seed=seed) as mesh:
+        buffers = [device.upload(np.ones(6, np.float32)) for device in mesh]
+        value = gr.PerReplica(buffers)
+        step = gr.HierarchicalCopyAllReduce().prepare(SUM, [(value, value)])
+        result = step()[0].buffers[1]
+        kept = []
+        for turn in range(1, 4):
+            for buffer in buffers:
+                buffer.device.upload(np.full(6, turn, np.float32), out=buffer)
+            step()
+            near = result.device.empty((6,), "float32")
+            result.device.copy(near, result, queue="transfer")
+            kept.append(near)
+        mesh.synchronize()
+        assert [float(near.numpy()[0]) for near in kept] == [3.0, 6.0, 9.0]

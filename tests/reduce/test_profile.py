@@ -1,0 +1,197 @@
+"""What ``explain`` tells: bytes and floors by hand, the journal beside them; nothing changes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from support import reduction_calls as scenes
+from support.exact_data import same
+from support.meshes import MeshCase
+
+import gradreduce as gr
+from gradreduce.backends.dry_run import Ghosts
+from gradreduce.reduce import profile as explain
+from gradreduce.reduce.profile import Counts, copy_rates
+
+SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
+MEMORY, LINK = 1000.0, 10.0  # bytes per second
+
+
+@pytest.fixture
+def rates(monkeypatch):
+    """Rates of a slow machine, instead of this one's."""
+    told = SimpleNamespace(memory=lambda device: MEMORY, link=lambda device, source: LINK)
+    monkeypatch.setattr(explain, "copy_rates", lambda mesh: told)
+
+
+def hierarchical(mesh, num_packs, algorithm="hierarchical_copy"):
+    return gr.AllReduceCrossDeviceOps(algorithm, num_packs, mesh=mesh)
+
+
+def pairs_of(mesh, *sizes):
+    values = [
+        gr.PerReplica.of([device.zeros((size,), "float32") for device in mesh]) for size in sizes
+    ]
+    return [(value, value) for value in values]
+
+
+def stages_of(told):
+    return {stage.name: stage for stage in told.stages}
+
+
+def test_a_sum_of_peers_by_hand(rates):
+    with MeshCase((0, 1, 2)).open() as mesh:
+        told = hierarchical(mesh, 0).explain(SUM, pairs_of(mesh, 8))
+    added = stages_of(told)["all-reduce"]
+    assert added.planned == added.done == Counts(launches=1, bytes=4 * 32)
+    assert added.traffic.read == added.traffic.written == {0: 32, 1: 32, 2: 32}
+    assert added.traffic.links == {(1, 0): 32, (0, 1): 32, (2, 0): 32, (0, 2): 32}
+    assert added.floor_seconds == told.floor_seconds == 6 * 32 / MEMORY  # one memory for all
+    for name in ("pack", "unpack", "copies"):
+        assert stages_of(told)[name].planned == stages_of(told)[name].done == Counts()
+    assert told.memory_rates == dict.fromkeys(range(3), MEMORY)
+    assert 0 < told.host_seconds <= told.seconds
+    text = str(told)
+    assert "link 2 to 0: 0.000 MB, at 0.00 GB/s 3200.0000 ms" in text
+    assert "times the floor of 192.0000 ms" in text
+    assert text.endswith("the journal counted what was planned")
+
+
+def test_a_pack_by_hand_and_its_views(rates):
+    with MeshCase((0, 0)).open() as mesh:
+        packed = stages_of(hierarchical(mesh, 1).explain(SUM, pairs_of(mesh, 3, 5)))
+        flat = mesh.flat_buffer([(3,), (5,)], "float32")
+        views = [gr.PerReplica.of(column) for column in zip(*flat.views, strict=True)]
+        ready = stages_of(hierarchical(mesh, 1).explain(SUM, [(each, each) for each in views]))
+    assert packed["pack"].planned == Counts(launches=1)
+    assert packed["pack"].traffic.read == {0: 2 * (12 + 20)}
+    assert packed["pack"].traffic.written == {0: 2 * (16 + 32)}  # gaps too
+    assert packed["all-reduce"].traffic.memory == {0: 2 * 2 * 48}
+    assert ready["pack"].planned == ready["unpack"].planned == Counts()
+    assert ready["all-reduce"].traffic == packed["all-reduce"].traffic
+
+
+@pytest.mark.parametrize("peer_access", [True, False])
+def test_a_wire_of_its_own_is_unpacked(rates, peer_access):
+    with MeshCase((0, 1), peer_access).open() as mesh:
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 1, mesh=mesh, wire_dtype="float16")
+        told = stages_of(ops.explain(MEAN, pairs_of(mesh, 16, 16)))
+    for name, read, written in (("pack", 4, 2), ("unpack", 2, 4)):
+        assert told[name].traffic.read == {0: 32 * read, 1: 32 * read}
+        assert told[name].traffic.written == {0: 32 * written, 1: 32 * written}
+        assert told[name].planned == told[name].done
+
+
+@pytest.mark.parametrize(
+    ("placement", "peer_access", "algorithm"),
+    [
+        ((0, 0, 1, 1), False, "hierarchical_copy"),
+        ((0, 1, 1, 2, 0), True, "hierarchical_copy"),
+        ((0, 1, 1, 2, 0), True, "nccl"),
+        ((0,) * 3, True, "nccl"),
+    ],
+)
+def test_the_journal_agrees_and_nothing_changes(rates, placement, peer_access, algorithm):
+    with MeshCase(placement, peer_access).open() as mesh:
+        ops = hierarchical(mesh, 2, algorithm)
+        pairs = scenes.pairs_of(mesh, 1)
+        before = [arrays_of(value) for value, _ in pairs]
+        for coalesce in (False, True):
+            told = ops.explain(MEAN, pairs, coalesce=coalesce)
+            assert told.differences == ()
+            assert [each.planned for each in told.stages] == [each.done for each in told.stages]
+            assert told.plan == ops.plan(MEAN, pairs, coalesce=coalesce)
+            total = [
+                sum(getattr(each.done, name) for each in told.stages)
+                for name in ("launches", "copies", "collectives", "bytes")
+            ]
+            plan = told.plan
+            assert total == [plan.launches, plan.copies, plan.collectives, plan.bytes]
+        for (value, _), arrays in zip(pairs, before, strict=True):
+            for found, array in zip(arrays_of(value), arrays, strict=True):
+                assert same(found, array)
+
+
+def arrays_of(value):
+    parts = [part if isinstance(part, gr.Buffer) else part.values for part in value.parts]
+    return [part.numpy() for part in parts]
+
+
+def test_gpus_and_links_work_side_by_side(rates):
+    """Ghosts of GPUs: the slowest of them is the floor, and of a collective a ring's links."""
+    mesh = Ghosts(((0, 0, 1, 2), "cuda", True)).mesh
+    told = hierarchical(mesh, 1, "nccl").explain(SUM, pairs_of(mesh, 600))
+    added = stages_of(told)["all-reduce"]
+    sent = 2 * 2 * 2400 // 3
+    assert added.traffic.links == {(0, 1): sent, (1, 2): sent, (2, 0): sent}
+    assert added.floor_seconds == sent / LINK
+    told = hierarchical(mesh, 1).explain(SUM, pairs_of(mesh, 300, 300))
+    packed = stages_of(told)["pack"]
+    assert packed.floor_seconds == 4 * 2400 / MEMORY  # two replicas of GPU 0, read and written
+    assert told.floor_seconds == 2400 / LINK  # one replica each way, over every link
+
+
+def test_copies_cross_links(rates):
+    mesh = Ghosts(((0, 1), "cuda", False)).mesh
+    copied = stages_of(hierarchical(mesh, 0).explain(SUM, pairs_of(mesh, 6)))["copies"]
+    assert copied.planned == copied.done == Counts(copies=2, bytes=48)
+    assert copied.traffic.links == {(1, 0): 24, (0, 1): 24}
+    assert copied.traffic.read == copied.traffic.written == {0: 24, 1: 24}
+
+
+def test_what_differs_is_told(rates, monkeypatch):
+    with MeshCase((0, 0)).open() as mesh:
+        ops = hierarchical(mesh, 0)
+        once = ops.reduce_batch
+
+        def twice(*arguments, **options):
+            once(*arguments, **options)
+            return once(*arguments, **options)
+
+        monkeypatch.setattr(ops, "reduce_batch", twice)
+        told = ops.explain(SUM, pairs_of(mesh, 4))
+    assert stages_of(told)["all-reduce"].done.launches == 2
+    (line,) = told.differences
+    assert line.startswith("only done: 1 x Record(kind='launch', name='all_sum'")
+    assert "1, not 2" in str(told)
+    assert "the journal differs from the plan:\n    only done" in str(told)
+
+
+def test_bad_input_does_nothing(rates):
+    with MeshCase((0, 1)).open() as mesh, mesh.journal() as journal:
+        with pytest.raises(ValueError, match="there is no tensor to reduce"):
+            hierarchical(mesh, 0).explain(SUM, [])
+        with pytest.raises(ValueError, match="reduce_op='mean'"):
+            hierarchical(mesh, 0).explain("mean", [])
+    assert journal.records == []
+
+
+def test_rates_are_measured_once_for_a_mesh(monkeypatch):
+    monkeypatch.setattr("gradreduce.reduce.profile.HOST_BYTES", 1 << 10)
+    with MeshCase((0, 1)).open() as mesh:
+        first, second = mesh.devices
+        with mesh.journal() as journal:
+            memory = copy_rates(mesh).memory(first)
+        assert memory > 0
+        assert {(each.device, each.source, each.nbytes) for each in journal.of("copy")} == {
+            (0, 0, 1 << 10)
+        }
+        with mesh.journal() as journal:
+            assert copy_rates(mesh[1:]).memory(second) == memory  # the same host's memory
+            assert copy_rates(mesh).link(first, second) == memory / 2
+        assert journal.records == []
+
+
+def test_each_link_of_gpus_is_measured(monkeypatch):
+    monkeypatch.setattr("gradreduce.reduce.profile.GPU_BYTES", 64)
+    mesh = Ghosts(((0, 1, 1), "cuda", True)).mesh
+    found = copy_rates(mesh)
+    with mesh.journal() as journal:
+        assert found.link(mesh.devices[1], mesh.devices[0]) > 0
+        found.link(mesh.devices[2], mesh.devices[0])  # the same link
+        found.link(mesh.devices[0], mesh.devices[1])
+        found.memory(mesh.devices[1])
+        found.memory(mesh.devices[2])
+    ways = [(each.device, each.source) for each in journal.of("copy")]
+    assert list(dict.fromkeys(ways)) == [(1, 0), (0, 1), (1, 1)]

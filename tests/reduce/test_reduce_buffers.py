@@ -1,0 +1,142 @@
+"""reduce_buffers, the flow below the door: what it may overwrite, and where results lie."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+from support.exact_data import random_data, same
+from support.meshes import (
+    PLACEMENTS,
+    MeshCase,
+    collective_sum,
+    hierarchical_sum,
+    num_grown,
+    owned,
+    placement_of,
+)
+
+import gradreduce as gr
+from gradreduce.device import Device, as_dtype
+from gradreduce.reduce.hierarchical_copy import works_in_place
+
+ALGORITHMS = ("hierarchical_copy", "nccl")
+
+
+def check(results, expected):
+    for buffers, wanted in zip(results, expected, strict=True):
+        for buffer in buffers:
+            assert same(buffer.numpy(), wanted)
+
+
+def filled_flat(mesh, shapes, dtype="float32"):
+    """A flat buffer of random data: ``views[tensor][replica]``, and copies of the arrays."""
+    flat = mesh.flat_buffer(shapes, dtype)
+    views = list(zip(*flat.views, strict=True))
+    for tensor, replicas in enumerate(views):
+        for replica, view in enumerate(replicas):
+            array = random_data(view.shape, dtype, seed=100 * tensor + replica)
+            view.device.upload(array, out=view)
+    return flat, views, [[view.numpy() for view in replicas] for replicas in views]
+
+
+def expected_of(algorithm, arrays, mesh, divisor):
+    if algorithm == "nccl":
+        return [collective_sum(of_one, placement_of(mesh), divisor) for of_one in arrays]
+    return [hierarchical_sum(of_one, divisor) for of_one in arrays]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("num_packs", [0, 1, 3])
+def test_consumed_gradients_become_the_results(mesh, num_packs, algorithm):
+    ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs)
+    flat, views, arrays = filled_flat(mesh, [(40,), (3, 5), (), (0,)])
+    with ExitStack() as guard:
+        results = ops.reduce_buffers(views, divisor=3, consume=guard)
+    check(results, expected_of(algorithm, arrays, mesh, 3))
+    # In stages something may fail when a part has been reduced: then the gradients are left alone.
+    if algorithm == "hierarchical_copy" and not works_in_place(mesh.devices):
+        assert all(
+            same(view.numpy(), array)
+            for of_view, of_array in zip(views, arrays, strict=True)
+            for view, array in zip(of_view, of_array, strict=True)
+        )
+        return
+    for buffers, given in zip(results, views, strict=True):
+        assert [b.address for b in buffers] == [b.address for b in given]
+    if num_packs:  # the gaps are zeros as before
+        for buffer in flat.buffers:
+            content = buffer.numpy()
+            assert not content[[55, 57, 58, 59]].any()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("num_packs", [0, 2])
+def test_without_consent_nothing_is_overwritten(mesh, num_packs, algorithm):
+    ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs)
+    flat, views, arrays = filled_flat(mesh, [(40,), (3, 5), ()])
+    before = [buffer.numpy() for buffer in flat.buffers]
+    results = ops.reduce_buffers(views, divisor=3)
+    check(results, expected_of(algorithm, arrays, mesh, 3))
+    assert all(same(b.numpy(), a) for b, a in zip(flat.buffers, before, strict=True))
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize("consume", [False, True])
+@pytest.mark.parametrize("num_packs", [0, 1, 3])
+def test_sums_in_the_accumulate_type_become_halves(mesh, num_packs, consume, half):
+    half = as_dtype(half)
+    arrays = [
+        [random_data(shape, "float32", seed=r + 10 * k) for r in range(len(mesh))]
+        for k, shape in enumerate([(40,), (3, 5), (), (33_001,)])
+    ]
+    buffers = [
+        [owned(device, array) for device, array in zip(mesh, of_one, strict=True)]
+        for of_one in arrays
+    ]
+    buffers.append([owned(device, array) for device, array in zip(mesh, arrays[0], strict=True)])
+    dtypes = [half] * 4 + [as_dtype("float32")]
+    with ExitStack() as guard:
+        results = gr.HierarchicalCopyAllReduce(num_packs).reduce_buffers(
+            buffers, divisor=3, out_dtypes=dtypes, consume=guard if consume else None
+        )
+    wanted = [hierarchical_sum(of_one, 3, out=half) for of_one in arrays]
+    check(results, [*wanted, hierarchical_sum(arrays[0], 3)])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("dtypes", ["float32 float16", "float32 float32", "complex64 complex64"])
+def test_packs_and_slices_start_at_vector_boundaries(numpy_mesh, monkeypatch, dtypes, algorithm):
+    given, out = map(as_dtype, dtypes.split())
+    starts = []
+    launch = Device.launch
+
+    def noted(device, kernel, template, rows, *rest, **options):
+        starts.extend(operand.address for row in rows for operand in row)
+        launch(device, kernel, template, rows, *rest, **options)
+
+    monkeypatch.setattr(Device, "launch", noted)
+    for num_packs in (0, 1, 3, 7):
+        buffers = [
+            [device.zeros((size,), given) for device in numpy_mesh] for size in (33_333, 7, 1001)
+        ]
+        ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs)
+        ops.reduce_buffers(buffers, divisor=2, out_dtypes=[out] * 3)
+    assert starts
+    assert not any(start % 16 for start in starts)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_consuming_asks_for_no_memory_where_one_launch_reaches_all(placement):
+    with MeshCase(placement).open() as mesh:
+        _, views, _ = filled_flat(mesh, [(4000,), (3,)])
+        grown = num_grown(mesh)
+        with ExitStack() as guard:
+            gr.HierarchicalCopyAllReduce().reduce_buffers(views, consume=guard)
+        assert num_grown(mesh) == grown
+
+
+def test_no_gradient_is_no_result(mesh):
+    with mesh.journal() as journal:
+        assert gr.HierarchicalCopyAllReduce().reduce_buffers([]) == []
+    assert journal.records == []

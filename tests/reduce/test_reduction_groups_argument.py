@@ -1,0 +1,199 @@
+"""hierarchical_copy: which device adds, what crosses, and how many launches and copies it takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from support.meshes import PLACEMENTS, MeshCase, launches_of
+
+from gradreduce.reduce.algorithms import ALGORITHMS
+from gradreduce.reduce.hierarchical_copy import SLICE_BYTES, plan_slices
+
+hierarchical_copy = ALGORITHMS["hierarchical_copy"]
+
+SMALL = 100  # float32
+LARGE = SLICE_BYTES // 4 + 5
+
+
+def journal_on(placement, make_jobs, sizes, *, peer_access, dtype="float32"):
+    with MeshCase(placement, peer_access).open() as mesh:
+        jobs = make_jobs(mesh, [[np.ones(size, dtype)] * len(mesh) for size in sizes])
+        with mesh.journal() as journal:
+            hierarchical_copy(jobs)
+    assert len(journal.records) == journal.launches + journal.copies  # no sync, no upload, no fill
+    return journal
+
+
+def directions(journal):
+    """(from, to) of every copy, in order."""
+    return [(record.source, record.device) for record in journal.of("copy")]
+
+
+@pytest.mark.parametrize("placement", [(0,), (0, 0), (3, 3, 3), (0,) * 8], ids=str)
+@pytest.mark.parametrize("peer_access", [True, False])
+def test_colocated_replicas_need_one_launch_and_no_copy(make_jobs, placement, peer_access):
+    journal = journal_on(placement, make_jobs, [SMALL, LARGE, 1], peer_access=peer_access)
+    (launch,) = journal.records
+    assert (launch.name, launch.device, launch.num_rows, launch.nbytes) == ("all_sum", 0, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("placement", "crossing"),
+    # The main device reads and writes the memory of every replica that is not on it.
+    [((0, 1), 2), ((0, 0, 1, 1), 4), ((0, 1, 2, 3), 6), ((0, 1, 1, 2, 0), 6)],
+    ids=str,
+)
+def test_a_small_pack_is_one_launch_of_one_device(make_jobs, placement, crossing):
+    journal = journal_on(placement, make_jobs, [SMALL], peer_access=True)
+    (launch,) = journal.records
+    assert (launch.name, launch.device, launch.num_rows) == ("all_sum", 0, 1)
+    assert launch.nbytes == crossing * 4 * SMALL
+
+
+@pytest.mark.parametrize("size", [SLICE_BYTES // 4, LARGE])
+def test_a_large_pack_is_one_launch_of_every_physical_device(make_jobs, size):
+    journal = journal_on((0, 1, 1, 2, 0), make_jobs, [size], peer_access=True)
+    assert [(r.name, r.device, r.num_rows) for r in journal.records] == [
+        ("all_sum", 0, 1), ("all_sum", 1, 1), ("all_sum", 3, 1),
+    ]  # fmt: skip
+    units = size // 4
+    cuts = [0, units // 3 * 4, units * 2 // 3 * 4, size]
+    sizes = [stop - start for start, stop in pairwise(cuts)]
+    # Three replicas lie on other devices than 0 and 1, four on others than 2.
+    assert [r.nbytes for r in journal.records] == [
+        2 * 3 * 4 * sizes[0], 2 * 3 * 4 * sizes[1], 2 * 4 * 4 * sizes[2],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_many_packs_are_one_launch_of_each_main_device(make_jobs, placement):
+    sizes = [SMALL, LARGE, 1, SMALL, 3 * LARGE, 7, 8, 9, 10, 11, 12]
+    mains = [placement.index(physical) for physical in sorted(set(placement))]
+    slices = plan_slices([(size, 4) for size in sizes], mains)
+    journal = journal_on(placement, make_jobs, sizes, peer_access=True)
+    rows = {record.device: record.num_rows for record in journal.records}
+    assert rows == Counter(part.main for part in slices)
+    assert journal.launches == len(mains)
+    assert journal.bytes == sum(
+        2 * 4 * (part.stop - part.start) * sum(p != placement[part.main] for p in placement)
+        for part in slices
+    )
+
+
+def test_small_packs_rotate_over_the_physical_devices(make_jobs):
+    journal = journal_on((0, 0, 1, 2), make_jobs, [SMALL] * 7, peer_access=True)
+    assert [(r.device, r.num_rows) for r in journal.records] == [(0, 3), (2, 2), (3, 2)]
+
+
+def test_each_dtype_is_a_launch_of_its_own(make_jobs):
+    with MeshCase((0, 0, 1)).open() as mesh:
+        packs = [[np.ones(8, dtype)] * 3 for dtype in ("float32", "float16", "float32", "int8")]
+        jobs = make_jobs(mesh, packs)
+        with mesh.journal() as journal:
+            hierarchical_copy(jobs)
+    launches = launches_of(journal, "all_sum")
+    assert sorted((r.device, r.num_rows) for r in launches) == [(0, 2), (2, 1), (2, 1)]
+
+
+# Without peer access, one small pack, main device 0: every copy, in order.
+STAGED = {
+    # r1 is the other half, already in the accumulate type: no launch of its own.
+    (0, 1): ([(1, 0), (0, 1)], ["all_sum@0"]),
+    (0, 1, 2): ([(2, 1), (1, 0), (0, 1), (0, 2)], ["add_n@1", "all_sum@0"]),
+    (0, 0, 1, 1): ([(2, 0), (0, 2), (2, 3)], ["add_n@0", "add_n@2", "all_sum@0"]),
+    (0, 1, 2, 3): (
+        [(1, 0), (3, 2), (2, 0), (0, 1), (0, 2), (0, 3)],
+        ["add_n@0", "add_n@2", "all_sum@0"],
+    ),
+    (0, 1, 1, 2, 0): (
+        [(1, 0), (3, 2), (4, 2), (2, 0), (0, 1), (0, 3), (1, 2)],
+        ["add_n@0", "add_n@2", "all_sum@0"],
+    ),
+}
+
+
+@pytest.mark.parametrize("placement", STAGED, ids=str)
+def test_without_peers_halves_are_added_apart_and_copied(make_jobs, placement):
+    journal = journal_on(placement, make_jobs, [SMALL], peer_access=False)
+    copies, launches = STAGED[placement]
+    assert directions(journal) == copies
+    assert [f"{r.name}@{r.device}" for r in journal.of("launch")] == launches
+    assert all(record.nbytes == 4 * SMALL for record in journal.of("copy"))
+
+
+def test_partial_sums_of_halves_cross_in_float32(make_jobs):
+    journal = journal_on((0, 1, 2, 3), make_jobs, [SMALL], peer_access=False, dtype="float16")
+    sizes = dict(zip(directions(journal), journal.of("copy"), strict=True))
+    assert {d: record.nbytes // SMALL for d, record in sizes.items()} == {
+        (1, 0): 2, (3, 2): 2, (2, 0): 4, (0, 1): 2, (0, 2): 2, (0, 3): 2,
+    }  # fmt: skip
+
+
+def test_a_lone_replica_crosses_as_it_is(make_jobs):
+    """It is exact in its own dtype; where the other half is a sum, it is widened after crossing."""
+    journal = journal_on((0, 1), make_jobs, [SMALL], peer_access=False, dtype="float16")
+    assert [record.nbytes // SMALL for record in journal.of("copy")] == [2, 2]
+    assert [f"{r.name}@{r.device}" for r in journal.of("launch")] == ["all_sum@0"]
+    journal = journal_on((0, 1, 1), make_jobs, [SMALL, SMALL], peer_access=False, dtype="float16")
+    crossed = [(r.source, r.device, r.nbytes // SMALL) for r in journal.of("copy")]
+    assert crossed == [(1, 0, 4), (0, 1, 2), (0, 1, 2), (1, 0, 2), (1, 2, 2)]
+    assert [f"{r.name}@{r.device}" for r in journal.of("launch")] == [
+        "add_n@1", "add_n@1", "add_n@0", "all_sum@0", "add_n@1", "all_sum@1",
+    ]  # fmt: skip
+
+
+# Islands of two physical devices, whose launches reach each other; one small pack, main device 0.
+ISLANDS = frozenset({(0, 1), (1, 0), (2, 3), (3, 2)})
+ISLED = {
+    # Of each half one launch adds both; its sum crosses, and what comes of it.
+    (0, 1, 2, 3): ([(2, 0), (0, 1), (0, 2), (0, 3)], ["add_n@0", "add_n@2", "all_sum@0"]),
+    (0, 2, 1, 3): (
+        [(1, 0), (3, 2), (0, 1), (0, 2), (0, 3)],
+        ["add_n@0", "add_n@2", "all_sum@0"],
+    ),
+    # Lone replicas: one launch reads both, or one is copied.
+    (0, 1): ([(0, 1)], ["all_sum@0"]),
+    (1, 2): ([(1, 0), (0, 1)], ["all_sum@0"]),
+}
+
+
+@pytest.mark.parametrize("placement", ISLED, ids=str)
+def test_what_is_within_reach_is_not_copied(make_jobs, placement):
+    access = ISLANDS if placement != (0, 1) else frozenset({(0, 1)})  # one way
+    journal = journal_on(placement, make_jobs, [SMALL], peer_access=access)
+    copies, launches = ISLED[placement]
+    assert directions(journal) == copies
+    assert [f"{r.name}@{r.device}" for r in journal.of("launch")] == launches
+    crossed = {(0, 1, 2, 3): [4, 4, 0], (0, 2, 1, 3): [0, 0, 4], (0, 1): [4], (1, 2): [0]}
+    assert [r.nbytes // SMALL for r in journal.of("launch")] == crossed[placement]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "complex64", "int16"])
+@pytest.mark.parametrize("placement", [p for p in PLACEMENTS if len(set(p)) > 1], ids=str)
+def test_without_peers_no_launch_touches_another_device(make_jobs, placement, dtype):
+    sizes = [SMALL, 3, LARGE, 2 * LARGE]
+    staged = journal_on(placement, make_jobs, sizes, peer_access=False, dtype=dtype)
+    assert staged.copies > 0
+    assert {record.nbytes for record in staged.of("launch")} == {0}
+    direct = journal_on(placement, make_jobs, sizes, peer_access=True, dtype=dtype)
+    assert direct.copies == 0
+    assert 0 not in {record.nbytes for record in direct.of("launch")}
+
+
+def test_without_peers_every_physical_device_adds_its_slice(make_jobs):
+    journal = journal_on((0, 1, 2, 3, 4), make_jobs, [LARGE], peer_access=False)
+    assert [record.device for record in launches_of(journal, "all_sum")] == [0, 1, 2, 3, 4]
+    # A main device that is the k-th of its half has the other half added by the k-th of that,
+    # modulo its size: the halves are (0, 1) and (2, 3, 4).
+    halves = [record.device for record in launches_of(journal, "add_n")]
+    assert list(zip(halves[::2], halves[1::2], strict=True)) == [
+        (0, 2), (1, 3), (2, 0), (3, 1), (4, 0),
+    ]  # fmt: skip
+
+
+def test_without_peers_small_packs_rotate_too(make_jobs):
+    journal = journal_on((0, 1, 2), make_jobs, [SMALL] * 4, peer_access=False)
+    assert [record.device for record in launches_of(journal, "all_sum")] == [0, 1, 2, 0]

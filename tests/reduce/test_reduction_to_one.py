@@ -1,0 +1,223 @@
+"""ReductionToOneDevice: where it adds, and how a caller's own sum takes the place of add_n."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.exact_data import exact_data, random_data, same
+from support.meshes import (
+    MeshCase,
+    check_mirrored,
+    one_device_sum,
+    owned,
+    per_replica,
+    refused,
+    unchanged,
+)
+
+import gradreduce as gr
+from gradreduce.device import Buffer
+
+SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
+
+
+@pytest.fixture(params=[True, False], ids=["peers", "copies"])
+def mesh(request):
+    with MeshCase((0, 1, 1, 2), peer_access=request.param).open() as opened:
+        yield opened
+
+
+@pytest.fixture
+def arrays():
+    return [random_data((4, 3), "float16", seed=replica) for replica in range(4)]
+
+
+@pytest.fixture
+def value(mesh, arrays):
+    return gr.PerReplica(arrays, mesh)
+
+
+@pytest.mark.parametrize("op", [SUM, MEAN])
+@pytest.mark.parametrize("where", [None, 0, 2, "sim:3", "/gpu:1"])
+@pytest.mark.parametrize("destination", [["sim:2"], ["sim:1", "sim:3"], None])
+def test_where_it_adds_changes_no_bit(mesh, arrays, value, where, destination, op):
+    device = mesh.devices[where] if isinstance(where, int) else where
+    ops = gr.ReductionToOneDevice(device)
+    with mesh.journal() as journal, unchanged(*arrays):
+        found = ops.reduce(op, value, mesh if destination is None else destination)
+    check_mirrored(found, one_device_sum(arrays, 4 if op is MEAN else 1))
+    adds = [record for record in journal.of("launch") if record.name == "all_sum"]
+    index = {0: 0, 2: 2, "sim:3": 3, "/gpu:1": 1}.get(where, found.devices[0].index)
+    assert adds[0].device == index
+
+
+def test_it_is_never_an_all_reduce(mesh, value):
+    with mesh.journal() as journal:
+        gr.ReductionToOneDevice().reduce(SUM, value, value)
+    assert not journal.of("collective")
+    assert len(journal.of("copy")) == 3 + 2  # in from two GPUs, out to them
+
+
+@pytest.mark.parametrize("as_buffers", [False, True])
+def test_a_function_of_the_callers_adds(mesh, arrays, value, as_buffers):
+    seen = []
+
+    def largest(terms):
+        seen.append(terms)
+        if as_buffers:
+            return gr.add_n(terms)
+        return np.maximum.reduce(terms)
+
+    given = gr.PerReplica(list(map(owned, mesh, arrays))) if as_buffers else value
+    with unchanged(*arrays):
+        found = gr.ReductionToOneDevice("sim:1", largest).reduce(SUM, given, "sim:0")
+    assert [type(term) for term in seen[0]] == [Buffer if as_buffers else np.ndarray] * 4
+    if as_buffers:
+        assert {term.device.physical for term in seen[0]} == {1}
+        check_mirrored(found, one_device_sum(arrays))
+    else:
+        check_mirrored(found, np.maximum.reduce(arrays))
+
+
+def test_the_function_adds_what_is_dense_and_never_rows_alone(mesh):
+    seen = []
+
+    def add(terms):
+        seen.append([term.tolist() for term in terms])
+        return np.sum(terms, axis=0)
+
+    table = gr.IndexedSlices(np.array([[1.0], [2.0]]), [1, 1], (2, 1))
+    ones = np.ones((2, 1))
+    ops = gr.ReductionToOneDevice("sim:1", add)
+    rows = ops.reduce(SUM, gr.PerReplica([table] * 4, mesh), mesh, coalesce=True)
+    assert [part.values.numpy().tolist() for part in rows.parts] == [[[12.0]]] * 4
+    assert seen == []
+    found = ops.reduce(MEAN, gr.PerReplica([ones, table, ones, ones], mesh), "sim:0")
+    check_mirrored(found, np.array([[3.0], [6.0]]) / 4)
+    assert seen == [[[[1.0], [1.0]], [[0.0], [3.0]], [[1.0], [1.0]], [[1.0], [1.0]]]]
+
+
+def test_mean_divides_what_the_function_gave(mesh):
+    value = per_replica(mesh, lambda replica: exact_data(7, "float32", seed=replica))
+    ops = gr.ReductionToOneDevice(accumulation_fn=lambda terms: terms[0])
+    expected = (exact_data(7, "float32") / np.float32(4)).astype(np.float32)
+    check_mirrored(ops.reduce(MEAN, value, mesh), expected)
+
+
+@pytest.mark.parametrize(
+    ("made", "error"),
+    [
+        (lambda terms: terms[0][:2], ValueError),
+        (lambda terms: terms[0].astype(np.float32), ValueError),
+        (lambda terms: None, TypeError),
+        (lambda terms: [1, 2], ValueError),
+    ],
+)
+def test_a_function_that_gives_something_else(mesh, value, arrays, made, error):
+    with pytest.raises(error, match=r"accumulation_fn made|is not an array"), unchanged(*arrays):
+        gr.ReductionToOneDevice(accumulation_fn=made).reduce(SUM, value, mesh)
+
+
+def test_a_function_that_fails_changes_nothing(mesh, value, arrays):
+    def fails(terms):
+        raise OSError("tested")
+
+    with pytest.raises(OSError, match="tested"), unchanged(*arrays):
+        gr.ReductionToOneDevice(accumulation_fn=fails).reduce(SUM, value, mesh)
+
+
+@pytest.mark.parametrize("wrong", [3, 1.0, ["sim:0"], b"sim:0"], ids=repr)
+def test_a_device_that_is_none(wrong):
+    with pytest.raises(ValueError, match="is no device and no name"):
+        gr.ReductionToOneDevice(wrong)
+
+
+@pytest.mark.parametrize("wrong", [3, "add_n"])
+def test_a_function_that_is_none(wrong):
+    with pytest.raises(ValueError, match="cannot be called"):
+        gr.ReductionToOneDevice(accumulation_fn=wrong)
+
+
+def test_a_device_of_no_such_name_or_of_another_mesh(mesh, value):
+    with refused(mesh, ValueError, "'sim:9' is no device of"):
+        gr.ReductionToOneDevice("sim:9").batch_reduce(SUM, [(value, value), (value, value)])
+    with MeshCase((0,)).open() as other, refused(mesh, ValueError, "is of another mesh"):
+        gr.ReductionToOneDevice(other.devices[0]).reduce(SUM, value, value)
+
+
+def test_every_value_finds_the_device_before_the_first_is_added(mesh, value):
+    with MeshCase((0,)).open() as other:
+        alone = per_replica(other, lambda replica: np.ones(3, np.float32))
+        with refused(mesh, ValueError, "value 1: reduce_to_device='sim:2' is no device of"):
+            gr.ReductionToOneDevice("sim:2").batch_reduce(SUM, [(value, value), (alone, alone)])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8", "complex64", "bfloat16"])
+@pytest.mark.parametrize("destination", ["sim:2", ["sim:3", "sim:0", "sim:2"], "all"])
+def test_broadcast_copies_everywhere(mesh, dtype, destination):
+    array = random_data((2, 3), dtype)
+    target = mesh if destination == "all" else destination
+    for ops in (gr.NcclAllReduce(mesh=mesh), gr.ReductionToOneDevice(mesh=mesh)):
+        with unchanged(array), mesh.journal() as journal:
+            found = ops.broadcast(array, target)
+        check_mirrored(found, array)
+        names = {"sim:2": [2], "all": [0, 1, 2, 3]}.get(str(destination), [3, 0, 2])
+        assert [device.index for device in found.devices] == names
+        assert len(journal.of("copy")) == len({mesh.devices[k].physical for k in names} - {0})
+
+
+@pytest.mark.parametrize("place", [owned, None], ids=["buffers", "arrays"])
+def test_what_is_the_same_everywhere_or_lies_in_one_place_is_broadcast(mesh, place):
+    array = random_data((2, 3), "float32")
+    value = per_replica(mesh, lambda replica: array, place)
+    for given in (gr.Mirrored(value.values, mesh), gr.PerReplica(value.values[2:3], mesh[2:3]),
+                  gr.Mirrored(value.values[2:3], mesh[2:3])):  # fmt: skip
+        found = gr.NcclAllReduce().broadcast(given, ["sim:3", "sim:0"])
+        assert [device.index for device in found.devices] == [3, 0]
+        assert isinstance(found.primary, np.ndarray if place is None else Buffer)
+        check_mirrored(found, array)
+        blocks = {id(buffer.block) for buffer in given.buffers}
+        assert not blocks & {id(buffer.block) for buffer in found.buffers}
+
+
+@pytest.mark.parametrize("destination", ["sim:2", ["sim:3", "sim:0", "sim:2"], "all"])
+def test_many_tensors_are_broadcast_where_a_caller_wants_them(mesh, destination):
+    target = mesh if destination == "all" else destination
+    places = {"sim:2": [2], "all": [0, 1, 2, 3]}.get(str(destination), [3, 0, 2])
+    ops = gr.NcclAllReduce(mesh=mesh)
+    arrays = [random_data((2, 3), "float32"), random_data((), "int8"), random_data((0, 4), "f2")]
+    found = ops.broadcast(tuple(arrays), target)
+    assert type(found) is list
+    for array, result in zip(arrays, found, strict=True):
+        check_mirrored(result, array)
+    out = [[np.empty_like(array) for _ in places] for array in arrays]
+    if 0 in places:  # the source itself
+        out[0][places.index(0)] = arrays[0]
+    with mesh.journal() as journal:
+        found = ops.broadcast(arrays, target, out=out)
+    assert len(journal.of("copy")) <= 2 * len({mesh.devices[k].physical for k in places} - {0})
+    assert not [record for record in journal.of("launch") if record.num_rows > 2]
+    for array, row, result in zip(arrays, out, found, strict=True):
+        assert all(given is one for given, one in zip(row, result.values, strict=True))
+        assert all(same(one, array) for one in row)
+    result = ops.broadcast(arrays[0], target, out=out[0])
+    assert result.values[0] is out[0][0]
+    assert ops.broadcast([], target) == []
+
+
+def test_what_cannot_be_broadcast_is_named(mesh):
+    ops, ones = gr.NcclAllReduce(mesh=mesh), np.ones(3, np.float32)
+    rows = gr.IndexedSlices(np.ones((1, 2), np.float32), [0])
+    value = per_replica(mesh, lambda replica: ones)
+    for wrong, text in (
+        ({"tensor": [ones, value]}, r"tensor\[1\] is a PerReplica of 4 replicas, .* value\[0\]"),
+        ({"tensor": [ones, [1.0]]}, r"tensor\[1\] is list, neither a PerReplica, an array"),
+        ({"tensor": [ones, ones], "out": [[ones] * 4]}, "one entry for each of 2 values, not li"),
+        ({"tensor": ones, "out": [ones] * 3}, "out 0: it must be .* of 4 arrays, not list of 3"),
+        ({"tensor": rows, "out": [ones] * 4}, "out 0 cannot be given: its value holds Ind"),
+        ({"tensor": ones, "out": [np.ones(2, "f4")] * 4}, "out 0: replica 0: the out is float32"),
+        ({"tensor": ones, "out": [ones] * 4}, "out 0 and out 0 overlap; each needs memory"),
+        ({"tensor": ones, "out": [ones] * 4, "as_kind": "numpy"}, "as_kind='numpy': the results"),
+    ):
+        with refused(mesh, ValueError, text):
+            ops.broadcast(destinations=mesh, **wrong)

@@ -1,0 +1,98 @@
+"""Which device adds which part of a pack, as a pure plan."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.exhaustive import examples
+
+from gradreduce.reduce.hierarchical_copy import SLICE_BYTES, Slice, plan_slices
+
+LAWS = settings(deadline=None, max_examples=examples(200))
+SMALL = 256  # stands for SLICE_BYTES, so that small sizes lie on both sides of it
+
+PACKS = st.lists(st.tuples(st.integers(1, 600), st.sampled_from([1, 2, 4, 8, 16])), max_size=10)
+MAINS = st.lists(st.integers(0, 8), min_size=1, max_size=9, unique=True).map(sorted)
+
+
+def of_job(slices, job):
+    return [part for part in slices if part.job == job]
+
+
+@LAWS
+@given(PACKS, MAINS)
+def test_slices_cover_every_pack_in_order_and_none_is_empty(packs, mains):
+    slices = plan_slices(packs, mains, SMALL)
+    assert [part.job for part in slices] == sorted(part.job for part in slices)
+    for job, (size, _) in enumerate(packs):
+        edges = [0, *(part.stop for part in of_job(slices, job))]
+        assert [(part.start, part.stop) for part in of_job(slices, job)] == list(pairwise(edges))
+        assert edges[-1] == size
+        assert all(part.start < part.stop for part in of_job(slices, job))
+
+
+@LAWS
+@given(PACKS, MAINS)
+def test_every_device_adds_as_many_bytes(packs, mains):
+    """To within what lies between a cut and the 16 bytes below it; and in few slices."""
+    slices = plan_slices(packs, mains, SMALL)
+    total = sum(size * itemsize for size, itemsize in packs)
+    if total < SMALL or len(mains) == 1:
+        return
+    assert len(slices) <= len(packs) + len(mains) - 1
+    found = dict.fromkeys(mains, 0)
+    for part in slices:
+        found[part.main] += (part.stop - part.start) * packs[part.job][1]
+    assert all(abs(nbytes - total / len(mains)) < 32 for nbytes in found.values())
+    order = [mains.index(part.main) for part in slices]
+    assert order == sorted(order)
+
+
+@LAWS
+@given(PACKS, MAINS)
+def test_slices_are_cut_at_sixteen_bytes(packs, mains):
+    for part in plan_slices(packs, mains, SMALL):
+        assert part.start * packs[part.job][1] % 16 == 0
+
+
+@LAWS
+@given(PACKS, MAINS)
+def test_what_is_small_altogether_takes_turns(packs, mains):
+    if sum(size * itemsize for size, itemsize in packs) >= SMALL:
+        return
+    slices = plan_slices(packs, mains, SMALL)
+    assert [part.main for part in slices] == [
+        mains[turn % len(mains)] for turn in range(len(packs))
+    ]
+
+
+def test_the_limit_is_inclusive():
+    assert SLICE_BYTES == 64 * 1024
+    assert plan_slices([(16_383, 4)], [0, 2]) == [Slice(0, 0, 0, 16_383)]
+    assert plan_slices([(16_384, 4)], [0, 2]) == [Slice(0, 0, 0, 8192), Slice(0, 2, 8192, 16_384)]
+    assert plan_slices([(8192, 4)] * 2, [0, 2]) == [Slice(0, 0, 0, 8192), Slice(1, 2, 0, 8192)]
+
+
+def test_a_run_may_hold_many_packs_and_a_pack_lie_in_many_runs():
+    packs = [(1, 4), (70_000, 1), (1, 4), (1, 4)]
+    slices = plan_slices(packs, [0, 1, 3])
+    assert [(part.job, part.main) for part in slices] == [
+        (0, 0), (1, 0), (1, 1), (1, 3), (2, 3), (3, 3),
+    ]  # fmt: skip
+
+
+def test_the_last_slice_takes_the_odd_elements():
+    slices = plan_slices([(65_541, 1)], [0, 1, 2])
+    assert [(part.start, part.stop) for part in slices] == [
+        (0, 21_840), (21_840, 43_680), (43_680, 65_541),
+    ]  # fmt: skip
+
+
+def test_one_physical_device_needs_no_slices():
+    assert plan_slices([(10**6, 4), (3, 4)], [0]) == [Slice(0, 0, 0, 10**6), Slice(1, 0, 0, 3)]
+
+
+def test_nothing_to_reduce():
+    assert plan_slices([], [0, 1]) == []

@@ -1,0 +1,251 @@
+"""IndexedSlices across devices: rows of all replicas, in replica order; merged if asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support import meshes
+from support.exact_data import exact_data, random_data, same
+from support.meshes import MeshCase, check_mirrored, hierarchical_sum, refused
+
+import gradreduce as gr
+from gradreduce.device import accumulate_dtype, mean_dtype
+from gradreduce.errors import InvalidArgumentError
+
+SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
+ROWS = 10
+
+numpy_mesh = meshes.numpy_mesh
+
+MAKERS = {
+    "nccl": lambda mesh: gr.NcclAllReduce(mesh=mesh),
+    "hierarchical_copy": lambda mesh: gr.HierarchicalCopyAllReduce(mesh=mesh),
+    "one device": lambda mesh: gr.ReductionToOneDevice(mesh=mesh),
+}
+
+
+@pytest.fixture
+def mesh():
+    with MeshCase((0, 0, 1)).open() as opened:
+        yield opened
+
+
+@pytest.fixture(params=MAKERS.values(), ids=MAKERS)
+def ops(request, numpy_mesh):
+    return request.param(numpy_mesh)
+
+
+def rows_of(replica: int, dtype="float32") -> tuple[np.ndarray, np.ndarray]:
+    """Other numbers of rows on every replica, none on the second; indices repeat."""
+    count = 0 if replica == 1 else replica + 2
+    indices = (np.arange(count) * (replica + 3)) % 4
+    return random_data((count, 3), dtype, seed=replica), indices
+
+
+def slices_of(replica: int, dtype="float32", dense_shape=(ROWS, 3)) -> gr.IndexedSlices:
+    return gr.IndexedSlices(*rows_of(replica, dtype), dense_shape)
+
+
+def value_of(mesh, dtype="float32"):
+    return gr.PerReplica([slices_of(replica, dtype) for replica in range(len(mesh))], mesh)
+
+
+def divided(rows, count):
+    made = mean_dtype(rows.dtype)
+    wide = accumulate_dtype(made)
+    with np.errstate(all="ignore"):
+        return (rows.astype(wide) / wide.type(count)).astype(made)
+
+
+def same_rows(part, rows, indices, dense_shape=(ROWS, 3)):
+    assert isinstance(part, gr.IndexedSlices)
+    assert part.indices.tolist() == list(indices)
+    assert part.dense_shape == dense_shape
+    return same(part.values.numpy() if hasattr(part.values, "numpy") else part.values, rows)
+
+
+@pytest.mark.parametrize("op", [SUM, MEAN])
+@pytest.mark.parametrize(
+    "dtype", ["float16", "bfloat16", "float32", "float64", "int8", "uint16", "int64", "uint32"]
+)
+def test_rows_stand_one_replica_after_the_other(numpy_mesh, ops, dtype, op):
+    count = len(numpy_mesh)
+    all_rows = [rows_of(replica, dtype) for replica in range(count)]
+    rows = np.concatenate([rows for rows, _ in all_rows])
+    indices = np.concatenate([indices for _, indices in all_rows])
+    expected = rows if op is SUM else divided(rows, count)
+    value = value_of(numpy_mesh, dtype)
+    for destination in (numpy_mesh, "sim:0", [f"sim:{count - 1}"]):
+        found = ops.reduce(op, value, destination)
+        assert len(found.devices) == (count if destination is numpy_mesh else 1)
+        assert all(same_rows(part, expected, indices) for part in found.parts)
+        assert all(same_rows(part, expected, indices) for part in found.values)
+    assert all(map(same, [part.values.numpy() for part in value.parts], [r for r, _ in all_rows]))
+
+
+@pytest.mark.parametrize("op", [SUM, MEAN])
+def test_coalesce_adds_rows_of_the_same_index_in_replica_order(numpy_mesh, ops, op):
+    value = value_of(numpy_mesh, "float16")
+    found = ops.reduce(op, value, numpy_mesh, coalesce=True)
+    plain = ops.reduce(SUM, value, numpy_mesh).values[0]
+    indices = sorted(set(plain.indices.tolist()))
+    sums = []
+    with np.errstate(all="ignore"):
+        for index in indices:
+            total, *others = plain.values[plain.indices == index].astype(np.float32)
+            for row in others:
+                total = total + row
+            sums.append(total / np.float32(len(numpy_mesh)) if op is MEAN else total)
+        expected = np.array(sums).astype(np.float16)
+    assert all(same_rows(part, expected, indices) for part in found.parts)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "int64", "uint32"])
+def test_integers_of_the_same_index_wrap_and_are_then_divided(numpy_mesh, ops, dtype):
+    arrays = [exact_data((2, 3), dtype, seed=replica) for replica in range(len(numpy_mesh))]
+    value = gr.PerReplica([gr.IndexedSlices(rows, [2, 2], (4, 3)) for rows in arrays], numpy_mesh)
+    total = np.sum(np.concatenate(arrays), axis=0, dtype=dtype, keepdims=True)
+    for op, wanted in ((SUM, total), (MEAN, divided(total, len(numpy_mesh)))):
+        found = ops.reduce(op, value, numpy_mesh, coalesce=True)
+        assert all(same_rows(part, wanted, [2], (4, 3)) for part in found.parts)
+
+
+def test_no_result_is_an_input_nor_written_by_a_later_call(numpy_mesh, ops):
+    """Also where one replica has all rows, and where rows are only copied."""
+    mesh, kept = numpy_mesh, []
+    for rich in {0, len(mesh) - 1}:
+        rows = [
+            device.upload(random_data((3 if device is mesh.devices[rich] else 0, 2), "float32"))
+            for device in mesh
+        ]
+        before = [buffer.numpy() for buffer in rows]
+        value = gr.PerReplica(
+            [gr.IndexedSlices(b, [1, 0, 1][: b.shape[0]], (4, 2)) for b in rows], mesh
+        )
+        found = [
+            ops.reduce(op, value, destination, coalesce=coalesce)
+            for op in (SUM, MEAN)
+            for destination in (mesh, mesh.devices[rich], mesh.devices[0])
+            for coalesce in (False, True)
+        ]
+        found += [ops.broadcast(value.parts[rich], mesh), ops.reduce(SUM, value.parts[rich], mesh)]
+        blocks = [id(part.values.block) for each in found for part in each.parts]
+        assert len({*blocks, *(id(buffer.block) for buffer in rows)}) == len(blocks) + len(rows)
+        assert all(same(buffer.numpy(), array) for buffer, array in zip(rows, before, strict=True))
+        parts = [part.values for each in found for part in each.parts]
+        kept += [(part, part.numpy()) for part in parts]
+    assert all(same(part.numpy(), array) for part, array in kept)
+
+
+def test_a_batch_of_both_comes_back_in_order(numpy_mesh, ops):
+    dense = [exact_data((2, 2), "float32", seed=replica) for replica in range(len(numpy_mesh))]
+    plain = gr.PerReplica(dense, numpy_mesh)
+    sparse = value_of(numpy_mesh)
+    found = ops.batch_reduce(SUM, [(sparse, sparse), (plain, plain), (sparse, plain)])
+    assert [isinstance(each.parts[0], gr.IndexedSlices) for each in found] == [True, False, True]
+    check_mirrored(found[1], hierarchical_sum(dense))
+    assert same(found[0].parts[0].values.numpy(), found[2].parts[0].values.numpy())
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("case", meshes.cases(meshes.PLACEMENTS[1:], faces=("numpy",)))
+def test_sparse_and_dense_replicas_make_a_dense_sum(case, maker):
+    with case.open() as mesh:
+        for sparse_replica in (0, 1):
+            parts = [exact_data((ROWS, 3), "float32", seed=k) for k in range(len(mesh))]
+            table = gr.IndexedSlices(
+                exact_data((4, 3), "float32", seed=77), [1, 9, 1, 0], (ROWS, 3)
+            )
+            wanted = [part.copy() for part in parts]
+            wanted[sparse_replica] = table.to_dense()
+            parts[sparse_replica] = table
+            found = MAKERS[maker](mesh).reduce(MEAN, gr.PerReplica(parts, mesh), mesh)
+            check_mirrored(found, hierarchical_sum(wanted, len(wanted)))
+
+
+def test_all_reduce_takes_them_in_its_nests(mesh):
+    grads = [
+        {"w": exact_data(4, "float32", seed=replica), "table": slices_of(replica)}
+        for replica in range(3)
+    ]
+    for coalesce in (False, True):
+        made = gr.all_reduce(grads, SUM, mesh=mesh, coalesce=coalesce)
+        tables = [entry["table"] for entry in made]
+        assert all(isinstance(table, gr.IndexedSlices) for table in tables)
+        assert all(isinstance(table.values, np.ndarray) for table in tables)
+        assert all(same(table.values, tables[0].values) for table in tables)
+        assert len(tables[0].indices) == (len(set(tables[0].indices.tolist())) if coalesce else 6)
+        assert same(made[2]["w"], hierarchical_sum([grad["w"] for grad in grads]))
+
+
+@pytest.mark.parametrize("dense_shape", [None, (-1, 3), (ROWS, 3)])
+def test_the_dense_shape_is_that_of_the_first_replica(mesh, dense_shape):
+    parts = [slices_of(0, dense_shape=dense_shape), slices_of(1), slices_of(2, dense_shape=None)]
+    found = gr.NcclAllReduce().reduce(SUM, gr.PerReplica(parts, mesh), mesh)
+    assert {part.dense_shape for part in found.parts} == {dense_shape}
+
+
+def test_a_single_one_is_its_own_replica(mesh):
+    table = slices_of(2)
+    for given in (
+        table,
+        gr.IndexedSlices(mesh.devices[0].put(table.values), table.indices, (10, 3)),
+    ):
+        found = gr.NcclAllReduce(mesh=mesh).reduce(MEAN, given, ["sim:2", "sim:0"])
+        assert all(same_rows(part, table.values, table.indices) for part in found.parts)
+        spread = gr.NcclAllReduce(mesh=mesh).broadcast(given, mesh)
+        assert len(spread.parts) == 3
+        kind = type(given.values)  # an array or a Buffer, and so are the results
+        assert all(type(each.values) is kind for each in (*found.values, *spread.values))
+        assert all(same_rows(part, table.values, table.indices) for part in spread.parts)
+
+
+def test_a_value_of_slices_shows_them(mesh):
+    value = value_of(mesh)
+    assert value.is_sparse
+    assert value.devices == mesh.devices
+    assert [type(part.values) for part in value.values] == [np.ndarray] * 3
+    assert value.primary.indices.tolist() == rows_of(0)[1].tolist()
+    assert value.get(mesh.devices[2]).dense_shape == (ROWS, 3)
+    assert repr(value).startswith("PerReplica(sim:0: 2 rows of float32[10, 3], sim:1: 0 rows of")
+    with pytest.raises(TypeError, match="holds IndexedSlices"):
+        _ = value.buffers
+
+
+MISFITS = {
+    "dtype": (
+        slices_of(1, "float64"),
+        r"replica 1 is float64\[3\] rows, replica 0 is float32\[3\]",
+    ),
+    "row": (
+        gr.IndexedSlices(np.ones((1, 4), np.float32), [0]),
+        r"replica 1 is float32\[4\] rows, replica 0 is float32\[3\] rows",
+    ),
+    "index": (
+        gr.IndexedSlices(np.ones((1, 3), np.float32), [ROWS]),
+        r"replica 1: indices\[0\] = 10 is not below dense_shape\[0\] = 10",
+    ),
+    "dense": (np.ones((ROWS, 4), np.float32), r"replica 1 is float32\[10, 4\], replica 0 is"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_replicas_that_differ(mesh, name):
+    odd, text = MISFITS[name]
+    value = gr.PerReplica([slices_of(0), odd, slices_of(2)], mesh)
+    good = value_of(mesh)
+    for ops in (gr.NcclAllReduce(), gr.ReductionToOneDevice()):
+        with refused(mesh, ValueError, "value 1: " + text):
+            ops.batch_reduce(SUM, [(good, good), (value, mesh)])
+
+
+def test_dense_and_sparse_of_unknown_shape(mesh):
+    parts = [np.ones((ROWS, 3), np.float32), slices_of(1, dense_shape=None), slices_of(2)]
+    with refused(mesh, ValueError, r"replica 1 is float32\[\?\] rows of an array, replica 0 is"):
+        gr.NcclAllReduce().reduce(SUM, gr.PerReplica(parts, mesh), mesh)
+
+
+def test_the_error_of_an_index_is_the_one_of_indexed_slices(mesh):
+    value = gr.PerReplica([slices_of(0), MISFITS["index"][0], slices_of(2)], mesh)
+    with pytest.raises(InvalidArgumentError):
+        gr.NcclAllReduce().reduce(SUM, value, mesh)

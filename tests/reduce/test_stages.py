@@ -1,0 +1,188 @@
+"""Pipelining: a pack is gathered on the compute queues while the one before it travels."""
+
+from __future__ import annotations
+
+import importlib
+
+import numpy as np
+import pytest
+from support.exact_data import random_data
+from support.meshes import launches_of
+
+import gradreduce as gr
+from gradreduce.backends.sim import device as sim
+from gradreduce.reduce import pipeline
+from gradreduce.reduce.packing import STAGE_BYTES, plan_stages
+from gradreduce.reduce.stages import Stage, run_stages
+
+hierarchical, nccl_room = (
+    importlib.import_module(f"gradreduce.reduce.{name}")
+    for name in ("hierarchical_copy", "nccl_all_reduce")
+)
+SHAPES = [(100,), (3,), (40, 5), (60,), (), (90,)]
+SCENES = [
+    ("nccl", [0, 1, 2], True),
+    ("nccl", [0, 0, 1, 1], True),
+    ("hierarchical_copy", [0, 1, 2], True),
+    ("hierarchical_copy", [0, 1, 1, 2, 0], True),
+    ("hierarchical_copy", [0, 1, 2], False),
+    ("hierarchical_copy", [0, 0, 1, 2], False),
+]
+
+
+@pytest.fixture(autouse=True)
+def small_stages(monkeypatch):
+    monkeypatch.setattr(pipeline, "STAGE_BYTES", 400)
+
+
+@pytest.mark.parametrize(
+    ("packs", "expected"),
+    [
+        ([], [[]]),
+        ([(10, True)], [[0]]),
+        ([(10, True), (10, True)], [[0], [1]]),
+        ([(9, True), (9, True), (9, True)], [[0, 1], [2]]),
+        ([(5, False), (5, False), (50, False)], [[0, 1, 2]]),  # nothing to gather: no stages
+        ([(10, True), (50, False), (10, True), (4, True)], [[0, 1], [2], [3]]),
+        ([(10, True), (9, True), (4, True)], [[0], [1, 2]]),
+    ],
+)
+def test_moved_packs_share_a_stage_until_it_is_full(packs, expected):
+    assert plan_stages(packs, 10) == expected
+
+
+def test_a_stage_is_full_with_eight_mebibytes():
+    moved = [(4 << 20, True)] * 3
+    assert plan_stages(moved, STAGE_BYTES) == [[0, 1], [2]]
+    assert plan_stages([((4 << 20) - 1, True), *moved[1:]], STAGE_BYTES) == [[0, 1, 2]]
+
+
+def test_a_stage_begins_before_the_one_ahead_of_it_goes_on():
+    told = []
+
+    def steps_of(places, queue):
+        told.append(("send", *places, queue))
+        yield
+        told.append(("add", *places))
+        yield
+        told.append(("end", *places))
+
+    def stage(place):
+        return Stage(
+            [place], lambda: told.append(("gather", place)), lambda: told.append(("spread", place))
+        )
+
+    run_stages([stage(place) for place in range(3)], 3, steps_of)
+    assert told == [
+        ("gather", 0), ("send", 0, "transfer"),
+        ("gather", 1), ("send", 1, "transfer"), ("add", 0),
+        ("gather", 2), ("send", 2, "transfer"), ("add", 1), ("end", 0), ("spread", 0),
+        ("add", 2), ("end", 1), ("spread", 1),
+        ("end", 2), ("spread", 2),
+    ]  # fmt: skip
+    told.clear()
+    run_stages([stage(7)], 8, steps_of)  # a lone one has nothing to overlap with
+    assert told[:2] == [("gather", 7), ("send", 7, "compute")]
+
+
+def reduced(algorithm, placement, peers, seed, num_packs=4, **options):
+    """Bytes of all results, with the inputs overwritten and freed at once."""
+    with gr.open_mesh(
+        placement, backend="sim", strict=True, peer_access=peers, schedule_seed=seed
+    ) as mesh:
+        ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs, mesh=mesh, **options)
+        kept = []
+        for turn in range(2):
+            rows = [
+                [
+                    device.upload(random_data(shape, "float32", seed=turn + 9 * place + replica))
+                    for place, shape in enumerate(SHAPES)
+                ]
+                for replica, device in enumerate(mesh)
+            ]
+            kept += ops.all_reduce(rows)
+            for buffer in [each for row in rows for each in row]:
+                buffer.device.upload(np.full(buffer.shape, 7, np.float32), out=buffer)
+            del rows, buffer
+        return [buffer.numpy().tobytes() for row in kept for buffer in row]
+
+
+@pytest.mark.parametrize(("algorithm", "placement", "peers"), SCENES)
+@pytest.mark.parametrize("num_packs", [0, 4])
+def test_the_bits_are_those_of_one_stage_in_every_legal_order(
+    algorithm, placement, peers, num_packs, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "STAGE_BYTES", 1 << 40)
+        expected = reduced(algorithm, placement, peers, None, num_packs)
+    for seed in (None, *range(12)):
+        assert reduced(algorithm, placement, peers, seed, num_packs) == expected, seed
+
+
+FAULTS = {
+    "what travels by NCCL: begin": (nccl_room, "gather", ("nccl", [0, 1, 2], True)),
+    "what travels by NCCL: end": (nccl_room, "scatter", ("nccl", [0, 1, 2], True)),
+    "what peers read: begin": (hierarchical, "gather_all", ("hierarchical_copy", [0, 1, 2], True)),
+    "what peers read: end": (hierarchical, "scatter", ("hierarchical_copy", [0, 1, 2], True)),
+    "what is copied": (hierarchical, "_arrived", ("hierarchical_copy", [0, 1, 2], False)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fence_left_out_shows(fault, monkeypatch):
+    room, name, scene = FAULTS[fault]
+    expected = reduced(*scene, None)
+    monkeypatch.setattr(room, name, lambda *_arguments: None)
+    assert any(reduced(*scene, seed) != expected for seed in range(40))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "peers"),
+    [("nccl", True), ("hierarchical_copy", True), ("hierarchical_copy", False)],
+)
+def test_one_pack_is_gathered_while_another_travels(algorithm, peers, monkeypatch):
+    """The compute queues run alone, as far as they go: so far as nothing has to have arrived."""
+    placement = [0, 1, 2]
+    with gr.open_mesh(placement, backend="sim", peer_access=peers, schedule_seed=0) as mesh:
+        ops = gr.AllReduceCrossDeviceOps(algorithm, 4, mesh=mesh)
+        rows = [[device.upload(np.ones(200, np.float32)) for _ in "ab"] for device in mesh]
+        mesh.synchronize()
+        ran = []
+        run = sim._run
+
+        def watched(kernel, rows, scalars):
+            ran.append(kernel.name)
+            run(kernel, rows, scalars)
+
+        monkeypatch.setattr(sim, "_run", watched)
+        with mesh.journal() as journal:
+            (result, _), *_ = ops.all_reduce(rows)
+        assert len(launches_of(journal, "pack")) == 4 * len(placement)
+        _run_compute_queues(mesh)
+        assert ran.count("pack") == 2 * len(placement), "the second is packed, the third waits"
+        assert (result.numpy() == 1).all()
+        assert ran.count("pack") == 4 * len(placement)
+    travelling = [record for record in journal.records if record.queue == "transfer"]
+    assert travelling
+    assert "pack" not in {record.name for record in travelling}
+
+
+def _run_compute_queues(mesh):
+    """Whatever can run on them while the transfer queues stand still."""
+    scheduler = mesh.devices[0].scheduler
+    lines = [scheduler._queues[device, "compute"] for device in mesh]
+    while ready := [line for line in lines if scheduler._can_run(line)]:
+        work = ready[0].popleft()
+        if callable(work):
+            work()
+
+
+def test_what_need_not_be_moved_and_what_stays_on_one_gpu_has_one_stage():
+    for placement, num_packs in (([0, 1], 0), ([0, 0], 4)):
+        with gr.open_mesh(placement, backend="sim") as mesh:
+            ops = gr.HierarchicalCopyAllReduce(num_packs, mesh=mesh)
+            rows = [[device.upload(np.ones(40_000, np.float32))] for device in mesh]
+            with mesh.journal() as journal:
+                ops.all_reduce(rows)
+            assert {record.queue for record in journal.records} == {"compute"}
+            assert len(launches_of(journal, "all_sum")) == len(mesh.by_physical)

@@ -1,0 +1,200 @@
+"""wire_dtype: what is cast where, to the last bit, and the documented bound of the error."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import meshes
+from support.exact_data import FLOATS, exact_data, random_data, same
+from support.exhaustive import examples
+from support.meshes import (
+    MeshCase,
+    collective_sum,
+    hierarchical_sum,
+    launches_of,
+    per_replica,
+    placement_of,
+)
+
+import gradreduce as gr
+from gradreduce.device import accumulate_dtype, as_dtype
+
+SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
+WIRES = ("float16", "bfloat16", "float32")
+UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
+LEAST = {"float16": 2.0**-25, "bfloat16": 2.0**-134, "float32": 2.0**-150}
+
+
+@pytest.fixture(scope="module", params=meshes.cases(((0, 0), (0, 1, 1, 2, 0))))
+def mesh(request):
+    with request.param.open() as opened:
+        yield opened
+
+
+def cast(array, dtype, divisor=1):
+    """As the pack kernel does: divided in the accumulate type; a double goes by way of a float."""
+    with np.errstate(all="ignore"):
+        if divisor != 1:
+            wide = accumulate_dtype(array.dtype)
+            array = array.astype(wide) / wide.type(divisor)
+        if (array.itemsize, as_dtype(dtype).itemsize) == (8, 2):
+            array = array.astype(np.float32)
+        return array.astype(dtype)
+
+
+def expected_of(algorithm, arrays, mesh, op, wire):
+    n, wire = len(arrays), as_dtype(wire)
+    divisor = n if op is MEAN else 1
+    early = divisor if wire.itemsize == 2 else 1
+    terms = [cast(array, wire, early) for array in arrays]
+    late = 1 if early != 1 else divisor
+    if algorithm == "nccl":
+        total = collective_sum(terms, placement_of(mesh), late)
+    else:
+        total = hierarchical_sum(terms, late)
+    return cast(total, arrays[0].dtype)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
+def test_terms_are_cast_summed_and_cast_back(mesh, algorithm, dtype, wire):
+    make = exact_data if algorithm == "nccl" else random_data
+    for op, num_packs in ((SUM, 0), (MEAN, 1), (MEAN, 3), (SUM, 2)):
+        ops = gr.AllReduceCrossDeviceOps(algorithm, num_packs, mesh=mesh, wire_dtype=wire)
+        values = [
+            per_replica(mesh, lambda replica, s=shape: make(s, dtype, seed=7 * replica))
+            for shape in ((33, 5), (3,), (), (0, 2))
+        ]
+        before = [[np.array(array) for array in value.values] for value in values]
+        reduced = ops.batch_reduce(op, [(value, value) for value in values])
+        for value, arrays, result in zip(values, before, reduced, strict=True):
+            expected = expected_of(algorithm, arrays, mesh, op, wire)
+            for found, array, kept in zip(result.values, value.values, arrays, strict=True):
+                assert found.dtype == dtype
+                assert same(found, expected), (op, num_packs)
+                assert same(array, kept)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_the_bits_are_the_same_on_every_placement(wire):
+    arrays = [random_data((1003,), "float32", seed=replica) for replica in range(5)]
+    found = set()
+    for placement in ((0,) * 5, (0, 1, 1, 2, 0), tuple(range(5))):
+        for peers in (True, False):
+            with MeshCase(placement, peers).open() as opened:
+                value = gr.PerReplica([np.array(array) for array in arrays], opened)
+                ops = gr.AllReduceCrossDeviceOps(
+                    "hierarchical_copy", 3, mesh=opened, wire_dtype=wire
+                )
+                result = ops.reduce(MEAN, value, value)
+                found |= {each.tobytes() for each in result.values}
+    assert len(found) == 1
+
+
+@given(
+    data=st.lists(
+        st.lists(st.floats(-1000, 1000, width=32), min_size=4, max_size=4), min_size=2, max_size=6
+    ),
+    wire=st.sampled_from(WIRES),
+    dtype=st.sampled_from(["float32", "float64"]),
+    op=st.sampled_from([SUM, MEAN]),
+)
+@settings(max_examples=examples(150), deadline=None)
+def test_the_error_stays_within_the_documented_bound(data, wire, dtype, op):
+    arrays = [np.array(row, dtype) for row in data]
+    n = len(arrays)
+    with gr.open_mesh(n, backend="sim") as opened:
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=opened, wire_dtype=wire)
+        value = gr.PerReplica([np.array(each) for each in arrays], opened)
+        found = ops.reduce(op, value, value).primary.astype(np.float64)
+    wide = np.array(data, np.float64)  # float32 data: sums of six of them are exact enough here
+    early = op is MEAN and wire != "float32"
+    terms = wide / n if early else wide
+    bound = (2.01 * UNIT[wire] + n * 2.0**-23) * np.abs(terms).sum(0) + (n + 1) * LEAST[wire]
+    exact = wide.sum(0) / (n if op is MEAN else 1)
+    if op is MEAN and not early:
+        bound = bound / n
+    bound = bound + np.abs(exact) * 2.0**-52 * n  # of this reference itself
+    assert (np.abs(found - exact) <= bound).all()
+
+
+def test_a_mean_on_a_half_wire_does_not_overflow_and_a_sum_does():
+    with gr.open_mesh([0, 1, 2, 3], backend="sim") as opened:
+        ops = gr.HierarchicalCopyAllReduce(mesh=opened)
+        wired = gr.AllReduceCrossDeviceOps("nccl", mesh=opened, wire_dtype="float16")
+        for dtype in ("float32", "float16"):
+            value = per_replica(opened, lambda _, d=dtype: np.full(4, 60_000, d))
+            assert (wired.reduce(MEAN, value, value).primary == 60_000).all()
+            assert np.isinf(wired.reduce(SUM, value, value).primary).all()
+        assert ops.wire_dtype is None
+        assert wired.wire_dtype == np.float16
+
+
+@pytest.mark.parametrize(("wire", "nbytes"), [("float16", 2), (None, 4), ("float32", 4)])
+def test_the_links_carry_the_wires_bytes_in_no_more_launches(wire, nbytes):
+    """A cast back is one launch for each GPU; where the wire is the dtype there is none."""
+    with MeshCase((0, 1)).open() as opened:
+        size = 4096
+        value = per_replica(opened, lambda _: np.ones(size, np.float32))
+        other = per_replica(opened, lambda _: np.ones(size, np.float32))
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=opened, wire_dtype=wire)
+        pairs = [(value, value), (other, other)]
+        plan = ops.plan(MEAN, pairs)
+        with opened.journal() as journal:
+            ops.batch_reduce(MEAN, pairs)
+    packs = len(launches_of(journal, "pack"))
+    assert packs == (4 if wire == "float16" else 2)
+    assert journal.bytes == plan.bytes == 2 * size * nbytes * 2
+    assert plan.launches == journal.launches
+
+
+def test_a_sum_of_a_wider_wire_is_rounded_by_the_launch_that_adds():
+    """Halves on a float32 wire: they come back as halves, and no launch casts them."""
+    with MeshCase((0, 1)).open() as opened:
+        size = 4096
+        value = per_replica(opened, lambda _: np.ones(size, np.float16))
+        ops = gr.HierarchicalCopyAllReduce(mesh=opened, wire_dtype="float32")
+        with opened.journal() as journal:
+            ops.reduce(MEAN, value, value)
+        assert len(launches_of(journal, "pack")) == 2
+        # The one main device reads a replica in float32 from the other, and writes it a half back.
+        assert journal.bytes == size * (4 + 2)
+
+
+def test_integers_complex_numbers_and_what_goes_elsewhere_travel_as_they_are():
+    with MeshCase((0, 1)).open() as opened:
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=opened, wire_dtype="float16")
+        for dtype in ("int32", "complex64"):
+            value = per_replica(opened, lambda _, d=dtype: np.full(8, 123_457, d))
+            assert (ops.reduce(SUM, value, value).primary == 246_914).all()
+        value = per_replica(opened, lambda _: np.full(8, 123_457, np.float32))
+        assert (ops.reduce(SUM, value, opened.devices[0]).primary == 246_914).all()
+        rows = gr.PerReplica(
+            [gr.IndexedSlices(np.full((1, 2), 123_457, np.float32), [0], (3, 2))] * 2, opened
+        )
+        assert (ops.reduce(SUM, rows, opened, coalesce=True).primary.values == 246_914).all()
+
+
+@pytest.mark.parametrize("wrong", ["float64", "int8", "half-ish", 16, float, object()])
+def test_another_wire_dtype_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"wire_dtype=.* is not 'float16', 'bfloat16' or"):
+        gr.AllReduceCrossDeviceOps(wire_dtype=wrong)
+    assert gr.AllReduceCrossDeviceOps(wire_dtype=np.float16).wire_dtype == np.float16
+
+
+def test_accumulators_and_prepared_steps_take_the_wire():
+    with MeshCase((0, 1)).open() as opened:
+        ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", mesh=opened, wire_dtype="bfloat16")
+        acc = gr.ConditionalAccumulator("float32", (8,), device=opened, cross_device_ops=ops)
+        grads = [np.full(8, 1 + 2.0**-10, np.float32) for _ in opened]
+        acc.apply_grad(gr.PerReplica(grads, opened))
+        assert (acc.take_grad(1).primary == 1).all()  # the small part is lost on the way
+        value = gr.PerReplica(
+            [device.upload(grads[0]) for device in opened], devices=opened.devices
+        )
+        step = ops.prepare(MEAN, [(value, value)])
+        (result,) = step()
+        assert (result.primary.numpy() == 1).all()

@@ -1,0 +1,121 @@
+"""Processes that take long run beside the other tests, one after the other, from the start on.
+
+A test marked ``early(*arguments, **environment)`` is about a Python that runs with these arguments
+and variables in an empty folder of its own, and gets from the fixture of that name how it ended.
+Such tests come last.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import gradreduce
+
+LIMIT_S = 900.0
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Ended(NamedTuple):
+    """How a process ended, and where it ran."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    folder: Path
+
+
+class Beside:
+    """A thread that runs processes one after the other.
+
+    Attributes:
+        marks: of the tests whose processes they are; equal ones share a process.
+    """
+
+    def __init__(self, marks: Sequence[pytest.Mark]) -> None:
+        self.marks = {_key(mark): mark for mark in marks}
+        self._done = {key: threading.Event() for key in self.marks}
+        self._ended: dict[Hashable, Ended] = {}
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._is_over = False
+        self._folder = tempfile.TemporaryDirectory()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def ended(self, mark: pytest.Mark) -> Ended:
+        """Waits for the process of a mark."""
+        assert self._done[_key(mark)].wait(LIMIT_S), f"not in time: {mark}"
+        return self._ended[_key(mark)]
+
+    def stop(self) -> None:
+        """Ends the process that runs; no other begins."""
+        with self._lock:
+            self._is_over = True
+            if self._process is not None:
+                self._process.kill()
+        self._thread.join()
+        self._folder.cleanup()
+
+    def _run(self) -> None:
+        for number, (key, mark) in enumerate(self.marks.items()):
+            folder = Path(self._folder.name, str(number))
+            folder.mkdir()
+            with self._lock:
+                if self._is_over:
+                    return
+                self._process = subprocess.Popen(
+                    [sys.executable, *mark.args],
+                    cwd=folder, env=environment(**mark.kwargs), stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8",
+                )  # fmt: skip
+            stdout, stderr = self._process.communicate()
+            self._ended[key] = Ended(self._process.returncode, stdout, stderr, folder)
+            self._done[key].set()
+
+
+def _key(mark: pytest.Mark) -> Hashable:
+    return mark.args, frozenset(mark.kwargs.items())
+
+
+_beside = pytest.StashKey[Beside]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the tests of these processes behind all others."""
+    items.sort(key=lambda item: item.get_closest_marker("early") is not None)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """All that will run is known: the first process begins."""
+    marks = [mark for item in session.items for mark in item.iter_markers("early")]
+    if marks and not session.config.option.collectonly:
+        session.config.stash[_beside] = Beside(marks)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Nothing is left behind, whatever ended the run."""
+    if _beside in config.stash:
+        config.stash[_beside].stop()
+
+
+def environment(**changed: str) -> dict[str, str]:
+    """In which a Python finds these tests' own modules, and the package under test."""
+    folders = [ROOT / "tests", Path(gradreduce.__file__).parent.parent]
+    path = os.pathsep.join(map(str, folders))
+    return {**os.environ, "PYTHONPATH": path, "GRADREDUCE_BACKEND": "sim", **changed}
+
+
+@pytest.fixture
+def early(request: pytest.FixtureRequest) -> Ended:
+    """How the process of this test has ended."""
+    return request.config.stash[_beside].ended(request.node.get_closest_marker("early"))

@@ -1,0 +1,174 @@
+"""The faces of a kernel that a test body runs on, and operands that show what a launch touched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import DTypeLike
+from support.exact_data import random_data
+
+from gradreduce.backends import open_mesh
+from gradreduce.device import Buffer, Device, Journal, as_dtype
+from gradreduce.device.dtypes import BFLOAT16
+from gradreduce.device.launch_table import INLINE_WORDS, ROW_HEADER
+
+# "sanitized" runs the tests of kernels/ and ops/ under AddressSanitizer and UBSan, which must be
+# preloaded, and on that face alone.
+ASKED = os.environ.get("GRADREDUCE_TEST_KERNELS", "")
+if ASKED not in ("", "sanitized"):
+    raise pytest.UsageError(f"GRADREDUCE_TEST_KERNELS={ASKED!r} is neither '' nor 'sanitized'")
+# The face with a GPU's geometry.
+EXACT = ASKED or "exact"
+FACES = [
+    face if face == "numpy" else pytest.param(face, marks=pytest.mark.host)
+    for face in ([ASKED] if ASKED else ["numpy", "compiled", "exact"])
+]
+GEOMETRIES = [
+    pytest.param(shape, marks=pytest.mark.host, id=f"{shape[0]}x{shape[1]}")
+    for shape in ((1, 1), (1, 32), (3, 37), (64, 256))
+]
+NUM_THREADS = 3  # on every machine, and so that no size here is cut into equal parts
+
+# Around vectors of 1 to 16 elements and around the chunk of a table.
+SIZES = (0, 1, 3, 7, 8, 15, 16, 17, 255, 16_383, 16_384, 16_385)
+SPREAD_SIZE = 2**18 + 13  # enough for several threads
+INLINE_ROWS = INLINE_WORDS // (ROW_HEADER + 2)  # of two operands; more leave the inline table
+# Bytes. As a float of any size: positive and at least 200; negative and tiny.
+AROUND, BLANK = 0x5A, 0xA5
+
+
+@pytest.fixture(scope="module", params=FACES)
+def face(request) -> str:
+    """``kernels=`` of a simulated mesh."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def device(face) -> Iterator[Device]:
+    """A strict simulated device whose launches run that face."""
+    with opened(face) as made:
+        yield made
+
+
+@pytest.fixture(scope="module", params=GEOMETRIES)
+def geometric_device(request) -> Iterator[Device]:
+    """A device that runs the shipped text with the blocks and threads of a GPU."""
+    with opened(EXACT) as made:
+        made.options = replace(made.options, geometry=request.param)
+        yield made
+
+
+@contextmanager
+def opened(face: str) -> Iterator[Device]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRADREDUCE_SIM_THREADS", str(NUM_THREADS))
+        mesh = open_mesh(1, backend="sim", kernels=face, strict=True)
+    with mesh:
+        yield mesh.devices[0]
+
+
+def recorded(device: Device) -> AbstractContextManager[Journal]:
+    """A journal of what the device does."""
+    return device.fabric.recorder.journal()
+
+
+@contextmanager
+def spread(device: Device) -> Iterator[list[int]]:
+    """How many threads each launch of the device is cut for."""
+    workers, num_jobs = device.options.workers, []
+    run = workers.run
+
+    def counted(jobs) -> None:
+        num_jobs.append(len(jobs))
+        run(jobs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "run", counted)
+        yield num_jobs
+
+
+def wide_of(dtype: np.dtype) -> np.dtype:
+    """The dtype in which ``dtype`` is added; the tests' own word for it."""
+    halves = (np.dtype("float16"), BFLOAT16)
+    return np.dtype("float32") if dtype in halves else dtype
+
+
+def start_patterns(num_operands: int) -> list[list[int]]:
+    """Elements by which operands miss a vector boundary: none, all alike, the last, all apart."""
+    last = [0] * (num_operands - 1) + [1]
+    return [[0] * num_operands, [1] * num_operands, last, list(range(num_operands))]
+
+
+def random_terms(num_terms: int, size: int, dtype: DTypeLike, seed: int = 0) -> list[np.ndarray]:
+    return list(random_data((num_terms, size), dtype, seed=seed))
+
+
+class Operand:
+    """A Buffer whose neighbourhood is watched.
+
+    Its memory starts ``start`` elements behind a 16-byte boundary. Around it lies a large number,
+    so that a value read from there shows in a result, and one written there is another (a NaN
+    would stay a NaN). Nothing lies behind it on the sanitized face.
+
+    Attributes:
+        buffer: the operand, adopted.
+        array: its memory; a result is read here.
+        values: what it held at first.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        values: np.ndarray,
+        start: int = 0,
+        *,
+        writable: bool = True,
+        around: int = AROUND,
+    ) -> None:
+        behind = 0 if device.options.face == "sanitized" else 16
+        size, itemsize = start + values.size + behind, values.itemsize
+        self._whole = np.full(size * itemsize, around, np.uint8).view(values.dtype)
+        assert self._whole.ctypes.data % 16 == 0
+        self._inside = slice(start, start + values.size)
+        self.array = self._whole[self._inside]
+        self.array[...] = values
+        self.values = values.copy()
+        self._before = self._whole.tobytes()
+        self._whole.flags.writeable = writable
+        self.buffer: Buffer = device.adopt(self._whole).view(start, values.shape)
+
+    def unchanged(self) -> bool:
+        """Whether every byte, in it and around it, is what it was."""
+        return self._whole.tobytes() == self._before
+
+    def contained(self) -> bool:
+        """Whether every byte around it is what it was."""
+        around = self._whole.copy()
+        around[self._inside] = self.values
+        return around.tobytes() == self._before
+
+
+def blank(device: Device, size: int, dtype: DTypeLike, start: int = 0) -> Operand:
+    """An out: inside and around it the same bytes, which no sum of ours has, and no neighbour."""
+    dtype = as_dtype(dtype)
+    values = np.full(size * dtype.itemsize, BLANK, np.uint8).view(dtype)
+    return Operand(device, values, start, around=BLANK)
+
+
+def operands(
+    device: Device, values: Sequence[np.ndarray], starts: Sequence[int] | None = None
+) -> list[Operand]:
+    """One operand for each of ``values``."""
+    return [
+        Operand(device, part, start)
+        for part, start in zip(values, starts or [0] * len(values), strict=True)
+    ]
+
+
+def buffers(row: Sequence[Operand]) -> list[Buffer]:
+    return [operand.buffer for operand in row]

@@ -1,0 +1,235 @@
+"""The meshes that one test body runs on, and what a reduction over one must give.
+
+A test module takes a fixture by assignment: ``mesh = meshes.mesh``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from support.exact_data import same
+from support.implementations import wide_of
+
+import gradreduce as gr
+from gradreduce.device import Buffer, Device, Journal, Mesh
+
+# The fourth is irregular on purpose; the last has a physical device for each of an odd number.
+PLACEMENTS: tuple[tuple[int, ...], ...] = (
+    (0,),
+    (0, 0),
+    (0, 0, 1, 1),
+    (0, 1, 1, 2, 0),
+    (0,) * 8,
+    tuple(range(9)),
+)
+
+
+@dataclass(frozen=True)
+class MeshCase:
+    """One simulated mesh, always strict.
+
+    Attributes:
+        placement: the physical device of each logical one.
+        peer_access: whether a launch may touch another physical device's memory.
+        face: ``kernels=`` of the mesh.
+    """
+
+    placement: tuple[int, ...]
+    peer_access: bool = True
+    face: str = "numpy"
+
+    def open(self) -> Mesh:
+        """A new mesh, for a ``with``."""
+        return gr.open_mesh(
+            self.placement,
+            backend="sim",
+            peer_access=self.peer_access,
+            kernels=self.face,
+            strict=True,
+        )
+
+    def __str__(self) -> str:
+        parts = ["".join(map(str, self.placement)), self.face]
+        if not is_one_physical(self.placement):
+            parts.insert(1, "peers" if self.peer_access else "copies")
+        return "-".join(parts)
+
+
+def is_one_physical(placement: Sequence[int]) -> bool:
+    return len(set(placement)) == 1
+
+
+def cases(
+    placements: Sequence[Sequence[int]] = PLACEMENTS, faces: Sequence[str] = ("numpy", "compiled")
+) -> list:
+    """Parameters: every placement with and without peer access, on every face.
+
+    A plain run has each placement on the shipped text with peers or without, by turns.
+    """
+    made = []
+    cases = itertools.product(enumerate(placements), (True, False), faces)
+    for (turn, placement), peer_access, face in cases:
+        if is_one_physical(placement) and not peer_access:
+            continue  # nobody to be a peer of
+        case = MeshCase(tuple(placement), peer_access, face)
+        marks = [] if face == "numpy" else [pytest.mark.host]
+        if marks and not is_one_physical(placement) and peer_access != (turn % 2 == 0):
+            marks.append(pytest.mark.exhaustive)
+        made.append(pytest.param(case, id=str(case), marks=marks))
+    return made
+
+
+@pytest.fixture(scope="module", params=cases())
+def mesh(request) -> Iterator[Mesh]:
+    """Every placement, with and without peer access, on the twins and on the shipped text."""
+    with request.param.open() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module", params=cases(faces=("numpy",)))
+def numpy_mesh(request) -> Iterator[Mesh]:
+    """The same on the twins alone, for what a launch computes has no part in."""
+    with request.param.open() as opened:
+        yield opened
+
+
+def placement_of(mesh: Mesh) -> list[int]:
+    return [device.physical for device in mesh.devices]
+
+
+def all_placements(num_replicas: int, num_physical: int) -> list[tuple[int, ...]]:
+    """Every way to put so many replicas on at most so many physical devices."""
+    return list(itertools.product(range(num_physical), repeat=num_replicas))
+
+
+def owned(device: Device, array: np.ndarray) -> Buffer:
+    """A copy of ``array`` in memory of the device's own pool."""
+    return device.upload(array)
+
+
+def adopted(device: Device, array: np.ndarray) -> Buffer:
+    """A Buffer on the caller's own memory."""
+    buffer = device.put(array)
+    assert not buffer.block.owned
+    return buffer
+
+
+def per_replica(
+    mesh: Mesh, make: Callable[[int], np.ndarray], place: Callable | None = None
+) -> gr.PerReplica:
+    """``make(replica)`` on each device; as NumPy arrays, or as ``place`` puts them."""
+    arrays = [make(replica) for replica in range(len(mesh))]
+    if place is not None:
+        arrays = [place(device, array) for device, array in zip(mesh, arrays, strict=True)]
+    return gr.PerReplica(arrays, mesh)
+
+
+def num_grown(mesh: Mesh) -> int:
+    """Times that any device's pool has asked the system for memory."""
+    return sum(device._pool.grown for device in mesh.devices)
+
+
+@contextmanager
+def unchanged(*arrays: np.ndarray) -> Iterator[None]:
+    """Asserts that not one byte of ``arrays`` is written inside."""
+    before = [array.tobytes() for array in arrays]
+    yield
+    for place, (array, content) in enumerate(zip(arrays, before, strict=True)):
+        assert array.tobytes() == content, f"array {place} was written"
+
+
+@contextmanager
+def refused(mesh: Mesh, error: type[Exception], match: str) -> Iterator[None]:
+    """Asserts that the block raises and that no device was asked for anything before."""
+    with mesh.journal() as journal, pytest.raises(error, match=match):
+        yield
+    assert journal.records == []
+
+
+def launches_of(journal: Journal, name: str) -> list:
+    """The records of one kernel's launches."""
+    return [record for record in journal.of("launch") if record.name == name]
+
+
+def hierarchical_sum(
+    replicas: Sequence[np.ndarray],
+    divisor: float = 1,
+    out: np.dtype | None = None,
+    halves: Sequence[Sequence[int]] | None = None,
+) -> np.ndarray:
+    """What hierarchical_copy must give, computed apart from it.
+
+    The first half of the replicas (of ``halves``, if given) left to right, the rest likewise, then
+    the two; divided. All in the accumulate type until the one rounding to ``out`` (default: as
+    they came).
+    """
+    split = len(replicas) // 2
+    parts = [replicas[:split], replicas[split:]]
+    if halves is not None:
+        parts = [[replicas[number] for number in half] for half in halves]
+    with np.errstate(all="ignore"):
+        sums = [_left_to_right(part) for part in parts if len(part)]
+        return _finished(sum(sums[1:], sums[0]), divisor, replicas[0], out)
+
+
+def one_device_sum(replicas: Sequence[np.ndarray], divisor: float = 1) -> np.ndarray:
+    """All left to right, divided, rounded once: what reduction to one device must give."""
+    with np.errstate(all="ignore"):
+        return _finished(_left_to_right(replicas), divisor, replicas[0])
+
+
+def collective_sum(
+    replicas: Sequence[np.ndarray], placement: Sequence[int], divisor: float = 1
+) -> np.ndarray:
+    """What nccl must give over the simulated collective, computed apart from it.
+
+    Each physical device's replicas folded and rounded, the folds added and rounded, divided.
+    With one physical device there is no fold: all are added, divided and rounded once.
+    """
+    first = replicas[0]
+    groups: dict[int, list[np.ndarray]] = {}
+    for replica, physical in zip(replicas, placement, strict=True):
+        groups.setdefault(physical, []).append(replica)
+    with np.errstate(all="ignore"):
+        if len(groups) == 1:
+            return _finished(_left_to_right(replicas), divisor, first)
+        folds = [_finished(_left_to_right(group), 1, first) for group in groups.values()]
+        total = _finished(_left_to_right(folds), 1, first)
+        return _finished(_numbers(total).astype(_wide(first)), divisor, first)
+
+
+def _left_to_right(terms: Sequence[np.ndarray]) -> np.ndarray:
+    total = _numbers(terms[0]).astype(_wide(terms[0]))
+    for term in terms[1:]:
+        total = total + _numbers(term).astype(total.dtype)
+    return total
+
+
+def _finished(
+    total: np.ndarray, divisor: float, like: np.ndarray, out: np.dtype | None = None
+) -> np.ndarray:
+    if divisor != 1:
+        total = total / total.dtype.type(divisor)
+    rounded = total.astype(_numbers(like).dtype if out is None else out)
+    return rounded.view(out or like.dtype).reshape(like.shape)
+
+
+def _numbers(array: np.ndarray) -> np.ndarray:
+    """In one row; a complex number is two."""
+    flat = array.reshape(-1)
+    return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
+
+
+def _wide(array: np.ndarray) -> np.dtype:
+    return wide_of(_numbers(array).dtype)
+
+
+def check_mirrored(result: gr.Mirrored, expected: np.ndarray) -> None:
+    """Asserts that every device holds ``expected``, bit by bit."""
+    for buffer in result.buffers:
+        assert same(buffer.numpy(), expected), f"{buffer}: {buffer.numpy()} is not {expected}"

@@ -1,0 +1,75 @@
+"""One call of everything that a reduction across devices can be asked, the same on every mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from support.exact_data import unflushed_data
+
+import gradreduce as gr
+from gradreduce.device import Mesh
+
+SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
+
+
+def everything(mesh: Mesh, algorithm: str, *, rounds: int = 2) -> list[np.ndarray]:
+    """All arrays of all results, of calls whose inputs die as soon as they have been made."""
+    ops = gr.AllReduceCrossDeviceOps(algorithm, 2, mesh=mesh)
+    one = gr.ReductionToOneDevice(mesh.devices[len(mesh) // 2], mesh=mesh)
+    kept = []
+    for turn in range(rounds):
+        for op in (SUM, MEAN):
+            kept += ops.batch_reduce(op, pairs_of(mesh, turn))
+            kept += ops.batch_reduce(op, pairs_of(mesh, turn + 10), coalesce=True)
+            kept += one.batch_reduce(op, pairs_of(mesh, turn + 20))
+        source = mesh.devices[-1].upload(data((5, 3), "float32", turn))
+        kept.append(ops.broadcast(source, mesh))
+        kept.append(ops.broadcast(table(mesh.devices[0], turn), mesh.devices[::-1]))
+        outs = [device.empty((5, 3), "float32") for device in mesh]
+        kept += ops.broadcast([source], mesh, out=[outs])
+        del source, outs
+    return [array for result in kept[::-1] for array in arrays_of(result)]
+
+
+def pairs_of(mesh: Mesh, seed: int) -> list[tuple[gr.PerReplica, object]]:
+    """Dense and sparse values, floats and integers, to their own devices, to one, to several."""
+    first, last = mesh.devices[0], mesh.devices[-1]
+    values = [
+        dense(mesh, (40, 7), "float32", seed),
+        dense(mesh, (9,), "int16", seed),
+        dense(mesh, (3,), "float16", seed),
+        gr.PerReplica([table(device, seed + device.index) for device in mesh]),
+        gr.PerReplica([table(first, seed), *dense(mesh, (6, 3), "float32", seed).buffers[1:]]),
+    ]
+    destinations = [mesh, last, [last, first] if first is not last else [first], mesh, first]
+    turned = destinations[1:] + destinations[:1]
+    return [*zip(values, destinations, strict=True), *zip(values, turned, strict=True)]
+
+
+def dense(mesh: Mesh, shape, dtype, seed: int) -> gr.PerReplica:
+    return gr.PerReplica(
+        [device.upload(data(shape, dtype, seed + 7 * device.index)) for device in mesh], mesh
+    )
+
+
+def table(device, seed: int) -> gr.IndexedSlices:
+    """Rows of a (6, 3) array; indices repeat, and every third has none."""
+    count = seed % 3 * 2
+    rows = device.upload(data((count, 3), "float32", seed))
+    return gr.IndexedSlices(rows, (np.arange(count) * 5 + seed) % 4, (6, 3))
+
+
+def data(shape, dtype, seed: int) -> np.ndarray:
+    return unflushed_data(shape, dtype, seed=seed)
+
+
+def arrays_of(result: gr.Mirrored) -> Iterator[np.ndarray]:
+    """The last device first, and no leader before those it works for: a wait that is not there
+    must show, and to read a device's memory is to wait for its queue."""
+    for part in result.parts[::-1]:
+        if isinstance(part, gr.IndexedSlices):
+            yield part.indices
+            yield part.values.numpy()
+        else:
+            yield part.numpy()
