@@ -25,7 +25,7 @@ from measure.floors import Floor, counted, of_the_copy, over_the_peer, times_the
 from measure.peers import find_peers
 from measure.report import finish, options_of, report_of
 from measure.resnet50 import resnet50
-from measure.setting import FACES, one_device
+from measure.setting import IMPLEMENTATIONS, one_device
 
 import gradreduce as gr
 from gradreduce.device import Device, Mesh
@@ -55,31 +55,33 @@ MEASURED = {
 }  # fmt: skip
 CPU_FLOORS = (
     *(
-        Floor(f"{face}, {name}, over {peer}", name, over_the_peer(peer, face), "<=", most,
-              MEASURED[name, face])
+        Floor(f"{implementation}, {name}, over {peer}", name, over_the_peer(peer, implementation),
+        "<=", most,
+              MEASURED[name, implementation])
         for name, peer, bounds in (
             (APPLY, IN_PLACE, (1.1, 1.0)),
             (TAKE, SCALED, (1.2, 1.2)),
         )
-        for face, most in zip(FACES, bounds, strict=True)
+        for implementation, most in zip(IMPLEMENTATIONS, bounds, strict=True)
     ),
     *(
-        Floor(f"{face}, {what}", SMALL, counted(f"{face}, {what}"), "<=", most,
-              MEASURED[what, face])
-        for face in FACES
+        Floor(f"{implementation}, {what}", SMALL, counted(f"{implementation}, {what}"), "<=", most,
+              MEASURED[what, implementation])
+        for implementation in IMPLEMENTATIONS
         for what, most in (("drop, us", 5), ("apply + take, us", 60))
     ),
     Floor("numpy, apply + take, over tf's", SMALL, counted("times tf apply + take"), ">=", 5,
           "1.26 to 1.5", ("tensorflow",)),
     *(
-        Floor(f"{face}, launches of a joint apply", MANY, counted(f"{face}, launches"), "<=", 1,
-              "1")
-        for face in FACES
+        Floor(f"{implementation}, launches of a joint apply", MANY,
+              counted(f"{implementation}, launches"), "<=", 1, "1")
+        for implementation in IMPLEMENTATIONS
     ),
     *(
-        Floor(f"{face}, sparse apply over add.at", SPARSE, times_the_peer(ADD_AT, face), ">=", 1,
-              MEASURED[SPARSE, face])
-        for face in FACES
+        Floor(f"{implementation}, sparse apply over add.at", SPARSE, times_the_peer(ADD_AT,
+        implementation), ">=", 1,
+              MEASURED[SPARSE, implementation])
+        for implementation in IMPLEMENTATIONS
     ),
 )  # fmt: skip
 GPU_FLOORS = (
@@ -118,10 +120,10 @@ class Bench:
         self.number = QUICK_NUMBER if quick else NUMBER
         self.cases: dict[str, Case] = {}
 
-    def faces(self) -> Iterator[tuple[str, Device]]:
+    def implementations(self) -> Iterator[tuple[str, Device]]:
         """The name of each face, and its device."""
-        for face, mesh in self.meshes.items():
-            yield face, mesh.devices[0]
+        for implementation, mesh in self.meshes.items():
+            yield implementation, mesh.devices[0]
 
     def operand(self, device: Device, array: np.ndarray) -> Any:
         """A gradient as it lies there: a NumPy array in host memory, a Buffer on a GPU."""
@@ -140,7 +142,7 @@ class Bench:
         self, name: str, size: int, units: int, ours: Mapping[str, Call], peers: Mapping[str, Call]
     ) -> None:
         """Measures candidates beside a copy that moves so many times the gradient's bytes."""
-        calls = {OURS + face: call for face, call in ours.items()}
+        calls = {OURS + implementation: call for implementation, call in ours.items()}
         calls |= peers
         nbytes = units * 4 * size
         self.keep(Case(name, f"{size} float32", nbytes, self.clock.measure(calls, nbytes)))
@@ -158,27 +160,27 @@ class Bench:
         """One more gradient into a sum that is there: reads two, writes one."""
         gradient = host(size)
         ours: dict[str, Call] = {}
-        for face, device in self.faces():
+        for implementation, device in self.implementations():
             accumulator = gr.ConditionalAccumulator("float32", (size,), device=device)
             mine = self.operand(device, gradient)
             accumulator.apply_grad(mine, LATE)
-            ours[face] = partial(accumulator.apply_grad, mine, LATE)
+            ours[implementation] = partial(accumulator.apply_grad, mine, LATE)
         self.large(APPLY, size, 3, ours, self.peer_calls("accumulate", [host(size), gradient]))
 
     def first_apply(self, size: int) -> None:
         """The first gradient after a take, which is copied into new memory."""
         gradient, out = host(size), np.empty(size, np.float32)
         ours: dict[str, Call] = {}
-        for face, device in self.faces():
+        for implementation, device in self.implementations():
             accumulator = gr.ConditionalAccumulator(
                 "float32", (size,), reduction_type="SUM", device=device
             )
             apply = partial(accumulator.apply_grad, self.operand(device, gradient), LATE)
             take = partial(accumulator.take_grad, 1)  # a SUM of this dtype: launches nothing
             apply()
-            check(f"{face}, {FIRST}", take(as_kind="buffer"), gradient)
+            check(f"{implementation}, {FIRST}", take(output_type="buffer"), gradient)
             apply()
-            ours[face] = self.after(take, apply)
+            ours[implementation] = self.after(take, apply)
         peers = {} if self.on_gpu else {COPYTO: partial(np.copyto, out, gradient)}
         self.large(FIRST, size, 2, ours, peers)
 
@@ -186,14 +188,14 @@ class Bench:
         """The mean of two, in place; on a GPU the two applies are in the time."""
         gradient = host(size)
         ours: dict[str, Call] = {}
-        for face, device in self.faces():
+        for implementation, device in self.implementations():
             accumulator = gr.ConditionalAccumulator("float32", (size,), device=device)
             mine = self.operand(device, gradient)
             applies = partial(repeated, partial(accumulator.apply_grad, mine, LATE), 2)
             take = partial(accumulator.take_grad, 2)
             applies()
-            check(f"{face}, {TAKE}", take(as_kind="buffer"), gradient)
-            ours[face] = self.after(applies, take)
+            check(f"{implementation}, {TAKE}", take(output_type="buffer"), gradient)
+            ours[implementation] = self.after(applies, take)
         peers = {} if self.on_gpu else {SCALED: self.scaled(gradient)}
         self.large(TAKE, size, 7 if self.on_gpu else 2, ours, peers)
 
@@ -212,17 +214,17 @@ class Bench:
         if not self.on_gpu:
             theirs, absent = find_accumulator_peer(gradient)
             calls, self.absent = theirs, {**self.absent, **absent}
-        for face, device in self.faces():
+        for implementation, device in self.implementations():
             accumulator = gr.ConditionalAccumulator("float32", (1,), device=device)
             mine = self.operand(device, gradient)
             apply = partial(apply_next, accumulator, mine, count())
             take = partial(accumulator.take_grad, 1)
-            calls[f"{face}, apply + take"] = partial(both, apply, take)
-            calls[f"{face}, satisfied take"] = After(apply, take)
+            calls[f"{implementation}, apply + take"] = partial(both, apply, take)
+            calls[f"{implementation}, satisfied take"] = After(apply, take)
             kept_sum = gr.ConditionalAccumulator("float32", (1,), device=device)
             kept_sum.apply_grad(mine)
-            calls[f"{face}, later apply"] = partial(kept_sum.apply_grad, mine)
-            calls[f"{face}, drop"] = partial(kept_sum.apply_grad, mine, -1)
+            calls[f"{implementation}, later apply"] = partial(kept_sum.apply_grad, mine)
+            calls[f"{implementation}, drop"] = partial(kept_sum.apply_grad, mine, -1)
         seconds = host_seconds(calls, self.number, quick=self.quick, rounds=ROUNDS, loops=LOOPS)
         self.settle()
         figures = {f"{name}, us": taken * 1e6 for name, taken in seconds.items()}
@@ -237,17 +239,19 @@ class Bench:
         gradients = [host(MANY_SIZE) for _ in range(number)]
         calls: dict[str, Call] = {}
         figures: dict[str, float] = {}
-        for face, device in self.faces():
+        for implementation, device in self.implementations():
             accumulators = [
                 gr.ConditionalAccumulator("float32", (MANY_SIZE,), device=device) for _ in gradients
             ]
             mine = [self.operand(device, gradient) for gradient in gradients]
-            calls[f"{face}, apply"] = partial(gr.apply_grads, accumulators, mine, LATE)
+            calls[f"{implementation}, apply"] = partial(gr.apply_grads, accumulators, mine, LATE)
             joint = partial(gr.take_grads, accumulators, 1)
-            calls[f"{face}, apply + take"] = partial(both, calls[f"{face}, apply"], joint)
-            with self.meshes[face].journal() as journal:
+            calls[f"{implementation}, apply + take"] = partial(
+                both, calls[f"{implementation}, apply"], joint
+            )
+            with self.meshes[implementation].journal() as journal:
                 gr.apply_grads(accumulators, mine, LATE)
-            figures[f"{face}, launches"] = journal.launches
+            figures[f"{implementation}, launches"] = journal.launches
         seconds = host_seconds(calls, 1, quick=self.quick, rounds=ROUNDS, loops=LOOPS)
         self.settle()
         figures |= {f"{name}, us a tensor": took / number * 1e6 for name, took in seconds.items()}
@@ -267,19 +271,19 @@ class Bench:
         indices = np.random.default_rng(1).integers(0, num_indices, rows)
         applies: dict[str, Call] = {}
         takes: dict[str, Call] = {}
-        for face, device in self.faces():
+        for implementation, device in self.implementations():
             slices = gr.IndexedSlices(device.put(values), indices, (num_indices, WIDTH))
             adding, taking = (
                 gr.SparseConditionalAccumulator("float32", (num_indices, WIDTH), device=device)
                 for _ in range(2)
             )
-            applies[face] = partial(adding.apply_indexed_slices_grad, slices, LATE)
+            applies[implementation] = partial(adding.apply_indexed_slices_grad, slices, LATE)
             before = partial(taking.apply_indexed_slices_grad, slices, LATE)
             take = partial(taking.take_indexed_slices_grad, 1)
-            applies[face]()
+            applies[implementation]()
             before()
-            check(f"{face}, {SPARSE}", take().values, by_sorting(indices, values)[1])
-            takes[face] = self.after(before, take)
+            check(f"{implementation}, {SPARSE}", take().values, by_sorting(indices, values)[1])
+            takes[implementation] = self.after(before, take)
         total = np.zeros((num_indices, WIDTH), np.float32)
         peers: dict[str, Call] = {}
         if not self.on_gpu:

@@ -27,7 +27,7 @@ from measure.floors import Floor, counted, of_the_copy, over_the_copy, over_the_
 from measure.optim_peers import sizes_of
 from measure.report import finish, options_of, report_of
 from measure.resnet50 import resnet50
-from measure.setting import FACES, one_device
+from measure.setting import IMPLEMENTATIONS, one_device
 
 import gradreduce as gr
 from gradreduce.device import Device, Mesh
@@ -62,9 +62,9 @@ CPU_FLOORS = (
     Floor("bytes of the busiest device of the centre", SPREAD, counted("share of the busiest"),
           "<=", 0.3, "0.25"),
     *(
-        Floor(f"{face}, launches of a {what}", TINY, counted(f"{face}, launches of a {what}"),
-              "<=", 1, "1")
-        for face in FACES
+        Floor(f"{implementation}, launches of a {what}", TINY,
+              counted(f"{implementation}, launches of a {what}"), "<=", 1, "1")
+        for implementation in IMPLEMENTATIONS
         for what in ("step", "communication")
     ),
 )  # fmt: skip
@@ -134,10 +134,10 @@ class Bench:
         size = QUICK_SIZE if quick else GPU_SIZE if self.on_gpu else SIZE
         self.size, self.sizes = size, sizes_of(size, QUICK_VARIABLES if quick else NUM_VARIABLES)
 
-    def faces(self) -> Iterator[tuple[str, Device]]:
+    def implementations(self) -> Iterator[tuple[str, Device]]:
         """The name of each face, and its device."""
-        for face, mesh in self.meshes.items():
-            yield face, mesh.devices[0]
+        for implementation, mesh in self.meshes.items():
+            yield implementation, mesh.devices[0]
 
     def keep(self, case: Case) -> None:
         """Prints a case and remembers it."""
@@ -152,7 +152,8 @@ class Bench:
         if rule == "sgd" and not self.on_gpu:
             calls[BLOCKS] = local_sgd_in_blocks(self.sizes)
         workers = {
-            OURS + face: Worker(make, device, self.sizes, NEVER) for face, device in self.faces()
+            OURS + implementation: Worker(make, device, self.sizes, NEVER)
+            for implementation, device in self.implementations()
         }
         checked(rule, list(workers.values()))
         self.measure(rule, {**workers, **calls}, units)
@@ -160,10 +161,10 @@ class Bench:
     def push(self) -> None:
         """Normalise, update the centre, pull."""
         calls: dict[str, Call] = {}
-        for face, device in self.faces():
+        for implementation, device in self.implementations():
             worker = Worker(RULES["sgd"][0], device, self.sizes, NEVER)
             worker()
-            calls[OURS + face] = worker.push
+            calls[OURS + implementation] = worker.push
         self.measure(PUSH, calls, PUSH_UNITS)
 
     def measure(self, name: str, calls: dict[str, Call], units: int) -> None:
@@ -178,17 +179,17 @@ class Bench:
         number = QUICK_TINY if self.quick else len(resnet50())
         calls: dict[str, Call] = {}
         figures: dict[str, float] = {}
-        for face, device in self.faces():
+        for implementation, device in self.implementations():
             for what, period in (("step", NEVER), ("step and communication", 1)):
                 worker = Worker(RULES["sgd"][0], device, [TINY_SIZE] * number, period)
                 worker()
-                calls[f"{face}, sgd, {what}"] = worker
-                with self.meshes[face].journal() as journal:
+                calls[f"{implementation}, sgd, {what}"] = worker
+                with self.meshes[implementation].journal() as journal:
                     worker()
-                figures[f"{face}, launches of a {what}"] = journal.launches
-            both = figures.pop(f"{face}, launches of a step and communication")
-            alone = figures[f"{face}, launches of a step"]
-            figures[f"{face}, launches of a communication"] = both - alone
+                figures[f"{implementation}, launches of a {what}"] = journal.launches
+            both = figures.pop(f"{implementation}, launches of a step and communication")
+            alone = figures[f"{implementation}, launches of a step"]
+            figures[f"{implementation}, launches of a communication"] = both - alone
         calls_of_a_loop = QUICK_NUMBER if self.quick else NUMBER
         seconds = host_seconds(calls, calls_of_a_loop, quick=self.quick, rounds=ROUNDS)
         figures |= {f"{name}, us": taken * 1e6 for name, taken in seconds.items()}

@@ -39,7 +39,7 @@ import gradreduce as gr
 from gradreduce.device import Device, Mesh
 
 NUM_DEVICES = 4
-FACES = ("numpy", "compiled")
+IMPLEMENTATIONS = ("numpy", "compiled")
 RESNET, TINY, ONE = "ResNet-50, MEAN", "tiny tensors", "one tensor"
 TINY_SIZE = 16
 NO_PACKS, ONE_PACK, FLAT = "num_packs=0", "num_packs=1", "flat"
@@ -61,15 +61,16 @@ MOST = {
 MOST_PLAIN_US, MOST_PREPARED_US = 20, 3
 CPU_FLOORS = (
     *(
-        Floor(f"{face}, {way}, over the line", RESNET, over_the_copy(f"{face}, {way}"), "<=", most,
-              MEASURED[face, way])
-        for face in FACES
-        for way, most in zip(WAYS, MOST[face], strict=True)
+        Floor(f"{implementation}, {way}, over the line", RESNET,
+              over_the_copy(f"{implementation}, {way}"), "<=", most, MEASURED[implementation, way])
+        for implementation in IMPLEMENTATIONS
+        for way, most in zip(WAYS, MOST[implementation], strict=True)
     ),
     *(
-        Floor(f"{face}, {way}, over {peer}", RESNET, times_the_peer(peer, f"{face}, {way}"), ">=",
+        Floor(f"{implementation}, {way}, over {peer}", RESNET, times_the_peer(peer,
+        f"{implementation}, {way}"), ">=",
               1.0, BESIDE, (library,))
-        for face in FACES
+        for implementation in IMPLEMENTATIONS
         for way, peer, library in (
             (NO_PACKS, ONE_DEVICE, "tensorflow"),
             (ONE_PACK, HIERARCHICAL, "tensorflow"),
@@ -119,8 +120,8 @@ class Steps:
     arrays cost, which are packed first, is measured apart.
     """
 
-    def __init__(self, face: str, mesh: Mesh, tensors: Tensors) -> None:
-        self.face = face
+    def __init__(self, implementation: str, mesh: Mesh, tensors: Tensors) -> None:
+        self.implementation = implementation
         self.mesh = mesh
         self.tensors = tensors
 
@@ -146,7 +147,7 @@ class Steps:
         """A call with everything that a user pays for, over Buffers."""
         call = partial(self.ops(way).batch_reduce, gr.ReduceOp.MEAN, self.pairs(way))
         results = [value.values for value in call()]
-        check(f"{self.face}, {way}", [[each.numpy() for each in row] for row in results],
+        check(f"{self.implementation}, {way}", [[each.numpy() for each in row] for row in results],
               self.tensors)  # fmt: skip
         return call
 
@@ -158,7 +159,7 @@ class Steps:
         """Of the user's own arrays, in and out."""
         grads = [list(column) for column in zip(*self.tensors, strict=True)]
         call = partial(self.ops(way).all_reduce, grads)
-        check(f"{self.face}, {way}, NumPy", list(zip(*call(), strict=True)), self.tensors)
+        check(f"{self.implementation}, {way}, NumPy", list(zip(*call(), strict=True)), self.tensors)
         return call
 
 
@@ -186,8 +187,8 @@ class CpuBench:
 
     def steps(self, tensors: Tensors) -> Iterator[Steps]:
         """Those of each face."""
-        for face, mesh in self.meshes.items():
-            yield Steps(face, mesh, tensors)
+        for implementation, mesh in self.meshes.items():
+            yield Steps(implementation, mesh, tensors)
 
     def reduced(self, name: str, tensors: Tensors, calls: dict[str, Call]) -> None:
         """Measures candidates, and the copy that is the line, in turns."""
@@ -205,12 +206,12 @@ class CpuBench:
         tensors = hosts(shapes)
         calls, self.absent = find_all_reduce_peers(tensors)
         for steps in self.steps(tensors):
-            face = OURS + steps.face
+            implementation = OURS + steps.implementation
             for way in WAYS:
-                calls[f"{face}, {way}"] = steps.plain(way)
-            calls[f"{face}, {NO_PACKS}{PREPARED}"] = steps.prepared(NO_PACKS)
+                calls[f"{implementation}, {way}"] = steps.plain(way)
+            calls[f"{implementation}, {NO_PACKS}{PREPARED}"] = steps.prepared(NO_PACKS)
             for way in (NO_PACKS, ONE_PACK):
-                calls[f"{face}, {way}, NumPy arrays"] = steps.of_numpy(way)
+                calls[f"{implementation}, {way}, NumPy arrays"] = steps.of_numpy(way)
         self.reduced(RESNET, tensors, calls)
 
     def tiny(self) -> None:
@@ -219,9 +220,9 @@ class CpuBench:
         calls: dict[str, Call] = {}
         for steps in self.steps(tensors):
             for way in WAYS:
-                calls[f"{steps.face}, {way}"] = steps.plain(way)
-                calls[f"{steps.face}, {way}{PREPARED}"] = steps.prepared(way)
-            calls[f"{steps.face}, {ONE_PACK}, NumPy arrays"] = steps.of_numpy(ONE_PACK)
+                calls[f"{steps.implementation}, {way}"] = steps.plain(way)
+                calls[f"{steps.implementation}, {way}{PREPARED}"] = steps.prepared(way)
+            calls[f"{steps.implementation}, {ONE_PACK}, NumPy arrays"] = steps.of_numpy(ONE_PACK)
         seconds = host_seconds(calls, 1 if self.quick else 10, quick=self.quick)
         figures = {f"{name}, us": taken / len(tensors) * 1e6 for name, taken in seconds.items()}
         words = f"{len(tensors)} x {TINY_SIZE} float32 on {NUM_DEVICES} devices, us for a tensor"
@@ -232,8 +233,8 @@ class CpuBench:
         tensors = hosts([(nbytes // 4,)])
         calls: dict[str, Call] = {}
         for steps in self.steps(tensors):
-            calls[f"{OURS}{steps.face}, {NO_PACKS}"] = steps.plain(NO_PACKS)
-            calls[f"{OURS}{steps.face}, {NO_PACKS}{PREPARED}"] = steps.prepared(NO_PACKS)
+            calls[f"{OURS}{steps.implementation}, {NO_PACKS}"] = steps.plain(NO_PACKS)
+            calls[f"{OURS}{steps.implementation}, {NO_PACKS}{PREPARED}"] = steps.prepared(NO_PACKS)
         self.reduced(f"{ONE}, {nbytes} bytes", tensors, calls)
 
 
@@ -253,10 +254,10 @@ def on_cpu(*, quick: bool) -> CpuBench:
     """Both faces."""
     with ExitStack() as stack:
         meshes = {
-            face: stack.enter_context(
-                gr.open_mesh(NUM_DEVICES, backend="sim", kernels=face, strict=False)
+            implementation: stack.enter_context(
+                gr.open_mesh(NUM_DEVICES, backend="sim", kernels=implementation, strict=False)
             )
-            for face in FACES
+            for implementation in IMPLEMENTATIONS
         }
         bench = CpuBench(meshes, quick=quick)
         bench.run()
@@ -274,10 +275,10 @@ def measured(*, quick: bool) -> dict[str, Any]:
     """Runs all cases; what there is to report, as JSON knows it."""
     load = os.getloadavg()[0]
     gpu = has_gpu()
-    print(f"{'cuda' if gpu else ', '.join(FACES)}; load average {load:.2f}")
+    print(f"{'cuda' if gpu else ', '.join(IMPLEMENTATIONS)}; load average {load:.2f}")
     bench = on_gpu(quick=quick) if gpu else on_cpu(quick=quick)
     floors = GPU_FLOORS if gpu else CPU_FLOORS
-    return report_of(["cuda"] if gpu else FACES, load, bench, floors, quick=quick)
+    return report_of(["cuda"] if gpu else IMPLEMENTATIONS, load, bench, floors, quick=quick)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -97,8 +97,8 @@ class Bench:
 
     def devices(self) -> Iterator[tuple[str, Device]]:
         """The name of each face, and its device."""
-        for face, mesh in self.meshes.items():
-            yield OURS + face, mesh.devices[0]
+        for implementation, mesh in self.meshes.items():
+            yield OURS + implementation, mesh.devices[0]
 
     def case(self, name: str, size: str, nbytes: int, ours: dict[str, Call],
              operation: str, *operands: Sequence[np.ndarray]) -> None:  # fmt: skip
@@ -126,8 +126,8 @@ class Bench:
         """One large sum, inputs left as they are."""
         arrays = hosts(NUM_TERMS, size, dtype)
         ours: dict[str, Call] = {}
-        for face, device in self.devices():
-            ours[face] = partial(gr.add_n, [device.put(array) for array in arrays])
+        for implementation, device in self.devices():
+            ours[implementation] = partial(gr.add_n, [device.put(array) for array in arrays])
         nbytes = (NUM_TERMS + 1) * arrays[0].nbytes
         self.case(name, f"{NUM_TERMS} x {size} {dtype}", nbytes, ours, "add_n", arrays)
 
@@ -135,9 +135,9 @@ class Bench:
         """One term into a sum, in place."""
         arrays = hosts(2, size)
         ours: dict[str, Call] = {}
-        for face, device in self.devices():
+        for implementation, device in self.devices():
             total, term = (device.put(array) for array in arrays)
-            ours[face] = partial(ops.accumulate_n, [total], [[term]])
+            ours[implementation] = partial(ops.accumulate_n, [total], [[term]])
         nbytes = 3 * arrays[0].nbytes
         self.case(ACCUMULATE, f"{size} float32", nbytes, ours, "accumulate", arrays)
 
@@ -145,9 +145,9 @@ class Bench:
         """The sum of all into all, in two halves."""
         inputs, outs = hosts(NUM_TERMS, size), hosts(NUM_TERMS, size)
         ours: dict[str, Call] = {}
-        for face, device in self.devices():
+        for implementation, device in self.devices():
             mine = [[device.put(array) for array in arrays] for arrays in (outs, inputs)]
-            ours[face] = partial(ops.all_sum, mine[:1], mine[1:], SPLIT)
+            ours[implementation] = partial(ops.all_sum, mine[:1], mine[1:], SPLIT)
         nbytes = 2 * NUM_TERMS * inputs[0].nbytes
         words = f"{NUM_TERMS} x {size} float32, split {SPLIT}"
         self.case(ALL_SUM, words, nbytes, ours, "all_sum", outs, inputs)
@@ -156,9 +156,9 @@ class Bench:
         """Many tensors into one flat buffer, by one launch."""
         arrays = [hosts(1, size)[0] for size in sizes]
         ours: dict[str, Call] = {}
-        for face, device in self.devices():
+        for implementation, device in self.devices():
             parts, tensors = self._flat(device, arrays)
-            ours[face] = partial(ops.pack, parts, tensors)
+            ours[implementation] = partial(ops.pack, parts, tensors)
         flat = hosts(1, sum(sizes))
         self.case(name, *self._moved(sizes), ours, "pack", flat, arrays)
 
@@ -166,10 +166,10 @@ class Bench:
         """A flat buffer into given tensors, by one launch."""
         arrays = [hosts(1, size)[0] for size in sizes]
         ours: dict[str, Call] = {}
-        for face, device in self.devices():
+        for implementation, device in self.devices():
             parts, tensors = self._flat(device, arrays)
             inputs = [part.view(0, (size,)) for part, size in zip(parts, sizes, strict=True)]
-            ours[face] = partial(ops.pack, tensors, inputs)
+            ours[implementation] = partial(ops.pack, tensors, inputs)
         flat = hosts(1, sum(sizes))
         self.case(UNPACK, *self._moved(sizes), ours, "unpack", flat, arrays)
 
@@ -177,9 +177,9 @@ class Bench:
         """Every tensor times a number, in place, by one launch."""
         arrays = [hosts(1, size)[0] for size in sizes]
         ours: dict[str, Call] = {}
-        for face, device in self.devices():
+        for implementation, device in self.devices():
             tensors = [device.put(array) for array in arrays]
-            ours[face] = partial(ops.pack, tensors, tensors, divisor=-1.0)
+            ours[implementation] = partial(ops.pack, tensors, tensors, divisor=-1.0)
         self.case(SCALE, *self._moved(sizes), ours, "scale", arrays)
 
     def _moved(self, sizes: Sequence[int]) -> tuple[str, int]:
@@ -198,10 +198,10 @@ class Bench:
         """Many small sums, by one launch."""
         columns = [hosts(count, MANY_SIZE) for _ in range(NUM_TERMS)]
         ours: dict[str, Call] = {}
-        for face, device in self.devices():
+        for implementation, device in self.devices():
             terms = [[device.put(array) for array in row] for row in zip(*columns, strict=True)]
             outs = [device.empty((MANY_SIZE,), "float32") for _ in terms]
-            ours[face] = partial(ops.add_n, outs, terms)
+            ours[implementation] = partial(ops.add_n, outs, terms)
         nbytes = (NUM_TERMS + 1) * 4 * count * MANY_SIZE
         words = f"{NUM_TERMS} x ({count} x {4 * MANY_SIZE} bytes)"
         self.case(ADD_MANY, words, nbytes, ours, "many", *columns)
@@ -214,13 +214,13 @@ class Bench:
         out = np.zeros((num_indices, WIDTH), np.float32)
         segments = ops.plan_segments(indices)
         ours: dict[str, Call] = {}
-        for face, device in self.devices():
+        for implementation, device in self.devices():
             placed = device.put(values)
             shape = (segments.num_segments, WIDTH)
             planned = partial(ops.segment_sum, [device.empty(shape, "float32")], [placed])
-            ours[face] = partial(planned, [segments])
+            ours[implementation] = partial(planned, [segments])
             slices = gr.IndexedSlices(placed, indices, out.shape)
-            ours[f"{face} with its plan"] = slices.coalesce
+            ours[f"{implementation} with its plan"] = slices.coalesce
         nbytes = values.nbytes + out.nbytes + indices.nbytes
         words = f"{rows} rows of {WIDTH} float32 over {num_indices} indices"
         self.case(SEGMENTS, words, nbytes, ours, "segment_sum", [values], [indices], [out])
@@ -233,8 +233,10 @@ class Bench:
         theirs = list(calls)[:1]
         mine = [peer.take(array) for array in arrays] if peer else arrays
         calls[OURS + "arrays"] = partial(gr.add_n, mine)  # on the default mesh
-        for face, device in self.devices():
-            calls[f"{face}, Buffers"] = partial(gr.add_n, [device.put(array) for array in arrays])
+        for implementation, device in self.devices():
+            calls[f"{implementation}, Buffers"] = partial(
+                gr.add_n, [device.put(array) for array in arrays]
+            )
         seconds = host_seconds(calls, 10 if self.quick else 2000, quick=self.quick)
         if self.on_gpu:
             self.meshes["cuda"].synchronize()
@@ -247,15 +249,15 @@ class Bench:
         """What a sum on the host takes beside its output, in MiB."""
         arrays = hosts(NUM_TERMS, size)
         figures = {}
-        for face, mesh in self.meshes.items():
+        for implementation, mesh in self.meshes.items():
             terms = [mesh.devices[0].put(array) for array in arrays]
             gr.add_n(terms)  # what is made once is made
             mesh.devices[0].trim()
             tracemalloc.start()
-            total = gr.add_n(terms, as_kind="buffer")
+            total = gr.add_n(terms, output_type="buffer")
             _, peak = tracemalloc.get_traced_memory()
             tracemalloc.stop()
-            figures[f"{face} MiB"] = (peak - total.nbytes) / 2**20
+            figures[f"{implementation} MiB"] = (peak - total.nbytes) / 2**20
         self.keep(Case(MEMORY, f"add_n {NUM_TERMS} x {size} float32", figures=figures))
 
 
@@ -322,7 +324,7 @@ def measured(found: dict[str, Mesh], *, quick: bool) -> dict[str, Any]:
         case()
     floors = GPU_FLOORS if bench.on_gpu else CPU_FLOORS
     return {
-        "faces": list(found),
+        "implementations": list(found),
         "load_average": load,
         "absent": bench.absent,
         "cases": [case.as_json() for case in bench.cases.values()],

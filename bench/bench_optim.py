@@ -24,7 +24,7 @@ from measure.floors import Floor, counted, of_the_copy, over_the_peer, times_the
 from measure.optim_peers import BLOCKS, find_optim_peers, sgd_in_blocks, sizes_of
 from measure.report import finish, options_of, report_of
 from measure.resnet50 import resnet50
-from measure.setting import FACES, one_device
+from measure.setting import IMPLEMENTATIONS, one_device
 
 import gradreduce as gr
 from gradreduce.device import Device, Mesh
@@ -57,14 +57,14 @@ CPU_FLOORS = (
     Floor("compiled, adam, times torch fused", "adam", times_the_peer("torch fused", "compiled"),
           ">=", 1, BESIDE, ("torch",)),
     *(
-        Floor(f"{face}, sgd{of}, us of a step", TINY, counted(f"{face}, sgd{of}, us"), "<=", 400,
-              BESIDE)
-        for face in FACES
+        Floor(f"{implementation}, sgd{of}, us of a step", TINY,
+              counted(f"{implementation}, sgd{of}, us"), "<=", 400, BESIDE)
+        for implementation in IMPLEMENTATIONS
         for of in ("", " of NumPy arrays")
     ),
     *(
-        Floor(f"{face}, launches of a step", TINY, counted(f"{face}, launches"), "<=", 1, "1")
-        for face in FACES
+        Floor(f"{implementation}, launches of a step", TINY, counted(f"{implementation}, launches"),
+        "<=", 1, "1") for implementation in IMPLEMENTATIONS
     ),
 )  # fmt: skip
 GPU_FLOORS = (
@@ -120,10 +120,10 @@ class Bench:
         self.absent: dict[str, str] = {}
         self.cases: dict[str, Case] = {}
 
-    def faces(self) -> Iterator[tuple[str, Device]]:
+    def implementations(self) -> Iterator[tuple[str, Device]]:
         """The name of each face, and its device."""
-        for face, mesh in self.meshes.items():
-            yield face, mesh.devices[0]
+        for implementation, mesh in self.meshes.items():
+            yield implementation, mesh.devices[0]
 
     def keep(self, case: Case) -> None:
         """Prints a case and remembers it."""
@@ -143,7 +143,10 @@ class Bench:
             self.absent |= absent
             if rule == "sgd" and not self.on_gpu:
                 calls[BLOCKS] = sgd_in_blocks(values, gradients)
-        steps = {OURS + face: Step(make, device, sizes) for face, device in self.faces()}
+        steps = {
+            OURS + implementation: Step(make, device, sizes)
+            for implementation, device in self.implementations()
+        }
         checked(rule, list(steps.values()))
         nbytes = units * 4 * size
         took = self.clock.measure({**steps, **calls}, nbytes)
@@ -154,17 +157,17 @@ class Bench:
         number = QUICK_TINY if self.quick else len(resnet50())
         calls: dict[str, Call] = {}
         figures: dict[str, float] = {}
-        for face, device in self.faces():
+        for implementation, device in self.implementations():
             for rule in PROMISED:
                 step = Step(RULES[rule][0], device, [TINY_SIZE] * number)
                 step()
-                calls[f"{face}, {rule}"] = step
+                calls[f"{implementation}, {rule}"] = step
             arrays = Step(RULES["sgd"][0], device, [TINY_SIZE] * number, on_host=True)
             arrays()
-            calls[f"{face}, sgd of NumPy arrays"] = arrays
-            with self.meshes[face].journal() as journal:
+            calls[f"{implementation}, sgd of NumPy arrays"] = arrays
+            with self.meshes[implementation].journal() as journal:
                 step()
-            figures[f"{face}, launches"] = journal.launches
+            figures[f"{implementation}, launches"] = journal.launches
         calls_of_a_loop = QUICK_NUMBER if self.quick else NUMBER
         seconds = host_seconds(calls, calls_of_a_loop, quick=self.quick, rounds=ROUNDS)
         figures |= {f"{name}, us": taken * 1e6 for name, taken in seconds.items()}
@@ -176,13 +179,13 @@ class Bench:
         shape = (NUM_ROWS * rows // ROWS, WIDTH)
         indices = np.random.default_rng(0).integers(0, shape[0], rows)
         calls: dict[str, Call] = {}
-        for face, device in self.faces():
+        for implementation, device in self.implementations():
             variable = gr.Variable(np.ones(shape, np.float32), device=device)
             slices = gr.IndexedSlices(
                 device.put(np.full((rows, WIDTH), 0.5, np.float32)), indices, shape
             )
             optimizer = gr.AdamOptimizer(0.001, lazy=True)
-            calls[OURS + face] = partial(optimizer.apply_gradients, [(slices, variable)])
+            calls[OURS + implementation] = partial(optimizer.apply_gradients, [(slices, variable)])
         nbytes = 7 * 4 * rows * WIDTH
         took = self.clock.measure(calls, nbytes)
         self.keep(Case(SPARSE, f"{rows} rows of {shape[0]} x {WIDTH} float32", nbytes, took))

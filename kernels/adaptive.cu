@@ -7,7 +7,7 @@
 // aliasing none: variable, master, slots and gradient are different arrays
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   none on rows or elements; num_written is that of T and State: operands before grad
-// twin     src/gradreduce/ops/adaptive.py, bit-equal except subnormals (CuPy builds with -ftz=true)
+// reference src/gradreduce/ops/adaptive.py, bit-equal except subnormals (CuPy builds with -ftz=true)
 // source   TensorFlow's ApplyAdam, ApplyAdagrad, ApplyRMSProp, ApplyCenteredRMSProp: the formulas
 #include "rules.cuh"
 

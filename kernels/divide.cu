@@ -4,7 +4,7 @@
 // aliasing out and in may be the same exactly (of 64 bits only: the others differ in size)
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   none; the divisor is rounded to Out once, and 0, infinity and NaN are divisors too
-// twin     src/gradreduce/ops/divide.py, bit-equal except subnormals (CuPy builds with -ftz=true)
+// reference src/gradreduce/ops/divide.py, bit-equal except subnormals (CuPy builds with -ftz=true)
 // source   tf.math.truediv: the types; own
 #include "common.cuh"
 

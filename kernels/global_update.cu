@@ -10,7 +10,7 @@
 // aliasing none: variable, master, slots, copy, its master and sum are different arrays
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   none on rows or elements; period is 1 or more
-// twin     src/gradreduce/ops/global_update.py, bit-equal except subnormals (CuPy builds with -ftz=true)
+// reference src/gradreduce/ops/global_update.py, bit-equal except subnormals (CuPy builds with -ftz=true)
 // source   TensorFlow's AGNOptimizer (agn_optimizer.md): push, global update and pull
 #include "rules.cuh"
 

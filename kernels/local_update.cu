@@ -10,7 +10,7 @@
 // aliasing none: variable, master, slots, sum and gradient are different arrays
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   none on rows or elements; first is 1 or 0: the sum is written, or read too
-// twin     src/gradreduce/ops/local_update.py, bit-equal except subnormals (CuPy builds with -ftz=true)
+// reference src/gradreduce/ops/local_update.py, bit-equal except subnormals (CuPy builds with -ftz=true)
 // source   TensorFlow's AGNOptimizer (agn_optimizer.md): local update and accumulation
 #include "rules.cuh"
 

@@ -4,7 +4,7 @@
 // aliasing none: out shares no byte with in
 // launch   1-D, any grid and block; blocks stride over chunks of out's elements; 64-bit indices
 // limits   none; out may be longer than in, then what is behind it is zero
-// twin     src/gradreduce/ops/square_sum.py, bit-equal but for subnormal float32 (-ftz=true)
+// reference src/gradreduce/ops/square_sum.py, bit-equal but for subnormal float32 (-ftz=true)
 // source   own; tf.global_norm for the operation
 #include "common.cuh"
 

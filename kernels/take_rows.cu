@@ -4,7 +4,7 @@
 // aliasing none: out shares no byte with the operands behind it
 // launch   1-D, any grid and block; blocks stride over chunks of out's elements; 64-bit indices
 // limits   none; a row may be taken more than once
-// twin     src/gradreduce/ops/take_rows.py, bit-equal
+// reference src/gradreduce/ops/take_rows.py, bit-equal
 // source   own; tf.gather for the operation
 #include "common.cuh"
 

@@ -6,7 +6,7 @@
 // aliasing none: variable, master, slots and gradient are different arrays
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   none on rows or elements; num_written is that of T and State: operands before grad
-// twin     src/gradreduce/ops/update.py, bit-equal except subnormals (CuPy builds with -ftz=true)
+// reference src/gradreduce/ops/update.py, bit-equal except subnormals (CuPy builds with -ftz=true)
 // source   TensorFlow's ApplyGradientDescent and ApplyMomentum: the formulas
 #include "rules.cuh"
 

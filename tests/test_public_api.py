@@ -27,30 +27,31 @@ SIGNATURES = {
     "kernels='numpy', strict=None, schedule_seed=None)",
     "PerReplica": "(values, mesh=None, *, devices=None)",
     "IndexedSlices": "(values, indices, dense_shape=None)",
-    "add_n": "(inputs, name=None, *, as_kind=None)",
-    "accumulate_n": "(inputs, shape=None, tensor_dtype=None, name=None, *, as_kind=None)",
-    "aggregate": "(terms, method=<AggregationMethod.ADD_N: 0>, *, as_kind=None)",
+    "add_n": "(inputs, name=None, *, output_type=None)",
+    "accumulate_n": "(inputs, shape=None, tensor_dtype=None, name=None, *, output_type=None)",
+    "aggregate": "(terms, method=<AggregationMethod.ADD_N: 0>, *, output_type=None)",
     "AllReduceCrossDeviceOps": "(all_reduce_alg='nccl', num_packs=1, agg_small_grads_max_bytes=0, "
-    "agg_small_grads_max_group=10, *, mesh=None, topology=None, wire_dtype=None)",
+    "agg_small_grads_max_group=10, *, mesh=None, reduction_groups=None, wire_dtype=None)",
     "NcclAllReduce": "(num_packs=1, *, mesh=None, wire_dtype=None)",
-    "HierarchicalCopyAllReduce": "(num_packs=1, *, mesh=None, topology=None, wire_dtype=None)",
-    "all_reduce": "(grads, op=<ReduceOp.MEAN: 'MEAN'>, *, mesh=None, coalesce=False, as_kind=None, "
-    "out=None, wire_dtype=None, deadline=None)",
+    "HierarchicalCopyAllReduce": "(num_packs=1, *, mesh=None, reduction_groups=None, "
+    "wire_dtype=None)",
+    "all_reduce": "(grads, op=<ReduceOp.MEAN: 'MEAN'>, *, mesh=None, coalesce=False, "
+    "output_type=None, out=None, wire_dtype=None, deadline=None)",
     "CrossDeviceOps.reduce": "(self, reduce_op, per_replica_value, destinations, *, "
-    "coalesce=False, as_kind=None, out=None, deadline=None)",
+    "coalesce=False, output_type=None, out=None, deadline=None)",
     "CrossDeviceOps.batch_reduce": "(self, reduce_op, value_destination_pairs, *, coalesce=False, "
-    "as_kind=None, out=None, deadline=None)",
-    "CrossDeviceOps.broadcast": "(self, tensor, destinations, *, as_kind=None, out=None, "
+    "output_type=None, out=None, deadline=None)",
+    "CrossDeviceOps.broadcast": "(self, tensor, destinations, *, output_type=None, out=None, "
     "deadline=None)",
     "AllReduceCrossDeviceOps.all_reduce": "(self, grads, op=<ReduceOp.MEAN: 'MEAN'>, *, "
-    "coalesce=False, as_kind=None, out=None, deadline=None)",
+    "coalesce=False, output_type=None, out=None, deadline=None)",
     "AllReduceCrossDeviceOps.plan": "(self, reduce_op, value_destination_pairs, *, coalesce=False)",
-    "AllReduceCrossDeviceOps.explain": "(self, reduce_op, value_destination_pairs, *, "
+    "AllReduceCrossDeviceOps.profile": "(self, reduce_op, value_destination_pairs, *, "
     "coalesce=False, deadline=None)",
     "AllReduceCrossDeviceOps.prepare": "(self, reduce_op, value_destination_pairs, *, "
-    "as_kind=None, out=None, deadline=None)",
+    "output_type=None, out=None, deadline=None)",
     "AllReduceCrossDeviceOps.capture": "(self, reduce_op, value_destination_pairs, *, "
-    "as_kind=None, out=None, deadline=None)",
+    "output_type=None, out=None, deadline=None)",
     "Variable.numpy": "(self, *, deadline=None)",
     "Optimizer.apply_gradients": "(self, grads_and_vars, global_step=None, name=None, *, "
     "deadline=None)",
@@ -76,8 +77,8 @@ SIGNATURES = {
     "use_locking=True, name='AGNOptimizer', *, distance_scale=None, reset_momentum=False)",
     "AGNCenter": "(mesh=None)",
     "AGNCustomGetter": "(worker_device, *, center=None)",
-    "SyncStep": "(variables, optimizer, ops, *, aggregation_method=<AggregationMethod.ADD_N: 0>, "
-    "num_required=None)",
+    "SyncStep": "(variables, optimizer, cross_device_ops, *, "
+    "aggregation_method=<AggregationMethod.ADD_N: 0>, num_required=None)",
 }
 
 MEMBERS = {
@@ -85,7 +86,7 @@ MEMBERS = {
     "global_step num_dropped state_dict load_state_dict accumulator_ref dtype name",
     "SparseConditionalAccumulator": "apply_grad apply_indexed_slices_grad take_grad "
     "take_indexed_slices_grad",
-    "AllReduceCrossDeviceOps": "reduce batch_reduce broadcast all_reduce plan explain "
+    "AllReduceCrossDeviceOps": "reduce batch_reduce broadcast all_reduce plan profile "
     "prepare capture",
     "AGNOptimizer": "compute_gradients apply_gradients minimize get_init_op "
     "make_session_run_hook get_name get_slot get_slot_names variables local_step "
@@ -176,10 +177,10 @@ def shown_objects(mesh) -> dict[str, str]:
         repr(ops): "<NcclAllReduce nccl, num_packs=1, mesh=<Mesh sim [0, 1]>>",
         repr(
             gr.AllReduceCrossDeviceOps(
-                "hierarchical_copy", 0, 64, topology=[[0], [1]], wire_dtype="float16"
+                "hierarchical_copy", 0, 64, reduction_groups=[[0], [1]], wire_dtype="float16"
             )
         ): "<AllReduceCrossDeviceOps hierarchical_copy, num_packs=0, agg_small_grads_max_bytes="
-        "64, agg_small_grads_max_group=10, topology=((0,), (1,)), wire_dtype=float16>",
+        "64, agg_small_grads_max_group=10, reduction_groups=((0,), (1,)), wire_dtype=float16>",
         repr(gr.ReductionToOneDevice("sim:1")): "<ReductionToOneDevice reduce_to_device='sim:1'>",
         repr(gr.ReductionToOneDevice()): "<ReductionToOneDevice>",
         repr(ops.prepare(gr.ReduceOp.SUM, pairs)): f"<PreparedStep of 1 values on {names}>",

@@ -68,10 +68,10 @@ def arrivals_of(terms):
 
 
 PLACEMENTS = ([0, 1, 2, 3], [0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1, 2], [0, 0, 0, 0])
-FACES = ("numpy", pytest.param("compiled", marks=pytest.mark.host))
+IMPLEMENTATIONS = ("numpy", pytest.param("compiled", marks=pytest.mark.host))
 
 
-@pytest.mark.parametrize("kernels", FACES)
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 @pytest.mark.parametrize("peer_access", [True, False])
 @pytest.mark.parametrize("algorithm", ["hierarchical_copy", "nccl"])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)

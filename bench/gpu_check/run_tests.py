@@ -17,8 +17,8 @@ from .setting import Setting
 
 __all__ = ["file", "tests"]
 
-# The suite runs all of them on the fake anyway (tests/project/test_fake_cupy.py); here they only show that
-# this section works.
+# The suite runs all of them on the fake anyway (tests/project/test_fake_cupy.py); here they only
+# show that this section works.
 FAKE_PATHS = ("tests/device/test_contract_lifetime.py",)
 # Files of which every test needs a library that knows the GPU.
 LIBRARIES = {"tests/backends/cuda/test_jax.py": "jax", "tests/arrays/test_convert_gpu.py": "torch"}

@@ -30,7 +30,7 @@ def packages() -> dict[str, str]:
     return {name: named[name] for name in sorted(chosen, key=str.lower)}
 
 
-def topology() -> str:
+def reduction_groups() -> str:
     """How the GPUs are linked, as ``nvidia-smi`` draws it; or why it does not."""
     tool = find_tool("nvidia-smi")
     if tool is None:
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "kernel": platform.release(),
         "packages": packages(),
         "tools": {name: find_tool(name) for name in TOOLS},
-        "topology": topology(),
+        "reduction_groups": reduction_groups(),
     }
     print(json.dumps(found, indent=1))
     keep(found, options.json)

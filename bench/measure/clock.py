@@ -246,7 +246,7 @@ class GpuClock:
             waited = bool(begin.done)  # the copies were over before all was queued
             end.record(self._device._ready("compute"))
             end.synchronize()
-        self._device._given("compute")  # what other libraries were called for
+        self._device._submitted("compute")  # what other libraries were called for
         seconds = self._cuda.get_elapsed_time(begin, end) / 1e3
         return Took(seconds / number, host / number, waited)
 

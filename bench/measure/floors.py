@@ -81,44 +81,44 @@ def kept(
 # -- figures ---------------------------------------------------------------------------------------
 
 
-def times_the_fastest_peer(face: str) -> Figure:
+def times_the_fastest_peer(implementation: str) -> Figure:
     """How many times as fast as the fastest peer that is there our face is."""
 
     def figure(case: Case) -> float | None:
-        ours, peers = case.seconds(OURS + face), case.peers
+        ours, peers = case.seconds(OURS + implementation), case.peers
         return min(peers.values()) / ours if ours and peers else None
 
     return figure
 
 
-def times_the_peer(peer: str, face: str) -> Figure:
+def times_the_peer(peer: str, implementation: str) -> Figure:
     """How many times as fast as one peer our face is."""
 
     def figure(case: Case) -> float | None:
-        ours, theirs = case.seconds(OURS + face), case.seconds(peer)
+        ours, theirs = case.seconds(OURS + implementation), case.seconds(peer)
         return theirs / ours if ours and theirs else None
 
     return figure
 
 
-def of_the_copy(face: str) -> Figure:
+def of_the_copy(implementation: str) -> Figure:
     """Our rate as a part of the rate of a copy that moves as many bytes."""
-    return times_the_peer("copy", face)
+    return times_the_peer("copy", implementation)
 
 
-def over_the_peer(peer: str, face: str) -> Figure:
+def over_the_peer(peer: str, implementation: str) -> Figure:
     """Our time in times of one peer's."""
 
     def figure(case: Case) -> float | None:
-        rate = times_the_peer(peer, face)(case)
+        rate = times_the_peer(peer, implementation)(case)
         return None if rate is None else 1 / rate
 
     return figure
 
 
-def over_the_copy(face: str) -> Figure:
+def over_the_copy(implementation: str) -> Figure:
     """Our time in times of a copy that moves as many bytes."""
-    return over_the_peer("copy", face)
+    return over_the_peer("copy", implementation)
 
 
 def counted(name: str) -> Figure:

@@ -42,12 +42,17 @@ def keep(figures: Mapping[str, Any], path: Path | None) -> None:
 
 
 def report_of(
-    faces: Sequence[str], load: float, bench: Measured, floors: tuple[Floor, ...], *, quick: bool
+    implementations: Sequence[str],
+    load: float,
+    bench: Measured,
+    floors: tuple[Floor, ...],
+    *,
+    quick: bool,
 ) -> dict[str, Any]:
     """Says which libraries are absent, and checks the floors: a report, as JSON knows it.
 
     Args:
-        faces: of the kernels that were timed.
+        implementations: of the kernels that were timed.
         load: the machine's as the run began.
         bench: has run its cases.
         floors: of the machine that it ran on.
@@ -56,7 +61,7 @@ def report_of(
     for library, why in bench.absent.items():
         print(f"{library}: {why}")
     return {
-        "faces": list(faces),
+        "implementations": list(implementations),
         "load_average": load,
         "absent": bench.absent,
         "cases": [case.as_json() for case in bench.cases.values()],

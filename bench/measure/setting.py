@@ -7,9 +7,9 @@ import importlib.util
 import gradreduce as gr
 from gradreduce.device import Mesh
 
-__all__ = ["FACES", "one_device"]
+__all__ = ["IMPLEMENTATIONS", "one_device"]
 
-FACES = ("numpy", "compiled")
+IMPLEMENTATIONS = ("numpy", "compiled")
 
 
 def one_device() -> dict[str, Mesh]:
@@ -19,4 +19,7 @@ def one_device() -> dict[str, Mesh]:
 
         if cupy.cuda.is_available():
             return {"cuda": gr.open_mesh(1, backend="cuda")}
-    return {face: gr.open_mesh(1, backend="sim", kernels=face, strict=False) for face in FACES}
+    return {
+        implementation: gr.open_mesh(1, backend="sim", kernels=implementation, strict=False)
+        for implementation in IMPLEMENTATIONS
+    }

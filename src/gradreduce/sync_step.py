@@ -11,13 +11,20 @@ from typing import Any
 
 from gradreduce.accumulator import ConditionalAccumulator, apply_grads, take_now
 from gradreduce.accumulator.validate import as_required, as_step
-from gradreduce.arrays.caller_streams import OneCall
+from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import to_buffer
 from gradreduce.arrays.convert_gpu import reading
 from gradreduce.arrays.distributed import PerReplica
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, DeferInterrupts, Device, as_deadline, by_physical, due
+from gradreduce.device import (
+    Buffer,
+    DeferInterrupts,
+    Device,
+    as_deadline,
+    by_physical,
+    deadline_scope,
+)
 from gradreduce.errors import NotCopied, about, brief, listed, repeated
 from gradreduce.optim import Optimizer
 from gradreduce.reduce.aggregation import AggregationMethod, as_aggregation_method
@@ -35,7 +42,7 @@ class SyncStep(NotCopied):
     Args:
         variables: trainable, each with a copy on every device of one mesh.
         optimizer: applies the mean gradients.
-        ops: any ``CrossDeviceOps``; reduces the sums across devices.
+        cross_device_ops: any ``CrossDeviceOps``; reduces the sums across devices.
         aggregation_method: how a replica's micro-batch gradients become its gradient.
         num_required: arrivals before an update; one call brings one from each replica. An integer,
             or a Variable, which is read now. Default: the number of replicas.
@@ -53,7 +60,7 @@ class SyncStep(NotCopied):
         self,
         variables: Sequence[Variable],
         optimizer: Optimizer,
-        ops: CrossDeviceOps,
+        cross_device_ops: CrossDeviceOps,
         *,
         aggregation_method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
         num_required: int | Variable | None = None,
@@ -62,21 +69,21 @@ class SyncStep(NotCopied):
         self.devices: tuple[Device, ...] = self.variables[0].devices
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer={brief(optimizer)} is not an Optimizer")
-        if not isinstance(ops, CrossDeviceOps):
-            raise TypeError(f"ops={brief(ops)} is not a CrossDeviceOps")
+        if not isinstance(cross_device_ops, CrossDeviceOps):
+            raise TypeError(f"ops={brief(cross_device_ops)} is not a CrossDeviceOps")
         self.optimizer = optimizer
-        self.ops = ops
+        self.cross_device_ops = cross_device_ops
         self.aggregation_method = as_aggregation_method(aggregation_method)
         self.num_required = len(self.devices) if num_required is None else as_required(num_required)
         mesh = self.devices[0].mesh
-        places = [mesh.devices.index(device) for device in self.devices]
+        indices = [mesh.devices.index(device) for device in self.devices]
         self.accumulators = [
             ConditionalAccumulator(
                 variable.dtype,
                 variable.shape,
                 name=f"{variable.name}/grad_accum",
-                device=mesh[places],
-                cross_device_ops=ops,
+                device=mesh[indices],
+                cross_device_ops=cross_device_ops,
             )
             for variable in self.variables
         ]
@@ -94,7 +101,7 @@ class SyncStep(NotCopied):
         """How many updates were made; gradients of an earlier step are stale."""
         return self.accumulators[0].global_step
 
-    @OneCall()
+    @StreamScope()
     def __call__(
         self,
         terms: Sequence[Sequence[Sequence[Any] | None]],
@@ -130,13 +137,13 @@ class SyncStep(NotCopied):
         step = self.global_step if local_step is None else as_step("local_step", local_step)
         self.optimizer.prepare(self.variables)  # what can fail does so before a gradient is taken
         present, placed = self._placed(terms)
-        with due("a SyncStep", seconds, self.devices):
+        with deadline_scope("a SyncStep", seconds, self.devices):
             return self._given(present, placed, step)
 
     def _given(self, present: list[int], placed: list[list[list[Buffer]]], step: int) -> bool:
         """The flow itself, of gradients that fit."""
         gradients = self._aggregate(placed, stale=step < self.global_step)
-        accumulators = [self.accumulators[place] for place in present]
+        accumulators = [self.accumulators[index] for index in present]
         with DeferInterrupts():
             if not apply_grads(accumulators, gradients, step):
                 return False
@@ -154,11 +161,11 @@ class SyncStep(NotCopied):
         for replica, of_replica in enumerate(terms):
             _check_length(f"terms[{replica}]", of_replica, len(self.variables), "variables")
         present, placed = [], []
-        for place, variable in enumerate(self.variables):
-            lists = [_without_none(of_replica[place]) for of_replica in terms]
+        for index, variable in enumerate(self.variables):
+            lists = [_without_none(of_replica[index]) for of_replica in terms]
             if all(each is None for each in lists):
                 continue
-            present.append(place)
+            present.append(index)
             placed.append(
                 [
                     _checked_terms(each, variable, replica, device)
@@ -178,14 +185,14 @@ class SyncStep(NotCopied):
         if stale:
             return [PerReplica.of(buffers) for buffers in made]
         for replicas in by_physical(self.devices).values():
-            wanted = [(place, replica) for place in range(len(placed)) for replica in replicas]
+            wanted = [(index, replica) for index in range(len(placed)) for replica in replicas]
             sums = aggregate_buffers(
-                [placed[place][replica] for place, replica in wanted],
+                [placed[index][replica] for index, replica in wanted],
                 self.devices[replicas[0]],
                 tree=self.aggregation_method is AggregationMethod.EXPERIMENTAL_TREE,
             )
-            for (place, replica), total in zip(wanted, sums, strict=True):
-                made[place][replica] = total
+            for (index, replica), total in zip(wanted, sums, strict=True):
+                made[index][replica] = total
         return [PerReplica.of(buffers) for buffers in made]
 
 
@@ -193,9 +200,9 @@ def _checked_variables(variables: Sequence[Variable]) -> tuple[Variable, ...]:
     found = tuple(variables)
     if not found:
         raise ValueError("No variables provided.")
-    for place, variable in enumerate(found):
+    for index, variable in enumerate(found):
         if not isinstance(variable, Variable):
-            raise TypeError(f"variables[{place}] is {brief(variable)}, not a Variable")
+            raise TypeError(f"variables[{index}] is {brief(variable)}, not a Variable")
         if not variable.trainable:
             raise ValueError(f"{variable!r} is not trainable")
         if variable.devices != found[0].devices:

@@ -15,7 +15,7 @@ import gradreduce as gr
 from gradreduce.accumulator import multi
 from gradreduce.device import accumulate_dtype
 
-FACES = ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
+IMPLEMENTATIONS = ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
 # A placement and whether its devices are peers; on one physical device that is no question.
 MESHES = [
     ([0, 0], True),
@@ -27,15 +27,15 @@ MESHES = [
 LIMIT_S = 30.0  # for what takes milliseconds: only a deadlock needs so long
 
 
-@pytest.fixture(scope="session", params=FACES)
-def face(request) -> str:
+@pytest.fixture(scope="session", params=IMPLEMENTATIONS)
+def implementation(request) -> str:
     return request.param
 
 
 @pytest.fixture(scope="session")
-def device(face) -> Iterator[gr.Device]:
+def device(implementation) -> Iterator[gr.Device]:
     """The second logical device of a GPU, strict: fresh memory is NaN."""
-    with gr.open_mesh([0, 0], backend="sim", kernels=face, strict=True) as mesh:
+    with gr.open_mesh([0, 0], backend="sim", kernels=implementation, strict=True) as mesh:
         yield mesh.devices[1]
 
 
@@ -54,10 +54,10 @@ def accumulator(device) -> Callable[..., gr.ConditionalAccumulator]:
     params=MESHES,
     ids=lambda param: f"{''.join(map(str, param[0]))}{'' if param[1] else '-no-peers'}",
 )
-def mesh(request, face) -> Iterator[gr.Mesh]:
+def mesh(request, implementation) -> Iterator[gr.Mesh]:
     placement, peers = request.param
     with gr.open_mesh(
-        placement, backend="sim", peer_access=peers, kernels=face, strict=True
+        placement, backend="sim", peer_access=peers, kernels=implementation, strict=True
     ) as made:
         yield made
 
@@ -95,11 +95,11 @@ class Call:
     """A call that runs in a thread of its own.
 
     Attributes:
-        ticket: of the take that it makes, once that has its place in the queue.
+        pending_take: of the take that it makes, once that has its place in the queue.
     """
 
     def __init__(self, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        self.ticket: Any = None
+        self.pending_take: Any = None
         self.queued = threading.Event()
         self._value: Any = None
         self._error: BaseException | None = None
@@ -116,12 +116,12 @@ class Call:
 
     def expire(self) -> None:
         """Lets the time of a take from ``Crew.expiring`` run out."""
-        self.ticket.done.expired.set()
+        self.pending_take.done.expired.set()
 
     @property
     def served(self) -> bool:
         """Whether its take has left the queue: at once, not when its thread has noticed."""
-        return self.ticket.done.is_set()
+        return self.pending_take.done.is_set()
 
     def result(self, limit: float = LIMIT_S) -> Any:
         """What it returns or raises; it must end in time."""
@@ -149,13 +149,15 @@ class Crew:
         """Starts a take, and returns when it stands in its queues."""
         made = self.start(take, *args, **kwargs)
         assert made.queued.wait(LIMIT_S), "deadlock: a take did not even queue"
-        assert made.ticket is not None, "the take ended without a place in the queue"
+        assert made.pending_take is not None, "the take ended without a place in the queue"
         return made
 
     def expiring(self, take: Callable[..., Any], *args: Any) -> Call:
         """As ``waiting``, with a timeout that runs out when the test says ``expire()``."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(multi, "Ticket", functools.partial(multi.Ticket, done=Expiring()))
+            patch.setattr(
+                multi, "PendingTake", functools.partial(multi.PendingTake, done=Expiring())
+            )
             return self.waiting(take, *args, timeout=0.2)
 
     def any_runs(self, calls: Sequence[Call]) -> bool:
@@ -176,28 +178,28 @@ _running = threading.local()
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch) -> None:
     """A take of the test's own thread never waits for ever: it would hang the whole run."""
-    await_ticket = multi.await_ticket
+    await_ticket = multi.await_take
 
-    def limited(ticket, timeout):
+    def limited(pending_take, timeout):
         own = threading.current_thread() is threading.main_thread()
-        await_ticket(ticket, LIMIT_S if own and timeout is None else timeout)
+        await_ticket(pending_take, LIMIT_S if own and timeout is None else timeout)
 
-    monkeypatch.setattr(multi, "await_ticket", limited)
+    monkeypatch.setattr(multi, "await_take", limited)
 
 
 @pytest.fixture
 def crew(monkeypatch) -> Iterator[Crew]:
     """Threads, all of which must have ended when the test has."""
-    await_ticket = multi.await_ticket
+    await_ticket = multi.await_take
 
-    def noted(ticket, timeout):
+    def noted(pending_take, timeout):
         call = getattr(_running, "call", None)
-        if call is not None and call.ticket is None:
-            call.ticket = ticket
+        if call is not None and call.pending_take is None:
+            call.pending_take = pending_take
             call.queued.set()
-        await_ticket(ticket, timeout)
+        await_ticket(pending_take, timeout)
 
-    monkeypatch.setattr(multi, "await_ticket", noted)
+    monkeypatch.setattr(multi, "await_take", noted)
     made = Crew()
     yield made
     end = time.monotonic() + LIMIT_S

@@ -39,9 +39,13 @@ class Case(NamedTuple):
     peers: bool = True
     size: int = 3
 
-    def open(self, face: str) -> gr.Mesh:
+    def open(self, implementation: str) -> gr.Mesh:
         return gr.open_mesh(
-            self.placement, backend="sim", kernels=face, strict=True, peer_access=self.peers
+            self.placement,
+            backend="sim",
+            kernels=implementation,
+            strict=True,
+            peer_access=self.peers,
         )
 
     def filled(self, mesh: gr.Mesh) -> list[gr.ConditionalAccumulator]:
@@ -111,9 +115,9 @@ def failing_at(mesh, number):
     with pytest.MonkeyPatch.context() as patch:
         for device in mesh.devices:
             patch.setattr(device, "_launch", counted(device._launch))
-        give = SimCollective._give
+        give = SimCollective._submit
         patch.setattr(
-            SimCollective, "_give", lambda self, issue, *rest: give(self, counted(issue), *rest)
+            SimCollective, "_submit", lambda self, issue, *rest: give(self, counted(issue), *rest)
         )
         yield tried
 
@@ -123,8 +127,8 @@ def counters(accumulators):
 
 
 @pytest.mark.parametrize(("case", "number", "outcome"), FAILURES)
-def test_nobody_is_handed_a_sum_that_is_divided_already(face, case, number, outcome):
-    with case.open(face) as mesh:
+def test_nobody_is_handed_a_sum_that_is_divided_already(implementation, case, number, outcome):
+    with case.open(implementation) as mesh:
         accumulators = case.filled(mesh)
         before = counters(accumulators)
         with failing_at(mesh, number), pytest.raises(Planted) as caught:
@@ -144,17 +148,17 @@ def test_nobody_is_handed_a_sum_that_is_divided_already(face, case, number, outc
 
 
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
-def test_every_launch_of_these_takes_was_made_to_fail(face, case):
-    with case.open(face) as mesh:
+def test_every_launch_of_these_takes_was_made_to_fail(implementation, case):
+    with case.open(implementation) as mesh:
         accumulators = case.filled(mesh)
         with failing_at(mesh, 0) as tried:
             case.check(gr.take_grads(accumulators, 2))
         assert len(tried) == len(case.outcomes)
 
 
-def test_the_taker_is_told_and_whoever_waits_behind_it(face, crew):
+def test_the_taker_is_told_and_whoever_waits_behind_it(implementation, crew):
     """Also where another thread's apply served it: that has kept its gradient, and goes on."""
-    with gr.open_mesh([0, 0], backend="sim", kernels=face, strict=True) as mesh:
+    with gr.open_mesh([0, 0], backend="sim", kernels=implementation, strict=True) as mesh:
         first, second = (gr.ConditionalAccumulator("float32", device=each) for each in mesh.devices)
         for acc, times in ((first, 4), (second, 2)):
             for _ in range(times):

@@ -11,7 +11,7 @@ from support.signal_injection import ctrl_c, interrupted_at, num_points_of
 
 import gradreduce as gr
 from gradreduce.accumulator import multi
-from gradreduce.accumulator.state import AccumulatorState, Ticket, locked
+from gradreduce.accumulator.state import AccumulatorState, PendingTake, locked
 from gradreduce.errors import BackendUnavailableError
 
 
@@ -50,7 +50,7 @@ def test_behind_the_launch_of_a_first_gradient(kind):
     """It is in memory that nobody holds."""
     acc, apply = kind
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(AccumulatorState, "become", pressed)
+        patch.setattr(AccumulatorState, "update", pressed)
         apply(acc, 7.0)
     assert acc.num_accumulated() == 0
     assert apply(acc, 100.0)
@@ -62,7 +62,7 @@ def test_behind_the_launch_of_a_later_gradient(kind):
     acc, apply = kind
     apply(acc, 7.0)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt) as caught:
-        patch.setattr(AccumulatorState, "become", pressed)
+        patch.setattr(AccumulatorState, "update", pressed)
         apply(acc, 100.0)
     assert "half way" in caught.value.__notes__[0]
     with pytest.raises(BackendUnavailableError, match="half way"):
@@ -75,7 +75,7 @@ def test_behind_the_division_of_a_take(own, monkeypatch):
     acc.apply_grad([2.0])
     acc.apply_grad([4.0])
     with monkeypatch.context() as patch:
-        patch.setattr(AccumulatorState, "become", pressed)
+        patch.setattr(AccumulatorState, "update", pressed)
         with pytest.raises(KeyboardInterrupt):
             acc.take_grad(2)
     with pytest.raises(BackendUnavailableError, match="half way"):
@@ -87,7 +87,7 @@ def test_a_take_whose_division_goes_elsewhere_leaves_the_sum(own, monkeypatch):
     acc.apply_grad([2.0])
     acc.apply_grad([4.0])
     with monkeypatch.context() as patch:
-        patch.setattr(AccumulatorState, "become", pressed)
+        patch.setattr(AccumulatorState, "update", pressed)
         with pytest.raises(KeyboardInterrupt):
             acc.take_grad(2)
     assert not acc.accumulator_ref.queue
@@ -104,15 +104,15 @@ class Pressed(threading.Event):
 def test_a_second_one_while_the_first_is_dealt_with(own, monkeypatch):
     """It waits until the take has left its queues."""
     acc, other = (gr.ConditionalAccumulator("float32", device=own) for _ in range(2))
-    leave = Ticket.leave
+    leave = PendingTake.leave
 
-    def leave_interrupted(ticket):
+    def leave_interrupted(pending_take):
         ctrl_c()
-        leave(ticket)
+        leave(pending_take)
 
     with monkeypatch.context() as patch:
-        patch.setattr(multi, "Ticket", functools.partial(multi.Ticket, done=Pressed()))
-        patch.setattr(Ticket, "leave", leave_interrupted)
+        patch.setattr(multi, "PendingTake", functools.partial(multi.PendingTake, done=Pressed()))
+        patch.setattr(PendingTake, "leave", leave_interrupted)
         with pytest.raises(KeyboardInterrupt):
             gr.take_grads([acc, other], 1)
     assert not acc.accumulator_ref.queue
@@ -143,7 +143,7 @@ def test_behind_the_all_reduce_of_a_take():
         acc = gr.ConditionalAccumulator("float32", device=mesh)
         acc.apply_grad(gr.PerReplica([np.full(1, 2, "float32")] * 4, mesh))
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(AccumulatorState, "become", pressed)
+            patch.setattr(AccumulatorState, "update", pressed)
             acc.take_grad(4)
         with pytest.raises(BackendUnavailableError, match="half way"):
             acc.take_grad(4, timeout=0)

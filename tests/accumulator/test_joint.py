@@ -65,14 +65,14 @@ def test_wrong_lists_of_accumulators(several):
             gr.apply_grads(accumulators, [[1.0]] * len(accumulators))
         with pytest.raises(ValueError, match=why):
             gr.take_grads(accumulators, 1)
-    twin = gr.ConditionalAccumulator(
+    reference = gr.ConditionalAccumulator(
         "float32", device=first.accumulator_ref.devices[0], shared_name="twice"
     )
     again = gr.ConditionalAccumulator(
         "float32", device=first.accumulator_ref.devices[0], shared_name="twice"
     )
     with pytest.raises(ValueError, match=r"accumulators\[1\] is accumulators\[0\]"):
-        gr.apply_grads([twin, again], [[1.0], [1.0]])
+        gr.apply_grads([reference, again], [[1.0], [1.0]])
     with gr.open_mesh([0, 1, 0], backend="sim") as other:
         stranger = gr.ConditionalAccumulator("float32", device=other.devices[1])
         for call in (
@@ -83,7 +83,7 @@ def test_wrong_lists_of_accumulators(several):
                 gr.errors.DeviceMismatchError, match=r"accumulators\[1\] is on another"
             ):
                 call()
-    assert counters(first, second, twin) == [(0, 0, 0)] * 3
+    assert counters(first, second, reference) == [(0, 0, 0)] * 3
     assert queues(first, second) == [0, 0]
 
 
@@ -235,7 +235,7 @@ def test_a_joint_take_that_gets_no_memory_leaves_every_sum(algorithm, monkeypatc
                 acc.apply_grad(
                     gr.PerReplica([np.full(size, r + 1, acc.dtype) for r in (0, 1)], mesh)
                 )
-        take = SimPool.take
+        take = SimPool.allocate
         for failing in range(20):
             asked = itertools.count()
 
@@ -244,7 +244,7 @@ def test_a_joint_take_that_gets_no_memory_leaves_every_sum(algorithm, monkeypatc
                     raise MemoryError("no more")
                 return take(pool, nbytes)
 
-            monkeypatch.setattr(SimPool, "take", fails)
+            monkeypatch.setattr(SimPool, "allocate", fails)
             try:
                 taken = gr.take_grads(made, 1, timeout=0)
             except MemoryError:

@@ -208,7 +208,7 @@ def test_a_gradient_from_outside_the_part_is_pulled_to_its_first_device(mesh):
     """By a copy, unless its launches reach it: a peer's, in memory of our own."""
     part, outside = mesh[1:], mesh.devices[0]
     near = outside.physical == mesh.devices[1].physical
-    peers = mesh.fabric.peers(mesh.devices[1].physical, outside.physical)
+    peers = mesh.mesh_state.peers(mesh.devices[1].physical, outside.physical)
     for place, is_read in ((outside.put, near), (outside.upload, peers)):
         acc = gr.ConditionalAccumulator("float32", device=part)
         gradient = place(np.full(2, 4, "float32"))

@@ -239,22 +239,25 @@ class Accumulators(RuleBasedStateMachine):
     @rule(which=SOME, num_required=st.integers(1, 4))
     def wait(self, which, num_required):
         states = tuple(acc.accumulator_ref for acc in self.some(which))
-        ticket, waiting = multi.Ticket(states, num_required), Waiting(which, num_required)
+        pending_take, waiting = (
+            multi.PendingTake(states, num_required),
+            Waiting(which, num_required),
+        )
         if self.world.is_closed(which):
             with pytest.raises(CancelledError):
-                take_queue.join(ticket)
+                take_queue.join(pending_take)
             return
-        self.waiting.append((ticket, waiting))
+        self.waiting.append((pending_take, waiting))
         self.world.join(waiting)
-        take_queue.join(ticket)
+        take_queue.join(pending_take)
 
     @precondition(lambda self: self.waiting)
     @rule(place=st.integers(0, 9))
     def expire(self, place):
-        ticket, waiting = self.waiting.pop(place % len(self.waiting))
+        pending_take, waiting = self.waiting.pop(place % len(self.waiting))
         self.world.leave(waiting)
         with pytest.raises(DeadlineExceededError):
-            take_queue.await_ticket(ticket, 0)
+            take_queue.await_take(pending_take, 0)
 
     @rule(which=SOME, num_required=st.integers(1, 3))
     def take_now(self, which, num_required):
@@ -290,16 +293,16 @@ class Accumulators(RuleBasedStateMachine):
     def waiters_agree(self):
         """Whoever the model has served or cancelled is, and nobody else."""
         still = []
-        for ticket, waiting in self.waiting:
-            assert ticket.done.is_set() == (waiting.outcome is not None)
+        for pending_take, waiting in self.waiting:
+            assert pending_take.done.is_set() == (waiting.outcome is not None)
             if waiting.outcome is None:
-                still.append((ticket, waiting))
+                still.append((pending_take, waiting))
             elif waiting.outcome == "cancelled":
                 with pytest.raises(CancelledError):
-                    take_queue.await_ticket(ticket, 0)
+                    take_queue.await_take(pending_take, 0)
             else:
-                take_queue.await_ticket(ticket, 0)
-                self.hold(multi._handed_out(ticket), waiting.outcome)
+                take_queue.await_take(pending_take, 0)
+                self.hold(multi._results_of(pending_take), waiting.outcome)
         self.waiting = still
 
     @invariant()

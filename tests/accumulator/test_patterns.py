@@ -56,7 +56,7 @@ def test_every_pattern_of_arrivals_has_the_same_plan_and_order(mesh, algorithm, 
     assert all(plan == plans[0] for plan in plans)
     assert len([record for record in plans[0] if record.kind == "launch"]) > 0
     copied = [record for record in plans[0] if record.kind == "copy"]
-    reaches = mesh.fabric.peers(0, 1) or len(mesh.by_physical) == 1
+    reaches = mesh.mesh_state.peers(0, 1) or len(mesh.by_physical) == 1
     assert (copied == []) is (algorithm == "nccl" or reaches)
 
 

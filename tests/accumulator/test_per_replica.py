@@ -22,7 +22,7 @@ def put(devices, arrays):
 
 def num_copied(device, others):
     """How many of these devices the launches of ``device`` do not reach."""
-    return sum(not device.fabric.peers(device.physical, each.physical) for each in others)
+    return sum(not device.mesh_state.peers(device.physical, each.physical) for each in others)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -93,7 +93,7 @@ def test_cast_has_the_bits_of_one_arrival_after_the_other(device, dtype, given):
             one.apply_grad(put([left, right], arrays), step, cast=True)
             for array in arrays:
                 other.apply_grad(array, step, cast=True)
-        assert same(one.take_grad(4).numpy(), other.take_grad(4, as_kind="numpy"))
+        assert same(one.take_grad(4).numpy(), other.take_grad(4, output_type="numpy"))
 
 
 def test_a_joint_apply_of_several_for_one_sum(device):

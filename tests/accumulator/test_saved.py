@@ -245,7 +245,7 @@ def test_the_kind_of_the_next_result_is_what_it_was(accumulator, device, monkeyp
         assert type(fresh.take_grad(1)) is np.ndarray
     for kind in ("torch", "jax"):
         monkeypatch.delitem(sys.modules, kind, raising=False)
-        text = f"state['kind']: as_kind='{kind}': {kind} is not imported"
+        text = f"state['kind']: output_type='{kind}': {kind} is not imported"
         check_refused(acc, state | {"kind": kind}, ValueError, text)
 
 
@@ -288,7 +288,7 @@ def test_a_mesh_that_dies_and_is_reset_meanwhile(frail, monkeypatch, method):
         if self is not mesh.devices[1]:
             return real(self, *args, **kwargs)
         made = real(self, *args, **kwargs) if method == "upload" else None
-        mesh.fabric.fail("planted")
+        mesh.mesh_state.fail("planted")
         mesh.reset(timeout=PATIENCE)
         return real(self, *args, **kwargs) if made is None else made
 
@@ -337,7 +337,7 @@ if mode == "die":
 apply(2)
 for accumulator in accumulators:
     count, step = accumulator.num_accumulated(), accumulator.global_step
-    taken = accumulator.take_grad(3, as_kind="numpy")
+    taken = accumulator.take_grad(3, output_type="numpy")
     indices, taken, shape = taken if isinstance(taken, tuple) else ("all", taken, "")
     array = taken.values[2] if isinstance(taken, gr.Mirrored) else taken
     print(count, step, array.dtype, array.tobytes().hex(), indices, shape)

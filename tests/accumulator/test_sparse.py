@@ -326,4 +326,4 @@ def test_the_kind_is_that_of_the_first_gradient(sparse, device):
     acc.apply_grad([0], [[1.0]], None, 1)
     assert isinstance(acc.take_indexed_slices_grad(1).values, np.ndarray)
     acc.apply_grad([0], [[1.0]], None, 2)
-    assert isinstance(acc.take_grad(1, as_kind="buffer")[1], gr.device.Buffer)
+    assert isinstance(acc.take_grad(1, output_type="buffer")[1], gr.device.Buffer)

@@ -182,8 +182,10 @@ LOSSES = [
 ]
 
 
-def opened(case, face):
-    return gr.open_mesh([0, 0, 1], backend="sim", kernels=face, strict=True, peer_access=case.peers)
+def opened(case, implementation):
+    return gr.open_mesh(
+        [0, 0, 1], backend="sim", kernels=implementation, strict=True, peer_access=case.peers
+    )
 
 
 def told(taken):
@@ -200,9 +202,9 @@ def told(taken):
 @pytest.mark.parametrize(
     "case", CASES, ids=lambda case: f"{case.make.__name__}{'' if case.peers else '-no-peers'}"
 )
-def test_all_is_as_before_whatever_fails(face, case):
+def test_all_is_as_before_whatever_fails(implementation, case):
     """Each thing that the call does, one after the other; then it is right."""
-    with opened(case, face) as mesh:
+    with opened(case, implementation) as mesh:
         accumulators, call = case.make(mesh)
         before = [frozen(acc) for acc in accumulators]
         for number, name in enumerate(case.work.split(), 1):
@@ -222,8 +224,8 @@ def test_all_is_as_before_whatever_fails(face, case):
 
 
 @pytest.mark.parametrize(("case", "number"), LOSSES)
-def test_nobody_may_use_what_is_half_written(face, case, number):
-    with opened(case, face) as mesh:
+def test_nobody_may_use_what_is_half_written(implementation, case, number):
+    with opened(case, implementation) as mesh:
         accumulators, call = case.make(mesh)
         counts = [acc.num_accumulated() for acc in accumulators]
         with failing_at(mesh, number), pytest.raises(Planted) as caught:
@@ -244,8 +246,8 @@ TAKE = ("_allocate", "_upload", "_launch")  # the last of these that an apply as
 
 
 @pytest.fixture
-def home(face):
-    with gr.open_mesh([0, 0, 1], backend="sim", kernels=face, strict=True) as mesh:
+def home(implementation):
+    with gr.open_mesh([0, 0, 1], backend="sim", kernels=implementation, strict=True) as mesh:
         yield mesh
 
 
@@ -321,13 +323,13 @@ def test_a_stale_gradient_of_another_mesh_is_no_gradient(home):
     assert (acc.num_accumulated(), acc.num_dropped) == (0, 0)
 
 
-def test_no_rows_for_a_device_that_is_gone_are_no_gradient(face):
+def test_no_rows_for_a_device_that_is_gone_are_no_gradient(implementation):
     """They launch nothing, on a sum that is there; still they would be told as kept."""
     for lose in (True, False):
-        with gr.open_mesh([0, 1], backend="sim", kernels=face) as mesh:
+        with gr.open_mesh([0, 1], backend="sim", kernels=implementation) as mesh:
             acc, none = sparse(mesh, rows([1])), mesh.devices[0].upload(np.ones((0, 2), "float32"))
             if lose:
-                mesh.devices[0].lose("for a test")
+                mesh.devices[0].mark_failed("for a test")
             else:
                 mesh.close()
             with pytest.raises(BackendUnavailableError, match="for a test" if lose else "closed"):

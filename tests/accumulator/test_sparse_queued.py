@@ -25,7 +25,7 @@ def produced(mesh, turn, dtype="float32"):
     made = []
     for place, device in enumerate(mesh):
         rows = device.upload(data((len(TURNS[turn]), 33), dtype, 10 * turn + place))
-        values = gr.add_n([rows, rows], as_kind="buffer")
+        values = gr.add_n([rows, rows], output_type="buffer")
         made.append(gr.IndexedSlices(values, [(index + place) % 11 for index in TURNS[turn]]))
     return made
 
@@ -39,7 +39,7 @@ def overwrite(slices):
 def consumed(taken):
     """Read on each device, the last first; by a launch, and by the host."""
     parts = taken.parts if isinstance(taken, gr.Mirrored) else [taken]
-    made = [gr.add_n([part.values, part.values], as_kind="buffer") for part in parts[::-1]]
+    made = [gr.add_n([part.values, part.values], output_type="buffer") for part in parts[::-1]]
     found = [each.numpy().tobytes() for each in made]
     return found + [part.values.numpy().tobytes() for part in parts]
 
@@ -78,7 +78,7 @@ def side_by_side(mesh):
         whole.device.upload(np.full(40, 9, "float32"), out=whole)
     for acc in accs[::-1]:
         yield from consumed(acc.take_indexed_slices_grad(3))
-    yield dense.take_grad(3, as_kind="numpy").tobytes()
+    yield dense.take_grad(3, output_type="numpy").tobytes()
 
 
 SCENES = (over_the_mesh, on_one_device, side_by_side)

@@ -39,7 +39,7 @@ def go_on(acc, gradients, step):
     for turn in range(2):
         for each in gradients:
             assert acc.apply_indexed_slices_grad(each, step + turn)
-        taken = acc.take_indexed_slices_grad(1, as_kind="numpy")
+        taken = acc.take_indexed_slices_grad(1, output_type="numpy")
         parts = taken.values if isinstance(taken, gr.Mirrored) else [taken]
         made += [(part.indices, part.values, part.dense_shape) for part in parts]
     return made

@@ -121,8 +121,8 @@ class MeshRun(Run):
         return [first]
 
 
-def test_sixteen_threads_over_a_mesh(face, crew):
-    with gr.open_mesh([0, 0, 1, 1], backend="sim", kernels=face, strict=True) as mesh:
+def test_sixteen_threads_over_a_mesh(implementation, crew):
+    with gr.open_mesh([0, 0, 1, 1], backend="sim", kernels=implementation, strict=True) as mesh:
         acc = gr.SparseConditionalAccumulator("float32", reduction_type="SUM", device=mesh)
         MeshRun(crew, [acc]).check()
 
@@ -189,5 +189,5 @@ def test_memory_does_not_grow(num):
         gc.collect()
         assert sys.getallocatedblocks() - blocks < num / 4, "less than one for four cycles"
         assert device._pool.grown == grown
-        assert len(device.dead) < 10
+        assert len(device.freed) < 10
         assert (acc.global_step, acc.num_dropped) == (800 + num, 80 + num // 10)

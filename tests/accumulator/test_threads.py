@@ -32,9 +32,9 @@ def restless():
 
 
 @contextmanager
-def opened(placement, face="numpy"):
+def opened(placement, implementation="numpy"):
     """A mesh that is closed if all goes well: after a deadlock that would wait for ever."""
-    mesh = gr.open_mesh(placement, backend="sim", kernels=face, strict=True)
+    mesh = gr.open_mesh(placement, backend="sim", kernels=implementation, strict=True)
     yield mesh
     mesh.close()
 
@@ -51,14 +51,14 @@ class Watched(deque):
         super().__init__()
         self.joined, self.served = [], []
 
-    def append(self, ticket):
-        super().append(ticket)
-        self.joined.append((ticket, threading.get_ident()))
+    def append(self, pending_take):
+        super().append(pending_take)
+        self.joined.append((pending_take, threading.get_ident()))
 
-    def remove(self, ticket):
-        if ticket.taken:
-            self.served.append((ticket, self[0] is ticket))
-        super().remove(ticket)
+    def remove(self, pending_take):
+        if pending_take.taken:
+            self.served.append((pending_take, self[0] is pending_take))
+        super().remove(pending_take)
 
 
 class Run:
@@ -139,19 +139,23 @@ class Run:
 
     def in_order(self, place, state):
         """The sums that takes were handed, in the order of the takes."""
-        joined = [ticket for ticket, _ in state.queue.joined]
-        served = [ticket for ticket, _ in state.queue.served]
+        joined = [pending_take for pending_take, _ in state.queue.joined]
+        served = [pending_take for pending_take, _ in state.queue.served]
         assert all(was_head for _, was_head in state.queue.served)
-        assert served == [ticket for ticket in joined if ticket.taken], "first come, first served"
+        assert served == [pending_take for pending_take in joined if pending_take.taken], (
+            "first come, first served"
+        )
         # The takes of one thread, cancelled by the end without a result, stood here in its order.
         results = {thread: iter(mine) for thread, mine in self.results.items()}
-        handed = {ticket: next(results[thread], None) for ticket, thread in state.queue.joined}
+        handed = {
+            pending_take: next(results[thread], None) for pending_take, thread in state.queue.joined
+        }
         sums = []
-        for ticket in served:
-            taken = handed[ticket][ticket.states.index(state)]
+        for pending_take in served:
+            taken = handed[pending_take][pending_take.states.index(state)]
             copies = taken.values if isinstance(taken, gr.Mirrored) else [taken]
             assert all((copies[0] == copy).all() for copy in copies[1:])
-            assert copies[0][:NUM_APPLIERS].sum() >= ticket.num_required
+            assert copies[0][:NUM_APPLIERS].sum() >= pending_take.num_required
             sums.append(copies[0])
         return sums
 
@@ -186,8 +190,8 @@ class MeshRun(Run):
             return int(acc.apply_grad(grad, step))
 
 
-def test_sixty_four_threads_over_a_mesh(face, crew):
-    with opened([0, 0, 1, 1], face) as mesh:
+def test_sixty_four_threads_over_a_mesh(implementation, crew):
+    with opened([0, 0, 1, 1], implementation) as mesh:
         acc = gr.ConditionalAccumulator("float64", reduction_type="SUM", device=mesh)
         MeshRun(crew, [acc], 40).check()
 
@@ -209,8 +213,8 @@ class JointRun(Run):
 
 
 @pytest.mark.parametrize("second", [0, slice(1, None)], ids=["device", "mesh"])
-def test_sixty_four_threads_on_two_accumulators_together(face, crew, second):
-    with opened([0, 0, 1], face) as mesh:
+def test_sixty_four_threads_on_two_accumulators_together(implementation, crew, second):
+    with opened([0, 0, 1], implementation) as mesh:
         homes = mesh.devices[1], mesh.devices[0] if second == 0 else mesh[second]
         accumulators = [
             gr.ConditionalAccumulator("float64", reduction_type="SUM", device=home)
@@ -219,11 +223,11 @@ def test_sixty_four_threads_on_two_accumulators_together(face, crew, second):
         JointRun(crew, accumulators, 40).check()
 
 
-def test_means_of_many_threads_are_of_all_that_each_take_holds(face, crew):
+def test_means_of_many_threads_are_of_all_that_each_take_holds(implementation, crew):
     """Every gradient can be told in a mean too: one over the count, at its place."""
     num_each, num_threads = 20, 16
     size = num_each * num_threads
-    with opened([0, 0, 1, 1], face) as mesh:
+    with opened([0, 0, 1, 1], implementation) as mesh:
         acc = gr.ConditionalAccumulator("float32", device=mesh)
         start = threading.Barrier(num_threads + 1)
 

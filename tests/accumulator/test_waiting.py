@@ -214,7 +214,9 @@ class Interrupted(threading.Event):
 def test_a_take_that_is_interrupted_loses_nothing(accumulator, monkeypatch):
     acc = accumulator()
     with monkeypatch.context() as patch:
-        patch.setattr(multi, "Ticket", functools.partial(multi.Ticket, done=Interrupted()))
+        patch.setattr(
+            multi, "PendingTake", functools.partial(multi.PendingTake, done=Interrupted())
+        )
         with pytest.raises(KeyboardInterrupt):
             acc.take_grad(1)
     acc.apply_grad([2.0])

@@ -69,10 +69,10 @@ def test_arrays_of_other_libraries_are_known_by_their_module(module, kind):
 def test_as_kind_is_a_name_of_a_library_that_is_there():
     assert as_result_kind(None, "native") == "native"
     assert as_result_kind("buffer", "native") == "buffer"
-    with pytest.raises(ValueError, match=r"as_kind='tensor' is not one of \('numpy'"):
+    with pytest.raises(ValueError, match=r"output_type='tensor' is not one of \('numpy'"):
         as_result_kind("tensor", "native")
     if "cupy" not in sys.modules:
-        with pytest.raises(ValueError, match="as_kind='cupy': cupy is not imported"):
+        with pytest.raises(ValueError, match="output_type='cupy': cupy is not imported"):
             as_result_kind("cupy", "native")
 
 

@@ -70,7 +70,9 @@ def test_calls_are_ordered_with_the_current_stream(mesh, own):
             terms = [torch.full((LARGE,), float(turn), device="cuda") for _ in range(3)]
             for term in terms:
                 term.mul_(2).add_(1)  # still running when the sum is launched
-            total = gr.add_n([to_buffer(term, mesh.devices[0]) for term in terms], as_kind="torch")
+            total = gr.add_n(
+                [to_buffer(term, mesh.devices[0]) for term in terms], output_type="torch"
+            )
             total = total * 2  # of PyTorch's stream, behind our sum
             assert bool((total == 3 * (2 * turn + 1) * 2).all())
 
@@ -91,7 +93,7 @@ def test_tensors_of_a_gpu_that_is_not_current():
                 term.mul_(2).add_(1)
             buffers = [to_buffer(term, mesh.devices[0]) for term in terms]
             assert {buffer.device for buffer in buffers} == {mesh.devices[1]}
-            total = gr.add_n(buffers, as_kind="torch")
+            total = gr.add_n(buffers, output_type="torch")
             assert total.device == torch.device("cuda", 1)
             assert bool((total * 2 == 3 * (2 * turn + 1) * 2).all())
             shared = from_buffer(mesh.devices[1].upload(data_of("bfloat16")), "torch")
@@ -108,7 +110,7 @@ def test_gradients_that_are_freed_at_the_end_of_a_step(mesh):
         with torch.cuda.stream(stream):
             for turn in range(10):
                 grads = [[torch.full((LARGE,), float(turn), device="cuda")] for _ in range(4)]
-                totals.append(ops.all_reduce(grads, gr.ReduceOp.SUM, as_kind="buffer")[0][0])
+                totals.append(ops.all_reduce(grads, gr.ReduceOp.SUM, output_type="buffer")[0][0])
                 del grads
                 for _ in range(4):  # which gets that memory, if it is free
                     torch.full((LARGE,), -1.0, device="cuda")
@@ -127,7 +129,7 @@ def test_results_that_are_dropped_while_pytorch_reads_them(mesh):
             late = torch.zeros((1 << 12, 1 << 12), device="cuda")
             for turn in range(1, 6):
                 terms = [device.upload(np.full(late.shape, turn, np.float32)) for _ in range(2)]
-                total = gr.add_n(terms, as_kind="torch")
+                total = gr.add_n(terms, output_type="torch")
                 for _ in range(5):  # behind which PyTorch reads our memory
                     late = late @ late
                 sums.append(late + total)
@@ -177,6 +179,6 @@ def test_an_accumulator_of_tensors_on_eight_logical_devices():
         for replica in range(8):
             with gr.replica(replica):
                 accumulator.apply_grad(tensor_of(np.full(LARGE // 64, replica, np.float32)))
-        mean = accumulator.take_grad(8, as_kind="torch")
+        mean = accumulator.take_grad(8, output_type="torch")
         for each in mean.values:
             assert same(host(each), np.full(LARGE // 64, 3.5, np.float32))

@@ -19,11 +19,11 @@ from gradreduce.device import as_dtype
 from gradreduce.errors import InvalidArgumentError
 from gradreduce.ops import plan_segments
 
-FACES = ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
+IMPLEMENTATIONS = ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
 INDICES = [3, 1, 3, 0, 1, 3]
 
 
-@pytest.fixture(scope="module", params=FACES)
+@pytest.fixture(scope="module", params=IMPLEMENTATIONS)
 def mesh(request) -> Iterator[gr.Mesh]:
     with gr.open_mesh([0, 0, 1], backend="sim", kernels=request.param, strict=True) as made:
         yield made
@@ -197,8 +197,8 @@ def test_a_whole_array_has_a_known_shape(mesh, dense_shape):
 
 def test_an_unknown_kind_of_result_is_refused(mesh):
     for call in (slices_of().coalesce, slices_of().to_dense):
-        with refused(mesh, ValueError, "as_kind='tensor' is not one of"):
-            call(as_kind="tensor")
+        with refused(mesh, ValueError, "output_type='tensor' is not one of"):
+            call(output_type="tensor")
 
 
 # -- merged, and whole ----------------------------------------------------------------------------
@@ -241,23 +241,23 @@ def test_the_result_is_where_the_values_are_and_of_their_kind(mesh):
     first, second, third = mesh.devices
     values = np.ones((2, 3))
     with gr.replica(1):
-        assert gr.IndexedSlices(values, [1, 1]).coalesce(as_kind="buffer").device is second
-    assert gr.IndexedSlices(values, [1, 1], (2, 3)).to_dense(as_kind="buffer").device is first
+        assert gr.IndexedSlices(values, [1, 1]).coalesce(output_type="buffer").device is second
+    assert gr.IndexedSlices(values, [1, 1], (2, 3)).to_dense(output_type="buffer").device is first
     own = gr.IndexedSlices(third.put(values), [1, 1], (2, 3))
     assert own.coalesce().device is third
     assert own.to_dense().device is third
-    assert isinstance(own.coalesce(as_kind="numpy").values, np.ndarray)
-    assert isinstance(own.to_dense(as_kind="numpy"), np.ndarray)
+    assert isinstance(own.coalesce(output_type="numpy").values, np.ndarray)
+    assert isinstance(own.to_dense(output_type="numpy"), np.ndarray)
     assert isinstance(gr.IndexedSlices(values, [1, 1]).coalesce().values, np.ndarray)
 
 
 def test_what_a_call_costs(mesh):
     slices = slices_of()
     with mesh.journal() as journal:
-        slices.coalesce(as_kind="buffer")
+        slices.coalesce(output_type="buffer")
     assert [record.kind for record in journal.records] == ["upload", "launch"]
     with mesh.journal() as journal:
-        slices.to_dense(as_kind="buffer")
+        slices.to_dense(output_type="buffer")
     assert [record.kind for record in journal.records] == ["fill", "upload", "launch"]
     on_device = mesh.devices[0].upload(np.array([0, 1]))
     with mesh.journal() as journal:

@@ -265,10 +265,10 @@ def test_results_are_of_the_kind_of_the_first_array(library, mesh, monkeypatch):
     ):
         assert kind_of(result) == library.name
         assert same(library.numpy(result), expected)
-    assert isinstance(gr.add_n(inputs, as_kind="numpy"), np.ndarray)
-    assert isinstance(gr.add_n(inputs, as_kind="buffer"), gr.Buffer)
+    assert isinstance(gr.add_n(inputs, output_type="numpy"), np.ndarray)
+    assert isinstance(gr.add_n(inputs, output_type="buffer"), gr.Buffer)
     given = [np.full(2, 1.5, np.float32), np.full(2, 1.5, np.float32)]
-    assert kind_of(gr.add_n(given, as_kind=library.name)) == library.name
+    assert kind_of(gr.add_n(given, output_type=library.name)) == library.name
 
 
 def test_an_all_reduce_gives_the_same_nesting_back(library, mesh):
@@ -278,11 +278,11 @@ def test_an_all_reduce_gives_the_same_nesting_back(library, mesh):
             assert list(entry) == ["w", "b"]
             assert kind_of(entry["w"]) == library.name
             assert same(library.numpy(entry["w"]), np.full((2, 3), 2, np.float32))
-        assert isinstance(ops.all_reduce(grads, as_kind="numpy")[0]["b"], np.ndarray)
+        assert isinstance(ops.all_reduce(grads, output_type="numpy")[0]["b"], np.ndarray)
     value = gr.PerReplica(terms(library, (1, 3)), mesh)
     reduced = gr.NcclAllReduce().reduce(gr.ReduceOp.SUM, value, value)
     assert kind_of(reduced.primary) == library.name
-    as_numpy = gr.NcclAllReduce().reduce(gr.ReduceOp.SUM, value, value, as_kind="numpy")
+    as_numpy = gr.NcclAllReduce().reduce(gr.ReduceOp.SUM, value, value, output_type="numpy")
     assert isinstance(as_numpy.primary, np.ndarray)
 
 
@@ -322,7 +322,7 @@ def test_an_accumulator_hands_out_the_kind_of_its_first_gradient(library, mesh):
     accumulator.apply_grad(np.full((2, 3), 3, np.float32), local_step=1)
     assert isinstance(accumulator.take_grad(1), np.ndarray)  # the next one starts anew
     accumulator.apply_grad(terms(library)[0], local_step=2)
-    assert isinstance(accumulator.take_grad(1, as_kind="numpy"), np.ndarray)
+    assert isinstance(accumulator.take_grad(1, output_type="numpy"), np.ndarray)
 
 
 def test_a_step_takes_their_gradients(library, mesh):
@@ -347,7 +347,7 @@ def test_sparse_rows_keep_their_kind(library, mesh, monkeypatch):
         assert same(library.numpy(merged.values), np.array([[2, 3], [4, 6]], values.dtype))
         expected = np.array([[2, 3], [0, 0], [4, 6], [0, 0]], values.dtype)
         assert same(library.numpy(dense), expected)
-        assert isinstance(slices.to_dense(as_kind="numpy"), np.ndarray)
+        assert isinstance(slices.to_dense(output_type="numpy"), np.ndarray)
         joined = gr.aggregate([slices, slices.coalesce()])
         assert joined.kind == library.name
         assert joined.indices.tolist() == [2, 0, 2, 0, 2]
@@ -430,9 +430,9 @@ def test_sparse_coo_tensors_come_back_as_such(mesh, monkeypatch):
             assert entry["w"].is_coalesced() == coalesce
             assert entry["w"].shape == (4, 2)
             assert torch.equal(entry["w"].to_dense(), wanted)
-    mean = ops.all_reduce([[each] for each in coo], as_kind="torch")[1][0]
+    mean = ops.all_reduce([[each] for each in coo], output_type="torch")[1][0]
     assert torch.equal(mean.to_dense(), wanted / 2)
-    slices = ops.all_reduce([[each] for each in coo], as_kind="numpy")[0][0]
+    slices = ops.all_reduce([[each] for each in coo], output_type="numpy")[0][0]
     assert isinstance(slices, gr.IndexedSlices)
     assert isinstance(slices.values, np.ndarray)
     assert torch.equal(gr.PerReplica(coo, mesh)[0].to_dense(), coo[0].to_dense())

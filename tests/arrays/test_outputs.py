@@ -11,7 +11,7 @@ from support.exact_data import DTYPES, exact_data, same
 from support.meshes import MeshCase, refused
 
 import gradreduce as gr
-from gradreduce.arrays.outputs import as_out, hand_back
+from gradreduce.arrays.outputs import as_out, release_outputs
 from gradreduce.device import as_dtype
 from gradreduce.errors import DeviceMismatchError
 
@@ -38,7 +38,7 @@ def write(device, array, dtype=FLOAT) -> np.ndarray:
     out = as_out(array, device, values.shape, dtype)
     assert (out.buffer.device, out.buffer.shape, out.buffer.dtype) == (device, values.shape, dtype)
     device.copy(out.buffer, device.upload(values))
-    hand_back([out])
+    release_outputs([out])
     return values
 
 
@@ -91,20 +91,20 @@ def test_a_buffer_is_itself(mesh):
     buffer = mesh.devices[1].zeros(SHAPE, FLOAT)
     out = as_out(buffer, mesh.devices[1], SHAPE, FLOAT)
     assert out.buffer is buffer
-    hand_back([out])
+    release_outputs([out])
     with refused(mesh, DeviceMismatchError, "the result lies on sim:0"):
         as_out(buffer, mesh.devices[0], SHAPE, FLOAT)
 
 
 def test_work_that_is_deferred_never_reads_or_writes_a_host_array_later():
-    """The host may use its array before the call and after ``hand_back`` as it likes."""
+    """The host may use its array before the call and after ``release_outputs`` as it likes."""
     for seed in range(4):
         with gr.open_mesh(1, backend="sim", strict=True, schedule_seed=seed) as mesh:
             device, array = mesh.devices[0], np.full(SHAPE, 5, FLOAT)
             out = as_out(array, device, SHAPE, FLOAT)
             device.copy(out.buffer, device.upload(np.full(SHAPE, 7, FLOAT)))
             assert (array == 5).all()
-            hand_back([out])
+            release_outputs([out])
             assert (array == 7).all()
             array[...] = 9
             device.synchronize()

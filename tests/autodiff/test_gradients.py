@@ -133,7 +133,7 @@ def test_outside_a_loss_a_value_does_not_change(v):
     assert before.tolist() == [1.0, 2.0, 3.0]
     assert view.tolist() == [2.0, 3.0]
     assert isinstance(v.read("buffer"), gr.Buffer)
-    with pytest.raises(ValueError, match="as_kind"):
+    with pytest.raises(ValueError, match="output_type"):
         v.read("tensorflow")
 
 

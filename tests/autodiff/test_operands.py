@@ -114,5 +114,5 @@ def test_another_order_has_no_rule(w, do):
 
 
 def test_a_sum_as_another_kind_has_no_rule(v):
-    with pytest.raises(NotImplementedError, match="as_kind='buffer'"):
-        gradients(lambda: gr.add_n([v * 1, v * 2], as_kind="buffer"))
+    with pytest.raises(NotImplementedError, match="output_type='buffer'"):
+        gradients(lambda: gr.add_n([v * 1, v * 2], output_type="buffer"))

@@ -17,9 +17,9 @@ from support.loss_operations import OPERATIONS, weighted
 from support.strict_array import StrictArray
 
 from gradreduce.autodiff import rules_indexing, tape
-from gradreduce.autodiff.accumulate_terms import Terms
+from gradreduce.autodiff.accumulate_terms import TermAccumulator
 from gradreduce.autodiff.backward import _as_operand as as_operand
-from gradreduce.autodiff.backward import walk
+from gradreduce.autodiff.backward import backward
 from gradreduce.autodiff.tape import Trace
 from gradreduce.reduce.aggregation import AggregationMethod
 
@@ -28,7 +28,7 @@ STEP = 1e-6
 WEAK_NUMBERS = np.result_type(np.float32(1), 1.0) == np.float32
 
 
-class Sum(Terms):
+class Sum(TermAccumulator):
     """Adds terms by their own arithmetic, so that no device has a part in it."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ def gradients(do, operands):
     leaves = [trace.leaf(x, None, terms) for x, terms in zip(operands, sums, strict=True)]
     loss = do(*leaves)
     one = np.ones_like(loss.value)
-    walk([loss.node], one, Sum)
+    backward([loss.node], one, Sum)
     return [terms.result() for terms in sums]
 
 

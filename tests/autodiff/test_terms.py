@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import gradreduce as gr
-from gradreduce.autodiff.accumulate_terms import Terms
+from gradreduce.autodiff.accumulate_terms import TermAccumulator
 from gradreduce.reduce.aggregation import AggregationMethod
 
 DESCENT = gr.GradientDescentOptimizer(1.0)
@@ -145,7 +145,7 @@ def test_the_methods_agree_on_exact_data_and_hold_what_they_say(mesh, method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_terms_alive_while_they_come(mesh, method):
-    terms = Terms(method)
+    terms = TermAccumulator(method)
     alive, most = [], 0
     for place in range(NUM_USES):
         term = np.full(3, place + 1.0)
@@ -161,11 +161,11 @@ def test_terms_alive_while_they_come(mesh, method):
 
 def test_a_lone_term_is_handed_on(mesh):
     for method in METHODS:
-        terms, term = Terms(method), np.ones(3)
+        terms, term = TermAccumulator(method), np.ones(3)
         terms.push(None, (0, 0), mesh.devices[0])
         terms.push(term, (1, 0), mesh.devices[0])
         assert terms.result() is term
-        assert Terms(method).result() is None
+        assert TermAccumulator(method).result() is None
 
 
 def test_a_term_is_never_written(mesh):
@@ -173,7 +173,7 @@ def test_a_term_is_never_written(mesh):
         given = [np.full(3, place, "float16") for place in range(5)]
         for each in given:
             each.flags.writeable = False
-        terms = Terms(method)
+        terms = TermAccumulator(method)
         for place, each in enumerate(given):
             terms.push(each, (place, 0), mesh.devices[1])
         total = terms.result()

@@ -7,7 +7,7 @@ import pytest
 
 from gradreduce import ops
 from gradreduce.backends import open_mesh
-from gradreduce.backends.dry_run import Ghosts, mesh_outline, outline_of
+from gradreduce.backends.dry_run import DryRunMesh, mesh_signature, signature_of
 from gradreduce.errors import DeviceMismatchError
 
 
@@ -18,24 +18,24 @@ def mesh():
 
 
 @pytest.fixture
-def ghosts(mesh):
-    return Ghosts(mesh_outline(mesh[1:2]))  # of the whole mesh, whatever part is given
+def dry_run_mesh(mesh):
+    return DryRunMesh(mesh_signature(mesh[1:2]))  # of the whole mesh, whatever part is given
 
 
-def test_a_ghost_mesh_is_like_the_other(mesh, ghosts):
-    assert [device.physical for device in ghosts.mesh] == [0, 1, 1]
-    assert [device.name for device in ghosts.mesh] == [device.name for device in mesh]
-    assert ghosts.mesh.fabric is not mesh.fabric
-    assert not ghosts.mesh.fabric.peers(0, 1)
-    assert mesh_outline(ghosts.mesh) == mesh_outline(mesh)
+def test_a_ghost_mesh_is_like_the_other(mesh, dry_run_mesh):
+    assert [device.physical for device in dry_run_mesh.mesh] == [0, 1, 1]
+    assert [device.name for device in dry_run_mesh.mesh] == [device.name for device in mesh]
+    assert dry_run_mesh.mesh.mesh_state is not mesh.mesh_state
+    assert not dry_run_mesh.mesh.mesh_state.peers(0, 1)
+    assert mesh_signature(dry_run_mesh.mesh) == mesh_signature(mesh)
 
 
-def test_a_ghost_buffer_is_like_the_other_and_shares_what_that_shares(mesh, ghosts):
+def test_a_ghost_buffer_is_like_the_other_and_shares_what_that_shares(mesh, dry_run_mesh):
     flat = mesh.devices[2].empty((100,), "float32")
     other = mesh.devices[0].put(np.zeros((3, 2), np.float16)[1:])
     blocks = {}
-    outlines = [outline_of(b, blocks) for b in (flat.view(4, (5, 2)), flat.view(60, (3,)), other)]
-    first, second, third = (ghosts.buffer(outline) for outline in outlines)
+    outlines = [signature_of(b, blocks) for b in (flat.view(4, (5, 2)), flat.view(60, (3,)), other)]
+    first, second, third = (dry_run_mesh.buffer(outline) for outline in outlines)
     assert (first.shape, first.dtype, first.device.index) == ((5, 2), flat.dtype, 2)
     assert first.block is second.block is not third.block
     assert second.address - first.address == 4 * 56
@@ -43,30 +43,30 @@ def test_a_ghost_buffer_is_like_the_other_and_shares_what_that_shares(mesh, ghos
     assert (first.block.owned, third.block.owned) == (True, False)
 
 
-def test_work_is_recorded_and_not_done(mesh, ghosts):
-    near, far = ghosts.mesh.devices[:2]
-    with ghosts.mesh.journal() as journal, mesh.journal() as untouched:
+def test_work_is_recorded_and_not_done(mesh, dry_run_mesh):
+    near, far = dry_run_mesh.mesh.devices[:2]
+    with dry_run_mesh.mesh.journal() as journal, mesh.journal() as untouched:
         total, term = near.zeros((1 << 40,), "float32"), near.empty((1 << 40,), "float32")
         ops.accumulate_n([total], [[term]])
         far.copy(far.empty((1 << 40,), "float32"), total)
-        ghosts.mesh.collective.all_reduce([total, far.empty((1 << 40,), "float32")])
-        ghosts.mesh.synchronize()
+        dry_run_mesh.mesh.collective.all_reduce([total, far.empty((1 << 40,), "float32")])
+        dry_run_mesh.mesh.synchronize()
     kinds = [record.kind for record in journal.records]
     assert kinds == ["fill", "launch", "copy", "collective", "collective", *["sync"] * 3]
     assert journal.bytes == 3 * 4 << 40
     assert untouched.records == []
 
 
-def test_what_is_wrong_is_refused_as_on_any_device(ghosts):
-    near, far = ghosts.mesh.devices[:2]
+def test_what_is_wrong_is_refused_as_on_any_device(dry_run_mesh):
+    near, far = dry_run_mesh.mesh.devices[:2]
     with pytest.raises(DeviceMismatchError, match="no peer access"):
         ops.add_n([near.empty((3,), "int8")], [[far.empty((3,), "int8")]])
     with pytest.raises(ValueError, match="sizes differ"):
         ops.add_n([near.empty((3,), "int8")], [[near.empty((4,), "int8")]])
 
 
-def test_nothing_goes_in_or_out(ghosts):
-    device = ghosts.mesh.devices[0]
+def test_nothing_goes_in_or_out(dry_run_mesh):
+    device = dry_run_mesh.mesh.devices[0]
     buffer = device.empty((3,), "float32")
     for call in (
         lambda: device.put(np.ones(3)),

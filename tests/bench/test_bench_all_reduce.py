@@ -59,7 +59,7 @@ def test_it_runs_on_gpus_as_the_stand_in_knows_them(tmp_path, rooms):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(report.read_text(encoding="utf-8"))
-    assert (found["faces"], found["floors"]) == (["cuda"], [])
+    assert (found["implementations"], found["floors"]) == (["cuda"], [])
     cases = {one["name"]: one for one in found["cases"]}
     assert {"us over raw", "ours us", "raw us"} == set(cases["2 NCCL ranks on one GPU"]["figures"])
     assert "num_packs=1, prepared, host us" in cases["ResNet-50, 8 on one GPU"]["figures"]

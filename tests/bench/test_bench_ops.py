@@ -53,7 +53,7 @@ def check_figures(report: dict, floors) -> None:
 @pytest.mark.slow
 def test_it_runs_on_both_faces(tmp_path, rooms):
     report, text = run(tmp_path)
-    assert report["faces"] == ["numpy", "compiled"]
+    assert report["implementations"] == ["numpy", "compiled"]
     check_figures(report, rooms.bench_ops.CPU_FLOORS)
     cases = {one["name"]: rooms.case.Case(**one) for one in report["cases"]}
     for floor in rooms.bench_ops.CPU_FLOORS[2:]:  # the first two compare times
@@ -68,7 +68,7 @@ def test_it_runs_on_both_faces(tmp_path, rooms):
 @pytest.mark.slow
 def test_it_runs_on_a_gpu_as_the_stand_in_knows_it(tmp_path, rooms):
     report, text = run(tmp_path, "-m", "fake_cupy")
-    assert report["faces"] == ["cuda"]
+    assert report["implementations"] == ["cuda"]
     assert "cupy: the stand-in of the tests has no arithmetic" in text
     check_figures(report, rooms.bench_ops.GPU_FLOORS)
     figures = {one["name"]: one["figures"] for one in report["cases"]}

@@ -59,7 +59,7 @@ def uploaded(device: Device, seed: int, shape=(SIZE,), dtype=FLOAT) -> Buffer:
 @contextmanager
 def in_order(device: Device) -> Iterator[None]:
     """What is done to the backend's own arrays inside is done on the device's compute queue."""
-    if device.fabric.backend == "sim":
+    if device.mesh_state.backend == "sim":
         yield
         return
     with device.gpu, device.stream("compute"):

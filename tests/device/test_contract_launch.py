@@ -78,7 +78,7 @@ def test_a_launch_reaches_peers_or_says_what_to_do(apart):
     near, _, far = apart.devices
     out, term = uploaded(near, 3), uploaded(far, 1)
     near.wait(far.mark())
-    if apart.fabric.peers(near.physical, far.physical):
+    if apart.mesh_state.peers(near.physical, far.physical):
         with apart.journal() as journal:
             add(near, out, term, term)
         assert (journal.launches, journal.copies, journal.bytes) == (1, 0, 2 * term.nbytes)
@@ -321,9 +321,9 @@ def test_journals_nest(near):
     device = near.devices[0]
     with near.journal() as outer:
         uploaded(device, 1)
-        with near.journal() as inner, near.journal() as twin:
+        with near.journal() as inner, near.journal() as reference:
             uploaded(device, 2).numpy()
-        assert twin.records == inner.records
+        assert reference.records == inner.records
         uploaded(device, 3)
     assert (outer.uploads, outer.syncs) == (3, 1)
     assert (inner.uploads, inner.syncs) == (1, 1)

@@ -85,9 +85,9 @@ def test_a_block_ends_with_the_last_that_looks_into_it(near):
     assert ended() is not None
     del released
     assert ended() is None  # by counting references, without the collector
-    assert len(device.dead) == 1
+    assert len(device.freed) == 1
     held = device.empty((SIZE,), FLOAT)
-    assert not device.dead
+    assert not device.freed
     assert held.size == SIZE
 
 
@@ -98,9 +98,9 @@ def test_a_block_that_dies_in_another_thread_comes_home(near):
     thread.start()
     thread.join(timeout=30)
     assert not thread.is_alive()
-    assert len(device.dead) == 1
+    assert len(device.freed) == 1
     device.synchronize()
-    assert not device.dead
+    assert not device.freed
 
 
 def test_no_python_code_runs_when_a_block_dies(near):
@@ -110,7 +110,7 @@ def test_no_python_code_runs_when_a_block_dies(near):
     held.clear()
     sys.setprofile(None)
     assert seen == ["c_call", "c_return", "c_call"]  # of clear and of setprofile
-    assert len(near.devices[0].dead) == 1
+    assert len(near.devices[0].freed) == 1
 
 
 def test_a_block_that_the_collector_finds_comes_home(near):
@@ -121,9 +121,9 @@ def test_a_block_that_the_collector_finds_comes_home(near):
     del circle
     gc.collect()
     assert ended() is None
-    assert len(device.dead) == 1
+    assert len(device.freed) == 1
     device.trim()
-    assert not device.dead
+    assert not device.freed
 
 
 def test_many_threads_share_a_device(near):
@@ -178,7 +178,7 @@ def test_nothing_grows_with_use(apart):
         tracemalloc.stop()
     assert len(source.block.readers) <= 2
     apart.synchronize()
-    assert not far.dead
+    assert not far.freed
 
 
 def test_two_meshes_work_side_by_side(reopen):

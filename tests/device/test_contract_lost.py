@@ -11,7 +11,7 @@ from device.contract import FLOAT, SIZE, add, data, uploaded
 from support.exact_data import same
 
 import gradreduce as gr
-from gradreduce.device import bring
+from gradreduce.device import ensure_accessible
 from gradreduce.errors import BackendUnavailableError
 
 from .contract import BACKENDS_APART
@@ -33,7 +33,7 @@ def test_every_use_of_a_lost_device_says_which_and_why(mesh):
     device = mesh.devices[2]
     buffer, other = uploaded(device, 1), uploaded(device, 2)
     device.synchronize()
-    device.lose(REASON)
+    device.mark_failed(REASON)
     uses = [
         lambda: device.empty((2,), FLOAT),
         lambda: device.zeros((2,), FLOAT),
@@ -58,14 +58,14 @@ def test_a_buffer_on_a_lost_device_is_refused_by_the_others(mesh):
     lost, device = mesh.devices[2], mesh.devices[0]
     far, near = uploaded(lost, 1), uploaded(device, 2)
     lost.synchronize()
-    lost.lose(REASON)
+    lost.mark_failed(REASON)
     uses = [
         lambda: device.copy(near, far),
         lambda: device.copy(far, near),
         lambda: add(device, near, near, far),
         lambda: device.download(far),
         lambda: gr.add_n([far, far]),
-        lambda: bring(device, far),
+        lambda: ensure_accessible(device, far),
     ]
     for use in uses:
         with says(lost.name):
@@ -74,17 +74,17 @@ def test_a_buffer_on_a_lost_device_is_refused_by_the_others(mesh):
 
 
 def test_the_logical_devices_of_a_lost_one_share_its_fate_and_others_go_on(mesh):
-    mesh.devices[0].lose(REASON)
-    mesh.devices[1].lose("later reasons do not count")
+    mesh.devices[0].mark_failed(REASON)
+    mesh.devices[1].mark_failed("later reasons do not count")
     with says(mesh.devices[1].name):
         mesh.devices[1].empty((2,), FLOAT)
-    total = gr.add_n([uploaded(mesh.devices[2], seed) for seed in (1, 2)], as_kind="buffer")
+    total = gr.add_n([uploaded(mesh.devices[2], seed) for seed in (1, 2)], output_type="buffer")
     assert same(total.numpy(), data((SIZE,), seed=1) + data((SIZE,), seed=2))
 
 
 def test_an_all_reduce_over_a_lost_device_launches_nothing(mesh):
     rows = [[uploaded(device, place)] for place, device in enumerate(mesh.devices)]
-    mesh.devices[3].lose(REASON)
+    mesh.devices[3].mark_failed(REASON)
     with mesh.journal() as journal:
         for algorithm in ("hierarchical_copy", "nccl"):
             ops = gr.AllReduceCrossDeviceOps(algorithm, mesh=mesh)
@@ -99,7 +99,7 @@ def test_memory_that_a_lost_device_may_still_use_is_never_handed_out(mesh):
     other.copy(uploaded(other, 2), buffer)
     other.synchronize()
     address = buffer.address
-    other.lose(REASON)
+    other.mark_failed(REASON)
     del buffer
     later = [device.empty((SIZE,), FLOAT) for _ in range(4)]
     assert address not in [each.address for each in later]
@@ -120,13 +120,13 @@ def test_who_waits_for_a_lost_device_is_woken(mesh):
     taker.start()
     while not waiting.accumulator_ref.queue:  # the thread's deadline is the take's
         assert taker.is_alive()
-    mesh.devices[2].lose(REASON)
+    mesh.devices[2].mark_failed(REASON)
     taker.join(60)
     assert isinstance(outcomes[0], gr.errors.CancelledError)
     with says(mesh.devices[2].name):
         waiting.take_grad(1)
     healthy.apply_grad(np.ones(3, np.float32))
-    assert same(np.asarray(healthy.take_grad(1, as_kind="numpy")), np.ones(3, np.float32))
+    assert same(np.asarray(healthy.take_grad(1, output_type="numpy")), np.ones(3, np.float32))
 
 
 def test_a_failure_half_way_through_an_update_loses_the_devices(mesh, monkeypatch):
@@ -190,7 +190,10 @@ def test_a_collective_counts_as_work_that_was_given(mesh):
     """It writes in place: what fails behind it is half way through."""
     first, other = mesh.devices[0], mesh.devices[2]
     buffers = [uploaded(first, 1), uploaded(other, 2)]
-    with pytest.raises(RuntimeError) as caught, mesh.fabric.whole_or_lost([first, other]):
+    with (
+        pytest.raises(RuntimeError) as caught,
+        mesh.mesh_state.fail_on_partial_write([first, other]),
+    ):
         mesh.collective.all_reduce(buffers)
         raise RuntimeError("no more")
     assert "cannot be used any more" in caught.value.__notes__[0]
@@ -213,7 +216,7 @@ def test_work_that_was_cut_short_counts_as_given(mesh, monkeypatch, work, error)
     with monkeypatch.context() as patch:
         patch.setattr(device, "_copy", stop)
         patch.setattr(device, "_resolved", lambda *arguments: stop)
-        with pytest.raises(error), mesh.fabric.whole_or_lost([device]):
+        with pytest.raises(error), mesh.mesh_state.fail_on_partial_write([device]):
             if work == "copy":
                 device.copy(*buffers)
             else:

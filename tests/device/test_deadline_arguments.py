@@ -48,7 +48,7 @@ def test_a_deadline_is_a_number_above_zero(mesh, deadline):
         lambda: trained([[[np.ones(4, np.float32)]]] * 4, **bad),
         lambda: ops.prepare(gr.ReduceOp.SUM, [(value, value)], **bad),
         lambda: ops.capture(gr.ReduceOp.SUM, [(far, far)], **bad),
-        lambda: ops.explain(gr.ReduceOp.SUM, [(value, value)], **bad),
+        lambda: ops.profile(gr.ReduceOp.SUM, [(value, value)], **bad),
         lambda: trained.optimizer.apply_gradients([(np.ones(4, np.float32), variable)], **bad),
         lambda: variable.numpy(**bad),
         lambda: flat.zero(**bad),
@@ -69,7 +69,7 @@ def test_a_deadline_is_a_number_above_zero(mesh, deadline):
             mesh.reset(timeout=deadline)
     assert journal.records == []
     assert accumulator.num_accumulated() == 1
-    assert not mesh.fabric.is_guarded
+    assert not mesh.mesh_state.is_guarded
 
 
 def test_minimize_has_its_update_done_by_one(mesh, monkeypatch):

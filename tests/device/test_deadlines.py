@@ -62,7 +62,7 @@ def test_a_stuck_device_is_named_with_its_pack_and_tensors(clock, algorithm, pee
         ops = gr.AllReduceCrossDeviceOps(algorithm, 2, mesh=mesh)
         stall(mesh.devices[2])
         results = reduce_all(mesh, ops, deadline=30)
-        assert mesh.fabric.reason is None
+        assert mesh.mesh_state.reason is None
         clock.pass_by(30)
         words = r"the deadline of 30 s for batch_reduce passed: sim:2 has not joined packs 1 to 2 "
         words += r"of 2 \(tensors 0 to 2\)"
@@ -97,7 +97,7 @@ def test_the_pack_at_which_a_device_hangs_is_named(clock, monkeypatch, algorithm
             clock.pass_by(6)
             words = r"sim:3 has not joined (.*): what|all devices have joined (.*), and .*sim:3 ha"
             found = re.search(words, await_death(mesh))
-            assert found, mesh.fabric.reason
+            assert found, mesh.mesh_state.reason
             packs.add(found[1] or found[2])
     tensors = ("1 of 3 (tensor 0)", "2 of 3 (tensors 0 to 1)", "3 of 3 (tensors 1 to 2)")
     assert packs - {"batch_reduce"} == {f"pack {each}" for each in tensors}
@@ -135,7 +135,7 @@ def test_a_call_that_is_done_in_time_costs_nobody_anything(mesh, clock):
     clock.pass_by(31)  # nothing ran yet: the simulation works while somebody looks
     assert is_right(results)
     mesh.synchronize(deadline=PATIENCE)
-    assert mesh.fabric.reason is None
+    assert mesh.mesh_state.reason is None
 
 
 OTHERS = {
@@ -269,20 +269,20 @@ def test_takes_that_wait_are_cancelled_and_accumulators_are_empty_after_a_reset(
     assert [each.num_accumulated() for each in (first, second, alone)] == [0, 0, 0]
     assert (first.global_step, alone.global_step) == (7, 7)
     assert first.apply_grad(ones, 7)
-    assert same(first.take_grad(4, as_kind="buffer").values[3].numpy(), np.ones(5, np.float32))
+    assert same(first.take_grad(4, output_type="buffer").values[3].numpy(), np.ones(5, np.float32))
 
 
 def test_a_take_has_its_deadline_from_when_it_is_served(mesh, clock):
     accumulator = gr.ConditionalAccumulator("float32", device=mesh)
     stall(mesh.devices[2])
     thread, outcomes = in_thread(
-        lambda: accumulator.take_grad(4, deadline=5, as_kind="numpy").values
+        lambda: accumulator.take_grad(4, deadline=5, output_type="numpy").values
     )
     while not accumulator.accumulator_ref.queue:
         assert thread.is_alive()
     clock.pass_by(100)
     accumulator.apply_grad(gr.PerReplica([np.ones(5, np.float32)] * 4, mesh))
-    assert mesh.fabric.reason is None
+    assert mesh.mesh_state.reason is None
     clock.pass_by(5)
     assert re.search(r"for take_grad passed: sim:2 has not joined pack 1", await_death(mesh))
     thread.join(PATIENCE)
@@ -309,13 +309,13 @@ def test_a_queue_that_goes_on_in_time_harms_nothing(mesh, clock):
     assert outcomes == [True]
     clock.pass_by(6)
     mesh.synchronize()
-    assert mesh.fabric.reason is None
+    assert mesh.mesh_state.reason is None
 
 
 def test_a_device_that_is_lost_under_way_is_named(mesh, clock):
     stall(mesh.devices[3])
     reduce_all(mesh, gr.NcclAllReduce(1, mesh=mesh), deadline=1000)
-    mesh.devices[3].lose("it fell off the bus")
+    mesh.devices[3].mark_failed("it fell off the bus")
     reason = await_death(mesh)
     assert (
         "sim:3 was lost (it fell off the bus) during batch_reduce: sim:3 has not joined" in reason
@@ -361,7 +361,9 @@ def test_without_a_deadline_no_mark_is_made_and_no_thread_runs(mesh, monkeypatch
     """And with one: two marks for each device and line, on both queues."""
     before = set(watchdogs())  # of meshes before it, which may be ending
     made: list[int] = []
-    monkeypatch.setattr(pending_calls.Watch, "line", lambda self, *a, **b: made.append(1))
+    monkeypatch.setattr(
+        pending_calls.PendingCall, "mark_queues", lambda self, *a, **b: made.append(1)
+    )
     with mesh.journal() as plain:
         reduce_all(mesh)
     assert (made, set(watchdogs()) - before) == ([], set())

@@ -18,8 +18,8 @@ from support.meshes import MeshCase, num_grown, refused
 import gradreduce as gr
 from gradreduce.arrays.convert import kind_of, to_buffer
 from gradreduce.device import Block
-from gradreduce.device.deferred_free import Parking
-from gradreduce.device.external_buffers import Lent
+from gradreduce.device.deferred_free import DeferredFree
+from gradreduce.device.external_buffers import ExternalBuffers
 from gradreduce.errors import BackendUnavailableError
 from gradreduce.reduce.pack_buffers import Options, lay_out
 from gradreduce.reduce.packing import plan_packing
@@ -179,7 +179,7 @@ def block_at(device, start: int, nbytes: int) -> Block:
 
 
 def test_lent_memory_is_found_by_all_of_its_bytes(mesh):
-    lent = Lent()
+    lent = ExternalBuffers()
     assert lent.find(100, 1) is None
     low, high = block_at(mesh.devices[0], 100, 50), block_at(mesh.devices[0], 200, 8)
     lent.add(high)
@@ -198,17 +198,17 @@ def test_lent_memory_is_found_by_all_of_its_bytes(mesh):
 
 def test_a_block_that_is_dying_is_not_found(mesh):
     """Nor in another thread, when its memory may be somebody else's."""
-    lent, found, parking = Lent(), [], Parking()
+    lent, found, parking = ExternalBuffers(), [], DeferredFree()
 
     class Ends(deque):
         def append(self, end):
             found.append(lent.find(100, 8))
             assert end.raw is memory
 
-    parking.dead = Ends()
+    parking.freed = Ends()
     memory = object()
     block = Block(mesh.devices[0], memory, 100, 50, owned=True, writable=True)
-    lent.add(parking.watch(block))
+    lent.add(parking.track(block))
     assert lent.find(100, 8) is block
     del block
     assert found == [None]
@@ -235,7 +235,7 @@ def test_work_that_is_deferred_sees_what_was_filled_before_the_call():
             arrays = flat.arrays()
             fill(arrays, 4)
             reduced = gr.HierarchicalCopyAllReduce(mesh=mesh).all_reduce(
-                arrays, SUM, as_kind="buffer"
+                arrays, SUM, output_type="buffer"
             )
             fill(arrays, 9)  # allowed: the call has read them
             for array, expected in zip(reduced[2], sums(3, 4), strict=True):
@@ -309,11 +309,11 @@ def test_a_prepared_step_reads_what_was_filled_and_released_is_read():
 
 def test_arrays_that_nobody_can_fill_are_refused(mesh, monkeypatch):
     flat = mesh.flat_buffer(SHAPES, "float32")
-    with refused(mesh, ValueError, "as_kind='tensor' is not one of"):
+    with refused(mesh, ValueError, "output_type='tensor' is not one of"):
         flat.arrays("tensor")
     for name, why in (("jax", "JAX arrays are never written"), ("cupy", "is simulated")):
         monkeypatch.delitem(sys.modules, name, raising=False)
-        with refused(mesh, ValueError, f"as_kind='{name}': {name} is not imported"):
+        with refused(mesh, ValueError, f"output_type='{name}': {name} is not imported"):
             flat.arrays(name)
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
         with refused(mesh, ValueError, why):

@@ -14,7 +14,7 @@ from support.hanging_devices import PATIENCE, resume, stall
 
 import gradreduce as gr
 from gradreduce.backends import open_mesh
-from gradreduce.device import FlightEntry, Travel, op_log
+from gradreduce.device import FlightEntry, PackInfo, op_log
 from gradreduce.device.pending_calls import together
 from gradreduce.errors import CollectiveError
 
@@ -67,10 +67,10 @@ def test_it_keeps_the_last_thousand(mesh):
 def test_it_names_what_a_thread_works_for(mesh):
     device = mesh.devices[0]
     buffer = uploaded(device, 1)
-    travel = Travel((5, 6, 7), (3,), 8)
-    with device.fabric.watched_pack(travel):
+    travel = PackInfo((5, 6, 7), (3,), 8)
+    with device.mesh_state.pack_scope(travel):
         device.copy(buffer, uploaded(device, 2))
-    with pytest.raises(KeyError), device.fabric.watched_pack(Travel((0,))):
+    with pytest.raises(KeyError), device.mesh_state.pack_scope(PackInfo((0,))):
         raise KeyError
     device.copy(buffer, uploaded(device, 2))
     said = [each.tensors for each in mesh.flight_record()]
@@ -150,10 +150,10 @@ def test_it_can_be_read_when_the_mesh_is_closed():
 @pytest.mark.parametrize(
     ("travel", "text"),
     [
-        (Travel((4,)), "tensor 4"),
-        (Travel((0, 1, 2), (1, 2), 2), "packs 1 to 2 of 2 (tensors 0 to 2)"),
-        (Travel((1, 3, 4), (7,), 9), "pack 7 of 9 (tensors 1, 3, 4)"),
-        (Travel(tuple(range(0, 40, 2))), "tensors 0, 2, 4, 6, 8 and 15 more"),
+        (PackInfo((4,)), "tensor 4"),
+        (PackInfo((0, 1, 2), (1, 2), 2), "packs 1 to 2 of 2 (tensors 0 to 2)"),
+        (PackInfo((1, 3, 4), (7,), 9), "pack 7 of 9 (tensors 1, 3, 4)"),
+        (PackInfo(tuple(range(0, 40, 2))), "tensors 0, 2, 4, 6, 8 and 15 more"),
     ],
 )
 def test_what_travels_is_said_in_short(travel, text):
@@ -163,13 +163,16 @@ def test_what_travels_is_said_in_short(travel, text):
 @pytest.mark.parametrize(
     ("travels", "text"),
     [
-        ([Travel((0, 3), (1,), 2), Travel((3, 4), (2,), 2)], "packs 1 to 2 of 2 (tensors 0, 3, 4)"),
         (
-            [Travel((0,), (1,), 1), Travel((1,), (1,), 1)],
+            [PackInfo((0, 3), (1,), 2), PackInfo((3, 4), (2,), 2)],
+            "packs 1 to 2 of 2 (tensors 0, 3, 4)",
+        ),
+        (
+            [PackInfo((0,), (1,), 1), PackInfo((1,), (1,), 1)],
             "pack 1 of 1 (tensor 0), pack 1 of 1 (tensor 1)",
         ),
         (
-            [Travel((each,)) for each in range(6)],
+            [PackInfo((each,)) for each in range(6)],
             "tensor 0, tensor 1, tensor 2, tensor 3, tensor 4 and 1 more",
         ),
     ],
@@ -187,8 +190,8 @@ def wanted(tmp_path, monkeypatch):
 
 def opened_and_dead(reason: str) -> None:
     with open_mesh(1, backend="sim") as mesh:
-        mesh.fabric.fail(reason)
-        assert mesh.fabric.mourned.wait(PATIENCE)
+        mesh.mesh_state.fail(reason)
+        assert mesh.mesh_state.failure_reported.wait(PATIENCE)
 
 
 def test_each_mesh_writes_a_file_of_its_own(wanted):
@@ -225,7 +228,7 @@ def test_a_full_disk_leaves_nothing_behind(wanted, monkeypatch, caplog):
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(op_log.os, "fsync", full)
-        mesh.fabric.fail("broken")
+        mesh.mesh_state.fail("broken")
     assert "No space left on device" in caplog.text
     assert list(wanted.parent.iterdir()) == []
 
@@ -235,9 +238,9 @@ def test_no_link_is_followed(wanted, monkeypatch):
     victim = wanted.with_name("victim")
     victim.write_text("mine")
     with open_mesh(1, backend="sim") as mesh:
-        record = Path(mesh.fabric.flight_path)
+        record = Path(mesh.mesh_state.flight_path)
         record.symlink_to(victim)
-        mesh.fabric.fail("broken")
+        mesh.mesh_state.fail("broken")
     assert json.loads(record.read_text())["reason"] == "broken"
     assert not record.is_symlink()
     monkeypatch.setattr(op_log.secrets, "token_hex", lambda nbytes: "known")

@@ -24,7 +24,7 @@ def mesh():
         yield made
 
 
-@pytest.mark.parametrize("how", ["explain", "zero", "release", "Variable.numpy"])
+@pytest.mark.parametrize("how", ["profile", "zero", "release", "Variable.numpy"])
 def test_who_waits_inside_of_a_call_is_let_go_in_time(mesh, how, monkeypatch):
     monkeypatch.setattr(profile, "HOST_BYTES", 1 << 20)  # for explain; 64 MB are copied else
     flat = mesh.flat_buffer([(4,)], "float32")
@@ -33,7 +33,7 @@ def test_who_waits_inside_of_a_call_is_let_go_in_time(mesh, how, monkeypatch):
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
     value = gr.PerReplica(list(flat.buffers), mesh)
     calls = {
-        "explain": lambda deadline: ops.explain(SUM, [(value, value)], deadline=deadline),
+        "profile": lambda deadline: ops.profile(SUM, [(value, value)], deadline=deadline),
         "zero": lambda deadline: flat.zero(deadline=deadline),
         "release": lambda deadline: flat.release(deadline=deadline),
         "Variable.numpy": lambda deadline: variable.numpy(deadline=deadline),
@@ -75,7 +75,7 @@ def test_a_wait_that_an_abort_ends_raises(mesh, monkeypatch, wait, is_reset):
     succeeds = getattr(device, wait)
 
     def aborted(*arguments):
-        mesh.fabric.fail("aborted")
+        mesh.mesh_state.fail("aborted")
         if is_reset:
             mesh.reset(timeout=PATIENCE)
         return succeeds(*arguments)

@@ -7,7 +7,7 @@ from device.contract import FLOAT, SIZE, adopted, data, uploaded
 from support.exact_data import same
 from support.meshes import refused
 
-from gradreduce.device import Capture, Record, Writer
+from gradreduce.device import Capture, LaunchBatch, Record
 from gradreduce.errors import DeviceMismatchError
 from gradreduce.ops import prepare_accumulate_n
 from gradreduce.ops.accumulate_n import ACCUMULATE_N
@@ -21,7 +21,7 @@ def test_it_waits_for_copies_that_read_and_for_each_once(apart, waits):
     parts = [flat.view(place * SIZE, (SIZE,)) for place in range(2)]
     term, away = uploaded(near, 1), far.empty((SIZE,), FLOAT)
     beside.wait(near.mark())
-    writer = Writer(beside, [[part] for part in parts])
+    writer = LaunchBatch(beside, [[part] for part in parts])
     for read in (0, 1, None, 0):
         if read is not None:
             far.copy(away, parts[read])
@@ -42,7 +42,7 @@ def test_it_is_written_down_as_a_launch(near):
     for kept in ([outs[0], outs[2]], outs):  # with a row that has no work, and without
         before = [out.numpy() for out in kept]
         rows = [[out, term if out.size else none] for out in kept]
-        writer = Writer(device, [[out] for out in kept])
+        writer = LaunchBatch(device, [[out] for out in kept])
         with near.journal() as journal:
             writer.launch(ACCUMULATE_N, TEMPLATE, rows, (1,))
         assert journal.records == [Record("launch", "accumulate_n", 0, num_rows=2)]
@@ -55,10 +55,10 @@ def test_what_a_launch_refuses_it_refuses(apart):
     out, theirs = uploaded(near, 1), adopted(far, data((SIZE,)))
     fixed = near.adopt(near.release(uploaded(near, 2)), writable=False)
     with refused(apart, ValueError, "is read-only"):
-        Writer(near, [[out], [fixed]])
+        LaunchBatch(near, [[out], [fixed]])
     with refused(apart, DeviceMismatchError, "cannot reach"):
-        Writer(near, [[out], [theirs]])
-    writer = Writer(near, [[out]])
+        LaunchBatch(near, [[out], [theirs]])
+    writer = LaunchBatch(near, [[out]])
     with refused(apart, DeviceMismatchError, "cannot reach"):
         writer.launch(ACCUMULATE_N, TEMPLATE, [[out, theirs]], (1,))
     assert same(out.numpy(), data((SIZE,), seed=1))
@@ -68,7 +68,7 @@ def test_inside_a_capture_it_is_kept_for_each_call(near):
     device = near.devices[0]
     out, term = device.zeros((SIZE,), FLOAT), uploaded(device, 1)
     prepare_accumulate_n(device, out.dtype, out.dtype)
-    writer, capture = Writer(device, [[out]]), Capture(near.devices)
+    writer, capture = LaunchBatch(device, [[out]]), Capture(near.devices)
     with capture.recorded():
         writer.launch(ACCUMULATE_N, TEMPLATE, [[out, term]], (1,))
     assert not out.numpy().any()
@@ -81,7 +81,7 @@ def test_inside_a_capture_it_waits_for_what_is_read_there(apart, waits):
     near, beside, _ = apart.devices
     out, term, away = near.zeros((SIZE,), FLOAT), uploaded(near, 1), beside.empty((SIZE,), FLOAT)
     prepare_accumulate_n(near, out.dtype, out.dtype)
-    writer, capture = Writer(near, [[out]]), Capture([near, beside])
+    writer, capture = LaunchBatch(near, [[out]]), Capture([near, beside])
     with capture.recorded():
         beside.copy(away, out)
         waits.clear()
@@ -94,11 +94,11 @@ def test_of_a_device_that_is_gone_it_says_so(reopen, closed):
     mesh = reopen([0])
     device = mesh.devices[0]
     out, term = uploaded(device, 1), uploaded(device, 2)
-    writer = Writer(device, [[out]])
+    writer = LaunchBatch(device, [[out]])
     if closed:
         mesh.close()
     else:
-        device.lose("it fell off the bus")
+        device.mark_failed("it fell off the bus")
     with pytest.raises(RuntimeError, match="closed" if closed else "fell off"):
         writer.launch(ACCUMULATE_N, TEMPLATE, [[out, term]], (1,))
     mesh.close()

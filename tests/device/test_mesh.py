@@ -24,7 +24,14 @@ import gradreduce.device
 from gradreduce import backends as module
 from gradreduce.backends import default_mesh, open_mesh
 from gradreduce.backends.device_names import as_device
-from gradreduce.device import ALIGNMENT, as_dtype, by_physical, flat_layout, gather, scatter
+from gradreduce.device import (
+    ALIGNMENT,
+    as_dtype,
+    by_physical,
+    flat_layout,
+    fork_streams,
+    join_streams,
+)
 from gradreduce.device.pending_calls import names_of
 from gradreduce.errors import BackendUnavailableError
 
@@ -114,8 +121,8 @@ def test_other_faces_are_refused(kernels):
 def test_peer_access_is_between_all_physical_devices_or_none():
     for peer_access in (True, False):
         with opened([0, 1], peer_access=peer_access) as mesh:
-            assert mesh.fabric.peers(0, 1) is mesh.fabric.peers(1, 0) is peer_access
-            assert mesh.fabric.peers(1, 1)
+            assert mesh.mesh_state.peers(0, 1) is mesh.mesh_state.peers(1, 0) is peer_access
+            assert mesh.mesh_state.peers(1, 1)
 
 
 def test_strict_memory_is_an_argument_or_a_variable(monkeypatch):
@@ -337,7 +344,7 @@ def test_a_part_has_the_same_devices():
         ]:
             assert part.devices == devices
             assert (len(part), part.num_replicas) == (len(devices), len(devices))
-            assert part.fabric is mesh.fabric
+            assert part.mesh_state is mesh.mesh_state
             assert part.collective is mesh.collective
             assert all(device.mesh is mesh for device in part)
 
@@ -383,10 +390,10 @@ def test_gather_and_scatter_wait_for_each_other_device_once(monkeypatch):
             "wait",
             lambda self, mark, **_: waits.append((self.index, mark.device.index)),
         )
-        gather(leader, [*mesh.devices, *others])
+        join_streams(leader, [*mesh.devices, *others])
         assert waits == [(0, 1), (0, 2)]
         waits.clear()
-        scatter(leader, [*mesh.devices, *others])
+        fork_streams(leader, [*mesh.devices, *others])
         assert waits == [(1, 0), (2, 0)]
 
 

@@ -27,7 +27,7 @@ def named(promise: str) -> list[tuple[str, str]]:
     """File and test of every reference: a letter or a file, then the tests in it."""
     references, file = [], ""
     for letter, path, test in re.findall(
-        r"\b([CLTA]) (?=`test_)|`((?:\.\./)?(?:\w+/)?\w+\.py)`|`(test_\w+)`", promise
+        r"\b([CLTA]) (?=`test_)|`((?:\.\./)*(?:\w+/)*\w+\.py)`|`(test_\w+)`", promise
     ):
         file = FILES.get(letter) or path or file
         if test:

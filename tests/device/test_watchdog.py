@@ -13,11 +13,11 @@ from support.hanging_devices import PATIENCE, await_death, clock, no_thread_star
 from support.signal_injection import ctrl_c
 
 import gradreduce as gr
-from gradreduce.accumulator.state import Ticket
-from gradreduce.accumulator.take_queue import await_ticket, join
+from gradreduce.accumulator.state import PendingTake
+from gradreduce.accumulator.take_queue import await_take, join
 from gradreduce.backends import open_mesh
-from gradreduce.backends.sim.scheduler import Shuffled
-from gradreduce.device import Mesh, due, pending_calls
+from gradreduce.backends.sim.scheduler import RandomScheduler
+from gradreduce.device import Mesh, deadline_scope, pending_calls
 from gradreduce.device.watchdog import _looked_at
 from gradreduce.errors import BackendUnavailableError, CancelledError, CollectiveError
 
@@ -36,10 +36,10 @@ def queued(placement=(0, 1)):
     return open_mesh(list(placement), backend="sim", schedule_seed=3)
 
 
-def waiting_take(mesh: Mesh) -> Ticket:
+def waiting_take(mesh: Mesh) -> PendingTake:
     """A take that waits for gradients on all devices."""
     accumulator = gr.ConditionalAccumulator("float32", device=mesh)
-    ticket = Ticket((accumulator.accumulator_ref,), num_required=1)
+    ticket = PendingTake((accumulator.accumulator_ref,), num_required=1)
     join(ticket)
     return ticket
 
@@ -53,16 +53,16 @@ def ended(threads: list[threading.Thread]) -> bool:
 def test_work_that_is_done_in_time_is_let_go(mesh):
     """On every backend: the waits that end early give what those give that do not."""
     buffer = uploaded(mesh.devices[0], 1)
-    assert not mesh.fabric.is_guarded
-    with due("a call", PATIENCE, mesh.devices):
+    assert not mesh.mesh_state.is_guarded
+    with deadline_scope("a call", PATIENCE, mesh.devices):
         mesh.devices[1].copy(buffer, uploaded(mesh.devices[1], 2))
-    assert mesh.fabric.is_guarded
+    assert mesh.mesh_state.is_guarded
     mesh.devices[0].wait(mesh.devices[1].mark())
     assert same(buffer.numpy(deadline=PATIENCE), data((SIZE,), seed=2))
     assert same(buffer.numpy(), data((SIZE,), seed=2))
     mesh.synchronize(deadline=PATIENCE)
     mesh.synchronize()
-    assert mesh.fabric.reason is None
+    assert mesh.mesh_state.reason is None
 
 
 def test_a_reset_of_what_is_not_dead_does_nothing(mesh):
@@ -108,10 +108,10 @@ def test_an_idle_thread_keeps_no_mesh_alive():
     before = set(watchdogs())
     mesh = queued()
     mesh.synchronize(deadline=PATIENCE)
-    with due("a call", PATIENCE, mesh.devices):
+    with deadline_scope("a call", PATIENCE, mesh.devices):
         uploaded(mesh.devices[0], 1)
     mesh.synchronize()
-    here = weakref.ref(mesh.fabric)
+    here = weakref.ref(mesh.mesh_state)
     del mesh
     gone = threading.Event()
     for _ in range(int(PATIENCE / 0.005)):
@@ -127,18 +127,18 @@ def test_the_first_reason_stays_and_a_second_death_has_its_own(clock):
     with queued() as mesh:
         stall(mesh.devices[1])
         for call in ("first", "second"):
-            with due(call, 5, mesh.devices):
+            with deadline_scope(call, 5, mesh.devices):
                 uploaded(mesh.devices[1], 1)
         clock.pass_by(6)
         assert "for first passed" in await_death(mesh)
-        mesh.fabric.fail("later reasons do not count")
+        mesh.mesh_state.fail("later reasons do not count")
         with pytest.raises(CollectiveError, match="for first passed"):
             mesh.synchronize()
         mesh.reset(timeout=PATIENCE)
         clock.pass_by(100)  # who watched before the reset does not any more
         assert same(uploaded(mesh.devices[1], 4).numpy(deadline=PATIENCE), data((SIZE,), seed=4))
         stall(mesh.devices[0])
-        with due("third", 5, mesh.devices):
+        with deadline_scope("third", 5, mesh.devices):
             uploaded(mesh.devices[0], 1)
         clock.pass_by(6)
         assert "for third passed: sim:0 has not joined third" in await_death(mesh)
@@ -147,7 +147,7 @@ def test_the_first_reason_stays_and_a_second_death_has_its_own(clock):
 def test_a_call_that_never_ends_on_the_host_is_named(clock):
     """As inside of a library that hangs; the call itself then meets the error."""
     mesh = queued()
-    with pytest.raises(CollectiveError, match="is dead"), due("a call", 5, mesh.devices):
+    with pytest.raises(CollectiveError, match="is dead"), deadline_scope("a call", 5, mesh.devices):
         clock.pass_by(6)
         assert "the call itself has not come to the end of giving its work" in await_death(mesh)
         uploaded(mesh.devices[0], 1)
@@ -157,46 +157,46 @@ def test_a_call_that_never_ends_on_the_host_is_named(clock):
 def test_a_call_that_raises_is_not_watched_any_more(clock):
     with queued() as mesh:
         stall(mesh.devices[1])
-        with pytest.raises(KeyError), due("a call", 5, mesh.devices):
-            watched = mesh.fabric.watch
+        with pytest.raises(KeyError), deadline_scope("a call", 5, mesh.devices):
+            watched = mesh.mesh_state.pending_call
             uploaded(mesh.devices[1], 1)
             raise KeyError
         clock.pass_by(6)
-        assert _looked_at(mesh.fabric, [watched]) == []
-        assert mesh.fabric.reason is None
+        assert _looked_at(mesh.mesh_state, [watched]) == []
+        assert mesh.mesh_state.reason is None
 
 
 def test_a_call_of_before_a_reset_is_not_watched_any_more(clock):
-    with queued() as mesh, due("a call", 5, mesh.devices):
-        watched = mesh.fabric.watch
-        mesh.fabric.fail("for a test")
+    with queued() as mesh, deadline_scope("a call", 5, mesh.devices):
+        watched = mesh.mesh_state.pending_call
+        mesh.mesh_state.fail("for a test")
         mesh.reset(timeout=PATIENCE)
         clock.pass_by(6)
-        assert _looked_at(mesh.fabric, [watched]) == []
-        assert mesh.fabric.reason is None
+        assert _looked_at(mesh.mesh_state, [watched]) == []
+        assert mesh.mesh_state.reason is None
 
 
 def test_an_update_that_a_death_cuts_short_loses_no_device():
     """After a reset its content is undefined anyway; a lost device would stay so."""
     with queued() as mesh:
         buffer, other = (uploaded(mesh.devices[0], seed) for seed in (1, 2))
-        with pytest.raises(CollectiveError), mesh.fabric.whole_or_lost(mesh.devices):
+        with pytest.raises(CollectiveError), mesh.mesh_state.fail_on_partial_write(mesh.devices):
             mesh.devices[0].copy(buffer, other)
-            mesh.fabric.fail("for a test")
+            mesh.mesh_state.fail("for a test")
             mesh.devices[0].copy(other, buffer)
-        assert mesh.fabric.lost == {}
+        assert mesh.mesh_state.failed == {}
         mesh.reset(timeout=PATIENCE)
         mesh.synchronize(deadline=PATIENCE)
 
 
 def test_a_wait_for_work_that_is_dropped_does_not_believe_it_done():
-    scheduler = Shuffled(3)
+    scheduler = RandomScheduler(3)
     scheduler.stall("a")
     scheduler.submit("a", lambda: None)
     waits, found = threading.Event(), []
 
     class Patience:
-        rest = PATIENCE
+        remaining = PATIENCE
 
         @property
         def is_over(self) -> bool:
@@ -214,7 +214,7 @@ def test_a_wait_for_work_that_is_dropped_does_not_believe_it_done():
 def test_a_device_that_cannot_be_looked_at_ends_the_mesh(clock, monkeypatch):
     with queued() as mesh, monkeypatch.context() as patch:
         patch.setattr(type(mesh.devices[0]), "_reached", lambda *_: 1 / 0)
-        with due("a call", 5, mesh.devices):
+        with deadline_scope("a call", 5, mesh.devices):
             pass
         assert "cannot be looked at: ZeroDivisionError" in await_death(mesh)
 
@@ -223,12 +223,16 @@ def test_neither_the_thread_nor_a_death_takes_a_lock(clock):
     """Every lock of ours is held by a call that hangs; the mesh dies all the same."""
     with queued() as mesh:
         stall(mesh.devices[1])
-        with due("a call", 5, mesh.devices):
+        with deadline_scope("a call", 5, mesh.devices):
             uploaded(mesh.devices[1], 1)
         held, let_go = threading.Event(), threading.Event()
 
         def hang() -> None:
-            with mesh.fabric.launch_lock, mesh.fabric._watchdog_lock, mesh.fabric.reset_lock:
+            with (
+                mesh.mesh_state.launch_lock,
+                mesh.mesh_state._watchdog_lock,
+                mesh.mesh_state.reset_lock,
+            ):
                 held.set()
                 assert let_go.wait(PATIENCE)
 
@@ -251,13 +255,13 @@ def test_where_no_thread_can_start_a_death_is_told_all_the_same(clock, monkeypat
         ticket = waiting_take(mesh)
         mesh.synchronize(deadline=PATIENCE)
         stall(mesh.devices[1])
-        with due("a call", 5, mesh.devices):
+        with deadline_scope("a call", 5, mesh.devices):
             uploaded(mesh.devices[1], 1)
         refused.append(True)
         clock.pass_by(6)
         assert "sim:1 has not joined" in await_death(mesh)
         with pytest.raises(CancelledError, match="the mesh is dead"):
-            await_ticket(ticket, PATIENCE)
+            await_take(ticket, PATIENCE)
         with pytest.raises(CollectiveError, match="the mesh is dead"):
             mesh.synchronize()
     assert list(tmp_path.iterdir())
@@ -278,9 +282,9 @@ def test_where_no_thread_can_start_a_loss_is_told_by_the_caller():
     with queued() as mesh, no_thread_starts() as refused:
         ticket = waiting_take(mesh)
         refused.append(True)
-        mesh.devices[1].lose("for a test")
+        mesh.devices[1].mark_failed("for a test")
         with pytest.raises(CancelledError):
-            await_ticket(ticket, PATIENCE)
+            await_take(ticket, PATIENCE)
 
 
 def test_where_no_thread_can_start_a_loss_is_told_by_the_watchdog():
@@ -299,21 +303,21 @@ def test_where_no_thread_can_start_a_loss_is_told_by_the_watchdog():
         holder.start()
         assert held.wait(PATIENCE)
         refused.append(True)
-        mesh.devices[1].lose("for a test")
+        mesh.devices[1].mark_failed("for a test")
         let_go.set()
         with pytest.raises(CancelledError):
-            await_ticket(ticket, PATIENCE)
+            await_take(ticket, PATIENCE)
         holder.join(PATIENCE)
 
 
 def test_a_reset_waits_for_a_call_that_still_gives_work(clock):
     with queued() as mesh:
-        mesh.fabric.fail("for a test")
+        mesh.mesh_state.fail("for a test")
         await_death(mesh)
         held, let_go = threading.Event(), threading.Event()
 
         def hang() -> None:
-            with mesh.fabric.launch_lock:
+            with mesh.mesh_state.launch_lock:
                 held.set()
                 assert let_go.wait(PATIENCE)
 
@@ -367,8 +371,8 @@ def test_a_mesh_that_is_closed_lets_go_who_waits():
 def test_patience_is_polled_only_where_there_was_a_deadline():
     with queued() as mesh:
         device = mesh.devices[0]
-        assert not pending_calls.Patience(device).polls
-        assert pending_calls.Patience(device, 5).polls
-        mesh.fabric.guard()
-        assert pending_calls.Patience(device).polls
+        assert not pending_calls.WaitPolicy(device).polls
+        assert pending_calls.WaitPolicy(device, 5).polls
+        mesh.mesh_state.guard()
+        assert pending_calls.WaitPolicy(device).polls
         assert device.put(np.ones(3, np.float32)).numpy().sum() == 3

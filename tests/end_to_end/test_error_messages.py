@@ -164,7 +164,7 @@ def test_which_of_many_gradients_is_wrong_is_told(big, many):
 def test_no_message_holds_all_of_what_came(mesh, big, many):
     value, far = gr.PerReplica([ONES] * 4, mesh), gr.PerReplica([ONES] * 64, big)
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
-    topology = (range(1500), range(1500, 3000))
+    reduction_groups = (range(1500), range(1500, 3000))
     step = gr.SyncStep(many[2], gr.GradientDescentOptimizer(0.1), ops)
     number = gr.Variable(np.zeros(2000, "i1"), trainable=False, device=mesh)
     for call in (
@@ -172,7 +172,7 @@ def test_no_message_holds_all_of_what_came(mesh, big, many):
         lambda: ops.batch_reduce(SUM, [(value, LONG)]),
         lambda: ops.batch_reduce(SUM, [(value, ["sim:0"] * 3000)]),
         lambda: ops.reduce(LONG, value, value),
-        lambda: ops.reduce(SUM, value, value, as_kind=LONG),
+        lambda: ops.reduce(SUM, value, value, output_type=LONG),
         lambda: ops.reduce(SUM, value, value, out=far),
         lambda: ops.broadcast(far, mesh),
         lambda: ops.all_reduce([{"x" * 3000: each} for each in (ONES, ONES[:2], ONES, ONES)]),
@@ -180,8 +180,10 @@ def test_no_message_holds_all_of_what_came(mesh, big, many):
         lambda: gr.NcclAllReduce(wire_dtype=LONG),
         lambda: gr.NcclAllReduce(mesh=LONG),
         lambda: gr.NcclAllReduce(LONG),
-        lambda: gr.HierarchicalCopyAllReduce(topology=LONG),
-        lambda: gr.HierarchicalCopyAllReduce(topology=topology).reduce(SUM, value, value),
+        lambda: gr.HierarchicalCopyAllReduce(reduction_groups=LONG),
+        lambda: gr.HierarchicalCopyAllReduce(reduction_groups=reduction_groups).reduce(
+            SUM, value, value
+        ),
         lambda: gr.PerReplica([ONES] * 64, devices=[big.devices[0]] * 64),
         lambda: gr.PerReplica([ONES] * 64, mesh, devices=big.devices),
         lambda: gr.PerReplica([ONES] * 64, mesh=LONG),

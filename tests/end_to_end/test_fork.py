@@ -17,7 +17,7 @@ FORKED = """
 import gc, os, signal, sys, threading
 import numpy as np
 import gradreduce as gr
-from gradreduce.device import compiled
+from gradreduce.backends.sim import host_compile
 from device.test_contract_lifetime import every_call
 
 LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition)
@@ -56,14 +56,14 @@ def use(mesh, name):
     calls = every_call(mesh, buffer) | {
         "journal": lambda: mesh.journal().__enter__(),
         "flight_record": mesh.flight_record,
-        "lose": lambda: mesh.devices[0].lose("for no reason"),
+        "lose": lambda: mesh.devices[0].mark_failed("for no reason"),
         "reset": mesh.reset,
         "collective": lambda: mesh.collective,
         "read": w.numpy,
         "assign": lambda: w.assign(np.zeros(4, np.float32)),
         "assign_add": lambda: w.assign_add(np.zeros(4, np.float32)),
         "reduce": lambda: ops.reduce(SUM, value, value),
-        "explain": lambda: ops.explain(SUM, [(value, value)]),
+        "explain": lambda: ops.profile(SUM, [(value, value)]),
         "play": steps[0],
         "play with a deadline": lambda: steps[0](deadline=5),
         "captured": steps[1],
@@ -116,7 +116,7 @@ def in_the_child(calls):
             raise AssertionError(f"{name} works")
     with mesh:
         pass
-    compiled.host_kernel.cache_clear()
+    host_compile.host_kernel.cache_clear()
     with gr.open_mesh(2, backend="sim", kernels=sys.argv[1], schedule_seed=seed) as new:
         use(new, "shared")
     assert gr.default_mesh() is not old
@@ -159,7 +159,7 @@ sys.exit(code != 0)
 
 @pytest.mark.parametrize("kernels", ["numpy", pytest.param("compiled", marks=pytest.mark.host)])
 def test_what_a_child_inherits_raises_and_what_it_opens_works(kernels):
-    path = os.pathsep.join([str(Path(gr.__file__).parent.parent), str(Path(__file__).parent)])
+    path = os.pathsep.join([str(Path(gr.__file__).parent.parent), str(Path(__file__).parents[1])])
     done = subprocess.run(
         [sys.executable, "-W", "error", "-W", "ignore:This process:DeprecationWarning", "-c",
          FORKED, kernels],

@@ -12,7 +12,7 @@ from support.signal_injection import Strike
 
 import gradreduce as gr
 from gradreduce.backends.sim.device import SimDevice
-from gradreduce.backends.sim.scheduler import RunAtOnce
+from gradreduce.backends.sim.scheduler import EagerScheduler
 from gradreduce.errors import brief
 
 DEADLINE = 60.0
@@ -56,7 +56,7 @@ def test_no_addition_of_several_threads_is_lost():
 
 
 def test_one_piece_of_work_at_a_time_in_a_queue():
-    scheduler = RunAtOnce()
+    scheduler = EagerScheduler()
     started, ran, ran_elsewhere = threading.Event(), threading.Event(), threading.Event()
 
     def first():
@@ -143,7 +143,7 @@ def test_a_closed_mesh_keeps_no_free_memory():
     del reduced
     mesh.close()
     for device in mesh.devices:
-        assert (device._pool.live_bytes, device._pool.free_bytes, len(device.dead)) == (0, 0, 0)
+        assert (device._pool.live_bytes, device._pool.free_bytes, len(device.freed)) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("fails_at", range(1, 9))
@@ -246,7 +246,7 @@ def test_an_option_that_is_no_boolean_is_named(wrong):
                 lambda: ops.batch_reduce(sum_up, pairs, coalesce=wrong),
                 lambda: ops.reduce(sum_up, ones, ones, coalesce=wrong),
                 lambda: ops.plan(sum_up, pairs, coalesce=wrong),
-                lambda: ops.explain(sum_up, pairs, coalesce=wrong),
+                lambda: ops.profile(sum_up, pairs, coalesce=wrong),
                 lambda: gr.all_reduce([[np.ones(3)]] * 2, mesh=mesh, coalesce=wrong),
                 lambda: gr.ReductionToOneDevice().batch_reduce(sum_up, pairs, coalesce=wrong),
             ],
@@ -283,12 +283,12 @@ def test_what_is_no_mesh_no_list_and_no_table_is_told():
 
 def test_a_mesh_looks_through_its_accumulators_while_others_are_made():
     """When it is closed, loses a device or is reset; a weak dictionary alone raises then."""
-    fabric = gr.open_mesh(1, backend="sim").fabric
+    mesh_state = gr.open_mesh(1, backend="sim").mesh_state
     kept, threads = [Key(), Key()], []
 
     def make():
         kept.append(Key())
-        fabric.add_listener(kept[-1], print, print)
+        mesh_state.add_listener(kept[-1], print, print)
 
     def make_beside():  # at once, or when the mesh has looked through them
         threads.append(threading.Thread(target=make, daemon=True))
@@ -296,12 +296,12 @@ def test_a_mesh_looks_through_its_accumulators_while_others_are_made():
         threads[-1].join(0.002)
 
     for key in list(kept):
-        fabric.add_listener(key, print, print)
+        mesh_state.add_listener(key, print, print)
     with Strike(1, make_beside, every=2):
-        assert len(fabric.listeners()) >= 2
+        assert len(mesh_state.listeners()) >= 2
     for thread in threads:
         thread.join(DEADLINE)
-    assert len(fabric.listeners()) == len(kept) > 5
+    assert len(mesh_state.listeners()) == len(kept) > 5
 
 
 class Key:

@@ -21,7 +21,7 @@ OPTIMIZERS = [
     lambda: gr.RMSPropOptimizer(0.1, momentum=0.5),
     lambda: gr.RMSPropOptimizer(0.1, momentum=0.5, centered=True),
 ]
-FACES = {"numpy": "twin", "compiled": "text"}
+IMPLEMENTATIONS = {"numpy": "reference", "compiled": "text"}
 
 
 def terms_of(seed: int) -> list:
@@ -83,10 +83,12 @@ def sums(mesh: gr.Mesh) -> list[np.ndarray]:
     return [buffer.numpy() for buffer in made]
 
 
-def run(face: str, monkeypatch) -> tuple[list[np.ndarray], dict[str, list[str]], list[str]]:
+def run(
+    implementation: str, monkeypatch
+) -> tuple[list[np.ndarray], dict[str, list[str]], list[str]]:
     """Results; which kernels ran as their twins and which as the text; and what was launched."""
-    ran: dict[str, list[str]] = {"twin": [], "text": []}
-    twin, text = sim.SimDevice._twin_work, sim.SimDevice._compiled_work
+    ran: dict[str, list[str]] = {"reference": [], "text": []}
+    reference, text = sim.SimDevice._reference_work, sim.SimDevice._compiled_work
 
     def noted(of, work):
         def call(self, kernel, *arguments):
@@ -96,10 +98,10 @@ def run(face: str, monkeypatch) -> tuple[list[np.ndarray], dict[str, list[str]],
         return call
 
     with monkeypatch.context() as patch:
-        patch.setattr(sim.SimDevice, "_twin_work", noted("twin", twin))
+        patch.setattr(sim.SimDevice, "_reference_work", noted("reference", reference))
         patch.setattr(sim.SimDevice, "_compiled_work", noted("text", text))
         with (
-            gr.open_mesh(PLACEMENT, backend="sim", strict=True, kernels=face) as mesh,
+            gr.open_mesh(PLACEMENT, backend="sim", strict=True, kernels=implementation) as mesh,
             mesh.journal() as journal,
         ):
             results = steps(mesh) + periods(mesh) + sums(mesh)
@@ -107,16 +109,20 @@ def run(face: str, monkeypatch) -> tuple[list[np.ndarray], dict[str, list[str]],
 
 
 @pytest.mark.parametrize(
-    "face", [pytest.param(face, marks=[pytest.mark.host] * (face != "numpy")) for face in FACES]
+    "implementation",
+    [
+        pytest.param(implementation, marks=[pytest.mark.host] * (implementation != "numpy"))
+        for implementation in IMPLEMENTATIONS
+    ],
 )
-def test_every_launch_runs_the_face_that_was_asked_for(face, monkeypatch):
-    _, ran, launched = run(face, monkeypatch)
-    assert ran.pop(FACES[face]) == launched
+def test_every_launch_runs_the_face_that_was_asked_for(implementation, monkeypatch):
+    _, ran, launched = run(implementation, monkeypatch)
+    assert ran.pop(IMPLEMENTATIONS[implementation]) == launched
     assert list(ran.values()) == [[]]
     assert set(launched) == {kernel.name for kernel in KERNELS}
 
 
 @pytest.mark.host
 def test_both_faces_give_the_same_bits(monkeypatch):
-    one, other = (run(face, monkeypatch)[0] for face in FACES)
+    one, other = (run(implementation, monkeypatch)[0] for implementation in IMPLEMENTATIONS)
     assert all(map(same, one, other))

@@ -16,7 +16,7 @@ from support.signal_injection import ctrl_c, interrupted_at, num_points_of
 
 import gradreduce as gr
 from gradreduce.accumulator import take_queue
-from gradreduce.accumulator.state import Ticket
+from gradreduce.accumulator.state import PendingTake
 from gradreduce.arrays import caller_streams
 
 LIMIT_S = 30.0
@@ -160,7 +160,7 @@ def apply(mesh, kinds=(False,), on_one=False):
 
 def apply_that_serves(mesh, kinds=(False,)):
     made, bring, _, shown = accumulators(mesh, kinds)
-    ticket = Ticket(tuple(each.accumulator_ref for each in made), 4)
+    ticket = PendingTake(tuple(each.accumulator_ref for each in made), 4)
     take_queue.join(ticket)
 
     def all_shown():
@@ -174,7 +174,7 @@ def apply_that_serves(mesh, kinds=(False,)):
 def take_in_vain(mesh):
     """Its time has run out, and another that waits behind it needs less."""
     (acc,), bring, take, shown = accumulators(mesh, (False,))
-    first, behind = (Ticket((acc.accumulator_ref,), number) for number in (8, 4))
+    first, behind = (PendingTake((acc.accumulator_ref,), number) for number in (8, 4))
     bring(1.0)
     take_queue.join(first)
     take_queue.join(behind)
@@ -289,7 +289,7 @@ class Case(NamedTuple):
             assert interrupted or reached < place  # another run may have filled a cache
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
             with (
-                caller_streams.OneCall()
+                caller_streams.StreamScope()
             ):  # fences of the call that was interrupted are none of this one
                 assert caller_streams._mine.scope.frame is sys._getframe()
             state = world.shown()
@@ -377,11 +377,11 @@ def test_interrupts_by_the_clock(rounds):
 def test_streams_that_lend_gradients_wait_before_a_late_ctrl_c(name, monkeypatch):
     """It may come in front of the end of the call, where they would be told to wait."""
     told = []
-    monkeypatch.setattr(caller_streams, "precede", lambda *who: told.append(who))
+    monkeypatch.setattr(caller_streams, "block_stream", lambda *who: told.append(who))
     with gr.open_mesh(PLACEMENT, backend="sim") as mesh:
         world = SCENES[name](mesh)
-        with caller_streams.OneCall():
-            caller_streams.came_in(mesh.devices[1], 5)
+        with caller_streams.StreamScope():
+            caller_streams.record_input(mesh.devices[1], 5)
             world.call()
             assert told == [(mesh.devices[1], 5)]
         assert len(told) == 1

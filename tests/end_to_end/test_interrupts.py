@@ -27,7 +27,7 @@ from gradreduce.backends import default_mesh
 from gradreduce.backends.sim import device as sim
 from gradreduce.backends.sim import host_compile, workers
 from gradreduce.backends.sim.pool import Memory, SimPool
-from gradreduce.backends.sim.scheduler import Shuffled
+from gradreduce.backends.sim.scheduler import RandomScheduler
 from gradreduce.device import launch_table
 from gradreduce.errors import CollectiveError, DeadlineExceededError
 
@@ -97,7 +97,7 @@ def right_calls() -> dict[str, Callable[[], bool]]:
         mesh.synchronize()
         return True
 
-    scheduler = Shuffled(3)
+    scheduler = RandomScheduler(3)
 
     def wait() -> bool:
         ran: list[bool] = []
@@ -118,7 +118,7 @@ def right_calls() -> dict[str, Callable[[], bool]]:
         return (queued.zeros((3,), "float32").numpy() == 0).all()
 
     def reset() -> bool:
-        mesh.fabric.fail("for a test")
+        mesh.mesh_state.fail("for a test")
         mesh.reset(timeout=DEADLINE)
         return reduce()
 
@@ -152,7 +152,7 @@ def test_an_interruption_leaves_no_lock_of_a_centre_behind(first):
 
 def test_queued_work_that_is_interrupted_is_done_whole():
     """As on a GPU: Ctrl-C may come where the host waits for work of earlier calls."""
-    scheduler, ran = Shuffled(0), []
+    scheduler, ran = RandomScheduler(0), []
 
     def work() -> None:
         signal.raise_signal(SIGINT)
@@ -168,7 +168,7 @@ def test_queued_work_that_is_interrupted_is_done_whole():
 
 def test_a_handler_cannot_wait_for_queued_work_that_it_interrupts():
     """It would run what comes behind that work first."""
-    scheduler, ran = Shuffled(0), []
+    scheduler, ran = RandomScheduler(0), []
 
     def work() -> None:
         with pytest.raises(RuntimeError, match="let the handler set a flag"):
@@ -185,13 +185,13 @@ def test_a_handler_cannot_wait_for_queued_work_that_it_interrupts():
 def test_a_handler_that_waits_for_queued_work_spoils_none():
     """At every point of a wait: it does all of it, or is told that it cannot."""
 
-    def queued() -> tuple[Shuffled, list[str]]:
-        scheduler, ran = Shuffled(0), []
+    def queued() -> tuple[RandomScheduler, list[str]]:
+        scheduler, ran = RandomScheduler(0), []
         for name in ("first", "second"):
             scheduler.submit("a queue", partial(ran.append, name))
         return scheduler, ran
 
-    def handler(scheduler: Shuffled) -> None:
+    def handler(scheduler: RandomScheduler) -> None:
         scheduler.submit("another queue", lambda: None)
         with suppress(RuntimeError):
             scheduler.finish("a queue")
@@ -209,7 +209,7 @@ class Brief:
 
     def __init__(self) -> None:
         self._looks = 0
-        self.rest = 1e-4
+        self.remaining = 1e-4
 
     @property
     def is_over(self) -> bool:
@@ -283,7 +283,7 @@ def interrupt_often(count: int) -> None:
     ],
 )
 def test_what_is_interrupted_often_stays_right_and_ends_soon(num_processes, count):
-    program = f"import test_interrupts; test_interrupts.interrupt_often({count})"
+    program = f"from end_to_end import test_interrupts; test_interrupts.interrupt_often({count})"
     for _ in range(num_processes):
         with subprocess.Popen(
             [sys.executable, "-c", program],
@@ -343,10 +343,12 @@ EVERY = 50  # points between two handlers: closer, and what they leave to do is 
 
 
 @pytest.mark.parametrize("firsts", seeds(2, EVERY))
-@pytest.mark.parametrize("face", ["numpy", pytest.param("compiled", marks=pytest.mark.host)])
-def test_a_handler_saves_a_checkpoint(face, firsts):
+@pytest.mark.parametrize(
+    "implementation", ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
+)
+def test_a_handler_saves_a_checkpoint(implementation, firsts):
     """At all points of a step in the tier: thousands of times."""
-    training = Training(kernels=face)
+    training = Training(kernels=implementation)
     training.save()  # compiles, and starts the thread that looks at deadlines
 
     def train(first: int) -> None:
@@ -376,16 +378,22 @@ def test_a_handler_of_real_signals_saves_a_thousand_times():
     training.mesh.close()
 
 
-@pytest.mark.parametrize("face", ["numpy", pytest.param("compiled", marks=pytest.mark.host)])
-def test_a_handler_may_come_while_locks_are_held(face):
-    training = Training(kernels=face)
+@pytest.mark.parametrize(
+    "implementation", ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
+)
+def test_a_handler_may_come_while_locks_are_held(implementation):
+    training = Training(kernels=implementation)
 
     def save() -> None:
         mesh, opened = training.mesh, default_mesh()
         with ExitStack() as held:
             for each in (mesh, opened):
-                fabric = each.fabric
-                for lock in (fabric.launch_lock, fabric._watchdog_lock, fabric.recorder._lock):
+                mesh_state = each.mesh_state
+                for lock in (
+                    mesh_state.launch_lock,
+                    mesh_state._watchdog_lock,
+                    mesh_state.recorder._lock,
+                ):
                     held.enter_context(lock)
             for device in (*mesh.devices, *opened.devices):
                 for lock in (device._pool._lock, device._tables._lock):
@@ -409,19 +417,19 @@ class Pooled:
     def call(self) -> None:
         self.take(1024, 2048, 5120, 5120)
         for _ in range(2):
-            self.pool.give(self.live.pop())
+            self.pool.release(self.live.pop())
         self.take(4096, 512)
 
     def handle(self) -> None:
         self.take(512)
         for nbytes in (1024, 512, 3072):
-            self.pool.give(self.pool.take(nbytes))
+            self.pool.release(self.pool.allocate(nbytes))
         if len(self.live) % 2:
             self.pool.clear()
 
     def take(self, *sizes: int) -> None:
         for nbytes in sizes:
-            memory = self.pool.take(nbytes)
+            memory = self.pool.allocate(nbytes)
             assert memory.nbytes >= nbytes
             self.live.append(memory)
 

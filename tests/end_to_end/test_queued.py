@@ -13,17 +13,18 @@ import pytest
 from support.exhaustive import seeds
 
 import gradreduce as gr
-from gradreduce.backends.sim.scheduler import Shuffled
+from gradreduce.backends.sim.scheduler import RandomScheduler
 from gradreduce.reduce.algorithms import ALGORITHMS
 from gradreduce.reduce.packing import plan_packing
 from gradreduce.reduce.stages import Job
 
-# By full name: functions of the same name hide `gradreduce.reduce.aggregation` and `allreduce.nccl`.
+# By full name: functions of the same name hide `gradreduce.reduce.aggregation` and
+# `allreduce.nccl`.
 flats_room, aggregation, sparse, optimizer, arrivals, hierarchical, nccl_room = (
     importlib.import_module(f"gradreduce.{name}")
     for name in (
-        "reduce.pack_buffers", "reduce.aggregators", "reduce.aggregation", "optim.update_plan", "accumulator.dense_storage",
-        "reduce.hierarchical_copy", "reduce.nccl_all_reduce",
+        "reduce.pack_buffers", "reduce.aggregators", "reduce.aggregation", "optim.update_plan",
+        "accumulator.dense_storage", "reduce.hierarchical_copy", "reduce.nccl_all_reduce",
     )
 )  # fmt: skip
 
@@ -109,9 +110,13 @@ HALVES = {2: ((1, 0), ()), 4: ((2, 0), (1, 3)), 5: ((3, 0), (4, 2, 1))}
 def test_other_halves_have_the_same_bits_in_every_legal_order(seeds):
     for placement, peers in itertools.product(PLACEMENTS, (True, False)):
         halves = HALVES[len(placement)]
-        expected = reduce_and_free(placement, "hierarchical_copy", None, peers, topology=halves)
+        expected = reduce_and_free(
+            placement, "hierarchical_copy", None, peers, reduction_groups=halves
+        )
         for seed in seeds:
-            found = reduce_and_free(placement, "hierarchical_copy", seed, peers, topology=halves)
+            found = reduce_and_free(
+                placement, "hierarchical_copy", seed, peers, reduction_groups=halves
+            )
             assert found == expected, seed
 
 
@@ -279,8 +284,8 @@ def test_small_scenes_have_the_same_bits_in_every_legal_order(scene, seeds):
 
 
 def test_a_wait_that_nothing_passes_is_a_deadlock_not_a_hang():
-    scheduler = Shuffled(3)
-    other = Shuffled(0)
+    scheduler = RandomScheduler(3)
+    other = RandomScheduler(0)
     scheduler.wait("a", other.record("b"))
     scheduler.submit("a", lambda: None)
     with pytest.raises(RuntimeError, match="deadlock: a waits"):

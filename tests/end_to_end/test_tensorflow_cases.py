@@ -56,8 +56,8 @@ def spoiled(expected: Any) -> Any:
 
 @pytest.fixture(scope="module", params=WAYS)
 def way(request) -> Iterator[tuple[gr.Mesh, bool]]:
-    face, as_buffers = request.param
-    with gr.open_mesh(PLACEMENT, backend="sim", kernels=face, strict=True) as mesh:
+    implementation, as_buffers = request.param
+    with gr.open_mesh(PLACEMENT, backend="sim", kernels=implementation, strict=True) as mesh:
         assert len(mesh) == NUM_DEVICES
         yield mesh, as_buffers
 

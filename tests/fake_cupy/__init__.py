@@ -1,7 +1,7 @@
 """A stand-in for CuPy and NCCL that runs the CUDA backend's own code without a GPU.
 
-Used by a pytest process of its own: ``python -m pytest -p fake_cupy.plugin tests/backends/cuda``, with this
-folder's parent on ``PYTHONPATH``. The rooms:
+Used by a pytest process of its own: ``python -m pytest -p fake_cupy.plugin tests/backends/cuda``,
+with this folder's parent on ``PYTHONPATH``. The rooms:
 
 * ``memory``: where device and pinned memory lies, who owns which bytes, who used them last.
 * ``machine``: the queues of the streams, in a seeded random legal order; happens-before clocks.

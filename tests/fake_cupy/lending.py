@@ -67,7 +67,7 @@ def dropped(torch, mesh: Mesh, kind: str) -> None:
     for turn in range(3):
         theirs = torch.stream if kind == "torch" else cupy.cuda.Stream(non_blocking=True)
         with theirs:
-            made = gr.add_n([device.upload(values(turn))] * 2, as_kind=kind)
+            made = gr.add_n([device.upload(values(turn))] * 2, output_type=kind)
             array = made.array if kind == "torch" else made
             kept = array.copy()
         del made, array
@@ -82,7 +82,7 @@ def ended(torch, mesh: Mesh) -> None:
     tensor = on(torch, 0, values())
     theirs, done = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Event(disable_timing=True)
     with theirs:
-        made = gr.add_n([mesh.devices[0].upload(values())] * 2, as_kind="cupy")
+        made = gr.add_n([mesh.devices[0].upload(values())] * 2, output_type="cupy")
         kept = made.copy()
         done.record()
     del made, theirs
@@ -123,7 +123,7 @@ def added_by_the_callers_own(mesh, tensors, value) -> Check:
 
 def all_reduced(mesh, tensors, value) -> Check:
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
-    rows = ops.all_reduce([[each] for each in tensors], op=SUM, as_kind="buffer")
+    rows = ops.all_reduce([[each] for each in tensors], op=SUM, output_type="buffer")
     return lambda: rows[1][0].numpy()
 
 
@@ -135,7 +135,7 @@ def given_in_place(mesh, tensors, value) -> Check:
 
 def prepared(mesh, tensors, value, how="prepare") -> Check:
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
-    step = getattr(ops, how)(SUM, [(value, value)], as_kind="buffer")
+    step = getattr(ops, how)(SUM, [(value, value)], output_type="buffer")
     (made,) = step()
     return lambda: made.buffers[2].numpy()
 
@@ -145,7 +145,7 @@ def captured(mesh, tensors, value) -> Check:
 
 
 def broadcast(mesh, tensors, value) -> Check:
-    sums = [gr.HierarchicalCopyAllReduce().broadcast(each, mesh, as_kind="buffer")
+    sums = [gr.HierarchicalCopyAllReduce().broadcast(each, mesh, output_type="buffer")
             for each in tensors]  # fmt: skip
     return lambda: sum(made.buffers[place].numpy() for place, made in enumerate(sums))
 
@@ -166,14 +166,14 @@ def broadcast_into_tensors(mesh, tensors, value) -> Check:
 
 
 def added(mesh, tensors, value) -> Check:
-    made = gr.add_n(tensors, as_kind="buffer")
+    made = gr.add_n(tensors, output_type="buffer")
     return made.numpy
 
 
 def added_of_another_library(mesh, tensors, value) -> Check:
     theirs = sys.modules["torch"].stream_of
     shown = [Shown(each.array, theirs(each.array.device).ptr) for each in tensors]
-    return gr.add_n(shown, as_kind="buffer").numpy
+    return gr.add_n(shown, output_type="buffer").numpy
 
 
 def accumulated_n(mesh, tensors, value) -> Check:
@@ -188,15 +188,15 @@ def aggregated_one_by_one(mesh, tensors, value) -> Check:
         for place in range(len(tensors)):
             yield on(sys.modules["torch"], 0, values(place))
 
-    return gr.aggregate(terms(), method, as_kind="buffer").numpy
+    return gr.aggregate(terms(), method, output_type="buffer").numpy
 
 
 def aggregated_at_the_end(mesh, tensors, value) -> Check:
-    return gr.aggregate(iter(tensors), as_kind="buffer").numpy
+    return gr.aggregate(iter(tensors), output_type="buffer").numpy
 
 
 def copied_alone(mesh, tensors, value) -> Check:
-    made = [gr.add_n([each], as_kind="buffer") for each in tensors]
+    made = [gr.add_n([each], output_type="buffer") for each in tensors]
     return lambda: sum(each.numpy() for each in made)
 
 
@@ -205,13 +205,13 @@ def accumulated(mesh, tensors, value) -> Check:
     gr.apply_grads([acc], [tensors[0]])
     acc.apply_grad(tensors[1])
     acc.apply_grad(tensors[2])  # from the other GPU
-    return lambda: acc.take_grad(3, as_kind="buffer").numpy()
+    return lambda: acc.take_grad(3, output_type="buffer").numpy()
 
 
 def accumulated_by_replicas(mesh, tensors, value) -> Check:
     acc = gr.ConditionalAccumulator("float32", reduction_type="SUM", device=mesh)
     acc.apply_grad(value)
-    return lambda: acc.take_grad(1, as_kind="buffer").buffers[0].numpy()
+    return lambda: acc.take_grad(1, output_type="buffer").buffers[0].numpy()
 
 
 def accumulated_rows(mesh, tensors, value) -> Check:
@@ -225,7 +225,7 @@ def accumulated_rows(mesh, tensors, value) -> Check:
         gr.apply_grads(accs, [rows, rows])
 
     def taken():
-        found = [acc.take_indexed_slices_grad(4, as_kind="buffer").values for acc in accs]
+        found = [acc.take_indexed_slices_grad(4, output_type="buffer").values for acc in accs]
         last, rows = found[1].numpy(), found[0].numpy()
         assert (last == rows).all(), "wrong values of one of them"
         rows[1::-1] -= values()[:2]
@@ -238,7 +238,7 @@ def accumulated_rows_by_replicas(mesh, tensors, value) -> Check:
     """Their sums are brought together while what was shown to the caller may be written."""
     acc = gr.SparseConditionalAccumulator("float32", reduction_type="SUM", device=mesh)
     acc.apply_indexed_slices_grad(gr.PerReplica(rows_of(tensors), mesh))
-    taken = acc.take_indexed_slices_grad(3, as_kind="buffer")
+    taken = acc.take_indexed_slices_grad(3, output_type="buffer")
     return lambda: taken.parts[2].values.numpy()
 
 
@@ -277,17 +277,17 @@ def rows_of(tensors) -> list[gr.IndexedSlices]:
 
 
 def made_dense(mesh, tensors, value) -> Check:
-    made = [rows.to_dense(as_kind="buffer") for rows in rows_of(tensors)]
+    made = [rows.to_dense(output_type="buffer") for rows in rows_of(tensors)]
     return lambda: sum(each.numpy() for each in made)
 
 
 def merged(mesh, tensors, value) -> Check:
-    made = [rows.coalesce(as_kind="buffer") for rows in rows_of(tensors)]
+    made = [rows.coalesce(output_type="buffer") for rows in rows_of(tensors)]
     return lambda: sum(each.values.numpy() for each in made)
 
 
 def joined(mesh, tensors, value) -> Check:
-    made = gr.aggregate(rows_of(tensors), as_kind="buffer")
+    made = gr.aggregate(rows_of(tensors), output_type="buffer")
     return lambda: made.values.numpy().reshape(3, *SHAPE).sum(axis=0)
 
 

@@ -121,7 +121,7 @@ class Machine:
         self.counts: dict[str, int] = {}
         self.retired = False
         self.ordered = True  # whether unordered uses are faults
-        self.dead: dict[int, Exception] = {}  # GPUs that answer every call with this error
+        self.freed: dict[int, Exception] = {}  # GPUs that answer every call with this error
         self.captures: list[Any] = []  # those that go on
         self.at_sync: list[Callable[[], str | None]] = []  # each says what is wrong, if anything
         self.at_end: list[Callable[[], str | None]] = []  # the same, when all is over
@@ -229,8 +229,8 @@ class Machine:
 
     def check_alive(self, gpu: int) -> None:
         """Raises what a GPU that has failed answers."""
-        if gpu in self.dead:
-            raise self.dead[gpu]
+        if gpu in self.freed:
+            raise self.freed[gpu]
 
     def _never(self, call: Call) -> None:
         why = "would hang: the host waits for" if self.stuck else "deadlock: nothing runs"
@@ -259,7 +259,7 @@ class Machine:
                 try:
                     self._bury()
                     for queue in list(self.queues.values()):
-                        if queue.gpu not in self.dead:
+                        if queue.gpu not in self.freed:
                             self.finish(queue.last)
                     for check in self.at_end:
                         wrong = check()
@@ -342,7 +342,7 @@ class Machine:
             chunk, home = self._dying.popleft()
             self.number += 1
             chunk.owner.died = self.number
-            if home is None or home.gpu not in self.dead:
+            if home is None or home.gpu not in self.freed:
                 self._dirty(chunk, home, "the memory's end")
             self.heap.give(chunk, home)
 
@@ -353,7 +353,7 @@ class Machine:
             self.fail("would hang: cudaFree waits for a queue that is stuck")
         self._bury()
         chunks = self.heap.whole(pool, gpu)
-        if not chunks or gpu in self.dead:
+        if not chunks or gpu in self.freed:
             return
         for queue in list(self.queues.values()):
             if queue.gpu == gpu:

@@ -14,7 +14,15 @@ import numpy as np
 
 import gradreduce as gr
 from gradreduce import ops
-from gradreduce.device import Buffer, Capture, Device, Mesh, gather, launch_table, scatter
+from gradreduce.device import (
+    Buffer,
+    Capture,
+    Device,
+    Mesh,
+    fork_streams,
+    join_streams,
+    launch_table,
+)
 
 from .plugin import fresh
 
@@ -88,7 +96,7 @@ class Program:
 
     def reaches(self, device: Device, buffer: Buffer) -> bool:
         home = buffer.device.physical
-        peers = buffer.block.owned and self.mesh.fabric.peers(device.physical, home)
+        peers = buffer.block.owned and self.mesh.mesh_state.peers(device.physical, home)
         return device.physical == home or peers
 
     # -- choices ----------------------------------------------------------------------------------
@@ -146,11 +154,11 @@ class Program:
         self.random.shuffle(near)
         leader = self.random.choice(near)
         if self.random.random() < 0.3:
-            scatter(self.random.choice(near), near)
+            fork_streams(self.random.choice(near), near)
         outs = [Value(device.empty(first.holds.shape, FLOAT), first.holds) for device in near]
-        gather(leader, near)
+        join_streams(leader, near)
         ops.all_sum([[out.buffer for out in outs]], [[first.buffer]], device=leader)
-        scatter(leader, near)
+        fork_streams(leader, near)
         self.values += outs[: self.random.randrange(1, len(outs) + 1)]
         del outs
         for device in near:  # memory that nobody uses
@@ -298,7 +306,7 @@ class Program:
         near, far, size = self.device(), self.device(), self.random.choice(SIZES)
         devices = [self.device(), near, far]
         physicals = {device.physical for device in devices}
-        if not all(self.mesh.fabric.peers(a, b) for a in physicals for b in physicals):
+        if not all(self.mesh.mesh_state.peers(a, b) for a in physicals for b in physicals):
             return
         source = Value(far.upload(self.data(size)), self.data(size))
         copied = Value(near.empty((size,), FLOAT), source.holds)

@@ -310,8 +310,8 @@ def _status(machine: Machine, call: Call, queue: Queue | None = None) -> int:
     refusal = _refusal(machine, call, queue)
     if refusal:
         return refusal
-    if call.queue.gpu in machine.dead:
-        return machine.dead[call.queue.gpu].status
+    if call.queue.gpu in machine.freed:
+        return machine.freed[call.queue.gpu].status
     return 0 if machine.polled(call, waits=True) else NOT_READY
 
 

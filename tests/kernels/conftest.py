@@ -1,8 +1,8 @@
 """The fixtures of the faces."""
 
-from support.implementations import ASKED, device, face, geometric_device
+from support.implementations import ASKED, device, geometric_device, implementation
 
-__all__ = ["device", "face", "geometric_device"]
+__all__ = ["device", "geometric_device", "implementation"]
 
 # On builds of their own, whichever face was asked for: the plain run has had them.
 collect_ignore = ["test_one_template.py", "test_traffic.py"] if ASKED else []

@@ -316,10 +316,10 @@ def test_no_build_has_warnings(source, build, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("face", ["compiled", "exact"] if EXACT == "exact" else [EXACT])
+@pytest.mark.parametrize("implementation", ["compiled", "exact"] if EXACT == "exact" else [EXACT])
 @pytest.mark.parametrize("num_rows", [INLINE_ROWS - 1, INLINE_ROWS, INLINE_ROWS + 1, 1000])
-def test_a_table_may_lie_outside_the_parameters(face, num_rows):
-    with opened(face) as device:
+def test_a_table_may_lie_outside_the_parameters(implementation, num_rows):
+    with opened(implementation) as device:
         rows = [operands(device, random_terms(1, 20, "float32", seed=k)) for k in range(num_rows)]
         outs = [blank(device, 20, "float32") for _ in range(num_rows)]
         table = [buffers([out, *row]) for out, row in zip(outs, rows, strict=True)]

@@ -102,7 +102,7 @@ def right(device: Device, kernel: Kernel) -> bool:
     rows = [row_of(device, kernel, size) for size in sizes]
     expected = [ends(arrays, size) for (arrays, _), size in zip(rows, sizes, strict=True)]
     with np.errstate(all="ignore"):
-        kernel.twin(expected, *scalars)
+        kernel.reference(expected, *scalars)
     launch(device, kernel, template, [buffers for _, buffers in rows], scalars)
     found = [ends(arrays, size) for (arrays, _), size in zip(rows, sizes, strict=True)]
     large, small = (all(map(same, one, other)) for one, other in zip(found, expected, strict=True))

@@ -97,10 +97,10 @@ PLACES = [("exact", case) for case in CASES]
 PLACES += [("compiled", case) for case in ("add_n of 3", "segment_sum")]
 
 
-def launched(face, kernel, template, rows, scalars):
+def launched(implementation, kernel, template, rows, scalars):
     """Every operand afterwards; at the boundary of a vector, and one element behind it."""
     kernel = replace(kernel, templates=(template,))
-    with opened(face) as device:
+    with opened(implementation) as device:
         given = [
             [Operand(device, values, start) for values in row] for row in rows for start in (0, 1)
         ]
@@ -111,9 +111,9 @@ def launched(face, kernel, template, rows, scalars):
     return [operand.array for operand in operands]
 
 
-@pytest.mark.parametrize(("face", "case"), PLACES)
-def test_a_launch_equals_the_reference(face, case):
-    found, wanted = launched(face, *CASES[case]), launched("numpy", *CASES[case])
+@pytest.mark.parametrize(("implementation", "case"), PLACES)
+def test_a_launch_equals_the_reference(implementation, case):
+    found, wanted = launched(implementation, *CASES[case]), launched("numpy", *CASES[case])
     assert all(map(same, found, wanted))
 
 

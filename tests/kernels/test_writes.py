@@ -118,9 +118,9 @@ def test_the_number_written_comes_from_the_declaration(kernel):
     assert kernel.num_written(scalars) == expected
 
 
-def test_a_kernel_that_declares_too_little_is_caught(device, face):
+def test_a_kernel_that_declares_too_little_is_caught(device, implementation):
     liar = replace(MOMENTUM, writes=1)
-    if face == "numpy":  # a twin gets what it must not write as read-only views
+    if implementation == "numpy":  # a twin gets what it must not write as read-only views
         with pytest.raises(ValueError, match="read-only"):
             launch(device, liar, ("float32", "float32"))
     else:

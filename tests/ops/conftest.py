@@ -1,5 +1,5 @@
 """The fixtures of the faces."""
 
-from support.implementations import device, face, geometric_device
+from support.implementations import device, geometric_device, implementation
 
-__all__ = ["device", "face", "geometric_device"]
+__all__ = ["device", "geometric_device", "implementation"]

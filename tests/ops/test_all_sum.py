@@ -131,17 +131,17 @@ def test_one_out_is_one_input(device, dtype):
 
 
 @contextmanager
-def replicas(face, peer_access):
+def replicas(implementation, peer_access):
     """Four, two of them on one physical device; what they hold, and where."""
     terms = random_terms(4, 1003, "bfloat16")
-    with MeshCase((0, 0, 1, 2), peer_access, face).open() as mesh:
+    with MeshCase((0, 0, 1, 2), peer_access, implementation).open() as mesh:
         yield mesh, terms, [device.upload(one) for device, one in zip(mesh, terms, strict=True)]
 
 
 @pytest.mark.parametrize("split", range(4))
-def test_replicas_beside_and_on_peers_in_one_launch(face, split):
+def test_replicas_beside_and_on_peers_in_one_launch(implementation, split):
     """Each out on another device than its input, and in place."""
-    with replicas(face, True) as (mesh, terms, inputs):
+    with replicas(implementation, True) as (mesh, terms, inputs):
         outs = [device.empty((1003,), "bfloat16") for device in mesh.devices[::-1]]
         for made in (outs, inputs):
             for device in mesh:
@@ -152,8 +152,8 @@ def test_replicas_beside_and_on_peers_in_one_launch(face, split):
             assert all(same(out.numpy(), reference(terms, split)) for out in made)
 
 
-def test_replicas_out_of_reach_are_refused_and_unchanged(face):
-    with replicas(face, False) as (mesh, terms, inputs):
+def test_replicas_out_of_reach_are_refused_and_unchanged(implementation):
+    with replicas(implementation, False) as (mesh, terms, inputs):
         for outs, read in ((inputs[:1], inputs), (inputs, inputs[:2])):
             with mesh.journal() as journal, pytest.raises(DeviceMismatchError, match="peer access"):
                 all_sum([outs], [read], 1)

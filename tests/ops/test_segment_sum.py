@@ -286,7 +286,7 @@ def test_tensors_are_spread_over_threads(device, dtype):
     with spread(device) as num_jobs:
         check(device, *tensors)
         check(device, tensors[0])
-    whole = device.options.face == "numpy"
+    whole = device.options.implementation == "numpy"
     assert num_jobs == [NUM_THREADS, 1 if whole else NUM_THREADS]
 
 

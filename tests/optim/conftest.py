@@ -9,12 +9,12 @@ from optim.model import Model
 
 import gradreduce as gr
 
-FACES = ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
+IMPLEMENTATIONS = ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
 MESHES = [([0, 0], True), ([0, 1, 1, 2, 0], True), ([0, 1, 1, 2, 0], False)]
 
 
-@pytest.fixture(scope="session", params=FACES)
-def face(request) -> str:
+@pytest.fixture(scope="session", params=IMPLEMENTATIONS)
+def implementation(request) -> str:
     return request.param
 
 
@@ -23,9 +23,9 @@ def face(request) -> str:
     params=MESHES,
     ids=lambda param: f"{''.join(map(str, param[0]))}{'' if param[1] else '-no-peers'}",
 )
-def mesh(request, face) -> Iterator[gr.Mesh]:
+def mesh(request, implementation) -> Iterator[gr.Mesh]:
     placement, peers = request.param
-    options = {"peer_access": peers, "kernels": face, "strict": True}
+    options = {"peer_access": peers, "kernels": implementation, "strict": True}
     with gr.open_mesh(placement, backend="sim", **options) as made:
         yield made
 

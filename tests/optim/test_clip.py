@@ -43,7 +43,7 @@ def test_arrays_lists_and_rows_come_back_as_they_went(mesh, monkeypatch):
     assert np.allclose(array, 1 / np.sqrt(29), rtol=1e-6)
     assert (sparse.indices.tolist(), sparse.dense_shape) == ([4, 1, 4], (6, 2))
     assert np.allclose(sparse.values, 2 / np.sqrt(29), rtol=1e-6)
-    made, _ = gr.clip_by_global_norm([np.ones(2, "float32")], 1.0, as_kind="buffer")
+    made, _ = gr.clip_by_global_norm([np.ones(2, "float32")], 1.0, output_type="buffer")
     assert isinstance(made[0], gr.Buffer)
 
 

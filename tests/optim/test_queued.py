@@ -103,7 +103,7 @@ def clipped(**options) -> list[np.ndarray]:
         given = []
         for place, device in enumerate(mesh):
             terms = [device.upload(exact_data((40,), "float32", seed=place)) for _ in range(2)]
-            given.append(gr.add_n(terms, as_kind="buffer"))
+            given.append(gr.add_n(terms, output_type="buffer"))
         found, norm = gr.clip_by_global_norm(given, 1.0)
         for buffer in given:
             buffer.device.upload(np.full(40, 9, "float32"), out=buffer)

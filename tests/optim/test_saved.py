@@ -128,7 +128,7 @@ def test_what_is_wrong_changes_nothing(mesh):
     optimizer, variables = gr.AdamOptimizer(0.5), variables_on(mesh, "float32")
     step(optimizer, variables, 0)
     state = optimizer.state_dict()
-    twin = gr.Variable([1.0], "w", device=mesh)
+    reference = gr.Variable([1.0], "w", device=mesh)
     for given, those, error, match in [
         ([], variables, TypeError, "not a dict from state_dict"),
         (changed(state, "format", drop=True), variables, KeyError, "gave: 'format' missing"),
@@ -137,7 +137,7 @@ def test_what_is_wrong_changes_nothing(mesh):
         (changed(state, "optimizer", to="MomentumOptimizer"), variables, ValueError, "optimizer"),
         (changed(state, "slots", to=[]), variables, TypeError, "not a dict"),
         (state, variables[:1], KeyError, "which no variable is named"),
-        (state, [*variables, twin], ValueError, "two variables have the name 'w'"),
+        (state, [*variables, reference], ValueError, "two variables have the name 'w'"),
         (changed(state, "slots", "w", "m", drop=True), variables, KeyError, r"\['w'\]"),
         (changed(state, "slots", "w", "m", to=[1.0]), variables, TypeError, "not an array"),
         (changed(state, "slots", "w", "m", to=np.ones((3, 4), "float32")), variables, ValueError,
@@ -159,6 +159,6 @@ def test_what_is_wrong_changes_nothing(mesh):
     assert after["numbers"] == state["numbers"]
     assert all(same(after["slots"][owner][name], state["slots"][owner][name])
                for owner in SHAPES for name in ("m", "v"))  # fmt: skip
-    step(optimizer, [twin], 0)
+    step(optimizer, [reference], 0)
     with pytest.raises(ValueError, match="two variables have the name 'w'"):
         optimizer.state_dict()

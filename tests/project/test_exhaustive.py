@@ -62,9 +62,9 @@ def test_a_run_has_every_value_of_a_product_and_the_tier_has_the_rest(run):
 
 def test_a_machine_without_a_need_has_every_value_too(run):
     plain = [name for name in run() if "needs" in name]
-    for face in ("numpy", "compiled"):
-        assert {name for name in plain if face in name} == {
-            f"test_needs[{number}-{face}]" for number in range(5)
+    for implementation in ("numpy", "compiled"):
+        assert {name for name in plain if implementation in name} == {
+            f"test_needs[{number}-{implementation}]" for number in range(5)
         }
 
 

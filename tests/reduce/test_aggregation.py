@@ -17,11 +17,11 @@ from gradreduce.reduce.aggregators import aggregate_buffers
 ADD_N, TREE, ACCUMULATE_N = 0, 1, 2
 METHODS = [ADD_N, TREE, ACCUMULATE_N]
 NAMES = {ADD_N: "add_n", TREE: "tree", ACCUMULATE_N: "accumulate_n"}
-FACES = ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
+IMPLEMENTATIONS = ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
 HALVES = ["float16", "bfloat16"]
 
 
-@pytest.fixture(scope="module", params=FACES)
+@pytest.fixture(scope="module", params=IMPLEMENTATIONS)
 def mesh(request) -> Iterator[gr.Mesh]:
     with gr.open_mesh(3, backend="sim", kernels=request.param, strict=True) as made:
         yield made

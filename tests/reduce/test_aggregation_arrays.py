@@ -13,11 +13,11 @@ from support.meshes import refused, unchanged
 
 import gradreduce as gr
 
-FACES = ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
+IMPLEMENTATIONS = ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
 SHAPES = [(), (1,), (0,), (3, 0, 2), (1, 1, 1), (7, 13), (16_385,)]
 
 
-@pytest.fixture(scope="module", params=FACES)
+@pytest.fixture(scope="module", params=IMPLEMENTATIONS)
 def mesh(request) -> Iterator[gr.Mesh]:
     with gr.open_mesh(2, backend="sim", kernels=request.param, strict=True) as made:
         yield made
@@ -170,26 +170,26 @@ def test_a_single_term_is_itself_unless_another_kind_is_wanted(call, mesh):
     """A copy then, on the same device."""
     array, device = random_data((3, 5), "float32"), mesh.devices[1]
     buffer = device.upload(array)
-    assert call([array], as_kind="numpy") is array
-    assert call([buffer], as_kind="buffer") is buffer
-    made = call([buffer], as_kind="numpy")
+    assert call([array], output_type="numpy") is array
+    assert call([buffer], output_type="buffer") is buffer
+    made = call([buffer], output_type="numpy")
     assert same(made, array)
     made[...] = 1
     assert same(buffer.numpy(), array)
     before = array.copy()
     with gr.replica(1):
-        held = call([array], as_kind="buffer")
+        held = call([array], output_type="buffer")
     assert (type(held), held.device) == (gr.Buffer, device)
     array[...] = 1
     assert same(held.numpy(), before)
-    assert same(call([[1.0, 2.0]], as_kind="numpy"), np.array([1.0, 2.0]))
+    assert same(call([[1.0, 2.0]], output_type="numpy"), np.array([1.0, 2.0]))
 
 
 def test_single_sparse_rows_are_themselves_unless_another_kind_is_wanted(mesh):
     rows = gr.IndexedSlices(mesh.devices[1].upload(np.ones((2, 3), "float32")), [4, 4], (5, 3))
     for form in (list, iter):
-        assert gr.aggregate(form([rows]), as_kind="buffer") is rows
-        made = gr.aggregate(form([rows]), as_kind="numpy")
+        assert gr.aggregate(form([rows]), output_type="buffer") is rows
+        made = gr.aggregate(form([rows]), output_type="numpy")
         assert same(made.values, np.ones((2, 3), "float32"))
         assert (made.indices.tolist(), made.dense_shape) == ([4, 4], (5, 3))
 
@@ -199,10 +199,10 @@ def test_single_sparse_rows_are_themselves_unless_another_kind_is_wanted(mesh):
 def test_an_unknown_kind_is_refused(call, num_terms, mesh):
     term = np.ones(3, "float32")
     for wrong in ("tensor", "", "native"):
-        with refused(mesh, ValueError, f"as_kind='{wrong}' is not one of"):
-            call([term] * num_terms, as_kind=wrong)
-        with refused(mesh, ValueError, f"as_kind='{wrong}' is not one of"):
-            gr.aggregate([None], as_kind=wrong)
+        with refused(mesh, ValueError, f"output_type='{wrong}' is not one of"):
+            call([term] * num_terms, output_type=wrong)
+        with refused(mesh, ValueError, f"output_type='{wrong}' is not one of"):
+            gr.aggregate([None], output_type=wrong)
     assert (term == 1).all()
 
 

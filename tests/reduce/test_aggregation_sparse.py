@@ -218,12 +218,12 @@ def test_the_kind_is_that_of_the_first_term(mesh):
     for form in (list, iter):
         assert gr.aggregate(form([sparse, on_device])).kind == "native"
         assert gr.aggregate(form([on_device, sparse])).kind == "buffer"
-        assert gr.aggregate(form([on_device, sparse]), as_kind="numpy").kind == "native"
+        assert gr.aggregate(form([on_device, sparse]), output_type="numpy").kind == "native"
         assert isinstance(gr.aggregate(form([sparse, on_device, dense])), np.ndarray)
         assert isinstance(gr.aggregate(form([on_device, dense])), gr.Buffer)
-        assert isinstance(gr.aggregate(form([dense, sparse]), as_kind="buffer"), gr.Buffer)
+        assert isinstance(gr.aggregate(form([dense, sparse]), output_type="buffer"), gr.Buffer)
     assert isinstance(gr.add_n([on_device]), gr.Buffer)
-    assert isinstance(gr.add_n([on_device], as_kind="numpy"), np.ndarray)
+    assert isinstance(gr.add_n([on_device], output_type="numpy"), np.ndarray)
 
 
 def test_nothing_is_shared_and_nothing_written():

@@ -79,7 +79,7 @@ def test_how_many_buffers_live_at_once(mesh, monkeypatch, method, count, dtype):
         for value in values:
             yield mesh.devices[1].upload(value)
 
-    total = gr.aggregate(terms(), method, as_kind="buffer")
+    total = gr.aggregate(terms(), method, output_type="buffer")
     assert same(total.numpy(), reference(values, method))
     pushed = dtype != "float32"  # a term of its own dtype counts too: the one just pushed
     limit = {
@@ -194,7 +194,7 @@ def test_only_partial_sums_travel(mesh, monkeypatch):
     """A peer's is read where it lies."""
     terms = spread(mesh, arrays(6), (0, 2, 2, 2, 1, 1))
     for peers, copies in ((False, [(2, 0)]), (True, [])):
-        monkeypatch.setattr(mesh.fabric, "peer_access", peers)
+        monkeypatch.setattr(mesh.mesh_state, "peer_access", peers)
         with mesh.journal() as journal:
             gr.add_n(terms)
         assert [(record.source, record.device) for record in journal.of("copy")] == copies

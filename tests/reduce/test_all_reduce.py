@@ -305,7 +305,7 @@ def test_a_value_that_lies_in_another_order_has_parts_of_its_own_shape(numpy_mes
     assert same(total.buffers[-1].numpy(), wanted)
     assert same(np.ascontiguousarray(total.primary), wanted)
     assert [buffer.shape for buffer in value.buffers] == [(2, 3, 4, 5)] * len(arrays)
-    (again,) = ops.batch_reduce(SUM, [(value, value)], as_kind="buffer")
+    (again,) = ops.batch_reduce(SUM, [(value, value)], output_type="buffer")
     assert same(again.primary.numpy(), wanted)
     step = ops.prepare(SUM, [((v := gr.PerReplica(arrays, numpy_mesh)), v)], out=[v])
     for array in arrays:

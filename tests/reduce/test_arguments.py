@@ -325,7 +325,7 @@ def test_a_lost_device_stops_a_batch_before_the_others_are_asked(mesh, ops, lost
     value = per_replica(mesh, lambda replica: np.ones(4, np.float32), owned)
     near = gr.PerReplica([value.buffers[2 - lost]])
     mesh.synchronize()
-    mesh.devices[lost].lose("tested")
+    mesh.devices[lost].mark_failed("tested")
     one = gr.ReductionToOneDevice()
     for call in (
         lambda: ops.batch_reduce(SUM, [(near, near), (value, near)]),
@@ -354,13 +354,13 @@ def test_a_kind_of_array_that_no_result_can_be(mesh, ops, value, name, monkeypat
     if name == "cupy":  # even where it is there: a simulated device is host memory
         monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
     for call in (
-        lambda: ops.reduce(SUM, value, value, as_kind=name),
-        lambda: ops.batch_reduce(SUM, [(value, value), (value, "sim:1")], as_kind=name),
-        lambda: ops.all_reduce([[np.ones(2)]] * 3, as_kind=name),
-        lambda: ops.broadcast(value.parts[0], mesh, as_kind=name),
-        lambda: gr.ReductionToOneDevice().reduce(SUM, value, value, as_kind=name),
+        lambda: ops.reduce(SUM, value, value, output_type=name),
+        lambda: ops.batch_reduce(SUM, [(value, value), (value, "sim:1")], output_type=name),
+        lambda: ops.all_reduce([[np.ones(2)]] * 3, output_type=name),
+        lambda: ops.broadcast(value.parts[0], mesh, output_type=name),
+        lambda: gr.ReductionToOneDevice().reduce(SUM, value, value, output_type=name),
     ):
-        with refused(mesh, ValueError, f"as_kind={name!r}"):
+        with refused(mesh, ValueError, f"output_type={name!r}"):
             call()
 
 

@@ -14,7 +14,7 @@ from support.reduction_calls import dense
 
 import gradreduce as gr
 from gradreduce import ops as arithmetic
-from gradreduce.device import Capture, due
+from gradreduce.device import Capture, deadline_scope
 from gradreduce.errors import CaptureError, CollectiveError
 from gradreduce.reduce.prepared import CapturedStep
 
@@ -124,7 +124,7 @@ def test_what_is_refused_inside(mesh, where):
         "trim": mesh.trim,
         "flight_record": mesh.flight_record,
         "close": mesh.close,
-        "deadline": due("a call", 60.0, [first]).__enter__,
+        "deadline": deadline_scope("a call", 60.0, [first]).__enter__,
         "capture": lambda: Capture([first]),
         "sum": lambda: gr.add_n([source, source]),
     }

@@ -314,13 +314,15 @@ def test_an_array_goes_to_the_mesh_that_its_destination_names(mesh, name):
                 assert found.devices == (mesh.devices[2], mesh.devices[1])
 
 
-@pytest.mark.parametrize("as_kind", [None, "buffer", "numpy"])
-def test_results_are_of_the_kind_asked_for(mesh, as_kind):
+@pytest.mark.parametrize("output_type", [None, "buffer", "numpy"])
+def test_results_are_of_the_kind_asked_for(mesh, output_type):
     value = per_replica(mesh, data)
-    found = gr.NcclAllReduce().reduce(SUM, value, "sim:1", as_kind=as_kind)
-    wanted = gr.device.Buffer if as_kind == "buffer" else np.ndarray
+    found = gr.NcclAllReduce().reduce(SUM, value, "sim:1", output_type=output_type)
+    wanted = gr.device.Buffer if output_type == "buffer" else np.ndarray
     assert isinstance(found.primary, wanted)
-    assert isinstance(gr.NcclAllReduce().broadcast(data(0), mesh, as_kind=as_kind).primary, wanted)
+    assert isinstance(
+        gr.NcclAllReduce().broadcast(data(0), mesh, output_type=output_type).primary, wanted
+    )
 
 
 @pytest.mark.parametrize("peers", [True, False], ids=["peers", "copies"])

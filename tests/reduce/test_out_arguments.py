@@ -230,8 +230,10 @@ def test_an_input_of_another_tensor_or_part_of_ones_own_is_no_out():
             ops.batch_reduce(SUM, pairs, out=[across, fresh[1]])
         with pytest.raises(ValueError, match="out 1 overlaps value 0: replica 0; an out"):
             ops.batch_reduce(SUM, pairs, out=[fresh[0], first])
-        with pytest.raises(ValueError, match="as_kind='buffer': the results are the arrays of out"):
-            ops.batch_reduce(SUM, pairs, out=[first, second], as_kind="buffer")
+        with pytest.raises(
+            ValueError, match="output_type='buffer': the results are the arrays of out"
+        ):
+            ops.batch_reduce(SUM, pairs, out=[first, second], output_type="buffer")
         with pytest.raises(ValueError, match="one entry for each of 2"):
             ops.batch_reduce(SUM, pairs, out=[first])
         ops.batch_reduce(SUM, pairs, out=[first, second])  # exactly its own

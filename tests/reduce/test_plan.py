@@ -161,7 +161,7 @@ def test_the_plan_tells_what_one_device_reads():
                  (near, "sim:1"), (near, ["sim:1", "sim:0"])]  # fmt: skip
         found = {}
         for peers in (True, False, {(1, 0)}):
-            mesh.fabric.peer_access = peers
+            mesh.mesh_state.peer_access = peers
             plan = agreed(mesh, ops_of("nccl", mesh), SUM, pairs)
             found[str(peers)] = [pack.crossing for pack in plan.packs]
     assert found == {
@@ -173,7 +173,7 @@ def test_the_plan_tells_what_one_device_reads():
 
 def test_a_topology_is_planned_too():
     with MeshCase((0, 1, 2, 3), peer_access=False).open() as mesh:
-        ops = gr.HierarchicalCopyAllReduce(mesh=mesh, topology=([0], [3, 2, 1]))
+        ops = gr.HierarchicalCopyAllReduce(mesh=mesh, reduction_groups=([0], [3, 2, 1]))
         value = dense(mesh, (4,), "float32")
         agreed(mesh, ops, MEAN, [(value, value)])
 

@@ -64,7 +64,7 @@ def test_each_call_is_a_batch_reduce_of_what_the_arrays_hold(numpy_mesh, setting
 @pytest.mark.host
 @pytest.mark.parametrize("placement", [(0, 0), (0, 1, 1, 2, 0)], ids=str)
 def test_so_it_is_on_the_shipped_text(placement):
-    with MeshCase(placement, face="compiled").open() as mesh:
+    with MeshCase(placement, implementation="compiled").open() as mesh:
         check_calls(mesh, SETTINGS["three packs"], MEAN)
 
 
@@ -260,7 +260,7 @@ def test_a_lost_device_or_a_closed_mesh_stops_it(form):
     with MeshCase((0, 1)).open() as mesh:
         value = dense(mesh, (4,), "float32", 1)
         step = getattr(gr.HierarchicalCopyAllReduce(), form)(SUM, [(value, value)])
-        mesh.devices[1].lose("tested")
+        mesh.devices[1].mark_failed("tested")
         with refused(mesh, BackendUnavailableError, "sim:1 was lost"):
             step()
     with pytest.raises(BackendUnavailableError, match="closed"):

@@ -95,7 +95,7 @@ def test_arrays_of_jax_are_read_and_never_written():
         ops = gr.HierarchicalCopyAllReduce()
         with refused(mesh, ValueError, "value 0: results of kind 'jax' are no arrays"):
             ops.prepare(SUM, [(value, value)])
-        step = ops.prepare(SUM, [(value, value)], as_kind="numpy")
+        step = ops.prepare(SUM, [(value, value)], output_type="numpy")
         assert same(step()[0].values[1], np.arange(1, 6, dtype=np.float32))
 
 
@@ -110,8 +110,8 @@ def test_what_would_be_a_copy_is_refused():
         number = gr.PerReplica([np.float32(1), np.float32(2)], mesh)
         with refused(mesh, ValueError, "value 0: replica 0 could not be shared"):
             ops.prepare(SUM, [(number, number)])
-        with refused(mesh, ValueError, "as_kind='cupy'"):
-            ops.prepare(SUM, [(fine, fine)], as_kind="cupy")
+        with refused(mesh, ValueError, "output_type='cupy'"):
+            ops.prepare(SUM, [(fine, fine)], output_type="cupy")
 
 
 def test_arrays_of_a_flat_buffer_are_shared():
@@ -138,7 +138,7 @@ def test_results_in_host_memory_are_written_when_the_call_returns(seed):
     with gr.open_mesh([0, 1, 1], backend="sim", strict=True, schedule_seed=seed) as mesh:
         buffers = [device.zeros((6,), "float32") for device in mesh]
         value = gr.PerReplica(buffers)
-        step = gr.HierarchicalCopyAllReduce().prepare(SUM, [(value, value)], as_kind="numpy")
+        step = gr.HierarchicalCopyAllReduce().prepare(SUM, [(value, value)], output_type="numpy")
         arrays = step.results[0].values
         for turn in range(1, 4):
             for buffer in buffers:

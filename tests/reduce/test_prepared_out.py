@@ -120,8 +120,10 @@ def test_what_no_call_could_write_is_refused(way):
             ):
                 with pytest.raises(ValueError, match=why):
                     ops(SUM, [(value, value)], out=out)
-            with pytest.raises(ValueError, match=r"as_kind='numpy': the results are the arrays"):
-                ops(SUM, [(value, value)], as_kind="numpy", out=fit)
+            with pytest.raises(
+                ValueError, match=r"output_type='numpy': the results are the arrays"
+            ):
+                ops(SUM, [(value, value)], output_type="numpy", out=fit)
         assert not journal.records
     with gr.open_mesh([0, 1], backend="sim", schedule_seed=3) as mesh:
         value = gr.PerReplica([device.upload(np.ones(4, np.float32)) for device in mesh], mesh)

@@ -1,4 +1,4 @@
-"""What ``explain`` tells: bytes and floors by hand, the journal beside them; nothing changes."""
+"""What ``profile`` tells: bytes and floors by hand, the journal beside them; nothing changes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from support.exact_data import same
 from support.meshes import MeshCase
 
 import gradreduce as gr
-from gradreduce.backends.dry_run import Ghosts
+from gradreduce.backends.dry_run import DryRunMesh
 from gradreduce.reduce import profile as explain
-from gradreduce.reduce.profile import Counts, copy_rates
+from gradreduce.reduce.profile import Counts, copy_bandwidth
 
 SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 MEMORY, LINK = 1000.0, 10.0  # bytes per second
@@ -22,7 +22,7 @@ MEMORY, LINK = 1000.0, 10.0  # bytes per second
 def rates(monkeypatch):
     """Rates of a slow machine, instead of this one's."""
     told = SimpleNamespace(memory=lambda device: MEMORY, link=lambda device, source: LINK)
-    monkeypatch.setattr(explain, "copy_rates", lambda mesh: told)
+    monkeypatch.setattr(explain, "copy_bandwidth", lambda mesh: told)
 
 
 def hierarchical(mesh, num_packs, algorithm="hierarchical_copy"):
@@ -42,7 +42,7 @@ def stages_of(told):
 
 def test_a_sum_of_peers_by_hand(rates):
     with MeshCase((0, 1, 2)).open() as mesh:
-        told = hierarchical(mesh, 0).explain(SUM, pairs_of(mesh, 8))
+        told = hierarchical(mesh, 0).profile(SUM, pairs_of(mesh, 8))
     added = stages_of(told)["all-reduce"]
     assert added.planned == added.done == Counts(launches=1, bytes=4 * 32)
     assert added.traffic.read == added.traffic.written == {0: 32, 1: 32, 2: 32}
@@ -60,10 +60,10 @@ def test_a_sum_of_peers_by_hand(rates):
 
 def test_a_pack_by_hand_and_its_views(rates):
     with MeshCase((0, 0)).open() as mesh:
-        packed = stages_of(hierarchical(mesh, 1).explain(SUM, pairs_of(mesh, 3, 5)))
+        packed = stages_of(hierarchical(mesh, 1).profile(SUM, pairs_of(mesh, 3, 5)))
         flat = mesh.flat_buffer([(3,), (5,)], "float32")
         views = [gr.PerReplica.of(column) for column in zip(*flat.views, strict=True)]
-        ready = stages_of(hierarchical(mesh, 1).explain(SUM, [(each, each) for each in views]))
+        ready = stages_of(hierarchical(mesh, 1).profile(SUM, [(each, each) for each in views]))
     assert packed["pack"].planned == Counts(launches=1)
     assert packed["pack"].traffic.read == {0: 2 * (12 + 20)}
     assert packed["pack"].traffic.written == {0: 2 * (16 + 32)}  # gaps too
@@ -76,7 +76,7 @@ def test_a_pack_by_hand_and_its_views(rates):
 def test_a_wire_of_its_own_is_unpacked(rates, peer_access):
     with MeshCase((0, 1), peer_access).open() as mesh:
         ops = gr.AllReduceCrossDeviceOps("hierarchical_copy", 1, mesh=mesh, wire_dtype="float16")
-        told = stages_of(ops.explain(MEAN, pairs_of(mesh, 16, 16)))
+        told = stages_of(ops.profile(MEAN, pairs_of(mesh, 16, 16)))
     for name, read, written in (("pack", 4, 2), ("unpack", 2, 4)):
         assert told[name].traffic.read == {0: 32 * read, 1: 32 * read}
         assert told[name].traffic.written == {0: 32 * written, 1: 32 * written}
@@ -98,7 +98,7 @@ def test_the_journal_agrees_and_nothing_changes(rates, placement, peer_access, a
         pairs = scenes.pairs_of(mesh, 1)
         before = [arrays_of(value) for value, _ in pairs]
         for coalesce in (False, True):
-            told = ops.explain(MEAN, pairs, coalesce=coalesce)
+            told = ops.profile(MEAN, pairs, coalesce=coalesce)
             assert told.differences == ()
             assert [each.planned for each in told.stages] == [each.done for each in told.stages]
             assert told.plan == ops.plan(MEAN, pairs, coalesce=coalesce)
@@ -120,21 +120,21 @@ def arrays_of(value):
 
 def test_gpus_and_links_work_side_by_side(rates):
     """Ghosts of GPUs: the slowest of them is the floor, and of a collective a ring's links."""
-    mesh = Ghosts(((0, 0, 1, 2), "cuda", True)).mesh
-    told = hierarchical(mesh, 1, "nccl").explain(SUM, pairs_of(mesh, 600))
+    mesh = DryRunMesh(((0, 0, 1, 2), "cuda", True)).mesh
+    told = hierarchical(mesh, 1, "nccl").profile(SUM, pairs_of(mesh, 600))
     added = stages_of(told)["all-reduce"]
     sent = 2 * 2 * 2400 // 3
     assert added.traffic.links == {(0, 1): sent, (1, 2): sent, (2, 0): sent}
     assert added.floor_seconds == sent / LINK
-    told = hierarchical(mesh, 1).explain(SUM, pairs_of(mesh, 300, 300))
+    told = hierarchical(mesh, 1).profile(SUM, pairs_of(mesh, 300, 300))
     packed = stages_of(told)["pack"]
     assert packed.floor_seconds == 4 * 2400 / MEMORY  # two replicas of GPU 0, read and written
     assert told.floor_seconds == 2400 / LINK  # one replica each way, over every link
 
 
 def test_copies_cross_links(rates):
-    mesh = Ghosts(((0, 1), "cuda", False)).mesh
-    copied = stages_of(hierarchical(mesh, 0).explain(SUM, pairs_of(mesh, 6)))["copies"]
+    mesh = DryRunMesh(((0, 1), "cuda", False)).mesh
+    copied = stages_of(hierarchical(mesh, 0).profile(SUM, pairs_of(mesh, 6)))["copies"]
     assert copied.planned == copied.done == Counts(copies=2, bytes=48)
     assert copied.traffic.links == {(1, 0): 24, (0, 1): 24}
     assert copied.traffic.read == copied.traffic.written == {0: 24, 1: 24}
@@ -150,7 +150,7 @@ def test_what_differs_is_told(rates, monkeypatch):
             return once(*arguments, **options)
 
         monkeypatch.setattr(ops, "reduce_batch", twice)
-        told = ops.explain(SUM, pairs_of(mesh, 4))
+        told = ops.profile(SUM, pairs_of(mesh, 4))
     assert stages_of(told)["all-reduce"].done.launches == 2
     (line,) = told.differences
     assert line.startswith("only done: 1 x Record(kind='launch', name='all_sum'")
@@ -161,9 +161,9 @@ def test_what_differs_is_told(rates, monkeypatch):
 def test_bad_input_does_nothing(rates):
     with MeshCase((0, 1)).open() as mesh, mesh.journal() as journal:
         with pytest.raises(ValueError, match="there is no tensor to reduce"):
-            hierarchical(mesh, 0).explain(SUM, [])
+            hierarchical(mesh, 0).profile(SUM, [])
         with pytest.raises(ValueError, match="reduce_op='mean'"):
-            hierarchical(mesh, 0).explain("mean", [])
+            hierarchical(mesh, 0).profile("mean", [])
     assert journal.records == []
 
 
@@ -172,21 +172,21 @@ def test_rates_are_measured_once_for_a_mesh(monkeypatch):
     with MeshCase((0, 1)).open() as mesh:
         first, second = mesh.devices
         with mesh.journal() as journal:
-            memory = copy_rates(mesh).memory(first)
+            memory = copy_bandwidth(mesh).memory(first)
         assert memory > 0
         assert {(each.device, each.source, each.nbytes) for each in journal.of("copy")} == {
             (0, 0, 1 << 10)
         }
         with mesh.journal() as journal:
-            assert copy_rates(mesh[1:]).memory(second) == memory  # the same host's memory
-            assert copy_rates(mesh).link(first, second) == memory / 2
+            assert copy_bandwidth(mesh[1:]).memory(second) == memory  # the same host's memory
+            assert copy_bandwidth(mesh).link(first, second) == memory / 2
         assert journal.records == []
 
 
 def test_each_link_of_gpus_is_measured(monkeypatch):
     monkeypatch.setattr("gradreduce.reduce.profile.GPU_BYTES", 64)
-    mesh = Ghosts(((0, 1, 1), "cuda", True)).mesh
-    found = copy_rates(mesh)
+    mesh = DryRunMesh(((0, 1, 1), "cuda", True)).mesh
+    found = copy_bandwidth(mesh)
     with mesh.journal() as journal:
         assert found.link(mesh.devices[1], mesh.devices[0]) > 0
         found.link(mesh.devices[2], mesh.devices[0])  # the same link

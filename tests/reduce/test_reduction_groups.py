@@ -1,4 +1,4 @@
-"""``topology=``: other halves than the first n // 2 replicas and the rest, in any order."""
+"""``reduction_groups=``: other halves than the first n // 2 replicas and the rest, in any order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.meshes import (
 import gradreduce as gr
 from gradreduce.device import Device, as_dtype
 from gradreduce.reduce.algorithms import ALGORITHMS
-from gradreduce.reduce.reduction_groups import as_topology, halves_of
+from gradreduce.reduce.reduction_groups import as_reduction_groups, reduction_groups_of
 
 hierarchical_copy = ALGORITHMS["hierarchical_copy"]
 
@@ -54,7 +54,7 @@ def test_values_on_every_mesh(mesh, make_jobs, random_replicas, dtype, in_place)
     divisor = 1 if dtype.kind == "i" else len(mesh)
     for halves in topologies(len(mesh)):
         jobs = make_jobs(mesh, packs, divisor, in_place=in_place)
-        hierarchical_copy(jobs, as_topology(halves))
+        hierarchical_copy(jobs, as_reduction_groups(halves))
         for job, replicas in zip(jobs, packs, strict=True):
             check_outs(job.outs, hierarchical_sum(replicas, divisor, halves=halves), halves)
 
@@ -87,7 +87,7 @@ def test_the_order_of_additions_spelled_out(halves, peer_access, spread):
     assert not same(wanted, hierarchical_sum(replicas))  # the data can tell
     placement = tuple(range(num_replicas)) if spread else (0,) * num_replicas
     with MeshCase(placement, peer_access).open() as mesh:
-        ops = gr.HierarchicalCopyAllReduce(mesh=mesh, topology=halves)
+        ops = gr.HierarchicalCopyAllReduce(mesh=mesh, reduction_groups=halves)
         value = per_replica(mesh, replicas.__getitem__)
         check_outs(ops.reduce(SUM, value, value).buffers, wanted)
 
@@ -134,7 +134,7 @@ def test_no_packing_changes_the_bits(numpy_mesh, options):
     ]  # fmt: skip
     for halves in topologies(len(numpy_mesh)):
         ops = gr.AllReduceCrossDeviceOps(
-            "hierarchical_copy", mesh=numpy_mesh, topology=halves, **options
+            "hierarchical_copy", mesh=numpy_mesh, reduction_groups=halves, **options
         )
         with unchanged(*(array for of_one in grads for array in of_one)):
             reduced = ops.all_reduce(grads)
@@ -146,8 +146,8 @@ def test_no_packing_changes_the_bits(numpy_mesh, options):
 def test_the_halves_themselves_are_the_default(mesh, make_jobs, random_replicas):
     packs = [random_replicas(len(mesh), 67, "float32")]
     places = list(range(len(mesh)))
-    halves = as_topology([places[: len(mesh) // 2], places[len(mesh) // 2 :]])
-    assert halves == halves_of(len(mesh))
+    halves = as_reduction_groups([places[: len(mesh) // 2], places[len(mesh) // 2 :]])
+    assert halves == reduction_groups_of(len(mesh))
     jobs, others = (make_jobs(mesh, packs) for _ in range(2))
     with mesh.journal() as journal:
         hierarchical_copy(jobs)
@@ -210,8 +210,8 @@ def test_all_that_is_launched_was_prepared(numpy_mesh, monkeypatch):
         for dtype in ("float32", "bfloat16"):
             prepared.clear()
             launched.clear()
-            numpy_mesh.fabric.prepared.clear()
-            ops = gr.HierarchicalCopyAllReduce(2, topology=halves)
+            numpy_mesh.mesh_state.prepared.clear()
+            ops = gr.HierarchicalCopyAllReduce(2, reduction_groups=halves)
             value = per_replica(numpy_mesh, lambda _, to=dtype: np.ones(9000, as_dtype(to)))
             ops.reduce(MEAN, value, value)
             assert launched
@@ -221,17 +221,17 @@ def test_all_that_is_launched_was_prepared(numpy_mesh, monkeypatch):
 @pytest.mark.parametrize("halves", [([0], [1, 2]), ([2, 0], [1])], ids=str)
 def test_what_was_prepared_for_other_halves_is_not_taken_for_these(halves):
     with MeshCase((0, 1, 2), peer_access=False).open() as mesh:
-        for topology in (None, halves, ([], [0, 1, 2])):
-            ops = gr.HierarchicalCopyAllReduce(topology=topology)
+        for reduction_groups in (None, halves, ([], [0, 1, 2])):
+            ops = gr.HierarchicalCopyAllReduce(reduction_groups=reduction_groups)
             ops.compile_for(mesh.devices, as_dtype("float16"), as_dtype("float16"))
-        assert len(mesh.fabric.prepared) == 3
+        assert len(mesh.mesh_state.prepared) == 3
 
 
 @pytest.mark.parametrize(
-    ("topology", "says"),
+    ("reduction_groups", "says"),
     [
-        (5, "topology=5 must be two lists of replica numbers"),
-        ("01", "topology='01' must be two lists"),
+        (5, "reduction_groups=5 must be two lists of replica numbers"),
+        ("01", "reduction_groups='01' must be two lists"),
         ([], "must be two lists"),
         ([0, 1], "0 is no list of replica numbers"),
         ([[0], [1], [2]], "must be two lists"),
@@ -255,10 +255,10 @@ def test_what_was_prepared_for_other_halves_is_not_taken_for_these(halves):
     ],
     ids=str,
 )
-def test_what_is_no_topology_is_refused_at_construction(topology, says):
+def test_what_is_no_topology_is_refused_at_construction(reduction_groups, says):
     for make in (
-        lambda: gr.HierarchicalCopyAllReduce(topology=topology),
-        lambda: gr.AllReduceCrossDeviceOps("hierarchical_copy", topology=topology),
+        lambda: gr.HierarchicalCopyAllReduce(reduction_groups=reduction_groups),
+        lambda: gr.AllReduceCrossDeviceOps("hierarchical_copy", reduction_groups=reduction_groups),
     ):
         with pytest.raises(ValueError, match=re.escape(says)):
             make()
@@ -266,32 +266,37 @@ def test_what_is_no_topology_is_refused_at_construction(topology, says):
 
 def test_a_huge_replica_number_makes_no_huge_list():
     with pytest.raises(ValueError, match="names 1000000000000 and leaves out most below it"):
-        gr.HierarchicalCopyAllReduce(topology=([0], [10**12]))
+        gr.HierarchicalCopyAllReduce(reduction_groups=([0], [10**12]))
 
 
-@pytest.mark.parametrize("topology", [([0], [1]), "wrong"])
-def test_nccl_chooses_its_own_topology(topology):
+@pytest.mark.parametrize("reduction_groups", [([0], [1]), "wrong"])
+def test_nccl_chooses_its_own_topology(reduction_groups):
     for make in (
-        lambda: gr.AllReduceCrossDeviceOps(topology=topology),
-        lambda: gr.AllReduceCrossDeviceOps("nccl", topology=topology),
+        lambda: gr.AllReduceCrossDeviceOps(reduction_groups=reduction_groups),
+        lambda: gr.AllReduceCrossDeviceOps("nccl", reduction_groups=reduction_groups),
     ):
-        with pytest.raises(ValueError, match=r"topology=.* is for 'hierarchical_copy'; 'nccl'"):
+        with pytest.raises(
+            ValueError, match=r"reduction_groups=.* is for 'hierarchical_copy'; 'nccl'"
+        ):
             make()
-    with pytest.raises(TypeError, match="topology"):
-        gr.NcclAllReduce(topology=topology)
+    with pytest.raises(TypeError, match="reduction_groups"):
+        gr.NcclAllReduce(reduction_groups=reduction_groups)
 
 
 def test_a_topology_is_kept_as_it_was():
     halves = [[0, 2], range(1, 2)]
-    ops = gr.HierarchicalCopyAllReduce(topology=halves)
+    ops = gr.HierarchicalCopyAllReduce(reduction_groups=halves)
     halves[0].append(1)
-    assert ops.topology == ((0, 2), (1,))
-    assert gr.HierarchicalCopyAllReduce(topology=([np.int64(1)], [0])).topology == ((1,), (0,))
-    assert gr.HierarchicalCopyAllReduce().topology is None
+    assert ops.reduction_groups == ((0, 2), (1,))
+    assert gr.HierarchicalCopyAllReduce(reduction_groups=([np.int64(1)], [0])).reduction_groups == (
+        (1,),
+        (0,),
+    )
+    assert gr.HierarchicalCopyAllReduce().reduction_groups is None
 
 
 @pytest.mark.parametrize(
-    ("topology", "says"),
+    ("reduction_groups", "says"),
     [
         (([0], [1]), r"leaves out replica 2 of 3 replicas"),
         (([0], []), r"leaves out replicas 1, 2 of 3 replicas"),
@@ -300,8 +305,8 @@ def test_a_topology_is_kept_as_it_was():
     ],
     ids=str,
 )
-def test_a_topology_of_other_replicas_is_refused_at_the_call(topology, says):
-    ops = gr.HierarchicalCopyAllReduce(topology=topology)
+def test_a_topology_of_other_replicas_is_refused_at_the_call(reduction_groups, says):
+    ops = gr.HierarchicalCopyAllReduce(reduction_groups=reduction_groups)
     with MeshCase((0, 0, 1)).open() as mesh:
         arrays = [np.full(4, replica, np.float32) for replica in range(3)]
         value = per_replica(mesh, arrays.__getitem__, lambda device, array: device.upload(array))
@@ -324,7 +329,7 @@ def test_a_topology_of_other_replicas_is_refused_at_the_call(topology, says):
 
 def test_one_value_of_other_devices_stops_the_batch():
     with MeshCase((0, 0, 1)).open() as mesh:
-        ops = gr.HierarchicalCopyAllReduce(topology=([2], [0, 1]))
+        ops = gr.HierarchicalCopyAllReduce(reduction_groups=([2], [0, 1]))
         good = gr.PerReplica([device.zeros((4,), "float32") for device in mesh], mesh)
         short = gr.PerReplica(good.buffers[:2], devices=mesh.devices[:2])
         for batch in ([good, short], [short, good]):
@@ -334,7 +339,7 @@ def test_one_value_of_other_devices_stops_the_batch():
 
 def test_what_is_added_on_one_device_has_no_halves():
     with MeshCase((0, 0, 1)).open() as mesh:
-        ops = gr.HierarchicalCopyAllReduce(topology=([2], [1, 0]))
+        ops = gr.HierarchicalCopyAllReduce(reduction_groups=([2], [1, 0]))
         arrays = [random_data((50,), "float32", seed=seed) for seed in range(3)]
         for count in (3, 2):
             value = gr.PerReplica(arrays[:count], devices=mesh.devices[:count])
@@ -347,7 +352,7 @@ def test_replicas_are_numbered_as_the_devices_of_the_value():
         devices = [mesh.devices[place] for place in (3, 1, 0)]
         arrays = [random_data((50,), "float32", seed=seed) for seed in range(3)]
         value = gr.PerReplica(arrays, mesh, devices=devices)
-        ops = gr.HierarchicalCopyAllReduce(topology=([2, 0], [1]))
+        ops = gr.HierarchicalCopyAllReduce(reduction_groups=([2, 0], [1]))
         wanted = hierarchical_sum(arrays, halves=([2, 0], [1]))
         check_outs(ops.reduce(SUM, value, value).buffers, wanted)
 
@@ -357,7 +362,7 @@ def test_a_training_step_takes_its_topology(peer_access):
     halves = ([3, 0], [2, 4, 1])
     grads = [exact_data((40,), "float32", seed=seed) / 3 for seed in range(5)]
     with MeshCase((0, 1, 1, 2, 0), peer_access).open() as mesh:
-        ops = gr.HierarchicalCopyAllReduce(mesh=mesh, topology=halves)
+        ops = gr.HierarchicalCopyAllReduce(mesh=mesh, reduction_groups=halves)
         variable = gr.Variable(np.zeros(40, np.float32), device=mesh)
         step = gr.SyncStep([variable], gr.GradientDescentOptimizer(1), ops)
         assert step([[[grad]] for grad in grads])

@@ -217,7 +217,10 @@ def test_what_cannot_be_broadcast_is_named(mesh):
         ({"tensor": rows, "out": [ones] * 4}, "out 0 cannot be given: its value holds Ind"),
         ({"tensor": ones, "out": [np.ones(2, "f4")] * 4}, "out 0: replica 0: the out is float32"),
         ({"tensor": ones, "out": [ones] * 4}, "out 0 and out 0 overlap; each needs memory"),
-        ({"tensor": ones, "out": [ones] * 4, "as_kind": "numpy"}, "as_kind='numpy': the results"),
+        (
+            {"tensor": ones, "out": [ones] * 4, "output_type": "numpy"},
+            "output_type='numpy': the results",
+        ),
     ):
         with refused(mesh, ValueError, text):
             ops.broadcast(destinations=mesh, **wrong)

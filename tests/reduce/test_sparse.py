@@ -148,7 +148,7 @@ def test_a_batch_of_both_comes_back_in_order(numpy_mesh, ops):
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("case", meshes.cases(meshes.PLACEMENTS[1:], faces=("numpy",)))
+@pytest.mark.parametrize("case", meshes.cases(meshes.PLACEMENTS[1:], implementations=("numpy",)))
 def test_sparse_and_dense_replicas_make_a_dense_sum(case, maker):
     with case.open() as mesh:
         for sparse_replica in (0, 1):

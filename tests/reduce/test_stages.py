@@ -120,10 +120,14 @@ def test_the_bits_are_those_of_one_stage_in_every_legal_order(
 
 
 FAULTS = {
-    "what travels by NCCL: begin": (nccl_room, "gather", ("nccl", [0, 1, 2], True)),
-    "what travels by NCCL: end": (nccl_room, "scatter", ("nccl", [0, 1, 2], True)),
-    "what peers read: begin": (hierarchical, "gather_all", ("hierarchical_copy", [0, 1, 2], True)),
-    "what peers read: end": (hierarchical, "scatter", ("hierarchical_copy", [0, 1, 2], True)),
+    "what travels by NCCL: begin": (nccl_room, "join_streams", ("nccl", [0, 1, 2], True)),
+    "what travels by NCCL: end": (nccl_room, "fork_streams", ("nccl", [0, 1, 2], True)),
+    "what peers read: begin": (
+        hierarchical,
+        "join_streams_each",
+        ("hierarchical_copy", [0, 1, 2], True),
+    ),
+    "what peers read: end": (hierarchical, "fork_streams", ("hierarchical_copy", [0, 1, 2], True)),
     "what is copied": (hierarchical, "_arrived", ("hierarchical_copy", [0, 1, 2], False)),
 }
 

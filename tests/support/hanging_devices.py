@@ -49,9 +49,9 @@ def watchdogs() -> list[threading.Thread]:
 
 def await_death(mesh: Mesh) -> str:
     """Until the watchdog has ended the mesh, and all that wait for it are woken; the reason."""
-    assert mesh.fabric.mourned.wait(PATIENCE), "the mesh has not died"
-    assert mesh.fabric.reason is not None
-    return mesh.fabric.reason
+    assert mesh.mesh_state.failure_reported.wait(PATIENCE), "the mesh has not died"
+    assert mesh.mesh_state.reason is not None
+    return mesh.mesh_state.reason
 
 
 @contextmanager

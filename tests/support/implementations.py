@@ -24,9 +24,11 @@ if ASKED not in ("", "sanitized"):
     raise pytest.UsageError(f"GRADREDUCE_TEST_KERNELS={ASKED!r} is neither '' nor 'sanitized'")
 # The face with a GPU's geometry.
 EXACT = ASKED or "exact"
-FACES = [
-    face if face == "numpy" else pytest.param(face, marks=pytest.mark.host)
-    for face in ([ASKED] if ASKED else ["numpy", "compiled", "exact"])
+IMPLEMENTATIONS = [
+    implementation
+    if implementation == "numpy"
+    else pytest.param(implementation, marks=pytest.mark.host)
+    for implementation in ([ASKED] if ASKED else ["numpy", "compiled", "exact"])
 ]
 GEOMETRIES = [
     pytest.param(shape, marks=pytest.mark.host, id=f"{shape[0]}x{shape[1]}")
@@ -42,16 +44,16 @@ INLINE_ROWS = INLINE_WORDS // (ROW_HEADER + 2)  # of two operands; more leave th
 AROUND, BLANK = 0x5A, 0xA5
 
 
-@pytest.fixture(scope="module", params=FACES)
-def face(request) -> str:
+@pytest.fixture(scope="module", params=IMPLEMENTATIONS)
+def implementation(request) -> str:
     """``kernels=`` of a simulated mesh."""
     return request.param
 
 
 @pytest.fixture(scope="module")
-def device(face) -> Iterator[Device]:
+def device(implementation) -> Iterator[Device]:
     """A strict simulated device whose launches run that face."""
-    with opened(face) as made:
+    with opened(implementation) as made:
         yield made
 
 
@@ -64,17 +66,17 @@ def geometric_device(request) -> Iterator[Device]:
 
 
 @contextmanager
-def opened(face: str) -> Iterator[Device]:
+def opened(implementation: str) -> Iterator[Device]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRADREDUCE_SIM_THREADS", str(NUM_THREADS))
-        mesh = open_mesh(1, backend="sim", kernels=face, strict=True)
+        mesh = open_mesh(1, backend="sim", kernels=implementation, strict=True)
     with mesh:
         yield mesh.devices[0]
 
 
 def recorded(device: Device) -> AbstractContextManager[Journal]:
     """A journal of what the device does."""
-    return device.fabric.recorder.journal()
+    return device.mesh_state.recorder.journal()
 
 
 @contextmanager
@@ -130,7 +132,7 @@ class Operand:
         writable: bool = True,
         around: int = AROUND,
     ) -> None:
-        behind = 0 if device.options.face == "sanitized" else 16
+        behind = 0 if device.options.implementation == "sanitized" else 16
         size, itemsize = start + values.size + behind, values.itemsize
         self._whole = np.full(size * itemsize, around, np.uint8).view(values.dtype)
         assert self._whole.ctypes.data % 16 == 0

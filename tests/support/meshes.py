@@ -36,12 +36,12 @@ class MeshCase:
     Attributes:
         placement: the physical device of each logical one.
         peer_access: whether a launch may touch another physical device's memory.
-        face: ``kernels=`` of the mesh.
+        implementation: ``kernels=`` of the mesh.
     """
 
     placement: tuple[int, ...]
     peer_access: bool = True
-    face: str = "numpy"
+    implementation: str = "numpy"
 
     def open(self) -> Mesh:
         """A new mesh, for a ``with``."""
@@ -49,12 +49,12 @@ class MeshCase:
             self.placement,
             backend="sim",
             peer_access=self.peer_access,
-            kernels=self.face,
+            kernels=self.implementation,
             strict=True,
         )
 
     def __str__(self) -> str:
-        parts = ["".join(map(str, self.placement)), self.face]
+        parts = ["".join(map(str, self.placement)), self.implementation]
         if not is_one_physical(self.placement):
             parts.insert(1, "peers" if self.peer_access else "copies")
         return "-".join(parts)
@@ -65,19 +65,20 @@ def is_one_physical(placement: Sequence[int]) -> bool:
 
 
 def cases(
-    placements: Sequence[Sequence[int]] = PLACEMENTS, faces: Sequence[str] = ("numpy", "compiled")
+    placements: Sequence[Sequence[int]] = PLACEMENTS,
+    implementations: Sequence[str] = ("numpy", "compiled"),
 ) -> list:
     """Parameters: every placement with and without peer access, on every face.
 
     A plain run has each placement on the shipped text with peers or without, by turns.
     """
     made = []
-    cases = itertools.product(enumerate(placements), (True, False), faces)
-    for (turn, placement), peer_access, face in cases:
+    cases = itertools.product(enumerate(placements), (True, False), implementations)
+    for (turn, placement), peer_access, implementation in cases:
         if is_one_physical(placement) and not peer_access:
             continue  # nobody to be a peer of
-        case = MeshCase(tuple(placement), peer_access, face)
-        marks = [] if face == "numpy" else [pytest.mark.host]
+        case = MeshCase(tuple(placement), peer_access, implementation)
+        marks = [] if implementation == "numpy" else [pytest.mark.host]
         if marks and not is_one_physical(placement) and peer_access != (turn % 2 == 0):
             marks.append(pytest.mark.exhaustive)
         made.append(pytest.param(case, id=str(case), marks=marks))
@@ -91,7 +92,7 @@ def mesh(request) -> Iterator[Mesh]:
         yield opened
 
 
-@pytest.fixture(scope="module", params=cases(faces=("numpy",)))
+@pytest.fixture(scope="module", params=cases(implementations=("numpy",)))
 def numpy_mesh(request) -> Iterator[Mesh]:
     """The same on the twins alone, for what a launch computes has no part in."""
     with request.param.open() as opened:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import gradreduce as gr
-from gradreduce.reduce.pack_buffers import Flats, pack, unpack
+from gradreduce.reduce.pack_buffers import PackBuffers, pack, unpack
 from gradreduce.reduce.packing import FlatPlan, plan_packing
 
 from .encoding import decoded, host
@@ -28,7 +28,7 @@ def _plans(sizes: list[int], dtypes: list[Any], *limits: int) -> tuple[FlatPlan,
     return plan_packing(tuple(sizes), pairs, num_packs, max_bytes, max_group)
 
 
-def _packed(world: World, step: dict[str, Any], *limits: int) -> tuple[list[Flats], Any]:
+def _packed(world: World, step: dict[str, Any], *limits: int) -> tuple[list[PackBuffers], Any]:
     """The flat buffers, and what comes out of them: ``unpacked[device][tensor]``."""
     rows = [[decoded(each) for each in row] for row in step["device_tensors"]]
     devices = world.mesh.devices[: len(rows)]
@@ -42,7 +42,7 @@ def _packed(world: World, step: dict[str, Any], *limits: int) -> tuple[list[Flat
     return flats, [[each[replica] for each in tensors] for replica in range(len(rows))]
 
 
-def _inside(flats: Flats, row: list[Any], replica: int, start: int, stop: int) -> np.ndarray:
+def _inside(flats: PackBuffers, row: list[Any], replica: int, start: int, stop: int) -> np.ndarray:
     """What a range of a flat buffer holds of the tensors of a row, without the gaps."""
     array = host(flats.inputs[replica])
     filled = np.zeros(array.size, bool)

@@ -176,5 +176,7 @@ class ConditionalAccumulatorBase(NotCopied):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if not self._state.devices[0].fabric.is_inherited:  # a child may leave the parent's block
+        if not self._state.devices[
+            0
+        ].mesh_state.is_inherited:  # a child may leave the parent's block
             self.close()

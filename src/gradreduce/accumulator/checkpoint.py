@@ -1,6 +1,8 @@
-"""Whether a saved state may be loaded into an accumulator: each key, before anything changes.
+"""Saves an accumulator's state to host data, and loads it back after checking every key.
 
-Never allocates on a device and never takes a lock.
+The state is integers, strings, None, lists of integers or None, and arrays of float32 or float64:
+any store can keep it, and any backend can load it. Loading checks all of it before anything
+changes.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.indexed_slices import UNKNOWN, IndexedSlices
 from gradreduce.device import Buffer, Device, DType, accumulate_dtype, as_index, compatible
 from gradreduce.errors import CollectiveError, about, brief, listed
-from gradreduce.ops import Slots, joined_indices
+from gradreduce.ops import RowIndex, joined_indices
 
 from .state import AccumulatorState, SparseSum
 from .take_queue import serve_held, serve_joint
@@ -117,8 +119,8 @@ def _sum_shape(state: AccumulatorState, given: Any, count: int) -> tuple[int, ..
     """Of the sums: None without any, else what fits the constructor's shape."""
     value = _plain(given)
     if state.sparse and (isinstance(value, list | tuple) or is_array(value)):
-        value = [None if place == 0 and extent == UNKNOWN else extent
-                 for place, extent in enumerate(value)]  # fmt: skip
+        value = [None if index == 0 and extent == UNKNOWN else extent
+                 for index, extent in enumerate(value)]  # fmt: skip
     shape = _shape("sum_shape", value)
     _check_presence("sum_shape", shape is not None, count)
     if shape is None:
@@ -138,7 +140,7 @@ def _kind(device: Device, given: Any, count: int) -> Kind:
     kind = _text("kind", given)
     if kind not in get_args(Kind):
         raise ValueError(f"state['kind']={brief(kind)} is not one of {get_args(Kind)}")
-    if kind in ("cupy", "cuda") and device.fabric.backend == "sim":
+    if kind in ("cupy", "cuda") and device.mesh_state.backend == "sim":
         return "native"  # CuPy's there: this is the same word for the one and the other
     if kind in ("torch", "jax", "coo"):
         try:
@@ -171,9 +173,9 @@ def _hosts(
         None
         if each is None
         else sums.checked(
-            f"state['partial_sums'][{place}]", each, state.dtype, sum_shape or (), count
+            f"state['partial_sums'][{index}]", each, state.dtype, sum_shape or (), count
         )
-        for place, each in enumerate(given)
+        for index, each in enumerate(given)
     )
 
 
@@ -326,7 +328,7 @@ class SparseSums:
     @staticmethod
     def uploaded(device: Device, host: dict[str, Any]) -> SparseSum:
         """New memory on the device, as large as the rows are many."""
-        slots = Slots.of(host["indices"], host["num_touches"])
+        slots = RowIndex.of(host["indices"], host["num_touches"])
         return SparseSum(slots, device.upload(host["values"]))
 
 
@@ -347,11 +349,11 @@ def saved_state(state: AccumulatorState, deadline: float | None) -> dict[str, An
     """
     end = None if deadline is None else time.monotonic() + deadline
     sums = sums_of(state)
-    fabric = state.devices[0].fabric
+    mesh_state = state.devices[0].mesh_state
     with state.lock:
         state.check_open()
         state.check_devices()
-        generation = fabric.generation
+        generation = mesh_state.generation
         filled = state.count > 0
         made: dict[str, Any] = {
             "format": sums.format,
@@ -368,7 +370,7 @@ def saved_state(state: AccumulatorState, deadline: float | None) -> dict[str, An
     made["partial_sums"] = [
         None if copy is None else sums.downloaded(copy, _rest(end)) for copy in copies
     ]
-    if fabric.has_died(generation):  # and was reset, before a download could notice
+    if mesh_state.has_died(generation):  # and was reset, before a download could notice
         raise CollectiveError("the mesh died while the state of an accumulator was read")
     return made
 
@@ -383,8 +385,8 @@ def load_state(state: AccumulatorState, given: Mapping[str, Any]) -> None:
 
     Checks, uploads, and then exchanges all under the lock: what fails has changed nothing.
     """
-    fabric = state.devices[0].fabric
-    generation = fabric.generation
+    mesh_state = state.devices[0].mesh_state
+    generation = mesh_state.generation
     checked = checked_state(state, given)
     sums = sums_of(state)
     totals = [
@@ -394,7 +396,7 @@ def load_state(state: AccumulatorState, given: Mapping[str, Any]) -> None:
     with state.lock:
         state.check_open()
         state.check_devices()
-        if fabric.has_died(generation):  # and was reset: what was uploaded is nobody's promise
+        if mesh_state.has_died(generation):  # and was reset: what was uploaded is nobody's promise
             raise CollectiveError("the mesh died while the state of an accumulator was loaded")
         state.step = checked.step
         state.count = checked.count

@@ -1,4 +1,4 @@
-"""Which accumulators of the process are one: those of the same ``shared_name``."""
+"""Creates an accumulator: checks its definition, compiles its kernels, finds a shared one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradreduce.ops import prepare_all_sum
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps, is_all_reduce, shared_ops
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
-from .dense_storage import prepare_arrivals
+from .dense_storage import prepare_pending
 from .sparse_storage import prepare_sparse
 from .state import AccumulatorState
 from .take_queue import cancel_waiting, forget
@@ -57,7 +57,7 @@ def shared_state(
         return state
     with _lock.lock:
         found = _shared.setdefault(shared_name, state)
-        if found.closed or found.devices[0].fabric.is_inherited:
+        if found.closed or found.devices[0].mesh_state.is_inherited:
             found = _shared[shared_name] = state
     for field in ("sparse", "dtype", "shape", "reduction_type"):
         had, wanted = getattr(found, field), getattr(state, field)
@@ -68,12 +68,18 @@ def shared_state(
             f"{'mesh of ' * of.over_mesh}{listed(each.name for each in of.devices)}"
             for of in (found, state)
         )
-        other = " of another mesh" * (found.devices[0].fabric is not state.devices[0].fabric)
+        other = " of another mesh" * (
+            found.devices[0].mesh_state is not state.devices[0].mesh_state
+        )
         raise ValueError(f"shared_name={brief(shared_name)} has device {had}, not {wanted}{other}")
-    if named_ops is not None and found.over_mesh and _way(found.ops) != _way(named_ops):
+    if (
+        named_ops is not None
+        and found.over_mesh
+        and _way(found.cross_device_ops) != _way(named_ops)
+    ):
         raise ValueError(
-            f"shared_name={brief(shared_name)} has cross_device_ops {found.ops!r}, not "
-            f"{named_ops!r}"
+            f"shared_name={brief(shared_name)} has cross_device_ops {found.cross_device_ops!r}, "
+            f"not {named_ops!r}"
         )
     return found
 
@@ -113,7 +119,7 @@ def defined(
         prepare_sparse(state)
     else:
         _prepare_dense(state)
-    devices[0].fabric.add_listener(state, cancel_waiting, forget)
+    devices[0].mesh_state.add_listener(state, cancel_waiting, forget)
     return shared_state(shared_name, state, cross_device_ops)
 
 
@@ -132,8 +138,8 @@ def _placed(
 
 def _prepare_dense(state: AccumulatorState) -> None:
     wide = accumulate_dtype(state.dtype)
-    prepare_arrivals(state.devices, state.dtype, state.dtype)
+    prepare_pending(state.devices, state.dtype, state.dtype)
     for device in state.devices:
         prepare_all_sum(device, state.dtype, wide)
     if state.over_mesh:
-        state.ops.compile_for(state.devices, wide, state.dtype)
+        state.cross_device_ops.compile_for(state.devices, wide, state.dtype)

@@ -106,7 +106,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
         name: str | None = None,
         *,
         timeout: float | None = None,
-        as_kind: str | None = None,
+        output_type: str | None = None,
         deadline: float | None = None,
     ) -> Any:
         """Blocks until ``num_required`` gradients are in, then hands out their mean or sum.
@@ -118,7 +118,7 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             num_required: at least 1; an integer, or a Variable that holds one.
             name: ignored; TensorFlow's name of the operation.
             timeout: seconds to wait; None for ever.
-            as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the
+            output_type: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the
                 result is instead of the kind of the first gradient.
             deadline: seconds that the devices may take for the gradient, counted from when enough
                 have come; when they are over first, the mesh dies. ``timeout`` harms nothing.
@@ -135,5 +135,5 @@ class ConditionalAccumulator(ConditionalAccumulatorBase):
             ValueError: ``deadline`` is no number above 0.
         """
         return take_grads(
-            [self], num_required, timeout=timeout, as_kind=as_kind, deadline=deadline
+            [self], num_required, timeout=timeout, output_type=output_type, deadline=deadline
         )[0]

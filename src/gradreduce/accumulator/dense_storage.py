@@ -18,18 +18,18 @@ from gradreduce.device import (
     DType,
     accumulate_dtype,
     by_physical,
-    fetch,
     flat_layout,
-    gather,
-    scatter,
+    fork_streams,
+    join_streams,
+    to_accessible,
 )
 
-from .state import AccumulatorState, Arrival, SparseSum
+from .state import AccumulatorState, PendingGradient, SparseSum
 
-__all__ = ["DenseAdditions", "lie_together", "prepare_arrivals", "prepare_parts"]
+__all__ = ["DenseAdditions", "allocate_flat", "prepare_parts", "prepare_pending"]
 
 
-def prepare_arrivals(devices: Sequence[Device], dtype: DType, gradient: DType) -> None:
+def prepare_pending(devices: Sequence[Device], dtype: DType, gradient: DType) -> None:
     """Compiles what gradients of one dtype launch: locks are never held while compiling.
 
     Args:
@@ -43,11 +43,11 @@ def prepare_arrivals(devices: Sequence[Device], dtype: DType, gradient: DType) -
         ops.prepare_accumulate_n(device, wide, gradient)
 
 
-def prepare_parts(arrival: Arrival) -> None:
+def prepare_parts(pending_gradient: PendingGradient) -> None:
     """Compiles what only some arrivals launch: of other dtypes, or several for one sum."""
-    wide = accumulate_dtype(arrival.state.dtype)
-    for place, gradients in _by_place(arrival).items():
-        device = arrival.state.devices[place]
+    wide = accumulate_dtype(pending_gradient.state.dtype)
+    for index, gradients in _by_place(pending_gradient).items():
+        device = pending_gradient.state.devices[index]
         ops.prepare_add_n(device, wide, gradients[0].dtype, _num_together(wide, gradients))
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             ops.prepare_accumulate_n(device, wide, dtype)
@@ -84,11 +84,11 @@ class DenseAdditions:
     gradients for one sum are added in their order, with the bits of one arrival each: in one launch
     where they are of one dtype that the sum accumulates, else one after the other.
 
-    What makes it may fail and has changed nothing; then ``launch_apart``, ``launch_in_place`` and
-    what ``totals`` gives.
+    What makes it may fail and has changed nothing; then ``launch_out_of_place``,
+    ``launch_in_place`` and what ``totals`` gives.
 
     Args:
-        arrivals: of dense accumulators; all locks are held.
+        pending_gradients: of dense accumulators; all locks are held.
 
     Attributes:
         kept: devices of the sums that ``launch_in_place`` writes over.
@@ -96,19 +96,19 @@ class DenseAdditions:
 
     __slots__ = ("_additions", "_fresh", "_rows", "kept")
 
-    def __init__(self, arrivals: Sequence[Arrival]) -> None:
+    def __init__(self, pending_gradients: Sequence[PendingGradient]) -> None:
         self._additions: list[_Addition] = []
         self._rows: list[_Row] = []
         self.kept: list[Device] = []
         self._fresh: list[_Addition] = []
-        for arrival in arrivals:
-            state = arrival.state
-            for place, gradients in _by_place(arrival).items():
-                device = state.devices[place]
-                total = state.totals[place]
+        for pending_gradient in pending_gradients:
+            state = pending_gradient.state
+            for index, gradients in _by_place(pending_gradient).items():
+                device = state.devices[index]
+                total = state.totals[index]
                 assert not isinstance(total, SparseSum)
-                near = [fetch(device, gradient) for gradient in gradients]
-                addition = _Addition(state, place, device, near, total)
+                near = [to_accessible(device, gradient) for gradient in gradients]
+                addition = _Addition(state, index, device, near, total)
                 self._additions.append(addition)
                 if total is None:
                     self._fresh.append(addition)
@@ -118,7 +118,7 @@ class DenseAdditions:
         if self._fresh:
             _make_room(self._fresh)
 
-    def launch_apart(self) -> None:
+    def launch_out_of_place(self) -> None:
         """Makes new sums of their first gradients, where a failure harms nothing."""
         if self._fresh:
             self._rows = _start(self._fresh) + self._rows
@@ -133,12 +133,12 @@ class DenseAdditions:
         return [(each.state, each.place, each.total) for each in self._additions]
 
 
-def _by_place(arrival: Arrival) -> dict[int, list[Buffer]]:
+def _by_place(pending_gradient: PendingGradient) -> dict[int, list[Buffer]]:
     """The gradients for each partial sum, in the order of the replicas."""
     found: dict[int, list[Buffer]] = {}
-    for place, gradient in arrival.parts:
+    for index, gradient in pending_gradient.parts:
         assert isinstance(gradient, Buffer)
-        found.setdefault(place, []).append(gradient)
+        found.setdefault(index, []).append(gradient)
     return found
 
 
@@ -155,7 +155,7 @@ def _start(fresh: Sequence[_Addition]) -> list[_Row]:
         first.append((each, gradients[:count]))
         if count < len(gradients):
             rest.append((each, gradients[count:]))
-    _add(ops.add_n, ops.cast_fitted, first)
+    _add(ops.add_n, ops.cast_unchecked, first)
     return rest
 
 
@@ -174,7 +174,7 @@ def _num_together(wide: DType, gradients: Sequence[Buffer]) -> int:
 def _accumulate(rows: Sequence[_Row]) -> None:
     """As many launches after each other as the gradients of one sum change their dtype."""
     if all([len(gradients) == 1 for _, gradients in rows]):
-        _add(ops.accumulate_n, ops.accumulate_fitted, rows)
+        _add(ops.accumulate_n, ops.accumulate_unchecked, rows)
         return
     runs = [
         (each, [list(run) for _, run in itertools.groupby(gradients, lambda buffer: buffer.dtype)])
@@ -183,7 +183,7 @@ def _accumulate(rows: Sequence[_Row]) -> None:
     for turn in range(max(len(found) for _, found in runs)):
         _add(
             ops.accumulate_n,
-            ops.accumulate_fitted,
+            ops.accumulate_unchecked,
             [(each, found[turn]) for each, found in runs if turn < len(found)],
         )
 
@@ -196,25 +196,25 @@ def _add(together: _Kernel, alone: _Kernel, rows: Sequence[_Row]) -> None:
         alone: adds one gradient to each sum, and takes it that they fit: sums are ours.
         rows: what is added.
     """
-    for places in by_physical([addition.device for addition, _ in rows]).values():
+    for indices in by_physical([addition.device for addition, _ in rows]).values():
         totals: list[Buffer | None] = []
         terms: list[list[Buffer]] = []
         flat: list[Buffer] = []
         involved: list[Device] = []
-        for place in places:
-            addition, gradients = rows[place]
+        for index in indices:
+            addition, gradients = rows[index]
             involved.append(addition.device)
             totals.append(addition.total)
             terms.append(gradients)
             flat += gradients
         leader = involved[0]
         involved += [gradient.device for gradient in flat]
-        gather(leader, involved)
+        join_streams(leader, involved)
         if len(flat) == len(terms):
             alone(totals, flat, device=leader)
         else:
             together(totals, terms, device=leader)
-        scatter(leader, involved)
+        fork_streams(leader, involved)
 
 
 def _make_room(fresh: Sequence[_Addition]) -> None:
@@ -229,12 +229,12 @@ def _make_room(fresh: Sequence[_Addition]) -> None:
     for (device, dtype), additions in together.items():
         shapes = [each.gradients[0].shape for each in additions]
         for addition, total in zip(
-            additions, lie_together(device.empty, dtype, shapes), strict=True
+            additions, allocate_flat(device.empty, dtype, shapes), strict=True
         ):
             addition.total = total
 
 
-def lie_together(
+def allocate_flat(
     make: Callable[[tuple[int, ...], DType], Buffer],
     dtype: DType,
     shapes: Sequence[tuple[int, ...]],

@@ -1,6 +1,7 @@
-"""Many accumulators in one call: added to by one decision, taken from by one place in each queue.
+"""Applies gradients to one or many accumulators, and takes from many, all or none.
 
-Source: own; TensorFlow has one accumulator to a call.
+One decision is made under the locks of all accumulators of a call. A stale gradient launches
+nothing. Source: own; TensorFlow has one accumulator to a call.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from gradreduce.arrays.caller_streams import OneCall, hand_back
+from gradreduce.arrays.caller_streams import StreamScope, release_inputs
 from gradreduce.arrays.convert import as_result_kind, from_buffer
 from gradreduce.arrays.convert_gpu import Kind, reading
 from gradreduce.arrays.distributed import Mirrored, Part
@@ -23,11 +24,10 @@ from gradreduce.errors import InvalidArgumentError, brief
 from .base import ConditionalAccumulatorBase
 from .dense_storage import DenseAdditions
 from .sparse_storage import SparseAdditions
-from .state import AccumulatorState, Arrival, SparseGradient, Ticket, locked
-from .take_queue import await_ticket, join, serve_held, serve_joint, take_held, withdraw
+from .state import AccumulatorState, PendingGradient, PendingTake, SparseGradient, locked
+from .take_queue import await_take, join, serve_held, serve_joint, take_held, withdraw
 from .validate import (
     DEFAULT_STEP,
-    arrival,
     as_required,
     as_step,
     as_timeout,
@@ -36,10 +36,11 @@ from .validate import (
     for_each,
     num_gradients,
     num_sparse_gradients,
-    sparse_arrival,
+    pending_gradient,
+    pending_sparse_gradient,
 )
 
-__all__ = ["apply_arrivals", "apply_grads", "drop_stale", "is_stale", "take_grads", "take_now"]
+__all__ = ["apply_grads", "apply_pending", "drop_stale", "is_stale", "take_grads", "take_now"]
 
 
 def is_stale(states: Sequence[AccumulatorState], local_step: int) -> bool:
@@ -74,13 +75,13 @@ def drop_stale(states: Sequence[AccumulatorState], counts: Sequence[int], local_
         return True
 
 
-def apply_arrivals(
-    arrivals: Sequence[Arrival], local_step: int, name_of: Callable[[int], str]
-) -> tuple[bool, list[Ticket]]:
+def apply_pending(
+    pending_gradients: Sequence[PendingGradient], local_step: int, name_of: Callable[[int], str]
+) -> tuple[bool, list[PendingTake]]:
     """Adds all arrivals or, if the step is stale for any of them, drops all.
 
     Args:
-        arrivals: one for each accumulator.
+        pending_gradients: one for each accumulator.
         local_step: of all of them.
         name_of: what an error calls the one of that place.
 
@@ -92,20 +93,20 @@ def apply_arrivals(
         CancelledError: an accumulator was closed.
         InvalidArgumentError: the shape differs from what a sum holds. Nothing was added.
     """
-    states = [pending.state for pending in arrivals]
+    states = [pending.state for pending in pending_gradients]
     with locked(states):
         for state in states:
             state.check_open()
         if is_stale(states, local_step):
-            for pending in arrivals:
+            for pending in pending_gradients:
                 pending.state.num_dropped += len(pending.parts)
             return False, []
-        for_each(_check_shape, [(pending,) for pending in arrivals], name_of)
-        _add(arrivals)
+        for_each(_check_shape, [(pending,) for pending in pending_gradients], name_of)
+        _add(pending_gradients)
         return True, serve_held(states)
 
 
-def _check_shape(pending: Arrival) -> None:
+def _check_shape(pending: PendingGradient) -> None:
     """The sum's shape, exactly; the constructor's was checked at the door."""
     state = pending.state
     if state.sparse:
@@ -117,42 +118,47 @@ def _check_shape(pending: Arrival) -> None:
         raise InvalidArgumentError(f"Shape mismatch: expected {list(expected)}, got {list(shape)}")
 
 
-def _add(arrivals: Sequence[Arrival]) -> None:
+def _add(pending_gradients: Sequence[PendingGradient]) -> None:
     """All are ready before the first launch, and what goes into new memory goes first.
 
     A failure between the first launch in place and the count leaves sums of which nobody can tell
     what is in them: then their devices are lost.
     """
-    sparse = [pending for pending in arrivals if pending.state.sparse]
-    dense = [pending for pending in arrivals if not pending.state.sparse] if sparse else arrivals
+    sparse = [pending for pending in pending_gradients if pending.state.sparse]
+    dense = (
+        [pending for pending in pending_gradients if not pending.state.sparse]
+        if sparse
+        else pending_gradients
+    )
     additions: list[DenseAdditions | SparseAdditions] = []
     if sparse:
         additions.append(SparseAdditions(sparse))
     if dense:
         additions.append(DenseAdditions(dense))
     for each in additions:
-        each.launch_apart()
+        each.launch_out_of_place()
     kept = [device for each in additions for device in each.kept]
-    with kept[0].fabric.whole_or_lost(kept) if kept else nullcontext():
+    with kept[0].mesh_state.fail_on_partial_write(kept) if kept else nullcontext():
         for each in additions:
             each.launch_in_place()
-        _count(arrivals, additions)
+        _count(pending_gradients, additions)
 
 
 def _count(
-    arrivals: Sequence[Arrival], additions: Sequence[DenseAdditions | SparseAdditions]
+    pending_gradients: Sequence[PendingGradient],
+    additions: Sequence[DenseAdditions | SparseAdditions],
 ) -> None:
     """Each accumulator changes at once."""
-    totals = {pending.state: list(pending.state.totals) for pending in arrivals}
+    totals = {pending.state: list(pending.state.totals) for pending in pending_gradients}
     for each in additions:
-        for state, place, total in each.totals():
-            totals[state][place] = total
-    for pending in arrivals:
+        for state, index, total in each.totals():
+            totals[state][index] = total
+    for pending in pending_gradients:
         state, count = pending.state, pending.state.count
         if count:
-            state.become(totals=totals[state], count=count + len(pending.parts))
+            state.update(totals=totals[state], count=count + len(pending.parts))
         else:
-            state.become(
+            state.update(
                 totals=totals[state],
                 count=len(pending.parts),
                 kind=pending.kind,
@@ -212,13 +218,13 @@ def _all_or_none(
         counts = for_each(_num_gradients, given, name_of)
         if drop_stale(states, counts, step):
             return False
-    with OneCall():
-        arrivals = for_each(_arrival, given, name_of)
-        reading([_rows_of(part) for each in arrivals for _, part in each.parts])
+    with StreamScope():
+        pending_gradients = for_each(_pending_gradient, given, name_of)
+        reading([_rows_of(part) for each in pending_gradients for _, part in each.parts])
         with DeferInterrupts():  # the takes that it satisfies are served with it
-            kept, joint = apply_arrivals(arrivals, step, name_of)
+            kept, joint = apply_pending(pending_gradients, step, name_of)
             serve_joint(joint)
-            hand_back()
+            release_inputs()
     return kept
 
 
@@ -258,9 +264,9 @@ def _listed(accumulators: Any) -> tuple[ConditionalAccumulatorBase, ...]:
 
 def _states_of(accumulators: Sequence[ConditionalAccumulatorBase]) -> list[AccumulatorState]:
     """Checked: whether one call may be about all of them."""
-    for place, each in enumerate(accumulators):
+    for index, each in enumerate(accumulators):
         if not isinstance(each, ConditionalAccumulatorBase):
-            raise TypeError(f"accumulators[{place}]={brief(each)} is not an accumulator")
+            raise TypeError(f"accumulators[{index}]={brief(each)} is not an accumulator")
     states = [each.accumulator_ref for each in accumulators]
     check_together(states)
     return states
@@ -279,8 +285,8 @@ def _num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
     return made(state, as_slices(grad), cast)
 
 
-def _arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
-    made = sparse_arrival if state.sparse else arrival
+def _pending_gradient(state: AccumulatorState, grad: Any, cast: bool) -> PendingGradient:
+    made = pending_sparse_gradient if state.sparse else pending_gradient
     return made(state, as_slices(grad), cast)
 
 
@@ -289,7 +295,7 @@ def take_grads(
     num_required: int | Variable,
     *,
     timeout: float | None = None,
-    as_kind: str | None = None,
+    output_type: str | None = None,
     deadline: float | None = None,
 ) -> list[Any]:
     """Takes from all accumulators together, when each holds ``num_required`` gradients.
@@ -304,7 +310,7 @@ def take_grads(
         accumulators: each at most once.
         num_required: of each, at least 1; an integer, or a Variable that holds one.
         timeout: seconds to wait; None for ever.
-        as_kind: as there.
+        output_type: as there.
         deadline: see ``ConditionalAccumulator.take_grad``.
 
     Returns:
@@ -318,15 +324,15 @@ def take_grads(
         CollectiveError: the mesh is dead.
     """
     required, limit, seconds = as_required(num_required), as_timeout(timeout), as_deadline(deadline)
-    as_result_kind(as_kind, "native")  # a wrong name must not cost a gradient
-    ticket = Ticket(tuple(_states_of(_listed(accumulators))), required, seconds)
+    as_result_kind(output_type, "native")  # a wrong name must not cost a gradient
+    pending_take = PendingTake(tuple(_states_of(_listed(accumulators))), required, seconds)
     try:
-        join(ticket)
-        await_ticket(ticket, limit)
+        join(pending_take)
+        await_take(pending_take, limit)
     except BaseException:
-        withdraw(ticket)
+        withdraw(pending_take)
         raise
-    return _handed_out(ticket, as_kind)
+    return _results_of(pending_take, output_type)
 
 
 def take_now(
@@ -345,17 +351,21 @@ def take_now(
             return None
         if max(state.count for state in states) < num_required:
             return None
-        ticket = Ticket(tuple(states), num_required, kinds=[state.kind for state in states])
-        ticket.taken = take_held(states)
-    return _handed_out(ticket)
+        pending_take = PendingTake(
+            tuple(states), num_required, kinds=[state.kind for state in states]
+        )
+        pending_take.taken = take_held(states)
+    return _results_of(pending_take)
 
 
-def _handed_out(ticket: Ticket, as_kind: str | None = None) -> list[Any]:
+def _results_of(pending_take: PendingTake, output_type: str | None = None) -> list[Any]:
     """The taken Buffers as what callers get."""
     given: list[Any] = []
-    with OneCall():
-        for state, buffers, first in zip(ticket.states, ticket.taken, ticket.kinds, strict=True):
-            kind = as_result_kind(as_kind, first)
+    with StreamScope():
+        for state, buffers, first in zip(
+            pending_take.states, pending_take.taken, pending_take.kinds, strict=True
+        ):
+            kind = as_result_kind(output_type, first)
             if not buffers:
                 given.append(None)
             elif state.over_mesh:

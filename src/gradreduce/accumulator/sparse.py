@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gradreduce.arrays.caller_streams import OneCall
+from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import is_array, kind_of, numbers
 from gradreduce.arrays.distributed import Mirrored, PerReplica, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices, as_slices
@@ -74,7 +74,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         )  # fmt: skip
         super().__init__(state, name)
 
-    @OneCall()
+    @StreamScope()
     def apply_grad(
         self,
         grad_indices: Any,
@@ -148,7 +148,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         name: str | None = None,
         *,
         timeout: float | None = None,
-        as_kind: str | None = None,
+        output_type: str | None = None,
         deadline: float | None = None,
     ) -> tuple[Any, Any, Any]:
         """As ``take_indexed_slices_grad``, in three parts.
@@ -157,7 +157,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
             num_required: see there, as for the others.
             name: ignored; TensorFlow's name of the operation.
             timeout: see there.
-            as_kind: see there.
+            output_type: see there.
             deadline: see there.
 
         Returns:
@@ -166,7 +166,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         """
         taken = as_slices(
             self.take_indexed_slices_grad(
-                num_required, timeout=timeout, as_kind=as_kind, deadline=deadline
+                num_required, timeout=timeout, output_type=output_type, deadline=deadline
             )
         )
         if isinstance(taken, IndexedSlices):
@@ -182,7 +182,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         name: str | None = None,
         *,
         timeout: float | None = None,
-        as_kind: str | None = None,
+        output_type: str | None = None,
         deadline: float | None = None,
     ) -> IndexedSlices | Mirrored:
         """Blocks until ``num_required`` gradients are in, then hands out their mean or sum.
@@ -195,8 +195,8 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
             num_required: at least 1; an integer, or a Variable that holds one.
             name: ignored; TensorFlow's name of the operation.
             timeout: seconds to wait; None for ever.
-            as_kind: what the values of the result are instead of the kind of the first gradient;
-                see ``ConditionalAccumulator.take_grad``.
+            output_type: what the values of the result are instead of the kind of the first
+                gradient; see ``ConditionalAccumulator.take_grad``.
             deadline: see ``ConditionalAccumulator.take_grad``.
 
         Returns:
@@ -213,7 +213,7 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
             ValueError: ``deadline`` is no number above 0.
         """
         (taken,) = take_grads(
-            [self], num_required, timeout=timeout, as_kind=as_kind, deadline=deadline
+            [self], num_required, timeout=timeout, output_type=output_type, deadline=deadline
         )
         made: IndexedSlices | Mirrored = taken
         return made

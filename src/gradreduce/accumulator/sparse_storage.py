@@ -1,8 +1,12 @@
-"""How sparse gradients get into partial sums: one launch each, whatever rows they touch.
+"""Partial sums of sparse gradients: adds rows, and merges and divides them at a take.
 
-A sum holds the rows that any gradient touched, and no others. They lie in the order in which they
-came (``ops/row_index.py``), so a launch adds to those that are there and lays down new ones behind
-them. When there is no room left, the rows are copied into twice as much.
+A sum holds the rows that any gradient touched, in the order in which they came
+(``ops/row_index.py``). One launch adds to the rows that are there and appends new ones; when memory
+runs out, the rows are copied into twice as much. At a take one launch merges the rows of all sums
+in the order of their indices, and divides each by the number of gradients that touched it. Over a
+mesh the rows of all devices are first copied to the first one, in mesh order; the results travel
+from there end to end, one copy to each GPU. A ``CrossDeviceOps`` that does not all-reduce as ours
+do moves them its own way.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gradreduce import ops
-from gradreduce.arrays.caller_streams import Aside
+from gradreduce.arrays.caller_streams import SuspendedScope
 from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices, coalesced
 from gradreduce.device import (
@@ -21,19 +25,19 @@ from gradreduce.device import (
     DType,
     accumulate_dtype,
     by_physical,
-    fetch,
     flat_layout,
-    gather,
-    scatter,
+    fork_streams,
+    join_streams,
+    to_accessible,
 )
 from gradreduce.errors import brief
-from gradreduce.ops import Indices, Segments, Slots, alike, merged_slots, plan_segments
+from gradreduce.ops import Indices, RowIndex, Segments, alike, merged_row_index, plan_segments
 from gradreduce.reduce.aggregation import rows_together
 from gradreduce.reduce.all_reduce_ops import is_all_reduce
 from gradreduce.reduce.arguments import Request
-from gradreduce.reduce.one_device import handed_out
+from gradreduce.reduce.one_device import broadcast_values
 
-from .state import AccumulatorState, Arrival, SparseGradient, SparseSum
+from .state import AccumulatorState, PendingGradient, SparseGradient, SparseSum
 
 __all__ = ["SparseAdditions", "prepare_gradient", "prepare_sparse", "take_sparse"]
 
@@ -73,7 +77,7 @@ class _Growing:
     place: int
     device: Device
     total: SparseSum | None
-    slots: Slots
+    slots: RowIndex
     steps: list[tuple[Buffer, Segments, Indices]] = field(default_factory=list)
     values: Buffer | None = None
 
@@ -86,23 +90,23 @@ class _Growing:
 class SparseAdditions:
     """Gradients on their way into partial sums: with memory and plans, but not added yet.
 
-    What makes it may fail and has changed nothing; then ``launch_apart``, ``launch_in_place`` and
-    what ``totals`` gives.
+    What makes it may fail and has changed nothing; then ``launch_out_of_place``,
+    ``launch_in_place`` and what ``totals`` gives.
 
     Args:
-        arrivals: of sparse accumulators; all locks are held.
+        pending_gradients: of sparse accumulators; all locks are held.
 
     Attributes:
         kept: devices of the sums that ``launch_in_place`` writes over; none where it has nothing
             to do.
     """
 
-    def __init__(self, arrivals: Sequence[Arrival]) -> None:
+    def __init__(self, pending_gradients: Sequence[PendingGradient]) -> None:
         self._sums: dict[tuple[AccumulatorState, int], _Growing] = {}
-        for arrival in arrivals:
-            for place, gradient in arrival.parts:
+        for pending_gradient in pending_gradients:
+            for index, gradient in pending_gradient.parts:
                 assert isinstance(gradient, SparseGradient)
-                self._plan(arrival.state, place, gradient)
+                self._plan(pending_gradient.state, index, gradient)
         growing = list(self._sums.values())
         _make_room(growing)
         launches: list[tuple[bool, Callable[[], None]]] = []
@@ -119,16 +123,16 @@ class SparseAdditions:
         device = state.devices[place]
         growing = self._sums.get((state, place))
         if growing is None:
-            device.fabric.check_usable(device)  # where there are no rows nothing else asks
+            device.mesh_state.check_usable(device)  # where there are no rows nothing else asks
             total = state.totals[place]
             assert not isinstance(total, Buffer)
-            slots = Slots.none() if total is None else total.slots
+            slots = RowIndex.none() if total is None else total.slots
             growing = self._sums[state, place] = _Growing(state, place, device, total, slots)
-        near = fetch(device, gradient.values)
+        near = to_accessible(device, gradient.values)
         growing.slots, into = growing.slots.touched(gradient.segments.indices)
         growing.steps.append((near, gradient.segments, into))
 
-    def launch_apart(self) -> None:
+    def launch_out_of_place(self) -> None:
         """Adds into new memory, where a failure harms nothing."""
         for launch in self._apart:
             launch()
@@ -164,21 +168,21 @@ def _make_room(growing: Sequence[_Growing]) -> None:
         if total is not None and total.slots.num_rows:
             rows = total.rows
             moved.append((each.device, each.values.view(0, rows.shape), rows))
-    for places in by_physical([device for device, _, _ in moved]).values():
-        sharing = [moved[place] for place in places]
+    for indices in by_physical([device for device, _, _ in moved]).values():
+        sharing = [moved[index] for index in indices]
         devices = [device for device, _, _ in sharing]
-        gather(devices[0], devices)
+        join_streams(devices[0], devices)
         ops.pack(
             [out for _, out, _ in sharing], [rows for _, _, rows in sharing], device=devices[0]
         )
-        scatter(devices[0], devices)
+        fork_streams(devices[0], devices)
 
 
 def _additions(growing: Sequence[_Growing], wave: int) -> list[tuple[bool, Callable[[], None]]]:
     """One launch for each physical device: whether it writes in place, and what launches it."""
     launches = []
-    for places in by_physical([each.device for each in growing]).values():
-        sharing = [growing[place] for place in places]
+    for indices in by_physical([each.device for each in growing]).values():
+        sharing = [growing[index] for index in indices]
         steps = [each.steps[wave] for each in sharing]
         devices = [each.device for each in sharing] + [rows.device for rows, _, _ in steps]
         add = ops.ready_segment_sum(
@@ -194,9 +198,9 @@ def _additions(growing: Sequence[_Growing], wave: int) -> list[tuple[bool, Calla
 
 def _fenced(devices: Sequence[Device], add: Callable[[], None]) -> Callable[[], None]:
     def launch() -> None:
-        gather(devices[0], devices)
+        join_streams(devices[0], devices)
         add()
-        scatter(devices[0], devices)
+        fork_streams(devices[0], devices)
 
     return launch
 
@@ -215,18 +219,18 @@ def take_sparse(states: Sequence[AccumulatorState]) -> list[tuple[IndexedSlices,
 
 def _has_own_way(state: AccumulatorState) -> bool:
     """Whether a ``CrossDeviceOps`` other than an all-reduce of ours brings its sums together."""
-    return state.over_mesh and not is_all_reduce(state.ops)
+    return state.over_mesh and not is_all_reduce(state.cross_device_ops)
 
 
 def _reduced(state: AccumulatorState) -> tuple[IndexedSlices, ...]:
     """By the accumulator's own ops; then sorted, divided and rounded on each device."""
     sums = [total for total in state.totals if isinstance(total, SparseSum)]
     mean = state.reduction_type == "MEAN"
-    plan, divisor = merged_slots([total.slots for total in sums], mean=mean)
-    rows = [_as_slices(state, place) for place in range(len(state.devices))]
+    plan, divisor = merged_row_index([total.slots for total in sums], mean=mean)
+    rows = [_as_slices(state, index) for index in range(len(state.devices))]
     value = PerReplica.of(rows, "native")
-    with Aside():  # a class of the caller's own
-        (parts,) = state.ops.reduce_batch(
+    with SuspendedScope():  # a class of the caller's own
+        (parts,) = state.cross_device_ops.reduce_batch(
             ReduceOp.SUM, [Request(value, state.devices, True)], coalesce=True
         )
     slices = [part for part in parts if isinstance(part, IndexedSlices)]
@@ -234,7 +238,8 @@ def _reduced(state: AccumulatorState) -> tuple[IndexedSlices, ...]:
     wanted = [plan.indices.tolist()] * len(state.devices)
     if [each.indices.tolist() for each in plans] != wanted:
         raise ValueError(
-            f"cross_device_ops={brief(state.ops)} gave other rows than those of the sums"
+            f"cross_device_ops={brief(state.cross_device_ops)} gave other rows than those of the "
+            "sums"
         )
     outs = [
         device.empty((plan.num_segments, *rows[0].values.shape[1:]), state.dtype)
@@ -251,7 +256,7 @@ def _as_slices(state: AccumulatorState, place: int) -> IndexedSlices:
         assert state.sum_shape is not None  # it holds gradients
         shape = (0, *state.sum_shape[1:])
         none = state.devices[place].empty(shape, accumulate_dtype(state.dtype))
-        return IndexedSlices.of(none, Slots.none().indices, state.sum_shape)
+        return IndexedSlices.of(none, RowIndex.none().indices, state.sum_shape)
     return IndexedSlices.of(total.rows, total.slots.by_row, state.sum_shape)
 
 
@@ -261,7 +266,7 @@ def _merged(states: Sequence[AccumulatorState]) -> list[tuple[IndexedSlices, ...
     plans, divisors = [], []
     for state, totals in zip(states, sums, strict=True):
         mean = state.reduction_type == "MEAN"
-        segments, by = merged_slots([total.slots for total in totals], mean=mean)
+        segments, by = merged_row_index([total.slots for total in totals], mean=mean)
         plans.append(segments)
         divisors.append(by)
     values = _brought_together(states, sums)
@@ -272,9 +277,9 @@ def _merged(states: Sequence[AccumulatorState]) -> list[tuple[IndexedSlices, ...
     coalesced(values, plans, outs=outs, divisors=alike(divisors, plans))
     found: list[Sequence[Part]] = [(out,) for out in outs]
     for flat, offsets in flats:
-        copies = handed_out(flat, states[next(iter(offsets))].devices)
-        for place, offset in offsets.items():
-            found[place] = [buffer_of(copy).view(offset, shapes[place]) for copy in copies]
+        copies = broadcast_values(flat, states[next(iter(offsets))].devices)
+        for index, offset in offsets.items():
+            found[index] = [buffer_of(copy).view(offset, shapes[index]) for copy in copies]
     return [
         tuple([IndexedSlices.of(rows, plan.indices, state.sum_shape) for rows in here])
         for state, plan, here in zip(states, plans, found, strict=True)
@@ -292,19 +297,19 @@ def _room(
     """
     outs: dict[int, Buffer] = {}
     groups: dict[tuple[tuple[Device, ...], DType], list[int]] = {}
-    for place, state in enumerate(states):
+    for index, state in enumerate(states):
         if state.over_mesh:
-            groups.setdefault((state.devices, state.dtype), []).append(place)
+            groups.setdefault((state.devices, state.dtype), []).append(index)
         else:
-            outs[place] = state.devices[0].empty(shapes[place], state.dtype)
+            outs[index] = state.devices[0].empty(shapes[index], state.dtype)
     flats = []
-    for (devices, dtype), places in groups.items():
-        layout = flat_layout([math.prod(shapes[place]) for place in places], dtype.itemsize)
+    for (devices, dtype), indices in groups.items():
+        layout = flat_layout([math.prod(shapes[index]) for index in indices], dtype.itemsize)
         flat = devices[0].empty((layout.size,), dtype)
-        offsets = dict(zip(places, layout.offsets, strict=True))
+        offsets = dict(zip(indices, layout.offsets, strict=True))
         flats.append((flat, offsets))
-        outs.update((place, flat.view(offset, shapes[place])) for place, offset in offsets.items())
-    return [outs[place] for place in range(len(states))], flats
+        outs.update((index, flat.view(offset, shapes[index])) for index, offset in offsets.items())
+    return [outs[index] for index in range(len(states))], flats
 
 
 def _brought_together(

@@ -18,10 +18,17 @@ from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.distributed import Part
 from gradreduce.device import Buffer, DeferInterrupts, Device, Done, DType
 from gradreduce.errors import CancelledError
-from gradreduce.ops import Segments, Slots
+from gradreduce.ops import RowIndex, Segments
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
-__all__ = ["AccumulatorState", "Arrival", "SparseGradient", "SparseSum", "Ticket", "locked"]
+__all__ = [
+    "AccumulatorState",
+    "PendingGradient",
+    "PendingTake",
+    "SparseGradient",
+    "SparseSum",
+    "locked",
+]
 
 _log = logging.getLogger(__name__)
 _numbers = itertools.count()
@@ -62,7 +69,7 @@ class SparseSum:
             written yet.
     """
 
-    slots: Slots
+    slots: RowIndex
     values: Buffer
 
     @property
@@ -72,7 +79,7 @@ class SparseSum:
 
 
 @dataclass(eq=False, slots=True)
-class Ticket:
+class PendingTake:
     """A place in the queue of every accumulator of one take.
 
     Attributes:
@@ -120,7 +127,7 @@ class AccumulatorState:
         reduction_type: ``"MEAN"`` or ``"SUM"``.
         devices: one partial sum is kept on each.
         over_mesh: whether results are mirrored on all devices.
-        ops: reduces the partial sums of a mesh at a take.
+        cross_device_ops: reduces the partial sums of a mesh at a take.
         sparse: whether gradients are IndexedSlices.
         lock: guards everything below; to ask for it raises in a forked child.
         count: gradients in the sum.
@@ -142,7 +149,7 @@ class AccumulatorState:
         reduction_type: str,
         devices: tuple[Device, ...],
         over_mesh: bool,
-        ops: CrossDeviceOps,
+        cross_device_ops: CrossDeviceOps,
         *,
         sparse: bool = False,
     ) -> None:
@@ -153,7 +160,7 @@ class AccumulatorState:
         self.reduction_type = reduction_type
         self.devices = devices
         self.over_mesh = over_mesh
-        self.ops = ops
+        self.cross_device_ops = cross_device_ops
         self.sparse = sparse
         self._lock = threading.RLock()
         self.count = 0
@@ -163,13 +170,13 @@ class AccumulatorState:
         self.sum_shape: tuple[int, ...] | None = None
         self.totals: list[Buffer | SparseSum | None] = [None] * len(devices)
         self.kind: Kind = "native"
-        self.queue: deque[Ticket] = deque()
+        self.queue: deque[PendingTake] = deque()
         self.closed = False
 
     @property
     def lock(self) -> threading.RLock:
         """Raises ``BackendUnavailableError`` in a forked child, where nobody may release it."""
-        self.devices[0].fabric.check_process()
+        self.devices[0].mesh_state.check_process()
         return self._lock
 
     def check_open(self) -> None:
@@ -180,7 +187,7 @@ class AccumulatorState:
     def check_devices(self) -> None:
         """Raises ``BackendUnavailableError`` if the mesh was closed or a device lost."""
         for device in self.devices:
-            device.fabric.check_usable(device)
+            device.mesh_state.check_usable(device)
 
     def set_step(self, step: int) -> None:
         """Sets the step, with a warning if it goes back; waiting takes are not looked at."""
@@ -194,17 +201,17 @@ class AccumulatorState:
                 step,
             )
 
-    def emptied(self) -> None:
+    def reset(self) -> None:
         """After a take: nothing accumulated, one step on; the lock must be held."""
         nothing = [None] * len(self.devices)
-        self.become(count=0, step=self.step + 1, sum_shape=None, totals=nothing)
+        self.update(count=0, step=self.step + 1, sum_shape=None, totals=nothing)
 
-    def become(self, **attributes: Any) -> None:
+    def update(self, **attributes: Any) -> None:
         """Sets them all; the lock must be held."""
         vars(self).update(attributes)
 
 
-class Arrival(NamedTuple):
+class PendingGradient(NamedTuple):
     """What one call brings to one accumulator.
 
     Attributes:

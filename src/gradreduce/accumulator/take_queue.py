@@ -1,4 +1,4 @@
-"""How waiting takes are served: first come, first served, by the call that satisfies them."""
+"""Serves waiting takes in order, first come, first served, and computes what each returns."""
 
 from __future__ import annotations
 
@@ -8,16 +8,24 @@ from contextlib import ExitStack
 
 from gradreduce import ops
 from gradreduce.arrays.distributed import Part
-from gradreduce.device import Buffer, DeferInterrupts, Device, DType, due, gather, scatter
+from gradreduce.device import (
+    Buffer,
+    DeferInterrupts,
+    Device,
+    DType,
+    deadline_scope,
+    fork_streams,
+    join_streams,
+)
 from gradreduce.errors import CancelledError, DeadlineExceededError
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
-from .dense_storage import lie_together
+from .dense_storage import allocate_flat
 from .sparse_storage import take_sparse
-from .state import AccumulatorState, Ticket, locked
+from .state import AccumulatorState, PendingTake, locked
 
 __all__ = [
-    "await_ticket",
+    "await_take",
     "cancel_waiting",
     "close",
     "forget",
@@ -54,14 +62,14 @@ def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Part, ...]]:
     batches: dict[_Batch, list[AccumulatorState]] = {}
     for state in dense:
         if state.over_mesh:
-            key = (state.devices, _divisor(state), state.ops)
+            key = (state.devices, _divisor(state), state.cross_device_ops)
             batches.setdefault(key, []).append(state)
     with ExitStack() as guard:
-        for place, ((_, divisor, reducer), together) in enumerate(batches.items(), 1):
+        for index, ((_, divisor, reducer), together) in enumerate(batches.items(), 1):
             # A batch asks for its memory before its first launch; but a later one may get none, and
             # then the sums of those before it must be there still. So must those of all batches
             # where sums are divided on one device afterwards.
-            last = place == len(batches) and not alone
+            last = index == len(batches) and not alone
             reduced = reducer.reduce_buffers(
                 _partials(together),
                 divisor=divisor,
@@ -73,7 +81,7 @@ def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Part, ...]]:
             taken[state] = (out,)
         _divide(alone, guard)
         for state in states:
-            state.emptied()
+            state.reset()
     return [taken.get(state, ()) for state in states]
 
 
@@ -88,18 +96,18 @@ def _partials(states: Sequence[AccumulatorState]) -> list[list[Buffer]]:
     which order, is a matter of the accumulators and not of who has brought something.
     """
     zeros: dict[tuple[AccumulatorState, int], Buffer] = {}
-    for place, device in enumerate(states[0].devices):
+    for index, device in enumerate(states[0].devices):
         empty: dict[DType, list[AccumulatorState]] = {}
         for state in states:
-            if state.totals[place] is None:
+            if state.totals[index] is None:
                 empty.setdefault(state.dtype, []).append(state)
         for dtype, found in empty.items():
-            made = lie_together(device.zeros, dtype, [state.sum_shape or () for state in found])
-            zeros.update(zip([(state, place) for state in found], made, strict=True))
+            made = allocate_flat(device.zeros, dtype, [state.sum_shape or () for state in found])
+            zeros.update(zip([(state, index) for state in found], made, strict=True))
     return [
         [
-            total if isinstance(total, Buffer) else zeros[state, place]
-            for place, total in enumerate(state.totals)
+            total if isinstance(total, Buffer) else zeros[state, index]
+            for index, total in enumerate(state.totals)
         ]
         for state in states
     ]
@@ -134,7 +142,7 @@ def _divide(alone: dict[AccumulatorState, tuple[Buffer, Buffer]], guard: ExitSta
         _launch(apart)
     if in_place:
         kept = [total.device for _, total, _ in in_place]
-        guard.enter_context(kept[0].fabric.whole_or_lost(kept))
+        guard.enter_context(kept[0].mesh_state.fail_on_partial_write(kept))
         _launch(in_place)
 
 
@@ -145,20 +153,20 @@ def _launch(divisions: list[tuple[float, Buffer, Buffer]]) -> None:
         launches.setdefault((total.device.physical, divisor), []).append((total, out))
     for (_, divisor), pairs in launches.items():
         devices = [total.device for total, _ in pairs]
-        gather(devices[0], devices)
+        join_streams(devices[0], devices)
         ops.all_sum(
             [[out] for _, out in pairs],
             [[total] for total, _ in pairs],
             divisor=divisor,
             device=devices[0],
         )
-        scatter(devices[0], devices)
+        fork_streams(devices[0], devices)
 
 
 _log = logging.getLogger(__name__)
 
 
-def join(ticket: Ticket) -> None:
+def join(pending_take: PendingTake) -> None:
     """Puts a take into the queues, and serves it if it can be served at once.
 
     Raises:
@@ -166,31 +174,31 @@ def join(ticket: Ticket) -> None:
         BackendUnavailableError: its mesh was closed, is from before a fork, or lost a device.
         CollectiveError: its mesh is dead.
     """
-    if ticket.deadline is not None:
-        ticket.states[0].devices[0].fabric.guard()  # whoever serves it starts no thread
-    with locked(ticket.states):
-        for state in ticket.states:
+    if pending_take.deadline is not None:
+        pending_take.states[0].devices[0].mesh_state.guard()  # whoever serves it starts no thread
+    with locked(pending_take.states):
+        for state in pending_take.states:
             state.check_open()
             state.check_devices()  # nobody could ever serve it
-        for state in ticket.states:
-            state.queue.append(ticket)
-        joint = serve_held(ticket.states)
+        for state in pending_take.states:
+            state.queue.append(pending_take)
+        joint = serve_held(pending_take.states)
     serve_joint(joint)
 
 
-def await_ticket(ticket: Ticket, timeout: float | None) -> None:
+def await_take(pending_take: PendingTake, timeout: float | None) -> None:
     """Blocks until the ticket was served, cancelled, or its time ran out.
 
     Args:
-        ticket: from ``join``.
+        pending_take: from ``join``.
         timeout: seconds, from ``as_timeout``; None for ever.
 
     Raises:
         DeadlineExceededError: not served in time; it has left every queue and taken nothing.
     """
-    if not ticket.done.wait(timeout):
-        withdraw(ticket, timeout)
-    error, ticket.error = ticket.error, None
+    if not pending_take.done.wait(timeout):
+        withdraw(pending_take, timeout)
+    error, pending_take.error = pending_take.error, None
     if error is not None:
         try:
             raise error
@@ -198,18 +206,18 @@ def await_ticket(ticket: Ticket, timeout: float | None) -> None:
             del error  # else its traceback, which holds this frame, would keep the sums alive
 
 
-def withdraw(ticket: Ticket, timeout: float | None = None) -> None:
+def withdraw(pending_take: PendingTake, timeout: float | None = None) -> None:
     """Takes an unserved ticket out of every queue; what waited behind it is looked at.
 
     When its time ran out, and when whoever would wait for it has raised: it must not take then.
     """
     with DeferInterrupts():
-        with locked(ticket.states):
-            if ticket.done.is_set():
+        with locked(pending_take.states):
+            if pending_take.done.is_set():
                 return
-            ticket.error = DeadlineExceededError(_missing(ticket, timeout))
-            ticket.leave()
-            joint = serve_held(ticket.states)
+            pending_take.error = DeadlineExceededError(_missing(pending_take, timeout))
+            pending_take.leave()
+            joint = serve_held(pending_take.states)
         serve_joint(joint)
 
 
@@ -232,7 +240,7 @@ def forget(state: AccumulatorState) -> None:
     with state.lock:
         lost = state.count
         step = state.step
-        state.emptied()
+        state.reset()
         state.step = step
     if lost:  # a handler may do anything: no lock is held
         _log.warning("an accumulator at step %d lost %d gradients with its mesh", step, lost)
@@ -242,24 +250,24 @@ def cancel_waiting(state: AccumulatorState) -> None:
     """Cancels the takes that wait for an accumulator; its mesh was closed or died, or it itself."""
     with state.lock:
         waiting = list(state.queue)
-    for ticket in waiting:
-        with locked(ticket.states):
-            if not ticket.done.is_set():
-                ticket.error = CancelledError(_cancelled(state))
-                ticket.leave()
-    for other in dict.fromkeys(each for ticket in waiting for each in ticket.states):
+    for pending_take in waiting:
+        with locked(pending_take.states):
+            if not pending_take.done.is_set():
+                pending_take.error = CancelledError(_cancelled(state))
+                pending_take.leave()
+    for other in dict.fromkeys(each for pending_take in waiting for each in pending_take.states):
         with locked([other]):
             joint = serve_held([other])
         serve_joint(joint)
 
 
-def serve_held(states: Sequence[AccumulatorState]) -> list[Ticket]:
+def serve_held(states: Sequence[AccumulatorState]) -> list[PendingTake]:
     """Serves every take that these states satisfy, while the caller holds their locks.
 
     Returns:
         Joint takes at the head of a queue that need locks which the caller does not hold.
     """
-    joint: list[Ticket] = []
+    joint: list[PendingTake] = []
     progress = any([state.queue for state in states])  # mostly nobody waits
     held = set(states) if progress else set()
     while progress:
@@ -277,51 +285,52 @@ def serve_held(states: Sequence[AccumulatorState]) -> list[Ticket]:
     return joint
 
 
-def serve_joint(tickets: Sequence[Ticket]) -> None:
+def serve_joint(pending_takes: Sequence[PendingTake]) -> None:
     """Serves joint takes; the caller holds no lock."""
-    waiting = list(tickets)
+    waiting = list(pending_takes)
     while waiting:
-        ticket = waiting.pop()
-        with locked(ticket.states):
-            if ticket.done.is_set() or not ticket.is_ready():
+        pending_take = waiting.pop()
+        with locked(pending_take.states):
+            if pending_take.done.is_set() or not pending_take.is_ready():
                 continue
-            _serve(ticket)
-            waiting += serve_held(ticket.states)
+            _serve(pending_take)
+            waiting += serve_held(pending_take.states)
 
 
-def _serve(ticket: Ticket) -> None:
+def _serve(pending_take: PendingTake) -> None:
     """Launches the take, then counts; a failure goes to the taker and leaves the sums alone."""
-    kinds = [state.kind for state in ticket.states]
-    devices = (device for state in ticket.states for device in state.devices)
+    kinds = [state.kind for state in pending_take.states]
+    devices = (device for state in pending_take.states for device in state.devices)
     try:
-        with DeferInterrupts(), due("take_grad", ticket.deadline, devices):
-            ticket.taken = take_held(ticket.states)
+        with DeferInterrupts(), deadline_scope("take_grad", pending_take.deadline, devices):
+            pending_take.taken = take_held(pending_take.states)
     except Exception as error:
-        ticket.error = error
+        pending_take.error = error
     else:
-        ticket.kinds = kinds
-    ticket.leave()
+        pending_take.kinds = kinds
+    pending_take.leave()
 
 
 def _cancelled(state: AccumulatorState) -> str:
     """TensorFlow's words, and why where it is not the caller's doing."""
-    reason = state.devices[0].fabric.reason
+    reason = state.devices[0].mesh_state.reason
     text = "TakeGrad operation was cancelled"
     return text if reason is None else f"{text}: the mesh is dead: {reason}"
 
 
-def _missing(ticket: Ticket, timeout: float | None) -> str:
+def _missing(pending_take: PendingTake, timeout: float | None) -> str:
     """What is waited for: of several accumulators, those that lack gradients, five at most."""
-    several = len(ticket.states) > 1
+    several = len(pending_take.states) > 1
     parts = [
-        (f"accumulators[{place}] at " if several else "")
-        + f"step {state.step}: {state.count} of {ticket.num_required} gradients, "
-        f"{max(0, ticket.num_required - state.count)} missing, {state.num_dropped} dropped as stale"
-        + ("" if state.queue and state.queue[0] is ticket else ", behind another take")
-        for place, state in enumerate(ticket.states)
+        (f"accumulators[{index}] at " if several else "")
+        + f"step {state.step}: {state.count} of {pending_take.num_required} gradients, "
+        f"{max(0, pending_take.num_required - state.count)} missing, "
+        f"{state.num_dropped} dropped as stale"
+        + ("" if state.queue and state.queue[0] is pending_take else ", behind another take")
+        for index, state in enumerate(pending_take.states)
         if not several
-        or state.count < ticket.num_required
-        or not (state.queue and state.queue[0] is ticket)
+        or state.count < pending_take.num_required
+        or not (state.queue and state.queue[0] is pending_take)
     ]
     rest = f"; and {len(parts) - 5} more" if len(parts) > 5 else ""
     return f"no gradient within {timeout} s; {'; '.join(parts[:5])}{rest}"

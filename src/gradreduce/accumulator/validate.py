@@ -1,4 +1,7 @@
-"""What may enter an accumulator: gradients, steps and shapes, checked before anything changes."""
+"""Validates gradients, steps and shapes of accumulators before anything changes.
+
+Errors that TensorFlow has too use TensorFlow's words.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,11 @@ from gradreduce.reduce.aggregation import known_shape, with_dense
 
 from .dense_storage import prepare_parts
 from .sparse_storage import prepare_gradient
-from .state import AccumulatorState, Arrival, SparseGradient
+from .state import AccumulatorState, PendingGradient, SparseGradient
 
 __all__ = [
     "DEFAULT_STEP",
     "DTYPES",
-    "arrival",
     "as_required",
     "as_shape",
     "as_step",
@@ -35,7 +37,8 @@ __all__ = [
     "home_of",
     "num_gradients",
     "num_sparse_gradients",
-    "sparse_arrival",
+    "pending_gradient",
+    "pending_sparse_gradient",
 ]
 
 
@@ -51,7 +54,7 @@ DEFAULT_STEP = _Default(0)  # of ``local_step``: TensorFlow's
 _OF_ROWS = (IndexedSlices, PerReplica)  # what may be sparse, or consist of what is
 
 
-def arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
+def pending_gradient(state: AccumulatorState, grad: Any, cast: bool) -> PendingGradient:
     """Converts and checks one gradient: dtype and the constructor's shape."""
     if isinstance(grad, _OF_ROWS):
         kind, grad = grad.kind, _as_dense(state, grad, cast)
@@ -67,8 +70,8 @@ def arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
             check_dtype(state, parts[0][1].dtype, cast)
     for _, buffer in parts:
         _check_shape(state, buffer.shape)
-    made = Arrival(state, parts, kind)
-    together = len(parts) > 1 and len({place for place, _ in parts}) < len(parts)
+    made = PendingGradient(state, parts, kind)
+    together = len(parts) > 1 and len({index for index, _ in parts}) < len(parts)
     if together or any([buffer.dtype != state.dtype for _, buffer in parts]):
         prepare_parts(made)  # what the constructor did not
     return made
@@ -100,7 +103,7 @@ def _whole(state: AccumulatorState, slices: IndexedSlices, cast: bool) -> Indexe
 
 
 def num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
-    """Checks as ``arrival`` does what will be dropped, but for what making a Buffer shows.
+    """Checks as ``pending_gradient`` does what will be dropped, but for what making a Buffer shows.
 
     Returns:
         How many gradients of the count it would have been.
@@ -131,7 +134,7 @@ def _replicas(
     state: AccumulatorState, grad: PerReplica, cast: bool
 ) -> tuple[tuple[int, Buffer], ...]:
     """One gradient for each replica, all of one shape; from outside to the first device."""
-    if grad.devices[0].fabric is not state.devices[0].fabric:
+    if grad.devices[0].mesh_state is not state.devices[0].mesh_state:
         devices = listed(device.name for device in state.devices)
         raise DeviceMismatchError(
             f"the gradient is of another mesh than the accumulator, which is on {devices}"
@@ -196,11 +199,11 @@ def for_each(
 ) -> list[T]:
     """Calls the function with each of the tuples; errors begin with the name of its place."""
     made = []
-    for place, each in enumerate(arguments):
+    for index, each in enumerate(arguments):
         try:
             made.append(function(*each))
         except (TypeError, ValueError) as error:
-            raise about(name_of(place), error) from None
+            raise about(name_of(index), error) from None
     return made
 
 
@@ -216,16 +219,16 @@ def check_together(states: Sequence[AccumulatorState]) -> None:
     if len(states) == 1:
         return
     seen: dict[AccumulatorState, int] = {}
-    for place, state in enumerate(states):
-        if seen.setdefault(state, place) != place:
+    for index, state in enumerate(states):
+        if seen.setdefault(state, index) != index:
             raise ValueError(
-                f"an accumulator is named twice: accumulators[{place}] is "
+                f"an accumulator is named twice: accumulators[{index}] is "
                 f"accumulators[{seen[state]}]"
             )
-    for place, state in enumerate(states):
-        if state.devices[0].fabric is not states[0].devices[0].fabric:
+    for index, state in enumerate(states):
+        if state.devices[0].mesh_state is not states[0].devices[0].mesh_state:
             raise DeviceMismatchError(
-                f"accumulators[{place}] is on another mesh than accumulators[0]: make a call for "
+                f"accumulators[{index}] is on another mesh than accumulators[0]: make a call for "
                 "each mesh"
             )
 
@@ -291,7 +294,7 @@ def as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
     return wanted
 
 
-def sparse_arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
+def pending_sparse_gradient(state: AccumulatorState, grad: Any, cast: bool) -> PendingGradient:
     """Checks and places one sparse gradient, or one for each replica.
 
     Raises:
@@ -301,12 +304,12 @@ def sparse_arrival(state: AccumulatorState, grad: Any, cast: bool) -> Arrival:
     """
     parts = []
     for slices in _checked(state, grad, cast):
-        place, rows = home_of(state, slices.values)
-        parts.append((place, _gradient(state, slices, rows)))
+        index, rows = home_of(state, slices.values)
+        parts.append((index, _gradient(state, slices, rows)))
     for dtype in dict.fromkeys(gradient.dtype for _, gradient in parts):
         if dtype != state.dtype:  # cast: what that launches was not prepared before
             prepare_gradient(state, dtype)
-    return Arrival(state, tuple(parts), grad.kind)
+    return PendingGradient(state, tuple(parts), grad.kind)
 
 
 def num_sparse_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
@@ -364,21 +367,23 @@ def _check_extents(
     """Raises ``InvalidArgumentError`` if known extents differ, or dimensions are missing."""
     if len(given) < len(wanted):
         raise InvalidArgumentError(f"expected {what} rank at least {len(wanted)}, got {len(given)}")
-    for place, (extent, known) in enumerate(zip(given, wanted, strict=False)):
+    for index, (extent, known) in enumerate(zip(given, wanted, strict=False)):
         if extent is not None and known is not None and extent != known:
-            raise InvalidArgumentError(f"expected {what} dim {place} to be {known}, got {extent}")
+            raise InvalidArgumentError(f"expected {what} dim {index} to be {known}, got {extent}")
 
 
-def check_sum_shape(arrival: Arrival) -> None:
+def check_sum_shape(pending_gradient: PendingGradient) -> None:
     """Against what the first gradient since the last take has fixed; the lock must be held.
 
     Raises:
         InvalidArgumentError: rows of another shape, another ``dense_shape``, or an index that
             leaves the one that is remembered.
     """
-    state = arrival.state
-    expected = arrival.shape if not state.count or state.sum_shape is None else state.sum_shape
-    for _, gradient in arrival.parts:
+    state = pending_gradient.state
+    expected = (
+        pending_gradient.shape if not state.count or state.sum_shape is None else state.sum_shape
+    )
+    for _, gradient in pending_gradient.parts:
         assert isinstance(gradient, SparseGradient)
         first, *row = gradient.dense_shape
         known = (None if UNKNOWN in (first, expected[0]) else expected[0], *expected[1:])

@@ -11,16 +11,16 @@ from contextlib import ContextDecorator
 from types import FrameType, TracebackType
 from typing import Self
 
-from gradreduce.device import Block, Dead, Device, Stream, handle_of, precede
+from gradreduce.device import Block, Device, FreedBlock, Stream, block_stream, handle_of
 from gradreduce.errors import BackendUnavailableError, CollectiveError
 
 __all__ = [
-    "Aside",
-    "OneCall",
-    "came_in",
-    "hand_back",
+    "StreamScope",
+    "SuspendedScope",
     "is_read",
     "is_read_later",
+    "record_input",
+    "release_inputs",
     "unchecked",
     "unfenced",
 ]
@@ -29,7 +29,7 @@ _Place = tuple[Device, int]  # whose compute queue, and the handle of a caller's
 
 
 class _Scope:
-    """Of the outermost ``OneCall`` of a thread.
+    """Of the outermost ``StreamScope`` of a thread.
 
     Attributes:
         checked: GPUs, and streams there that are not capturing a CUDA graph.
@@ -47,27 +47,27 @@ class _Scope:
         self.checked: set[tuple[int, Stream | None]] = set()
         self.fenced: set[tuple[bool, Device, int]] = set()
         self.lent: dict[_Place, tuple[Stream, bool]] = {}
-        self.read: set[Dead] = set()
+        self.read: set[FreedBlock] = set()
 
 
 class _Mine(threading.local):
-    """This thread's open scope, and that which an ``Aside`` has put away."""
+    """This thread's open scope, and that which an ``SuspendedScope`` has put away."""
 
     scope: _Scope | None = None
-    aside: _Scope | None = None
+    suspended: _Scope | None = None
 
 
 _mine = _Mine()
 
 
-class OneCall(ContextDecorator):
+class StreamScope(ContextDecorator):
     """Inside, this thread fences each foreign stream once per device and direction; nests.
 
     A fence is two driver calls, and a call may bring hundreds of arrays. One serves those that
     come in, because all of them were given before the call began, and one those that go out, if
     all work is queued before the first leaves: so no launch belongs between two that go out, and
-    the caller's own code inside only in an ``Aside``. Not so where only the sharing itself makes
-    a stream wait (JAX's).
+    the caller's own code inside only in an ``SuspendedScope``. Not so where only the sharing itself
+    makes a stream wait (JAX's).
 
     The caller may overwrite what came in as soon as the call has returned: whichever stream lent
     an array, and was given none, waits on leaving for our queue. So whatever reads belongs inside.
@@ -99,7 +99,7 @@ class OneCall(ContextDecorator):
             return
         scope, _mine.scope = _mine.scope, None
         if scope is not None and scope.lent:
-            _hand_back(scope, self._reads)
+            _release_inputs(scope, self._reads)
 
 
 def _is_open(scope: _Scope, frame: FrameType | None) -> bool:
@@ -114,18 +114,18 @@ def _is_open(scope: _Scope, frame: FrameType | None) -> bool:
     return False
 
 
-class Aside:
-    """Inside a ``OneCall``, around the caller's own code: its calls are calls by themselves.
+class SuspendedScope:
+    """Inside a ``StreamScope``, around the caller's own code: its calls are calls by themselves.
 
     What it gave its streams meanwhile is not fenced yet, and it may have read what went out. What
     comes in inside, but not in a call of its own, is handed back by the call around it.
     """
 
     def __enter__(self) -> None:
-        self._outer = _mine.aside
+        self._outer = _mine.suspended
         self._scope = _mine.scope
         if self._scope is not None:
-            _mine.aside, _mine.scope = self._scope, None
+            _mine.suspended, _mine.scope = self._scope, None
 
     def __exit__(
         self,
@@ -135,7 +135,7 @@ class Aside:
     ) -> None:
         if self._scope is not None:
             self._scope.fenced.clear()
-            _mine.aside, _mine.scope = self._outer, self._scope
+            _mine.suspended, _mine.scope = self._outer, self._scope
 
 
 def unfenced(device: Device, stream: Stream | None, *, leaving: bool) -> Stream | None:
@@ -143,10 +143,10 @@ def unfenced(device: Device, stream: Stream | None, *, leaving: bool) -> Stream 
     scope = _mine.scope
     if scope is None or stream is None:
         return stream
-    place = (leaving, device, handle_of(stream))
-    if place in scope.fenced:
+    index = (leaving, device, handle_of(stream))
+    if index in scope.fenced:
         return None
-    scope.fenced.add(place)
+    scope.fenced.add(index)
     return stream
 
 
@@ -155,49 +155,49 @@ def unchecked(device: Device, stream: Stream | None) -> bool:
     scope = _mine.scope
     if scope is None:
         return True
-    place = (device.physical, stream)
-    if place in scope.checked:
+    index = (device.physical, stream)
+    if index in scope.checked:
         return False
-    scope.checked.add(place)
+    scope.checked.add(index)
     return True
 
 
-def came_in(device: Device, stream: Stream, *, read: bool = False) -> None:
+def record_input(device: Device, stream: Stream, *, read: bool = False) -> None:
     """``stream`` lent an array to ``device`` that this call reads, or has ``read`` (a copy)."""
-    scope = _mine.scope or _mine.aside
+    scope = _mine.scope or _mine.suspended
     if scope is not None:
-        place = (device, handle_of(stream))
-        first, was_read = scope.lent.get(place, (stream, False))
-        scope.lent[place] = (first, read or was_read)
+        index = (device, handle_of(stream))
+        first, was_read = scope.lent.get(index, (stream, False))
+        scope.lent[index] = (first, read or was_read)
 
 
 def is_read(block: Block) -> None:
     """This call reads a caller's array: it is held until its stream is told to wait for us."""
-    scope = _mine.scope or _mine.aside
+    scope = _mine.scope or _mine.suspended
     if scope is not None and not block.owned:
-        block.watch.raw = block.raw
-        scope.read.add(block.watch)
+        block.remains.raw = block.raw
+        scope.read.add(block.remains)
 
 
 def is_read_later(block: Block) -> None:
     """Work after this call reads a caller's array too: it is held until that work is over."""
-    if _mine.scope is not None and hasattr(block, "watch"):
-        _mine.scope.read.discard(block.watch)
+    if _mine.scope is not None and hasattr(block, "remains"):
+        _mine.scope.read.discard(block.remains)
 
 
-def hand_back() -> None:
+def release_inputs() -> None:
     """All that this call reads is queued: the streams that lent it wait from now on.
 
     For a block that defers Ctrl-C, behind which one may come in front of the end of the call.
     """
     scope = _mine.scope
     if scope is not None and scope.lent:
-        _hand_back(scope, True)
+        _release_inputs(scope, True)
         scope.lent.clear()
         scope.read.clear()
 
 
-def _hand_back(scope: _Scope, reads: bool) -> None:
+def _release_inputs(scope: _Scope, reads: bool) -> None:
     """The streams that lent arrays wait for the queues that read them.
 
     So nothing but their blocks holds those arrays any more: until the next call they would be one
@@ -207,11 +207,11 @@ def _hand_back(scope: _Scope, reads: bool) -> None:
     for (device, handle), (stream, read) in scope.lent.items():
         if not (reads or read) or (True, device, handle) in scope.fenced:
             continue
-        if device.fabric.capture is None:  # else each call of what is captured does it
+        if device.mesh_state.capture is None:  # else each call of what is captured does it
             # On a device that is lost, or never comes to an end, nothing can be in time.
             try:
-                precede(device, stream)
+                block_stream(device, stream)
             except (BackendUnavailableError, CollectiveError):
                 told = False
-    for dead in scope.read if told else ():
-        dead.raw = None
+    for freed in scope.read if told else ():
+        freed.raw = None

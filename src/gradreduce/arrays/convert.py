@@ -20,7 +20,7 @@ from gradreduce.device import Attached, Block, Buffer, Device, FlatBuffer, as_dt
 from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.errors import DeviceMismatchError, about, brief
 
-from .caller_streams import OneCall
+from .caller_streams import StreamScope
 from .convert_gpu import (
     Kind,
     adopt_cupy,
@@ -90,24 +90,24 @@ def _kind_of_class(cls: type) -> Kind:
     raise TypeError(f"{cls.__name__} is not an array, a list of numbers or a Buffer{hint}")
 
 
-def as_result_kind(as_kind: str | None, kind: Kind, device: Device | None = None) -> Kind:
-    """``as_kind``, if a caller named one, else ``kind``.
+def as_result_kind(output_type: str | None, kind: Kind, device: Device | None = None) -> Kind:
+    """``output_type``, if a caller named one, else ``kind``.
 
     Raises:
         ValueError: an unknown name, a library that is not imported, or CuPy for what will lie on
             ``device``, in host memory.
     """
-    if as_kind is None:
+    if output_type is None:
         return kind
-    if as_kind not in _AS_KINDS:
-        raise ValueError(f"as_kind={brief(as_kind)} is not one of {_AS_KINDS}")
-    if as_kind in ("cupy", "torch", "jax") and as_kind not in sys.modules:
-        raise ValueError(f"as_kind={brief(as_kind)}: {as_kind} is not imported")
-    if as_kind == "cupy" and device is not None and device.fabric.backend == "sim":
-        raise ValueError(f"as_kind='cupy': {device.name} is simulated, in host memory")
-    if as_kind == "torch" and kind == "coo":
+    if output_type not in _AS_KINDS:
+        raise ValueError(f"output_type={brief(output_type)} is not one of {_AS_KINDS}")
+    if output_type in ("cupy", "torch", "jax") and output_type not in sys.modules:
+        raise ValueError(f"output_type={brief(output_type)}: {output_type} is not imported")
+    if output_type == "cupy" and device is not None and device.mesh_state.backend == "sim":
+        raise ValueError(f"output_type='cupy': {device.name} is simulated, in host memory")
+    if output_type == "torch" and kind == "coo":
         return kind
-    return as_kind  # type: ignore[return-value]  # one of the literals, checked above
+    return output_type  # type: ignore[return-value]  # one of the literals, checked above
 
 
 def is_array(value: Any) -> bool:
@@ -210,7 +210,7 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
     """``value`` as a Buffer: shared where that is possible.
 
     The caller may overwrite it, in the order of the stream that was current in its library, when
-    the ``OneCall`` around this has ended; so what reads it must be queued by then.
+    the ``StreamScope`` around this has ended; so what reads it must be queued by then.
 
     Args:
         value: a Buffer, which stays where it is; an array of NumPy, CuPy, PyTorch or JAX; a
@@ -229,21 +229,21 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
     """
     if type(value) is np.ndarray:
         buffer = device.put(value)
-        buffer.lender = _lender(buffer, "native")
+        buffer.array_owner = _array_owner(buffer, "native")
         return buffer
     kind = kind_of(value)
     if kind == "buffer":
-        if value.device.fabric is not device.fabric:
+        if value.device.mesh_state is not device.mesh_state:
             raise DeviceMismatchError(f"{value} is of another mesh than {device.name}")
         given: Buffer = value
         return given
     buffer = _entered(value, kind, device, dtype)
-    if buffer.lender is None:  # whoever copied an array itself has said so
-        buffer.lender = _lender(buffer, kind)
+    if buffer.array_owner is None:  # whoever copied an array itself has said so
+        buffer.array_owner = _array_owner(buffer, kind)
     return buffer
 
 
-def _lender(buffer: Buffer, kind: Kind) -> str:
+def _array_owner(buffer: Buffer, kind: Kind) -> str:
     """Our pool's memory is that of a copy, but for a flat buffer that a library was lent."""
     block = buffer.block
     return "copy" if block.owned and block.gaps is None else kind
@@ -254,7 +254,7 @@ def _entered(value: Any, kind: Kind, device: Device, dtype: np.dtype | None) -> 
         if isinstance(value, np.ndarray):
             return device.put(value)
         buffer = device.put(value if is_array(value) else numbers(value, dtype))
-        buffer.lender = "copy"
+        buffer.array_owner = "copy"
         return buffer
     if kind == "torch":
         return _from_torch(value, device)
@@ -280,7 +280,7 @@ def from_buffer(buffer: Buffer, kind: Kind) -> Any:
         return buffer
     kind = "torch" if kind == "coo" else kind
     device = buffer.device
-    if device.fabric.backend != "sim":
+    if device.mesh_state.backend != "sim":
         return from_gpu(buffer, kind)
     if kind in ("cupy", "cuda"):
         raise ValueError(f"{buffer} lies in host memory: it cannot be a CuPy array")
@@ -315,41 +315,45 @@ def converted(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
         return array.astype(dtype)
 
 
-class _FlatDoor:
+class _FlatConverter:
     """How flat buffers cross: see ``device/flat_buffer.py``."""
 
-    def shared(self, buffers: Sequence[Sequence[Buffer]], as_kind: str | None) -> list[list[Any]]:
+    def shared(
+        self, buffers: Sequence[Sequence[Buffer]], output_type: str | None
+    ) -> list[list[Any]]:
         """See ``FlatBuffer.arrays``."""
         device = buffers[0][0].device if buffers and buffers[0] else None
-        kind = as_result_kind(as_kind, "native", device)
+        kind = as_result_kind(output_type, "native", device)
         if kind == "jax":
-            raise ValueError("as_kind='jax': JAX arrays are never written, so nobody can fill them")
-        if kind == "numpy" and device is not None and device.fabric.backend != "sim":
-            raise ValueError(f"as_kind='numpy': {device.name} is a GPU, which NumPy cannot see")
-        with OneCall():
+            raise ValueError(
+                "output_type='jax': JAX arrays are never written, so nobody can fill them"
+            )
+        if kind == "numpy" and device is not None and device.mesh_state.backend != "sim":
+            raise ValueError(f"output_type='numpy': {device.name} is a GPU, which NumPy cannot see")
+        with StreamScope():
             return [[from_buffer(buffer, kind) for buffer in row] for row in buffers]
 
-    def come_in(self, buffers: Sequence[Buffer], as_kind: str | None) -> None:
+    def to_buffers(self, buffers: Sequence[Buffer], output_type: str | None) -> None:
         """Our queues wait for the library's current streams; a host array is ready as it is."""
         for buffer in buffers:
-            if buffer.device.fabric.backend != "sim" and as_kind != "buffer":
-                fence_in(buffer, as_result_kind(as_kind, "native"))
+            if buffer.device.mesh_state.backend != "sim" and output_type != "buffer":
+                fence_in(buffer, as_result_kind(output_type, "native"))
 
-    def go_out(self, buffers: Sequence[Buffer], as_kind: str | None) -> None:
+    def from_buffers(self, buffers: Sequence[Buffer], output_type: str | None) -> None:
         """The library's current streams wait for our queues; for a host array the host does."""
         for buffer in buffers:
-            if as_kind != "buffer":
-                hand_over(buffer, as_result_kind(as_kind, "native"))
+            if output_type != "buffer":
+                hand_over(buffer, as_result_kind(output_type, "native"))
 
     def attached(
         self, views: Sequence[Sequence[Buffer]], parameters: Iterable[Iterable[Any]]
     ) -> list[Attached]:
         """See ``FlatBuffer.attach``."""
         rows = []
-        for place, row in enumerate(parameters):
+        for index, row in enumerate(parameters):
             if not isinstance(row, Iterable):
                 raise TypeError(
-                    f"parameters[{place}] is {type(row).__name__}; pass the parameters of each "
+                    f"parameters[{index}] is {type(row).__name__}; pass the parameters of each "
                     "device: [model.parameters() for model in models]"
                 )
             rows.append(list(row))
@@ -360,9 +364,9 @@ class _FlatDoor:
                 f"tensor of the flat buffer; it has {brief(counts)}"
             )
         seen: dict[int, str] = {}
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             for tensor, parameter in enumerate(row):
-                name = f"parameters[{place}][{tensor}]"
+                name = f"parameters[{index}][{tensor}]"
                 _check_parameter(parameter, name)
                 if id(parameter) in seen:
                     raise ValueError(
@@ -437,13 +441,13 @@ class _Gradients:
                 f"{name} is {found[1]}{list(found[0])}, its view in the flat buffer is "
                 f"{dtype}{list(shape)}; make a flat buffer of the new shapes and dtype"
             )
-        wanted = ("cuda", device.physical) if device.fabric.backend == "cuda" else ("cpu", None)
+        wanted = ("cuda", device.physical) if device.mesh_state.backend == "cuda" else ("cpu", None)
         if (given.device.type, given.device.index) != wanted:
             raise DeviceMismatchError(f"{name} is on {given.device}, its view on {device.name}")
 
     def attach_again(self, block: Block, replaced: list[tuple[int, Any, Any]]) -> None:
         """See ``Attached``; in the order of PyTorch's current stream, which our queue is behind."""
-        with OneCall():
+        with StreamScope():
             for tensor, parameter, grad in replaced:
                 buffer = Buffer(block, *self._spans[tensor][1:])
                 view = from_buffer(buffer, "torch")
@@ -455,7 +459,7 @@ class _Gradients:
                     view.copy_(grad.detach())
                 parameter.grad = view
                 self._rows[tensor] = (self._rows[tensor][0], ref(view), self._rows[tensor][2])
-        if replaced and block.device.fabric.backend == "cuda":
+        if replaced and block.device.mesh_state.backend == "cuda":
             fence_in(buffer, "torch")
 
 
@@ -465,13 +469,13 @@ def _no_view() -> None:
 
 def hand_over(buffer: Buffer, kind: Kind) -> None:
     """Whoever uses this memory next as an array of ``kind`` comes behind what is queued for it."""
-    if buffer.device.fabric.backend == "sim":
+    if buffer.device.mesh_state.backend == "sim":
         buffer.device.release(buffer)
     else:
         fence_out(buffer, kind)
 
 
-FlatBuffer.door = _FlatDoor()
+FlatBuffer.array_converter = _FlatConverter()
 
 
 # ---- PyTorch -------------------------------------------------------------------------------------
@@ -535,7 +539,7 @@ def _from_special_torch(tensor: Any, device: Device) -> Buffer:
         raise TypeError(f"a tensor of layout {tensor.layout} is not an array: pass .to_dense()")
     if tensor.is_conj() or tensor.is_neg():
         buffer = _from_torch(tensor.resolve_conj().resolve_neg(), device)
-        buffer.lender = "copy"
+        buffer.array_owner = "copy"
         return buffer
     if not tensor.is_cuda and tensor.device.type != "cpu":
         raise DeviceMismatchError(f"the tensor is on {tensor.device}; pass one on cpu or cuda")
@@ -569,16 +573,16 @@ def _to_torch(array: Any) -> Any:
 def _from_jax(array: Any, device: Device) -> Buffer:
     _check_traced(array)
     try:
-        places = array.devices()
+        indices = array.devices()
     except RuntimeError as error:  # deleted, or donated to a jitted function
         raise ValueError(f"the array has no memory any more: JAX says {str(error)!r}") from None
-    if len(places) != 1:
-        raise ValueError(f"the JAX array is spread over {len(places)} devices")
-    (place,) = places
-    if place.platform == "cpu":
+    if len(indices) != 1:
+        raise ValueError(f"the JAX array is spread over {len(indices)} devices")
+    (index,) = indices
+    if index.platform == "cpu":
         return device.put(np.asarray(array))
-    if place.platform not in ("gpu", "cuda"):
-        raise DeviceMismatchError(f"the JAX array is on {place}")
+    if index.platform not in ("gpu", "cuda"):
+        raise DeviceMismatchError(f"the JAX array is on {index}")
     return adopt_foreign(array, device, writable=False)  # JAX shows no stream
 
 

@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Stream, follow, handle_of
+from gradreduce.device import Buffer, Device, Stream, handle_of, wait_for_stream
 from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.errors import CaptureError, DeviceMismatchError
 
-from .caller_streams import came_in, is_read, unchecked, unfenced
+from .caller_streams import is_read, record_input, unchecked, unfenced
 
 __all__ = [
     "Kind",
@@ -35,7 +35,7 @@ __all__ = [
 
 # "native": NumPy arrays and numbers; such results are NumPy on the simulation, CuPy on GPUs.
 # "cuda": arrays of any other library that shows __cuda_array_interface__; results are CuPy's.
-LENDING = ("torch", "cupy", "cuda")  # JAX's arrays never change
+OWNED_BY_CALLER = ("torch", "cupy", "cuda")  # JAX's arrays never change
 # "coo": rows that came as tensors of torch.sparse_coo, and go out so; dense results are PyTorch's.
 Kind = Literal["native", "numpy", "cupy", "cuda", "torch", "jax", "buffer", "coo"]
 _INT16 = np.dtype("int16")
@@ -76,7 +76,7 @@ def adopt_foreign(
         DeviceMismatchError: it is on a GPU outside the mesh, or the mesh is simulated.
         TypeError: it is shared in neither way.
     """
-    if device.fabric.backend != "cuda":
+    if device.mesh_state.backend != "cuda":
         raise DeviceMismatchError(f"the array is on a GPU, {device.name} is simulated")
     if unchecked(device, stream):  # DLPack makes CuPy's stream wait
         _check_streams(device, stream)
@@ -93,15 +93,15 @@ def reading(buffers: Iterable[Buffer]) -> None:
 
     In order with the stream that is current in its library now, as if it came in by this call.
     """
-    lent = [buffer for buffer in buffers if buffer.lender in LENDING]
-    for kind, device in {(buffer.lender, buffer.device) for buffer in lent}:
-        if kind is not None and device.fabric.backend == "cuda":
+    lent = [buffer for buffer in buffers if buffer.array_owner in OWNED_BY_CALLER]
+    for kind, device in {(buffer.array_owner, buffer.device) for buffer in lent}:
+        if kind is not None and device.mesh_state.backend == "cuda":
             stream = current_of(device, kind)
             if unfenced(device, stream, leaving=False) is not None:
-                follow(device, stream)
-            came_in(device, stream)
+                wait_for_stream(device, stream)
+            record_input(device, stream)
     for buffer in lent:
-        if buffer.device.fabric.backend == "cuda":
+        if buffer.device.mesh_state.backend == "cuda":
             is_read(buffer.block)
 
 
@@ -184,7 +184,7 @@ def _adopt(
     And ``stream`` for ours when the call ends, unless nobody ever writes the array (JAX's).
     """
     gpu = int(array.device.id)
-    if device.fabric.backend != "cuda":
+    if device.mesh_state.backend != "cuda":
         raise DeviceMismatchError(f"the array is on GPU {gpu}, {device.name} is simulated")
     near = [device, *device.mesh.devices]
     home = next((each for each in near if each.physical == gpu), None)
@@ -194,20 +194,22 @@ def _adopt(
         fenced = unfenced(home, stream, leaving=False) if once else stream
         buffer = home.adopt(array, fenced, writable=writable)
         if stream is not None and (writable or once):
-            came_in(home, stream)
+            record_input(home, stream)
             is_read(buffer.block)
         return buffer
     current = sys.modules["cupy"].cuda.get_current_stream(gpu)
-    home.fabric.check_free(home, "a copy of an array that is not contiguous")
+    home.mesh_state.check_free(home, "a copy of an array that is not contiguous")
     _check_streams(home, stream)
     with array.device:  # CuPy copies to the current GPU, in the order of its current stream
         if stream is not None and stream is not current:
             _wait(current, stream, gpu)
-            came_in(home, stream, read=True)  # by CuPy's stream, behind which ours is from here on
+            record_input(
+                home, stream, read=True
+            )  # by CuPy's stream, behind which ours is from here on
         array = array.copy()
     # Never fenced before: the copy is younger.
     buffer = home.adopt(array, current, writable=writable)
-    buffer.lender = "copy"
+    buffer.array_owner = "copy"
     return buffer
 
 
@@ -238,7 +240,7 @@ def _current(gpu: int) -> Stream:
 
 def fence_in(buffer: Buffer, kind: Kind) -> None:
     """Our queue waits for the stream that is current in the library of ``kind``."""
-    follow(buffer.device, current_of(buffer.device, kind))
+    wait_for_stream(buffer.device, current_of(buffer.device, kind))
 
 
 def fence_out(buffer: Buffer, kind: Kind) -> None:
@@ -259,7 +261,7 @@ def current_of(device: Device, kind: str) -> Stream:
 
 def on_gpu_of(device: Device | None) -> AbstractContextManager[Any]:
     """Inside, CuPy computes on the GPU of ``device``; on the simulation nothing changes."""
-    if device is None or device.fabric.backend != "cuda":
+    if device is None or device.mesh_state.backend != "cuda":
         return _NOWHERE
     gpu: AbstractContextManager[Any] = sys.modules["cupy"].cuda.Device(device.physical)
     return gpu

@@ -11,7 +11,7 @@ from gradreduce.backends.device_names import DeviceLike, as_device
 from gradreduce.device import Buffer, Device, Mesh
 from gradreduce.errors import DeviceMismatchError, NotCopied, about, brief, listed, repeated
 
-from .caller_streams import Aside, OneCall
+from .caller_streams import StreamScope, SuspendedScope
 from .convert import Form, common_order, from_buffer, in_order, inverse, is_coo, kind_of, to_buffer
 from .convert_gpu import Kind
 from .indexed_slices import IndexedSlices, as_slices
@@ -101,7 +101,7 @@ class DistributedValues(NotCopied):
         if mesh is not None and devices is None and _lie_there(values, mesh):
             self._parts, self._devices, self._kind = values, mesh.devices, "buffer"
             self._is_sparse = False
-            self.lent = any([each.lender is not None for each in values])
+            self.lent = any([each.array_owner is not None for each in values])
             return
         self._devices = _devices(values, mesh, devices)
         if len(values) != len(self._devices):
@@ -117,11 +117,13 @@ class DistributedValues(NotCopied):
         first = values[0]
         kind: Kind = first.kind if isinstance(first, IndexedSlices) else kind_of(first)
         self._kind = "coo" if is_coo(first) else kind
-        self.lent = any([type(each) is not Buffer or each.lender is not None for each in values])
+        self.lent = any(
+            [type(each) is not Buffer or each.array_owner is not None for each in values]
+        )
 
     def _placed(self, values: Sequence[Any]) -> tuple[Part, ...]:
         parts = []
-        with OneCall(reads=False):
+        with StreamScope(reads=False):
             for replica, value in enumerate(values):
                 try:
                     parts.append(_placed(value, self._devices[replica]))
@@ -187,7 +189,7 @@ class DistributedValues(NotCopied):
             arrays: Sequence[Any] = self._given
             if not arrays and self._form is not None:
                 axes = inverse(self._form)
-                with Aside():
+                with SuspendedScope():
                     arrays = [in_order(from_buffer(each, "native"), axes) for each in self._own]
             parts = self._parts = self._placed(arrays)
         return parts
@@ -260,7 +262,7 @@ class DistributedValues(NotCopied):
         """One array for each device, of the caller's kind, on the Buffers' own memory."""
         if self._kind == "buffer" and not self.is_sparse:
             return self.parts
-        with OneCall():
+        with StreamScope():
             return tuple(self._shown(part) for part in self._own)
 
     @property
@@ -400,8 +402,8 @@ def _devices(
     if len(set(found)) != len(found):
         twice = listed(device.name for device in repeated(found))
         raise ValueError(f"Duplicate devices: {twice}; name each once")
-    fabrics = {device.fabric for device in (*found, *(mesh or ()))}
-    if len(fabrics) > 1:
+    mesh_states = {device.mesh_state for device in (*found, *(mesh or ()))}
+    if len(mesh_states) > 1:
         names = listed(device.name for device in found)
         raise DeviceMismatchError(f"devices {names} are not all of one mesh, mesh={brief(mesh)}")
     return found

@@ -11,11 +11,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradreduce import ops
-from gradreduce.device import Buffer, Device, DType, as_index, by_physical, gather, scatter
+from gradreduce.device import (
+    Buffer,
+    Device,
+    DType,
+    as_index,
+    by_physical,
+    fork_streams,
+    join_streams,
+)
 from gradreduce.errors import InvalidArgumentError, brief
 from gradreduce.ops import Divisor, Indices, Segments, plan_segments
 
-from .caller_streams import OneCall
+from .caller_streams import StreamScope
 from .convert import (
     as_result_kind,
     from_buffer,
@@ -126,32 +134,32 @@ class IndexedSlices:
         """Which kind of array the values are."""
         return "coo" if self._was_coo else kind_of(self._values)
 
-    @OneCall()
-    def coalesce(self, *, as_kind: str | None = None) -> IndexedSlices:
+    @StreamScope()
+    def coalesce(self, *, output_type: str | None = None) -> IndexedSlices:
         """The same array with every index once, rising.
 
         Rows of the same index are added in the order in which they came, so that the bits are the
         same every time; halves in float32, rounded once.
 
         Args:
-            as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the
+            output_type: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the
                 values of the result are instead of what these are.
 
         Returns:
             New IndexedSlices on the values' device (an array's: that of ``gr.replica``, else the
             first), which share no memory with these.
         """
-        kind = as_result_kind(as_kind, self.kind)
+        kind = as_result_kind(output_type, self.kind)
         segments = plan_segments(self._indices)
         (rows,) = coalesced([self.placed().values], [segments])
         return IndexedSlices.of(from_buffer(rows, kind), segments.indices, self._dense_shape)
 
-    @OneCall()
-    def to_dense(self, *, as_kind: str | None = None) -> Any:
+    @StreamScope()
+    def to_dense(self, *, output_type: str | None = None) -> Any:
         """The whole array: rows of the same index added as by ``coalesce``, zeros elsewhere.
 
         Args:
-            as_kind: see ``coalesce``.
+            output_type: see ``coalesce``.
 
         Returns:
             A new array of shape ``dense_shape``, of the values' kind, dtype and device.
@@ -159,7 +167,7 @@ class IndexedSlices:
         Raises:
             ValueError: ``dense_shape`` is unknown.
         """
-        kind = as_result_kind(as_kind, self.kind)
+        kind = as_result_kind(output_type, self.kind)
         return from_buffer(densified([self.placed()])[0], kind)
 
     def placed(self) -> IndexedSlices:
@@ -273,17 +281,17 @@ def _summed(
     """``ops.segment_sum`` on each physical device: one upload, and one launch for each dtype."""
     devices = [out.device for out in outs]
     for here in by_physical(devices).values():
-        sharing = [devices[place] for place in here]
-        gather(sharing[0], sharing)
+        sharing = [devices[index] for index in here]
+        join_streams(sharing[0], sharing)
         ops.segment_sum(
-            [outs[place] for place in here],
-            [values[place] for place in here],
-            [segments[place] for place in here],
-            into=[into[place] for place in here],
-            divisor=[divisors[place] for place in here],
+            [outs[index] for index in here],
+            [values[index] for index in here],
+            [segments[index] for index in here],
+            into=[into[index] for index in here],
+            divisor=[divisors[index] for index in here],
             device=sharing[0],
         )
-        scatter(sharing[0], sharing)
+        fork_streams(sharing[0], sharing)
     return list(outs)
 
 
@@ -291,10 +299,10 @@ def check_indices(indices: Indices, dense_shape: tuple[int, ...] | None) -> None
     """Raises ``InvalidArgumentError`` if an index is not below a known ``dense_shape[0]``."""
     if dense_shape is None or dense_shape[0] == UNKNOWN or not len(indices):
         return
-    place = int(indices.argmax())
-    if indices[place] >= dense_shape[0]:
+    index = int(indices.argmax())
+    if indices[index] >= dense_shape[0]:
         raise InvalidArgumentError(
-            f"indices[{place}] = {indices[place]} is not below dense_shape[0] = {dense_shape[0]}"
+            f"indices[{index}] = {indices[index]} is not below dense_shape[0] = {dense_shape[0]}"
         )
 
 
@@ -309,9 +317,9 @@ def _as_indices(given: Any) -> Indices:
         raise InvalidArgumentError(f"indices must be a vector, got shape {list(indices.shape)}")
     made = indices.astype("int64")
     if len(made) and made.min() < 0:  # uint64 beyond int64 is negative now
-        place = int(made.argmin())
+        index = int(made.argmin())
         raise InvalidArgumentError(
-            f"indices[{place}] = {indices[place]} is negative, or too large for int64"
+            f"indices[{index}] = {indices[index]} is negative, or too large for int64"
         )
     made.flags.writeable = False
     return made

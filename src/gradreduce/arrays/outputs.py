@@ -16,7 +16,7 @@ from gradreduce.device import Buffer, Device
 from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.errors import DeviceMismatchError
 
-from .caller_streams import OneCall
+from .caller_streams import StreamScope
 from .convert import (
     axis_order,
     from_buffer,
@@ -29,7 +29,7 @@ from .convert import (
 )
 from .convert_gpu import Kind
 
-__all__ = ["Out", "as_out", "count_writes", "hand_back", "tensors_of"]
+__all__ = ["Out", "as_out", "count_writes", "release_outputs", "tensors_of"]
 
 
 class Out(NamedTuple):
@@ -42,7 +42,7 @@ class Out(NamedTuple):
             memory, except where ``copied`` is given.
         copied: the array, where its own memory cannot be written: it is not in C's order, or work
             is deferred and nobody could order it with the host. ``buffer`` is fresh there, and
-            copied to it by ``hand_back``.
+            copied to it by ``release_outputs``.
     """
 
     array: Any
@@ -69,10 +69,10 @@ def as_out(
     dtype: np.dtype,
     order: tuple[int, ...] | None = None,
 ) -> Out:
-    """``array`` as a Buffer that may be written; say ``hand_back`` when all is queued.
+    """``array`` as a Buffer that may be written; say ``release_outputs`` when all is queued.
 
     Our compute queue waits for the stream that is current in the array's library, once for each
-    ``OneCall``. What lies in a flat buffer of ``device`` is written on the block of that.
+    ``StreamScope``. What lies in a flat buffer of ``device`` is written on the block of that.
 
     Args:
         array: a Buffer; a NumPy array or CPU tensor, for the simulation; a CuPy array or CUDA
@@ -113,13 +113,13 @@ def as_out(
     return Out(array, kind, *_host_buffer(np.asarray(seen), device))
 
 
-def hand_back(outs: Iterable[Out]) -> None:
+def release_outputs(outs: Iterable[Out]) -> None:
     """Whoever uses these arrays next comes behind what is queued: their current streams wait.
 
     For host arrays the host waits, and where work is deferred it copies now. Buffers are in the
     order of their queues as it is. Call it once, when everything is launched.
     """
-    with OneCall():
+    with StreamScope():
         for out in outs:
             if out.kind == "buffer":
                 continue
@@ -185,7 +185,7 @@ def _gpu_buffer(
         device: where it must lie.
     """
     gpu, address = lies
-    if device.fabric.backend == "sim" or gpu != device.physical:
+    if device.mesh_state.backend == "sim" or gpu != device.physical:
         raise DeviceMismatchError(f"the out is on GPU {gpu}; the result lies on {device}")
     _check_lent(address, array.nbytes, device)
     if not contiguous:
@@ -200,7 +200,7 @@ def _gpu_buffer(
 
 def _host_buffer(host: np.ndarray, device: Device) -> tuple[Buffer, np.ndarray | None]:
     """On the array's own memory and None; or, where that cannot be, a fresh one and the array."""
-    if device.fabric.backend != "sim":
+    if device.mesh_state.backend != "sim":
         raise DeviceMismatchError(f"the out is in host memory; the result lies on {device}")
     if not host.flags.writeable:
         raise ValueError("the out is read-only")
@@ -227,7 +227,11 @@ def _check_dense(array: Any) -> None:
 def _check_lent(address: int, nbytes: int, device: Device) -> None:
     """Raises where it would be written past the queue that orders the use of a flat buffer."""
     for other in device.mesh.devices:
-        if other is not device and other.lent is not None and other.lent.find(address, nbytes):
+        if (
+            other is not device
+            and other.external_buffers is not None
+            and other.external_buffers.find(address, nbytes)
+        ):
             raise DeviceMismatchError(
                 f"the out lies in a flat buffer of {other.name}; the result lies on {device.name}"
             )

@@ -79,14 +79,14 @@ def on_current_devices(values: Sequence[Any]) -> list[Buffer]:
     """
     device: Device | None = None
     placed = []
-    for place, value in enumerate(values):
+    for index, value in enumerate(values):
         if not isinstance(value, Buffer):
             try:
                 kind_of(value)  # before a mesh is opened for what is no array
                 device = current_device() if device is None else device
                 value = to_buffer(value, device)
             except (TypeError, ValueError) as error:
-                raise (about(f"input {place}", error) if len(values) > 1 else error) from None
+                raise (about(f"input {index}", error) if len(values) > 1 else error) from None
         placed.append(value)
     reading(placed)
     return placed

@@ -62,21 +62,21 @@ class Staging(threading.local):
         host: list[np.ndarray | None] = [None] * len(self._wanted)
         self._parts = [None] * len(self._wanted)
         self._flats = []
-        places: dict[tuple[Device, str], list[int]] = {}
-        for place, (device, dtype, shape) in enumerate(self._wanted):
+        indices: dict[tuple[Device, str], list[int]] = {}
+        for index, (device, dtype, shape) in enumerate(self._wanted):
             if math.prod(shape) * dtype.itemsize <= SMALL_BYTES:
-                places.setdefault((device, dtype.name), []).append(place)
-        for (device, _), group in places.items():
-            shapes = [self._wanted[place][2] for place in group]
+                indices.setdefault((device, dtype.name), []).append(index)
+        for (device, _), group in indices.items():
+            shapes = [self._wanted[index][2] for index in group]
             dtype = self._wanted[group[0]][1]
             layout = flat_layout([math.prod(shape) for shape in shapes], dtype.itemsize)
             flat, array = device.empty((layout.size,), dtype), np.zeros(layout.size, dtype)
             self._flats.append((flat, array))
-            for place, start, size, shape in zip(
+            for index, start, size, shape in zip(
                 group, layout.offsets, layout.sizes, shapes, strict=True
             ):
-                host[place] = array[start : start + size].reshape(shape)
-                self._parts[place] = flat.view(start, shape)
+                host[index] = array[start : start + size].reshape(shape)
+                self._parts[index] = flat.view(start, shape)
         self._host = host  # last: it says that all is there
         return host
 

@@ -44,7 +44,7 @@ class Reader(Protocol):
 
     home: Device | None
 
-    def read(self, variable: Any, copy: Buffer, as_kind: str | None) -> Any:
+    def read(self, variable: Any, copy: Buffer, output_type: str | None) -> Any:
         """The value of one copy of a Variable, as what the loss differentiates by."""
 
     def check_unread(self, variables: Iterable[Any]) -> None:

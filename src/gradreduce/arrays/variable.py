@@ -28,7 +28,7 @@ from gradreduce.device import (
 )
 from gradreduce.errors import NotCopied, about, brief, listed
 
-from .caller_streams import OneCall, hand_back
+from .caller_streams import StreamScope, release_inputs
 from .convert import (
     as_result_kind,
     converted,
@@ -72,7 +72,7 @@ class Variable(NotCopied, Readable):
 
     _copied_as = "pass variable.numpy(), and make a new Variable of it"
 
-    @OneCall()
+    @StreamScope()
     def __init__(
         self,
         initial_value: Any,
@@ -156,8 +156,8 @@ class Variable(NotCopied, Readable):
         """
         return self._current().numpy(deadline=deadline)
 
-    @OneCall()
-    def array(self, as_kind: str | None = None) -> Any:
+    @StreamScope()
+    def array(self, output_type: str | None = None) -> Any:
         """A view of the memory itself, of the replica that ``gr.replica`` names, else the first.
 
         Nothing is copied. The stream that is current in the library waits for our queue; later
@@ -166,7 +166,7 @@ class Variable(NotCopied, Readable):
         by ``assign``.
 
         Args:
-            as_kind: ``"numpy"`` (on the simulation), ``"cupy"`` (on GPUs), ``"torch"`` or
+            output_type: ``"numpy"`` (on the simulation), ``"cupy"`` (on GPUs), ``"torch"`` or
                 ``"buffer"``. Default: NumPy's or CuPy's, where the variable lies.
 
         Raises:
@@ -174,16 +174,16 @@ class Variable(NotCopied, Readable):
                 JAX's, whose arrays never change.
         """
         buffer = self._current()
-        kind = as_result_kind(as_kind, "native", buffer.device)
+        kind = as_result_kind(output_type, "native", buffer.device)
         if kind == "jax":
-            raise ValueError("as_kind='jax': JAX arrays never change, and this memory does")
-        if kind == "numpy" and buffer.device.fabric.backend != "sim":
+            raise ValueError("output_type='jax': JAX arrays never change, and this memory does")
+        if kind == "numpy" and buffer.device.mesh_state.backend != "sim":
             raise ValueError(
-                f"as_kind='numpy': {buffer.device.name} is a GPU, which NumPy cannot see"
+                f"output_type='numpy': {buffer.device.name} is a GPU, which NumPy cannot see"
             )
         return from_buffer(buffer, kind)
 
-    def read(self, as_kind: str | None = None) -> Any:
+    def read(self, output_type: str | None = None) -> Any:
         """The value to compute with, of the replica that the enclosing ``gr.replica`` names.
 
         NumPy's functions and operators read a Variable by themselves, and so do PyTorch's
@@ -193,26 +193,26 @@ class Variable(NotCopied, Readable):
         in.)
 
         Args:
-            as_kind: ``"torch"`` is a tensor, by which PyTorch differentiates a loss that returns
-                a tensor; default an array of NumPy, on GPUs of CuPy. Outside a loss also
+            output_type: ``"torch"`` is a tensor, by which PyTorch differentiates a loss that
+                returns a tensor; default an array of NumPy, on GPUs of CuPy. Outside a loss also
                 ``"numpy"``, ``"cupy"``, ``"jax"`` or ``"buffer"``.
 
         Raises:
-            ValueError: an unknown ``as_kind``, or a library that is not imported.
+            ValueError: an unknown ``output_type``, or a library that is not imported.
         """
         current = self._current()
-        kind = as_result_kind(as_kind, "native", current.device)
+        kind = as_result_kind(output_type, "native", current.device)
         reader = current_reader()
         if reader is not None:
-            return reader.read(self, current, as_kind)
-        with OneCall():
+            return reader.read(self, current, output_type)
+        with StreamScope():
             copied = current.device.empty(current.shape, current.dtype)
             copy_over(current.device, copied, current)
             return from_buffer(copied, kind)
 
     def _beside(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         current = self._current()
-        with OneCall(), on_gpu_of(current.device):
+        with StreamScope(), on_gpu_of(current.device):
             return made_like(function, args, kwargs, from_buffer(current, "native"))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
@@ -232,7 +232,7 @@ class Variable(NotCopied, Readable):
     def __float__(self) -> float:
         return float(self.__array__())
 
-    @OneCall()
+    @StreamScope()
     def assign(self, value: Any) -> Variable:
         """Overwrites every copy.
 
@@ -252,7 +252,7 @@ class Variable(NotCopied, Readable):
                 copy_over(buffer.device, buffer, source)
         return self
 
-    @OneCall()
+    @StreamScope()
     def assign_add(self, delta: Any) -> Variable:
         """Adds ``delta`` to every copy; otherwise as ``assign``."""
         self._ready_add(delta)()
@@ -283,10 +283,14 @@ class Variable(NotCopied, Readable):
     @contextmanager
     def _all_copies(self) -> Iterator[None]:
         """Inside, all copies are written, or none; then another thread's turn."""
-        fabric = self._buffers[0].device.fabric
-        with DeferInterrupts(), fabric.launch_lock, fabric.whole_or_lost(self.devices):
+        mesh_state = self._buffers[0].device.mesh_state
+        with (
+            DeferInterrupts(),
+            mesh_state.launch_lock,
+            mesh_state.fail_on_partial_write(self.devices),
+        ):
             yield
-            hand_back()
+            release_inputs()
 
     def _apart(self, source: Buffer) -> Buffer:
         """``source``, or a copy of it where it is this variable's own memory."""

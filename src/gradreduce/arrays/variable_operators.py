@@ -77,7 +77,7 @@ class Readable(Traceable):
         """Of the value."""
 
     @abstractmethod
-    def read(self, as_kind: str | None = None) -> Any:
+    def read(self, output_type: str | None = None) -> Any:
         """The value."""
 
     @abstractmethod
@@ -137,7 +137,7 @@ class Readable(Traceable):
         return True
 
     def __iter__(self) -> Iterator[Any]:
-        return (self[place] for place in range(len(self)))
+        return (self[index] for index in range(len(self)))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if _is_readable(kwargs.get("out")) or (method == "at" and _is_readable(inputs[0])):
@@ -175,12 +175,12 @@ class Readable(Traceable):
         return self.read("jax")
 
 
-def _read(given: Any, as_kind: str | None = None) -> Any:
+def _read(given: Any, output_type: str | None = None) -> Any:
     """An argument with what is readable in it read; in a list or tuple too."""
     if isinstance(given, Readable):
-        return given.read(as_kind)
+        return given.read(output_type)
     if isinstance(given, list | tuple) and any(isinstance(each, Readable) for each in given):
-        within = [_read(each, as_kind) for each in given]
+        within = [_read(each, output_type) for each in given]
         return tuple(within) if isinstance(given, tuple) else within
     return given
 
@@ -193,8 +193,8 @@ def _is_readable(given: Any) -> bool:
 
 def _writes_readable(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a function of NumPy's would write a copy of what is read, which nobody sees."""
-    place = _place_of_out(function)
-    if _is_readable(args[place] if 0 <= place < len(args) else kwargs.get("out")):
+    index = _place_of_out(function)
+    if _is_readable(args[index] if 0 <= index < len(args) else kwargs.get("out")):
         return True
     name = function.__name__
     if name == "nan_to_num" and not (args[1] if len(args) > 1 else kwargs.get("copy", True)):

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradreduce.arrays.caller_streams import OneCall, is_read_later
+from gradreduce.arrays.caller_streams import StreamScope, is_read_later
 from gradreduce.arrays.convert import from_buffer, to_buffer
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.trace_context import Traceable
 from gradreduce.device import Device
 from gradreduce.reduce.aggregation import AggregationMethod, aggregate, aggregator_of, kind_of_term
-from gradreduce.reduce.aggregators import Spread
+from gradreduce.reduce.aggregators import MultiDeviceSum
 
-__all__ = ["Order", "Terms"]
+__all__ = ["Order", "TermAccumulator"]
 
 Order = tuple[int, int]  # of the use: which node, and which of its operands
 
 
-class Terms:
+class TermAccumulator:
     """The terms of one tensor's gradient, pushed one by one.
 
     A term is borrowed: it is never written, and another tensor may have the same.
@@ -41,7 +41,7 @@ class Terms:
         self._method = method
         self._keep_rows = keep_rows
         self._held: list[tuple[Order, Any, Device]] = []
-        self._spread: Spread | None = None
+        self._spread: MultiDeviceSum | None = None
         self._kind: Kind = "native"  # of the sum: that of the first term
         self.home: Device | None = None
 
@@ -64,7 +64,7 @@ class Terms:
         if self._spread is None:
             self._held.append((order, term, device))
             if len(self._held) > 1 and self._streams():
-                self._spread = Spread(aggregator_of(self._method))
+                self._spread = MultiDeviceSum(aggregator_of(self._method))
                 self._kind = kind_of_term(self._held[0][1])
                 while self._held:
                     _, first, its_device = self._held.pop(0)
@@ -76,7 +76,7 @@ class Terms:
         """The gradient: a lone term itself, new memory for a sum; None without any."""
         if self._spread is not None:
             spread, self._spread = self._spread, None
-            with OneCall():
+            with StreamScope():
                 return from_buffer(spread.result(), self._kind)
         held, self._held = sorted(self._held, key=lambda each: each[0]), []
         if len(held) < 2:
@@ -87,8 +87,8 @@ class Terms:
         if len(rows) == len(held) and len({device for _, _, device in held}) == 1:
             return aggregate(rows, self._method)
         held = [(order, _dense(term), device) for order, term, device in held]  # calls that end
-        with OneCall():
-            spread = Spread(aggregator_of(self._method))
+        with StreamScope():
+            spread = MultiDeviceSum(aggregator_of(self._method))
             buffers = [to_buffer(term, device) for _, term, device in held]
             for buffer in buffers:
                 spread.check(buffer.shape, buffer.dtype)
@@ -115,7 +115,7 @@ class Terms:
     def _add(self, term: Any, device: Device) -> None:
         """Adds one; its library's stream comes behind that, so that it may end."""
         assert self._spread is not None
-        with OneCall():
+        with StreamScope():
             buffer = to_buffer(_dense(term), device)
             self._spread.check(buffer.shape, buffer.dtype)
             self._spread.push(buffer)

@@ -124,7 +124,7 @@ class ArrayMethods(NDArrayOperatorsMixin):
         return int(self.shape[0])
 
     def __iter__(self) -> Iterator[Any]:
-        return (self[place] for place in range(len(self)))
+        return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: Any) -> Any:
         return index_into(self, index)

@@ -1,6 +1,6 @@
 """How gradients go back through what a loss did: the second half of ``tape.py``'s story.
 
-Decides which node's turn it is, and with it the order of terms; ``Terms`` adds them.
+Decides which node's turn it is, and with it the order of terms; ``TermAccumulator`` adds them.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 from gradreduce.arrays.convert_gpu import on_gpu_of
 
-from .accumulate_terms import Terms
+from .accumulate_terms import TermAccumulator
 from .tape import Node
 
-__all__ = ["walk"]
+__all__ = ["backward"]
 
 
-def walk(roots: list[Node], gradient: Any, new_terms: Callable[[], Terms]) -> None:
-    """Pushes every term that ``gradient``, of the root, sends to a leaf into the leaf's ``Terms``.
+def backward(roots: list[Node], gradient: Any, new_terms: Callable[[], TermAccumulator]) -> None:
+    """Pushes each leaf's terms of ``gradient``, of the root, into its ``TermAccumulator``.
 
     Args:
         roots: the node of the loss alone; taken out, so that what a node holds ends with its turn,
@@ -31,7 +31,7 @@ def walk(roots: list[Node], gradient: Any, new_terms: Callable[[], Terms]) -> No
     if root.terms is not None:
         root.terms.push(gradient, (last, -1), root.device)
     awaited, turns = _schedule(root)
-    arrived: dict[int, Terms] = {}
+    arrived: dict[int, TermAccumulator] = {}
     ready = [(turns[last], last, root)]
     del root
     while ready:
@@ -39,14 +39,14 @@ def walk(roots: list[Node], gradient: Any, new_terms: Callable[[], Terms]) -> No
         if node.number != last:
             with on_gpu_of(node.device):
                 gradient = arrived.pop(node.number).result()
-        for place, (parent, pull) in enumerate(zip(node.parents, node.pulls, strict=True)):
+        for index, (parent, vjp) in enumerate(zip(node.parents, node.vjps, strict=True)):
             into = parent.terms
             if into is None:
                 into = arrived.setdefault(parent.number, new_terms())
             if gradient is not None:
                 with on_gpu_of(node.device):
-                    term = _as_operand(pull(gradient), parent)
-                into.push(term, (node.number, place), parent.device)
+                    term = _as_operand(vjp(gradient), parent)
+                into.push(term, (node.number, index), parent.device)
                 del term
             awaited[parent.number] -= 1
             if not awaited[parent.number] and parent.terms is None:
@@ -54,7 +54,7 @@ def walk(roots: list[Node], gradient: Any, new_terms: Callable[[], Terms]) -> No
 
 
 def _schedule(root: Node) -> tuple[dict[int, int], dict[int, int]]:
-    """What ``walk`` must know of each node before ``root``, by its number.
+    """What ``backward`` must know of each node before ``root``, by its number.
 
     Returns:
         How many terms it gets; and its turn: the number of the first node behind it, or itself,

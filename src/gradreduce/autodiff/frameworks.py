@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
-from gradreduce.arrays.caller_streams import OneCall
+from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import from_buffer
 from gradreduce.device import Buffer, DType
 from gradreduce.errors import InvalidVariableError
@@ -242,7 +242,7 @@ def _contexts() -> Callable[[Any], Any]:
 
 def as_jax(copy: Buffer) -> Any:
     """A copy of a Variable as a JAX array on its memory, also while JAX traces."""
-    with OneCall(), sys.modules["jax"].ensure_compile_time_eval():
+    with StreamScope(), sys.modules["jax"].ensure_compile_time_eval():
         return from_buffer(copy, "jax")
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gradreduce.arrays.caller_streams import OneCall
+from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import from_buffer, is_array
 from gradreduce.arrays.convert_gpu import Kind, fence_in, on_gpu_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
@@ -23,10 +23,10 @@ from gradreduce.errors import BackendUnavailableError, CollectiveError, InvalidV
 from gradreduce.reduce.aggregation import AggregationMethod
 
 from . import rules
-from .accumulate_terms import Terms
-from .backward import walk
+from .accumulate_terms import TermAccumulator
+from .backward import backward
 from .frameworks import JaxLoss, as_jax, is_tensor, tensor_gradients
-from .tape import Trace, Traced, settled
+from .tape import Trace, Traced, resolve
 from .unsupported import check_operand
 
 __all__ = ["ENGINES", "Engine", "gradients_of"]
@@ -114,20 +114,20 @@ class _Reading:
         self._wanted = None if wanted is None else frozenset(wanted)
         self._method = method
         self._seen: set[Variable] = set()
-        self._terms: dict[Variable, Terms] = {}  # in the order of first reading
+        self._terms: dict[Variable, TermAccumulator] = {}  # in the order of first reading
         self._leaves: dict[Buffer, Traced] = {}
         self._tensors: dict[Buffer, tuple[Variable, Any]] = {}
         self._jax: JaxLoss | None = None
         self._is_outer = False  # whether an inner call has read a Variable through this one
 
-    def read(self, variable: Variable, copy: Buffer, as_kind: str | None) -> Any:
+    def read(self, variable: Variable, copy: Buffer, output_type: str | None) -> Any:
         """See ``Reader.read``; of a variable that nobody asked for, the plain value."""
         self._seen.add(variable)
         if self.home is None:
             self.home = copy.device
-        if self._jax is not None or as_kind == "jax":
+        if self._jax is not None or output_type == "jax":
             return self._read_jax(variable, copy)
-        if as_kind == "torch":
+        if output_type == "torch":
             return self._read_tensor(variable, copy)
         leaf = self._leaves.get(copy)
         if leaf is not None:
@@ -135,7 +135,7 @@ class _Reading:
         if self._outer is not None:
             if isinstance(self._outer, _Reading):
                 self._outer.note_inner()
-            value = self._outer.read(variable, copy, as_kind)
+            value = self._outer.read(variable, copy, output_type)
         else:
             value = _plain(copy)
         if not self._is_wanted(variable):
@@ -163,7 +163,7 @@ class _Reading:
 
     def differentiate(self, values: list[Any], grad_loss: Any) -> None:
         """Pushes the terms that one value of the loss, taken out of the list, gives."""
-        value = settled(values.pop())
+        value = resolve(values.pop())
         if is_tensor(value):
             self._differentiate_tensor(value, grad_loss)
             return
@@ -174,14 +174,14 @@ class _Reading:
             seed = _seed(value.value, grad_loss)
         roots = [value.node]
         del value
-        walk(roots, seed, lambda: Terms(self._method))
+        backward(roots, seed, lambda: TermAccumulator(self._method))
 
     def differentiate_jax(self, loss: Callable[[], Any], grad_loss: Any) -> None:
         """As ``differentiate``, by JAX."""
         self._jax = JaxLoss(loss)
-        for place, (copy, gradient) in enumerate(self._jax.gradients(grad_loss)):
+        for index, (copy, gradient) in enumerate(self._jax.gradients(grad_loss)):
             variable, _ = self._tensors[copy]
-            self._terms_of(variable).push(gradient, (place, 0), copy.device)
+            self._terms_of(variable).push(gradient, (index, 0), copy.device)
 
     def pairs(self, variables: Sequence[Variable] | None) -> list[tuple[Any, Variable]]:
         """Each variable with its gradient, whose memory is the caller's alone."""
@@ -211,16 +211,16 @@ class _Reading:
             return False
         return self._wanted is None or variable in self._wanted
 
-    def _terms_of(self, variable: Variable) -> Terms:
+    def _terms_of(self, variable: Variable) -> TermAccumulator:
         terms = self._terms.get(variable)
         if terms is None:
-            terms = self._terms[variable] = Terms(self._method, keep_rows=True)
+            terms = self._terms[variable] = TermAccumulator(self._method, keep_rows=True)
         return terms
 
     def _read_tensor(self, variable: Variable, copy: Buffer) -> Any:
         """A tensor on the variable's memory, by which PyTorch differentiates."""
         if copy not in self._tensors:
-            with OneCall():
+            with StreamScope():
                 tensor = from_buffer(copy, "torch")
             if self._is_wanted(variable):
                 self._terms_of(variable)
@@ -233,9 +233,9 @@ class _Reading:
             raise _not_nested()
         copies = [copy for copy, (_, tensor) in self._tensors.items() if tensor.requires_grad]
         leaves = [self._tensors[copy][1] for copy in copies]
-        for place, gradient in enumerate(tensor_gradients(value, leaves, grad_loss)):
-            variable, _ = self._tensors[copies[place]]
-            self._terms_of(variable).push(gradient, (place, 0), copies[place].device)
+        for index, gradient in enumerate(tensor_gradients(value, leaves, grad_loss)):
+            variable, _ = self._tensors[copies[index]]
+            self._terms_of(variable).push(gradient, (index, 0), copies[index].device)
 
     def _read_jax(self, variable: Variable, copy: Buffer) -> Any:
         if self._jax is None:
@@ -259,7 +259,7 @@ def _not_nested() -> NotImplementedError:
 def _follow(copies: Iterable[Buffer], kind: Kind) -> None:
     """What writes these copies next comes behind what the library of ``kind`` has queued."""
     for copy in copies:
-        if copy.device.fabric.backend != "sim":
+        if copy.device.mesh_state.backend != "sim":
             # On a device that is lost nothing can be written any more.
             with suppress(BackendUnavailableError, CollectiveError):
                 fence_in(copy, kind)
@@ -267,7 +267,7 @@ def _follow(copies: Iterable[Buffer], kind: Kind) -> None:
 
 def _plain(copy: Buffer) -> Any:
     """A copy of a Variable as an array on its own memory, which nobody may write."""
-    with OneCall():
+    with StreamScope():
         array = from_buffer(copy, "native")
     if isinstance(array, np.ndarray):
         array = array.view()
@@ -292,7 +292,7 @@ def _checked_seed(grad_loss: Any) -> Any:
     """``grad_loss`` with its Variables read, which is done as around the loss, not inside."""
     if grad_loss is None:
         return None
-    given = settled(grad_loss)
+    given = resolve(grad_loss)
     if isinstance(given, np.ndarray):
         check_operand(given)
     name = str(given.dtype if is_array(given) else np.asarray(given).dtype)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["COMPOSED", "CONSTANT", "JOINS", "RULES", "VIEWS", "Maker", "Pull"]
+__all__ = ["COMPOSED", "CONSTANT", "JOINS", "RULES", "VIEWS", "VJP", "Maker"]
 
-Pull = Callable[[Any], Any]  # a gradient of the result → a term of one operand's, or None
-Maker = Callable[..., Pull]  # makes one, when its operand is known to be traced
+VJP = Callable[[Any], Any]  # a gradient of the result → a term of one operand's, or None
+Maker = Callable[..., VJP]  # makes one, when its operand is known to be traced
 
 #: What an operation's rule is: given the result and the arguments, one ``Maker`` for each
 #: positional argument; that of a list of arrays is asked with the place in the list.

@@ -57,18 +57,18 @@ def like(term: Any, shape: Shape) -> Any:
         return term
     lead = len(given) - len(shape)
     axes = tuple(range(lead)) + tuple(
-        lead + place
-        for place, extent in enumerate(shape)
-        if extent == 1 and given[lead + place] != 1
+        lead + index
+        for index, extent in enumerate(shape)
+        if extent == 1 and given[lead + index] != 1
     )
     summed = total(term, axes, keepdims=True) if axes else term
     return np.reshape(summed, shape) if shape_of(summed) != shape else summed
 
 
-def scaled(operand: Any, pull: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """``pull`` with its terms in the operand's shape; keeps the shape of it, not the operand."""
+def scaled(operand: Any, vjp: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``vjp`` with its terms in the operand's shape; keeps the shape of it, not the operand."""
     shape = shape_of(operand)
-    return lambda g: like(pull(g), shape)
+    return lambda g: like(vjp(g), shape)
 
 
 def normalized(axis: int, ndim: int) -> int:
@@ -87,7 +87,7 @@ def reduced_axes(axis: Any, ndim: int) -> tuple[int, ...]:
 def kept_shape(shape: Shape, axis: Any) -> Shape:
     """What a reduction of ``shape`` gives with keepdims."""
     axes = reduced_axes(axis, len(shape))
-    return tuple(1 if place in axes else extent for place, extent in enumerate(shape))
+    return tuple(1 if index in axes else extent for index, extent in enumerate(shape))
 
 
 def spread(g: Any, shape: Shape, axis: Any) -> Any:

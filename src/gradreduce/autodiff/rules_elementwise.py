@@ -9,23 +9,23 @@ from typing import Any
 import numpy as np
 
 from .array_methods import astype, stop_gradient
-from .registry import COMPOSED, CONSTANT, RULES, Maker, Pull
+from .registry import COMPOSED, CONSTANT, RULES, VJP, Maker
 from .rules_broadcast import scaled, shape_of
 
 LN2, LN10 = math.log(2.0), math.log(10.0)
 
 
-def one(function: Any, pull: Callable[[Any, Any], Pull]) -> None:
-    """A rule of one operand; ``pull(out, x)`` holds whichever of the two it needs."""
+def one(function: Any, vjp: Callable[[Any, Any], VJP]) -> None:
+    """A rule of one operand; ``vjp(out, x)`` holds whichever of the two it needs."""
 
     def rule(out: Any, x: Any, **kwargs: Any) -> tuple[Maker]:
-        return (lambda: pull(out, x),)
+        return (lambda: vjp(out, x),)
 
     RULES[function] = rule
 
 
 def two(
-    function: Any, left: Callable[[Any, Any, Any], Pull], right: Callable[[Any, Any, Any], Pull]
+    function: Any, left: Callable[[Any, Any, Any], VJP], right: Callable[[Any, Any, Any], VJP]
 ) -> None:
     """A rule of two operands, which are broadcast."""
 
@@ -53,7 +53,7 @@ def _array(x: Any) -> Any:
     return np.asarray(x) if isinstance(x, list | tuple) else x
 
 
-def _power_left(out: Any, x: Any, y: Any) -> Pull:
+def _power_left(out: Any, x: Any, y: Any) -> VJP:
     y = _array(y)
     if shape_of(y) == () and not hasattr(y, "dtype"):  # a Python number
         if y == 0:
@@ -63,7 +63,7 @@ def _power_left(out: Any, x: Any, y: Any) -> Pull:
     return lambda g: g * (y * x**lower)
 
 
-def _power_right(out: Any, x: Any, y: Any) -> Pull:
+def _power_right(out: Any, x: Any, y: Any) -> VJP:
     x = _array(x)
     if hasattr(x, "dtype"):
         # 0**y is 0 wherever it has a slope; of a negative x it has none: 0, as in TensorFlow.
@@ -73,38 +73,38 @@ def _power_right(out: Any, x: Any, y: Any) -> Pull:
     return lambda g: g * (out * base)
 
 
-def _larger(out: Any, x: Any, y: Any) -> Pull:
+def _larger(out: Any, x: Any, y: Any) -> VJP:
     first = x >= y  # of equal ones the first has all of it, as in TensorFlow
     return lambda g: chosen(first, g)
 
 
-def _rest_larger(out: Any, x: Any, y: Any) -> Pull:
+def _rest_larger(out: Any, x: Any, y: Any) -> VJP:
     second = x < y
     return lambda g: chosen(second, g)
 
 
-def _smaller(out: Any, x: Any, y: Any) -> Pull:
+def _smaller(out: Any, x: Any, y: Any) -> VJP:
     first = x <= y
     return lambda g: chosen(first, g)
 
 
-def _rest_smaller(out: Any, x: Any, y: Any) -> Pull:
+def _rest_smaller(out: Any, x: Any, y: Any) -> VJP:
     second = x > y
     return lambda g: chosen(second, g)
 
 
-def _number(first: Callable[[Any, Any], Any], *, of_first: bool) -> Callable[..., Pull]:
+def _number(first: Callable[[Any, Any], Any], *, of_first: bool) -> Callable[..., VJP]:
     """The pull of ``np.fmax`` and ``np.fmin``, whose result beside a NaN is the number."""
 
-    def pull(out: Any, x: Any, y: Any) -> Pull:
+    def vjp(out: Any, x: Any, y: Any) -> VJP:
         mask = first(x, y) | np.isnan(y)
         mask = mask if of_first else ~mask
         return lambda g: chosen(mask, g)
 
-    return pull
+    return vjp
 
 
-def _sign_of(out: Any, x: Any) -> Pull:
+def _sign_of(out: Any, x: Any) -> VJP:
     sign = np.sign(x)
     return lambda g: g * sign
 
@@ -191,19 +191,19 @@ def _clip(
     low = min if a_min is None else a_min
     high = max if a_max is None else a_max
 
-    def inside() -> Pull:
+    def inside() -> VJP:
         mask = True if low is None else a >= low
         if high is not None:
             mask = mask & (a <= high)
         return lambda g: g if mask is True else chosen(mask, g)
 
-    def below() -> Pull:
+    def below() -> VJP:
         mask = a < low
         if high is not None:
             mask = mask & (low <= high)  # of ends in the other order the result is the high one
         return lambda g: chosen(mask, g)
 
-    def above() -> Pull:
+    def above() -> VJP:
         mask = a > high
         if low is not None:
             mask = mask | (low > high)

@@ -19,7 +19,7 @@ from gradreduce.arrays.trace_context import Traceable, traceable
 from gradreduce.errors import InvalidArgumentError
 
 from .array_methods import index_into
-from .registry import COMPOSED, RULES, VIEWS, Maker, Pull
+from .registry import COMPOSED, RULES, VIEWS, VJP, Maker
 from .rules_broadcast import normalized, shape_of
 from .unsupported import no_rule
 
@@ -104,8 +104,8 @@ def _on_host(index: Any) -> Any:
         return tuple(_on_host(each) for each in index)
     if isinstance(index, _BASIC):
         return index
-    places = np.asarray(host_array([*index] if isinstance(index, range) else index))
-    return places if places.size or places.dtype == bool else places.astype(np.int64)
+    indices = np.asarray(host_array([*index] if isinstance(index, range) else index))
+    return indices if indices.size or indices.dtype == bool else indices.astype(np.int64)
 
 
 def _index_into(out: Any, x: Any, index: Any) -> tuple[Maker]:
@@ -113,24 +113,24 @@ def _index_into(out: Any, x: Any, index: Any) -> tuple[Maker]:
     if _is_basic(index):
         return (lambda: lambda g: put_back(g, index, shape),)
 
-    def pull(g: Any) -> Any:
-        places = np.arange(math.prod(shape)).reshape(shape)[_on_host(index)]
-        return _scattered(g, places.ravel(), shape)
+    def vjp(g: Any) -> Any:
+        indices = np.arange(math.prod(shape)).reshape(shape)[_on_host(index)]
+        return _scattered(g, indices.ravel(), shape)
 
-    return (lambda: pull,)
+    return (lambda: vjp,)
 
 
-def _gathered(shape: Shape, rows: Any) -> Pull:
+def _gathered(shape: Shape, rows: Any) -> VJP:
     """To the rows of an array of ``shape``: IndexedSlices, unless the gradient is traced."""
 
-    def pull(g: Any) -> Any:
+    def vjp(g: Any) -> Any:
         if isinstance(g, Traceable):
             size = math.prod(shape[1:])
             flat = rows.reshape(-1, 1) * size + np.arange(size)
             return _scattered(g, flat.ravel(), shape)
         return _rows(np.reshape(g, (rows.size, *shape[1:])), rows.ravel(), shape)
 
-    return pull
+    return vjp
 
 
 def _rows(values: Any, rows: Any, shape: Shape) -> Any:
@@ -151,7 +151,7 @@ def _take(
     along = 0 if flat else normalized(axis, len(shape))
     extent = math.prod(shape) if flat else shape[along]
 
-    def make() -> Pull:
+    def make() -> VJP:
         places = _on_host(indices)
         places = np.asarray(places)
         places = np.clip(places, 0, extent - 1) if mode == "clip" else places % extent

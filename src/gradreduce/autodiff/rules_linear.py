@@ -81,19 +81,19 @@ def _axes(axes: Any, left: int, right: int) -> tuple[list[int], list[int]]:
 def _tensordot(out: Any, a: Any, b: Any, axes: Any = 2) -> tuple[Maker, Maker]:
     left, right = len(shape_of(a)), len(shape_of(b))
     summed, summed_too = _axes(axes, left, right)
-    free = [place for place in range(left) if place not in summed]
-    free_too = [place for place in range(right) if place not in summed_too]
+    free = [index for index in range(left) if index not in summed]
+    free_too = [index for index in range(right) if index not in summed_too]
 
     def to_left() -> Any:
         # The product has the free axes of a, then the summed ones in b's order.
-        order = free + [summed[summed_too.index(place)] for place in sorted(summed_too)]
-        back = [order.index(place) for place in range(left)]
+        order = free + [summed[summed_too.index(index)] for index in sorted(summed_too)]
+        back = [order.index(index) for index in range(left)]
         axes_of_g = list(range(len(free), len(free) + len(free_too)))
         return lambda g: np.transpose(np.tensordot(g, b, axes=(axes_of_g, free_too)), back)
 
     def to_right() -> Any:
-        order = [summed_too[summed.index(place)] for place in sorted(summed)] + free_too
-        back = [order.index(place) for place in range(right)]
+        order = [summed_too[summed.index(index)] for index in sorted(summed)] + free_too
+        back = [order.index(index) for index in range(right)]
         axes_of_g = list(range(len(free)))
         return lambda g: np.transpose(np.tensordot(a, g, axes=(free, axes_of_g)), back)
 
@@ -142,7 +142,7 @@ def _einsum(out: Any, subscripts: Any, *operands: Any, **kwargs: Any) -> tuple[M
         formula = f"{','.join([result, *of_rest])}->{there}"
         kept = [place for place, letter in enumerate(mine) if letter in known]
 
-        def pull(g: Any) -> Any:
+        def vjp(g: Any) -> Any:
             found = np.einsum(formula, g, *rest)
             if len(kept) < len(mine):  # a letter of this operand alone, over which it was added
                 extents = iter(shape_of(found))
@@ -154,7 +154,7 @@ def _einsum(out: Any, subscripts: Any, *operands: Any, **kwargs: Any) -> tuple[M
             )
             return np.broadcast_to(like(found, narrow), shape)
 
-        return lambda: pull
+        return lambda: vjp
 
     return (lambda: None, *(maker(place) for place in range(len(operands))))  # type: ignore[return-value,arg-type]
 

@@ -14,7 +14,7 @@ from gradreduce.arrays.trace_context import traceable
 from gradreduce.errors import InvalidArgumentError
 
 from .array_methods import astype
-from .registry import RULES, Maker, Pull
+from .registry import RULES, VJP, Maker
 from .rules_broadcast import is_half, kept_shape, shape_of, widened
 from .rules_elementwise import chosen, one
 
@@ -97,7 +97,7 @@ def _reduced(shape: tuple[int, ...], axis: Any) -> tuple[int, ...]:
     whole = kept_shape(shape, axis)
     axes = range(len(shape)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     gone = {each % len(shape) for each in axes}
-    return tuple(extent for place, extent in enumerate(whole) if place not in gone)
+    return tuple(extent for index, extent in enumerate(whole) if index not in gone)
 
 
 def _as_probabilities(logits: Any, labels: Any) -> Any:
@@ -124,38 +124,38 @@ def _rounded(term: Any, of: Any) -> Any:
 def _logsumexp(out: Any, x: Any, axis: Any = None, keepdims: bool = False) -> tuple[Maker]:
     kept = kept_shape(shape_of(x), axis)
 
-    def pull(g: Any) -> Any:
+    def vjp(g: Any) -> Any:
         if not is_half(x):
             return np.reshape(g, kept) * np.exp(x - np.reshape(out, kept))
         wide = widened(x)  # the result is rounded: its slope is that of the sum
         share = np.exp(wide - logsumexp(wide, axis, keepdims=True))
         return _rounded(np.reshape(g, kept) * share, x)
 
-    return (lambda: pull,)
+    return (lambda: vjp,)
 
 
 def _softmax_cross_entropy(out: Any, logits: Any, labels: Any) -> tuple[Maker, Maker]:
-    def to_logits() -> Pull:
-        def pull(g: Any) -> Any:
+    def to_logits() -> VJP:
+        def vjp(g: Any) -> Any:
             wide = widened(logits)
             share = np.exp(wide - logsumexp(wide, axis=-1, keepdims=True))
             wanted = _as_probabilities(wide, labels)
             total = np.sum(wanted, axis=-1, keepdims=True)
             return _rounded(g[..., None] * (share * total - wanted), logits)
 
-        return pull
+        return vjp
 
-    def to_labels() -> Pull:
-        def pull(g: Any) -> Any:
+    def to_labels() -> VJP:
+        def vjp(g: Any) -> Any:
             wide = widened(logits)
             return _rounded(g[..., None] * (logsumexp(wide, axis=-1, keepdims=True) - wide), logits)
 
-        return pull
+        return vjp
 
     return to_logits, to_labels
 
 
-def _relu(out: Any, x: Any) -> Pull:
+def _relu(out: Any, x: Any) -> VJP:
     above = out > 0
     return lambda g: chosen(above, g)
 

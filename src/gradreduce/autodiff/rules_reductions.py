@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .array_methods import astype
-from .registry import COMPOSED, CONSTANT, RULES, Maker, Pull
+from .registry import COMPOSED, CONSTANT, RULES, VJP, Maker
 from .rules_broadcast import is_half, kept_shape, reduced_axes, shape_of, spread, widened
 from .rules_elementwise import chosen
 from .unsupported import no_rule
@@ -23,7 +23,7 @@ def _only(name: str, **extras: Any) -> None:
 
 
 def _num_reduced(shape: tuple[int, ...], axis: Any) -> int:
-    return math.prod(shape[place] for place in reduced_axes(axis, len(shape)))
+    return math.prod(shape[index] for index in reduced_axes(axis, len(shape)))
 
 
 def _over(g: Any, count: float) -> Any:
@@ -79,7 +79,7 @@ def _max(
     _only("max", initial=initial, where=where)
     kept = kept_shape(shape_of(a), axis)
 
-    def make() -> Pull:
+    def make() -> VJP:
         mask = a == np.reshape(out, kept)
         axes = reduced_axes(axis, len(kept))
         count = np.sum(mask, axis=axes, keepdims=True).astype(a.dtype)
@@ -102,17 +102,17 @@ def _prod(
     _only("prod", initial=initial, where=where)
     shape = shape_of(a)
     axes = reduced_axes(axis, len(shape))
-    order = [place for place in range(len(shape)) if place not in axes] + list(axes)
-    moved = [shape[place] for place in order]
+    order = [index for index in range(len(shape)) if index not in axes] + list(axes)
+    moved = [shape[index] for index in order]
     rows = (*moved[: len(shape) - len(axes)], math.prod(moved[len(shape) - len(axes) :]))
 
-    def pull(g: Any) -> Any:
+    def vjp(g: Any) -> Any:
         x = np.reshape(np.transpose(a, order), rows)
         others = _product_before(x) * np.flip(_product_before(np.flip(x, -1)), -1)
-        back = [order.index(place) for place in range(len(shape))]
+        back = [order.index(index) for index in range(len(shape))]
         return spread(g, shape, axis) * np.transpose(np.reshape(others, moved), back)
 
-    return (lambda: pull,)
+    return (lambda: vjp,)
 
 
 def _product_before(x: Any) -> Any:
@@ -178,11 +178,11 @@ def _cumsum(
     shape = shape_of(a)
     along = 0 if axis is None else axis
 
-    def pull(g: Any) -> Any:
+    def vjp(g: Any) -> Any:
         summed = np.flip(np.cumsum(np.flip(widened(g), along), axis=along), along)
         return np.reshape(astype(summed, g.dtype) if is_half(g) else summed, shape)
 
-    return (lambda: pull,)
+    return (lambda: vjp,)
 
 
 def _norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:

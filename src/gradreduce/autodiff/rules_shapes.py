@@ -9,7 +9,7 @@ import numpy as np
 
 from gradreduce.reduce.aggregation import accumulate_n, add_n, aggregate
 
-from .registry import COMPOSED, JOINS, RULES, VIEWS, Maker, Pull
+from .registry import COMPOSED, JOINS, RULES, VIEWS, VJP, Maker
 from .rules_broadcast import like, normalized, shape_of
 from .unsupported import no_rule
 
@@ -25,7 +25,7 @@ def _reshaped(out: Any, a: Any, *args: Any, **kwargs: Any) -> tuple[Maker]:
 def _transpose(out: Any, a: Any, axes: Any = None) -> tuple[Maker]:
     ndim = len(shape_of(a))
     order = [normalized(axis, ndim) for axis in axes] if axes is not None else None
-    back = None if order is None else [order.index(place) for place in range(ndim)]
+    back = None if order is None else [order.index(index) for index in range(ndim)]
     return (lambda: lambda g: np.transpose(g, back),)
 
 
@@ -84,9 +84,9 @@ def _stack(out: Any, arrays: Sequence[Any], axis: int = 0, _out: Any = None) -> 
     return (maker,)
 
 
-def _of_rows(pulls: Sequence[Pull]) -> Pull:
+def _of_rows(vjps: Sequence[VJP]) -> VJP:
     """That of an array whose rows were joined, as the elements of a list are."""
-    return lambda g: np.stack([pull(g) for pull in pulls])
+    return lambda g: np.stack([vjp(g) for vjp in vjps])
 
 
 def _repeat(a: Any, repeats: Any, axis: int | None = None) -> Any:
@@ -139,7 +139,7 @@ def _split(ary: Any, indices_or_sections: Any, axis: int = 0) -> list[Any]:
         sections = int(indices_or_sections)
         if extent % sections:
             raise ValueError("array split does not result in an equal division")
-        cuts = [extent // sections * place for place in range(1, sections)]
+        cuts = [extent // sections * index for index in range(1, sections)]
     else:
         cuts = [int(each) for each in indices_or_sections]
     ends = zip([0, *cuts], [*cuts, extent], strict=True)
@@ -147,11 +147,11 @@ def _split(ary: Any, indices_or_sections: Any, axis: int = 0) -> list[Any]:
 
 
 def _sum_of(
-    out: Any, inputs: Sequence[Any], *args: Any, as_kind: str | None = None, **kwargs: Any
+    out: Any, inputs: Sequence[Any], *args: Any, output_type: str | None = None, **kwargs: Any
 ) -> tuple[Maker]:
     """Of ``add_n`` and its like: each term has the whole gradient."""
-    if as_kind not in (None, "numpy", "cupy"):
-        raise no_rule(f"a sum of terms as_kind={as_kind!r}")
+    if output_type not in (None, "numpy", "cupy"):
+        raise no_rule(f"a sum of terms output_type={output_type!r}")
     return (lambda item: lambda g: g,)
 
 
@@ -167,8 +167,8 @@ def _trace(a: Any) -> Any:
 def _diagonal(a: Any) -> Any:
     if a.ndim != 2:
         raise no_rule("np.diagonal of what is no matrix")
-    places = np.arange(min(a.shape))
-    return a[places, places]
+    indices = np.arange(min(a.shape))
+    return a[indices, indices]
 
 
 RULES[np.reshape] = RULES[np.ravel] = _reshaped

@@ -14,7 +14,8 @@ the loss nor a rule needs it.
 gradient. Of all nodes whose terms have all come it takes the one that leads to the earliest use of
 a tensor, has its terms combined to its gradient, and hands each parent its term. So the terms of
 one tensor come in the order of its uses, as far as no use waits for a later one, as the steps of a
-recurrent network do; ``Terms`` combines them, by the AggregationMethod of the call, as they come.
+recurrent network do; ``TermAccumulator`` combines them, by the AggregationMethod of the call, as
+they come.
 
 **Twice.** A loss may compute gradients itself. Each call is a ``Trace`` with a level, one above
 that of the call around it; an operation belongs to the highest trace among its operands, which sees
@@ -38,9 +39,9 @@ from gradreduce.arrays.convert_gpu import on_gpu_of
 from gradreduce.arrays.trace_context import Traceable, holds_traceable, made_like
 from gradreduce.device import Device
 
-from .accumulate_terms import Terms
+from .accumulate_terms import TermAccumulator
 from .array_methods import ArrayMethods
-from .registry import COMPOSED, CONSTANT, JOINS, RULES, VIEWS, Maker, Pull
+from .registry import COMPOSED, CONSTANT, JOINS, RULES, VIEWS, VJP, Maker
 from .unsupported import (
     beside_tensor,
     check_keywords,
@@ -53,7 +54,7 @@ from .unsupported import (
     would_write,
 )
 
-__all__ = ["Node", "Trace", "Traced", "apply", "settled"]
+__all__ = ["Node", "Trace", "Traced", "apply", "resolve"]
 
 
 class Trace:
@@ -74,7 +75,7 @@ class Trace:
         self.closed = False
         self.num_nodes = 0
 
-    def leaf(self, value: Any, device: Device, terms: Terms) -> Traced:
+    def leaf(self, value: Any, device: Device, terms: TermAccumulator) -> Traced:
         """A value to differentiate by; ``terms`` gathers its gradient."""
         node = Node(self, value, device, (), ())
         node.terms = terms
@@ -91,11 +92,11 @@ class Node:
         dtype: of the value.
         device: the logical device that it is thought to lie on: that of its first parent.
         parents: of the operands that are traced.
-        pulls: for each, from this gradient to a term of its.
+        vjps: for each, from this gradient to a term of its.
         terms: of a leaf, where its terms go.
     """
 
-    __slots__ = ("device", "dtype", "number", "parents", "pulls", "shape", "terms", "trace")
+    __slots__ = ("device", "dtype", "number", "parents", "shape", "terms", "trace", "vjps")
 
     def __init__(
         self,
@@ -103,15 +104,15 @@ class Node:
         value: Any,
         device: Device,
         parents: Sequence[Node],
-        pulls: Sequence[Pull],
+        vjps: Sequence[VJP],
     ) -> None:
         self.trace = trace
         self.number = trace.num_nodes
         trace.num_nodes += 1
         self.shape, self.dtype = value.shape, value.dtype
         self.device = device
-        self.parents, self.pulls = parents, pulls
-        self.terms: Terms | None = None
+        self.parents, self.vjps = parents, vjps
+        self.terms: TermAccumulator | None = None
 
 
 class Traced(ArrayMethods, Traceable):
@@ -161,7 +162,7 @@ class Traced(ArrayMethods, Traceable):
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         out = kwargs.get("out")
         if (out is not None or method != "__call__") and not _is_open(inputs, kwargs):
-            return getattr(ufunc, method)(*map(settled, inputs), **_settled(kwargs, out))
+            return getattr(ufunc, method)(*map(resolve, inputs), **_resolve_all(kwargs, out))
         if out is not None:
             raise would_write(name_of(ufunc))
         if method == "reduce" and ufunc in _REDUCED:
@@ -176,13 +177,13 @@ class Traced(ArrayMethods, Traceable):
         out = out_of(function, args, kwargs)
         if out is not None:
             if not _is_open(args, kwargs):
-                return function(*map(settled, args), **_settled(kwargs, out))
+                return function(*map(resolve, args), **_resolve_all(kwargs, out))
             raise would_write(name_of(function))
         if "out" in kwargs:
             kwargs = {name: given for name, given in kwargs.items() if name != "out"}
         if not any(holds_traceable(given) for given in (*args, *kwargs.values())):
             with on_gpu_of(self.node.device):
-                return made_like(function, args, kwargs, _bare(self))
+                return made_like(function, args, kwargs, _unwrap(self))
         return apply(function, args, kwargs)
 
     def __cupy_override_elementwise_kernel__(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
@@ -224,7 +225,7 @@ class Traced(ArrayMethods, Traceable):
 
 def _after_loss(given: Traced, what: str) -> Any:
     """The plain data that a traced value has become with the end of its loss."""
-    plain = settled(given)
+    plain = resolve(given)
     if isinstance(plain, Traced):
         raise TypeError(
             f"a traced value cannot become {what} inside its loss, where its gradient would be "
@@ -235,15 +236,15 @@ def _after_loss(given: Traced, what: str) -> Any:
 
 def _is_open(args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether an operand is traced by a loss that is being computed."""
-    given = [settled(each) for each in (*args, *kwargs.values())]
+    given = [resolve(each) for each in (*args, *kwargs.values())]
     return _highest(given) is not None
 
 
-def _settled(kwargs: dict[str, Any], out: Any) -> dict[str, Any]:
+def _resolve_all(kwargs: dict[str, Any], out: Any) -> dict[str, Any]:
     """Named arguments as plain data, where the result is written to ``out``."""
     if any(isinstance(each, Traced) for each in (out if isinstance(out, tuple) else (out,))):
         raise TypeError("a traced value cannot be written, after its loss either")
-    return {name: settled(given) for name, given in kwargs.items()}
+    return {name: resolve(given) for name, given in kwargs.items()}
 
 
 _REDUCED = {np.add: np.sum, np.multiply: np.prod, np.maximum: np.max, np.minimum: np.min}
@@ -259,14 +260,14 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """
     if kwargs:
         args, kwargs = _bound(function, args, kwargs)
-    args = [settled(given) for given in args]
+    args = [resolve(given) for given in args]
     top = _highest(args)
     if top is None:
         return function(*args, **kwargs)
     if function in COMPOSED:
         return _by_rule(function, COMPOSED[function], args, kwargs)
     operands: list[tuple[int, int | None, Node]] = []
-    raw = [_plain(given, top, place, operands) for place, given in enumerate(args)]
+    raw = [_plain(given, top, index, operands) for index, given in enumerate(args)]
     parents = [node for _, _, node in operands]
     with on_gpu_of(parents[0].device):
         if function in CONSTANT:
@@ -278,12 +279,12 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not is_float(function, value):
             return value
         makers = _by_rule(function, rule, [value, *raw], kwargs)
-        pulls = [_pull(function, makers, place, item) for place, item, _ in operands]
+        vjps = [_vjp(function, makers, index, item) for index, item, _ in operands]
     is_view = function in VIEWS and _is_part(value, raw[0])
-    return Traced(value, Node(top, value, parents[0].device, parents, pulls), is_view=is_view)
+    return Traced(value, Node(top, value, parents[0].device, parents, vjps), is_view=is_view)
 
 
-def _pull(function: Any, makers: Sequence[Maker], place: int, item: int | None) -> Pull:
+def _vjp(function: Any, makers: Sequence[Maker], place: int, item: int | None) -> VJP:
     """That of one operand: an argument, or the element of a list of arrays."""
     if place >= len(makers):
         raise no_rule(f"{name_of(function)} with a traced argument {place}")
@@ -296,7 +297,7 @@ def _pull(function: Any, makers: Sequence[Maker], place: int, item: int | None) 
 
 def _is_part(value: Any, of: Any) -> bool:
     """Whether an array lies in the memory of another."""
-    value, of = _bare(value), _bare(of)
+    value, of = _unwrap(value), _unwrap(of)
     base = getattr(value, "base", None)
     return base is not None and (base is of or base is getattr(of, "base", None))
 
@@ -319,7 +320,7 @@ def _bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if not any(holds_traceable(given) for given in kwargs.values()):
         return args, kwargs
     if function in CONSTANT:
-        return args, {name: _bare(given) for name, given in kwargs.items()}
+        return args, {name: _unwrap(given) for name, given in kwargs.items()}
     rule = COMPOSED.get(function) or RULES.get(function)
     if rule is None:
         raise no_rule(name_of(function))
@@ -334,15 +335,15 @@ def _bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return placed, rest
 
 
-def _bare(given: Any) -> Any:
+def _unwrap(given: Any) -> Any:
     """An argument that nothing can be differentiated by, as a plain array."""
-    given = settled(given)
+    given = resolve(given)
     while isinstance(given, Traced):
         given = given.value
     return given
 
 
-def settled(given: Any) -> Any:
+def resolve(given: Any) -> Any:
     """An argument with its Variables read, and what an earlier loss has left as plain data."""
     if isinstance(given, Traced):
         while isinstance(given, Traced) and given.node.trace.closed:
@@ -351,7 +352,7 @@ def settled(given: Any) -> Any:
     if isinstance(given, Traceable):
         return given.read()  # type: ignore[attr-defined]  # a Variable
     if isinstance(given, list | tuple) and holds_traceable(given):
-        within = [settled(each) for each in given]
+        within = [resolve(each) for each in given]
         return tuple(within) if isinstance(given, tuple) else within
     return given
 

@@ -61,8 +61,8 @@ def name_of(function: Any) -> str:
 def out_of(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Into what a function is to write its result, by name or by place; None: a new array."""
     out = kwargs.get("out")
-    place = _OUT_PLACES.get(function)
-    return args[place] if out is None and place is not None and len(args) > place else out
+    index = _OUT_PLACES.get(function)
+    return args[index] if out is None and index is not None and len(args) > index else out
 
 
 def would_write(name: str) -> WriteError:

@@ -27,12 +27,12 @@ from types import ModuleType
 from typing import Any
 
 from gradreduce.backends.sim.collective import SimCollective
-from gradreduce.backends.sim.device import FACES, SimDevice, SimOptions
+from gradreduce.backends.sim.device import IMPLEMENTATIONS, SimDevice, SimOptions
 from gradreduce.backends.sim.host_compile import find_compiler
-from gradreduce.backends.sim.scheduler import RunAtOnce, Shuffled
+from gradreduce.backends.sim.scheduler import EagerScheduler, RandomScheduler
 from gradreduce.backends.sim.workers import Workers
 from gradreduce.device import Collective, Device, Mesh, ModuleLock, as_flag, as_index
-from gradreduce.device.mesh_state import Fabric
+from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.op_log import flight_path
 from gradreduce.errors import BackendUnavailableError, brief
 
@@ -95,8 +95,8 @@ def open_mesh(
         backend = _backend_from_environment()
     if not _is_one_of(backend, _BACKENDS):
         raise ValueError(f"backend={brief(backend)} is not one of {_BACKENDS}")
-    if not _is_one_of(kernels, FACES):
-        raise ValueError(f"kernels={brief(kernels)} is not one of {tuple(FACES)}")
+    if not _is_one_of(kernels, IMPLEMENTATIONS):
+        raise ValueError(f"kernels={brief(kernels)} is not one of {tuple(IMPLEMENTATIONS)}")
     if backend == "cuda":
         try:
             return _open_cuda(devices)
@@ -105,12 +105,12 @@ def open_mesh(
     if strict is None:
         strict = _integer("GRADREDUCE_SIM_STRICT", 0, minimum=0) > 0
     strict = as_flag("strict", strict)
-    build = FACES[kernels]
+    build = IMPLEMENTATIONS[kernels]
     if build is not None:
         find_compiler(build)
     placement = _placement(devices)
     workers = Workers(_integer("GRADREDUCE_SIM_THREADS", _num_cores()))
-    scheduler = RunAtOnce() if schedule_seed is None else Shuffled(_seed(schedule_seed))
+    scheduler = EagerScheduler() if schedule_seed is None else RandomScheduler(_seed(schedule_seed))
     options = SimOptions(kernels, strict, workers, scheduler)
     return _open_sim(placement, peer_access, options)
 
@@ -170,9 +170,11 @@ def _own_gpus(num_gpus: int) -> Sequence[int]:
 def _open_sim(
     placement: Sequence[int], peer_access: bool | Set[tuple[int, int]], options: SimOptions
 ) -> Mesh:
-    fabric = _fabric("sim", peer_access)
-    made = [SimDevice(fabric, index, physical, options) for index, physical in enumerate(placement)]
-    return _mesh(made, fabric, cache(SimCollective), options.workers.close)
+    mesh_state = _mesh_state("sim", peer_access)
+    made = [
+        SimDevice(mesh_state, index, physical, options) for index, physical in enumerate(placement)
+    ]
+    return _mesh(made, mesh_state, cache(SimCollective), options.workers.close)
 
 
 def _open_cuda(devices: int | Sequence[int] | None) -> Mesh:
@@ -185,34 +187,34 @@ def _open_cuda(devices: int | Sequence[int] | None) -> Mesh:
             "from 0 up"
         )
     physicals = tuple(dict.fromkeys(placement))
-    fabric = _fabric("cuda", streams.enable_peer_access(physicals))
-    made = [cuda.CudaDevice(fabric, index, gpu) for index, gpu in enumerate(placement)]
-    collective = nccl.SharedNccl(fabric)
+    mesh_state = _mesh_state("cuda", streams.enable_peer_access(physicals))
+    made = [cuda.CudaDevice(mesh_state, index, gpu) for index, gpu in enumerate(placement)]
+    collective = nccl.SharedNccl(mesh_state)
 
     def close() -> None:
         for device in made:
             device.close()
         collective.close()
 
-    return _mesh(made, fabric, collective, close)
+    return _mesh(made, mesh_state, collective, close)
 
 
-def _fabric(backend: str, peer_access: bool | Set[tuple[int, int]]) -> Fabric:
+def _mesh_state(backend: str, peer_access: bool | Set[tuple[int, int]]) -> MeshState:
     if not isinstance(peer_access, Set):
         peer_access = as_flag("peer_access", peer_access)
-    fabric = Fabric(backend, peer_access=peer_access)
-    fabric.flight_path = flight_path(os.environ.get("GRADREDUCE_FLIGHT_RECORD", ""))
-    return fabric
+    mesh_state = MeshState(backend, peer_access=peer_access)
+    mesh_state.flight_path = flight_path(os.environ.get("GRADREDUCE_FLIGHT_RECORD", ""))
+    return mesh_state
 
 
 def _mesh(
     made: Sequence[Device],
-    fabric: Fabric,
+    mesh_state: MeshState,
     collective: Callable[[], Collective],
     on_close: Callable[[], None],
 ) -> Mesh:
     """The whole mesh of new devices."""
-    mesh = Mesh(made, fabric, collective, on_close)
+    mesh = Mesh(made, mesh_state, collective, on_close)
     for device in made:
         device.mesh = mesh
     return mesh
@@ -251,7 +253,7 @@ def default_mesh() -> Mesh:
     with _default_lock.lock:
         if _default:
             try:
-                _default[0].fabric.check_open()
+                _default[0].mesh_state.check_open()
             except BackendUnavailableError:
                 _default.clear()
         if not _default:

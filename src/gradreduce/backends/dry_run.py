@@ -29,21 +29,21 @@ from gradreduce.device import (
     handle_of,
 )
 from gradreduce.device.buffer import Row
-from gradreduce.device.command_list import Issue
+from gradreduce.device.command_list import Command
 from gradreduce.device.graph_capture import Recording
-from gradreduce.device.mesh_state import Fabric
-from gradreduce.device.pending_calls import Patience
+from gradreduce.device.mesh_state import MeshState
+from gradreduce.device.pending_calls import WaitPolicy
 from gradreduce.errors import DeviceMismatchError
 
-__all__ = ["Ghosts", "MeshOutline", "Outline", "Touched", "mesh_outline", "outline_of"]
+__all__ = ["DryRunMesh", "MeshSignature", "Signature", "Touched", "mesh_signature", "signature_of"]
 
 _ROOM = 44  # bits: blocks of up to 16 TiB lie this far apart
 
 # Logical devices' physical ones, backend, and peer access: all that a flow asks of a mesh.
-MeshOutline = tuple[tuple[int, ...], str, Hashable]
+MeshSignature = tuple[tuple[int, ...], str, Hashable]
 # Of a Buffer: device, block, whether that is our pool's, its bytes, the offset in it, how far its
 # address is behind a 16-byte boundary, shape, dtype.
-Outline = tuple[int, int, bool, int, int, int, tuple[int, ...], np.dtype]
+Signature = tuple[int, int, bool, int, int, int, tuple[int, ...], np.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +61,15 @@ class Touched:
     writes: tuple[Buffer, ...]
 
 
-def mesh_outline(mesh: Mesh) -> MeshOutline:
+def mesh_signature(mesh: Mesh) -> MeshSignature:
     """All of a mesh that a plan depends on."""
     whole = mesh.devices[0].mesh
-    access = whole.fabric.peer_access
+    access = whole.mesh_state.peer_access
     peers: Hashable = access if isinstance(access, bool) else frozenset(access)
     return tuple(device.physical for device in whole.devices), whole.backend, peers
 
 
-def outline_of(buffer: Buffer, blocks: dict[int, int]) -> Outline:
+def signature_of(buffer: Buffer, blocks: dict[int, int]) -> Signature:
     """All of a Buffer that a plan depends on.
 
     Args:
@@ -85,7 +85,7 @@ def outline_of(buffer: Buffer, blocks: dict[int, int]) -> Outline:
     )  # fmt: skip
 
 
-class Ghosts:
+class DryRunMesh:
     """A mesh of ghosts like another, and Buffers on it like others.
 
     Attributes:
@@ -94,44 +94,44 @@ class Ghosts:
             collective, in the order of the records.
     """
 
-    def __init__(self, outline: MeshOutline) -> None:
-        placement, backend, peers = outline
+    def __init__(self, signature: MeshSignature) -> None:
+        placement, backend, peers = signature
         access = peers if isinstance(peers, bool) else set(peers)  # type: ignore[call-overload]
-        fabric = Fabric(backend, peer_access=access)
+        mesh_state = MeshState(backend, peer_access=access)
         starts = count(1)
         self.touched: list[Touched] = []
         made = [
-            GhostDevice(fabric, index, physical, starts, self.touched)
+            DryRunDevice(mesh_state, index, physical, starts, self.touched)
             for index, physical in enumerate(placement)
         ]
-        collective = cache(lambda: GhostCollective(self.touched))
-        self.mesh = Mesh(made, fabric, collective, lambda: None)
+        collective = cache(lambda: DryRunCollective(self.touched))
+        self.mesh = Mesh(made, mesh_state, collective, lambda: None)
         for device in made:
             device.mesh = self.mesh
         self._blocks: dict[int, Block] = {}
 
-    def buffer(self, outline: Outline) -> Buffer:
+    def buffer(self, signature: Signature) -> Buffer:
         """A Buffer of this outline; those that shared a block share one here."""
-        index, number, owned, nbytes, offset, start, shape, dtype = outline
+        index, number, owned, nbytes, offset, start, shape, dtype = signature
         if number not in self._blocks:
             device = self.mesh.devices[index]
-            assert isinstance(device, GhostDevice)
+            assert isinstance(device, DryRunDevice)
             self._blocks[number] = device.block(nbytes, start=start, owned=owned)
         return Buffer(self._blocks[number], offset, shape, dtype)
 
 
-class GhostDevice(Device):
+class DryRunDevice(Device):
     """Checks and records as every device does; has neither memory nor queues."""
 
     def __init__(
         self,
-        fabric: Fabric,
+        mesh_state: MeshState,
         index: int,
         physical: int,
         starts: Iterator[int],
         touched: list[Touched],
     ) -> None:
-        super().__init__(fabric, index, physical)
+        super().__init__(mesh_state, index, physical)
         self._starts = starts
         self._touched = touched
 
@@ -150,13 +150,13 @@ class GhostDevice(Device):
     def _release(self, buffer: Buffer, stream: Stream | None) -> Any:
         raise DeviceMismatchError(f"{buffer} of a plan has no memory")
 
-    def _follow(self, stream: Stream) -> None:
+    def _wait_for_stream(self, stream: Stream) -> None:
         raise DeviceMismatchError(f"{self.name} of a plan knows no stream {handle_of(stream):#x}")
 
-    def _precede(self, stream: Stream | None) -> None:
+    def _block_stream(self, stream: Stream | None) -> None:
         raise DeviceMismatchError(f"{self.name} of a plan has no queue to wait for")
 
-    def _download(self, buffer: Buffer, patience: Patience) -> np.ndarray | None:
+    def _download(self, buffer: Buffer, wait_policy: WaitPolicy) -> np.ndarray | None:
         raise DeviceMismatchError(f"{buffer} of a plan has no memory")
 
     def _allocate(self, nbytes: int) -> Block:
@@ -201,7 +201,7 @@ class GhostDevice(Device):
         rows: Sequence[Row],
         scalars: Sequence[int | float],
         queue: Queue,
-    ) -> Issue:
+    ) -> Command:
         num_written = kernel.num_written(scalars)
         reads = tuple(operand for row in rows for operand in row[num_written:])
         writes = tuple(operand for row in rows for operand in row[:num_written])
@@ -210,14 +210,14 @@ class GhostDevice(Device):
 
     def _wait(self, mark: Mark, queue: Queue) -> None: ...
 
-    def _synchronize(self, patience: Patience) -> bool:
+    def _synchronize(self, wait_policy: WaitPolicy) -> bool:
         return True
 
     def _abandon(self, seconds: float) -> bool:
         return True
 
 
-class GhostCollective(Collective):
+class DryRunCollective(Collective):
     """Checks and records as every collective does."""
 
     def __init__(self, touched: list[Touched]) -> None:
@@ -252,4 +252,4 @@ class GhostCollective(Collective):
     ) -> None:
         for read, written in zip(inputs, outputs, strict=True):
             self._touched.append(Touched(read.device, (read,), (written,)))
-        self._give(lambda: None, [(name, inputs, queue)], ())
+        self._submit(lambda: None, [(name, inputs, queue)], ())

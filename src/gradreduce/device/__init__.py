@@ -7,8 +7,8 @@ from .buffer import (
     Attached,
     Block,
     Buffer,
-    Dead,
     FlatLayout,
+    FreedBlock,
     Mark,
     Queue,
     Stream,
@@ -18,8 +18,8 @@ from .buffer import (
     overlap,
 )
 from .collective import NOT_CAPTURED, Collective
-from .command_list import Tape, behind_readers, spans_of
-from .deadlines import due
+from .command_list import CommandList, spans_of, wait_for_readers
+from .deadlines import deadline_scope
 from .device import Device
 from .dtypes import DType, accumulate_dtype, as_dtype, as_flag, as_index, element_of, mean_dtype
 from .flat_buffer import FlatBuffer, Step, attach_again, clear
@@ -27,13 +27,22 @@ from .forks import ModuleLock
 from .graph_capture import Capture
 from .interrupts import DeferInterrupts
 from .kernel import Kernel, Template
-from .launch_batch import Writer
+from .launch_batch import LaunchBatch
 from .mesh import Mesh
 from .op_log import FlightEntry, Journal, Record
-from .peer_access import reaches
-from .pending_calls import Travel, as_deadline
-from .queue_waits import follow, precede
-from .stream_sync import bring, by_physical, copy_over, fetch, gather, gather_all, pull, scatter
+from .peer_access import can_access
+from .pending_calls import PackInfo, as_deadline
+from .queue_waits import block_stream, wait_for_stream
+from .stream_sync import (
+    by_physical,
+    copy_over,
+    ensure_accessible,
+    fork_streams,
+    join_streams,
+    join_streams_each,
+    to_accessible,
+    to_local,
+)
 from .waiting import Done, Waiters
 
 __all__ = [
@@ -44,53 +53,53 @@ __all__ = [
     "Buffer",
     "Capture",
     "Collective",
+    "CommandList",
     "DType",
-    "Dead",
     "DeferInterrupts",
     "Device",
     "Done",
     "FlatBuffer",
     "FlatLayout",
     "FlightEntry",
+    "FreedBlock",
     "Journal",
     "Kernel",
+    "LaunchBatch",
     "Mark",
     "Mesh",
     "ModuleLock",
+    "PackInfo",
     "Queue",
     "Record",
     "Step",
     "Stream",
-    "Tape",
     "Template",
-    "Travel",
     "Waiters",
-    "Writer",
     "accumulate_dtype",
     "as_deadline",
     "as_dtype",
     "as_flag",
     "as_index",
     "attach_again",
-    "behind_readers",
-    "bring",
+    "block_stream",
     "by_physical",
+    "can_access",
     "clear",
     "compatible",
     "copy_over",
-    "due",
+    "deadline_scope",
     "element_of",
-    "fetch",
+    "ensure_accessible",
     "flat_layout",
-    "follow",
-    "gather",
-    "gather_all",
+    "fork_streams",
     "handle_of",
+    "join_streams",
+    "join_streams_each",
     "mean_dtype",
     "overlap",
-    "precede",
-    "pull",
-    "reaches",
-    "scatter",
     "spans_of",
+    "to_accessible",
+    "to_local",
+    "wait_for_readers",
+    "wait_for_stream",
 ]

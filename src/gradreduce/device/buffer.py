@@ -23,8 +23,8 @@ __all__ = [
     "Block",
     "Buffer",
     "CapturedMark",
-    "Dead",
     "FlatLayout",
+    "FreedBlock",
     "Mark",
     "Queue",
     "Row",
@@ -77,17 +77,27 @@ class Block:
             writer waits.
         touched: queues other than its home queue that used it, and callers' streams that were
             shown it; when the block dies with any, its memory is parked until they have passed.
-        watch: what is left of it when it has died; not set where nobody asks.
+        remains: what is left of it when it has died; not set where nobody asks.
     """
 
     __slots__ = (
-        "__weakref__", "address", "attached", "device", "gaps", "nbytes", "owned", "raw", "readers",
-        "touched", "watch", "writable",
+        "__weakref__",
+        "address",
+        "attached",
+        "device",
+        "gaps",
+        "nbytes",
+        "owned",
+        "raw",
+        "readers",
+        "remains",
+        "touched",
+        "writable",
     )  # fmt: skip
 
     address: int
     attached: Attached | None
-    watch: Dead
+    remains: FreedBlock
 
     def __init__(
         self,
@@ -147,7 +157,7 @@ class Block:
         return self.address
 
 
-class Dead(ref[Block]):
+class FreedBlock(ref[Block]):
     """A weak reference to a block, and what is left of it when its last reference has died.
 
     Attributes:
@@ -182,15 +192,25 @@ class Buffer(NotCopied):
         address: of the first element; a device address on a GPU.
         block: the memory it looks into.
         offset: of the first element in the block, in bytes.
-        lender: of a Buffer that the door made, and of its views: the kind of array whose memory it
-            is, or ``"copy"`` if it holds a copy of one; None for every other.
+        array_owner: of a Buffer that the door made, and of its views: the kind of array whose
+            memory it is, or ``"copy"`` if it holds a copy of one; None for every other.
     """
 
     _copied_as = "pass buffer.numpy(), and put it on a device by device.put(array)"
 
     __slots__ = (
-        "__weakref__", "address", "array", "block", "device", "dtype", "flat", "lender", "nbytes",
-        "offset", "shape", "size",
+        "__weakref__",
+        "address",
+        "array",
+        "array_owner",
+        "block",
+        "device",
+        "dtype",
+        "flat",
+        "nbytes",
+        "offset",
+        "shape",
+        "size",
     )  # fmt: skip
 
     address: int
@@ -205,7 +225,7 @@ class Buffer(NotCopied):
         self.size = math.prod(shape)
         self.nbytes = self.size * dtype.itemsize
         self.offset = offset
-        self.lender: str | None = None
+        self.array_owner: str | None = None
         self.array = array  # the backend's array of this memory, made when first asked for
         self.flat: Any = None  # likewise what its work sees of pool memory, without the block
 
@@ -239,7 +259,7 @@ class Buffer(NotCopied):
         if (self.address + offset) % dtype.alignment:
             raise ValueError(f"view of dtype {dtype} at element {start} of {self} is misaligned")
         made = Buffer(self.block, self.offset + offset, shape, dtype)
-        made.lender = self.lender
+        made.array_owner = self.array_owner
         return made
 
     def parts(self, starts: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> list[Buffer]:
@@ -258,7 +278,7 @@ class Buffer(NotCopied):
             behind = start * itemsize
             part.offset = offset + behind
             part.address = address + behind
-            part.array = part.flat = part.lender = None
+            part.array = part.flat = part.array_owner = None
             made.append(part)
         return made
 

@@ -12,13 +12,13 @@ from gradreduce.errors import CaptureError
 
 from .buffer import CapturedMark, Mark, Queue, Stream
 from .graph_capture import Capture
-from .op_log import Flight, Recorder, Sink
+from .op_log import FlightRecorder, Recorder, Sink
 
 if TYPE_CHECKING:
     from .device import Device
     from .kernel import Kernel, Template
 
-__all__ = ["Captures"]
+__all__ = ["CaptureState"]
 
 
 class _Mine(threading.local):
@@ -30,10 +30,10 @@ class _Mine(threading.local):
 _mine = _Mine()
 
 
-class Captures(ABC):
+class CaptureState(ABC):
     """The part of a ``Fabric`` that the rules of captures go through."""
 
-    flight: Flight
+    flight_recorder: FlightRecorder
     recorder: Recorder
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Captures(ABC):
         """A mark; inside a capture one that says nothing outside."""
         capture = self._mine.capture
         if capture is None:
-            self.flight.marked(device, queue, event)
+            self.flight_recorder.marked(device, queue, event)
             return Mark(device, queue, event)
         mark = CapturedMark(device, queue, event)
         capture.made(mark)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from gradreduce.errors import CollectiveError, DeviceMismatchError, listed
 
 from .buffer import Buffer, Queue
-from .command_list import Issue
+from .command_list import Command
 from .op_log import Record
 
 if TYPE_CHECKING:
@@ -94,9 +94,9 @@ class Collective(ABC):
             )
         first = buffers[0]
         for position, buffer in enumerate(buffers):
-            if buffer.device.fabric is not first.device.fabric:
+            if buffer.device.mesh_state is not first.device.mesh_state:
                 raise DeviceMismatchError(f"{name}: buffer {position} is of another mesh")
-            buffer.device.fabric.check_usable(buffer.device)
+            buffer.device.mesh_state.check_usable(buffer.device)
             if (buffer.size, buffer.dtype) != (first.size, first.dtype):
                 raise CollectiveError(
                     f"{name}: buffer {position} is {buffer}, buffer 0 {first}: sizes and dtypes "
@@ -145,16 +145,16 @@ class Collective(ABC):
             if (out.size, out.dtype) != (size, inputs[0].dtype):
                 raise CollectiveError(f"all_gather: output {position} is {out}, not of size {size}")
 
-    def _give(
+    def _submit(
         self,
-        issue: Issue,
+        command: Command,
         calls: Sequence[tuple[str, Sequence[Buffer], Queue]],
         kept: Sequence[Buffer],
     ) -> None:
         """Gives a group of calls to the devices; one record for each buffer of each call.
 
         Args:
-            issue: gives them, each time it is called.
+            command: gives them, each time it is called.
             calls: name, buffers and queue of each; at least one buffer in all.
             kept: whatever memory they use beside these.
         """
@@ -162,17 +162,20 @@ class Collective(ABC):
         queues = dict.fromkeys(queue for _, _, queue in calls if queue != "compute")
         for buffer in (*buffers, *kept) if queues else ():
             buffer.block.touched.update((buffer.device, queue) for queue in queues)
-        fabric = buffers[0].device.fabric
-        if fabric.capture is not None and len({buffer.device.physical for buffer in buffers}) > 1:
+        mesh_state = buffers[0].device.mesh_state
+        if (
+            mesh_state.capture is not None
+            and len({buffer.device.physical for buffer in buffers}) > 1
+        ):
             raise CollectiveError(NOT_CAPTURED)
-        fabric.gave()  # before: one that fails may have been given to some of the devices
-        with fabric.taped(None):  # its fences are its own
-            issue()
+        mesh_state.submitted()  # before: one that fails may have been given to some of the devices
+        with mesh_state.recording_commands(None):  # its fences are its own
+            command()
         records = tuple(
             Record("collective", name, buffer.device.index, nbytes=buffer.nbytes, queue=queue)
             for name, each, queue in calls
             for buffer in each
         )
-        fabric.sink.replayed(records)
-        if fabric.tape is not None:
-            fabric.tape.add(issue, records, [*buffers, *kept])
+        mesh_state.sink.replayed(records)
+        if mesh_state.command_list is not None:
+            mesh_state.command_list.add(command, records, [*buffers, *kept])

@@ -16,9 +16,9 @@ from .op_log import Record, Sink
 if TYPE_CHECKING:
     from .device import Device
 
-__all__ = ["Issue", "Span", "Tape", "behind_readers", "spans_of"]
+__all__ = ["Command", "CommandList", "Span", "spans_of", "wait_for_readers"]
 
-Issue = Callable[[], None]
+Command = Callable[[], None]
 
 
 # A block, and the first and last byte in it that work which is given again may write.
@@ -35,14 +35,14 @@ def spans_of(written: Iterable[Buffer]) -> list[Span]:
     return list(spans.values())
 
 
-def behind_readers(spans: Iterable[Span]) -> None:
+def wait_for_readers(spans: Iterable[Span]) -> None:
     """The compute queues of the blocks wait for copies that still read there, as writers do."""
     for block, start, stop in spans:
         for mark in block.readers_between(start, stop):
             block.device.wait(mark)
 
 
-class Tape:
+class CommandList:
     """What was given to the devices while it was open; a queue keeps the order of what it got.
 
     Marks made before it was opened are not waited for when it is played: whoever plays it says
@@ -50,15 +50,17 @@ class Tape:
     """
 
     def __init__(self) -> None:
-        self._entries: list[tuple[Issue, tuple[Record, ...]]] = []
+        self._entries: list[tuple[Command, tuple[Record, ...]]] = []
         self._kept: dict[int, Any] = {}  # blocks, alive as long as the tape
         # id of a mark -> the mark, where its event is at each play, its place, whether waited for
         self._marks: dict[int, tuple[Mark, list[Any], int]] = {}
         self._waited: set[int] = set()
 
-    def add(self, issue: Issue, records: tuple[Record, ...], operands: Iterable[Buffer]) -> None:
+    def add(
+        self, command: Command, records: tuple[Record, ...], operands: Iterable[Buffer]
+    ) -> None:
         """Keeps one operation that has just been given, and the memory it uses."""
-        self._entries.append((issue, records))
+        self._entries.append((command, records))
         for operand in operands:
             self._kept[id(operand.block)] = operand.block
 
@@ -76,8 +78,8 @@ class Tape:
         """Keeps a wait that has just been given, unless its mark is older than the tape."""
         if id(mark) not in self._marks:
             return
-        _, cell, place = self._marks[id(mark)]
-        self._waited.add(place)
+        _, cell, index = self._marks[id(mark)]
+        self._waited.add(index)
 
         def again() -> None:
             device._wait(Mark(mark.device, mark.queue, cell[0]), queue)
@@ -86,13 +88,13 @@ class Tape:
 
     def close(self) -> None:
         """Forgets the marks that nobody waited for."""
-        idle = {place for _, _, place in self._marks.values()} - self._waited
-        self._entries = [each for place, each in enumerate(self._entries) if place not in idle]
+        idle = {index for _, _, index in self._marks.values()} - self._waited
+        self._entries = [each for index, each in enumerate(self._entries) if index not in idle]
         self._marks.clear()
 
     def play(self, recorder: Sink) -> None:
         """Gives everything again, in order."""
-        for issue, records in self._entries:
-            issue()
+        for command, records in self._entries:
+            command()
             if records:
                 recorder.replayed(records)

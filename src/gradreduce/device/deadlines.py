@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from .device import Device
-from .mesh_state import Fabric
+from .mesh_state import MeshState
 
-__all__ = ["due"]
+__all__ = ["deadline_scope"]
 
 
-def due(
+def deadline_scope(
     call: str, deadline: float | None, devices: Iterable[Device]
 ) -> AbstractContextManager[object]:
     """What is given to the devices inside is over in time, or their mesh dies.
@@ -21,15 +21,15 @@ def due(
         deadline: seconds from now, from ``as_deadline``; None for ever, which costs nothing.
         devices: all that it works on; of one mesh, as a rule.
     """
-    return nullcontext() if deadline is None else _due(call, deadline, devices)
+    return nullcontext() if deadline is None else _deadline_scope(call, deadline, devices)
 
 
 @contextmanager
-def _due(call: str, deadline: float, devices: Iterable[Device]) -> Iterator[None]:
-    meshes: dict[Fabric, list[Device]] = {}
+def _deadline_scope(call: str, deadline: float, devices: Iterable[Device]) -> Iterator[None]:
+    meshes: dict[MeshState, list[Device]] = {}
     for device in devices:
-        meshes.setdefault(device.fabric, []).append(device)
+        meshes.setdefault(device.mesh_state, []).append(device)
     with ExitStack() as stack:
-        for fabric, of_mesh in meshes.items():
-            stack.enter_context(fabric.due(call, deadline, of_mesh))
+        for mesh_state, of_mesh in meshes.items():
+            stack.enter_context(mesh_state.deadline_scope(call, deadline, of_mesh))
         yield

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from gradreduce.errors import BackendUnavailableError
 
-from .buffer import PER_THREAD, Block, Dead, Stream, User, handle_of
+from .buffer import PER_THREAD, Block, FreedBlock, Stream, User, handle_of
 
 if TYPE_CHECKING:
     from .device import Device
 
-__all__ = ["Parking"]
+__all__ = ["DeferredFree"]
 
 # Blocks whose size nobody asks for again must not pile up.
-MAX_LED = 32
-_Shown = tuple[Dead, list[tuple["Device", User]]]
+MAX_AWAITING_LEADER = 32
+_Shown = tuple[FreedBlock, list[tuple["Device", User]]]
 
 
-class Parking:
+class DeferredFree:
     """The dead blocks of one device.
 
     Takes no lock: blocks die anywhere, in any thread, and what is called then is C. A finalizer of
@@ -29,41 +29,41 @@ class Parking:
 
     Attributes:
         held: all whose memory is not free, those of living blocks too.
-        dead: those of blocks that have died since the last ``drain``.
+        freed: those of blocks that have died since the last ``drain``.
     """
 
     def __init__(self) -> None:
-        self.held: set[Dead] = set()
-        self.dead: deque[Dead] = deque()
-        self._parked: deque[tuple[Dead, list[Any]]] = deque()
-        self._led: deque[Dead] = deque()
+        self.held: set[FreedBlock] = set()
+        self.freed: deque[FreedBlock] = deque()
+        self._deferred: deque[tuple[FreedBlock, list[Any]]] = deque()
+        self._awaiting_leader: deque[FreedBlock] = deque()
 
-    def watch(self, block: Block) -> Block:
+    def track(self, block: Block) -> Block:
         """Holds the memory of a block, also when it has died, until it is free."""
-        dead = Dead(block, self.dead.append)
-        dead.raw, dead.nbytes = block.raw, block.nbytes
-        dead.touched, dead.owned = block.touched, block.owned
-        self.held.add(dead)
-        block.watch = dead
+        freed = FreedBlock(block, self.freed.append)
+        freed.raw, freed.nbytes = block.raw, block.nbytes
+        freed.touched, freed.owned = block.touched, block.owned
+        self.held.add(freed)
+        block.remains = freed
         return block
 
-    def free(self, dead: Dead, home: Device) -> None:
+    def free(self, freed: FreedBlock, home: Device) -> None:
         """Gives memory back to the pool, or to the caller."""
-        if dead.owned:
-            home._recycle(dead.raw, dead.nbytes)
-        self.held.discard(dead)
+        if freed.owned:
+            home._recycle(freed.raw, freed.nbytes)
+        self.held.discard(freed)
 
-    def take(self, nbytes: int) -> Dead | None:
+    def take(self, nbytes: int) -> FreedBlock | None:
         """A dead block of this size whose users its home queue trails, for its next owner.
 
         The pool could not have it: its order is that of the home queue, which knows nothing yet.
         """
         with suppress(IndexError):
-            for _ in range(len(self._led)):
-                dead = self._led.popleft()
-                if dead.nbytes == nbytes:
-                    return dead
-                self._led.append(dead)
+            for _ in range(len(self._awaiting_leader)):
+                freed = self._awaiting_leader.popleft()
+                if freed.nbytes == nbytes:
+                    return freed
+                self._awaiting_leader.append(freed)
         return None
 
     def drain(self, home: Device) -> None:
@@ -74,18 +74,18 @@ class Parking:
         So does what a caller's stream was shown, whose own order nobody else knows.
         """
         try:
-            if len(self._led) > MAX_LED:
+            if len(self._awaiting_leader) > MAX_AWAITING_LEADER:
                 home._catch_up()
-            for _ in range(len(self._led)):
-                self._settle(self._led.popleft(), home)
-            for _ in range(len(self.dead)):  # one that must wait comes back
-                self._settle(self.dead.popleft(), home)
-            for _ in range(len(self._parked)):
-                dead, marks = self._parked.popleft()
+            for _ in range(len(self._awaiting_leader)):
+                self._settle(self._awaiting_leader.popleft(), home)
+            for _ in range(len(self.freed)):  # one that must wait comes back
+                self._settle(self.freed.popleft(), home)
+            for _ in range(len(self._deferred)):
+                freed, marks = self._deferred.popleft()
                 if all(home._passed(mark) for mark in marks):
-                    self.free(dead, home)
+                    self.free(freed, home)
                 else:
-                    self._parked.append((dead, marks))
+                    self._deferred.append((freed, marks))
         except IndexError:  # another thread was faster
             pass
 
@@ -95,26 +95,26 @@ class Parking:
         A caller's memory stays parked: its next user is in nobody's order that we know.
         """
         with suppress(IndexError):
-            for _ in range(len(self._parked)):
-                dead, marks = self._parked.popleft()
-                if dead.owned:
+            for _ in range(len(self._deferred)):
+                freed, marks = self._deferred.popleft()
+                if freed.owned:
                     for mark in marks:
                         wait(mark)
-                    self.free(dead, home)
+                    self.free(freed, home)
                 else:
-                    self._parked.append((dead, marks))
+                    self._deferred.append((freed, marks))
 
     def shown_to(self, stream: Stream) -> list[_Shown]:
         """What has died by now and was shown to a caller's stream; for ``passed``."""
         handle = handle_of(stream)
         # PER_THREAD names this thread's stream; those of other threads may still use the memory.
-        if not self.dead or handle == PER_THREAD:
+        if not self.freed or handle == PER_THREAD:
             return []
         found = []
-        for dead in self.dead.copy():
-            users = [each for each in list(dead.touched) if _is(each[1], handle)]
+        for freed in self.freed.copy():
+            users = [each for each in list(freed.touched) if _is(each[1], handle)]
             if users:
-                found.append((dead, users))
+                found.append((freed, users))
         return found
 
     def passed(self, shown: Iterable[_Shown]) -> None:
@@ -123,33 +123,33 @@ class Parking:
         So in a training loop, where a call brings arrays of the stream that had the last results,
         their memory is at hand at once, however far the host is ahead.
         """
-        for dead, users in shown:
-            dead.touched.difference_update(users)
+        for freed, users in shown:
+            freed.touched.difference_update(users)
 
-    def _settle(self, dead: Dead, home: Device) -> None:
-        if dead.owned and not dead.touched:  # only its home queue knew it
-            self.free(dead, home)
+    def _settle(self, freed: FreedBlock, home: Device) -> None:
+        if freed.owned and not freed.touched:  # only its home queue knew it
+            self.free(freed, home)
             return
         # Or that comes behind all who did.
-        users = list(dead.touched)
-        ours = dead.owned and all(isinstance(queue, str) for _, queue in users)
+        users = list(freed.touched)
+        ours = freed.owned and all(isinstance(queue, str) for _, queue in users)
         if ours and all(home._comes_behind(*user) for user in users):
-            if users and home._is_led:
-                self._led.append(dead)
+            if users and home._follows_lazily:
+                self._awaiting_leader.append(freed)
             else:
-                self.free(dead, home)
+                self.free(freed, home)
         else:
-            self._park(dead, users if dead.owned else [*users, (home, "compute")], home)
+            self._defer(freed, users if freed.owned else [*users, (home, "compute")], home)
 
-    def _park(self, dead: Dead, users: list[tuple[Device, User]], home: Device) -> None:
+    def _defer(self, freed: FreedBlock, users: list[tuple[Device, User]], home: Device) -> None:
         """What cannot be marked is held for ever: nobody ever says that it is done."""
-        if not any(device.physical in home.fabric.lost for device, _ in users):
+        if not any(device.physical in home.mesh_state.failed for device, _ in users):
             with suppress(BackendUnavailableError):  # lost meanwhile
                 marks = [device._mark(queue) for device, queue in users]
                 if any(mark is None for mark in marks):
-                    self.dead.append(dead)  # until a caller's capture has ended
+                    self.freed.append(freed)  # until a caller's capture has ended
                 else:
-                    self._parked.append((dead, marks))
+                    self._deferred.append((freed, marks))
 
 
 def _is(user: User, handle: int) -> bool:

@@ -1,6 +1,7 @@
-"""The seam: what a device is to everything above it; never imports a backend.
+"""The device interface: ``Backend``, what a backend implements, and ``Device``, what others call.
 
-``README.md`` beside this file lists the promises that every backend keeps.
+``Device`` checks arguments, waits where it must and records; ``Backend`` does the work.
+``README.md`` beside this file lists what every backend promises.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ import numpy as np
 from gradreduce.errors import CaptureError, DeviceMismatchError, NotCopied
 
 from .buffer import Block, Buffer, Mark, Queue, Row, Stream, User, handle_of
-from .command_list import Issue
-from .deferred_free import Parking
+from .command_list import Command
+from .deferred_free import DeferredFree
 from .dtypes import as_dtype
-from .external_buffers import Lent
+from .external_buffers import ExternalBuffers
 from .graph_capture import Recording
 from .kernel import Kernel, Template
-from .mesh_state import Fabric
+from .mesh_state import MeshState
 from .op_log import Fields, Record
-from .peer_access import check_reach, check_writable
-from .pending_calls import Patience, as_deadline
+from .peer_access import check_accessible, check_writable
+from .pending_calls import WaitPolicy, as_deadline
 
 if TYPE_CHECKING:
     from .mesh import Mesh
@@ -67,11 +68,11 @@ class Backend(ABC):
         """See ``Device.release``."""
 
     @abstractmethod
-    def _follow(self, stream: Stream) -> None:
+    def _wait_for_stream(self, stream: Stream) -> None:
         """Makes the compute queue wait for a foreign stream."""
 
     @abstractmethod
-    def _precede(self, stream: Stream | None) -> None:
+    def _block_stream(self, stream: Stream | None) -> None:
         """Makes a foreign stream, or the host, wait for the compute queue."""
 
     def _is_capturing(self, stream: Stream) -> bool:
@@ -115,7 +116,7 @@ class Backend(ABC):
         """Queues a copy of a host array, which is read before this returns."""
 
     @abstractmethod
-    def _download(self, buffer: Buffer, patience: Patience) -> np.ndarray | None:
+    def _download(self, buffer: Buffer, wait_policy: WaitPolicy) -> np.ndarray | None:
         """A host copy, once the compute queue is empty; None if the patience was over first."""
 
     @abstractmethod
@@ -130,7 +131,7 @@ class Backend(ABC):
         rows: Sequence[Row],
         scalars: Sequence[int | float],
         queue: Queue,
-    ) -> Issue:
+    ) -> Command:
         """What queues a kernel over rows that all have work, each time it is called.
 
         It keeps what it needs to be called again, but not the operands' blocks.
@@ -151,19 +152,19 @@ class Backend(ABC):
     def _wait(self, mark: Mark, queue: Queue) -> None:
         """Queues a wait for another queue's mark."""
 
-    def _led(self, others: Iterable[Device]) -> list[Device]:
+    def _needs_wait(self, others: Iterable[Device]) -> list[Device]:
         """Those whose compute queues must be told to wait for this one's now.
 
         The rest wait by themselves for what it holds by then, once they are given anything.
         """
         return [other for other in others if other is not self]
 
-    def _unjoined(self, others: Iterable[Device]) -> list[Device]:
+    def _unsynchronized(self, others: Iterable[Device]) -> list[Device]:
         """Those whose compute queues may hold what this one's does not wait for yet."""
         return [other for other in others if other is not self]
 
     @property
-    def _is_led(self) -> bool:
+    def _follows_lazily(self) -> bool:
         """Whether it trails anybody."""
         return False
 
@@ -178,14 +179,14 @@ class Backend(ABC):
         return False
 
     @abstractmethod
-    def _synchronize(self, patience: Patience) -> bool:
+    def _synchronize(self, wait_policy: WaitPolicy) -> bool:
         """The host waits for both queues; False if the patience was over first."""
 
     def _reached(self, event: Any) -> bool:
         """As ``_passed``, for a mark of this device: one that never will is noticed."""
         return self._passed(event)
 
-    def _urge(self) -> None:  # noqa: B027  # most work by themselves
+    def _progress(self) -> None:  # noqa: B027  # most work by themselves
         """Has queues go on that otherwise do so only while the host waits."""
 
     def _is_waiting(self, queue: Queue) -> bool:
@@ -207,12 +208,13 @@ class Device(NotCopied, Backend):
     the rest is the same code everywhere: no backend can forget a fence, a check or a record.
 
     Attributes:
-        fabric: what it shares with the other devices of its mesh.
+        mesh_state: what it shares with the other devices of its mesh.
         index: logical number, the place in the whole mesh.
         physical: number of the physical device (the GPU ordinal).
         mesh: the whole mesh that it was opened with.
-        dead: memory of blocks that have died, until ``drain`` takes it back.
-        lent: its flat buffers, whose memory comes back as arrays of other libraries; None: none.
+        freed: memory of blocks that have died, until ``drain`` takes it back.
+        external_buffers: its flat buffers, whose memory comes back as arrays of other libraries;
+            None: none.
         defers: whether work may still be waiting when the call that gave it has returned.
     """
 
@@ -221,19 +223,19 @@ class Device(NotCopied, Backend):
     mesh: Mesh
     defers: bool = False
 
-    def __init__(self, fabric: Fabric, index: int, physical: int) -> None:
-        self.fabric = fabric
+    def __init__(self, mesh_state: MeshState, index: int, physical: int) -> None:
+        self.mesh_state = mesh_state
         self.index = index
         self.physical = physical
-        self._endless = Patience(self)
-        self._parking = Parking()
-        self.dead = self._parking.dead
-        self.lent: Lent | None = None
+        self._endless = WaitPolicy(self)
+        self._deferred_free = DeferredFree()
+        self.freed = self._deferred_free.freed
+        self.external_buffers: ExternalBuffers | None = None
 
     @property
     def name(self) -> str:
         """``"sim:3"``: backend and logical index."""
-        return f"{self.fabric.backend}:{self.index}"
+        return f"{self.mesh_state.backend}:{self.index}"
 
     def __repr__(self) -> str:
         return f"<device {self.name} on physical {self.physical}>"
@@ -246,7 +248,7 @@ class Device(NotCopied, Backend):
         Raises:
             MemoryError: there is no more, though the pools of the whole mesh were trimmed first.
         """
-        self.fabric.check_free(self, "empty")
+        self.mesh_state.check_free(self, "empty")
         dtype = as_dtype(dtype)
         if min(shape, default=0) < 0:
             raise ValueError(f"shape={shape} has a negative extent")
@@ -270,8 +272,8 @@ class Device(NotCopied, Backend):
         if buffer.size:
             self._fill_zero(buffer)
             what: Fields = ("fill", "", self.index, -1, buffer.nbytes)
-            self.fabric.flight.add(what)
-            if self.fabric.watched:
+            self.mesh_state.flight_recorder.add(what)
+            if self.mesh_state.has_deadline:
                 self._noted(Record(*what), partial(self._fill_zero, buffer), [buffer])
         return buffer
 
@@ -290,8 +292,8 @@ class Device(NotCopied, Backend):
             DeviceMismatchError: the memory is not this device's.
             ValueError: the array is not contiguous.
         """
-        self.fabric.check_usable(self)
-        stream = self.fabric.entering(self, stream)
+        self.mesh_state.check_usable(self)
+        stream = self.mesh_state.entering(self, stream)
         if stream is not None:
             self.check_stream(stream)
         return self._adopt(array, stream, writable)
@@ -306,7 +308,7 @@ class Device(NotCopied, Backend):
             CaptureError: ``stream`` is capturing a CUDA graph.
             DeviceMismatchError: the buffer is another device's.
         """
-        self.fabric.check_free(self, "release")
+        self.mesh_state.check_free(self, "release")
         if stream is not None:
             self.check_stream(stream)
         if buffer.device is not self:
@@ -356,7 +358,7 @@ class Device(NotCopied, Backend):
             DeviceMismatchError: ``out`` is another device's.
             ValueError: ``out`` has another shape or dtype, or is read-only.
         """
-        self.fabric.check_free(self, "upload")
+        self.mesh_state.check_free(self, "upload")
         buffer = self.empty(array.shape, array.dtype) if out is None else out
         if buffer.device is not self:
             raise DeviceMismatchError(f"{self.name}.upload: out={buffer} is on another device")
@@ -385,25 +387,25 @@ class Device(NotCopied, Backend):
             CollectiveError: the deadline passed, or the mesh died meanwhile.
             BackendUnavailableError: the device was lost meanwhile.
         """
-        patience = self._endless if deadline is None else self._patient(deadline)
-        self.fabric.check_free(self, "download")
-        check_reach(self, buffer)
+        wait_policy = self._endless if deadline is None else self._wait_policy(deadline)
+        self.mesh_state.check_free(self, "download")
+        check_accessible(self, buffer)
         number = self._record("download", "", self.index, -1, buffer.nbytes)
-        generation = self.fabric.generation
-        host = self._download(buffer, patience)
+        generation = self.mesh_state.generation
+        host = self._download(buffer, wait_policy)
         # A collective that is aborted lets its queue go on: what comes behind it is worth nothing.
-        if host is None or self.fabric.has_died(generation):
-            raise self.fabric.give_up(f"a download of {buffer}", self, patience)
-        self.fabric.flight.over(number, self, "compute")
+        if host is None or self.mesh_state.has_died(generation):
+            raise self.mesh_state.abort_wait(f"a download of {buffer}", self, wait_policy)
+        self.mesh_state.flight_recorder.over(number, self, "compute")
         return host
 
-    def lose(self, reason: str) -> None:
+    def mark_failed(self, reason: str) -> None:
         """Makes every later use of it, and of Buffers on it, a ``BackendUnavailableError``.
 
         Of its physical device, that is: the logical ones on it share their fate.
         """
-        self.fabric.check_process()
-        self.fabric.lose(self.physical, reason)
+        self.mesh_state.check_process()
+        self.mesh_state.mark_failed(self.physical, reason)
 
     # -- work -----------------------------------------------------------------------------------
 
@@ -419,10 +421,13 @@ class Device(NotCopied, Backend):
             ValueError: size or dtype differ, or ``dst`` is read-only.
             DeviceMismatchError: neither end is this device's, or one is of another mesh.
         """
-        self.fabric.check_usable(self)
+        self.mesh_state.check_usable(self)
         if dst.dtype != src.dtype or dst.size != src.size:
             raise ValueError(f"copy to {dst} from {src}: sizes and dtypes must be equal")
-        if self not in (dst.device, src.device) or dst.device.fabric is not src.device.fabric:
+        if (
+            self not in (dst.device, src.device)
+            or dst.device.mesh_state is not src.device.mesh_state
+        ):
             raise DeviceMismatchError(
                 f"{self.name}.copy: {dst} and {src} must be of its mesh, and one of them on it"
             )
@@ -434,14 +439,14 @@ class Device(NotCopied, Backend):
                 self.wait(end.device.mark("compute"), queue=queue)
                 end.block.touched.add((self, queue))
         self._before_write(dst, queue)
-        issue = partial(self._copy, dst, src, queue)
+        command = partial(self._copy, dst, src, queue)
         what: Fields = ("copy", "", self.index, src.device.index, dst.nbytes, queue)
-        self.fabric.give(issue, what, self.defers)
-        if self.fabric.watched:
-            self._noted(Record(*what), issue, (dst, src))
+        self.mesh_state.submit(command, what, self.defers)
+        if self.mesh_state.has_deadline:
+            self._noted(Record(*what), command, (dst, src))
         if src.device is not self or queue != "compute":
-            (self.fabric.capture or src.block).is_read(self.mark(queue), src)
-            self.fabric.last_read = object()  # after it: who sees this one sees the reader too
+            (self.mesh_state.capture or src.block).is_read(self.mark(queue), src)
+            self.mesh_state.last_read = object()  # after it: who sees this one sees the reader too
 
     def launch(
         self,
@@ -463,7 +468,7 @@ class Device(NotCopied, Backend):
             DeviceMismatchError: an operand is out of reach.
             ValueError: a row would write memory that is read-only.
         """
-        self.fabric.check_usable(self)
+        self.mesh_state.check_usable(self)
         if kernel.items is None:
             rows = [row for row in rows if row[0].size]
         else:
@@ -472,8 +477,8 @@ class Device(NotCopied, Backend):
             return
         away = [operand for row in rows for operand in row if operand.device is not self]
         for operand in away:
-            check_reach(self, operand)
-        self.fabric.check_compiled(self, kernel, template)
+            check_accessible(self, operand)
+        self.mesh_state.check_compiled(self, kernel, template)
         num_written = kernel.num_written(scalars)
         written = [operand for row in rows for operand in row[:num_written]]
         if not all([operand.block.writable for operand in written]):
@@ -482,7 +487,9 @@ class Device(NotCopied, Backend):
         touched = [away] if queue == "compute" else rows
         crossing = self._touch(touched, queue) if away or queue != "compute" else 0
         # Of all of them, not of one for each block: each waits for the readers of its own bytes.
-        if self.fabric.capture is not None or any([operand.block.readers for operand in written]):
+        if self.mesh_state.capture is not None or any(
+            [operand.block.readers for operand in written]
+        ):
             for operand in written:
                 self._before_write(operand, queue)
         self._launch(kernel, template, rows, scalars, queue, crossing)
@@ -493,27 +500,27 @@ class Device(NotCopied, Backend):
         Raises:
             BackendUnavailableError: the compiler is missing.
         """
-        self.fabric.check_usable(self)
-        self.fabric.check_compiled(self, kernel, template)
+        self.mesh_state.check_usable(self)
+        self.mesh_state.check_compiled(self, kernel, template)
         self._prepare(kernel, template)
 
     def mark(self, queue: Queue = "compute") -> Mark:
         """Marks the end of what ``queue`` holds now."""
-        self.fabric.check_usable(self)
-        mark = self.fabric.new_mark(self, queue, self._mark(queue))
-        tape = self.fabric.tape
-        if tape is not None:
-            tape.marked(mark)
+        self.mesh_state.check_usable(self)
+        mark = self.mesh_state.new_mark(self, queue, self._mark(queue))
+        command_list = self.mesh_state.command_list
+        if command_list is not None:
+            command_list.marked(mark)
         return mark
 
     def wait(self, mark: Mark, *, queue: Queue = "compute") -> None:
         """What ``queue`` is given from now on runs after ``mark``; the host does not wait."""
-        self.fabric.check_usable(self)
-        if (mark.device is not self or mark.queue != queue) and self.fabric.is_waited_for(mark):
+        self.mesh_state.check_usable(self)
+        if (mark.device is not self or mark.queue != queue) and self.mesh_state.is_waited_for(mark):
             self._wait(mark, queue)
-            tape = self.fabric.tape
-            if tape is not None:
-                tape.waited(self, mark, queue)
+            command_list = self.mesh_state.command_list
+            if command_list is not None:
+                command_list.waited(self, mark, queue)
 
     def synchronize(self, *, deadline: float | None = None) -> None:
         """The host waits until both queues are empty.
@@ -525,35 +532,35 @@ class Device(NotCopied, Backend):
             CollectiveError: the deadline passed, or the mesh died meanwhile.
             BackendUnavailableError: the device was lost meanwhile.
         """
-        patience = self._endless if deadline is None else self._patient(deadline)
-        self.fabric.check_free(self, "synchronize")
+        wait_policy = self._endless if deadline is None else self._wait_policy(deadline)
+        self.mesh_state.check_free(self, "synchronize")
         number = self._record("sync", "", self.index)
-        generation = self.fabric.generation
-        if not self._synchronize(patience) or self.fabric.has_died(generation):
-            raise self.fabric.give_up("a synchronize", self, patience)
-        self.fabric.flight.over(number, self, "compute", "transfer")
+        generation = self.mesh_state.generation
+        if not self._synchronize(wait_policy) or self.mesh_state.has_died(generation):
+            raise self.mesh_state.abort_wait("a synchronize", self, wait_policy)
+        self.mesh_state.flight_recorder.over(number, self, "compute", "transfer")
         self.drain()
 
-    def _patient(self, deadline: float) -> Patience:
+    def _wait_policy(self, deadline: float) -> WaitPolicy:
         seconds = as_deadline(deadline)
-        self.fabric.guard()
-        return Patience(self, seconds)
+        self.mesh_state.guard()
+        return WaitPolicy(self, seconds)
 
     def trim(self) -> None:
         """Gives the pool's free memory back to the system."""
-        self.fabric.check_free(self, "trim")
+        self.mesh_state.check_free(self, "trim")
         self.drop_free_memory()
 
     def drop_free_memory(self) -> None:
         """As ``trim``, of a closed mesh too; a lost device frees nothing."""
-        if self.physical not in self.fabric.lost:
+        if self.physical not in self.mesh_state.failed:
             self.drain()
             self._trim()
 
     def drain(self) -> None:
         """Takes the memory of dead blocks back into the pool; ``empty`` calls it first."""
-        if self.fabric.capture is None:  # it marks the queues
-            self._parking.drain(self)
+        if self.mesh_state.capture is None:  # it marks the queues
+            self._deferred_free.drain(self)
 
     # -- fences and records -----------------------------------------------------------------------
 
@@ -568,7 +575,7 @@ class Device(NotCopied, Backend):
         return crossing
 
     def _before_write(self, operand: Buffer, queue: Queue) -> None:
-        kept = self.fabric.capture or operand.block
+        kept = self.mesh_state.capture or operand.block
         if kept.readers:
             for mark in kept.readers_of(operand):
                 self.wait(mark, queue=queue)
@@ -583,23 +590,23 @@ class Device(NotCopied, Backend):
         crossing: int,
     ) -> None:
         """Queues a kernel whose fences are said, and writes it down."""
-        issue = self._resolved(kernel, template, rows, scalars, queue)
+        command = self._resolved(kernel, template, rows, scalars, queue)
         what: Fields = ("launch", kernel.name, self.index, -1, crossing, queue, len(rows))
-        self.fabric.give(issue, what, self.defers)
-        if self.fabric.watched:
-            self._noted(Record(*what), issue, [operand for row in rows for operand in row])
+        self.mesh_state.submit(command, what, self.defers)
+        if self.mesh_state.has_deadline:
+            self._noted(Record(*what), command, [operand for row in rows for operand in row])
 
-    def _noted(self, record: Record, issue: Issue, operands: Iterable[Buffer]) -> None:
+    def _noted(self, record: Record, command: Command, operands: Iterable[Buffer]) -> None:
         """In the open journals, and on this thread's tape."""
-        sink = self.fabric.sink
+        sink = self.mesh_state.sink
         if sink.recording:
             sink.add(record)
-        tape = self.fabric.tape
-        if tape is not None:
-            tape.add(issue, (record,), operands)
+        command_list = self.mesh_state.command_list
+        if command_list is not None:
+            command_list.add(command, (record,), operands)
 
     def _record(self, *what: Any) -> int:
         """The fields of a ``Record``, in order; its number in the flight record."""
-        if self.fabric.recorder.recording:
-            self.fabric.recorder.add(Record(*what))
-        return self.fabric.flight.add(what)
+        if self.mesh_state.recorder.recording:
+            self.mesh_state.recorder.add(Record(*what))
+        return self.mesh_state.flight_recorder.add(what)

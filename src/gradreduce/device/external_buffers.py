@@ -14,10 +14,10 @@ import numpy as np
 
 from .buffer import Block
 
-__all__ = ["Lent", "may_be_lent"]
+__all__ = ["ExternalBuffers", "may_be_external"]
 
 
-class Lent:
+class ExternalBuffers:
     """The flat buffers of one device, by address.
 
     Memory that lies in a live block is that block's: two live blocks share none, and the block
@@ -41,16 +41,16 @@ class Lent:
     def find(self, address: int, nbytes: int) -> Block | None:
         """The block that all of this memory lies in; None for no memory."""
         starts, blocks = self._known
-        place = bisect_right(starts, address) - 1
-        if place < 0 or not nbytes:
+        index = bisect_right(starts, address) - 1
+        if index < 0 or not nbytes:
             return None
-        block = blocks[place]()
+        block = blocks[index]()
         if block is not None and address + nbytes <= block.address + block.nbytes:
             return block
         return None
 
 
-def may_be_lent(array: np.ndarray) -> bool:
+def may_be_external(array: np.ndarray) -> bool:
     """Whether it may show memory that is not NumPy's own; asking for its address takes longer."""
     base = array.base
     while type(base) is np.ndarray:

@@ -13,9 +13,9 @@ from numpy.typing import DTypeLike
 from gradreduce.errors import brief, listed
 
 from .buffer import Attached, Block, Buffer, flat_layout
-from .deadlines import due
+from .deadlines import deadline_scope
 from .dtypes import as_dtype, as_index
-from .external_buffers import Lent
+from .external_buffers import ExternalBuffers
 from .forks import ModuleLock
 from .op_log import Record
 from .pending_calls import as_deadline
@@ -23,23 +23,25 @@ from .pending_calls import as_deadline
 if TYPE_CHECKING:
     from .device import Device
 
-__all__ = ["Door", "FlatBuffer", "Step", "attach_again", "clear"]
+__all__ = ["ArrayConverter", "FlatBuffer", "Step", "attach_again", "clear"]
 
 _first = ModuleLock()  # of those who make the first flat buffer of a device
 
 
-class Door(Protocol):
+class ArrayConverter(Protocol):
     """What a flat buffer asks of the room that knows other array libraries."""
 
-    def shared(self, buffers: Sequence[Sequence[Buffer]], as_kind: str | None) -> list[list[Any]]:
+    def shared(
+        self, buffers: Sequence[Sequence[Buffer]], output_type: str | None
+    ) -> list[list[Any]]:
         """Arrays on the Buffers' own memory, nested as they are, that their owner may write."""
         ...
 
-    def come_in(self, buffers: Sequence[Buffer], as_kind: str | None) -> None:
+    def to_buffers(self, buffers: Sequence[Buffer], output_type: str | None) -> None:
         """Our queues wait for what the library's current streams hold."""
         ...
 
-    def go_out(self, buffers: Sequence[Buffer], as_kind: str | None) -> None:
+    def from_buffers(self, buffers: Sequence[Buffer], output_type: str | None) -> None:
         """The library's current streams wait for our queues; for a host array the host does."""
         ...
 
@@ -81,7 +83,7 @@ class FlatBuffer:
     _kinds: set[str | None] = field(default_factory=set, repr=False, compare=False)
 
     # ``interop.py`` and ``presets.py`` set these: this module may not import them.
-    door: ClassVar[Door]
+    array_converter: ClassVar[ArrayConverter]
     prepare_step: ClassVar[Callable[[FlatBuffer, Any, Any, float | None], Step]]
 
     def __repr__(self) -> str:
@@ -100,7 +102,7 @@ class FlatBuffer:
         found = as_dtype(dtype)
         if not isinstance(shapes, Iterable) or isinstance(shapes, str):
             raise TypeError(f"shapes={brief(shapes)} must be a list with the shape of each tensor")
-        inside = [_as_shape(shape, place) for place, shape in enumerate(shapes)]
+        inside = [_as_shape(shape, index) for index, shape in enumerate(shapes)]
         sizes, itemsize = [math.prod(shape) for shape in inside], found.itemsize
         layout = flat_layout(sizes, itemsize)
         gaps = {
@@ -113,28 +115,28 @@ class FlatBuffer:
         for flat in buffers:
             device = flat.device
             with _first.lock:
-                if device.lent is None:
-                    device.lent = Lent()
-            device.lent.add(flat.block)
+                if device.external_buffers is None:
+                    device.external_buffers = ExternalBuffers()
+            device.external_buffers.add(flat.block)
             flat.block.gaps = gaps
             flat.block.attached = None
         return cls(buffers, views)
 
-    def arrays(self, as_kind: str | None = None) -> list[list[Any]]:
+    def arrays(self, output_type: str | None = None) -> list[list[Any]]:
         """``arrays[device][tensor]``: the tensors as arrays of a library, on the same memory.
 
         Fill them, or let others do. For the gradients of PyTorch's parameters call ``attach``.
 
         Args:
-            as_kind: ``"numpy"``, ``"cupy"``, ``"torch"`` or ``"buffer"``. Default: NumPy on the
+            output_type: ``"numpy"``, ``"cupy"``, ``"torch"`` or ``"buffer"``. Default: NumPy on the
                 simulation, CuPy on GPUs.
 
         Raises:
             ValueError: JAX, whose arrays are never written; NumPy of a GPU's memory, or CuPy of
                 the simulation's; a library that is not imported, or an unknown name.
         """
-        made = self.door.shared(self.views, as_kind)
-        self._kinds.add(as_kind)
+        made = self.array_converter.shared(self.views, output_type)
+        self._kinds.add(output_type)
         return made
 
     def attach(self, parameters: Iterable[Iterable[Any]]) -> None:
@@ -164,10 +166,10 @@ class FlatBuffer:
             DeviceMismatchError: a parameter on another device than its view.
             BackendUnavailableError: the mesh is closed, or a device lost.
         """
-        made = self.door.attached(self.views, parameters)
+        made = self.array_converter.attached(self.views, parameters)
         replaced = [each.replaced() for each in made]
         for buffer in self.buffers:
-            buffer.device.fabric.check_usable(buffer.device)
+            buffer.device.mesh_state.check_usable(buffer.device)
         self._kinds.add("torch")
         for buffer, each, rows in zip(self.buffers, made, replaced, strict=True):
             buffer.block.attached = each
@@ -215,7 +217,7 @@ class FlatBuffer:
                 see ``attach``.
         """
         seconds = as_deadline(deadline)
-        with due("zero", seconds, [buffer.device for buffer in self.buffers]):
+        with deadline_scope("zero", seconds, [buffer.device for buffer in self.buffers]):
             attach_again([buffer.block for buffer in self.buffers])
             self.adopt()
             for buffer in self.buffers:
@@ -232,9 +234,9 @@ class FlatBuffer:
             BackendUnavailableError: the mesh is closed, or a device lost.
         """
         for buffer in self.buffers:
-            buffer.device.fabric.check_usable(buffer.device)
+            buffer.device.mesh_state.check_usable(buffer.device)
         for kind in self._kinds:
-            self.door.come_in(self.buffers, kind)
+            self.array_converter.to_buffers(self.buffers, kind)
 
     def release(self, *, deadline: float | None = None) -> None:
         """The current streams of the libraries of ``arrays`` wait for what our queues hold.
@@ -251,9 +253,9 @@ class FlatBuffer:
             ValueError: ``deadline`` is no number above 0.
         """
         seconds = as_deadline(deadline)
-        with due("release", seconds, [buffer.device for buffer in self.buffers]):
+        with deadline_scope("release", seconds, [buffer.device for buffer in self.buffers]):
             for kind in self._kinds:
-                self.door.go_out(self.buffers, kind)
+                self.array_converter.from_buffers(self.buffers, kind)
 
 
 def _as_shape(shape: Sequence[int], place: int) -> tuple[int, ...]:
@@ -277,7 +279,7 @@ def attach_again(blocks: Iterable[Block]) -> None:
     found = [(block, each, each.replaced()) for block, each in attached]
     rest = [each for each in found if each[2]]
     for block, _, _ in rest:
-        block.device.fabric.check_usable(block.device)
+        block.device.mesh_state.check_usable(block.device)
     for block, each, replaced in rest:
         each.attach_again(block, replaced)
 

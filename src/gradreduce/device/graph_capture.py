@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from gradreduce.errors import CaptureError
 
 from .buffer import Buffer, Mark, Stream, overlap
-from .command_list import Issue, Span, Tape, behind_readers, spans_of
+from .command_list import Command, CommandList, Span, spans_of, wait_for_readers
 from .forks import after_fork
 from .op_log import CROSSING, Record
-from .pending_calls import Cargo, Travel, Travels, names_of, together
-from .stream_sync import gather, scatter
+from .pending_calls import PackInfo, PackInfoLike, PackInfos, names_of, together
+from .stream_sync import fork_streams, join_streams
 
 if TYPE_CHECKING:
     from .device import Device
@@ -37,7 +37,7 @@ class Recording(ABC):
         """From here on they keep it; every queue begins where the first device's compute does."""
 
     @abstractmethod
-    def end(self) -> Issue:
+    def end(self) -> Command:
         """What does all of it, on the first device's compute queue, each time it is called."""
 
     @abstractmethod
@@ -114,12 +114,12 @@ class Capture:
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(dict.fromkeys(devices))
         self._leader, *self._others = self.devices
-        self._fabric = self._leader.fabric
+        self._mesh_state = self._leader.mesh_state
         self._physicals = tuple(dict.fromkeys(device.physical for device in self.devices))
         self._check_alone()
         self._check_peers()
         self.backend = self._leader._recording(self.devices)
-        self._tape = Tape()  # keeps the memory
+        self._command_list = CommandList()  # keeps the memory
         self._marks: dict[int, Mark] = {}
         self._records: list[Record] = []
         self._earlier: list[Mark] = []
@@ -128,10 +128,10 @@ class Capture:
         self._written: list[Buffer] = []
         self._spans: list[Span] = []
         self._last_read: Any = None
-        self._again: Issue | None = None
-        self._flight: Record | None = None
-        self._cargoes: list[Travel] = []
-        self._cargo: Cargo | None = None
+        self._again: Command | None = None
+        self._flight_record: Record | None = None
+        self._pack_infos: list[PackInfo] = []
+        self._pack_info: PackInfoLike | None = None
 
     @contextmanager
     def recorded(self) -> Iterator[Capture]:
@@ -141,22 +141,22 @@ class Capture:
             CaptureError: inside a capture, or CUDA cannot make a graph of what was kept.
             BackendUnavailableError: the mesh is closed, or a device is lost.
         """
-        fabric = self._fabric
+        mesh_state = self._mesh_state
         self._check_alone()
         if self._again is not None:
             raise CaptureError("this Capture has recorded before: make another one")
         for device in self.devices:
-            fabric.check_usable(device)
+            mesh_state.check_usable(device)
         with _no_collection:
             try:
                 self.backend.begin()
-                with fabric.capturing(self), fabric.taped(self._tape):
+                with mesh_state.capturing(self), mesh_state.recording_commands(self._command_list):
                     yield self
                 self._again = self.backend.end()
                 self._spans = spans_of(self._written)
-                self._cargo = together(self._cargoes) if self._cargoes else None
+                self._pack_info = together(self._pack_infos) if self._pack_infos else None
                 # One for all of them: what a call costs is not to depend on what is in it.
-                self._flight = Record(
+                self._flight_record = Record(
                     "launch",
                     "captured step",
                     self._leader.index,
@@ -167,9 +167,9 @@ class Capture:
                 self.backend.abandon()
                 raise
 
-    def play(self, tape: Tape) -> None:
+    def play(self, command_list: CommandList) -> None:
         """Keeps what is on a tape, inside; the tape, and the memory on it, must outlive this."""
-        tape.play(self)
+        command_list.play(self)
 
     def __call__(self) -> None:
         """Does it; the host does not wait.
@@ -179,27 +179,29 @@ class Capture:
             BackendUnavailableError: the mesh is closed, or a device is lost.
         """
         for device in self.devices:
-            self._fabric.check_free(device, "a call of what was captured")
-        self.give()
+            self._mesh_state.check_free(device, "a call of what was captured")
+        self.submit()
 
-    def give(self) -> None:
+    def submit(self) -> None:
         """As a call, whose devices have been checked."""
-        if self._again is None or self._flight is None:
+        if self._again is None or self._flight_record is None:
             raise CaptureError(
                 "the capture has not ended, or has failed: record it in another Capture"
             )
-        leader, others, fabric = self._leader, self._others, self._fabric
-        cargo = self._cargo
-        named = nullcontext() if cargo is None else fabric.watched_pack(cargo, self.devices)
-        with fabric.launch_lock, named:
+        leader, others, mesh_state = self._leader, self._others, self._mesh_state
+        pack_info = self._pack_info
+        named = (
+            nullcontext() if pack_info is None else mesh_state.pack_scope(pack_info, self.devices)
+        )
+        with mesh_state.launch_lock, named:
             self._fence()
-            gather(leader, others)
+            join_streams(leader, others)
             self._again()
-            scatter(leader, others)
+            fork_streams(leader, others)
             for device, stream in self._streams:  # whose arrays were read
-                device._precede(stream)
-            fabric.flight.add(self._flight)
-            recorder = fabric.recorder
+                device._block_stream(stream)
+            mesh_state.flight_recorder.add(self._flight_record)
+            recorder = mesh_state.recorder
             for record in self._records if recorder.recording else ():
                 recorder.add(record)
 
@@ -210,10 +212,12 @@ class Capture:
         while self._earlier:
             self._leader.wait(self._earlier.pop())
         for device, stream in self._streams:
-            device._follow(stream)
-        if self._last_read is not self._fabric.last_read:  # somebody copies; maybe what is written
-            self._last_read = self._fabric.last_read
-            behind_readers(self._spans)
+            device._wait_for_stream(stream)
+        if (
+            self._last_read is not self._mesh_state.last_read
+        ):  # somebody copies; maybe what is written
+            self._last_read = self._mesh_state.last_read
+            wait_for_readers(self._spans)
 
     # -- what the devices say and ask, inside -----------------------------------------------------
 
@@ -221,9 +225,9 @@ class Capture:
         """Keeps what a call will have done."""
         self._records.append(record)
 
-    def carries(self, cargo: Cargo) -> None:
+    def carries(self, pack_info: PackInfoLike) -> None:
         """Remembers what the work inside is for."""
-        self._cargoes += cargo if isinstance(cargo, Travels) else [cargo]
+        self._pack_infos += pack_info if isinstance(pack_info, PackInfos) else [pack_info]
 
     def replayed(self, records: Iterable[Record]) -> None:
         """As ``add``, of what a tape gives."""
@@ -237,7 +241,7 @@ class Capture:
         if device in self.devices:
             return
         names = names_of(self.devices)
-        if device.fabric is not self._fabric:
+        if device.mesh_state is not self._mesh_state:
             raise CaptureError(
                 f"{device.name} of another mesh is used inside a capture of {names}: use it before "
                 "or after"
@@ -271,13 +275,13 @@ class Capture:
         self._streams[device, stream] = None
 
     def _check_alone(self) -> None:
-        if self._fabric.capture is not None:
+        if self._mesh_state.capture is not None:
             raise CaptureError("a capture begins inside a capture: end the first one before")
 
     def _check_peers(self) -> None:
         for here in self._physicals:
             for there in self._physicals:
-                if not self._fabric.peers(here, there):
+                if not self._mesh_state.peers(here, there):
                     raise CaptureError(
                         f"physical devices {here} and {there} have no peer access: CUDA captures "
                         "no copy between them"

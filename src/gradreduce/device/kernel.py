@@ -41,9 +41,9 @@ class Kernel:
     Attributes:
         name: the entry in the ``.cu`` file; the twin is ``_<name>_twin``.
         source: stem of the file in ``kernels/`` that holds the entry.
-        twin: the NumPy face: ``twin(rows, *scalars)``. The rows of an elementwise kernel may be
-            cut anywhere along their elements; all others come whole. Several threads may call it,
-            each with rows of its own.
+        reference: the NumPy face: ``reference(rows, *scalars)``. The rows of an elementwise kernel
+            may be cut anywhere along their elements; all others come whole. Several threads may
+            call it, each with rows of its own.
         scalars: ``(name, "int64" | "float64")`` of every argument after the table, in order.
         templates: every instantiation that a host build holds, as template arguments: names of
             ``C_TYPES`` and integers. NVRTC compiles what is asked for, when it is asked for.
@@ -57,7 +57,7 @@ class Kernel:
 
     name: str
     source: str
-    twin: Callable[..., None]
+    reference: Callable[..., None]
     scalars: tuple[tuple[str, str], ...]
     templates: tuple[Template, ...]
     writes: int | str = 1

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from .buffer import Row
 from .kernel import Kernel, Template
-from .peer_access import check_reach, check_writable
+from .peer_access import check_accessible, check_writable
 
 if TYPE_CHECKING:
     from .device import Device
 
-__all__ = ["Writer"]
+__all__ = ["LaunchBatch"]
 
 
-class Writer:
+class LaunchBatch:
     """What a step writes, of hundreds of tensors: to look at all of it costs as much as to work.
 
     Args:
@@ -32,7 +32,7 @@ class Writer:
         self._operands = [operand for row in rows for operand in row]
         self._away = [operand for operand in self._operands if operand.device is not device]
         for operand in self._operands:
-            check_reach(device, operand)
+            check_accessible(device, operand)
             check_writable(operand)
         self._is_full = all([row[0].size for row in rows])
         self._read: Any = None  # the last copy that a writer had to wait for, when it was waited
@@ -56,21 +56,23 @@ class Writer:
             DeviceMismatchError: what is read is out of reach.
         """
         device = self._device
-        fabric = device.fabric
-        if fabric.capture is not None or not self._is_full:  # which has fences of its own
+        mesh_state = device.mesh_state
+        if mesh_state.capture is not None or not self._is_full:  # which has fences of its own
             device.launch(kernel, template, rows, scalars)
             return
-        fabric.check_usable(device)
+        mesh_state.check_usable(device)
         away = [row[-1] for row in rows if row[-1].device is not device]
         for operand in (*self._away, *away):
-            check_reach(device, operand)
+            check_accessible(device, operand)
         crossing = device._touch([self._away, away], "compute") if self._away or away else 0
         self._fence()
         device._launch(kernel, template, rows, scalars, "compute", crossing)
 
     def _fence(self) -> None:
         """The queue waits for copies that still read what is written."""
-        read = self._device.fabric.last_read  # first: a copy that comes now is seen the next time
+        read = (
+            self._device.mesh_state.last_read
+        )  # first: a copy that comes now is seen the next time
         if read is not self._read:
             for operand in self._operands:
                 if operand.block.readers:

@@ -1,6 +1,21 @@
-"""The pointer tables that a device has made: found again by what is in them; never launches.
+"""Pointer tables: how the rows of a launch reach a kernel, and the cache of tables on a device.
 
-A training step whose addresses do not change makes no table and uploads none.
+One launch serves many tensors, so its arguments are a table. Row t holds the operands of tensor t,
+and the work is cut into chunks of ``chunk_size`` items numbered through all rows. An item is an
+element of the first operand, unless the kernel says otherwise (``Kernel.items``):
+
+    words of a row:  first chunk │ items │ elements of the last operand │ aligned │ address, …
+
+A block takes a chunk and finds its row: among words that came with the launch by binary search over
+the first words (all threads of a block search alike, so nothing diverges); in a table in device
+memory, where a search would be a chain of loads that wait for each other, by one look into the map
+behind the rows, which holds the row of every chunk. So one huge and many tiny tensors share the
+blocks evenly. ``elements of the last operand`` differs from ``items`` only where a kernel pads
+(pack) or is not elementwise (segment_sum); ``aligned`` is 1 where every address is a whole number
+of vectors, else 0.
+
+The struct below is ``Table`` in ``kernels/common.cuh``, byte for byte; a test compares the two. A
+training step whose addresses do not change finds its tables in the cache and uploads none.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from .collective import Collective
 from .device import Device
 from .flat_buffer import FlatBuffer
 from .mesh_reset import reset
-from .mesh_state import Fabric
+from .mesh_state import MeshState
 from .op_log import FlightEntry, Journal
 from .pending_calls import as_deadline
 from .stream_sync import by_physical
@@ -47,7 +47,7 @@ class Mesh(NotCopied):
     def __init__(
         self,
         devices: Sequence[Device],
-        fabric: Fabric,
+        mesh_state: MeshState,
         collective: Callable[[], Collective],
         on_close: Callable[[], None],
     ) -> None:
@@ -55,14 +55,14 @@ class Mesh(NotCopied):
         self.num_replicas = len(self.devices)
         self.process_index = 0
         self.num_processes = 1
-        self.fabric = fabric
+        self.mesh_state = mesh_state
         self._make_collective = collective
         self._on_close = on_close
 
     @property
     def backend(self) -> str:
         """``"sim"`` or ``"cuda"``."""
-        return self.fabric.backend
+        return self.mesh_state.backend
 
     @property
     def collective(self) -> Collective:
@@ -71,7 +71,7 @@ class Mesh(NotCopied):
         Raises:
             BackendUnavailableError: NCCL is missing, or the mesh is from before a fork.
         """
-        self.fabric.check_process()
+        self.mesh_state.check_process()
         return self._make_collective()
 
     @cached_property
@@ -81,8 +81,8 @@ class Mesh(NotCopied):
 
     def journal(self) -> AbstractContextManager[Journal]:
         """Records what the devices do while the block runs: launches, copies, bytes, waits."""
-        self.fabric.check_process()
-        return self.fabric.recorder.journal()
+        self.mesh_state.check_process()
+        return self.mesh_state.recorder.journal()
 
     def flat_buffer(self, shapes: Sequence[Sequence[int]], dtype: DTypeLike) -> FlatBuffer:
         """Zeros on every device for tensors of these shapes, laid out as a pack is.
@@ -123,11 +123,11 @@ class Mesh(NotCopied):
         Raises:
             CaptureError: inside a capture, where no device can be asked.
         """
-        fabric = self.fabric
-        fabric.check_process()
-        fabric.check_outside("flight_record")
-        alive = fabric.reason is None and not fabric.is_closed
-        return fabric.flight.entries(self.devices[0].mesh.devices, fresh=alive)
+        mesh_state = self.mesh_state
+        mesh_state.check_process()
+        mesh_state.check_outside("flight_record")
+        alive = mesh_state.reason is None and not mesh_state.is_closed
+        return mesh_state.flight_recorder.entries(self.devices[0].mesh.devices, fresh=alive)
 
     def reset(self, *, timeout: float | None = 30.0) -> None:
         """Makes a mesh usable again that died because a deadline passed; the whole mesh.
@@ -151,7 +151,7 @@ class Mesh(NotCopied):
             CaptureError: inside a capture.
             ValueError: ``timeout`` is no number above 0.
         """
-        self.fabric.check_outside("reset")
+        self.mesh_state.check_outside("reset")
         reset(self.devices[0].mesh.devices, timeout)
 
     def trim(self) -> None:
@@ -166,9 +166,9 @@ class Mesh(NotCopied):
             BackendUnavailableError: the mesh is from before a fork: it is the parent's to close.
             CaptureError: inside a capture.
         """
-        self.fabric.check_process()
-        self.fabric.check_outside("closing a mesh")
-        self.fabric.close()
+        self.mesh_state.check_process()
+        self.mesh_state.check_outside("closing a mesh")
+        self.mesh_state.close()
         self._on_close()
         for device in self.devices[0].mesh.devices:
             device.drop_free_memory()
@@ -182,7 +182,7 @@ class Mesh(NotCopied):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if not self.fabric.is_inherited:  # a child that ends may leave the parent's block
+        if not self.mesh_state.is_inherited:  # a child that ends may leave the parent's block
             self.close()
 
     def __len__(self) -> int:
@@ -204,24 +204,24 @@ class Mesh(NotCopied):
             IndexError: the mesh has no such place.
             ValueError: a part without a device, or with one twice.
         """
-        places = np.arange(len(self))[part] if isinstance(part, slice) else np.asarray(part)
-        if places.ndim > 1 or (places.size and places.dtype.kind not in "iu"):
+        indices = np.arange(len(self))[part] if isinstance(part, slice) else np.asarray(part)
+        if indices.ndim > 1 or (indices.size and indices.dtype.kind not in "iu"):
             raise TypeError(
                 f"mesh[{reprlib.repr(part)}] must be an index, a slice or a list of indices"
             )
         try:
-            chosen = tuple([self.devices[place] for place in places.ravel().tolist()])
+            chosen = tuple([self.devices[index] for index in indices.ravel().tolist()])
         except IndexError:
             raise IndexError(
                 f"mesh[{reprlib.repr(part)}]: the mesh has {len(self)} devices"
             ) from None
-        if places.ndim == 0:
+        if indices.ndim == 0:
             return chosen[0]
         if not chosen or len(set(chosen)) != len(chosen):
             raise ValueError(
                 f"mesh[{reprlib.repr(part)}] must name at least one device, and none twice"
             )
-        return Mesh(chosen, self.fabric, self._make_collective, self._on_close)
+        return Mesh(chosen, self.mesh_state, self._make_collective, self._on_close)
 
     def __repr__(self) -> str:
         placement = listed([device.physical for device in self.devices], 8)

@@ -11,7 +11,7 @@ from gradreduce.errors import CollectiveError
 
 from .device import Device
 from .pending_calls import as_deadline, names_of
-from .waiting import held_in_time
+from .waiting import acquired_in_time
 
 __all__ = ["reset"]
 
@@ -19,28 +19,32 @@ __all__ = ["reset"]
 def reset(devices: Sequence[Device], timeout: float | None) -> None:
     """See ``Mesh.reset``; these are all devices of the mesh."""
     seconds = as_deadline(timeout, "timeout")
-    fabric = devices[0].fabric
-    fabric.check_open()
+    mesh_state = devices[0].mesh_state
+    mesh_state.check_open()
     rest = _Rest(math.inf if seconds is None else time.monotonic() + seconds)
 
     def empty_queues() -> None:
-        fabric.flight.drop(devices)  # before marks pass that nothing came to
-        alive = [device for device in devices if device.physical not in fabric.lost]
+        mesh_state.flight_recorder.drop(devices)  # before marks pass that nothing came to
+        alive = [device for device in devices if device.physical not in mesh_state.failed]
         stuck = [device for device in alive if not device._abandon(rest.seconds)]
         rest.need(not stuck, f"queues have not come to their end: {names_of(stuck)}")
 
     def revive() -> None:
-        if fabric.reason is None:
+        if mesh_state.reason is None:
             return
-        rest.need(fabric.mourned.wait(rest.seconds), "those who wait are not all woken")
-        rest.need(fabric.library_ended(rest.seconds), "the communicators do not let go")
+        rest.need(
+            mesh_state.failure_reported.wait(rest.seconds), "those who wait are not all woken"
+        )
+        rest.need(mesh_state.library_ended(rest.seconds), "the communicators do not let go")
         busy = "a call is still giving work to the devices"
-        rest.need(held_in_time(fabric.launch_lock, rest.seconds, empty_queues), busy)
-        for kept, (_, empty) in fabric.listeners():
+        rest.need(acquired_in_time(mesh_state.launch_lock, rest.seconds, empty_queues), busy)
+        for kept, (_, empty) in mesh_state.listeners():
             empty(kept)
-        fabric.revive()
+        mesh_state.clear_failure()
 
-    rest.need(held_in_time(fabric.reset_lock, rest.seconds, revive), "another thread resets it")
+    rest.need(
+        acquired_in_time(mesh_state.reset_lock, rest.seconds, revive), "another thread resets it"
+    )
 
 
 class _Rest:

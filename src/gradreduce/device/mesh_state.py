@@ -14,27 +14,27 @@ from weakref import WeakKeyDictionary
 
 from gradreduce.errors import BackendUnavailableError, CollectiveError
 
-from .capture_state import Captures
-from .command_list import Issue, Tape
+from .capture_state import CaptureState
+from .command_list import Command, CommandList
 from .forks import forks
 from .interrupts import DeferInterrupts
-from .op_log import Flight, Recorder, What, write_flight
-from .pending_calls import Cargo, Patience, Watch, WatchedPack, names_of
-from .waiting import Done, beside
+from .op_log import FlightRecorder, Recorder, What, write_flight
+from .pending_calls import PackInfoLike, PackScope, PendingCall, WaitPolicy, names_of
+from .waiting import Done, run_in_thread
 from .watchdog import Watchdog
 
 if TYPE_CHECKING:
     from .device import Device
 
-__all__ = ["Fabric"]
+__all__ = ["MeshState"]
 
 
-class _Issued(threading.local):
+class _ThreadState(threading.local):
     """How many launches and copies a thread has given to the devices, its open tape and watch."""
 
     count: int = 0
-    tape: Tape | None = None
-    watch: Watch | None = None
+    command_list: CommandList | None = None
+    pending_call: PendingCall | None = None
 
 
 # What is called when a mesh is closed, and when it is reset.
@@ -43,7 +43,7 @@ _Listener = tuple[Callable[[Any], None], Callable[[Any], None]]
 _WRITE_SECONDS = 2.0
 
 
-class Fabric(Captures):
+class MeshState(CaptureState):
     """What the devices of one mesh share: the links between them, the journal, being open.
 
     Attributes:
@@ -57,15 +57,15 @@ class Fabric(Captures):
         library_ended: whether the library has let go of what it did when the mesh died, within so
             many seconds.
         recorder: where devices write what they did.
-        flight: the last operations given to the devices, always.
+        flight_recorder: the last operations given to the devices, always.
         flight_path: where it is written when the mesh dies; empty: nowhere.
         launch_lock: held around each collective group and each multi-device plan, so that every
             device sees those of all threads in one order.
         order_lock: held for a moment while a queue is told whom to come behind.
-        lost: physical devices that are of no more use, and why.
+        failed: physical devices that are of no more use, and why.
         last_read: another object after each copy that a writer must wait for.
         reason: why the mesh is dead; None while it is not.
-        mourned: set when the mesh is dead and all that waited for it are woken.
+        failure_reported: set when the mesh is dead and all that waited for it are woken.
         reset_lock: held by the one thread that makes it usable again.
         generation: how often the mesh was made usable again.
         is_closed: whether it was closed.
@@ -74,8 +74,8 @@ class Fabric(Captures):
     def __init__(self, backend: str, *, peer_access: bool | Set[tuple[int, int]]) -> None:
         super().__init__()
         self.backend = backend
-        self.flight = Flight()
-        self.recorder = Recorder(self.flight.add)
+        self.flight_recorder = FlightRecorder()
+        self.recorder = Recorder(self.flight_recorder.add)
         self.flight_path = ""
         self.prepared: set[Hashable] = set()
         self._listeners: WeakKeyDictionary[Any, _Listener] = WeakKeyDictionary()
@@ -86,17 +86,17 @@ class Fabric(Captures):
         self.library_ended: Callable[[float], bool] = lambda seconds: True
         self.launch_lock = threading.RLock()
         self.order_lock = threading.RLock()
-        self.lost: dict[int, str] = {}
+        self.failed: dict[int, str] = {}
         self.last_read = object()
         self.reason: str | None = None
-        self.mourned = Done()
+        self.failure_reported = Done()
         self.generation = 0
         self.reset_lock = threading.Lock()
         self._last_reason = ""
         self._deaths: deque[str] = deque()
         self._watchdog: Watchdog | None = None
         self._watchdog_lock = threading.RLock()
-        self._issued = _Issued()
+        self._issued = _ThreadState()
         self.peer_access = peer_access
         self.is_closed = False
         self._pid = os.getpid()
@@ -137,65 +137,67 @@ class Fabric(Captures):
             self._watchdog.end()
         self._wake(None)
 
-    def lose(self, physical: int, reason: str) -> None:
+    def mark_failed(self, physical: int, reason: str) -> None:
         """Makes every later use of a physical device an error that gives the first reason.
 
         Who waits for work on it is woken, by another thread: whoever meets a fault may hold the
         locks that waking takes.
         """
-        if physical in self.lost:
+        if physical in self.failed:
             return
-        self.lost[physical] = reason
+        self.failed[physical] = reason
         self._tell(partial(self._wake, physical))
 
     # -- what a thread does -----------------------------------------------------------------------
 
     @property
-    def tape(self) -> Tape | None:
+    def command_list(self) -> CommandList | None:
         """Where this thread keeps what it gives to the devices; None: nowhere."""
-        return self._issued.tape
+        return self._issued.command_list
 
     @property
-    def watch(self) -> Watch | None:
+    def pending_call(self) -> PendingCall | None:
         """The call with a deadline that this thread is in; a capture knows of none."""
-        return self._issued.watch if self._mine.capture is None else None
+        return self._issued.pending_call if self._mine.capture is None else None
 
     @property
-    def watched(self) -> bool:
+    def has_deadline(self) -> bool:
         """Whether anybody wants to know what this thread gives to the devices."""
-        return self.sink.recording or self._issued.tape is not None
+        return self.sink.recording or self._issued.command_list is not None
 
     @contextmanager
-    def taped(self, tape: Tape | None) -> Iterator[None]:
-        """Inside, this thread keeps what it does on ``tape``; nowhere with None."""
-        before, self._issued.tape = self._issued.tape, tape
+    def recording_commands(self, command_list: CommandList | None) -> Iterator[None]:
+        """Inside, this thread keeps what it does on ``command_list``; nowhere with None."""
+        before, self._issued.command_list = self._issued.command_list, command_list
         try:
             yield
         finally:
-            self._issued.tape = before
+            self._issued.command_list = before
 
-    def give(self, issue: Issue, what: What, defers: bool) -> None:
-        """Has a launch or copy done, counts it for ``whole_or_lost``, and keeps it.
+    def submit(self, command: Command, what: What, defers: bool) -> None:
+        """Has a launch or copy done, counts it for ``fail_on_partial_write``, and keeps it.
 
         What was cut short may have begun, and counts; where work is deferred an ``Exception`` comes
         before it, and Ctrl-C anywhere.
         """
         try:
-            issue()
+            command()
             self._issued.count += 1
         except BaseException as error:
             self._issued.count += not (defers and isinstance(error, Exception))
             raise
         if self._mine.capture is None:
-            flight = self.flight  # as its `add` does, whose call would be a fifth of all this costs
+            flight = (
+                self.flight_recorder
+            )  # as its `add` does, whose call would be a fifth of all this costs
             flight.ring.append((next(flight.numbers), what, flight.thread.label))
 
-    def gave(self) -> None:
+    def submitted(self) -> None:
         """Counts a collective of this thread, likewise; it is kept where its group is."""
         self._issued.count += 1
 
     @contextmanager
-    def half_way(self, then: Callable[[BaseException], None]) -> Iterator[None]:
+    def on_partial_failure(self, then: Callable[[BaseException], None]) -> Iterator[None]:
         """For work that is given to the devices whole, or has to be told of.
 
         A failure before this thread's first launch, copy or collective inside changed nothing.
@@ -209,7 +211,7 @@ class Fabric(Captures):
                 then(error)
             raise
 
-    def whole_or_lost(self, devices: Iterable[Device]) -> AbstractContextManager[None]:
+    def fail_on_partial_write(self, devices: Iterable[Device]) -> AbstractContextManager[None]:
         """For work that writes state in place: all of it is given to the devices, or they are lost.
 
         If it fails half way the state is half of the old and half of the new, and nobody may use
@@ -223,25 +225,25 @@ class Fabric(Captures):
             found = list(dict.fromkeys(devices))
             names = names_of(found)
             for device in found:
-                self.lose(device.physical, f"a call failed half way: {error!r}")
+                self.mark_failed(device.physical, f"a call failed half way: {error!r}")
             error.add_note(f"This came half way through: {names} cannot be used any more.")
 
-        return self.half_way(lose)
+        return self.on_partial_failure(lose)
 
-    def halves_told(self, note: str) -> AbstractContextManager[None]:
+    def note_partial(self, note: str) -> AbstractContextManager[None]:
         """For work that writes a caller's memory: an error that comes half way through says so."""
-        return self.half_way(lambda error: error.add_note(note))
+        return self.on_partial_failure(lambda error: error.add_note(note))
 
-    def watched_pack(self, travel: Cargo, devices: Iterable[Device] = ()) -> WatchedPack:
+    def pack_scope(self, pack_info: PackInfoLike, devices: Iterable[Device] = ()) -> PackScope:
         """A context manager: what this thread gives inside is for what travels.
 
         So says the flight record and, if the call has a deadline, the error. On a tape it is kept.
 
         Args:
-            travel: what.
+            pack_info: what.
             devices: that have to come to it, and through it. Default: all of the call.
         """
-        return WatchedPack(self, travel, tuple(devices))
+        return PackScope(self, pack_info, tuple(devices))
 
     # -- deadlines --------------------------------------------------------------------------------
 
@@ -264,7 +266,9 @@ class Fabric(Captures):
             return self._watchdog
 
     @contextmanager
-    def due(self, call: str, seconds: float, devices: Iterable[Device]) -> Iterator[None]:
+    def deadline_scope(
+        self, call: str, seconds: float, devices: Iterable[Device]
+    ) -> Iterator[None]:
         """What this thread gives to these devices inside is over in time, or the mesh dies.
 
         Args:
@@ -272,21 +276,21 @@ class Fabric(Captures):
             seconds: from now, what is done inside on the host included.
             devices: that it works on.
         """
-        watch = Watch(call, seconds, devices, self.generation)
-        for device in watch.devices:
+        pending_call = PendingCall(call, seconds, devices, self.generation)
+        for device in pending_call.devices:
             self.check_free(device, f"{call} with a deadline")
-        before, self._issued.watch = self._issued.watch, watch
+        before, self._issued.pending_call = self._issued.pending_call, pending_call
         try:
-            self.guard().take(watch)  # first: to mark a queue that is full may never end
-            watch.line(None, leaves=False)
+            self.guard().take(pending_call)  # first: to mark a queue that is full may never end
+            pending_call.mark_queues(None, leaves=False)
             yield
-            watch.line(None, leaves=True)
-            watch.given = True
+            pending_call.mark_queues(None, leaves=True)
+            pending_call.given = True
         except BaseException:
-            watch.dropped = True
+            pending_call.dropped = True
             raise
         finally:
-            self._issued.watch = before
+            self._issued.pending_call = before
 
     def fail(self, reason: str) -> None:
         """Makes the mesh dead: every later use of it is an error that gives the first reason.
@@ -299,42 +303,42 @@ class Fabric(Captures):
         if deaths[0] is not reason:
             return
         if self.flight_path:
-            beside(partial(self._write_flight, reason)).wait(_WRITE_SECONDS)
+            run_in_thread(partial(self._write_flight, reason)).wait(_WRITE_SECONDS)
         self._last_reason = self.reason = reason
-        self._tell(self._mourn)
+        self._tell(self._notify_waiters)
 
-    def give_up(self, what: str, device: Device, patience: Patience) -> Exception:
+    def abort_wait(self, what: str, device: Device, wait_policy: WaitPolicy) -> Exception:
         """The error of a host wait that is over before what it waits for; the mesh is dead then."""
         try:
             self.check_usable(device)
         except (BackendUnavailableError, CollectiveError) as error:
             return error
-        if patience.is_late:
+        if wait_policy.is_late:
             reason = f"the deadline for {what} passed: {self._stuck(device)}"
             self.guard().take(partial(self.fail, reason))  # in a thread that no Ctrl-C cuts short
             while self.reason is None and not self.is_closed:
                 time.sleep(1e-3)
         return self._death(self._last_reason)
 
-    def revive(self) -> None:
+    def clear_failure(self) -> None:
         """Takes the reason back; for ``reset``, which has seen to everything else."""
         self.prepared.clear()
         # One C call: Ctrl-C finds all of them changed, or none.
         vars(self).update(
-            generation=self.generation + 1, mourned=Done(), _deaths=deque(), reason=None
+            generation=self.generation + 1, failure_reported=Done(), _deaths=deque(), reason=None
         )
 
     def _stuck(self, device: Device) -> str:
         """Who keeps the host waiting for a device, which may only stand behind another."""
         devices = device.mesh.devices
-        late = self.flight.late(devices)
+        late = self.flight_recorder.late(devices)
         if not late:
             return f"{device.name} has come to its end meanwhile"
         have, its = ("has", "its") if len(late) == 1 else ("have", "their")
         text = f"{names_of(late)} {have} not come to the end of {its} queues"
         entries = [
             entry
-            for entry in self.flight.entries(devices, fresh=False)
+            for entry in self.flight_recorder.entries(devices, fresh=False)
             if not entry.done and entry.kind != "sync"  # which is nothing that a queue does
         ]
         first = next((each for each in entries if devices[each.device] in late), None)
@@ -354,7 +358,7 @@ class Fabric(Captures):
         return f"{text}, before {named.tensors}, #{named.sequence}"
 
     def _write_flight(self, reason: str) -> None:
-        entries = self.flight.entries((), fresh=False)
+        entries = self.flight_recorder.entries((), fresh=False)
         write_flight(self.flight_path, f"{self.backend}, process {self._pid}", reason, entries)
 
     def _tell(self, call: Callable[[], None]) -> None:
@@ -363,13 +367,13 @@ class Fabric(Captures):
         Else the calling thread, though it may hold a lock that others wait for.
         """
         watchdog = self._watchdog
-        beside(call, otherwise=call if watchdog is None else partial(watchdog.take, call))
+        run_in_thread(call, otherwise=call if watchdog is None else partial(watchdog.take, call))
 
-    def _mourn(self) -> None:
+    def _notify_waiters(self) -> None:
         for call in self.on_death:
             call()
         self._wake(None)
-        self.mourned.set()
+        self.failure_reported.set()
 
     def _wake(self, physical: int | None) -> None:
         """Wakes those who wait for one physical device, or (None) all."""
@@ -392,9 +396,9 @@ class Fabric(Captures):
             self.check_open()
         if self.reason is not None:
             raise self._death(self.reason)
-        if self.lost and device.physical in self.lost:
+        if self.failed and device.physical in self.failed:
             raise BackendUnavailableError(
-                f"device {device.name} was lost: {self.lost[device.physical]}"
+                f"device {device.name} was lost: {self.failed[device.physical]}"
             )
         capture = self._mine.capture
         if capture is not None:

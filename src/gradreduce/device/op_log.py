@@ -1,6 +1,8 @@
-"""The last operations that a mesh gave to its devices, and how far they came; never waits for any.
+"""The operation log of a mesh: the journal, and the flight recorder of the last operations.
 
-Always on: what is given is one small tuple in a ring. Which of it is done is worked out when asked.
+The journal records every launch, copy, upload and host wait while it is open; tests count its
+records. The flight recorder is always on: one small tuple in a ring for each operation. How far
+each has come is computed only when it is asked.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from .buffer import Queue
-from .waiting import beside
+from .waiting import run_in_thread
 
 if TYPE_CHECKING:
     from .device import Device
@@ -30,8 +32,8 @@ __all__ = [
     "CROSSING",
     "LENGTH",
     "Fields",
-    "Flight",
     "FlightEntry",
+    "FlightRecorder",
     "Journal",
     "Kind",
     "Record",
@@ -226,7 +228,7 @@ class _Label(threading.local):
     label: object = None
 
 
-class Flight:
+class FlightRecorder:
     """The ring of one mesh. Takes no lock: ``deque`` is atomic where it matters.
 
     Attributes:
@@ -365,10 +367,10 @@ class Flight:
                         made.append((last, device, queue, device._mark(queue)))
                     except Exception:  # a lost device tells nothing, and that is no news here
                         continue
-                device._urge()
+                device._progress()
 
         end = time.monotonic() + _LOOK_SECONDS
-        beside(mark).wait(_LOOK_SECONDS * 4)
+        run_in_thread(mark).wait(_LOOK_SECONDS * 4)
         self._marks.extend(made)
         while time.monotonic() < end:
             if all(device._reached(event) for _, device, _, event in list(made)):

@@ -11,19 +11,19 @@ from .buffer import Buffer
 if TYPE_CHECKING:
     from .device import Device
 
-__all__ = ["check_reach", "check_writable", "reaches"]
+__all__ = ["can_access", "check_accessible", "check_writable"]
 
 
-def reaches(device: Device, operand: Buffer) -> bool:
+def can_access(device: Device, operand: Buffer) -> bool:
     """Whether a launch of ``device`` may touch ``operand``, which is of the same mesh.
 
     Memory of the same physical device, and of a peer what is of our own pool.
     """
     here, there = device.physical, operand.device.physical
-    return here == there or (device.fabric.peers(here, there) and operand.block.owned)
+    return here == there or (device.mesh_state.peers(here, there) and operand.block.owned)
 
 
-def check_reach(device: Device, operand: Buffer) -> None:
+def check_accessible(device: Device, operand: Buffer) -> None:
     """Raises unless a launch of ``device`` may touch ``operand``.
 
     Raises:
@@ -34,14 +34,14 @@ def check_reach(device: Device, operand: Buffer) -> None:
     home = operand.device
     if home is device:
         return
-    fabric = device.fabric
-    if home.fabric is not fabric:
+    mesh_state = device.mesh_state
+    if home.mesh_state is not mesh_state:
         raise DeviceMismatchError(
             f"{operand} is of another mesh than {device.name}: pass its .numpy()"
         )
-    if fabric.lost:
-        fabric.check_usable(home)
-    if not reaches(device, operand):
+    if mesh_state.failed:
+        mesh_state.check_usable(home)
+    if not can_access(device, operand):
         why = "no peer access" if operand.block.owned else "its memory is not our pool's"
         raise DeviceMismatchError(f"{device.name} cannot reach {operand}: {why}; copy it first")
 

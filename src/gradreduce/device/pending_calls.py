@@ -24,15 +24,15 @@ from .op_log import QUEUES
 
 if TYPE_CHECKING:
     from .device import Device
-    from .mesh_state import Fabric
+    from .mesh_state import MeshState
 
 __all__ = [
-    "Cargo",
-    "Patience",
-    "Travel",
-    "Travels",
-    "Watch",
-    "WatchedPack",
+    "PackInfo",
+    "PackInfoLike",
+    "PackInfos",
+    "PackScope",
+    "PendingCall",
+    "WaitPolicy",
     "as_deadline",
     "names_of",
     "together",
@@ -60,7 +60,7 @@ def as_deadline(deadline: float | None, name: str = "deadline") -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Travel:
+class PackInfo:
     """What travels together, by name.
 
     Attributes:
@@ -81,7 +81,7 @@ class Travel:
         return f"{_numbered('pack', self.packs)} of {self.num_packs} ({tensors})"
 
 
-class Travels(tuple[Travel, ...]):
+class PackInfos(tuple[PackInfo, ...]):
     """What travels in several batches, whose packs are counted apart."""
 
     __slots__ = ()
@@ -91,24 +91,24 @@ class Travels(tuple[Travel, ...]):
         return listed(self)
 
 
-Cargo = Travel | Travels
+PackInfoLike = PackInfo | PackInfos
 
 
-def together(travels: Iterable[Travel]) -> Cargo:
+def together(pack_infos: Iterable[PackInfo]) -> PackInfoLike:
     """One name for what travels in turn: the stages of a batch, in whatever order, are one."""
-    made: list[Travel] = []
-    for each in travels:
-        place = next((place for place, had in enumerate(made) if _of_one_batch(had, each)), None)
-        if place is None:
+    made: list[PackInfo] = []
+    for each in pack_infos:
+        index = next((index for index, had in enumerate(made) if _of_one_batch(had, each)), None)
+        if index is None:
             made.append(each)
         else:
-            had = made[place]
+            had = made[index]
             tensors = tuple(sorted({*had.tensors, *each.tensors}))
-            made[place] = Travel(tensors, sorted({*had.packs, *each.packs}), had.num_packs)
-    return made[0] if len(made) == 1 else Travels(made)
+            made[index] = PackInfo(tensors, sorted({*had.packs, *each.packs}), had.num_packs)
+    return made[0] if len(made) == 1 else PackInfos(made)
 
 
-def _of_one_batch(had: Travel, other: Travel) -> bool:
+def _of_one_batch(had: PackInfo, other: PackInfo) -> bool:
     """Of two batches of as many packs each, the same pack has different tensors."""
     alike = set(had.packs).isdisjoint(other.packs) or not set(had.tensors).isdisjoint(other.tensors)
     return alike and 0 < had.num_packs == other.num_packs
@@ -143,17 +143,17 @@ class _Stage(NamedTuple):
     """A line that every device has to pass.
 
     Attributes:
-        travel: what comes behind the line, or before it; None for the whole call.
+        pack_info: what comes behind the line, or before it; None for the whole call.
         leaves: whether the line is behind what travels.
         marks: on every queue of every device.
     """
 
-    travel: Cargo | None
+    pack_info: PackInfoLike | None
     leaves: bool
     marks: tuple[_Mark, ...]
 
 
-class Watch:
+class PendingCall:
     """One call with a deadline.
 
     Attributes:
@@ -177,23 +177,25 @@ class Watch:
         self.dropped = False
         self._stages: list[_Stage] = []
 
-    def line(self, travel: Cargo | None, *, leaves: bool, devices: Iterable[Device] = ()) -> None:
+    def mark_queues(
+        self, pack_info: PackInfoLike | None, *, leaves: bool, devices: Iterable[Device] = ()
+    ) -> None:
         """Marks both queues of these devices (default: all of the call) where they are now."""
         marks = []
         for device in dict.fromkeys(devices) or self.devices:
             for queue in QUEUES:
                 mark = _Mark(device, queue, device._mark(queue))
-                device.fabric.flight.marked(*mark)
+                device.mesh_state.flight_recorder.marked(*mark)
                 marks.append(mark)
-        self._stages.append(_Stage(travel, leaves, tuple(marks)))
+        self._stages.append(_Stage(pack_info, leaves, tuple(marks)))
 
     @property
-    def rest(self) -> float:
+    def remaining(self) -> float:
         """Seconds until the deadline; less than 0 behind it."""
         return self._expires - now()
 
     @property
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         """Whether there is nothing more to look at.
 
         Looks at all marks, also behind one that has not passed: a GPU that has met a fault is
@@ -203,31 +205,33 @@ class Watch:
             return self.dropped
         return all([mark.passed for mark in self._stages[-1].marks])
 
-    def casualties(self) -> list[Device]:
+    def failed_devices(self) -> list[Device]:
         """Lost devices that never came to the end of what they were given."""
         marks = self._stages[-1].marks if self._stages else ()
         return [
             mark.device
             for mark in marks
-            if mark.device.physical in mark.device.fabric.lost and not mark.passed
+            if mark.device.physical in mark.device.mesh_state.failed and not mark.passed
         ]
 
-    def blame(self) -> str:
+    def describe_stall(self) -> str:
         """Which devices are late, and with what: at the first line that not all have passed."""
-        for place, stage in enumerate(list(self._stages)):
+        for index, stage in enumerate(list(self._stages)):
             late = [mark for mark in stage.marks if not mark.passed]
             if late:
-                return self._late(place, stage, late)
+                return self._late(index, stage, late)
         if self.given:
             return "every device has come to its end meanwhile"
         return "the call itself has not come to the end of giving its work to the devices"
 
     def _late(self, place: int, stage: _Stage, late: Sequence[_Mark]) -> str:
-        travel = stage.travel
-        if travel is None and not stage.leaves:  # the call's begin: its first pack is missing
-            packs = [each.travel for each in self._stages[place + 1 :] if each.travel is not None]
-            travel = packs[0] if packs else None
-        what = self.call if travel is None else str(travel)
+        pack_info = stage.pack_info
+        if pack_info is None and not stage.leaves:  # the call's begin: its first pack is missing
+            packs = [
+                each.pack_info for each in self._stages[place + 1 :] if each.pack_info is not None
+            ]
+            pack_info = packs[0] if packs else None
+        what = self.call if pack_info is None else str(pack_info)
         names = names_of(mark.device for mark in late)
         have = "has" if len({mark.device for mark in late}) == 1 else "have"
         if stage.leaves:
@@ -235,7 +239,7 @@ class Watch:
         return f"{names} {have} not joined {what}: what was queued there before is not over"
 
 
-class Patience:
+class WaitPolicy:
     """How long the host waits for a device: until it is lost, the mesh dies or a deadline passes.
 
     Args:
@@ -253,7 +257,7 @@ class Patience:
 
         So where there is a deadline, and everywhere in a mesh that has seen one.
         """
-        return self._expires != math.inf or self._device.fabric.is_guarded
+        return self._expires != math.inf or self._device.mesh_state.is_guarded
 
     @property
     def is_late(self) -> bool:
@@ -263,12 +267,12 @@ class Patience:
     @property
     def is_over(self) -> bool:
         """Whether there is no use in waiting any more."""
-        fabric = self._device.fabric
-        gone = fabric.reason is not None or fabric.is_closed
-        return gone or self._device.physical in fabric.lost or self.is_late
+        mesh_state = self._device.mesh_state
+        gone = mesh_state.reason is not None or mesh_state.is_closed
+        return gone or self._device.physical in mesh_state.failed or self.is_late
 
     @property
-    def rest(self) -> float | None:
+    def remaining(self) -> float | None:
         """Seconds until the deadline; None for ever."""
         if self._expires == math.inf:
             return None
@@ -288,26 +292,28 @@ class Patience:
         return True
 
 
-class WatchedPack:
-    """See ``Fabric.watched_pack``. A class: a generator would cost every pack three times as much.
+class PackScope:
+    """See ``MeshState.pack_scope``. A class: a generator costs every pack three times as much.
 
     Without a deadline it costs a label, and no mark.
     """
 
-    __slots__ = ("_before", "_devices", "_fabric", "_travel")
+    __slots__ = ("_before", "_devices", "_mesh_state", "_pack_info")
 
-    def __init__(self, fabric: Fabric, travel: Cargo, devices: tuple[Device, ...]) -> None:
-        self._fabric = fabric
-        self._travel = travel
+    def __init__(
+        self, mesh_state: MeshState, pack_info: PackInfoLike, devices: tuple[Device, ...]
+    ) -> None:
+        self._mesh_state = mesh_state
+        self._pack_info = pack_info
         self._devices = devices
 
     def __enter__(self) -> None:
-        fabric = self._fabric
-        self._before = fabric.flight.labelled(self._travel)
-        _line(fabric, self._travel, self._devices, leaves=False)
-        tape = fabric.tape
-        if tape is not None:
-            tape.add(partial(_enter, fabric, self._travel, self._devices), (), ())
+        mesh_state = self._mesh_state
+        self._before = mesh_state.flight_recorder.labelled(self._pack_info)
+        _mark_queues(mesh_state, self._pack_info, self._devices, leaves=False)
+        command_list = mesh_state.command_list
+        if command_list is not None:
+            command_list.add(partial(_enter, mesh_state, self._pack_info, self._devices), (), ())
 
     def __exit__(
         self,
@@ -315,29 +321,31 @@ class WatchedPack:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        fabric = self._fabric
-        fabric.flight.labelled(self._before)
+        mesh_state = self._mesh_state
+        mesh_state.flight_recorder.labelled(self._before)
         if error is not None:
             return
-        _line(fabric, self._travel, self._devices, leaves=True)
-        tape = fabric.tape
-        if tape is not None:
-            tape.add(partial(_leave, fabric, self._travel, self._devices), (), ())
+        _mark_queues(mesh_state, self._pack_info, self._devices, leaves=True)
+        command_list = mesh_state.command_list
+        if command_list is not None:
+            command_list.add(partial(_leave, mesh_state, self._pack_info, self._devices), (), ())
 
 
-def _line(fabric: Fabric, travel: Cargo, devices: tuple[Device, ...], *, leaves: bool) -> None:
-    watch = fabric.watch
-    if watch is not None:
-        watch.line(travel, leaves=leaves, devices=devices)
-    elif not leaves and fabric.capture is not None:
-        fabric.capture.carries(travel)
+def _mark_queues(
+    mesh_state: MeshState, pack_info: PackInfoLike, devices: tuple[Device, ...], *, leaves: bool
+) -> None:
+    pending_call = mesh_state.pending_call
+    if pending_call is not None:
+        pending_call.mark_queues(pack_info, leaves=leaves, devices=devices)
+    elif not leaves and mesh_state.capture is not None:
+        mesh_state.capture.carries(pack_info)
 
 
-def _enter(fabric: Fabric, travel: Cargo, devices: tuple[Device, ...]) -> None:
-    fabric.flight.labelled(travel)
-    _line(fabric, travel, devices, leaves=False)
+def _enter(mesh_state: MeshState, pack_info: PackInfoLike, devices: tuple[Device, ...]) -> None:
+    mesh_state.flight_recorder.labelled(pack_info)
+    _mark_queues(mesh_state, pack_info, devices, leaves=False)
 
 
-def _leave(fabric: Fabric, travel: Cargo, devices: tuple[Device, ...]) -> None:
-    fabric.flight.labelled(None)
-    _line(fabric, travel, devices, leaves=True)
+def _leave(mesh_state: MeshState, pack_info: PackInfoLike, devices: tuple[Device, ...]) -> None:
+    mesh_state.flight_recorder.labelled(None)
+    _mark_queues(mesh_state, pack_info, devices, leaves=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from .buffer import Stream
 from .device import Device
 
-__all__ = ["follow", "precede"]
+__all__ = ["block_stream", "wait_for_stream"]
 
 
-def follow(device: Device, stream: Stream, *, checked: bool = False) -> None:
+def wait_for_stream(device: Device, stream: Stream, *, checked: bool = False) -> None:
     """The compute queue waits for what a caller's stream holds now, as in ``adopt``.
 
     Args:
@@ -19,19 +19,19 @@ def follow(device: Device, stream: Stream, *, checked: bool = False) -> None:
         stream: of the caller.
         checked: whether the caller has said ``check_stream``.
     """
-    device.fabric.check_usable(device)
-    entered = device.fabric.entering(device, stream)
+    device.mesh_state.check_usable(device)
+    entered = device.mesh_state.entering(device, stream)
     if entered is None:
         return
     if not checked:
         device.check_stream(stream)
-    device._follow(stream)
+    device._wait_for_stream(stream)
 
 
-def precede(device: Device, stream: Stream | None) -> None:
+def block_stream(device: Device, stream: Stream | None) -> None:
     """A caller's stream (None: the host) waits for the compute queue, as in ``release``.
 
     Say ``check_stream`` before the work for which it waits.
     """
-    device.fabric.check_usable(device)
-    device._precede(stream)
+    device.mesh_state.check_usable(device)
+    device._block_stream(stream)

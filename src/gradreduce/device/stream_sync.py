@@ -1,7 +1,8 @@
 """Logical devices that share a physical one, and how one of them works for several.
 
-Co-located devices share launches: one of them, the leader, launches for all. It says ``gather``
-before, so that its queue comes behind theirs, and ``scatter`` after, so that theirs come behind it.
+Co-located devices share launches: one of them, the leader, launches for all. It says
+``join_streams`` before, so that its queue comes behind theirs, and ``fork_streams`` after, so that
+theirs come behind it.
 """
 
 from __future__ import annotations
@@ -11,44 +12,53 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from .buffer import Buffer, Mark, Queue
-from .peer_access import check_reach, reaches
+from .peer_access import can_access, check_accessible
 
 if TYPE_CHECKING:
     from .device import Device
 
-__all__ = ["bring", "by_physical", "copy_over", "fetch", "gather", "gather_all", "pull", "scatter"]
+__all__ = [
+    "by_physical",
+    "copy_over",
+    "ensure_accessible",
+    "fork_streams",
+    "join_streams",
+    "join_streams_each",
+    "to_accessible",
+    "to_local",
+]
 
 
 def by_physical(devices: Sequence[Device]) -> dict[int, tuple[int, ...]]:
     """Physical device -> the places in ``devices`` of its logical ones; first seen first."""
     if len(devices) == 1:
         return {devices[0].physical: (0,)}
-    places: dict[int, list[int]] = {}
-    for place, device in enumerate(devices):
-        places.setdefault(device.physical, []).append(place)
-    return {physical: tuple(found) for physical, found in places.items()}
+    indices: dict[int, list[int]] = {}
+    for index, device in enumerate(devices):
+        indices.setdefault(device.physical, []).append(index)
+    return {physical: tuple(found) for physical, found in indices.items()}
 
 
-def gather(leader: Device, others: Iterable[Device], queue: Queue = "compute") -> None:
+def join_streams(leader: Device, others: Iterable[Device], queue: Queue = "compute") -> None:
     """What the leader's queue is given from now on comes behind what the others hold so far.
 
     Say it after the last allocation: memory comes in the order of its device's compute queue.
     """
     others = dict.fromkeys(others)
     if not _is_all(leader, others, queue):
-        gather_all([leader], others, queue)
+        join_streams_each([leader], others, queue)
 
 
-def gather_all(leaders: Iterable[Device], others: Iterable[Device], queue: Queue) -> None:
-    """As ``gather`` for several leaders, with one mark of each of the others for all of them."""
-    _fenced(_gather, dict.fromkeys(leaders), dict.fromkeys(others), queue)
+def join_streams_each(leaders: Iterable[Device], others: Iterable[Device], queue: Queue) -> None:
+    """As ``join_streams`` for several leaders; each of the others is marked once for all."""
+    _fenced(_join_streams, dict.fromkeys(leaders), dict.fromkeys(others), queue)
 
 
-def scatter(leader: Device, others: Iterable[Device], queue: Queue = "compute") -> None:
+def fork_streams(leader: Device, others: Iterable[Device], queue: Queue = "compute") -> None:
     """What the others launch from now on comes behind what the leader's queue holds so far."""
     others = dict.fromkeys(others)
     if not _is_all(leader, others, queue):
-        _fenced(_scatter, (leader,), others, queue)
+        _fenced(_fork_streams, (leader,), others, queue)
 
 
 def _is_all(leader: Device, others: dict[Device, None], queue: Queue) -> bool:
@@ -64,40 +74,40 @@ def _fenced(
 ) -> None:
     """Fences; on a tape it is kept whole, because each time something else may be left out."""
     again = partial(fence, tuple(leaders), tuple(others), queue)
-    fabric = again.args[0][0].fabric if again.args[0] else None
-    if fabric is None or fabric.tape is None:
+    mesh_state = again.args[0][0].mesh_state if again.args[0] else None
+    if mesh_state is None or mesh_state.command_list is None:
         again()
         return
-    tape = fabric.tape
-    with fabric.taped(None):
+    command_list = mesh_state.command_list
+    with mesh_state.recording_commands(None):
         again()
-    tape.add(again, (), ())
+    command_list.add(again, (), ())
 
 
-def _gather(leaders: Sequence[Device], others: Sequence[Device], queue: Queue) -> None:
+def _join_streams(leaders: Sequence[Device], others: Sequence[Device], queue: Queue) -> None:
     marks: dict[Device, Mark] = {}
     for leader in leaders:
-        for other in leader._unjoined(others) if queue == "compute" else others:
+        for other in leader._unsynchronized(others) if queue == "compute" else others:
             mark = marks.get(other)
             if mark is None:
                 mark = marks[other] = other.mark()
             leader.wait(mark, queue=queue)
 
 
-def _scatter(leaders: Sequence[Device], others: Sequence[Device], queue: Queue) -> None:
+def _fork_streams(leaders: Sequence[Device], others: Sequence[Device], queue: Queue) -> None:
     (leader,) = leaders
-    waiting = leader._led(others) if queue == "compute" else others
+    waiting = leader._needs_wait(others) if queue == "compute" else others
     if waiting:
         mark = leader.mark(queue)
         for other in waiting:
             other.wait(mark)
 
 
-def bring(device: Device, buffer: Buffer, queue: Queue = "compute") -> Buffer:
+def ensure_accessible(device: Device, buffer: Buffer, queue: Queue = "compute") -> Buffer:
     """``buffer`` where launches of ``device`` read it: itself if they reach it, else a copy.
 
-    ``gather`` afterwards, with the device of what this returns, and ``scatter`` to it; and if
-    another queue than ``compute`` copied, its mark must be waited for.
+    ``join_streams`` afterwards, with the device of what this returns, and ``fork_streams`` to it;
+    and if another queue than ``compute`` copied, its mark must be waited for.
 
     Raises:
         BackendUnavailableError: its device is lost.
@@ -109,13 +119,13 @@ def bring(device: Device, buffer: Buffer, queue: Queue = "compute") -> Buffer:
     return copied
 
 
-def fetch(device: Device, buffer: Buffer) -> Buffer:
-    """As ``bring``, by ``copy_over``."""
-    return buffer if _is_read(device, buffer) else pull(device, buffer)
+def to_accessible(device: Device, buffer: Buffer) -> Buffer:
+    """As ``ensure_accessible``, by ``copy_over``."""
+    return buffer if _is_read(device, buffer) else to_local(device, buffer)
 
 
-def pull(device: Device, buffer: Buffer) -> Buffer:
-    """As ``fetch``, but a peer's is copied too: only co-located memory is left where it is."""
+def to_local(device: Device, buffer: Buffer) -> Buffer:
+    """As ``to_accessible``, but copies a peer's memory too; co-located memory stays."""
     if buffer.device.physical == device.physical:
         return buffer
     copied = device.empty(buffer.shape, buffer.dtype)
@@ -125,9 +135,9 @@ def pull(device: Device, buffer: Buffer) -> Buffer:
 
 def _is_read(device: Device, buffer: Buffer) -> bool:
     """Whether launches of ``device`` read it where it lies; raises if its device is lost."""
-    if not reaches(device, buffer):
+    if not can_access(device, buffer):
         return False
-    check_reach(device, buffer)
+    check_accessible(device, buffer)
     return True
 
 

@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from threading import Lock
 from typing import Any
 
-__all__ = ["Done", "Waiters", "beside", "held_in_time"]
+__all__ = ["Done", "Waiters", "acquired_in_time", "run_in_thread"]
 
 
 class Done:
@@ -74,7 +74,7 @@ class Waiters:
             self._waiters.popleft().put(None)
 
 
-def held_in_time(lock: Any, seconds: float, call: Callable[[], object]) -> bool:
+def acquired_in_time(lock: Any, seconds: float, call: Callable[[], object]) -> bool:
     """Calls it while the lock is held, if that is free within so many seconds; whether it was."""
     taken: list[bool] = []
     try:
@@ -87,7 +87,9 @@ def held_in_time(lock: Any, seconds: float, call: Callable[[], object]) -> bool:
             lock.release()
 
 
-def beside(work: Callable[[], object], otherwise: Callable[[], object] | None = None) -> Done:
+def run_in_thread(
+    work: Callable[[], object], otherwise: Callable[[], object] | None = None
+) -> Done:
     """Has work that may block done by a thread of its own, which the process does not wait for.
 
     Where no thread can be started ("can't start new thread") the calling one does ``otherwise``,

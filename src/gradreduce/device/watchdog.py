@@ -12,33 +12,33 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 from weakref import ReferenceType, finalize, ref
 
-from .pending_calls import Watch, names_of
+from .pending_calls import PendingCall, names_of
 
 if TYPE_CHECKING:
-    from .mesh_state import Fabric
+    from .mesh_state import MeshState
 
 __all__ = ["Watchdog"]
 
 # Between two looks: what is over soon is let go soon, and what takes long is not looked at often.
 _FIRST_LOOK, _LAST_LOOK = 1e-3, 20e-3
-_Inbox = SimpleQueue[Watch | Callable[[], None] | None]
+_Inbox = SimpleQueue[PendingCall | Callable[[], None] | None]
 
 
 class Watchdog:
     """Starts the thread; it ends with its mesh, which it never keeps alive while idle."""
 
-    def __init__(self, fabric: Fabric) -> None:
+    def __init__(self, mesh_state: MeshState) -> None:
         self._inbox: _Inbox = SimpleQueue()
         self.thread = threading.Thread(
             target=_watch,
-            args=(ref(fabric), self._inbox),
+            args=(ref(mesh_state), self._inbox),
             name="gradreduce-watchdog",
             daemon=True,
         )
         self.thread.start()
-        finalize(fabric, self._inbox.put, None).atexit = False
+        finalize(mesh_state, self._inbox.put, None).atexit = False
 
-    def take(self, arrived: Watch | Callable[[], None]) -> None:
+    def take(self, arrived: PendingCall | Callable[[], None]) -> None:
         """Looks at a call with a deadline from now on; or calls it, once."""
         self._inbox.put(arrived)
 
@@ -47,88 +47,90 @@ class Watchdog:
         self._inbox.put(None)
 
 
-def _watch(fabric: ReferenceType[Fabric], inbox: _Inbox) -> None:
+def _watch(mesh_state: ReferenceType[MeshState], inbox: _Inbox) -> None:
     """The thread. Its variables hold a call, and with it the mesh, only while that is open."""
-    watches: list[Watch] = []
+    calls: list[PendingCall] = []
     pause = _FIRST_LOOK
     while True:
         try:
-            arrived = inbox.get(timeout=_rest(watches, pause) if watches else None)
+            arrived = inbox.get(timeout=_rest(calls, pause) if calls else None)
         except Empty:
             pause = min(2 * pause, _LAST_LOOK)
         else:
             if arrived is None:
                 return
-            if isinstance(arrived, Watch):
-                watches.append(arrived)
+            if isinstance(arrived, PendingCall):
+                calls.append(arrived)
             else:
                 arrived()
             del arrived
             pause = _FIRST_LOOK
-        watches = _looked_at(fabric(), watches)
+        calls = _looked_at(mesh_state(), calls)
 
 
-def _rest(watches: list[Watch], pause: float) -> float:
-    return max(0.0, min(pause, *(watch.rest for watch in watches)))
+def _rest(calls: list[PendingCall], pause: float) -> float:
+    return max(0.0, min(pause, *(pending.remaining for pending in calls)))
 
 
-def _looked_at(fabric: Fabric | None, watches: list[Watch]) -> list[Watch]:
+def _looked_at(mesh_state: MeshState | None, calls: list[PendingCall]) -> list[PendingCall]:
     """Those that are still open; the first that is late, lost or broken ends the mesh."""
-    if fabric is None or fabric.reason is not None:
+    if mesh_state is None or mesh_state.reason is not None:
         return []
     try:
-        return _judged(fabric, watches)
+        return _judged(mesh_state, calls)
     except Exception as error:  # of a driver: nobody would look any more, and nobody know
-        fabric.fail(f"the devices cannot be looked at: {error!r}")
+        mesh_state.fail(f"the devices cannot be looked at: {error!r}")
         return []
 
 
-def _judged(fabric: Fabric, watches: list[Watch]) -> list[Watch]:
-    ours = [watch for watch in watches if watch.generation == fabric.generation]
-    open_ones = [watch for watch in ours if not watch.settled]
+def _judged(mesh_state: MeshState, calls: list[PendingCall]) -> list[PendingCall]:
+    ours = [pending for pending in calls if pending.generation == mesh_state.generation]
+    open_ones = [pending for pending in ours if not pending.is_settled]
     checks: tuple[Callable[[], str | None], ...] = (
-        fabric.library_error,
-        lambda: _loss(fabric, open_ones),
+        mesh_state.library_error,
+        lambda: _loss(mesh_state, open_ones),
         lambda: _lateness(open_ones),
     )
     for check in checks if open_ones else ():
         reason = check()
         if reason is not None:
-            fabric.fail(reason)
+            mesh_state.fail(reason)
             return []
     return open_ones
 
 
-def _loss(fabric: Fabric, watches: list[Watch]) -> str | None:
-    if not fabric.lost:
+def _loss(mesh_state: MeshState, calls: list[PendingCall]) -> str | None:
+    if not mesh_state.failed:
         return None
-    for watch in watches:
-        if watch.casualties():
-            _urge(watch)  # what the others can still do tells them from it
-        gone = watch.casualties()
+    for pending in calls:
+        if pending.failed_devices():
+            _progress(pending)  # what the others can still do tells them from it
+        gone = pending.failed_devices()
         if gone:
-            why = fabric.lost[gone[0].physical]
-            return f"{names_of(gone)} was lost ({why}) during {watch.call}: {watch.blame()}"
+            why = mesh_state.failed[gone[0].physical]
+            stall = pending.describe_stall()
+            return f"{names_of(gone)} was lost ({why}) during {pending.call}: {stall}"
     return None
 
 
-def _lateness(watches: list[Watch]) -> str | None:
-    for watch in watches:
-        if watch.rest <= 0:
-            _urge(watch)
-            if not watch.settled:
-                return _told(watch, next(each for each in watches if not each.settled))
+def _lateness(calls: list[PendingCall]) -> str | None:
+    for pending in calls:
+        if pending.remaining <= 0:
+            _progress(pending)
+            if not pending.is_settled:
+                return _told(pending, next(each for each in calls if not each.is_settled))
     return None
 
 
-def _urge(watch: Watch) -> None:
-    for device in watch.devices:
-        device._urge()
+def _progress(pending: PendingCall) -> None:
+    for device in pending.devices:
+        device._progress()
 
 
-def _told(watch: Watch, oldest: Watch) -> str:
+def _told(pending: PendingCall, oldest: PendingCall) -> str:
     """What is said of a call that is late; it may only stand behind an earlier one that is not."""
-    text = f"the deadline of {watch.seconds:g} s for {watch.call} passed: {watch.blame()}"
-    if oldest is not watch:
-        text += f"; before it, in {oldest.call}: {oldest.blame()}"
+    stall = pending.describe_stall()
+    text = f"the deadline of {pending.seconds:g} s for {pending.call} passed: {stall}"
+    if oldest is not pending:
+        text += f"; before it, in {oldest.call}: {oldest.describe_stall()}"
     return text

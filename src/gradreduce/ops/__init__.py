@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .accumulate_n import ACCUMULATE_N, accumulate_fitted, accumulate_n, prepare_accumulate_n
+from .accumulate_n import ACCUMULATE_N, accumulate_n, accumulate_unchecked, prepare_accumulate_n
 from .adaptive import (
     ADAGRAD,
     ADAM,
@@ -13,21 +13,21 @@ from .adaptive import (
     rmsprop,
     rmsprop_centered,
 )
-from .add_n import ADD_N, add_n, added, added_on_host, cast_fitted, prepare_add_n
+from .add_n import ADD_N, add_n, added, added_on_host, cast_unchecked, prepare_add_n
 from .all_sum import ALL_SUM, all_sum, prepare_all_sum
 from .clip import CLIP, clip, prepare_clip
 from .distance_scale import DISTANCE_SCALE, distance_scale, prepare_distance_scale
 from .divide import DIVIDE, divide, prepare_divide
 from .global_update import GLOBAL_UPDATES, global_update, global_update_of
 from .local_update import LOCAL_UPDATES, local_update, local_update_of
-from .pack import PACK, pack, pack_fitted, prepare_pack
-from .row_index import Slots, alike, merged_slots
+from .pack import PACK, pack, pack_unchecked, prepare_pack
+from .row_index import RowIndex, alike, merged_row_index
 from .segment_sum import SEGMENT_SUM, Divisor, prepare_segment_sum, ready_segment_sum, segment_sum
 from .segments import Indices, Segments, each_row, joined_indices, plan_segments
 from .square_sum import SQUARE_SUM, norm_of, prepare_norm_of, square_sum
 from .take_rows import TAKE_ROWS, prepare_take_rows, ready_take_rows, take_rows
 from .update import MOMENTUM, NESTEROV, SGD, momentum, nesterov, sgd
-from .update_kernels import RuleKernel, Update, prepare_rule, update_fitted
+from .update_kernels import RuleKernel, Update, prepare_rule, update_unchecked
 from .validate import Ranges
 
 __all__ = [
@@ -35,12 +35,12 @@ __all__ = [
     "Divisor",
     "Indices",
     "Ranges",
+    "RowIndex",
     "RuleKernel",
     "Segments",
-    "Slots",
     "Update",
-    "accumulate_fitted",
     "accumulate_n",
+    "accumulate_unchecked",
     "adagrad",
     "adam",
     "add_n",
@@ -48,7 +48,7 @@ __all__ = [
     "added_on_host",
     "alike",
     "all_sum",
-    "cast_fitted",
+    "cast_unchecked",
     "clip",
     "distance_scale",
     "divide",
@@ -58,12 +58,12 @@ __all__ = [
     "joined_indices",
     "local_update",
     "local_update_of",
-    "merged_slots",
+    "merged_row_index",
     "momentum",
     "nesterov",
     "norm_of",
     "pack",
-    "pack_fitted",
+    "pack_unchecked",
     "plan_segments",
     "prepare_accumulate_n",
     "prepare_add_n",
@@ -84,7 +84,7 @@ __all__ = [
     "sgd",
     "square_sum",
     "take_rows",
-    "update_fitted",
+    "update_unchecked",
 ]
 
 KERNELS = (

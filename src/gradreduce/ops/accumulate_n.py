@@ -11,10 +11,10 @@ from gradreduce.device.kernel import Arrays
 
 from .validate import SAME, TO_WIDE, by_dtype, paired
 
-__all__ = ["ACCUMULATE_N", "accumulate_fitted", "accumulate_n", "prepare_accumulate_n"]
+__all__ = ["ACCUMULATE_N", "accumulate_n", "accumulate_unchecked", "prepare_accumulate_n"]
 
 
-def _accumulate_n_twin(table: Sequence[Arrays], num_inputs: int) -> None:
+def _accumulate_n_reference(table: Sequence[Arrays], num_inputs: int) -> None:
     """``total = total + in[0] + in[1] + …``, left to right, in the accumulate type of total."""
     for total, *inputs in table:
         wide = accumulate_dtype(total.dtype)
@@ -32,7 +32,7 @@ def _accumulate_n_twin(table: Sequence[Arrays], num_inputs: int) -> None:
 ACCUMULATE_N = Kernel(
     name="accumulate_n",
     source="accumulate_n",
-    twin=_accumulate_n_twin,
+    reference=_accumulate_n_reference,
     scalars=(("num_inputs", "int64"),),
     templates=(*SAME, *TO_WIDE),
     streams=True,
@@ -66,7 +66,7 @@ def accumulate_n(
         device.launch(ACCUMULATE_N, (to, of), operands, (num_inputs,), queue=queue)
 
 
-def accumulate_fitted(
+def accumulate_unchecked(
     totals: Sequence[Buffer], inputs: Sequence[Buffer], *, device: Device
 ) -> None:
     """``totals[t] += inputs[t]``, of rows that fit by their making: see ``pack_fitted``."""

@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 
-def _adam_twin(
+def _adam_reference(
     table: Sequence[Arrays],
     num_written: int,
     rate: float,
@@ -34,12 +34,12 @@ def _adam_twin(
     run_plain(table, RULES["adam"], (rate, rest1, rest2, epsilon))
 
 
-def _adagrad_twin(table: Sequence[Arrays], num_written: int, rate: float) -> None:
+def _adagrad_reference(table: Sequence[Arrays], num_written: int, rate: float) -> None:
     """``sum += grad²; var -= rate grad / root(sum)``."""
     run_plain(table, RULES["adagrad"], (rate,))
 
 
-def _rmsprop_twin(
+def _rmsprop_reference(
     table: Sequence[Arrays],
     num_written: int,
     rate: float,
@@ -51,7 +51,7 @@ def _rmsprop_twin(
     run_plain(table, RULES["rmsprop"], (rate, rest, decay, epsilon))
 
 
-def _rmsprop_centered_twin(
+def _rmsprop_centered_reference(
     table: Sequence[Arrays],
     num_written: int,
     rate: float,
@@ -63,10 +63,10 @@ def _rmsprop_centered_twin(
     run_plain(table, RULES["rmsprop_centered"], (rate, rest, decay, epsilon))
 
 
-ADAM = rule_kernel("adam", "adaptive", _adam_twin, "plain")
-ADAGRAD = rule_kernel("adagrad", "adaptive", _adagrad_twin, "plain")
-RMSPROP = rule_kernel("rmsprop", "adaptive", _rmsprop_twin, "plain")
-RMSPROP_CENTERED = rule_kernel("rmsprop_centered", "adaptive", _rmsprop_centered_twin, "plain")
+ADAM = rule_kernel("adam", "adaptive", _adam_reference, "plain")
+ADAGRAD = rule_kernel("adagrad", "adaptive", _adagrad_reference, "plain")
+RMSPROP = rule_kernel("rmsprop", "adaptive", _rmsprop_reference, "plain")
+RMSPROP_CENTERED = rule_kernel("rmsprop_centered", "adaptive", _rmsprop_centered_reference, "plain")
 
 
 def adam(

@@ -13,14 +13,14 @@ from gradreduce.device.kernel import Arrays
 
 from .validate import SAME, TO_WIDE, as_elements, by_dtype, paired
 
-__all__ = ["ADD_N", "add_n", "added", "added_on_host", "cast_fitted", "prepare_add_n"]
+__all__ = ["ADD_N", "add_n", "added", "added_on_host", "cast_unchecked", "prepare_add_n"]
 
 # Input counts that are compiled in, so that all loads of a vector are in flight together.
 UNROLLED = 8
 SMALL = 4096  # elements: twice as many take as long to add as a Buffer takes to make
 
 
-def _add_n_twin(table: Sequence[Arrays], num_inputs: int) -> None:
+def _add_n_reference(table: Sequence[Arrays], num_inputs: int) -> None:
     """``out = in[0] + in[1] + …``, left to right, in the accumulate type of the inputs."""
     for out, *inputs in table:
         if num_inputs == 1:
@@ -42,7 +42,7 @@ def _add_n_twin(table: Sequence[Arrays], num_inputs: int) -> None:
 ADD_N = Kernel(
     name="add_n",
     source="add_n",
-    twin=_add_n_twin,
+    reference=_add_n_reference,
     scalars=(("num_inputs", "int64"),),
     templates=tuple(
         (*pair, count)
@@ -87,7 +87,7 @@ def add_n(
         device.launch(ADD_N, _template(to, of, num_inputs), operands, (num_inputs,), queue=queue)
 
 
-def cast_fitted(outs: Sequence[Buffer], inputs: Sequence[Buffer], *, device: Device) -> None:
+def cast_unchecked(outs: Sequence[Buffer], inputs: Sequence[Buffer], *, device: Device) -> None:
     """``outs[t] = inputs[t]``, cast, of rows that fit by their making: see ``pack_fitted``."""
     for (to, of, _, _), operands in paired(ADD_N, outs, inputs, fitted=True).items():
         device.launch(ADD_N, _template(to, of, 1), operands, (1,))

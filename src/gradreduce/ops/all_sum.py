@@ -18,7 +18,7 @@ __all__ = ["ALL_SUM", "all_sum", "prepare_all_sum"]
 LARGE = 1 << 12
 
 
-def _all_sum_twin(
+def _all_sum_reference(
     table: Sequence[Arrays], num_outs: int, num_inputs: int, split: int, divisor: float
 ) -> None:
     """``(in[0] + … + in[split-1]) + (in[split] + …)``, divided, into every out."""
@@ -65,7 +65,7 @@ def _left_to_right(total: np.ndarray, terms: Arrays) -> None:
 ALL_SUM = Kernel(
     name="all_sum",
     source="all_sum",
-    twin=_all_sum_twin,
+    reference=_all_sum_reference,
     scalars=(
         ("num_outs", "int64"),
         ("num_inputs", "int64"),

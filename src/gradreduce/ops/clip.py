@@ -14,7 +14,7 @@ from .validate import FLOATS, check_apart, check_rows, check_writable
 __all__ = ["CLIP", "clip", "prepare_clip"]
 
 
-def _clip_twin(table: Sequence[Arrays], limit: float) -> None:
+def _clip_reference(table: Sequence[Arrays], limit: float) -> None:
     """``out = in * factor``, with ``factor = limit * min(1 / norm, 1 / limit)``."""
     for out, given, norm in table:
         most, least = np.float64(1) / np.float64(limit), np.float64(1) / norm[0]
@@ -26,7 +26,7 @@ def _clip_twin(table: Sequence[Arrays], limit: float) -> None:
 CLIP = Kernel(
     name="clip",
     source="clip",
-    twin=_clip_twin,
+    reference=_clip_reference,
     scalars=(("limit", "float64"),),
     templates=tuple((element,) for element in FLOATS),
     items=lambda sizes: sizes[0],

@@ -14,7 +14,7 @@ from .validate import FLOATS, check_rows, check_writable
 __all__ = ["DISTANCE_SCALE", "distance_scale", "prepare_distance_scale"]
 
 
-def _distance_scale_twin(table: Sequence[Arrays], gamma: float) -> None:
+def _distance_scale_reference(table: Sequence[Arrays], gamma: float) -> None:
     """``out = sum / ((center - pulled)² / gamma + 1)``."""
     for out, total, center, pulled in table:
         wide = out.dtype
@@ -28,7 +28,7 @@ def _distance_scale_twin(table: Sequence[Arrays], gamma: float) -> None:
 DISTANCE_SCALE = Kernel(
     name="distance_scale",
     source="distance_scale",
-    twin=_distance_scale_twin,
+    reference=_distance_scale_reference,
     scalars=(("gamma", "float64"),),
     templates=tuple((name,) for name in FLOATS),
 )

@@ -19,7 +19,7 @@ from .validate import MEAN, check_rows, check_writable
 __all__ = ["DIVIDE", "divide", "prepare_divide"]
 
 
-def _divide_twin(table: Sequence[Arrays], divisor: float) -> None:
+def _divide_reference(table: Sequence[Arrays], divisor: float) -> None:
     """``out = in / divisor``, in the out's dtype."""
     for out, term in table:
         np.true_divide(term, out.dtype.type(divisor), out=out, dtype=out.dtype)
@@ -28,7 +28,7 @@ def _divide_twin(table: Sequence[Arrays], divisor: float) -> None:
 DIVIDE = Kernel(
     name="divide",
     source="divide",
-    twin=_divide_twin,
+    reference=_divide_reference,
     scalars=(("divisor", "float64"),),
     templates=MEAN,
 )

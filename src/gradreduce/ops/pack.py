@@ -11,10 +11,10 @@ from gradreduce.device.kernel import Arrays
 
 from .validate import CASTS, SAME, check_divisor, paired
 
-__all__ = ["PACK", "pack", "pack_fitted", "prepare_pack"]
+__all__ = ["PACK", "pack", "pack_unchecked", "prepare_pack"]
 
 
-def _pack_twin(table: Sequence[Arrays], divisor: float) -> None:
+def _pack_reference(table: Sequence[Arrays], divisor: float) -> None:
     """``out = in / divisor``, and zero where ``in`` has ended."""
     for out, term in table:
         filled = out if out.size == term.size else out[: term.size]
@@ -31,7 +31,7 @@ def _pack_twin(table: Sequence[Arrays], divisor: float) -> None:
 PACK = Kernel(
     name="pack",
     source="pack",
-    twin=_pack_twin,
+    reference=_pack_reference,
     scalars=(("divisor", "float64"),),
     templates=(*SAME, *CASTS),
 )
@@ -67,7 +67,7 @@ def pack(
         device.launch(PACK, (to, of), operands, (float(divisor),), queue=queue)
 
 
-def pack_fitted(
+def pack_unchecked(
     outs: Sequence[Buffer], inputs: Sequence[Buffer], *, divisor: float, device: Device
 ) -> None:
     """As ``pack``, of rows that fit by their making, as parts of one layout do: not looked at.

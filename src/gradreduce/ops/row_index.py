@@ -16,7 +16,7 @@ import numpy as np
 from .segment_sum import Divisor
 from .segments import Segments, plan_segments
 
-__all__ = ["Slots", "alike", "merged_slots"]
+__all__ = ["RowIndex", "alike", "merged_row_index"]
 
 # Gradients whose touched rows are kept as they came: to count each at once would cost a pass over
 # the counts of all rows for every gradient, however few it touches.
@@ -24,7 +24,7 @@ MAX_TOUCHES = 64
 
 
 @dataclass(frozen=True, eq=False)
-class Slots:
+class RowIndex:
     """Where the rows of a sparse sum lie, and how many gradients touched each.
 
     Attributes:
@@ -105,7 +105,7 @@ def _counted(counts: np.ndarray, touches: Sequence[np.ndarray], num_rows: int) -
     return total
 
 
-def merged_slots(sums: Sequence[Slots], *, mean: bool) -> tuple[Segments, Divisor]:
+def merged_row_index(sums: Sequence[RowIndex], *, mean: bool) -> tuple[Segments, Divisor]:
     """How the rows of several sums, one sum behind the other, become one row for each index.
 
     Args:
@@ -116,11 +116,11 @@ def merged_slots(sums: Sequence[Slots], *, mean: bool) -> tuple[Segments, Diviso
         The segments, and what divides the sum of each.
     """
     ends = np.cumsum([each.num_rows for each in sums])
-    places = np.concatenate(
+    indices = np.concatenate(
         [each.places + end - each.num_rows for each, end in zip(sums, ends, strict=True)]
     )
     plan = plan_segments(np.concatenate([each.indices for each in sums]))
-    segments = Segments(plan.indices, places[plan.order], plan.bounds)
+    segments = Segments(plan.indices, indices[plan.order], plan.bounds)
     if not mean or not plan.num_rows:
         return segments, 1.0
     counts = np.concatenate([each.num_touches() for each in sums])[plan.order]

@@ -43,7 +43,7 @@ Divisor = float | np.ndarray  # of every segment, or float64 with one for each
 _Key = tuple[str, str, int, int, float]
 
 
-def _segment_sum_twin(
+def _segment_sum_reference(
     table: Sequence[Arrays], has_into: int, has_divisors: int, divisor: float
 ) -> None:
     """``out[into[s]] = (values[order[b]] + … + values[order[e-1]]) / divisors[s]``, b to e.
@@ -71,11 +71,11 @@ def _put(rows: np.ndarray, into: np.ndarray, total: np.ndarray) -> None:
     if not held.any():
         rows[into] = total
         return
-    places = np.where(held, ~into, into)
+    indices = np.where(held, ~into, into)
     sums = total.astype(accumulate_dtype(rows.dtype), copy=False)
     where = slice(None) if held.all() else held
-    sums[where] = rows[places[where]] + sums[where]
-    rows[places] = sums
+    sums[where] = rows[indices[where]] + sums[where]
+    rows[indices] = sums
 
 
 def _left_to_right(values: np.ndarray, order: np.ndarray, bounds: np.ndarray) -> np.ndarray:
@@ -105,7 +105,7 @@ def _items(sizes: Sequence[int]) -> int:
 SEGMENT_SUM = Kernel(
     name="segment_sum",
     source="segment_sum",
-    twin=_segment_sum_twin,
+    reference=_segment_sum_reference,
     scalars=(("has_into", "int64"), ("has_divisors", "int64"), ("divisor", "float64")),
     templates=(*SAME, *TO_WIDE, *FROM_WIDE),
     items=_items,
@@ -208,17 +208,17 @@ def _planned(
     divisor: Divisor | Sequence[Divisor],
 ) -> list[_Row]:
     """The tensors that have an element to add, after all of them have been checked."""
-    places = [None] * len(outs) if into is None else into
+    indices = [None] * len(outs) if into is None else into
     divisors = divisor if isinstance(divisor, Sequence) else [divisor] * len(outs)
     planned = []
-    for out, term, plan, place, by in zip(outs, values, segments, places, divisors, strict=True):
+    for out, term, plan, index, by in zip(outs, values, segments, indices, divisors, strict=True):
         to, of = elements(SEGMENT_SUM, out, term)
-        _check_rows(out, term, plan, place)
+        _check_rows(out, term, plan, index)
         _check_divisors(term, plan, by)
         own = by if isinstance(by, np.ndarray) else None
         number = float(by) if own is None else 1.0
-        parts = [part for part in (plan.order, place, own, plan.bounds) if part is not None]
-        key = (to, of, int(place is not None), int(own is not None), number)
+        parts = [part for part in (plan.order, index, own, plan.bounds) if part is not None]
+        key = (to, of, int(index is not None), int(own is not None), number)
         if term.size:
             planned.append(_Row(key, as_elements([out, term]), parts))
     return planned

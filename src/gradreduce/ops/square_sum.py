@@ -17,7 +17,7 @@ STRIDES = 256  # elements that go into one sum, as a rule
 _DOUBLE = np.dtype(np.float64)
 
 
-def _square_sum_twin(table: Sequence[Arrays], squared: int, rooted: int) -> None:
+def _square_sum_reference(table: Sequence[Arrays], squared: int, rooted: int) -> None:
     """``out[p] = in[p]² + in[p + P]² + …``, from zero, in float64."""
     for out, given in table:
         out[...] = 0
@@ -36,7 +36,7 @@ def _square_sum_twin(table: Sequence[Arrays], squared: int, rooted: int) -> None
 SQUARE_SUM = Kernel(
     name="square_sum",
     source="square_sum",
-    twin=_square_sum_twin,
+    reference=_square_sum_reference,
     scalars=(("squared", "int64"), ("rooted", "int64")),
     templates=tuple((element,) for element in FLOATS),
     items=lambda sizes: sizes[0],

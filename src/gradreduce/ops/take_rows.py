@@ -17,7 +17,7 @@ from .validate import check_apart, check_writable
 __all__ = ["TAKE_ROWS", "prepare_take_rows", "ready_take_rows", "take_rows"]
 
 
-def _take_rows_twin(table: Sequence[Arrays]) -> None:
+def _take_rows_reference(table: Sequence[Arrays]) -> None:
     """``out[k] = values[rows[k]]``."""
     for out, values, rows in table:
         width = out.size // rows.size
@@ -30,7 +30,7 @@ _WORDS = {size: np.dtype(f"uint{8 * size}") for size in (1, 2, 4, 8)}
 TAKE_ROWS = Kernel(
     name="take_rows",
     source="take_rows",
-    twin=_take_rows_twin,
+    reference=_take_rows_reference,
     scalars=(),
     templates=tuple((word.name,) for word in _WORDS.values()),
     items=lambda sizes: sizes[0],

@@ -13,24 +13,28 @@ from .update_rules import RULES
 __all__ = ["MOMENTUM", "NESTEROV", "SGD", "momentum", "nesterov", "sgd"]
 
 
-def _sgd_twin(table: Sequence[Arrays], num_written: int, rate: float) -> None:
+def _sgd_reference(table: Sequence[Arrays], num_written: int, rate: float) -> None:
     """``var -= rate * grad``."""
     run_plain(table, RULES["sgd"], (rate,))
 
 
-def _momentum_twin(table: Sequence[Arrays], num_written: int, rate: float, decay: float) -> None:
+def _momentum_reference(
+    table: Sequence[Arrays], num_written: int, rate: float, decay: float
+) -> None:
     """``mom = decay * mom + grad; var -= rate * mom``."""
     run_plain(table, RULES["momentum"], (rate, decay))
 
 
-def _nesterov_twin(table: Sequence[Arrays], num_written: int, rate: float, decay: float) -> None:
+def _nesterov_reference(
+    table: Sequence[Arrays], num_written: int, rate: float, decay: float
+) -> None:
     """``mom = decay * mom + grad; var -= rate * grad + rate * decay * mom``."""
     run_plain(table, RULES["nesterov"], (rate, decay))
 
 
-SGD = rule_kernel("sgd", "update", _sgd_twin, "plain")
-MOMENTUM = rule_kernel("momentum", "update", _momentum_twin, "plain")
-NESTEROV = rule_kernel("nesterov", "update", _nesterov_twin, "plain")
+SGD = rule_kernel("sgd", "update", _sgd_reference, "plain")
+MOMENTUM = rule_kernel("momentum", "update", _momentum_reference, "plain")
+NESTEROV = rule_kernel("nesterov", "update", _nesterov_reference, "plain")
 
 
 def sgd(

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gradreduce.device import Buffer, Device, Kernel, Queue, Writer, accumulate_dtype
+from gradreduce.device import Buffer, Device, Kernel, LaunchBatch, Queue, accumulate_dtype
 from gradreduce.device.kernel import Arrays
 
 from .update_rules import RULES, Rule
@@ -25,7 +25,7 @@ __all__ = [
     "rule_kernel",
     "rule_kernels",
     "update",
-    "update_fitted",
+    "update_unchecked",
 ]
 
 # The operands of one tensor: the variable, a float; its master, if it has one; the slots of the
@@ -89,13 +89,13 @@ class RuleKernel(Kernel):
         return [0, *state, *copies, 1 + len(state) + len(copies)]
 
 
-def rule_kernel(name: str, source: str, twin: Callable[..., None], form: Form) -> RuleKernel:
+def rule_kernel(name: str, source: str, reference: Callable[..., None], form: Form) -> RuleKernel:
     """The kernel of a rule in one form.
 
     Args:
         name: of the entry, which ends in that of the rule.
         source: stem of its file.
-        twin: see ``Kernel``.
+        reference: see ``Kernel``.
         form: see above.
     """
     rule = RULES[name.removeprefix(f"{form}_")]
@@ -103,7 +103,7 @@ def rule_kernel(name: str, source: str, twin: Callable[..., None], form: Form) -
     return RuleKernel(
         name,
         source,
-        twin,
+        reference,
         (
             ("num_written", "int64"),
             *((scalar, "int64") for scalar in lead[form]),
@@ -126,14 +126,16 @@ def rule_kernels(
         run: their twin, of any rule.
     """
 
-    def twin_of(rule: Rule) -> Callable[..., None]:
-        def twin(table: Sequence[Arrays], num_written: int, lead: int, *scalars: float) -> None:
+    def reference_of(rule: Rule) -> Callable[..., None]:
+        def reference(
+            table: Sequence[Arrays], num_written: int, lead: int, *scalars: float
+        ) -> None:
             run(table, rule, lead, scalars)
 
-        return twin
+        return reference
 
     return {
-        rule: rule_kernel(f"{form}_{name}", f"{form}_update", twin_of(rule), form)
+        rule: rule_kernel(f"{form}_{name}", f"{form}_update", reference_of(rule), form)
         for name, rule in RULES.items()
     }
 
@@ -299,7 +301,7 @@ def update(
     for launched in _alike(kernel, rows):
         _check_alike(kernel, launched)
     if rows:
-        update_fitted(kernel, rows, (*lead, *scalars), device or rows[0][0].device, queue)
+        update_unchecked(kernel, rows, (*lead, *scalars), device or rows[0][0].device, queue)
 
 
 def _check_alike(kernel: RuleKernel, rows: Sequence[Update]) -> None:
@@ -314,18 +316,18 @@ def _check_alike(kernel: RuleKernel, rows: Sequence[Update]) -> None:
         total = first[-2 if kernel.form == "local" else -1]
         if total.dtype != accumulate_dtype(first[0].dtype):
             raise ValueError(f"{kernel.name}: {total} is no sum for gradients of {first[0]}")
-    for place in range(num_operands - 1):
-        check_writable(kernel.name, [row[place] for row in rows])
+    for index in range(num_operands - 1):
+        check_writable(kernel.name, [row[index] for row in rows])
 
 
-def update_fitted(
+def update_unchecked(
     kernel: RuleKernel,
     rows: Sequence[Update],
     scalars: Sequence[float],
     device: Device,
     queue: Queue = "compute",
     *,
-    writer: Writer | None = None,
+    writer: LaunchBatch | None = None,
 ) -> None:
     """As the launchers, of rows that fit by their making: not looked at.
 

@@ -1,6 +1,6 @@
-"""Whether the operands of a launch fit together; the door of this folder, never launches.
+"""Validates the operands of a launch, and lists the instantiations of each kind of kernel.
 
-Also looks at operands as the kernels do: complex as pairs, signed integers as unsigned.
+Also views operands as the kernels do: complex as pairs, signed integers as unsigned.
 """
 
 from __future__ import annotations
@@ -109,15 +109,15 @@ def check_rows(
 
 def _check_row(name: str, written: Row, read: Row, leaders: Sequence[int]) -> None:
     operands = (*written, *read)
-    for place, operand in enumerate(operands):
-        leader = operands[leaders[place]]
+    for index, operand in enumerate(operands):
+        leader = operands[leaders[index]]
         if operand.dtype != leader.dtype:
             raise ValueError(f"{name}: dtypes differ: {operand} and {leader}")
         if operand.size != operands[0].size:
             raise ValueError(f"{name}: sizes differ: {operand} and {operands[0]}")
-    for place, target in enumerate(written):
+    for index, target in enumerate(written):
         for other_place, other in enumerate(operands):
-            allowed = other_place == place or (other_place >= len(written) and _same(target, other))
+            allowed = other_place == index or (other_place >= len(written) and _same(target, other))
             if not allowed and overlap(target, other):
                 raise ValueError(f"{name}: {target} overlaps operand {other_place}, {other}")
 
@@ -246,8 +246,8 @@ def by_dtype(
     for (_, _, num_written, num_read), group in groups.items():
         out, term = group[0][0], group[0][num_written]
         check_rows(kernel.name, group, num_written, padded=padded)
-        for place in range(num_written):
-            check_writable(kernel.name, [row[place] for row in group])
+        for index in range(num_written):
+            check_writable(kernel.name, [row[index] for row in group])
         names = elements(kernel, out, term)
         viewed = any(element_of(end.dtype).viewed is not None for end in (out, term))
         rows_of_key = [as_elements(row) for row in group] if viewed else group

@@ -61,7 +61,7 @@ class AdamOptimizer(Optimizer):
         self.beta1 = as_number("beta1", beta1)
         self.beta2 = as_number("beta2", beta2)
         self.epsilon = as_number("epsilon", epsilon)
-        self._check_numbers()
+        self._check_hyperparameters()
         self._densifies = not as_flag("lazy", lazy)
         self._powers: tuple[float, float] | None = None  # beta1 and beta2, until the first update
         self._betas = (0.0, 0.0)
@@ -94,17 +94,17 @@ class AdamOptimizer(Optimizer):
     def _kernel(self) -> RuleKernel:
         return ADAM
 
-    _number_names = ("beta1_power", "beta2_power")
+    _hyperparameter_names = ("beta1_power", "beta2_power")
 
-    def _saved_numbers(self) -> dict[str, float]:
-        return dict(zip(self._number_names, self._powers or (), strict=False))
+    def _saved_hyperparameters(self) -> dict[str, float]:
+        return dict(zip(self._hyperparameter_names, self._powers or (), strict=False))
 
-    def _load_numbers(self, numbers: dict[str, float]) -> None:
-        power1, power2 = (numbers.get(name) for name in self._number_names)
+    def _load_hyperparameters(self, numbers: dict[str, float]) -> None:
+        power1, power2 = (numbers.get(name) for name in self._hyperparameter_names)
         self._powers = None if power1 is None or power2 is None else (power1, power2)
 
-    def _check_numbers(self) -> None:
-        super()._check_numbers()
+    def _check_hyperparameters(self) -> None:
+        super()._check_hyperparameters()
         check_decay("beta1", as_number("beta1", self.beta1))
         check_decay("beta2", as_number("beta2", self.beta2))
 

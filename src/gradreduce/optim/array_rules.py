@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gradreduce import ops
-from gradreduce.arrays.caller_streams import Aside, OneCall
+from gradreduce.arrays.caller_streams import StreamScope, SuspendedScope
 from gradreduce.arrays.convert import from_buffer
 from gradreduce.arrays.convert_gpu import fence_in, on_gpu_of
 from gradreduce.device import Buffer, Device
@@ -14,12 +14,12 @@ from gradreduce.ops import Update
 
 from .update_plan import Job, Rule
 
-__all__ = ["OnArrays", "changed_by"]
+__all__ = ["OnArrays", "run_python_rule"]
 
 OnArrays = Callable[[Any, dict[str, Any], Any], object]  # should return None
 
 
-def changed_by(apply: OnArrays, names: Sequence[str], job: Job) -> Rule:
+def run_python_rule(apply: OnArrays, names: Sequence[str], job: Job) -> Rule:
     """Runs a caller's rule on copies; what it returns brings them where they belong.
 
     So an error in it has changed nothing, and no lock is held meanwhile.
@@ -63,8 +63,8 @@ def _copied(row: Update, leader: Device) -> list[Buffer]:
 
 
 def _call(apply: OnArrays, names: Sequence[str], shown: Sequence[Buffer], leader: Device) -> None:
-    with Aside():
-        with OneCall():
+    with SuspendedScope():
+        with StreamScope():
             variable, *slots, gradient = [from_buffer(each, "native") for each in shown]
         given = dict(zip(names, slots, strict=True))
         with on_gpu_of(leader):  # where CuPy computes
@@ -78,13 +78,13 @@ def _call(apply: OnArrays, names: Sequence[str], shown: Sequence[Buffer], leader
     for name, slot in zip(names, slots, strict=True):
         if given.get(name) is not slot:  # else it would be lost, and nobody would know
             raise ValueError(f"_apply put another array in slots[{name!r}]: change the one there")
-    if leader.fabric.backend != "sim":
+    if leader.mesh_state.backend != "sim":
         fence_in(shown[0], "native")
 
 
 def _only_read(gradient: Any, leader: Device) -> Any:
     """It may be the caller's own memory, and the copies on one GPU share it."""
-    if leader.fabric.backend != "sim":
+    if leader.mesh_state.backend != "sim":
         return gradient.copy()  # CuPy has no arrays that refuse to be written
     view = gradient.view()
     view.flags.writeable = False

@@ -6,26 +6,34 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradreduce import ops
-from gradreduce.arrays.caller_streams import OneCall
+from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import as_result_kind, from_buffer, host_array, kind_of, to_buffer
 from gradreduce.arrays.convert_gpu import reading
 from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, buffer_of, device_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.replica_context import current_device
-from gradreduce.device import Buffer, Device, accumulate_dtype, as_dtype, fetch, gather, scatter
+from gradreduce.device import (
+    Buffer,
+    Device,
+    accumulate_dtype,
+    as_dtype,
+    fork_streams,
+    join_streams,
+    to_accessible,
+)
 from gradreduce.errors import about, brief
 
 __all__ = ["clip_by_global_norm"]
 
 
-@OneCall()
+@StreamScope()
 def clip_by_global_norm(
     t_list: Sequence[Any],
     clip_norm: float,
     use_norm: Any = None,
     name: str | None = None,
     *,
-    as_kind: str | None = None,
+    output_type: str | None = None,
 ) -> tuple[list[Any], Any]:
     """Scales gradients so that their norm, of all together, is at most ``clip_norm``.
 
@@ -40,8 +48,8 @@ def clip_by_global_norm(
         clip_norm: above 0.
         use_norm: instead of their norm: a number, or an array of one, which the host waits for.
         name: ignored; TensorFlow's name of the operation.
-        as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the results
-            are instead of what each tensor is.
+        output_type: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the
+            results are instead of what each tensor is.
 
     Returns:
         New arrays, on the device of the first tensor, and the norm: infinite or NaN if an element
@@ -59,28 +67,28 @@ def clip_by_global_norm(
     if not limit > 0:
         raise ValueError(f"clip_norm={brief(clip_norm)} must be above 0")
     norm = None if use_norm is None else float(host_array(use_norm))
-    present = {place: each for place, each in enumerate(t_list) if each is not None}
-    for place, each in present.items():
+    present = {index: each for index, each in enumerate(t_list) if each is not None}
+    for index, each in present.items():
         if isinstance(each, PerReplica):
             raise TypeError(
-                f"t_list[{place}] is a PerReplica, whose replicas differ: reduce it first"
+                f"t_list[{index}] is a PerReplica, whose replicas differ: reduce it first"
             )
     if not present:
         return list(t_list), norm or 0.0
     if any(isinstance(each, Mirrored) for each in present.values()):
         clipped, found = _mirrored(present, limit, norm)
     else:
-        clipped, found = _plain(present, limit, norm, as_kind)
+        clipped, found = _plain(present, limit, norm, output_type)
     made = iter(clipped)
     return [None if each is None else next(made) for each in t_list], found
 
 
 def _plain(
-    present: Mapping[int, Any], limit: float, norm: float | None, as_kind: str | None
+    present: Mapping[int, Any], limit: float, norm: float | None, output_type: str | None
 ) -> tuple[list[Any], Any]:
-    parts = {place: _placed(place, each) for place, each in present.items()}
+    parts = {index: _placed(index, each) for index, each in present.items()}
     kinds = [
-        as_result_kind(as_kind, each.kind if isinstance(each, IndexedSlices) else kind_of(each))
+        as_result_kind(output_type, each.kind if isinstance(each, IndexedSlices) else kind_of(each))
         for each in present.values()
     ]
     clipped, found = _clipped(parts, limit, norm, device_of(next(iter(parts.values()))))
@@ -94,15 +102,15 @@ def _plain(
 def _mirrored(
     present: Mapping[int, Any], limit: float, norm: float | None
 ) -> tuple[list[Any], Any]:
-    at, first = next((place, each) for place, each in present.items() if isinstance(each, Mirrored))
-    for place, each in present.items():
+    at, first = next((index, each) for index, each in present.items() if isinstance(each, Mirrored))
+    for index, each in present.items():
         if not isinstance(each, Mirrored):
             raise TypeError(
-                f"t_list[{at}] is Mirrored and t_list[{place}] {type(each).__name__}: all or none "
+                f"t_list[{at}] is Mirrored and t_list[{index}] {type(each).__name__}: all or none "
                 "must be Mirrored"
             )
         if each.devices != first.devices:
-            raise ValueError(f"t_list[{at}] and t_list[{place}] are on different devices")
+            raise ValueError(f"t_list[{at}] and t_list[{index}] are on different devices")
         each.forget_copies()
     on_each = [
         _clipped({p: each.parts[on] for p, each in present.items()}, limit, norm, device)
@@ -131,11 +139,11 @@ def _clipped(
 ) -> tuple[list[Part], Buffer]:
     """New ones on ``home``, and the norm, of the first one's accumulate dtype."""
     given = [buffer_of(part) for part in parts.values()]
-    for place, buffer in zip(parts, given, strict=True):
+    for index, buffer in zip(parts, given, strict=True):
         if buffer.dtype.kind not in "fV":  # bfloat16 is of kind V in ml_dtypes
-            raise ValueError(f"t_list[{place}] is {buffer.dtype}; it must be of a float dtype")
+            raise ValueError(f"t_list[{index}] is {buffer.dtype}; it must be of a float dtype")
     reading(given)
-    near = [fetch(home, buffer) for buffer in given]
+    near = [to_accessible(home, buffer) for buffer in given]
     double, told = as_dtype("float64"), accumulate_dtype(given[0].dtype)
     for dtype in {buffer.dtype for buffer in near}:
         ops.prepare_norm_of(home, dtype)
@@ -146,12 +154,12 @@ def _clipped(
     devices = [home, *(buffer.device for buffer in near)]
     if norm is not None:
         total = to_buffer([norm], home, dtype=double)
-    gather(home, devices)
+    join_streams(home, devices)
     if norm is None:
         total = ops.norm_of(near, home)
     ops.clip(outs, near, total, limit=limit, device=home)
     ops.pack([found], [total], device=home)
-    scatter(home, devices)
+    fork_streams(home, devices)
     clipped = [
         IndexedSlices.of(out, part.indices.copy(), part.dense_shape)
         if isinstance(part, IndexedSlices)

@@ -103,10 +103,10 @@ def _checked_variables(var_list: Any) -> Sequence[Variable] | None:
         raise InvalidVariableError(f"var_list={brief(var_list)} is no list of Variables") from None
     if not variables:
         raise ValueError("No variables to optimize.")
-    for place, variable in enumerate(variables):
+    for index, variable in enumerate(variables):
         if not isinstance(variable, Variable):
             raise InvalidVariableError(
-                f"Argument is not a gr.Variable: var_list[{place}] is {brief(variable)}"
+                f"Argument is not a gr.Variable: var_list[{index}] is {brief(variable)}"
             )
         check_float(variable)
     return variables

@@ -23,8 +23,8 @@ __all__ = [
     "check_global_step",
     "checked_pairs",
     "made_dense",
-    "near",
     "ready_count",
+    "to_variables",
 ]
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -81,14 +81,14 @@ def checked_pairs(grads_and_vars: Iterable[Pair]) -> tuple[list[Any], list[Varia
         raise TypeError(
             f"grads_and_vars={brief(grads_and_vars)} must be a list of (gradient, variable) pairs"
         ) from None
-    for place, pair in enumerate(pairs):
+    for index, pair in enumerate(pairs):
         if (
             type(pair) is not tuple
             or len(pair) != 2
             or type(pair[1]) is not Variable
             or not pair[1].trainable  # a trainable one holds floats
         ):
-            _check_pair(pair, place)
+            _check_pair(pair, index)
     if not pairs:
         raise ValueError("No variables provided.")
     variables = [var for _, var in pairs]
@@ -115,7 +115,7 @@ def _check_pair(pair: Any, place: int) -> None:
         check_float(pair[1])
 
 
-def near(
+def to_variables(
     gradients: Sequence[Any],
     variables: Sequence[Variable],
     cross_device_ops: CrossDeviceOps | None,
@@ -281,13 +281,13 @@ def check_apart(
     Raises:
         ValueError: a gradient shares a byte with what is written.
     """
-    place = written.shared_by(
+    index = written.shared_by(
         [part if type(part) is Buffer else buffer_of(part) for parts in gradients for part in parts]
     )
-    if place is None:
+    if index is None:
         return
     owners = [var for var, parts in zip(variables, gradients, strict=True) for _ in parts]
     raise ValueError(
-        f"the gradient of {owners[place]!r} is the memory of a variable or slot that this call "
+        f"the gradient of {owners[index]!r} is the memory of a variable or slot that this call "
         "writes; pass a copy"
     )

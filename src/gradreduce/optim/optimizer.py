@@ -10,17 +10,17 @@ from functools import partial
 from typing import Any
 
 from gradreduce import ops
-from gradreduce.arrays.caller_streams import OneCall, hand_back
+from gradreduce.arrays.caller_streams import StreamScope, release_inputs
 from gradreduce.arrays.distributed import Part, PerReplica
 from gradreduce.arrays.variable import Variable
 from gradreduce.autodiff.gradients import Engine
-from gradreduce.device import DeferInterrupts, Writer, as_deadline, due
+from gradreduce.device import DeferInterrupts, LaunchBatch, as_deadline, deadline_scope
 from gradreduce.errors import NotCopied, brief
 from gradreduce.reduce.aggregation import AggregationMethod
 from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
-from .array_rules import changed_by
+from .array_rules import run_python_rule
 from .checkpoint import checked_numbers, checked_state, loaded_slots, saved_state
 from .compute_gradients import Pairs, ready_gradients
 from .gradient_inputs import (
@@ -28,8 +28,8 @@ from .gradient_inputs import (
     check_global_step,
     checked_pairs,
     made_dense,
-    near,
     ready_count,
+    to_variables,
 )
 from .hyperparameters import as_number, no_attribute, shown, value_of
 from .slots import Slots
@@ -140,13 +140,13 @@ class Optimizer(NotCopied):
     def _finish(self) -> None:
         """Called when an update is launched."""
 
-    _number_names: tuple[str, ...] = ()  # what it keeps beside slots: powers of decays
+    _hyperparameter_names: tuple[str, ...] = ()  # what it keeps beside slots: powers of decays
 
-    def _saved_numbers(self) -> dict[str, float]:
+    def _saved_hyperparameters(self) -> dict[str, float]:
         """By those names; nothing before the first update."""
         return {}
 
-    def _load_numbers(self, numbers: dict[str, float]) -> None:
+    def _load_hyperparameters(self, numbers: dict[str, float]) -> None:
         """Puts them back."""
 
     # -- members ----------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class Optimizer(NotCopied):
         """Every Variable in which the optimizer keeps something, sorted by name."""
         return self._slots.all()
 
-    @OneCall()
+    @StreamScope()
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Variable]],
@@ -216,12 +216,14 @@ class Optimizer(NotCopied):
         gradients, variables = checked_pairs(grads_and_vars)
         check_global_step(global_step)
         plan = self._known(variables)
-        with due("apply_gradients", seconds, plan.devices if plan else devices_of(variables)):
+        with deadline_scope(
+            "apply_gradients", seconds, plan.devices if plan else devices_of(variables)
+        ):
             parts = self._arrived(gradients, variables, plan)
-            self._check_numbers()
+            self._check_hyperparameters()
             count = ready_count(global_step)
             if plan is None:
-                with self._slots.kept_if_done():
+                with self._slots.rollback_on_error():
                     self.prepare(variables)
                     plan = Plan(variables, self._slots.rows, self._kernel)
                     self._change(plan, parts, count)
@@ -345,7 +347,7 @@ class Optimizer(NotCopied):
             ValueError: two variables with slots have the same name.
         """
         seconds = as_deadline(deadline)
-        return saved_state(type(self).__name__, self._slots, self._saved_numbers(), seconds)
+        return saved_state(type(self).__name__, self._slots, self._saved_hyperparameters(), seconds)
 
     def load_state_dict(self, state: Mapping[str, Any], variables: Sequence[Variable]) -> None:
         """Puts back what ``state_dict`` gave, in this process or another, on any backend.
@@ -363,17 +365,17 @@ class Optimizer(NotCopied):
                 of the same name, or no powers (numbers from 0 to below 1) beside Adam's slots.
         """
         given = checked_state(type(self).__name__, self._slots, variables, state)
-        numbers = checked_numbers(state, self._number_names, given, self._slot_start)
+        numbers = checked_numbers(state, self._hyperparameter_names, given, self._slot_start)
         self._slots.by_name = loaded_slots(self._slots, given)
         self._plan = None
-        self._load_numbers(numbers)
+        self._load_hyperparameters(numbers)
 
     def prepare(self, variables: Sequence[Variable]) -> None:
         """Compiles what an update of these variables launches, and makes their slots.
 
         ``apply_gradients`` does it too; a caller who may not fail half-way does it before.
         """
-        self._check_numbers()
+        self._check_hyperparameters()
         if (kernel := self._kernel) is not None:
             for var in variables:
                 state = self._slots.state_dtype(var)
@@ -393,14 +395,14 @@ class Optimizer(NotCopied):
                     plan.are_apart(plain)
                 return plain
         spread = any([isinstance(grad, PerReplica) for grad in gradients])
-        found = near(gradients, variables, self.cross_device_ops if spread else None)
+        found = to_variables(gradients, variables, self.cross_device_ops if spread else None)
         ranges = self._slots.ranges(variables) if plan is None else plan.ranges
         check_apart(variables, found, ranges)
         if self._densifies:
             found = made_dense(found, variables)
         return [part for parts in found for part in parts]
 
-    def _check_numbers(self) -> None:
+    def _check_hyperparameters(self) -> None:
         for attribute in self._hyperparameters:  # may have been set to anything meanwhile
             as_number(attribute, getattr(self, attribute))
 
@@ -422,26 +424,29 @@ class Optimizer(NotCopied):
         """
         scalars = self._scalars()
         jobs = [
-            Job([plan.written[place] for place in places], [parts[place] for place in places])
-            for places in plan.places
+            Job([plan.written[index] for index in indices], [parts[index] for index in indices])
+            for indices in plan.places
         ]
         both = zip(jobs, plan.writers, strict=True)
         ready = [self._ready(job, scalars, each if job.is_dense else None) for job, each in both]
-        fabric = plan.devices[0].fabric
+        mesh_state = plan.devices[0].mesh_state
         with DeferInterrupts():
-            with fabric.launch_lock, fabric.whole_or_lost(plan.devices):  # all, or another's turn
+            with (
+                mesh_state.launch_lock,
+                mesh_state.fail_on_partial_write(plan.devices),
+            ):  # all, or another's turn
                 for launch in ready:
                     launch()
                 self._slots.keep()
                 self._finish()
             count()
-            hand_back()
+            release_inputs()
 
     def _ready(
-        self, job: Job, scalars: tuple[float, ...], writer: Writer | None
+        self, job: Job, scalars: tuple[float, ...], writer: LaunchBatch | None
     ) -> Callable[[], None]:
         """What does a job; a rule on arrays has been computed by then."""
         if (kernel := self._kernel) is not None:
             return partial(job.run, by_kernel(kernel, scalars, writer))
         job.begin()
-        return partial(job.end, changed_by(self._apply, self._slot_names, job))
+        return partial(job.end, run_python_rule(self._apply, self._slot_names, job))

@@ -58,7 +58,7 @@ class Slots:
         return (MASTER, *self.names) if self.wants_master(var) else self.names
 
     @contextmanager
-    def kept_if_done(self) -> Iterator[None]:
+    def rollback_on_error(self) -> Iterator[None]:
         """What is made inside is dropped again if something raises there before ``keep``."""
         self._before = {name: dict(slots) for name, slots in self.by_name.items()}
         try:
@@ -107,8 +107,8 @@ class Slots:
         if name == MASTER:
             last = f"/{MASTER}"
         else:
-            place = self.names.index(name)
-            last = f"_{place}" if place else ""
+            index = self.names.index(name)
+            last = f"_{index}" if index else ""
         whole = f"{var.name}/{self.owner}{last}"
         return Variable.filled_like(var, whole, value, dtype=self.state_dtype(var))
 

@@ -1,8 +1,7 @@
-"""How a rule reaches the copies of all variables on one physical device; knows no rule.
+"""Plans an update of many variables: the launches of each GPU, worked out once.
 
-A sparse gradient is merged first, row by row, and what it touches is taken out of the variable and
-its slots: those rows are an update like any other, in the same launch, and are put back. So a rule
-needs no second face, and rows of the gradient get the bits that a dense update gives them.
+A sparse gradient is merged first, row by row. The rows that it touches are taken out of the
+variable and its slots, updated like any other operands in the same launch, and put back.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from gradreduce.arrays.distributed import Part, device_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.staging import Staging
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, Device, Writer, by_physical, gather, scatter
+from gradreduce.device import Buffer, Device, LaunchBatch, by_physical, fork_streams, join_streams
 from gradreduce.ops import Update
 
 __all__ = ["Job", "Plan", "Rule", "by_kernel", "devices_of"]
@@ -53,10 +52,10 @@ class Plan:
         self._wanted = [(row[0].device, row[0].dtype, row[0].shape) for row in self.written]
         kinds = {(id(row[0].dtype), id(row[-1].dtype), len(row)) for row in self.written}
         self.writers = [
-            Writer(self.devices[places[0]], [self.written[place] for place in places])
+            LaunchBatch(self.devices[indices[0]], [self.written[index] for index in indices])
             if len(kinds) == 1
             else None
-            for places in self.places
+            for indices in self.places
         ]
         self._staging = Staging(self._wanted)
         self._addresses: list[int] = []
@@ -75,14 +74,14 @@ class Plan:
                 return self._from_host(gradients)
             if grad.device is not device or grad.dtype is not dtype or grad.shape != shape:
                 return None
-            is_lent = is_lent or grad.lender is not None
+            is_lent = is_lent or grad.array_owner is not None
         if is_lent:
             reading(gradients)
         return gradients
 
     def _from_host(self, gradients: Sequence[Any]) -> Sequence[Buffer] | None:
         # A rule on arrays may keep what it is shown; a capture would keep the values of now.
-        if self.kernel is None or self.devices[0].fabric.capture is not None:
+        if self.kernel is None or self.devices[0].mesh_state.capture is not None:
             return None
         return self._staging.staged(gradients)
 
@@ -107,10 +106,10 @@ Rule = Callable[[Sequence[Update], Device], None]
 
 
 def by_kernel(
-    kernel: ops.RuleKernel, scalars: Sequence[float], writer: Writer | None = None
+    kernel: ops.RuleKernel, scalars: Sequence[float], writer: LaunchBatch | None = None
 ) -> Rule:
     """A rule that is a kernel, with all that it takes behind ``num_written``."""
-    return lambda rows, at: ops.update_fitted(kernel, rows, scalars, at, writer=writer)
+    return lambda rows, at: ops.update_unchecked(kernel, rows, scalars, at, writer=writer)
 
 
 class Job:
@@ -134,8 +133,8 @@ class Job:
         ]
         leader = self.leader
         self._devices = dict.fromkeys([leader])
-        for place in (0, -1):
-            others = [row[place].device for row in self.updates if row[place].device is not leader]
+        for index in (0, -1):
+            others = [row[index].device for row in self.updates if row[index].device is not leader]
             self._devices |= dict.fromkeys(others)
         self._take, self._put_back = _nothing, _nothing
         self.is_dense = len(self.updates) == len(pairs)
@@ -154,14 +153,14 @@ class Job:
 
     def begin(self) -> None:
         """Comes behind all other devices, and takes out the rows that sparse gradients touch."""
-        gather(self.leader, self._devices)
+        join_streams(self.leader, self._devices)
         self._take()
 
     def end(self, rule: Rule) -> None:
         """Launches the rule, puts rows back, and lets the other devices come behind."""
         rule(self.updates, self.leader)
         self._put_back()
-        scatter(self.leader, self._devices)
+        fork_streams(self.leader, self._devices)
 
     def run(self, rule: Rule) -> None:
         """Both; launches, and only that."""

@@ -1,7 +1,9 @@
-"""How the terms of one gradient on one device become the gradient; never crosses devices.
+"""Sums the terms of one gradient on one device: add_n, accumulate_n, aggregate.
 
 Sources: tf.AggregationMethod, tf.add_n, tf.accumulate_n (aggregation_method.md). Where they leave
-the order open, it is fixed here: ADD_N and ACCUMULATE_N add left to right, TREE in pairs.
+the order open, it is fixed here: ADD_N and ACCUMULATE_N add left to right, TREE in pairs. If all
+terms are IndexedSlices, the result has all their rows; if only some are, those are made dense
+first.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 from gradreduce import ops
-from gradreduce.arrays.caller_streams import Aside, OneCall
+from gradreduce.arrays.caller_streams import StreamScope, SuspendedScope
 from gradreduce.arrays.convert import as_result_kind, from_buffer, is_array, kind_of
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.distributed import DistributedValues
@@ -24,16 +26,16 @@ from gradreduce.device import (
     DType,
     as_dtype,
     as_index,
+    can_access,
     compatible,
     copy_over,
     flat_layout,
-    gather,
-    reaches,
-    scatter,
+    fork_streams,
+    join_streams,
 )
 from gradreduce.errors import MixedDtypesError, brief, listed
 
-from .aggregators import AddN, Aggregator, OneBuffer, Spread, Tree, aggregate_buffers
+from .aggregators import AddN, Aggregator, MultiDeviceSum, OneBuffer, Tree, aggregate_buffers
 
 __all__ = [
     "AggregationMethod",
@@ -109,7 +111,7 @@ def concatenated(terms: Sequence[IndexedSlices], kind: Kind) -> Any:
         TypeError: dtypes differ.
         ValueError: shapes of a row differ, or an index is not below the first ``dense_shape[0]``.
     """
-    with OneCall():
+    with StreamScope():
         placed = [term.placed() for term in terms]
         return joined(placed, placed[0].values.device).shown(kind)
 
@@ -117,16 +119,16 @@ def concatenated(terms: Sequence[IndexedSlices], kind: Kind) -> Any:
 def joined(placed: Sequence[IndexedSlices], home: Device) -> IndexedSlices:
     """As ``concatenated``, of IndexedSlices of Buffers; new memory on ``home``."""
     parts: list[Buffer] = [term.values for term in placed]
-    for place, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if part.dtype != parts[0].dtype:
             raise TypeError(
                 f"inputs have dtypes that don't all match: input 0 is {parts[0].dtype}, input "
-                f"{place} is {part.dtype}"
+                f"{index} is {part.dtype}"
             )
         if part.shape[1:] != parts[0].shape[1:]:
             raise ValueError(
                 "inputs must have rows of the same shape. Input 0: "
-                f"{list(parts[0].shape[1:])} != input {place}: {list(part.shape[1:])}"
+                f"{list(parts[0].shape[1:])} != input {index}: {list(part.shape[1:])}"
             )
     indices = ops.joined_indices([term.indices for term in placed])
     check_indices(indices, placed[0].dense_shape)
@@ -152,7 +154,7 @@ def rows_together(groups: Sequence[tuple[Device, Sequence[Buffer]]]) -> list[Buf
         for part in parts:
             move = (whole.view(start, part.shape), part)
             start += part.size
-            if reaches(home, part):
+            if can_access(home, part):
                 near.setdefault(home, []).append(move)
             else:
                 far.setdefault((home, part.device), []).append(move)
@@ -169,11 +171,11 @@ def rows_together(groups: Sequence[tuple[Device, Sequence[Buffer]]]) -> list[Buf
 def _arrived(home: Device, moves: Sequence[_Move]) -> list[_Move]:
     """The same rows on ``home``, by way of two flat buffers; all come from one device."""
     source = moves[0][1].device
-    flats: dict[DType, list[_Move]] = {}
+    pack_buffers: dict[DType, list[_Move]] = {}
     for move in moves:
-        flats.setdefault(move[1].dtype, []).append(move)
+        pack_buffers.setdefault(move[1].dtype, []).append(move)
     arrived, packed = list[_Move](), list[_Move]()
-    for dtype, sharing in flats.items():
+    for dtype, sharing in pack_buffers.items():
         layout = flat_layout([part.size for _, part in sharing], dtype.itemsize)
         there, here = (device.empty((layout.size,), dtype) for device in (source, home))
         for (into, part), offset in zip(sharing, layout.offsets, strict=True):
@@ -188,9 +190,9 @@ def _arrived(home: Device, moves: Sequence[_Move]) -> list[_Move]:
 def _pack(device: Device, moves: Sequence[_Move]) -> None:
     """One launch by ``device``, which reaches all of it."""
     others = [part.device for _, part in moves]
-    gather(device, others)
+    join_streams(device, others)
     ops.pack([into for into, _ in moves], [part for _, part in moves], device=device)
-    scatter(device, others)
+    fork_streams(device, others)
 
 
 _END = object()  # of what is read as it comes
@@ -239,34 +241,34 @@ def aggregator_of(method: AggregationMethod) -> type[Aggregator]:
 
 
 @traceable
-def add_n(inputs: Sequence[Any], name: str | None = None, *, as_kind: str | None = None) -> Any:
+def add_n(inputs: Sequence[Any], name: str | None = None, *, output_type: str | None = None) -> Any:
     """The sum of ``inputs``, left to right (tf.add_n).
 
     Halves are added in float32 and rounded once.
 
     Args:
         inputs: list or tuple of arrays of one shape and dtype (nothing is broadcast). A single
-            one is returned itself (a copy, if ``as_kind`` asks for another kind). Those on
+            one is returned itself (a copy, if ``output_type`` asks for another kind). Those on
             several devices are added per device first. IndexedSlices are made dense, a single
             one too.
         name: ignored; TensorFlow's name of the operation.
-        as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the result
-            is instead of the kind of the first input.
+        output_type: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the
+            result is instead of the kind of the first input.
 
     Returns:
         A new array of the kind of the first input; no input is written.
 
     Raises:
         ValueError: not a list or tuple, an empty one, ``None`` in it, shapes differ, a single
-            IndexedSlices without ``dense_shape``, or an unknown ``as_kind``.
+            IndexedSlices without ``dense_shape``, or an unknown ``output_type``.
         TypeError: dtypes differ, one that cannot be added, or IndexedSlices without
             ``dense_shape`` among several inputs.
     """
     _check_inputs(inputs, "Tensor/IndexedSlices")
     inputs = [as_slices(each) for each in inputs]
     if len(inputs) == 1 and not all_sparse(inputs):
-        return _alone(inputs[0], as_kind)
-    kind = as_result_kind(as_kind, kind_of_term(inputs[0]))
+        return _alone(inputs[0], output_type)
+    kind = as_result_kind(output_type, kind_of_term(inputs[0]))
     return _aggregate(list(inputs), AggregationMethod.ADD_N, TypeError, kind)
 
 
@@ -277,26 +279,26 @@ def accumulate_n(
     tensor_dtype: Any = None,
     name: str | None = None,
     *,
-    as_kind: str | None = None,
+    output_type: str | None = None,
 ) -> Any:
     """The sum of ``inputs`` in one buffer, in the order of the list (tf.accumulate_n).
 
     Args:
         inputs: list or tuple of arrays of one shape and dtype. A single one is returned itself
-            (a copy, if ``as_kind`` asks for another kind). Those on several devices are added
+            (a copy, if ``output_type`` asks for another kind). Those on several devices are added
             per device first.
         shape: what their shape must be, a list of integers; None entries fit any extent.
         tensor_dtype: what their dtype must be.
         name: ignored; TensorFlow's name of the operation.
-        as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the result
-            is instead of the kind of the first input.
+        output_type: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the
+            result is instead of the kind of the first input.
 
     Returns:
         A new array of the kind of the first input; no input is written.
 
     Raises:
         ValueError: not a list or tuple, an empty one, ``None`` in it, dtypes or shapes differ, or
-            a shape other than ``shape``, IndexedSlices, or an unknown ``as_kind``.
+            a shape other than ``shape``, IndexedSlices, or an unknown ``output_type``.
         TypeError: a dtype other than ``tensor_dtype``, one that cannot be added, or a ``shape``
             that is no list of integers.
     """
@@ -304,15 +306,15 @@ def accumulate_n(
     if _any_sparse(inputs):
         raise ValueError("accumulate_n takes no IndexedSlices; add_n does, or pass .to_dense()")
     if len(inputs) == 1 and shape is None and tensor_dtype is None:
-        return _alone(inputs[0], as_kind)
-    kind = as_result_kind(as_kind, kind_of_term(inputs[0]))
+        return _alone(inputs[0], output_type)
+    kind = as_result_kind(output_type, kind_of_term(inputs[0]))
     terms = list(inputs)
     if shape is not None or tensor_dtype is not None:
-        with OneCall(reads=False):
+        with StreamScope(reads=False):
             terms = on_current_devices(inputs)
         _check_promised(terms, shape, tensor_dtype)
     if len(inputs) == 1:
-        return _alone(inputs[0], as_kind)
+        return _alone(inputs[0], output_type)
     return _aggregate(terms, AggregationMethod.EXPERIMENTAL_ACCUMULATE_N, ValueError, kind)
 
 
@@ -321,7 +323,7 @@ def aggregate(
     terms: Iterable[Any],
     method: AggregationMethod | int | None = AggregationMethod.DEFAULT,
     *,
-    as_kind: str | None = None,
+    output_type: str | None = None,
 ) -> Any:
     """The gradient that ``terms`` make, combined by an aggregation method.
 
@@ -332,38 +334,38 @@ def aggregate(
             over. Those of one device are added there, the partial sums on that of the first term.
             IndexedSlices among arrays are made dense, then added like them.
         method: an ``AggregationMethod``, its number, or None for DEFAULT.
-        as_kind: what the result is instead of the kind of the first term; see ``add_n``.
+        output_type: what the result is instead of the kind of the first term; see ``add_n``.
 
     Returns:
-        A new array of the kind of the first term; a single term itself (a copy, if ``as_kind``
+        A new array of the kind of the first term; a single term itself (a copy, if ``output_type``
         asks for another kind); None without any. Of IndexedSlices alone: new ones with the rows
         of all, one term after the other (``coalesce`` merges them), with the ``dense_shape`` of
         the first; the method has no part in it.
 
     Raises:
-        ValueError: an invalid method or ``as_kind`` (even for a single term), shapes differ, or an
-            index beyond the ``dense_shape`` of the first term.
+        ValueError: an invalid method or ``output_type`` (even for a single term), shapes differ, or
+            an index beyond the ``dense_shape`` of the first term.
         TypeError: dtypes differ (for ACCUMULATE_N a ``ValueError`` too), a term that is no array,
             IndexedSlices without ``dense_shape`` among arrays, or ``terms`` is a ``PerReplica`` or
             ``Mirrored``: replicas are reduced across devices.
     """
     method = as_aggregation_method(method)
-    as_result_kind(as_kind, "native")  # a wrong name must not cost a term
+    as_result_kind(output_type, "native")  # a wrong name must not cost a term
     if isinstance(terms, DistributedValues):  # replicas are no terms, and stay on their devices
         kind_of_term(terms)  # raises
     if not isinstance(terms, list | tuple):
         if current_reader() is not None:  # there may be traced values among them
-            return aggregate(list(terms), method, as_kind=as_kind)
-        return _aggregate_lazily(terms, method, as_kind)
+            return aggregate(list(terms), method, output_type=output_type)
+        return _aggregate_lazily(terms, method, output_type)
     present = [as_slices(term) for term in terms if term is not None]
     if not present:
         return None
     kinds = [kind_of_term(term) for term in present]
     if len(present) == 1:
-        return _alone(present[0], as_kind)
+        return _alone(present[0], output_type)
     if all_sparse(present):
-        return concatenated(present, as_result_kind(as_kind, kinds[0]))
-    return _aggregate(present, method, _dtype_error(method), as_result_kind(as_kind, kinds[0]))
+        return concatenated(present, as_result_kind(output_type, kinds[0]))
+    return _aggregate(present, method, _dtype_error(method), as_result_kind(output_type, kinds[0]))
 
 
 def _aggregate(
@@ -380,8 +382,8 @@ def _aggregate(
         made = ops.added_on_host(terms, current_device())
         if made is not None:
             return made
-    spread = Spread(_AGGREGATORS[method], dtype_error)
-    with OneCall():
+    spread = MultiDeviceSum(_AGGREGATORS[method], dtype_error)
+    with StreamScope():
         buffers = _checked(terms, spread)
         home = buffers[0].device
         if not [buffer for buffer in buffers if buffer.device is not home]:
@@ -391,7 +393,7 @@ def _aggregate(
         return from_buffer(spread.result(), kind)
 
 
-def _checked(terms: Sequence[Any], spread: Spread) -> list[Buffer]:
+def _checked(terms: Sequence[Any], spread: MultiDeviceSum) -> list[Buffer]:
     """All terms as Buffers, once they agree; sparse ones made dense."""
     if _any_sparse(terms):
         placed = [_on_current_device(term) for term in terms]
@@ -404,10 +406,12 @@ def _checked(terms: Sequence[Any], spread: Spread) -> list[Buffer]:
     return buffers
 
 
-@OneCall()
-def _aggregate_lazily(terms: Iterable[Any], method: AggregationMethod, as_kind: str | None) -> Any:
+@StreamScope()
+def _aggregate_lazily(
+    terms: Iterable[Any], method: AggregationMethod, output_type: str | None
+) -> Any:
     """As they come: no reference to a term outlives what the method needs of it."""
-    spread = Spread(_AGGREGATORS[method], _dtype_error(method))
+    spread = MultiDeviceSum(_AGGREGATORS[method], _dtype_error(method))
     kind: Kind = "native"
     held: list[Any] = []  # the first term, which is itself if alone; sparse ones, while all are
     for term in _given_aside(terms):
@@ -416,7 +420,7 @@ def _aggregate_lazily(terms: Iterable[Any], method: AggregationMethod, as_kind: 
         term = as_slices(term)
         found = kind_of_term(term)
         if not held and not spread.count:
-            kind = as_result_kind(as_kind, found)
+            kind = as_result_kind(output_type, found)
             held.append(term)
         elif held and all_sparse([held[0], term]):
             held.append(term)
@@ -426,7 +430,7 @@ def _aggregate_lazily(terms: Iterable[Any], method: AggregationMethod, as_kind: 
             _push(spread, term)
         del term  # before the next one is made
     if len(held) == 1:
-        return _alone(held[0], as_kind)
+        return _alone(held[0], output_type)
     if held:
         return concatenated(held, kind)
     return from_buffer(spread.result(), kind) if spread.count else None
@@ -436,7 +440,7 @@ def _given_aside(terms: Iterable[Any]) -> Iterator[Any]:
     """The same, made by the caller's own code."""
     left = iter(terms)
     while True:
-        with Aside():
+        with SuspendedScope():
             term = next(left, _END)
         if term is _END:
             return
@@ -444,22 +448,22 @@ def _given_aside(terms: Iterable[Any]) -> Iterator[Any]:
         del term
 
 
-def _alone(term: Any, as_kind: str | None) -> Any:
-    """A single term itself; a copy, if ``as_kind`` names another kind than it is of."""
+def _alone(term: Any, output_type: str | None) -> Any:
+    """A single term itself; a copy, if ``output_type`` names another kind than it is of."""
     kind = kind_of_term(term)
-    wanted = as_result_kind(as_kind, kind)
+    wanted = as_result_kind(output_type, kind)
     if wanted == kind or (kind == "native" and wanted == "numpy" and is_array(term)):
         return term.as_coo() if kind == "coo" else term
     if isinstance(term, IndexedSlices):
         return concatenated([term], wanted)
-    with OneCall():
+    with StreamScope():
         (buffer,) = on_current_devices([term])
         made = buffer.device.empty(buffer.shape, buffer.dtype)
         buffer.device.copy(made, buffer)
         return from_buffer(made, wanted)
 
 
-def _push(spread: Spread, term: Any) -> None:
+def _push(spread: MultiDeviceSum, term: Any) -> None:
     """Checks one of several terms, then adds it."""
     placed = _on_current_device(term)
     spread.check(known_shape(placed), placed.dtype)
@@ -483,8 +487,8 @@ def _described(inputs: Any) -> str:
         return f"one {type(inputs).__name__}{getattr(inputs, '_instead', '')}"
     if not inputs:
         return "none"
-    places = [str(place) for place, term in enumerate(inputs) if term is None]
-    return f"None at {listed(places)}"
+    indices = [str(index) for index, term in enumerate(inputs) if term is None]
+    return f"None at {listed(indices)}"
 
 
 def _check_promised(

@@ -10,9 +10,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from gradreduce import ops
-from gradreduce.device import Buffer, Device, DType, accumulate_dtype, bring, gather, scatter
+from gradreduce.device import (
+    Buffer,
+    Device,
+    DType,
+    accumulate_dtype,
+    ensure_accessible,
+    fork_streams,
+    join_streams,
+)
 
-__all__ = ["AddN", "Aggregator", "OneBuffer", "Spread", "Tree", "aggregate_buffers"]
+__all__ = ["AddN", "Aggregator", "MultiDeviceSum", "OneBuffer", "Tree", "aggregate_buffers"]
 
 
 class Aggregator(ABC):
@@ -128,7 +136,7 @@ class Tree(Aggregator):
         return total if self._sums[0] is total else _rounded(total, dtype)
 
 
-class Spread:
+class MultiDeviceSum:
     """The terms of one gradient, wherever they lie.
 
     Those of one device are added there; the partial sums are pulled to the device of the first
@@ -196,10 +204,10 @@ class Spread:
         wide = accumulate_dtype(dtype)
         joined.push(first.total(wide))
         for device, part in others:
-            near = bring(home, part.total(wide))
-            gather(home, [near.device])
+            near = ensure_accessible(home, part.total(wide))
+            join_streams(home, [near.device])
             joined.push(near)
-            scatter(home, [device])
+            fork_streams(home, [device])
         return joined.total(dtype)
 
 
@@ -226,27 +234,28 @@ def aggregate_buffers(
             return [terms[0] if len(terms) == 1 else ops.added(terms, terms[0].dtype)]
     made = [terms[0] for terms in gradients]
     direct, folded = [], []
-    for place, terms in enumerate(gradients):
+    for index, terms in enumerate(gradients):
         if len(terms) > 2 and tree:
-            folded.append(place)
+            folded.append(index)
         elif len(terms) > 1:
-            direct.append(place)
-            made[place] = _empty_like(made[place], made[place].dtype)
+            direct.append(index)
+            made[index] = _empty_like(made[index], made[index].dtype)
     homes = [terms[0].device for terms in gradients]
-    gather(device, homes)  # always behind the allocations: a block's last user may be its home
+    # Always behind the allocations: a block's last user may be its home.
+    join_streams(device, homes)
     ops.add_n(
-        [made[place] for place in direct], [gradients[place] for place in direct], device=device
+        [made[index] for index in direct], [gradients[index] for index in direct], device=device
     )
     rounded = []
-    totals = _sum_tree([gradients[place] for place in folded], device) if folded else []
-    for place, total in zip(folded, totals, strict=True):
-        made[place] = total
-        if total.dtype != gradients[place][0].dtype:
-            made[place] = _empty_like(total, gradients[place][0].dtype)
-            rounded.append((made[place], total))
-    gather(device, [out.device for out, _ in rounded])
+    totals = _sum_tree([gradients[index] for index in folded], device) if folded else []
+    for index, total in zip(folded, totals, strict=True):
+        made[index] = total
+        if total.dtype != gradients[index][0].dtype:
+            made[index] = _empty_like(total, gradients[index][0].dtype)
+            rounded.append((made[index], total))
+    join_streams(device, [out.device for out, _ in rounded])
     ops.pack([out for out, _ in rounded], [total for _, total in rounded], device=device)
-    scatter(device, homes)
+    fork_streams(device, homes)
     return made
 
 
@@ -262,7 +271,7 @@ def _sum_tree(gradients: Sequence[Sequence[Buffer]], device: Device) -> list[Buf
         pairs = [pair for level in levels for pair in zip(level[::2], level[1::2], strict=False)]
         if first:
             sums = [_empty_like(left, accumulate_dtype(left.dtype)) for left, _ in pairs]
-            gather(device, [total.device for total in sums])
+            join_streams(device, [total.device for total in sums])
             ops.add_n(sums, pairs, device=device)
         else:
             sums = [left for left, _ in pairs]

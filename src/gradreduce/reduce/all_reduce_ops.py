@@ -1,6 +1,7 @@
-"""How replicas of a gradient become one value on every device: plan, pack, all-reduce, unpack.
+"""AllReduceCrossDeviceOps and its presets: the public all-reduce of gradients across devices.
 
-Source: tf.contrib.distribute.AllReduceCrossDeviceOps (all_reduce_cross_device_ops.md).
+Sources: tf.contrib.distribute.AllReduceCrossDeviceOps (all_reduce_cross_device_ops.md); the presets
+of tf.distribute (NcclAllReduce, HierarchicalCopyAllReduce).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from contextlib import ExitStack, suppress
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-from gradreduce.arrays.caller_streams import OneCall
+from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert_gpu import Kind
 from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp
 from gradreduce.arrays.outputs import Out
@@ -26,7 +27,7 @@ from gradreduce.device import (
     as_dtype,
     as_flag,
     by_physical,
-    due,
+    deadline_scope,
 )
 from gradreduce.errors import CollectiveError, brief
 
@@ -45,10 +46,10 @@ from .arguments import (
 from .cross_device_ops import CrossDeviceOps, result_kinds
 from .out_arguments import with_outs
 from .pipeline import Settings, check_devices, compile_for, reduce_buffers, reduce_requests
-from .plan import ReducePlan, plan_of, rehearsal_of
+from .plan import ReducePlan, dry_run_of, plan_of
 from .prepared import CapturedStep, PreparedStep, check_preparable
-from .profile import Explanation, explanation_of
-from .reduction_groups import Halves, as_topology
+from .profile import Profile, profile_of
+from .reduction_groups import ReductionGroups, as_reduction_groups
 
 __all__ = [
     "AllReduceCrossDeviceOps",
@@ -74,7 +75,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             of at most this many bytes are reduced in groups.
         agg_small_grads_max_group: how many tensors a group has at most.
         mesh: where ``all_reduce`` puts its arrays. Default: ``gr.default_mesh()``.
-        topology: of ``"hierarchical_copy"``: two lists of replica numbers, in place of its
+        reduction_groups: of ``"hierarchical_copy"``: two lists of replica numbers, in place of its
             halves. Replica i lies on the i-th of a value's devices. The first list is added left
             to right, the second likewise, then the two sums; islands of devices with fast links
             inside make good lists. One of them may be empty. Every value that is all-reduced must
@@ -115,7 +116,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         agg_small_grads_max_group: int = 10,
         *,
         mesh: Mesh | None = None,
-        topology: Sequence[Sequence[int]] | None = None,
+        reduction_groups: Sequence[Sequence[int]] | None = None,
         wire_dtype: str | DType | None = None,
     ) -> None:
         if not isinstance(all_reduce_alg, str) or all_reduce_alg not in ALGORITHMS:
@@ -123,17 +124,17 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 f"all_reduce_alg={brief(all_reduce_alg)} is not one of {list(ALGORITHMS)}"
             )
         self.mesh = checked_mesh(mesh)
-        if topology is not None and all_reduce_alg != "hierarchical_copy":
+        if reduction_groups is not None and all_reduce_alg != "hierarchical_copy":
             raise ValueError(
-                f"topology={brief(topology)} is for 'hierarchical_copy'; {all_reduce_alg!r} has "
-                "its own"
+                f"reduction_groups={brief(reduction_groups)} is for 'hierarchical_copy'; "
+                f"{all_reduce_alg!r} has its own"
             )
         self.settings = Settings(
             all_reduce_alg,
             as_count("num_packs", num_packs),
             as_count("agg_small_grads_max_bytes", agg_small_grads_max_bytes),
             as_count("agg_small_grads_max_group", agg_small_grads_max_group),
-            None if topology is None else as_topology(topology),
+            None if reduction_groups is None else as_reduction_groups(reduction_groups),
             _as_wire(wire_dtype),
         )
 
@@ -143,8 +144,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         if settings.agg_small_grads_max_bytes:
             told.append(f"agg_small_grads_max_bytes={settings.agg_small_grads_max_bytes}")
             told.append(f"agg_small_grads_max_group={settings.agg_small_grads_max_group}")
-        if settings.topology is not None:
-            told.append(f"topology={settings.topology}")
+        if settings.reduction_groups is not None:
+            told.append(f"reduction_groups={settings.reduction_groups}")
         if settings.wire_dtype is not None:
             told.append(f"wire_dtype={settings.wire_dtype}")
         return told
@@ -170,23 +171,23 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         return self.settings.agg_small_grads_max_group
 
     @property
-    def topology(self) -> Halves | None:
+    def reduction_groups(self) -> ReductionGroups | None:
         """The halves that were given."""
-        return self.settings.topology
+        return self.settings.reduction_groups
 
     @property
     def wire_dtype(self) -> DType | None:
         """In which real floats travel; None: each in its own."""
         return self.settings.wire_dtype
 
-    @OneCall()
+    @StreamScope()
     def all_reduce(
         self,
         grads: Sequence[Any],
         op: ReduceOp = ReduceOp.MEAN,
         *,
         coalesce: bool = False,
-        as_kind: str | None = None,
+        output_type: str | None = None,
         out: Sequence[Any] | None = None,
         deadline: float | None = None,
     ) -> Any:
@@ -198,7 +199,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 that is None on every device stays None.
             op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``.
             coalesce: add rows of the same index of IndexedSlices.
-            as_kind: what the results are instead of the kind of each tensor's first array; see
+            output_type: what the results are instead of the kind of each tensor's first array; see
                 ``batch_reduce``.
             out: arrays that the results are written into, nested as ``grads``, which may be
                 ``grads`` itself; see ``batch_reduce``. What it holds for a tensor that is None on
@@ -207,7 +208,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
         Returns:
             The combined arrays, ``[device][tensor]``, nested as they came. New memory; or ``out``.
-            Waits for no device, unless NumPy arrays are asked for, ``as_kind="numpy"``, of what
+            Waits for no device, unless NumPy arrays are asked for, ``output_type="numpy"``, of what
             lies on GPUs, or given as ``out``.
 
         Raises:
@@ -225,7 +226,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         pairs = [(value := PerReplica.of_grads(grads, key, mesh), value) for key in present]
         outs = None if out is None else outs_of(out, grads, present)
         reduced = self.batch_reduce(
-            op, pairs, coalesce=coalesce, as_kind=as_kind, out=outs, deadline=seconds
+            op, pairs, coalesce=coalesce, output_type=output_type, out=outs, deadline=seconds
         )
         if out is not None:
             return out
@@ -260,15 +261,15 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         requests = self._plannable(reduce_op, value_destination_pairs)
         return plan_of(self.settings, reduce_op, requests, coalesce=coalesce)
 
-    @OneCall()
-    def explain(
+    @StreamScope()
+    def profile(
         self,
         reduce_op: ReduceOp,
         value_destination_pairs: Sequence[tuple[Any, Any]],
         *,
         coalesce: bool = False,
         deadline: float | None = None,
-    ) -> Explanation:
+    ) -> Profile:
         """Where the time of a ``batch_reduce`` of the same arguments goes: print it.
 
         The plan with a floor for each stage (its bytes over the rate at which this mesh copies)
@@ -287,10 +288,12 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         """
         coalesce = as_flag("coalesce", coalesce)
         requests = self._plannable(reduce_op, value_destination_pairs)
-        planned = rehearsal_of(self.settings, reduce_op, requests, coalesce=coalesce)
+        planned = dry_run_of(self.settings, reduce_op, requests, coalesce=coalesce)
         reduce = partial(self.reduce_batch, reduce_op, requests, coalesce=coalesce)
-        with due("explain", as_deadline(deadline), (mesh := requests[0].value.mesh).devices):
-            return explanation_of(planned, mesh, reduce)
+        with deadline_scope(
+            "profile", as_deadline(deadline), (mesh := requests[0].value.mesh).devices
+        ):
+            return profile_of(planned, mesh, reduce)
 
     def _plannable(self, reduce_op: ReduceOp, pairs: Sequence[tuple[Any, Any]]) -> list[Request]:
         """Checked, all of them, with the devices on which they are all-reduced."""
@@ -300,13 +303,13 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 check_devices(self.settings, request.devices)
         return requests
 
-    @OneCall()
+    @StreamScope()
     def prepare(
         self,
         reduce_op: ReduceOp,
         value_destination_pairs: Sequence[tuple[Any, Any]],
         *,
-        as_kind: str | None = None,
+        output_type: str | None = None,
         out: Sequence[Any] | None = None,
         deadline: float | None = None,
     ) -> PreparedStep:
@@ -318,7 +321,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             reduce_op: see ``batch_reduce``.
             value_destination_pairs: see ``batch_reduce``; at least one, of dense Buffers or
                 arrays that are shared, not copied, all of one mesh.
-            as_kind: what the results are instead of the kind of each value's first array.
+            output_type: what the results are instead of the kind of each value's first array.
             out: the arrays that each call writes, which are the results then; see
                 ``batch_reduce``. On simulated devices with ``schedule_seed=`` Buffers alone.
             deadline: of this first time; see ``batch_reduce``.
@@ -329,33 +332,39 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 NumPy from a GPU.
             DeviceMismatchError, TypeError: what ``batch_reduce`` raises for an ``out``.
         """
-        steady = self._steady(reduce_op, value_destination_pairs, as_kind, out)
-        with due("prepare", as_deadline(deadline), steady.requests[0].value.mesh.devices):
+        steady = self._steady(reduce_op, value_destination_pairs, output_type, out)
+        with deadline_scope(
+            "prepare", as_deadline(deadline), steady.requests[0].value.mesh.devices
+        ):
             return PreparedStep(*steady)
 
     def _steady(
-        self, reduce_op: ReduceOp, pairs: Sequence[tuple[Any, Any]], as_kind: str | None, out: Any
+        self,
+        reduce_op: ReduceOp,
+        pairs: Sequence[tuple[Any, Any]],
+        output_type: str | None,
+        out: Any,
     ) -> _Steady:
         """What a step is made of, checked; nothing is launched."""
-        if as_kind is not None and out is not None:
-            raise ValueError(f"as_kind={brief(as_kind)}: the results are the arrays of out")
+        if output_type is not None and out is not None:
+            raise ValueError(f"output_type={brief(output_type)}: the results are the arrays of out")
         outs: list[list[Out]] = []
-        with OneCall():  # around inputs and outs: their streams are fenced once
+        with StreamScope():  # around inputs and outs: their streams are fenced once
             requests = checked_requests(pairs, reduce_op, self.mesh, elementwise=True, out=out)
             if out is not None:
                 requests, outs = with_outs(requests, out, reduce_op)
-        kinds = [row[0].kind for row in outs] or result_kinds(requests, as_kind)
+        kinds = [row[0].kind for row in outs] or result_kinds(requests, output_type)
         check_preparable(requests, kinds, outs)
         reduce = partial(self.reduce_batch, reduce_op, requests, coalesce=False)
         return _Steady(requests, kinds, reduce, outs)
 
-    @OneCall()
+    @StreamScope()
     def capture(
         self,
         reduce_op: ReduceOp,
         value_destination_pairs: Sequence[tuple[Any, Any]],
         *,
-        as_kind: str | None = None,
+        output_type: str | None = None,
         out: Sequence[Any] | None = None,
         deadline: float | None = None,
     ) -> CapturedStep:
@@ -364,7 +373,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         Args:
             reduce_op: see ``batch_reduce``.
             value_destination_pairs: see ``prepare``.
-            as_kind: see ``prepare``.
+            output_type: see ``prepare``.
             out: see ``prepare``.
             deadline: see ``prepare``.
 
@@ -374,12 +383,14 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             CaptureError: inside a capture, or two physical devices are no peers: nothing was
                 launched; or CUDA cannot make the graph.
         """
-        steady = self._steady(reduce_op, value_destination_pairs, as_kind, out)
-        for place, request in enumerate(steady.requests):
+        steady = self._steady(reduce_op, value_destination_pairs, output_type, out)
+        for index, request in enumerate(steady.requests):
             crosses = len(by_physical(request.devices)) > 1 and request.is_all_reduced
             if crosses and self.all_reduce_alg == "nccl":
-                raise CollectiveError(f"value {place}: {NOT_CAPTURED}")
-        with due("capture", as_deadline(deadline), steady.requests[0].value.mesh.devices):
+                raise CollectiveError(f"value {index}: {NOT_CAPTURED}")
+        with deadline_scope(
+            "capture", as_deadline(deadline), steady.requests[0].value.mesh.devices
+        ):
             return CapturedStep(*steady)
 
     def reduce_buffers(
@@ -451,8 +462,8 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
 class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     """``AllReduceCrossDeviceOps`` by hierarchical copy, with ``num_packs`` packs (at least 0).
 
-    ``topology``, two lists of replica numbers, names other halves than the first n // 2 replicas
-    and the rest; see ``AllReduceCrossDeviceOps``.
+    ``reduction_groups``, two lists of replica numbers, names other halves than the first n // 2
+    replicas and the rest; see ``AllReduceCrossDeviceOps``.
     """
 
     def __init__(
@@ -460,11 +471,15 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
         num_packs: int = 1,
         *,
         mesh: Mesh | None = None,
-        topology: Sequence[Sequence[int]] | None = None,
+        reduction_groups: Sequence[Sequence[int]] | None = None,
         wire_dtype: str | DType | None = None,
     ) -> None:
         super().__init__(
-            "hierarchical_copy", num_packs, mesh=mesh, topology=topology, wire_dtype=wire_dtype
+            "hierarchical_copy",
+            num_packs,
+            mesh=mesh,
+            reduction_groups=reduction_groups,
+            wire_dtype=wire_dtype,
         )
 
 
@@ -480,7 +495,7 @@ def all_reduce(  # noqa: PLR0913  # what is asked in one line
     *,
     mesh: Mesh | None = None,
     coalesce: bool = False,
-    as_kind: str | None = None,
+    output_type: str | None = None,
     out: Sequence[Any] | None = None,
     wire_dtype: str | DType | None = None,
     deadline: float | None = None,
@@ -493,7 +508,7 @@ def all_reduce(  # noqa: PLR0913  # what is asked in one line
         op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``.
         mesh: whose devices. Default: ``gr.default_mesh()``.
         coalesce: add rows of the same index of IndexedSlices.
-        as_kind: what the results are instead of the kind of each tensor's first array.
+        output_type: what the results are instead of the kind of each tensor's first array.
         out: arrays that the results are written into, nested as ``grads``.
         wire_dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``: in which dtype floats travel;
             see ``AllReduceCrossDeviceOps``.
@@ -509,7 +524,7 @@ def all_reduce(  # noqa: PLR0913  # what is asked in one line
     check_op("op", op)
     ops_of_mesh = AllReduceCrossDeviceOps(mesh=mesh, wire_dtype=wire_dtype)
     return ops_of_mesh.all_reduce(
-        grads, op, coalesce=coalesce, as_kind=as_kind, out=out, deadline=deadline
+        grads, op, coalesce=coalesce, output_type=output_type, out=out, deadline=deadline
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from gradreduce.arrays.caller_streams import OneCall
+from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import Form, axis_order, in_order, is_array, kind_of, to_buffer
 from gradreduce.arrays.convert_gpu import reading
 from gradreduce.arrays.distributed import (
@@ -93,10 +93,10 @@ def batches_of(requests: Sequence[Request], reduce_op: ReduceOp) -> list[list[in
     their addition, not in it.
     """
     batches: dict[tuple[tuple[Device, ...], bool], list[int]] = {}
-    for place, request in enumerate(requests):
+    for index, request in enumerate(requests):
         if request.is_all_reduced:
             counts = reduce_op is ReduceOp.MEAN and request.value.parts[0].dtype.kind in "iu"
-            batches.setdefault((request.devices, counts), []).append(place)
+            batches.setdefault((request.devices, counts), []).append(index)
     return list(batches.values())
 
 
@@ -121,21 +121,21 @@ def checked_requests(
     requests: list[Request] = []
     usable: set[Device] = set()
     last: tuple[Any, DistributedValues] | None = None
-    with OneCall():
-        for place, pair in enumerate(checked_pairs(pairs)):
+    with StreamScope():
+        for index, pair in enumerate(checked_pairs(pairs)):
             value, destination = pair
             if not isinstance(value, DistributedValues):
-                value = _as_distributed(value, place, mesh or named_mesh(destination))
+                value = _as_distributed(value, index, mesh or named_mesh(destination))
             value.forget_copies()
             matches = destination is value
-            value, form = as_reduced(value, place, out) if elementwise else (value, None)
-            _check_replicas(value, place)
+            value, form = as_reduced(value, index, out) if elementwise else (value, None)
+            _check_replicas(value, index)
             _check_usable(value, usable)
             devices = value.devices
             if last is not None and destination is last[0] and devices == last[1].devices:
                 _, devices, matches, *_ = requests[-1]  # one mesh for all, as a rule
             elif not matches:
-                devices = destination_devices(destination, place, value.mesh)
+                devices = destination_devices(destination, index, value.mesh)
                 matches = set(devices) == set(value.devices)
             last = (destination, value)
             named = value.devices if matches else devices
@@ -198,10 +198,10 @@ def checked_pairs(pairs: Any) -> Sequence[tuple[Any, Any]]:
     if not isinstance(pairs, list | tuple):
         kind = type(pairs).__name__
         raise ValueError(f"value_destination_pairs must be a list or a tuple of pairs, not {kind}")
-    for place, pair in enumerate(pairs):
+    for index, pair in enumerate(pairs):
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(
-                f"value_destination_pairs[{place}] must be a tuple of size 2: {brief(pair)}"
+                f"value_destination_pairs[{index}] must be a tuple of size 2: {brief(pair)}"
             )
     return pairs
 
@@ -274,9 +274,9 @@ def _check_replicas(value: DistributedValues, place: int) -> None:
         [part.shape == shape and part.dtype is dtype for part in parts]  # no generator: its pace
     ):
         return
-    wanted = _outline(first, value)
+    wanted = _signature(first, value)
     for replica, part in enumerate(parts):
-        found = _outline(part, value)
+        found = _signature(part, value)
         if found != wanted:
             name = value.name_of(place, replica)
             other = value.name_of(place, 0).rpartition(": ")[2]
@@ -292,7 +292,7 @@ def _check_usable(value: DistributedValues, usable: set[Device]) -> None:
     """Raises ``BackendUnavailableError`` for a device that is lost; ``usable`` are not asked."""
     for device in value.devices:
         if device not in usable:
-            device.fabric.check_usable(device)
+            device.mesh_state.check_usable(device)
             usable.add(device)
 
 
@@ -303,7 +303,7 @@ def _check_indices(part: IndexedSlices, first: Part, what: str) -> None:
         raise about(what, error) from None
 
 
-def _outline(part: Part, value: DistributedValues) -> tuple[DType, tuple[int, ...] | None, str]:
+def _signature(part: Part, value: DistributedValues) -> tuple[DType, tuple[int, ...] | None, str]:
     """In what all replicas must agree: of IndexedSlices alone, in the shape of a row."""
     if isinstance(part, Buffer):
         return part.dtype, part.shape, ""
@@ -340,9 +340,9 @@ def destination_devices(destination: Any, place: int, mesh: Mesh) -> tuple[Devic
             twice = listed(device.name for device in repeated(devices))
             raise ValueError(f"destination {place} names a device twice: {twice}")
     for device in devices:
-        if device.fabric is not mesh.fabric:
+        if device.mesh_state is not mesh.mesh_state:
             raise DeviceMismatchError(f"destination {place}: {device} is of another mesh")
-        device.fabric.check_usable(device)
+        device.mesh_state.check_usable(device)
     return devices
 
 

@@ -10,13 +10,22 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
-from gradreduce.arrays.caller_streams import Aside, OneCall
+from gradreduce.arrays.caller_streams import StreamScope, SuspendedScope
 from gradreduce.arrays.convert import as_result_kind
 from gradreduce.arrays.convert_gpu import Kind, reading
 from gradreduce.arrays.distributed import Mirrored, Part, PerReplica, ReduceOp, buffer_of, device_of
-from gradreduce.arrays.outputs import Out, hand_back
+from gradreduce.arrays.outputs import Out, release_outputs
 from gradreduce.backends.device_names import DeviceLike, as_device, is_device_like
-from gradreduce.device import Buffer, Device, DType, Mesh, Travel, as_deadline, as_flag, due
+from gradreduce.device import (
+    Buffer,
+    Device,
+    DType,
+    Mesh,
+    PackInfo,
+    as_deadline,
+    as_flag,
+    deadline_scope,
+)
 from gradreduce.errors import brief
 from gradreduce.ops import prepare_all_sum
 
@@ -31,8 +40,8 @@ from .arguments import (
     single_value,
 )
 from .one_device import Accumulate, copied_to, divided
-from .out_arguments import halves_told, shown, with_outs
-from .pipeline import landed, reduce_to_one
+from .out_arguments import as_results, note_partial, with_outs
+from .pipeline import copy_to_out, reduce_to_one
 
 __all__ = ["CrossDeviceOps", "ReductionToOneDevice", "result_kinds"]
 
@@ -65,7 +74,7 @@ class CrossDeviceOps(ABC):
         destinations: Any,
         *,
         coalesce: bool = False,
-        as_kind: str | None = None,
+        output_type: str | None = None,
         out: Any = None,
         deadline: float | None = None,
     ) -> Mirrored:
@@ -73,17 +82,22 @@ class CrossDeviceOps(ABC):
         pairs = [(per_replica_value, destinations)]
         outs = None if out is None else [out]
         return self.batch_reduce(
-            reduce_op, pairs, coalesce=coalesce, as_kind=as_kind, out=outs, deadline=deadline
+            reduce_op,
+            pairs,
+            coalesce=coalesce,
+            output_type=output_type,
+            out=outs,
+            deadline=deadline,
         )[0]
 
-    @OneCall()
+    @StreamScope()
     def batch_reduce(
         self,
         reduce_op: ReduceOp,
         value_destination_pairs: Sequence[tuple[Any, Any]],
         *,
         coalesce: bool = False,
-        as_kind: str | None = None,
+        output_type: str | None = None,
         out: Sequence[Any] | None = None,
         deadline: float | None = None,
     ) -> list[Mirrored]:
@@ -107,7 +121,7 @@ class CrossDeviceOps(ABC):
                 of these three. Names are looked up in the mesh of the value.
             coalesce: add rows of the same index, where all replicas are IndexedSlices. Otherwise
                 the rows of all replicas stand one after the other, and MEAN divides each of them.
-            as_kind: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the
+            output_type: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the
                 arrays of the results are instead of the kind of the value's.
             out: where the results go: for each pair a ``PerReplica``, ``Mirrored``, list or tuple
                 of arrays, one on each device of the result, in its order; dense, writable, of
@@ -125,7 +139,7 @@ class CrossDeviceOps(ABC):
             the caller's, though results of one call may be parts of one allocation; no input is
             written. Dense arrays whose axes are not in C's order in memory, such as
             channels_last tensors, give arrays of the same order, if all replicas have it; rows
-            that came as ``torch.sparse_coo`` go out so, with ``as_kind`` "torch" or None.
+            that came as ``torch.sparse_coo`` go out so, with ``output_type`` "torch" or None.
             With ``out``, a ``Mirrored`` of its arrays, of their kind. Then the host waits
             where arrays lie in host memory: they have no queue of ours.
 
@@ -149,32 +163,35 @@ class CrossDeviceOps(ABC):
             requests = checked_requests(
                 value_destination_pairs, reduce_op, self.mesh, elementwise=self._elementwise
             )
-            kinds = result_kinds(requests, as_kind)
+            kinds = result_kinds(requests, output_type)
             involved = () if seconds is None else devices_of(requests)
-            with due("batch_reduce", seconds, involved), Aside():  # a class of the caller's own
+            with (
+                deadline_scope("batch_reduce", seconds, involved),
+                SuspendedScope(),
+            ):  # a class of the caller's own
                 reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
             return mirrored(requests, reduced, kinds)
-        if as_kind is not None:
-            raise ValueError(f"as_kind={brief(as_kind)}: the results are the arrays of out")
+        if output_type is not None:
+            raise ValueError(f"output_type={brief(output_type)}: the results are the arrays of out")
         requests = checked_requests(
             value_destination_pairs, reduce_op, self.mesh, elementwise=self._elementwise, out=out
         )
         requests, outs = with_outs(requests, out, reduce_op)
         devices = devices_of(requests)
-        with due("batch_reduce", seconds, devices), halves_told(devices):
-            with Aside():
+        with deadline_scope("batch_reduce", seconds, devices), note_partial(devices):
+            with SuspendedScope():
                 reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
-            landed(requests, reduced)
-        hand_back(each for row in outs for each in row)
-        return shown(requests, outs)
+            copy_to_out(requests, reduced)
+        release_outputs(each for row in outs for each in row)
+        return as_results(requests, outs)
 
-    @OneCall()
+    @StreamScope()
     def broadcast(
         self,
         tensor: Any,
         destinations: Any,
         *,
-        as_kind: str | None = None,
+        output_type: str | None = None,
         out: Any = None,
         deadline: float | None = None,
     ) -> Any:
@@ -184,7 +201,7 @@ class CrossDeviceOps(ABC):
             tensor: an array of any library, a Buffer, IndexedSlices, a ``Mirrored``, or a
                 ``PerReplica`` of one device; or a list or tuple of these. Not written.
             destinations: see ``batch_reduce``; of each tensor the same.
-            as_kind: what the arrays of the result are instead of the kind of ``tensor``.
+            output_type: what the arrays of the result are instead of the kind of ``tensor``.
             out: where the copies go: see ``batch_reduce``, for one value; of a list of tensors a
                 list of such. An array may be ``tensor`` itself. Not for IndexedSlices.
             deadline: see ``batch_reduce``.
@@ -204,22 +221,22 @@ class CrossDeviceOps(ABC):
         """
         seconds = as_deadline(deadline)
         many = isinstance(tensor, list | tuple)
-        if out is not None and as_kind is not None:
-            raise ValueError(f"as_kind={brief(as_kind)}: the results are the arrays of out")
+        if out is not None and output_type is not None:
+            raise ValueError(f"output_type={brief(output_type)}: the results are the arrays of out")
         if not many:
             out = None if out is None else [out]
         requests = self._to_copy(tensor if many else [tensor], destinations, out, many=many)
-        kinds = result_kinds(requests, as_kind)
+        kinds = result_kinds(requests, output_type)
         outs: list[list[Out]] = []
         if out is not None:
             requests, outs = with_outs(requests, out, ReduceOp.SUM)
         devices = devices_of(requests)
         reading([buffer_of(request.value.parts[0]) for request in requests])
-        told = halves_told(devices) if outs else nullcontext()
-        with due("broadcast", seconds, devices), told:
-            copied = [_copied(place, request) for place, request in enumerate(requests)]
-        hand_back(each for row in outs for each in row)
-        made = shown(requests, outs) or mirrored(requests, copied, kinds)
+        told = note_partial(devices) if outs else nullcontext()
+        with deadline_scope("broadcast", seconds, devices), told:
+            copied = [_copied(index, request) for index, request in enumerate(requests)]
+        release_outputs(each for row in outs for each in row)
+        made = as_results(requests, outs) or mirrored(requests, copied, kinds)
         return made if many else made[0]
 
     def _to_copy(
@@ -227,11 +244,11 @@ class CrossDeviceOps(ABC):
     ) -> list[Request]:
         """A request for each tensor, whose only replica it is."""
         requests = []
-        for place, tensor in enumerate(tensors):
-            name = f"tensor[{place}]" if many else "tensor"
+        for index, tensor in enumerate(tensors):
+            name = f"tensor[{index}]" if many else "tensor"
             given = single_value(tensor, name, self.mesh or named_mesh(destinations))
             devices = destination_devices(destinations, 0, given.mesh)
-            value, form = as_reduced(given, place, out)
+            value, form = as_reduced(given, index, out)
             requests.append(Request(value, devices, False, None, form))
         return requests
 
@@ -266,7 +283,7 @@ class CrossDeviceOps(ABC):
         for row in gradients:
             value = PerReplica.of(row, "native")
             requests.append(Request(value, value.devices, True))
-        with Aside():  # a class of the caller's own
+        with SuspendedScope():  # a class of the caller's own
             sums = self.reduce_batch(ReduceOp.SUM, requests, coalesce=False)
         dtypes = out_dtypes or [row[0].dtype for row in gradients]
         flat = [(buffer_of(part), dtype) for row, dtype in zip(sums, dtypes, strict=True)
@@ -333,10 +350,10 @@ class ReductionToOneDevice(CrossDeviceOps):
         self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
     ) -> list[tuple[Part, ...]]:
         """See ``CrossDeviceOps.reduce_batch``."""
-        homes = [self._home(request, place) for place, request in enumerate(requests)]
+        homes = [self._home(request, index) for index, request in enumerate(requests)]
         results = []
-        for place, (request, home) in enumerate(zip(requests, homes, strict=True)):
-            with home.fabric.watched_pack(Travel((place,))):
+        for index, (request, home) in enumerate(zip(requests, homes, strict=True)):
+            with home.mesh_state.pack_scope(PackInfo((index,))):
                 each = reduce_to_one(
                     reduce_op, request, home, coalesce=coalesce, accumulate=self.accumulation_fn
                 )
@@ -354,7 +371,7 @@ class ReductionToOneDevice(CrossDeviceOps):
 def _copied(place: int, request: Request) -> tuple[Part, ...]:
     """The only replica of a value on each of the request's devices."""
     (part,) = request.value.parts
-    with device_of(part).fabric.watched_pack(Travel((place,))):
+    with device_of(part).mesh_state.pack_scope(PackInfo((place,))):
         return copied_to(part, request.devices, request.out)
 
 
@@ -368,6 +385,8 @@ def mirrored(
     ]
 
 
-def result_kinds(requests: Sequence[Request], as_kind: str | None) -> list[Kind]:
+def result_kinds(requests: Sequence[Request], output_type: str | None) -> list[Kind]:
     """What the arrays of each result are; raises as ``as_result_kind`` does."""
-    return [as_result_kind(as_kind, request.value.kind, request.devices[0]) for request in requests]
+    return [
+        as_result_kind(output_type, request.value.kind, request.devices[0]) for request in requests
+    ]

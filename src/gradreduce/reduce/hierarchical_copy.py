@@ -21,14 +21,14 @@ from gradreduce.device import (
     Device,
     Queue,
     accumulate_dtype,
-    bring,
     by_physical,
-    gather,
-    gather_all,
-    scatter,
+    ensure_accessible,
+    fork_streams,
+    join_streams,
+    join_streams_each,
 )
 
-from .reduction_groups import Halves, halves_of
+from .reduction_groups import ReductionGroups, reduction_groups_of
 from .stages import Job, Stage, Steps, run_stages
 
 __all__ = ["SLICE_BYTES", "Slice", "hierarchical_copy", "plan_slices", "works_in_place"]
@@ -89,7 +89,10 @@ def plan_slices(
 
 
 def hierarchical_copy(
-    jobs: Sequence[Job], topology: Halves | None = None, *, stages: Sequence[Stage] = ()
+    jobs: Sequence[Job],
+    reduction_groups: ReductionGroups | None = None,
+    *,
+    stages: Sequence[Stage] = (),
 ) -> None:
     """Reduces every job; the same bits on every placement, whatever the packs and slices.
 
@@ -99,7 +102,7 @@ def hierarchical_copy(
 
     Args:
         jobs: on the same devices, all of them.
-        topology: the halves, in place of the first n // 2 replicas and the rest.
+        reduction_groups: the halves, in place of the first n // 2 replicas and the rest.
         stages: see ``run_stages``.
 
     Raises:
@@ -108,12 +111,12 @@ def hierarchical_copy(
     if not jobs:
         return
     devices = [buffer.device for buffer in jobs[0].inputs]
-    halves = halves_of(len(devices), topology)
+    halves = reduction_groups_of(len(devices), reduction_groups)
     mains = [places[0] for places in by_physical(devices).values()]
     direct = all(_reaches(devices[main], devices) for main in mains)
 
     def steps_of(places: Sequence[int], queue: Queue) -> Steps:
-        together = [jobs[place] for place in places]
+        together = [jobs[index] for index in places]
         packs = [(job.inputs[0].size, _narrower(job)) for job in together]
         work = [
             (part.main, together[part.job].part(part.start, part.stop))
@@ -123,7 +126,7 @@ def hierarchical_copy(
             return _direct(work, devices, halves, queue)
         return _staged([_Staged(*each, devices, halves) for each in work], devices, queue)
 
-    with devices[0].fabric.launch_lock:
+    with devices[0].mesh_state.launch_lock:
         run_stages(stages, len(jobs), steps_of)
 
 
@@ -141,11 +144,14 @@ def works_in_place(devices: Sequence[Device]) -> bool:
 
 
 def _reaches(main: Device, devices: Sequence[Device]) -> bool:
-    return all(main.fabric.peers(main.physical, device.physical) for device in devices)
+    return all(main.mesh_state.peers(main.physical, device.physical) for device in devices)
 
 
 def _direct(
-    work: Sequence[tuple[int, Job]], devices: Sequence[Device], halves: Halves, queue: Queue
+    work: Sequence[tuple[int, Job]],
+    devices: Sequence[Device],
+    halves: ReductionGroups,
+    queue: Queue,
 ) -> Steps:
     """One launch for each main device and divisor: read n, write n."""
     order = [*halves[0], *halves[1]]
@@ -154,7 +160,7 @@ def _direct(
     for main, job in work:
         by_main.setdefault((main, job.divisor), []).append(job)
     working = [devices[main] for main in dict.fromkeys(main for main, _ in by_main)]
-    gather_all(working, devices, queue)
+    join_streams_each(working, devices, queue)
     for (main, divisor), parts in by_main.items():
         ops.all_sum(
             [job.outs for job in parts],
@@ -166,7 +172,7 @@ def _direct(
         )
     yield
     for leader in working:
-        scatter(leader, devices, queue)
+        fork_streams(leader, devices, queue)
 
 
 class _Staged:
@@ -176,7 +182,9 @@ class _Staged:
     added on the device of *its* k-th replica (k modulo its size).
     """
 
-    def __init__(self, main: int, job: Job, devices: Sequence[Device], halves: Halves) -> None:
+    def __init__(
+        self, main: int, job: Job, devices: Sequence[Device], halves: ReductionGroups
+    ) -> None:
         half, other = halves
         if main not in half:
             half, other = other, half
@@ -190,7 +198,9 @@ class _Staged:
     def bring(self, queue: Queue) -> None:
         """Copies the replicas of each half to where they are added, if they are out of reach."""
         for device, half in self._halves:
-            self._near.append([bring(device, self._job.inputs[place], queue) for place in half])
+            self._near.append(
+                [ensure_accessible(device, self._job.inputs[index], queue) for index in half]
+            )
 
     def add_halves(self, queue: Queue) -> None:
         """Adds each half, and copies the other one to the main device, if it is out of reach.
@@ -199,7 +209,7 @@ class _Staged:
         """
         for (device, _), near in zip(self._halves, self._near, strict=True):
             partial = near[0] if len(near) == 1 else _half_sum(device, near)
-            self._partials.append(bring(self.leader, partial, queue))
+            self._partials.append(ensure_accessible(self.leader, partial, queue))
         self._near.clear()
 
     def add_both(self, queue: Queue) -> None:
@@ -211,7 +221,7 @@ class _Staged:
             partials = [_half_sum(leader, [partial]) for partial in partials]
         sharing = [self._devices[replica] for replica in near]
         sharing += [partial.device for partial in partials]
-        gather(leader, sharing)
+        join_streams(leader, sharing)
         ops.all_sum(
             [[job.outs[replica] for replica in near]],
             [partials],
@@ -219,20 +229,20 @@ class _Staged:
             divisor=job.divisor,
             device=leader,
         )
-        scatter(leader, sharing)
+        fork_streams(leader, sharing)
         self._partials.clear()
-        for physical, places in by_physical(self._devices).items():
+        for physical, indices in by_physical(self._devices).items():
             if physical != leader.physical:
-                first = job.outs[places[0]]
+                first = job.outs[indices[0]]
                 first.device.copy(first, job.outs[self._main], queue=queue)
 
     def fan_out(self) -> None:
         """Copies what came to another GPU to the logical devices that share it."""
-        for physical, places in by_physical(self._devices).items():
+        for physical, indices in by_physical(self._devices).items():
             if physical != self.leader.physical:
-                for place in places[1:]:
-                    first = self._job.outs[places[0]]
-                    self._devices[place].copy(self._job.outs[place], first)
+                for index in indices[1:]:
+                    first = self._job.outs[indices[0]]
+                    self._devices[index].copy(self._job.outs[index], first)
 
 
 def _staged(work: Sequence[_Staged], devices: Sequence[Device], queue: Queue) -> Steps:
@@ -269,7 +279,7 @@ def _half_sum(device: Device, near: Sequence[Buffer]) -> Buffer:
         return near[0]
     total = device.empty(near[0].shape, wide)
     sharing = [buffer.device for buffer in near]
-    gather(device, sharing)
+    join_streams(device, sharing)
     ops.add_n([total], [near], device=device)
-    scatter(device, sharing)
+    fork_streams(device, sharing)
     return total

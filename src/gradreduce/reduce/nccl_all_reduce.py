@@ -16,7 +16,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradreduce import ops
-from gradreduce.device import Buffer, Collective, Device, DType, Queue, by_physical, gather, scatter
+from gradreduce.device import (
+    Buffer,
+    Collective,
+    Device,
+    DType,
+    Queue,
+    by_physical,
+    fork_streams,
+    join_streams,
+)
 
 from .stages import Job, Stage, Steps, run_stages
 
@@ -93,7 +102,7 @@ def nccl(jobs: Sequence[Job], *, stages: Sequence[Stage] = ()) -> None:
         return
     devices = [buffer.device for buffer in jobs[0].inputs]
     sharing = list(by_physical(devices).values())
-    with devices[0].fabric.launch_lock:
+    with devices[0].mesh_state.launch_lock:
         if len(sharing) == 1:
             run_stages(stages, len(jobs), lambda places, _: _near([jobs[at] for at in places]))
             return
@@ -121,20 +130,20 @@ def _far(
     queue: Queue,
 ) -> Steps:
     """Jobs of several physical devices; ``parts`` of each of them, ``sharing`` its replicas."""
-    leaders = [jobs[0].inputs[places[0]].device for places in sharing]
-    for places, near in zip(sharing, parts, strict=True):
-        _fold(jobs, near, places)
+    leaders = [jobs[0].inputs[indices[0]].device for indices in sharing]
+    for indices, near in zip(sharing, parts, strict=True):
+        _fold(jobs, near, indices)
     for leader in leaders:
-        gather(leader, [leader], queue)
+        join_streams(leader, [leader], queue)
     for group in plan_groups([part.folded.nbytes for part in parts[0]]):
         with collective.group():
-            for place in group:
-                _cross(collective, [near[place] for near in parts], queue)
+            for index in group:
+                _cross(collective, [near[index] for near in parts], queue)
     yield
     for leader in leaders:
-        scatter(leader, [leader], queue)
-    for places, near in zip(sharing, parts, strict=True):
-        _finish([(job, part.terms) for job, part in zip(jobs, near, strict=True)], places)
+        fork_streams(leader, [leader], queue)
+    for indices, near in zip(sharing, parts, strict=True):
+        _finish([(job, part.terms) for job, part in zip(jobs, near, strict=True)], indices)
 
 
 def check_library(devices: Sequence[Device]) -> None:
@@ -148,9 +157,9 @@ def check_library(devices: Sequence[Device]) -> None:
 
 def connect(devices: Sequence[Device]) -> None:
     """Makes ready what ``nccl`` calls for replicas on these devices; may take seconds, once."""
-    places = by_physical(devices).values()
-    if len(places) > 1:
-        devices[0].mesh.collective.connect([devices[first] for first, *_ in places])
+    indices = by_physical(devices).values()
+    if len(indices) > 1:
+        devices[0].mesh.collective.connect([devices[first] for first, *_ in indices])
 
 
 def _is_gathered(dtype: DType) -> bool:
@@ -174,12 +183,12 @@ def _fold(jobs: Sequence[Job], parts: Sequence[_Part], places: Sequence[int]) ->
     """Adds the replicas on one physical device, where they are several."""
     if len(places) == 1:
         return
-    sharing = [jobs[0].inputs[place].device for place in places]
+    sharing = [jobs[0].inputs[index].device for index in places]
     leader = sharing[0]
-    gather(leader, sharing)
+    join_streams(leader, sharing)
     ops.all_sum(
         [[part.folded] for part in parts],
-        [[job.inputs[place] for place in places] for job in jobs],
+        [[job.inputs[index] for index in places] for job in jobs],
         device=leader,
     )
 
@@ -197,12 +206,12 @@ def _cross(collective: Collective, ranks: Sequence[_Part], queue: Queue) -> None
 
 def _finish(finished: Sequence[tuple[Job, tuple[Buffer, ...]]], places: Sequence[int]) -> None:
     """Adds what is left, divides, and writes every out on the devices of ``places``."""
-    devices = [finished[0][0].outs[place].device for place in places]
+    devices = [finished[0][0].outs[index].device for index in places]
     leader = devices[0]
-    gather(leader, devices)
+    join_streams(leader, devices)
     by_divisor: dict[float, list[tuple[list[Buffer], tuple[Buffer, ...]]]] = {}
     for job, inputs in finished:
-        outs = [job.outs[place] for place in places]
+        outs = [job.outs[index] for index in places]
         alone = len(outs) == len(inputs) == 1
         if alone and outs[0].address == inputs[0].address and job.divisor == 1:
             continue  # the library wrote it in place
@@ -212,4 +221,4 @@ def _finish(finished: Sequence[tuple[Job, tuple[Buffer, ...]]], places: Sequence
             [outs for outs, _ in rows], [inputs for _, inputs in rows],
             divisor=divisor, device=leader,
         )  # fmt: skip
-    scatter(leader, devices)
+    fork_streams(leader, devices)

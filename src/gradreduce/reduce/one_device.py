@@ -20,17 +20,17 @@ from gradreduce.device import (
     DType,
     by_physical,
     copy_over,
-    fetch,
-    gather,
+    fork_streams,
+    join_streams,
     mean_dtype,
-    pull,
-    scatter,
+    to_accessible,
+    to_local,
 )
 from gradreduce.ops import plan_segments
 
 from .aggregation import joined, with_dense
 
-__all__ = ["Accumulate", "added_on", "copied_to", "divided", "handed_out", "quotients"]
+__all__ = ["Accumulate", "added_on", "broadcast_values", "copied_to", "divided", "quotients"]
 
 Accumulate = Callable[[list[Any]], Any]
 
@@ -67,9 +67,9 @@ def added_on(
         return _quotient_of_rows(rows, divisor) if counts else rows
     dense = with_dense(parts)
     if accumulate is None:
-        buffers = [fetch(device, buffer) for buffer in dense]
+        buffers = [to_accessible(device, buffer) for buffer in dense]
     else:  # which may launch whatever it likes
-        near = [pull(device, buffer) for buffer in dense]
+        near = [to_local(device, buffer) for buffer in dense]
         buffers = [_accumulated(device, near, accumulate, kind)]
     total = device.empty(buffers[0].shape, buffers[0].dtype)
     _write([total], buffers, 1 if counts else divisor, device)
@@ -79,9 +79,9 @@ def added_on(
 def quotients(sums: Sequence[Buffer], divisor: float) -> list[Buffer]:
     """The true quotients of integers, floats in new memory; co-located ones share a launch."""
     outs = [total.device.empty(total.shape, mean_dtype(total.dtype)) for total in sums]
-    for places, leader in _together(outs):
-        here = [outs[place] for place in places]
-        ops.divide(here, [sums[place] for place in places], divisor, device=leader)
+    for indices, leader in _together(outs):
+        here = [outs[index] for index in indices]
+        ops.divide(here, [sums[index] for index in indices], divisor, device=leader)
     return outs
 
 
@@ -90,23 +90,23 @@ def divided(sums: Sequence[Buffer], divisor: float, dtypes: Sequence[DType]) -> 
     outs = [
         total.device.empty(total.shape, dtype) for total, dtype in zip(sums, dtypes, strict=True)
     ]
-    for places, leader in _together(outs):
-        here = [[outs[place]] for place in places]
-        ops.all_sum(here, [[sums[place]] for place in places], divisor=divisor, device=leader)
+    for indices, leader in _together(outs):
+        here = [[outs[index]] for index in indices]
+        ops.all_sum(here, [[sums[index]] for index in indices], divisor=divisor, device=leader)
     return outs
 
 
 def _together(buffers: Sequence[Buffer]) -> Iterator[tuple[tuple[int, ...], Device]]:
     """For each GPU the places of its buffers, and whose queue is to launch for all of them."""
     devices = [buffer.device for buffer in buffers]
-    for places in by_physical(devices).values():
-        sharing = [devices[place] for place in places]
-        gather(sharing[0], sharing)
-        yield places, sharing[0]
-        scatter(sharing[0], sharing)
+    for indices in by_physical(devices).values():
+        sharing = [devices[index] for index in indices]
+        join_streams(sharing[0], sharing)
+        yield indices, sharing[0]
+        fork_streams(sharing[0], sharing)
 
 
-def handed_out(part: Part, devices: Sequence[Device]) -> tuple[Part, ...]:
+def broadcast_values(part: Part, devices: Sequence[Device]) -> tuple[Part, ...]:
     """Equal arrays on each of ``devices``: ``part`` itself on its own, copies elsewhere."""
     if isinstance(part, Buffer):
         return _copies(part, devices, keep=True)
@@ -142,8 +142,8 @@ def _copies(
         source if keep and device is source.device else device.empty(source.shape, source.dtype)
         for device in devices
     ]
-    for physical, places in by_physical(devices).items():
-        rest = [outs[place] for place in places if outs[place] is not source]
+    for physical, indices in by_physical(devices).items():
+        rest = [outs[index] for index in indices if outs[index] is not source]
         near = source
         if rest and physical != source.device.physical:
             near = rest.pop(0)
@@ -158,9 +158,9 @@ def _write(
 ) -> None:
     """Every out becomes the sum of the inputs, divided: one launch by ``device``."""
     sharing = [buffer.device for buffer in (*outs, *inputs)]
-    gather(device, sharing)
+    join_streams(device, sharing)
     ops.all_sum([outs], [inputs], divisor=divisor, device=device)
-    scatter(device, sharing)
+    fork_streams(device, sharing)
 
 
 def _rows_on(
@@ -194,4 +194,4 @@ def _accumulated(
             f"accumulation_fn made {total.dtype}{list(total.shape)} of "
             f"{like.dtype}{list(like.shape)}"
         )
-    return fetch(device, total)
+    return to_accessible(device, total)

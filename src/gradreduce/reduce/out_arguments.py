@@ -15,7 +15,7 @@ from gradreduce.errors import about, listed
 
 from .arguments import Request
 
-__all__ = ["halves_told", "shown", "with_outs"]
+__all__ = ["as_results", "note_partial", "with_outs"]
 
 _HALF = "This came half way through: what `out` names may hold a part of the results."
 
@@ -44,17 +44,17 @@ def with_outs(
             f"{type(out).__name__}{count}"
         )
     given, outs = [], []
-    for place, (request, entry) in enumerate(zip(requests, out, strict=True)):
+    for index, (request, entry) in enumerate(zip(requests, out, strict=True)):
         if request.value.is_sparse:
             raise ValueError(
-                f"{request.value.name_of(place, of='out')} cannot be given: its value holds "
+                f"{request.value.name_of(index, of='out')} cannot be given: its value holds "
                 "IndexedSlices, and the number of rows of their sum is not known yet"
             )
         try:
             arrays = _listed(request, entry)
         except (TypeError, ValueError) as error:
-            raise about(request.value.name_of(place, of="out"), error) from None
-        made = _outs_of(request, place, arrays, reduce_op)
+            raise about(request.value.name_of(index, of="out"), error) from None
+        made = _outs_of(request, index, arrays, reduce_op)
         if isinstance(entry, DistributedValues):  # whose Buffers are arrays of this kind outside
             made = [each._replace(kind=entry.kind) for each in made]
         outs.append(made)
@@ -63,12 +63,12 @@ def with_outs(
     return given, outs
 
 
-def halves_told(devices: Sequence[Device]) -> AbstractContextManager[None]:
+def note_partial(devices: Sequence[Device]) -> AbstractContextManager[None]:
     """Around the launches of a call with ``out``: an error in the middle of them says so."""
-    return devices[0].fabric.halves_told(_HALF) if devices else nullcontext()
+    return devices[0].mesh_state.note_partial(_HALF) if devices else nullcontext()
 
 
-def shown(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> list[Mirrored]:
+def as_results(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> list[Mirrored]:
     """The arrays that a caller gave for each result; none if there are no outs."""
     return [_shown(*each) for each in zip(requests if outs else (), outs, strict=True)]
 
@@ -90,7 +90,7 @@ def _listed(request: Request, entry: Any) -> Sequence[Any]:
             raise ValueError(f"it lies on {names[0]}, the result on {names[1]}")
         if entry.kind == "jax":
             raise TypeError("JAX arrays are never written; they cannot be an out")
-        if any(buffer.lender == "copy" for buffer in entry.buffers):
+        if any(buffer.array_owner == "copy" for buffer in entry.buffers):
             raise ValueError(
                 "its arrays were copied when they came in (host arrays for another memory, not "
                 "contiguous or not aligned): nobody would see what is written; give a list of them"
@@ -131,23 +131,23 @@ def _as_input(out: Out, request: Request) -> Out:
 def _check_apart(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> None:
     """Raises ``ValueError`` unless each out is apart from all others, and from other inputs."""
     spans = sorted(
-        (each.address, each.address + each.buffer.nbytes, place)
-        for place, row in enumerate(outs)
+        (each.address, each.address + each.buffer.nbytes, index)
+        for index, row in enumerate(outs)
         for each in row
         if each.buffer.nbytes
     )
-    for (_, stop, place), (start, _, other) in pairwise(spans):
+    for (_, stop, index), (start, _, other) in pairwise(spans):
         if start < stop:
-            names = [requests[each].value.name_of(each, of="out") for each in (place, other)]
+            names = [requests[each].value.name_of(each, of="out") for each in (index, other)]
             raise ValueError(f"{names[0]} and {names[1]} overlap; each needs memory of its own")
     starts = [start for start, _, _ in spans]
-    for place, request in enumerate(requests):
+    for index, request in enumerate(requests):
         for replica, part in enumerate(request.value.buffers):
-            found = _overlapping(part, place, spans, starts)
+            found = _overlapping(part, index, spans, starts)
             if found is not None:
                 name = requests[found].value.name_of(found, of="out")
                 raise ValueError(
-                    f"{name} overlaps {request.value.name_of(place, replica)}; an out may be a "
+                    f"{name} overlaps {request.value.name_of(index, replica)}; an out may be a "
                     "replica of its own value, and shares no memory with another"
                 )
 

@@ -18,13 +18,22 @@ from gradreduce.device import (
     DType,
     by_physical,
     flat_layout,
-    gather,
-    scatter,
+    fork_streams,
+    join_streams,
 )
 
 from .packing import FlatPlan, Piece
 
-__all__ = ["Flats", "Options", "fill", "lay_out", "move_into", "pack", "spread", "unpack"]
+__all__ = [
+    "Options",
+    "PackBuffers",
+    "fill",
+    "lay_out",
+    "move_into",
+    "pack",
+    "unpack",
+    "unpack_into",
+]
 
 # What is written and what is read on a device, one by one.
 _Move = tuple[Device, list[Buffer], list[Buffer]]
@@ -46,7 +55,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Flats:
+class PackBuffers:
     """The flat buffers of one plan while they are reduced.
 
     Attributes:
@@ -81,7 +90,7 @@ def lay_out(
     devices: Sequence[Device],
     options: Options,
     divisors: Sequence[float],
-) -> list[Flats]:
+) -> list[PackBuffers]:
     """The memory of each plan on every device; asks for what is missing, moves nothing.
 
     Nothing will be moved where the tensors lie in one flat buffer already, or where one travels
@@ -104,11 +113,12 @@ def lay_out(
     room = _Room(plans if fresh else ())
     made = []
     for plan, divisor in zip(plans, divisors, strict=True):
-        flats = None
+        pack_buffers = None
         if fresh and divisor == 1 and not plan.together:
-            flats = _left_alone(plan, gradients[plan.tensors[0]], devices, room, owned_only)
+            pack_buffers = _left_alone(plan, gradients[plan.tensors[0]], devices, room, owned_only)
         made.append(
-            flats or _laid_out(plan, divisor, gradients, devices, options, (room, owned_only))
+            pack_buffers
+            or _laid_out(plan, divisor, gradients, devices, options, (room, owned_only))
         )
     return made
 
@@ -119,7 +129,7 @@ def _left_alone(
     devices: Sequence[Device],
     room: _Room,
     owned_only: bool,
-) -> Flats | None:
+) -> PackBuffers | None:
     """As ``_laid_out`` for a tensor that is read where it lies, in a third of the time.
 
     Into new memory of its dtype. None where it is not that simple.
@@ -130,7 +140,7 @@ def _left_alone(
         return None
     outs = tuple([room.take(plan, device, plan.dtype) for device in devices])
     nothing = (None,) * len(devices)
-    return Flats(plan, tuple(replicas), outs, outs, nothing, nothing)
+    return PackBuffers(plan, tuple(replicas), outs, outs, nothing, nothing)
 
 
 class _Room:
@@ -179,7 +189,7 @@ def _laid_out(
     devices: Sequence[Device],
     options: Options,
     memory: tuple[_Room, bool],
-) -> Flats:
+) -> PackBuffers:
     room, owned_only = memory
     replicas = range(len(devices))
     given = options.given
@@ -201,7 +211,7 @@ def _laid_out(
         if out is None and ours and plan.wire == plan.sum_dtype:
             out = flat
         outs.append(room.take(plan, device, plan.sum_dtype) if out is None else out)
-    return Flats(
+    return PackBuffers(
         plan, tuple(inputs), tuple(outs), _results(plan, outs, room, given is not None),
         tuple(filling), tuple(leaving), divisor,
     )  # fmt: skip
@@ -222,42 +232,44 @@ def _results(
     return tuple(room.take(plan, out.device, plan.out_dtype) for out in outs)
 
 
-def fill(parts: Iterable[tuple[Flats, int, int]]) -> None:
+def fill(parts: Iterable[tuple[PackBuffers, int, int]]) -> None:
     """Moves tensors into ranges of flat buffers: one launch for each physical device and dtype.
 
     Args:
         parts: flat buffers, and the first and last but one element of a range of each.
     """
     moves: dict[float, list[_Move]] = {}
-    for flats, start, stop in parts:
-        if not any(tensors is not None for tensors in flats.filling):
+    for pack_buffers, start, stop in parts:
+        if not any(tensors is not None for tensors in pack_buffers.filling):
             continue
-        pieces = flats.plan.pieces(start, stop)
+        pieces = pack_buffers.plan.pieces(start, stop)
         begins = [at.begin for at in pieces]
         spans = [(at.end - at.begin,) for at in pieces]  # the gap behind a tensor is written too
-        for flat, tensors in zip(flats.inputs, flats.filling, strict=True):
+        for flat, tensors in zip(pack_buffers.inputs, pack_buffers.filling, strict=True):
             if tensors is not None:
                 move = (flat.device, flat.parts(begins, spans), _parts_of(tensors, pieces))
-                moves.setdefault(flats.divisor, []).append(move)
+                moves.setdefault(pack_buffers.divisor, []).append(move)
     for divisor, each in moves.items():
         _move(each, divisor)
 
 
-def spread(parts: Iterable[tuple[Flats, int, int]]) -> None:
+def unpack_into(parts: Iterable[tuple[PackBuffers, int, int]]) -> None:
     """Moves sums from ranges of the outs to where the results go; see ``fill``."""
     moves: list[_Move] = []
-    for flats, start, stop in parts:
-        for replica, out in enumerate(flats.outs):
-            given = flats.given[replica]
+    for pack_buffers, start, stop in parts:
+        for replica, out in enumerate(pack_buffers.outs):
+            given = pack_buffers.given[replica]
             if given is not None:
-                pieces = flats.plan.pieces(start, stop)
+                pieces = pack_buffers.plan.pieces(start, stop)
                 begins = [at.begin for at in pieces]
                 spans = [(at.stop - at.start,) for at in pieces]
                 move = (out.device, _parts_of(given, pieces), out.parts(begins, spans))
                 moves.append(move)
-            elif flats.results is not None and flats.results[replica] is not out:
+            elif pack_buffers.results is not None and pack_buffers.results[replica] is not out:
                 whole = ([start], [(stop - start,)])
-                moves.append((out.device, flats.results[replica].parts(*whole), out.parts(*whole)))
+                moves.append(
+                    (out.device, pack_buffers.results[replica].parts(*whole), out.parts(*whole))
+                )
     _move(moves, 1)
 
 
@@ -267,17 +279,19 @@ def pack(
     devices: Sequence[Device],
     *,
     consume: bool,
-) -> list[Flats]:
+) -> list[PackBuffers]:
     """``lay_out``, and ``fill`` at once."""
     made = lay_out(plans, gradients, devices, Options(consume), [1] * len(plans))
-    fill((flats, 0, flats.plan.layout.size) for flats in made)
+    fill((pack_buffers, 0, pack_buffers.plan.layout.size) for pack_buffers in made)
     return made
 
 
-def unpack(flats: Sequence[Flats], shapes: Sequence[tuple[int, ...]]) -> list[tuple[Buffer, ...]]:
+def unpack(
+    pack_buffers: Sequence[PackBuffers], shapes: Sequence[tuple[int, ...]]
+) -> list[tuple[Buffer, ...]]:
     """The reduced tensors: views of the flat results, ``[tensor][replica]`` in batch order."""
     found: list[tuple[Buffer, ...]] = [()] * len(shapes)
-    for flat in flats:
+    for flat in pack_buffers:
         inside = [shapes[tensor] for tensor in flat.plan.tensors]
         if len(inside) == 1 and flat.results and inside[0] == flat.results[0].shape:
             found[flat.plan.tensors[0]] = flat.results
@@ -292,8 +306,8 @@ def unpack(flats: Sequence[Flats], shapes: Sequence[tuple[int, ...]]) -> list[tu
 def _parts_of(tensors: Sequence[Buffer], pieces: Sequence[Piece]) -> list[Buffer]:
     """Of each tensor in a range the part that is in it."""
     found = []
-    for place, _, _, first, last in pieces:
-        tensor = tensors[place]
+    for index, _, _, first, last in pieces:
+        tensor = tensors[index]
         whole = last - first == tensor.size
         found.append(tensor if whole else tensor.parts([first], [(last - first,)])[0])
     return found
@@ -307,17 +321,17 @@ def move_into(given: Sequence[tuple[Buffer, Buffer]]) -> None:
 def _move(moves: Sequence[_Move], divisor: float) -> None:
     """One launch for each physical device and dtype."""
     devices = [device for device, _, _ in moves]
-    for places in by_physical(devices).values():
-        leader = devices[places[0]]
-        sharing = [devices[place] for place in places]
-        gather(leader, sharing)
-        ops.pack_fitted(
-            list(chain.from_iterable(moves[place][1] for place in places)),
-            list(chain.from_iterable(moves[place][2] for place in places)),
+    for indices in by_physical(devices).values():
+        leader = devices[indices[0]]
+        sharing = [devices[index] for index in indices]
+        join_streams(leader, sharing)
+        ops.pack_unchecked(
+            list(chain.from_iterable(moves[index][1] for index in indices)),
+            list(chain.from_iterable(moves[index][2] for index in indices)),
             divisor=divisor,
             device=leader,
         )
-        scatter(leader, sharing)
+        fork_streams(leader, sharing)
 
 
 def _already_flat(
@@ -329,7 +343,7 @@ def _already_flat(
     """
     if not plan.together:
         return _alone(tensors[0], owned_only)
-    filled = [place for place, tensor in enumerate(tensors) if tensor.size]
+    filled = [index for index, tensor in enumerate(tensors) if tensor.size]
     if not filled:
         return tensors[0] if tensors[0].size == plan.layout.size else None
     block = tensors[filled[0]].block
@@ -339,9 +353,9 @@ def _already_flat(
         return None
     offsets, itemsize = plan.layout.offsets, tensors[filled[0]].dtype.itemsize
     start = tensors[filled[0]].address - offsets[filled[0]] * itemsize
-    for place in filled:
-        expected = start + offsets[place] * itemsize
-        if tensors[place].block is not block or tensors[place].address != expected:
+    for index in filled:
+        expected = start + offsets[index] * itemsize
+        if tensors[index].block is not block or tensors[index].address != expected:
             return None
     offset = start - block.address
     size = plan.layout.size

@@ -102,11 +102,11 @@ class Piece(NamedTuple):
 def _pieces(layout: FlatLayout, start: int, stop: int) -> tuple[Piece, ...]:
     found = []
     first = bisect_right(layout.offsets, start) - 1
-    for place in range(first, bisect_left(layout.offsets, stop)):
-        offset, size = layout.offsets[place], layout.sizes[place]
-        begin, end = max(offset, start), min(offset + layout.spans[place], stop)
+    for index in range(first, bisect_left(layout.offsets, stop)):
+        offset, size = layout.offsets[index], layout.sizes[index]
+        begin, end = max(offset, start), min(offset + layout.spans[index], stop)
         if begin < end:
-            found.append(Piece(place, begin, end, begin - offset, min(end - offset, size)))
+            found.append(Piece(index, begin, end, begin - offset, min(end - offset, size)))
     return tuple(found)
 
 
@@ -223,13 +223,13 @@ def plan_stages(packs: Sequence[tuple[int, bool]], stage_bytes: int) -> list[lis
     """
     stages: list[list[int]] = [[]]
     filled = 0
-    for place, (nbytes, moved) in enumerate(packs):
+    for index, (nbytes, moved) in enumerate(packs):
         if not moved:
-            stages[0].append(place)
+            stages[0].append(index)
             continue
         if filled >= stage_bytes:
             stages.append([])
             filled = 0
-        stages[-1].append(place)
+        stages[-1].append(index)
         filled += nbytes
     return stages

@@ -14,7 +14,7 @@ from gradreduce.device import (
     Buffer,
     Device,
     DType,
-    Travel,
+    PackInfo,
     accumulate_dtype,
     by_physical,
     mean_dtype,
@@ -24,8 +24,8 @@ from .algorithms import ALGORITHMS
 from .arguments import Request, batches_of
 from .hierarchical_copy import works_in_place
 from .nccl_all_reduce import check_library, connect
-from .one_device import Accumulate, added_on, handed_out, quotients
-from .pack_buffers import Flats, Options, fill, lay_out, move_into, spread, unpack
+from .one_device import Accumulate, added_on, broadcast_values, quotients
+from .pack_buffers import Options, PackBuffers, fill, lay_out, move_into, unpack, unpack_into
 from .packing import (
     STAGE_BYTES,
     FlatPlan,
@@ -35,15 +35,15 @@ from .packing import (
     sum_dtype_of,
     wire_of,
 )
-from .reduction_groups import Halves, halves_of
+from .reduction_groups import ReductionGroups, reduction_groups_of
 from .stages import Job, Stage
 
 __all__ = [
     "Settings",
     "check_devices",
     "compile_for",
+    "copy_to_out",
     "laid_out",
-    "landed",
     "reduce_buffers",
     "reduce_requests",
     "reduce_to_one",
@@ -58,7 +58,7 @@ class Settings:
     num_packs: int
     agg_small_grads_max_bytes: int
     agg_small_grads_max_group: int
-    topology: Halves | None
+    reduction_groups: ReductionGroups | None
     wire_dtype: DType | None
 
 
@@ -67,26 +67,26 @@ def reduce_requests(
 ) -> list[tuple[Part, ...]]:
     """All dense values of the same devices in one batch; one by one what goes elsewhere.
 
-    What a request's ``out`` names is written, as a rule: ``landed`` sees to the rest.
+    What a request's ``out`` names is written, as a rule: ``copy_to_out`` sees to the rest.
     """
     results: list[tuple[Part, ...]] = [()] * len(requests)
     batches = batches_of(requests, reduce_op)
-    for places in batches:  # all of them, before the first is launched
-        _compile_batch(settings, reduce_op, [requests[place] for place in places])
+    for indices in batches:  # all of them, before the first is launched
+        _compile_batch(settings, reduce_op, [requests[index] for index in indices])
     for request in requests:
         if not request.is_all_reduced and not request.value.is_sparse:
             _compile_one(reduce_op, request)
-    for places in batches:
-        gradients = [requests[place].value.buffers for place in places]
-        out = [requests[place].out or () for place in places]
-        reduced = _reduce_dense(settings, reduce_op, gradients, places, out if out[0] else None)
-        for place, buffers in zip(places, reduced, strict=True):
-            results[place] = buffers
-    for place, request in enumerate(requests):
+    for indices in batches:
+        gradients = [requests[index].value.buffers for index in indices]
+        out = [requests[index].out or () for index in indices]
+        reduced = _reduce_dense(settings, reduce_op, gradients, indices, out if out[0] else None)
+        for index, buffers in zip(indices, reduced, strict=True):
+            results[index] = buffers
+    for index, request in enumerate(requests):
         if not request.is_all_reduced:
             home = request.devices[0]
-            with home.fabric.watched_pack(Travel((place,))):
-                results[place] = reduce_to_one(reduce_op, request, home, coalesce=coalesce)
+            with home.mesh_state.pack_scope(PackInfo((index,))):
+                results[index] = reduce_to_one(reduce_op, request, home, coalesce=coalesce)
     return results
 
 
@@ -104,7 +104,7 @@ def _compile_one(reduce_op: ReduceOp, request: Request) -> None:
     dtype = request.value.buffers[0].dtype
     devices = (*request.value.devices, *request.devices)
     key = ("one", tuple(device.index for device in devices), dtype)
-    prepared = devices[0].fabric.prepared
+    prepared = devices[0].mesh_state.prepared
     if key not in prepared:
         for device in devices:
             ops.prepare_all_sum(device, dtype, dtype)
@@ -116,7 +116,7 @@ def _compile_rest(reduce_op: ReduceOp, devices: Sequence[Device], dtype: DType) 
     """Compiles the division of integers, and the copies into what a caller gave."""
     counts = reduce_op is ReduceOp.MEAN and dtype.kind in "iu"
     key = ("rest", tuple(device.index for device in devices), dtype, counts)
-    prepared = devices[0].fabric.prepared
+    prepared = devices[0].mesh_state.prepared
     if key in prepared:
         return
     result = mean_dtype(dtype) if counts else dtype
@@ -147,7 +147,7 @@ def _reduce_dense(
     return [tuple(islice(means, num_replicas)) for _ in reduced]
 
 
-def landed(
+def copy_to_out(
     requests: Sequence[Request], reduced: Sequence[tuple[Part, ...]]
 ) -> list[tuple[Part, ...]]:
     """The results where the requests want them: what lies elsewhere is copied there."""
@@ -179,7 +179,7 @@ def reduce_to_one(
         accumulate=accumulate,
         kind=value.kind,
     )
-    return handed_out(total, request.devices)
+    return broadcast_values(total, request.devices)
 
 
 def _flat_plans(
@@ -240,18 +240,24 @@ def reduce_buffers(
         compile_for(settings, devices, plan.dtype, plan.out_dtype)
     in_place = settings.all_reduce_alg != "hierarchical_copy" or works_in_place(devices)
     options = Options(consume is not None and in_place, out, in_place)
-    flats = lay_out(plans, gradients, devices, options, _early(settings, plans, divisor))
-    jobs, stages = _set_out(flats, divisor, devices, places or range(len(gradients)))
-    topology = {} if settings.topology is None else {"topology": settings.topology}
-    if consume is not None and options.consume and any([None in each.filling for each in flats]):
-        consume.enter_context(devices[0].fabric.whole_or_lost(devices))
-    ALGORITHMS[settings.all_reduce_alg](jobs, stages=stages, **topology)
-    return unpack(flats, shapes) if out is None else [tuple(replicas) for replicas in out]
+    pack_buffers = lay_out(plans, gradients, devices, options, _early(settings, plans, divisor))
+    jobs, stages = _set_out(pack_buffers, divisor, devices, places or range(len(gradients)))
+    reduction_groups = (
+        {} if settings.reduction_groups is None else {"reduction_groups": settings.reduction_groups}
+    )
+    if (
+        consume is not None
+        and options.consume
+        and any([None in each.filling for each in pack_buffers])
+    ):
+        consume.enter_context(devices[0].mesh_state.fail_on_partial_write(devices))
+    ALGORITHMS[settings.all_reduce_alg](jobs, stages=stages, **reduction_groups)
+    return unpack(pack_buffers, shapes) if out is None else [tuple(replicas) for replicas in out]
 
 
 def laid_out(
     settings: Settings, reduce_op: ReduceOp, gradients: Sequence[Sequence[Buffer]]
-) -> list[Flats]:
+) -> list[PackBuffers]:
     """The memory in which one batch of ``reduce_requests`` is reduced; nothing is moved."""
     plans = _flat_plans(settings, gradients)
     devices = [buffer.device for buffer in gradients[0]]
@@ -273,10 +279,13 @@ def _early(settings: Settings, plans: Sequence[FlatPlan], divisor: float) -> lis
 
 
 def _set_out(
-    flats: Sequence[Flats], divisor: float, devices: Sequence[Device], places: Sequence[int]
+    pack_buffers: Sequence[PackBuffers],
+    divisor: float,
+    devices: Sequence[Device],
+    places: Sequence[int],
 ) -> tuple[list[Job], list[Stage]]:
     """A job for each pack, and in which stages they travel; one where nothing leaves its GPU."""
-    packs = [(each, start, stop) for each in flats for start, stop in each.plan.packs]
+    packs = [(each, start, stop) for each in pack_buffers for start, stop in each.plan.packs]
     jobs = [
         Job(each.inputs, each.outs, divisor if each.divisor == 1 else 1).part(start, stop)
         for each, start, stop in packs
@@ -290,28 +299,28 @@ def _set_out(
         groups = [list(range(len(packs)))]
     stages = []
     for group in groups:
-        parts = [packs[place] for place in group]
-        travel = _travel(parts, group, len(packs), places)
-        watched = partial(devices[0].fabric.watched_pack, travel, devices)
-        stages.append(Stage(group, partial(fill, parts), partial(spread, parts), watched))
+        parts = [packs[index] for index in group]
+        pack_info = _travel(parts, group, len(packs), places)
+        watched = partial(devices[0].mesh_state.pack_scope, pack_info, devices)
+        stages.append(Stage(group, partial(fill, parts), partial(unpack_into, parts), watched))
     return jobs, stages
 
 
 def _travel(
-    parts: Sequence[tuple[Flats, int, int]],
+    parts: Sequence[tuple[PackBuffers, int, int]],
     group: Sequence[int],
     num_packs: int,
     places: Sequence[int],
-) -> Travel:
+) -> PackInfo:
     """The packs of a stage, counted from 1, and their tensors by name."""
     if len(group) == num_packs:
-        return Travel(places, range(1, num_packs + 1), num_packs)
+        return PackInfo(places, range(1, num_packs + 1), num_packs)
     inside = {
         places[each.plan.tensors[piece.place]]: None
         for each, start, stop in parts
         for piece in each.plan.pieces(start, stop)
     }
-    return Travel(tuple(inside), tuple(place + 1 for place in group), num_packs)
+    return PackInfo(tuple(inside), tuple(index + 1 for index in group), num_packs)
 
 
 def compile_for(
@@ -332,15 +341,25 @@ def compile_for(
         BackendUnavailableError: NCCL is needed, on two physical GPUs or more, and missing.
         CollectiveError: NCCL cannot connect them.
     """
-    prepared = devices[0].fabric.prepared
-    places = tuple(device.index for device in devices)
+    prepared = devices[0].mesh_state.prepared
+    indices = tuple(device.index for device in devices)
     wire = wire_of(dtype, settings.wire_dtype)
-    key = ("reduce", settings.all_reduce_alg, places, dtype, wire, out_dtype, settings.topology)
+    key = (
+        "reduce",
+        settings.all_reduce_alg,
+        indices,
+        dtype,
+        wire,
+        out_dtype,
+        settings.reduction_groups,
+    )
     if key in prepared:
         return
     check_devices(settings, devices)
     total = sum_dtype_of(wire, out_dtype)
-    counts = {len(half) for half in halves_of(len(devices), settings.topology)} - {0}
+    counts = {
+        len(half) for half in reduction_groups_of(len(devices), settings.reduction_groups)
+    } - {0}
     if settings.all_reduce_alg == "nccl":
         counts = set()
         connect(devices)
@@ -357,6 +376,6 @@ def compile_for(
 
 def check_devices(settings: Settings, devices: Sequence[Device]) -> None:
     """Raises unless the replicas on these devices can be reduced; launches nothing."""
-    halves_of(len(devices), settings.topology)
+    reduction_groups_of(len(devices), settings.reduction_groups)
     if settings.all_reduce_alg == "nccl":
         check_library(devices)

@@ -1,7 +1,7 @@
 """What a reduction will do, told before it is done: which tensors travel together, and how.
 
-A plan is a value. It comes of the flow itself, run over ghosts (``backends/dry_run.py``), and depends
-on shapes, dtypes, settings and mesh, and on which tensors already lie in one flat buffer.
+A plan is a value. It comes of the flow itself, run over ghosts (``backends/dry_run.py``), and
+depends on shapes, dtypes, settings and mesh, and on which tensors already lie in one flat buffer.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from functools import lru_cache
 from gradreduce.arrays.distributed import Part, PerReplica, ReduceOp
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.backends.dry_run import (
-    Ghosts,
-    MeshOutline,
-    Outline,
+    DryRunMesh,
+    MeshSignature,
+    Signature,
     Touched,
-    mesh_outline,
-    outline_of,
+    mesh_signature,
+    signature_of,
 )
-from gradreduce.device import Buffer, Device, DType, Journal, Mesh, Record, by_physical, reaches
+from gradreduce.device import Buffer, Device, DType, Journal, Mesh, Record, by_physical, can_access
 
 from .arguments import Request, batches_of
 from .hierarchical_copy import works_in_place
-from .pack_buffers import Flats
+from .pack_buffers import PackBuffers
 from .pipeline import Settings, laid_out, reduce_requests
 
-__all__ = ["PlannedPack", "ReducePlan", "Rehearsal", "plan_of", "rehearsal_of"]
+__all__ = ["DryRun", "PlannedPack", "ReducePlan", "dry_run_of", "plan_of"]
 
 # The indices (int64, in bytes; only their number where no plan depends on more) and the dense shape
 # of IndexedSlices; None of a dense array.
@@ -90,7 +90,7 @@ class ReducePlan:
     backend: str
 
     @classmethod
-    def of(cls, packs: Sequence[PlannedPack], journal: Journal, mesh: MeshOutline) -> ReducePlan:
+    def of(cls, packs: Sequence[PlannedPack], journal: Journal, mesh: MeshSignature) -> ReducePlan:
         """From what the ghosts recorded."""
         ranks = len(journal.of("collective"))
         return cls(
@@ -103,16 +103,16 @@ class ReducePlan:
             f"launches, {self.copies} copies, {self.collectives} collective ranks, "
             f"{self.bytes:,} bytes leave a device"
         ]
-        for place, pack in enumerate(self.packs):
+        for index, pack in enumerate(self.packs):
             lines.append(
-                f"  {place:4} {pack.way:18}{pack.dtype!s:10}{pack.nbytes:14,} bytes of each of "
+                f"  {index:4} {pack.way:18}{pack.dtype!s:10}{pack.nbytes:14,} bytes of each of "
                 f"{len(pack.devices)} replicas{_travels(pack)}: tensors {_ranges(pack.tensors)}"
             )
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class DryRun:
     """What the ghosts were given, one by one.
 
     Attributes:
@@ -127,7 +127,7 @@ class Rehearsal:
 
 
 @dataclass(frozen=True)
-class RequestOutline:
+class RequestSignature:
     """All of a request that a plan depends on.
 
     Attributes:
@@ -137,7 +137,7 @@ class RequestOutline:
         matches: see ``Request``.
     """
 
-    parts: tuple[tuple[Outline, _Rows], ...]
+    parts: tuple[tuple[Signature, _Rows], ...]
     devices: tuple[int, ...]
     matches: bool
 
@@ -160,26 +160,26 @@ def plan_of(
     Raises:
         ValueError: there is none, or they are of several meshes.
     """
-    outlines = _outlines_of(requests, coalesce=coalesce)
-    mesh = mesh_outline(_mesh_of(requests))
+    outlines = _signatures_of(requests, coalesce=coalesce)
+    mesh = mesh_signature(_mesh_of(requests))
     return _planned(settings, reduce_op, mesh, outlines, coalesce=coalesce)
 
 
-def rehearsal_of(
+def dry_run_of(
     settings: Settings,
     reduce_op: ReduceOp,
     requests: Sequence[Request],
     *,
     coalesce: bool,
-) -> Rehearsal:
+) -> DryRun:
     """All that a reduction of these requests would give the devices; see ``plan_of``."""
-    outlines = _outlines_of(requests, coalesce=coalesce)
-    mesh = mesh_outline(_mesh_of(requests))
+    outlines = _signatures_of(requests, coalesce=coalesce)
+    mesh = mesh_signature(_mesh_of(requests))
     return _rehearsed(settings, reduce_op, mesh, outlines, coalesce=coalesce)
 
 
 def _mesh_of(requests: Sequence[Request]) -> Mesh:
-    meshes = {request.value.mesh.fabric: request.value.mesh for request in requests}
+    meshes = {request.value.mesh.mesh_state: request.value.mesh for request in requests}
     if not meshes:
         raise ValueError("there is no tensor to reduce; at least one is needed")
     if len(meshes) > 1:
@@ -192,8 +192,8 @@ def _mesh_of(requests: Sequence[Request]) -> Mesh:
 def _planned(
     settings: Settings,
     reduce_op: ReduceOp,
-    mesh: MeshOutline,
-    outlines: tuple[RequestOutline, ...],
+    mesh: MeshSignature,
+    outlines: tuple[RequestSignature, ...],
     *,
     coalesce: bool,
 ) -> ReducePlan:
@@ -203,64 +203,66 @@ def _planned(
 def _rehearsed(
     settings: Settings,
     reduce_op: ReduceOp,
-    mesh: MeshOutline,
-    outlines: tuple[RequestOutline, ...],
+    mesh: MeshSignature,
+    outlines: tuple[RequestSignature, ...],
     *,
     coalesce: bool,
-) -> Rehearsal:
-    ghosts = Ghosts(mesh)
-    requests = _ghost_requests(ghosts, outlines)
+) -> DryRun:
+    dry_run_mesh = DryRunMesh(mesh)
+    requests = _dry_run_requests(dry_run_mesh, outlines)
     packs = []
     for places in batches_of(requests, reduce_op):
-        gradients = [requests[place].value.buffers for place in places]
+        gradients = [requests[index].value.buffers for index in places]
         indices = [device.index for device in requests[places[0]].devices]
-        flats = laid_out(settings, reduce_op, gradients)
-        packs += _packs_of(flats, places, settings.all_reduce_alg, indices)
+        pack_buffers = laid_out(settings, reduce_op, gradients)
+        packs += _packs_of(pack_buffers, places, settings.all_reduce_alg, indices)
     packs += [
-        _pack_of_one(request, place)
-        for place, request in enumerate(requests)
+        _pack_of_one(request, index)
+        for index, request in enumerate(requests)
         if not request.is_all_reduced
     ]
-    with ghosts.mesh.journal() as journal:
+    with dry_run_mesh.mesh.journal() as journal:
         reduce_requests(settings, reduce_op, requests, coalesce=coalesce)
     plan = ReducePlan.of(packs, journal, mesh)
-    return Rehearsal(plan, tuple(journal.records), tuple(ghosts.touched))
+    return DryRun(plan, tuple(journal.records), tuple(dry_run_mesh.touched))
 
 
-def _outlines_of(requests: Sequence[Request], *, coalesce: bool) -> tuple[RequestOutline, ...]:
+def _signatures_of(requests: Sequence[Request], *, coalesce: bool) -> tuple[RequestSignature, ...]:
     """The outline of each request; those that share memory do so in their outlines."""
     blocks: dict[int, int] = {}
     made = []
     for request in requests:
-        parts = tuple(_outline(part, blocks, coalesce) for part in request.value.parts)
+        parts = tuple(_signature(part, blocks, coalesce) for part in request.value.parts)
         devices = tuple(device.index for device in request.devices)
-        made.append(RequestOutline(parts, devices, request.matches))
+        made.append(RequestSignature(parts, devices, request.matches))
     return tuple(made)
 
 
-def _outline(
+def _signature(
     part: Part,
     blocks: dict[int, int],
     coalesce: bool,  # handed on
-) -> tuple[Outline, _Rows]:
+) -> tuple[Signature, _Rows]:
     if isinstance(part, Buffer):
-        return outline_of(part, blocks), None
+        return signature_of(part, blocks), None
     told = part.indices.tobytes() if coalesce else len(part.indices)
-    return outline_of(part.values, blocks), (told, part.dense_shape)
+    return signature_of(part.values, blocks), (told, part.dense_shape)
 
 
-def _ghost_requests(ghosts: Ghosts, outlines: Sequence[RequestOutline]) -> list[Request]:
+def _dry_run_requests(
+    dry_run_mesh: DryRunMesh, outlines: Sequence[RequestSignature]
+) -> list[Request]:
     """Requests of these outlines, over ghosts."""
     made = []
-    for outline in outlines:
-        parts = [_ghost(ghosts, *part) for part in outline.parts]
-        devices = tuple(ghosts.mesh.devices[index] for index in outline.devices)
-        made.append(Request(PerReplica.of(parts), devices, outline.matches))
+    for signature in outlines:
+        parts = [_dry_run_buffers(dry_run_mesh, *part) for part in signature.parts]
+        devices = tuple(dry_run_mesh.mesh.devices[index] for index in signature.devices)
+        made.append(Request(PerReplica.of(parts), devices, signature.matches))
     return made
 
 
-def _ghost(ghosts: Ghosts, outline: Outline, rows: _Rows) -> Part:
-    buffer = ghosts.buffer(outline)
+def _dry_run_buffers(dry_run_mesh: DryRunMesh, signature: Signature, rows: _Rows) -> Part:
+    buffer = dry_run_mesh.buffer(signature)
     if rows is None:
         return buffer
     told, dense_shape = rows
@@ -269,18 +271,18 @@ def _ghost(ghosts: Ghosts, outline: Outline, rows: _Rows) -> Part:
 
 
 def _packs_of(
-    flats: Sequence[Flats], places: Sequence[int], way: str, devices: Sequence[int]
+    pack_buffers: Sequence[PackBuffers], places: Sequence[int], way: str, devices: Sequence[int]
 ) -> list[PlannedPack]:
     """The packs of flat buffers.
 
     Args:
-        flats: of the tensors of one batch.
+        pack_buffers: of the tensors of one batch.
         places: of each of these tensors in the whole call.
         way: see ``PlannedPack``.
         devices: see ``PlannedPack``.
     """
     made = []
-    for each in flats:
+    for each in pack_buffers:
         plan = each.plan
         moved = sum(tensors is not None for tensors in each.filling)
         crossing = _crossing(way, [buffer.device for buffer in each.inputs])
@@ -352,8 +354,8 @@ def _is_read(home: Device, part: Part, is_mixed: bool) -> bool:
     """Whether launches of ``home`` read a replica where it lies."""
     rows = _rows_of(part)
     if is_mixed and isinstance(part, IndexedSlices):  # made dense first, in memory of our own
-        return home.fabric.peers(home.physical, rows.device.physical)
-    return reaches(home, rows)
+        return home.mesh_state.peers(home.physical, rows.device.physical)
+    return can_access(home, rows)
 
 
 def _rows_of(part: Part) -> Buffer:

@@ -1,7 +1,8 @@
-"""A reduction that is worked out once and done many times; never decides how it is done.
+"""Prepared and captured reductions: planned once, run many times.
 
-Once, the flow runs with a tape in the devices (``device/command_list.py``): which tensors travel together,
-the pointer tables, the kernels, the memory in between and that of the results are settled then.
+The pipeline runs once while the devices record a ``CommandList`` (``device/command_list.py``). That
+fixes which tensors travel together, the pointer tables, the kernels and all memory. Each call then
+waits once for each library, device and stream whose arrays it uses, in both directions.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from gradreduce.arrays.caller_streams import OneCall, is_read_later
+from gradreduce.arrays.caller_streams import StreamScope, is_read_later
 from gradreduce.arrays.convert_gpu import Kind, current_of
 from gradreduce.arrays.distributed import Mirrored, Part
 from gradreduce.arrays.outputs import Out, count_writes, tensors_of
@@ -17,24 +18,24 @@ from gradreduce.device import (
     Block,
     Buffer,
     Capture,
+    CommandList,
     Device,
     FlatBuffer,
-    Tape,
     as_deadline,
     attach_again,
-    behind_readers,
-    due,
-    follow,
-    gather,
-    precede,
-    scatter,
+    block_stream,
+    deadline_scope,
+    fork_streams,
+    join_streams,
     spans_of,
+    wait_for_readers,
+    wait_for_stream,
 )
 from gradreduce.errors import NotCopied, listed
 
 from .arguments import Request, devices_of
-from .out_arguments import shown
-from .pipeline import landed
+from .out_arguments import as_results
+from .pipeline import copy_to_out
 
 __all__ = ["Border", "CapturedStep", "PreparedStep", "check_preparable"]
 
@@ -60,18 +61,18 @@ class Border:
         self._lenders = [
             (kind, device)
             for kind, device in dict.fromkeys(lenders)
-            if kind in _LENDING and device.fabric.backend == "cuda"
+            if kind in _LENDING and device.mesh_state.backend == "cuda"
         ]
         self._given: list[tuple[str, Device]] = []  # on GPUs
         self._shown: list[Device] = []  # in host memory
         self._takers: dict[tuple[str, Device], object] = {}  # the stream of the last call
-        places: set[tuple[bool, int]] = set()
+        indices: set[tuple[bool, int]] = set()
         for kind, device in dict.fromkeys((*takers, *self._lenders)):
-            if device.fabric.backend != "cuda":
+            if device.mesh_state.backend != "cuda":
                 if kind in _ON_HOST and device not in self._shown:
                     self._shown.append(device)
-            elif kind in _ON_GPU and (kind == "torch", device.physical) not in places:
-                places.add((kind == "torch", device.physical))
+            elif kind in _ON_GPU and (kind == "torch", device.physical) not in indices:
+                indices.add((kind == "torch", device.physical))
                 self._given.append((kind, device))
 
     def enter(self) -> None:
@@ -84,7 +85,7 @@ class Border:
         for kind, device in self._given:
             device.check_stream(current_of(device, kind))
         for kind, device in self._lenders:
-            follow(device, current_of(device, kind), checked=True)
+            wait_for_stream(device, current_of(device, kind), checked=True)
 
     def leave(self, results: Iterable[Buffer] = ()) -> None:
         """Those streams wait for our compute queues; for arrays in host memory the host does.
@@ -94,14 +95,14 @@ class Border:
         """
         for kind, device in self._given:
             taker = current_of(device, kind)
-            precede(device, taker)
+            block_stream(device, taker)
             if self._takers.get((kind, device)) != taker:  # not again at each call
                 self._takers[kind, device] = taker
                 for result in results:
                     if result.device.physical == device.physical:
                         result.block.is_shown(taker)
         for device in self._shown:
-            precede(device, None)
+            block_stream(device, None)
 
 
 class PreparedStep(NotCopied):
@@ -143,38 +144,38 @@ class PreparedStep(NotCopied):
         reduce: Callable[[], Sequence[tuple[Part, ...]]],
         outs: Sequence[Sequence[Out]] = (),
     ) -> None:
-        self._fabric = requests[0].value.mesh.fabric
+        self._mesh_state = requests[0].value.mesh.mesh_state
         self._devices = devices_of(requests)
-        self._tape = Tape()
+        self._command_list = CommandList()
         self._lock = threading.Lock()
         self._held = [request.value for request in requests]  # what is read stays alive
         for buffer in _buffers_of(requests, outs):
             is_read_later(buffer.block)
         self._border = _border_of(requests, kinds, outs)
         self._tensors = tensors_of(each for row in outs for each in row)
-        self._flats = _flats_of(requests, outs)
-        attach_again(self._flats)
-        writers = [("torch", block.device) for block in self._flats]  # of attached gradients
+        self._pack_buffers = _flats_of(requests, outs)
+        attach_again(self._pack_buffers)
+        writers = [("torch", block.device) for block in self._pack_buffers]  # of attached gradients
         self._attached = Border(writers, writers)
         borders = self._borders()
         for each in borders:
             each.enter()
-        with self._fabric.taped(self._tape):
-            reduced = landed(requests, reduce())
+        with self._mesh_state.recording_commands(self._command_list):
+            reduced = copy_to_out(requests, reduce())
             # A play comes behind the one before it: its copies read what this one writes.
-            gather(self._devices[0], self._devices)
-            scatter(self._devices[0], self._devices)
-        self._tape.close()
+            join_streams(self._devices[0], self._devices)
+            fork_streams(self._devices[0], self._devices)
+        self._command_list.close()
         self._given = [part for parts in reduced for part in parts if isinstance(part, Buffer)]
         self._written = spans_of(self._given)
-        self._read = self._fabric.last_read
-        self.results: list[Mirrored] = shown(requests, outs)
+        self._read = self._mesh_state.last_read
+        self.results: list[Mirrored] = as_results(requests, outs)
         if outs:
             count_writes(self._tensors)
         for each in borders if outs else borders[1:]:  # new results are fenced as arrays are made
             each.leave()
         made = () if outs else zip(requests, reduced, kinds, strict=True)
-        with OneCall():
+        with StreamScope():
             for request, parts, kind in made:
                 self.results.append(Mirrored.of(parts, kind, request.form))
                 self.results[-1].keep_arrays()
@@ -200,19 +201,23 @@ class PreparedStep(NotCopied):
             CaptureError: inside a capture.
         """
         seconds = as_deadline(deadline)
-        self._fabric.check_free(self._devices[0], self._called)
-        for device in self._devices if self._fabric.lost else ():
-            self._fabric.check_usable(device)
-        attach_again(self._flats)
+        self._mesh_state.check_free(self._devices[0], self._called)
+        for device in self._devices if self._mesh_state.failed else ():
+            self._mesh_state.check_usable(device)
+        attach_again(self._pack_buffers)
         borders = self._borders()
         if self.flat is not None:
             self.flat.adopt()
-        with due(self._called, seconds, self._devices), self._lock, self._fabric.launch_lock:
+        with (
+            deadline_scope(self._called, seconds, self._devices),
+            self._lock,
+            self._mesh_state.launch_lock,
+        ):
             for each in borders:
                 each.enter()
-            if self._read is not self._fabric.last_read:  # somebody copies; maybe from a result
-                self._read = self._fabric.last_read
-                behind_readers(self._written)
+            if self._read is not self._mesh_state.last_read:  # somebody copies; maybe from a result
+                self._read = self._mesh_state.last_read
+                wait_for_readers(self._written)
             self._play()
         count_writes(self._tensors)
         for each in borders:
@@ -226,15 +231,15 @@ class PreparedStep(NotCopied):
 
         A step of ``FlatBuffer.prepare_all_reduce`` is fenced by its flat buffer.
         """
-        if self.flat is None and any([block.attached is not None for block in self._flats]):
+        if self.flat is None and any([block.attached is not None for block in self._pack_buffers]):
             return [self._border, self._attached]
         return [self._border]
 
     def _play(self) -> None:
-        flight = self._fabric.flight
+        flight = self._mesh_state.flight_recorder
         label = flight.labelled(None)
         try:
-            self._tape.play(self._fabric.recorder)
+            self._command_list.play(self._mesh_state.recorder)
         finally:  # a play that fails leaves its pack's label behind
             flight.labelled(label)
 
@@ -264,10 +269,10 @@ class CapturedStep(PreparedStep):
             speakers.setdefault(device.physical, device)
         self._border = _border_of(requests, kinds, outs, lambda device: speakers[device.physical])
         with self._capture.recorded():
-            self._capture.play(self._tape)
+            self._capture.play(self._command_list)
 
     def _play(self) -> None:
-        self._capture.give()
+        self._capture.submit()
 
 
 def _buffers_of(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> list[Buffer]:
@@ -290,10 +295,10 @@ def _border_of(
 ) -> Border:
     """Who lends the values of a step, and who is given its results; whose queues wait for them."""
     lenders = [
-        (buffer.lender, speaker(buffer.device))
+        (buffer.array_owner, speaker(buffer.device))
         for request in requests
         for buffer in request.value.buffers
-        if buffer.lender is not None
+        if buffer.array_owner is not None
     ]
     written = [(each.kind, speaker(each.buffer.device)) for row in outs for each in row]
     if outs:  # whose owners may still read or write them
@@ -314,30 +319,30 @@ def check_preparable(
     That is what is no array in its own memory, and values of several meshes.
     """
     _check_written(outs)
-    fabrics = {request.value.mesh.fabric for request in requests}
-    if not fabrics:
+    mesh_states = {request.value.mesh.mesh_state for request in requests}
+    if not mesh_states:
         raise ValueError("there is no tensor to reduce; at least one is needed")
-    if len(fabrics) > 1:
-        raise ValueError(f"a step is of values of one mesh: these are of {len(fabrics)}")
-    for place, (request, kind) in enumerate(zip(requests, kinds, strict=True)):
+    if len(mesh_states) > 1:
+        raise ValueError(f"a step is of values of one mesh: these are of {len(mesh_states)}")
+    for index, (request, kind) in enumerate(zip(requests, kinds, strict=True)):
         if request.value.is_sparse:
             raise ValueError(
-                f"value {place} holds IndexedSlices: which rows there are is known each time anew"
+                f"value {index} holds IndexedSlices: which rows there are is known each time anew"
             )
         for replica, buffer in enumerate(request.value.buffers):
-            why = _UNREADABLE.get(buffer.lender)
+            why = _UNREADABLE.get(buffer.array_owner)
             if why is not None:
-                raise ValueError(f"value {place}: replica {replica} {why}")
-        on_gpu = request.devices[0].fabric.backend == "cuda"
+                raise ValueError(f"value {index}: replica {replica} {why}")
+        on_gpu = request.devices[0].mesh_state.backend == "cuda"
         if not outs and (kind == "jax" or (kind == "numpy" and on_gpu)):
             raise ValueError(
-                f"value {place}: results of kind {kind!r} are no arrays that each call could "
-                "write again; say as_kind="
+                f"value {index}: results of kind {kind!r} are no arrays that each call could "
+                "write again; say output_type="
             )
 
 
 def _check_written(outs: Sequence[Sequence[Out]]) -> None:
-    for place, row in enumerate(outs):
+    for index, row in enumerate(outs):
         for replica, each in enumerate(row):
             if each.copied is not None:
                 why = (
@@ -347,7 +352,7 @@ def _check_written(outs: Sequence[Sequence[Out]]) -> None:
                     else "has other strides than the value, or is not in C's order as its replicas "
                     "are: a step writes the arrays themselves; give dense ones of the same strides"
                 )
-                raise ValueError(f"out {place}: replica {replica} {why}")
+                raise ValueError(f"out {index}: replica {replica} {why}")
 
 
 _UNREADABLE: dict[str | None, str] = {

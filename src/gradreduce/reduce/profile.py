@@ -1,7 +1,7 @@
-"""Where the time of a reduction goes: its plan and floors beside what it then did; never decides.
+"""Profiles a reduction: its plan, the time that copies of its bytes would take, and what it did.
 
-The plan comes of the flow run over ghosts; the floor of a stage is the bytes that it moves over the
-rate at which this mesh copies, measured; what was done is counted by the journal.
+The plan comes from a dry run; the floor of a stage is its bytes divided by the copy bandwidth that
+is measured on this mesh; what was done is counted by the journal.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from weakref import WeakKeyDictionary
 
 from gradreduce.backends.dry_run import Touched
 from gradreduce.device import Buffer, Device, Mesh, Record
-from gradreduce.device.mesh_state import Fabric
+from gradreduce.device.mesh_state import MeshState
 
-from .plan import ReducePlan, Rehearsal
+from .plan import DryRun, ReducePlan
 
 __all__ = [
     "STAGES",
-    "CopyRates",
+    "CopyBandwidth",
     "Counts",
-    "Explanation",
+    "Profile",
     "Stage",
     "Traffic",
-    "copy_rates",
-    "explanation_of",
+    "copy_bandwidth",
+    "profile_of",
 ]
 
 
@@ -37,7 +37,7 @@ HOST_BYTES, GPU_BYTES = 64 << 20, 256 << 20
 ROUNDS = 5  # of which the fastest counts: the rates are for floors
 
 
-class CopyRates:
+class CopyBandwidth:
     """Rates of one mesh in bytes per second, each measured when it is first asked for.
 
     To ask may take a second, waits for the devices, and is in the journals that are open. On the
@@ -52,7 +52,7 @@ class CopyRates:
 
     def memory(self, device: Device) -> float:
         """Bytes read and written, together, by copies inside a physical device."""
-        key = 0 if device.fabric.backend == "sim" else device.physical
+        key = 0 if device.mesh_state.backend == "sim" else device.physical
         with self._lock:
             if key not in self._memory:
                 self._memory[key] = 2 * _copied_bytes_per_second(device, device)
@@ -60,7 +60,7 @@ class CopyRates:
 
     def link(self, device: Device, source: Device) -> float:
         """Bytes that cross from one physical device to another, by copies that ``device`` makes."""
-        if device.fabric.backend == "sim":
+        if device.mesh_state.backend == "sim":
             return self.memory(device) / 2
         key = (source.physical, device.physical)
         with self._lock:
@@ -69,16 +69,16 @@ class CopyRates:
             return self._links[key]
 
 
-_found: WeakKeyDictionary[Fabric, CopyRates] = WeakKeyDictionary()
+_found: WeakKeyDictionary[MeshState, CopyBandwidth] = WeakKeyDictionary()
 
 
-def copy_rates(mesh: Mesh) -> CopyRates:
+def copy_bandwidth(mesh: Mesh) -> CopyBandwidth:
     """Those of a mesh and all its parts."""
-    return _found.setdefault(mesh.fabric, CopyRates())
+    return _found.setdefault(mesh.mesh_state, CopyBandwidth())
 
 
 def _copied_bytes_per_second(device: Device, source: Device) -> float:
-    nbytes = HOST_BYTES if device.fabric.backend == "sim" else GPU_BYTES
+    nbytes = HOST_BYTES if device.mesh_state.backend == "sim" else GPU_BYTES
     # Zeros, not empty: host memory that was never written is one page, and read from a cache.
     src, dst = source.zeros((nbytes,), "uint8"), device.zeros((nbytes,), "uint8")
     seconds = [_copy_seconds(device, dst, src) for _ in range(ROUNDS + 1)]
@@ -178,7 +178,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Profile:
     """A plan, its floors, and what was done; ``print`` it.
 
     Attributes:
@@ -252,17 +252,17 @@ class Explanation:
             yield "  the journal counted what was planned"
 
 
-def explanation_of(rehearsal: Rehearsal, mesh: Mesh, reduce: Callable[[], object]) -> Explanation:
+def profile_of(dry_run: DryRun, mesh: Mesh, reduce: Callable[[], object]) -> Profile:
     """Does the reduction, and sets it beside its plan.
 
     Args:
-        rehearsal: of ``reduce``.
+        dry_run: of ``reduce``.
         mesh: of the values.
         reduce: does it and gives the results, which are dropped. Called twice: what the first call
             compiles, connects or takes from the system is no part of what is measured.
     """
     whole = mesh.devices[0].mesh
-    rates = copy_rates(whole)
+    rates = copy_bandwidth(whole)
     reduce()
     whole.synchronize()
     with whole.journal() as journal:
@@ -272,7 +272,7 @@ def explanation_of(rehearsal: Rehearsal, mesh: Mesh, reduce: Callable[[], object
     whole.synchronize()
     ended = time.perf_counter()
     del results
-    planned = _by_stage(rehearsal)
+    planned = _by_stage(dry_run)
     done = _like(planned, [each for each in journal.records if each.kind in _COUNTED])
     firsts = {device.physical: device for device in reversed(whole.devices)}
     stages = []
@@ -282,22 +282,22 @@ def explanation_of(rehearsal: Rehearsal, mesh: Mesh, reduce: Callable[[], object
         floor = _floor(traffic, firsts, rates)
         stages.append(Stage(name, Counts.of(records), Counts.of(done[name]), traffic, floor))
     total = Traffic.sum(stage.traffic for stage in stages)
-    return Explanation(
-        plan=rehearsal.plan,
+    return Profile(
+        plan=dry_run.plan,
         stages=tuple(stages),
         floor_seconds=_floor(total, firsts, rates),
         seconds=ended - start,
         host_seconds=returned - start,
         memory_rates={each: rates.memory(firsts[each]) for each in total.memory},
         link_rates={(of, to): rates.link(firsts[to], firsts[of]) for of, to in total.links},
-        differences=tuple(_differences(rehearsal.records, journal.records)),
+        differences=tuple(_differences(dry_run.records, journal.records)),
     )
 
 
-def _floor(traffic: Traffic, firsts: Mapping[int, Device], rates: CopyRates) -> float:
+def _floor(traffic: Traffic, firsts: Mapping[int, Device], rates: CopyBandwidth) -> float:
     """Devices and links work side by side; simulated devices are one memory, links included."""
     memory = [nbytes / rates.memory(firsts[each]) for each, nbytes in traffic.memory.items()]
-    if next(iter(firsts.values())).fabric.backend == "sim":
+    if next(iter(firsts.values())).mesh_state.backend == "sim":
         return sum(memory)
     links = [
         nbytes / rates.link(firsts[target], firsts[source])
@@ -309,13 +309,13 @@ def _floor(traffic: Traffic, firsts: Mapping[int, Device], rates: CopyRates) -> 
 # -- stages ----------------------------------------------------------------------------------------
 
 
-def _by_stage(rehearsal: Rehearsal) -> dict[str, list[tuple[Record, Traffic]]]:
+def _by_stage(dry_run: DryRun) -> dict[str, list[tuple[Record, Traffic]]]:
     """Stage -> what the ghosts were given in it, and what that moves."""
     found: dict[str, list[tuple[Record, Traffic]]] = {name: [] for name in STAGES}
-    touched = iter(rehearsal.touched)
+    touched = iter(dry_run.touched)
     added: set[int] = set()  # blocks with sums in them, or copies of sums
     ranks: list[tuple[Record, Touched]] = []
-    for record in rehearsal.records:
+    for record in dry_run.records:
         if record.kind not in _COUNTED:
             continue
         memory = next(touched)
@@ -364,9 +364,9 @@ def _collectives(ranks: Sequence[tuple[Record, Touched]]) -> Iterator[tuple[Reco
     """The ranks of one call stand side by side, and each sends to the next, as in a ring."""
     calls: list[list[tuple[Record, Touched]]] = []
     for record, memory in ranks:
-        place = memory.device.physical
+        index = memory.device.physical
         last = calls[-1] if calls else []
-        begins = not last or place in {each.device.physical for _, each in last}
+        begins = not last or index in {each.device.physical for _, each in last}
         if begins or last[0][0].name != record.name:
             calls.append([])
         calls[-1].append((record, memory))

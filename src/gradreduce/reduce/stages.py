@@ -50,14 +50,14 @@ class Stage:
 
     Attributes:
         jobs: their places in the list of jobs.
-        gather: gives the compute queues what fills the jobs' inputs.
-        spread: gives them what takes the sums out of the jobs' outs.
+        pack: gives the compute queues what fills the jobs' inputs.
+        unpack: gives them what takes the sums out of the jobs' outs.
         watched: around whatever is given for it: who watches wants to know for what it is.
     """
 
     jobs: Sequence[int]
-    gather: Callable[[], None] = _nothing
-    spread: Callable[[], None] = _nothing
+    pack: Callable[[], None] = _nothing
+    unpack: Callable[[], None] = _nothing
     watched: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
@@ -88,9 +88,9 @@ def run_stages(
 
 
 def _steps(stage: Stage, queue: Queue, steps_of: Callable[[Sequence[int], Queue], Steps]) -> Steps:
-    stage.gather()
+    stage.pack()
     yield from steps_of(stage.jobs, queue)
-    stage.spread()
+    stage.unpack()
 
 
 def _goes_on(stage: Stage, steps: Steps) -> bool:

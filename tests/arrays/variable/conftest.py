@@ -8,10 +8,10 @@ import pytest
 
 import gradreduce as gr
 
-FACES = ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
+IMPLEMENTATIONS = ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
 
 
-@pytest.fixture(scope="module", params=FACES)
+@pytest.fixture(scope="module", params=IMPLEMENTATIONS)
 def mesh(request) -> Iterator[gr.Mesh]:
     options = {"kernels": request.param, "strict": True, "peer_access": False}
     with gr.open_mesh([0, 1, 1, 2], backend="sim", **options) as made:

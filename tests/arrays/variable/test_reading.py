@@ -92,7 +92,7 @@ def test_a_view_is_the_memory_of_the_copy_that_is_read(mesh):
 def test_a_kind_that_cannot_be_is_refused(mesh):
     variable = gr.Variable([1.0], device=mesh)
     for kind in ("cupy", "jax", "list", ""):
-        with pytest.raises(ValueError, match="as_kind"):
+        with pytest.raises(ValueError, match="output_type"):
             variable.array(kind)
 
 

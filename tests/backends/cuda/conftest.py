@@ -3,8 +3,8 @@
 The files in ``SHARED`` hold bodies for both, marked by the GPUs that they need, as everywhere; in
 a run without a GPU they skip. What looks into the fake, or needs a machine that is not there, is
 marked ``fake_cupy`` and collected only where the fake is in CuPy's place:
-``PYTHONPATH=tests python -m pytest -p fake_cupy.plugin tests/backends/cuda``. ``tests/project/test_fake_cupy.py``
-starts that process from the plain test command.
+``PYTHONPATH=tests python -m pytest -p fake_cupy.plugin tests/backends/cuda``.
+``tests/project/test_fake_cupy.py`` starts that process from the plain test command.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def state_of(acc):
 
 
 def taken(acc):
-    result = acc.take_grad(1, timeout=0, as_kind="buffer")
+    result = acc.take_grad(1, timeout=0, output_type="buffer")
     buffers = result.buffers if isinstance(result, gr.Mirrored) else [result]
     (values,) = {tuple(buffer.numpy().tolist()) for buffer in buffers}
     return values
@@ -121,13 +121,13 @@ def test_a_take(make, refuse):
 def test_a_take_that_an_apply_serves(make, refuse):
     """The taker gets the error, and the apply goes on."""
     acc = make()
-    ticket = multi.Ticket((acc.accumulator_ref,), 2)
+    ticket = multi.PendingTake((acc.accumulator_ref,), 2)
     take_queue.join(ticket)
     assert acc.apply_grad(ones())
     refuse("all_sum")
     assert acc.apply_grad(ones()) is True
     with pytest.raises(Planted, match="all_sum"):
-        take_queue.await_ticket(ticket, 0)
+        take_queue.await_take(ticket, 0)
     assert state_of(acc)[:3] == (2, 0, 0)
     assert not acc.accumulator_ref.queue
     refuse()

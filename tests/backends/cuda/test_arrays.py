@@ -144,7 +144,7 @@ def test_a_variable_is_seen_as_a_cupy_array_on_its_memory(mesh, cupy):
                 assert isinstance(view, cupy.ndarray)
                 assert view.data.ptr == variable.buffers[place].address
                 assert view.device.id == device.physical
-            with pytest.raises(ValueError, match=r"as_kind='numpy'.*is a GPU"):
+            with pytest.raises(ValueError, match=r"output_type='numpy'.*is a GPU"):
                 variable.array("numpy")
     variable.assign_add(data((4,)))
     assert same(variable.array().get(), 2 * data((4,)))

@@ -40,9 +40,9 @@ def test_a_timed_call_recycles_its_results(gpus):
         took = clock.measure({"ours": call}, 64)
         assert set(took) == {"ours", "copy"}
         for device in mesh:
-            assert not any(line.shown for line in device._lines.values())
+            assert not any(line.exposed for line in device._stream_states.values())
             device.drain()
-            assert not device._parking._parked
+            assert not device._deferred_free._deferred
 
 
 def test_every_floor_of_the_hosts_time_has_its_figure(gpus, monkeypatch):
@@ -71,7 +71,7 @@ def test_every_call_behind_a_failed_assertion_says_that_the_gpu_is_lost(gpus):
     machine = gpus(1)
     said = said_after(lambda: kill(machine, 0, 710))
     assert len(said) == 5
-    assert all("lost" in text for text in said)
-    machine.dead.clear()
+    assert all("failed" in text for text in said)
+    machine.freed.clear()
     with pytest.raises(AssertionError, match="raised nothing"):
         said_after(lambda: None)

@@ -288,7 +288,7 @@ def calls_with(stream, array, mesh):
         "PerReplica in pieces": lambda: gr.PerReplica([array[::2], *thirds], mesh),
         "reduce": lambda: ops.reduce(SUM, value, value),
         "prepared": ops.prepare(SUM, pairs),
-        "only taken": ops.prepare(SUM, [(ours, ours)], as_kind="cupy"),
+        "only taken": ops.prepare(SUM, [(ours, ours)], output_type="cupy"),
         "captured": ops.capture(SUM, pairs),
         "own capture": own,
         "flat": flat.adopt,
@@ -379,8 +379,8 @@ def test_memory_shown_to_a_stream_that_captures_waits_for_the_captures_end(gpus)
         device.drain()
         theirs.synchronize()
         device.drain()
-        assert not device._parking.dead
-        assert not device._parking._parked
+        assert not device._deferred_free.freed
+        assert not device._deferred_free._deferred
 
 
 @pytest.mark.gpu

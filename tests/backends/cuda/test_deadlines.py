@@ -21,7 +21,7 @@ from gradreduce.backends import open_mesh
 from gradreduce.backends.cuda import device as cuda
 from gradreduce.backends.cuda import nccl as cuda_nccl
 from gradreduce.device import Device, Mesh
-from gradreduce.device.pending_calls import Patience
+from gradreduce.device.pending_calls import WaitPolicy
 from gradreduce.errors import BackendUnavailableError, CollectiveError
 
 pytestmark = pytest.mark.fake_cupy
@@ -33,7 +33,7 @@ def here(request, new_machine) -> Iterator[Machine]:
     made = new_machine(request.param)
     yield made
     made.settle()
-    cuda._HELD.clear()  # of devices that are lost it is held for ever
+    cuda._RETAINED.clear()  # of devices that are lost it is held for ever
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_stuck_gpu_is_named_and_a_reset_waits_for_it(here, mesh, clock, algori
     with pytest.raises(CollectiveError, match=words):
         results[0][0].numpy()
     await_death(mesh)
-    assert mesh.fabric.library_ended(PATIENCE)
+    assert mesh.mesh_state.library_ended(PATIENCE)
     with pytest.raises(CollectiveError, match=r"queues have not come to their end: .*cuda:3"):
         mesh.reset(timeout=0.02)
     with pytest.raises(CollectiveError, match=words):
@@ -126,7 +126,7 @@ def test_ctrl_c_leaves_the_memory_that_a_download_still_writes(new_machine, monk
         buffer = device.upload(np.ones(9, np.float32))
         device.synchronize(deadline=PATIENCE)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Patience, "until", interrupted)
+            patch.setattr(WaitPolicy, "until", interrupted)
             buffer.numpy()
         other = device.upload(np.zeros(9, np.float32))
         assert same(other.numpy(), np.zeros(9, np.float32))
@@ -239,7 +239,7 @@ def test_a_thread_that_hangs_inside_of_nccl_does_not_hold_the_abort(here, mesh, 
     with inside_of_nccl(mesh, call):
         clock.pass_by(6)
         assert "the call itself has not come to the end" in await_death(mesh)
-        assert mesh.fabric.library_ended(PATIENCE)
+        assert mesh.mesh_state.library_ended(PATIENCE)
         assert [each._ended for each in before] == ["abort"] * 3
         with pytest.raises(CollectiveError, match="a call is still giving work to the devices"):
             mesh.reset(timeout=0.02)
@@ -256,9 +256,9 @@ def test_an_abort_waits_for_a_thread_that_is_inside_of_nccl(here, mesh, monkeypa
     before = communicators(mesh)
     buffers = [mesh.devices[place].zeros((9,), "float32") for place in (0, 1, 3)]
     with inside_of_nccl(mesh, lambda: mesh.collective.all_reduce(buffers)):
-        mesh.fabric.fail("for a test")
+        mesh.mesh_state.fail("for a test")
         await_death(mesh)
-        assert not mesh.fabric.library_ended(0.02)
+        assert not mesh.mesh_state.library_ended(0.02)
         assert [each._ended for each in before] == [""] * 3
     mesh.reset(timeout=PATIENCE)
     assert [each._ended for each in before] == ["abort"] * 3
@@ -332,9 +332,9 @@ def test_cliques_that_hang_on_one_gpu_are_aborted_at_once(here, mesh, version):
     for places in groups:
         buffers = [mesh.devices[place].zeros((9,), "float32") for place in places]
         mesh.collective.all_reduce(buffers)
-    mesh.fabric.fail("for a test")
+    mesh.mesh_state.fail("for a test")
     await_death(mesh)
-    assert mesh.fabric.library_ended(PATIENCE)
+    assert mesh.mesh_state.library_ended(PATIENCE)
     assert [each._ended for each in before] == ["abort"] * len(before)
     free(here)
     mesh.reset(timeout=PATIENCE)
@@ -359,14 +359,14 @@ def test_a_gpu_that_dies_under_way_is_named(here, mesh, clock):
     mesh.synchronize()
     stick(here, mesh.devices[3])
     reduced(mesh, deadline=1000)
-    here.dead[2] = CUDARuntimeError("cudaErrorIllegalAddress: it went away", 700)
+    here.freed[2] = CUDARuntimeError("cudaErrorIllegalAddress: it went away", 700)
     assert "cuda:3 was lost (cudaError700" in await_death(mesh)
     free(here)
     mesh.reset(timeout=PATIENCE)
     with pytest.raises(BackendUnavailableError, match="cuda:3 was lost"):
         mesh.devices[3].synchronize()
     assert mesh.devices[0].zeros((2,), "float32").numpy().sum() == 0
-    here.dead.clear()
+    here.freed.clear()
 
 
 def test_a_wait_for_a_gpu_that_dies_ends(here, mesh):
@@ -383,10 +383,10 @@ def test_a_wait_for_a_gpu_that_dies_ends(here, mesh):
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    here.dead[2] = CUDARuntimeError("cudaErrorIllegalAddress: it went away", 700)
+    here.freed[2] = CUDARuntimeError("cudaErrorIllegalAddress: it went away", 700)
     waiting.join(PATIENCE)
     assert "cuda:3 was lost" in outcomes[0]
-    here.dead.clear()
+    here.freed.clear()
     free(here)
 
 
@@ -401,17 +401,17 @@ def test_a_dead_mesh_is_closed_without_a_wait_and_frees_nothing_that_is_used(her
         ends(mesh)
         del mesh
         gc.collect()
-        assert len(cuda._HELD) == 2
+        assert len(cuda._RETAINED) == 2
         here.settle()  # the queues go on, and nothing that they use was freed
-        cuda._HELD.clear()
+        cuda._RETAINED.clear()
 
 
 def test_a_dead_mesh_whose_queues_have_ended_is_freed(here):
     with open_mesh([0, 1], backend="cuda") as mesh:
-        mesh.fabric.fail("for a test")
+        mesh.mesh_state.fail("for a test")
         await_death(mesh)
-        assert len(cuda._HELD) == 2
-    assert not cuda._HELD
+        assert len(cuda._RETAINED) == 2
+    assert not cuda._RETAINED
 
 
 def test_the_fake_finds_a_wait_that_would_hang(here, mesh):

@@ -120,9 +120,9 @@ def test_trim_gives_parked_memory_back_behind_its_users(new_machine):
         far.copy(read, source)
         del source
         near.drain()
-        assert near._parking._parked
+        assert near._deferred_free._deferred
         near.trim()
-        assert not near._parking._parked
+        assert not near._deferred_free._deferred
         assert here.heap.used(0) == 0
         assert same(read.numpy(), data((SIZE,), seed=1))
 
@@ -135,9 +135,9 @@ def test_trim_leaves_a_callers_memory_parked(new_machine):
         add(device, out, device.put(theirs))
         del theirs
         device.trim()
-        assert device._parking._parked
+        assert device._deferred_free._deferred
         device.synchronize()
-        assert not device._parking._parked
+        assert not device._deferred_free._deferred
         assert same(out.numpy(), data((SIZE,)))
 
 
@@ -264,7 +264,7 @@ def test_a_gpu_with_too_many_peers_copies_from_the_others(new_machine):
     here = new_machine(3, num_gpus=4, most_peers=2)
     with open_mesh(4, backend="cuda") as mesh:
         pairs = {(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1), (3, 0), (3, 1)}
-        assert mesh.fabric.peer_access == here.peers == pairs
+        assert mesh.mesh_state.peer_access == here.peers == pairs
         assert summed(mesh) == [10] * 4
 
 
@@ -273,7 +273,7 @@ def test_a_peer_whose_copies_change_the_data_is_none(new_machine, monkeypatch, c
     here.corrupt = {(0, 2), (2, 1)}
     monkeypatch.setattr(cuda_gpu, "_is_intact", cuda_gpu._is_intact.__wrapped__)
     with open_mesh(3, backend="cuda") as mesh:
-        assert mesh.fabric.peer_access == here.peers == {(0, 1), (1, 0), (1, 2), (2, 0)}
+        assert mesh.mesh_state.peer_access == here.peers == {(0, 1), (1, 0), (1, 2), (2, 0)}
         assert summed(mesh) == [6] * 3
     said = "copies between GPUs {} and {} change the data, so their peer access is not used"
     for record, pair in zip(caplog.records, sorted(here.corrupt), strict=True):
@@ -284,7 +284,7 @@ def summed(mesh: Mesh) -> list[float]:
     """What an all-reduce of 1, 2, … gives on each device."""
     grads = [[np.full(9, device.index + 1, np.float32)] for device in mesh]
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
-    rows = ops.all_reduce(grads, op=gr.ReduceOp.SUM, as_kind="buffer")
+    rows = ops.all_reduce(grads, op=gr.ReduceOp.SUM, output_type="buffer")
     return [row[0].numpy()[0] for row in rows]
 
 

@@ -8,7 +8,7 @@ from support.reduction_calls import dense
 
 import gradreduce as gr
 from gradreduce import ops
-from gradreduce.device import Capture, gather, scatter
+from gradreduce.device import Capture, fork_streams, join_streams
 
 SUM = gr.ReduceOp.SUM
 pytestmark = pytest.mark.fake_cupy
@@ -103,20 +103,20 @@ def test_who_was_scattered_to_comes_behind_every_leader(seed, gpus):
         ones = [device.upload(np.ones(400, np.float32)) for device in (first, second)]
         outs = [third.zeros((400,), "float32") for _ in ones]
         for leader, out, one in zip((first, second), outs, ones, strict=True):
-            gather(leader, [third])
+            join_streams(leader, [third])
             ops.accumulate_n([out], [[one]], device=leader)
         for leader in (first, second):  # neither is behind the other
-            scatter(leader, [third])
+            fork_streams(leader, [third])
         assert all((out.numpy() == 1).all() for out in outs)
         out = outs[0]
         third.upload(np.full(400, 5, np.float32), out=out)
-        scatter(first, [third])  # which is behind nothing of the third's for that
-        gather(first, [third])
+        fork_streams(first, [third])  # which is behind nothing of the third's for that
+        join_streams(first, [third])
         near = first.empty((400,), "float32")
         ops.add_n([near], [[out]], device=first)
         assert (near.numpy() == 5).all()
         third.stream()  # was shown: it trails nobody any more
-        assert counted(machine, lambda: scatter(first, [third]))["wait"] == 1
+        assert counted(machine, lambda: fork_streams(first, [third]))["wait"] == 1
 
 
 def test_dead_blocks_that_only_a_leader_knows_do_not_pile_up(gpus):
@@ -126,19 +126,19 @@ def test_dead_blocks_that_only_a_leader_knows_do_not_pile_up(gpus):
         term = leader.upload(np.ones(400, np.float32))
         for size in range(1, 300):
             made = other.empty((size,), "float32")
-            gather(leader, mesh)
+            join_streams(leader, mesh)
             ops.add_n([made], [[term.view(0, (size,))]], device=leader)
-            scatter(leader, mesh)
+            fork_streams(leader, mesh)
             del made
-        assert len(other._parking._led) <= 34
+        assert len(other._deferred_free._awaiting_leader) <= 34
         for _ in range(3):  # the same size: the same memory
             made = other.empty((7,), "float32")
             found = made.address
-            gather(leader, mesh)
+            join_streams(leader, mesh)
             ops.add_n([made], [[term.view(0, (7,))]], device=leader)
-            scatter(leader, mesh)
+            fork_streams(leader, mesh)
             del made
             assert other.empty((7,), "float32").address == found
         mesh.synchronize()
         mesh.trim()
-        assert not other._parking._led
+        assert not other._deferred_free._awaiting_leader

@@ -16,9 +16,9 @@ from support.exact_data import same
 
 import gradreduce as gr
 from gradreduce.arrays import convert_gpu
-from gradreduce.arrays.caller_streams import OneCall
+from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import to_buffer
-from gradreduce.arrays.outputs import as_out, hand_back
+from gradreduce.arrays.outputs import as_out, release_outputs
 from gradreduce.backends import open_mesh
 from gradreduce.device import Mesh, as_dtype
 from gradreduce.errors import DeviceMismatchError
@@ -170,7 +170,7 @@ def test_what_lies_in_a_flat_buffer_is_fenced_once_a_call_as_ever(here, mesh, to
     device = mesh.devices[1]
     row = mesh.flat_buffer(SHAPES, "float32").arrays("torch")[1]
     before = here.counts["record"]
-    with OneCall(reads=False):
+    with StreamScope(reads=False):
         buffers = [to_buffer(tensor, device) for tensor in row]
     assert here.counts["record"] - before == 1
     assert len({buffer.block for buffer in buffers}) == 1
@@ -227,7 +227,7 @@ def test_outs_are_written_where_they_are_between_what_their_streams_hold(here, m
         tensors = [Tensor(made_on(torch.stream, data((7, 30)))), flat]
         brain = Tensor(made_on(torch.stream, halves), "bfloat16")
         before = here.counts["record"]
-        with OneCall(reads=False):
+        with StreamScope(reads=False):
             outs = [as_out(each, device, (7, 30), np.dtype("float32")) for each in tensors]
             outs.append(as_out(cupys, device, (7, 30), np.dtype("float32")))
             outs.append(as_out(brain, device, (7, 30), halves.dtype))
@@ -237,7 +237,7 @@ def test_outs_are_written_where_they_are_between_what_their_streams_hold(here, m
             device.copy(out.buffer, device.upload(values))
         before = here.counts["record"]
         waits = here.counts["wait"]
-        hand_back(outs)
+        release_outputs(outs)
         assert here.counts["record"] - before == 1  # for which both streams wait
         assert here.counts["wait"] - waits == 2
         assert same(cupys.get(), data((7, 30), seed=9))
@@ -277,7 +277,7 @@ def test_outs_elsewhere_are_refused(here, mesh, torch):
 
 def test_arrays_that_cannot_show_a_gpus_memory_are_refused(mesh):
     flat = mesh.flat_buffer(SHAPES, "float32")
-    with pytest.raises(ValueError, match="as_kind='numpy': cuda:0 is a GPU"):
+    with pytest.raises(ValueError, match="output_type='numpy': cuda:0 is a GPU"):
         flat.arrays("numpy")
 
 

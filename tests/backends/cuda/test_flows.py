@@ -85,7 +85,7 @@ def reduced(mesh: Mesh, dtype, algorithm: str, **options) -> list[np.ndarray]:
         [device.upload(array) for array in row]
         for device, row in zip(mesh.devices, gradients(mesh, dtype, 7), strict=True)
     ]
-    results = ops.all_reduce(rows, op=op, as_kind="buffer")
+    results = ops.all_reduce(rows, op=op, output_type="buffer")
     return [buffer.numpy() for row in results for buffer in row]
 
 
@@ -137,13 +137,13 @@ def test_nine_gpus(algorithm, peers, gpus):
 )
 def test_other_halves_give_what_they_do_in_the_simulation(placement, halves, gpus):
     gpus(20 + len(placement))
-    check_all_reduce(placement, "hierarchical_copy", topology=halves)
+    check_all_reduce(placement, "hierarchical_copy", reduction_groups=halves)
 
 
 @pytest.mark.fake_cupy
 def test_other_halves_without_peer_access_too(gpus):
     gpus(30, peers=False)
-    check_all_reduce([0, 1, 1, 2, 0], "hierarchical_copy", topology=([3, 0], [4, 2, 1]))
+    check_all_reduce([0, 1, 1, 2, 0], "hierarchical_copy", reduction_groups=([3, 0], [4, 2, 1]))
 
 
 def trained(mesh: Mesh, algorithm: str) -> list[np.ndarray]:
@@ -312,7 +312,7 @@ def test_a_reduction_is_explained(monkeypatch, placement, algorithm):
             gr.PerReplica([device.upload(tensor(shape, "float32", 0)) for device in mesh])
             for shape in SHAPES
         ]
-        told = ops.explain(gr.ReduceOp.MEAN, [(value, value) for value in values])
+        told = ops.profile(gr.ReduceOp.MEAN, [(value, value) for value in values])
         assert told.differences == ()
         assert told.plan.launches == sum(stage.done.launches for stage in told.stages) > 0
         assert told.floor_seconds > 0

@@ -22,10 +22,10 @@ from support.exact_data import same
 import gradreduce as gr
 from gradreduce import ops
 from gradreduce.arrays import convert_gpu
-from gradreduce.arrays.caller_streams import OneCall
+from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.convert import from_buffer, host_array, kind_of, to_buffer
 from gradreduce.backends import open_mesh
-from gradreduce.device import Mesh, as_dtype, follow
+from gradreduce.device import Mesh, as_dtype, wait_for_stream
 from gradreduce.errors import DeviceMismatchError
 
 pytestmark = pytest.mark.fake_cupy
@@ -98,7 +98,7 @@ def test_a_result_is_ready_for_pytorchs_stream(mesh, torch):
     total = gr.aggregate([Tensor(made_on(torch.stream, data(SHAPE))) for _ in range(1)])
     assert isinstance(total, Tensor)
     buffers = [mesh.devices[0].upload(data(SHAPE)) for _ in range(3)]
-    total = gr.add_n(buffers, as_kind="torch")
+    total = gr.add_n(buffers, output_type="torch")
     with torch.stream:
         assert same(total.array.get(), data(SHAPE) * 3)
 
@@ -119,12 +119,12 @@ def test_a_tensor_on_a_gpu_outside_the_mesh_or_on_another_backend_is_refused(her
         open_mesh(1, backend="sim") as sim,
         pytest.raises(DeviceMismatchError, match="sim:0 is simulated and knows no stream 0x"),
     ):
-        follow(sim.devices[0], torch.stream)
+        wait_for_stream(sim.devices[0], torch.stream)
 
 
 def test_a_tensor_in_pieces_is_copied_behind_pytorchs_stream(mesh, torch):
     array = made_on(torch.stream, data(SHAPE))
-    with OneCall():
+    with StreamScope():
         to_buffer(Tensor(array), mesh.devices[0])
         buffer = to_buffer(Tensor(array[:, ::2]), mesh.devices[0])
     assert not array.data.ptr <= buffer.address < array.data.ptr + array.nbytes
@@ -158,7 +158,7 @@ def test_calls_nest_and_a_later_one_fences_anew(mesh, here):
     device = mesh.devices[0]
 
     def nested(*, reads: bool):
-        with OneCall(reads=reads), OneCall():
+        with StreamScope(reads=reads), StreamScope():
             for array in arrays:
                 to_buffer(array, device)
 
@@ -312,7 +312,7 @@ def test_each_jax_array_of_a_call_is_waited_for(mesh, torch):
     with cupy.cuda.Stream(non_blocking=True):
         arrays = [Array(cupy.cuda.Stream(non_blocking=True)) for _ in range(3)]
         total = gr.PerReplica([arrays[0], arrays[1]], mesh[0:2])
-        with OneCall():
+        with StreamScope():
             buffers = [to_buffer(array, mesh.devices[0]) for array in arrays]
         out = mesh.devices[0].empty(SHAPE, "float32")
         ops.add_n([out], [buffers])

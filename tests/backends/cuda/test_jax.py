@@ -70,7 +70,7 @@ def test_an_array_is_shared_both_ways(mesh, put, dtype):
         values = np.asarray(exact_data(shape, as_dtype(dtype)))
         array = put(values, device)
         buffer = to_buffer(array, device)
-        assert (buffer.device, buffer.dtype, buffer.lender) == (device, values.dtype, "jax")
+        assert (buffer.device, buffer.dtype, buffer.array_owner) == (device, values.dtype, "jax")
         assert same(buffer.numpy(), values)
         own = device.upload(values)
         back = from_buffer(own, "jax")
@@ -147,8 +147,8 @@ def test_arrays_that_are_dropped_while_we_read_them(mesh, put):
     for turn in range(1, 4):
         terms = [put(filled(turn + step), device) for step in range(3)]
         for _ in range(5):  # behind which we read their memory
-            late = gr.add_n([late, late], as_kind="buffer")
-        totals.append(gr.add_n([*terms, late], as_kind="buffer"))
+            late = gr.add_n([late, late], output_type="buffer")
+        totals.append(gr.add_n([*terms, late], output_type="buffer"))
         del terms
         for _ in range(3):  # which gets that memory, if it is free
             other + other
@@ -162,7 +162,7 @@ def test_arrays_on_our_memory_that_are_dropped_while_jax_reads_them(mesh, put):
     late, sums = put(filled(0), device), []
     for turn in range(1, 4):
         terms = [to_buffer(put(filled(turn), device), device) for _ in range(2)]
-        total = gr.add_n(terms, as_kind="jax")
+        total = gr.add_n(terms, output_type="jax")
         for _ in range(5):  # behind which JAX reads our memory
             late = late @ late
         sums.append(late + total)

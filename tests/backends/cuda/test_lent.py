@@ -26,7 +26,7 @@ import gradreduce as gr
 from gradreduce import ops
 from gradreduce.arrays import caller_streams as one_call
 from gradreduce.arrays import replica_context
-from gradreduce.arrays.caller_streams import OneCall, hand_back
+from gradreduce.arrays.caller_streams import StreamScope, release_inputs
 from gradreduce.arrays.convert import from_buffer, to_buffer
 from gradreduce.backends import open_mesh
 from gradreduce.device import Mesh
@@ -69,8 +69,8 @@ def test_what_a_call_has_read_by_a_view_may_be_overwritten(mesh, torch):
     values = [gr.PerReplica([tensor], devices=mesh.devices[:1]) for tensor in tensors]
     sums = []
     for value in values:
-        gr.add_n(value.buffers, as_kind="buffer")
-        sums.append(gr.add_n([value.buffers[0].view(30, (30,))] * 2, as_kind="buffer"))
+        gr.add_n(value.buffers, output_type="buffer")
+        sums.append(gr.add_n([value.buffers[0].view(30, (30,))] * 2, output_type="buffer"))
     overwrite(torch, tensors[:1])
     del value, values, tensors
     for made in sums:
@@ -101,7 +101,7 @@ def test_a_stream_that_lends_is_fenced_once_a_call(mesh, here, torch):
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh[:2])
     rows = [[tensors[0]], [tensors[1]]]
     ops.all_reduce(rows)
-    given = [records(here, lambda kind=kind: ops.all_reduce(rows, as_kind=kind))
+    given = [records(here, lambda kind=kind: ops.all_reduce(rows, output_type=kind))
              for kind in ("torch", "buffer")]  # fmt: skip
     assert given[0] == given[1]
     # A value that was made before is fenced at the call that reads it, and only there.
@@ -117,7 +117,7 @@ def test_a_call_that_raises_hands_back_what_came_in(mesh, here, torch):
             acc.apply_grad(tensor)
 
     assert records(here, refused) == 2
-    mesh.devices[0].lose("for a test")
+    mesh.devices[0].mark_failed("for a test")
     with pytest.raises(gr.errors.BackendUnavailableError):
         acc.apply_grad(tensor)
 
@@ -126,10 +126,10 @@ def test_an_array_is_held_until_the_call_that_reads_it_is_over(mesh, torch):
     tensors = [on(torch, 0, data(SHAPE)) for _ in range(2)]
     lent = [ref(tensor.array) for tensor in tensors]
     out, device = mesh.devices[0].zeros(SHAPE, "float32"), mesh.devices[0]
-    with OneCall():
+    with StreamScope():
         ops.add_n([out], [[to_buffer(tensors.pop(0), device), out]])
         assert lent[0]() is not None
-        hand_back()  # inside, for a block that defers Ctrl-C
+        release_inputs()  # inside, for a block that defers Ctrl-C
         assert lent[0]() is None
         ops.add_n([out], [[to_buffer(tensors.pop(0), device), out]])
         assert lent[1]() is not None
@@ -157,7 +157,7 @@ def test_an_array_is_held_where_its_stream_could_not_be_told_to_wait(mesh, torch
     tensor = on(torch, 0, data(SHAPE))
     lent = ref(tensor.array)
     with unfenced():
-        made = gr.add_n([tensor, tensor], as_kind="buffer")
+        made = gr.add_n([tensor, tensor], output_type="buffer")
     del tensor
     assert lent() is not None
     assert same(made.numpy(), data(SHAPE) * 2)
@@ -167,9 +167,9 @@ def test_an_array_that_a_second_call_reads_is_held_again(mesh, torch, unfenced):
     tensors = [on(torch, each.physical, data(SHAPE)) for each in mesh]
     lent, value = [ref(tensor.array) for tensor in tensors], gr.PerReplica(tensors, mesh)
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
-    ops.reduce(SUM, value, mesh, as_kind="buffer")
+    ops.reduce(SUM, value, mesh, output_type="buffer")
     with unfenced():
-        ops.reduce(SUM, value, mesh, as_kind="buffer")
+        ops.reduce(SUM, value, mesh, output_type="buffer")
     del tensors, value
     assert all(array() is not None for array in lent)
 
@@ -182,7 +182,7 @@ def test_arrays_of_a_prepared_step_that_failed_are_held(mesh, torch, monkeypatch
 
     tensors = [on(torch, each.physical, data(SHAPE)) for each in mesh]
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
-    step = ops.prepare(SUM, [(gr.PerReplica(tensors, mesh), mesh)], as_kind="buffer")
+    step = ops.prepare(SUM, [(gr.PerReplica(tensors, mesh), mesh)], output_type="buffer")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(prepared.Border, "leave", interrupt)
         step()
@@ -195,7 +195,7 @@ def test_the_callers_own_code_is_a_call_by_itself(mesh, here, torch):
     tensors = [on(torch, 0, data(SHAPE)) for _ in range(2)]
 
     def adding(tensor):
-        return records(here, lambda: gr.add_n([tensor, tensor], as_kind="cupy"))
+        return records(here, lambda: gr.add_n([tensor, tensor], output_type="cupy"))
 
     def terms():
         for tensor in tensors:
@@ -204,9 +204,9 @@ def test_the_callers_own_code_is_a_call_by_itself(mesh, here, torch):
 
     adding(tensors[0])
     counts = [adding(tensors[0])]
-    with OneCall():
+    with StreamScope():
         _held = to_buffer(tensors[0], mesh.devices[0])
-        gr.aggregate(terms(), as_kind="buffer")
+        gr.aggregate(terms(), output_type="buffer")
     assert counts[1:] == counts[:1] * 2
 
 
@@ -272,7 +272,7 @@ def test_a_stream_that_lent_may_end_inside_the_call(mesh):
             yield cupy.asarray(data(SHAPE))
 
     method = gr.AggregationMethod.EXPERIMENTAL_ACCUMULATE_N  # brings each in when it is made
-    made = gr.aggregate(terms(), method, as_kind="buffer")
+    made = gr.aggregate(terms(), method, output_type="buffer")
     assert same(made.numpy(), data(SHAPE) * 3)
 
 
@@ -302,7 +302,7 @@ def test_a_loop_takes_no_more_memory_however_far_the_host_is_ahead(mesh, here, t
 def test_results_of_a_prepared_step_are_the_streams_that_had_them_last(mesh, torch):
     tensors = [on(torch, each.physical, data(SHAPE)) for each in mesh]
     step = gr.HierarchicalCopyAllReduce(mesh=mesh).prepare(
-        SUM, [(gr.PerReplica(tensors, mesh), mesh)], as_kind="cupy"
+        SUM, [(gr.PerReplica(tensors, mesh), mesh)], output_type="cupy"
     )
     device = mesh.devices[0]
     theirs = cupy.cuda.Stream(non_blocking=True)

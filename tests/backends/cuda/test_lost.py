@@ -27,7 +27,7 @@ def here(request, new_machine):
 
 
 def kill(here, gpu: int, status: int = 700) -> None:
-    here.dead[gpu] = surface.CUDARuntimeError(ILLEGAL, status)
+    here.freed[gpu] = surface.CUDARuntimeError(ILLEGAL, status)
 
 
 USES = {
@@ -57,13 +57,13 @@ def test_the_call_that_meets_it_and_every_later_one_say_so(here, use):
     with pytest.raises(BackendUnavailableError, match=f"device cuda:1 was lost: {says}") as got:
         USES[use](device, buffer)
     assert isinstance(got.value.__cause__, raised)
-    here.dead.clear()  # CUDA itself would go on answering so; we do not ask it again
+    here.freed.clear()  # CUDA itself would go on answering so; we do not ask it again
     with pytest.raises(BackendUnavailableError, match="device cuda:2 was lost"):
         mesh.devices[2].empty((SIZE,), FLOAT)
     assert same(uploaded(mesh.devices[0], 3).numpy(), data((SIZE,), seed=3))
     kill(here, 1)
     mesh.close()  # which waits for nobody who is dead
-    here.dead.clear()
+    here.freed.clear()
 
 
 # After these, CUDA's headers say, every later call fails likewise.
@@ -81,8 +81,8 @@ def test_errors_that_stay_lose_the_gpu_and_errors_that_pass_do_not(new_machine, 
             kill(here, 0, status)
             with pytest.raises(RuntimeError):
                 USES[use](mesh.devices[0], buffer)
-            assert (0 in mesh.fabric.lost) == (status in STICKY), status
-            here.dead.clear()
+            assert (0 in mesh.mesh_state.failed) == (status in STICKY), status
+            here.freed.clear()
 
 
 def test_an_error_that_a_gpu_survives_loses_nothing(here):
@@ -92,5 +92,5 @@ def test_an_error_that_a_gpu_survives_loses_nothing(here):
         kill(here, 1, out_of_memory)
         with pytest.raises(surface.CUDARuntimeError):
             mesh.devices[1].zeros((SIZE,), FLOAT)
-        here.dead.clear()
+        here.freed.clear()
         assert same(mesh.devices[1].zeros((2,), FLOAT).numpy(), np.zeros(2, np.float32))

@@ -97,7 +97,7 @@ for _rule, (_, _slots, _scalars) in FORMULAS.items():
 
 
 @pytest.fixture(scope="module")
-def twin() -> Iterator[Device]:
+def reference() -> Iterator[Device]:
     with open_mesh(1, backend="sim", strict=True) as mesh:
         yield mesh.devices[0]
 
@@ -139,10 +139,10 @@ def after(
     [(name, dtype) for name, launch in LAUNCHES.items() for dtype in launch.dtypes],
     ids=str,
 )
-def test_a_launch_is_that_of_the_twin(device, twin, name, dtype):
+def test_a_launch_is_that_of_the_twin(device, reference, name, dtype):
     for start in (0, 1):
         found = after(device, LAUNCHES[name], dtype, start)
-        wanted = after(twin, LAUNCHES[name], dtype, start)
+        wanted = after(reference, LAUNCHES[name], dtype, start)
         for place, (array, expected) in enumerate(zip(found, wanted, strict=True)):
             assert same(array, expected), f"operand {place // len(SIZES)}, start {start}"
 
@@ -152,20 +152,20 @@ def test_a_launch_is_that_of_the_twin(device, twin, name, dtype):
     "name",
     ["add_n of 3", "accumulate_n of 2", "all_sum of 5 in halves", "pack divided", "nesterov"],
 )
-def test_a_large_launch_is_that_of_the_twin(device, twin, name):
+def test_a_large_launch_is_that_of_the_twin(device, reference, name):
     dtype = as_dtype("float32")
     found = after(device, LAUNCHES[name], dtype, 1, LARGE)
-    assert all(map(same, found, after(twin, LAUNCHES[name], dtype, 1, LARGE)))
+    assert all(map(same, found, after(reference, LAUNCHES[name], dtype, 1, LARGE)))
 
 
 @pytest.mark.parametrize(
     ("to", "of"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float32")]
 )
-def test_a_pack_casts_as_the_twin_does(device, twin, to, of):
+def test_a_pack_casts_as_the_twin_does(device, reference, to, of):
     def packed(place: Device) -> np.ndarray:
         term = place.upload(unflushed_data((SIZES[-1],), of))
         out = place.zeros((SIZES[-1] + AROUND,), as_dtype(to))
         ops.pack([out], [term], divisor=2)
         return out.numpy()
 
-    assert same(packed(device), packed(twin))
+    assert same(packed(device), packed(reference))

@@ -23,7 +23,7 @@ def spare() -> int:
 def check_usable(mesh: Mesh) -> None:
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
     grads = [[device.upload(np.full(9, 1.0 + device.index, np.float32))] for device in mesh]
-    rows = ops.all_reduce(grads, op=gr.ReduceOp.SUM, as_kind="buffer")
+    rows = ops.all_reduce(grads, op=gr.ReduceOp.SUM, output_type="buffer")
     assert [row[0].numpy()[8] for row in rows] == [36] * len(mesh)
 
 

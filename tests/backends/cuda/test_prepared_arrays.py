@@ -243,4 +243,4 @@ def test_what_is_not_shared_or_has_no_stream_is_refused(mesh):
             with pytest.raises(ValueError, match=f"value 0: replica 0 .*{why}"):
                 ops.prepare(SUM, [(value, value)])
         with pytest.raises(ValueError, match="results of kind 'numpy'"):
-            ops.prepare(SUM, [(whole, mesh.devices[0])], as_kind="numpy")
+            ops.prepare(SUM, [(whole, mesh.devices[0])], output_type="numpy")

@@ -57,10 +57,10 @@ def test_sparse_rows_on_gpus(new_machine):
         for opened in (sim, mesh):
             patch.setattr("gradreduce.backends._default", [opened])
             slices = gr.IndexedSlices(values, [3, 1, 3, 0, 1, 3], (4, 5))
-            merged = slices.coalesce(as_kind="buffer")
-            joined = gr.aggregate([slices, slices], as_kind="buffer")
-            mixed = gr.aggregate([slices, values[:4], slices], as_kind="numpy")
-            results.append((merged.values.numpy(), slices.to_dense(as_kind="numpy"),
+            merged = slices.coalesce(output_type="buffer")
+            joined = gr.aggregate([slices, slices], output_type="buffer")
+            mixed = gr.aggregate([slices, values[:4], slices], output_type="numpy")
+            results.append((merged.values.numpy(), slices.to_dense(output_type="numpy"),
                             joined.values.numpy(), mixed))  # fmt: skip
         assert all(same(one, other) for one, other in zip(*results, strict=True))
         with cupy.cuda.Device(1):

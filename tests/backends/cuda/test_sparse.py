@@ -26,7 +26,7 @@ def gradient(device, seed: int, dtype: str) -> gr.IndexedSlices:
 
 
 def taken(acc) -> list[np.ndarray]:
-    made = acc.take_indexed_slices_grad(1, as_kind="buffer")
+    made = acc.take_indexed_slices_grad(1, output_type="buffer")
     parts = made.parts if isinstance(made, gr.Mirrored) else [made]
     return [array for part in parts for array in (part.indices, part.values.numpy())]
 

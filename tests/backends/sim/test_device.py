@@ -154,11 +154,11 @@ def test_a_dying_block_takes_no_lock(mesh):
     device = mesh.devices[0]
     held = [uploaded(device, 1)]
     thread = threading.Thread(target=held.clear, daemon=True)
-    with device._pool._lock, mesh.fabric.launch_lock, mesh.fabric.recorder._lock:
+    with device._pool._lock, mesh.mesh_state.launch_lock, mesh.mesh_state.recorder._lock:
         thread.start()
         thread.join(timeout=30)
         assert not thread.is_alive()
-    assert len(device.dead) == 1
+    assert len(device.freed) == 1
 
 
 def test_memory_starts_where_a_gpu_would_start_it(device):
@@ -174,14 +174,14 @@ def test_the_pool_does_not_hoard_sizes_that_nobody_wants():
     """Free memory of more than twice the most that was ever in use goes back to the system."""
     pool = SimPool()
     for size in (1, 3, 7, 15, 31):  # none serves the next: each is more than twice the last
-        pool.give(pool.take(GRANULE * size))
+        pool.release(pool.allocate(GRANULE * size))
     assert pool.free_bytes == GRANULE * (1 + 3 + 7 + 15 + 31)
     for _ in range(4):
-        held = [pool.take(GRANULE) for _ in range(20)]
+        held = [pool.allocate(GRANULE) for _ in range(20)]
         for memory in held:
-            pool.give(memory)
+            pool.release(memory)
     assert pool.free_bytes == GRANULE * (1 + 3 + 7 + 15 + 31 + 19) > 2 * GRANULE * 31
-    pool.take(GRANULE * 100)
+    pool.allocate(GRANULE * 100)
     assert pool.free_bytes == 0
 
 
@@ -189,7 +189,7 @@ def test_falling_sizes_settle():
     pool = SimPool()
     for turn in range(10):
         for size in (40, 24, 12):
-            pool.give(pool.take(GRANULE * size))
+            pool.release(pool.allocate(GRANULE * size))
         if turn == 0:
             grown = pool.grown
     assert pool.grown == grown
@@ -197,21 +197,21 @@ def test_falling_sizes_settle():
 
 def test_a_block_at_most_twice_as_large_serves():
     pool = SimPool()
-    memory = pool.take(GRANULE * 8)
-    pool.give(memory)
-    assert pool.take(GRANULE * 3) is not memory
-    assert pool.take(GRANULE * 4) is memory
+    memory = pool.allocate(GRANULE * 8)
+    pool.release(memory)
+    assert pool.allocate(GRANULE * 3) is not memory
+    assert pool.allocate(GRANULE * 4) is memory
     assert pool.live_bytes == GRANULE * (3 + 8)
 
 
 def test_a_pool_that_cannot_grow_is_as_before():
     pool = SimPool()
-    pool.take(8)
+    pool.allocate(8)
     before = (pool.live_bytes, pool.free_bytes, pool.grown)
     with pytest.raises(MemoryError):
-        pool.take(1 << 60)
+        pool.allocate(1 << 60)
     assert (pool.live_bytes, pool.free_bytes, pool.grown) == before
-    assert pool.take(8).bytes.nbytes == GRANULE
+    assert pool.allocate(8).bytes.nbytes == GRANULE
 
 
 def test_a_twin_that_writes_what_it_reads_is_caught(device):
@@ -222,7 +222,7 @@ def test_a_twin_that_writes_what_it_reads_is_caught(device):
 
     out, term = device.zeros((SIZE,), FLOAT), uploaded(device, 1)
     with pytest.raises(ValueError, match="read-only"):
-        device.launch(replace(ADD_N, twin=cheat), PAIR, [[out, term]], (1,))
+        device.launch(replace(ADD_N, reference=cheat), PAIR, [[out, term]], (1,))
     assert same(term.numpy(), data((SIZE,), seed=1))
 
 
@@ -234,10 +234,10 @@ def test_a_twin_writes_as_many_operands_as_its_kernel_says(device):
 
     pair = [device.zeros((SIZE,), FLOAT), device.zeros((SIZE,), FLOAT)]
     for writes in (2, "num_inputs"):
-        device.launch(replace(ADD_N, twin=both, writes=writes), PAIR, [pair], (2,))
+        device.launch(replace(ADD_N, reference=both, writes=writes), PAIR, [pair], (2,))
         assert [float(buffer.numpy()[-1]) for buffer in pair] == [1, 2]
     with pytest.raises(ValueError, match="read-only"):
-        device.launch(replace(ADD_N, twin=both, writes="num_inputs"), PAIR, [pair], (1,))
+        device.launch(replace(ADD_N, reference=both, writes="num_inputs"), PAIR, [pair], (1,))
 
 
 def test_a_twin_that_fails_is_not_recorded(mesh):
@@ -247,7 +247,7 @@ def test_a_twin_that_fails_is_not_recorded(mesh):
     device = mesh.devices[0]
     out, term = device.zeros((SIZE,), FLOAT), uploaded(device, 1)
     with mesh.journal() as journal, pytest.raises(ZeroDivisionError, match="planted"):
-        device.launch(replace(ADD_N, twin=fail), PAIR, [[out, term]], (1,))
+        device.launch(replace(ADD_N, reference=fail), PAIR, [[out, term]], (1,))
     assert journal.records == []
 
 

@@ -27,10 +27,10 @@ TIMEOUT = 60
 
 
 @contextmanager
-def opened(num_threads: int, face: str = "numpy") -> Iterator[Device]:
+def opened(num_threads: int, implementation: str = "numpy") -> Iterator[Device]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRADREDUCE_SIM_THREADS", str(num_threads))
-        mesh = open_mesh(1, backend="sim", kernels=face, strict=True)
+        mesh = open_mesh(1, backend="sim", kernels=implementation, strict=True)
     with mesh:
         assert mesh.devices[0].options.workers.num_threads == num_threads
         yield mesh.devices[0]
@@ -57,12 +57,12 @@ def together(num_threads: int):
     """A twin that goes on only when so many threads are in it at once, and who they were."""
     barrier, seen = threading.Barrier(num_threads), set()
 
-    def twin(rows, num_inputs: int) -> None:
+    def reference(rows, num_inputs: int) -> None:
         barrier.wait(TIMEOUT)
         seen.add(threading.get_ident())
-        ADD_N.twin(rows, num_inputs)
+        ADD_N.reference(rows, num_inputs)
 
-    return replace(ADD_N, twin=twin), seen
+    return replace(ADD_N, reference=reference), seen
 
 
 def operands(device: Device, size: int, num_rows: int = 1) -> list:
@@ -95,10 +95,10 @@ def test_rows_that_are_not_elementwise_come_whole():
     """In several threads, though the small one weighs as much as the large."""
     seen = []
 
-    def twin(rows, num_inputs: int) -> None:
+    def reference(rows, num_inputs: int) -> None:
         seen.append([[array.size for array in row] for row in rows])
 
-    whole = replace(ADD_N, twin=twin, items=lambda sizes: sizes[0])
+    whole = replace(ADD_N, reference=reference, items=lambda sizes: sizes[0])
     with opened(2) as device:
         rows = [operands(device, size)[0] for size in (LARGE, 5)]
         device.launch(whole, PAIR, rows, (2,))
@@ -123,12 +123,14 @@ def test_one_thread_is_the_callers():
         assert seen == {threading.get_ident()}
 
 
-@pytest.mark.parametrize("face", ["numpy", pytest.param("compiled", marks=pytest.mark.host)])
+@pytest.mark.parametrize(
+    "implementation", ["numpy", pytest.param("compiled", marks=pytest.mark.host)]
+)
 @pytest.mark.parametrize("size", [LARGE, 5 * BLOCK_SIZE, 5 * BLOCK_SIZE + 1])
-def test_the_bits_are_those_of_one_thread(face, size):
+def test_the_bits_are_those_of_one_thread(implementation, size):
     results = []
     for num_threads in (1, 3):
-        with opened(num_threads, face) as device:
+        with opened(num_threads, implementation) as device:
             rows = operands(device, size, num_rows=2)
             device.launch(ADD_N, PAIR, rows, (2,))
             results.append([row[0].numpy() for row in rows])
@@ -154,7 +156,7 @@ def test_a_failure_reaches_the_caller(where):
 
         def launch() -> None:
             caller.append(threading.get_ident())
-            device.launch(replace(ADD_N, twin=fails), PAIR, rows, (2,))
+            device.launch(replace(ADD_N, reference=fails), PAIR, rows, (2,))
 
         error = in_time(launch)
         assert isinstance(error, ZeroDivisionError)
@@ -380,10 +382,12 @@ def test_what_needs_no_scratch_is_cut_into_fewer_blocks(out, terms, streams):
     size = 16 * BLOCK_SIZE
     lengths = []
 
-    def twin(rows, num_inputs: int) -> None:
+    def reference(rows, num_inputs: int) -> None:
         lengths.extend(row[0].size for row in rows)
 
     with opened(2) as device:
         row = [device.empty((size,), dtype) for dtype in (out, *terms)]
-        device.launch(replace(ADD_N, twin=twin), (out, terms[0], len(terms)), [row], (len(terms),))
+        device.launch(
+            replace(ADD_N, reference=reference), (out, terms[0], len(terms)), [row], (len(terms),)
+        )
     assert lengths == [2 * BLOCK_SIZE] * 8 if streams else lengths == [BLOCK_SIZE] * 16

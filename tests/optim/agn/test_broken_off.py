@@ -19,7 +19,7 @@ ONE = np.ones(2, "float32")
 
 
 @pytest.fixture(scope="session")
-def face() -> str:
+def implementation() -> str:
     """Kernels have no say here."""
     return "numpy"
 

@@ -10,7 +10,7 @@ import pytest
 from optim.agn.team import KINDS, Own, pair
 
 import gradreduce as gr
-from gradreduce.optim.agn.push import Push
+from gradreduce.optim.agn.push import PushPlan
 
 STARTS = {f"v{place}": np.zeros(3 + place, dtype)
           for place, dtype in enumerate(["float32", "float64"] * 6)}  # fmt: skip
@@ -47,7 +47,7 @@ def test_a_communication_is_one_launch_for_each_gpu_and_dtype(mesh, kind, gamma)
     centers = [getter.center_variable(var) for var in worker.variables.values()]
     homes = [var.devices[0].physical for var in centers]
     num_launches = len({(home, var.dtype) for home, var in zip(homes, centers, strict=True)})
-    far = sum(home != 0 and not mesh.fabric.peers(0, home) for home in homes)
+    far = sum(home != 0 and not mesh.mesh_state.peers(0, home) for home in homes)
     for turn in range(4):
         with mesh.journal() as journal:
             worker.step(grads)
@@ -109,16 +109,16 @@ def test_a_communication_is_worked_out_once_if_it_holds_no_memory(mesh, monkeypa
 
     def plan(*given):
         planned.append(len(planned))
-        return Push(*given)
+        return PushPlan(*given)
 
-    monkeypatch.setattr("gradreduce.optim.agn.worker.Push", plan)
+    monkeypatch.setattr("gradreduce.optim.agn.worker.PushPlan", plan)
     starts, live = {"v": np.zeros(1 << 14, "float32")}, []
     (worker,) = pair(mesh, 2, KINDS["momentum"][1], starts, num=1, center=gr.AGNCenter(home))
     for _ in range(3):
         assert [worker.step(starts) for _ in range(2)] == [False, True]
         home.trim()
         live.append(home._pool.live_bytes)
-    reaches = home.fabric.peers(home.physical, worker.getter.devices[0].physical)
+    reaches = home.mesh_state.peers(home.physical, worker.getter.devices[0].physical)
     assert len(planned) == (1 if reaches else 3)
     assert max(live) < 3 * starts["v"].nbytes  # the variable and its momentum
 

@@ -24,7 +24,7 @@ WAYS = {
 
 
 @pytest.fixture(scope="session")
-def face() -> str:
+def implementation() -> str:
     """Kernels have no say here."""
     return "numpy"
 

@@ -14,7 +14,7 @@ from gradreduce.errors import DeviceMismatchError
 
 
 @pytest.fixture(scope="session")
-def face() -> str:
+def implementation() -> str:
     """Kernels have no say here."""
     return "numpy"
 

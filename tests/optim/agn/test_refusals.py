@@ -16,7 +16,7 @@ ONES = {name: np.ones_like(value) for name, value in STARTS.items()}
 
 
 @pytest.fixture(scope="session")
-def face() -> str:
+def implementation() -> str:
     """Kernels have no say here."""
     return "numpy"
 

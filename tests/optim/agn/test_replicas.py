@@ -24,7 +24,7 @@ def test_minimize_takes_the_mean_over_the_replicas(worker):
     read, devices, rows, one = [], [], iter([0, 1, 0, 1]), np.ones(1, "float32")
 
     def loss():
-        devices.append(gr.add_n([one, one], as_kind="buffer").device)
+        devices.append(gr.add_n([one, one], output_type="buffer").device)
         read.append(np.asarray(data.get()))
         yield scale * read[-1]
         yield np.sum(gr.embedding_lookup(table, [next(rows)])) * read[-1]

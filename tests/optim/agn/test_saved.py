@@ -69,20 +69,20 @@ def digest(team) -> str:
     for worker in team:
         for name, arrays in worker.everything()["arrays"]:
             found.update(f"{name}{arrays[0]}".encode())
-        found.update(repr(worker.inner._saved_numbers()).encode())
+        found.update(repr(worker.inner._saved_hyperparameters()).encode())
     return found.hexdigest()
 
 
 @pytest.mark.parametrize("num_before", [1, 8, 12])
 @pytest.mark.parametrize("way", WAYS)
-def test_training_goes_on_with_the_same_bits(mesh, face, way, num_before):
+def test_training_goes_on_with_the_same_bits(mesh, implementation, way, num_before):
     """On a mesh of another face, in the middle of a period, and when one is over."""
     one = team_of(mesh, way)
     steps(one, range(num_before))
     states = saved(one)
     assert set(states[1]) == SEVEN
     steps(one, range(num_before, 20))
-    other_face = "numpy" if face == "compiled" else "compiled"
+    other_face = "numpy" if implementation == "compiled" else "compiled"
     with gr.open_mesh(3, backend="sim", kernels=other_face, strict=True, peer_access=False) as mesh:
         two = team_of(mesh, way)
         steps(two, range(30, 41))  # something else was there

@@ -16,7 +16,7 @@ LIMIT_S = 30.0
 
 
 @pytest.fixture(scope="session")
-def face() -> str:
+def implementation() -> str:
     """Kernels have no say here."""
     return "numpy"
 

@@ -1,8 +1,8 @@
-"""A logical device on a GPU, through CuPy: streams, events, pool, copies; never knows a kernel.
+"""A logical device on a GPU, through CuPy: two streams, a memory pool, copies and launches.
 
-Two non-blocking streams, made once. Memory comes from a CuPy pool of this device's own, always
-taken on the compute stream, whose order makes a freed block safe to hand out again at once; what
-another queue has used is parked by ``Device.drain`` until that queue has passed, because CuPy's
+The two non-blocking streams are made once. Memory comes from a CuPy pool of this device's own,
+always allocated on the compute stream, so that a freed block can be used again at once. A block
+that another queue has used is freed later by ``Device.drain``, when that queue has passed: CuPy's
 pool knows one stream for each block and has no ``record_stream``.
 """
 
@@ -34,16 +34,16 @@ from gradreduce.device import (
     handle_of,
 )
 from gradreduce.device.buffer import LEGACY, PER_THREAD, Row, User
-from gradreduce.device.command_list import Issue
+from gradreduce.device.command_list import Command
 from gradreduce.device.launch_table import Tables
-from gradreduce.device.mesh_state import Fabric
-from gradreduce.device.pending_calls import Patience
+from gradreduce.device.mesh_state import MeshState
+from gradreduce.device.pending_calls import WaitPolicy
 from gradreduce.errors import BackendUnavailableError, DeviceMismatchError
 
 from .compile import function, is_compiled
 from .geometry import Geometry
 from .graph import GraphRecording
-from .streams import FATAL, Gpu, Line, event_of, is_capturing
+from .streams import FATAL, Gpu, StreamState, event_of, is_capturing
 
 __all__ = ["CudaDevice", "CudaQueues"]
 
@@ -55,12 +55,14 @@ class CudaQueues(Device):
         gpu: makes its GPU the current one.
     """
 
-    def __init__(self, fabric: Fabric, index: int, physical: int) -> None:
-        super().__init__(fabric, index, physical)
+    def __init__(self, mesh_state: MeshState, index: int, physical: int) -> None:
+        super().__init__(mesh_state, index, physical)
         self.gpu = Gpu(self)
         queues: tuple[Queue, ...] = ("compute", "transfer")
-        self._lines = {queue: Line(self.gpu, fabric.order_lock) for queue in queues}
-        self._streams = {queue: line.stream for queue, line in self._lines.items()}
+        self._stream_states = {
+            queue: StreamState(self.gpu, mesh_state.order_lock) for queue in queues
+        }
+        self._streams = {queue: line.stream for queue, line in self._stream_states.items()}
 
     def stream(self, queue: Queue = "compute") -> Any:
         """The CuPy stream of a queue, for work that this device does not see.
@@ -68,19 +70,23 @@ class CudaQueues(Device):
         Take it before each piece of such work, which is behind what came before. From the first
         time on every fence of the queue is given to CUDA, also one that would change nothing.
         """
-        return self._lines[queue].show() if self.fabric.capture is None else self._ready(queue)
+        return (
+            self._stream_states[queue].expose()
+            if self.mesh_state.capture is None
+            else self._ready(queue)
+        )
 
     def _ready(self, queue: Queue) -> Any:
         """The stream that is given something now; inside a capture, that which records it."""
-        capture = self.fabric.capture
+        capture = self.mesh_state.capture
         if capture is None:
-            return self._lines[queue].ready()
+            return self._stream_states[queue].ready()
         assert isinstance(capture.backend, GraphRecording)
         return capture.backend.stream(self.index, queue)
 
-    def _given(self, queue: Queue) -> None:
+    def _submitted(self, queue: Queue) -> None:
         """Something was given to a queue: ``_ready`` came before it."""
-        self._lines[queue].given()
+        self._stream_states[queue].submitted()
 
     def _is_capturing(self, stream: Stream) -> bool:
         return is_capturing(self.gpu, stream)
@@ -92,75 +98,75 @@ class CudaQueues(Device):
             stream = LEGACY if handle_of(queue) == PER_THREAD else queue
             return None if self._is_capturing(stream) else self._event(stream)
         ours = cast("Queue", queue)
-        if self.fabric.capture is None:
-            return self._lines[ours].mark()
+        if self.mesh_state.capture is None:
+            return self._stream_states[ours].mark()
         return self._event(self._ready(ours))
 
     def _wait(self, mark: Mark, queue: Queue) -> None:
-        if self.fabric.capture is None:
+        if self.mesh_state.capture is None:
             assert isinstance(mark.device, CudaQueues)
-            self._lines[queue].wait(mark.device._lines[mark.queue], mark.event)
+            self._stream_states[queue].wait(mark.device._stream_states[mark.queue], mark.event)
             return
         with self.gpu:
             self._ready(queue).wait_event(mark.event)
 
     def _recording(self, devices: Sequence[Device]) -> GraphRecording:
-        places = [(each.index, each.gpu) for each in devices if isinstance(each, CudaQueues)]
-        return GraphRecording(places, self._lines["compute"])
+        indices = [(each.index, each.gpu) for each in devices if isinstance(each, CudaQueues)]
+        return GraphRecording(indices, self._stream_states["compute"])
 
-    def _led(self, others: Iterable[Device]) -> list[Device]:
-        if self.fabric.capture is not None:
-            return super()._led(others)
-        line, physical = self._lines["compute"], self.physical
+    def _needs_wait(self, others: Iterable[Device]) -> list[Device]:
+        if self.mesh_state.capture is not None:
+            return super()._needs_wait(others)
+        line, physical = self._stream_states["compute"], self.physical
         waiting: list[Device] = []
-        with self.fabric.order_lock:  # nobody is on the way behind an end that was earlier
+        with self.mesh_state.order_lock:  # nobody is on the way behind an end that was earlier
             for other in others:
                 assert isinstance(other, CudaQueues)
-                behind = other._lines["compute"]
+                behind = other._stream_states["compute"]
                 if behind.leader is line or behind is line:
                     continue
-                if other.physical != physical or not behind.trail(line):
+                if other.physical != physical or not behind.follow_lazily(line):
                     waiting.append(other)
         return waiting
 
-    def _unjoined(self, others: Iterable[Device]) -> list[Device]:
-        if self.fabric.capture is not None:
-            return super()._unjoined(others)
-        line = self._lines["compute"]
+    def _unsynchronized(self, others: Iterable[Device]) -> list[Device]:
+        if self.mesh_state.capture is not None:
+            return super()._unsynchronized(others)
+        line = self._stream_states["compute"]
         found: list[Device] = []
         for other in others:
             assert isinstance(other, CudaQueues)
-            behind = other._lines["compute"]
-            if behind is not line and not behind.trails(line):
+            behind = other._stream_states["compute"]
+            if behind is not line and not behind.follows_lazily(line):
                 found.append(other)
         return found
 
     def _comes_behind(self, device: Device, queue: Queue) -> bool:
         assert isinstance(device, CudaQueues)
         near = device.physical == self.physical  # and lost with it, if ever
-        return near and self._lines["compute"].comes_behind(device._lines[queue])
+        return near and self._stream_states["compute"].comes_behind(device._stream_states[queue])
 
     def _event(self, stream: Stream) -> Any:
         return event_of(self.gpu, stream)
 
     def _all_streams(self) -> list[Any]:
         """Its own, and that of whom it trails: which may use its memory."""
-        leader = self._lines["compute"].leader
+        leader = self._stream_states["compute"].leader
         return [*self._streams.values(), *([] if leader is None else [leader.stream])]
 
     @property
-    def _is_led(self) -> bool:
-        return self._lines["compute"].leader is not None
+    def _follows_lazily(self) -> bool:
+        return self._stream_states["compute"].leader is not None
 
     def _catch_up(self) -> None:
-        self._lines["compute"].ready()
+        self._stream_states["compute"].ready()
 
 
 # Between two looks at a queue that must come to its end before a mesh is usable again.
 _LOOK_SECONDS = 1e-3
 # What queues of dead meshes may use for ever, from their death on: in the middle of a collection of
 # garbage it would be too late. Nothing of it is freed before its queues have come to their end.
-_HELD: dict[int, Any] = {}
+_RETAINED: dict[int, Any] = {}
 # The streams of each device until its ``__del__``, before which a collection might end them.
 _STREAMS: dict[int, Any] = {}
 
@@ -185,8 +191,8 @@ class CudaDevice(CudaQueues):
 
     defers = True
 
-    def __init__(self, fabric: Fabric, index: int, physical: int) -> None:
-        super().__init__(fabric, index, physical)
+    def __init__(self, mesh_state: MeshState, index: int, physical: int) -> None:
+        super().__init__(mesh_state, index, physical)
         # Pinned memory and the event behind the copy that reads it; pinned memory that is dropped
         # is handed out again at once.
         self._staging: deque[tuple[Any, Any]] = deque()
@@ -194,7 +200,7 @@ class CudaDevice(CudaQueues):
         with self.gpu:
             self._pool = cupy.cuda.MemoryPool()
         _STREAMS[id(self)] = self._streams
-        fabric.on_death.append(self._hold)
+        mesh_state.on_death.append(self._retain)
         self._geometry = Geometry.of(self.gpu.attributes)
         self._tables = Tables(self._place)
 
@@ -204,11 +210,11 @@ class CudaDevice(CudaQueues):
         Not for a dead mesh, whose queues may never end: what they may use is never freed.
         """
         with suppress(BackendUnavailableError):  # a lost device has nothing left to wait for
-            if self.fabric.reason is None:
-                self._synchronize(Patience(self))
+            if self.mesh_state.reason is None:
+                self._synchronize(WaitPolicy(self))
                 self.drain()
             elif self._is_idle():
-                self._let_go()
+                self._release_retained()
 
     def __del__(self) -> None:
         """A mesh that nobody closed: what its queues still use must not be given away."""
@@ -216,18 +222,20 @@ class CudaDevice(CudaQueues):
             return
         _kept = _STREAMS.pop(id(self), None)  # until this returns
         with suppress(BackendUnavailableError):  # closed, lost, or from before a fork
-            self.fabric.check_open()
-            if self.fabric.reason is None and (self._is_led or self._staging or self._parking.held):
-                self.fabric.check_usable(self)
-                self._synchronize(Patience(self))
-            elif self.fabric.reason is not None and self._is_idle():
-                self._let_go()
+            self.mesh_state.check_open()
+            if self.mesh_state.reason is None and (
+                self._follows_lazily or self._staging or self._deferred_free.held
+            ):
+                self.mesh_state.check_usable(self)
+                self._synchronize(WaitPolicy(self))
+            elif self.mesh_state.reason is not None and self._is_idle():
+                self._release_retained()
 
-    def _hold(self) -> None:
-        _HELD[id(self._pool)] = (self._pool, self._streams, self._staging, self._parking)
+    def _retain(self) -> None:
+        _RETAINED[id(self._pool)] = (self._pool, self._streams, self._staging, self._deferred_free)
 
-    def _let_go(self) -> None:
-        _HELD.pop(id(self._pool), None)
+    def _release_retained(self) -> None:
+        _RETAINED.pop(id(self._pool), None)
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -243,18 +251,18 @@ class CudaDevice(CudaQueues):
         if not array.flags.c_contiguous:
             raise ValueError("an adopted array must be contiguous in C order: pass a copy")
         if stream is not None:
-            self._follow(stream)
+            self._wait_for_stream(stream)
         address, nbytes = array.data.ptr, array.nbytes
-        if self.lent is not None and writable:
-            lent = self.lent.find(address, nbytes)
+        if self.external_buffers is not None and writable:
+            lent = self.external_buffers.find(address, nbytes)
             if lent is not None:
                 return Buffer(lent, address - lent.address, array.shape, dtype)
         block = Block(self, array, address, nbytes, owned=False, writable=writable)
-        return Buffer(self._parking.watch(block), 0, array.shape, dtype, array)
+        return Buffer(self._deferred_free.track(block), 0, array.shape, dtype, array)
 
     def _release(self, buffer: Buffer, stream: Stream | None) -> Any:
         if stream is not None:
-            self._precede(stream)
+            self._block_stream(stream)
             if not isinstance(stream, int):  # whose stream may have ended by the time we ask it
                 buffer.block.is_shown(stream)
         if buffer.array is not None:
@@ -274,7 +282,7 @@ class CudaDevice(CudaQueues):
             return self.upload(np.asarray(array))
         stream = cupy.cuda.get_current_stream(array.device.id)
         if array.device.id == self.physical and not array.flags.c_contiguous:
-            self.fabric.check_free(self, "a copy of an array that is not contiguous")
+            self.mesh_state.check_free(self, "a copy of an array that is not contiguous")
             self.check_stream(stream)
             with self.gpu:
                 array = cupy.ascontiguousarray(array)
@@ -282,23 +290,23 @@ class CudaDevice(CudaQueues):
 
     def _allocate(self, nbytes: int) -> Block:
         self.drain()
-        dead = self._parking.take(nbytes)
-        if dead is not None:  # whoever used it is who its next user comes behind
-            block = self._block(dead.raw, nbytes)
-            block.touched |= dead.touched
-            self._parking.held.discard(dead)
+        freed = self._deferred_free.take(nbytes)
+        if freed is not None:  # whoever used it is who its next user comes behind
+            block = self._block(freed.raw, nbytes)
+            block.touched |= freed.touched
+            self._deferred_free.held.discard(freed)
             return block
         try:
             with self.gpu, self._streams["compute"]:
                 pointer = self._pool.malloc(max(1, nbytes))
         except MemoryError as error:
             raise MemoryError(self._shortage(nbytes)) from error
-        self._given("compute")  # memory in its order: whoever works for us must come behind it
+        self._submitted("compute")  # memory in its order: whoever works for us must come behind it
         return self._block(pointer, nbytes)
 
     def _block(self, pointer: Any, nbytes: int) -> Block:
         block = Block(self, pointer, pointer.ptr, nbytes, owned=True, writable=True)
-        return self._parking.watch(block)
+        return self._deferred_free.track(block)
 
     def _recycle(self, raw: Any, nbytes: int) -> None:
         """Dropping the last reference to ``raw`` gives it back to CuPy's pool."""
@@ -316,13 +324,13 @@ class CudaDevice(CudaQueues):
 
     def _trim(self) -> None:
         """Frees what queued work still uses, too: cudaFree waits for the GPU."""
-        if id(self._pool) in _HELD:
+        if id(self._pool) in _RETAINED:
             return
         self._catch_up()
         self.drain()
         with self.gpu:
-            self._parking.join(self, self._streams["compute"].wait_event)
-            self._given("compute")
+            self._deferred_free.join(self, self._streams["compute"].wait_event)
+            self._submitted("compute")
             self._pool.free_all_blocks()
 
     def _fill_fresh(self, buffer: Buffer) -> None:
@@ -331,7 +339,7 @@ class CudaDevice(CudaQueues):
     def _fill_zero(self, buffer: Buffer) -> None:
         with self.gpu:
             runtime.memsetAsync(buffer.address, 0, buffer.nbytes, self._ready("compute").ptr)
-        self._given("compute")
+        self._submitted("compute")
 
     def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None:
         """Through pinned memory, which stays ours until the copy has passed."""
@@ -347,7 +355,7 @@ class CudaDevice(CudaQueues):
             )
             self._staging.append((pinned, self._event(stream)))
             self._drop_staging()
-        self._given(queue)
+        self._submitted(queue)
 
     def _drop_staging(self) -> None:
         """Gives back the pinned memory whose copies are over; other threads may add some now."""
@@ -355,9 +363,9 @@ class CudaDevice(CudaQueues):
             while self._staging and self._staging[0][1].done:
                 self._staging.popleft()
 
-    def _download(self, buffer: Buffer, patience: Patience) -> np.ndarray | None:
-        if patience.polls:
-            return self._fetched(buffer, patience)
+    def _download(self, buffer: Buffer, wait_policy: WaitPolicy) -> np.ndarray | None:
+        if wait_policy.polls:
+            return self._fetched(buffer, wait_policy)
         host = np.empty(buffer.shape, buffer.dtype)
         stream = self._ready("compute")
         with self.gpu:
@@ -367,10 +375,10 @@ class CudaDevice(CudaQueues):
                     runtime.memcpyDeviceToHost, stream.ptr,
                 )  # fmt: skip
             stream.synchronize()
-        self._given("compute")
+        self._submitted("compute")
         return host
 
-    def _fetched(self, buffer: Buffer, patience: Patience) -> np.ndarray | None:
+    def _fetched(self, buffer: Buffer, wait_policy: WaitPolicy) -> np.ndarray | None:
         """A download without a wait in the driver: a copy to pageable memory is one."""
         stream = self._ready("compute")
         with self.gpu:
@@ -382,8 +390,8 @@ class CudaDevice(CudaQueues):
                 )  # fmt: skip
             event = self._event(stream)
             self._staging.append((pinned, event))  # the copy writes it after Ctrl-C, too
-        self._given("compute")
-        if not patience.until(lambda: self._reached(event)):
+        self._submitted("compute")
+        if not wait_policy.until(lambda: self._reached(event)):
             return None
         self._drop_staging()
         staged = np.frombuffer(pinned, np.uint8, buffer.nbytes)
@@ -395,7 +403,7 @@ class CudaDevice(CudaQueues):
             if dst.device.physical == src.device.physical:
                 kind = runtime.memcpyDeviceToDevice
                 runtime.memcpyAsync(dst.address, src.address, dst.nbytes, kind, stream)
-            elif self.fabric.capture is not None:  # which takes no memcpyPeerAsync
+            elif self.mesh_state.capture is not None:  # which takes no memcpyPeerAsync
                 kind = runtime.memcpyDefault
                 runtime.memcpyAsync(dst.address, src.address, dst.nbytes, kind, stream)
             else:
@@ -403,7 +411,7 @@ class CudaDevice(CudaQueues):
                     dst.address, dst.device.physical, src.address, src.device.physical,
                     dst.nbytes, stream,
                 )  # fmt: skip
-        self._given(queue)
+        self._submitted(queue)
 
     # -- work -----------------------------------------------------------------------------------
 
@@ -421,8 +429,11 @@ class CudaDevice(CudaQueues):
         rows: Sequence[Row],
         scalars: Sequence[int | float],
         queue: Queue,
-    ) -> Issue:
-        with self.gpu, self.fabric.taped(None):  # a table is uploaded once, however often used
+    ) -> Command:
+        with (
+            self.gpu,
+            self.mesh_state.recording_commands(None),
+        ):  # a table is uploaded once, however often used
             entry = function(kernel, template, self.physical)
             items = [kernel.num_items(row) for row in rows]
             total, itemsize = sum(items), _narrowest(rows[0])
@@ -436,12 +447,12 @@ class CudaDevice(CudaQueues):
         block = self._geometry.block(total, table.num_chunks, itemsize)
         shape, held = ((table.num_chunks,), (block,)), table.held
 
-        def issue(_held: object = held) -> None:
+        def command(_held: object = held) -> None:
             with self.gpu:
                 entry(*shape, arguments, stream=self._ready(queue))
-            self._given(queue)
+            self._submitted(queue)
 
-        return issue
+        return command
 
     def _place(self, words: np.ndarray) -> tuple[int, Buffer]:
         held = self.upload(words)
@@ -457,26 +468,26 @@ class CudaDevice(CudaQueues):
     def _is_over(self, status: int) -> bool:
         """What a query says; it raises nothing for a GPU that met a fault, and is never 0 then."""
         if status in FATAL:
-            self.fabric.lose(self.physical, str(runtime.CUDARuntimeError(status)))
+            self.mesh_state.mark_failed(self.physical, str(runtime.CUDARuntimeError(status)))
         return status == 0
 
-    def _synchronize(self, patience: Patience) -> bool:
+    def _synchronize(self, wait_policy: WaitPolicy) -> bool:
         self._catch_up()
-        if not self._host_waits(patience, self._streams.values()):
+        if not self._host_waits(wait_policy, self._streams.values()):
             return False
         self._drop_staging()
         return True
 
-    def _host_waits(self, patience: Patience, streams: Iterable[Any]) -> bool:
+    def _host_waits(self, wait_policy: WaitPolicy, streams: Iterable[Any]) -> bool:
         """In the driver, which knows no end, only where no deadline was ever given."""
-        if not patience.polls:
+        if not wait_policy.polls:
             with self.gpu:
                 for stream in streams:
                     stream.synchronize()
             return True
         with self.gpu:
             events = [self._event(stream) for stream in streams]
-        return patience.until(lambda: all(self._reached(event) for event in events))
+        return wait_policy.until(lambda: all(self._reached(event) for event in events))
 
     def _is_idle(self) -> bool:
         with self.gpu:
@@ -487,26 +498,28 @@ class CudaDevice(CudaQueues):
         """Nothing is dropped: aborted collectives end, and what is behind them runs on."""
         end = time.monotonic() + seconds
         while not self._is_idle():
-            if self.physical in self.fabric.lost:
+            if self.physical in self.mesh_state.failed:
                 break  # and stays so
             if time.monotonic() >= end:
                 return False
             time.sleep(_LOOK_SECONDS)
         self._drop_staging()
-        self._let_go()
+        self._release_retained()
         return True
 
-    def _follow(self, stream: Stream) -> None:
-        dead = self._parking.shown_to(stream)
+    def _wait_for_stream(self, stream: Stream) -> None:
+        freed = self._deferred_free.shown_to(stream)
         with self.gpu:
             self._ready("compute").wait_event(self._event(stream))
-        self._given("compute")
-        self._parking.passed(dead)
+        self._submitted("compute")
+        self._deferred_free.passed(freed)
 
-    def _precede(self, stream: Stream | None) -> None:
+    def _block_stream(self, stream: Stream | None) -> None:
         if stream is None:
             if not self._host_waits(self._endless, [self._ready("compute")]):
-                raise self.fabric.give_up("work that the host waits for", self, self._endless)
+                raise self.mesh_state.abort_wait(
+                    "work that the host waits for", self, self._endless
+                )
             return
         with self.gpu:
             runtime.streamWaitEvent(handle_of(stream), self._mark("compute").ptr)

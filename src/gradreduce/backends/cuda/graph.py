@@ -15,11 +15,11 @@ import cupy
 from cupy.cuda import runtime
 
 from gradreduce.device import Queue
-from gradreduce.device.command_list import Issue
+from gradreduce.device.command_list import Command
 from gradreduce.device.graph_capture import Recording
 from gradreduce.errors import CaptureError
 
-from .streams import Line, event_of
+from .streams import StreamState, event_of
 
 __all__ = ["GraphRecording"]
 
@@ -32,7 +32,7 @@ class GraphRecording(Recording):
         home: the queue that a launch is given to, of the first device.
     """
 
-    def __init__(self, places: Iterable[tuple[int, Any]], home: Line) -> None:
+    def __init__(self, places: Iterable[tuple[int, Any]], home: StreamState) -> None:
         self._home = home
         self._streams: dict[tuple[int, Queue], tuple[Any, Any]] = {}
         for index, gpu in places:
@@ -58,7 +58,7 @@ class GraphRecording(Recording):
             with gpu:
                 stream.wait_event(begun)
 
-    def end(self) -> Issue:
+    def end(self) -> Command:
         """See ``Recording.end``.
 
         Raises:
@@ -72,7 +72,7 @@ class GraphRecording(Recording):
             with self._gpu:
                 graph = self._origin.end_capture()
                 graph.upload(self._home.ready())
-            self._home.given()
+            self._home.submitted()
         except runtime.CUDARuntimeError as error:
             raise CaptureError(f"CUDA makes no graph of what was captured: {error}") from error
         self._streams.clear()  # a graph needs none of them
@@ -87,4 +87,4 @@ class GraphRecording(Recording):
     def _launch(self, graph: Any) -> None:
         with self._gpu:
             graph.launch(self._home.ready())
-        self._home.given()
+        self._home.submitted()

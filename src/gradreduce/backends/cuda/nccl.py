@@ -16,8 +16,8 @@ from typing import Any
 import cupy
 
 from gradreduce.device import Buffer, Collective, DeferInterrupts, Device, Done, Queue, element_of
-from gradreduce.device.mesh_state import Fabric
-from gradreduce.device.waiting import beside, held_in_time
+from gradreduce.device.mesh_state import MeshState
+from gradreduce.device.waiting import acquired_in_time, run_in_thread
 from gradreduce.errors import BackendUnavailableError, CollectiveError, DeviceMismatchError, listed
 
 from .device import CudaDevice
@@ -215,7 +215,7 @@ class NcclCollective(Collective):
         cliques, self._cliques = self._cliques, _Cliques()
         cliques.aborted = True
         if cliques.made:
-            self._pending.add(beside(partial(self._abort_cliques, cliques)))
+            self._pending.add(run_in_thread(partial(self._abort_cliques, cliques)))
 
     def ended(self, seconds: float) -> bool:
         """Whether every abort and initialisation is over; waits for them so long.
@@ -264,7 +264,7 @@ class NcclCollective(Collective):
             return
         kept = [buffer for call in calls for buffer in call.outputs]
         given = [(call.name, call.buffers, call.queue) for call in calls]
-        self._give(partial(self._group, calls), given, kept)
+        self._submit(partial(self._group, calls), given, kept)
 
     def _group(self, calls: Sequence[_Call]) -> None:
         cliques = self._cliques
@@ -281,7 +281,7 @@ class NcclCollective(Collective):
                 finally:  # one that fails may have launched on some of the GPUs
                     for call in calls:  # only now, all of them
                         for buffer in call.buffers:
-                            cuda_device(buffer)._given(call.queue)
+                            cuda_device(buffer)._submitted(call.queue)
 
     def _call(self, call: _Call, communicators: Sequence[Any]) -> None:
         for communicator, buffer, arguments in zip(
@@ -322,10 +322,10 @@ class NcclCollective(Collective):
         if physicals not in cliques.made:
             failed: list[Exception] = []
             with DeferInterrupts():  # or nobody waits for a thread that has begun
-                done = beside(partial(self._initialise, cliques, physicals, failed))
+                done = run_in_thread(partial(self._initialise, cliques, physicals, failed))
                 self._pending.add(done)
             while not done.wait(_LOOK_SECONDS):
-                device.fabric.check_usable(device)
+                device.mesh_state.check_usable(device)
             self._pending.discard(done)
             if failed:
                 raise failed[0]
@@ -372,7 +372,7 @@ class NcclCollective(Collective):
         # ncclCommAbort also frees the communicator, which a thread inside of groupEnd still uses:
         # wait for it (no other comes in). If it does not come out in time it hangs, and only the
         # abort can release it.
-        held_in_time(cliques.lock, INSIDE_SECONDS, lambda: None)
+        acquired_in_time(cliques.lock, INSIDE_SECONDS, lambda: None)
         while cliques.asked:
             time.sleep(_ASKED_SECONDS)
         communicators = []
@@ -421,12 +421,12 @@ class NcclCollective(Collective):
 class SharedNccl:
     """Makes the collective of one mesh when it is first asked for, and ends it with the mesh."""
 
-    def __init__(self, fabric: Fabric) -> None:
+    def __init__(self, mesh_state: MeshState) -> None:
         self._lock = threading.Lock()
         self._made: NcclCollective | None = None
-        fabric.on_death.append(self._abort)
-        fabric.library_error = self._error
-        fabric.library_ended = self._ended
+        mesh_state.on_death.append(self._abort)
+        mesh_state.library_error = self._error
+        mesh_state.library_ended = self._ended
 
     def __call__(self) -> NcclCollective:
         """The collective.

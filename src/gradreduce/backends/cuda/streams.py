@@ -1,9 +1,8 @@
-"""One queue of a GPU device: its stream, and which fences of it would change nothing.
+"""GPUs, peer access and fatal errors; and one queue of a device with the waits that it needs.
 
-To mark a stream and to wait for the mark cost the host a microsecond each; devices that share a
-GPU have many of both. So a queue is marked once however often it is asked for its end, nobody
-waits for the same mark twice, and who works for others on one GPU is waited for late, if at all.
-Never decides what is ordered: what is left out here is what the queues know already.
+To record an event and to wait for it cost the host a microsecond each, and devices that share a GPU
+have many of both. So the end of a queue is recorded once, nobody waits for the same event twice,
+and a device that another one on its GPU works for waits only when it is used again.
 """
 
 from __future__ import annotations
@@ -24,7 +23,15 @@ from cupy.cuda import runtime
 from gradreduce.device import Device, Stream, handle_of
 from gradreduce.errors import BackendUnavailableError, CaptureError
 
-__all__ = ["FATAL", "Gpu", "Line", "enable_peer_access", "event_of", "is_capturing", "visible_gpus"]
+__all__ = [
+    "FATAL",
+    "Gpu",
+    "StreamState",
+    "enable_peer_access",
+    "event_of",
+    "is_capturing",
+    "visible_gpus",
+]
 
 
 _log = logging.getLogger("gradreduce")
@@ -147,7 +154,7 @@ class Gpu:
         with suppress(runtime.CUDARuntimeError):  # a dead device is not left, either
             self._device.__exit__()
         if getattr(error, "status", 0) in FATAL:
-            self._owner.lose(str(error))
+            self._owner.mark_failed(str(error))
             text = f"device {self._owner.name} was lost: {error}"
             raise BackendUnavailableError(text) from error
         if getattr(error, "status", 0) in _CAPTURE:
@@ -164,11 +171,11 @@ class Gpu:
 _CAPTURE_IMPLICIT = 906
 
 
-class Line:
+class StreamState:
     """One queue.
 
-    Whoever gives it something takes ``ready()`` for it, and says ``given()`` afterwards: another
-    thread that asks for its end in between must not be told later that this was its end.
+    Whoever gives it something takes ``ready()`` for it, and says ``submitted()`` afterwards:
+    another thread that asks for its end in between must not be told later that this was its end.
 
     Args:
         gpu: makes its GPU the current one.
@@ -178,22 +185,24 @@ class Line:
         stream: CuPy's.
         leader: the queue on the same GPU behind which comes whatever this one is given from now
             on; None where it has been told so already.
-        shown: whether the stream was handed out. What it holds is not known here from then on:
+        exposed: whether the stream was handed out. What it holds is not known here from then on:
             nothing is left out.
     """
 
-    __slots__ = ("_behind", "_end", "_gpu", "_lock", "_marked", "leader", "shown", "stream")
+    __slots__ = ("_behind", "_end", "_gpu", "_lock", "_marked", "exposed", "leader", "stream")
 
     def __init__(self, gpu: Any, lock: threading.RLock) -> None:
         self._gpu = gpu
         with gpu:
             self.stream = cupy.cuda.Stream(non_blocking=True)
-        self.leader: Line | None = None
-        self.shown = False
+        self.leader: StreamState | None = None
+        self.exposed = False
         self._lock = lock
         self._end = object()  # another one after whatever was given
         self._marked: tuple[object, Any] = (None, None)  # an end, and the event there
-        self._behind: dict[Line, Any] = {}  # of others the last event that it was told to wait for
+        self._behind: dict[
+            StreamState, Any
+        ] = {}  # of others the last event that it was told to wait for
 
     def ready(self) -> Any:
         """The stream, behind all that it has to be behind."""
@@ -201,13 +210,13 @@ class Line:
             self._catch_up()
         return self.stream
 
-    def given(self) -> None:
+    def submitted(self) -> None:
         """Something was given to the stream; marks from before are its end no more."""
         self._end = object()
 
-    def show(self) -> Any:
+    def expose(self) -> Any:
         """As ``ready``, for somebody whose work is not seen here."""
-        self.shown = True
+        self.exposed = True
         return self.ready()
 
     def mark(self) -> Any:
@@ -215,12 +224,12 @@ class Line:
         stream = self.ready()
         end = self._end  # before the event: what is given meanwhile makes it another one
         last, event = self._marked
-        if last is not end or self.shown:
+        if last is not end or self.exposed:
             event = event_of(self._gpu, stream)
             self._marked = (end, event)
         return event
 
-    def wait(self, other: Line, event: Any) -> None:
+    def wait(self, other: StreamState, event: Any) -> None:
         """What it is given from now on comes behind an event of another queue."""
         if self._behind.get(other) is event:
             return
@@ -228,15 +237,15 @@ class Line:
         with self._gpu:
             stream.wait_event(event)
         self._behind[other] = event
-        self.given()
+        self.submitted()
 
-    def trail(self, leader: Line) -> bool:
+    def follow_lazily(self, leader: StreamState) -> bool:
         """Whether it comes behind what the leader's holds, by the time it is given anything.
 
         Which may be more than the leader's holds now: on one GPU that costs little, and as a rule
         nothing is given to who trails. False: it must wait at once.
         """
-        if self.shown:
+        if self.exposed:
             return False
         with self._lock:  # nobody is on the way behind an end of the leader's that was earlier
             if self.leader is not leader:
@@ -245,21 +254,21 @@ class Line:
                 self.leader = leader
         return True
 
-    def trails(self, leader: Line) -> bool:
+    def follows_lazily(self, leader: StreamState) -> bool:
         """Whether it trails, and the leader comes behind all that it holds: no fence is missing."""
         if self.leader is not leader:
             return False
         end, event = self._marked
         return end is self._end and leader._behind.get(self) is event
 
-    def comes_behind(self, other: Line) -> bool:
+    def comes_behind(self, other: StreamState) -> bool:
         """Whether what it is given from now on comes behind all that the other holds now."""
         with self._lock:
-            return not other.shown and (self.leader is other or other._is_over_for(self))
+            return not other.exposed and (self.leader is other or other._is_over_for(self))
 
-    def _is_over_for(self, other: Line) -> bool:
+    def _is_over_for(self, other: StreamState) -> bool:
         end, event = self._marked
-        return end is self._end and not self.shown and other._behind.get(self) is event
+        return end is self._end and not self.exposed and other._behind.get(self) is event
 
     def _catch_up(self) -> None:
         with self._lock:  # who finds no leader any more finds the wait in the queue
@@ -271,7 +280,7 @@ class Line:
                 with self._gpu:
                     self.stream.wait_event(event)
                 self._behind[leader] = event
-                self.given()
+                self.submitted()
             self.leader = None
 
 

@@ -79,7 +79,7 @@ class SimCollective(Collective):
         devices: list[SimDevice] = [sim_device(buffer) for buffer in buffers]
         first = devices[0]
 
-        def issue() -> None:
+        def command() -> None:
             for device in devices[1:]:
                 first.wait(device.mark(queue), queue=queue)
             first.submit(queue, work)
@@ -87,4 +87,4 @@ class SimCollective(Collective):
             for device in devices[1:]:
                 device.wait(done, queue=queue)
 
-        self._give(issue, [(name, buffers, queue)], kept)
+        self._submit(command, [(name, buffers, queue)], kept)

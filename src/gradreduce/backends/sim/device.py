@@ -29,14 +29,14 @@ from gradreduce.device import (
     handle_of,
 )
 from gradreduce.device.buffer import Row
-from gradreduce.device.command_list import Issue
+from gradreduce.device.command_list import Command
 from gradreduce.device.dtypes import BFLOAT16
-from gradreduce.device.external_buffers import may_be_lent
+from gradreduce.device.external_buffers import may_be_external
 from gradreduce.device.kernel import Arrays
 from gradreduce.device.launch_table import CHUNK_SIZE, Tables
-from gradreduce.device.mesh_state import Fabric
+from gradreduce.device.mesh_state import MeshState
 from gradreduce.device.op_log import QUEUES, Fields
-from gradreduce.device.pending_calls import Patience
+from gradreduce.device.pending_calls import WaitPolicy
 from gradreduce.errors import DeviceMismatchError
 
 from .host_compile import host_kernel, is_loaded
@@ -44,10 +44,10 @@ from .pool import SimPool
 from .scheduler import Event, Replay, Scheduler
 from .workers import BLOCK_SIZE, Workers
 
-__all__ = ["FACES", "SimDevice", "SimOptions", "memory_of", "sim_device"]
+__all__ = ["IMPLEMENTATIONS", "SimDevice", "SimOptions", "memory_of", "sim_device"]
 
 # kernels= -> build of the .cu text (None: the NumPy twin)
-FACES: dict[str, str | None] = {
+IMPLEMENTATIONS: dict[str, str | None] = {
     "numpy": None,
     "compiled": "fast",
     "exact": "exact",
@@ -62,7 +62,7 @@ class SimOptions:
     """How a simulated mesh behaves.
 
     Attributes:
-        face: a key of ``FACES``: which face of a kernel a launch runs.
+        implementation: a key of ``IMPLEMENTATIONS``: which face of a kernel a launch runs.
         strict: fill fresh memory with NaN (integers: 0xA5 bytes) instead of leaving it as it is.
         workers: the threads that run launches.
         scheduler: runs the queues of all devices of the mesh.
@@ -70,7 +70,7 @@ class SimOptions:
             the same result, so this one is odd on purpose.
     """
 
-    face: str
+    implementation: str
     strict: bool
     workers: Workers
     scheduler: Scheduler
@@ -80,13 +80,15 @@ class SimOptions:
 class SimDevice(Device):
     """A logical device in host memory. Work runs as its scheduler says: at once, or shuffled."""
 
-    def __init__(self, fabric: Fabric, index: int, physical: int, options: SimOptions) -> None:
-        super().__init__(fabric, index, physical)
+    def __init__(
+        self, mesh_state: MeshState, index: int, physical: int, options: SimOptions
+    ) -> None:
+        super().__init__(mesh_state, index, physical)
         self.options = options
         self.scheduler = options.scheduler
         self.defers = options.scheduler.defers
-        if options.scheduler.wake not in fabric.on_wake:
-            fabric.on_wake.append(options.scheduler.wake)
+        if options.scheduler.wake not in mesh_state.on_wake:
+            mesh_state.on_wake.append(options.scheduler.wake)
         self._pool = SimPool()
         self._tables = Tables(lambda words: (words.__array_interface__["data"][0], words))
 
@@ -105,38 +107,38 @@ class SimDevice(Device):
 
     def _share(self, array: np.ndarray, address: int | None, writable: bool) -> Buffer:
         dtype = as_dtype(array.dtype)
-        if self.lent is not None and writable:
-            if address is None and may_be_lent(array):
+        if self.external_buffers is not None and writable:
+            if address is None and may_be_external(array):
                 address = self.address_of(array)
             if address is not None:
-                lent = self.lent.find(address, array.nbytes)
+                lent = self.external_buffers.find(address, array.nbytes)
                 if lent is not None:
                     return Buffer(lent, address - lent.address, array.shape, dtype)
         block = Block(self, array, address, array.nbytes, owned=False, writable=writable)
         if self.defers:
-            self._parking.watch(block)
+            self._deferred_free.track(block)
         return Buffer(block, 0, array.shape, dtype, array)
 
     def _release(self, buffer: Buffer, stream: Stream | None) -> np.ndarray:
-        self._precede(stream)
+        self._block_stream(stream)
         return self.array(buffer)
 
-    def _follow(self, stream: Stream) -> None:
+    def _wait_for_stream(self, stream: Stream) -> None:
         raise DeviceMismatchError(
             f"{self.name} is simulated and knows no stream {handle_of(stream):#x}"
         )
 
-    def _precede(self, stream: Stream | None) -> None:
+    def _block_stream(self, stream: Stream | None) -> None:
         # A host array has no stream that could wait.
         if not self.scheduler.finish((self, "compute"), self._endless):
-            raise self.fabric.give_up("handing out a host array", self, self._endless)
+            raise self.mesh_state.abort_wait("handing out a host array", self, self._endless)
 
     def put(self, array: Any, address: int | None = None) -> Buffer:
         """See ``Device.put``: a NumPy array is shared if contiguous and aligned, else copied.
 
         Copied too where work is deferred: its owner may change it as soon as the call returns.
         """
-        self.fabric.check_usable(self)
+        self.mesh_state.check_usable(self)
         if type(array) is not np.ndarray:
             array = np.asarray(array)
         flags = array.flags
@@ -168,14 +170,14 @@ class SimDevice(Device):
 
     def _allocate(self, nbytes: int) -> Block:
         self.drain()
-        memory = self._pool.take(nbytes)
+        memory = self._pool.allocate(nbytes)
         block = Block(self, memory, memory.address, nbytes, owned=True, writable=True)
-        return self._parking.watch(block)
+        return self._deferred_free.track(block)
 
     def _recycle(self, raw: Any, nbytes: int) -> None:
         if self.defers:  # who uses it from here on, in the order of the compute queue, reads NaN
             self.scheduler.submit((self, "compute"), partial(raw.bytes.fill, 0xFF))
-        self._pool.give(raw)
+        self._pool.release(raw)
 
     def _trim(self) -> None:
         self._pool.clear()
@@ -199,8 +201,8 @@ class SimDevice(Device):
         into = memory_of(dst).reshape(dst.shape)
         self.scheduler.submit((self, queue), partial(np.copyto, into, source))
 
-    def _download(self, buffer: Buffer, patience: Patience) -> np.ndarray | None:
-        if not self.scheduler.finish((self, "compute"), patience):
+    def _download(self, buffer: Buffer, wait_policy: WaitPolicy) -> np.ndarray | None:
+        if not self.scheduler.finish((self, "compute"), wait_policy):
             return None
         return self.array(buffer).copy()
 
@@ -210,7 +212,7 @@ class SimDevice(Device):
     # -- work -----------------------------------------------------------------------------------
 
     def _prepare(self, kernel: Kernel, template: Template) -> None:
-        build = FACES[self.options.face]
+        build = IMPLEMENTATIONS[self.options.implementation]
         if build is not None:
             host_kernel(kernel, build)
 
@@ -221,23 +223,23 @@ class SimDevice(Device):
         rows: Sequence[Row],
         scalars: Sequence[int | float],
         queue: Queue,
-    ) -> Issue:
-        build = FACES[self.options.face]
+    ) -> Command:
+        build = IMPLEMENTATIONS[self.options.implementation]
         if build is None:
-            work = self._twin_work(kernel, rows, scalars)
+            work = self._reference_work(kernel, rows, scalars)
         else:
             work = self._compiled_work(kernel, template, rows, scalars, build)
         return partial(self.submit, queue, work)
 
     def submit(self, queue: Queue, work: Callable[[], None]) -> None:
         """Puts work at the end of a queue; inside a capture, of what is kept."""
-        capture = self.fabric.capture
+        capture = self.mesh_state.capture
         if capture is None:
             self.scheduler.submit((self, queue), work)
         else:
             recording_of(capture).submit((self, queue), work)
 
-    def _twin_work(
+    def _reference_work(
         self, kernel: Kernel, rows: Sequence[Row], scalars: Sequence[int | float]
     ) -> Callable[[], None]:
         num_written = kernel.num_written(scalars)
@@ -303,26 +305,28 @@ class SimDevice(Device):
         self, kernel: Kernel, row: Sequence[np.ndarray], scalars: Sequence[int | float]
     ) -> bool:
         """See ``Device.run_on_host``: by the twin, where work is neither deferred nor watched."""
-        plain = not (self.defers or self.options.strict or self.options.face != "numpy")
-        if not plain or self.fabric.capture is not None:
+        plain = not (self.defers or self.options.strict or self.options.implementation != "numpy")
+        if not plain or self.mesh_state.capture is not None:
             return False
-        self.fabric.check_usable(self)
+        self.mesh_state.check_usable(self)
         work = partial(_run, kernel, [row], scalars)
         what: Fields = ("launch", kernel.name, self.index, -1, 0, "compute", 1)
-        self.fabric.give(partial(self.scheduler.submit, (self, "compute"), work), what, self.defers)
-        if self.fabric.recorder.recording:
-            self.fabric.recorder.add(Record(*what))
+        self.mesh_state.submit(
+            partial(self.scheduler.submit, (self, "compute"), work), what, self.defers
+        )
+        if self.mesh_state.recorder.recording:
+            self.mesh_state.recorder.add(Record(*what))
         return True
 
     def _is_prepared(self, kernel: Kernel, template: Template) -> bool:
-        build = FACES[self.options.face]
+        build = IMPLEMENTATIONS[self.options.implementation]
         return build is None or is_loaded(kernel, build)
 
     def _recording(self, devices: Sequence[Device]) -> Replay:
         return Replay(self.scheduler, (self, "compute"))
 
     def _mark(self, queue: Queue) -> Event:
-        capture = self.fabric.capture
+        capture = self.mesh_state.capture
         if capture is None:
             return self.scheduler.record((self, queue))
         return recording_of(capture).record((self, queue))
@@ -331,17 +335,17 @@ class SimDevice(Device):
         return event.passed
 
     def _wait(self, mark: Mark, queue: Queue) -> None:
-        capture = self.fabric.capture
+        capture = self.mesh_state.capture
         if capture is None:
             self.scheduler.wait((self, queue), mark.event)
         else:
             recording_of(capture).wait((self, queue), mark.event)
 
-    def _synchronize(self, patience: Patience) -> bool:
-        return all(self.scheduler.finish((self, queue), patience) for queue in QUEUES)
+    def _synchronize(self, wait_policy: WaitPolicy) -> bool:
+        return all(self.scheduler.finish((self, queue), wait_policy) for queue in QUEUES)
 
-    def _urge(self) -> None:
-        self.scheduler.urge()
+    def _progress(self) -> None:
+        self.scheduler.progress()
 
     def _is_waiting(self, queue: Queue) -> bool:
         return self.scheduler.is_waiting((self, queue))
@@ -368,7 +372,7 @@ class _Shown:
 
 def _run(kernel: Kernel, rows: Sequence[Arrays], scalars: Sequence[int | float]) -> None:
     with np.errstate(all="ignore"):  # a GPU raises no floating-point warnings
-        kernel.twin(rows, *scalars)
+        kernel.reference(rows, *scalars)
 
 
 def memory_of(buffer: Buffer) -> np.ndarray:

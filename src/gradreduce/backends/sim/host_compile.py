@@ -155,10 +155,10 @@ def find_compiler(build: str) -> str:
     """
     compiler = shutil.which("g++")
     if compiler is None:
-        face = "compiled" if build == "fast" else build
+        implementation = "compiled" if build == "fast" else build
         raise BackendUnavailableError(
-            f"kernels={face!r} builds the CUDA text for the CPU and needs g++, which is not on "
-            "PATH; install g++, or use kernels='numpy'"
+            f"kernels={implementation!r} builds the CUDA text for the CPU and needs g++, which is "
+            "not on PATH; install g++, or use kernels='numpy'"
         )
     return compiler
 

@@ -58,7 +58,7 @@ class SimPool:
         self.free_bytes = 0
         self.grown = 0
 
-    def take(self, nbytes: int) -> Memory:
+    def allocate(self, nbytes: int) -> Memory:
         """At least ``nbytes``."""
         wanted = -(-nbytes // GRANULE) * GRANULE or GRANULE
         with self._lock:
@@ -73,7 +73,7 @@ class SimPool:
                 self._peak_bytes = self.live_bytes
         return memory
 
-    def give(self, memory: Memory) -> None:
+    def release(self, memory: Memory) -> None:
         """Takes memory back."""
         size = memory.nbytes
         with self._lock:

@@ -1,9 +1,9 @@
-"""In which order the queues of simulated devices run; never knows what the work is.
+"""The order in which queues of simulated devices run, and the replay of what was captured.
 
-``RunAtOnce`` is the plain simulation: work runs in the call that gives it, so every mark has
-passed. ``Shuffled`` is the adversary: work waits in its queue and runs later, in a seeded random
-order among all that the waits allow, as late as the host's own waits allow. Code that forgot a
-fence gives another result there under some seed, on a laptop.
+``EagerScheduler`` runs work in the call that submits it. ``RandomScheduler`` runs it later, in a
+seeded random order among all that the waits allow: a missing wait gives a wrong result under some
+seed. ``Replay`` stands for a CUDA graph: it keeps a list of what queues were given, and runs it in
+order.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
 
 from gradreduce.device import DeferInterrupts, Waiters
-from gradreduce.device.command_list import Issue
+from gradreduce.device.command_list import Command
 from gradreduce.device.graph_capture import Recording
-from gradreduce.device.pending_calls import Patience
-from gradreduce.device.waiting import held_in_time
+from gradreduce.device.pending_calls import WaitPolicy
+from gradreduce.device.waiting import acquired_in_time
 from gradreduce.errors import CaptureError
 
-__all__ = ["Event", "Replay", "RunAtOnce", "Scheduler", "Shuffled", "Work"]
+__all__ = ["EagerScheduler", "Event", "RandomScheduler", "Replay", "Scheduler", "Work"]
 
 
 Work = Callable[[], None]
@@ -65,14 +65,14 @@ class Scheduler(ABC):
         """What comes into the queue from now on runs after ``event``."""
 
     @abstractmethod
-    def finish(self, queue: Hashable, patience: Patience | None = None) -> bool:
+    def finish(self, queue: Hashable, wait_policy: WaitPolicy | None = None) -> bool:
         """Returns when the queue is empty; only this makes the host wait.
 
         Returns:
             False if the patience was over first, or the work was dropped.
         """
 
-    def urge(self) -> None:  # noqa: B027  # where work runs at once nothing is left to do
+    def progress(self) -> None:  # noqa: B027  # where work runs at once nothing is left to do
         """Runs what can run, as devices do by themselves; for who only looks at marks."""
 
     def is_waiting(self, queue: Hashable) -> bool:
@@ -89,7 +89,7 @@ class Scheduler(ABC):
         """Drops a queue that nobody uses any more, if it is empty."""
 
 
-class RunAtOnce(Scheduler):
+class EagerScheduler(Scheduler):
     """Work runs when it is given, in the thread that gives it, one at a time in each queue.
 
     What a signal handler gives runs inside the work that it has interrupted.
@@ -113,7 +113,7 @@ class RunAtOnce(Scheduler):
     def wait(self, queue: Hashable, event: Event) -> None:
         """See ``Scheduler.wait``."""
 
-    def finish(self, queue: Hashable, patience: Patience | None = None) -> bool:
+    def finish(self, queue: Hashable, wait_policy: WaitPolicy | None = None) -> bool:
         """See ``Scheduler.finish``."""
         return True
 
@@ -130,7 +130,7 @@ class _Passing:
         self._event.passed = True
 
 
-class Shuffled(Scheduler):
+class RandomScheduler(Scheduler):
     """Work runs in a random legal order.
 
     A queue can be told to be stuck (``stall``), as that of a GPU whose kernel never ends.
@@ -171,7 +171,7 @@ class Shuffled(Scheduler):
         with self._lock:
             self._queues.setdefault(queue, deque()).append(event)
 
-    def finish(self, queue: Hashable, patience: Patience | None = None) -> bool:
+    def finish(self, queue: Hashable, wait_policy: WaitPolicy | None = None) -> bool:
         """See ``Scheduler.finish``; waits for a queue that is stuck, or for one that waits for it.
 
         Raises:
@@ -192,11 +192,11 @@ class Shuffled(Scheduler):
                 )
             if not self._stalled:
                 raise RuntimeError(f"deadlock: {queue} waits for an event that never passes")
-            if patience is not None and patience.is_over:
+            if wait_policy is not None and wait_policy.is_over:
                 late.append(True)
             return bool(late)
 
-        self._waiters.until(over, lambda: None if patience is None else patience.rest)
+        self._waiters.until(over, lambda: None if wait_policy is None else wait_policy.remaining)
         return not late and drops == self._drops
 
     def stall(self, queue: Hashable, after: int = 0) -> None:
@@ -211,14 +211,14 @@ class Shuffled(Scheduler):
             self._run_some()
             self._waiters.notify()
 
-    def urge(self) -> None:
-        """See ``Scheduler.urge``; gives up where another thread is at it for too long."""
+    def progress(self) -> None:
+        """See ``Scheduler.progress``; gives up where another thread is at it for too long."""
 
         def run() -> None:
             while self._run_one():
                 pass
 
-        held_in_time(self._lock, _URGE_SECONDS, run)
+        acquired_in_time(self._lock, _URGE_SECONDS, run)
 
     def is_waiting(self, queue: Hashable) -> bool:
         """See ``Scheduler.is_waiting``; False where another thread is at it for too long."""
@@ -228,7 +228,7 @@ class Shuffled(Scheduler):
             line = self._queues.get(queue, deque())
             found.append(len(line) > 0 and not self._can_run(line))
 
-        held_in_time(self._lock, _URGE_SECONDS, look)
+        acquired_in_time(self._lock, _URGE_SECONDS, look)
         return True in found
 
     def drop(self) -> None:
@@ -313,7 +313,7 @@ class Replay(Recording):
     def abandon(self) -> None:
         """See ``Recording.abandon``: nobody can play it."""
 
-    def end(self) -> Issue:
+    def end(self) -> Command:
         """See ``Recording.end``."""
         weakref.finalize(self, _forget, self._scheduler, tuple(self._own.values()))
         return self._play

@@ -45,20 +45,20 @@ class _Batch:
     def help(self) -> None:
         """Runs what is left, in a thread that is not the caller's."""
         me = object()
-        for place, job in enumerate(self._jobs):
-            if self._claims.setdefault(place, me) is me:
+        for index, job in enumerate(self._jobs):
+            if self._claims.setdefault(index, me) is me:
                 try:
                     job()
                 except BaseException as error:  # the caller raises it
                     self._failures.append(error)
-                self._ended.append(place)
+                self._ended.append(index)
                 self._news.put(None)
 
     def run(self) -> None:
         """Runs what is left in the caller's thread, waits for the rest and raises a failure."""
-        for place in reversed(range(len(self._jobs))):
-            if self._claims.setdefault(place, self) is self:
-                self._jobs[place]()
+        for index in reversed(range(len(self._jobs))):
+            if self._claims.setdefault(index, self) is self:
+                self._jobs[index]()
         self._wait()
         if self._failures:
             try:
@@ -71,8 +71,8 @@ class _Batch:
         interruption: BaseException | None = None
         while True:
             try:
-                for place in range(len(self._jobs)):
-                    self._claims.setdefault(place, self)
+                for index in range(len(self._jobs)):
+                    self._claims.setdefault(index, self)
                 self._wait()
                 break
             except BaseException as error:

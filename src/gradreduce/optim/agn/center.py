@@ -1,4 +1,4 @@
-"""The centre: what all workers push to and pull from, on its own devices; never trains.
+"""The AGN centre: variables and slots that all workers push to and pull from; worker threads.
 
 Its lock is held while a push is launched and while variables and slots are made; never while a
 kernel is compiled, nor while the host waits for a device.
@@ -165,7 +165,7 @@ class AGNCenter(NotCopied):
 
     @property
     def _lock(self) -> threading.RLock:
-        self.devices[0].fabric.check_process()
+        self.devices[0].mesh_state.check_process()
         return self._mutex
 
     def __repr__(self) -> str:
@@ -219,7 +219,10 @@ class AGNCenter(NotCopied):
             deadline: seconds from now in which the devices must be done, or their mesh dies.
         """
         seconds = as_deadline(deadline)
-        with self._lock, self.devices[0].fabric.launch_lock:  # each push holds the second, at least
+        with (
+            self._lock,
+            self.devices[0].mesh_state.launch_lock,
+        ):  # each push holds the second, at least
             self.check_usable()
             finish = saved_center(self._rule, self._variables, self._slots)
         return finish(seconds)
@@ -241,7 +244,7 @@ class AGNCenter(NotCopied):
             ValueError: another format or rule, slots where no worker has made an
                 ``AGNOptimizer``, or an array of another shape or dtype.
         """
-        self.devices[0].fabric.check_process()
+        self.devices[0].mesh_state.check_process()
         mine = object()
 
         def loaded() -> bool:
@@ -270,7 +273,7 @@ class AGNCenter(NotCopied):
     def check_reached(self, devices: Sequence[Device]) -> None:
         """Raises unless a worker's devices are of the same mesh, so that copies get there."""
         for device in devices:
-            if device.fabric is not self.devices[0].fabric:
+            if device.mesh_state is not self.devices[0].mesh_state:
                 raise DeviceMismatchError(
                     f"{device.name} of the worker is of another mesh than {self.devices[0].name} "
                     "of the centre; center=gr.AGNCenter(mesh) gives this training its own"
@@ -365,7 +368,7 @@ class AGNCenter(NotCopied):
 
     @contextmanager
     def _among_others(self) -> Iterator[None]:
-        self.devices[0].fabric.check_process()
+        self.devices[0].mesh_state.check_process()
 
         def begun() -> bool:
             if self._loading is not None:
@@ -471,8 +474,8 @@ def process_wide(near: Device, getter: object) -> AGNCenter:
     global _latest
     with _latest_lock.lock:
         center = None if _latest is None else _latest()
-        fabric = None if center is None else center.devices[0].fabric
-        gone = fabric is None or fabric.is_closed or fabric.is_inherited
+        mesh_state = None if center is None else center.devices[0].mesh_state
+        gone = mesh_state is None or mesh_state.is_closed or mesh_state.is_inherited
         if center is None or gone or not center.getters:
             center = AGNCenter(near.mesh)
             _latest = weakref.ref(center)

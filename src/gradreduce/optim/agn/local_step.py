@@ -13,12 +13,12 @@ from typing import Protocol, TypeGuard
 
 from gradreduce import ops
 from gradreduce.accumulator.sparse_storage import SparseAdditions
-from gradreduce.accumulator.state import Arrival, SparseSum
+from gradreduce.accumulator.state import PendingGradient, SparseSum
 from gradreduce.arrays.distributed import Part, buffer_of
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, Device
-from gradreduce.optim.array_rules import changed_by
+from gradreduce.optim.array_rules import run_python_rule
 from gradreduce.optim.gradient_inputs import Near, made_dense
 from gradreduce.optim.optimizer import Optimizer
 from gradreduce.optim.update_plan import Job, Plan, by_kernel
@@ -140,8 +140,8 @@ class DenseStep:
     ) -> None:
         self._plan, self._scalars = plan, tuple(scalars)
         self._jobs = [
-            Job([plan.written[place] for place in places], [gradients[place] for place in places])
-            for places in plan.places
+            Job([plan.written[index] for index in indices], [gradients[index] for index in indices])
+            for indices in plan.places
         ]
 
     def sums(self) -> dict[Member, Buffer | SparseSum]:
@@ -153,8 +153,8 @@ class DenseStep:
         plan, given = self._plan, (int(bool(self._plan.first)), *self._scalars)
         kernel = plan.kernel
         assert kernel is not None
-        fabric = plan.devices[0].fabric
-        with fabric.launch_lock, fabric.whole_or_lost(plan.devices):
+        mesh_state = plan.devices[0].mesh_state
+        with mesh_state.launch_lock, mesh_state.fail_on_partial_write(plan.devices):
             for job, writer in zip(self._jobs, plan.writers, strict=True):
                 job.run(by_kernel(kernel, given, writer))
             plan.added()
@@ -167,17 +167,17 @@ def mixed(members: Sequence[Member], gradients: Sequence[Near]) -> list[Near | N
     A sum of rows that a dense gradient goes to becomes dense.
     """
     found: list[Near | None] = [None] * len(members)
-    places = []
-    for place, (member, near) in enumerate(zip(members, gradients, strict=True)):
+    indices = []
+    for index, (member, near) in enumerate(zip(members, gradients, strict=True)):
         if not isinstance(near[0], IndexedSlices):
             member.total.make_dense()
         elif not member.total.is_first:
-            places.append(place)
+            indices.append(index)
     dense = made_dense(
-        [gradients[place] for place in places], [members[place].local for place in places]
+        [gradients[index] for index in indices], [members[index].local for index in indices]
     )
-    for place, near in zip(places, dense, strict=True):
-        found[place] = near
+    for index, near in zip(indices, dense, strict=True):
+        found[index] = near
     return found
 
 
@@ -205,7 +205,7 @@ class LocalStep:
         scalars: Sequence[float],
     ) -> None:
         self._dense: list[Member] = []
-        self._sparse: list[tuple[Member, Arrival]] = []
+        self._sparse: list[tuple[Member, PendingGradient]] = []
         groups: dict[tuple[int, int], list[tuple[list[Buffer], Part, Buffer | None]]] = {}
         apart: dict[int, list[tuple[Buffer, Part]]] = {}
         for member, near, added in zip(members, gradients, additions, strict=True):
@@ -218,7 +218,9 @@ class LocalStep:
                 apart.setdefault(memory.device.physical, []).append((memory, dense))
         has_rows = any([kind == _ROWS for _, kind in groups])
         self.is_dense = not has_rows and optimizer._kernel is not None
-        self._additions = SparseAdditions([arrival for _, arrival in self._sparse])
+        self._additions = SparseAdditions(
+            [pending_gradient for _, pending_gradient in self._sparse]
+        )
         self.devices = [copy.device for member in members for copy in member.local.buffers]
         self._launches = [
             launch
@@ -235,7 +237,7 @@ class LocalStep:
             if added is not None:
                 self._dense.append(member)
             else:
-                self._sparse.append((member, member.total.arrival(gradient)))
+                self._sparse.append((member, member.total.pending_gradient(gradient)))
             return _ROWS, [None] * len(member.local.buffers)
         self._dense.append(member)
         return (_FIRST if member.total.is_first else _LATER), member.total.memory
@@ -243,24 +245,24 @@ class LocalStep:
     def sums(self) -> dict[Member, Buffer | SparseSum]:
         """See ``Step``."""
         totals = {state: total for state, _, total in self._additions.totals()}
-        rows = {member: totals[arrival.state] for member, arrival in self._sparse}
+        rows = {member: totals[pending_gradient.state] for member, pending_gradient in self._sparse}
         dense = {member: member.total.memory[0] for member in self._dense}
         return dense | {member: total for member, total in rows.items() if total is not None}
 
     def launch(self, then: Callable[[], None]) -> None:
         """See ``Step``."""
-        fabric = self.devices[0].fabric
-        with fabric.launch_lock, fabric.whole_or_lost(self.devices):
+        mesh_state = self.devices[0].mesh_state
+        with mesh_state.launch_lock, mesh_state.fail_on_partial_write(self.devices):
             for launch in self._launches:
                 launch()
-            self._additions.launch_apart()
+            self._additions.launch_out_of_place()
             self._additions.launch_in_place()
             for member in self._dense:
                 member.total.added()
-            for state, place, total in self._additions.totals():
-                state.totals[place] = total
-            for member, arrival in self._sparse:
-                member.total.added_rows(arrival.state)
+            for state, index, total in self._additions.totals():
+                state.totals[index] = total
+            for member, pending_gradient in self._sparse:
+                member.total.added_rows(pending_gradient.state)
             then()
 
 
@@ -290,7 +292,7 @@ def _by_arrays(
     job = Job([written for written, _, _ in group], [part for _, part, _ in group])
     job.begin()
     ends: list[Callable[[], None]] = [
-        partial(job.end, changed_by(optimizer._apply, optimizer._slot_names, job))
+        partial(job.end, run_python_rule(optimizer._apply, optimizer._slot_names, job))
     ]
     pairs = [
         (total, part) for _, part, total in group if total is not None and type(part) is Buffer

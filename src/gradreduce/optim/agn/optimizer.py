@@ -12,7 +12,7 @@ from numbers import Real
 from typing import Any
 
 from gradreduce.accumulator.validate import as_timeout
-from gradreduce.arrays.caller_streams import OneCall
+from gradreduce.arrays.caller_streams import StreamScope
 from gradreduce.arrays.replica_context import current_replica
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import as_deadline, as_flag
@@ -22,9 +22,9 @@ from gradreduce.optim.hyperparameters import as_count, no_attribute
 from gradreduce.optim.optimizer import Optimizer
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
-from .push import How
+from .push import PushConfig
 from .session_hook import AGNHook
-from .variables import AGNCustomGetter, Lazy
+from .variables import AGNCustomGetter, LazyVariable
 from .worker import Worker
 from .worker_checkpoint import load_worker, saved_worker
 
@@ -97,9 +97,11 @@ class AGNOptimizer(Optimizer):
         self._center = custom_getter.center
         self._num_worker = as_count("num_worker", num_worker, least=1)
         period = as_count("communication_period", communication_period, least=1)
-        how = How(period, as_flag("use_locking", use_locking), _as_scale(distance_scale), name)
+        config = PushConfig(
+            period, as_flag("use_locking", use_locking), _as_scale(distance_scale), name
+        )
         self._worker = Worker(
-            optimizer, custom_getter, how, resets=as_flag("reset_momentum", reset_momentum)
+            optimizer, custom_getter, config, resets=as_flag("reset_momentum", reset_momentum)
         )
         _check_free(custom_getter, optimizer)
         self._center.join(optimizer)
@@ -114,7 +116,7 @@ class AGNOptimizer(Optimizer):
     def __repr__(self) -> str:
         return (
             f"<AGNOptimizer {self._name!r} of {self._inner!r}, communication_period "
-            f"{self._worker._how.period}, local_step {self._worker.step.value}>"
+            f"{self._worker._config.period}, local_step {self._worker.step.value}>"
         )
 
     # -- members ----------------------------------------------------------------------------------
@@ -153,7 +155,7 @@ class AGNOptimizer(Optimizer):
             return gradients()
         return gradients_of_replicas(gradients, devices)
 
-    @OneCall()
+    @StreamScope()
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Variable]],
@@ -296,12 +298,12 @@ def _check_free(*owned: Any) -> None:
 
 def _check_counts(global_step: Variable) -> None:
     """It is added to when a communication is done: what would be refused then is refused now."""
-    if isinstance(global_step, Lazy):
+    if isinstance(global_step, LazyVariable):
         raise ValueError(
             f"global_step={global_step!r} is only to be read: pass a Variable of your own"
         )
     for device in global_step.devices:
-        device.fabric.check_usable(device)
+        device.mesh_state.check_usable(device)
 
 
 _LEAST = 2.0**-126  # the smallest normal float32, which the kernel divides by

@@ -17,15 +17,23 @@ from gradreduce.accumulator.state import SparseSum
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, Device, Writer, copy_over, gather, reaches, scatter
-from gradreduce.optim.array_rules import changed_by
+from gradreduce.device import (
+    Buffer,
+    Device,
+    LaunchBatch,
+    can_access,
+    copy_over,
+    fork_streams,
+    join_streams,
+)
+from gradreduce.optim.array_rules import run_python_rule
 from gradreduce.optim.optimizer import Optimizer
 from gradreduce.optim.update_plan import Job, Rule, by_kernel
 
 from .center import AGNCenter
 from .variables import Member
 
-__all__ = ["How", "Push", "Sum"]
+__all__ = ["PushConfig", "PushPlan", "Sum"]
 
 Sum = Buffer | SparseSum  # of a period, on the worker's first device
 # Out, sum, what the centre is and what it was: see ``ops.distance_scale``.
@@ -33,7 +41,7 @@ _Scaling = tuple[Buffer, Buffer, Buffer, Buffer]
 _Move = tuple[Device, Buffer, Buffer]  # who copies, where to, from where
 
 
-class How(NamedTuple):
+class PushConfig(NamedTuple):
     """How a worker communicates.
 
     Attributes:
@@ -50,7 +58,7 @@ class How(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Visit:
+class DevicePush:
     """What one communication does on one physical device of the centre.
 
     Attributes:
@@ -78,7 +86,7 @@ class _Visit:
     def near(self, buffer: Buffer) -> Buffer:
         """Memory of the worker where the leader reads it."""
         self.others.append(buffer.device)
-        if reaches(self.leader, buffer):
+        if can_access(self.leader, buffer):
             return buffer
         self.is_staged = True
         staged = self.leader.empty(buffer.shape, buffer.dtype)
@@ -88,7 +96,7 @@ class _Visit:
     def into(self, buffer: Buffer) -> Buffer:
         """Where the leader writes what belongs to memory of the worker."""
         self.others.append(buffer.device)
-        if reaches(self.leader, buffer):
+        if can_access(self.leader, buffer):
             return buffer
         self.is_staged = True
         staged = self.leader.empty(buffer.shape, buffer.dtype)
@@ -104,7 +112,7 @@ class _Visit:
         return partial(_fenced, self.leader, self.others, launch)
 
 
-class Push:
+class PushPlan:
     """One communication of a worker: has its memory and its plans, and is not launched yet.
 
     Args:
@@ -113,7 +121,7 @@ class Push:
         sums: of the variables that a gradient reached in the period; they may be written until
             ``run``.
         pulled: of the worker's variables what the centre was at the last pull; for the distance.
-        how: see there.
+        config: see there.
 
     Attributes:
         members: the variables.
@@ -126,41 +134,41 @@ class Push:
         optimizer: Optimizer,
         sums: Mapping[Member, Sum],
         pulled: Mapping[Variable, Variable],
-        how: How,
+        config: PushConfig,
     ) -> None:
         self.members, self._places = list(sums), list(sums.values())
         self._version, self._mine = center.version, optimizer._slots.by_name
-        self._center, self._optimizer, self._how = center, optimizer, how
+        self._center, self._optimizer, self._config = center, optimizer, config
         self._kernel = optimizer._kernel
         # A checkpoint may have had no slots, and may be loaded at any moment.
         self._rows = center.prepare(optimizer, [member.center for member in sums])
         self._slots = center.join(optimizer)
         self._pulled = pulled
         self._merges: dict[Device, list[tuple[Buffer, Buffer, ops.Segments]]] = {}
-        self._visits: list[_Visit] = []
-        self._jobs: list[tuple[_Visit, Job]] = []  # of a rule on arrays
+        self._shares: list[DevicePush] = []
+        self._jobs: list[tuple[DevicePush, Job]] = []  # of a rule on arrays
         groups: dict[int, list[tuple[Member, Sum]]] = {}
         for member, total in sums.items():
             groups.setdefault(member.center.devices[0].physical, []).append((member, total))
         for group in groups.values():
-            visit = _Visit(group[0][0].center.devices[0])
-            self._visits.append(visit)
+            share = DevicePush(group[0][0].center.devices[0])
+            self._shares.append(share)
             fused = [(m, s) for m, s in group if isinstance(s, Buffer) and optimizer._kernel]
             if fused:
-                self._plan_fused(visit, fused)
+                self._plan_fused(share, fused)
             if len(fused) < len(group):
-                self._plan_by_parts(visit, [pair for pair in group if pair not in fused])
+                self._plan_by_parts(share, [pair for pair in group if pair not in fused])
             for member, _ in group:
-                self._plan_copies(visit, member)
-        self.is_kept = not any(visit.is_staged or visit.looks for visit in self._visits)
+                self._plan_copies(share, member)
+        self.is_kept = not any(share.is_staged or share.looks for share in self._shares)
         self._before = [_merge(device, rows) for device, rows in self._merges.items()]
-        self._before += [take for visit in self._visits for take in visit.takes]
-        for visit in self._visits:
-            visit.others[:] = dict.fromkeys(visit.others)
+        self._before += [take for share in self._shares for take in share.takes]
+        for share in self._shares:
+            share.others[:] = dict.fromkeys(share.others)
 
     # -- plans ------------------------------------------------------------------------------------
 
-    def _plan_fused(self, visit: _Visit, group: Sequence[tuple[Member, Sum]]) -> None:
+    def _plan_fused(self, share: DevicePush, group: Sequence[tuple[Member, Sum]]) -> None:
         """Dense sums, by a kernel: one launch for all of them."""
         assert self._optimizer._kernel is not None
         kernel = ops.global_update_of(self._optimizer._kernel)
@@ -170,54 +178,54 @@ class Push:
             assert isinstance(total, Buffer)
             changed = self._rows[member.center]
             mine = self._optimizer._slots.rows(member.local)[0]
-            near = visit.near(total)
-            if self._how.gamma is not None:
-                scaled = visit.leader.empty(total.shape, total.dtype)
-                then = visit.near(self._pulled[member.local].buffers[0])
+            near = share.near(total)
+            if self._config.gamma is not None:
+                scaled = share.leader.empty(total.shape, total.dtype)
+                then = share.near(self._pulled[member.local].buffers[0])
                 scalings.append((scaled, near, changed[0], then))
                 near = scaled
-            copies = [visit.into(each) for each in mine[: self._num_copies(member)]]
+            copies = [share.into(each) for each in mine[: self._num_copies(member)]]
             rows.append([*changed, *copies, near])
-            visit.others.append(changed[0].device)
+            share.others.append(changed[0].device)
             ops.prepare_rule(
-                kernel, visit.leader, member.local.dtype, self._slots.state_dtype(member.center)
+                kernel, share.leader, member.local.dtype, self._slots.state_dtype(member.center)
             )
-        self._scale(visit, scalings)
+        self._scale(share, scalings)
         written = [row[:-1] for row in rows]
         kinds = {(id(row[0].dtype), id(row[-1].dtype), len(row)) for row in written}
-        writer = Writer(visit.leader, written) if len(kinds) == 1 else None
+        writer = LaunchBatch(share.leader, written) if len(kinds) == 1 else None
 
-        period, leader, others = self._how.period, visit.leader, visit.others
+        period, leader, others = self._config.period, share.leader, share.others
 
         # It does not know the visit: see ``fenced``.
         def update(scalars: tuple[float, ...]) -> None:
-            gather(leader, others)
-            ops.update_fitted(kernel, rows, (period, *scalars), leader, writer=writer)
-            scatter(leader, others)
+            join_streams(leader, others)
+            ops.update_unchecked(kernel, rows, (period, *scalars), leader, writer=writer)
+            fork_streams(leader, others)
 
-        visit.updates.append(update)
+        share.updates.append(update)
 
-    def _plan_by_parts(self, visit: _Visit, group: Sequence[tuple[Member, Sum]]) -> None:
+    def _plan_by_parts(self, share: DevicePush, group: Sequence[tuple[Member, Sum]]) -> None:
         """Rows, and rules on arrays: mean, update and pull by launches of their own."""
-        parts = self._plan_means(visit, group)
+        parts = self._plan_means(share, group)
         members = [member for member, _ in group]
         job = Job([self._rows[member.center] for member in members], parts)
         for member in members:  # from the centre itself: no launch writes the worker's memory
             changed = self._rows[member.center]
             mine = self._optimizer._slots.rows(member.local)[0]
-            for place in range(self._num_copies(member)):
-                visit.outward.append((mine[place].device, mine[place], changed[place]))
+            for index in range(self._num_copies(member)):
+                share.outward.append((mine[index].device, mine[index], changed[index]))
         kernel = self._optimizer._kernel
         if kernel is None:
-            self._jobs.append((visit, job))
+            self._jobs.append((share, job))
             return
         for member in members:
             state = self._slots.state_dtype(member.center)
-            ops.prepare_rule(kernel, visit.leader, member.center.dtype, state)
-        visit.begins.append(job.begin)
-        visit.updates.append(lambda scalars: job.end(by_kernel(kernel, scalars)))
+            ops.prepare_rule(kernel, share.leader, member.center.dtype, state)
+        share.begins.append(job.begin)
+        share.updates.append(lambda scalars: job.end(by_kernel(kernel, scalars)))
 
-    def _plan_means(self, visit: _Visit, group: Sequence[tuple[Member, Sum]]) -> list[Part]:
+    def _plan_means(self, share: DevicePush, group: Sequence[tuple[Member, Sum]]) -> list[Part]:
         """For each variable the mean of its gradients near the centre, of its dtype."""
         divided: list[tuple[Buffer, Buffer]] = []
         scalings: list[_Scaling] = []
@@ -226,62 +234,62 @@ class Push:
         for member, total in group:
             center = member.center.buffers[0]
             rows, indices = (total, None) if isinstance(total, Buffer) else self._merged(total)
-            near = visit.near(rows)
-            if self._how.gamma is not None:
-                scaled = visit.leader.empty(rows.shape, rows.dtype)
+            near = share.near(rows)
+            if self._config.gamma is not None:
+                scaled = share.leader.empty(rows.shape, rows.dtype)
                 now, then = center, self._pulled[member.local].buffers[0]
                 if indices is not None:
-                    now = taken.rows(visit.leader, center, indices)
+                    now = taken.rows(share.leader, center, indices)
                     then = taken.rows(then.device, then, indices)
-                scalings.append((scaled, near, now, visit.near(then)))
+                scalings.append((scaled, near, now, share.near(then)))
                 near = scaled
-            mean = visit.leader.empty(rows.shape, center.dtype)
+            mean = share.leader.empty(rows.shape, center.dtype)
             divided.append((mean, near))
-            visit.others.append(center.device)
+            share.others.append(center.device)
             parts.append(mean if indices is None else IndexedSlices.of(mean, indices, center.shape))
-        visit.takes += taken.before(visit.leader)
-        visit.looks += [visit.fenced(take) for take in taken.behind(visit.leader)]
-        self._scale(visit, scalings)
+        share.takes += taken.before(share.leader)
+        share.looks += [share.fenced(take) for take in taken.behind(share.leader)]
+        self._scale(share, scalings)
         for mean, near in divided:
-            ops.prepare_pack(visit.leader, mean.dtype, near.dtype)
+            ops.prepare_pack(share.leader, mean.dtype, near.dtype)
         outs, sums = (list(column) for column in zip(*divided, strict=True))
-        by = float(self._how.period)
-        divide = partial(ops.pack, outs, sums, divisor=by, device=visit.leader)
-        visit.looks.append(visit.fenced(divide))
+        by = float(self._config.period)
+        divide = partial(ops.pack, outs, sums, divisor=by, device=share.leader)
+        share.looks.append(share.fenced(divide))
         return parts
 
     def _merged(self, total: SparseSum) -> tuple[Buffer, ops.Indices]:
         """The rows of a sum in the order of their indices, when ``run`` has merged them."""
-        plan, _ = ops.merged_slots([total.slots], mean=False)
+        plan, _ = ops.merged_row_index([total.slots], mean=False)
         device = total.values.device
         rows = device.empty((plan.num_segments, *total.values.shape[1:]), total.values.dtype)
         ops.prepare_segment_sum(device, rows.dtype, rows.dtype)
         self._merges.setdefault(device, []).append((rows, total.rows, plan))
         return rows, plan.indices
 
-    def _scale(self, visit: _Visit, rows: Sequence[_Scaling]) -> None:
+    def _scale(self, share: DevicePush, rows: Sequence[_Scaling]) -> None:
         """Sums are made small where the centre has moved: one launch."""
-        if not rows or self._how.gamma is None:
+        if not rows or self._config.gamma is None:
             return
         for _, _, now, _ in rows:
-            ops.prepare_distance_scale(visit.leader, now.dtype)
+            ops.prepare_distance_scale(share.leader, now.dtype)
         columns = [list(column) for column in zip(*rows, strict=True)]
-        scale = partial(ops.distance_scale, *columns, gamma=self._how.gamma, device=visit.leader)
-        visit.looks.append(visit.fenced(scale))
+        scale = partial(ops.distance_scale, *columns, gamma=self._config.gamma, device=share.leader)
+        share.looks.append(share.fenced(scale))
 
     def _num_copies(self, member: Member) -> int:
         """What is pulled of a row of the worker: the variable, and its master."""
         return 2 if self._slots.wants_master(member.center) else 1
 
-    def _plan_copies(self, visit: _Visit, member: Member) -> None:
+    def _plan_copies(self, share: DevicePush, member: Member) -> None:
         """From the worker's first device to its others, and to where the distance is kept."""
         first, *others = self._optimizer._slots.rows(member.local)
         for row in others:
-            for place in range(self._num_copies(member)):
-                visit.outward.append((row[place].device, row[place], first[place]))
-        if self._how.gamma is not None:
+            for index in range(self._num_copies(member)):
+                share.outward.append((row[index].device, row[index], first[index]))
+        if self._config.gamma is not None:
             kept = self._pulled[member.local].buffers[0]
-            visit.outward.append((kept.device, kept, first[0]))
+            share.outward.append((kept.device, kept, first[0]))
 
     # -- the communication ------------------------------------------------------------------------
 
@@ -308,34 +316,34 @@ class Push:
         """
         for launch in self._before:
             launch()
-        for visit in self._visits:
-            for mover, to, of in visit.inward:
+        for share in self._shares:
+            for mover, to, of in share.inward:
                 copy_over(mover, to, of)
         # A rule on arrays reads the centre and writes it later.
-        with self._center.pushing(use_locking=self._how.use_locking or bool(self._jobs)):
+        with self._center.pushing(use_locking=self._config.use_locking or bool(self._jobs)):
             self._center.check_usable(self._version)
-            for visit in self._visits:
-                for look in visit.looks:
+            for share in self._shares:
+                for look in share.looks:
                     look()
-            for visit, job in self._jobs:
+            for share, job in self._jobs:
                 job.begin()
-                rule = changed_by(self._optimizer._apply, self._optimizer._slot_names, job)
-                visit.updates.append(partial(_end, job, rule))
+                rule = run_python_rule(self._optimizer._apply, self._optimizer._slot_names, job)
+                share.updates.append(partial(_end, job, rule))
             self._launch(tuple(scalars), then)
 
     def _launch(self, scalars: tuple[float, ...], then: Callable[[], None]) -> None:
-        fabric = self._center.devices[0].fabric
-        failed = partial(self._center.half_pushed, self._how.task)
-        steps = [self._visits] if self._how.use_locking else [[each] for each in self._visits]
+        mesh_state = self._center.devices[0].mesh_state
+        failed = partial(self._center.half_pushed, self._config.task)
+        steps = [self._shares] if self._config.use_locking else [[each] for each in self._shares]
         with ExitStack() as stack:
-            for visits in steps:
-                with fabric.launch_lock:
-                    for begin in [begin for visit in visits for begin in visit.begins]:
+            for shares in steps:
+                with mesh_state.launch_lock:
+                    for begin in [begin for share in shares for begin in share.begins]:
                         begin()
-                    if visits is steps[0]:  # from here on the centre changes
-                        stack.enter_context(fabric.half_way(failed))
-                    for visit in visits:
-                        _updated(visit, scalars)
+                    if shares is steps[0]:  # from here on the centre changes
+                        stack.enter_context(mesh_state.on_partial_failure(failed))
+                    for share in shares:
+                        _updated(share, scalars)
             then()
 
 
@@ -352,15 +360,15 @@ def _merge(
 
 
 def _fenced(leader: Device, others: Sequence[Device], launch: Callable[[], None]) -> None:
-    gather(leader, others)
+    join_streams(leader, others)
     launch()
-    scatter(leader, others)
+    fork_streams(leader, others)
 
 
-def _updated(visit: _Visit, scalars: tuple[float, ...]) -> None:
-    for update in visit.updates:
+def _updated(share: DevicePush, scalars: tuple[float, ...]) -> None:
+    for update in share.updates:
         update(scalars)
-    for mover, to, of in visit.outward:
+    for mover, to, of in share.outward:
         copy_over(mover, to, of)
 
 

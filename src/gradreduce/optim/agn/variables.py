@@ -1,6 +1,6 @@
-"""Variables whose memory is made true when somebody looks, because a step has no time for it.
+"""An AGN worker's variables: local copies, accumulations, and values computed when they are read.
 
-The sum of a period is zero after a push, and ``local_step`` is a number that the host counts: to
+The sum of a period is zero after a push, and ``local_step`` is a number that the host counts. To
 write either at every step would cost a launch that nobody reads.
 """
 
@@ -13,7 +13,12 @@ from typing import Any, Literal, NoReturn
 
 from gradreduce import ops
 from gradreduce.accumulator.sparse_storage import SparseAdditions, prepare_gradient
-from gradreduce.accumulator.state import AccumulatorState, Arrival, SparseGradient, SparseSum
+from gradreduce.accumulator.state import (
+    AccumulatorState,
+    PendingGradient,
+    SparseGradient,
+    SparseSum,
+)
 from gradreduce.arrays.convert import numbers
 from gradreduce.arrays.indexed_slices import IndexedSlices, coalesced, densified
 from gradreduce.arrays.variable import Variable, reused
@@ -24,10 +29,10 @@ from gradreduce.reduce.all_reduce_ops import AllReduceCrossDeviceOps
 
 from .center import AGNCenter, process_wide
 
-__all__ = ["AGNCustomGetter", "Accumulation", "Changes", "Count", "Lazy", "Member"]
+__all__ = ["AGNCustomGetter", "Accumulation", "HostCounter", "LazyVariable", "Member", "Revision"]
 
 
-class Lazy(Variable):
+class LazyVariable(Variable):
     """Whatever reads it asks for its buffers, and so gets the truth.
 
     Args:
@@ -56,7 +61,7 @@ class Lazy(Variable):
         return self._true
 
 
-class Count(Lazy):
+class HostCounter(LazyVariable):
     """An int32 that the host counts.
 
     Args:
@@ -85,13 +90,13 @@ class Count(Lazy):
 _Holds = Literal["nothing", "sum"]
 
 
-class Changes:
+class Revision:
     """How often the sums of a worker became something else than a sum of one gradient more."""
 
     count = 0
 
 
-class Accumulation(Lazy):
+class Accumulation(LazyVariable):
     """The sum of the gradients of a worker's variable since its last push.
 
     Of the accumulate type: float32 of halves. It is dense, on each device of the variable, or, as
@@ -109,7 +114,7 @@ class Accumulation(Lazy):
         changes: see there.
     """
 
-    def __init__(self, local: Variable, name: str, changes: Changes) -> None:
+    def __init__(self, local: Variable, name: str, changes: Revision) -> None:
         super().__init__(name)
         self._local, self.changes = local, changes
         self._memory: tuple[Buffer, ...] = ()
@@ -156,11 +161,11 @@ class Accumulation(Lazy):
     def added(self) -> None:
         """A dense gradient was added, or written."""
         if self._holds != "sum":
-            self._become("sum")
+            self._update("sum")
 
     def cleared(self) -> None:
         """It is zero from now on; launches nothing."""
-        self._become("nothing")
+        self._update("nothing")
 
     @property
     def state(self) -> tuple[tuple[Buffer, ...], _Holds, AccumulatorState | None]:
@@ -170,13 +175,13 @@ class Accumulation(Lazy):
     @state.setter
     def state(self, before: tuple[tuple[Buffer, ...], _Holds, AccumulatorState | None]) -> None:
         self._memory, holds, rows = before
-        self._become(holds, rows)
+        self._update(holds, rows)
 
-    def _become(self, holds: _Holds, rows: AccumulatorState | None = None) -> None:
+    def _update(self, holds: _Holds, rows: AccumulatorState | None = None) -> None:
         self._holds, self.rows = holds, rows
         self.changes.count += 1
 
-    def arrival(self, gradient: IndexedSlices) -> Arrival:
+    def pending_gradient(self, gradient: IndexedSlices) -> PendingGradient:
         """A sparse gradient on its way into the rows; whoever adds it says ``added_rows``."""
         state = self.rows or AccumulatorState(
             self._local.dtype, self.shape, "SUM", self.devices[:1], False, _NO_OPS, sparse=True
@@ -184,12 +189,12 @@ class Accumulation(Lazy):
         prepare_gradient(state, gradient.dtype)
         segments = ops.plan_segments(gradient.indices)
         part = SparseGradient(gradient.values, segments, self.shape)
-        return Arrival(state, ((0, part),), "native")
+        return PendingGradient(state, ((0, part),), "native")
 
     def added_rows(self, state: AccumulatorState) -> None:
         """A sparse gradient was added to these."""
         if self.rows is not state:
-            self._become(self._holds, state)
+            self._update(self._holds, state)
 
     @property
     def sparse_sum(self) -> SparseSum:
@@ -208,7 +213,7 @@ class Accumulation(Lazy):
         """Rows become an array, on every device."""
         if self.rows is not None:
             self._memory = self._as_arrays()
-            self._become("sum")
+            self._update("sum")
 
     def _as_arrays(self) -> tuple[Buffer, ...]:
         """The rows on every device, with zeros elsewhere, in new memory."""
@@ -218,11 +223,11 @@ class Accumulation(Lazy):
     def merged(self) -> IndexedSlices:
         """The rows in the order of their indices, in new memory."""
         total = self.sparse_sum
-        plan, _ = ops.merged_slots([total.slots], mean=False)
+        plan, _ = ops.merged_row_index([total.slots], mean=False)
         (rows,) = coalesced([total.rows], [plan])
         return IndexedSlices.of(rows, plan.indices, self.shape)
 
-    def become(self, dense: Any | None, rows: IndexedSlices | None) -> None:
+    def update(self, dense: Any | None, rows: IndexedSlices | None) -> None:
         """What a checkpoint holds, instead of what is there.
 
         Args:
@@ -232,13 +237,13 @@ class Accumulation(Lazy):
         self.cleared()
         if dense is not None:
             self._memory = tuple(device.upload(dense) for device in self.devices)
-            self._become("sum")
+            self._update("sum")
         elif rows is not None:
-            arrival = self.arrival(rows)
-            addition = SparseAdditions([arrival])
-            addition.launch_apart()
-            ((state, place, total),) = addition.totals()
-            state.totals[place] = total
+            pending_gradient = self.pending_gradient(rows)
+            addition = SparseAdditions([pending_gradient])
+            addition.launch_out_of_place()
+            ((state, index, total),) = addition.totals()
+            state.totals[index] = total
             self.added_rows(state)
 
     @property
@@ -308,12 +313,12 @@ class AGNCustomGetter(NotCopied):
         self.devices: tuple[Device, ...] = as_devices(worker_device, "worker_device=", named_in)
         self.worker_device = worker_device if isinstance(worker_device, Mesh) else self.devices[0]
         for device in self.devices:
-            device.fabric.check_usable(device)
+            device.mesh_state.check_usable(device)
         self.center = process_wide(self.devices[0], self) if center is None else center
         self.center.check_reached(self.devices)
         self._members: dict[Variable, Member] = {}
         self._made: dict[str, Variable] = {}
-        self._changes = Changes()
+        self._changes = Revision()
 
     def __repr__(self) -> str:
         names = listed(device.name for device in self.devices)

@@ -12,20 +12,20 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from gradreduce import ops
-from gradreduce.arrays.caller_streams import hand_back
+from gradreduce.arrays.caller_streams import release_inputs
 from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
-from gradreduce.device import Buffer, DeferInterrupts, clear, copy_over, due
+from gradreduce.device import Buffer, DeferInterrupts, clear, copy_over, deadline_scope
 from gradreduce.optim.gradient_inputs import Near, check_apart, ready_count
 from gradreduce.optim.optimizer import Optimizer
 from gradreduce.optim.slots import MASTER
 
 from .center import PassedError
 from .local_step import DenseStep, LocalPlan, LocalStep, Step, is_planned, mixed
-from .push import How, Push, Sum
-from .variables import AGNCustomGetter, Count, Member
-from .worker_checkpoint import Kept
+from .push import PushConfig, PushPlan, Sum
+from .variables import AGNCustomGetter, HostCounter, Member
+from .worker_checkpoint import WorkerState
 
 __all__ = ["Worker"]
 
@@ -35,13 +35,13 @@ class _Next(NamedTuple):
 
     Attributes:
         scalars: of the rule.
-        numbers: the inner optimizer's afterwards.
+        hyperparameters: the inner optimizer's afterwards.
         global_step: that counts it, or None.
         counted: counts it; has all that may fail behind it.
     """
 
     scalars: tuple[float, ...]
-    numbers: dict[str, float]
+    hyperparameters: dict[str, float]
     global_step: Variable | None
     counted: Callable[[], None]
 
@@ -52,7 +52,7 @@ class Worker:
     Args:
         inner: its optimizer, of worker and centre.
         getter: which made its variables.
-        how: it communicates.
+        config: it communicates.
         resets: whether a pull makes its momentum zero.
 
     Attributes:
@@ -62,15 +62,15 @@ class Worker:
     """
 
     def __init__(
-        self, inner: Optimizer, getter: AGNCustomGetter, how: How, *, resets: bool
+        self, inner: Optimizer, getter: AGNCustomGetter, config: PushConfig, *, resets: bool
     ) -> None:
         self._inner, self._getter, self._center = inner, getter, getter.center
-        self._how, self._resets = how, resets
-        self.step = Count("local_step", getter.devices[0])
+        self._config, self._resets = config, resets
+        self.step = HostCounter("local_step", getter.devices[0])
         self.is_due = False
         self.pulled: dict[Variable, Variable] = {}
         self._local: LocalPlan | None = None  # of the last dense step
-        self._push: Push | None = None  # the next one, or the last, if that may be run again
+        self._push: PushPlan | None = None  # the next one, or the last, if that may be run again
         self._next = _Next((), {}, None, ready_count(None))  # for the next push
 
     def apply(
@@ -92,30 +92,30 @@ class Worker:
         plan = plan if plan and plan.serves(self._inner, variables, version) else None
         members = plan.members if plan else [self._getter.member(var) for var in variables]
         devices = [device for var in variables for device in var.devices] if seconds else []
-        with due("apply_gradients", seconds, [*devices, *self._center.devices]):
+        with deadline_scope("apply_gradients", seconds, [*devices, *self._center.devices]):
             parts = self._checked(gradients, variables, members, plan)
             makes_up = self.is_due
             if makes_up:
                 self._make_up(global_step)
-            self._inner._check_numbers()
+            self._inner._check_hyperparameters()
             if plan is None:
                 self._first_step(members, parts, global_step)
             else:
                 self._step_by(members, parts, plan, global_step)
-        return makes_up or not self.step.value % self._how.period
+        return makes_up or not self.step.value % self._config.period
 
     @property
     def by_distance(self) -> bool:
         """Whether the centre's distance from the last pull counts."""
-        return self._how.gamma is not None
+        return self._config.gamma is not None
 
     @property
-    def kept(self) -> Kept:
+    def kept(self) -> WorkerState:
         """For a checkpoint."""
-        return Kept(self.step.value, self.is_due, self.pulled)
+        return WorkerState(self.step.value, self.is_due, self.pulled)
 
     @kept.setter
-    def kept(self, loaded: Kept) -> None:
+    def kept(self, loaded: WorkerState) -> None:
         self.step.value, self.is_due = loaded.local_step, loaded.is_due
         self.pulled = loaded.pulled
         self._local = self._push = None
@@ -147,7 +147,7 @@ class Worker:
         self, members: Sequence[Member], parts: Sequence[Part], global_step: Variable | None
     ) -> None:
         """Of these variables, which may have no slots yet; none that fails leaves some behind."""
-        with self._inner._slots.kept_if_done():
+        with self._inner._slots.rollback_on_error():
             self._local = self._step_by(members, parts, None, global_step) or self._local
 
     def _step_by(
@@ -170,7 +170,7 @@ class Worker:
             if plan is None:
                 self.prepare(members)
             step = self._local_step(members, parts, plan, scalars)
-            is_due = not (self.step.value + 1) % self._how.period
+            is_due = not (self.step.value + 1) % self._config.period
             if is_due:
                 self._plan_push(self._held() | step.sums(), global_step, ahead)
             if plan is None and isinstance(step, LocalStep) and step.is_dense:
@@ -184,13 +184,13 @@ class Worker:
 
         def count() -> None:
             inner._slots.keep()
-            inner._load_numbers(numbers)
+            inner._load_hyperparameters(numbers)
             self.step.value += 1
             self.is_due = is_due
 
         with DeferInterrupts():
             step.launch(count)
-            hand_back()
+            release_inputs()
             if is_due:
                 self._communicate()
         return planned
@@ -199,7 +199,7 @@ class Worker:
         """Compiles what a step launches, and makes the slots here and at the centre."""
         self._inner.prepare([member.local for member in members])
         self._center.prepare(self._inner, [member.center for member in members])
-        for member in members if self._how.gamma is not None else ():
+        for member in members if self._config.gamma is not None else ():
             # A worker that was never told to start has pulled what its variables are.
             if member.local not in self.pulled:
                 first, name = member.local.buffers[0], f"pulled/{member.local.name}"
@@ -239,7 +239,7 @@ class Worker:
         """
         check_unread([var for member in sums for var in (member.local, member.center)])
         if self._push is None or not self._push.serves(sums):
-            self._push = Push(self._center, self._inner, sums, self.pulled, self._how)
+            self._push = PushPlan(self._center, self._inner, sums, self.pulled, self._config)
         self._next = _Next(*_of_next(ahead), global_step, ready_count(global_step))
 
     def _make_up(self, global_step: Variable | None) -> None:
@@ -259,10 +259,10 @@ class Worker:
         except PassedError:  # the centre was loaded meanwhile: another push, of the same sums
             self._make_up(following.global_step)
 
-    def _pushed(self, push: Push, following: _Next) -> None:
+    def _pushed(self, push: PushPlan, following: _Next) -> None:
         """It was launched: all that makes it one push."""
         self.is_due = False
-        self._inner._load_numbers(following.numbers)
+        self._inner._load_hyperparameters(following.hyperparameters)
         for member in push.members:
             member.total.cleared()
         if self._resets:
@@ -280,11 +280,13 @@ class Worker:
         """The worker is where the centre is, and has accumulated nothing."""
         members = self._getter.members
         check_unread([member.local for member in members])
-        fabric = self._center.devices[0].fabric  # whose launch lock each push holds, at least
-        with DeferInterrupts(), self._center.pushing(use_locking=self._how.use_locking):
+        mesh_state = self._center.devices[
+            0
+        ].mesh_state  # whose launch lock each push holds, at least
+        with DeferInterrupts(), self._center.pushing(use_locking=self._config.use_locking):
             self._center.check_usable()
             masters = [self._masters(member) for member in members]  # before the second lock
-            with fabric.launch_lock:
+            with mesh_state.launch_lock:
                 for member, (theirs, mine) in zip(members, masters, strict=True):
                     _copy_everywhere(member.center, member.local)
                     self._inner._slots.follow(member.local)
@@ -313,7 +315,7 @@ def _of_next(ahead: Optimizer) -> tuple[tuple[float, ...], dict[str, float]]:
     """What the rule takes for the next update, and the numbers after it, which are kept."""
     scalars = ahead._scalars()
     ahead._finish()
-    return scalars, ahead._saved_numbers()
+    return scalars, ahead._saved_hyperparameters()
 
 
 def _copy_everywhere(center: Variable, local: Variable) -> None:

@@ -30,14 +30,14 @@ from gradreduce.optim.optimizer import Optimizer
 from .checkpoint import assign, check_format, checked_values, placed
 from .variables import Member
 
-__all__ = ["Kept", "load_worker", "saved_worker"]
+__all__ = ["WorkerState", "load_worker", "saved_worker"]
 
 _WORKER = "gradreduce AGN worker 1"
 _MOST_STEPS = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Kept:
+class WorkerState:
     """What a worker keeps beside its variables and the inner optimizer.
 
     Attributes:
@@ -55,7 +55,7 @@ _KEYS = ("format", "optimizer", "variables", "sums", "rows", "pulled", "local_st
 
 
 def saved_worker(
-    inner: Optimizer, members: Sequence[Member], worker: Kept, deadline: float | None
+    inner: Optimizer, members: Sequence[Member], worker: WorkerState, deadline: float | None
 ) -> dict[str, Any]:
     """See ``AGNOptimizer.state_dict``."""
     end = end_of(deadline)
@@ -72,7 +72,9 @@ def saved_worker(
     pulled = {var.name: copied(kept.buffers[0]) for var, kept in worker.pulled.items()}
     return {
         "format": _WORKER,
-        "optimizer": saved_state(type(inner).__name__, inner._slots, inner._saved_numbers(), None),
+        "optimizer": saved_state(
+            type(inner).__name__, inner._slots, inner._saved_hyperparameters(), None
+        ),
         "variables": {name: downloaded(copy, end) for name, copy in values.items()},
         "sums": {name: downloaded(copy, end) for name, copy in sums.items()},
         "rows": {
@@ -87,7 +89,7 @@ def saved_worker(
 
 def load_worker(
     inner: Optimizer, members: Sequence[Member], state: Any, *, by_distance: bool
-) -> Kept:
+) -> WorkerState:
     """See ``AGNOptimizer.load_state_dict``.
 
     Args:
@@ -122,7 +124,9 @@ def load_worker(
     given = checked_state(
         type(inner).__name__, inner._slots, list(variables.values()), state["optimizer"]
     )
-    numbers = checked_numbers(state["optimizer"], inner._number_names, given, inner._slot_start)
+    numbers = checked_numbers(
+        state["optimizer"], inner._hyperparameter_names, given, inner._slot_start
+    )
     slots, near = loaded_slots(inner._slots, given), placed(values, variables)
     kept = {}
     for name, value in pulled.items():
@@ -132,11 +136,11 @@ def load_worker(
         )
     inner._slots.by_name = slots
     inner._plan = None
-    inner._load_numbers(numbers)
+    inner._load_hyperparameters(numbers)
     assign(near, variables)
     for name, member in owners.items():
-        member.total.become(sums.get(name), rows.get(name))
-    return Kept(step, is_due, kept)
+        member.total.update(sums.get(name), rows.get(name))
+    return WorkerState(step, is_due, kept)
 
 
 def _checked_counts(state: Mapping[str, Any]) -> tuple[int, bool]:
