@@ -71,7 +71,7 @@ def test_every_call_behind_a_failed_assertion_says_that_the_gpu_is_lost(gpus):
     machine = gpus(1)
     said = said_after(lambda: kill(machine, 0, 710))
     assert len(said) == 5
-    assert all("failed" in text for text in said)
+    assert all("lost" in text for text in said)
     machine.freed.clear()
     with pytest.raises(AssertionError, match="raised nothing"):
         said_after(lambda: None)

@@ -16,7 +16,7 @@ import pytest
 
 pytestmark = pytest.mark.repo
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_digits.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "train_digits.py"
 STEPS = 6
 FAKE = getattr(sys.modules.get("cupy"), "FAKE", False)
 ROUNDING = 0 if FAKE else 1e-4  # of weights near 1, after six steps in float32

@@ -24,8 +24,7 @@ from support.exact_data import same
 
 import gradreduce as gr
 from gradreduce import ops
-from gradreduce.arrays import caller_streams as one_call
-from gradreduce.arrays import replica_context
+from gradreduce.arrays import caller_streams, replica_context
 from gradreduce.arrays.caller_streams import StreamScope, release_inputs
 from gradreduce.arrays.convert import from_buffer, to_buffer
 from gradreduce.backends import open_mesh
@@ -147,7 +146,7 @@ def unfenced(monkeypatch):
     @contextmanager
     def patched() -> Iterator[None]:
         with monkeypatch.context() as patch:
-            patch.setattr(one_call, "precede", refuse)
+            patch.setattr(caller_streams, "block_stream", refuse)
             yield
 
     return patched
