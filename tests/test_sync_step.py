@@ -331,15 +331,15 @@ def spoiled(change):
 
 
 BAD = {
-    "replicas": (lambda terms: terms.pop(), "terms has 3 entries for 4 devices"),
-    "variables": (lambda terms: terms[2].pop(), r"terms\[2\] has 3 entries for 4"),
+    "replicas": (lambda terms: terms.pop(), "terms has 3 entries; expected 4, one per device"),
+    "variables": (lambda terms: terms[2].pop(), r"terms\[2\] has 3 entries; expected 4"),
     "shape": (
         lambda terms: terms[1][0].__setitem__(2, np.zeros((2, 2), np.float32)),
-        r"terms of replica 1 for 'v0': float32\[2, 2\] instead of float32\[64, 32\]",
+        r"terms of replica 1 for 'v0': got float32\[2, 2\], expected float32\[64, 32\]",
     ),
     "dtype": (
         lambda terms: terms[3][1].__setitem__(0, np.zeros(32, np.float64)),
-        "terms of replica 3 for 'v1': float64",
+        "terms of replica 3 for 'v1': got float64",
     ),
     "empty": (lambda terms: terms[0][0].clear(), "a list of at least one gradient"),
     "some None": (lambda terms: terms[0].__setitem__(0, None), "or None on every replica"),
@@ -427,8 +427,8 @@ def test_bad_construction():
         counter = gr.Variable(0, trainable=False, device=mesh)
         for variables, text in (
             ([], "No variables provided"),
-            ([here, there], "lie on different devices"),
-            ([here, here], "variables names <Variable .* twice: once is enough"),
+            ([here, there], "are on different devices"),
+            ([here, here], "variables contains <Variable .* more than once"),
             ([counter], "not trainable"),
         ):
             with pytest.raises(ValueError, match=text):
@@ -437,7 +437,7 @@ def test_bad_construction():
             gr.SyncStep([np.zeros(1)], optimizer, ops)
         with pytest.raises(TypeError, match=r"optimizer=.* is not an Optimizer"):
             gr.SyncStep([here], ops, optimizer)
-        with pytest.raises(TypeError, match=r"ops=3 is not a CrossDeviceOps"):
+        with pytest.raises(TypeError, match=r"^cross_device_ops=3 is not a CrossDeviceOps"):
             gr.SyncStep([here], optimizer, 3)
         with pytest.raises(ValueError, match="num_required must be positive, but was 0"):
             gr.SyncStep([here], optimizer, ops, num_required=0)

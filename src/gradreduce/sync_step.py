@@ -70,7 +70,7 @@ class SyncStep(NotCopied):
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer={brief(optimizer)} is not an Optimizer")
         if not isinstance(cross_device_ops, CrossDeviceOps):
-            raise TypeError(f"ops={brief(cross_device_ops)} is not a CrossDeviceOps")
+            raise TypeError(f"cross_device_ops={brief(cross_device_ops)} is not a CrossDeviceOps")
         self.optimizer = optimizer
         self.cross_device_ops = cross_device_ops
         self.aggregation_method = as_aggregation_method(aggregation_method)
@@ -157,9 +157,9 @@ class SyncStep(NotCopied):
         self, terms: Sequence[Sequence[Sequence[Any] | None]]
     ) -> tuple[list[int], list[list[list[Buffer]]]]:
         """Checks everything; the variables with gradients, and ``[variable][replica]`` Buffers."""
-        _check_length("terms", terms, len(self.devices), "devices")
+        _check_length("terms", terms, len(self.devices), "device")
         for replica, of_replica in enumerate(terms):
-            _check_length(f"terms[{replica}]", of_replica, len(self.variables), "variables")
+            _check_length(f"terms[{replica}]", of_replica, len(self.variables), "variable")
         present, placed = [], []
         for index, variable in enumerate(self.variables):
             lists = [_without_none(of_replica[index]) for of_replica in terms]
@@ -204,19 +204,24 @@ def _checked_variables(variables: Sequence[Variable]) -> tuple[Variable, ...]:
         if not isinstance(variable, Variable):
             raise TypeError(f"variables[{index}] is {brief(variable)}, not a Variable")
         if not variable.trainable:
-            raise ValueError(f"{variable!r} is not trainable")
+            raise ValueError(f"{variable!r} is not trainable; pass trainable variables only")
         if variable.devices != found[0].devices:
-            raise ValueError(f"{variable!r} and {found[0]!r} lie on different devices")
+            raise ValueError(
+                f"{variable!r} and {found[0]!r} are on different devices; create all variables on "
+                "the same devices"
+            )
     if len(set(found)) != len(found):
-        raise ValueError(f"variables names {listed(repeated(found))} twice: once is enough")
+        raise ValueError(
+            f"variables contains {listed(repeated(found))} more than once; pass each variable once"
+        )
     return found
 
 
 def _check_length(name: str, given: Any, wanted: int, of: str) -> None:
     if not isinstance(given, Sequence):
-        raise TypeError(f"{name}={brief(given)} must be a list with an entry for each of the {of}")
+        raise TypeError(f"{name}={brief(given)} must be a list with one entry per {of}")
     if len(given) != wanted:
-        raise ValueError(f"{name} has {len(given)} entries for {wanted} {of}")
+        raise ValueError(f"{name} has {len(given)} entries; expected {wanted}, one per {of}")
 
 
 def _without_none(terms: Sequence[Any] | None) -> Sequence[Any] | None:
@@ -233,11 +238,11 @@ def _checked_terms(
     where = f"terms of replica {replica} for {variable.name!r}"
     if not isinstance(terms, list | tuple) or not terms:
         raise ValueError(
-            f"{where}: a list of at least one gradient is needed (or None on every replica), got "
+            f"{where}: expected a list of at least one gradient (or None on every replica), got "
             f"{brief(terms)}"
         )
     if any([isinstance(term, IndexedSlices) for term in terms]):
-        raise TypeError(f"{where}: IndexedSlices, which SyncStep does not take: pass .to_dense()")
+        raise TypeError(f"{where}: IndexedSlices are not supported; pass .to_dense()")
     try:
         placed = [to_buffer(term, device, dtype=variable.dtype) for term in terms]
     except (TypeError, ValueError) as error:
@@ -246,9 +251,9 @@ def _checked_terms(
     for buffer in placed:
         if (buffer.shape, buffer.dtype) != (variable.shape, variable.dtype):
             raise ValueError(
-                f"{where}: {buffer.dtype}{list(buffer.shape)} instead of "
-                f"{variable.dtype}{list(variable.shape)}"
+                f"{where}: got {buffer.dtype}{list(buffer.shape)}, expected "
+                f"{variable.dtype}{list(variable.shape)} as of the variable"
             )
         if buffer.device is not device:
-            raise ValueError(f"{where}: {buffer} does not lie on {device.name}")
+            raise ValueError(f"{where}: {buffer} is not on {device.name}")
     return placed

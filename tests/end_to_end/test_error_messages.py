@@ -130,13 +130,13 @@ def test_which_of_many_gradients_is_wrong_is_told(big, many):
         (
             with_one(ONES, far),
             variables,
-            "the gradient of <Variable 'w17' .* lies on sim:0, .* 59 m",
+            "the gradient of <Variable 'w17' .* is on sim:0, .* 59 m",
         ),
         ([ONES] * 18, [*variables[:17], LONG], r"grads_and_vars\[17\]: \['x', .* is not a Variab"),
         (
             [ONES] * 18,
             [*variables[:17], variables[3]],
-            "grads_and_vars names <Variable 'w3' .* twi",
+            "grads_and_vars contains <Variable 'w3' .* more th",
         ),
         ([four], [wide], "the gradient of <Variable 'wide' .* and 59 more> is float"),
     ):
@@ -219,7 +219,7 @@ def test_numbers_of_optimizers_and_terms_are_named(many):
         ("x", "'x' must be a number"),
         (None, "None must be a number"),
         (np.ones(2), r"ndarray float64\[2\] must be a number"),
-        (fast, ".*fast gave 'fast'; it must give a number"),
+        (fast, ".*fast returned 'fast'; it must return a number"),
     ):
         with pytest.raises(WRONG, match=f"^learning_rate={told}$"):
             gr.MomentumOptimizer(number, 0.9).apply_gradients(pairs)
@@ -230,11 +230,9 @@ def test_numbers_of_optimizers_and_terms_are_named(many):
     with pytest.raises(TypeError, match=r"is not a Variable; pass a list as var_list=$"):
         optimizer.minimize(lambda: first @ first, [first])
     step = gr.SyncStep([first], gr.GradientDescentOptimizer(0.1), gr.AllReduceCrossDeviceOps())
-    with pytest.raises(
-        TypeError, match=r"^terms=None must be a list with an entry for each of the"
-    ):
+    with pytest.raises(TypeError, match=r"^terms=None must be a list with one entry per device"):
         step(None)
-    with pytest.raises(TypeError, match=r"^terms\[2\]=\{'w0': .* must be a list with an"):
+    with pytest.raises(TypeError, match=r"^terms\[2\]=\{'w0': .* must be a list with one"):
         step([[[ONES]], [[ONES]], {"w0": [ONES]}, [[ONES]]])
 
 

@@ -101,7 +101,7 @@ def test_a_host_alias_of_a_copy_is_added_to_all_copies_alike():
         variable.assign_add(mesh.devices[0].release(variable.buffers[0]))
         assert [buffer.numpy().tolist() for buffer in variable.buffers] == [[2.0, 2.0]] * 2
         alias = mesh.devices[0].release(variable.buffers[0])
-        with pytest.raises(ValueError, match="memory of a variable"):
+        with pytest.raises(ValueError, match="memory with a variable"):
             gr.GradientDescentOptimizer(1.0).apply_gradients([(alias, variable)])
 
 

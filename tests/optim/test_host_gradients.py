@@ -97,7 +97,10 @@ def test_what_is_wrong_at_a_later_step_changes_nothing(mesh, size, given):
              (np.ones(size), "is float64"), (np.ones(size, "int32"), "is int32")]  # fmt: skip
     wrong = [(as_given(array, given, device), match) for array, match in wrong]
     own = [variables[0].array(), variables[0].array()[:], slot.array().reshape(-1)]
-    for grad, match in [*wrong, *((array, "the memory of a variable or slot") for array in own)]:
+    for grad, match in [
+        *wrong,
+        *((array, "shares memory with a variable or slot") for array in own),
+    ]:
         for pairs in ([(good, variables[0]), (grad, variables[1])],
                       [(grad, variables[0]), (good, variables[1])]):  # fmt: skip
             with pytest.raises(ValueError, match=match):

@@ -29,7 +29,7 @@ def test_a_variable_twice(model):
     before = model.state()
     variable = model.variables[0]
     for grads in ((ones(2, 3), ones(2, 3)), (ones(2, 3), None), (None, None)):
-        with pytest.raises(ValueError, match="twice"):
+        with pytest.raises(ValueError, match="more than once"):
             model.optimizer.apply_gradients([(grad, variable) for grad in grads], model.step)
     assert model.state() == before
 
@@ -215,7 +215,7 @@ def test_the_memory_of_a_variable_is_no_gradient(mesh):
     slot = optimizer.get_slot(second, "momentum")
     for buffers in (first.buffers, second.buffers, slot.buffers):
         for grad in (buffers[-1], gr.Mirrored(buffers)):
-            with pytest.raises(ValueError, match="the memory of a variable or slot"):
+            with pytest.raises(ValueError, match="shares memory with a variable or slot"):
                 optimizer.apply_gradients([(grad, first), ([1.0], second)])
     values = [buffer.numpy().tolist() for var in variables for buffer in var.buffers]
     assert values == [[0.0]] * (2 * len(mesh))
@@ -236,10 +236,10 @@ def test_a_slot_of_an_earlier_step_is_none_either(mesh):
     )
     slot = optimizer.get_slot(plain, "accumulator")
     before = [each.numpy().tolist() for each in (plain, slot)]
-    with pytest.raises(ValueError, match="the memory of a variable or slot"):
+    with pytest.raises(ValueError, match="shares memory with a variable or slot"):
         optimizer.apply_gradients([(slot.buffers[0], plain)])
     master = optimizer.get_slot(first, "master").buffers[-1].view(0, (1,), first.dtype)
-    with pytest.raises(ValueError, match="the memory of a variable or slot"):
+    with pytest.raises(ValueError, match="shares memory with a variable or slot"):
         optimizer.apply_gradients([(master, first)])
     assert [each.numpy().tolist() for each in (plain, slot)] == before
 
@@ -254,7 +254,7 @@ def test_it_is_none_at_the_second_try_either(mesh):
         optimizer.apply_gradients(zip(apart, variables, strict=True))
         for wrong in (first, second, optimizer.get_slot(second, "momentum")):
             for _ in range(2):
-                with pytest.raises(ValueError, match="the memory of a variable or slot"):
+                with pytest.raises(ValueError, match="shares memory with a variable or slot"):
                     optimizer.apply_gradients([(wrong.buffers[0], first), (apart[1], second)])
     assert [var.numpy().tolist() for var in variables] == [[-1.5]] * 2
 

@@ -131,12 +131,12 @@ def test_what_is_wrong_changes_nothing(mesh):
     reference = gr.Variable([1.0], "w", device=mesh)
     for given, those, error, match in [
         ([], variables, TypeError, "not a dict from state_dict"),
-        (changed(state, "format", drop=True), variables, KeyError, "gave: 'format' missing"),
+        (changed(state, "format", drop=True), variables, KeyError, "..: 'format' missing"),
         (changed(state, "more", to=1), variables, KeyError, "more"),
         (changed(state, "format", to="gradreduce optimizer 2"), variables, ValueError, "format"),
         (changed(state, "optimizer", to="MomentumOptimizer"), variables, ValueError, "optimizer"),
         (changed(state, "slots", to=[]), variables, TypeError, "not a dict"),
-        (state, variables[:1], KeyError, "which no variable is named"),
+        (state, variables[:1], KeyError, "no given variable has that name"),
         (state, [*variables, reference], ValueError, "two variables have the name 'w'"),
         (changed(state, "slots", "w", "m", drop=True), variables, KeyError, r"\['w'\]"),
         (changed(state, "slots", "w", "m", to=[1.0]), variables, TypeError, "not an array"),

@@ -72,12 +72,15 @@ def _call(apply: OnArrays, names: Sequence[str], shown: Sequence[Buffer], leader
     if made is not None:  # what it was meant to change would be lost as well
         name = getattr(apply, "__qualname__", "_apply")
         raise ValueError(
-            f"{name} returned {type(made).__name__}: a rule returns nothing and changes variable "
-            "and slots in place, as in variable -= 0.1 * gradient or variable[...] = new"
+            f"{name} returned {type(made).__name__}; it must return None and change variable and "
+            "slots in place, as in variable -= 0.1 * gradient or variable[...] = new"
         )
     for name, slot in zip(names, slots, strict=True):
         if given.get(name) is not slot:  # else it would be lost, and nobody would know
-            raise ValueError(f"_apply put another array in slots[{name!r}]: change the one there")
+            raise ValueError(
+                f"_apply replaced the array slots[{name!r}]; change it in place, as in "
+                f"slots[{name!r}][...] = new"
+            )
     if leader.mesh_state.backend != "sim":
         fence_in(shown[0], "native")
 

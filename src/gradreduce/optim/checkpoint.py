@@ -60,7 +60,9 @@ def queued_state(
     for name, by_variable in slots.by_name.items():
         for var, slot in by_variable.items():
             if owners.setdefault(var.name, var) is not var:
-                raise ValueError(f"two variables have the name {var.name!r}: states go by names")
+                raise ValueError(
+                    f"two variables have the name {var.name!r}; states need unique names"
+                )
             copies.setdefault(var.name, {})[name] = copied(slot.buffers[0])
     kept = dict(numbers)
 
@@ -114,7 +116,8 @@ def checked_state(
     unknown = [name for name in state["slots"] if name not in owners]
     if unknown:
         raise KeyError(
-            f"state['slots'] has [{listed(map(repr, unknown))}], which no variable is named"
+            f"state['slots'] has [{listed(map(repr, unknown))}], but no given variable has "
+            "that name"
         )
     return {
         owners[name]: _checked_slots(f"state['slots'][{name!r}]", slots, owners[name], given)
@@ -127,7 +130,7 @@ def by_name(variables: Sequence[Variable]) -> dict[str, Variable]:
     owners: dict[str, Variable] = {}
     for var in variables:
         if owners.setdefault(var.name, var) is not var:
-            raise ValueError(f"two variables have the name {var.name!r}: states go by names")
+            raise ValueError(f"two variables have the name {var.name!r}; states need unique names")
     return owners
 
 
@@ -138,7 +141,7 @@ def check_keys(what: str, given: Any, wanted: Sequence[str]) -> None:
     keys = {"missing": set(wanted) - set(given), "unknown": set(given) - set(wanted)}
     told = [f"{listed(sorted(map(repr, found)))} {kind}" for kind, found in keys.items() if found]
     if told:
-        raise KeyError(f"{what} must have the keys that state_dict() gave: {', '.join(told)}")
+        raise KeyError(f"{what} must have exactly the keys from state_dict(): {', '.join(told)}")
 
 
 def plain(value: Any) -> Any:
@@ -197,7 +200,9 @@ def checked_numbers(
     if given == {}:
         kept = [each for by in slots.values() for each in by.items() if each[0] != MASTER]
         if wanted and any([(value != start(name)).any() for name, value in kept]):
-            raise ValueError(f"state['numbers'] must have {sorted(wanted)}: slots were updated")
+            raise ValueError(
+                f"state['numbers'] must have {sorted(wanted)}, because its slots were updated"
+            )
         return {}
     check_keys("state['numbers']", given, wanted)
     try:

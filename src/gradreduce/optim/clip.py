@@ -71,7 +71,7 @@ def clip_by_global_norm(
     for index, each in present.items():
         if isinstance(each, PerReplica):
             raise TypeError(
-                f"t_list[{index}] is a PerReplica, whose replicas differ: reduce it first"
+                f"t_list[{index}] is a PerReplica, whose replicas differ; reduce it first"
             )
     if not present:
         return list(t_list), norm or 0.0
@@ -106,11 +106,14 @@ def _mirrored(
     for index, each in present.items():
         if not isinstance(each, Mirrored):
             raise TypeError(
-                f"t_list[{at}] is Mirrored and t_list[{index}] {type(each).__name__}: all or none "
-                "must be Mirrored"
+                f"t_list[{at}] is Mirrored, but t_list[{index}] is {type(each).__name__}; all or "
+                "none must be Mirrored"
             )
         if each.devices != first.devices:
-            raise ValueError(f"t_list[{at}] and t_list[{index}] are on different devices")
+            raise ValueError(
+                f"t_list[{at}] and t_list[{index}] are on different devices; all Mirrored "
+                "tensors must be on the same ones"
+            )
         each.forget_copies()
     on_each = [
         _clipped({p: each.parts[on] for p, each in present.items()}, limit, norm, device)

@@ -87,7 +87,7 @@ def _of_replicas(
         return None
     if without:
         raise ValueError(
-            f"the loss does not reach {variable!r} on replica {without[0]}, and does on others: "
+            f"the loss does not use {variable!r} on replica {without[0]}, but does on others: "
             "use the variable on every replica, or leave it out of var_list"
         )
     return PerReplica(gradients, devices=devices)
@@ -100,7 +100,9 @@ def _checked_variables(var_list: Any) -> Sequence[Variable] | None:
     try:
         variables = [var_list] if isinstance(var_list, Variable) else list(var_list)
     except TypeError:
-        raise InvalidVariableError(f"var_list={brief(var_list)} is no list of Variables") from None
+        raise InvalidVariableError(
+            f"var_list={brief(var_list)} must be a Variable or a list of Variables"
+        ) from None
     if not variables:
         raise ValueError("No variables to optimize.")
     for index, variable in enumerate(variables):

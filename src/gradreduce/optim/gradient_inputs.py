@@ -94,7 +94,8 @@ def checked_pairs(grads_and_vars: Iterable[Pair]) -> tuple[list[Any], list[Varia
     variables = [var for _, var in pairs]
     if len(set(variables)) != len(pairs):
         raise ValueError(
-            f"grads_and_vars names {listed(repeated(variables))} twice: once is enough"
+            f"grads_and_vars contains {listed(repeated(variables))} more than once; pass each "
+            "variable once"
         )
     gradients = [grad for grad, _ in pairs if grad is not None]
     if not gradients:
@@ -108,7 +109,7 @@ def checked_pairs(grads_and_vars: Iterable[Pair]) -> tuple[list[Any], list[Varia
 def _check_pair(pair: Any, place: int) -> None:
     name = f"grads_and_vars[{place}]"
     if not isinstance(pair, tuple) or len(pair) != 2:
-        raise TypeError(f"{name} is {brief(pair)}, which is no (gradient, variable) pair")
+        raise TypeError(f"{name} is {brief(pair)}, not a (gradient, variable) pair")
     if not isinstance(pair[1], Variable):
         raise InvalidVariableError(f"{name}: {brief(pair[1])} is not a Variable")
     if pair[0] is not None:
@@ -193,7 +194,7 @@ def _check_parts(grad: Given, var: Variable) -> None:
     if isinstance(grad, PerReplica | Mirrored) and set(grad.devices) != set(var.devices):
         devices = listed(device.name for device in grad.devices)
         raise ValueError(
-            f"the gradient of {var!r} lies on {devices}; it must lie on the variable's devices"
+            f"the gradient of {var!r} is on {devices}; it must be on the variable's devices"
         )
     for part in parts:
         if isinstance(part, IndexedSlices):
@@ -206,13 +207,13 @@ def _check_rows(slices: IndexedSlices, var: Variable) -> None:
     shape, dtype = shape_and_dtype(slices.values)
     if not var.shape or shape[1:] != var.shape[1:] or dtype != var.dtype:
         raise ValueError(
-            f"the gradient of {var!r} is rows of {dtype}{list(shape)}; they must be rows of its "
-            "shape and dtype"
+            f"the gradient of {var!r} has rows {dtype}{list(shape)}; they must have the shape and "
+            "dtype of the variable's rows"
         )
     if slices.is_known and slices.dense_shape != var.shape:
         raise ValueError(
-            f"the gradient of {var!r} is of dense_shape {slices.dense_shape}; it must be the "
-            "variable's, or unknown"
+            f"the gradient of {var!r} has dense_shape {slices.dense_shape}; expected the "
+            f"variable's shape {var.shape}, or None"
         )
     try:
         check_indices(slices.indices, var.shape)
@@ -288,6 +289,6 @@ def check_apart(
         return
     owners = [var for var, parts in zip(variables, gradients, strict=True) for _ in parts]
     raise ValueError(
-        f"the gradient of {owners[index]!r} is the memory of a variable or slot that this call "
+        f"the gradient of {owners[index]!r} shares memory with a variable or slot that this call "
         "writes; pass a copy"
     )

@@ -41,7 +41,7 @@ def _as_float(name: str, given: Any, said: Any) -> float:
     except (TypeError, ValueError) as error:
         what = f"{name}={shown(given)} must be"
         if said is not given:
-            what = f"{name}={shown(given)} gave {brief(said)}; it must give"
+            what = f"{name}={shown(given)} returned {brief(said)}; it must return"
         raise type(error)(f"{what} a number") from None
 
 

@@ -111,7 +111,7 @@ class Optimizer(NotCopied):
             slots: by name, arrays of the same shape; another one put there is a ``ValueError``.
             gradient: of the same shape; only to be read (NumPy's refuses, CuPy's is a copy).
         """
-        raise NotImplementedError(f"{type(self).__name__} has no update rule")
+        raise NotImplementedError(f"{type(self).__name__} has no update rule: override _apply")
 
     def _slot_start(self, name: str) -> float:
         """What slot ``name`` is filled with when it is made; 0 unless a subclass says otherwise."""

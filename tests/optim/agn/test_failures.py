@@ -113,9 +113,7 @@ class Case:
         return "due"
 
     def check_refused(self):
-        text = (
-            r"the centre is half updated.*AGNOptimizer: Planted\(.*load_state_dict makes it whole"
-        )
+        text = r"the centre is only partly updated.*AGNOptimizer: Planted\(.*load_state_dict"
         with pytest.raises(CollectiveError, match=text):
             self.step(5)
         with pytest.raises(CollectiveError, match=text):
@@ -139,9 +137,7 @@ def test_whatever_fails(mesh, plant, way, method):
         try:
             case.step(3)
         except Planted as error:
-            told = any(
-                "half way through a push" in note for note in getattr(error, "__notes__", ())
-            )
+            told = any("push failed part-way" in note for note in getattr(error, "__notes__", ()))
             plant()
             assert told is (case.center._fault is not None)
             outcomes.append(case.after_a_failure(wanted))

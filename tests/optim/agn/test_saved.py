@@ -177,14 +177,14 @@ WRONG = np.ones((3, 3), "float32")
 OF_A_WORKER = [
     (((), None), TypeError, "state is a NoneType, not a dict from state_dict()"),
     ((("format",), "x"), ValueError, "state['format'] is 'x', not 'gradreduce AGN worker 1'"),
-    ((("sums",), ...), KeyError, "gave: 'sums' missing"),
+    ((("sums",), ...), KeyError, "state_dict(): 'sums' missing"),
     ((("more",), 1), KeyError, "more"),
     ((("optimizer", "optimizer"), "AdamOptimizer"), ValueError, "'MomentumOptimizer'"),
     ((("optimizer", "slots", "table", "momentum"), WRONG), ValueError, "['momentum'] is float32"),
     (
         (("variables", "weights"), ...),
         KeyError,
-        "state['variables'] must have the keys that state_dict() gave: 'weights' missing",
+        "state['variables'] must have exactly the keys from state_dict(): 'weights' missing",
     ),
     ((("variables", "weights"), WRONG), ValueError, "must be float32(5,)"),
     ((("variables", "weights"), np.ones(5)), ValueError, "is float64(5,), must be float32(5,)"),
@@ -202,14 +202,14 @@ OF_A_WORKER = [
 ]
 OF_A_CENTRE = [
     (((), []), TypeError, "state is a list, not a dict from state_dict()"),
-    ((("format",), ...), KeyError, "gave: 'format' missing"),
+    ((("format",), ...), KeyError, "state_dict(): 'format' missing"),
     ((("format",), "x"), ValueError, "not 'gradreduce AGN center 1'"),
     (
         (("variables", "weights"), ...),
         KeyError,
-        "state['variables'] must have the keys that state_dict() gave: 'weights' missing",
+        "state['variables'] must have exactly the keys from state_dict(): 'weights' missing",
     ),
-    ((("variables", "nobody"), WRONG), KeyError, "gave: 'nobody' unknown"),
+    ((("variables", "nobody"), WRONG), KeyError, "state_dict(): 'nobody' unknown"),
     ((("variables", "weights"), WRONG), ValueError, "must be float32(5,)"),
     ((("optimizer", "optimizer"), "AdamOptimizer"), ValueError, "'MomentumOptimizer'"),
     ((("optimizer", "slots"), 3), TypeError, "not a dict"),
@@ -239,7 +239,7 @@ def test_slots_want_an_optimizer(mesh):
     for name, shape in SHAPES.items():
         gr.get_variable(name, np.zeros(shape, "float32"), custom_getter=getter)
     state = one[0].getter.center.state_dict()
-    with pytest.raises(ValueError, match=r"has slots: make the workers' AGNOptimizers first"):
+    with pytest.raises(ValueError, match=r"has slots; create the workers' AGNOptimizers first"):
         center.load_state_dict(state)
     assert all((var.numpy() == 0).all() for var in center.variables())
     center.load_state_dict({**state, "optimizer": None})

@@ -110,7 +110,7 @@ def test_a_hook_names_who_is_missing(mesh):
     workers = pair(mesh, 1, num=4)
     workers[2].optimizer.make_session_run_hook(False, 2).begin()
     hook = workers[0].optimizer.make_session_run_hook(True, 0, wait_timeout=0)
-    text = r"after 0.0 s 2 of 4 workers have begun, \[0, 2\]: 2 of \[1, 3\] are missing"
+    text = r"after 0.0 s 2 of 4 workers have started, \[0, 2\]; 2 of \[1, 3\] are missing"
     with pytest.raises(DeadlineExceededError, match=text), hook:
         raise AssertionError
     assert workers[0].getter.center.lost_workers == (0,)
@@ -129,7 +129,7 @@ def test_a_round_is_over_when_its_hooks_are(mesh):
     with hooks[0], hooks[1]:
         pass
     hooks[1].begin()
-    with pytest.raises(DeadlineExceededError, match=r"have begun, \[1\]"):
+    with pytest.raises(DeadlineExceededError, match=r"have started, \[1\]"):
         hooks[1].after_create_session()
 
 
@@ -153,7 +153,7 @@ def test_a_worker_that_dies_leaves_the_others_running(mesh, caplog):
             with pytest.raises(RuntimeError, match="out of luck"):
                 threads[1].join(LIMIT_S)
     said = [record.getMessage() for record in caplog.records]
-    assert said == ["worker 1 was lost, the others go on: RuntimeError: out of luck"]
+    assert said == ["worker 1 failed, the other workers continue: RuntimeError: out of luck"]
     assert center.lost_workers == (1,)
     assert (workers[0].center["v"] == -5).all()
     with workers[1].optimizer.make_session_run_hook(False, 1):
@@ -187,7 +187,7 @@ def test_what_is_no_worker(mesh):
         (lambda: empty.make_session_run_hook(True, 0), ValueError, none),
         (lambda: center.start_worker(-1, print), ValueError, "task_index=-1 must be at least 0"),
         (lambda: center.start_worker("a", print), TypeError, "task_index='a' must be an integer"),
-        (lambda: center.start_worker(0, 3), TypeError, "work=3 cannot be called"),
+        (lambda: center.start_worker(0, 3), TypeError, "work=3 is not callable"),
     ]:
         with pytest.raises(error, match=text):
             call()

@@ -41,7 +41,7 @@ from gradreduce.optim.slots import Slots
 
 from .checkpoint import ready_center, saved_center
 
-__all__ = ["PREFIX", "AGNCenter", "PassedError", "WorkerThread", "process_wide"]
+__all__ = ["PREFIX", "AGNCenter", "StalePushError", "WorkerThread", "process_wide"]
 
 
 class WorkerThread(threading.Thread):
@@ -95,7 +95,9 @@ class WorkerThread(threading.Thread):
             finally:
                 del error
         if self._said:
-            raise RuntimeError(f"{self.name} was ended by {self._said}; an earlier join raised it")
+            raise RuntimeError(
+                f"{self.name} failed with {self._said}; an earlier join() raised that exception"
+            )
 
 
 def _let_go(error: BaseException) -> None:
@@ -115,7 +117,7 @@ PREFIX = "global_center_variable"
 _log = logging.getLogger("gradreduce.agn")
 
 
-class PassedError(Exception):
+class StalePushError(Exception):
     """A push was planned for slots that a checkpoint has replaced; nothing was changed."""
 
 
@@ -202,7 +204,7 @@ class AGNCenter(NotCopied):
             ValueError: a negative ``task_index``.
         """
         if not callable(work):
-            raise TypeError(f"work={work!r} cannot be called")
+            raise TypeError(f"work={work!r} is not callable")
         number = as_count("task_index", task_index, least=0)
         self._found(number)
         worker = WorkerThread(number, work, self.lose)
@@ -254,7 +256,7 @@ class AGNCenter(NotCopied):
                 return False
             load = ready_center(self._rule, self._variables, self._slots, state)
             self.version += 1
-            self._fault = "it was not loaded to the end"
+            self._fault = "a load_state_dict failed part-way"
             load()
             self._fault = None
             return True
@@ -275,8 +277,8 @@ class AGNCenter(NotCopied):
         for device in devices:
             if device.mesh_state is not self.devices[0].mesh_state:
                 raise DeviceMismatchError(
-                    f"{device.name} of the worker is of another mesh than {self.devices[0].name} "
-                    "of the centre; center=gr.AGNCenter(mesh) gives this training its own"
+                    f"{device.name} of the worker and {self.devices[0].name} of the centre belong "
+                    "to different meshes; pass center=gr.AGNCenter(mesh) with the worker's mesh"
                 )
 
     def variable_for(self, name: str, local: Variable) -> Variable:
@@ -293,8 +295,8 @@ class AGNCenter(NotCopied):
                 )
             elif (found.shape, found.dtype) != (local.shape, local.dtype):
                 raise ValueError(
-                    f"{name!r} is {local.dtype}{list(local.shape)} here, and {found.dtype}"
-                    f"{list(found.shape)} at the centre, where another worker has made it"
+                    f"{name!r} is {local.dtype}{list(local.shape)} at this worker, but "
+                    f"{found.dtype}{list(found.shape)} at the centre, as another worker created it"
                 )
             return found
 
@@ -321,10 +323,11 @@ class AGNCenter(NotCopied):
                 self._kind, self._slots.names, self._slots.has_masters
             ):  # fmt: skip
                 raise ValueError(
-                    f"the centre is updated by {self._rule} with slots {list(self._slots.names)}"
-                    f"{' and masters' if self._slots.has_masters else ''}; a worker brings "
+                    f"the centre uses {self._rule} with slots {list(self._slots.names)}"
+                    f"{' and masters' if self._slots.has_masters else ''}; this worker uses "
                     f"{'another ' if rule == self._rule and kind is not self._kind else ''}{rule} "
-                    f"with {list(own.names)}{' and masters' if own.has_masters else ''}"
+                    f"with {list(own.names)}{' and masters' if own.has_masters else ''}; all "
+                    "workers must use the same rule"
                 )
             return self._slots
 
@@ -388,19 +391,21 @@ class AGNCenter(NotCopied):
         """Raises ``CollectiveError`` if a push failed half way.
 
         Args:
-            version: for which a push was planned; ``PassedError`` if there is another by now.
+            version: for which a push was planned; ``StalePushError`` if there is another by now.
         """
         if version is not None and version != self.version:
-            raise PassedError("the centre was loaded while a push was planned")
+            raise StalePushError("the centre was loaded after the push was planned")
         if self._fault is not None:
             raise CollectiveError(
-                f"the centre is half updated, since {self._fault}; load_state_dict makes it whole"
+                f"the centre is only partly updated: {self._fault}; restore it with load_state_dict"
             )
 
     def half_pushed(self, task: str, error: BaseException) -> None:
         """From now on pushes are refused."""
-        self._fault = f"a push failed half way: {task}: {error!r}"
-        error.add_note("This came half way through a push: the centre refuses others.")
+        self._fault = f"a push failed part-way: {task}: {error!r}"
+        error.add_note(
+            "A push failed part-way: the centre rejects pushes until load_state_dict restores it."
+        )
 
     # -- workers that come and go ------------------------------------------------------------------
 
@@ -443,8 +448,8 @@ class AGNCenter(NotCopied):
         if len(begun) < num_worker:
             missing = [task for task in range(num_worker) if task not in begun]
             raise DeadlineExceededError(
-                f"after {timeout} s {len(begun)} of {num_worker} workers have begun, "
-                f"[{listed(begun)}]: {num_worker - len(begun)} of [{listed(missing)}] are missing"
+                f"after {timeout} s {len(begun)} of {num_worker} workers have started, "
+                f"[{listed(begun)}]; {num_worker - len(begun)} of [{listed(missing)}] are missing"
             )
 
     def lose(self, task_index: int, error: BaseException) -> None:
@@ -455,7 +460,7 @@ class AGNCenter(NotCopied):
             self._lost.append(task_index)
             self.end(task_index)
         _log.warning(
-            "worker %d was lost, the others go on: %s: %s",
+            "worker %d failed, the other workers continue: %s: %s",
             task_index, type(error).__name__, str(error),  # not itself: a record may be kept
         )  # fmt: skip
 

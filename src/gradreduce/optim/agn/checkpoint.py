@@ -54,7 +54,7 @@ def ready_center(
     values = checked_values("state['variables']", state["variables"], variables)
     kept = plain(state["optimizer"])
     if kept is not None and slots is None:
-        raise ValueError("state['optimizer'] has slots: make the workers' AGNOptimizers first")
+        raise ValueError("state['optimizer'] has slots; create the workers' AGNOptimizers first")
     made = None
     if slots is not None:
         owners = list(variables.values())

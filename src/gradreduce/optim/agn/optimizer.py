@@ -90,7 +90,7 @@ class AGNOptimizer(Optimizer):
     ) -> None:
         super().__init__(name)
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, AGNOptimizer):
-            raise TypeError(f"optimizer={optimizer!r} is no optimizer to wrap")
+            raise TypeError(f"optimizer={optimizer!r} must be an Optimizer other than AGNOptimizer")
         if not isinstance(custom_getter, AGNCustomGetter):
             raise TypeError(f"custom_getter={custom_getter!r} is not an AGNCustomGetter")
         self._inner, self._getter = optimizer, custom_getter
@@ -220,7 +220,7 @@ class AGNOptimizer(Optimizer):
         """
         as_count("task_index", task_index, least=0)
         if not self._getter.members:
-            raise ValueError("the list of local variables should not be empty: make them by "
+            raise ValueError("the list of local variables should not be empty: create them with "
                              "gr.get_variable(..., custom_getter=getter)")  # fmt: skip
         return self._worker.start
 
@@ -291,17 +291,15 @@ def _check_free(*owned: Any) -> None:
         known = _owners.get(each)
         if known is not None and known() is not None:
             raise ValueError(
-                f"{each!r} belongs to another AGNOptimizer: a worker has a getter, an inner "
-                "optimizer and an AGNOptimizer of its own"
+                f"{each!r} is used by another AGNOptimizer; create a getter, an inner optimizer "
+                "and an AGNOptimizer for each worker"
             )
 
 
 def _check_counts(global_step: Variable) -> None:
     """It is added to when a communication is done: what would be refused then is refused now."""
     if isinstance(global_step, LazyVariable):
-        raise ValueError(
-            f"global_step={global_step!r} is only to be read: pass a Variable of your own"
-        )
+        raise ValueError(f"global_step={global_step!r} is read-only; pass a Variable of your own")
     for device in global_step.devices:
         device.mesh_state.check_usable(device)
 

@@ -50,11 +50,11 @@ class LazyVariable(Variable):
 
     def assign(self, value: Any) -> NoReturn:
         """Refused: what is assigned would be lost."""
-        raise TypeError(f"{self.name!r} is only to be read: its optimizer writes it")
+        raise TypeError(f"{self.name!r} is read-only: only its optimizer writes it")
 
     def assign_add(self, delta: Any) -> NoReturn:
         """Refused, likewise."""
-        raise TypeError(f"{self.name!r} is only to be read: its optimizer writes it")
+        raise TypeError(f"{self.name!r} is read-only: only its optimizer writes it")
 
     @property
     def _buffers(self) -> tuple[Buffer, ...]:  # type: ignore[override]  # which a plain one keeps
@@ -347,8 +347,8 @@ class AGNCustomGetter(NotCopied):
             return reused(before, name, initial_value, shape, dtype)
         if trainable and before is not None and before.trainable:
             raise ValueError(
-                f"this getter has made {name!r} already, and a worker has one of a name: "
-                "reuse=True gives it"
+                f"this getter has already created a variable named {name!r}; pass "
+                "reuse=True to get it"
             )
         options["device"] = self.worker_device
         local = getter(name, initial_value, trainable=trainable, **options)
@@ -388,7 +388,7 @@ class AGNCustomGetter(NotCopied):
         """All copies of a worker's variable; ``KeyError`` for another one."""
         found = self._members.get(var) if isinstance(var, Variable) else None
         if found is None:
-            raise KeyError(f"{var!r} did not come through this AGNCustomGetter")
+            raise KeyError(f"{var!r} was not created by this AGNCustomGetter")
         return found
 
     @property

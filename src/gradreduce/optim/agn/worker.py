@@ -21,7 +21,7 @@ from gradreduce.optim.gradient_inputs import Near, check_apart, ready_count
 from gradreduce.optim.optimizer import Optimizer
 from gradreduce.optim.slots import MASTER
 
-from .center import PassedError
+from .center import StalePushError
 from .local_step import DenseStep, LocalPlan, LocalStep, Step, is_planned, mixed
 from .push import PushConfig, PushPlan, Sum
 from .variables import AGNCustomGetter, HostCounter, Member
@@ -256,7 +256,7 @@ class Worker:
         try:
             with DeferInterrupts():
                 push.run(following.scalars, partial(self._pushed, push, following))
-        except PassedError:  # the centre was loaded meanwhile: another push, of the same sums
+        except StalePushError:  # the centre was loaded meanwhile: another push, of the same sums
             self._make_up(following.global_step)
 
     def _pushed(self, push: PushPlan, following: _Next) -> None:

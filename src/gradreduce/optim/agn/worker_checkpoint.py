@@ -109,14 +109,14 @@ def load_worker(
     both = sorted(set(sums) & set(rows))
     if both:
         raise ValueError(
-            f"state['sums'] and state['rows'] both have [{listed(map(repr, both))}]: a sum is one "
-            "of them"
+            f"state['sums'] and state['rows'] both have [{listed(map(repr, both))}]; a sum is "
+            "either dense or sparse"
         )
     unknown = sorted((set(sums) | set(rows)) - set(pulled)) if by_distance else []
     if unknown:
         raise ValueError(
-            f"state['pulled'] has no [{listed(map(repr, unknown))}], which state has sums of: it "
-            "is of a worker without distance_scale"
+            f"state['pulled'] has no [{listed(map(repr, unknown))}], but state has sums of them; "
+            "it was saved by a worker without distance_scale"
         )
     step, is_due = _checked_counts(state)
     if is_due and not sums and not rows:
@@ -150,7 +150,7 @@ def _checked_counts(state: Mapping[str, Any]) -> tuple[int, bool]:
         raise ValueError(f"state['local_step'] is {step}, more than an int32 holds")
     is_due = plain(state["is_due"])
     if not isinstance(is_due, bool):
-        raise TypeError(f"state['is_due'] is {is_due!r}, no bool")
+        raise TypeError(f"state['is_due'] is {is_due!r}, must be True or False")
     return step, is_due
 
 
