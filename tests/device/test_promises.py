@@ -8,12 +8,6 @@ from pathlib import Path
 import gradreduce.device
 
 HERE = Path(__file__).parent
-FILES = {
-    "C": "test_contract.py",
-    "L": "test_contract_launch.py",
-    "T": "test_contract_lifetime.py",
-    "A": "test_contract_collective.py",
-}
 
 
 def promises() -> list[str]:
@@ -24,12 +18,10 @@ def promises() -> list[str]:
 
 
 def named(promise: str) -> list[tuple[str, str]]:
-    """File and test of every reference: a letter or a file, then the tests in it."""
+    """File and test of every reference: a file, then the tests in it."""
     references, file = [], ""
-    for letter, path, test in re.findall(
-        r"\b([CLTA]) (?=`test_)|`((?:\.\./)*(?:\w+/)*\w+\.py)`|`(test_\w+)`", promise
-    ):
-        file = FILES.get(letter) or path or file
+    for path, test in re.findall(r"`((?:\.\./)*(?:\w+/)*\w+\.py)`|`(test_\w+)`", promise):
+        file = path or file
         if test:
             references.append((file, test))
     return references
