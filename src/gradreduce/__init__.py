@@ -22,6 +22,17 @@ from gradreduce.arrays.variable import Variable, get_variable
 from gradreduce.autodiff import embedding_lookup
 from gradreduce.backends import default_mesh, open_mesh
 from gradreduce.device import Buffer, Device, Mesh
+from gradreduce.errors import (
+    BackendUnavailableError,
+    CancelledError,
+    CaptureError,
+    CollectiveError,
+    DeadlineExceededError,
+    DeviceMismatchError,
+    InvalidArgumentError,
+    InvalidVariableError,
+    MixedDtypesError,
+)
 from gradreduce.optim import (
     AdagradOptimizer,
     AdamOptimizer,
@@ -54,16 +65,25 @@ __all__ = [
     "AdamOptimizer",
     "AggregationMethod",
     "AllReduceCrossDeviceOps",
+    "BackendUnavailableError",
     "Buffer",
+    "CancelledError",
+    "CaptureError",
+    "CollectiveError",
     "ConditionalAccumulator",
     "ConditionalAccumulatorBase",
     "CrossDeviceOps",
+    "DeadlineExceededError",
     "Device",
+    "DeviceMismatchError",
     "GradientDescentOptimizer",
     "HierarchicalCopyAllReduce",
     "IndexedSlices",
+    "InvalidArgumentError",
+    "InvalidVariableError",
     "Mesh",
     "Mirrored",
+    "MixedDtypesError",
     "MomentumOptimizer",
     "NcclAllReduce",
     "Optimizer",
@@ -89,3 +109,8 @@ __all__ = [
     "replica",
     "take_grads",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, and the submodules meant for users."""
+    return [*__all__, "__version__"]
