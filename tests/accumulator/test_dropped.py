@@ -154,9 +154,8 @@ def test_the_first_drop_of_a_step_by_default_is_told(queued, caplog):
         told.append(len(caplog.records))
     assert told == [1, 2, 3, 3, 3, 3, 3, 3]
     assert caplog.messages[0] == (
-        "accumulator 'w' is at step 5 and dropped a gradient that came without local_step, which "
-        "counts as step 0: pass local_step=accumulator.global_step, as it was when the gradient "
-        "was computed"
+        "accumulator 'w' is at step 5 and dropped a gradient without local_step, which defaults "
+        "to 0: pass local_step=accumulator.global_step, read before the gradient was computed"
     )
     assert caplog.messages[1].startswith("accumulator 'b' is at step 5")
     assert {record.levelname for record in caplog.records} == {"WARNING"}

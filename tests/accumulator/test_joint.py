@@ -60,7 +60,7 @@ def test_one_that_does_not_fit_keeps_all_out(several, device):
 def test_wrong_lists_of_accumulators(several):
     first, second = several(2)
     for accumulators in ([], [first, first], [first, second, first]):
-        why = r"empty|accumulators\[[12]\] is accumulators\[0\]"
+        why = r"empty|accumulators\[[12]\] is the same as accumulators\[0\]"
         with pytest.raises(ValueError, match=why):
             gr.apply_grads(accumulators, [[1.0]] * len(accumulators))
         with pytest.raises(ValueError, match=why):
@@ -71,7 +71,7 @@ def test_wrong_lists_of_accumulators(several):
     again = gr.ConditionalAccumulator(
         "float32", device=first.accumulator_ref.devices[0], shared_name="twice"
     )
-    with pytest.raises(ValueError, match=r"accumulators\[1\] is accumulators\[0\]"):
+    with pytest.raises(ValueError, match=r"accumulators\[1\] is the same as accumulators\[0\]"):
         gr.apply_grads([reference, again], [[1.0], [1.0]])
     with gr.open_mesh([0, 1, 0], backend="sim") as other:
         stranger = gr.ConditionalAccumulator("float32", device=other.devices[1])
@@ -109,9 +109,9 @@ def test_errors_name_the_accumulator_and_its_gradient(device):
         gr.apply_grads(accs, [*good[:217], np.ones(3), *good[218:]], -1)
     with pytest.raises(ValueError, match=r"^grads has 299 entries, accumulators has 300; pass one"):
         gr.apply_grads(accs, good[1:])
-    with pytest.raises(ValueError, match=r"accumulators\[300\] is accumulators\[7\]$"):
+    with pytest.raises(ValueError, match=r"accumulators\[300\] is the same as accumulators\[7\]"):
         gr.apply_grads([*accs, accs[7]], [*good, good[0]])
-    with pytest.raises(TypeError, match=r"^accumulators\[2\]=3 is not an accumulator$"):
+    with pytest.raises(TypeError, match=r"^accumulators\[2\]=3 must be an accumulator$"):
         gr.apply_grads([*accs[:2], 3], good[:3])
     assert accs[217].num_accumulated() == 1
 

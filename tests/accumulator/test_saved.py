@@ -293,7 +293,7 @@ def test_a_mesh_that_dies_and_is_reset_meanwhile(frail, monkeypatch, method):
         return real(self, *args, **kwargs) if made is None else made
 
     monkeypatch.setattr(gr.Device, method, late)
-    with pytest.raises(CollectiveError, match="the mesh died while the state of an accumulator"):
+    with pytest.raises(CollectiveError, match="the mesh failed while the state of an accumulator"):
         acc.state_dict() if method == "download" else acc.load_state_dict(state)
     assert acc.num_accumulated() == 0
 

@@ -228,7 +228,7 @@ def test_replicas_that_do_not_fit_change_nothing(sparse, mesh):
     for last, error, text in [
         (gradient(3, "float64"), ValueError, "the gradient is float64"),
         (wide, InvalidArgumentError, "expected"),
-        (np.ones(3, "float32"), TypeError, "takes IndexedSlices"),
+        (np.ones(3, "float32"), TypeError, "expects IndexedSlices"),
     ]:
         grad = gr.PerReplica([*[good] * (len(mesh) - 1), last], mesh)
         with mesh.journal() as journal, pytest.raises(error, match=text):

@@ -1,4 +1,4 @@
-"""How many gradients arrived and how fresh they are: conditional accumulators."""
+"""Conditional accumulators: sum gradients over time and drop stale ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every accumulator has, whatever its gradients look like: step, count, waiting, closing.
+"""Base class of the accumulators: step, count, closing, and checkpoints.
 
 Source: tf.ConditionalAccumulatorBase (conditional_accumulator.md).
 """
@@ -22,10 +22,11 @@ __all__ = ["ConditionalAccumulatorBase"]
 
 
 class ConditionalAccumulatorBase(NotCopied):
-    """What dense and sparse accumulators share (tf.ConditionalAccumulatorBase).
+    """Base class of dense and sparse accumulators (tf.ConditionalAccumulatorBase).
 
     A context manager: leaving it closes the accumulator. All methods may be called from any
-    thread, but not from a signal handler: what it interrupts may be half way. Set a flag there.
+    thread, but not from a signal handler, which may interrupt a call of the same accumulator: set
+    a flag there instead.
     """
 
     _copied_as = "pass its state_dict(), and load that into a new one"
@@ -53,28 +54,28 @@ class ConditionalAccumulatorBase(NotCopied):
 
     @property
     def name(self) -> str:
-        """The last component of the name that was given: ``"y"`` for ``"Q/x/y"``."""
+        """The last component of the constructor's ``name``: ``"y"`` for ``"Q/x/y"``."""
         return self._name
 
     @property
     def dtype(self) -> Any:
-        """Of the gradients."""
+        """The dtype of the gradients."""
         return self._state.dtype
 
     @property
     def global_step(self) -> int:
-        """Gradients of an earlier step than this are stale."""
+        """The current step: gradients of an earlier step are stale."""
         with self._state.lock:
             return self._state.step
 
     @property
     def num_dropped(self) -> int:
-        """How many gradients were dropped as stale."""
+        """The number of gradients that were dropped as stale."""
         with self._state.lock:
             return self._state.num_dropped
 
     def num_accumulated(self, name: str | None = None) -> int:
-        """How many gradients are in the sum now.
+        """Returns the number of gradients in the sum now.
 
         Args:
             name: ignored; TensorFlow's name of the operation.
@@ -87,16 +88,17 @@ class ConditionalAccumulatorBase(NotCopied):
             return self._state.count
 
     def set_global_step(self, new_global_step: int | Variable, name: str | None = None) -> None:
-        """Sets the step; a smaller one than before is logged as a warning and takes effect.
+        """Sets the step; logs a warning if it is smaller than before.
 
-        Gradients in the sum stay, waiting takes are not looked at.
+        Gradients in the sum stay. Waiting takes are not affected.
 
         Args:
-            new_global_step: an integer, below 0 too, or a Variable that holds one, on any devices.
+            new_global_step: an integer, possibly negative, or a Variable that holds one, on any
+                device.
             name: ignored; TensorFlow's name of the operation.
 
         Raises:
-            TypeError: neither.
+            TypeError: ``new_global_step`` is neither.
             InvalidArgumentError: it does not fit in int64.
             CancelledError: the accumulator was closed.
         """
@@ -105,65 +107,67 @@ class ConditionalAccumulatorBase(NotCopied):
     def close(self) -> None:
         """Frees the sum; waiting takes and all later calls raise ``CancelledError``.
 
-        Calling it twice is fine.
+        It may be called twice.
         """
         close(self._state)
 
     def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
-        """What a checkpoint needs: all that the accumulator holds, at one moment, in host memory.
+        """Returns a snapshot of the accumulator in host memory, for a checkpoint.
 
         Other threads may apply and take meanwhile: a copy of each partial sum is queued under the
-        lock, in new memory on its device, and the host waits for the copies outside of it. Takes
-        that wait are no part of it.
+        lock, in new memory on its device, and the host waits for the copies after releasing it.
+        Waiting takes are not saved.
 
         Args:
-            deadline: seconds from now for the copies to reach the host, or the mesh dies.
+            deadline: seconds from now for the copies to reach the host; after that the mesh fails.
 
         Returns:
-            A dict of new objects, for pickle, or for JSON but for the arrays in it:
-            ``"format"``, which kind of accumulator, and the version of these keys;
-            ``"dtype"``, ``"reduction_type"``, ``"shape"``, as constructed (the shape a list);
+            A dict of new objects, for pickle, or for JSON except for the arrays in it:
+            ``"format"``, the kind of accumulator and the version of these keys;
+            ``"dtype"``, ``"reduction_type"``, ``"shape"``, as constructed (the shape as a list);
             ``"global_step"``, ``"num_accumulated"``, ``"num_dropped"``, integers;
-            ``"sum_shape"``, a list, of the gradients in the sum;
-            ``"kind"``, what the next take hands out: that of the first gradient in the sum;
+            ``"sum_shape"``, the shape of the gradients in the sum, as a list;
+            ``"kind"``, the array type that the next take returns: that of the first gradient in
+            the sum;
             ``"partial_sums"``, a list with a NumPy array for each device, in mesh order, in the
-            accumulate type (float32 for halves, so nothing is rounded), or None where nothing
-            came; of a sparse accumulator a dict of three instead of the array: ``"indices"``
-            (int64, rising), ``"num_touches"`` (int64, how many gradients touched each) and
-            ``"values"``, the rows. With nothing in the sum the last three are None, None and a list
-            of None.
+            accumulate dtype (float32 for float16 and bfloat16, so nothing is rounded), or None for
+            a device without gradients. A sparse accumulator has a dict instead of each array:
+            ``"indices"`` (int64, ascending), ``"num_touches"`` (int64, the number of gradients
+            that touched each index) and ``"values"``, the rows. With nothing in the sum the last
+            three keys are None, None and a list of None.
 
         Raises:
             CancelledError: the accumulator was closed.
             BackendUnavailableError: its mesh was closed, or a device lost.
-            CollectiveError: its mesh is dead, or died meanwhile, of the deadline maybe.
-            ValueError: ``deadline`` is no number above 0.
+            CollectiveError: its mesh has failed, or failed meanwhile, possibly by the deadline.
+            ValueError: ``deadline`` is not a number above 0.
         """
         return saved_state(self._state, as_deadline(deadline))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Puts a ``state_dict`` back, in place of all that the accumulator holds, or nothing.
+        """Replaces the contents of the accumulator with a saved ``state_dict``.
 
-        The backend may be another than it came from, the number of devices may not. The step is
-        what the state says, without a warning where it goes back: that is what loading is for.
-        What the next take gives has the bits that it would have had. Takes that wait stay in
-        their places; those that now have enough are served before this returns.
+        On error, the accumulator is unchanged. The state may come from another backend, but must
+        have the same number of devices. The step is set without a warning, even if it is smaller
+        than before. The next take returns the same bits as it would have when the state was saved.
+        Waiting takes keep their place in the queue; those that now have enough gradients complete
+        before this returns.
 
         Args:
-            state: from ``state_dict``, or what a store made of it: tuples, lists or arrays for
-                lists, arrays without dimensions for numbers and strings, tensors for arrays.
-                Copied, not kept. CuPy's ``"kind"`` is NumPy's on simulated devices.
+            state: from ``state_dict``, or as a checkpoint format returns it: tuples, lists or
+                arrays for lists, zero-dimensional arrays for numbers and strings, tensors for
+                arrays. It is copied. A ``"kind"`` of CuPy means NumPy on simulated devices.
 
         Raises:
             KeyError: a key is missing or unknown.
-            TypeError: a value of another type.
-            ValueError: the state is of another kind of accumulator, ``dtype``,
-                ``reduction_type``, ``shape`` or number of devices; its numbers do not fit each
-                other; or its ``"kind"`` is of a library that is not imported. The text of these
-                three names the key.
+            TypeError: a value has a wrong type.
+            ValueError: the state has another kind of accumulator, ``dtype``, ``reduction_type``,
+                ``shape`` or number of devices; its numbers contradict each other; or its
+                ``"kind"`` belongs to a library that is not imported. The message of these three
+                errors names the key.
             CancelledError: the accumulator was closed.
             BackendUnavailableError: its mesh was closed, or a device lost.
-            CollectiveError: its mesh is dead, or died meanwhile.
+            CollectiveError: its mesh has failed, or failed meanwhile.
         """
         load_state(self._state, state)
 
@@ -178,5 +182,5 @@ class ConditionalAccumulatorBase(NotCopied):
     ) -> None:
         if not self._state.devices[
             0
-        ].mesh_state.is_inherited:  # a child may leave the parent's block
+        ].mesh_state.is_inherited:  # after a fork, the child leaves the sum to its parent
             self.close()

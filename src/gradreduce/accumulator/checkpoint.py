@@ -1,8 +1,8 @@
-"""Saves an accumulator's state to host data, and loads it back after checking every key.
+"""Saves the state of an accumulator to host memory, and validates and loads it.
 
-The state is integers, strings, None, lists of integers or None, and arrays of float32 or float64:
-any store can keep it, and any backend can load it. Loading checks all of it before anything
-changes.
+The state consists of integers, strings, None, lists of integers or None, and arrays of float32 or
+float64: any checkpoint format can hold it and any backend can load it. Loading validates all keys
+before it changes anything.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _KEYS = (
 
 @dataclass(frozen=True)
 class CheckedState:
-    """What a given state says, all of it right.
+    """A validated state, in the types of ``AccumulatorState``.
 
     Attributes:
         step: as in ``AccumulatorState``, like the next four.
@@ -59,7 +59,7 @@ class CheckedState:
         num_dropped: see there.
         sum_shape: see there.
         kind: see there.
-        hosts: for each device what ``uploaded`` makes its partial sum of, or None.
+        hosts: for each device the host data of its partial sum, for ``uploaded``, or None.
     """
 
     step: int
@@ -71,12 +71,12 @@ class CheckedState:
 
 
 def checked_state(state: AccumulatorState, given: Mapping[str, Any]) -> CheckedState:
-    """What ``given`` says, in the types of ``AccumulatorState``.
+    """Validates ``given`` and converts it to the types of ``AccumulatorState``.
 
     Raises:
         KeyError: a key is missing or unknown.
-        TypeError: a value of another type.
-        ValueError: a value that is impossible, or does not fit the accumulator or another value.
+        TypeError: a value has a wrong type.
+        ValueError: a value is out of range, or contradicts the accumulator or another value.
     """
     _check_keys(state, given)
     definition = {
@@ -87,13 +87,13 @@ def checked_state(state: AccumulatorState, given: Mapping[str, Any]) -> CheckedS
     for key, wanted in definition.items():
         found = _shape(key, given[key]) if key == "shape" else _text(key, given[key])
         if found != wanted:
-            raise ValueError(f"state[{key!r}] is {brief(found)}, the accumulator's is {wanted!r}")
+            raise ValueError(f"state[{key!r}] is {brief(found)}; the accumulator has {wanted!r}")
     step, count, num_dropped = (
         _integer(key, given[key]) for key in ("global_step", "num_accumulated", "num_dropped")
     )
     for key, number in (("num_accumulated", count), ("num_dropped", num_dropped)):
         if number < 0:
-            raise ValueError(f"state[{key!r}]={number} is negative")
+            raise ValueError(f"state[{key!r}]={number} must not be negative")
     as_step("state['global_step']", step)
     sum_shape = _sum_shape(state, given["sum_shape"], count)
     kind = _kind(state.devices[0], given["kind"], count)
@@ -103,20 +103,22 @@ def checked_state(state: AccumulatorState, given: Mapping[str, Any]) -> CheckedS
 
 def _check_keys(state: AccumulatorState, given: Mapping[str, Any]) -> None:
     if not isinstance(given, Mapping):
-        raise TypeError(f"state is a {type(given).__name__}, not a dict from state_dict()")
+        raise TypeError(f"state is a {type(given).__name__}; pass a dict from state_dict()")
     wanted = sums_of(state).format
-    if "format" in given and _text("format", given["format"]) != wanted:  # its keys may be others
-        raise ValueError(f"state['format'] is {brief(_plain(given['format']))}, not {wanted!r}")
+    if "format" in given and _text("format", given["format"]) != wanted:  # which has other keys
+        raise ValueError(
+            f"state['format'] is {brief(_plain(given['format']))}; expected {wanted!r}"
+        )
     for what, keys in (
-        ("lacks", [key for key in _KEYS if key not in given]),
-        ("has unknown", [key for key in given if key not in _KEYS]),
+        ("lacks the keys", [key for key in _KEYS if key not in given]),
+        ("has unknown keys", [key for key in given if key not in _KEYS]),
     ):
         if keys:
             raise KeyError(f"state {what} {listed(map(repr, keys))}")
 
 
 def _sum_shape(state: AccumulatorState, given: Any, count: int) -> tuple[int, ...] | None:
-    """Of the sums: None without any, else what fits the constructor's shape."""
+    """Validates the shape of the sums; None without any."""
     value = _plain(given)
     if state.sparse and (isinstance(value, list | tuple) or is_array(value)):
         value = [None if index == 0 and extent == UNKNOWN else extent
@@ -127,13 +129,14 @@ def _sum_shape(state: AccumulatorState, given: Any, count: int) -> tuple[int, ..
         return None
     if not sums_of(state).fits(shape, state.shape):
         raise ValueError(
-            f"state['sum_shape'] is {shape}, which does not fit the accumulator's {state.shape}"
+            f"state['sum_shape'] is {shape}, which does not fit the accumulator's shape "
+            f"{state.shape}"
         )
     return tuple(UNKNOWN if extent is None else extent for extent in shape)
 
 
 def _kind(device: Device, given: Any, count: int) -> Kind:
-    """Which array the next take hands out, as the devices can make it."""
+    """Validates the array type that the next take returns."""
     _check_presence("kind", _plain(given) is not None, count)
     if not count:
         return "native"
@@ -141,7 +144,7 @@ def _kind(device: Device, given: Any, count: int) -> Kind:
     if kind not in get_args(Kind):
         raise ValueError(f"state['kind']={brief(kind)} is not one of {get_args(Kind)}")
     if kind in ("cupy", "cuda") and device.mesh_state.backend == "sim":
-        return "native"  # CuPy's there: this is the same word for the one and the other
+        return "native"  # simulated devices return NumPy arrays
     if kind in ("torch", "jax", "coo"):
         try:
             as_result_kind("torch" if kind == "coo" else kind, "native")
@@ -153,21 +156,23 @@ def _kind(device: Device, given: Any, count: int) -> Kind:
 def _hosts(
     state: AccumulatorState, given: Any, count: int, sum_shape: tuple[int, ...] | None
 ) -> tuple[Any, ...]:
-    """The sum of each device as host data, or None."""
+    """Validates the partial sum of each device; None where there is none."""
     if not isinstance(given, list | tuple):
         raise TypeError(
-            f"state['partial_sums'] is a {type(given).__name__}, not a list with an entry for "
-            "each device"
+            f"state['partial_sums'] is a {type(given).__name__}; expected a list with an entry "
+            "for each device"
         )
     if len(given) != len(state.devices):
         raise ValueError(
-            f"state['partial_sums'] is of {len(given)} devices, the accumulator is on "
-            f"{len(state.devices)}"
+            f"state['partial_sums'] has {len(given)} entries; the accumulator is on "
+            f"{len(state.devices)} devices"
         )
     filled = sum(each is not None for each in given)
     _check_presence("partial_sums", filled > 0, count)
     if filled > count:
-        raise ValueError(f"state['partial_sums'] holds {filled} sums of {count} gradients")
+        raise ValueError(
+            f"state['partial_sums'] has {filled} sums, but state['num_accumulated']={count}"
+        )
     sums = sums_of(state)
     return tuple(
         None
@@ -181,12 +186,12 @@ def _hosts(
 
 def _check_presence(key: str, present: bool, count: int) -> None:
     if present != (count > 0):
-        what = "something" if present else "nothing"
-        raise ValueError(f"state[{key!r}] holds {what}, with state['num_accumulated']={count}")
+        what = "must be empty" if present else "is missing"
+        raise ValueError(f"state[{key!r}] {what}, because state['num_accumulated']={count}")
 
 
 def _plain(value: Any) -> Any:
-    """What stores that know only arrays have made an array without dimensions of."""
+    """Unwraps a zero-dimensional array; some checkpoint formats know only arrays."""
     return value.item() if is_array(value) and not tuple(value.shape) else value
 
 
@@ -221,74 +226,76 @@ def _shape(key: str, value: Any) -> _Shape:
 
 
 class DenseSums:
-    """How a partial sum that is one array gets out and in; another kind has these names too.
+    """Saves and loads a dense partial sum, which is one array.
+
+    ``SparseSums`` has the same methods.
 
     Attributes:
-        format: what a state says that it holds, with the number of the layout's version.
+        format: identifies the kind of accumulator and the version of the state's layout.
     """
 
     format = "gradreduce dense accumulator 1"
 
     @staticmethod
     def copied(total: Buffer) -> Buffer:
-        """New memory on the sum's own device; the copy is queued there, nothing waits."""
+        """Queues a copy into new memory on the same device; the host does not wait."""
         copy = total.device.empty(total.shape, total.dtype)
         total.device.copy(copy, total)
         return copy
 
     @staticmethod
     def downloaded(copy: Buffer, deadline: float | None) -> Any:
-        """As a host array; waits for the device."""
+        """Downloads the copy as a host array; waits for the device."""
         return copy.numpy(deadline=deadline)
 
     @staticmethod
     def fits(shape: _Shape, wanted: _Shape) -> bool:
-        """Whether a sum of that shape may be the accumulator's, whose shape is ``wanted``."""
+        """Whether a sum of ``shape`` fits an accumulator whose shape is ``wanted``."""
         if shape is None or None in shape:
             return False
         return wanted is None or compatible([extent or 0 for extent in shape], wanted)
 
     @staticmethod
     def checked(name: str, given: Any, dtype: DType, shape: tuple[int, ...], count: int) -> Any:
-        """A host array of that shape, in the accumulate type of ``dtype``; only to be read."""
+        """Validates a host array of ``shape`` in the accumulate dtype of ``dtype``."""
         if not is_array(given):
-            raise TypeError(f"{name} is a {type(given).__name__}, not an array or None")
+            raise TypeError(f"{name} is a {type(given).__name__}; expected an array or None")
         try:
             found = shape_and_dtype(given)
         except TypeError as error:
             raise about(name, error) from None
         wanted = (shape, accumulate_dtype(dtype))
         if found != wanted:
-            raise ValueError(f"{name} is {found[1]}{found[0]}, must be {wanted[1]}{wanted[0]}")
+            raise ValueError(f"{name} is {found[1]}{found[0]}; expected {wanted[1]}{wanted[0]}")
         return host_array(given)
 
     @staticmethod
     def uploaded(device: Device, host: Any) -> Buffer:
-        """New memory on the device: applies write it, the caller's array they must not."""
+        """Uploads the array into new memory, which later applies write."""
         return device.upload(host)
 
 
 class SparseSums:
-    """As ``DenseSums``, of rows: three arrays, in the order of their indices."""
+    """Saves and loads a sparse partial sum: three arrays, in the order of the indices."""
 
     format = "gradreduce sparse accumulator 1"
     _KEYS = ("indices", "num_touches", "values")
 
     @staticmethod
     def copied(total: SparseSum) -> SparseSum:
-        """Their slots change no more; the rows do."""
+        """Queues a copy of the rows; the row index is immutable."""
         return SparseSum(total.slots, DenseSums.copied(total.rows))
 
     @classmethod
     def downloaded(cls, copy: SparseSum, deadline: float | None) -> dict[str, Any]:
-        """The indices, how many gradients touched each, and the rows; waits for the device."""
+        """Downloads indices, touches of each and rows; waits for the device."""
         slots = copy.slots
         rows = DenseSums.downloaded(copy.values, deadline)[slots.places]
         return dict(zip(cls._KEYS, (slots.indices.copy(), slots.num_touches(), rows), strict=True))
 
     @classmethod
     def fits(cls, shape: _Shape, wanted: _Shape) -> bool:
-        """As of ``DenseSums``; the first extent may be unknown, and the array may have more."""
+        """As in ``DenseSums``; the first extent may be unknown, and there may be more."""
         if not shape or None in shape[1:] or len(shape) < len(wanted or ()):
             return False
         if not wanted:
@@ -300,11 +307,13 @@ class SparseSums:
     def checked(
         cls, name: str, given: Any, dtype: DType, shape: tuple[int, ...], count: int
     ) -> dict[str, Any]:
-        """The three as host arrays; only to be read."""
+        """Validates the three arrays."""
         if not isinstance(given, Mapping):
-            raise TypeError(f"{name} is a {type(given).__name__}, not a dict or None")
+            raise TypeError(f"{name} is a {type(given).__name__}; expected a dict or None")
         if set(given) != set(cls._KEYS):
-            raise KeyError(f"{name} has {sorted(map(str, given))}, must have {list(cls._KEYS)}")
+            raise KeyError(
+                f"{name} has the keys {sorted(map(str, given))}; expected {list(cls._KEYS)}"
+            )
         values, wide = given["values"], accumulate_dtype(dtype)
         try:
             slices = IndexedSlices(values, given["indices"], shape)
@@ -313,38 +322,38 @@ class SparseSums:
             raise about(name, error) from None
         indices = slices.indices
         if slices.dtype != wide or not is_array(values):
-            raise ValueError(f"{name}['values'] is {slices.dtype}, must be {wide}")
+            raise ValueError(f"{name}['values'] is {slices.dtype}; expected {wide}")
         if not (indices[1:] > indices[:-1]).all():
-            raise ValueError(f"{name}['indices'] must rise: {indices}")
+            raise ValueError(f"{name}['indices'] must be strictly ascending, got {indices}")
         if touches.dtype.kind not in "iu" or touches.shape != indices.shape:
             raise ValueError(
-                f"{name}['num_touches'] must be an integer for each of {len(indices)} indices"
+                f"{name}['num_touches'] must have one integer for each of {len(indices)} indices"
             )
         if len(indices) and not 1 <= touches.min() <= touches.max() <= count:
-            raise ValueError(f"{name}['num_touches'] must be from 1 to {count}: {touches}")
+            raise ValueError(f"{name}['num_touches'] must be from 1 to {count}, got {touches}")
         found = (indices, touches.astype("int64"), host_array(values))
         return dict(zip(cls._KEYS, found, strict=True))
 
     @staticmethod
     def uploaded(device: Device, host: dict[str, Any]) -> SparseSum:
-        """New memory on the device, as large as the rows are many."""
+        """Uploads the rows into new memory without spare capacity."""
         slots = RowIndex.of(host["indices"], host["num_touches"])
         return SparseSum(slots, device.upload(host["values"]))
 
 
 def sums_of(state: AccumulatorState) -> Any:
-    """How the partial sums of this accumulator get out and in: one of the two classes."""
+    """The class that saves and loads the partial sums of this accumulator."""
     return SparseSums if state.sparse else DenseSums
 
 
 def saved_state(state: AccumulatorState, deadline: float | None) -> dict[str, Any]:
-    """See ``ConditionalAccumulatorBase.state_dict``.
+    """Returns a snapshot of the state; see ``ConditionalAccumulatorBase.state_dict``.
 
-    Under the lock only copies are queued, because later applies add in place; the host waits for
-    them when it is free again.
+    Copies are queued under the lock, because later applies add in place; the host waits for them
+    after releasing it.
 
     Args:
-        state: whose.
+        state: the accumulator.
         deadline: seconds from ``as_deadline``, for all downloads together.
     """
     end = None if deadline is None else time.monotonic() + deadline
@@ -370,20 +379,22 @@ def saved_state(state: AccumulatorState, deadline: float | None) -> dict[str, An
     made["partial_sums"] = [
         None if copy is None else sums.downloaded(copy, _rest(end)) for copy in copies
     ]
-    if mesh_state.has_died(generation):  # and was reset, before a download could notice
-        raise CollectiveError("the mesh died while the state of an accumulator was read")
+    if mesh_state.has_died(generation):  # and was reset before a download could fail
+        raise CollectiveError(
+            "the mesh failed while the state of an accumulator was saved; load an older checkpoint"
+        )
     return made
 
 
 def _rest(end: float | None) -> float | None:
-    """Seconds until then; what is over by now has come to its end in time."""
+    """Seconds left until ``end``, above 0."""
     return None if end is None else max(end - time.monotonic(), 1e-6)
 
 
 def load_state(state: AccumulatorState, given: Mapping[str, Any]) -> None:
-    """See ``ConditionalAccumulatorBase.load_state_dict``.
+    """Validates and loads a state; see ``ConditionalAccumulatorBase.load_state_dict``.
 
-    Checks, uploads, and then exchanges all under the lock: what fails has changed nothing.
+    Checks, uploads, and then replaces everything under the lock: on error, nothing has changed.
     """
     mesh_state = state.devices[0].mesh_state
     generation = mesh_state.generation
@@ -396,8 +407,10 @@ def load_state(state: AccumulatorState, given: Mapping[str, Any]) -> None:
     with state.lock:
         state.check_open()
         state.check_devices()
-        if mesh_state.has_died(generation):  # and was reset: what was uploaded is nobody's promise
-            raise CollectiveError("the mesh died while the state of an accumulator was loaded")
+        if mesh_state.has_died(generation):  # then reset: uploads may be incomplete
+            raise CollectiveError(
+                "the mesh failed while the state of an accumulator was loaded; load it again"
+            )
         state.step = checked.step
         state.count = checked.count
         state.num_dropped = checked.num_dropped

@@ -1,4 +1,4 @@
-"""Creates an accumulator: checks its definition, compiles its kernels, finds a shared one."""
+"""Creates accumulators: validates arguments, compiles kernels, looks up shared names."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .validate import DTYPES, as_shape
 __all__ = ["defined", "shared_state", "state_of"]
 
 
-# Weak: dropping the last handle frees the device memory.
+# Weak references: dropping the last accumulator of a name frees its device memory.
 _shared: weakref.WeakValueDictionary[str, AccumulatorState] = weakref.WeakValueDictionary()
 _lock = ModuleLock()
 
 
 def state_of(shared_name: str | None) -> AccumulatorState | None:
-    """What ``shared_name`` stands for now, unless it was closed."""
+    """Returns the open accumulator that is registered as ``shared_name``, if any."""
     with _lock.lock:
         found = _shared.get(shared_name) if shared_name else None
         return None if found is None or found.closed else found
@@ -40,18 +40,17 @@ def shared_state(
     state: AccumulatorState,
     named_ops: CrossDeviceOps | None = None,
 ) -> AccumulatorState:
-    """The state that ``shared_name`` stands for: ``state``, if it is the first of that name.
+    """Returns the state registered as ``shared_name``, registering ``state`` if there is none.
 
-    One that was closed, or is from before a fork, has given its name up, whoever still holds a
-    handle of it.
+    A state that was closed or inherited across a fork is replaced, even if it is still referenced.
 
     Args:
-        shared_name: as given.
-        state: of this definition.
-        named_ops: what is to reduce the sums of a mesh, if the definition says it.
+        shared_name: the constructor's argument.
+        state: created from the constructor's other arguments.
+        named_ops: the constructor's ``cross_device_ops``, if passed.
 
     Raises:
-        ValueError: the name stands for an accumulator of another definition.
+        ValueError: the name is registered with other arguments.
     """
     if not shared_name:
         return state
@@ -78,14 +77,15 @@ def shared_state(
         and _way(found.cross_device_ops) != _way(named_ops)
     ):
         raise ValueError(
-            f"shared_name={brief(shared_name)} has cross_device_ops {found.cross_device_ops!r}, "
+            f"shared_name={brief(shared_name)} has cross_device_ops "
+            f"{found.cross_device_ops!r}, "
             f"not {named_ops!r}"
         )
     return found
 
 
 def _way(ops: CrossDeviceOps) -> object:
-    """In what two of them must agree to reduce alike."""
+    """A key that is equal for ops that reduce in the same way."""
     if isinstance(ops, AllReduceCrossDeviceOps) and is_all_reduce(ops):
         return ops.settings
     return ops
@@ -101,16 +101,16 @@ def defined(
     cross_device_ops: CrossDeviceOps | None = None,
     sparse: bool = False,
 ) -> AccumulatorState:
-    """The state that a new handle is for: see ``ConditionalAccumulator`` for the arguments."""
+    """Returns the state of a new accumulator; see ``ConditionalAccumulator`` for arguments."""
     found = as_dtype(dtype)
     if found.name not in DTYPES:
-        raise TypeError(f"dtype {found} is not one of {', '.join(DTYPES)}")
+        raise TypeError(f"dtype={found} must be one of {', '.join(DTYPES)}")
     if reduction_type not in ("MEAN", "SUM"):
         raise ValueError(f'reduction_type {brief(reduction_type)} not in: "MEAN", "SUM"')
     wanted = None if shape is None else as_shape(shape)
     reducer = shared_ops() if cross_device_ops is None else cross_device_ops
     if not isinstance(reducer, CrossDeviceOps):
-        raise TypeError(f"cross_device_ops={brief(reducer)} is not a CrossDeviceOps")
+        raise TypeError(f"cross_device_ops={brief(reducer)} must be a CrossDeviceOps")
     devices, over_mesh = _placed(device, state_of(shared_name), reducer.mesh)
     state = AccumulatorState(
         found, wanted, reduction_type, devices, over_mesh, reducer, sparse=sparse
@@ -126,7 +126,7 @@ def defined(
 def _placed(
     device: DeviceLike | Mesh | None, shared: AccumulatorState | None, mesh: Mesh | None
 ) -> tuple[tuple[Device, ...], bool]:
-    """The devices of a definition, and whether they are a mesh; without one the shared state's."""
+    """The devices of an accumulator, and whether it keeps a sum on each device of a mesh."""
     if shared is not None:
         mesh = shared.devices[0].mesh
         if device is None:

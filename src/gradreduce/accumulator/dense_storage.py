@@ -1,7 +1,7 @@
-"""How dense gradients get into partial sums: as few launches as there are GPUs.
+"""Partial sums of dense gradients: adds gradients with one launch for each GPU.
 
-The first gradient after a take is a cast copy into new memory, later ones are added in place:
-nothing is zeroed and nothing waits for a device.
+The first gradient after a take is copied with a cast into new memory, later ones are added in
+place: nothing is zeroed, and the host does not wait for a device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["DenseAdditions", "allocate_flat", "prepare_parts", "prepare_pending"
 
 
 def prepare_pending(devices: Sequence[Device], dtype: DType, gradient: DType) -> None:
-    """Compiles what gradients of one dtype launch: locks are never held while compiling.
+    """Compiles the kernels for gradients of one dtype, before any lock is held.
 
     Args:
         devices: of the partial sums.
@@ -44,7 +44,7 @@ def prepare_pending(devices: Sequence[Device], dtype: DType, gradient: DType) ->
 
 
 def prepare_parts(pending_gradient: PendingGradient) -> None:
-    """Compiles what only some arrivals launch: of other dtypes, or several for one sum."""
+    """Compiles kernels for other dtypes, or for several gradients of one sum."""
     wide = accumulate_dtype(pending_gradient.state.dtype)
     for index, gradients in _by_place(pending_gradient).items():
         device = pending_gradient.state.devices[index]
@@ -55,14 +55,14 @@ def prepare_parts(pending_gradient: PendingGradient) -> None:
 
 @dataclass(slots=True)
 class _Addition:
-    """Gradients on their way into one partial sum.
+    """Gradients to add to one partial sum.
 
     Attributes:
         state: the accumulator.
-        place: of the device in ``state.devices``.
+        place: index of the device in ``state.devices``.
         device: that device.
-        gradients: within its reach; at least one, in the order in which they are added.
-        total: the partial sum; a new one until it is launched has no memory, or no value yet.
+        gradients: accessible to the device; at least one, in the order of addition.
+        total: the partial sum; a new one is uninitialized until its first launch.
     """
 
     state: AccumulatorState
@@ -73,25 +73,25 @@ class _Addition:
 
 
 _Kernel = Callable[..., None]
-# What one launch adds to one partial sum.
+# A partial sum, and the gradients that one launch adds to it.
 _Row = tuple[_Addition, list[Buffer]]
 
 
 class DenseAdditions:
-    """Gradients on their way into partial sums: with memory, but not added yet.
+    """Prepared additions of dense gradients to partial sums: memory is allocated.
 
-    First arrivals are copied, later ones added; co-located devices share launches. Several
-    gradients for one sum are added in their order, with the bits of one arrival each: in one launch
-    where they are of one dtype that the sum accumulates, else one after the other.
+    First gradients are copied, later ones added; devices on one GPU share launches. Several
+    gradients for one sum are added in order, with the same bits as one call for each: in one launch
+    if they have one dtype and the sum its accumulate dtype, else one after the other.
 
-    What makes it may fail and has changed nothing; then ``launch_out_of_place``,
-    ``launch_in_place`` and what ``totals`` gives.
+    If the constructor fails, nothing has changed. Call ``launch_out_of_place``, then
+    ``launch_in_place``; then ``totals`` returns the new sums.
 
     Args:
         pending_gradients: of dense accumulators; all locks are held.
 
     Attributes:
-        kept: devices of the sums that ``launch_in_place`` writes over.
+        kept: devices of the sums that ``launch_in_place`` overwrites.
     """
 
     __slots__ = ("_additions", "_fresh", "_rows", "kept")
@@ -119,17 +119,17 @@ class DenseAdditions:
             _make_room(self._fresh)
 
     def launch_out_of_place(self) -> None:
-        """Makes new sums of their first gradients, where a failure harms nothing."""
+        """Writes new sums; on error, the existing sums are unchanged."""
         if self._fresh:
             self._rows = _start(self._fresh) + self._rows
 
     def launch_in_place(self) -> None:
-        """Adds the rest; what fails half way leaves no sum that anybody may use."""
+        """Adds to existing sums; after an error their contents are undefined."""
         if self._rows:
             _accumulate(self._rows)
 
     def totals(self) -> list[tuple[AccumulatorState, int, Buffer | SparseSum | None]]:
-        """The sum of each accumulator at each place that got something."""
+        """Each sum that changed, with its accumulator and device index."""
         return [(each.state, each.place, each.total) for each in self._additions]
 
 
@@ -143,7 +143,7 @@ def _by_place(pending_gradient: PendingGradient) -> dict[int, list[Buffer]]:
 
 
 def _start(fresh: Sequence[_Addition]) -> list[_Row]:
-    """Makes new sums of their first gradients; what is still to be added."""
+    """Writes new sums from their first gradients; returns the additions left to do."""
     first: list[_Row] = []
     rest: list[_Row] = []
     for each in fresh:
@@ -160,9 +160,9 @@ def _start(fresh: Sequence[_Addition]) -> list[_Row]:
 
 
 def _num_together(wide: DType, gradients: Sequence[Buffer]) -> int:
-    """How many of the first gradients a new sum may be made of with one rounding for each.
+    """How many of the first gradients one launch of ``add_n`` may sum.
 
-    ``add_n`` adds in the type that accumulates its inputs; where the sum's is another one, the
+    ``add_n`` accumulates in the accumulate dtype of its inputs; if the sum has another dtype, the
     first gradient is cast alone.
     """
     dtype = gradients[0].dtype
@@ -172,7 +172,7 @@ def _num_together(wide: DType, gradients: Sequence[Buffer]) -> int:
 
 
 def _accumulate(rows: Sequence[_Row]) -> None:
-    """As many launches after each other as the gradients of one sum change their dtype."""
+    """Adds to existing sums, with one launch for each run of gradients of one dtype."""
     if all([len(gradients) == 1 for _, gradients in rows]):
         _add(ops.accumulate_n, ops.accumulate_unchecked, rows)
         return
@@ -189,12 +189,12 @@ def _accumulate(rows: Sequence[_Row]) -> None:
 
 
 def _add(together: _Kernel, alone: _Kernel, rows: Sequence[_Row]) -> None:
-    """One launch for each physical device (and for each dtype and number of gradients).
+    """Adds with one launch for each GPU, dtype and number of gradients.
 
     Args:
-        together: adds lists of gradients.
-        alone: adds one gradient to each sum, and takes it that they fit: sums are ours.
-        rows: what is added.
+        together: adds a list of gradients to each sum.
+        alone: adds one gradient to each sum, without validation.
+        rows: the sums and their gradients.
     """
     for indices in by_physical([addition.device for addition, _ in rows]).values():
         totals: list[Buffer | None] = []
@@ -218,7 +218,7 @@ def _add(together: _Kernel, alone: _Kernel, rows: Sequence[_Row]) -> None:
 
 
 def _make_room(fresh: Sequence[_Addition]) -> None:
-    """New sums, end to end in flat buffers: at a joint take they need not be packed again."""
+    """Allocates new sums back to back in flat buffers, so that a take need not pack them."""
     if len(fresh) == 1 and not fresh[0].state.over_mesh:  # no take packs it
         (one,) = fresh
         one.total = one.device.empty(one.gradients[0].shape, accumulate_dtype(one.state.dtype))
@@ -239,12 +239,12 @@ def allocate_flat(
     dtype: DType,
     shapes: Sequence[tuple[int, ...]],
 ) -> list[Buffer]:
-    """Partial sums end to end in one flat buffer, as they are reduced: what lies so is not packed.
+    """Allocates partial sums back to back in one flat buffer, which can be reduced unpacked.
 
     Args:
-        make: ``empty`` or ``zeros`` of their device.
-        dtype: of their accumulators.
-        shapes: of each.
+        make: ``empty`` or ``zeros`` of the device.
+        dtype: of the accumulators.
+        shapes: of the sums.
     """
     layout = flat_layout([math.prod(shape) for shape in shapes], dtype.itemsize)
     flat = make((layout.size,), accumulate_dtype(dtype))

@@ -1,7 +1,7 @@
-"""Applies gradients to one or many accumulators, and takes from many, all or none.
+"""Applies to or takes from several accumulators in one call, all or none.
 
-One decision is made under the locks of all accumulators of a call. A stale gradient launches
-nothing. Source: own; TensorFlow has one accumulator to a call.
+A call holds the locks of all its accumulators. A stale gradient launches nothing.
+Source: own; TensorFlow has one accumulator to a call.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ __all__ = ["apply_grads", "apply_pending", "drop_stale", "is_stale", "take_grads
 
 
 def is_stale(states: Sequence[AccumulatorState], local_step: int) -> bool:
-    """Whether gradients of this step are stale for one of the states, as they are now."""
+    """Whether gradients of this step are stale for any of the states."""
     return any([local_step < state.step for state in states])
 
 
 def drop_stale(states: Sequence[AccumulatorState], counts: Sequence[int], local_step: int) -> bool:
-    """Drops gradients that have not become Buffers, if they are stale.
+    """Drops gradients that were not converted yet, if they are still stale.
 
     Args:
-        states: for each of which some came.
-        counts: how many.
-        local_step: of all of them.
+        states: the accumulators.
+        counts: the number of gradients for each.
+        local_step: of all gradients.
 
     Returns:
         False if they are not stale any more.
@@ -62,7 +62,7 @@ def drop_stale(states: Sequence[AccumulatorState], counts: Sequence[int], local_
     Raises:
         CancelledError: an accumulator was closed.
         BackendUnavailableError: the mesh was closed, or lost a device.
-        CollectiveError: the mesh is dead.
+        CollectiveError: the mesh has failed.
     """
     with locked(states):
         for state in states:
@@ -78,20 +78,20 @@ def drop_stale(states: Sequence[AccumulatorState], counts: Sequence[int], local_
 def apply_pending(
     pending_gradients: Sequence[PendingGradient], local_step: int, name_of: Callable[[int], str]
 ) -> tuple[bool, list[PendingTake]]:
-    """Adds all arrivals or, if the step is stale for any of them, drops all.
+    """Adds all gradients; drops all if the step is stale for any accumulator.
 
     Args:
         pending_gradients: one for each accumulator.
         local_step: of all of them.
-        name_of: what an error calls the one of that place.
+        name_of: the name of a gradient in errors, from its index.
 
     Returns:
-        Whether they were kept; and the joint takes that may now be served, which the caller must
-        do after this call, when no lock is held.
+        Whether they were added; and the takes of several accumulators that may now complete, which
+        the caller must pass to ``serve_joint`` after this call, when no lock is held.
 
     Raises:
         CancelledError: an accumulator was closed.
-        InvalidArgumentError: the shape differs from what a sum holds. Nothing was added.
+        InvalidArgumentError: the shape differs from that of the sum. Nothing was added.
     """
     states = [pending.state for pending in pending_gradients]
     with locked(states):
@@ -107,7 +107,7 @@ def apply_pending(
 
 
 def _check_shape(pending: PendingGradient) -> None:
-    """The sum's shape, exactly; the constructor's was checked at the door."""
+    """Checks the shape against the sum's; validation checked the constructor's."""
     state = pending.state
     if state.sparse:
         check_sum_shape(pending)
@@ -119,10 +119,10 @@ def _check_shape(pending: PendingGradient) -> None:
 
 
 def _add(pending_gradients: Sequence[PendingGradient]) -> None:
-    """All are ready before the first launch, and what goes into new memory goes first.
+    """Launches the additions: first those into new memory, then those in place.
 
-    A failure between the first launch in place and the count leaves sums of which nobody can tell
-    what is in them: then their devices are lost.
+    A failure between the first launch in place and the update of the counts leaves sums with
+    undefined contents: then their devices are marked as failed.
     """
     sparse = [pending for pending in pending_gradients if pending.state.sparse]
     dense = (
@@ -148,7 +148,7 @@ def _count(
     pending_gradients: Sequence[PendingGradient],
     additions: Sequence[DenseAdditions | SparseAdditions],
 ) -> None:
-    """Each accumulator changes at once."""
+    """Stores the new sums and counts."""
     totals = {pending.state: list(pending.state.totals) for pending in pending_gradients}
     for each in additions:
         for state, index, total in each.totals():
@@ -176,23 +176,23 @@ def apply_grads(
     *,
     cast: bool = False,
 ) -> bool:
-    """Adds one gradient to each accumulator, all or none: one decision under all locks.
+    """Adds one gradient to each accumulator; adds all or drops all.
 
-    One launch on each physical device serves all that are of one dtype and the first since a take,
-    and one all that are not; one all sparse ones of a dtype.
+    Each GPU gets one launch for all gradients of one dtype that are the first since a take, one for
+    those that are not, and one for the sparse gradients of one dtype.
 
     Args:
         accumulators: each at most once.
         grads: one for each; see ``ConditionalAccumulator.apply_grad``.
         local_step: of all of them; see there.
-        cast: as there.
+        cast: see there.
 
     Returns:
-        True if all were added, False if all were dropped, because the step is stale for one.
+        True if all were added, False if all were dropped because the step is stale for one.
 
     Raises:
-        ValueError: other numbers of accumulators and gradients, an accumulator twice, or what
-            ``apply_grad`` raises. Nothing was added.
+        ValueError: the numbers of accumulators and gradients differ, an accumulator is passed
+            twice, or as in ``apply_grad``. Nothing was added.
     """
     step, cast = as_step("local_step", local_step), as_flag("cast", cast)
     accumulators, grads = _listed(accumulators), tuple(grads)
@@ -214,14 +214,14 @@ def _all_or_none(
     states = [each.accumulator_ref for each in accumulators]
     given = [(state, grad, cast) for state, grad in zip(states, grads, strict=True)]
     name_of = partial(_name_of, accumulators)
-    if is_stale(states, step):  # what will be dropped need not become a Buffer
+    if is_stale(states, step):  # gradients that will be dropped are not converted
         counts = for_each(_num_gradients, given, name_of)
         if drop_stale(states, counts, step):
             return False
     with StreamScope():
         pending_gradients = for_each(_pending_gradient, given, name_of)
         reading([_rows_of(part) for each in pending_gradients for _, part in each.parts])
-        with DeferInterrupts():  # the takes that it satisfies are served with it
+        with DeferInterrupts():  # also completes the takes that now have enough
             kept, joint = apply_pending(pending_gradients, step, name_of)
             serve_joint(joint)
             release_inputs()
@@ -229,13 +229,13 @@ def _all_or_none(
 
 
 def _name_of(accumulators: Sequence[ConditionalAccumulatorBase], place: int) -> str:
-    """What an error calls the gradient for one of them."""
+    """The name of a gradient in errors."""
     name = f"accumulator {accumulators[place].name!r}"
     return name if len(accumulators) == 1 else f"grads[{place}], for {name}"
 
 
 def _warn_of_default(accumulators: Sequence[ConditionalAccumulatorBase]) -> None:
-    """Once for each accumulator: no error, because TensorFlow's default is 0 too."""
+    """Warns once for each accumulator that a gradient came without ``local_step``."""
     states = [each.accumulator_ref for each in accumulators]
     with locked(states):
         untold = [
@@ -247,9 +247,9 @@ def _warn_of_default(accumulators: Sequence[ConditionalAccumulatorBase]) -> None
             state.has_warned = state.has_warned or state.step > DEFAULT_STEP
     if untold:  # a handler may do anything: no lock is held
         _log.warning(
-            "accumulator %r is at step %d and dropped a gradient that came without local_step, "
-            "which counts as step 0: pass local_step=accumulator.global_step, as it was when the "
-            "gradient was computed",
+            "accumulator %r is at step %d and dropped a gradient without local_step, which "
+            "defaults to 0: pass local_step=accumulator.global_step, read before the gradient was "
+            "computed",
             *untold[0],
         )  # fmt: skip
 
@@ -257,16 +257,16 @@ def _warn_of_default(accumulators: Sequence[ConditionalAccumulatorBase]) -> None
 def _listed(accumulators: Any) -> tuple[ConditionalAccumulatorBase, ...]:
     if isinstance(accumulators, ConditionalAccumulatorBase):
         raise TypeError(
-            f"accumulators={brief(accumulators)} must be a list of accumulators: put it in one"
+            f"accumulators={brief(accumulators)} must be a list of accumulators: pass [accumulator]"
         )
     return tuple(accumulators)
 
 
 def _states_of(accumulators: Sequence[ConditionalAccumulatorBase]) -> list[AccumulatorState]:
-    """Checked: whether one call may be about all of them."""
+    """Checks that one call can use all of them, and returns their states."""
     for index, each in enumerate(accumulators):
         if not isinstance(each, ConditionalAccumulatorBase):
-            raise TypeError(f"accumulators[{index}]={brief(each)} is not an accumulator")
+            raise TypeError(f"accumulators[{index}]={brief(each)} must be an accumulator")
     states = [each.accumulator_ref for each in accumulators]
     check_together(states)
     return states
@@ -298,33 +298,33 @@ def take_grads(
     output_type: str | None = None,
     deadline: float | None = None,
 ) -> list[Any]:
-    """Takes from all accumulators together, when each holds ``num_required`` gradients.
+    """Blocks until each accumulator has ``num_required`` gradients, then takes from all.
 
-    Blocks. One place in every queue, taken at once, so that two joint takes never wait for each
-    other. Those over a mesh travel in one batch, if the same ops reduce them and MEAN divides
-    them by the same number; all sparse ones in one. Gradients that were added or taken together may
-    share one block of memory, which is freed with the last of them. Ctrl-C loses nothing while this
-    waits; one that comes in the moment in which it is served takes the gradients with it.
+    The call joins all queues at once, so that two such calls do not deadlock. Accumulators over a
+    mesh are reduced in one batch if they have the same ``cross_device_ops`` and divisor; all sparse
+    ones in one batch. Results that were added or taken together may share one block of memory,
+    which is freed with the last of them. Ctrl-C while this waits takes nothing; Ctrl-C in the
+    moment in which the take completes discards the result.
 
     Args:
         accumulators: each at most once.
         num_required: of each, at least 1; an integer, or a Variable that holds one.
-        timeout: seconds to wait; None for ever.
-        output_type: as there.
-        deadline: see ``ConditionalAccumulator.take_grad``.
+        timeout: seconds to wait for gradients; None waits without limit.
+        output_type: see ``ConditionalAccumulator.take_grad``.
+        deadline: see there.
 
     Returns:
-        One gradient for each accumulator, as ``ConditionalAccumulator.take_grad`` gives it.
+        One gradient for each accumulator, as its ``take_grad`` returns it.
 
     Raises:
         InvalidArgumentError: ``num_required`` is less than 1.
-        ValueError: no accumulator, or one twice.
-        DeadlineExceededError: the time ran out; nothing was taken.
-        CancelledError: an accumulator was closed, or the mesh died while this waited.
-        CollectiveError: the mesh is dead.
+        ValueError: ``accumulators`` is empty, or has an accumulator twice.
+        DeadlineExceededError: the timeout expired; nothing was taken.
+        CancelledError: an accumulator was closed, or the mesh failed while this waited.
+        CollectiveError: the mesh has failed.
     """
     required, limit, seconds = as_required(num_required), as_timeout(timeout), as_deadline(deadline)
-    as_result_kind(output_type, "native")  # a wrong name must not cost a gradient
+    as_result_kind(output_type, "native")  # checked before anything is taken
     pending_take = PendingTake(tuple(_states_of(_listed(accumulators))), required, seconds)
     try:
         join(pending_take)
@@ -338,10 +338,11 @@ def take_grads(
 def take_now(
     accumulators: Sequence[ConditionalAccumulatorBase], num_required: int
 ) -> list[Any] | None:
-    """As ``take_grads``, but never blocks, and an accumulator that holds nothing gives None.
+    """As ``take_grads`` without blocking; the entry of an empty accumulator is None.
 
-    Takes when the fullest holds ``num_required`` and no other take waits; otherwise returns None
-    and takes nothing. Every accumulator's step goes one further, the empty ones' too.
+    Takes if at least one accumulator has ``num_required`` gradients and no other take waits;
+    otherwise returns None and takes nothing. The step of every accumulator goes up by one, also of
+    empty ones.
     """
     states = [each.accumulator_ref for each in accumulators]
     with locked(states):
@@ -359,7 +360,7 @@ def take_now(
 
 
 def _results_of(pending_take: PendingTake, output_type: str | None = None) -> list[Any]:
-    """The taken Buffers as what callers get."""
+    """Converts the taken Buffers to the arrays that callers get."""
     given: list[Any] = []
     with StreamScope():
         for state, buffers, first in zip(

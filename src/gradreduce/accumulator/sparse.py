@@ -1,4 +1,4 @@
-"""How arrivals of one sparse gradient over time become one: the public sparse accumulator.
+"""The sparse conditional accumulator.
 
 Source: tf.SparseConditionalAccumulator (conditional_accumulator.md).
 """
@@ -26,35 +26,35 @@ __all__ = ["SparseConditionalAccumulator"]
 
 
 class SparseConditionalAccumulator(ConditionalAccumulatorBase):
-    """Adds sparse gradients that are not stale, and hands out their mean when enough have come.
+    """Sums fresh sparse gradients, and returns their mean or sum once enough arrived.
 
-    Rows of the same index are added: those of one gradient first, in the order in which they came,
-    then those of one gradient after the other. Indices may be unsorted and may repeat. Memory is
-    held for the rows that any gradient touched, and for less than as many again. One launch adds a
-    gradient, behind a copy where the sum outgrows its memory, and one small upload brings its
-    indices; indices on a GPU are first brought to the host, which waits.
+    Rows of the same index are added: first within each gradient, in order, then gradient by
+    gradient. Indices may be unsorted and may repeat. Memory is allocated for the rows that any
+    gradient touched, at most twice as much. One launch adds a gradient, after a copy if the sum
+    outgrows its memory, and one small upload transfers its indices; indices on a GPU are first
+    downloaded, and the host waits for that.
 
     Args:
-        dtype: of the values: float16, bfloat16, float32 or float64; halves are summed in float32.
+        dtype: of the values: float16, bfloat16, float32 or float64; 16-bit ones are summed in
+            float32.
         shape: of the whole array, ``(rows, …)``; None or () for any, None entries for any extent.
             Gradients may have more dimensions.
-        shared_name: if not empty, all accumulators of this name in the process are one, as long
-            as a handle of it is held and until it is closed.
+        shared_name: if not empty, all accumulators of this name in the process share one state,
+            until it is closed or the last of them is deleted.
         name: of the accumulator.
         reduction_type: ``"MEAN"``, which divides each row by the number of gradients that touched
-            it, not by the number that came, or ``"SUM"``.
-        device: see ``ConditionalAccumulator``. Over a mesh a partial sum is kept on each of its
-            devices, and their rows are merged once, at the take, in mesh order, on the first
-            device.
+            it, not by the number of all gradients, or ``"SUM"``.
+        device: see ``ConditionalAccumulator``. Over a mesh, each device keeps a partial
+            sum, and a take merges their rows on the first device, in mesh order.
         cross_device_ops: any ``CrossDeviceOps``; see ``ConditionalAccumulator``. An
-            ``AllReduceCrossDeviceOps`` merges rows on the first device, as is done without one;
-            ``ReductionToOneDevice`` on its own. What comes is put into the order of the indices.
+            ``AllReduceCrossDeviceOps`` merges rows on the first device, like the default;
+            ``ReductionToOneDevice`` on its own device. The result is sorted by index.
 
     Raises:
-        TypeError: another dtype, ``device`` is neither a device nor a mesh, or
-            ``cross_device_ops`` is of another class.
-        ValueError: an unknown ``reduction_type``, a negative extent, a device that the mesh has
-            not, or another definition of the same ``shared_name``.
+        TypeError: the dtype is not supported, ``device`` is neither a device nor a mesh, or
+            ``cross_device_ops`` is not a ``CrossDeviceOps``.
+        ValueError: ``reduction_type`` is unknown, an extent is negative, the mesh does not have
+            the device, or ``shared_name`` exists with other arguments.
     """
 
     def __init__(
@@ -85,32 +85,32 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         *,
         cast: bool = False,
     ) -> bool:
-        """Adds rows, unless they are stale: ``local_step`` less than the accumulator's step.
+        """Adds rows unless they are stale (``local_step`` below the accumulator's step).
 
         Args:
             grad_indices: the row number of each, ``(num_rows,)``: integers of any dtype, library
-                and order. No row at all is a gradient too: it counts, and touches nothing.
+                and order. A gradient without rows counts too, and touches no row.
             grad_values: the rows, ``(num_rows, …)``: an array of any library, or a nested list.
-                Not written, not kept: when this returns its library's current stream may
-                overwrite it. A host array goes to the device of the enclosing ``gr.replica``,
+                When this returns, work on its library's current stream may overwrite it. A host
+                array goes to the device of the enclosing ``gr.replica``,
                 else to the first.
-            grad_shape: of the whole array, if known; -1 as its first entry if only that is not.
-                That of the first gradient after a take is remembered: it bounds the indices of
-                later ones, and the take has it.
-            local_step: the step at which they were computed; see
+            grad_shape: of the whole array, if known; -1 as its first entry if only that is unknown.
+                That of the first gradient after a take bounds the indices of later ones, and is
+                the shape of the result.
+            local_step: the ``global_step`` with which they were computed; see
                 ``ConditionalAccumulator.apply_grad``. A later one is not stale.
             name: ignored; TensorFlow's name of the operation.
-            cast: convert values of another float dtype instead of refusing them.
+            cast: convert values of another float dtype instead of raising ``ValueError``.
 
         Returns:
             True if they were added, False if dropped.
 
         Raises:
-            InvalidArgumentError: (a ``ValueError``) indices are not one for each row, one is
-                negative or too large, or a shape does not fit the accumulator's, or that of the
-                gradients in the sum. Nothing was added.
-            ValueError: values of another dtype.
-            TypeError: indices that are no integers.
+            InvalidArgumentError: (a ``ValueError``) the numbers of indices and rows differ, an
+                index is negative or too large, or a shape does not fit the accumulator's or that
+                of the gradients in the sum. Nothing was added.
+            ValueError: the values have another dtype.
+            TypeError: the indices are not integers.
             CancelledError: the accumulator was closed.
         """
         if kind_of(grad_values) == "native" and not is_array(grad_values):
@@ -126,19 +126,19 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         *,
         cast: bool = False,
     ) -> bool:
-        """As ``apply_grad``, with the rows in one object.
+        """As ``apply_grad``, with indices and rows in one object.
 
         Args:
             grad: IndexedSlices, or a tensor of ``torch.sparse_coo`` with one sparse dimension; or a
-                ``PerReplica`` of them, each of which counts as one gradient and is added on the
-                device where it lies.
+                ``PerReplica`` of them, each of which counts as one gradient and is added on its
+                own device.
             local_step: see ``apply_grad``.
             name: ignored; TensorFlow's name of the operation.
             cast: see ``apply_grad``.
 
         Raises:
-            TypeError: anything else.
-            ValueError, CancelledError: what ``apply_grad`` raises.
+            TypeError: ``grad`` is anything else.
+            ValueError, CancelledError: as in ``apply_grad``.
         """
         return apply_grads([self], [grad], local_step, cast=cast)
 
@@ -151,18 +151,18 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         output_type: str | None = None,
         deadline: float | None = None,
     ) -> tuple[Any, Any, Any]:
-        """As ``take_indexed_slices_grad``, in three parts.
+        """As ``take_indexed_slices_grad``, but returns indices, rows and shape.
 
         Args:
-            num_required: see there, as for the others.
+            num_required: see there.
             name: ignored; TensorFlow's name of the operation.
             timeout: see there.
             output_type: see there.
             deadline: see there.
 
         Returns:
-            The indices, a NumPy array, int64, rising; the rows, an array of the kind of the first
-            gradient, over a mesh a ``Mirrored`` of such; and the shape of the whole array.
+            The indices, a NumPy array of int64, ascending; the rows, an array of the type of the
+            first gradient, over a mesh a ``Mirrored``; and the shape of the whole array.
         """
         taken = as_slices(
             self.take_indexed_slices_grad(
@@ -185,32 +185,32 @@ class SparseConditionalAccumulator(ConditionalAccumulatorBase):
         output_type: str | None = None,
         deadline: float | None = None,
     ) -> IndexedSlices | Mirrored:
-        """Blocks until ``num_required`` gradients are in, then hands out their mean or sum.
+        """Blocks until the sum has ``num_required`` gradients; returns their mean or sum.
 
-        All that arrived are included. MEAN divides each row by the number of gradients that
-        touched it. Takes are served in the order of the calls. Afterwards the sum is gone, the
-        count 0, the step one further.
+        All gradients in the sum are included. MEAN divides each row by the number of gradients that
+        touched it. Takes complete in the order of the calls. Afterwards the sum is empty, and the
+        step is one higher.
 
         Args:
             num_required: at least 1; an integer, or a Variable that holds one.
             name: ignored; TensorFlow's name of the operation.
-            timeout: seconds to wait; None for ever.
-            output_type: what the values of the result are instead of the kind of the first
-                gradient; see ``ConditionalAccumulator.take_grad``.
+            timeout: seconds to wait for gradients; None waits without limit.
+            output_type: the array type of the values. Default: that of the first gradient; see
+                ``ConditionalAccumulator.take_grad``.
             deadline: see ``ConditionalAccumulator.take_grad``.
 
         Returns:
-            IndexedSlices with every index once, rising, on the accumulator's device; over a mesh a
-            ``Mirrored`` of them; tensors of ``torch.sparse_coo`` if the first gradient was one.
-            They are the caller's and never written again. The first entry of
-            ``dense_shape`` is the accumulator's, else that of the first gradient, else -1.
+            IndexedSlices with every index once, ascending, on the accumulator's device; over a mesh
+            a ``Mirrored`` of them; tensors of ``torch.sparse_coo`` if the first gradient was one.
+            The caller owns them. The first entry of ``dense_shape`` is the accumulator's, else that
+            of the first gradient, else -1.
 
         Raises:
             InvalidArgumentError: ``num_required`` is less than 1.
-            DeadlineExceededError: the time ran out; nothing was taken.
-            CancelledError: the accumulator was closed, or the mesh died while this waited.
-            CollectiveError: the mesh is dead.
-            ValueError: ``deadline`` is no number above 0.
+            DeadlineExceededError: the timeout expired; nothing was taken.
+            CancelledError: the accumulator was closed, or the mesh failed while this waited.
+            CollectiveError: the mesh has failed.
+            ValueError: ``deadline`` is not a number above 0.
         """
         (taken,) = take_grads(
             [self], num_required, timeout=timeout, output_type=output_type, deadline=deadline

@@ -1,12 +1,11 @@
 """Partial sums of sparse gradients: adds rows, and merges and divides them at a take.
 
-A sum holds the rows that any gradient touched, in the order in which they came
-(``ops/row_index.py``). One launch adds to the rows that are there and appends new ones; when memory
-runs out, the rows are copied into twice as much. At a take one launch merges the rows of all sums
-in the order of their indices, and divides each by the number of gradients that touched it. Over a
-mesh the rows of all devices are first copied to the first one, in mesh order; the results travel
-from there end to end, one copy to each GPU. A ``CrossDeviceOps`` that does not all-reduce as ours
-do moves them its own way.
+A sum holds the rows that any gradient touched, in order of arrival (``ops/row_index.py``). One
+launch adds to existing rows and appends new ones; when memory runs out, the rows are copied into
+twice as much. At a take, one launch merges the rows of all sums in the order of their indices, and
+divides each by the number of gradients that touched it. Over a mesh, the rows of all devices are
+first copied to the first one, in mesh order; the results are packed and copied once to each GPU. A
+``CrossDeviceOps`` other than an all-reduce of this package does this in its own way.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ __all__ = ["SparseAdditions", "prepare_gradient", "prepare_sparse", "take_sparse
 
 
 def prepare_sparse(state: AccumulatorState) -> None:
-    """Compiles what gradients of the accumulator's dtype launch, and its takes."""
+    """Compiles the kernels for gradients of the accumulator's dtype, and for takes."""
     wide = accumulate_dtype(state.dtype)
     prepare_gradient(state, state.dtype)
     for device in state.devices:
@@ -53,23 +52,23 @@ def prepare_sparse(state: AccumulatorState) -> None:
 
 
 def prepare_gradient(state: AccumulatorState, gradient: DType) -> None:
-    """Compiles what gradients of a dtype launch: locks are never held while compiling."""
+    """Compiles the kernels for gradients of one dtype, before any lock is held."""
     for device in state.devices:
         ops.prepare_segment_sum(device, accumulate_dtype(state.dtype), gradient)
 
 
 @dataclass(eq=False)
 class _Growing:
-    """One partial sum that gradients of a call are added to.
+    """A partial sum, and the gradients that a call adds to it.
 
     Attributes:
         state: the accumulator.
-        place: of the device in ``state.devices``.
+        place: index of the device in ``state.devices``.
         device: that device.
-        total: what is there; None without.
-        slots: where its rows lie after the gradients.
-        steps: for each gradient its rows, within reach, which of them have the same index, and
-            where their sums go.
+        total: the sum before the call; None without.
+        slots: its row index after the call.
+        steps: for each gradient its rows, accessible to the device, which of them have the same
+            index, and the rows of the sum that they are added to.
         values: the memory of the sum after the call.
     """
 
@@ -83,22 +82,21 @@ class _Growing:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether memory is written that holds the sum of before."""
+        """Whether the memory of the previous sum is overwritten."""
         return self.total is not None and self.values is self.total.values
 
 
 class SparseAdditions:
-    """Gradients on their way into partial sums: with memory and plans, but not added yet.
+    """Prepared additions of sparse gradients to partial sums: memory is allocated.
 
-    What makes it may fail and has changed nothing; then ``launch_out_of_place``,
-    ``launch_in_place`` and what ``totals`` gives.
+    If the constructor fails, nothing has changed. Call ``launch_out_of_place``, then
+    ``launch_in_place``; then ``totals`` returns the new sums.
 
     Args:
         pending_gradients: of sparse accumulators; all locks are held.
 
     Attributes:
-        kept: devices of the sums that ``launch_in_place`` writes over; none where it has nothing
-            to do.
+        kept: devices of the sums that ``launch_in_place`` overwrites.
     """
 
     def __init__(self, pending_gradients: Sequence[PendingGradient]) -> None:
@@ -113,7 +111,7 @@ class SparseAdditions:
         for wave in range(max((len(each.steps) for each in growing), default=0)):
             made = _additions([each for each in growing if wave < len(each.steps)], wave)
             launches += sorted(made, key=lambda launch: launch[0])
-        # A new sum may share a launch with one in place; then its next gradient comes behind that.
+        # A new sum may share a launch with one in place; then its next gradient must follow it.
         apart = next((at for at, (writes, _) in enumerate(launches) if writes), len(launches))
         self._apart = [launch for _, launch in launches[:apart]]
         self._in_place = [launch for _, launch in launches[apart:]]
@@ -123,7 +121,9 @@ class SparseAdditions:
         device = state.devices[place]
         growing = self._sums.get((state, place))
         if growing is None:
-            device.mesh_state.check_usable(device)  # where there are no rows nothing else asks
+            device.mesh_state.check_usable(
+                device
+            )  # a gradient without rows launches nothing that would check
             total = state.totals[place]
             assert not isinstance(total, Buffer)
             slots = RowIndex.none() if total is None else total.slots
@@ -133,17 +133,17 @@ class SparseAdditions:
         growing.steps.append((near, gradient.segments, into))
 
     def launch_out_of_place(self) -> None:
-        """Adds into new memory, where a failure harms nothing."""
+        """Writes new sums; on error, the existing sums are unchanged."""
         for launch in self._apart:
             launch()
 
     def launch_in_place(self) -> None:
-        """Adds the rest; what fails half way leaves no sum that anybody may use."""
+        """Adds to existing sums; after an error their contents are undefined."""
         for launch in self._in_place:
             launch()
 
     def totals(self) -> list[tuple[AccumulatorState, int, Buffer | SparseSum | None]]:
-        """The sum of each accumulator at each place that got something."""
+        """Each sum that changed, with its accumulator and device index."""
         return [
             (each.state, each.place, SparseSum(each.slots, each.values))
             for each in self._sums.values()
@@ -152,7 +152,7 @@ class SparseAdditions:
 
 
 def _make_room(growing: Sequence[_Growing]) -> None:
-    """Memory for the rows to come; where what is there grows, its rows are copied."""
+    """Allocates memory for new rows; copies the rows of a sum that outgrows its memory."""
     moved: list[tuple[Device, Buffer, Buffer]] = []
     for each in growing:
         total, needed = each.total, each.slots.num_rows
@@ -179,7 +179,7 @@ def _make_room(growing: Sequence[_Growing]) -> None:
 
 
 def _additions(growing: Sequence[_Growing], wave: int) -> list[tuple[bool, Callable[[], None]]]:
-    """One launch for each physical device: whether it writes in place, and what launches it."""
+    """One launch for each GPU: whether it writes in place, and the function to call."""
     launches = []
     for indices in by_physical([each.device for each in growing]).values():
         sharing = [growing[index] for index in indices]
@@ -206,10 +206,10 @@ def _fenced(devices: Sequence[Device], add: Callable[[], None]) -> Callable[[], 
 
 
 def take_sparse(states: Sequence[AccumulatorState]) -> list[tuple[IndexedSlices, ...]]:
-    """The gradient of each state, on each of its devices, in new memory; the sums stay.
+    """Returns the gradient of each state on each of its devices; the sums are unchanged.
 
     Args:
-        states: sparse ones, each with a gradient or more.
+        states: of sparse accumulators, each with at least one gradient.
     """
     taken = {state: _reduced(state) for state in states if _has_own_way(state)}
     ours = [state for state in states if state not in taken]
@@ -218,18 +218,18 @@ def take_sparse(states: Sequence[AccumulatorState]) -> list[tuple[IndexedSlices,
 
 
 def _has_own_way(state: AccumulatorState) -> bool:
-    """Whether a ``CrossDeviceOps`` other than an all-reduce of ours brings its sums together."""
+    """Whether a ``CrossDeviceOps`` other than this package's all-reduce merges its sums."""
     return state.over_mesh and not is_all_reduce(state.cross_device_ops)
 
 
 def _reduced(state: AccumulatorState) -> tuple[IndexedSlices, ...]:
-    """By the accumulator's own ops; then sorted, divided and rounded on each device."""
+    """Merges sums by ``cross_device_ops``, then sorts and divides on each device."""
     sums = [total for total in state.totals if isinstance(total, SparseSum)]
     mean = state.reduction_type == "MEAN"
     plan, divisor = merged_row_index([total.slots for total in sums], mean=mean)
     rows = [_as_slices(state, index) for index in range(len(state.devices))]
     value = PerReplica.of(rows, "native")
-    with SuspendedScope():  # a class of the caller's own
+    with SuspendedScope():  # it may run a user's class
         (parts,) = state.cross_device_ops.reduce_batch(
             ReduceOp.SUM, [Request(value, state.devices, True)], coalesce=True
         )
@@ -238,8 +238,8 @@ def _reduced(state: AccumulatorState) -> tuple[IndexedSlices, ...]:
     wanted = [plan.indices.tolist()] * len(state.devices)
     if [each.indices.tolist() for each in plans] != wanted:
         raise ValueError(
-            f"cross_device_ops={brief(state.cross_device_ops)} gave other rows than those of the "
-            "sums"
+            f"cross_device_ops={brief(state.cross_device_ops)} returned other row indices than "
+            "the partial sums have"
         )
     outs = [
         device.empty((plan.num_segments, *rows[0].values.shape[1:]), state.dtype)
@@ -250,7 +250,7 @@ def _reduced(state: AccumulatorState) -> tuple[IndexedSlices, ...]:
 
 
 def _as_slices(state: AccumulatorState, place: int) -> IndexedSlices:
-    """The partial sum of a device, its rows as they lie."""
+    """The partial sum of a device as IndexedSlices, rows in storage order."""
     total = state.totals[place]
     if not isinstance(total, SparseSum):
         assert state.sum_shape is not None  # it holds gradients
@@ -261,7 +261,7 @@ def _as_slices(state: AccumulatorState, place: int) -> IndexedSlices:
 
 
 def _merged(states: Sequence[AccumulatorState]) -> list[tuple[IndexedSlices, ...]]:
-    """By one launch, on the first device of each."""
+    """Merges the sums of each state by one launch on its first device."""
     sums = [[total for total in state.totals if isinstance(total, SparseSum)] for state in states]
     plans, divisors = [], []
     for state, totals in zip(states, sums, strict=True):
@@ -289,11 +289,11 @@ def _merged(states: Sequence[AccumulatorState]) -> list[tuple[IndexedSlices, ...
 def _room(
     states: Sequence[AccumulatorState], shapes: Sequence[tuple[int, ...]]
 ) -> tuple[list[Buffer], list[tuple[Buffer, dict[int, int]]]]:
-    """Memory for each result on the first device of its accumulator.
+    """Allocates memory for each result on the first device of its accumulator.
 
     Returns:
-        That; and the flat buffers in which results that go to the same devices lie: for the place
-        of each accumulator there where its result begins.
+        The results; and each flat buffer of results that go to the same devices, with the offset
+        of each result by the index of its accumulator.
     """
     outs: dict[int, Buffer] = {}
     groups: dict[tuple[tuple[Device, ...], DType], list[int]] = {}
@@ -315,7 +315,7 @@ def _room(
 def _brought_together(
     states: Sequence[AccumulatorState], sums: Sequence[Sequence[SparseSum]]
 ) -> list[Buffer]:
-    """The rows of each state's sums on its first device, one sum behind the other."""
+    """Copies the rows of each state's sums back to back to its first device."""
     there: list[Buffer | None] = []
     groups: list[tuple[Device, list[Buffer]]] = []
     for state, totals in zip(states, sums, strict=True):

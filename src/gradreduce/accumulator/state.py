@@ -1,7 +1,4 @@
-"""What an accumulator holds, and who waits for it: host integers and Buffers under one lock.
-
-Never converts an array and never reads one; the GPU is ordered by marks alone.
-"""
+"""The state of an accumulator: counts, partial sums and waiting takes under one lock."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, eq=False)
 class SparseGradient:
-    """One sparse gradient on its way in.
+    """One sparse gradient to be added.
 
     Attributes:
         values: its rows, ``(num_rows, …)``.
@@ -50,12 +47,12 @@ class SparseGradient:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the whole array."""
+        """The shape of the whole array."""
         return self.dense_shape
 
     @property
     def dtype(self) -> DType:
-        """Of the values."""
+        """The dtype of the values."""
         return self.values.dtype
 
 
@@ -65,8 +62,8 @@ class SparseSum:
 
     Attributes:
         slots: which row holds which index, and how many gradients touched it.
-        values: ``(capacity, …)``, in the accumulate type; rows behind ``slots.num_rows`` are not
-            written yet.
+        values: ``(capacity, …)``, in the accumulate dtype; rows from ``slots.num_rows`` on are not
+            initialized.
     """
 
     slots: RowIndex
@@ -74,22 +71,22 @@ class SparseSum:
 
     @property
     def rows(self) -> Buffer:
-        """Those of ``values`` that are in use."""
+        """The rows of ``values`` that are in use."""
         return self.values.view(0, (self.slots.num_rows, *self.values.shape[1:]))
 
 
 @dataclass(eq=False, slots=True)
 class PendingTake:
-    """A place in the queue of every accumulator of one take.
+    """A waiting take, queued at each of its accumulators.
 
     Attributes:
-        states: whose gradients it takes together.
-        num_required: how many each must hold.
-        deadline: seconds that the devices may take once it is served; None for ever.
+        states: the accumulators that it takes from.
+        num_required: the number of gradients that each must have.
+        deadline: seconds for the devices to compute the result; None without limit.
         done: set when it has left all queues, with a result or an error.
         taken: for each state, its gradient on each of its devices.
-        kinds: for each state, the kind of array to hand out.
-        error: what serving it raised.
+        kinds: for each state, the array type to return.
+        error: raised when it completes.
     """
 
     states: tuple[AccumulatorState, ...]
@@ -101,7 +98,7 @@ class PendingTake:
     error: BaseException | None = None
 
     def is_ready(self) -> bool:
-        """Whether it heads every queue, all open, and all hold enough; all locks must be held."""
+        """Whether it is first in every queue and all have enough; all locks must be held."""
         for state in self.states:
             heads = state.queue and state.queue[0] is self
             if not heads or state.closed or state.count < self.num_required:
@@ -109,7 +106,7 @@ class PendingTake:
         return True
 
     def leave(self) -> None:
-        """Takes it out of every queue; all locks must be held."""
+        """Removes it from every queue; all locks must be held."""
         for state in self.states:
             if self in state.queue:
                 state.queue.remove(self)
@@ -117,28 +114,28 @@ class PendingTake:
 
 
 class AccumulatorState:
-    """One accumulator; handles with the same ``shared_name`` share it.
+    """The state of an accumulator, shared by all with the same ``shared_name``.
 
     Attributes:
         number: order of creation, in which locks are taken.
-        name: of its first handle, for errors.
+        name: of its first accumulator, for errors.
         dtype: of gradients and results.
         shape: what gradients must fit; None for anything, None entries for any extent.
         reduction_type: ``"MEAN"`` or ``"SUM"``.
         devices: one partial sum is kept on each.
-        over_mesh: whether results are mirrored on all devices.
+        over_mesh: whether results are ``Mirrored`` on all devices.
         cross_device_ops: reduces the partial sums of a mesh at a take.
         sparse: whether gradients are IndexedSlices.
-        lock: guards everything below; to ask for it raises in a forked child.
+        lock: guards everything below; raises in a forked child.
         count: gradients in the sum.
         step: gradients of an earlier one are stale.
         num_dropped: stale ones so far.
         has_warned: whether a drop of a gradient without ``local_step`` was logged.
-        sum_shape: of the gradients in the sum; None without any. Of sparse ones that of the whole
+        sum_shape: of the gradients in the sum; None without any. For sparse ones that of the whole
             array, -1 as its first entry if that is unknown.
-        totals: the partial sum of each device, in the accumulate type; None where nothing came.
+        totals: the partial sum of each device, in the accumulate dtype; None without gradients.
         kind: of the first gradient kept since the last take.
-        queue: takes that wait, first come, first served.
+        queue: waiting takes, first in, first out.
         closed: whether every further call is an error.
     """
 
@@ -175,7 +172,7 @@ class AccumulatorState:
 
     @property
     def lock(self) -> threading.RLock:
-        """Raises ``BackendUnavailableError`` in a forked child, where nobody may release it."""
+        """The lock; raises ``BackendUnavailableError`` in a forked child."""
         self.devices[0].mesh_state.check_process()
         return self._lock
 
@@ -185,12 +182,12 @@ class AccumulatorState:
             raise CancelledError(f"the accumulator {self.name!r} was closed")
 
     def check_devices(self) -> None:
-        """Raises ``BackendUnavailableError`` if the mesh was closed or a device lost."""
+        """Raises ``BackendUnavailableError`` if the mesh was closed or a device has failed."""
         for device in self.devices:
             device.mesh_state.check_usable(device)
 
     def set_step(self, step: int) -> None:
-        """Sets the step, with a warning if it goes back; waiting takes are not looked at."""
+        """Sets the step, with a warning if it decreases; waiting takes are not affected."""
         with self.lock:
             self.check_open()
             before, self.step = self.step, step
@@ -202,23 +199,23 @@ class AccumulatorState:
             )
 
     def reset(self) -> None:
-        """After a take: nothing accumulated, one step on; the lock must be held."""
+        """Clears the sum and increments the step; the lock must be held."""
         nothing = [None] * len(self.devices)
         self.update(count=0, step=self.step + 1, sum_shape=None, totals=nothing)
 
     def update(self, **attributes: Any) -> None:
-        """Sets them all; the lock must be held."""
+        """Sets the attributes; the lock must be held."""
         vars(self).update(attributes)
 
 
 class PendingGradient(NamedTuple):
-    """What one call brings to one accumulator.
+    """The validated gradients of one call for one accumulator.
 
     Attributes:
         state: the accumulator.
-        parts: ``(place in state.devices, gradient)``; each is one gradient of the count, those of
-            one place are added in this order.
-        kind: what the caller's arrays are.
+        parts: ``(index in state.devices, gradient)``; each counts as one gradient, those of one
+            device are added in this order.
+        kind: the type of the caller's arrays.
     """
 
     state: AccumulatorState
@@ -227,12 +224,12 @@ class PendingGradient(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of its first gradient."""
+        """The shape of the first gradient."""
         return self.parts[0][1].shape
 
 
 def locked(states: Sequence[AccumulatorState]) -> AbstractContextManager[object]:
-    """Holds the locks of all states, taken in the order of creation: no two callers deadlock."""
+    """Holds the locks of all states; acquires them in order of creation."""
     return states[0].lock if len(states) == 1 else _all_locked(states)
 
 

@@ -1,4 +1,4 @@
-"""Serves waiting takes in order, first come, first served, and computes what each returns."""
+"""The queue of waiting takes: completes them in order and computes their results."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ __all__ = [
 ]
 
 
-# Mesh accumulators that travel together: devices, divisor, what reduces them.
+# Mesh accumulators that are reduced together: devices, divisor, cross_device_ops.
 _Batch = tuple[tuple[Device, ...], float, CrossDeviceOps]
 
 
 def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Part, ...]]:
-    """Takes the gradient of each state, all locks held; then its count is 0, its step one on.
+    """Takes the gradient of each state and resets it; all locks must be held.
 
-    What is reduced or divided in place is no sum any more: if anything fails between that and the
-    count, the devices are lost.
+    Sums may be reduced or divided in place: if anything fails between that and the reset, their
+    devices are marked as failed.
 
     Returns:
-        For each state its gradient on each of its devices; empty for one that holds none.
+        For each state its gradient on each of its devices; empty without gradients.
     """
-    for state in states:  # a take without a launch must notice too
+    for state in states:  # a take without a launch must check too
         state.check_devices()
     taken: dict[AccumulatorState, tuple[Part, ...]] = {}
     held = [state for state in states if state.count]
     dense = [state for state in held if not state.sparse]
     alone = {state: _room(state) for state in dense if not state.over_mesh}
-    if len(dense) < len(held):  # first, because it writes no sum
+    if len(dense) < len(held):  # first, because it does not write the sums
         sparse = [state for state in held if state.sparse]
         taken.update(zip(sparse, take_sparse(sparse), strict=True))
     batches: dict[_Batch, list[AccumulatorState]] = {}
@@ -66,9 +66,9 @@ def take_held(states: Sequence[AccumulatorState]) -> list[tuple[Part, ...]]:
             batches.setdefault(key, []).append(state)
     with ExitStack() as guard:
         for index, ((_, divisor, reducer), together) in enumerate(batches.items(), 1):
-            # A batch asks for its memory before its first launch; but a later one may get none, and
-            # then the sums of those before it must be there still. So must those of all batches
-            # where sums are divided on one device afterwards.
+            # A batch allocates its memory before its first launch; but a later batch may fail to,
+            # and then the sums of those before it must be intact. So only the last one may
+            # overwrite its sums, and only if no division follows.
             last = index == len(batches) and not alone
             reduced = reducer.reduce_buffers(
                 _partials(together),
@@ -90,10 +90,10 @@ def _divisor(state: AccumulatorState) -> float:
 
 
 def _partials(states: Sequence[AccumulatorState]) -> list[list[Buffer]]:
-    """The partial sum of each device; zeros where nothing came, the one place that zeroes.
+    """The partial sums of each state; zeros for a device without gradients.
 
-    The zeros of a device lie together, as sums do that came together: so what is packed, and in
-    which order, is a matter of the accumulators and not of who has brought something.
+    The zeros of a device are allocated back to back, like sums that were added together: so the
+    packing does not depend on which devices have gradients.
     """
     zeros: dict[tuple[AccumulatorState, int], Buffer] = {}
     for index, device in enumerate(states[0].devices):
@@ -114,7 +114,7 @@ def _partials(states: Sequence[AccumulatorState]) -> list[list[Buffer]]:
 
 
 def _room(state: AccumulatorState) -> tuple[Buffer, Buffer]:
-    """The sum on the one device and where its result goes: the sum itself if of its type."""
+    """The sum of a one-device state, and its output: the sum itself if dtypes agree."""
     (total,) = state.totals
     assert isinstance(total, Buffer), "it holds gradients"
     same = total.dtype == state.dtype
@@ -122,13 +122,13 @@ def _room(state: AccumulatorState) -> tuple[Buffer, Buffer]:
 
 
 def _divide(alone: dict[AccumulatorState, tuple[Buffer, Buffer]], guard: ExitStack) -> None:
-    """``out = total / divisor`` for each sum.
+    """Divides each sum; devices on one GPU share a launch.
 
-    Co-located devices share a launch. Sums that go elsewhere come first.
+    Sums with a separate output come first.
 
     Args:
-        alone: for each state the sum, and where its result goes.
-        guard: gets what loses the devices of sums that are divided in place, if anything fails.
+        alone: for each state the sum and its output.
+        guard: marks the devices of sums that are divided in place as failed on an error.
     """
     apart: list[tuple[float, Buffer, Buffer]] = []
     in_place: list[tuple[float, Buffer, Buffer]] = []
@@ -147,7 +147,7 @@ def _divide(alone: dict[AccumulatorState, tuple[Buffer, Buffer]], guard: ExitSta
 
 
 def _launch(divisions: list[tuple[float, Buffer, Buffer]]) -> None:
-    """One launch for each physical device, divisor and dtype."""
+    """Divides with one launch for each GPU, divisor and dtype."""
     launches: dict[tuple[int, float], list[tuple[Buffer, Buffer]]] = {}
     for divisor, total, out in divisions:
         launches.setdefault((total.device.physical, divisor), []).append((total, out))
@@ -167,19 +167,21 @@ _log = logging.getLogger(__name__)
 
 
 def join(pending_take: PendingTake) -> None:
-    """Puts a take into the queues, and serves it if it can be served at once.
+    """Appends a take to the queues, and completes it if it is ready.
 
     Raises:
         CancelledError: an accumulator was closed.
         BackendUnavailableError: its mesh was closed, is from before a fork, or lost a device.
-        CollectiveError: its mesh is dead.
+        CollectiveError: its mesh has failed.
     """
     if pending_take.deadline is not None:
-        pending_take.states[0].devices[0].mesh_state.guard()  # whoever serves it starts no thread
+        pending_take.states[0].devices[
+            0
+        ].mesh_state.guard()  # starts the watchdog here, before any lock is held
     with locked(pending_take.states):
         for state in pending_take.states:
             state.check_open()
-            state.check_devices()  # nobody could ever serve it
+            state.check_devices()  # else it would wait without end
         for state in pending_take.states:
             state.queue.append(pending_take)
         joint = serve_held(pending_take.states)
@@ -187,14 +189,14 @@ def join(pending_take: PendingTake) -> None:
 
 
 def await_take(pending_take: PendingTake, timeout: float | None) -> None:
-    """Blocks until the ticket was served, cancelled, or its time ran out.
+    """Blocks until the take completes or is cancelled, or the timeout expires.
 
     Args:
         pending_take: from ``join``.
-        timeout: seconds, from ``as_timeout``; None for ever.
+        timeout: seconds, from ``as_timeout``; None without limit.
 
     Raises:
-        DeadlineExceededError: not served in time; it has left every queue and taken nothing.
+        DeadlineExceededError: the timeout expired; the take has left all queues.
     """
     if not pending_take.done.wait(timeout):
         withdraw(pending_take, timeout)
@@ -207,9 +209,9 @@ def await_take(pending_take: PendingTake, timeout: float | None) -> None:
 
 
 def withdraw(pending_take: PendingTake, timeout: float | None = None) -> None:
-    """Takes an unserved ticket out of every queue; what waited behind it is looked at.
+    """Removes an incomplete take from all queues, after a timeout or an error.
 
-    When its time ran out, and when whoever would wait for it has raised: it must not take then.
+    Takes behind it complete if they are ready.
     """
     with DeferInterrupts():
         with locked(pending_take.states):
@@ -222,9 +224,9 @@ def withdraw(pending_take: PendingTake, timeout: float | None = None) -> None:
 
 
 def close(state: AccumulatorState) -> None:
-    """Closes an accumulator and frees its sum; takes that wait for it are cancelled.
+    """Closes an accumulator, frees its sum, and cancels waiting takes.
 
-    Joint ones leave all their queues, and what waited behind them there is looked at.
+    Takes of several accumulators leave all their queues; takes behind them complete if ready.
     """
     with state.lock:
         state.closed = True
@@ -233,9 +235,9 @@ def close(state: AccumulatorState) -> None:
 
 
 def forget(state: AccumulatorState) -> None:
-    """Drops what a mesh that died had added up: it may be half written, and nobody can tell.
+    """Discards partial sums after a mesh failure, because they may be half written.
 
-    The step stays, so that what arrives for it afterwards counts.
+    The step stays, so that later gradients of this step are added.
     """
     with state.lock:
         lost = state.count
@@ -243,11 +245,16 @@ def forget(state: AccumulatorState) -> None:
         state.reset()
         state.step = step
     if lost:  # a handler may do anything: no lock is held
-        _log.warning("an accumulator at step %d lost %d gradients with its mesh", step, lost)
+        _log.warning(
+            "accumulator %r at step %d discarded %d gradients: its mesh failed",
+            state.name,
+            step,
+            lost,
+        )
 
 
 def cancel_waiting(state: AccumulatorState) -> None:
-    """Cancels the takes that wait for an accumulator; its mesh was closed or died, or it itself."""
+    """Cancels waiting takes, because the accumulator or its mesh was closed or failed."""
     with state.lock:
         waiting = list(state.queue)
     for pending_take in waiting:
@@ -262,10 +269,10 @@ def cancel_waiting(state: AccumulatorState) -> None:
 
 
 def serve_held(states: Sequence[AccumulatorState]) -> list[PendingTake]:
-    """Serves every take that these states satisfy, while the caller holds their locks.
+    """Completes the takes that are ready; the caller holds the locks of the states.
 
     Returns:
-        Joint takes at the head of a queue that need locks which the caller does not hold.
+        Takes at the head of a queue that need further locks; for ``serve_joint``.
     """
     joint: list[PendingTake] = []
     progress = any([state.queue for state in states])  # mostly nobody waits
@@ -286,7 +293,7 @@ def serve_held(states: Sequence[AccumulatorState]) -> list[PendingTake]:
 
 
 def serve_joint(pending_takes: Sequence[PendingTake]) -> None:
-    """Serves joint takes; the caller holds no lock."""
+    """Completes takes of several accumulators; the caller holds no lock."""
     waiting = list(pending_takes)
     while waiting:
         pending_take = waiting.pop()
@@ -298,7 +305,7 @@ def serve_joint(pending_takes: Sequence[PendingTake]) -> None:
 
 
 def _serve(pending_take: PendingTake) -> None:
-    """Launches the take, then counts; a failure goes to the taker and leaves the sums alone."""
+    """Completes a take; on error, the waiting call raises it and the sums stay."""
     kinds = [state.kind for state in pending_take.states]
     devices = (device for state in pending_take.states for device in state.devices)
     try:
@@ -312,14 +319,14 @@ def _serve(pending_take: PendingTake) -> None:
 
 
 def _cancelled(state: AccumulatorState) -> str:
-    """TensorFlow's words, and why where it is not the caller's doing."""
+    """The message of a cancelled take: TensorFlow's words, and why the mesh failed."""
     reason = state.devices[0].mesh_state.reason
     text = "TakeGrad operation was cancelled"
     return text if reason is None else f"{text}: the mesh is dead: {reason}"
 
 
 def _missing(pending_take: PendingTake, timeout: float | None) -> str:
-    """What is waited for: of several accumulators, those that lack gradients, five at most."""
+    """The message of a timeout: which accumulators lack gradients, at most five."""
     several = len(pending_take.states) > 1
     parts = [
         (f"accumulators[{index}] at " if several else "")

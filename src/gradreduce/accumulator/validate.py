@@ -1,6 +1,6 @@
 """Validates gradients, steps and shapes of accumulators before anything changes.
 
-Errors that TensorFlow has too use TensorFlow's words.
+Errors that TensorFlow also raises have TensorFlow's wording.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class _Default(int):
-    """A default that is told from the same number given by the caller."""
+    """A default value that is distinguishable from the same number passed explicitly."""
 
 
-DEFAULT_STEP = _Default(0)  # of ``local_step``: TensorFlow's
-_OF_ROWS = (IndexedSlices, PerReplica)  # what may be sparse, or consist of what is
+DEFAULT_STEP = _Default(0)  # default of ``local_step``, as in TensorFlow
+_OF_ROWS = (IndexedSlices, PerReplica)  # types that may hold sparse gradients
 
 
 def pending_gradient(state: AccumulatorState, grad: Any, cast: bool) -> PendingGradient:
-    """Converts and checks one gradient: dtype and the constructor's shape."""
+    """Converts one dense gradient, and checks its dtype and shape."""
     if isinstance(grad, _OF_ROWS):
         kind, grad = grad.kind, _as_dense(state, grad, cast)
     else:
@@ -66,19 +66,19 @@ def pending_gradient(state: AccumulatorState, grad: Any, cast: bool) -> PendingG
         if is_array(grad) and kind in ("native", "buffer"):
             check_dtype(state, grad.dtype, cast)
         parts = (home_of(state, grad),)
-        if is_array(grad):  # a dtype of another library is known when it has come in
+        if is_array(grad):  # the dtype of another library's array is known after conversion
             check_dtype(state, parts[0][1].dtype, cast)
     for _, buffer in parts:
         _check_shape(state, buffer.shape)
     made = PendingGradient(state, parts, kind)
     together = len(parts) > 1 and len({index for index, _ in parts}) < len(parts)
     if together or any([buffer.dtype != state.dtype for _, buffer in parts]):
-        prepare_parts(made)  # what the constructor did not
+        prepare_parts(made)  # kernels that the constructor did not compile
     return made
 
 
 def _as_dense(state: AccumulatorState, grad: Any, cast: bool) -> Any:
-    """IndexedSlices, alone or one for each replica, made dense; anything else as it is."""
+    """Converts IndexedSlices, also in a PerReplica, to dense; returns others unchanged."""
     if isinstance(grad, IndexedSlices):
         whole = _whole(state, grad, cast)
         _, rows = home_of(state, whole.values)
@@ -93,7 +93,7 @@ def _as_dense(state: AccumulatorState, grad: Any, cast: bool) -> Any:
 
 
 def _whole(state: AccumulatorState, slices: IndexedSlices, cast: bool) -> IndexedSlices:
-    """Checked; with the accumulator's shape, if that is known and came with no other."""
+    """Checks slices; without a ``dense_shape`` they get the accumulator's, if known."""
     check_dtype(state, slices.dtype, cast)
     shape = state.shape
     if slices.dense_shape is None and shape and None not in shape:
@@ -103,21 +103,21 @@ def _whole(state: AccumulatorState, slices: IndexedSlices, cast: bool) -> Indexe
 
 
 def num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
-    """Checks as ``pending_gradient`` does what will be dropped, but for what making a Buffer shows.
+    """Counts dense gradients that will be dropped; checks them without converting.
 
     Returns:
-        How many gradients of the count it would have been.
+        The number of gradients in ``grad``.
     """
     if isinstance(grad, IndexedSlices):
         _whole(state, grad, cast)
         return 1
     if isinstance(grad, PerReplica):
         if not grad.is_sparse:
-            return len(_replicas(state, grad, cast))  # they are Buffers
+            return len(_replicas(state, grad, cast))  # already Buffers
         return sum(num_gradients(state, part, cast) for part in grad.parts)
     kind = kind_of(grad)
     if kind == "buffer":
-        to_buffer(grad, state.devices[0])  # of this mesh
+        to_buffer(grad, state.devices[0])  # raises for another mesh
     if not is_array(grad):
         shape = numbers(grad, state.dtype).shape
     elif kind in ("native", "buffer"):
@@ -133,11 +133,11 @@ def num_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
 def _replicas(
     state: AccumulatorState, grad: PerReplica, cast: bool
 ) -> tuple[tuple[int, Buffer], ...]:
-    """One gradient for each replica, all of one shape; from outside to the first device."""
+    """The gradient of each replica with its device index; checks dtypes and shapes."""
     if grad.devices[0].mesh_state is not state.devices[0].mesh_state:
         devices = listed(device.name for device in state.devices)
         raise DeviceMismatchError(
-            f"the gradient is of another mesh than the accumulator, which is on {devices}"
+            f"the gradient is on another mesh than the accumulator, which is on {devices}"
         )
     grad.forget_copies()
     first = grad.buffers[0].shape
@@ -145,19 +145,20 @@ def _replicas(
         check_dtype(state, buffer.dtype, cast)
         if buffer.shape != first:
             raise ValueError(
-                f"replicas differ in shape: replica {replica} is {list(buffer.shape)}, replica 0 "
-                f"{list(first)}"
+                f"replicas differ in shape: replica {replica} has shape {list(buffer.shape)}, "
+                f"replica 0 has {list(first)}"
             )
     return tuple([(_place(state, buffer), buffer) for buffer in grad.buffers])
 
 
 def home_of(state: AccumulatorState, grad: Any) -> tuple[int, Buffer]:
-    """The place of the device whose sum a gradient goes to, where it lies, else 0; and the Buffer.
+    """The index of the device whose sum a gradient is added to, and its Buffer.
 
-    A host array goes where it is added at once, not by way of another device.
+    That is the gradient's own device, if the accumulator uses it, else the first. A host array is
+    uploaded to the device of the enclosing ``gr.replica``, else to the first.
 
     Raises:
-        ValueError: the whole mesh has no device for the enclosing ``gr.replica``.
+        ValueError: the mesh has no device for the enclosing ``gr.replica``.
     """
     device = state.devices[0]
     if current_replica() is not None:
@@ -172,7 +173,7 @@ def _place(state: AccumulatorState, buffer: Buffer) -> int:
 
 
 def _check_shape(state: AccumulatorState, shape: tuple[int, ...]) -> None:
-    """The constructor's."""
+    """Checks a shape against the constructor's."""
     wanted = state.shape
     if wanted is not None and shape != wanted and not compatible(shape, wanted):
         raise ValueError(
@@ -181,23 +182,23 @@ def _check_shape(state: AccumulatorState, shape: tuple[int, ...]) -> None:
 
 
 def check_dtype(state: AccumulatorState, dtype: DType, cast: bool) -> None:
-    """Raises ``ValueError`` for another dtype, or, with ``cast``, for one that is no float."""
+    """Raises ``ValueError`` for another dtype, or with ``cast`` for a non-float dtype."""
     if dtype == state.dtype:
         return
     converts = dtype.name in DTYPES and dtype.isnative
     if not cast:
-        hint = "; cast=True converts" if converts else ""
-        raise ValueError(f"the gradient is {dtype}, the accumulator {state.dtype}{hint}")
+        hint = "; pass cast=True to convert it" if converts else ""
+        raise ValueError(f"the gradient is {dtype}, the accumulator is {state.dtype}{hint}")
     if not converts:
         raise ValueError(
-            f"a gradient of {dtype} is not converted to {state.dtype}; only floats are"
+            f"cast=True cannot convert a gradient of {dtype} to {state.dtype}; only floats"
         )
 
 
 def for_each(
     function: Callable[..., T], arguments: Iterable[tuple[Any, ...]], name_of: Callable[[int], str]
 ) -> list[T]:
-    """Calls the function with each of the tuples; errors begin with the name of its place."""
+    """Calls the function with each tuple of arguments; errors begin with its name."""
     made = []
     for index, each in enumerate(arguments):
         try:
@@ -208,38 +209,38 @@ def for_each(
 
 
 def check_together(states: Sequence[AccumulatorState]) -> None:
-    """Whether one call may be about all of them.
+    """Checks that one call can use all the accumulators.
 
     Raises:
-        ValueError: there is none, or one twice.
+        ValueError: there are none, or one is passed twice.
         DeviceMismatchError: they are on devices of different meshes.
     """
     if not states:
-        raise ValueError("accumulators is empty; at least one is needed")
+        raise ValueError("accumulators is empty; pass at least one")
     if len(states) == 1:
         return
     seen: dict[AccumulatorState, int] = {}
     for index, state in enumerate(states):
         if seen.setdefault(state, index) != index:
             raise ValueError(
-                f"an accumulator is named twice: accumulators[{index}] is "
-                f"accumulators[{seen[state]}]"
+                f"accumulators[{index}] is the same as accumulators[{seen[state]}]; pass each at "
+                "most once"
             )
     for index, state in enumerate(states):
         if state.devices[0].mesh_state is not states[0].devices[0].mesh_state:
             raise DeviceMismatchError(
-                f"accumulators[{index}] is on another mesh than accumulators[0]: make a call for "
-                "each mesh"
+                f"accumulators[{index}] is on another mesh than accumulators[0]; make one call "
+                "for each mesh"
             )
 
 
 def as_timeout(timeout: float | None, name: str = "timeout") -> float | None:
-    """Seconds to wait, at least 0; None for ever."""
+    """Validates a timeout: seconds, at least 0, or None for no limit."""
     if timeout is None:
         return None
     try:
         limited = float(min(max(timeout, 0.0), threading.TIMEOUT_MAX))
-    except (TypeError, ValueError):  # the second of an array of several
+    except (TypeError, ValueError):  # ValueError: an array of several numbers
         raise TypeError(f"{name}={brief(timeout)} must be a number of seconds or None") from None
     if timeout != timeout:
         raise ValueError(f"{name}=nan must be a number of seconds or None")
@@ -247,11 +248,11 @@ def as_timeout(timeout: float | None, name: str = "timeout") -> float | None:
 
 
 def as_required(num_required: int | Variable) -> int:
-    """A number of gradients; of a Variable what it holds, which is downloaded.
+    """Validates ``num_required``; downloads the value of a Variable.
 
     Raises:
-        TypeError: neither.
-        InvalidArgumentError: less than 1.
+        TypeError: it is neither an integer nor a Variable.
+        InvalidArgumentError: it is less than 1.
     """
     required = _as_integer("num_required", num_required)
     if required < 1:
@@ -260,11 +261,11 @@ def as_required(num_required: int | Variable) -> int:
 
 
 def as_step(name: str, step: int | Variable) -> int:
-    """An integer, or what a Variable holds, on whatever devices: that is downloaded.
+    """Validates a step; downloads the value of a Variable.
 
     Raises:
-        TypeError: neither.
-        InvalidArgumentError: a number that int64, TensorFlow's type of steps, does not have.
+        TypeError: it is neither an integer nor a Variable.
+        InvalidArgumentError: it does not fit in int64, TensorFlow's type of steps.
     """
     found = _as_integer(name, step)
     if not -(2**63) <= found < 2**63:
@@ -284,7 +285,7 @@ def _as_integer(name: str, number: int | Variable) -> int:
 
 
 def as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
-    """A shape with None for open extents; a negative one is a ``ValueError``."""
+    """Validates a shape with None for unknown extents."""
     try:
         wanted = tuple(None if extent is None else as_index(extent) for extent in shape)
     except TypeError:
@@ -295,39 +296,39 @@ def as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
 
 
 def pending_sparse_gradient(state: AccumulatorState, grad: Any, cast: bool) -> PendingGradient:
-    """Checks and places one sparse gradient, or one for each replica.
+    """Checks and converts one sparse gradient, or one for each replica.
 
     Raises:
-        TypeError: neither IndexedSlices nor a ``PerReplica`` of them.
-        ValueError: another dtype, without ``cast``.
-        InvalidArgumentError: its shape does not fit the accumulator's, or an index leaves that.
+        TypeError: it is neither IndexedSlices nor a ``PerReplica`` of them.
+        ValueError: it has another dtype, without ``cast``.
+        InvalidArgumentError: its shape does not fit the accumulator's, or an index is too large.
     """
     parts = []
     for slices in _checked(state, grad, cast):
         index, rows = home_of(state, slices.values)
         parts.append((index, _gradient(state, slices, rows)))
     for dtype in dict.fromkeys(gradient.dtype for _, gradient in parts):
-        if dtype != state.dtype:  # cast: what that launches was not prepared before
+        if dtype != state.dtype:  # cast: its kernels may not be compiled
             prepare_gradient(state, dtype)
     return PendingGradient(state, tuple(parts), grad.kind)
 
 
 def num_sparse_gradients(state: AccumulatorState, grad: Any, cast: bool) -> int:
-    """As ``num_gradients`` of the door: for what will be dropped."""
+    """Counts sparse gradients that will be dropped; checks them without converting."""
     given = _checked(state, grad, cast)
     for slices in given:
         if isinstance(slices.values, Buffer):
-            to_buffer(slices.values, state.devices[0])  # of this mesh
+            to_buffer(slices.values, state.devices[0])  # raises for another mesh
     return len(given)
 
 
 def _checked(state: AccumulatorState, grad: Any, cast: bool) -> list[IndexedSlices]:
-    """One for each gradient, as they came."""
+    """The IndexedSlices of each gradient, checked."""
     given: Sequence[Any] = grad.parts if isinstance(grad, PerReplica) else [grad]
     for slices in given:
         if not isinstance(slices, IndexedSlices):
             raise TypeError(
-                f"a SparseConditionalAccumulator takes IndexedSlices, got {type(slices).__name__}"
+                f"a SparseConditionalAccumulator expects IndexedSlices, got {type(slices).__name__}"
             )
         check_dtype(state, slices.dtype, cast)
         _check_sparse_shape(state, slices)
@@ -335,7 +336,7 @@ def _checked(state: AccumulatorState, grad: Any, cast: bool) -> list[IndexedSlic
 
 
 def _gradient(state: AccumulatorState, slices: IndexedSlices, rows: Buffer) -> SparseGradient:
-    """The whole array's first extent is the accumulator's; else what came with the gradient."""
+    """Makes a SparseGradient; its first extent is the accumulator's, if known."""
     first = slices.dense_shape[0] if slices.dense_shape is not None else UNKNOWN
     if state.shape and state.shape[0] is not None:
         first = state.shape[0]
@@ -343,7 +344,7 @@ def _gradient(state: AccumulatorState, slices: IndexedSlices, rows: Buffer) -> S
 
 
 def _check_sparse_shape(state: AccumulatorState, slices: IndexedSlices) -> None:
-    """Against the accumulator's shape, which may have fewer dimensions; () says nothing."""
+    """Checks slices against the accumulator's shape, which may have fewer dimensions."""
     wanted = state.shape
     if not wanted:
         return
@@ -364,7 +365,7 @@ def _check_sparse_shape(state: AccumulatorState, slices: IndexedSlices) -> None:
 def _check_extents(
     what: str, wanted: tuple[int | None, ...], given: tuple[int | None, ...]
 ) -> None:
-    """Raises ``InvalidArgumentError`` if known extents differ, or dimensions are missing."""
+    """Raises ``InvalidArgumentError`` if known extents differ or dimensions are missing."""
     if len(given) < len(wanted):
         raise InvalidArgumentError(f"expected {what} rank at least {len(wanted)}, got {len(given)}")
     for index, (extent, known) in enumerate(zip(given, wanted, strict=False)):
@@ -373,11 +374,11 @@ def _check_extents(
 
 
 def check_sum_shape(pending_gradient: PendingGradient) -> None:
-    """Against what the first gradient since the last take has fixed; the lock must be held.
+    """Checks sparse gradients against the sum's shape; the lock must be held.
 
     Raises:
-        InvalidArgumentError: rows of another shape, another ``dense_shape``, or an index that
-            leaves the one that is remembered.
+        InvalidArgumentError: the shape of the rows or ``dense_shape`` differs, or an index is not
+            below the first extent of the sum.
     """
     state = pending_gradient.state
     expected = (
@@ -391,9 +392,9 @@ def check_sum_shape(pending_gradient: PendingGradient) -> None:
             raise InvalidArgumentError(
                 f"Shape mismatch: expected {list(expected)}, got {[first, *row]}"
             )
-        indices = gradient.segments.indices  # every one once, rising: no places of the caller's
+        indices = gradient.segments.indices  # unique and ascending, not as the caller passed them
         if expected[0] != UNKNOWN and len(indices) and indices[-1] >= expected[0]:
             raise InvalidArgumentError(
-                f"index {indices[-1]} is not below dense_shape[0] = {expected[0]}, which the first "
-                "gradient in the sum came with"
+                f"index {indices[-1]} is not below dense_shape[0] = {expected[0]} of the first "
+                "gradient in the sum"
             )
