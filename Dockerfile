@@ -40,6 +40,7 @@ COPY src src
 COPY kernels kernels
 COPY tests tests
 COPY examples examples
+COPY docs docs
 COPY bench bench
 
 # The CUDA of the wheels, 12 or 13, and other libraries beside them. All of them must be of one CUDA:

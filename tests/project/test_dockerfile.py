@@ -134,7 +134,7 @@ def shown_commands(path: Path) -> list[str]:
     return [found for line in lines for found in re.findall(r"docker run [^`|]*", line)]
 
 
-@pytest.mark.parametrize("name", ["Dockerfile", "README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("name", ["Dockerfile", "docs/containers.md", "CONTRIBUTING.md"])
 def test_every_docker_run_gives_nccl_its_memory(name):
     """Where GPUs have no peer access it needs shared and locked memory."""
     commands = shown_commands(ROOT / name)
@@ -146,7 +146,7 @@ def test_every_docker_run_gives_nccl_its_memory(name):
 
 
 def test_the_tests_of_libraries_are_run_so_that_a_skip_fails():
-    for name in ("Dockerfile", "README.md"):
+    for name in ("Dockerfile", "docs/containers.md"):
         (command,) = [one for one in shown_commands(ROOT / name) if "pytest" in one]
         words = shlex.split(command)
         asked = words[words.index("pytest") :]
@@ -160,7 +160,8 @@ def test_the_tests_of_libraries_are_run_so_that_a_skip_fails():
 
 def test_everything_copied_exists_and_is_not_ignored(docker):
     sources = [word for step in docker if step.name == "COPY" for word in step.text.split()[:-1]]
-    assert {"pyproject.toml", "README.md", "LICENSE", "src", "kernels", "tests"} <= set(sources)
+    wanted = {"pyproject.toml", "README.md", "LICENSE", "src", "kernels", "tests", "docs"}
+    assert wanted <= set(sources)
     assert [source for source in sources if not (ROOT / source).exists()] == []
     lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     patterns = [line.removeprefix("**/") for line in lines if line and not line.startswith("#")]

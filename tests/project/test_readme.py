@@ -1,20 +1,41 @@
-"""The README's promises that a test can keep: its commands and its example."""
+"""The two commands of the README work, and every Python block of README and docs runs."""
 
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
-
-import gradreduce as gr
 
 pytestmark = pytest.mark.repo
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
+PAGES = [page for page in (README, *sorted((ROOT / "docs").glob("*.md"))) if page.is_file()]
+
+
+def blocks_of(path: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def libraries_of(block: str) -> list[pytest.MarkDecorator]:
+    found = re.findall(r"^import (torch|jax)\b", block, re.MULTILINE)
+    return [getattr(pytest.mark, library) for library in found]
+
+
+BLOCKS = [
+    pytest.param(
+        block, id=f"{path.relative_to(ROOT).as_posix()}-{number}", marks=libraries_of(block)
+    )
+    for path in PAGES
+    for number, block in enumerate(blocks_of(path), 1)
+    if "sklearn" not in block  # has a test of its own below
+]
+
+
+def printed_lines(block: str) -> list[str]:
+    """The comments beside its prints: what these print."""
+    return re.findall(r"^ *print\(.*\)  # (.*)$", block, re.MULTILINE)
 
 
 def test_the_two_commands_are_there():
@@ -23,101 +44,54 @@ def test_the_two_commands_are_there():
     assert 'python -m pip install ".[test]" && python -m pytest' in text
 
 
-def test_the_ten_lines_of_the_digits_example_train_it():
-    """They stand beside its command, and are what it does; how their names are made is said."""
-    text = README.read_text(encoding="utf-8")
-    code = re.search(r"python examples/train_digits.py\n.*?```python\n(.*?)```", text, re.DOTALL)
-    assert code is not None
-    assert len(code[1].splitlines()) == 10
-    said = " ".join(code[0][: -len(code[1])].split())
-    for name in (
-        "mesh = gr.open_mesh(",
-        "optimizer = gr.MomentumOptimizer(0.1, 0.9)",
-        "w = [gr.Variable(value, device=mesh) for value in initial]",
-        "next_batch()",
-    ):
-        assert name in said
-    assert all(len(line) <= 100 for line in code[1].splitlines())
-    example = importlib.import_module("digits")
-    digits, rng = example.load(), np.random.default_rng(0)
-
-    def next_batch():
-        picks = rng.integers(len(digits.train_images), size=16)
-        return digits.train_images[picks], digits.train_labels[picks]
-
-    with gr.open_mesh([0, 0, 1, 1], backend="sim") as mesh:
-        initial = example.initial_weights(rng).values()
-        names = {"gr": gr, "np": np, "mesh": mesh, "num_steps": 60, "next_batch": next_batch}
-        w = names["w"] = [gr.Variable(value, device=mesh) for value in initial]
-        names["optimizer"] = gr.MomentumOptimizer(0.1, 0.9)
-        exec(compile(code[1], "README.md", "exec"), names)
-        assert all((buffer.numpy() == each.numpy()).all() for each in w for buffer in each.buffers)
-        assert example.accuracy([each.numpy() for each in w], digits) > 0.8
+def test_the_readme_is_short():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
 
 
-def test_the_example_runs_and_prints_what_its_comments_say(capsys):
-    text = README.read_text(encoding="utf-8")
-    code = re.search(r"## Fifteen lines\n+```python\n(.*?)```", text, re.DOTALL)
-    assert code is not None
-    lines = [line for line in code[1].splitlines() if line.strip()]
-    assert len(lines) <= 15
-    assert all(len(line) <= 110 for line in lines)
-    exec(compile(code[1], "README.md", "exec"), {})
-    printed = capsys.readouterr().out
-    assert printed == "[[1.5 1.5]\n [1.5 1.5]\n [1.5 1.5]] 6 576\n[1.5 1.5 1.5 1.5 1.5]\n"
-
-
-def test_the_example_of_a_checkpoint_puts_back_what_it_saved(tmp_path, monkeypatch):
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    (code,) = [block for block in blocks if "load_state_dict" in block]
+@pytest.mark.whole_product
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_block_runs_and_prints_what_its_comments_say(block, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with gr.open_mesh([0, 0, 1], backend="sim") as mesh:
-        accumulator = gr.ConditionalAccumulator("float32", device=mesh)
-        accumulator.apply_grad([1.0, 2.0])
-        names = {"accumulator": accumulator, "mesh": mesh, "np": np, "json": json}
-        for part in code.split("\n\n"):
-            exec(compile(part, "README.md", "exec"), names)
-            if "load" not in part:
-                accumulator.apply_grad([5.0, 5.0])
-        assert accumulator.take_grad(1).values[2].tolist() == [1.0, 2.0]
+    assert all(len(line) <= 100 for line in block.splitlines())
+    exec(compile(block, "block", "exec"), {"__name__": "block"})
+    lines = iter(capsys.readouterr().out.splitlines())
+    for wanted in printed_lines(block):
+        assert wanted in lines  # after the one before
 
 
-def test_the_example_of_adding_over_time_prints_what_its_comments_say(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    (code,) = [block for block in blocks if "take_grads" in block]
-    exec(compile(code, "README.md", "exec"), {})
-    wanted = ["[True, True, True, True] [1.5 1.5 1.5] [ 7  8  9 10 11]", "False 1 1"]
-    assert capsys.readouterr().out.splitlines() == wanted
-    for line in wanted:
-        assert f"# {line.replace('[True, True, True, True]', '4 x True')}\n" in code
+def test_comments_beside_prints_are_compared():
+    block = "print(1)  # 1\nfor x in y:\n    print(x)\n    print(f(x))  # [2 3]\n"
+    assert printed_lines(block) == ["1", "[2 3]"]
+    assert sum(len(printed_lines(block)) for path in PAGES for block in blocks_of(path)) > 15
 
 
-def test_the_example_of_gradients_prints_what_its_comment_says(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    (code,) = [block for block in blocks if "embedding_lookup" in block]
-    exec(compile(code, "README.md", "exec"), {})
-    assert capsys.readouterr().out == "[7 3 7] (3, 8) (8, 3) float32\n"
-    assert "# [7 3 7] (3, 8) (8, 3) float32\n" in code
+def test_the_training_example_trains_every_copy_alike():
+    (code,) = [block for path in PAGES for block in blocks_of(path) if "sklearn" in block]
+    names = {"__name__": "block"}
+    exec(compile(code, "README.md", "exec"), names)
+    w = names["w"]
+    assert all((buffer.numpy() == each.numpy()).all() for each in w for buffer in each.buffers)
+    example = importlib.import_module("digits")
+    assert example.accuracy([each.numpy() for each in w], example.load()) > 0.8
 
 
-def test_the_example_of_agn_prints_what_its_comment_says(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    (code,) = [block for block in blocks if "AGNOptimizer" in block]
-    exec(compile(code, "README.md", "exec"), {})
-    assert capsys.readouterr().out == "[1. 2.]\n"
-    assert "# [1. 2.]\n" in code
+def test_every_file_named_exists():
+    for page in (*PAGES, ROOT / "CONTRIBUTING.md"):
+        text = page.read_text("utf-8")
+        for name in re.findall(r"`((?:src|examples|bench|kernels|docs)/[\w/.]+\.\w+)`", text):
+            assert (ROOT / name).is_file(), (page.name, name)
 
 
-@pytest.mark.torch
-def test_the_example_of_pytorch_prints_what_its_comment_says(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    (code,) = [block for block in blocks if "import torch" in block]
-    exec(compile(code, "README.md", "exec"), {})
-    assert capsys.readouterr().out == "0.5 1.0\n"
-    assert "# 0.5 1.0\n" in code
+def test_every_link_leads_to_a_file_or_a_heading():
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings}
+        for target in re.findall(r"\]\(([^)]+)\)", text):
+            found = target[1:] in anchors if target[0] == "#" else (page.parent / target).exists()
+            assert found, (page.name, target)
 
 
-def test_every_file_it_names_exists():
-    text = README.read_text(encoding="utf-8") + (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    for name in re.findall(r"`((?:src|examples|bench|kernels)/[\w/.]+\.\w+)`", text):
-        assert (ROOT / name).is_file(), name
+def test_the_readme_leads_to_every_page():
+    text = README.read_text(encoding="utf-8")
+    assert [page.name for page in PAGES[1:] if f"(docs/{page.name})" not in text] == []
