@@ -1,8 +1,8 @@
-"""Adds gradients up: terms on one device, replicas across devices, arrivals over time.
+"""Sums gradients across micro-batches, devices and time, on GPUs or simulated devices.
 
-Names and behaviour are those of TensorFlow's AggregationMethod, ConditionalAccumulator,
-AllReduceCrossDeviceOps and AGNOptimizer, eager and outside TensorFlow. ``gr.SyncStep`` is the
-whole flow of one training step.
+Names and behaviour follow TensorFlow's AggregationMethod, ConditionalAccumulator,
+AllReduceCrossDeviceOps and AGNOptimizer, without TensorFlow and executed eagerly. Start with
+``gr.SyncStep``, which runs one data-parallel training step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which errors the library raises that Python does not already have; never decides when."""
+"""Exception classes of the library, and helpers that format error messages."""
 
 from __future__ import annotations
 
@@ -26,58 +26,61 @@ __all__ = [
 
 
 class InvalidArgumentError(ValueError):
-    """An argument has the right type and an impossible value (TensorFlow's class of that name)."""
+    """An argument has the right type but an invalid value (named as in TensorFlow)."""
 
 
 class CancelledError(RuntimeError):
-    """The object was closed while the call waited for it, or before the call was made."""
+    """The object was closed before the call, or while the call waited for it."""
 
 
 class CaptureError(RuntimeError):
-    """What was asked cannot be captured, or not inside a capture; nothing was changed."""
+    """The operation cannot be captured, or cannot run during a capture.
+
+    On error, state is unchanged.
+    """
 
 
 class DeadlineExceededError(TimeoutError):
-    """The ``timeout`` of a blocking call ran out; the text says what was still missing."""
+    """The ``timeout`` of a blocking call expired; the message says what was still missing."""
 
 
 class DeviceMismatchError(ValueError):
-    """An array lies on a device that this call cannot reach, or that belongs to another mesh."""
+    """An array is on a device that this call cannot access, or of another mesh."""
 
 
 class BackendUnavailableError(RuntimeError):
-    """The backend asked for cannot run here; the text says why and what to install."""
+    """The requested backend cannot run here; the message says why and what to install."""
 
 
 class CollectiveError(RuntimeError):
-    """A collective across devices failed, or the mesh is dead: a deadline passed.
+    """A collective across devices failed, or the mesh failed because a deadline passed.
 
-    The text says which device was late, with which pack and which tensors. A dead mesh refuses
+    The message says which device was late, with which pack and which tensors. A failed mesh rejects
     every use until ``mesh.reset()``.
     """
 
 
 class InvalidVariableError(TypeError, ValueError):
-    """A ``var_list`` or loss is not what it must be.
+    """A ``var_list`` or loss has an invalid type or value.
 
-    Both types, because the seed names ``TypeError`` for ``compute_gradients`` and ``ValueError``
-    for ``minimize`` for the same fault.
+    It has both base classes, because TensorFlow documents ``TypeError`` for ``compute_gradients``
+    and ``ValueError`` for ``minimize`` for the same fault.
     """
 
 
 class MixedDtypesError(TypeError, ValueError):
-    """The terms of a gradient, to be added by ACCUMULATE_N, are of several dtypes.
+    """The terms of a gradient, added by ACCUMULATE_N, have different dtypes.
 
-    Both types, because TensorFlow 1.x raises ``ValueError`` there, as its ``accumulate_n`` does,
-    and later versions ``TypeError``, as ``add_n`` does for every other method.
+    It has both base classes: TensorFlow 1.x raises ``ValueError`` there, as its ``accumulate_n``
+    does, later versions ``TypeError``, as ``add_n`` does for every other method.
     """
 
 
 class NotCopied:
-    """Base of what holds devices: pickling, ``copy.copy`` and ``copy.deepcopy`` raise a sentence.
+    """Base class of objects that hold devices and cannot be pickled or copied.
 
     Attributes:
-        _copied_as: what to do instead.
+        _copied_as: what to do instead, as the end of the error message.
     """
 
     __slots__ = ()
@@ -90,7 +93,7 @@ class NotCopied:
 
 
 def about(what: str, error: TypeError | ValueError) -> TypeError | ValueError:
-    """The same error, told of ``what``; one of a foreign class, whose text is not ours, as it is.
+    """Prefixes the message of an error with ``what``; errors of other classes are unchanged.
 
     Write ``raise about("replica 1", error) from None``.
     """
@@ -99,7 +102,7 @@ def about(what: str, error: TypeError | ValueError) -> TypeError | ValueError:
 
 
 def listed(items: Iterable[Any], most: int = 5) -> str:
-    """Items for an error, ``"a, b, c, d, e and 7 more"``: at most ``most`` of them."""
+    """Lists at most ``most`` items for a message, as in ``"a, b, c, d, e and 7 more"``."""
     given = [str(item) for item in items]
     rest = len(given) - most
     return ", ".join(given[:most]) + (f" and {rest} more" if rest > 0 else "")
@@ -109,7 +112,7 @@ _LIBRARIES = ("numpy", "cupy", "torch", "jax", "jaxlib")
 
 
 class _Brief(reprlib.Repr):
-    """At most five items of a list or dict, and of an array its dtype and shape."""
+    """Shows at most five items of a list or dict, and arrays by dtype and shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,10 +133,10 @@ _brief = _Brief()
 
 
 def brief(value: Any) -> str:
-    """The ``repr`` of what came, for an error: in one line, however large it is."""
+    """Returns a short one-line ``repr`` of any value, for a message."""
     return " ".join(_brief.repr(value).split())
 
 
 def repeated(items: Iterable[Any]) -> list[Any]:
-    """Those that come more than once, for an error."""
+    """Returns the items that occur more than once."""
     return [item for item, count in Counter(items).items() if count > 1]

@@ -1,4 +1,4 @@
-"""One training step, the whole flow in order; read this first.
+"""One data-parallel training step, from gradients to updated variables; read this first.
 
 on each device                                      across devices             on each device
 terms ──aggregate──► gradient ──accumulate──► sum ──pack─► all-reduce ─►unpack─► mean ──optimize──► variable
@@ -35,21 +35,29 @@ __all__ = ["SyncStep"]
 
 
 class SyncStep(NotCopied):
-    """Synchronous data-parallel training of mirrored variables; never blocks the host.
+    """Runs synchronous data-parallel training steps on mirrored variables.
 
-    Keeps one ``ConditionalAccumulator`` over the mesh for each variable, reduction MEAN.
+    Each call sums the micro-batch gradients of every replica, reduces them across the devices by
+    MEAN, and updates the variables with the optimizer. It queues work on the devices and does not
+    wait for it. Gradients are accumulated in one ``ConditionalAccumulator`` per variable, so that
+    an update may take the gradients of several calls (``num_required``).
+
+    Example::
+
+        step = gr.SyncStep(variables, optimizer, gr.AllReduceCrossDeviceOps())
+        step(terms)  # terms[replica][variable] is a list of micro-batch gradients
 
     Args:
-        variables: trainable, each with a copy on every device of one mesh.
+        variables: trainable Variables, all with a copy on each device of the same mesh.
         optimizer: applies the mean gradients.
         cross_device_ops: any ``CrossDeviceOps``; reduces the sums across devices.
-        aggregation_method: how a replica's micro-batch gradients become its gradient.
-        num_required: arrivals before an update; one call brings one from each replica. An integer,
-            or a Variable, which is read now. Default: the number of replicas.
+        aggregation_method: how the micro-batch gradients of a replica are summed.
+        num_required: number of gradients before an update; each call adds one per replica. An
+            integer, or a Variable, which is read once, here. Default: the number of replicas.
 
     Raises:
-        ValueError: no variable, one twice, one that is not trainable, variables on different
-            devices, an invalid method, or ``num_required`` less than 1.
+        ValueError: no variable, the same one twice, one that is not trainable, variables on
+            different devices, an invalid method, or ``num_required`` less than 1.
         TypeError: an argument of another type.
     """
 
@@ -98,7 +106,7 @@ class SyncStep(NotCopied):
 
     @property
     def global_step(self) -> int:
-        """How many updates were made; gradients of an earlier step are stale."""
+        """Number of updates so far; gradients of an earlier step are stale."""
         return self.accumulators[0].global_step
 
     @StreamScope()
@@ -109,39 +117,41 @@ class SyncStep(NotCopied):
         *,
         deadline: float | None = None,
     ) -> bool:
-        """Brings one arrival from each replica and, if enough came, makes an update.
+        """Adds one gradient per replica and, if enough have been added, updates the variables.
 
         Args:
             terms: ``terms[replica][variable]`` is the list of that replica's micro-batch
-                gradients for that variable, of its shape and dtype; their *sum* is one arrival.
-                None among them is ignored; None, or a list of nothing else, on every replica, for
-                a variable without a gradient. Dense: of ``IndexedSlices`` pass ``.to_dense()``.
-                Not written; when this returns their library's current stream may overwrite them.
-            local_step: the step at which they were computed, an integer, or a Variable that holds
+                gradients of that variable, with its shape and dtype; their *sum* is one gradient.
+                None in a list is ignored. For a variable without a gradient, pass None (or a list
+                of None) on every replica. Convert ``IndexedSlices`` first: pass ``.to_dense()``.
+                Arrays are only read; after this returns, the current stream of their library may
+                overwrite them.
+            local_step: the step at which they were computed: an integer, or a Variable that holds
                 one. Default: ``global_step``.
-            deadline: seconds from now in which the devices must be done, or their mesh dies.
+            deadline: seconds from now; if the devices are not done by then, the mesh has failed.
 
         Returns:
             True if the variables were updated. False if the gradients were dropped as stale, or
-            kept while more are needed. After an update every accumulator is one step on, also
-            those of variables without a gradient.
+            accumulated because more are needed. After an update the step of every accumulator is
+            one higher, also for variables without a gradient.
 
         Raises:
-            ValueError: wrong numbers of replicas or variables, a gradient of another shape or
-                dtype than its variable, None on some replicas only, or a deadline that is no
-                number above 0. Nothing was changed.
-            TypeError: ``IndexedSlices``, or something else that is no array. Likewise.
-            CollectiveError: the mesh is dead.
+            ValueError: wrong number of replicas or variables, a gradient of another shape or
+                dtype than its variable, None on some replicas only, or a deadline that is not
+                above 0. On error, state is unchanged.
+            TypeError: ``IndexedSlices``, or something else that is not an array; state is
+                unchanged.
+            CollectiveError: the mesh has failed.
         """
         seconds = as_deadline(deadline)
         step = self.global_step if local_step is None else as_step("local_step", local_step)
         self.optimizer.prepare(self.variables)  # what can fail does so before a gradient is taken
-        present, placed = self._placed(terms)
+        present, placed = self._validated(terms)
         with deadline_scope("a SyncStep", seconds, self.devices):
-            return self._given(present, placed, step)
+            return self._run(present, placed, step)
 
-    def _given(self, present: list[int], placed: list[list[list[Buffer]]], step: int) -> bool:
-        """The flow itself, of gradients that fit."""
+    def _run(self, present: list[int], placed: list[list[list[Buffer]]], step: int) -> bool:
+        """Runs one step on validated gradients."""
         gradients = self._aggregate(placed, stale=step < self.global_step)
         accumulators = [self.accumulators[index] for index in present]
         with DeferInterrupts():
@@ -153,10 +163,10 @@ class SyncStep(NotCopied):
             self.optimizer.apply_gradients(list(zip(means, self.variables, strict=True)))
             return True
 
-    def _placed(
+    def _validated(
         self, terms: Sequence[Sequence[Sequence[Any] | None]]
     ) -> tuple[list[int], list[list[list[Buffer]]]]:
-        """Checks everything; the variables with gradients, and ``[variable][replica]`` Buffers."""
+        """Returns the indices of variables with gradients, and ``[variable][replica]`` Buffers."""
         _check_length("terms", terms, len(self.devices), "device")
         for replica, of_replica in enumerate(terms):
             _check_length(f"terms[{replica}]", of_replica, len(self.variables), "variable")
@@ -177,9 +187,9 @@ class SyncStep(NotCopied):
         return present, placed
 
     def _aggregate(self, placed: list[list[list[Buffer]]], *, stale: bool) -> list[PerReplica]:
-        """Each list of terms becomes a gradient; co-located replicas share the launches.
+        """Sums each list of terms; replicas on the same GPU share the launches.
 
-        Stale ones will be dropped: the first terms stand for them, and nothing is launched.
+        Stale gradients will be dropped, so their first terms stand for them without a launch.
         """
         made: list[list[Buffer]] = [[lists[0] for lists in of_one] for of_one in placed]
         if stale:
@@ -225,7 +235,7 @@ def _check_length(name: str, given: Any, wanted: int, of: str) -> None:
 
 
 def _without_none(terms: Sequence[Any] | None) -> Sequence[Any] | None:
-    """Those that there are, of a list; None if there were only Nones."""
+    """Removes None from a list of terms; returns None if nothing is left."""
     if not isinstance(terms, list | tuple) or not any([term is None for term in terms]):
         return terms
     return [term for term in terms if term is not None] or None
@@ -234,7 +244,7 @@ def _without_none(terms: Sequence[Any] | None) -> Sequence[Any] | None:
 def _checked_terms(
     terms: Sequence[Any] | None, variable: Variable, replica: int, device: Device
 ) -> list[Buffer]:
-    """The terms of one replica for one variable, as Buffers on its device."""
+    """Validates the terms of one replica for one variable, and converts them to Buffers."""
     where = f"terms of replica {replica} for {variable.name!r}"
     if not isinstance(terms, list | tuple) or not terms:
         raise ValueError(

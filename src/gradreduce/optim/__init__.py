@@ -1,4 +1,4 @@
-"""How a gradient changes a variable: the optimizers."""
+"""Optimizers: update rules that apply gradients to variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules that divide by the root of squares; each is a kernel of ``kernels/adaptive.cu``."""
+"""Adam, Adagrad and RMSProp; their kernels are in ``kernels/adaptive.cu``."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ __all__ = ["AdagradOptimizer", "AdamOptimizer", "RMSPropOptimizer"]
 
 
 class AdamOptimizer(Optimizer):
-    """Adam (tf.train.AdamOptimizer).
+    """Adam optimizer (tf.train.AdamOptimizer).
 
     ``m += (1 - beta1) * (gradient - m)``, ``v += (1 - beta2) * (gradient ** 2 - v)``, then
-    ``variable -= rate * m / (sqrt(v) + epsilon)`` with ``rate = learning_rate * sqrt(1 - p2) /
-    (1 - p1)``. The slots ``"m"`` and ``"v"`` are zero at first. The powers p1 and p2 start at beta1
-    and beta2, and each update multiplies them afterwards by these: one pair for the optimizer,
-    whichever variables an update is of.
+    ``variable -= lr * m / (sqrt(v) + epsilon)`` with ``lr = learning_rate * sqrt(1 - p2) / (1 -
+    p1)``. The slots ``"m"`` and ``"v"`` start at zero. The powers p1 and p2 start at beta1 and
+    beta2; each update multiplies them by beta1 and beta2 afterwards. There is one pair for the
+    optimizer, whichever variables an update has.
 
     Args:
-        learning_rate: a number, or a callable or Variable that says it for each update; may be
-            changed.
+        learning_rate: a number, or a callable or Variable that is read at each update; can be
+            set later.
         beta1: decay of the first moment, at least 0 and below 1; likewise.
         beta2: decay of the second moment, at least 0 and below 1; likewise.
-        epsilon: added to the root of the second moment; likewise.
-        use_locking: TensorFlow's; no effect.
+        epsilon: added to the square root of the second moment; likewise.
+        use_locking: no effect; for compatibility with TensorFlow.
         name: of the optimizer.
-        lazy: whether a sparse gradient touches only its rows. As TensorFlow's it counts else as
-            zero in all others, whose moments decay and which move on.
+        lazy: whether a sparse gradient updates only its rows. If not, as in TensorFlow, it counts
+            as zero in all other rows, whose moments decay and which change too.
         master_dtype: see ``Optimizer``.
 
     Raises:
-        ValueError: a ``beta1`` or ``beta2`` that is none, now or when an update is asked for.
+        ValueError: ``beta1`` or ``beta2`` is out of range, here or at an update.
     """
 
     _slot_names = ("m", "v")
@@ -69,14 +69,14 @@ class AdamOptimizer(Optimizer):
 
     @property
     def lazy(self) -> bool:
-        """Whether a sparse gradient touches only its rows."""
+        """Whether a sparse gradient updates only its rows."""
         return not self._densifies
 
     def variables(self) -> list[Variable]:
-        """Slots, and ``beta1_power`` and ``beta2_power`` as they are now, sorted by name.
+        """Returns the slots, ``beta1_power`` and ``beta2_power``, sorted by name.
 
-        The powers are kept on the host, where an update wants them: what is assigned to their
-        Variables is lost, ``load_state_dict`` sets them.
+        The powers are stored on the host: assigning to their Variables has no effect; use
+        ``load_state_dict`` to set them.
         """
         slots = super().variables()
         if not slots or self._powers is None:
@@ -109,12 +109,12 @@ class AdamOptimizer(Optimizer):
         check_decay("beta2", as_number("beta2", self.beta2))
 
     def _scalars(self) -> tuple[float, ...]:
-        rate, beta1, beta2, epsilon = super()._scalars()
-        check_decay("beta1", beta1)  # which a callable has said
+        lr, beta1, beta2, epsilon = super()._scalars()
+        check_decay("beta1", beta1)  # may come from a callable
         check_decay("beta2", beta2)
         self._betas = (beta1, beta2)
         power1, power2 = self._powers or self._betas
-        corrected = rate * math.sqrt(1 - power2) / (1 - power1)
+        corrected = lr * math.sqrt(1 - power2) / (1 - power1)
         return corrected, 1 - beta1, 1 - beta2, epsilon
 
     def _finish(self) -> None:
@@ -123,16 +123,16 @@ class AdamOptimizer(Optimizer):
 
 
 class AdagradOptimizer(Optimizer):
-    """Adagrad (tf.train.AdagradOptimizer).
+    """Adagrad optimizer (tf.train.AdagradOptimizer).
 
     ``accumulator += gradient ** 2``, then ``variable -= learning_rate * gradient /
-    sqrt(accumulator)``. Rows that a sparse gradient does not name stay as they are.
+    sqrt(accumulator)``. A sparse gradient updates only its rows.
 
     Args:
-        learning_rate: a number, or a callable or Variable that says it for each update; may be
-            changed.
-        initial_accumulator_value: what the slot ``"accumulator"`` is filled with; above 0.
-        use_locking: TensorFlow's; no effect.
+        learning_rate: a number, or a callable or Variable that is read at each update; can be
+            set later.
+        initial_accumulator_value: initial value of the slot ``"accumulator"``; above 0.
+        use_locking: no effect; for compatibility with TensorFlow.
         name: of the optimizer.
         master_dtype: see ``Optimizer``.
 
@@ -170,23 +170,23 @@ class AdagradOptimizer(Optimizer):
 
 
 class RMSPropOptimizer(Optimizer):
-    """RMSProp (tf.train.RMSPropOptimizer).
+    """RMSProp optimizer (tf.train.RMSPropOptimizer).
 
     ``rms += (1 - decay) * (gradient ** 2 - rms)``, ``mom = momentum * mom + learning_rate *
-    gradient / sqrt(rms + epsilon)``, then ``variable -= mom``. The slot ``"rms"`` is one at first,
-    ``"momentum"`` zero. Rows that a sparse gradient does not name stay as they are.
+    gradient / sqrt(rms + epsilon)``, then ``variable -= mom``. The slot ``"rms"`` starts at
+    one, ``"momentum"`` at zero. A sparse gradient updates only its rows.
 
-    Centered, it divides by the root of the variance: with the slot ``"mg"``, zero at first, ``mg +=
-    (1 - decay) * (gradient - mg)``, and ``sqrt(rms - mg ** 2 + epsilon)`` below the gradient.
+    If centered, it divides by the standard deviation: with the slot ``"mg"``, which starts at zero,
+    ``mg += (1 - decay) * (gradient - mg)``, and the divisor is ``sqrt(rms - mg ** 2 + epsilon)``.
 
     Args:
-        learning_rate: a number, or a callable or Variable that says it for each update; may be
-            changed.
+        learning_rate: a number, or a callable or Variable that is read at each update; can be
+            set later.
         decay: of the mean of squares; likewise.
-        momentum: how much of the last step is made again; likewise.
-        epsilon: added to the mean under the root; likewise.
-        use_locking: TensorFlow's; no effect.
-        centered: which of the two.
+        momentum: fraction of the previous step that is added; likewise.
+        epsilon: added under the square root; likewise.
+        use_locking: no effect; for compatibility with TensorFlow.
+        centered: whether to divide by the standard deviation.
         name: of the optimizer.
         master_dtype: see ``Optimizer``.
     """
@@ -216,7 +216,7 @@ class RMSPropOptimizer(Optimizer):
 
     @property
     def centered(self) -> bool:
-        """Whether it divides by the root of the variance."""
+        """Whether it divides by the standard deviation of the gradients."""
         return "mg" in self._slot_names
 
     def _slot_start(self, name: str) -> float:
@@ -227,5 +227,5 @@ class RMSPropOptimizer(Optimizer):
         return RMSPROP_CENTERED if self.centered else RMSPROP
 
     def _scalars(self) -> tuple[float, ...]:
-        rate, decay, momentum, epsilon = super()._scalars()
-        return rate, 1 - decay, momentum, epsilon
+        lr, decay, momentum, epsilon = super()._scalars()
+        return lr, 1 - decay, momentum, epsilon

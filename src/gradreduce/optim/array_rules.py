@@ -1,4 +1,4 @@
-"""How a rule that a subclass writes on arrays is run; never knows what it computes."""
+"""Runs update rules that a subclass writes in Python (``Optimizer._apply``)."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ OnArrays = Callable[[Any, dict[str, Any], Any], object]  # should return None
 
 
 def run_python_rule(apply: OnArrays, names: Sequence[str], job: Job) -> Rule:
-    """Runs a caller's rule on copies; what it returns brings them where they belong.
+    """Runs a Python rule on copies; the returned function copies the results back.
 
-    So an error in it has changed nothing, and no lock is held meanwhile.
+    So state is unchanged if the rule raises, and no lock is held while it runs.
 
     Args:
-        apply: ``apply(variable, slots, gradient)`` changes the first two in place: arrays, which
-            are NumPy's or CuPy's. A half with a master comes as that.
+        apply: ``apply(variable, slots, gradient)`` changes the first two in place; they are NumPy
+            or CuPy arrays. For a half with a master, ``variable`` is the master.
         names: of the slots.
-        job: that has begun.
+        job: whose ``begin`` was called.
     """
     copies = [_copied(row, job.leader) for row in job.updates]
     for row, copied in zip(job.updates, copies, strict=True):
         shown = [*copied[-len(names) - 1 :], row[-1]]  # from a master on, if there is one
         _call(apply, names, shown, job.leader)
 
-    def bring(rows: Sequence[Update], device: Device) -> None:
+    def copy_back(rows: Sequence[Update], device: Device) -> None:
         outs = [operand for row in rows for operand in row[:-1]]
         # A master is rounded once, to its variable.
         values = [
@@ -49,11 +49,11 @@ def run_python_rule(apply: OnArrays, names: Sequence[str], job: Job) -> Rule:
         for operand in out[:-1]:
             ops.prepare_pack(job.leader, operand.dtype, operand.dtype)
         ops.prepare_pack(job.leader, out[0].dtype, copied[min(1, len(copied) - 1)].dtype)
-    return bring
+    return copy_back
 
 
 def _copied(row: Update, leader: Device) -> list[Buffer]:
-    """New memory with what is written; a master that does not round to its variable is that."""
+    """Copies the written operands; a master that does not round to its variable is reset to it."""
     made = [leader.empty(operand.shape, operand.dtype) for operand in row[:-1]]
     ops.pack(made, row[:-1], device=leader)
     if len(row) > 2 and made[1].dtype != made[0].dtype:
@@ -69,14 +69,14 @@ def _call(apply: OnArrays, names: Sequence[str], shown: Sequence[Buffer], leader
         given = dict(zip(names, slots, strict=True))
         with on_gpu_of(leader):  # where CuPy computes
             made = apply(variable, given, _only_read(gradient, leader))
-    if made is not None:  # what it was meant to change would be lost as well
+    if made is not None:  # a rule that returns its result has changed nothing
         name = getattr(apply, "__qualname__", "_apply")
         raise ValueError(
             f"{name} returned {type(made).__name__}; it must return None and change variable and "
             "slots in place, as in variable -= 0.1 * gradient or variable[...] = new"
         )
     for name, slot in zip(names, slots, strict=True):
-        if given.get(name) is not slot:  # else it would be lost, and nobody would know
+        if given.get(name) is not slot:  # otherwise the new value would be lost silently
             raise ValueError(
                 f"_apply replaced the array slots[{name!r}]; change it in place, as in "
                 f"slots[{name!r}][...] = new"
@@ -86,9 +86,9 @@ def _call(apply: OnArrays, names: Sequence[str], shown: Sequence[Buffer], leader
 
 
 def _only_read(gradient: Any, leader: Device) -> Any:
-    """It may be the caller's own memory, and the copies on one GPU share it."""
+    """Protects a gradient, which may be the caller's memory, from writes by the rule."""
     if leader.mesh_state.backend != "sim":
-        return gradient.copy()  # CuPy has no arrays that refuse to be written
+        return gradient.copy()  # CuPy has no read-only arrays
     view = gradient.view()
     view.flags.writeable = False
     return view

@@ -1,7 +1,7 @@
-"""What a checkpoint of an optimizer holds, and how one is put back; never writes a file.
+"""Saves and restores the state of an optimizer as host data.
 
-All of it is host data, so that it is loaded on another backend, and kept by any store: strings,
-numbers, and arrays of float32 or float64; slots that are halves are saved as float32.
+A state has strings, numbers, and arrays of float32 or float64, so that any store can write it and
+any backend can load it. Float16 and bfloat16 slots are saved as float32.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _KEYS = ("format", "optimizer", "numbers", "slots")
 def saved_state(
     kind: str, slots: Slots, numbers: Mapping[str, float], deadline: float | None
 ) -> dict[str, Any]:
-    """See ``Optimizer.state_dict``.
+    """Returns the state of an optimizer; see ``Optimizer.state_dict``.
 
     Args:
         kind: name of the optimizer's class.
         slots: of the optimizer.
-        numbers: what it keeps beside them.
+        numbers: state besides the slots.
         deadline: seconds from ``as_deadline``, for all downloads together.
     """
     return queued_state(kind, slots, numbers)(end_of(deadline))
@@ -54,7 +54,7 @@ def saved_state(
 def queued_state(
     kind: str, slots: Slots, numbers: Mapping[str, float]
 ) -> Callable[[float | None], dict[str, Any]]:
-    """As ``saved_state``, but only queues copies; what it returns downloads them by a moment."""
+    """Queues copies of the state; the returned function downloads them until a point in time."""
     copies: dict[str, dict[str, Buffer]] = {}
     owners: dict[str, Variable] = {}
     for name, by_variable in slots.by_name.items():
@@ -64,32 +64,32 @@ def queued_state(
                     f"two variables have the name {var.name!r}; states need unique names"
                 )
             copies.setdefault(var.name, {})[name] = copied(slot.buffers[0])
-    kept = dict(numbers)
+    saved_numbers = dict(numbers)
 
     def finish(end: float | None) -> dict[str, Any]:
         saved = {
             owner: {name: downloaded(copy, end) for name, copy in by_name.items()}
             for owner, by_name in copies.items()
         }
-        return {"format": FORMAT, "optimizer": kind, "numbers": kept, "slots": saved}
+        return {"format": FORMAT, "optimizer": kind, "numbers": saved_numbers, "slots": saved}
 
     return finish
 
 
 def end_of(deadline: float | None) -> float | None:
-    """The moment at which seconds from now are over."""
+    """Converts seconds from now to a point in time."""
     return None if deadline is None else time.monotonic() + deadline
 
 
 def copied(buffer: Buffer) -> Buffer:
-    """Queued, so that all copies of a state are of one moment; nothing waits."""
+    """Queues a copy on the device, so that all copies of a state are from one moment."""
     copy = buffer.device.empty(buffer.shape, buffer.dtype)
     buffer.device.copy(copy, buffer)
     return copy
 
 
 def downloaded(copy: Buffer, end: float | None) -> Any:
-    """On the host, in the accumulate type, by a moment."""
+    """Downloads a buffer in the accumulate dtype until a point in time."""
     deadline = None if end is None else max(end - time.monotonic(), 1e-6)
     return converted(copy.numpy(deadline=deadline), accumulate_dtype(copy.dtype))
 
@@ -97,14 +97,14 @@ def downloaded(copy: Buffer, end: float | None) -> Any:
 def checked_state(
     kind: str, slots: Slots, variables: Sequence[Variable], state: Any
 ) -> dict[Variable, dict[str, Any]]:
-    """The slots that a state holds, as host arrays, by the variables whose they are.
+    """Validates a state, and returns its slots as host arrays by variable.
 
     ``variables`` may be a single one.
 
     Raises:
-        KeyError: a key is missing or unknown, or slots of a variable that is not given.
+        KeyError: a key is missing or unknown, or slots of a variable that was not passed.
         TypeError: a value of another type.
-        ValueError: a value that does not fit.
+        ValueError: a value of another format, shape or dtype.
     """
     check_keys("state", state, _KEYS)
     for key, wanted in (("format", FORMAT), ("optimizer", kind)):
@@ -126,7 +126,7 @@ def checked_state(
 
 
 def by_name(variables: Sequence[Variable]) -> dict[str, Variable]:
-    """Variables, found by their names; ``ValueError`` if two have the same."""
+    """Maps names to variables; ``ValueError`` if two have the same name."""
     owners: dict[str, Variable] = {}
     for var in variables:
         if owners.setdefault(var.name, var) is not var:
@@ -135,7 +135,7 @@ def by_name(variables: Sequence[Variable]) -> dict[str, Variable]:
 
 
 def check_keys(what: str, given: Any, wanted: Sequence[str]) -> None:
-    """Raises unless a dictionary has these keys and no others."""
+    """Raises unless a dictionary has exactly these keys."""
     if not isinstance(given, Mapping):
         raise TypeError(f"{what} is a {type(given).__name__}, not a dict from state_dict()")
     keys = {"missing": set(wanted) - set(given), "unknown": set(given) - set(wanted)}
@@ -145,7 +145,7 @@ def check_keys(what: str, given: Any, wanted: Sequence[str]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """What stores that know only arrays have made an array without dimensions of."""
+    """Returns the Python value of a zero-dimensional array, as stores of arrays write it."""
     return value.item() if is_array(value) and not tuple(value.shape) else value
 
 
@@ -160,11 +160,11 @@ def _checked_slots(where: str, slots: Slots, var: Variable, given: Any) -> dict[
 
 
 def checked_array(where: str, given: Any, wanted: tuple[int, ...], of_dtype: DType) -> Any:
-    """On the host.
+    """Validates an array of a state and returns it in host memory.
 
     Raises:
-        TypeError: no array.
-        ValueError: one of another shape or dtype.
+        TypeError: it is not an array.
+        ValueError: it has another shape or dtype.
     """
     if not is_array(given):
         raise TypeError(f"{where} is a {type(given).__name__}, not an array")
@@ -183,23 +183,23 @@ def checked_numbers(
     slots: Mapping[Variable, Mapping[str, Any]],
     start: Callable[[str], float],
 ) -> dict[str, float]:
-    """What a state holds beside slots: nothing, or of each name the power of a decay.
+    """Validates the numbers of a state: none, or the power of each decay.
 
     Args:
-        state: that was given.
+        state: to load.
         wanted: names of the powers.
-        slots: of the state. Those of an optimizer that was only prepared have no powers yet.
-        start: of a slot's name what it is filled with until an update.
+        slots: of the state. An optimizer that was only prepared has slots but no powers yet.
+        start: returns the initial value of a slot, by its name.
 
     Raises:
         KeyError: a key is missing or unknown.
-        TypeError: something that is no number.
-        ValueError: none of a decay, or none at all beside slots that an update has changed.
+        TypeError: a value is not a number.
+        ValueError: a number that is not a decay, or no numbers although slots were updated.
     """
     given = state["numbers"]
     if given == {}:
-        kept = [each for by in slots.values() for each in by.items() if each[0] != MASTER]
-        if wanted and any([(value != start(name)).any() for name, value in kept]):
+        found = [each for by in slots.values() for each in by.items() if each[0] != MASTER]
+        if wanted and any([(value != start(name)).any() for name, value in found]):
             raise ValueError(
                 f"state['numbers'] must have {sorted(wanted)}, because its slots were updated"
             )
@@ -217,7 +217,7 @@ def checked_numbers(
 def loaded_slots(
     slots: Slots, given: Mapping[Variable, Mapping[str, Any]]
 ) -> dict[str, dict[Variable, Variable]]:
-    """New slots that hold these values, on every device of their variables; nothing is changed."""
+    """Creates new slots with these values on every device of their variables."""
     made: dict[str, dict[Variable, Variable]] = {name: {} for name in slots.by_name}
     for var, values in given.items():
         for name, value in values.items():

@@ -1,4 +1,4 @@
-"""Gradients made smaller together, when they are too large together; never waits for a device."""
+"""Gradient clipping by global norm, without waiting for a device."""
 
 from __future__ import annotations
 
@@ -35,31 +35,32 @@ def clip_by_global_norm(
     *,
     output_type: str | None = None,
 ) -> tuple[list[Any], Any]:
-    """Scales gradients so that their norm, of all together, is at most ``clip_norm``.
+    """Scales gradients so that their global norm is at most ``clip_norm``.
 
     Each becomes ``t * clip_norm * min(1 / norm, 1 / clip_norm)`` (tf.clip_by_global_norm). The norm
-    is added up in float64 in a fixed order: the same bits every time, on every backend. One launch
-    of each kind for each dtype, whatever the number of tensors; the host does not wait.
+    is summed in float64 in a fixed order: the same bits every time, on every backend. The number of
+    launches depends on the number of dtypes, not of tensors; the host does not wait.
 
     Args:
-        t_list: float arrays of any library, Buffers, ``IndexedSlices`` (whose values count, rows of
-            the same index each for itself, as TensorFlow has it), and None, which stays None. Or
-            ``Mirrored`` ones, all on the same devices: each device clips its own.
-        clip_norm: above 0.
-        use_norm: instead of their norm: a number, or an array of one, which the host waits for.
+        t_list: float arrays of any library, Buffers, ``IndexedSlices`` (clipped by their values;
+            rows of the same index are not added, as in TensorFlow), and None, which stays None.
+            Or ``Mirrored`` tensors, all on the same devices: each device clips its own copies.
+        clip_norm: the largest norm; above 0.
+        use_norm: a norm to use instead of the computed one: a number, or an array of one element,
+            which the host waits for.
         name: ignored; TensorFlow's name of the operation.
-        output_type: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the
-            results are instead of what each tensor is.
+        output_type: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: the
+            kind of the results. Default: that of each tensor.
 
     Returns:
-        New arrays, on the device of the first tensor, and the norm: infinite or NaN if an element
-        is, and then all results are NaN. Mirrored ones for Mirrored ones.
+        New arrays on the device of the first tensor, and the norm. If an element is infinite or
+        NaN, so is the norm, and all results are NaN. ``Mirrored`` tensors give ``Mirrored`` ones.
 
     Raises:
-        TypeError: ``t_list`` is no list or tuple, a tensor is no array or ``PerReplica`` (which is
-            to be reduced first), or Mirrored ones beside others.
-        ValueError: ``clip_norm`` is not above 0, a tensor is not of a float dtype, or Mirrored ones
-            on different devices.
+        TypeError: ``t_list`` is not a list or tuple, a tensor is not an array or is ``PerReplica``
+            (reduce it first), or only some tensors are ``Mirrored``.
+        ValueError: ``clip_norm`` is not above 0, a tensor is not of a float dtype, or ``Mirrored``
+            tensors are on different devices.
     """
     if not isinstance(t_list, list | tuple):
         raise TypeError(f"t_list should be a list or tuple, got {type(t_list).__name__}")
@@ -140,7 +141,7 @@ def _placed(place: int, tensor: Any) -> Part:
 def _clipped(
     parts: Mapping[int, Part], limit: float, norm: float | None, home: Device
 ) -> tuple[list[Part], Buffer]:
-    """New ones on ``home``, and the norm, of the first one's accumulate dtype."""
+    """Returns clipped copies on ``home``, and the norm in the accumulate dtype."""
     given = [buffer_of(part) for part in parts.values()]
     for index, buffer in zip(parts, given, strict=True):
         if buffer.dtype.kind not in "fV":  # bfloat16 is of kind V in ml_dtypes

@@ -1,4 +1,4 @@
-"""What ``Optimizer.compute_gradients`` may be asked, and how often it differentiates."""
+"""Validates the arguments of ``compute_gradients``, and differentiates each replica."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ready_gradients(
     grad_loss: Any,
     engine: Engine | None,
 ) -> Callable[[], Pairs]:
-    """Checks what ``Optimizer.compute_gradients`` is given; what it returns differentiates."""
+    """Validates the arguments of ``compute_gradients``; the result, when called, differentiates."""
     gate = -1
     with suppress(TypeError):
         gate = as_index(gate_gradients)
@@ -56,14 +56,14 @@ def ready_gradients(
 
 
 def gradients_of_replicas(gradients: Callable[[], Pairs], devices: Sequence[Device]) -> Pairs:
-    """Differentiates each replica of a worker, one after the other.
+    """Computes the gradients of each replica of a worker, one after the other.
 
     Args:
-        gradients: called once for each replica, inside ``gr.replica`` of it, on its GPU.
+        gradients: called once per replica, inside its ``gr.replica`` and on its GPU.
         devices: of the replicas.
 
     Returns:
-        For each variable a ``PerReplica`` of its gradients; None if no replica has one.
+        For each variable a ``PerReplica`` of its gradients, or None if no replica has one.
 
     Raises:
         ValueError: only some replicas have a gradient of a variable.
@@ -94,7 +94,7 @@ def _of_replicas(
 
 
 def _checked_variables(var_list: Any) -> Sequence[Variable] | None:
-    """The Variables of ``var_list``; a single one is a list of one."""
+    """Returns the Variables of ``var_list``, which may be a single one."""
     if var_list is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Gradients on their way to variables: each is checked and brought near; never launches a rule."""
+"""Validates gradients and copies them to the devices of their variables."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ Near = tuple[Part, ...]  # for each copy of a variable its gradient, on the same
 
 
 def check_float(variable: Variable) -> None:
-    """Raises unless a rule can change it.
+    """Raises unless a variable has a float dtype.
 
     Raises:
-        InvalidVariableError: it holds no floats.
+        InvalidVariableError: it has another dtype.
     """
     if str(variable.dtype) not in _FLOATS:
         raise InvalidVariableError(
@@ -47,7 +47,7 @@ def check_float(variable: Variable) -> None:
 
 
 def check_global_step(global_step: Any) -> None:
-    """Raises unless it is None or a Variable that holds one number."""
+    """Raises unless ``global_step`` is None or a scalar Variable."""
     if global_step is None:
         return
     if not isinstance(global_step, Variable):
@@ -58,22 +58,22 @@ def check_global_step(global_step: Any) -> None:
 
 
 def ready_count(global_step: Variable | None) -> Callable[[], None]:
-    """What adds one to it, or nothing to None; all that may fail of it was done."""
+    """Returns a function that adds one to ``global_step``; what can fail is done here."""
     return _nothing if global_step is None else global_step._ready_add(1)
 
 
 def _nothing() -> None:
-    """There is nothing to count."""
+    """Does nothing: there is no ``global_step``."""
 
 
 def checked_pairs(grads_and_vars: Iterable[Pair]) -> tuple[list[Any], list[Variable]]:
-    """The gradients that there are, and their variables; nothing is known of the former yet.
+    """Validates pairs and returns the gradients that are not None, and their variables.
 
     Raises:
         ValueError: no pair, a variable twice, or None for every gradient.
-        TypeError: something that is no pair, or no Variable in it.
-        InvalidVariableError: a variable of integers or complex numbers has a gradient.
-        RuntimeError: a variable is written inside a loss that has read it.
+        TypeError: an item that is not a pair of a gradient and a Variable.
+        InvalidVariableError: a variable with a gradient is not of a float dtype.
+        RuntimeError: called inside a loss that has read one of the variables.
     """
     try:
         pairs = list(grads_and_vars)
@@ -121,17 +121,19 @@ def to_variables(
     variables: Sequence[Variable],
     cross_device_ops: CrossDeviceOps | None,
 ) -> list[Near]:
-    """For each variable its gradient near each of its copies; PerReplica ones reduced by MEAN.
+    """Returns, for each variable, a gradient colocated with each of its copies.
+
+    ``PerReplica`` gradients are reduced by MEAN.
 
     Args:
         gradients: one for each variable.
-        variables: whose.
+        variables: of the gradients.
         cross_device_ops: reduces; may be None if nothing is PerReplica.
 
     Raises:
         ValueError: a gradient of another shape, dtype or device than its variable, or rows that
-            the variable has not.
-        TypeError: a gradient that is no array.
+            the variable does not have.
+        TypeError: a gradient that is not an array.
     """
     given = [_placed(grad, var) for grad, var in zip(gradients, variables, strict=True)]
     for grad, var in zip(given, variables, strict=True):
@@ -158,7 +160,7 @@ def to_variables(
 
 
 def _placed(grad: Any, var: Variable) -> Given:
-    """As it came, or as a Buffer or IndexedSlices of a Buffer."""
+    """Converts a gradient to a Buffer or to IndexedSlices of one; keeps distributed ones."""
     if isinstance(grad, PerReplica | Mirrored):
         grad.forget_copies()
         return grad
@@ -222,7 +224,7 @@ def _check_rows(slices: IndexedSlices, var: Variable) -> None:
 
 
 def _in_order(grad: Mirrored, var: Variable) -> Near:
-    """The gradient's copies in the order of the variable's devices."""
+    """Returns the gradient's copies in the order of the variable's devices."""
     if grad.devices == var.devices:
         return grad.parts
     by_device = dict(zip(grad.devices, grad.parts, strict=True))
@@ -230,15 +232,15 @@ def _in_order(grad: Mirrored, var: Variable) -> Near:
 
 
 def _everywhere(grad: Part, var: Variable) -> Near:
-    """A plain gradient within reach of each of the variable's devices, copied where it must be."""
+    """Copies a plain gradient to each physical device of its variable where needed."""
     home = device_of(grad)
     if len(var.buffers) == 1 and home.physical == var.buffers[0].device.physical:
         return (grad,)
-    reached: dict[int, Part] = {home.physical: grad}
+    by_physical: dict[int, Part] = {home.physical: grad}
     for device in var.devices:
-        if device.physical not in reached:
-            reached[device.physical] = _moved(grad, device)
-    return tuple(reached[device.physical] for device in var.devices)
+        if device.physical not in by_physical:
+            by_physical[device.physical] = _moved(grad, device)
+    return tuple(by_physical[device.physical] for device in var.devices)
 
 
 def _moved(grad: Part, device: Device) -> Part:
@@ -251,7 +253,7 @@ def _moved(grad: Part, device: Device) -> Part:
 
 
 def made_dense(gradients: Sequence[Near], variables: Sequence[Variable]) -> list[Near]:
-    """Rows as whole arrays with zeros elsewhere, new ones; one for each physical device."""
+    """Converts sparse gradients to dense ones; one array per physical device."""
     if all([type(part) is Buffer for parts in gradients for part in parts]):
         return list(gradients)
     dense: dict[int, Buffer] = {}  # by id: the copies on one physical device share theirs
@@ -272,15 +274,17 @@ def made_dense(gradients: Sequence[Near], variables: Sequence[Variable]) -> list
 def check_apart(
     variables: Sequence[Variable], gradients: Sequence[Near], written: ops.Ranges
 ) -> None:
-    """A launch reads all gradients while it writes all variables, in no order.
+    """Raises if a gradient shares memory with what the update writes.
+
+    A launch reads all gradients while it writes all variables, in no order.
 
     Args:
         variables: one for each gradient, for the message.
-        gradients: what is read.
-        written: what is written.
+        gradients: memory that is read.
+        written: memory that is written.
 
     Raises:
-        ValueError: a gradient shares a byte with what is written.
+        ValueError: they overlap.
     """
     index = written.shared_by(
         [part if type(part) is Buffer else buffer_of(part) for parts in gradients for part in parts]

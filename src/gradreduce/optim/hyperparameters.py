@@ -1,4 +1,4 @@
-"""What optimizers are told: numbers, or callables and Variables that say them for each update."""
+"""Hyperparameters: numbers, or callables and Variables that give one for each update."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Number = float | Variable | Callable[[], float]
 
 
 def as_number(name: str, given: Number) -> Number:
-    """As an optimizer keeps it: a callable or a Variable as it is, anything else as a float.
+    """Validates a hyperparameter; converts anything but a callable or Variable to float.
 
     Raises:
-        TypeError: none of them.
-        ValueError: a text that says no number, or a Variable that holds not one number.
+        TypeError: it is none of these.
+        ValueError: a string that is not a number, or a Variable that is not a scalar.
     """
     if isinstance(given, Variable):
         if given.shape:
@@ -30,7 +30,7 @@ def as_number(name: str, given: Number) -> Number:
 
 
 def value_of(name: str, given: Number) -> float:
-    """Now; asked once for each update, before anything is launched. Waits for a Variable."""
+    """Returns the current value; reading a Variable waits for its device."""
     said = given() if callable(given) else given
     return _as_float(name, given, said.numpy() if isinstance(said, Variable) else said)
 
@@ -46,24 +46,24 @@ def _as_float(name: str, given: Any, said: Any) -> float:
 
 
 def shown(given: Any) -> str:
-    """For a ``repr``: a callable by its name, anything else as it is."""
+    """Formats a hyperparameter for a ``repr``; a callable by its name."""
     if callable(given):
         return getattr(given, "__qualname__", type(given).__qualname__)
     return brief(given)
 
 
 def check_decay(name: str, given: Number) -> None:
-    """Raises unless a number is at least 0 and below 1; of one to be asked nothing is known yet."""
+    """Raises unless a number is at least 0 and below 1; skips callables and Variables."""
     if not callable(given) and not isinstance(given, Variable) and not 0 <= given < 1:
         raise ValueError(f"{name}={brief(given)} must be at least 0 and below 1")
 
 
 def as_count(name: str, given: Any, *, least: int) -> int:
-    """An integer that is no less than ``least``.
+    """Validates an integer that must be at least ``least``.
 
     Raises:
-        TypeError: no integer.
-        ValueError: a smaller one.
+        TypeError: it is not an integer.
+        ValueError: it is smaller.
     """
     try:
         number = as_index(given)
@@ -75,13 +75,13 @@ def as_count(name: str, given: Any, *, least: int) -> int:
 
 
 def no_attribute(owner: str, name: str, known: Sequence[str], holder: str = "") -> AttributeError:
-    """What is raised when an attribute is set that an optimizer has not.
+    """Returns the error for setting an attribute that an optimizer does not have.
 
     Args:
         owner: class of the optimizer.
         name: of the attribute.
-        known: what may be set.
-        holder: what has it, if not the optimizer itself.
+        known: names that can be set.
+        holder: object that has them, if not the optimizer itself.
     """
     *others, last = get_close_matches({"lr": "learning_rate"}.get(name, name), known) or known
     meant = f"{', '.join(others)} or {last}" if others else last

@@ -1,6 +1,6 @@
-"""What every optimizer is: takes gradients in, keeps slots, and makes one launch; knows no rule.
+"""Base class of optimizers: validates gradients, manages slots, launches the update.
 
-Source: tf.train.Optimizer, as agn_optimizer.md lists its members.
+Its members are those of tf.train.Optimizer.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ __all__ = ["Optimizer"]
 
 
 class Optimizer(NotCopied):
-    """Base class of the update rules, made to be subclassed.
+    """Base class of optimizers; subclass it to write an update rule.
 
-    A subclass says in ``_slot_names`` what it keeps for each variable, and overrides two hooks:
-    ``_apply`` changes one variable and its slots, given as arrays, and ``_slot_start`` says what a
-    slot is filled with at first. All else is done here: gradients of every kind, sparse ones (of
-    which ``_apply`` sees the rows that they touch, each once), mirrored variables, masters, errors.
+    A subclass names its slots in ``_slot_names`` and overrides two methods: ``_apply`` changes one
+    variable and its slots, given as arrays, and ``_slot_start`` returns the initial value of a
+    slot. The base class handles the rest: gradients of every kind, sparse ones (``_apply`` gets
+    the rows that they touch, each once), mirrored variables, masters and errors.
 
-    To set a public attribute that an optimizer of this library has not, such as ``optimizer.lr``,
-    is an ``AttributeError``; a subclass may have any.
+    Setting a public attribute that an optimizer of this library does not have, such as
+    ``optimizer.lr``, raises ``AttributeError``; a subclass may have any.
 
     Args:
         name: of the optimizer.
         master_dtype: ``"float32"`` keeps a float32 master of each float16 and bfloat16 variable,
-            from which it is rounded at every update, and float32 slots. None: slots are of the
-            variable's dtype. A variable that is assigned to between updates counts, not its master.
+            from which it is rounded at every update, and float32 slots. None: slots have the
+            variable's dtype. Assigning to a variable between updates overrides its master.
 
     Attributes:
-        GATE_NONE: gradients may be used as they come.
-        GATE_OP: all gradients of an operation before any of them is used.
-        GATE_GRAPH: all gradients before any is used. As in eager TensorFlow the three make no
-            difference: an update is one launch over all variables.
+        GATE_NONE: gradients may be used as soon as they are computed.
+        GATE_OP: compute all gradients of an operation before any of them is used.
+        GATE_GRAPH: compute all gradients before any is used. As in eager TensorFlow, the three
+            have no effect: an update is one launch over all variables.
 
     Raises:
-        TypeError: a name that is no string.
-        ValueError: an empty name, or another ``master_dtype``.
+        TypeError: the name is not a string.
+        ValueError: the name is empty, or ``master_dtype`` is something else.
     """
 
     _copied_as = "pass its state_dict(), and load that into a new one"
@@ -100,21 +100,21 @@ class Optimizer(NotCopied):
     # -- the two hooks ----------------------------------------------------------------------------
 
     def _apply(self, variable: Any, slots: dict[str, Any], gradient: Any) -> None:
-        """Changes ``variable`` and ``slots`` by ``gradient``, in place: the rule, by elements.
+        """Updates ``variable`` and ``slots`` in place from ``gradient``; elementwise.
 
         Called for each copy of each variable, in no order. Plain NumPy: ``variable -= 0.1 *
-        gradient``. What it raises changes nothing; to return anything is a ``ValueError``.
+        gradient``. If it raises, state is unchanged; to return anything is a ``ValueError``.
 
         Args:
-            variable: an array of NumPy, or of CuPy on GPUs: a copy, or the rows that a sparse
-                gradient touches; float32 in place of a half that has a master.
-            slots: by name, arrays of the same shape; another one put there is a ``ValueError``.
-            gradient: of the same shape; only to be read (NumPy's refuses, CuPy's is a copy).
+            variable: a NumPy array, or a CuPy array on GPUs: a whole copy, or the rows that a
+                sparse gradient touches; float32 for a half that has a master.
+            slots: by name, arrays of the same shape; replacing one is a ``ValueError``.
+            gradient: of the same shape; read-only (enforced for NumPy; for CuPy it is a copy).
         """
         raise NotImplementedError(f"{type(self).__name__} has no update rule: override _apply")
 
     def _slot_start(self, name: str) -> float:
-        """What slot ``name`` is filled with when it is made; 0 unless a subclass says otherwise."""
+        """Returns the initial value of slot ``name``; 0 unless overridden."""
         return 0.0
 
     # -- what the rules of this library override instead, which are kernels ------------------------
@@ -124,36 +124,36 @@ class Optimizer(NotCopied):
     _settings: tuple[str, ...] = ()  # other attributes that may be set
 
     def _scalars(self) -> tuple[float, ...]:
-        """What the rule takes, of the hyperparameters; asked once, before anything is launched."""
+        """Returns the scalars of the kernel; called once per update, before any launch."""
         return tuple([value_of(name, getattr(self, name)) for name in self._hyperparameters])
 
     def _no_attribute(self, name: str) -> AttributeError:
-        """What is raised when an attribute is set that there is not."""
+        """Returns the error for setting an unknown attribute."""
         known = (*self._hyperparameters, *self._settings, "cross_device_ops")
         return no_attribute(type(self).__name__, name, known)
 
     @property
     def _kernel(self) -> ops.RuleKernel | None:
-        """The rule, over rows of variable, master, slots and gradient; then not ``_apply``."""
+        """The compiled rule, used in place of ``_apply``; None if there is none."""
         return None
 
     def _finish(self) -> None:
-        """Called when an update is launched."""
+        """Called after an update was launched."""
 
-    _hyperparameter_names: tuple[str, ...] = ()  # what it keeps beside slots: powers of decays
+    _hyperparameter_names: tuple[str, ...] = ()  # state besides slots: powers of decays
 
     def _saved_hyperparameters(self) -> dict[str, float]:
-        """By those names; nothing before the first update."""
+        """Returns that state by name; empty before the first update."""
         return {}
 
     def _load_hyperparameters(self, numbers: dict[str, float]) -> None:
-        """Puts them back."""
+        """Restores what ``_saved_hyperparameters`` returned."""
 
     # -- members ----------------------------------------------------------------------------------
 
     @property
     def cross_device_ops(self) -> CrossDeviceOps:
-        """Reduces ``PerReplica`` gradients, by MEAN; settable.
+        """Reduces ``PerReplica`` gradients by MEAN; can be set.
 
         Default: ``AllReduceCrossDeviceOps()``.
         """
@@ -172,15 +172,15 @@ class Optimizer(NotCopied):
         return self._name
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
-        """The slot ``name`` of ``var``; None if it was not created. A master is ``"master"``."""
+        """Returns the slot ``name`` of ``var`` (a master is ``"master"``), or None."""
         return self._slots.by_name.get(name, {}).get(var)
 
     def get_slot_names(self) -> list[str]:
-        """Names of the slots that exist, sorted."""
+        """Returns the names of the existing slots, sorted."""
         return sorted(name for name, slots in self._slots.by_name.items() if slots)
 
     def variables(self) -> list[Variable]:
-        """Every Variable in which the optimizer keeps something, sorted by name."""
+        """Returns every Variable that holds state of the optimizer, sorted by name."""
         return self._slots.all()
 
     @StreamScope()
@@ -192,25 +192,26 @@ class Optimizer(NotCopied):
         *,
         deadline: float | None = None,
     ) -> bool | None:
-        """Changes every variable by its gradient; one launch on each GPU serves all of them.
+        """Updates every variable by its gradient, with one launch per GPU.
 
         Args:
             grads_and_vars: pairs. A gradient is None (the variable stays as it is), an array of
                 the variable's shape and dtype, ``IndexedSlices`` of its rows (those of the same
                 index are added first), a ``Mirrored`` of either on its devices, or a
-                ``PerReplica`` on them, which is reduced by MEAN first. Gradients are not written;
-                when this returns their library's current stream may overwrite them. Small NumPy
-                arrays travel together.
-            global_step: a Variable that goes up by one afterwards.
+                ``PerReplica`` on them, which is reduced by MEAN first. Gradients are only read;
+                after this returns, the current stream of their library may overwrite them. Small
+                NumPy arrays are copied together.
+            global_step: a Variable that is incremented by one afterwards.
             name: ignored; TensorFlow's name of the operation.
-            deadline: seconds from now in which the devices must be done, or their mesh dies.
+            deadline: seconds from now; if the devices are not done by then, the mesh has failed.
 
         Raises:
             ValueError: no pair, None for every gradient, a variable twice, a gradient of another
                 shape, dtype or device than its variable, with rows that it has not, or in the
-                memory of a variable that is written, a ``global_step`` that is no scalar, or a
-                ``deadline`` that is no number above 0. Nothing was changed.
-            TypeError: a gradient that is no array, or something else than a Variable of floats.
+                memory of a variable that is written, a ``global_step`` that is not a scalar, or
+                a ``deadline`` that is not above 0. On error, state is unchanged.
+            TypeError: a gradient that is not an array, or a variable that is not a Variable of
+                floats.
         """
         seconds = as_deadline(deadline)
         gradients, variables = checked_pairs(grads_and_vars)
@@ -219,7 +220,7 @@ class Optimizer(NotCopied):
         with deadline_scope(
             "apply_gradients", seconds, plan.devices if plan else devices_of(variables)
         ):
-            parts = self._arrived(gradients, variables, plan)
+            parts = self._colocated_gradients(gradients, variables, plan)
             self._check_hyperparameters()
             count = ready_count(global_step)
             if plan is None:
@@ -243,43 +244,45 @@ class Optimizer(NotCopied):
         *,
         engine: Engine | None = None,
     ) -> list[tuple[Any, Variable]]:
-        """Gradients of ``loss`` with respect to variables; the first half of ``minimize``.
+        """Computes the gradients of ``loss`` with respect to variables.
+
+        This is the first half of ``minimize``.
 
         Args:
-            loss: takes no argument, reads Variables, and returns the value to minimize (of an
-                array: the sum of its elements). It is plain NumPy, on NumPy's and on CuPy's arrays;
-                an operation that is not differentiated here raises ``NotImplementedError``. It may
-                return a PyTorch tensor, which PyTorch differentiates (a Variable is a tensor in
-                PyTorch's functions). It may be a generator of terms, such as the losses of
-                micro-batches: each is differentiated and dropped before the next is made, and their
-                gradients are terms like others. What another thread computes for it is a constant;
-                what another thread writes to a Variable before the way back is over is not seen,
-                and gives a gradient of neither value. A constant array that the loss writes again
-                counts with its last values. ``h += y`` makes a new value, unseen by other names of
-                ``h``. Gradients may be taken inside it where NumPy's functions compute both, not
-                PyTorch or JAX. On another GPU than CuPy's current one it computes inside ``with
-                cupy.cuda.Device(...)``, as CuPy wants it; the way back finds its GPUs itself.
-            var_list: Variables, or one; default the trainable ones that ``loss`` reads, in the
-                order of first reading.
+            loss: a function without arguments that reads Variables and returns the value to
+                minimize (of an array: the sum of its elements). It uses NumPy functions, on NumPy
+                or CuPy arrays; an operation without a gradient raises ``NotImplementedError``. It
+                may return a PyTorch tensor, which PyTorch differentiates (PyTorch's functions take
+                a Variable as a tensor). It may be a generator of terms, such as the losses of
+                micro-batches: each is differentiated and freed before the next is computed, and
+                their gradients are combined like other terms. Values that another thread computes
+                are constants. Do not write to a Variable from another thread during the call. If
+                the loss overwrites a constant array, its last values count. ``h += y`` creates a
+                new value that other names of ``h`` do not see. A loss may compute gradients
+                itself, unless PyTorch or JAX differentiates either of them. To compute on a GPU
+                other than CuPy's current one, use ``with cupy.cuda.Device(...)`` in the loss; the
+                backward pass selects its GPUs itself.
+            var_list: Variables, or one. Default: the trainable ones that ``loss`` reads, in the
+                order of the first read.
             gate_gradients: ``GATE_NONE``, ``GATE_OP`` or ``GATE_GRAPH``; no effect.
-            aggregation_method: how the terms of a gradient are combined, one term for each use
-                of a tensor; of what PyTorch and JAX have differentiated, one for each loss.
+            aggregation_method: how the terms of a gradient are summed: one term for each use of
+                a tensor; with PyTorch and JAX, one for each loss.
             colocate_gradients_with_ops: no effect.
-            grad_loss: the gradient of ``loss`` itself, of its shape; default ones. Of a
-                generator, of each term.
-            engine: ``"jax"``: ``loss`` is one of JAX's, for ``jax.value_and_grad``. Called twice,
-                it reads Variables by ``variable.read("jax")`` and operators beside JAX's arrays.
-                Outside ``jax.jit``, that is: one read inside has all compiled anew in every call.
+            grad_loss: the gradient with respect to ``loss``, of its shape; default: ones. For a
+                generator, that of each term.
+            engine: ``"jax"``: ``loss`` is a JAX function, for ``jax.value_and_grad``. It is called
+                twice, and reads Variables by ``variable.read("jax")`` and by operators with JAX
+                arrays. Read them outside ``jax.jit``: a read inside recompiles it in every call.
 
         Returns:
             A pair (gradient, variable) for each variable. A gradient is an array of the
             variable's shape and dtype; ``IndexedSlices``, if the variable was only looked up by
             ``gr.embedding_lookup`` or ``np.take(variable, rows, axis=0)``, all on one device; or
-            None, if the loss does not reach the variable. It is the caller's.
+            None, if the loss does not use the variable. The caller owns it.
 
         Raises:
             ValueError: an invalid ``gate_gradients``, ``aggregation_method`` or ``engine``, a
-                ``colocate_gradients_with_ops`` that is no bool, a ``grad_loss`` of another shape
+                ``colocate_gradients_with_ops`` that is not a bool, a ``grad_loss`` of another shape
                 than the loss or not of real numbers, or no variable.
             InvalidVariableError: (a ``TypeError`` and a ``ValueError``) ``var_list`` holds
                 something else than Variables of floats, or the loss returned no float.
@@ -292,7 +295,7 @@ class Optimizer(NotCopied):
         return self._differentiated(gradients)
 
     def _differentiated(self, gradients: Callable[[], Pairs]) -> Pairs:
-        """What ``compute_gradients`` returns; AGN's of several replicas asks for each of them."""
+        """Differentiates; AGN overrides it to do so for each replica."""
         return gradients()
 
     def minimize(  # noqa: PLR0913  # the signature of the seed
@@ -309,10 +312,10 @@ class Optimizer(NotCopied):
         engine: Engine | None = None,
         deadline: float | None = None,
     ) -> bool | None:
-        """``compute_gradients`` and ``apply_gradients`` in one call, with their arguments.
+        """Computes the gradients of ``loss`` and applies them, in one call.
 
         Args:
-            loss: see ``compute_gradients``, as all that is not named here.
+            loss: see ``compute_gradients``.
             global_step: see ``apply_gradients``.
             var_list: see there.
             gate_gradients: see there.
@@ -321,13 +324,13 @@ class Optimizer(NotCopied):
             name: ignored.
             grad_loss: see there.
             engine: see there.
-            deadline: see ``apply_gradients``; from the moment at which the loss is differentiated.
+            deadline: see ``apply_gradients``; it starts when the loss has been differentiated.
 
         Returns:
-            What ``apply_gradients`` does: None, and AGN's whether it communicated.
+            What ``apply_gradients`` returns: None, or for AGN whether it communicated.
 
         Raises:
-            ValueError: the loss reaches none of the variables; and what the two raise.
+            ValueError: the loss uses none of the variables; and what the two methods raise.
         """
         as_deadline(deadline)  # a wrong one is told before the loss is called
         given = (var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops)
@@ -335,13 +338,13 @@ class Optimizer(NotCopied):
         return self.apply_gradients(pairs, global_step, name, deadline=deadline)
 
     def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
-        """What the optimizer keeps, as host data: slots, masters, and Adam's powers.
+        """Returns the state of the optimizer as host data: slots, masters, and Adam's powers.
 
-        Hyperparameters are not in it, nor the variables themselves. Slots that are halves come as
-        float32. Waits for the devices.
+        It contains neither hyperparameters nor the variables. Float16 and bfloat16 slots are
+        returned as float32. Waits for the devices.
 
         Args:
-            deadline: seconds from now in which the devices must be done, or their mesh dies.
+            deadline: seconds from now; if the devices are not done by then, the mesh has failed.
 
         Raises:
             ValueError: two variables with slots have the same name.
@@ -350,16 +353,16 @@ class Optimizer(NotCopied):
         return saved_state(type(self).__name__, self._slots, self._saved_hyperparameters(), seconds)
 
     def load_state_dict(self, state: Mapping[str, Any], variables: Sequence[Variable]) -> None:
-        """Puts back what ``state_dict`` gave, in this process or another, on any backend.
+        """Restores a ``state_dict``, also of another process or backend.
 
-        Slots that there are now are dropped. What is refused has changed nothing.
+        Replaces all slots. On error, state is unchanged.
 
         Args:
             state: from an optimizer of the same class.
-            variables: or one; found by their names; at least those that the state has slots of.
+            variables: one or several, matched by name; at least those that the state has slots of.
 
         Raises:
-            KeyError: a key is missing or unknown, or slots of a variable that is not given.
+            KeyError: a key is missing or unknown, or there are slots of a variable not passed.
             TypeError: a value of another type.
             ValueError: another class or format, a slot of another shape or dtype, two variables
                 of the same name, or no powers (numbers from 0 to below 1) beside Adam's slots.
@@ -371,9 +374,9 @@ class Optimizer(NotCopied):
         self._load_hyperparameters(numbers)
 
     def prepare(self, variables: Sequence[Variable]) -> None:
-        """Compiles what an update of these variables launches, and makes their slots.
+        """Compiles the kernels for these variables and creates their slots.
 
-        ``apply_gradients`` does it too; a caller who may not fail half-way does it before.
+        ``apply_gradients`` does it too; call this first where a later failure must be excluded.
         """
         self._check_hyperparameters()
         if (kernel := self._kernel) is not None:
@@ -383,16 +386,16 @@ class Optimizer(NotCopied):
                     ops.prepare_rule(kernel, buffer.device, var.dtype, state)
         self._slots.make(variables, self._slot_start)
 
-    def _arrived(
+    def _colocated_gradients(
         self, gradients: Sequence[Any], variables: Sequence[Variable], plan: Plan | None
     ) -> Sequence[Part]:
-        """Of each copy of each variable its gradient near it, checked; nothing was launched."""
+        """Validates gradients and returns, for each copy of each variable, a colocated one."""
         if plan is not None:
             plain = plan.plain(gradients)
             if plain is not None:
-                if not plan.lie_as_before(plain):
+                if not plan.has_known_addresses(plain):
                     check_apart(variables, [(part,) for part in plain], plan.ranges)
-                    plan.are_apart(plain)
+                    plan.remember_addresses(plain)
                 return plain
         spread = any([isinstance(grad, PerReplica) for grad in gradients])
         found = to_variables(gradients, variables, self.cross_device_ops if spread else None)
@@ -407,7 +410,7 @@ class Optimizer(NotCopied):
             as_number(attribute, getattr(self, attribute))
 
     def _known(self, variables: Sequence[Variable]) -> Plan | None:
-        """The plan of the last update, if it was of these; nothing that it knows ever changes."""
+        """Returns the plan of the last update if it was of these variables, else None."""
         plan = self._plan
         if plan is None or len(plan.variables) != len(variables) or plan.kernel is not self._kernel:
             return None
@@ -415,12 +418,12 @@ class Optimizer(NotCopied):
         return plan if same else None
 
     def _change(self, plan: Plan, parts: Sequence[Part], count: Callable[[], None]) -> None:
-        """The rule over all copies of all variables: one job for each physical device.
+        """Runs the rule on all copies of all variables: one job for each physical device.
 
         Args:
-            plan: of them.
-            parts: of each copy its gradient.
-            count: counts the update.
+            plan: of the variables.
+            parts: for each copy its gradient.
+            count: increments the global step.
         """
         scalars = self._scalars()
         jobs = [
@@ -434,10 +437,10 @@ class Optimizer(NotCopied):
             with (
                 mesh_state.launch_lock,
                 mesh_state.fail_on_partial_write(plan.devices),
-            ):  # all, or another's turn
+            ):
                 for launch in ready:
                     launch()
-                self._slots.keep()
+                self._slots.commit()
                 self._finish()
             count()
             release_inputs()
@@ -445,7 +448,7 @@ class Optimizer(NotCopied):
     def _ready(
         self, job: Job, scalars: tuple[float, ...], writer: LaunchBatch | None
     ) -> Callable[[], None]:
-        """What does a job; a rule on arrays has been computed by then."""
+        """Returns a function that launches a job; computes a Python rule right away."""
         if (kernel := self._kernel) is not None:
             return partial(job.run, by_kernel(kernel, scalars, writer))
         job.begin()

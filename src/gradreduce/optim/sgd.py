@@ -1,4 +1,4 @@
-"""Gradient descent, with momentum or without; each is a kernel of ``kernels/update.cu``."""
+"""Gradient descent with and without momentum; the kernels are in ``kernels/update.cu``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ __all__ = ["GradientDescentOptimizer", "MomentumOptimizer"]
 
 
 class GradientDescentOptimizer(Optimizer):
-    """``variable -= learning_rate * gradient`` (tf.train.GradientDescentOptimizer).
+    """Gradient descent optimizer (tf.train.GradientDescentOptimizer).
+
+    ``variable -= learning_rate * gradient``.
 
     Args:
-        learning_rate: a number, or a callable or Variable that says it for each update; may be
-            changed.
-        use_locking: TensorFlow's; no effect.
+        learning_rate: a number, or a callable or Variable that is read at each update; can be
+            set later.
+        use_locking: no effect; for compatibility with TensorFlow.
         name: of the optimizer.
         master_dtype: see ``Optimizer``.
     """
@@ -48,16 +50,16 @@ class MomentumOptimizer(Optimizer):
 
     ``moment = momentum * moment + gradient``, then ``variable -= learning_rate * moment``; with
     Nesterov ``variable -= learning_rate * gradient + learning_rate * momentum * moment``. The
-    moment is the slot ``"momentum"``, zero at first, on the variable's devices. Rows that a sparse
-    gradient does not name keep their moment.
+    moment is the slot ``"momentum"``, which starts at zero, on the variable's devices. A sparse
+    gradient updates only its rows, and their moment.
 
     Args:
-        learning_rate: a number, or a callable or Variable that says it for each update; may be
-            changed.
+        learning_rate: a number, or a callable or Variable that is read at each update; can be
+            set later.
         momentum: likewise.
-        use_locking: TensorFlow's; no effect.
+        use_locking: no effect; for compatibility with TensorFlow.
         name: of the optimizer.
-        use_nesterov: which of the two; likewise.
+        use_nesterov: whether to use Nesterov's momentum; can be set later.
         master_dtype: see ``Optimizer``.
     """
 

@@ -1,6 +1,6 @@
-"""What an optimizer keeps for each variable: slots, and masters of halves; never changes one.
+"""Slots: the state of an optimizer for each variable, with float32 masters of halves.
 
-The copies of a slot lie where those of its variable do.
+A slot has its copies on the devices of its variable.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ MASTER = "master"  # the slot that holds the unrounded values of a half
 
 
 class Slots:
-    """The slots of one optimizer.
+    """All slots of one optimizer.
 
     Args:
-        owner: name of the optimizer; that of a slot is ``variable/owner``, ``variable/owner_1`` …
-        names: of the slots of its rule, in the order in which the rule takes them.
-        master_dtype: None, or float32: halves have a master, and slots of this dtype.
+        owner: name of the optimizer; slots are named ``variable/owner``, ``variable/owner_1`` …
+        names: of the slots of its rule, in the order of the rule's arguments.
+        master_dtype: None, or float32: halves get a master, and slots of this dtype.
 
     Raises:
         ValueError: another ``master_dtype``.
@@ -46,20 +46,20 @@ class Slots:
         self._before: dict[str, dict[Variable, Variable]] | None = None
 
     def wants_master(self, var: Variable) -> bool:
-        """Whether a variable is a half that gets one."""
+        """Whether a variable is float16 or bfloat16 and gets a float32 master."""
         return self.has_masters and var.dtype.itemsize == 2
 
     def state_dtype(self, var: Variable) -> DType:
-        """Of the slots of a variable."""
+        """Returns the dtype of the slots of a variable."""
         return as_dtype("float32") if self.wants_master(var) else var.dtype
 
     def names_for(self, var: Variable) -> tuple[str, ...]:
-        """In the order of a row: see ``ops.Update``."""
+        """Returns the slot names of a variable, in the order of ``ops.Update``."""
         return (MASTER, *self.names) if self.wants_master(var) else self.names
 
     @contextmanager
     def rollback_on_error(self) -> Iterator[None]:
-        """What is made inside is dropped again if something raises there before ``keep``."""
+        """Removes the slots made inside if something raises before ``commit``."""
         self._before = {name: dict(slots) for name, slots in self.by_name.items()}
         try:
             yield
@@ -70,19 +70,19 @@ class Slots:
         finally:
             self._before = None
 
-    def keep(self) -> None:
-        """The update is made: nothing that comes now, Ctrl-C neither, drops what it has written."""
+    def commit(self) -> None:
+        """Marks the update as done: errors and Ctrl-C no longer remove its slots."""
         self._before = None
 
     def make(self, variables: Sequence[Variable], start: Callable[[str], float]) -> None:
-        """Those that are missing; one whose making fails is not there.
+        """Creates the missing slots of variables.
 
         Args:
-            variables: of which.
-            start: of a slot's name what it is filled with.
+            variables: whose slots are created.
+            start: returns the initial value of a slot, by its name.
 
         Raises:
-            InvalidVariableError: a variable holds no floats.
+            InvalidVariableError: a variable is not of a float dtype.
         """
         for var in variables:
             check_float(var)
@@ -97,13 +97,13 @@ class Slots:
         return made
 
     def follow(self, var: Variable) -> None:
-        """A variable was assigned to: so is its master, if it has one."""
+        """Copies a variable, which was assigned to, to its master if it has one."""
         master = self.by_name[MASTER].get(var) if self.has_masters else None
         if master is not None:
             _follow(master, var)
 
     def named(self, var: Variable, name: str, value: float = 0.0) -> Variable:
-        """A new slot of a variable, filled with a number, that is kept nowhere yet."""
+        """Returns a new slot of a variable, filled with a number and not registered."""
         if name == MASTER:
             last = f"/{MASTER}"
         else:
@@ -113,25 +113,25 @@ class Slots:
         return Variable.filled_like(var, whole, value, dtype=self.state_dtype(var))
 
     def of(self, var: Variable) -> list[Variable]:
-        """Those of a variable that exist."""
+        """Returns the existing slots of a variable."""
         return [slots[var] for slots in self.by_name.values() if var in slots]
 
     def ranges(self, variables: Sequence[Variable]) -> ops.Ranges:
-        """Where these and their slots lie; slots that will be made are nobody's gradient."""
-        kept = [each for var in variables for each in (var, *self.of(var))]
-        return ops.Ranges([copy for each in kept for copy in each.buffers])
+        """Returns the address ranges of variables and their existing slots."""
+        written = [each for var in variables for each in (var, *self.of(var))]
+        return ops.Ranges([copy for each in written for copy in each.buffers])
 
     def rows(self, var: Variable) -> list[list[Buffer]]:
-        """For each copy of a variable what an update of it writes: see ``ops.Update``."""
-        kept = [var, *(self.by_name[name][var] for name in self.names_for(var))]
-        return [list(row) for row in zip(*(each.buffers for each in kept), strict=True)]
+        """Returns, for each copy of a variable, the buffers that its update writes."""
+        written = [var, *(self.by_name[name][var] for name in self.names_for(var))]
+        return [list(row) for row in zip(*(each.buffers for each in written), strict=True)]
 
     def all(self) -> list[Variable]:
-        """Every slot, sorted by name."""
+        """Returns every slot, sorted by name."""
         found = [slot for by_variable in self.by_name.values() for slot in by_variable.values()]
         return sorted(found, key=lambda slot: slot.name)
 
 
 def _follow(master: Variable, var: Variable) -> None:
-    for kept, copy in zip(master.buffers, var.buffers, strict=True):
-        ops.pack([kept], [copy])
+    for unrounded, copy in zip(master.buffers, var.buffers, strict=True):
+        ops.pack([unrounded], [copy])

@@ -1,4 +1,4 @@
-"""Plans an update of many variables: the launches of each GPU, worked out once.
+"""Plans the launches that update many variables, once for many steps.
 
 A sparse gradient is merged first, row by row. The rows that it touches are taken out of the
 variable and its slots, updated like any other operands in the same launch, and put back.
@@ -22,19 +22,20 @@ __all__ = ["Job", "Plan", "Rule", "by_kernel", "devices_of"]
 
 
 class Plan:
-    """An update of these variables, in this order.
+    """Reusable plan for updates of the same variables in the same order.
 
     Args:
-        variables: in their order.
-        rows_of: for each copy of a variable what an update of it writes, the variable first.
-        kernel: that is compiled; None of a rule on arrays.
+        variables: to update.
+        rows_of: returns, for each copy of a variable, the buffers that an update writes, the
+            variable first.
+        kernel: the compiled rule; None for a Python rule.
 
     Attributes:
-        written: for each copy of each variable what an update of it writes.
+        written: for each copy of each variable, the buffers that an update writes.
         devices: of each copy.
-        ranges: where all of that lies.
-        places: for each physical device the copies there.
-        writers: for each physical device what launches there, if one launch serves all rows.
+        ranges: address ranges of those buffers.
+        places: for each physical device, the indices of the copies there.
+        writers: for each physical device, the launcher of all rows if one launch can do it.
     """
 
     def __init__(
@@ -62,43 +63,43 @@ class Plan:
         self._has_copies = len(self.devices) > len(self.variables)
 
     def plain(self, gradients: Sequence[Any]) -> Sequence[Buffer] | None:
-        """The gradients where they are wanted, if each is one Buffer there or a host array.
+        """Returns the gradients as Buffers if all are on their devices, or all in host memory.
 
-        In one quick look at each, since a step may have hundreds. None if one is anything else.
+        A fast path with one test per gradient. None if a gradient is anything else.
         """
         if self._has_copies:
             return None
-        is_lent = False
+        is_external = False
         for grad, (device, dtype, shape) in zip(gradients, self._wanted, strict=True):
             if type(grad) is not Buffer:
                 return self._from_host(gradients)
             if grad.device is not device or grad.dtype is not dtype or grad.shape != shape:
                 return None
-            is_lent = is_lent or grad.array_owner is not None
-        if is_lent:
+            is_external = is_external or grad.array_owner is not None
+        if is_external:
             reading(gradients)
         return gradients
 
     def _from_host(self, gradients: Sequence[Any]) -> Sequence[Buffer] | None:
-        # A rule on arrays may keep what it is shown; a capture would keep the values of now.
+        # A Python rule may keep its arguments; a capture would record the current values.
         if self.kernel is None or self.devices[0].mesh_state.capture is not None:
             return None
         return self._staging.staged(gradients)
 
-    def lie_as_before(self, gradients: Sequence[Buffer]) -> bool:
-        """Whether each begins where that of the last update did, and so is apart, as that was.
+    def has_known_addresses(self, gradients: Sequence[Buffer]) -> bool:
+        """Whether the gradients have the addresses that were last checked for overlaps.
 
-        Asked of what ``plain`` gave, whose sizes are those of the variables.
+        For the result of ``plain``, whose sizes are those of the variables.
         """
         return [grad.address for grad in gradients] == self._addresses
 
-    def are_apart(self, gradients: Sequence[Buffer]) -> None:
-        """Remembers where they lie: they share nothing with what is written."""
+    def remember_addresses(self, gradients: Sequence[Buffer]) -> None:
+        """Remembers the addresses of gradients that overlap nothing that is written."""
         self._addresses = [grad.address for grad in gradients]
 
 
 def devices_of(variables: Sequence[Variable]) -> list[Device]:
-    """That of each copy of each variable."""
+    """Returns the device of each copy of each variable."""
     return [copy.device for var in variables for copy in var.buffers]
 
 
@@ -108,21 +109,22 @@ Rule = Callable[[Sequence[Update], Device], None]
 def by_kernel(
     kernel: ops.RuleKernel, scalars: Sequence[float], writer: LaunchBatch | None = None
 ) -> Rule:
-    """A rule that is a kernel, with all that it takes behind ``num_written``."""
+    """Returns a rule that launches a kernel with these scalars."""
     return lambda rows, at: ops.update_unchecked(kernel, rows, scalars, at, writer=writer)
 
 
 class Job:
-    """One update of the copies on one physical device: has all its memory, and every plan there.
+    """One update of the copies on one physical device, with all memory allocated.
 
     Args:
-        written: for each copy of a variable what an update of it writes, the variable first.
+        written: for each copy of a variable, the buffers that its update writes, the variable
+            first.
         gradients: of each copy, on the same physical device.
 
     Attributes:
-        leader: whose compute queue launches: that of the first copy.
-        updates: what a rule is given.
-        is_dense: whether these are all of ``written``, in its order.
+        leader: device of the first copy; its compute queue launches.
+        updates: the rows for the rule.
+        is_dense: whether ``updates`` has all of ``written``, in its order.
     """
 
     def __init__(self, written: Sequence[list[Buffer]], gradients: Sequence[Part]) -> None:
@@ -152,30 +154,30 @@ class Job:
             self._take, self._put_back = _ready(rows, self.leader)
 
     def begin(self) -> None:
-        """Comes behind all other devices, and takes out the rows that sparse gradients touch."""
+        """Waits for the other devices' streams, and gathers the rows of sparse gradients."""
         join_streams(self.leader, self._devices)
         self._take()
 
     def end(self, rule: Rule) -> None:
-        """Launches the rule, puts rows back, and lets the other devices come behind."""
+        """Launches the rule, scatters rows back, and makes the other streams wait for that."""
         rule(self.updates, self.leader)
         self._put_back()
         fork_streams(self.leader, self._devices)
 
     def run(self, rule: Rule) -> None:
-        """Both; launches, and only that."""
+        """Calls ``begin`` and ``end``."""
         self.begin()
         self.end(rule)
 
 
 class _Rows:
-    """The rows that a sparse gradient touches: of itself, and of the variable and its slots.
+    """Temporary rows of a sparse gradient, its variable and the slots.
 
     Attributes:
-        written: whole: the variable, its master, its slots.
+        written: the whole variable, its master and its slots.
         segments: of the gradient's rows.
-        merged: new memory for its rows, each index once.
-        taken: new memory for those rows of what is written.
+        merged: new memory for the gradient's rows, each index once.
+        taken: new memory for those rows of ``written``.
     """
 
     def __init__(self, written: list[Buffer], slices: IndexedSlices, leader: Device) -> None:
@@ -187,12 +189,12 @@ class _Rows:
 
     @property
     def update(self) -> Update:
-        """The rows as a rule takes them."""
+        """The rows in the order of the rule's operands."""
         return [*self.taken, self.merged]
 
 
 def _ready(rows: Sequence[_Rows], leader: Device) -> tuple[Callable[[], None], Callable[[], None]]:
-    """What takes rows out, and what puts them back."""
+    """Returns a function that gathers the rows, and one that scatters them back."""
     for dtype in {buffer.dtype for row in rows for buffer in row.update}:
         ops.prepare_segment_sum(leader, dtype, dtype)
         ops.prepare_take_rows(leader, dtype)
@@ -229,4 +231,4 @@ def _ready(rows: Sequence[_Rows], leader: Device) -> tuple[Callable[[], None], C
 
 
 def _nothing() -> None:
-    """No gradient is sparse."""
+    """Does nothing: no gradient is sparse."""

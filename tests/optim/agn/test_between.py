@@ -152,7 +152,7 @@ def test_no_gradient_lies_where_slots_lay_that_are_loaded_meanwhile(mesh, monkey
     center, device = gr.AGNCenter(mesh.devices[0]), mesh.devices[0]
     _, var, optimizer = worker(mesh, center, period=100)
     optimizer.apply_gradients([(ONE, var)])
-    state, arrived = center.state_dict(), optimizer._inner._arrived
+    state, arrived = center.state_dict(), optimizer._inner._colocated_gradients
 
     def loading(gradients, *more):
         lay = center.slot_variables()[0].buffers[0].address
@@ -160,7 +160,7 @@ def test_no_gradient_lies_where_slots_lay_that_are_loaded_meanwhile(mesh, monkey
         made = [device.zeros((2,), "float32") for _ in range(8)]
         return arrived([min(made, key=lambda each: each.address != lay)], *more)
 
-    monkeypatch.setattr(optimizer._inner, "_arrived", loading)
+    monkeypatch.setattr(optimizer._inner, "_colocated_gradients", loading)
     optimizer.apply_gradients([(ONE, var)])
     assert optimizer.local_step.numpy() == 2
 

@@ -68,7 +68,7 @@ def test_a_step_that_is_stopped_before_it_counts_loses_the_device(own, monkeypat
     gradient = gr.IndexedSlices(np.ones(1, "float32"), [0], (2,)) if rows else ONE
     for _ in range(2):  # which are worked out once
         optimizer.apply_gradients([(gradient, var)])
-    monkeypatch.setattr(optimizer._inner._slots, "keep", stop)
+    monkeypatch.setattr(optimizer._inner._slots, "commit", stop)
     with pytest.raises(KeyboardInterrupt):
         optimizer.apply_gradients([(gradient, var)])
     assert optimizer._worker.step.value == 2
@@ -79,8 +79,8 @@ def test_a_step_that_is_stopped_before_it_counts_loses_the_device(own, monkeypat
 def test_the_slots_of_a_first_step_that_was_made_stay(own, monkeypatch):
     _, var, optimizer = made(own, gr.MomentumOptimizer(1.0, 0.5), period=9)
     monkeypatch.setattr("gradreduce.optim.agn.worker.LocalPlan", lambda *_: stop)
-    counted = optimizer._inner._slots.keep
-    monkeypatch.setattr(optimizer._inner._slots, "keep", lambda: (counted(), stop()))
+    counted = optimizer._inner._slots.commit
+    monkeypatch.setattr(optimizer._inner._slots, "commit", lambda: (counted(), stop()))
     with pytest.raises(KeyboardInterrupt):
         optimizer.apply_gradients([(ONE, var)])
     assert optimizer.get_slot(var, "momentum") is not None

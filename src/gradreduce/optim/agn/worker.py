@@ -130,7 +130,7 @@ class Worker:
         plan: LocalPlan | None,
     ) -> Sequence[Part]:
         """Of each copy of each variable its gradient near it; reduced, if it is of replicas."""
-        parts = self._inner._arrived(gradients, variables, plan)
+        parts = self._inner._colocated_gradients(gradients, variables, plan)
         if plan is None:
             near = _by_variable(members, parts)
             check_apart(variables, near, ops.Ranges(self._written_besides(members)))
@@ -183,7 +183,7 @@ class Worker:
             raise
 
         def count() -> None:
-            inner._slots.keep()
+            inner._slots.commit()
             inner._load_hyperparameters(numbers)
             self.step.value += 1
             self.is_due = is_due
