@@ -1,7 +1,8 @@
-"""What every test shares.
+"""Settings for all tests.
 
-The law of skips (``skips.py``), processes that begin before their tests (``early.py``), the cases
-that a plain run leaves out (``exhaustive.py``), little memory, and a heap that is quick to search.
+Loads the plugins of ``support/``: the rules for skips (``skip_rules.py``), background processes
+(``background_runs.py``), the cases that a plain run leaves out (``exhaustive.py``). Also keeps
+memory use and the time of garbage collections small.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ pytest_plugins = ("support.skip_rules", "support.background_runs", "support.exha
 
 
 def pytest_configure() -> None:
-    """Lets tests interrupt this process and its children, also where a shell runs it with &.
+    """Lets tests interrupt this process and its children, also if a shell runs it with &.
 
-    Such a shell ignores SIGINT in what it starts, and Python then leaves it ignored. And says what
-    JAX reads of its environment when it is imported.
+    Such a shell ignores SIGINT in what it starts, and Python then leaves it ignored. Also sets the
+    environment variables that JAX reads when it is imported.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Where JAX has GPUs: its plain tests stay on the CPU, and it takes only the memory it uses.
@@ -34,9 +35,9 @@ def pytest_configure() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves the tests of the examples to a process of their own, unless a path names them.
+    """Leaves the tests of the examples to a separate process, unless a path names them.
 
-    See ``test_examples.py``.
+    See ``project/test_examples.py``.
     """
     if collection_path not in EXAMPLES:
         return None
@@ -46,10 +47,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Keeps what pytest holds of every test out of the garbage collector's sight.
+    """Excludes pytest's own objects from garbage collection.
 
-    It lives as long as the run, and each ``gc.collect()`` of a test would search all of it: a third
-    of a second with the whole suite. What tests make is found as ever.
+    They live as long as the run, and each ``gc.collect()`` of a test would search all of them: a
+    third of a second with the whole suite. Objects made by tests are collected as usual.
     """
     gc.disable()
     try:
@@ -62,9 +63,9 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(nextitem: pytest.Item | None, item: pytest.Item) -> Iterator[None]:
-    """Gives memory that a file's tests have freed back to the system.
+    """Returns memory freed by a file's tests to the system.
 
-    The C library keeps it for each thread that has asked for some: half a gigabyte in a whole run.
+    The C library keeps it per thread that has allocated some: half a gigabyte in a whole run.
     """
     made = yield
     if nextitem is None or nextitem.path != item.path:

@@ -1,4 +1,4 @@
-"""Which backends must keep the contract, and what its tests do with a device."""
+"""The backends that the contract tests run on, and helpers for these tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZE = 1003  # vectors and a tail
 FLOAT = as_dtype("float32")
 
 simulated = partial(open_mesh, backend="sim")
-# Every way to run a mesh. A backend joins by one more line, marked by what it needs.
+# All ways to run a mesh. A new backend is one more line, marked with what it needs.
 BACKENDS = [
     pytest.param(partial(simulated, strict=True), id="sim"),
     pytest.param(partial(simulated, strict=False, peer_access=False), id="sim-no_peers"),
@@ -29,7 +29,7 @@ BACKENDS = [
         id="sim-compiled",
         marks=pytest.mark.host,
     ),
-    # Queued work runs as late as the fences allow, as early, and anyhow.
+    # Queued work runs as late as the waits allow, as early, or in random valid orders.
     *(
         pytest.param(
             partial(simulated, strict=True, schedule_seed=seed),
@@ -40,7 +40,7 @@ BACKENDS = [
     ),
 ]
 on_gpus = partial(open_mesh, backend="cuda")
-# The same, where several physical devices are needed, and a collective library between them.
+# The same for tests that need several physical devices with a collective library.
 BACKENDS_APART = [
     *BACKENDS,
     pytest.param(on_gpus, id="cuda", marks=(pytest.mark.multi_gpu(3), pytest.mark.nccl)),
@@ -58,7 +58,7 @@ def uploaded(device: Device, seed: int, shape=(SIZE,), dtype=FLOAT) -> Buffer:
 
 @contextmanager
 def in_order(device: Device) -> Iterator[None]:
-    """What is done to the backend's own arrays inside is done on the device's compute queue."""
+    """Inside, operations on the backend's own arrays run on the device's compute queue."""
     if device.mesh_state.backend == "sim":
         yield
         return
@@ -67,13 +67,13 @@ def in_order(device: Device) -> Iterator[None]:
 
 
 def adopted(device: Device, values: np.ndarray) -> Buffer:
-    """A Buffer on memory that our pool does not own."""
+    """A Buffer on memory that the pool does not own."""
     buffer = device.adopt(device.release(device.upload(values)))
     assert not buffer.block.owned
     return buffer
 
 
 def add(device: Device, out: Buffer, *terms: Buffer, **options) -> None:
-    """``out = terms[0] + terms[1] + …`` as one launch, unchecked by ``ops``."""
+    """``out = terms[0] + terms[1] + …`` as one launch, without the checks of ``ops``."""
     name = element_of(out.dtype).name
     device.launch(ADD_N, (name, name, 0), [(out, *terms)], (len(terms),), **options)

@@ -1,36 +1,47 @@
-"""A stand-in for CuPy and NCCL that runs the CUDA backend's own code without a GPU.
+"""A fake of CuPy and NCCL that runs the CUDA backend's own code without a GPU, and checks it.
 
-Used by a pytest process of its own: ``python -m pytest -p fake_cupy.plugin tests/backends/cuda``,
-with this folder's parent on ``PYTHONPATH``. The rooms:
+It runs in a separate pytest process: ``python -m pytest -p fake_cupy.plugin tests/backends/cuda``
+with this folder's parent on ``PYTHONPATH``. The modules:
 
-* ``memory``: where device and pinned memory lies, who owns which bytes, who used them last.
-* ``machine``: the queues of the streams, in a seeded random legal order; happens-before clocks.
-* ``recorder``: which bytes a launch reads and writes, from the shipped text built by g++.
-* ``kernels``: ``RawModule`` and ``Function``; checks of arguments.
-* ``surface``: ``Device``, ``Stream``, ``Event``; ``arrays``: pools, pinned memory, copies, a
+* ``memory``: device and pinned memory; who owns which bytes, and who used them last.
+* ``machine``: the streams' queues, run in a seeded random valid order; happens-before clocks.
+* ``recorder``: the bytes that a launch reads and writes, from the CUDA sources built by g++.
+* ``kernels``: ``RawModule`` and ``Function``, with checks of the arguments.
+* ``surface``: ``Device``, ``Stream``, ``Event``; ``arrays``: pools, pinned memory, copies and a
   minimal ``ndarray``; ``computing``: NumPy's functions on it.
-* ``graphs``: stream captures, of ours and of callers, in CUDA's three modes; CUDA graphs.
+* ``graphs``: stream captures, ours and callers', in CUDA's three modes; CUDA graphs.
 * ``nccl``: communicators and groups.
-* ``plugin``: puts it in CuPy's place, one machine for each test module.
-* ``__main__``: ``python -m fake_cupy SCRIPT`` runs any program so.
-* ``programs``: random programs with every fence that they need; which faults in our own source
-  they find is in ``tests/planted_faults``.
-* ``signatures``: what CuPy 14.2 takes, recorded; compared with the fake, and with CuPy itself.
+* ``foreign``, ``foreign_jax``: arrays of PyTorch and JAX on the fake GPUs; ``lending``: calls that
+  read them and leave their streams free to write them.
+* ``plugin``: replaces CuPy; one machine per test module.
+* ``__main__``: ``python -m fake_cupy SCRIPT`` runs any program in this way.
+* ``programs``: random programs with all waits that they need. ``tests/planted_faults`` lists the
+  faults of our own source that they find.
+* ``signatures``: signatures recorded from CuPy 14.2; compared with the fake, and with a real CuPy.
 
-It detects a missing fence, memory reused or freed while a queue still uses it, an access out of
-bounds or without peer access, a write that ``Kernel.writes`` does not declare, arguments that do
-not fit the kernel, a wrong current device, an event never recorded; and for NCCL a missing group,
-unequal counts or dtypes, a wrong stream, a rank left out, use after destroy or abort, a clique that
-is aborted in part. A capture is invalid after what CUDA forbids to a thread meanwhile: to allocate,
-free, query events or wait, or to synchronize its GPU. The pools of a GPU share its memory
-(``Machine(capacity=…)``): they split, merge and run out as CuPy's do, and ``cudaFree`` waits for
-the GPU. A queue can be told to be stuck (``Machine.stuck``): then a host wait for it inside of the
-driver is a fault.
+What it detects:
 
-It does not show: speed, overlap, NVRTC's dialect, ``-ftz``, inline PTX, races between the threads
-of one launch, implicit synchronisation by the legacy default stream (blocking streams are refused),
-other calls that a capture forbids, NCCL's order, how its hangs come about, and what an abort does
-to memory.
-A copy to pageable host memory waits, as CUDA documents it, so a wait left out after it is no fault.
-All host threads have one clock, so a race between two of them is seen only by what it does.
+* two unordered uses of the same bytes, one of them a write: a missing wait
+* memory reused or freed while a queue still uses it
+* an access out of bounds or without peer access
+* a write that ``Kernel.writes`` does not declare
+* arguments that do not fit the kernel, a wrong current device, an event that was never recorded
+* NCCL: a missing group, unequal counts or dtypes, a wrong stream, a missing rank, use after destroy
+  or abort, an abort of only some communicators of a clique
+* captures: CUDA calls that are forbidden meanwhile (allocate, free, query an event, wait for one,
+  synchronize the GPU) make the capture invalid
+* lack of memory: the pools of a GPU share its memory (``Machine(capacity=…)``); they split, merge
+  and run out of memory as CuPy's do, and ``cudaFree`` waits for the GPU
+* hangs: a queue can be stuck (``Machine.stuck``); a host wait for it inside the driver is a fault
+
+What it does not show:
+
+* speed and overlap
+* what only NVRTC and a GPU do: NVRTC's dialect, ``-ftz``, inline PTX, races between the threads of
+  one launch
+* implicit synchronization by the legacy default stream (a blocking stream raises an error)
+* other calls that a capture forbids
+* NCCL's order of additions, how it comes to hang, and what an abort does to memory
+* a missing wait after a copy to pageable host memory: that copy waits, as CUDA documents
+* unordered host threads: all threads share one clock, so only the effect of such a race is seen
 """

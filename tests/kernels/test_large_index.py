@@ -15,7 +15,7 @@ import pytest
 from support.exact_data import random_data, same
 from support.implementations import ASKED, opened
 from support.update_formulas import FORMULAS
-from support.update_operands import given, layout, rule_of
+from support.update_operands import all_scalars, layout, rule_of
 
 from gradreduce.device import Buffer, Device
 from gradreduce.device.kernel import Kernel, Template
@@ -41,7 +41,7 @@ for rule_kernel in KERNELS:
         LAUNCHES[rule_kernel.name] = (
             HALVES,
             [dtype for _, dtype in layout(rule_kernel, HALVES)],
-            given(rule_kernel, HALVES, FORMULAS[rule_of(rule_kernel)][2]),
+            all_scalars(rule_kernel, HALVES, FORMULAS[rule_of(rule_kernel)][2]),
         )
 ELEMENTWISE = [kernel for kernel in KERNELS if kernel.items is None]
 TAKE_ROWS, SEGMENT_SUM = (

@@ -23,7 +23,7 @@ from support.implementations import (
     start_patterns,
 )
 from support.update_formulas import FORMULAS
-from support.update_operands import given, layout, rule_of
+from support.update_operands import all_scalars, layout, rule_of
 
 from gradreduce.backends.sim import host_compile
 from gradreduce.device import Device
@@ -136,7 +136,7 @@ def of_a_rule(kernel: RuleKernel, *, first: int = 0):
     kinds, dtypes = zip(*layout(kernel, template), strict=True)
     moved = dict.fromkeys(("var", "master", "slot"), BOTH) | {"grad": READ, "copy": WRITTEN}
     moved["sum"] = READ if kernel.form == "global" else WRITTEN if first else BOTH
-    scalars = given(kernel, template, FORMULAS[rule][2], first=first)
+    scalars = all_scalars(kernel, template, FORMULAS[rule][2], first=first)
     return template, scalars, dtypes, [moved[kind] for kind in kinds]
 
 

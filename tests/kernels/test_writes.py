@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.implementations import Operand, buffers, opened, wide_of
 from support.update_formulas import FORMULAS
-from support.update_operands import given, layout, rule_of
+from support.update_operands import all_scalars, layout, rule_of
 
 from gradreduce.device import as_dtype
 from gradreduce.ops import KERNELS, RuleKernel
@@ -74,7 +74,7 @@ def row_of(device, kernel, template, num_operands, num_written):
 def launch_of(kernel, template):
     """The number of operands, and the scalars."""
     if isinstance(kernel, RuleKernel):
-        scalars = given(kernel, template, SCALARS[rule_of(kernel)], period=1)
+        scalars = all_scalars(kernel, template, SCALARS[rule_of(kernel)], period=1)
         return len(layout(kernel, template)), scalars
     if kernel.name == "add_n" and template[2]:
         return 1 + template[2], (template[2],)

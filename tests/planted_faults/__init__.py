@@ -1,4 +1,4 @@
-"""Faults that were once planted in our own source, and the test that fails for each.
+"""Faults that can be planted in our own source, and the test that must fail for each.
 
 Every ``*.toml`` here is a part of one table. An entry is one change of one file::
 
@@ -11,8 +11,8 @@ Every ``*.toml`` here is a part of one table. An entry is one change of one file
     says = "unordered"
 
 ``old`` occurs in ``file`` exactly once (``test_table.py``, in every run). With ``new`` in its place
-``test`` fails, and what it prints contains ``says``, which may be left out. What stands at the top
-of a ``*.toml`` holds for each of its entries that does not say otherwise.
+``test`` fails, and what it prints contains ``says``, which may be left out. A key at the top of a
+``*.toml`` is the default for its entries.
 
 ``PYTHONPATH=tests python -m planted_faults all`` plants them one by one; CI plants a sample.
 

@@ -1,8 +1,8 @@
 """Plants faults of the table, one by one in copies of the repository, and runs their tests.
 
 ``PYTHONPATH=tests python -m planted_faults`` plants a sample, the same one every time; ``all``
-plants every fault; other words plant those whose name, file or test contains one of them. Before,
-the same tests must pass without a fault. Tests run in forked processes, in which NumPy and pytest
+plants every fault; other words plant those whose name, file or test contains one of them. First the
+same tests must pass without a fault. Tests run in forked processes, in which NumPy and pytest
 are imported already.
 """
 
@@ -53,7 +53,7 @@ class Job:
     began: float = field(default_factory=time.monotonic)
 
     def complaint(self, code: int, said: str) -> str:
-        """Empty where the tests ended as they must."""
+        """Empty if the tests ended as they must."""
         wanted = pytest.ExitCode.TESTS_FAILED if self.fault else pytest.ExitCode.OK
         if code == -signal.SIGALRM:
             return f"took more than {LIMIT_S} s"

@@ -17,12 +17,12 @@ class Fault:
     """One change of one file, and the test that fails for it.
 
     Attributes:
-        name: what is wrong then; unique.
-        file: relative to the repository.
+        name: what the fault is; unique.
+        file: path in the repository.
         old: text that occurs in the file exactly once.
-        new: what is planted in its place.
-        test: pytest's node id; the first failure of it counts.
-        says: words that the failure prints.
+        new: the text that replaces it.
+        test: pytest's node id; its first failure counts.
+        says: text that the failure prints.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Fault:
 
 
 def read_table() -> list[Fault]:
-    """All faults, by file and place.
+    """All faults, in the order of the files.
 
     Raises:
         TypeError: an entry lacks a field, or has one that is not of ``Fault``.

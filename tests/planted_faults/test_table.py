@@ -1,4 +1,4 @@
-"""The table of planted faults is that of today's source."""
+"""The table of planted faults matches the current source."""
 
 from __future__ import annotations
 

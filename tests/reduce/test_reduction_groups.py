@@ -56,7 +56,9 @@ def test_values_on_every_mesh(mesh, make_jobs, random_replicas, dtype, in_place)
         jobs = make_jobs(mesh, packs, divisor, in_place=in_place)
         hierarchical_copy(jobs, as_reduction_groups(halves))
         for job, replicas in zip(jobs, packs, strict=True):
-            check_outs(job.outs, hierarchical_sum(replicas, divisor, halves=halves), halves)
+            check_outs(
+                job.outs, hierarchical_sum(replicas, divisor, reduction_groups=halves), halves
+            )
 
 
 SPELLED_OUT = {
@@ -105,7 +107,7 @@ def test_every_placement_gives_the_same_bits(make_jobs, halves):
         [random_data((size,), dtype, seed=seed) for seed in range(num_replicas)]
         for dtype, size in (("float32", 5), ("float32", 16_390), ("bfloat16", 32_771))
     ]
-    expected = [hierarchical_sum(pack, num_replicas, halves=halves) for pack in packs]
+    expected = [hierarchical_sum(pack, num_replicas, reduction_groups=halves) for pack in packs]
     for placement in all_placements(num_replicas, 3):
         for peer_access in (True, False):
             with MeshCase(placement, peer_access).open() as mesh:
@@ -139,7 +141,7 @@ def test_no_packing_changes_the_bits(numpy_mesh, options):
         with unchanged(*(array for of_one in grads for array in of_one)):
             reduced = ops.all_reduce(grads)
         for turn, column in enumerate(zip(*grads, strict=True)):
-            wanted = hierarchical_sum(column, len(numpy_mesh), halves=halves)
+            wanted = hierarchical_sum(column, len(numpy_mesh), reduction_groups=halves)
             assert all(same(row[turn], wanted) for row in reduced)
 
 
@@ -353,7 +355,7 @@ def test_replicas_are_numbered_as_the_devices_of_the_value():
         arrays = [random_data((50,), "float32", seed=seed) for seed in range(3)]
         value = gr.PerReplica(arrays, mesh, devices=devices)
         ops = gr.HierarchicalCopyAllReduce(reduction_groups=([2, 0], [1]))
-        wanted = hierarchical_sum(arrays, halves=([2, 0], [1]))
+        wanted = hierarchical_sum(arrays, reduction_groups=([2, 0], [1]))
         check_outs(ops.reduce(SUM, value, value).buffers, wanted)
 
 
@@ -366,5 +368,5 @@ def test_a_training_step_takes_its_topology(peer_access):
         variable = gr.Variable(np.zeros(40, np.float32), device=mesh)
         step = gr.SyncStep([variable], gr.GradientDescentOptimizer(1), ops)
         assert step([[[grad]] for grad in grads])
-        wanted = np.float32(0) - hierarchical_sum(grads, 5, halves=halves)
+        wanted = np.float32(0) - hierarchical_sum(grads, 5, reduction_groups=halves)
         check_outs(variable.buffers, wanted)

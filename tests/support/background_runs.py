@@ -1,8 +1,8 @@
-"""Processes that take long run beside the other tests, one after the other, from the start on.
+"""Runs slow processes in the background while the other tests run, one after the other.
 
-A test marked ``early(*arguments, **environment)`` is about a Python that runs with these arguments
-and variables in an empty folder of its own, and gets from the fixture of that name how it ended.
-Such tests come last.
+A test marked ``early(*arguments, **environment)`` checks a Python process with these arguments and
+variables, run in its own empty folder. The fixture ``early`` gives it the result. Such tests run
+last.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Ended(NamedTuple):
-    """How a process ended, and where it ran."""
+    """The result of a process, and the folder in which it ran."""
 
     returncode: int
     stdout: str
@@ -37,7 +37,7 @@ class Beside:
     """A thread that runs processes one after the other.
 
     Attributes:
-        marks: of the tests whose processes they are; equal ones share a process.
+        marks: the marks of the tests; equal marks share a process.
     """
 
     def __init__(self, marks: Sequence[pytest.Mark]) -> None:
@@ -52,12 +52,12 @@ class Beside:
         self._thread.start()
 
     def ended(self, mark: pytest.Mark) -> Ended:
-        """Waits for the process of a mark."""
+        """Waits for the process of a mark and returns its result."""
         assert self._done[_key(mark)].wait(LIMIT_S), f"not in time: {mark}"
         return self._ended[_key(mark)]
 
     def stop(self) -> None:
-        """Ends the process that runs; no other begins."""
+        """Ends the running process; starts no other."""
         with self._lock:
             self._is_over = True
             if self._process is not None:
@@ -91,25 +91,25 @@ _beside = pytest.StashKey[Beside]()
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the tests of these processes behind all others."""
+    """Moves the tests of these processes to the end."""
     items.sort(key=lambda item: item.get_closest_marker("early") is not None)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """All that will run is known: the first process begins."""
+    """Starts the first process, once all tests of the run are known."""
     marks = [mark for item in session.items for mark in item.iter_markers("early")]
     if marks and not session.config.option.collectonly:
         session.config.stash[_beside] = Beside(marks)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Nothing is left behind, whatever ended the run."""
+    """Ends a process that still runs, whatever ended the run."""
     if _beside in config.stash:
         config.stash[_beside].stop()
 
 
 def environment(**changed: str) -> dict[str, str]:
-    """In which a Python finds these tests' own modules, and the package under test."""
+    """Environment variables with which a Python finds the tests' modules and the package."""
     folders = [ROOT / "tests", Path(gradreduce.__file__).parent.parent]
     path = os.pathsep.join(map(str, folders))
     return {**os.environ, "PYTHONPATH": path, "GRADREDUCE_BACKEND": "sim", **changed}
@@ -117,5 +117,5 @@ def environment(**changed: str) -> dict[str, str]:
 
 @pytest.fixture
 def early(request: pytest.FixtureRequest) -> Ended:
-    """How the process of this test has ended."""
+    """The result of this test's process."""
     return request.config.stash[_beside].ended(request.node.get_closest_marker("early"))

@@ -1,4 +1,4 @@
-"""Data that makes ``==`` a fair comparison, and the comparison itself."""
+"""Test data whose results can be compared with ``==``, and the comparison."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INTEGERS = tuple(as_dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits 
 DTYPES = FLOATS + COMPLEX + INTEGERS
 
 SCALE = 2.0**-3  # exact in every float type, and makes the data no integers
-KEPT_BYTES = 8 << 20  # of data that is asked for again: for every face, every start, every mesh
+KEPT_BYTES = 8 << 20  # of cached data: each implementation, offset and mesh asks for the same
 
 
 def exact_data(shape, dtype, *, num_terms: int = 32, seed: int = 0) -> np.ndarray:
@@ -39,7 +39,7 @@ def exact_data(shape, dtype, *, num_terms: int = 32, seed: int = 0) -> np.ndarra
 
 
 def _kept(make: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """``make``, which draws the same numbers but once: that took a third of the tests' time."""
+    """Caches the results of ``make``; to draw them anew took a third of the tests' time."""
     made: dict[tuple, np.ndarray] = {}
     num_bytes = 0
 
@@ -62,7 +62,7 @@ def _kept(make: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
 
 @_kept
 def random_data(shape, dtype, *, seed: int = 0) -> np.ndarray:
-    """Values whose sums depend on the order: only for results of one order, bit by bit.
+    """Values whose sums depend on the order: for results with a fixed order only.
 
     One in eight is special: zeros of both signs, subnormals, and numbers whose sum lies halfway
     between two neighbours, at the overflow too. One in eight is so large that most of another
@@ -88,9 +88,9 @@ def random_data(shape, dtype, *, seed: int = 0) -> np.ndarray:
 
 @_kept
 def finite_data(shape, dtype, *, seed: int = 0) -> np.ndarray:
-    """As ``random_data``, for sums of a thousand, which a few infinities would make all NaN.
+    """Finite ``random_data``, for sums of a thousand terms, which infinities would make NaN.
 
-    Ordinary numbers alone, of sizes far enough apart that the order of additions shows.
+    Ordinary numbers, of magnitudes far enough apart that the order of additions matters.
     """
     dtype, rng = as_dtype(dtype), np.random.default_rng(seed)
     if dtype.kind in "iu":
@@ -101,11 +101,11 @@ def finite_data(shape, dtype, *, seed: int = 0) -> np.ndarray:
 
 
 def unflushed_data(shape, dtype, *, seed: int = 0) -> np.ndarray:
-    """``random_data`` for what runs on a GPU: no sum, product or quotient of it is subnormal.
+    """``random_data`` for GPUs: no sum, product or quotient of it is subnormal.
 
-    CuPy builds with ``-ftz=true``, which makes a zero of every subnormal float32 that is read or
-    computed. In place of what is near is a one with its sign; of 16 bits and 64 all are kept,
-    but bfloat16 has the exponents of float32.
+    CuPy builds with ``-ftz=true``, which flushes every subnormal float32 that is read or computed
+    to zero. Values near that range are replaced by a one with the same sign, also for bfloat16,
+    which has the exponents of float32. Other dtypes stay as they are.
     """
     values = random_data(shape, dtype, seed=seed)
     parts = values.view(values.real.dtype) if values.dtype.kind == "c" else values
@@ -132,7 +132,7 @@ def same(left: np.ndarray, right: np.ndarray) -> bool:
 
 
 def _real(array: np.ndarray) -> np.ndarray:
-    """The array's numbers in one row; the two parts of a complex one count each."""
+    """All numbers of the array in one dimension; a complex number counts as two."""
     flat = np.ascontiguousarray(array).reshape(-1)
     return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
 
@@ -146,19 +146,19 @@ def _pairs(make, shape, dtype: np.dtype, seed: int, **options) -> np.ndarray:
 
 
 def _precision(dtype: np.dtype) -> int:
-    """Bits of a significand: every integer up to 2 ** precision is exact."""
+    """Bits of the significand: every integer up to 2 ** precision is exact."""
     return int(ml_dtypes.finfo(dtype).nmant) + 1
 
 
 def _large(dtype: np.dtype) -> float:
-    """Float16 has none larger; the other half and the floats are added with 24 or 53 bits."""
+    """A number so large that a sum with it loses most others, in the accumulate type too."""
     if dtype == np.float16:
         return 2.0**15
     return 2.0**57 if dtype == np.float64 else 2.0**28
 
 
 def _specials(dtype: np.dtype) -> np.ndarray:
-    """Finite values at which rounding, signs and small exponents show, as float64."""
+    """Finite values that test rounding, signs and small exponents, as float64."""
     info, precision = ml_dtypes.finfo(dtype), _precision(dtype)
     least, normal = float(info.smallest_subnormal), float(info.smallest_normal)
     halfway = 2.0**precision  # its neighbours are 2 apart: halfway + 1 and + 3 are ties

@@ -1,19 +1,19 @@
-"""The tier ``exhaustive``: every case of a product of parameters, and every example of a law.
+"""The tier ``exhaustive``: all parameter combinations, and all examples of hypothesis tests.
 
 A pytest plugin. Of a test with several parameters the plain run takes a covering sample: each value
-of each parameter at least once, and as many pairs of values as fit into that many cases. Cases of
-different needs (g++, a GPU) are covered apart. The other cases belong to the tier. They are not
-even made in a plain run, because tens of thousands of them take seconds and hundreds of megabytes.
-The sample depends on the test and its parameters alone.
+of each parameter at least once, and as many pairs of values as fit into that many cases. Cases with
+different needs (g++, a GPU) are covered separately. The other cases belong to the tier. A plain run
+does not create them, because tens of thousands of cases take seconds and hundreds of megabytes.
+The sample depends only on the test and its parameters.
 
 * A test with the mark ``whole_product`` has all its cases in the plain run.
-* What is marked ``exhaustive`` by hand, a test or a parameter, is left out of the plain run too.
+* A test or parameter with the mark ``exhaustive`` is left out of the plain run too.
 * A test that goes through seeds takes them as a parameter from ``seeds(few, all_of_them)``.
-* A law of hypothesis with ``settings(max_examples=examples(number))`` belongs to both: it gets all
-  its examples in the tier, and a part of them in the plain run.
+* A hypothesis test with ``settings(max_examples=examples(number))`` belongs to both: it has all its
+  examples in the tier, and a part of them in the plain run.
 
-``-m exhaustive`` runs the tier, ``--sample-exhaustive=SEED:COUNT`` as many tests of it, and a case
-that the command line names (``test_x.py::test_y[0-float32]``) always exists.
+``-m exhaustive`` runs the tier; ``--sample-exhaustive=SEED:COUNT`` runs that many tests of it. A
+case named on the command line (``test_x.py::test_y[0-float32]``) always exists.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Checks the option, and says to the test modules which run it is."""
+    """Checks the option, and stores which kind of run this is."""
     config.stash[_left_out] = 0
     asked = config.getoption("--sample-exhaustive")
     if asked is not None and not re.fullmatch(r"[0-9]+:[0-9]+", asked):
@@ -58,12 +58,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def examples(number: int) -> int:
-    """How many examples a law gets of the ``number`` that it gets in the tier."""
+    """Examples of a hypothesis test in this run; ``number`` is their number in the tier."""
     return number if _all_examples else max(1, number // FEWER_EXAMPLES)
 
 
 def seeds(few: int, all_of_them: int) -> list:
-    """Parameters: the seeds of a plain run, from 0 on, and the others, which are of the tier."""
+    """Parameters: the seeds of a plain run, from 0, and those of the tier."""
     return [
         pytest.param(range(few), id=f"0-{few - 1}"),
         pytest.param(
@@ -104,7 +104,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Takes the laws of hypothesis into the tier, where it is run."""
+    """Adds hypothesis tests to the tier if the tier is run."""
     law = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
     if law and item.config.stash[_tier]:
         item.add_marker("exhaustive")
@@ -112,7 +112,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves what is marked by hand out of a plain run, or draws the sample."""
+    """Leaves tests with the mark out of a plain run, or draws the sample."""
     asked = config.getoption("--sample-exhaustive")
     of_tier = [item for item in items if item.get_closest_marker("exhaustive") is not None]
     if asked is not None:
@@ -130,21 +130,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> str:
-    """Says how much of the tier was not made."""
+    """Prints how many cases of the tier were not created."""
     count = config.stash[_left_out]
     return f"{count} cases of products left out (-m exhaustive)" if count else ""
 
 
 def _named(config: pytest.Config) -> set[str]:
-    """Node ids on the command line."""
+    """The node ids on the command line."""
     return {argument.replace("\\", "/") for argument in config.args}
 
 
 def covering(cases: Sequence[Sequence[Value]], seed: int, fewest: int = FEWEST) -> set[int]:
-    """Numbers of cases that together have every value that any case has, and ``fewest`` at least.
+    """Numbers of at least ``fewest`` cases that together cover every value of every parameter.
 
-    Of the cases that add the most new values the one is next that adds the most new pairs of
-    values, and of these the first in an order shuffled by the seed.
+    The next case is the one that adds the most new values; among those, the most new pairs of
+    values; among those, the first in an order shuffled by the seed.
     """
     left = list(range(len(cases)))
     random.Random(seed).shuffle(left)

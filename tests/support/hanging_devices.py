@@ -1,4 +1,4 @@
-"""Devices that hang, a clock that tests move, and the thread that looks at both."""
+"""Devices that hang, a clock that tests advance, and waiting for the watchdog."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from gradreduce.backends.sim import workers
 from gradreduce.device import Device, Mesh, pending_calls, waiting
 
-PATIENCE = 8.0  # seconds after which a test, not a mesh, is broken
+PATIENCE = 8.0  # seconds; a test that waits longer fails
 
 
 class Clock:
-    """What deadlines are counted by."""
+    """Replaces the clock of deadlines."""
 
     def __init__(self) -> None:
         self.seconds = 1000.0
@@ -35,7 +35,7 @@ def clock(monkeypatch) -> Iterator[Clock]:
 
 
 def stall(device: Device, queue: str = "compute", after: int = 0) -> None:
-    """From now on nothing in this queue of a simulated device runs, but its next entries."""
+    """Stops this queue of a simulated device after its next ``after`` entries."""
     device.scheduler.stall((device, queue), after)
 
 
@@ -48,15 +48,15 @@ def watchdogs() -> list[threading.Thread]:
 
 
 def await_death(mesh: Mesh) -> str:
-    """Until the watchdog has ended the mesh, and all that wait for it are woken; the reason."""
-    assert mesh.mesh_state.failure_reported.wait(PATIENCE), "the mesh has not died"
+    """Waits until the mesh has failed and its waiters are woken; returns the reason."""
+    assert mesh.mesh_state.failure_reported.wait(PATIENCE), "the mesh has not failed"
     assert mesh.mesh_state.reason is not None
     return mesh.mesh_state.reason
 
 
 @contextmanager
 def no_thread_starts() -> Iterator[list[bool]]:
-    """Inside, no thread can be started as soon as there is anything in the list."""
+    """Inside, no thread can be started once the list is not empty."""
     refused: list[bool] = []
 
     def unless_refused(start: Callable[..., object]) -> Callable[..., object]:

@@ -1,4 +1,4 @@
-"""The faces of a kernel that a test body runs on, and operands that show what a launch touched."""
+"""The implementations of a kernel that tests run on, and operands that detect stray accesses."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from gradreduce.device.dtypes import BFLOAT16
 from gradreduce.device.launch_table import INLINE_WORDS, ROW_HEADER
 
 # "sanitized" runs the tests of kernels/ and ops/ under AddressSanitizer and UBSan, which must be
-# preloaded, and on that face alone.
+# preloaded, and with that implementation only.
 ASKED = os.environ.get("GRADREDUCE_TEST_KERNELS", "")
 if ASKED not in ("", "sanitized"):
     raise pytest.UsageError(f"GRADREDUCE_TEST_KERNELS={ASKED!r} is neither '' nor 'sanitized'")
-# The face with a GPU's geometry.
+# The implementation that can run with a GPU's geometry.
 EXACT = ASKED or "exact"
 IMPLEMENTATIONS = [
     implementation
@@ -52,14 +52,14 @@ def implementation(request) -> str:
 
 @pytest.fixture(scope="module")
 def device(implementation) -> Iterator[Device]:
-    """A strict simulated device whose launches run that face."""
+    """A strict simulated device that runs that implementation."""
     with opened(implementation) as made:
         yield made
 
 
 @pytest.fixture(scope="module", params=GEOMETRIES)
 def geometric_device(request) -> Iterator[Device]:
-    """A device that runs the shipped text with the blocks and threads of a GPU."""
+    """A device that runs the compiled kernels with the blocks and threads of a GPU."""
     with opened(EXACT) as made:
         made.options = replace(made.options, geometry=request.param)
         yield made
@@ -75,13 +75,13 @@ def opened(implementation: str) -> Iterator[Device]:
 
 
 def recorded(device: Device) -> AbstractContextManager[Journal]:
-    """A journal of what the device does."""
+    """A journal of what the device does inside."""
     return device.mesh_state.recorder.journal()
 
 
 @contextmanager
 def spread(device: Device) -> Iterator[list[int]]:
-    """How many threads each launch of the device is cut for."""
+    """The number of threads that each launch of the device is split over."""
     workers, num_jobs = device.options.workers, []
     run = workers.run
 
@@ -95,13 +95,13 @@ def spread(device: Device) -> Iterator[list[int]]:
 
 
 def wide_of(dtype: np.dtype) -> np.dtype:
-    """The dtype in which ``dtype`` is added; the tests' own word for it."""
+    """The accumulate type of ``dtype``, defined independently of the source."""
     halves = (np.dtype("float16"), BFLOAT16)
     return np.dtype("float32") if dtype in halves else dtype
 
 
 def start_patterns(num_operands: int) -> list[list[int]]:
-    """Elements by which operands miss a vector boundary: none, all alike, the last, all apart."""
+    """Offsets of operands from a vector boundary: none, all equal, the last only, all different."""
     last = [0] * (num_operands - 1) + [1]
     return [[0] * num_operands, [1] * num_operands, last, list(range(num_operands))]
 
@@ -111,16 +111,16 @@ def random_terms(num_terms: int, size: int, dtype: DTypeLike, seed: int = 0) -> 
 
 
 class Operand:
-    """A Buffer whose neighbourhood is watched.
+    """A Buffer with guard bytes around it.
 
-    Its memory starts ``start`` elements behind a 16-byte boundary. Around it lies a large number,
-    so that a value read from there shows in a result, and one written there is another (a NaN
-    would stay a NaN). Nothing lies behind it on the sanitized face.
+    Its memory starts ``start`` elements behind a 16-byte boundary. The guard bytes are a large
+    number: a value read from there changes a result, and a write there is detected (a NaN would
+    stay a NaN). Under the sanitizers there are none behind it.
 
     Attributes:
         buffer: the operand, adopted.
-        array: its memory; a result is read here.
-        values: what it held at first.
+        array: its memory; tests read results here.
+        values: its content at the start.
     """
 
     def __init__(
@@ -145,18 +145,18 @@ class Operand:
         self.buffer: Buffer = device.adopt(self._whole).view(start, values.shape)
 
     def unchanged(self) -> bool:
-        """Whether every byte, in it and around it, is what it was."""
+        """Whether no byte of it, nor of the guard bytes, has changed."""
         return self._whole.tobytes() == self._before
 
     def contained(self) -> bool:
-        """Whether every byte around it is what it was."""
+        """Whether no guard byte has changed."""
         around = self._whole.copy()
         around[self._inside] = self.values
         return around.tobytes() == self._before
 
 
 def blank(device: Device, size: int, dtype: DTypeLike, start: int = 0) -> Operand:
-    """An out: inside and around it the same bytes, which no sum of ours has, and no neighbour."""
+    """An operand to be written; it and its guard bytes hold a value that no result has."""
     dtype = as_dtype(dtype)
     values = np.full(size * dtype.itemsize, BLANK, np.uint8).view(dtype)
     return Operand(device, values, start, around=BLANK)
@@ -165,7 +165,7 @@ def blank(device: Device, size: int, dtype: DTypeLike, start: int = 0) -> Operan
 def operands(
     device: Device, values: Sequence[np.ndarray], starts: Sequence[int] | None = None
 ) -> list[Operand]:
-    """One operand for each of ``values``."""
+    """One operand per entry of ``values``."""
     return [
         Operand(device, part, start)
         for part, start in zip(values, starts or [0] * len(values), strict=True)

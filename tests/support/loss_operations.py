@@ -1,4 +1,4 @@
-"""Every operation that a loss may use, with operands to try it on: one table for all its tests."""
+"""One table of all operations that a loss may use, with operands to test them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Operation:
     """One operation.
 
     Attributes:
-        name: of the test.
-        do: gets a NumPy module, the real one or that of HIPS autograd, and the operands.
-        shapes: of the operands, for each try.
-        low: the least operand.
+        name: the name of its test.
+        do: computes it; takes NumPy or HIPS autograd's NumPy module, and the operands.
+        shapes: the operands' shapes, one entry per case.
+        low: the smallest operand.
         high: the largest.
-        oracle: the same by operations that HIPS autograd knows, where it does not know these.
+        oracle: the same with operations that HIPS autograd supports, if it does not support `do`.
         smooth: whether it has a second derivative worth comparing.
     """
 
@@ -45,7 +45,7 @@ class Operation:
         return self.name
 
     def operands(self, shapes: tuple[Shape, ...], dtype: str = "float64") -> list[np.ndarray]:
-        """All elements apart from each other, so that nothing ties, and none near zero."""
+        """Operands with distinct elements (no ties), none near zero."""
         rng = np.random.default_rng(len(self.name))
         sizes = [int(np.prod(shape)) for shape in shapes]
         values = np.linspace(self.low, self.high, 2 * sum(sizes) + 2)[::2][: sum(sizes)] + 0.0137
@@ -68,7 +68,7 @@ def two(name: str, **options: Any) -> Operation:
 
 
 def of(name: str, do: Callable[..., Any], *shapes: Any, **options: Any) -> Operation:
-    """Of operands with these shapes: a tuple of shapes for each try."""
+    """An operation on operands with these shapes: one tuple of shapes per case."""
     return Operation(name, do, shapes, **options)
 
 
@@ -163,7 +163,7 @@ def log_sum(np: Any, x: Any, axis: Any) -> Any:
 
 
 def like(x: Any, values: Any) -> Any:
-    """An integer array of the library of ``x``, which may be traced."""
+    """An integer array in the library of ``x``, which may be a traced value."""
     while hasattr(x, "value"):
         x = x.value
     return np.asarray(values, like=x)
@@ -293,7 +293,7 @@ OPERATIONS = [*ELEMENTWISE, *REDUCTIONS, *LINEAR, *SHAPING, *INDEXING]
 
 
 def weighted(operation: Operation, module: Any, library: Callable[[Any], Any] = np.asarray) -> Any:
-    """The operation as a loss; weights make every element of the result count on its own."""
+    """The operation as a loss; each element of the result has its own weight."""
 
     def loss(*operands):
         made = operation.do(module, *operands)

@@ -1,4 +1,4 @@
-"""The meshes that one test body runs on, and what a reduction over one must give.
+"""Meshes for tests, and the expected results of reductions over them.
 
 A test module takes a fixture by assignment: ``mesh = meshes.mesh``.
 """
@@ -68,9 +68,9 @@ def cases(
     placements: Sequence[Sequence[int]] = PLACEMENTS,
     implementations: Sequence[str] = ("numpy", "compiled"),
 ) -> list:
-    """Parameters: every placement with and without peer access, on every face.
+    """Parameters: every placement, with and without peer access, with every implementation.
 
-    A plain run has each placement on the shipped text with peers or without, by turns.
+    A plain run has each placement with the compiled kernels once, with or without peer access.
     """
     made = []
     cases = itertools.product(enumerate(placements), (True, False), implementations)
@@ -87,14 +87,14 @@ def cases(
 
 @pytest.fixture(scope="module", params=cases())
 def mesh(request) -> Iterator[Mesh]:
-    """Every placement, with and without peer access, on the twins and on the shipped text."""
+    """Every placement, with and without peer access, with NumPy references and compiled kernels."""
     with request.param.open() as opened:
         yield opened
 
 
 @pytest.fixture(scope="module", params=cases(implementations=("numpy",)))
 def numpy_mesh(request) -> Iterator[Mesh]:
-    """The same on the twins alone, for what a launch computes has no part in."""
+    """The same with NumPy references only, for tests that do not depend on a kernel's values."""
     with request.param.open() as opened:
         yield opened
 
@@ -104,12 +104,12 @@ def placement_of(mesh: Mesh) -> list[int]:
 
 
 def all_placements(num_replicas: int, num_physical: int) -> list[tuple[int, ...]]:
-    """Every way to put so many replicas on at most so many physical devices."""
+    """Every placement of ``num_replicas`` on at most ``num_physical`` physical devices."""
     return list(itertools.product(range(num_physical), repeat=num_replicas))
 
 
 def owned(device: Device, array: np.ndarray) -> Buffer:
-    """A copy of ``array`` in memory of the device's own pool."""
+    """A copy of ``array`` in memory of the device's pool."""
     return device.upload(array)
 
 
@@ -131,13 +131,13 @@ def per_replica(
 
 
 def num_grown(mesh: Mesh) -> int:
-    """Times that any device's pool has asked the system for memory."""
+    """How often the pools of all devices have asked the system for memory."""
     return sum(device._pool.grown for device in mesh.devices)
 
 
 @contextmanager
 def unchanged(*arrays: np.ndarray) -> Iterator[None]:
-    """Asserts that not one byte of ``arrays`` is written inside."""
+    """Asserts that no byte of ``arrays`` is written inside."""
     before = [array.tobytes() for array in arrays]
     yield
     for place, (array, content) in enumerate(zip(arrays, before, strict=True)):
@@ -146,7 +146,7 @@ def unchanged(*arrays: np.ndarray) -> Iterator[None]:
 
 @contextmanager
 def refused(mesh: Mesh, error: type[Exception], match: str) -> Iterator[None]:
-    """Asserts that the block raises and that no device was asked for anything before."""
+    """Asserts that the block raises, and that no device operation happened before."""
     with mesh.journal() as journal, pytest.raises(error, match=match):
         yield
     assert journal.records == []
@@ -161,25 +161,24 @@ def hierarchical_sum(
     replicas: Sequence[np.ndarray],
     divisor: float = 1,
     out: np.dtype | None = None,
-    halves: Sequence[Sequence[int]] | None = None,
+    reduction_groups: Sequence[Sequence[int]] | None = None,
 ) -> np.ndarray:
-    """What hierarchical_copy must give, computed apart from it.
+    """The expected result of hierarchical_copy, computed independently.
 
-    The first half of the replicas (of ``halves``, if given) left to right, the rest likewise, then
-    the two; divided. All in the accumulate type until the one rounding to ``out`` (default: as
-    they came).
+    Adds the replicas of each group left to right, then the two sums, and divides. All of it in the
+    accumulate type, with one rounding to ``out`` (default: the dtype of the replicas).
     """
     split = len(replicas) // 2
     parts = [replicas[:split], replicas[split:]]
-    if halves is not None:
-        parts = [[replicas[number] for number in half] for half in halves]
+    if reduction_groups is not None:
+        parts = [[replicas[number] for number in group] for group in reduction_groups]
     with np.errstate(all="ignore"):
         sums = [_left_to_right(part) for part in parts if len(part)]
         return _finished(sum(sums[1:], sums[0]), divisor, replicas[0], out)
 
 
 def one_device_sum(replicas: Sequence[np.ndarray], divisor: float = 1) -> np.ndarray:
-    """All left to right, divided, rounded once: what reduction to one device must give."""
+    """The expected result of reduction to one device: added left to right, divided, rounded."""
     with np.errstate(all="ignore"):
         return _finished(_left_to_right(replicas), divisor, replicas[0])
 
@@ -187,10 +186,10 @@ def one_device_sum(replicas: Sequence[np.ndarray], divisor: float = 1) -> np.nda
 def collective_sum(
     replicas: Sequence[np.ndarray], placement: Sequence[int], divisor: float = 1
 ) -> np.ndarray:
-    """What nccl must give over the simulated collective, computed apart from it.
+    """The expected result of nccl over the simulated collective, computed independently.
 
-    Each physical device's replicas folded and rounded, the folds added and rounded, divided.
-    With one physical device there is no fold: all are added, divided and rounded once.
+    Adds and rounds the replicas of each physical device, adds and rounds these sums, and divides.
+    With one physical device it adds all, divides, and rounds once.
     """
     first = replicas[0]
     groups: dict[int, list[np.ndarray]] = {}
@@ -221,7 +220,7 @@ def _finished(
 
 
 def _numbers(array: np.ndarray) -> np.ndarray:
-    """In one row; a complex number is two."""
+    """All numbers of the array in one dimension; a complex number counts as two."""
     flat = array.reshape(-1)
     return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
 

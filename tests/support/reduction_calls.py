@@ -1,4 +1,4 @@
-"""One call of everything that a reduction across devices can be asked, the same on every mesh."""
+"""Calls of every kind of reduction across devices, the same on every mesh."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SUM, MEAN = gr.ReduceOp.SUM, gr.ReduceOp.MEAN
 
 
 def everything(mesh: Mesh, algorithm: str, *, rounds: int = 2) -> list[np.ndarray]:
-    """All arrays of all results, of calls whose inputs die as soon as they have been made."""
+    """All arrays of all results. The inputs are dropped right after each call."""
     ops = gr.AllReduceCrossDeviceOps(algorithm, 2, mesh=mesh)
     one = gr.ReductionToOneDevice(mesh.devices[len(mesh) // 2], mesh=mesh)
     kept = []
@@ -33,7 +33,7 @@ def everything(mesh: Mesh, algorithm: str, *, rounds: int = 2) -> list[np.ndarra
 
 
 def pairs_of(mesh: Mesh, seed: int) -> list[tuple[gr.PerReplica, object]]:
-    """Dense and sparse values, floats and integers, to their own devices, to one, to several."""
+    """Dense and sparse values of several dtypes, each with a destination of one or more devices."""
     first, last = mesh.devices[0], mesh.devices[-1]
     values = [
         dense(mesh, (40, 7), "float32", seed),
@@ -54,7 +54,7 @@ def dense(mesh: Mesh, shape, dtype, seed: int) -> gr.PerReplica:
 
 
 def table(device, seed: int) -> gr.IndexedSlices:
-    """Rows of a (6, 3) array; indices repeat, and every third has none."""
+    """Rows of a (6, 3) array; indices repeat, and every third result is empty."""
     count = seed % 3 * 2
     rows = device.upload(data((count, 3), "float32", seed))
     return gr.IndexedSlices(rows, (np.arange(count) * 5 + seed) % 4, (6, 3))
@@ -65,8 +65,10 @@ def data(shape, dtype, seed: int) -> np.ndarray:
 
 
 def arrays_of(result: gr.Mirrored) -> Iterator[np.ndarray]:
-    """The last device first, and no leader before those it works for: a wait that is not there
-    must show, and to read a device's memory is to wait for its queue."""
+    """The last device first, so that a leader comes after the devices it launches for.
+
+    Reading a device's memory waits for its queue, which could hide a missing wait.
+    """
     for part in result.parts[::-1]:
         if isinstance(part, gr.IndexedSlices):
             yield part.indices

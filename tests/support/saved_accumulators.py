@@ -1,4 +1,4 @@
-"""What tests of saved accumulators share."""
+"""Helpers for tests of accumulator checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EMPTY = {
 
 
 def frozen(acc):
-    """All that there is to it, comparable."""
+    """The whole state of an accumulator, in a form that compares with ``==``."""
     state = acc.state_dict()
     return state, [_bits(total) for total in state.pop("partial_sums")]
 

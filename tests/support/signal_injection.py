@@ -1,4 +1,4 @@
-"""Signal handlers that run at a chosen point of a call, as CPython may run them there."""
+"""Runs signal handlers at chosen points of a call, where CPython may run them."""
 
 from __future__ import annotations
 
@@ -23,41 +23,41 @@ _CHECKED = frozenset(
 
 
 def _ends_alike(frame: FrameType, before: int) -> bool:
-    """Whether this instruction's error is handled where that of the one before is.
+    """Whether errors of this instruction and of the previous one have the same handler.
 
-    A signal handler's error is that of the one before: behind ``return f()`` in a ``with``, say,
-    it is in the block, and this instruction may be behind it.
+    A signal handler's error belongs to the previous instruction: after ``return f()`` in a
+    ``with``, for example, that is in the block, while this instruction may be outside.
     """
     return _handled_at(frame.f_code, before) == _handled_at(frame.f_code, frame.f_lasti)
 
 
 @cache
 def _handled_at(code: CodeType, offset: int) -> int | None:
-    """Where it goes on when the instruction at an offset raises; None: the function ends."""
+    """The offset of the handler for an error of the instruction at ``offset``; None: no handler."""
     entries = dis._parse_exception_table(code)
     return next((each.target for each in entries if each.start <= offset < each.end), None)
 
 
 def pressed() -> None:
-    """As the handler of Ctrl-C."""
+    """Does what the handler of Ctrl-C does."""
     raise KeyboardInterrupt
 
 
 def ctrl_c() -> None:
-    """As the key does: the handler that there is has run when this returns."""
+    """Does what the key does; the current handler has run when this returns."""
     signal.raise_signal(signal.SIGINT)
 
 
 class Strike:
-    """Inside, ``handler`` is called at chosen points of what this thread does, the same each time.
+    """Calls ``handler`` inside the block at chosen points of this thread, the same every time.
 
     Args:
-        place: the first of them, from 1; none with 0.
-        handler: what is called there, outside the trace; when it raises it is not called again.
-        every: how many points further the next one is; with 0 there is none.
+        place: number of the first point, from 1; 0: none.
+        handler: called there, without tracing; not called again after it has raised.
+        every: distance to the next point; 0: there is no next one.
 
     Attributes:
-        points: how many were passed, until the last call of the handler or the end.
+        points: how many points were passed, until the last call of the handler or the end.
     """
 
     def __init__(self, place: int, handler: Callable[[], object], every: int = 0) -> None:
@@ -107,18 +107,18 @@ class Strike:
 
 
 def num_points_of(call: Callable[[], object]) -> int:
-    """How many points a call has."""
+    """The number of points of a call."""
     with Strike(0, pressed) as strike:
         call()
     return strike.points
 
 
 def interrupted_at(place: int, call: Callable[[], object]) -> tuple[bool, int]:
-    """Makes a call in which Ctrl-C is pressed at one point.
+    """Makes a call and presses Ctrl-C at one point of it.
 
     Returns:
-        Whether KeyboardInterrupt was raised, be it in a finalizer, where nobody hears it; and how
-        many points were passed.
+        Whether KeyboardInterrupt was raised, also if a finalizer swallowed it; and how many points
+        were passed.
     """
     hook, unheard, is_raised = sys.unraisablehook, [], False
     sys.unraisablehook = lambda raised: unheard.append(raised.exc_type)

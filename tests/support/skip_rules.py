@@ -1,7 +1,7 @@
-"""Which tests may skip: one table of needs, and a ledger that fails a run for any other skip.
+"""Which tests may skip: a pytest plugin that fails a run for any other skip.
 
-A pytest plugin, loaded by ``conftest.py``. Never imports CuPy unless a test that needs a GPU is
-about to run or ``--require-gpu`` was given, so that a CPU run stays quick and honest.
+Loaded by ``conftest.py``. Imports CuPy only if a test that needs a GPU is about to run or with
+``--require-gpu``, so that a run on a CPU stays fast.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COMPILER_WHEELS = {
 
 
 def count_gpus() -> tuple[int, str]:
-    """The number of CUDA devices that CuPy sees, and why there is none when that is zero."""
+    """The number of CUDA devices that CuPy finds; if it is zero, with the reason."""
     with warnings.catch_warnings():
         # The suite makes warnings errors; what CuPy says about its own install is not our fault.
         warnings.simplefilter("default")
@@ -40,7 +40,7 @@ def count_gpus() -> tuple[int, str]:
 
 
 def find_compiler(wheel: str) -> Path | None:
-    """The file of one of ``COMPILER_WHEELS``, or None where it is not installed."""
+    """The file of one of ``COMPILER_WHEELS``; None if it is not installed."""
     namespace = importlib.util.find_spec("nvidia")
     if namespace is None:
         return None
@@ -52,13 +52,13 @@ def find_compiler(wheel: str) -> Path | None:
 
 
 class SkipLedger:
-    """Skips what a marker's need forbids, counts it, and fails the run for every other skip.
+    """Skips tests whose need is not met, counts them, and fails the run for any other skip.
 
     Attributes:
         require_gpu: whether a missing GPU or NCCL is a failure instead of a skip.
         required: markers whose unmet need is a failure instead of a skip.
         lawful: the marker for which each skipped test (by node id) was skipped.
-        unlawful: node id and reason of every skip that this ledger did not order.
+        unlawful: node id and reason of every other skip.
     """
 
     def __init__(self, *, require_gpu: bool, required: tuple[str, ...] = ()) -> None:
@@ -81,7 +81,7 @@ class SkipLedger:
 
     @property
     def gpus(self) -> tuple[int, str]:
-        """What ``count_gpus`` says, asked once and only when somebody needs to know."""
+        """The result of ``count_gpus``, computed once and only when needed."""
         if self._gpus is None:
             self._gpus = count_gpus()
         return self._gpus
@@ -126,7 +126,7 @@ class SkipLedger:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Skips or fails a test whose need is not met, before any of its fixtures is made."""
+        """Skips or fails a test whose need is not met, before its fixtures are set up."""
         for name, lacks in self._needs.items():
             for mark in item.iter_markers(name):
                 reason = lacks(mark)
@@ -139,14 +139,14 @@ class SkipLedger:
                 pytest.skip(f"{name}: {reason}")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keeps every skip that was not ordered above; an expected failure is none."""
+        """Records every skip that the setup above did not cause; an expected failure is no skip."""
         if not report.skipped or hasattr(report, "wasxfail"):
             return
         if report.nodeid not in self.lawful:
             self._keep(report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keeps the skip of a whole module: tests that were never seen cannot be marked."""
+        """Records the skip of a whole module, whose tests have no markers."""
         if report.skipped:
             self._keep(report)
 
@@ -156,12 +156,12 @@ class SkipLedger:
         self.unlawful.append((report.nodeid, str(reason)))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Turns a run that passed into a failed one when something skipped that may not."""
+        """Fails a run that passed but had a forbidden skip."""
         if self.unlawful and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Counts the skips by need, and names the unlawful ones."""
+        """Prints the number of skips per need, and the forbidden ones by name."""
         if self.lawful:
             counts = Counter(self.lawful.values())
             text = ", ".join(f"{name} {counts[name]}" for name in self._needs if counts[name])

@@ -1,4 +1,4 @@
-"""A stand-in for CuPy's arrays: what refuses to become NumPy's, and to be mixed with them.
+"""An array class like CuPy's that raises when it is converted to NumPy or mixed with it.
 
 Everything goes through NumPy's two protocols, as with CuPy: a 0-d result is an array, not a NumPy
 scalar; ``np.add.at`` does not exist; a NumPy array beside one of these is a ``TypeError``.
@@ -13,10 +13,10 @@ SCALARS = (int, float, complex, bool, np.generic)
 
 
 class StrictArray(NDArrayOperatorsMixin):
-    """Holds a NumPy array that nobody else may see.
+    """Wraps a NumPy array.
 
     Attributes:
-        array: for tests alone.
+        array: the wrapped array; for tests only.
     """
 
     __array_priority__ = 100

@@ -1,11 +1,11 @@
-"""The update rules by NumPy's operators, as the headers of ``update.cu`` and ``adaptive.cu``."""
+"""The update rules in NumPy's operators, as in the headers of ``update.cu`` and ``adaptive.cu``."""
 
 from __future__ import annotations
 
 import numpy as np
 
-# Each operator rounds once. Every array and scalar comes in the accumulate type; what is returned
-# is rounded to the dtype at the end.
+# Each operator rounds once. Arrays and scalars are in the accumulate type; the caller rounds the
+# results to the dtype.
 
 
 def sgd_rule(var, grad, rate):
@@ -52,7 +52,7 @@ def rmsprop_centered_rule(  # noqa: PLR0913  # operands and scalars
     return [var - mom, square, mean, mom]
 
 
-# All of them: the formula, how many slots it has, and scalars that no float has exactly.
+# Per rule: the formula, the number of slots, and scalars that no float represents exactly.
 FORMULAS = {
     "sgd": (sgd_rule, 0, (0.1,)),
     "momentum": (momentum_rule, 1, (0.1, 0.9)),
@@ -65,5 +65,5 @@ FORMULAS = {
 
 
 def master_or_variable(var, master):
-    """What an update starts from, in the type of the master, where there is one."""
+    """The start of an update: the master where it matches the variable, else the variable."""
     return np.where(master.astype(var.dtype) == var, master, var.astype(master.dtype))

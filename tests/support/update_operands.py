@@ -1,4 +1,4 @@
-"""The tests' own word for what an update's operands are, and one test body for AGN's two forms."""
+"""The operands of update kernels, and one test body for AGN's local and global update."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from gradreduce.ops import KERNELS, RuleKernel
 
 
 def rule_of(kernel: RuleKernel) -> str:
-    """The name of its rule."""
+    """The name of the kernel's rule."""
     return kernel.name.removeprefix(f"{kernel.form}_")
 
 
 def layout(kernel: RuleKernel, template: Template) -> list[tuple[str, str]]:
-    """What each operand of a row is, and its dtype; all but the last are written."""
+    """Name and dtype of each operand of a row; all but the last are written."""
     dtype, state = (str(part) for part in template)
     wide = wide_of(as_dtype(dtype)).name
     has_master = dtype != state
@@ -50,7 +50,7 @@ def layout(kernel: RuleKernel, template: Template) -> list[tuple[str, str]]:
     ]
 
 
-def given(
+def all_scalars(
     kernel: RuleKernel,
     template: Template,
     scalars: Sequence[float],
@@ -58,7 +58,7 @@ def given(
     first: int = 0,
     period: int = 3,
 ) -> tuple[float, ...]:
-    """All that the kernel takes; ``scalars`` are those of its rule."""
+    """All scalars of the kernel; ``scalars`` are those of its rule."""
     lead = {"plain": (), "local": (first,), "global": (period,)}[kernel.form]
     return (len(layout(kernel, template)) - 1, *lead, *scalars)
 
@@ -75,7 +75,7 @@ few = pytest.mark.parametrize("case", [CASES[0], CASES[-2], CASES[1], ("adam", H
 
 
 def changed(case, values, grad):
-    """Variable, master and slots, behind a gradient in the accumulate type."""
+    """Variable, master and slots after an update by a gradient in the accumulate type."""
     name, dtype, has_master = case
     formula, num_slots, scalars = FORMULAS[name]
     wide = wide_of(np.dtype(dtype))
@@ -88,13 +88,13 @@ def changed(case, values, grad):
 
 
 class FormBody:
-    """One form by every rule on every face, against its formula, bit by bit.
+    """Tests one variant with every rule and implementation against its formula, bit by bit.
 
     Attributes:
-        form: of the kernels.
-        launcher: of the form.
-        lead: the name of the number that it takes beside those of the rule.
-        leads: two of these.
+        form: the variant.
+        launcher: its launcher.
+        lead: name of the scalar that it takes besides those of the rule.
+        leads: two values of it.
     """
 
     form: str
@@ -103,14 +103,14 @@ class FormBody:
     leads: tuple[int, int]
 
     def reference(self, case, values, lead):
-        """What is written."""
+        """The expected values of the operands that are written."""
         raise NotImplementedError
 
     def kernel_of(self, name):
         return next(kernel for kernel in KERNELS if kernel.name == f"{self.form}_{name}")
 
     def row_of(self, case, size, seed=0):
-        """Every third master is its variable's, the others are not."""
+        """Random operands; every third master equals its variable, the others differ."""
         name, dtype, has_master = case
         template = (str(dtype), "float32" if has_master else str(dtype))
         found = layout(self.kernel_of(name), template)
@@ -128,7 +128,7 @@ class FormBody:
         self.launcher(self.kernel_of(name), rows, scalars=FORMULAS[name][2], **given)
 
     def check(self, device, case, rows, starts=None, lead=None):
-        """Updates every row in one call, and looks at every byte."""
+        """Updates every row in one call, and checks every byte."""
         lead = self.leads[1] if lead is None else lead
         made = [
             operands(device, row, places)
@@ -144,7 +144,7 @@ class FormBody:
             assert read.unchanged()
 
     def refuse(self, device, dtypes, message):
-        """A row of SGD of these dtypes changes nothing, nor does a good one beside it."""
+        """A row of SGD with these dtypes raises, and no row of the call changes."""
         good = operands(device, self.row_of(("sgd", "float64", False), 16))
         row = [Operand(device, random_data((16,), dtype)) for dtype in dtypes]
         match = f"{self.form}_sgd: .*{message}"
@@ -202,7 +202,7 @@ class FormBody:
         assert journal.launches == 0
 
     def test_overlaps_and_what_may_not_be_written_change_nothing(self, device):
-        """Nor a row of another launch, in front."""
+        """Nor a row of an earlier launch of the same call."""
         values = self.row_of(("momentum", "float32", False), 16)
         good = operands(device, self.row_of(("momentum", "float64", False), 16))
         with recorded(device) as journal:
