@@ -265,10 +265,10 @@ def test_a_deadline_ends_the_wait_and_a_load_the_loss(frail, crew):
     mesh, acc = frail
     state = acc.state_dict(deadline=PATIENCE)
     stall(mesh.devices[2])
-    with pytest.raises(CollectiveError, match="passed: sim:2 has not come to the end"):
+    with pytest.raises(CollectiveError, match="passed: sim:2 has not finished its queues"):
         crew.start(acc.state_dict, deadline=0.01).result()
     for call in (acc.state_dict, lambda: acc.load_state_dict(state)):
-        with pytest.raises(CollectiveError, match="the mesh is dead"):
+        with pytest.raises(CollectiveError, match="the mesh has failed"):
             call()
     mesh.reset(timeout=PATIENCE)
     assert acc.num_accumulated() == 0

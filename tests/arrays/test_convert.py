@@ -216,7 +216,7 @@ def test_an_array_keeps_its_dtype(device):
     ids=lambda array: str(array.dtype),
 )
 def test_what_cannot_be_added_is_refused(device, array):
-    with pytest.raises(TypeError, match="cannot be added; allowed are integers"):
+    with pytest.raises(TypeError, match="cannot be added; supported are integers"):
         to_buffer(array, device)
 
 

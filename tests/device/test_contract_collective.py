@@ -37,7 +37,7 @@ def test_all_reduce_makes_every_buffer_the_sum(mesh, dtype, size):
     terms = terms_of(dtype, size)
     buffers = on_each(mesh, terms)
     if mesh.backend == "cuda" and dtype in ("int16", "uint16"):
-        with refused(mesh, CollectiveError, f"NCCL has no sum of {dtype}"):
+        with refused(mesh, CollectiveError, f"NCCL does not support sum of {dtype}"):
             mesh.collective.all_reduce(buffers)
         return
     with mesh.journal() as journal:
@@ -317,7 +317,7 @@ def test_nccl_multiplies_and_compares_what_it_can(dtype):
         for op, wanted in {"prod": [6, 4], "max": [3, 2], "min": [1, 1]}.items():
             buffers = on_each(mesh, terms)
             if dtype in ("complex64", "int16"):
-                with refused(mesh, CollectiveError, f"no {op} of {dtype}"):
+                with refused(mesh, CollectiveError, f"not support {op} of {dtype}"):
                     mesh.collective.all_reduce(buffers, op)
                 continue
             mesh.collective.all_reduce(buffers, op)

@@ -93,7 +93,7 @@ def test_a_launch_reaches_peers_or_says_what_to_do(apart):
 
 def test_a_launch_reaches_no_adopted_memory_elsewhere(apart):
     near, beside, far = apart.devices
-    why = "not our pool's|no peer access"
+    why = "only pool-allocated memory|no peer access"
     theirs, out = adopted(far, data((SIZE,))), uploaded(near, 3)
     for operands in ((out, theirs), (theirs, out)):
         with refused(apart, DeviceMismatchError, why):
@@ -169,7 +169,7 @@ def test_a_call_that_raises_forgets_no_fence(apart):
     readers = dict(src.block.readers)
     assert list(readers) == [(far, "compute", 0, src.nbytes)]
     theirs = adopted(far, data((SIZE,)))
-    with refused(apart, DeviceMismatchError, "cannot reach"):
+    with refused(apart, DeviceMismatchError, "cannot access"):
         add(near, src, src, theirs)
     assert src.block.readers == readers
     add(near, src, src, src)

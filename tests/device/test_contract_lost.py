@@ -143,9 +143,7 @@ def test_a_failure_half_way_through_an_update_loses_the_devices(mesh, monkeypatc
     with pytest.raises(RuntimeError, match="no more") as caught:
         optimizer.apply_gradients(grads)
     names = f"{mesh.devices[2].name}, {device.name}"
-    assert caught.value.__notes__ == [
-        f"This came half way through: {names} cannot be used any more."
-    ]
+    assert caught.value.__notes__ == [f"The call failed half way: {names} cannot be used any more."]
     for lost in mesh.devices[2:4]:
         with pytest.raises(BackendUnavailableError, match="a call failed half way: RuntimeError"):
             lost.empty((1,), FLOAT)

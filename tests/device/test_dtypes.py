@@ -55,7 +55,7 @@ def test_other_ways_to_say_it(alias, name):
 )  # fmt: skip
 def test_what_cannot_be_added_is_refused(dtype):
     with pytest.raises(
-        TypeError, match=r"cannot be added; allowed are .*float16, bfloat16.*complex128"
+        TypeError, match=r"cannot be added; supported are .*float16, bfloat16.*complex128"
     ):
         as_dtype(dtype)
 

@@ -59,7 +59,7 @@ def test_a_host_wait_ends_when_its_own_deadline_passes(mesh, wait):
     buffer = mesh.devices[2].zeros((4,), "float32")
     stall(mesh.devices[2])
     mesh.devices[2].copy(buffer, mesh.devices[2].upload(np.ones(4, np.float32)))
-    words = r"passed: sim:2 has not come to the end of its queues; the first .* is \w+, #\d+"
+    words = r"passed: sim:2 has not finished its queues; the first .* is \w+, #\d+"
     with pytest.raises(CollectiveError, match=words):
         wait(mesh, buffer, 0.01)
     mesh.reset(timeout=PATIENCE)
@@ -108,7 +108,7 @@ def test_a_host_wait_blames_the_device_that_others_wait_for(algorithm, how):
             stall(mesh.devices[3])
             results = step()
             waits = (mesh.synchronize, results[0].buffers[0].numpy)
-            words = r"passed: sim:3 has not come to the end of its queues.* packs 1 to 2 of 2 "
+            words = r"passed: sim:3 has not finished its queues.* packs 1 to 2 of 2 "
             with pytest.raises(CollectiveError, match=words + r"\(tensor 0\), #\d+;"):
                 waits[seed](deadline=0.01)
 
@@ -118,6 +118,6 @@ def test_all_that_may_be_stuck_are_blamed(mesh):
         device.zeros((4,), "float32")
         stall(device)
         device.zeros((4,), "float32")
-    words = "sim:1, sim:2 have not come to the end of their queues; the first .* fill on sim:1, #1"
+    words = "sim:1, sim:2 have not finished their queues; the first .* fill on sim:1, #1"
     with pytest.raises(CollectiveError, match=words):
         mesh.synchronize(deadline=0.01)

@@ -56,10 +56,10 @@ def test_what_a_launch_refuses_it_refuses(apart):
     fixed = near.adopt(near.release(uploaded(near, 2)), writable=False)
     with refused(apart, ValueError, "is read-only"):
         LaunchBatch(near, [[out], [fixed]])
-    with refused(apart, DeviceMismatchError, "cannot reach"):
+    with refused(apart, DeviceMismatchError, "cannot access"):
         LaunchBatch(near, [[out], [theirs]])
     writer = LaunchBatch(near, [[out]])
-    with refused(apart, DeviceMismatchError, "cannot reach"):
+    with refused(apart, DeviceMismatchError, "cannot access"):
         writer.launch(ACCUMULATE_N, TEMPLATE, [[out, theirs]], (1,))
     assert same(out.numpy(), data((SIZE,), seed=1))
 

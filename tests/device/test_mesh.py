@@ -226,7 +226,7 @@ def why(request, monkeypatch) -> str:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
         monkeypatch.delitem(sys.modules, "gradreduce.backends.cuda.device", raising=False)
         monkeypatch.delattr(gradreduce.device, "cuda", raising=False)
-        return rf"CuPy does not import \(.*\); {INSTALL}"
+        return rf"CuPy cannot be imported \(.*\); {INSTALL}"
 
     def sees_none() -> None:
         raise BackendUnavailableError("CuPy sees no GPU")

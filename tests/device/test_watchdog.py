@@ -147,9 +147,12 @@ def test_the_first_reason_stays_and_a_second_death_has_its_own(clock):
 def test_a_call_that_never_ends_on_the_host_is_named(clock):
     """As inside of a library that hangs; the call itself then meets the error."""
     mesh = queued()
-    with pytest.raises(CollectiveError, match="is dead"), deadline_scope("a call", 5, mesh.devices):
+    with (
+        pytest.raises(CollectiveError, match="has failed"),
+        deadline_scope("a call", 5, mesh.devices),
+    ):
         clock.pass_by(6)
-        assert "the call itself has not come to the end of giving its work" in await_death(mesh)
+        assert "the call itself has not submitted all its work" in await_death(mesh)
         uploaded(mesh.devices[0], 1)
     mesh.close()
 
@@ -216,7 +219,7 @@ def test_a_device_that_cannot_be_looked_at_ends_the_mesh(clock, monkeypatch):
         patch.setattr(type(mesh.devices[0]), "_reached", lambda *_: 1 / 0)
         with deadline_scope("a call", 5, mesh.devices):
             pass
-        assert "cannot be looked at: ZeroDivisionError" in await_death(mesh)
+        assert "cannot be queried: ZeroDivisionError" in await_death(mesh)
 
 
 def test_neither_the_thread_nor_a_death_takes_a_lock(clock):
@@ -241,7 +244,9 @@ def test_neither_the_thread_nor_a_death_takes_a_lock(clock):
         assert held.wait(PATIENCE)
         clock.pass_by(6)
         assert "sim:1 has not joined" in await_death(mesh)
-        with pytest.raises(CollectiveError, match="still dead: another thread resets it"):
+        with pytest.raises(
+            CollectiveError, match="cannot be reset yet: another thread is resetting it"
+        ):
             mesh.reset(timeout=0.01)
         let_go.set()
         holder.join(PATIENCE)
@@ -260,9 +265,9 @@ def test_where_no_thread_can_start_a_death_is_told_all_the_same(clock, monkeypat
         refused.append(True)
         clock.pass_by(6)
         assert "sim:1 has not joined" in await_death(mesh)
-        with pytest.raises(CancelledError, match="the mesh is dead"):
+        with pytest.raises(CancelledError, match="the mesh has failed"):
             await_take(ticket, PATIENCE)
-        with pytest.raises(CollectiveError, match="the mesh is dead"):
+        with pytest.raises(CollectiveError, match="the mesh has failed"):
             mesh.synchronize()
     assert list(tmp_path.iterdir())
 
@@ -273,7 +278,7 @@ def test_where_no_thread_can_start_a_host_wait_ends_by_its_deadline():
         stall(mesh.devices[1])
         buffer = uploaded(mesh.devices[1], 1)
         refused.append(True)
-        with pytest.raises(CollectiveError, match="sim:1 has not come to the end of its queues"):
+        with pytest.raises(CollectiveError, match="sim:1 has not finished its queues"):
             buffer.numpy(deadline=1e-6)
         await_death(mesh)
 
@@ -324,7 +329,7 @@ def test_a_reset_waits_for_a_call_that_still_gives_work(clock):
         holder = threading.Thread(target=hang)
         holder.start()
         assert held.wait(PATIENCE)
-        with pytest.raises(CollectiveError, match="a call is still giving work to the devices"):
+        with pytest.raises(CollectiveError, match="a call is still submitting work to the devices"):
             mesh.reset(timeout=0.01)
         let_go.set()
         holder.join(PATIENCE)

@@ -114,7 +114,7 @@ def test_a_step_with_a_deadline_says_who_is_late_and_works_after_a_reset(form, c
         clock.pass_by(6)
         reason = stuck.await_death(mesh)
         assert f"of 5 s for a {form.__name__} step passed: sim:2 has not joined" in reason
-        with pytest.raises(gr.errors.CollectiveError, match="the mesh is dead"):
+        with pytest.raises(gr.errors.CollectiveError, match="the mesh has failed"):
             step()
         mesh.reset(timeout=stuck.PATIENCE)
         (first, *_) = step(deadline=stuck.PATIENCE)

@@ -144,7 +144,7 @@ def test_a_device_that_the_mesh_has_not_is_told_with_its_argument(default, wrong
 @pytest.mark.parametrize("wrong", ["cpu", "cuda", "cuda:9", "mps:0"])
 def test_other_torch_devices_are_no_devices_of_a_mesh(mesh, wrong):
     given = TorchDevice(wrong)
-    with pytest.raises(ValueError, match=re.escape(f"device={given!r} is no device of {mesh}")):
+    with pytest.raises(ValueError, match=re.escape(f"device={given!r} is not a device of {mesh}")):
         as_device(given, "device=", mesh)
 
 

@@ -139,7 +139,7 @@ def test_a_function_that_is_none(wrong):
 
 
 def test_a_device_of_no_such_name_or_of_another_mesh(mesh, value):
-    with refused(mesh, ValueError, "'sim:9' is no device of"):
+    with refused(mesh, ValueError, "'sim:9' is not a device of"):
         gr.ReductionToOneDevice("sim:9").batch_reduce(SUM, [(value, value), (value, value)])
     with MeshCase((0,)).open() as other, refused(mesh, ValueError, "is of another mesh"):
         gr.ReductionToOneDevice(other.devices[0]).reduce(SUM, value, value)
@@ -148,7 +148,7 @@ def test_a_device_of_no_such_name_or_of_another_mesh(mesh, value):
 def test_every_value_finds_the_device_before_the_first_is_added(mesh, value):
     with MeshCase((0,)).open() as other:
         alone = per_replica(other, lambda replica: np.ones(3, np.float32))
-        with refused(mesh, ValueError, "value 1: reduce_to_device='sim:2' is no device of"):
+        with refused(mesh, ValueError, "value 1: reduce_to_device='sim:2' is not a device of"):
             gr.ReductionToOneDevice("sim:2").batch_reduce(SUM, [(value, value), (alone, alone)])
 
 

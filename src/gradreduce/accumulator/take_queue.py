@@ -322,7 +322,7 @@ def _cancelled(state: AccumulatorState) -> str:
     """The message of a cancelled take: TensorFlow's words, and why the mesh failed."""
     reason = state.devices[0].mesh_state.reason
     text = "TakeGrad operation was cancelled"
-    return text if reason is None else f"{text}: the mesh is dead: {reason}"
+    return text if reason is None else f"{text}: the mesh has failed: {reason}"
 
 
 def _missing(pending_take: PendingTake, timeout: float | None) -> str:

@@ -157,12 +157,14 @@ def _own_gpus(num_gpus: int) -> Sequence[int]:
     launched = _launched(_LOCAL_RANKS, 0)
     if launched is None:
         names = ", ".join(_LOCAL_RANKS)
-        raise BackendUnavailableError(f"none of {names} holds this process's local rank: pass "
-                                      f"devices=, a list of some of {num_gpus} GPUs")  # fmt: skip
+        raise BackendUnavailableError(
+            f"no environment variable tells this process's local rank ({names}): pass devices=, a "
+            f"list of the GPUs to use, of {num_gpus}"
+        )
     name, rank = launched
     if rank >= num_gpus:
         raise BackendUnavailableError(
-            f"{name}={rank}, and CuPy sees {num_gpus} GPUs in this process: pass devices="
+            f"{name}={rank}, but CuPy sees {num_gpus} GPUs in this process: pass devices="
         )
     return [rank]
 
@@ -183,8 +185,8 @@ def _open_cuda(devices: int | Sequence[int] | None) -> Mesh:
     placement = _placement(_own_gpus(num_gpus) if devices is None else devices)
     if max(placement) >= num_gpus:
         raise BackendUnavailableError(
-            f"devices={reprlib.repr(devices)} names GPU {max(placement)}; CuPy sees {num_gpus}, "
-            "from 0 up"
+            f"devices={reprlib.repr(devices)} names GPU {max(placement)}, but CuPy sees only GPUs "
+            f"0 to {num_gpus - 1}"
         )
     physicals = tuple(dict.fromkeys(placement))
     mesh_state = _mesh_state("cuda", streams.enable_peer_access(physicals))
@@ -232,7 +234,7 @@ def _cuda_backend() -> tuple[ModuleType, ModuleType, ModuleType]:
         from .cuda import device as cuda
         from .cuda import nccl, streams
     except ImportError as error:
-        raise BackendUnavailableError(f"CuPy does not import ({error}); {_INSTALL}") from error
+        raise BackendUnavailableError(f"CuPy cannot be imported ({error}); {_INSTALL}") from error
     streams.visible_gpus()
     return cuda, nccl, streams
 

@@ -62,7 +62,9 @@ def as_device(given: object, label: str, mesh: Mesh | None = None) -> Device:
     whole = (default_mesh() if mesh is None else mesh).devices[0].mesh
     found = _named(given, label, whole) if isinstance(given, str) else _torch_device(given, whole)
     if found is None:
-        raise ValueError(f"{label}{brief(given)} is no device of {whole}, which has {len(whole)}")
+        raise ValueError(
+            f"{label}{brief(given)} is not a device of {whole}, which has {len(whole)}"
+        )
     return found
 
 

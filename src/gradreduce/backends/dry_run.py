@@ -142,7 +142,9 @@ class DryRunDevice(Device):
 
     def put(self, array: Any, address: int | None = None) -> Buffer:
         """Refuses: there is no memory."""
-        raise DeviceMismatchError(f"{self.name} of a plan holds no {type(array).__name__}")
+        raise DeviceMismatchError(
+            f"{self.name} of a plan has no memory for a {type(array).__name__}"
+        )
 
     def _adopt(self, array: Any, stream: Stream | None, writable: bool) -> Buffer:
         return self.put(array)
@@ -151,7 +153,7 @@ class DryRunDevice(Device):
         raise DeviceMismatchError(f"{buffer} of a plan has no memory")
 
     def _wait_for_stream(self, stream: Stream) -> None:
-        raise DeviceMismatchError(f"{self.name} of a plan knows no stream {handle_of(stream):#x}")
+        raise DeviceMismatchError(f"{self.name} of a plan has no stream {handle_of(stream):#x}")
 
     def _block_stream(self, stream: Stream | None) -> None:
         raise DeviceMismatchError(f"{self.name} of a plan has no queue to wait for")
@@ -175,7 +177,7 @@ class DryRunDevice(Device):
         return True
 
     def _recording(self, devices: Sequence[Device]) -> Recording:
-        raise DeviceMismatchError(f"{self.name} of a plan keeps no work")
+        raise DeviceMismatchError(f"{self.name} of a plan cannot record a capture")
 
     def _recycle(self, raw: Any, nbytes: int) -> None:
         """Nothing was taken."""

@@ -196,7 +196,7 @@ class Buffer(NotCopied):
             memory it is, or ``"copy"`` if it holds a copy of one; None for every other.
     """
 
-    _copied_as = "pass buffer.numpy(), and put it on a device by device.put(array)"
+    _copied_as = "pass buffer.numpy(), and upload it with device.put(array)"
 
     __slots__ = (
         "__weakref__",
@@ -253,8 +253,8 @@ class Buffer(NotCopied):
         outside = start < 0 or offset + math.prod(shape) * dtype.itemsize > self.nbytes
         if outside or min(shape, default=0) < 0:
             raise ValueError(
-                f"view of shape {shape} and dtype {dtype} at element {start} reaches outside a "
-                f"buffer of {self.size} elements of {self.dtype}"
+                f"view of shape {shape} and dtype {dtype} at element {start} exceeds a buffer of "
+                f"{self.size} elements of {self.dtype}"
             )
         if (self.address + offset) % dtype.alignment:
             raise ValueError(f"view of dtype {dtype} at element {start} of {self} is misaligned")

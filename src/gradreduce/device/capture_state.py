@@ -88,8 +88,8 @@ class CaptureState(ABC):
             return capture.waits_for(mark)
         if type(mark) is CapturedMark:
             raise CaptureError(
-                f"a mark made inside a capture of {mark.device.name} is waited for outside: make "
-                "one there"
+                f"a mark made inside a capture of {mark.device.name} cannot be waited for outside: "
+                "make another mark outside"
             )
         return True
 
@@ -102,8 +102,8 @@ class CaptureState(ABC):
         """Raises ``CaptureError`` inside a capture of any mesh."""
         if self._mine.capture is not None:
             raise CaptureError(
-                f"{what} inside a capture, which keeps launches, copies, marks and waits alone: "
-                "do it before"
+                f"{what} is not allowed inside a capture, which records only launches, copies, "
+                "marks and waits: do it before the capture"
             )
 
     def check_compiled(self, device: Device, kernel: Kernel, template: Template) -> None:

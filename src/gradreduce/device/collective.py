@@ -24,9 +24,9 @@ __all__ = ["NOT_CAPTURED", "Collective"]
 
 # docs.nvidia.com/deeplearning/nccl/user-guide: "Using NCCL with CUDA Graphs", as of NCCL 2.30
 NOT_CAPTURED = (
-    "a collective over several devices of one process inside a capture: NVIDIA warns that the "
-    "launch of such a graph may block before all devices have theirs, for ever; capture "
-    "'hierarchical_copy', or prepare without a capture"
+    "a collective over several devices of one process cannot be captured: NVIDIA warns that a "
+    "launch of such a graph may block before every device has its launch, which is a deadlock; "
+    "capture 'hierarchical_copy', or use prepare instead of capture"
 )
 
 
@@ -89,8 +89,7 @@ class Collective(ABC):
         """Raises unless the buffers agree, one on each physical device of one mesh."""
         if len({buffer.device.physical for buffer in buffers}) != max(1, len(buffers)):
             raise CollectiveError(
-                f"{name}: pass one buffer on each physical device, none twice; got "
-                f"[{listed(buffers)}]"
+                f"{name}: pass exactly one buffer for each physical device; got [{listed(buffers)}]"
             )
         first = buffers[0]
         for position, buffer in enumerate(buffers):
@@ -99,8 +98,8 @@ class Collective(ABC):
             buffer.device.mesh_state.check_usable(buffer.device)
             if (buffer.size, buffer.dtype) != (first.size, first.dtype):
                 raise CollectiveError(
-                    f"{name}: buffer {position} is {buffer}, buffer 0 {first}: sizes and dtypes "
-                    "must be equal"
+                    f"{name}: buffer {position} is {buffer}, but buffer 0 is {first}: sizes and "
+                    "dtypes must be equal"
                 )
         for buffer in written:
             if not buffer.block.writable:
@@ -112,7 +111,7 @@ class Collective(ABC):
         """Raises unless ``buffers[root]`` can be copied to the others."""
         if not 0 <= root < len(buffers):
             raise CollectiveError(
-                f"broadcast: root={root} must be from 0 to {len(buffers) - 1}, as there are buffers"
+                f"broadcast: root={root} must be from 0 to {len(buffers) - 1}, the last buffer"
             )
         self._check("broadcast", buffers, [*buffers[:root], *buffers[root + 1 :]])
 
@@ -127,8 +126,8 @@ class Collective(ABC):
         alike = (buffers[0].size, buffers[0].dtype) == (sources[0].size, sources[0].dtype)
         if not alike or [each.device for each in sources] != [each.device for each in buffers]:
             raise CollectiveError(
-                f"{name}: sources [{listed(sources)}] must lie as the buffers do, "
-                f"[{listed(buffers)}], with their size and dtype"
+                f"{name}: sources [{listed(sources)}] must have the devices, sizes and dtype of "
+                f"the buffers [{listed(buffers)}]"
             )
         return sources
 
@@ -138,12 +137,15 @@ class Collective(ABC):
         size = sum(buffer.size for buffer in inputs)
         if [out.device for out in outputs] != [buffer.device for buffer in inputs]:
             raise CollectiveError(
-                f"all_gather: each output must lie with its input; got [{listed(outputs)}] for "
-                f"[{listed(inputs)}]"
+                "all_gather: each output must be on the device of its input; got outputs "
+                f"[{listed(outputs)}] for inputs [{listed(inputs)}]"
             )
         for position, out in enumerate(outputs):
             if (out.size, out.dtype) != (size, inputs[0].dtype):
-                raise CollectiveError(f"all_gather: output {position} is {out}, not of size {size}")
+                raise CollectiveError(
+                    f"all_gather: output {position} is {out}; expected size {size} and dtype "
+                    f"{inputs[0].dtype}"
+                )
 
     def _submit(
         self,

@@ -39,7 +39,7 @@ class Backend(ABC):
 
     def address_of(self, raw: Any) -> int:
         """Of the first byte of a block's ``raw``; only where blocks are made without it."""
-        raise NotImplementedError(f"{self} tells no address of {raw!r}")
+        raise NotImplementedError(f"{self} cannot tell the address of {raw!r}")
 
     def run_on_host(
         self, kernel: Kernel, row: Sequence[np.ndarray], scalars: Sequence[int | float]
@@ -313,7 +313,7 @@ class Device(NotCopied, Backend):
             self.check_stream(stream)
         if buffer.device is not self:
             raise DeviceMismatchError(
-                f"{self.name}.release: {buffer} is on another device, whose release gives it"
+                f"{self.name}.release: {buffer} is on another device: call release there"
             )
         self._before_write(buffer, "compute")  # whoever gets the array may write it
         return self._release(buffer, stream)
@@ -328,9 +328,9 @@ class Device(NotCopied, Backend):
             raise CaptureError(
                 f"the caller's stream {handle_of(stream):#x} is capturing a CUDA graph, or is a "
                 f"default stream that waits for one; work of {self.name} cannot be part of it. "
-                "Make this call before the capture begins or after it has ended. Reductions have "
-                "graphs of their own: make a step by AllReduceCrossDeviceOps.capture, and call it "
-                "outside of other captures"
+                "Make this call before the capture begins or after it has ended. For a reduction "
+                "as a CUDA graph, make a step with AllReduceCrossDeviceOps.capture and call it "
+                "outside other captures"
             )
 
     @abstractmethod
@@ -361,7 +361,9 @@ class Device(NotCopied, Backend):
         self.mesh_state.check_free(self, "upload")
         buffer = self.empty(array.shape, array.dtype) if out is None else out
         if buffer.device is not self:
-            raise DeviceMismatchError(f"{self.name}.upload: out={buffer} is on another device")
+            raise DeviceMismatchError(
+                f"{self.name}.upload: out={buffer} is on another device: pass one on {self.name}"
+            )
         if (buffer.shape, buffer.dtype) != (array.shape, as_dtype(array.dtype)):
             raise ValueError(
                 f"upload: out={buffer} must have the shape {array.shape} and dtype {array.dtype} "
@@ -429,7 +431,8 @@ class Device(NotCopied, Backend):
             or dst.device.mesh_state is not src.device.mesh_state
         ):
             raise DeviceMismatchError(
-                f"{self.name}.copy: {dst} and {src} must be of its mesh, and one of them on it"
+                f"{self.name}.copy: {dst} and {src} must belong to the mesh of {self.name}, and at "
+                f"least one of them to {self.name}"
             )
         if dst.size == 0:
             return
@@ -537,7 +540,7 @@ class Device(NotCopied, Backend):
         number = self._record("sync", "", self.index)
         generation = self.mesh_state.generation
         if not self._synchronize(wait_policy) or self.mesh_state.has_died(generation):
-            raise self.mesh_state.abort_wait("a synchronize", self, wait_policy)
+            raise self.mesh_state.abort_wait("synchronize", self, wait_policy)
         self.mesh_state.flight_recorder.over(number, self, "compute", "transfer")
         self.drain()
 

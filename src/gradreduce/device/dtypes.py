@@ -110,7 +110,7 @@ def as_dtype(dtype: DTypeLike) -> np.dtype:
         raise TypeError(f"dtype={brief(dtype)} names no NumPy dtype") from None
     if found not in _ELEMENT_OF:
         raise TypeError(
-            f"dtype {found} cannot be added; allowed are integers, float16, bfloat16, float32, "
+            f"dtype {found} cannot be added; supported are integers, float16, bfloat16, float32, "
             "float64, complex64 and complex128"
         )
     return found

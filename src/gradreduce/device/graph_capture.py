@@ -144,7 +144,7 @@ class Capture:
         mesh_state = self._mesh_state
         self._check_alone()
         if self._again is not None:
-            raise CaptureError("this Capture has recorded before: make another one")
+            raise CaptureError("this Capture has already recorded: make another one")
         for device in self.devices:
             mesh_state.check_usable(device)
         with _no_collection:
@@ -179,14 +179,14 @@ class Capture:
             BackendUnavailableError: the mesh is closed, or a device is lost.
         """
         for device in self.devices:
-            self._mesh_state.check_free(device, "a call of what was captured")
+            self._mesh_state.check_free(device, "calling a captured step")
         self.submit()
 
     def submit(self) -> None:
         """As a call, whose devices have been checked."""
         if self._again is None or self._flight_record is None:
             raise CaptureError(
-                "the capture has not ended, or has failed: record it in another Capture"
+                "the capture has not ended or has failed: record the work in another Capture"
             )
         leader, others, mesh_state = self._leader, self._others, self._mesh_state
         pack_info = self._pack_info
@@ -244,10 +244,10 @@ class Capture:
         if device.mesh_state is not self._mesh_state:
             raise CaptureError(
                 f"{device.name} of another mesh is used inside a capture of {names}: use it before "
-                "or after"
+                "or after the capture"
             )
         raise CaptureError(
-            f"{device.name} is not among the devices of the capture, {names}: name it too"
+            f"{device.name} is not among the devices of the capture, {names}: add it to them"
         )
 
     def made(self, mark: Mark) -> None:
@@ -276,13 +276,13 @@ class Capture:
 
     def _check_alone(self) -> None:
         if self._mesh_state.capture is not None:
-            raise CaptureError("a capture begins inside a capture: end the first one before")
+            raise CaptureError("a capture cannot begin inside another: end the first one before")
 
     def _check_peers(self) -> None:
         for here in self._physicals:
             for there in self._physicals:
                 if not self._mesh_state.peers(here, there):
                     raise CaptureError(
-                        f"physical devices {here} and {there} have no peer access: CUDA captures "
-                        "no copy between them"
+                        f"physical devices {here} and {there} have no peer access: CUDA cannot "
+                        "capture copies between them"
                     )

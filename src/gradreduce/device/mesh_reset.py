@@ -27,23 +27,24 @@ def reset(devices: Sequence[Device], timeout: float | None) -> None:
         mesh_state.flight_recorder.drop(devices)  # before marks pass that nothing came to
         alive = [device for device in devices if device.physical not in mesh_state.failed]
         stuck = [device for device in alive if not device._abandon(rest.seconds)]
-        rest.need(not stuck, f"queues have not come to their end: {names_of(stuck)}")
+        rest.need(not stuck, f"these queues have not finished: {names_of(stuck)}")
 
     def revive() -> None:
         if mesh_state.reason is None:
             return
         rest.need(
-            mesh_state.failure_reported.wait(rest.seconds), "those who wait are not all woken"
+            mesh_state.failure_reported.wait(rest.seconds), "some waiting threads have not returned"
         )
-        rest.need(mesh_state.library_ended(rest.seconds), "the communicators do not let go")
-        busy = "a call is still giving work to the devices"
+        rest.need(mesh_state.library_ended(rest.seconds), "the communicators are not aborted yet")
+        busy = "a call is still submitting work to the devices"
         rest.need(acquired_in_time(mesh_state.launch_lock, rest.seconds, empty_queues), busy)
         for kept, (_, empty) in mesh_state.listeners():
             empty(kept)
         mesh_state.clear_failure()
 
     rest.need(
-        acquired_in_time(mesh_state.reset_lock, rest.seconds, revive), "another thread resets it"
+        acquired_in_time(mesh_state.reset_lock, rest.seconds, revive),
+        "another thread is resetting it",
     )
 
 
@@ -60,5 +61,5 @@ class _Rest:
     def need(self, done: bool, what: str) -> None:
         if not done:
             raise CollectiveError(
-                f"the mesh is still dead: {what}; reset it again later, or end the process"
+                f"the mesh cannot be reset yet: {what}; reset it again later, or end the process"
             )

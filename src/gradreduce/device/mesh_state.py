@@ -226,7 +226,7 @@ class MeshState(CaptureState):
             names = names_of(found)
             for device in found:
                 self.mark_failed(device.physical, f"a call failed half way: {error!r}")
-            error.add_note(f"This came half way through: {names} cannot be used any more.")
+            error.add_note(f"The call failed half way: {names} cannot be used any more.")
 
         return self.on_partial_failure(lose)
 
@@ -333,9 +333,9 @@ class MeshState(CaptureState):
         devices = device.mesh.devices
         late = self.flight_recorder.late(devices)
         if not late:
-            return f"{device.name} has come to its end meanwhile"
+            return f"{device.name} has finished meanwhile"
         have, its = ("has", "its") if len(late) == 1 else ("have", "their")
-        text = f"{names_of(late)} {have} not come to the end of {its} queues"
+        text = f"{names_of(late)} {have} not finished {its} queues"
         entries = [
             entry
             for entry in self.flight_recorder.entries(devices, fresh=False)
@@ -348,7 +348,7 @@ class MeshState(CaptureState):
             what = f"{first.kind} {first.name}".rstrip()
             of = f" of {first.tensors}" if first.tensors else ""
             on = f" on {devices[first.device].name}" if len(late) > 1 else ""
-            text += f"; the first that is not known to be over is {what}{of}{on}, #{number}"
+            text += f"; the first operation not known to be done is {what}{of}{on}, #{number}"
             if of:
                 return text
         later = [each for each in entries if each.tensors and each.sequence > number]
@@ -429,4 +429,4 @@ class MeshState(CaptureState):
             )
 
     def _death(self, reason: str) -> CollectiveError:
-        return CollectiveError(f"the mesh is dead: {reason}; mesh.reset() makes it usable again")
+        return CollectiveError(f"the mesh has failed: {reason}; mesh.reset() makes it usable again")

@@ -407,7 +407,7 @@ def flight_path(wanted: str) -> str:
             raise OSError("it is a folder")
         if _is_special(target):
             if not os.access(target, os.W_OK):
-                raise OSError("you may not write it")
+                raise OSError("you have no permission to write it")
             return str(target)
         if target.is_symlink():
             raise OSError("it is a symbolic link; name the file itself")
@@ -417,7 +417,7 @@ def flight_path(wanted: str) -> str:
     except OSError as error:
         raise ValueError(
             f"GRADREDUCE_FLIGHT_RECORD={wanted!r} cannot be written: {error.strerror or error}; "
-            "name a file in an existing folder that you may write"
+            "name a file in an existing folder that you can write to"
         ) from error
     return str(target)
 
@@ -441,7 +441,7 @@ def write_flight(path: str, mesh: str, reason: str, entries: Sequence[FlightEntr
             descriptor = os.open(target, os.O_WRONLY | os.O_NOCTTY)
             with os.fdopen(descriptor, "wb") as file:
                 if stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    raise OSError("it has become a regular file")
+                    raise OSError("it is a regular file now")
                 file.write(written)
         else:
             replace_file(target, written, mode=0o666)

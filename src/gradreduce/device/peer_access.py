@@ -42,8 +42,9 @@ def check_accessible(device: Device, operand: Buffer) -> None:
     if mesh_state.failed:
         mesh_state.check_usable(home)
     if not can_access(device, operand):
-        why = "no peer access" if operand.block.owned else "its memory is not our pool's"
-        raise DeviceMismatchError(f"{device.name} cannot reach {operand}: {why}; copy it first")
+        owned = operand.block.owned
+        why = "no peer access" if owned else "peers can access only pool-allocated memory"
+        raise DeviceMismatchError(f"{device.name} cannot access {operand}: {why}; copy it first")
 
 
 def check_writable(operand: Buffer) -> None:

@@ -221,8 +221,8 @@ class PendingCall:
             if late:
                 return self._late(index, stage, late)
         if self.given:
-            return "every device has come to its end meanwhile"
-        return "the call itself has not come to the end of giving its work to the devices"
+            return "every device has finished meanwhile"
+        return "the call itself has not submitted all its work to the devices"
 
     def _late(self, place: int, stage: _Stage, late: Sequence[_Mark]) -> str:
         pack_info = stage.pack_info
@@ -235,8 +235,8 @@ class PendingCall:
         names = names_of(mark.device for mark in late)
         have = "has" if len({mark.device for mark in late}) == 1 else "have"
         if stage.leaves:
-            return f"all devices have joined {what}, and {names} {have} not finished"
-        return f"{names} {have} not joined {what}: what was queued there before is not over"
+            return f"all devices have joined {what}, but {names} {have} not finished"
+        return f"{names} {have} not joined {what}: earlier work there has not finished"
 
 
 class WaitPolicy:

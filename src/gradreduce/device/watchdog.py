@@ -79,7 +79,7 @@ def _looked_at(mesh_state: MeshState | None, calls: list[PendingCall]) -> list[P
     try:
         return _judged(mesh_state, calls)
     except Exception as error:  # of a driver: nobody would look any more, and nobody know
-        mesh_state.fail(f"the devices cannot be looked at: {error!r}")
+        mesh_state.fail(f"the devices cannot be queried: {error!r}")
         return []
 
 

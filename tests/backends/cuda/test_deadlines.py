@@ -86,7 +86,7 @@ def test_a_stuck_gpu_is_named_and_a_reset_waits_for_it(here, mesh, clock, algori
         results[0][0].numpy()
     await_death(mesh)
     assert mesh.mesh_state.library_ended(PATIENCE)
-    with pytest.raises(CollectiveError, match=r"queues have not come to their end: .*cuda:3"):
+    with pytest.raises(CollectiveError, match=r"queues have not finished: .*cuda:3"):
         mesh.reset(timeout=0.02)
     with pytest.raises(CollectiveError, match=words):
         mesh.devices[0].synchronize()
@@ -104,7 +104,7 @@ def test_a_host_wait_ends_by_its_own_deadline_and_its_memory_stays(here, mesh, w
     device.synchronize()
     stick(here, device)
     device.zeros((4,), "float32")
-    with pytest.raises(CollectiveError, match="passed: cuda:0 has not come to the end"):
+    with pytest.raises(CollectiveError, match="passed: cuda:0 has not finished its queues"):
         if wait == "download":
             buffer.numpy(deadline=0.01)
         else:
@@ -193,7 +193,7 @@ def test_an_abort_that_hangs_holds_nobody_but_the_reset(here, mesh, clock, monke
     clock.pass_by(6)
     await_death(mesh)
     free(here)
-    with pytest.raises(CollectiveError, match="the communicators do not let go"):
+    with pytest.raises(CollectiveError, match="the communicators are not aborted yet"):
         mesh.reset(timeout=0.01)
     let_go.set()
     mesh.reset(timeout=PATIENCE)
@@ -238,12 +238,12 @@ def test_a_thread_that_hangs_inside_of_nccl_does_not_hold_the_abort(here, mesh, 
 
     with inside_of_nccl(mesh, call):
         clock.pass_by(6)
-        assert "the call itself has not come to the end" in await_death(mesh)
+        assert "the call itself has not submitted all" in await_death(mesh)
         assert mesh.mesh_state.library_ended(PATIENCE)
         assert [each._ended for each in before] == ["abort"] * 3
-        with pytest.raises(CollectiveError, match="a call is still giving work to the devices"):
+        with pytest.raises(CollectiveError, match="a call is still submitting work to the devices"):
             mesh.reset(timeout=0.02)
-    assert "mesh is dead" in outcomes[0]
+    assert "mesh has failed" in outcomes[0]
     mesh.reset(timeout=PATIENCE)
     assert is_right(reduced(mesh))
 
@@ -285,10 +285,10 @@ def test_a_bootstrap_that_hangs_ends_with_the_mesh(here, mesh, clock, hung_boots
     (caller := threading.Thread(target=call)).start()
     assert nccl.library.begun.wait(PATIENCE)
     clock.pass_by(6)
-    assert "the call itself has not come to the end" in await_death(mesh)
+    assert "the call itself has not submitted all" in await_death(mesh)
     caller.join(PATIENCE)
-    assert "mesh is dead: the deadline of 5 s" in outcomes[0]
-    with pytest.raises(CollectiveError, match="the communicators do not let go"):
+    assert "mesh has failed: the deadline of 5 s" in outcomes[0]
+    with pytest.raises(CollectiveError, match="the communicators are not aborted yet"):
         mesh.reset(timeout=0.02)
     hung_bootstrap.set()
     mesh.reset(timeout=PATIENCE)

@@ -45,7 +45,7 @@ def on_gpu(physical: int, values: np.ndarray):
 
 
 def test_what_is_on_another_gpu_or_on_the_host_is_not_adopted(mesh):
-    with pytest.raises(DeviceMismatchError, match="on GPU 1, cuda:0 on GPU 0"):
+    with pytest.raises(DeviceMismatchError, match="on GPU 1, but cuda:0 is on GPU 0"):
         mesh.devices[0].put(on_gpu(1, data((4,))))
     with pytest.raises(DeviceMismatchError, match="holds CuPy arrays, not ndarray"):
         mesh.devices[0].adopt(data((4,)))
@@ -186,7 +186,9 @@ def test_devices_may_go_with_their_mesh(here):
 def test_every_visible_gpu_is_the_default(here):
     with gr.open_mesh(backend="cuda") as mesh:
         assert [device.physical for device in mesh.devices] == [0, 1, 2]
-    with pytest.raises(BackendUnavailableError, match="names GPU 3; CuPy sees 3"):
+    with pytest.raises(
+        BackendUnavailableError, match="names GPU 3, but CuPy sees only GPUs 0 to 2"
+    ):
         gr.open_mesh([0, 3], backend="cuda")
 
 
@@ -275,7 +277,7 @@ def test_a_peer_whose_copies_change_the_data_is_none(new_machine, monkeypatch, c
     with open_mesh(3, backend="cuda") as mesh:
         assert mesh.mesh_state.peer_access == here.peers == {(0, 1), (1, 0), (1, 2), (2, 0)}
         assert summed(mesh) == [6] * 3
-    said = "copies between GPUs {} and {} change the data, so their peer access is not used"
+    said = "copies between GPUs {} and {} corrupt data, so their peer access is not used"
     for record, pair in zip(caplog.records, sorted(here.corrupt), strict=True):
         assert said.format(*pair) in record.message
 
@@ -299,7 +301,9 @@ def test_without_peers_nothing_reaches_over(new_machine):
 def test_a_refused_text_points_into_the_file(mesh, monkeypatch):
     monkeypatch.setattr(compile, "kernel_text", lambda stem: '#line 7 "kernels/add_n.cu"\nno C++\n')
     kernel = replace(ADD_N, templates=(("float32", "float32", 1),))
-    with pytest.raises(RuntimeError, match=r"(?s)NVRTC refused add_n<float, float, 1>.*add_n.cu:7"):
+    with pytest.raises(
+        RuntimeError, match=r"(?s)NVRTC cannot compile add_n<float, float, 1>.*add_n.cu:7"
+    ):
         mesh.devices[0].prepare(kernel, kernel.templates[0])
 
 

@@ -54,7 +54,7 @@ def test_a_gpu_that_is_full_says_so_and_the_mesh_stays_usable(gpus):
         check_usable(mesh)
         size = spare() // 8
         kept = [device.empty((size,), "uint8") for device in mesh]
-        says = rf"cuda:1: GPU 0 has no room for {size:,} bytes: .* are free, this mesh holds"
+        says = rf"cuda:1: GPU 0 cannot allocate {size:,} bytes: .* are free, this mesh holds"
         with pytest.raises(MemoryError, match=says):
             while len(kept) < 16:
                 kept.append(mesh.devices[1].empty((size,), "uint8"))

@@ -50,4 +50,4 @@ def _compile(kernel: Kernel, template: Template) -> Any:
         # .kernel is the loaded function of the current GPU: RawKernel would look it up each call.
         return module.get_function(expression).kernel
     except cupy.cuda.compiler.CompileException as error:
-        raise RuntimeError(f"NVRTC refused {expression}:\n{error}") from error
+        raise RuntimeError(f"NVRTC cannot compile {expression}:\n{error}") from error

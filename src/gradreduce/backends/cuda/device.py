@@ -245,8 +245,8 @@ class CudaDevice(CudaQueues):
         dtype = as_dtype(array.dtype)
         if array.device.id != self.physical:
             raise DeviceMismatchError(
-                f"the array is on GPU {array.device.id}, {self.name} on GPU {self.physical}: "
-                "copy it there"
+                f"the array is on GPU {array.device.id}, but {self.name} is on GPU "
+                f"{self.physical}: copy the array there"
             )
         if not array.flags.c_contiguous:
             raise ValueError("an adopted array must be contiguous in C order: pass a copy")
@@ -317,8 +317,8 @@ class CudaDevice(CudaQueues):
             free, total = runtime.memGetInfo()
             held = sum(each._pool.total_bytes() for each in near if isinstance(each, CudaDevice))
         return (
-            f"{self.name}: GPU {self.physical} has no room for {nbytes:,} bytes: {free:,} of "
-            f"{total:,} are free, this mesh holds {held:,}. To make room drop Buffers, or "
+            f"{self.name}: GPU {self.physical} cannot allocate {nbytes:,} bytes: {free:,} of "
+            f"{total:,} are free, this mesh holds {held:,}. To free memory, drop Buffers, or "
             "call trim() of other meshes or torch.cuda.empty_cache()"
         )
 
@@ -517,9 +517,7 @@ class CudaDevice(CudaQueues):
     def _block_stream(self, stream: Stream | None) -> None:
         if stream is None:
             if not self._host_waits(self._endless, [self._ready("compute")]):
-                raise self.mesh_state.abort_wait(
-                    "work that the host waits for", self, self._endless
-                )
+                raise self.mesh_state.abort_wait("a host wait for queued work", self, self._endless)
             return
         with self.gpu:
             runtime.streamWaitEvent(handle_of(stream), self._mark("compute").ptr)

@@ -74,7 +74,7 @@ class GraphRecording(Recording):
                 graph.upload(self._home.ready())
             self._home.submitted()
         except runtime.CUDARuntimeError as error:
-            raise CaptureError(f"CUDA makes no graph of what was captured: {error}") from error
+            raise CaptureError(f"CUDA cannot make a graph of the captured work: {error}") from error
         self._streams.clear()  # a graph needs none of them
         self._others.clear()
         return partial(self._launch, graph)

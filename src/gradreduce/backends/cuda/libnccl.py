@@ -39,7 +39,7 @@ def _several(libraries: list[tuple[str, str]]) -> str:
     files = ", ".join(file for file, _ in libraries)
     return (
         f"; this process has loaded {len(libraries)} libnccl files: {files}; "
-        "CuPy and PyTorch must find the same one"
+        "make CuPy and PyTorch load the same one"
     )
 
 

@@ -99,7 +99,9 @@ class _Cliques:
     def check(self) -> None:
         """Raises ``CollectiveError`` if they were aborted while the caller waited for the lock."""
         if self.aborted:
-            raise CollectiveError("NCCL: the communicators were aborted; see mesh.reset()")
+            raise CollectiveError(
+                "NCCL: the communicators were aborted; call mesh.reset() to use the mesh again"
+            )
 
 
 class NcclCollective(Collective):
@@ -409,7 +411,9 @@ class NcclCollective(Collective):
             if signed and name is not None:
                 name = name.replace("UINT", "INT")
         if name is None:
-            raise CollectiveError(f"NCCL has no {op} of {buffer.dtype}; use 'hierarchical_copy'")
+            raise CollectiveError(
+                f"NCCL does not support {op} of {buffer.dtype}; use 'hierarchical_copy'"
+            )
         return buffer.size * element.lanes, getattr(self._nccl, name)
 
     def _as_bytes(self, buffer: Buffer) -> tuple[int, int]:
@@ -458,7 +462,7 @@ class SharedNccl:
 def cuda_device(buffer: Buffer) -> CudaDevice:
     """The GPU device that ``buffer`` lies on."""
     if not isinstance(buffer.device, CudaDevice):
-        raise DeviceMismatchError(f"{buffer} does not lie on a GPU")
+        raise DeviceMismatchError(f"{buffer} is not on a GPU")
     return buffer.device
 
 
@@ -475,7 +479,7 @@ def _nccl() -> Any:
         available, cause = False, warning
     if not available:
         raise BackendUnavailableError(
-            "CuPy finds no libnccl, which two GPUs or more need for 'nccl' ('hierarchical_copy' "
-            "does not): pip install nvidia-nccl-cu12 (or -cu13, as your CuPy)"
+            "CuPy finds no libnccl, which 'nccl' needs for two or more GPUs ('hierarchical_copy' "
+            "does not): pip install nvidia-nccl-cu12 (or -cu13, as for your CuPy)"
         ) from cause
     return nccl

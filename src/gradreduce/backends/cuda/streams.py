@@ -50,9 +50,7 @@ def visible_gpus() -> int:
     except runtime.CUDARuntimeError as error:
         raise BackendUnavailableError(f"CuPy sees no GPU: {error}") from error
     if not found:
-        raise BackendUnavailableError(
-            "CuPy sees no GPU; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
-        )
+        raise BackendUnavailableError("CuPy sees no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES")
     return found
 
 
@@ -77,8 +75,8 @@ def _is_peer(here: int, there: int) -> bool:
             return True
         runtime.deviceDisablePeerAccess(there)  # copies between the two go through the host then
     _log.warning(
-        "copies between GPUs %d and %d change the data, so their peer access is not used. An IOMMU "
-        "does this: turn it off, or set NCCL_P2P_DISABLE=1 for NCCL too",
+        "copies between GPUs %d and %d corrupt data, so their peer access is not used. An IOMMU "
+        "causes this: turn it off, or set NCCL_P2P_DISABLE=1 for NCCL too",
         here,
         there,
     )
@@ -159,7 +157,7 @@ class Gpu:
             raise BackendUnavailableError(text) from error
         if getattr(error, "status", 0) in _CAPTURE:
             raise CaptureError(
-                f"{self._owner.name}: CUDA refuses this, or has ended a capture, because a CUDA "
+                f"{self._owner.name}: CUDA rejects this call, or ended a capture, because a CUDA "
                 f"graph is being captured: {error}. While a stream of a GPU captures, no thread "
                 "may synchronize that GPU. While one captures in global mode, torch.cuda.graph's "
                 "default, no thread may allocate or free GPU memory or query events: capture with "

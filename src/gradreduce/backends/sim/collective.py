@@ -26,7 +26,9 @@ class SimCollective(Collective):
     ) -> None:
         """See ``Collective.all_reduce``."""
         if op != "sum":
-            raise NotImplementedError(f"all_reduce with op={op!r}: only 'sum' so far")
+            raise NotImplementedError(
+                f"all_reduce with op={op!r}: simulated devices support only 'sum'"
+            )
         terms = [memory_of(each) for each in self._check_sources("all_reduce", buffers, sources)]
         arrays = [memory_of(buffer) for buffer in buffers]
         wide = accumulate_dtype(buffers[0].dtype)

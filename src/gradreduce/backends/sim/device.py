@@ -125,7 +125,7 @@ class SimDevice(Device):
 
     def _wait_for_stream(self, stream: Stream) -> None:
         raise DeviceMismatchError(
-            f"{self.name} is simulated and knows no stream {handle_of(stream):#x}"
+            f"{self.name} is simulated and has no stream {handle_of(stream):#x}"
         )
 
     def _block_stream(self, stream: Stream | None) -> None:
@@ -414,5 +414,5 @@ def recording_of(capture: Capture) -> Replay:
 def sim_device(buffer: Buffer) -> SimDevice:
     """The simulated device that ``buffer`` lies on."""
     if not isinstance(buffer.device, SimDevice):
-        raise DeviceMismatchError(f"{buffer} does not lie on a simulated device")
+        raise DeviceMismatchError(f"{buffer} is not on a simulated device")
     return buffer.device

@@ -113,7 +113,7 @@ def host_kernel(kernel: Kernel, build: str) -> HostKernel:
             library = _load(_host_text(kernel), kernel.name, build)
         except OSError as error:
             raise BackendUnavailableError(
-                f"the {build} build of {kernel.name} does not load: {error}"
+                f"the {build} build of {kernel.name} cannot be loaded: {error}"
             ) from error
         found = HostKernel(kernel, library)
         _loaded.add((kernel, build))
@@ -122,7 +122,7 @@ def host_kernel(kernel: Kernel, build: str) -> HostKernel:
 
 def _host_text(kernel: Kernel) -> str:
     """The shipped text, and one C entry for each instantiation, with the layouts asserted."""
-    parts = [kernel_text(kernel.source), '#line 1 "compiled.py"\n#include <cstddef>\n']
+    parts = [kernel_text(kernel.source), '#line 1 "host_compile.py"\n#include <cstddef>\n']
     parts.append(f'static_assert(sizeof(Table) == {TABLE.itemsize}, "Table");\n')
     for field in TABLE.names or ():
         offset = TABLE.fields[field][1]  # type: ignore[index]  # a structured dtype has fields
@@ -202,7 +202,7 @@ def _compile(compiler: str, text: str, made: Path, build: str) -> Path:
     if done.returncode:
         name = made.name.partition("-")[0]
         raise RuntimeError(
-            f"g++ refused the {build} build of {name} (exit status {done.returncode}):\n"
+            f"g++ cannot compile the {build} build of {name} (exit status {done.returncode}):\n"
             f"{done.stderr}"
         )
     return made
