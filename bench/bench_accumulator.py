@@ -1,9 +1,9 @@
-"""What it costs to add gradients over time: an accumulator's apply, take and drop.
+"""Measures an accumulator's apply, take and drop.
 
-On a GPU where CuPy sees one, else on both faces of a simulated device. Large gradients are read
-beside NumPy's own pass over as many bytes and beside a copy, small ones beside TensorFlow's eager
-accumulator, sparse ones beside np.add.at, all in the same rounds. What is not installed is left
-out, visibly. Exit status 1 if a floor is broken.
+On a GPU if CuPy finds one, otherwise with both implementations of a simulated device. Compares
+large gradients with NumPy's pass over as many bytes and with a copy, small ones with TensorFlow's
+eager accumulator, sparse ones with np.add.at, in the same rounds. Reports libraries that are not
+installed. Exit status 1 if a floor is violated.
 
     python bench/bench_accumulator.py [--json FILE] [--quick]
 """
@@ -107,7 +107,7 @@ def check(name: str, found: Any, wanted: np.ndarray) -> None:
 
 
 class Bench:
-    """One device, its faces, its peers, and what is measured on it."""
+    """One device, its implementations, its peers, and the measurements on it."""
 
     def __init__(self, meshes: dict[str, Mesh], *, quick: bool) -> None:
         self.meshes = meshes
@@ -121,7 +121,7 @@ class Bench:
         self.cases: dict[str, Case] = {}
 
     def implementations(self) -> Iterator[tuple[str, Device]]:
-        """The name of each face, and its device."""
+        """The name of each implementation, and its device."""
         for implementation, mesh in self.meshes.items():
             yield implementation, mesh.devices[0]
 

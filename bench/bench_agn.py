@@ -1,10 +1,11 @@
-"""How fast AGN is: a worker's local step, and what happens once in a period.
+"""Measures AGN: a worker's local step, and the push once per period.
 
-On a GPU where CuPy sees one, else on both faces of a simulated device. 16 M parameters in 50
-variables (64 M on a GPU), float32, gradients that lie there; beside PyTorch's optimizer plus
-``_foreach_add_``, NumPy's own passes in blocks and a copy of as many bytes, all in the same rounds;
-what a step over 161 tiny variables costs the host; and which share of the bytes the busiest device
-of a centre carries. What is not installed is left out, visibly. Exit status 1 if a floor is broken.
+On a GPU if CuPy finds one, otherwise with both implementations of a simulated device. 16 M
+parameters in 50 variables (64 M on a GPU), float32, gradients on the device; compared with
+PyTorch's optimizer plus ``_foreach_add_``, NumPy's passes in blocks and a copy of as many bytes, in
+the same rounds. Also the host's time of a step with 161 tiny variables, and the share of the bytes
+that the busiest device of a center carries. Reports libraries that are not installed. Exit status 1
+if a floor is violated.
 
     python bench/bench_agn.py [--json FILE] [--quick]
 """
@@ -40,7 +41,7 @@ NUMBER, QUICK_NUMBER = 20, 2
 NEVER = 1 << 40  # a period that no run comes to the end of
 TINY = "161 tiny variables"
 PUSH = "a communication, sgd"
-# Ten workers push 100 MB each to a centre over four devices.
+# Ten workers push 100 MB each to a center on four devices.
 SPREAD, WORKERS, SPREAD_SIZE, CENTER_DEVICES = "ten workers push", 10, 25_000_000, 4
 
 NOT_YET = "nothing yet: no GPU was there, 2026-11"
@@ -59,7 +60,7 @@ CPU_FLOORS = (
           1.2, BESIDE),
     Floor("compiled, local sgd, times torch fused and add", "sgd",
           times_the_peer(FUSED, "compiled"), ">=", 1, BESIDE, ("torch",)),
-    Floor("bytes of the busiest device of the centre", SPREAD, counted("share of the busiest"),
+    Floor("bytes of the busiest device of the center", SPREAD, counted("share of the busiest"),
           "<=", 0.3, "0.25"),
     *(
         Floor(f"{implementation}, launches of a {what}", TINY,
@@ -88,7 +89,7 @@ GPU_FLOORS = (
 
 
 class Worker:
-    """A worker on one device, with a centre beside it or elsewhere, and what it is given."""
+    """A worker on one device, with a center on it or elsewhere, and its inputs."""
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class Worker:
 
 
 class Bench:
-    """One device, its faces, its peers, and what is measured on it."""
+    """One device, its implementations, its peers, and the measurements on it."""
 
     def __init__(self, meshes: dict[str, Mesh], *, quick: bool) -> None:
         self.meshes = meshes
@@ -135,7 +136,7 @@ class Bench:
         self.size, self.sizes = size, sizes_of(size, QUICK_VARIABLES if quick else NUM_VARIABLES)
 
     def implementations(self) -> Iterator[tuple[str, Device]]:
-        """The name of each face, and its device."""
+        """The name of each implementation, and its device."""
         for implementation, mesh in self.meshes.items():
             yield implementation, mesh.devices[0]
 
@@ -159,7 +160,7 @@ class Bench:
         self.measure(rule, {**workers, **calls}, units)
 
     def push(self) -> None:
-        """Normalise, update the centre, pull."""
+        """Normalizes, updates the center, pulls."""
         calls: dict[str, Call] = {}
         for implementation, device in self.implementations():
             worker = Worker(RULES["sgd"][0], device, self.sizes, NEVER)
@@ -202,14 +203,14 @@ class Bench:
         figures: dict[str, float] = {}
         for number in (1, CENTER_DEVICES):
             seconds, share = pushed(number, sizes)
-            figures[f"seconds, centre on {number}"] = seconds
+            figures[f"seconds, center on {number}"] = seconds
         figures["share of the busiest"] = share
         text = f"{WORKERS} threads, {4 * size} bytes each, to {CENTER_DEVICES} devices"
         self.keep(Case(SPREAD, text, figures=figures))
 
 
 def pushed(num_devices: int, sizes: Sequence[int]) -> tuple[float, float]:
-    """Ten workers push once: the seconds, and what the busiest centre device carries of all."""
+    """Ten workers push once: the seconds, and the share of the busiest center device."""
     places = CENTER_DEVICES + WORKERS
     with gr.open_mesh(places, backend="sim", peer_access=False, strict=False) as mesh:
         center = gr.AGNCenter(mesh[0:num_devices])
@@ -239,7 +240,7 @@ def pushed(num_devices: int, sizes: Sequence[int]) -> tuple[float, float]:
 
 
 def checked(rule: str, workers: Sequence[Worker]) -> None:
-    """Raises unless two steps have moved and summed every variable, alike on every face."""
+    """Raises unless two steps have moved and summed every variable, with equal results."""
     found = []
     for worker in workers:
         worker()
@@ -250,7 +251,7 @@ def checked(rule: str, workers: Sequence[Worker]) -> None:
         found.append([variable.numpy() for variable in worker.variables])
     for arrays in found:
         if not all(np.array_equal(one, two) for one, two in zip(arrays, found[0], strict=True)):
-            raise AssertionError(f"{rule}: the faces do not agree")
+            raise AssertionError(f"{rule}: the implementations do not agree")
         if not all((array < 1).all() and np.ptp(array) == 0 for array in arrays):
             raise AssertionError(f"{rule}: not every element was moved alike")
 

@@ -1,11 +1,11 @@
-"""How fast replicas of gradients become their mean on every device, beside a copy and the peers.
+"""Measures all-reduce: the mean of replicas on every device, compared with a copy and peers.
 
-On GPUs where CuPy sees one, else on four simulated devices with both faces of a kernel. The table
-says, for each candidate, size, time, algorithm and bus bandwidth as nccl-tests define them, which
-part of the *line* it reaches, and what a call takes of the host. The line is the time in which a
-plain copy, in the same rounds, reads and writes what an all-reduce must: every replica once read,
-every result once written. On a CPU that copy is np.copyto's, by one thread. Peers that are not
-installed are left out, visibly. Exit status 1 if a floor is broken.
+On GPUs if CuPy finds any, otherwise on four simulated devices with both implementations. For each
+candidate the table gives size, time, algorithm and bus bandwidth (as nccl-tests define them), the
+ratio to the *line*, and the host's time of a call. The line is the time in which a plain copy, in
+the same rounds, reads and writes what an all-reduce must: reads each replica once and writes each
+result once. On a CPU that copy is np.copyto's, in one thread. Reports peers that are not
+installed. Exit status 1 if a floor is violated.
 
     python bench/bench_all_reduce.py [--json FILE] [--quick]
 """
@@ -113,7 +113,7 @@ def check(name: str, results: Sequence[Sequence[np.ndarray]], tensors: Tensors) 
 
 
 class Steps:
-    """The all-reduces of one face over the same tensors, each in every way.
+    """The all-reduces of one implementation over the same tensors, in every way.
 
     With ``num_packs=0`` a launch reads the gradients where they lie, if they are of our pool's
     memory; so these are uploaded, as results of our operations would be. What a user's own NumPy
@@ -164,7 +164,7 @@ class Steps:
 
 
 class CpuBench:
-    """Four simulated devices, each with memory of its own that all others reach."""
+    """Four simulated physical devices with peer access to each other."""
 
     def __init__(self, meshes: dict[str, Mesh], *, quick: bool) -> None:
         self.meshes = meshes
@@ -186,7 +186,7 @@ class CpuBench:
         self.cases[case.name] = case
 
     def steps(self, tensors: Tensors) -> Iterator[Steps]:
-        """Those of each face."""
+        """The candidates of each implementation."""
         for implementation, mesh in self.meshes.items():
             yield Steps(implementation, mesh, tensors)
 
@@ -251,7 +251,7 @@ def has_gpu() -> bool:
 
 
 def on_cpu(*, quick: bool) -> CpuBench:
-    """Both faces."""
+    """Both implementations."""
     with ExitStack() as stack:
         meshes = {
             implementation: stack.enter_context(

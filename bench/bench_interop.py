@@ -1,7 +1,7 @@
-"""What the door costs: one array in and out, beside the library's own conversion.
+"""Measures the conversion of one array in and out, compared with the library's own conversion.
 
-Budgets: 5 us an array, in and out, for NumPy and PyTorch; for JAX 1.2 times JAX's own conversion.
-Libraries that are not installed are left out, visibly. Exit status 1 if a budget is exceeded.
+Budgets: 5 us per array, in and out, for NumPy and PyTorch; for JAX 1.2 times JAX's own conversion.
+Reports libraries that are not installed. Exit status 1 if a budget is exceeded.
 
     python bench/bench_interop.py [--json FILE] [--quick]
 """

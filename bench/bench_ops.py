@@ -1,9 +1,9 @@
-"""How fast arrays are added, packed and merged on one device, beside a copy and beside the peers.
+"""Measures sums, packing and merging on one device, compared with a copy and peers.
 
-On a GPU where CuPy sees one, else on both faces of a simulated device. Every line says what the
-operation took, and which part of the rate of a plain copy (bytes read and written alike, measured
-in the same rounds) that is. Peers that are not installed are left out, visibly. Exit status 1 if a
-floor is broken.
+On a GPU if CuPy finds one, otherwise with both implementations of a simulated device. Every line
+gives the time of the operation and its rate relative to a plain copy (bytes read plus bytes
+written, measured in the same rounds). Reports peers that are not installed. Exit status 1 if a
+floor is violated.
 
     python bench/bench_ops.py [--json FILE] [--quick]
 """
@@ -53,13 +53,13 @@ SMALL, MEMORY = "small", "memory"
 HOST_PEERS = ("numpy", "torch", "tensorflow")
 NOT_YET = "nothing yet: no GPU was there, 2026-11"
 CPU_FLOORS = (
-    Floor("numpy face over the fastest peer", ADD_32, times_the_fastest_peer("numpy"), ">=", 1.2,
+    Floor("numpy over the fastest peer", ADD_32, times_the_fastest_peer("numpy"), ">=", 1.2,
           "0.84 over tf.add_n, 1.63 over the next; 2 cores, 2026-11", HOST_PEERS),
-    Floor("compiled face over the fastest peer", ADD_32, times_the_fastest_peer("compiled"), ">=",
+    Floor("compiled over the fastest peer", ADD_32, times_the_fastest_peer("compiled"), ">=",
           1.6, "0.92 to 1.00 over tf.add_n, 1.78 over the next; 2 cores, 2026-11", HOST_PEERS),
-    Floor("numpy face: MiB beside the output", MEMORY, counted("numpy MiB"), "<=", 4,
+    Floor("numpy: MiB besides the output", MEMORY, counted("numpy MiB"), "<=", 4,
           "0.07; 2 cores, 2026-11"),
-    Floor("compiled face: MiB beside the output", MEMORY, counted("compiled MiB"), "<=", 4,
+    Floor("compiled: MiB besides the output", MEMORY, counted("compiled MiB"), "<=", 4,
           "0.02; 2 cores, 2026-11"),
     Floor("us over the NumPy calls, 3 x 100", SMALL, counted("us over the peer"), "<=", 15,
           "7.0; 2 cores, 2026-11"),
@@ -85,7 +85,7 @@ def hosts(count: int, size: int, dtype: str = "float32") -> list[np.ndarray]:
 
 
 class Bench:
-    """One device, its faces, its peers, and what is measured on it."""
+    """One device, its implementations, its peers, and the measurements on it."""
 
     def __init__(self, meshes: dict[str, Mesh], *, quick: bool) -> None:
         self.meshes = meshes
@@ -96,7 +96,7 @@ class Bench:
         self.cases: dict[str, Case] = {}
 
     def devices(self) -> Iterator[tuple[str, Device]]:
-        """The name of each face, and its device."""
+        """The name of each implementation, and its device."""
         for implementation, mesh in self.meshes.items():
             yield OURS + implementation, mesh.devices[0]
 
@@ -290,7 +290,7 @@ def all_cases(bench: Bench) -> list[Callable[[], None]]:
 
 
 def meshes() -> dict[str, Mesh]:
-    """The GPU, or both faces of a simulated device."""
+    """The GPU, or both implementations of a simulated device."""
     if importlib.util.find_spec("cupy") is not None:
         import cupy
 

@@ -1,6 +1,6 @@
-"""Runs everything that needs a GPU, in sections, and keeps what it saw; started by gpu_check.sh.
+"""Runs everything that needs a GPU, in sections, and records the results; see gpu_check.sh.
 
-The rooms:
+The modules:
 
 * ``__main__``: the command line, and one section after another.
 * ``setting``: what a section is told: fake or real, which GPU, how to start Python.

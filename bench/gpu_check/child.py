@@ -1,4 +1,4 @@
-"""How one command is run: in a process group of its own, until a deadline; never what it shows."""
+"""Runs one command in its own process group, until a deadline."""
 
 from __future__ import annotations
 

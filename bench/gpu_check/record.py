@@ -1,4 +1,4 @@
-"""The JSON file of a section, true at every moment; never runs anything.
+"""The JSON file of a section, rewritten after every change.
 
 It is written before the section begins and after every step of it, each time as a whole: a run
 that is killed leaves what was known by then, with the status ``stopped``.

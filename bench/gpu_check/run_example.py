@@ -2,7 +2,7 @@
 
 The networks must end as good as each other. Not with the same bits: each backend computes its
 gradients by its own library, and cuBLAS adds the products of a matrix in an order of its own. (On
-the stand-in both are NumPy's, and the bits are the same.) What is ours is compared bit by bit in
+the fake CuPy both are NumPy's, and the bits are the same.) What is ours is compared bit by bit in
 the section ``tests``.
 """
 

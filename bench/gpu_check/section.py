@@ -1,4 +1,4 @@
-"""How a section is run: its checks one by one, each recorded; never knows what they are.
+"""Runs the checks of a section one by one, and records each.
 
 A section is a generator. It yields checks, and is sent the result of each, so that what is asked
 next may depend on it. Every check has a deadline of its own: one that hangs leaves the others time.

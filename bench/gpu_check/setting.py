@@ -1,4 +1,4 @@
-"""What a section is told: fake or real, which GPU, how to start Python; never runs anything."""
+"""The settings of a section: fake or real, which GPU, how to start Python."""
 
 from __future__ import annotations
 

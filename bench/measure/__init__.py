@@ -1,13 +1,13 @@
-"""What benchmarks share: clocks, peers, the table of a case, floors; measures nothing by itself.
+"""What benchmarks share: clocks, peers, tables and floors.
 
-The rooms:
+The modules:
 
-* ``clock``: how long a call takes, on the host or on a GPU, and a copy of as many bytes beside it.
-* ``peers``: the same work by other libraries; those that are not installed say so.
-* ``case``: what was found out about one operation, as a table and as JSON.
-* ``floors``: the bounds that a benchmark keeps.
-* ``report``: how a benchmark ends.
-* ``resnet50``: the shapes of the gradients of a model that everybody knows.
-* ``reduced``: what was found out about an all-reduce, with bandwidths as nccl-tests define them.
+* ``clock``: the time of a call, on the host or on a GPU, and of a copy of as many bytes.
+* ``peers``: the same work by other libraries, or why a library is missing.
+* ``case``: the measurements of one operation, as a table and as JSON.
+* ``floors``: the limits that a benchmark must keep.
+* ``report``: the end of a benchmark: the JSON file and the exit status.
+* ``resnet50``: the shapes of ResNet-50's gradients.
+* ``reduced``: the measurements of an all-reduce, with bandwidths as nccl-tests define them.
 * ``all_reduce_peers``: all-reduce by other libraries; ``all_reduce_gpu``: ours, on GPUs.
 """

@@ -1,4 +1,4 @@
-"""What was found out about one operation, as a table and as JSON."""
+"""The measurements of one operation, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .clock import Took
 
 __all__ = ["OURS", "Case"]
 
-OURS = "gradreduce "  # how the names of our own candidates begin; the face follows
+OURS = "gradreduce "  # how the names of our own candidates begin; the implementation follows
 
 
 @dataclass(frozen=True)

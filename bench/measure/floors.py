@@ -1,4 +1,4 @@
-"""The bounds that a benchmark keeps: each defined once, and checked against what was measured."""
+"""The floors of a benchmark: each is defined once and compared with the measurement."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def kept(
 
 
 def times_the_fastest_peer(implementation: str) -> Figure:
-    """How many times as fast as the fastest peer that is there our face is."""
+    """Our speed divided by that of the fastest peer present."""
 
     def figure(case: Case) -> float | None:
         ours, peers = case.seconds(OURS + implementation), case.peers
@@ -92,7 +92,7 @@ def times_the_fastest_peer(implementation: str) -> Figure:
 
 
 def times_the_peer(peer: str, implementation: str) -> Figure:
-    """How many times as fast as one peer our face is."""
+    """Our speed divided by that of one peer."""
 
     def figure(case: Case) -> float | None:
         ours, theirs = case.seconds(OURS + implementation), case.seconds(peer)

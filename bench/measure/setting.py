@@ -1,4 +1,4 @@
-"""Where a benchmark of one device runs: a GPU where CuPy sees one, else both faces of one."""
+"""The device of a benchmark: a GPU if CuPy finds one, otherwise a simulated device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IMPLEMENTATIONS = ("numpy", "compiled")
 
 
 def one_device() -> dict[str, Mesh]:
-    """The GPU, or both faces of a simulated device; to be closed."""
+    """The GPU, or both implementations of a simulated device; to be closed."""
     if importlib.util.find_spec("cupy") is not None:
         import cupy
 

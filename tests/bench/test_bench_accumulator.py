@@ -23,7 +23,7 @@ LIMIT_S = 120.0
 
 
 @pytest.fixture
-def rooms(monkeypatch) -> SimpleNamespace:
+def tools(monkeypatch) -> SimpleNamespace:
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import bench_accumulator
     from measure import clock
@@ -32,8 +32,8 @@ def rooms(monkeypatch) -> SimpleNamespace:
 
 
 @pytest.mark.host
-def test_every_floor_of_the_cpu_finds_its_figure(rooms, monkeypatch, capsys):
-    bench = rooms.bench
+def test_every_floor_of_the_cpu_finds_its_figure(tools, monkeypatch, capsys):
+    bench = tools.bench
     theirs = {bench.CYCLE: int, bench.DROP: int}
     monkeypatch.setattr(bench, "find_accumulator_peer", lambda gradient: (theirs, {}))
     made = bench.Bench(bench.one_device(), quick=True)
@@ -48,7 +48,7 @@ def test_every_floor_of_the_cpu_finds_its_figure(rooms, monkeypatch, capsys):
 @pytest.mark.host
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_it_runs_on_gpus_as_the_stand_in_knows_them(tmp_path, rooms):
+def test_it_runs_on_gpus_as_the_stand_in_knows_them(tmp_path, tools):
     report = tmp_path / "report.json"
     folders = [ROOT / "src", ROOT / "bench", ROOT / "tests"]
     done = subprocess.run(
@@ -60,14 +60,14 @@ def test_it_runs_on_gpus_as_the_stand_in_knows_them(tmp_path, rooms):
     found = json.loads(report.read_text(encoding="utf-8"))
     assert (found["implementations"], found["floors"]) == (["cuda"], [])
     cases = {one["name"]: one for one in found["cases"]}
-    for floor in rooms.bench.GPU_FLOORS:
+    for floor in tools.bench.GPU_FLOORS:
         assert floor.case in cases
     assert set(cases["take, MEAN"]["took"]) == {"copy", "gradreduce cuda"}
     assert cases["161 accumulators"]["figures"]["cuda, launches"] == 1
 
 
-def test_what_comes_before_a_call_is_not_timed(rooms, monkeypatch):
-    clock, now = rooms.clock, [0.0]
+def test_what_comes_before_a_call_is_not_timed(tools, monkeypatch):
+    clock, now = tools.clock, [0.0]
     monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(clock.time, "sleep", lambda seconds: None)
 
@@ -80,8 +80,8 @@ def test_what_comes_before_a_call_is_not_timed(rooms, monkeypatch):
     assert [taken[name].seconds for name in calls] == [2.0, 3.0]
 
 
-def test_a_result_that_is_not_right_is_no_candidate(rooms):
+def test_a_result_that_is_not_right_is_no_candidate(tools):
     right = np.ones(3, np.float32)
-    rooms.bench.check("right", right, right)
+    tools.bench.check("right", right, right)
     with pytest.raises(AssertionError, match="wrong is not what NumPy makes it"):
-        rooms.bench.check("wrong", right * 2, right)
+        tools.bench.check("wrong", right * 2, right)

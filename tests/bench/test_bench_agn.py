@@ -23,7 +23,7 @@ LIMIT_S = 120.0
 
 
 @pytest.fixture
-def rooms(monkeypatch) -> SimpleNamespace:
+def tools(monkeypatch) -> SimpleNamespace:
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import bench_agn
     from measure import agn_peers
@@ -32,9 +32,9 @@ def rooms(monkeypatch) -> SimpleNamespace:
 
 
 @pytest.mark.host
-def test_every_floor_of_the_cpu_finds_its_figure(rooms, monkeypatch, capsys):
-    bench = rooms.bench
-    theirs = dict.fromkeys(rooms.peers.WAYS.values(), int)
+def test_every_floor_of_the_cpu_finds_its_figure(tools, monkeypatch, capsys):
+    bench = tools.bench
+    theirs = dict.fromkeys(tools.peers.WAYS.values(), int)
     monkeypatch.setattr(bench, "find_agn_peers", lambda *given, **more: (dict(theirs), {}))
     made = bench.Bench(bench.one_device(), quick=True)
     for case in bench.all_cases(made):
@@ -43,14 +43,14 @@ def test_every_floor_of_the_cpu_finds_its_figure(rooms, monkeypatch, capsys):
     assert [name for name, figure in found.items() if figure is None] == []
     launches = [figure for name, figure in found.items() if "launches" in name]
     assert launches == [1, 1, 1, 1]
-    assert 0.25 <= found["bytes of the busiest device of the centre"] <= 0.3
+    assert 0.25 <= found["bytes of the busiest device of the center"] <= 0.3
     assert "gradreduce compiled" in capsys.readouterr().out
 
 
 @pytest.mark.host
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_it_runs_on_gpus_as_the_stand_in_knows_them(tmp_path, rooms):
+def test_it_runs_on_gpus_as_the_stand_in_knows_them(tmp_path, tools):
     report = tmp_path / "report.json"
     folders = [ROOT / "src", ROOT / "bench", ROOT / "tests"]
     done = subprocess.run(
@@ -62,15 +62,15 @@ def test_it_runs_on_gpus_as_the_stand_in_knows_them(tmp_path, rooms):
     found = json.loads(report.read_text(encoding="utf-8"))
     assert (found["implementations"], found["floors"]) == (["cuda"], [])
     cases = {one["name"]: one for one in found["cases"]}
-    assert {floor.case for floor in rooms.bench.GPU_FLOORS} <= cases.keys()
+    assert {floor.case for floor in tools.bench.GPU_FLOORS} <= cases.keys()
     assert {"copy", "gradreduce cuda"} <= cases["adam"]["took"].keys()
     figures = cases["161 tiny variables"]["figures"]
     assert [figures[f"cuda, launches of a {what}"] for what in ("step", "communication")] == [1, 1]
 
 
-def test_numpy_in_blocks_does_the_same_five_units(rooms):
+def test_numpy_in_blocks_does_the_same_five_units(tools):
     rate, sizes = np.float32(0.1), (3, 100_000)
-    step, arrays = rooms.peers.local_sgd_in_blocks(sizes), []
+    step, arrays = tools.peers.local_sgd_in_blocks(sizes), []
     for value, total, gradient in step.args[0]:
         arrays.append((value, total, gradient, value - rate * gradient, total + gradient))
     step()
@@ -81,23 +81,23 @@ def test_numpy_in_blocks_does_the_same_five_units(rooms):
         assert (total == summed).all()
 
 
-def test_torch_adds_as_often_as_it_steps(rooms, monkeypatch):
+def test_torch_adds_as_often_as_it_steps(tools, monkeypatch):
     """The peer is an optimizer's step and one addition, in this order."""
     done = []
-    rooms.peers._both(lambda: done.append("step"), lambda: done.append("add"))
+    tools.peers._both(lambda: done.append("step"), lambda: done.append("add"))
     assert done == ["step", "add"]
     monkeypatch.setattr(
-        rooms.peers, "find_optim_peers", lambda *given, **more: ({}, {"torch": "no"})
+        tools.peers, "find_optim_peers", lambda *given, **more: ({}, {"torch": "no"})
     )
-    assert rooms.peers.find_agn_peers("sgd", [3], place="cpu") == ({}, {"torch": "no"})
+    assert tools.peers.find_agn_peers("sgd", [3], place="cpu") == ({}, {"torch": "no"})
 
 
-def test_a_step_that_does_not_move_everything_alike_is_no_candidate(rooms):
-    class Frozen(rooms.bench.gr.Optimizer):
+def test_a_step_that_does_not_move_everything_alike_is_no_candidate(tools):
+    class Frozen(tools.bench.gr.Optimizer):
         def _apply(self, variable, slots, gradient):
             variable[:-1] -= gradient[:-1]
 
-    with rooms.bench.gr.open_mesh(1, backend="sim") as mesh:
-        worker = rooms.bench.Worker(lambda: Frozen("frozen"), mesh.devices[0], [8], 100)
+    with tools.bench.gr.open_mesh(1, backend="sim") as mesh:
+        worker = tools.bench.Worker(lambda: Frozen("frozen"), mesh.devices[0], [8], 100)
         with pytest.raises(AssertionError, match="not every element"):
-            rooms.bench.checked("frozen", [worker])
+            tools.bench.checked("frozen", [worker])

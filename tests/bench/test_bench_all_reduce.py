@@ -23,7 +23,7 @@ LIMIT_S = 120.0
 
 
 @pytest.fixture
-def rooms(monkeypatch) -> SimpleNamespace:
+def tools(monkeypatch) -> SimpleNamespace:
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import bench_all_reduce
     from measure import clock, reduced
@@ -36,12 +36,12 @@ def figures_of(floors, cases, absent) -> dict[str, float | None]:
 
 
 @pytest.mark.host
-def test_every_floor_of_the_cpu_finds_its_figure(rooms, monkeypatch, capsys):
-    monkeypatch.setattr(rooms.bench, "find_all_reduce_peers", lambda _: (
+def test_every_floor_of_the_cpu_finds_its_figure(tools, monkeypatch, capsys):
+    monkeypatch.setattr(tools.bench, "find_all_reduce_peers", lambda _: (
         {"tf one device": int, "tf hierarchical_copy": int, "torch sum, copies": int}, {}
     ))  # fmt: skip
-    bench = rooms.bench.on_cpu(quick=True)
-    figures = figures_of(rooms.bench.CPU_FLOORS, bench.cases, bench.absent)
+    bench = tools.bench.on_cpu(quick=True)
+    figures = figures_of(tools.bench.CPU_FLOORS, bench.cases, bench.absent)
     assert [name for name, figure in figures.items() if figure is None] == []
     assert "gradreduce compiled, num_packs=1, NumPy arrays" in capsys.readouterr().out
 
@@ -49,7 +49,7 @@ def test_every_floor_of_the_cpu_finds_its_figure(rooms, monkeypatch, capsys):
 @pytest.mark.host
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_it_runs_on_gpus_as_the_stand_in_knows_them(tmp_path, rooms):
+def test_it_runs_on_gpus_as_the_stand_in_knows_them(tmp_path, tools):
     report = tmp_path / "report.json"
     folders = [ROOT / "src", ROOT / "bench", ROOT / "tests"]
     done = subprocess.run(
@@ -69,29 +69,29 @@ def test_it_runs_on_gpus_as_the_stand_in_knows_them(tmp_path, rooms):
     )
 
 
-def test_bandwidths_are_those_of_nccl_tests(rooms, capsys):
+def test_bandwidths_are_those_of_nccl_tests(tools, capsys):
     took = {
-        "copy": rooms.clock.Took(0.5, 0.5),
-        "gradreduce numpy": rooms.clock.Took(2.0, 0.25),
+        "copy": tools.clock.Took(0.5, 0.5),
+        "gradreduce numpy": tools.clock.Took(2.0, 0.25),
     }
-    case = rooms.reduced.Reduced("one", "4 GB", 0, took, {}, 4_000_000_000, 4)
+    case = tools.reduced.Reduced("one", "4 GB", 0, took, {}, 4_000_000_000, 4)
     assert case.as_json()["rates"] == {"gradreduce numpy": {"algbw": 2e9, "busbw": 3e9}}
     case.show()
     (line,) = (each for each in capsys.readouterr().out.splitlines() if "numpy" in each)
     assert line.split()[2:] == ["4000000000", "2000.0000", "2.00", "3.00", "0.25", "250000.0"]
 
 
-def test_a_result_that_is_not_the_mean_is_no_candidate(rooms):
-    tensors = rooms.bench.hosts([(3,), (5, 2)])
+def test_a_result_that_is_not_the_mean_is_no_candidate(tools):
+    tensors = tools.bench.hosts([(3,), (5, 2)])
     means = [[sum(replicas) / np.float32(4)] * 4 for replicas in tensors]
-    rooms.bench.check("right", means, tensors)
+    tools.bench.check("right", means, tensors)
     means[1][3] = means[1][3] + np.float32(0.25)
     with pytest.raises(AssertionError, match="wrong: tensor 1 on device 3 is not the mean"):
-        rooms.bench.check("wrong", means, tensors)
+        tools.bench.check("wrong", means, tensors)
 
 
-def test_a_copy_by_one_thread_is_by_one(rooms):
-    copy = rooms.clock.HostCopy(64, 1)
+def test_a_copy_by_one_thread_is_by_one(tools):
+    copy = tools.clock.HostCopy(64, 1)
     assert len(copy._parts) == 1
     copy()
     target, source = copy._parts[0]

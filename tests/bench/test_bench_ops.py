@@ -35,7 +35,7 @@ def run(tmp_path, *before: str) -> tuple[dict, str]:
 
 
 @pytest.fixture
-def rooms(monkeypatch) -> SimpleNamespace:
+def tools(monkeypatch) -> SimpleNamespace:
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import bench_ops
     from measure import case, clock, floors
@@ -51,12 +51,12 @@ def check_figures(report: dict, floors) -> None:
 
 @pytest.mark.host
 @pytest.mark.slow
-def test_it_runs_on_both_faces(tmp_path, rooms):
+def test_it_runs_with_both_implementations(tmp_path, tools):
     report, text = run(tmp_path)
     assert report["implementations"] == ["numpy", "compiled"]
-    check_figures(report, rooms.bench_ops.CPU_FLOORS)
-    cases = {one["name"]: rooms.case.Case(**one) for one in report["cases"]}
-    for floor in rooms.bench_ops.CPU_FLOORS[2:]:  # the first two compare times
+    check_figures(report, tools.bench_ops.CPU_FLOORS)
+    cases = {one["name"]: tools.case.Case(**one) for one in report["cases"]}
+    for floor in tools.bench_ops.CPU_FLOORS[2:]:  # the first two compare times
         assert floor.check(cases, {})["holds"] is not None, floor.name
     for library, why in report["absent"].items():
         assert f"{library}: {why}" in text
@@ -66,19 +66,19 @@ def test_it_runs_on_both_faces(tmp_path, rooms):
 
 @pytest.mark.host
 @pytest.mark.slow
-def test_it_runs_on_a_gpu_as_the_stand_in_knows_it(tmp_path, rooms):
+def test_it_runs_on_a_gpu_as_the_stand_in_knows_it(tmp_path, tools):
     report, text = run(tmp_path, "-m", "fake_cupy")
     assert report["implementations"] == ["cuda"]
     assert "cupy: the stand-in of the tests has no arithmetic" in text
-    check_figures(report, rooms.bench_ops.GPU_FLOORS)
+    check_figures(report, tools.bench_ops.GPU_FLOORS)
     figures = {one["name"]: one["figures"] for one in report["cases"]}
     for name in ("pack ResNet-50", "unpack ResNet-50", "scale ResNet-50", "add_n 8 many"):
         assert figures[name]["launches"] == 1, name
 
 
-def took(rooms, **seconds: float) -> dict:
+def took(tools, **seconds: float) -> dict:
     names = {"numpy": "gradreduce numpy", "chain": "numpy chain", "torch": "torch add_"}
-    return {names.get(name, name): rooms.clock.Took(taken, taken)
+    return {names.get(name, name): tools.clock.Took(taken, taken)
             for name, taken in seconds.items()}  # fmt: skip
 
 
@@ -86,47 +86,47 @@ def took(rooms, **seconds: float) -> dict:
     ("sign", "bound", "holds"),
     [(">=", 1.5, True), (">=", 1.6, False), ("<=", 1.5, True), ("<=", 1.4, False)],
 )
-def test_a_floor_compares_with_the_fastest_peer(rooms, sign, bound, holds):
-    case = rooms.case.Case("add", took=took(rooms, numpy=2.0, chain=4.0, torch=3.0, copy=1.0))
-    figure = rooms.floors.times_the_fastest_peer("numpy")
-    floor = rooms.floors.Floor("faster", "add", figure, sign, bound, "1.5", ("torch", "jax"))
+def test_a_floor_compares_with_the_fastest_peer(tools, sign, bound, holds):
+    case = tools.case.Case("add", took=took(tools, numpy=2.0, chain=4.0, torch=3.0, copy=1.0))
+    figure = tools.floors.times_the_fastest_peer("numpy")
+    floor = tools.floors.Floor("faster", "add", figure, sign, bound, "1.5", ("torch", "jax"))
     found = floor.check({"add": case}, {"jax": "not installed"})
     assert (found["figure"], found["holds"]) == (1.5, holds)
     assert found["without"] == ["jax: not installed"]
 
 
-def test_a_floor_without_a_peer_is_not_kept_and_says_so(rooms, capsys):
-    case = rooms.case.Case("add", took=took(rooms, numpy=2.0, copy=1.0))
-    alone = rooms.floors.times_the_peer("cupy chain", "numpy")
-    floor = rooms.floors.Floor("faster", "add", alone, ">=", 2.2, "2.3", ("cupy",))
-    (found,) = rooms.floors.kept((floor,), {"add": case}, {"cupy": "no arithmetic"})
+def test_a_floor_without_a_peer_is_not_kept_and_says_so(tools, capsys):
+    case = tools.case.Case("add", took=took(tools, numpy=2.0, copy=1.0))
+    alone = tools.floors.times_the_peer("cupy chain", "numpy")
+    floor = tools.floors.Floor("faster", "add", alone, ">=", 2.2, "2.3", ("cupy",))
+    (found,) = tools.floors.kept((floor,), {"add": case}, {"cupy": "no arithmetic"})
     assert found["holds"] is None
     printed = capsys.readouterr().out
     assert "not checked  faster" in printed
     assert "without cupy: no arithmetic" in printed
 
 
-def test_a_copy_is_a_floor_of_time(rooms):
-    case = rooms.case.Case("pack", took=took(rooms, numpy=2.0, copy=1.5))
-    assert rooms.floors.of_the_copy("numpy")(case) == 0.75
-    assert rooms.floors.over_the_copy("numpy")(case) == pytest.approx(4 / 3)
+def test_a_copy_is_a_floor_of_time(tools):
+    case = tools.case.Case("pack", took=took(tools, numpy=2.0, copy=1.5))
+    assert tools.floors.of_the_copy("numpy")(case) == 0.75
+    assert tools.floors.over_the_copy("numpy")(case) == pytest.approx(4 / 3)
 
 
 @pytest.mark.parametrize("holds", [True, False, None])
-def test_a_broken_floor_is_exit_status_1(rooms, monkeypatch, tmp_path, holds):
-    monkeypatch.setattr(rooms.bench_ops, "meshes", dict)
+def test_a_broken_floor_is_exit_status_1(tools, monkeypatch, tmp_path, holds):
+    monkeypatch.setattr(tools.bench_ops, "meshes", dict)
     found = {"floors": [{"floor": "as fast as light", "holds": holds}]}
-    monkeypatch.setattr(rooms.bench_ops, "measured", lambda meshes, quick: found)
+    monkeypatch.setattr(tools.bench_ops, "measured", lambda meshes, quick: found)
     report = tmp_path / "report.json"
     if holds is False:
         with pytest.raises(SystemExit, match="as fast as light"):
-            rooms.bench_ops.main(["--json", str(report)])
+            tools.bench_ops.main(["--json", str(report)])
     else:
-        rooms.bench_ops.main(["--json", str(report)])
+        tools.bench_ops.main(["--json", str(report)])
     assert json.loads(report.read_text(encoding="utf-8")) == found
 
 
-def test_resnet_50_has_its_161_gradients(rooms):
-    shapes = rooms.bench_ops.resnet50()
-    sizes = [rooms.bench_ops.np.prod(shape) for shape in shapes]
+def test_resnet_50_has_its_161_gradients(tools):
+    shapes = tools.bench_ops.resnet50()
+    sizes = [tools.bench_ops.np.prod(shape) for shape in shapes]
     assert (len(sizes), sum(sizes)) == (161, 25_557_032)

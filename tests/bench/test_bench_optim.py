@@ -23,7 +23,7 @@ LIMIT_S = 120.0
 
 
 @pytest.fixture
-def rooms(monkeypatch) -> SimpleNamespace:
+def tools(monkeypatch) -> SimpleNamespace:
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import bench_optim
     from measure import optim_peers
@@ -32,9 +32,9 @@ def rooms(monkeypatch) -> SimpleNamespace:
 
 
 @pytest.mark.host
-def test_every_floor_of_the_cpu_finds_its_figure(rooms, monkeypatch, capsys):
-    bench = rooms.bench
-    theirs = {f"torch {way}": int for way in rooms.peers.WAYS}
+def test_every_floor_of_the_cpu_finds_its_figure(tools, monkeypatch, capsys):
+    bench = tools.bench
+    theirs = {f"torch {way}": int for way in tools.peers.WAYS}
     monkeypatch.setattr(bench, "find_optim_peers", lambda *given, **more: (dict(theirs), {}))
     made = bench.Bench(bench.one_device(), quick=True)
     for case in bench.all_cases(made):
@@ -48,7 +48,7 @@ def test_every_floor_of_the_cpu_finds_its_figure(rooms, monkeypatch, capsys):
 @pytest.mark.host
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_it_runs_on_gpus_as_the_stand_in_knows_them(tmp_path, rooms):
+def test_it_runs_on_gpus_as_the_stand_in_knows_them(tmp_path, tools):
     report = tmp_path / "report.json"
     folders = [ROOT / "src", ROOT / "bench", ROOT / "tests"]
     done = subprocess.run(
@@ -60,31 +60,31 @@ def test_it_runs_on_gpus_as_the_stand_in_knows_them(tmp_path, rooms):
     found = json.loads(report.read_text(encoding="utf-8"))
     assert (found["implementations"], found["floors"]) == (["cuda"], [])
     cases = {one["name"]: one for one in found["cases"]}
-    assert {floor.case for floor in rooms.bench.GPU_FLOORS} <= cases.keys()
+    assert {floor.case for floor in tools.bench.GPU_FLOORS} <= cases.keys()
     assert {"copy", "gradreduce cuda"} <= cases["adam"]["took"].keys()
     assert cases["161 tiny variables"]["figures"]["cuda, launches"] == 1
 
 
-def test_numpy_in_blocks_does_the_same(rooms):
+def test_numpy_in_blocks_does_the_same(tools):
     values = [np.arange(size, dtype=np.float32) for size in (3, 100_000)]
     gradients = [np.full(value.size, 0.5, np.float32) for value in values]
     wanted = [value - np.float32(0.1) * np.float32(0.5) for value in values]
-    rooms.peers.sgd_in_blocks(values, gradients)()
+    tools.peers.sgd_in_blocks(values, gradients)()
     assert all(map(np.array_equal, values, wanted))
 
 
-def test_the_variables_are_as_large_as_is_said(rooms):
-    sizes = rooms.peers.sizes_of(16_000_000, 50)
+def test_the_variables_are_as_large_as_is_said(tools):
+    sizes = tools.peers.sizes_of(16_000_000, 50)
     assert (sum(sizes), len(sizes), min(sizes) > 0) == (16_000_000, 50, True)
     assert len(set(sizes)) > 40
 
 
-def test_a_step_that_does_not_move_everything_alike_is_no_candidate(rooms):
-    class Frozen(rooms.bench.gr.Optimizer):
+def test_a_step_that_does_not_move_everything_alike_is_no_candidate(tools):
+    class Frozen(tools.bench.gr.Optimizer):
         def _apply(self, variable, slots, gradient):
             variable[:-1] -= gradient[:-1]
 
-    with rooms.bench.gr.open_mesh(1, backend="sim") as mesh:
-        step = rooms.bench.Step(lambda: Frozen("frozen"), mesh.devices[0], [8])
+    with tools.bench.gr.open_mesh(1, backend="sim") as mesh:
+        step = tools.bench.Step(lambda: Frozen("frozen"), mesh.devices[0], [8])
         with pytest.raises(AssertionError, match="not every element"):
-            rooms.bench.checked("frozen", [step])
+            tools.bench.checked("frozen", [step])

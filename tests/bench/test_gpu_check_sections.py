@@ -17,7 +17,7 @@ pytestmark = pytest.mark.repo
 
 
 @pytest.fixture
-def rooms(monkeypatch) -> SimpleNamespace:
+def tools(monkeypatch) -> SimpleNamespace:
     """The modules of ``bench/gpu_check``."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import gpu_check.__main__ as command
@@ -38,61 +38,61 @@ def rooms(monkeypatch) -> SimpleNamespace:
 
 
 @pytest.fixture
-def setting(rooms, tmp_path):
+def setting(tools, tmp_path):
     """What a section is told on a machine with one GPU."""
-    return rooms.setting.Setting(False, rooms.setting.Gpu("NVIDIA H200"), tmp_path, tmp_path)
+    return tools.setting.Setting(False, tools.setting.Gpu("NVIDIA H200"), tmp_path, tmp_path)
 
 
-def driven(rooms, section, setting, answer: Callable) -> list:
+def driven(tools, section, setting, answer: Callable) -> list:
     """All that a section asks for, when ``answer(check)`` is what comes of each."""
     checks, asked = section(setting), []
     with contextlib.suppress(StopIteration):
         asked.append(next(checks))
         while True:
             last = asked[-1]
-            is_command = isinstance(last, rooms.section.Check)
-            result = answer(last) if is_command else rooms.record.Result(last.name, last.outcome)
+            is_command = isinstance(last, tools.section.Check)
+            result = answer(last) if is_command else tools.record.Result(last.name, last.outcome)
             asked.append(checks.send(result))
     return asked
 
 
-def recorded(rooms, section, setting, tmp_path, done=None):
-    record = rooms.record.Record(tmp_path / "it.json", {"section": "it"})
-    rooms.section.run_section(section, record, setting, rooms.child.Stop(), done)
+def recorded(tools, section, setting, tmp_path, done=None):
+    record = tools.record.Record(tmp_path / "it.json", {"section": "it"})
+    tools.section.run_section(section, record, setting, tools.child.Stop(), done)
     return json.loads(record.path.read_text(encoding="utf-8"))
 
 
-def passing(rooms):
+def passing(tools):
     """An answer to every check: it has passed."""
-    return lambda check: rooms.record.Result(check.name, "passed")
+    return lambda check: tools.record.Result(check.name, "passed")
 
 
-def test_a_check_that_hangs_is_stopped_and_the_next_one_runs(rooms, setting, tmp_path):
+def test_a_check_that_hangs_is_stopped_and_the_next_one_runs(tools, setting, tmp_path):
     def section(_):
         code = (sys.executable, "-c", "import signal; signal.pause()")
-        yield rooms.section.Check("a way that hangs", code, 0.2)
-        yield rooms.section.Check("another way", (sys.executable, "-c", "print('there')"), LIMIT_S)
+        yield tools.section.Check("a way that hangs", code, 0.2)
+        yield tools.section.Check("another way", (sys.executable, "-c", "print('there')"), LIMIT_S)
 
-    found = recorded(rooms, section, setting, tmp_path)
+    found = recorded(tools, section, setting, tmp_path)
     assert (found["status"], found["reason"]) == (
         "stopped", "a way that hangs: its deadline of 0.2 s",
     )  # fmt: skip
     assert [one["outcome"] for one in found["results"]] == ["stopped", "passed"]
 
 
-def test_what_has_run_before_is_not_repeated(rooms, setting, tmp_path):
+def test_what_has_run_before_is_not_repeated(tools, setting, tmp_path):
     """Its result is there for what is asked next."""
-    earlier = rooms.record.Result("NCCL's version", "passed", figures={"version": 1})
+    earlier = tools.record.Result("NCCL's version", "passed", figures={"version": 1})
     done = {earlier.name: ("first:8-libraries", earlier)}
     seen = []
 
     def section(_):
         command = (sys.executable, "-c", "")
-        seen.append((yield rooms.section.Check("NCCL's version", ("no such program",), LIMIT_S)))
-        yield rooms.section.Check("one rank", command, LIMIT_S)
-        yield rooms.section.skipped("two ranks", "not here")
+        seen.append((yield tools.section.Check("NCCL's version", ("no such program",), LIMIT_S)))
+        yield tools.section.Check("one rank", command, LIMIT_S)
+        yield tools.section.skipped("two ranks", "not here")
 
-    found = recorded(rooms, section, setting, tmp_path, done)
+    found = recorded(tools, section, setting, tmp_path, done)
     assert seen == [earlier]
     assert [(one["outcome"], one["reason"]) for one in found["results"]] == [
         ("skipped", "first:8-libraries has run it"), ("passed", ""), ("skipped", "not here"),
@@ -102,67 +102,67 @@ def test_what_has_run_before_is_not_repeated(rooms, setting, tmp_path):
     }  # fmt: skip
 
 
-def test_what_cannot_be_made_here_is_skipped_and_says_why(rooms, setting, tmp_path):
+def test_what_cannot_be_made_here_is_skipped_and_says_why(tools, setting, tmp_path):
     skips = {"ERR_1": "counters are for administrators"}
 
     def section(_):
         for text, status in (("ERR_1", 1), ("ERR_2", 1), ("ERR_1", 0)):
             code = f"print('{text}'); raise SystemExit({status})"
-            yield rooms.section.Check(text, (sys.executable, "-c", code), LIMIT_S, skips=skips)
+            yield tools.section.Check(text, (sys.executable, "-c", code), LIMIT_S, skips=skips)
 
-    found = recorded(rooms, section, setting, tmp_path)
+    found = recorded(tools, section, setting, tmp_path)
     assert [(one["outcome"], one["reason"]) for one in found["results"]] == [
         ("skipped", "counters are for administrators"), ("failed", "exit status 1"), ("passed", ""),
     ]  # fmt: skip
 
 
-def test_a_section_that_raises_has_failed(rooms, setting, tmp_path):
+def test_a_section_that_raises_has_failed(tools, setting, tmp_path):
     def section(_):
-        yield rooms.section.skipped("first", "not here")
+        yield tools.section.skipped("first", "not here")
         raise KeyError("second")
 
-    found = recorded(rooms, section, setting, tmp_path)
+    found = recorded(tools, section, setting, tmp_path)
     assert found["status"] == "failed"
     assert "KeyError('second')" in found["reason"]
     assert "Traceback" in found["results"][-1]["tail"]
 
 
-def test_the_tests_need_what_the_machine_has(rooms, setting):
+def test_the_tests_need_what_the_machine_has(tools, setting):
     names = ["tests/a.py", "tests/b/c.py"]
 
     def answer(check):
-        return rooms.record.Result(check.name, "passed", figures=dict.fromkeys(names, 3))
+        return tools.record.Result(check.name, "passed", figures=dict.fromkeys(names, 3))
 
-    one = driven(rooms, rooms.run_tests.tests, setting, answer)
+    one = driven(tools, tools.run_tests.tests, setting, answer)
     assert [check.name for check in one] == ["collection", *names]
     for check in one:
         assert "--require-gpu" in check.command
         assert "gpu and not multi_gpu" in check.command
-    two = rooms.setting.Setting(False, rooms.setting.Gpu("x", 2), setting.work, setting.work)
-    (check, *_) = driven(rooms, rooms.run_tests.tests, two, answer)
+    two = tools.setting.Setting(False, tools.setting.Gpu("x", 2), setting.work, setting.work)
+    (check, *_) = driven(tools, tools.run_tests.tests, two, answer)
     assert "gpu or multi_gpu" in check.command
 
 
-def test_no_file_of_tests_has_all_of_the_time_but_the_largest_has_most(rooms, setting):
+def test_no_file_of_tests_has_all_of_the_time_but_the_largest_has_most(tools, setting):
     counts = {"tests/a.py": 300, "tests/b.py": 90, "tests/c.py": 10}
 
     def answer(check):
-        return rooms.record.Result(check.name, "passed", figures=counts)
+        return tools.record.Result(check.name, "passed", figures=counts)
 
-    _, *files = driven(rooms, rooms.run_tests.tests, setting, answer)
+    _, *files = driven(tools, tools.run_tests.tests, setting, answer)
     assert [check.seconds for check in files] == [360, 108, 60]
-    (collection, *_) = driven(rooms, rooms.run_tests.tests, replace(setting, part="tests/a.py"),
+    (collection, *_) = driven(tools, tools.run_tests.tests, replace(setting, part="tests/a.py"),
                               answer)  # fmt: skip
     assert collection.command[-1] == "tests/a.py"
 
 
-def test_benchmarks_share_the_time(rooms, setting):
+def test_benchmarks_share_the_time(tools, setting):
     for name in ("bench_a.py", "bench_b.py", "other.py"):
         (setting.benches / name).write_text("")
-    asked = driven(rooms, rooms.run_bench.bench, setting, passing(rooms))
+    asked = driven(tools, tools.run_bench.bench, setting, passing(tools))
     assert [check.name for check in asked] == ["copy rate", "bench_a.py", "bench_b.py"]
     assert sum(check.seconds for check in asked) == setting.limit
-    one = driven(rooms, rooms.run_bench.bench, replace(setting, part="bench_b.py"), passing(rooms))
+    one = driven(tools, tools.run_bench.bench, replace(setting, part="bench_b.py"), passing(tools))
     assert [(check.name, check.seconds) for check in one] == [
         ("copy rate", 240), ("bench_b.py", 240),
     ]  # fmt: skip
@@ -172,48 +172,48 @@ def test_benchmarks_share_the_time(rooms, setting):
 
 
 @pytest.fixture
-def equipped(rooms, setting, monkeypatch):
+def equipped(tools, setting, monkeypatch):
     """A machine with everything: PyTorch, JAX, and CUDA's tools."""
-    monkeypatch.setattr(rooms.section.importlib.util, "find_spec", lambda name: name)
-    for module in (rooms.run_ncu, rooms.run_sanitize):
+    monkeypatch.setattr(tools.section.importlib.util, "find_spec", lambda name: name)
+    for module in (tools.run_ncu, tools.run_sanitize):
         monkeypatch.setattr(module, "find_tool", lambda name: f"/usr/local/cuda/bin/{name}")
     return setting
 
 
-def steps_of(rooms, setting) -> dict[str, list]:
+def steps_of(tools, setting) -> dict[str, list]:
     return {
-        step: driven(rooms, rooms.run_first.first, replace(setting, part=step), passing(rooms))
-        for step in rooms.run_first.FIRST
+        step: driven(tools, tools.run_first.first, replace(setting, part=step), passing(tools))
+        for step in tools.run_first.FIRST
     }
 
 
-def test_every_step_ends_in_time_even_if_all_of_it_hangs(rooms, equipped):
+def test_every_step_ends_in_time_even_if_all_of_it_hangs(tools, equipped):
     """A look for a GPU and the slowest step are less than ten minutes."""
-    steps = steps_of(rooms, equipped)
+    steps = steps_of(tools, equipped)
     assert [f"first:{step}" for step in steps] == list(STEPS)
     for step, asked in steps.items():
-        assert all(isinstance(one, rooms.section.Check) for one in asked), step
+        assert all(isinstance(one, tools.section.Check) for one in asked), step
         assert 0 < sum(check.seconds for check in asked) <= equipped.limit, step
     names = [check.name for asked in steps.values() for check in asked]
     assert len(set(names)) == len(names)
-    assert rooms.identify.LOOK_SECONDS + rooms.command.LIMIT_SECONDS < 600
+    assert tools.identify.LOOK_SECONDS + tools.command.LIMIT_SECONDS < 600
 
 
-def test_the_commands_of_the_readme_run_all_steps_in_ten_minutes_each(rooms):
+def test_the_commands_of_the_readme_run_all_steps_in_ten_minutes_each(tools):
     text = (ROOT / "bench/README.md").read_text("utf-8")
     shown = [line.split()[1:] for line in re.findall(r"^    bench/gpu_check\.sh .*$", text, re.M)]
     ran = []
     for words in shown:
         if "[--fake]" not in words:
-            options = rooms.command.parse(words)
-            each = options.limit + rooms.child.GRACE_SECONDS
-            assert rooms.identify.LOOK_SECONDS + each * len(options.asked) < 600
+            options = tools.command.parse(words)
+            each = options.limit + tools.child.GRACE_SECONDS
+            assert tools.identify.LOOK_SECONDS + each * len(options.asked) < 600
             ran += [one.name for one in options.asked]
     assert sorted(ran) == list(STEPS)
 
 
-def test_every_file_that_first_names_is_there(rooms, equipped):
-    asked = [check for checks in steps_of(rooms, equipped).values() for check in checks]
+def test_every_file_that_first_names_is_there(tools, equipped):
+    asked = [check for checks in steps_of(tools, equipped).values() for check in checks]
     words = [word for check in asked for word in check.command]
     tests = [word for word in words if word.startswith("tests/")]
     assert len(tests) > 10
@@ -227,38 +227,38 @@ def test_every_file_that_first_names_is_there(rooms, equipped):
     assert [name for name in scripts if not (ROOT / "bench" / name).is_file()] == []
 
 
-def test_the_other_sections_have_the_names_of_what_first_has_run(rooms, equipped):
+def test_the_other_sections_have_the_names_of_what_first_has_run(tools, equipped):
     """Else they would run it again."""
-    first = {check.name for asked in steps_of(rooms, equipped).values() for check in asked}
+    first = {check.name for asked in steps_of(tools, equipped).values() for check in asked}
 
     def answer(check):
         paths = {"tests/backends/cuda/test_ops.py": 1, "tests/device/test_contract.py": 1}
-        return rooms.record.Result(check.name, "passed", figures=paths)
+        return tools.record.Result(check.name, "passed", figures=paths)
 
     for section, again in {
-        rooms.run_tests.tests: {"tests/backends/cuda/test_ops.py", "tests/device/test_contract.py"},
-        rooms.run_nccl.nccl: {"NCCL's version", "one process, 1 rank",
+        tools.run_tests.tests: {"tests/backends/cuda/test_ops.py", "tests/device/test_contract.py"},
+        tools.run_nccl.nccl: {"NCCL's version", "one process, 1 rank",
                               "a process for each of 2 ranks"},
-        rooms.run_sanitize.sanitize: {"compute-sanitizer itself", "memcheck"},
+        tools.run_sanitize.sanitize: {"compute-sanitizer itself", "memcheck"},
     }.items():  # fmt: skip
-        asked = {check.name for check in driven(rooms, section, equipped, answer)}
+        asked = {check.name for check in driven(tools, section, equipped, answer)}
         assert asked & first == again
         assert asked - first
 
 
-def test_what_is_not_installed_is_skipped(rooms, setting, monkeypatch):
-    monkeypatch.setattr(rooms.section.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(rooms.section.shutil, "which", lambda name, path: None)
-    reasons = [one.reason for asked in steps_of(rooms, setting).values() for one in asked
-               if not isinstance(one, rooms.section.Check)]  # fmt: skip
+def test_what_is_not_installed_is_skipped(tools, setting, monkeypatch):
+    monkeypatch.setattr(tools.section.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(tools.section.shutil, "which", lambda name, path: None)
+    reasons = [one.reason for asked in steps_of(tools, setting).values() for one in asked
+               if not isinstance(one, tools.section.Check)]  # fmt: skip
     assert {"not installed: torch", "not installed: jax", "ncu is not installed"} <= set(reasons)
     assert "it is not installed" in reasons  # compute-sanitizer
 
 
-def test_libraries_without_gpus_are_skipped(rooms, equipped):
+def test_libraries_without_gpus_are_skipped(tools, equipped):
     """By what they say: to import them here would take seconds."""
-    asked = {check.name: check for one in steps_of(rooms, equipped).values() for check in one}
-    paths = rooms.run_tests.LIBRARIES
+    asked = {check.name: check for one in steps_of(tools, equipped).values() for check in one}
+    paths = tools.run_tests.LIBRARIES
     for name, library in {**paths, "a failed assertion of PyTorch": "torch"}.items():
         (reason,) = asked[name].skips.values()
         assert reason == f"{library} is built without GPUs"
@@ -277,8 +277,8 @@ def test_libraries_without_gpus_are_skipped(rooms, equipped):
         ("bench:bench_ops.py", ["bench:bench_ops.py"]),
     ],
 )
-def test_a_part_of_a_section_can_be_asked_for(rooms, word, names):
-    asked = rooms.command.asked_by(word, ROOT / "bench")
+def test_a_part_of_a_section_can_be_asked_for(tools, word, names):
+    asked = tools.command.asked_by(word, ROOT / "bench")
     assert [one.name for one in asked] == names
     assert all("/" not in one.stem and ":" not in one.stem for one in asked)
 
@@ -294,9 +294,9 @@ def test_a_part_of_a_section_can_be_asked_for(rooms, word, names):
         (["nccl:version"], "section nccl has no part version"),
     ],
 )
-def test_what_there_is_not_is_refused(rooms, capsys, arguments, named):
+def test_what_there_is_not_is_refused(tools, capsys, arguments, named):
     with pytest.raises(SystemExit) as stopped:
-        rooms.command.parse(arguments)
+        tools.command.parse(arguments)
     assert stopped.value.code == 2
     assert named in capsys.readouterr().err
 
@@ -308,21 +308,21 @@ NCU = (
 )
 
 
-def test_counters_are_read_from_ncus_table(rooms):
-    metrics = rooms.run_ncu.METRICS
+def test_counters_are_read_from_ncus_table(tools):
+    metrics = tools.run_ncu.METRICS
     rows = [f'"0","7","void add_n<float>","1","Command line","{name}","%","1,{place}00.5"'
             for place, name in enumerate(metrics.values())]  # fmt: skip
-    found = rooms.run_ncu.metrics_of("add_n", NCU + "\n".join(rows))
+    found = tools.run_ncu.metrics_of("add_n", NCU + "\n".join(rows))
     assert found["dram_percent"] == 1000.5
     assert set(found) == {*metrics, "duration_unit"}
     with pytest.raises(ValueError, match="printed no launch__registers_per_thread"):
-        rooms.run_ncu.metrics_of("add_n", NCU + "\n".join(rows[:2] + rows[3:]))
+        tools.run_ncu.metrics_of("add_n", NCU + "\n".join(rows[:2] + rows[3:]))
     with pytest.raises(ValueError, match="of pack"):
-        rooms.run_ncu.metrics_of("pack", NCU + "\n".join(rows))
+        tools.run_ncu.metrics_of("pack", NCU + "\n".join(rows))
 
 
-def test_ncu_looks_at_one_warm_launch_of_the_kernel(rooms, equipped):
-    (check,) = driven(rooms, rooms.run_ncu.counters("pack", 60), equipped, passing(rooms))
+def test_ncu_looks_at_one_warm_launch_of_the_kernel(tools, equipped):
+    (check,) = driven(tools, tools.run_ncu.counters("pack", 60), equipped, passing(tools))
     words = check.command
     assert words[words.index("--kernel-name") + 1] == "regex:^pack"
     assert words[words.index("--launch-skip") + 1] == "2"
@@ -330,18 +330,18 @@ def test_ncu_looks_at_one_warm_launch_of_the_kernel(rooms, equipped):
     assert "ERR_NVGPUCTRPERM" in check.skips
 
 
-def test_collected_files_are_counted(rooms):
+def test_collected_files_are_counted(tools):
     text = "tests/a.py: 3\ntests/b/c.py: 12\n\n15/99 tests collected (84 deselected) in 0.5s\n"
-    assert rooms.run_tests.counts_of(text) == {"tests/a.py": 3, "tests/b/c.py": 12}
+    assert tools.run_tests.counts_of(text) == {"tests/a.py": 3, "tests/b/c.py": 12}
 
 
 @pytest.mark.parametrize(("version", "shares"), [(22809, False), (23000, True), (None, False)])
-def test_two_ranks_share_a_gpu_in_one_process_from_nccl_2_30_on(rooms, setting, version, shares):
+def test_two_ranks_share_a_gpu_in_one_process_from_nccl_2_30_on(tools, setting, version, shares):
     def answer(check):
         figures = {"version": version} if version else {}
-        return rooms.record.Result(check.name, "passed" if version else "failed", figures=figures)
+        return tools.record.Result(check.name, "passed" if version else "failed", figures=figures)
 
-    asked = driven(rooms, rooms.run_nccl.nccl, setting, answer)
+    asked = driven(tools, tools.run_nccl.nccl, setting, answer)
     named = {item.name: item for item in asked}
     assert "NCCL's version" in named
     shared = named["one process, 2 ranks on one GPU"]
@@ -351,7 +351,7 @@ def test_two_ranks_share_a_gpu_in_one_process_from_nccl_2_30_on(rooms, setting, 
     else:
         assert shared.outcome == "skipped"
     assert "a process for each of 2 ranks" in named
-    commands = [item for item in asked if isinstance(item, rooms.section.Check)]
+    commands = [item for item in asked if isinstance(item, tools.section.Check)]
     assert sum(item.seconds for item in commands) <= 480
 
 
@@ -363,11 +363,11 @@ def test_two_ranks_share_a_gpu_in_one_process_from_nccl_2_30_on(rooms, setting, 
         ("failed", ["compute-sanitizer itself"]),
     ],
 )
-def test_the_sanitizer_is_tried_first(rooms, equipped, outcome, names):
+def test_the_sanitizer_is_tried_first(tools, equipped, outcome, names):
     def answer(check):
-        return rooms.record.Result(check.name, outcome)
+        return tools.record.Result(check.name, outcome)
 
-    asked = driven(rooms, rooms.run_sanitize.sanitize, equipped, answer)
+    asked = driven(tools, tools.run_sanitize.sanitize, equipped, answer)
     assert [item.name for item in asked] == names
     assert asked[0].skips["Device not supported"]
     assert sum(check.seconds for check in asked) <= equipped.limit
