@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from statistics import median
 
-# The promise: importing gradreduce adds at most this many times what NumPy takes, which is 0.15 s
-# where NumPy takes 0.1. A ratio, because both are slower on a slower or a busier machine.
-ALLOWED = 1.5
+# Importing gradreduce adds at most this many times what NumPy takes: 0.12 s where NumPy takes 0.1.
+# A ratio, because both are slower on a slower or a busier machine.
+ALLOWED = 1.2
 SAMPLES = 3
 NEVER_IMPORTED = ("cupy", "cupyx", "torch", "jax", "mpi4py", "ray")
 

@@ -1,0 +1,122 @@
+"""What the import contracts of pyproject.toml leave open."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import tomllib
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gradreduce
+
+PACKAGE = Path(gradreduce.__file__).parent
+
+
+def sources() -> dict[str, tuple[ast.Module, bool]]:
+    """Module -> its source, and whether it is a package."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = ["gradreduce", *path.relative_to(PACKAGE).with_suffix("").parts]
+        is_package = parts[-1] == "__init__"
+        name = ".".join(parts[:-1] if is_package else parts)
+        found[name] = ast.parse(path.read_text(encoding="utf-8")), is_package
+    return found
+
+
+def imported(module: str, source: ast.Module, is_package: bool) -> Iterator[str]:
+    """The dotted names that a module imports anywhere, those for annotations included."""
+    for node in ast.walk(source):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = module.split(".")
+            above = above[: len(above) + is_package - node.level] if node.level else []
+            base = ".".join([*above, *filter(None, [node.module])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def graph(sources: dict[str, tuple[ast.Module, bool]]) -> dict[str, set[str]]:
+    """Module -> the modules of the same sources that it imports; of packages what is inside."""
+    edges: dict[str, set[str]] = {}
+    for module, (source, is_package) in sources.items():
+        found = set()
+        for name in imported(module, source, is_package):
+            found.add(name if name in sources else name.rpartition(".")[0])
+        edges[module] = (found & sources.keys()) - {module}
+    return edges
+
+
+def cycles(edges: dict[str, set[str]]) -> list[set[str]]:
+    """Sets of modules that import each other, by whatever way round."""
+
+    def reached(start: str) -> set[str]:
+        seen, left = set(), [start]
+        while left:
+            for each in edges[left.pop()] - seen:
+                seen.add(each)
+                left.append(each)
+        return seen
+
+    ways = {module: reached(module) for module in edges}
+    found: list[set[str]] = []
+    for module, there in ways.items():
+        both = {each for each in there if module in ways[each]}
+        if both and both not in found:
+            found.append(both)
+    return found
+
+
+def test_cycles_of_annotations_stay_inside_device():
+    for found in cycles(graph(sources())):
+        assert all(module.startswith("gradreduce.device.") for module in found), found
+
+
+def test_a_cycle_is_found():
+    text = {
+        "a": "if TYPE_CHECKING:\n    from a.b import B",
+        "a.b": "from .c import C",
+        "a.c": "def load():\n    import a",
+        "a.d": "from . import c",
+    }
+    planted = {name: (ast.parse(source), name == "a") for name, source in text.items()}
+    assert cycles(graph(planted)) == [{"a", "a.b", "a.c"}]
+
+
+def protected_modules() -> list[str]:
+    """The modules of ops that only ops may import, by the import contract."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    [contract] = [
+        contract
+        for contract in tomllib.loads(text)["tool"]["importlinter"]["contracts"]
+        if contract["type"] == "protected"
+    ]
+    assert contract["allowed_importers"] == ["gradreduce.ops"]
+    return contract["protected_modules"]
+
+
+def packages() -> Iterator[types.ModuleType]:
+    yield gradreduce
+    for found in pkgutil.walk_packages(gradreduce.__path__, "gradreduce."):
+        if found.ispkg and found.name != "gradreduce.backends.cuda":
+            yield importlib.import_module(found.name)
+
+
+@pytest.mark.repo
+def test_only_ops_reexports_names_of_its_modules():
+    hidden = {}
+    for package in packages():
+        names = {found.name for found in pkgutil.iter_modules(package.__path__)}
+        other = {
+            name
+            for name in names
+            if not isinstance(getattr(package, name, gradreduce), types.ModuleType)
+        }
+        if other:
+            hidden[package.__name__] = other
+    private = {name.rpartition(".")[2] for name in protected_modules()}
+    assert hidden == {"gradreduce.ops": private}
