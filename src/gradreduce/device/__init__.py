@@ -1,4 +1,4 @@
-"""What gradreduce runs on: devices, their memory and queues. Start with README.md, then base.py."""
+"""The backend interface: devices, their memory and queues; see README.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What memory is: a block, an array in it, and the layout of a flat buffer; never allocates."""
+"""Memory of a device: blocks, buffers, and the layout of flat buffers."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ __all__ = [
 
 
 class Attached(Protocol):
-    """Parameters whose gradients lie in one block; made by ``FlatBuffer.attach``."""
+    """Parameters whose gradients share one block; made by ``FlatBuffer.attach``."""
 
     def replaced(self) -> list[Any]:
-        """Those whose ``.grad`` is not its view in the block; raises if one does not fit it."""
+        """Parameters whose ``.grad`` is not its view; raises if one does not fit."""
         ...
 
     def attach_again(self, block: Block, replaced: list[Any]) -> None:
@@ -59,7 +59,7 @@ ALIGNMENT = 16  # bytes: one vector access of a kernel, and what NCCL wants of a
 
 
 class Block:
-    """One allocation, shared by every Buffer that looks into it.
+    """One allocation, shared by every Buffer that is a view of it.
 
     Attributes:
         device: the logical device it is on.
@@ -121,12 +121,12 @@ class Block:
         self.touched: set[tuple[Device, User]] = set()
 
     def is_shown(self, stream: Stream) -> None:
-        """Remembers that a caller's stream, which lives as long as this, may still use it."""
+        """Records that a caller's stream may still use the block."""
         if self.owned:
             self.touched.add((self.device, stream))
 
     def is_read(self, mark: Mark, part: Buffer) -> None:
-        """Remembers that a copy on the mark's queue reads ``part``."""
+        """Records that a copy on the mark's queue reads ``part``."""
         start = part.offset
         if len(self.readers) >= MAX_READERS:  # one for each queue: the last says it for all
             last = {(key[0], key[1]): mark for key, mark in self.readers.items()}
@@ -136,7 +136,7 @@ class Block:
         self.readers[mark.device, mark.queue, start, start + part.nbytes] = mark
 
     def readers_of(self, part: Buffer) -> list[Mark]:
-        """The marks that a writer of ``part`` must wait for; they are forgotten.
+        """Returns, and removes, the marks that a writer of ``part`` must wait for.
 
         A pack is filled while its neighbour in the same flat buffer is still being copied away.
         """
@@ -145,12 +145,12 @@ class Block:
         return [self.readers.pop(key) for key in found]
 
     def readers_between(self, start: int, stop: int) -> list[Mark]:
-        """The marks that a writer of these bytes must wait for; they stay."""
+        """Returns, and keeps, the marks that a writer of these bytes must wait for."""
         readers = list(self.readers.items())
         return [mark for key, mark in readers if key[2] < stop and start < key[3]]
 
     def __getattr__(self, name: str) -> int:
-        """Of a slot that is empty: the address, once."""
+        """Computes an empty slot once."""
         if name != "address" or not hasattr(self, "raw"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         self.address = self.device.address_of(self.raw)
@@ -158,7 +158,7 @@ class Block:
 
 
 class FreedBlock(ref[Block]):
-    """A weak reference to a block, and what is left of it when its last reference has died.
+    """Weak reference to a block that keeps its memory after the block is collected.
 
     Attributes:
         raw: the backend's handle, which still keeps the memory. None for a caller's array that
@@ -178,7 +178,7 @@ class FreedBlock(ref[Block]):
 
 
 class Buffer(NotCopied):
-    """An array and the logical device it is on: contiguous, C order, fixed shape and dtype.
+    """A contiguous array (C order, fixed shape and dtype) on one logical device.
 
     Never made by hand: ``Device.put``, ``empty``, ``zeros`` and ``upload`` make one, ``view``
     another one on the same memory.
@@ -230,14 +230,14 @@ class Buffer(NotCopied):
         self.flat: Any = None  # likewise what its work sees of pool memory, without the block
 
     def __getattr__(self, name: str) -> int:
-        """Of a slot that is empty: the address, once."""
+        """Computes an empty slot once."""
         if name != "address" or not hasattr(self, "offset"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         self.address = self.block.address + self.offset
         return self.address
 
     def view(self, start: int, shape: tuple[int, ...], dtype: np.dtype | None = None) -> Buffer:
-        """A Buffer on a part of this memory; nothing is copied, the block lives on with it.
+        """Returns a Buffer on part of this memory, without a copy; keeps the block alive.
 
         Args:
             start: first element, counted in this buffer's dtype.
@@ -263,7 +263,7 @@ class Buffer(NotCopied):
         return made
 
     def parts(self, starts: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> list[Buffer]:
-        """As ``view`` for each, of this dtype, without its checks: by a layout's own offsets."""
+        """Makes one view of this dtype for each part, without the checks of ``view``."""
         block, device, dtype, offset = self.block, self.device, self.dtype, self.offset
         address, itemsize = self.address, dtype.itemsize
         made = []
@@ -283,7 +283,7 @@ class Buffer(NotCopied):
         return made
 
     def numpy(self, *, deadline: float | None = None) -> np.ndarray:
-        """A copy in host memory; waits for the device, ``deadline`` seconds or for ever.
+        """Returns a copy in host memory; waits for the device, at most ``deadline`` seconds.
 
         See ``Device.download``, which raises.
         """
@@ -295,7 +295,7 @@ class Buffer(NotCopied):
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place in a device's queue, which another queue can wait for.
+    """A position in a device's queue that another queue can wait for.
 
     Attributes:
         device: whose queue.
@@ -309,7 +309,7 @@ class Mark:
 
 
 class CapturedMark(Mark):
-    """One that was made inside a capture; it says nothing outside."""
+    """A mark made inside a capture; nothing outside can wait for it."""
 
     __slots__ = ()
 
@@ -319,7 +319,7 @@ Row = Sequence[Buffer]
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where tensors lie in a flat buffer, in elements; every one starts at a vector boundary.
+    """Offsets of tensors in a flat buffer, in elements, each aligned to a vector.
 
     Attributes:
         offsets: first element of each tensor.
@@ -335,12 +335,12 @@ class FlatLayout:
 
 
 def handle_of(stream: Stream) -> int:
-    """The raw handle of a caller's stream."""
+    """Returns the raw handle of a caller's stream."""
     return stream if isinstance(stream, int) else int(stream.ptr)
 
 
 def overlap(buffer: Buffer, other: Buffer) -> bool:
-    """Whether the two share a byte, on whichever device they were given to."""
+    """Whether two Buffers share a byte, whichever device each belongs to."""
     return (
         buffer.address < other.address + other.nbytes
         and other.address < buffer.address + buffer.nbytes
@@ -349,14 +349,14 @@ def overlap(buffer: Buffer, other: Buffer) -> bool:
 
 
 def compatible(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
-    """Whether ``shape`` is what ``wanted`` says; a None in it fits any extent."""
+    """Whether ``shape`` matches ``wanted``, where None fits any dimension."""
     return len(shape) == len(wanted) and all(
         known is None or extent == known for extent, known in zip(shape, wanted, strict=True)
     )
 
 
 def flat_layout(sizes: Sequence[int], itemsize: int) -> FlatLayout:
-    """Lays tensors of ``sizes`` elements end to end, each at a 16-byte boundary.
+    """Lays out tensors of ``sizes`` elements one after another, aligned to 16 bytes.
 
     Args:
         sizes: elements of each tensor, in order; zero is allowed and takes no room.

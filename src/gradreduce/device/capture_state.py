@@ -1,4 +1,4 @@
-"""Whether a thread is inside a capture, and what that changes for the devices; never keeps work."""
+"""Whether a thread is inside a capture, and how that changes device calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["CaptureState"]
 
 
 class _Mine(threading.local):
-    """The capture that a thread is in, of whichever mesh."""
+    """The capture that the current thread is in, of any mesh."""
 
     capture: Capture | None = None
 
@@ -31,7 +31,7 @@ _mine = _Mine()
 
 
 class CaptureState(ABC):
-    """The part of a ``Fabric`` that the rules of captures go through."""
+    """The part of ``MeshState`` that implements the rules of captures."""
 
     flight_recorder: FlightRecorder
     recorder: Recorder
@@ -42,17 +42,17 @@ class CaptureState(ABC):
 
     @property
     def capture(self) -> Capture | None:
-        """What keeps this thread's work instead of the queues; None: they do it."""
+        """The capture that records this thread's work; None outside of one."""
         return self._mine.capture
 
     @property
     def sink(self) -> Sink:
-        """Where this thread's records go: what is captured has not been done."""
+        """Receives this thread's records: the open capture, else the journals."""
         return self._mine.capture or self.recorder
 
     @contextmanager
     def capturing(self, capture: Capture) -> Iterator[None]:
-        """Inside, this thread's work is kept by ``capture``."""
+        """Context manager: ``capture`` records this thread's work."""
         self._mine.capture = capture
         try:
             yield
@@ -60,7 +60,7 @@ class CaptureState(ABC):
             self._mine.capture = None
 
     def entering(self, device: Device, stream: Stream | None) -> Stream | None:
-        """The caller's stream that a queue waits for now; inside a capture each call will."""
+        """Returns the stream to wait for now; None in a capture, which waits per call."""
         capture = self._mine.capture
         if capture is None or stream is None:
             return stream
@@ -68,7 +68,7 @@ class CaptureState(ABC):
         return None
 
     def new_mark(self, device: Device, queue: Queue, event: Any) -> Mark:
-        """A mark; inside a capture one that says nothing outside."""
+        """Makes a mark; one made inside a capture has no meaning outside."""
         capture = self._mine.capture
         if capture is None:
             self.flight_recorder.marked(device, queue, event)
@@ -78,7 +78,7 @@ class CaptureState(ABC):
         return mark
 
     def is_waited_for(self, mark: Mark) -> bool:
-        """Whether a wait for ``mark`` is given to a queue now.
+        """Whether a queue has to wait for ``mark`` now.
 
         Raises:
             CaptureError: it was made inside a capture, and this is outside.
@@ -94,7 +94,7 @@ class CaptureState(ABC):
         return True
 
     def check_free(self, device: Device, what: str) -> None:
-        """As ``check_usable``; and raises ``CaptureError`` inside a capture."""
+        """Raises as ``check_usable`` does, and ``CaptureError`` inside a capture."""
         self.check_usable(device)
         self.check_outside(what)
 
@@ -113,4 +113,4 @@ class CaptureState(ABC):
 
     @abstractmethod
     def check_usable(self, device: Device) -> None:
-        """See ``Fabric.check_usable``."""
+        """See ``MeshState.check_usable``."""

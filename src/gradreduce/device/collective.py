@@ -1,4 +1,4 @@
-"""What a collective library is to everything above it; never imports one.
+"""The interface of a collective library.
 
 All of it runs on one queue of each of the buffers' devices, at most one buffer on each physical
 device.
@@ -31,7 +31,7 @@ NOT_CAPTURED = (
 
 
 class Collective(ABC):
-    """Collectives over one buffer of each physical device, each on a queue of that device.
+    """Collectives over one buffer on each physical device, each on a queue of that device.
 
     As a launch does, a collective fences nothing by itself: what it reads and writes must be
     ready for its queue.
@@ -46,7 +46,7 @@ class Collective(ABC):
         sources: Sequence[Buffer] | None = None,
         queue: Queue = "compute",
     ) -> None:
-        """Every buffer becomes the sum of all sources; in place without any.
+        """Sets every buffer to the sum of all sources (default: the buffers, in place).
 
         Args:
             buffers: one on each physical device; overwritten.
@@ -63,30 +63,30 @@ class Collective(ABC):
 
     @abstractmethod
     def broadcast(self, buffers: Sequence[Buffer], root: int, *, queue: Queue = "compute") -> None:
-        """Every buffer becomes ``buffers[root]``; raises as ``all_reduce`` does."""
+        """Copies ``buffers[root]`` to every buffer; raises as ``all_reduce`` does."""
 
     @abstractmethod
     def all_gather(
         self, outputs: Sequence[Buffer], inputs: Sequence[Buffer], *, queue: Queue = "compute"
     ) -> None:
-        """Every output becomes all inputs end to end, in order; raises as ``all_reduce`` does.
+        """Concatenates all inputs into every output, in order; raises as ``all_reduce`` does.
 
         Each output lies where its input does and has the size of all inputs together.
         """
 
     def connect(self, devices: Sequence[Device]) -> None:  # noqa: B027  # not every one must
-        """Makes ready what calls over these devices need, one on each physical device, in order.
+        """Connects these devices, one on each physical device, in this order.
 
         A call does it too; but whoever launches something first wants to fail before that.
         """
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """Calls inside travel as one operation."""
+        """Context manager: calls inside are submitted as one operation."""
         yield
 
     def _check(self, name: str, buffers: Sequence[Buffer], written: Sequence[Buffer]) -> None:
-        """Raises unless the buffers agree, one on each physical device of one mesh."""
+        """Raises unless the buffers agree and are on different devices of one mesh."""
         if len({buffer.device.physical for buffer in buffers}) != max(1, len(buffers)):
             raise CollectiveError(
                 f"{name}: pass exactly one buffer for each physical device; got [{listed(buffers)}]"
@@ -118,7 +118,7 @@ class Collective(ABC):
     def _check_sources(
         self, name: str, buffers: Sequence[Buffer], sources: Sequence[Buffer] | None
     ) -> Sequence[Buffer]:
-        """The sources, or the buffers themselves; raises unless they fit."""
+        """Returns the sources (default: the buffers); raises unless they match the buffers."""
         self._check(name, buffers, buffers)
         if sources is None:
             return buffers
@@ -132,7 +132,7 @@ class Collective(ABC):
         return sources
 
     def _check_gather(self, outputs: Sequence[Buffer], inputs: Sequence[Buffer]) -> None:
-        """Raises unless each output lies with its input and has room for all."""
+        """Raises unless each output is on its input's device and can hold all inputs."""
         self._check("all_gather", inputs, outputs)
         size = sum(buffer.size for buffer in inputs)
         if [out.device for out in outputs] != [buffer.device for buffer in inputs]:
@@ -153,7 +153,7 @@ class Collective(ABC):
         calls: Sequence[tuple[str, Sequence[Buffer], Queue]],
         kept: Sequence[Buffer],
     ) -> None:
-        """Gives a group of calls to the devices; one record for each buffer of each call.
+        """Submits a group of calls; adds one record for each buffer of each call.
 
         Args:
             command: gives them, each time it is called.

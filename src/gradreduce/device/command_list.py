@@ -1,4 +1,4 @@
-"""What one thread gives to the devices, kept so that it can be given again; never decides what.
+"""Records the commands of one thread, so that they can be submitted again.
 
 A flow runs once while a tape is open. Each launch, copy, fence and collective is kept as a function
 that gives it to its queue again, with the arguments, tables and memory of the first time: to play
@@ -26,7 +26,7 @@ Span = tuple[Block, int, int]
 
 
 def spans_of(written: Iterable[Buffer]) -> list[Span]:
-    """One span for each block, of all that is written there."""
+    """Returns one span for each block, which covers all that is written there."""
     spans: dict[int, Span] = {}
     for part in written:
         block, start, stop = part.block, part.offset, part.offset + part.nbytes
@@ -36,14 +36,14 @@ def spans_of(written: Iterable[Buffer]) -> list[Span]:
 
 
 def wait_for_readers(spans: Iterable[Span]) -> None:
-    """The compute queues of the blocks wait for copies that still read there, as writers do."""
+    """Makes the blocks' compute queues wait for copies that still read these spans."""
     for block, start, stop in spans:
         for mark in block.readers_between(start, stop):
             block.device.wait(mark)
 
 
 class CommandList:
-    """What was given to the devices while it was open; a queue keeps the order of what it got.
+    """The commands that a thread submitted while this was open, in order.
 
     Marks made before it was opened are not waited for when it is played: whoever plays it says
     what comes before, and plays it again only behind itself (``join`` at its end does that).
@@ -59,13 +59,13 @@ class CommandList:
     def add(
         self, command: Command, records: tuple[Record, ...], operands: Iterable[Buffer]
     ) -> None:
-        """Keeps one operation that has just been given, and the memory it uses."""
+        """Records a command that has just been submitted, and the memory it uses."""
         self._entries.append((command, records))
         for operand in operands:
             self._kept[id(operand.block)] = operand.block
 
     def marked(self, mark: Mark) -> None:
-        """Keeps a mark that has just been made."""
+        """Records a mark that has just been made."""
         cell = [mark.event]
 
         def again() -> None:
@@ -75,7 +75,7 @@ class CommandList:
         self._entries.append((again, ()))
 
     def waited(self, device: Device, mark: Mark, queue: Queue) -> None:
-        """Keeps a wait that has just been given, unless its mark is older than the tape."""
+        """Records a wait, unless its mark is older than this list."""
         if id(mark) not in self._marks:
             return
         _, cell, index = self._marks[id(mark)]
@@ -87,13 +87,13 @@ class CommandList:
         self._entries.append((again, ()))
 
     def close(self) -> None:
-        """Forgets the marks that nobody waited for."""
+        """Drops the marks that nothing waited for."""
         idle = {index for _, _, index in self._marks.values()} - self._waited
         self._entries = [each for index, each in enumerate(self._entries) if index not in idle]
         self._marks.clear()
 
     def play(self, recorder: Sink) -> None:
-        """Gives everything again, in order."""
+        """Submits all commands again, in order."""
         for command, records in self._entries:
             command()
             if records:

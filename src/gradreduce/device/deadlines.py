@@ -1,4 +1,4 @@
-"""Calls with a deadline, over whatever meshes they work on; never watches any by itself."""
+"""Deadlines of calls that work on one or more meshes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["deadline_scope"]
 def deadline_scope(
     call: str, deadline: float | None, devices: Iterable[Device]
 ) -> AbstractContextManager[object]:
-    """What is given to the devices inside is over in time, or their mesh dies.
+    """Context manager: submitted work finishes in time, or its mesh fails.
 
     Args:
         call: what to call it in the error.

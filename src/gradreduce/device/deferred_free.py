@@ -1,4 +1,4 @@
-"""What holds the memory of blocks until every queue that used it has passed."""
+"""Holds freed memory until every queue that used it has passed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Shown = tuple[FreedBlock, list[tuple["Device", User]]]
 
 
 class DeferredFree:
-    """The dead blocks of one device.
+    """Freed blocks of one device whose memory may still be in use.
 
     Takes no lock: blocks die anywhere, in any thread, and what is called then is C. A finalizer of
     ours could be cut short by Ctrl-C, and the memory would be free while work still uses it.
@@ -39,7 +39,7 @@ class DeferredFree:
         self._awaiting_leader: deque[FreedBlock] = deque()
 
     def track(self, block: Block) -> Block:
-        """Holds the memory of a block, also when it has died, until it is free."""
+        """Tracks a block, and holds its memory until it can be freed."""
         freed = FreedBlock(block, self.freed.append)
         freed.raw, freed.nbytes = block.raw, block.nbytes
         freed.touched, freed.owned = block.touched, block.owned
@@ -48,13 +48,13 @@ class DeferredFree:
         return block
 
     def free(self, freed: FreedBlock, home: Device) -> None:
-        """Gives memory back to the pool, or to the caller."""
+        """Returns memory to the pool, or to the caller."""
         if freed.owned:
             home._recycle(freed.raw, freed.nbytes)
         self.held.discard(freed)
 
     def take(self, nbytes: int) -> FreedBlock | None:
-        """A dead block of this size whose users its home queue trails, for its next owner.
+        """Takes a freed block of this size that only queues behind the home queue used.
 
         The pool could not have it: its order is that of the home queue, which knows nothing yet.
         """
@@ -67,7 +67,7 @@ class DeferredFree:
         return None
 
     def drain(self, home: Device) -> None:
-        """Gives back to the pool of ``home`` what nobody uses any more.
+        """Returns to the pool of ``home`` the memory that no queue uses any more.
 
         What another queue has used waits, parked, until that queue has passed the place where it
         is now: only then may the compute queue, in whose order the pool hands memory out, write it.
@@ -90,7 +90,7 @@ class DeferredFree:
             pass
 
     def join(self, home: Device, wait: Callable[[Any], None]) -> None:
-        """Gives back to the pool all that is parked: its home queue waits for the marks instead.
+        """Returns all deferred memory to the pool: the home queue waits for the marks.
 
         A caller's memory stays parked: its next user is in nobody's order that we know.
         """
@@ -105,7 +105,7 @@ class DeferredFree:
                     self._deferred.append((freed, marks))
 
     def shown_to(self, stream: Stream) -> list[_Shown]:
-        """What has died by now and was shown to a caller's stream; for ``passed``."""
+        """Freed blocks that were exposed to a caller's stream; for ``passed``."""
         handle = handle_of(stream)
         # PER_THREAD names this thread's stream; those of other threads may still use the memory.
         if not self.freed or handle == PER_THREAD:
@@ -118,7 +118,7 @@ class DeferredFree:
         return found
 
     def passed(self, shown: Iterable[_Shown]) -> None:
-        """The compute queue has come behind that stream: it is no user any more.
+        """Removes a stream as a user: the compute queue has waited for it.
 
         So in a training loop, where a call brings arrays of the stream that had the last results,
         their memory is at hand at once, however far the host is ahead.
@@ -142,7 +142,7 @@ class DeferredFree:
             self._defer(freed, users if freed.owned else [*users, (home, "compute")], home)
 
     def _defer(self, freed: FreedBlock, users: list[tuple[Device, User]], home: Device) -> None:
-        """What cannot be marked is held for ever: nobody ever says that it is done."""
+        """Defers a block until marks pass; for ever where no mark can be made."""
         if not any(device.physical in home.mesh_state.failed for device, _ in users):
             with suppress(BackendUnavailableError):  # lost meanwhile
                 marks = [device._mark(queue) for device, queue in users]

@@ -1,4 +1,4 @@
-"""The device interface: ``Backend``, what a backend implements, and ``Device``, what others call.
+"""The device interface: ``Backend`` is implemented, ``Device`` is called.
 
 ``Device`` checks arguments, waits where it must and records; ``Backend`` does the work.
 ``README.md`` beside this file lists what every backend promises.
@@ -35,16 +35,16 @@ __all__ = ["Backend", "Device"]
 
 
 class Backend(ABC):
-    """The part of a device that knows its memory and its queues."""
+    """The operations that each backend implements."""
 
     def address_of(self, raw: Any) -> int:
-        """Of the first byte of a block's ``raw``; only where blocks are made without it."""
+        """Returns the address of a block's ``raw``; for blocks made without an address."""
         raise NotImplementedError(f"{self} cannot tell the address of {raw!r}")
 
     def run_on_host(
         self, kernel: Kernel, row: Sequence[np.ndarray], scalars: Sequence[int | float]
     ) -> bool:
-        """A launch over one row of small host arrays, without a Buffer; done when it returns.
+        """Runs a kernel on one row of small host arrays, without Buffers, before it returns.
 
         Making Buffers of three arrays of a hundred numbers takes five times as long as adding
         them. Recorded as any launch.
@@ -89,27 +89,27 @@ class Backend(ABC):
 
     @abstractmethod
     def _recording(self, devices: Sequence[Device]) -> Recording:
-        """What keeps the work of these devices, this one first; fresh."""
+        """Returns a new recording of the work of these devices, this one first."""
 
     @abstractmethod
     def _allocate(self, nbytes: int) -> Block:
-        """A block of the pool, to be used in the order of the compute queue."""
+        """Allocates a block of the pool, for use in the order of the compute queue."""
 
     @abstractmethod
     def _recycle(self, raw: Any, nbytes: int) -> None:
-        """Takes back what a dead block of the pool held; no queue uses it any more."""
+        """Returns a freed block's memory to the pool; no queue uses it any more."""
 
     @abstractmethod
     def _trim(self) -> None:
-        """Gives the pool's free memory to the system."""
+        """Releases the pool's free memory to the system."""
 
     @abstractmethod
     def _fill_fresh(self, buffer: Buffer) -> None:
-        """Makes what is read unwritten show, where that is asked for; on the compute queue."""
+        """Fills fresh memory so that reads before writes show, where asked for."""
 
     @abstractmethod
     def _fill_zero(self, buffer: Buffer) -> None:
-        """Queues zeros, on the compute queue."""
+        """Queues a fill with zeros on the compute queue."""
 
     @abstractmethod
     def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None:
@@ -117,7 +117,7 @@ class Backend(ABC):
 
     @abstractmethod
     def _download(self, buffer: Buffer, wait_policy: WaitPolicy) -> np.ndarray | None:
-        """A host copy, once the compute queue is empty; None if the patience was over first."""
+        """Returns a host copy after the compute queue's work; None if the wait ended first."""
 
     @abstractmethod
     def _copy(self, dst: Buffer, src: Buffer, queue: Queue) -> None:
@@ -132,47 +132,47 @@ class Backend(ABC):
         scalars: Sequence[int | float],
         queue: Queue,
     ) -> Command:
-        """What queues a kernel over rows that all have work, each time it is called.
+        """Returns a command that queues a kernel over rows that all have work.
 
         It keeps what it needs to be called again, but not the operands' blocks.
         """
 
     @abstractmethod
     def _mark(self, queue: User) -> Any:
-        """The backend's token for the end of what ``queue``, or a caller's stream, holds.
+        """Returns the backend's event for what ``queue``, or a caller's stream, holds now.
 
         None for a caller's stream that is capturing: it would belong to the capture for ever.
         """
 
     @abstractmethod
     def _passed(self, event: Any) -> bool:
-        """Whether a queue has come by that token; never waits."""
+        """Whether a queue has passed that event; does not wait."""
 
     @abstractmethod
     def _wait(self, mark: Mark, queue: Queue) -> None:
         """Queues a wait for another queue's mark."""
 
     def _needs_wait(self, others: Iterable[Device]) -> list[Device]:
-        """Those whose compute queues must be told to wait for this one's now.
+        """The devices whose compute queues must wait for this one's now.
 
         The rest wait by themselves for what it holds by then, once they are given anything.
         """
         return [other for other in others if other is not self]
 
     def _unsynchronized(self, others: Iterable[Device]) -> list[Device]:
-        """Those whose compute queues may hold what this one's does not wait for yet."""
+        """The devices whose compute queues hold work that this one's does not wait for yet."""
         return [other for other in others if other is not self]
 
     @property
     def _follows_lazily(self) -> bool:
-        """Whether it trails anybody."""
+        """Whether its compute queue follows another one lazily."""
         return False
 
     def _catch_up(self) -> None:  # noqa: B027  # who trails nobody has nothing to do
-        """Its compute queue waits now for whom it trails."""
+        """Makes its compute queue wait now for those it follows lazily."""
 
     def _comes_behind(self, device: Device, queue: Queue) -> bool:
-        """Whether what its compute queue is given next comes behind all that queue holds now.
+        """Whether later work of its compute queue runs after all that queue holds now.
 
         False also where it is not known.
         """
@@ -180,22 +180,22 @@ class Backend(ABC):
 
     @abstractmethod
     def _synchronize(self, wait_policy: WaitPolicy) -> bool:
-        """The host waits for both queues; False if the patience was over first."""
+        """Waits on the host for both queues; False if the wait ended first."""
 
     def _reached(self, event: Any) -> bool:
-        """As ``_passed``, for a mark of this device: one that never will is noticed."""
+        """As ``_passed``, for a mark of this device; notices a failed device."""
         return self._passed(event)
 
     def _progress(self) -> None:  # noqa: B027  # most work by themselves
-        """Has queues go on that otherwise do so only while the host waits."""
+        """Runs queues that otherwise run only while the host waits."""
 
     def _is_waiting(self, queue: Queue) -> bool:
-        """Whether a queue is known to wait for a mark of another; False where nobody can tell."""
+        """Whether a queue is known to wait for another's mark; False if unknown."""
         return False
 
     @abstractmethod
     def _abandon(self, seconds: float) -> bool:
-        """For ``reset``: no queue holds anything any more, within so many seconds, or False.
+        """Empties all queues, for ``reset``; False if that takes more than ``seconds``.
 
         What was queued need not have been done, but all marks count as passed.
         """
@@ -243,7 +243,7 @@ class Device(NotCopied, Backend):
     # -- memory ---------------------------------------------------------------------------------
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype | str) -> Buffer:
-        """A Buffer of memory from this device's pool, its content undefined.
+        """Allocates a Buffer from this device's pool; its content is undefined.
 
         Raises:
             MemoryError: there is no more, though the pools of the whole mesh were trimmed first.
@@ -267,7 +267,7 @@ class Device(NotCopied, Backend):
         return buffer
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype | str) -> Buffer:
-        """As ``empty``, every element zero; the fill is on the compute queue."""
+        """Allocates a Buffer of zeros; the fill is queued on the compute queue."""
         buffer = self.empty(shape, dtype)
         if buffer.size:
             self._fill_zero(buffer)
@@ -278,7 +278,7 @@ class Device(NotCopied, Backend):
         return buffer
 
     def adopt(self, array: Any, stream: Stream | None = None, *, writable: bool = True) -> Buffer:
-        """A Buffer on the caller's own memory; our compute queue waits for ``stream``.
+        """Wraps the caller's memory in a Buffer; the compute queue waits for ``stream``.
 
         What lies in a flat buffer of this device comes back on the block of that.
 
@@ -299,7 +299,7 @@ class Device(NotCopied, Backend):
         return self._adopt(array, stream, writable)
 
     def release(self, buffer: Buffer, stream: Stream | None = None) -> Any:
-        """The backend's array of ``buffer``'s memory, kept alive by it; nothing is copied.
+        """Returns the backend's array of ``buffer``'s memory, without a copy.
 
         ``stream`` (None for a host array) waits for our compute queue. Of the backend's own class,
         not a raw handle, it is remembered: the array may be dropped while it is still used there.
@@ -335,7 +335,7 @@ class Device(NotCopied, Backend):
 
     @abstractmethod
     def put(self, array: Any, address: int | None = None) -> Buffer:
-        """``array`` as a Buffer of this device: shared where that is possible, else copied.
+        """Returns ``array`` as a Buffer of this device, shared if possible, else copied.
 
         Args:
             array: in host memory, or on this device's GPU.
@@ -346,7 +346,7 @@ class Device(NotCopied, Backend):
     def upload(
         self, array: np.ndarray, *, out: Buffer | None = None, queue: Queue = "compute"
     ) -> Buffer:
-        """A Buffer with a copy of a host array; does not wait for the copy.
+        """Copies a host array to a Buffer; does not wait for the copy.
 
         Args:
             array: contiguous or not; may be changed as soon as this returns.
@@ -379,7 +379,7 @@ class Device(NotCopied, Backend):
         return buffer
 
     def download(self, buffer: Buffer, *, deadline: float | None = None) -> np.ndarray:
-        """A host copy of ``buffer``; waits for what the compute queue holds so far.
+        """Returns a host copy of ``buffer``; waits for the compute queue.
 
         Args:
             buffer: of this device, or one in its reach.
@@ -402,7 +402,7 @@ class Device(NotCopied, Backend):
         return host
 
     def mark_failed(self, reason: str) -> None:
-        """Makes every later use of it, and of Buffers on it, a ``BackendUnavailableError``.
+        """Marks the device as lost: later uses raise ``BackendUnavailableError``.
 
         Of its physical device, that is: the logical ones on it share their fate.
         """
@@ -460,7 +460,7 @@ class Device(NotCopied, Backend):
         *,
         queue: Queue = "compute",
     ) -> None:
-        """Runs ``kernel`` over the rows of a table, as one launch; never waits for the device.
+        """Launches ``kernel`` once over the rows of a table; does not wait for the device.
 
         Fences nothing but copies that still read what it writes: who changes queue or device
         says ``mark`` and ``wait``. Operands may lie on any logical device of this physical one,
@@ -498,7 +498,7 @@ class Device(NotCopied, Backend):
         self._launch(kernel, template, rows, scalars, queue, crossing)
 
     def prepare(self, kernel: Kernel, template: Template) -> None:
-        """Compiles, if anything must be compiled, so that a later launch does not (under a lock).
+        """Compiles a kernel, so that a later launch does not have to.
 
         Raises:
             BackendUnavailableError: the compiler is missing.
@@ -508,7 +508,7 @@ class Device(NotCopied, Backend):
         self._prepare(kernel, template)
 
     def mark(self, queue: Queue = "compute") -> Mark:
-        """Marks the end of what ``queue`` holds now."""
+        """Marks the current end of ``queue``."""
         self.mesh_state.check_usable(self)
         mark = self.mesh_state.new_mark(self, queue, self._mark(queue))
         command_list = self.mesh_state.command_list
@@ -517,7 +517,7 @@ class Device(NotCopied, Backend):
         return mark
 
     def wait(self, mark: Mark, *, queue: Queue = "compute") -> None:
-        """What ``queue`` is given from now on runs after ``mark``; the host does not wait."""
+        """Makes ``queue`` wait for ``mark``; the host does not wait."""
         self.mesh_state.check_usable(self)
         if (mark.device is not self or mark.queue != queue) and self.mesh_state.is_waited_for(mark):
             self._wait(mark, queue)
@@ -526,7 +526,7 @@ class Device(NotCopied, Backend):
                 command_list.waited(self, mark, queue)
 
     def synchronize(self, *, deadline: float | None = None) -> None:
-        """The host waits until both queues are empty.
+        """Blocks the host until both queues are empty.
 
         Args:
             deadline: seconds from now; when they are over first, the mesh dies.
@@ -550,25 +550,25 @@ class Device(NotCopied, Backend):
         return WaitPolicy(self, seconds)
 
     def trim(self) -> None:
-        """Gives the pool's free memory back to the system."""
+        """Returns the pool's free memory to the system."""
         self.mesh_state.check_free(self, "trim")
         self.drop_free_memory()
 
     def drop_free_memory(self) -> None:
-        """As ``trim``, of a closed mesh too; a lost device frees nothing."""
+        """As ``trim``, also for a closed mesh; a lost device frees nothing."""
         if self.physical not in self.mesh_state.failed:
             self.drain()
             self._trim()
 
     def drain(self) -> None:
-        """Takes the memory of dead blocks back into the pool; ``empty`` calls it first."""
+        """Returns the memory of freed blocks to the pool; ``empty`` calls it first."""
         if self.mesh_state.capture is None:  # it marks the queues
             self._deferred_free.drain(self)
 
     # -- fences and records -----------------------------------------------------------------------
 
     def _touch(self, rows: Iterable[Row], queue: Queue) -> int:
-        """Remembers that ``queue`` uses these operands; the bytes that cross a link."""
+        """Records that ``queue`` uses these operands; returns the bytes that cross a link."""
         crossing = 0
         for row in rows:
             for operand in row:
@@ -592,7 +592,7 @@ class Device(NotCopied, Backend):
         queue: Queue,
         crossing: int,
     ) -> None:
-        """Queues a kernel whose fences are said, and writes it down."""
+        """Queues a kernel whose waits are already queued, and records it."""
         command = self._resolved(kernel, template, rows, scalars, queue)
         what: Fields = ("launch", kernel.name, self.index, -1, crossing, queue, len(rows))
         self.mesh_state.submit(command, what, self.defers)
@@ -600,7 +600,7 @@ class Device(NotCopied, Backend):
             self._noted(Record(*what), command, [operand for row in rows for operand in row])
 
     def _noted(self, record: Record, command: Command, operands: Iterable[Buffer]) -> None:
-        """In the open journals, and on this thread's tape."""
+        """Adds a record to the open journals and this thread's command list."""
         sink = self.mesh_state.sink
         if sink.recording:
             sink.add(record)
@@ -609,7 +609,7 @@ class Device(NotCopied, Backend):
             command_list.add(command, (record,), operands)
 
     def _record(self, *what: Any) -> int:
-        """The fields of a ``Record``, in order; its number in the flight record."""
+        """Returns the fields of a ``Record``, in order."""
         if self.mesh_state.recorder.recording:
             self.mesh_state.recorder.add(Record(*what))
         return self.mesh_state.flight_recorder.add(what)

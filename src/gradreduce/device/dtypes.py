@@ -1,4 +1,4 @@
-"""Which element types exist, and in which type each is added; what an integer and a flag are.
+"""Element types, the dtype each is accumulated in, and argument conversion.
 
 One table for the whole library. A kernel knows eight *elements*: two halves, two floats and four
 unsigned integers. Everything else is one of those looked at differently: adding int32 modulo
@@ -39,7 +39,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 @dataclass(frozen=True)
 class Element:
-    """How a dtype looks to a kernel.
+    """The type that a kernel sees for a dtype.
 
     Attributes:
         name: the element's dtype name, a key of ``ELEMENTS``.
@@ -92,7 +92,7 @@ _ACCUMULATE = {np.dtype("float16"): np.dtype("float32"), BFLOAT16: np.dtype("flo
 
 
 def as_dtype(dtype: DTypeLike) -> np.dtype:
-    """The NumPy dtype of a name, a type or a dtype (``"bfloat16"`` and PyTorch's too).
+    """Converts a name, a type or a dtype (PyTorch's too) to a NumPy dtype.
 
     Raises:
         TypeError: not a dtype (None is none), not in native byte order, or one that cannot be
@@ -117,7 +117,7 @@ def as_dtype(dtype: DTypeLike) -> np.dtype:
 
 
 def as_index(value: Any) -> int:
-    """As ``operator.index``, but a boolean is no integer: NumPy 1.26 takes ``np.True_`` for one.
+    """As ``operator.index``, but rejects booleans of Python and NumPy.
 
     Raises:
         TypeError: no integer of any library.
@@ -128,7 +128,7 @@ def as_index(value: Any) -> int:
 
 
 def as_flag(name: str, value: Any) -> bool:
-    """A boolean option: a boolean of Python or NumPy.
+    """Converts a boolean of Python or NumPy to ``bool``.
 
     Raises:
         TypeError: anything else, arrays and numbers too.
@@ -144,17 +144,17 @@ def is_known(dtype: np.dtype) -> bool:
 
 
 def element_of(dtype: np.dtype) -> Element:
-    """The element that a kernel sees in place of ``dtype`` (a dtype from ``as_dtype``)."""
+    """Returns the element that a kernel sees for ``dtype`` (from ``as_dtype``)."""
     return _ELEMENT_OF[dtype]
 
 
 def accumulate_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype in which ``dtype`` is added: float32 for the halves, else itself."""
+    """Returns the dtype for sums of ``dtype``: float32 for 16-bit floats, else itself."""
     return _ACCUMULATE.get(dtype, dtype)
 
 
 def mean_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype of a mean of ``dtype``, as ``tf.math.truediv`` has it.
+    """Returns the dtype of a mean of ``dtype``, as ``tf.math.truediv`` does.
 
     float32 for integers of 8 and 16 bits, float64 for those of 32 and 64, else ``dtype`` itself.
     """

@@ -1,4 +1,4 @@
-"""Which blocks of a device callers fill through arrays of other libraries; never keeps one alive.
+"""Finds the flat buffer that an array of another library is a part of.
 
 An array that lies in one of them is known by its address alone, whichever library made it and
 however often it was viewed since.
@@ -18,7 +18,7 @@ __all__ = ["ExternalBuffers", "may_be_external"]
 
 
 class ExternalBuffers:
-    """The flat buffers of one device, by address.
+    """The flat buffers of one device, found by address.
 
     Memory that lies in a live block is that block's: two live blocks share none, and the block
     keeps its own. A block that is dead, or dying in another thread, is never found, so memory that
@@ -31,7 +31,7 @@ class ExternalBuffers:
         self._known: tuple[list[int], list[ref[Block]]] = ([], [])
 
     def add(self, *blocks: Block) -> None:
-        """Knows these blocks, as long as they live, and forgets those that have died."""
+        """Adds blocks, for as long as they live, and removes freed ones."""
         with self._lock:
             live = [block for block in (each() for each in self._known[1]) if block is not None]
             live += blocks
@@ -39,7 +39,7 @@ class ExternalBuffers:
             self._known = ([block.address for block in live], [ref(block) for block in live])
 
     def find(self, address: int, nbytes: int) -> Block | None:
-        """The block that all of this memory lies in; None for no memory."""
+        """Returns the block that contains all of this memory, or None."""
         starts, blocks = self._known
         index = bisect_right(starts, address) - 1
         if index < 0 or not nbytes:
@@ -51,7 +51,7 @@ class ExternalBuffers:
 
 
 def may_be_external(array: np.ndarray) -> bool:
-    """Whether it may show memory that is not NumPy's own; asking for its address takes longer."""
+    """Whether an array may use memory that NumPy did not allocate."""
     base = array.base
     while type(base) is np.ndarray:
         base = base.base

@@ -1,4 +1,4 @@
-"""Tensors end to end in one memory on each device, for callers to fill; never reduces them."""
+"""Flat buffers: tensors stored one after another in one block per device."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ _first = ModuleLock()  # of those who make the first flat buffer of a device
 
 
 class ArrayConverter(Protocol):
-    """What a flat buffer asks of the room that knows other array libraries."""
+    """What a flat buffer needs from the package that converts arrays."""
 
     def shared(
         self, buffers: Sequence[Sequence[Buffer]], output_type: str | None
     ) -> list[list[Any]]:
-        """Arrays on the Buffers' own memory, nested as they are, that their owner may write."""
+        """Returns arrays on the Buffers' own memory, nested as they are, for callers to write."""
         ...
 
     def to_buffers(self, buffers: Sequence[Buffer], output_type: str | None) -> None:
-        """Our queues wait for what the library's current streams hold."""
+        """Makes our queues wait for the library's current streams."""
         ...
 
     def from_buffers(self, buffers: Sequence[Buffer], output_type: str | None) -> None:
-        """The library's current streams wait for our queues; for a host array the host does."""
+        """Makes the library's current streams (for host arrays, the host) wait for our queues."""
         ...
 
     def attached(
         self, views: Sequence[Sequence[Buffer]], parameters: Iterable[Iterable[Any]]
     ) -> list[Attached]:
-        """For each device its parameters, after all of them have been compared with the views."""
+        """Returns each device's parameters, after comparing all of them with the views."""
         ...
 
 
 class Step(Protocol):
-    """A ``PreparedStep``, as much as this module may know of it."""
+    """The part of a ``PreparedStep`` that this module uses."""
 
     results: list[Any]
 
@@ -64,7 +64,7 @@ class Step(Protocol):
 
 @dataclass(frozen=True, repr=False)
 class FlatBuffer:
-    """The same tensors on every device of a mesh, end to end in one memory each.
+    """Tensors stored one after another in one block on each device of a mesh.
 
     Made by ``mesh.flat_buffer``. Gradients that lie in it are not packed again by an all-reduce of
     all of them, or of a run of them in this order (with others of the same dtype between or beside
@@ -98,7 +98,7 @@ class FlatBuffer:
     def on(
         cls, devices: Sequence[Device], shapes: Sequence[Sequence[int]], dtype: DTypeLike
     ) -> Self:
-        """Zeros; see ``Mesh.flat_buffer``."""
+        """Makes a flat buffer of zeros; see ``Mesh.flat_buffer``."""
         found = as_dtype(dtype)
         if not isinstance(shapes, Iterable) or isinstance(shapes, str):
             raise TypeError(f"shapes={brief(shapes)} must be a list with the shape of each tensor")
@@ -123,7 +123,7 @@ class FlatBuffer:
         return cls(buffers, views)
 
     def arrays(self, output_type: str | None = None) -> list[list[Any]]:
-        """``arrays[device][tensor]``: the tensors as arrays of a library, on the same memory.
+        """Returns ``arrays[device][tensor]``: arrays of a library on the same memory.
 
         Fill them, or let others do. For the gradients of PyTorch's parameters call ``attach``.
 
@@ -140,7 +140,7 @@ class FlatBuffer:
         return made
 
     def attach(self, parameters: Iterable[Iterable[Any]]) -> None:
-        """Makes the views the ``.grad`` of PyTorch's parameters: ``backward()`` adds into them.
+        """Sets the ``.grad`` of PyTorch parameters to the views: ``backward()`` adds into them.
 
         Gradients that are there are copied into the views; where ``.grad`` is None the view becomes
         zero. ``zero()`` and every call of a prepared or captured step over this memory then do the
@@ -178,7 +178,7 @@ class FlatBuffer:
     def prepare_all_reduce(
         self, op: Any, *, cross_device_ops: Any = None, deadline: float | None = None
     ) -> Step:
-        """A prepared step that reduces all tensors in place: ``step()`` after each backward pass.
+        """Returns a prepared step that reduces all tensors in place, once per call.
 
         Each call comes behind what the current streams of the libraries of ``arrays`` and
         ``attach`` hold, and they behind it; for arrays in host memory the host waits. It reduces
@@ -202,7 +202,7 @@ class FlatBuffer:
         return type(self).prepare_step(self, op, cross_device_ops, deadline)
 
     def zero(self, *, deadline: float | None = None) -> None:
-        """Makes every element zero, with one fill on each device.
+        """Sets every element to zero, with one fill on each device.
 
         In order with the libraries of ``arrays``: adopts before, releases after. An attached
         ``.grad`` that was replaced is its view again.
@@ -225,7 +225,7 @@ class FlatBuffer:
             self.release()
 
     def adopt(self) -> None:
-        """Our queues wait for what the current streams of the libraries of ``arrays`` hold.
+        """Makes our queues wait for the current streams of the libraries of ``arrays``.
 
         Say it when the arrays are filled and their ``views`` are to be read. Whoever gives the
         arrays themselves to a call need not: it does it by itself, as does a prepared step.
@@ -239,7 +239,7 @@ class FlatBuffer:
             self.array_converter.to_buffers(self.buffers, kind)
 
     def release(self, *, deadline: float | None = None) -> None:
-        """The current streams of the libraries of ``arrays`` wait for what our queues hold.
+        """Makes the current streams of the libraries of ``arrays`` wait for our queues.
 
         Say it when work on the ``views`` is queued, before the arrays are read or filled again.
         On the simulation, where a host array has no stream, the host waits.
@@ -269,7 +269,7 @@ def _as_shape(shape: Sequence[int], place: int) -> tuple[int, ...]:
 
 
 def attach_again(blocks: Iterable[Block]) -> None:
-    """Makes the views the ``.grad`` of the parameters that are attached to these flat buffers.
+    """Sets the ``.grad`` of the attached parameters to their views again.
 
     Raises:
         ValueError, DeviceMismatchError: a gradient does not fit its view; nothing was changed.
@@ -285,7 +285,7 @@ def attach_again(blocks: Iterable[Block]) -> None:
 
 
 def clear(buffer: Buffer) -> None:
-    """Zeros, in the order of the compute queue."""
+    """Fills with zeros, in the order of the compute queue."""
     if not buffer.size:
         return
     device = buffer.device

@@ -1,4 +1,4 @@
-"""What a forked child makes anew: only the thread that forked lives on in it."""
+"""What must be made again in a forked child process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _forked() -> None:
 
 
 def after_fork(call: Callable[[], None]) -> None:
-    """Has ``call`` called in every forked child."""
+    """Calls ``call`` in every forked child."""
     if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
         os.register_at_fork(after_in_child=call)
 
@@ -27,7 +27,7 @@ after_fork(_forked)
 
 
 class ModuleLock:
-    """A lock of a module: free in a forked child, whichever thread held it before.
+    """A module-level lock that is free in a forked child, whoever held it before.
 
     Attributes:
         lock: re-entrant, for ``with``: Ctrl-C in a context manager of our own could leave it held.

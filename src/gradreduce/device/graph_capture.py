@@ -1,4 +1,4 @@
-"""What one thread gives to the devices, kept instead of done, and done again as one piece.
+"""Captures the work of one thread, and runs it again as one piece.
 
 On GPUs it is a CUDA graph, in the simulation a list that is replayed; the rules are the same, and
 are here. The queues that record are nobody else's, so other threads may use the devices meanwhile,
@@ -30,23 +30,23 @@ __all__ = ["Capture", "Recording"]
 
 
 class Recording(ABC):
-    """A backend's part: where the queues of some devices keep what they are given."""
+    """The backend's part of a capture: records the queues of some devices."""
 
     @abstractmethod
     def begin(self) -> None:
-        """From here on they keep it; every queue begins where the first device's compute does."""
+        """Starts recording; every queue starts after the first device's compute queue."""
 
     @abstractmethod
     def end(self) -> Command:
-        """What does all of it, on the first device's compute queue, each time it is called."""
+        """Ends recording; returns a command that runs all of it on the first device."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Forgets it; nothing of it was done. Never raises."""
+        """Discards the recording; none of it has run. Does not raise."""
 
 
 class _NoCollection:
-    """Inside, in however many threads, Python collects no garbage.
+    """Context manager: Python collects no garbage, in any number of threads.
 
     What it finds may free GPU memory or wait for a GPU, which CUDA forbids to a thread that
     captures: the capture would be invalid.
@@ -58,7 +58,7 @@ class _NoCollection:
         after_fork(self._begin)
 
     def _begin(self) -> None:
-        """Nobody is inside: also in a forked child, whose parent's other threads may have been."""
+        """Starts with no thread inside, also in a forked child."""
         self._lock = threading.RLock()
         self._num_inside = 0
         if self._was_enabled:
@@ -84,7 +84,7 @@ _no_collection = _NoCollection()
 
 
 class Capture:
-    """Work of some devices that is done each time this is called.
+    """Work on some devices, captured once and run at each call.
 
     Made inside ``with``, by one thread: launches, copies, marks, waits and the collectives of one
     physical device are kept, not done. The rules:
@@ -135,7 +135,7 @@ class Capture:
 
     @contextmanager
     def recorded(self) -> Iterator[Capture]:
-        """Inside, this thread's work is kept; once.
+        """Context manager, to be used once: captures this thread's work.
 
         Raises:
             CaptureError: inside a capture, or CUDA cannot make a graph of what was kept.
@@ -168,11 +168,11 @@ class Capture:
                 raise
 
     def play(self, command_list: CommandList) -> None:
-        """Keeps what is on a tape, inside; the tape, and the memory on it, must outlive this."""
+        """Captures the commands of a list, which must outlive this capture with its memory."""
         command_list.play(self)
 
     def __call__(self) -> None:
-        """Does it; the host does not wait.
+        """Runs the captured work; the host does not wait.
 
         Raises:
             CaptureError: inside a capture, or nothing was captured.
@@ -183,7 +183,7 @@ class Capture:
         self.submit()
 
     def submit(self) -> None:
-        """As a call, whose devices have been checked."""
+        """Runs the captured work on devices that have been checked."""
         if self._again is None or self._flight_record is None:
             raise CaptureError(
                 "the capture has not ended or has failed: record the work in another Capture"
@@ -206,7 +206,7 @@ class Capture:
                 recorder.add(record)
 
     def _fence(self) -> None:
-        """What a call must wait for, beside its devices' compute queues."""
+        """Queues the waits of a call, beside those for its devices' compute queues."""
         for device, stream in self._streams:
             device.check_stream(stream)
         while self._earlier:
@@ -222,15 +222,15 @@ class Capture:
     # -- what the devices say and ask, inside -----------------------------------------------------
 
     def add(self, record: Record) -> None:
-        """Keeps what a call will have done."""
+        """Adds a record that each call will repeat."""
         self._records.append(record)
 
     def carries(self, pack_info: PackInfoLike) -> None:
-        """Remembers what the work inside is for."""
+        """Adds the packs that the captured work is for."""
         self._pack_infos += pack_info if isinstance(pack_info, PackInfos) else [pack_info]
 
     def replayed(self, records: Iterable[Record]) -> None:
-        """As ``add``, of what a tape gives."""
+        """Adds the records of a replayed command list."""
         self._records += records
 
     def check(self, device: Device) -> None:
@@ -251,27 +251,27 @@ class Capture:
         )
 
     def made(self, mark: Mark) -> None:
-        """Remembers a mark that is made inside."""
+        """Records a mark that is made inside."""
         self._marks[id(mark)] = mark
 
     def waits_for(self, mark: Mark) -> bool:
-        """Whether a mark was made inside; one from before is left to the first call."""
+        """Whether a mark was made inside; the first call waits for earlier ones."""
         if id(mark) in self._marks:
             return True
         self._earlier.append(mark)
         return False
 
     def is_read(self, mark: Mark, part: Buffer) -> None:
-        """Remembers a copy inside that reads ``part``; writers outside come behind the call."""
+        """Records a copy inside that reads ``part``; later writers wait for the call."""
         self._reads.append((mark, part))
 
     def readers_of(self, part: Buffer) -> list[Mark]:
-        """What a writer of ``part`` inside waits for; a call waits for who reads it by then."""
+        """Returns the marks inside that a writer of ``part`` has to wait for."""
         self._written.append(part)
         return [mark for mark, read in self._reads if overlap(read, part)]
 
     def enters(self, device: Device, stream: Stream) -> None:
-        """Each call waits for a caller's stream."""
+        """Makes each call wait for a caller's stream."""
         self._streams[device, stream] = None
 
     def _check_alone(self) -> None:

@@ -1,4 +1,4 @@
-"""Defers Ctrl-C while a call has given the devices only a part of what it changes."""
+"""Defers Ctrl-C while a call has submitted only part of its work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HELD_SECONDS = 1.0
 
 
 class DeferInterrupts:
-    """Inside, Ctrl-C waits until the block ends, and is handled there: the block is done whole.
+    """Context manager: handles Ctrl-C only when the block ends.
 
     Blocks nest; the outermost defers. What the handler of SIGINT was handles it then, such as
     Python's own, which raises KeyboardInterrupt. Nothing is deferred in other threads than the main
@@ -52,7 +52,7 @@ class DeferInterrupts:
             self._handler(SIGINT, None)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """The handler of SIGINT inside."""
+        """Handles SIGINT inside the block."""
         now = time.monotonic()
         if self._since is None:
             self._since = now

@@ -1,4 +1,4 @@
-"""What a kernel is: one entry of a ``.cu`` file and its NumPy twin; never runs either.
+"""A kernel: one entry of a ``.cu`` file and its NumPy reference.
 
 Also finds the shipped CUDA text, in a wheel, an editable install or a bare checkout.
 """
@@ -30,7 +30,7 @@ OPTIONS = ("-std=c++17", "-fmad=false")
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """One kernel with its two faces.
+    """One kernel: its CUDA source and its NumPy reference.
 
     A launch gives it a table of rows. A row holds the 1-D operands of one tensor, the written
     ones first; every row of a launch has the same number of operands and the same dtypes. An
@@ -65,32 +65,32 @@ class Kernel:
     streams: bool = False
 
     def num_written(self, scalars: Sequence[int | float]) -> int:
-        """How many operands of each row a launch with these scalars writes."""
+        """Returns how many operands of each row a launch with these scalars writes."""
         if isinstance(self.writes, int):
             return self.writes
         names = [name for name, _ in self.scalars]
         return int(scalars[names.index(self.writes)])
 
     def num_items(self, row: Row) -> int:
-        """Items of work that a row makes; none of a row without any is launched."""
+        """Returns the items of work of a row; rows without any are not launched."""
         if self.items is None:
             return row[0].size
         return self.items([operand.size for operand in row])
 
     def streams_row(self, row: Row) -> bool:
-        """Whether its twin goes over the operands of a row once; see ``streams``."""
+        """Whether the NumPy reference reads this row's operands once; see ``streams``."""
         dtype = row[-1].dtype
         alike = len(row) == 2 and row[0].dtype == dtype == accumulate_dtype(dtype)
         return self.streams and alike
 
     def expression(self, template: Template) -> str:
-        """The C++ name of one instantiation, ``add_n<float, float, 8>``."""
+        """Returns the C++ name of one instantiation, ``add_n<float, float, 8>``."""
         arguments = [C_TYPES[part] if isinstance(part, str) else str(part) for part in template]
         return f"{self.name}<{', '.join(arguments)}>"
 
 
 def kernels_folder() -> Path:
-    """Where the shipped ``.cu`` files are.
+    """Returns the folder of the shipped ``.cu`` files.
 
     Beside the package in a wheel, beside ``src/`` in a checkout (editable installs too).
 
@@ -108,7 +108,7 @@ def kernels_folder() -> Path:
 
 @cache
 def kernel_text(stem: str) -> str:
-    """The text of ``kernels/<stem>.cu`` with the headers that it includes pasted in front.
+    """Returns ``kernels/<stem>.cu`` with the headers that it includes inlined.
 
     Pasted, not included, because CuPy's on-disk cache is keyed by the source text and would miss
     a changed header. ``#line`` makes the compiler's errors point into the shipped files.

@@ -1,4 +1,4 @@
-"""Launches that write the same operands again and again, which are looked at once."""
+"""Repeated launches that write the same operands, which are checked once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["LaunchBatch"]
 
 
 class LaunchBatch:
-    """What a step writes, of hundreds of tensors: to look at all of it costs as much as to work.
+    """The operands that a step writes, checked once for all its launches.
 
     Args:
         device: whose compute queue launches.
@@ -44,7 +44,7 @@ class LaunchBatch:
         rows: Sequence[Row],
         scalars: Sequence[int | float],
     ) -> None:
-        """As ``Device.launch``, of rows that are those of the constructor and one operand more.
+        """As ``Device.launch``, for rows of the constructor with one more operand each.
 
         Args:
             kernel: elementwise.
@@ -69,7 +69,7 @@ class LaunchBatch:
         device._launch(kernel, template, rows, scalars, "compute", crossing)
 
     def _fence(self) -> None:
-        """The queue waits for copies that still read what is written."""
+        """Makes the queue wait for copies that still read what is written."""
         read = (
             self._device.mesh_state.last_read
         )  # first: a copy that comes now is seen the next time

@@ -1,4 +1,4 @@
-"""Pointer tables: how the rows of a launch reach a kernel, and the cache of tables on a device.
+"""Pointer tables that pass the rows of a launch to a kernel, and their cache.
 
 One launch serves many tensors, so its arguments are a table. Row t holds the operands of tensor t,
 and the work is cut into chunks of ``chunk_size`` items numbered through all rows. An item is an
@@ -67,7 +67,7 @@ TABLE = np.dtype(
 def row_words(
     items: np.ndarray, last_sizes: np.ndarray, addresses: np.ndarray, chunk_size: int = CHUNK_SIZE
 ) -> tuple[np.ndarray, int]:
-    """The words of all rows, ``(num_rows, row_words)``, and the number of chunks they make.
+    """Returns the words of all rows, ``(num_rows, row_words)``, and the number of chunks.
 
     Args:
         items: int64, ``(num_rows,)``: of each row, not zero; ``Kernel.num_items`` says how many.
@@ -87,7 +87,7 @@ def row_words(
 
 
 def row_map(words: np.ndarray, num_chunks: int) -> np.ndarray:
-    """The row of every chunk, int64, ``(num_chunks,)``, from what ``row_words`` gave."""
+    """Returns the row of every chunk, int64, ``(num_chunks,)``, from ``row_words``."""
     chunks = np.diff(words[:, 0], append=num_chunks)
     return np.repeat(np.arange(len(words)), chunks)
 
@@ -95,7 +95,7 @@ def row_map(words: np.ndarray, num_chunks: int) -> np.ndarray:
 def struct(
     words: np.ndarray, num_chunks: int, *, address: int, chunk_size: int = CHUNK_SIZE
 ) -> np.ndarray:
-    """The struct that a kernel takes by value, as an array of one element.
+    """Returns the struct that a kernel takes by value, as an array of one element.
 
     Args:
         words: int64, ``(num_rows, row_words)``, at least one row.
@@ -119,7 +119,7 @@ CACHED_WORDS = 1 << 20  # 8 MiB of host memory, and at most as much on the devic
 
 
 class Table(NamedTuple):
-    """What a launch needs of its table.
+    """The parts of a pointer table that a launch needs.
 
     Attributes:
         struct: what the kernel takes by value; never written.
@@ -135,7 +135,7 @@ class Table(NamedTuple):
 
 
 class Tables:
-    """The tables of one device; any thread may ask.
+    """The cached tables of one device; thread-safe.
 
     Args:
         place: puts words where the device sees them: their address, and what keeps them.
@@ -148,7 +148,7 @@ class Tables:
         self._num_words = 0
 
     def find(self, rows: Sequence[Row], items: Sequence[int], chunk_size: int) -> Table:
-        """The table of these rows; made if it is not there.
+        """Returns the table of these rows; makes it if it is missing.
 
         Args:
             rows: the operands of each row, at least one row.
@@ -188,5 +188,5 @@ class Tables:
 
 
 def _words_of(key: tuple[int, int, bytes]) -> int:
-    """About as many words as the table of this key is; every one has its struct."""
+    """Estimates the words of the table with this key, its struct included."""
     return INLINE_WORDS + len(key[2]) // 8

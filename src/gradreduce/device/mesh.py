@@ -1,4 +1,4 @@
-"""The devices that were opened together, as one value; never opens any and never does work."""
+"""A mesh: the devices that were opened together, as one value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Mesh"]
 
 
 class Mesh(NotCopied):
-    """An ordered tuple of logical devices, and what they share.
+    """An ordered tuple of logical devices that share collectives and a journal.
 
     A context manager: leaving it closes the mesh, after which its Buffers raise
     ``BackendUnavailableError``. ``mesh[0]`` is a device. A part of a mesh (``mesh[0:2]``,
@@ -76,16 +76,16 @@ class Mesh(NotCopied):
 
     @cached_property
     def by_physical(self) -> dict[int, tuple[int, ...]]:
-        """Physical device -> the places in ``devices`` of its logical ones; first seen first."""
+        """Maps each physical device to the indices of its logical devices, in order."""
         return by_physical(self.devices)
 
     def journal(self) -> AbstractContextManager[Journal]:
-        """Records what the devices do while the block runs: launches, copies, bytes, waits."""
+        """Records launches, copies, bytes and waits of the devices while the block runs."""
         self.mesh_state.check_process()
         return self.mesh_state.recorder.journal()
 
     def flat_buffer(self, shapes: Sequence[Sequence[int]], dtype: DTypeLike) -> FlatBuffer:
-        """Zeros on every device for tensors of these shapes, laid out as a pack is.
+        """Allocates zeros on every device for tensors of these shapes, laid out as a pack.
 
         Args:
             shapes: of the tensors, in the order in which they will be reduced.
@@ -98,7 +98,7 @@ class Mesh(NotCopied):
         return FlatBuffer.on(self.devices, shapes, dtype)
 
     def synchronize(self, *, deadline: float | None = None) -> None:
-        """The host waits until every queue of every device is empty.
+        """Blocks the host until every queue of every device is empty.
 
         Args:
             deadline: seconds from now, for all of them; when they are over first, the mesh dies.
@@ -115,7 +115,7 @@ class Mesh(NotCopied):
             device.synchronize(deadline=rest)
 
     def flight_record(self) -> list[FlightEntry]:
-        """The last 1,000 operations that the devices of the whole mesh were given, oldest first.
+        """Returns the last 1,000 operations of the whole mesh, oldest first.
 
         Always kept. Which of them are done is worked out now: ``done`` is False for what is not
         known to be over. Never waits for a device, also where the mesh is dead or closed.
@@ -130,7 +130,7 @@ class Mesh(NotCopied):
         return mesh_state.flight_recorder.entries(self.devices[0].mesh.devices, fresh=alive)
 
     def reset(self, *, timeout: float | None = 30.0) -> None:
-        """Makes a mesh usable again that died because a deadline passed; the whole mesh.
+        """Makes the whole mesh usable again after a deadline has passed.
 
         Waits until the communicators are aborted and the queues empty. On the simulation what
         never ran is dropped. Communicators are made anew at their next use. **What unfinished work
@@ -155,12 +155,12 @@ class Mesh(NotCopied):
         reset(self.devices[0].mesh.devices, timeout)
 
     def trim(self) -> None:
-        """Gives the free memory of every device's pool back to the system."""
+        """Returns the free memory of every device's pool to the system."""
         for device in self.devices:
             device.trim()
 
     def close(self) -> None:
-        """Ends the mesh and all its parts; calling it twice is fine.
+        """Closes the mesh and all its parts; may be called twice.
 
         Raises:
             BackendUnavailableError: the mesh is from before a fork: it is the parent's to close.
@@ -197,7 +197,7 @@ class Mesh(NotCopied):
     def __getitem__(self, part: slice | Sequence[int]) -> Mesh: ...
 
     def __getitem__(self, part: SupportsIndex | slice | Sequence[int]) -> Device | Mesh:
-        """The device at a place, or the part of the mesh at a slice or list of places.
+        """Returns the device at an index, or a sub-mesh for a slice or list.
 
         Raises:
             TypeError: anything else, booleans too, which as a mask would mean other places.

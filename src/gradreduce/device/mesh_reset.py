@@ -1,4 +1,4 @@
-"""How a mesh that died is made usable again; never waits for ever."""
+"""Makes a failed mesh usable again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["reset"]
 
 
 def reset(devices: Sequence[Device], timeout: float | None) -> None:
-    """See ``Mesh.reset``; these are all devices of the mesh."""
+    """See ``Mesh.reset``; ``devices`` are all devices of the mesh."""
     seconds = as_deadline(timeout, "timeout")
     mesh_state = devices[0].mesh_state
     mesh_state.check_open()
@@ -49,7 +49,7 @@ def reset(devices: Sequence[Device], timeout: float | None) -> None:
 
 
 class _Rest:
-    """The time that is left."""
+    """The time that is left until the timeout."""
 
     def __init__(self, end: float) -> None:
         self._end = end

@@ -1,4 +1,4 @@
-"""What the devices of one mesh share; never does work itself."""
+"""The state that the devices of one mesh share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["MeshState"]
 
 
 class _ThreadState(threading.local):
-    """How many launches and copies a thread has given to the devices, its open tape and watch."""
+    """One thread's count of submissions, open command list and call with a deadline."""
 
     count: int = 0
     command_list: CommandList | None = None
@@ -44,7 +44,7 @@ _WRITE_SECONDS = 2.0
 
 
 class MeshState(CaptureState):
-    """What the devices of one mesh share: the links between them, the journal, being open.
+    """The state that the devices of one mesh share.
 
     Attributes:
         backend: ``"sim"`` or ``"cuda"``.
@@ -113,7 +113,7 @@ class MeshState(CaptureState):
     def add_listener(
         self, key: Any, on_close: Callable[[Any], None], on_reset: Callable[[Any], None]
     ) -> None:
-        """Has both called with the key as long as it lives.
+        """Adds callbacks that are called with ``key`` as long as it lives.
 
         Args:
             key: with its ``devices``.
@@ -126,19 +126,19 @@ class MeshState(CaptureState):
             self._listeners[key] = (on_close, on_reset)
 
     def listeners(self) -> list[tuple[Any, _Listener]]:
-        """Each key, and what is called with it."""
+        """Returns each key with its callbacks."""
         with self._listeners_lock:
             return list(self._listeners.items())
 
     def close(self) -> None:
-        """Makes every later use of its devices an error."""
+        """Closes the mesh: every later use of its devices raises."""
         self.is_closed = True
         if self._watchdog is not None:
             self._watchdog.end()
         self._wake(None)
 
     def mark_failed(self, physical: int, reason: str) -> None:
-        """Makes every later use of a physical device an error that gives the first reason.
+        """Marks a physical device as lost: later uses raise with the first reason.
 
         Who waits for work on it is woken, by another thread: whoever meets a fault may hold the
         locks that waking takes.
@@ -152,22 +152,22 @@ class MeshState(CaptureState):
 
     @property
     def command_list(self) -> CommandList | None:
-        """Where this thread keeps what it gives to the devices; None: nowhere."""
+        """The command list that records this thread's commands; None: none does."""
         return self._issued.command_list
 
     @property
     def pending_call(self) -> PendingCall | None:
-        """The call with a deadline that this thread is in; a capture knows of none."""
+        """The call with a deadline that this thread is in; None inside a capture."""
         return self._issued.pending_call if self._mine.capture is None else None
 
     @property
     def has_deadline(self) -> bool:
-        """Whether anybody wants to know what this thread gives to the devices."""
+        """Whether a journal, a capture or a command list records this thread's work."""
         return self.sink.recording or self._issued.command_list is not None
 
     @contextmanager
     def recording_commands(self, command_list: CommandList | None) -> Iterator[None]:
-        """Inside, this thread keeps what it does on ``command_list``; nowhere with None."""
+        """Context manager: records this thread's commands on ``command_list`` (None: nowhere)."""
         before, self._issued.command_list = self._issued.command_list, command_list
         try:
             yield
@@ -175,7 +175,7 @@ class MeshState(CaptureState):
             self._issued.command_list = before
 
     def submit(self, command: Command, what: What, defers: bool) -> None:
-        """Has a launch or copy done, counts it for ``fail_on_partial_write``, and keeps it.
+        """Runs a launch or copy, counts it for ``fail_on_partial_write`` and logs it.
 
         What was cut short may have begun, and counts; where work is deferred an ``Exception`` comes
         before it, and Ctrl-C anywhere.
@@ -193,12 +193,12 @@ class MeshState(CaptureState):
             flight.ring.append((next(flight.numbers), what, flight.thread.label))
 
     def submitted(self) -> None:
-        """Counts a collective of this thread, likewise; it is kept where its group is."""
+        """Counts a collective of this thread for ``fail_on_partial_write``."""
         self._issued.count += 1
 
     @contextmanager
     def on_partial_failure(self, then: Callable[[BaseException], None]) -> Iterator[None]:
-        """For work that is given to the devices whole, or has to be told of.
+        """Context manager: calls ``then`` if work fails after part of it was submitted.
 
         A failure before this thread's first launch, copy or collective inside changed nothing.
         After it ``then`` is called with the error, which goes on.
@@ -212,7 +212,7 @@ class MeshState(CaptureState):
             raise
 
     def fail_on_partial_write(self, devices: Iterable[Device]) -> AbstractContextManager[None]:
-        """For work that writes state in place: all of it is given to the devices, or they are lost.
+        """Context manager: marks the devices as lost if an in-place update fails half way.
 
         If it fails half way the state is half of the old and half of the new, and nobody may use
         it. A mesh that is dead is not told so again: what its memory holds after a reset is
@@ -231,11 +231,11 @@ class MeshState(CaptureState):
         return self.on_partial_failure(lose)
 
     def note_partial(self, note: str) -> AbstractContextManager[None]:
-        """For work that writes a caller's memory: an error that comes half way through says so."""
+        """Context manager: adds ``note`` to an error that comes half way through."""
         return self.on_partial_failure(lambda error: error.add_note(note))
 
     def pack_scope(self, pack_info: PackInfoLike, devices: Iterable[Device] = ()) -> PackScope:
-        """A context manager: what this thread gives inside is for what travels.
+        """Context manager: labels this thread's work with the packs that it is for.
 
         So says the flight record and, if the call has a deadline, the error. On a tape it is kept.
 
@@ -248,16 +248,16 @@ class MeshState(CaptureState):
     # -- deadlines --------------------------------------------------------------------------------
 
     def has_died(self, generation: int) -> bool:
-        """Whether the mesh died since that generation, made usable again meanwhile or not."""
+        """Whether the mesh has failed since that generation, even if it was reset."""
         return self.reason is not None or self.generation != generation
 
     @property
     def is_guarded(self) -> bool:
-        """Whether the mesh has seen a deadline: from then on every host wait of it can end."""
+        """Whether a deadline was ever set; from then on host waits poll."""
         return self._watchdog is not None
 
     def guard(self) -> Watchdog:
-        """The watchdog, whose thread is started at the first deadline."""
+        """Returns the watchdog; starts its thread at the first deadline."""
         self.check_process()
         with self._watchdog_lock:
             if self._watchdog is None:
@@ -269,7 +269,7 @@ class MeshState(CaptureState):
     def deadline_scope(
         self, call: str, seconds: float, devices: Iterable[Device]
     ) -> Iterator[None]:
-        """What this thread gives to these devices inside is over in time, or the mesh dies.
+        """Context manager: submitted work finishes in time, or the mesh fails.
 
         Args:
             call: what to call it in the error.
@@ -293,7 +293,7 @@ class MeshState(CaptureState):
             self._issued.pending_call = before
 
     def fail(self, reason: str) -> None:
-        """Makes the mesh dead: every later use of it is an error that gives the first reason.
+        """Marks the mesh as failed: every later use raises with the first reason.
 
         Takes no lock. Who waits is woken by another thread, which takes those that it needs; the
         flight record is written before anybody can see that the mesh is dead.
@@ -308,7 +308,7 @@ class MeshState(CaptureState):
         self._tell(self._notify_waiters)
 
     def abort_wait(self, what: str, device: Device, wait_policy: WaitPolicy) -> Exception:
-        """The error of a host wait that is over before what it waits for; the mesh is dead then."""
+        """Returns the error of a host wait that ended early; the mesh has failed then."""
         try:
             self.check_usable(device)
         except (BackendUnavailableError, CollectiveError) as error:
@@ -321,7 +321,7 @@ class MeshState(CaptureState):
         return self._death(self._last_reason)
 
     def clear_failure(self) -> None:
-        """Takes the reason back; for ``reset``, which has seen to everything else."""
+        """Clears the failure; for ``reset``, which has done everything else."""
         self.prepared.clear()
         # One C call: Ctrl-C finds all of them changed, or none.
         vars(self).update(
@@ -329,7 +329,7 @@ class MeshState(CaptureState):
         )
 
     def _stuck(self, device: Device) -> str:
-        """Who keeps the host waiting for a device, which may only stand behind another."""
+        """Describes what a late device waits for, which may be another device's work."""
         devices = device.mesh.devices
         late = self.flight_recorder.late(devices)
         if not late:
@@ -362,7 +362,7 @@ class MeshState(CaptureState):
         write_flight(self.flight_path, f"{self.backend}, process {self._pid}", reason, entries)
 
     def _tell(self, call: Callable[[], None]) -> None:
-        """Has a thread of its own call it; where none can be started the watchdog, if there is one.
+        """Calls it in a new thread, or in the watchdog's if no thread can start.
 
         Else the calling thread, though it may hold a lock that others wait for.
         """
@@ -376,7 +376,7 @@ class MeshState(CaptureState):
         self.failure_reported.set()
 
     def _wake(self, physical: int | None) -> None:
-        """Wakes those who wait for one physical device, or (None) all."""
+        """Wakes the threads that wait for one physical device (None: for any)."""
         for call in self.on_wake:
             call()
         for waiting, (wake, _) in self.listeners():
@@ -386,7 +386,7 @@ class MeshState(CaptureState):
     # -- checks -----------------------------------------------------------------------------------
 
     def check_usable(self, device: Device) -> None:
-        """Raises for a device that is of no use.
+        """Raises if the device cannot be used.
 
         Raises:
             BackendUnavailableError: it is lost, or what ``check_open`` raises.

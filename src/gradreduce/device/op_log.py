@@ -1,4 +1,4 @@
-"""The operation log of a mesh: the journal, and the flight recorder of the last operations.
+"""The operation log of a mesh: journals, and the flight recorder.
 
 The journal records every launch, copy, upload and host wait while it is open; tests count its
 records. The flight recorder is always on: one small tuple in a ring for each operation. How far
@@ -54,7 +54,7 @@ Kind = Literal["launch", "copy", "collective", "fill", "upload", "download", "sy
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One thing a device was asked to do.
+    """One operation that was submitted to a device.
 
     Attributes:
         kind: ``launch``, ``copy``, ``collective``, ``fill``, ``upload``, ``download`` or ``sync``.
@@ -79,7 +79,7 @@ class Record:
 
 @dataclass(repr=False)
 class Journal:
-    """The records made while a ``with mesh.journal()`` block ran, in the order of the calls."""
+    """The records made inside a ``with mesh.journal()`` block, in call order."""
 
     records: list[Record] = field(default_factory=list)
 
@@ -90,51 +90,51 @@ class Journal:
         )
 
     def of(self, kind: Kind) -> list[Record]:
-        """The records of one kind, in order."""
+        """Returns the records of one kind, in order."""
         return [record for record in self.records if record.kind == kind]
 
     @property
     def launches(self) -> int:
-        """Kernel launches."""
+        """The number of kernel launches."""
         return len(self.of("launch"))
 
     @property
     def copies(self) -> int:
-        """Copies from a device to a device (the same one included)."""
+        """The number of copies from device to device (the same one included)."""
         return len(self.of("copy"))
 
     @property
     def bytes(self) -> int:
-        """Bytes that left a device for another: by copy, collective, or a peer's launch."""
+        """Bytes that crossed from one device to another by copy, collective or launch."""
         return sum(record.nbytes for record in self.records if record.kind in CROSSING)
 
     @property
     def uploads(self) -> int:
-        """Transfers from host memory to a device."""
+        """The number of transfers from host memory to a device."""
         return len(self.of("upload"))
 
     @property
     def syncs(self) -> int:
-        """Times the host waited for a device: downloads and ``synchronize``."""
+        """The number of host waits: downloads and ``synchronize``."""
         return len(self.of("sync")) + len(self.of("download"))
 
 
 class Sink(Protocol):
-    """Whatever takes records."""
+    """Receives records."""
 
     @property
     def recording(self) -> bool:
-        """Whether it wants any."""
+        """Whether it keeps records."""
 
     def add(self, record: Record) -> None:
-        """Takes one."""
+        """Adds a record."""
 
     def replayed(self, records: Iterable[Record]) -> None:
-        """Takes those of an operation that a tape gave again."""
+        """Adds the records of a replayed command."""
 
 
 class Recorder:
-    """Hands each record to every journal that is open; costs one truth test when none is.
+    """Passes each record to every open journal; costs one check if none is open.
 
     Args:
         keep: is given what is done again from a tape, besides.
@@ -147,7 +147,7 @@ class Recorder:
 
     @contextmanager
     def journal(self) -> Iterator[Journal]:
-        """Records everything, from any thread, until the block ends."""
+        """Opens a journal of all threads' work until the block ends."""
         journal = Journal()
         with self._lock:
             self._open = (*self._open, journal)
@@ -163,7 +163,7 @@ class Recorder:
         return bool(self._open)
 
     def replayed(self, records: Iterable[Record]) -> None:
-        """Of an operation that a tape gave again."""
+        """Records the replay of a command list."""
         for record in records:
             self._keep(record)
             if self._open:
@@ -187,7 +187,7 @@ What = Fields | Record
 
 @dataclass(frozen=True, slots=True)
 class FlightEntry:
-    """One operation that a device was given.
+    """One operation that was submitted to a device.
 
     Attributes:
         sequence: its number in the mesh, from 1, in the order in which they were given.
@@ -223,13 +223,13 @@ _Place = tuple[int, "Device", Queue, Any]
 
 
 class _Label(threading.local):
-    """What a thread works for."""
+    """The label of a thread's current work."""
 
     label: object = None
 
 
 class FlightRecorder:
-    """The ring of one mesh. Takes no lock: ``deque`` is atomic where it matters.
+    """The ring buffer of one mesh's last operations, without locks.
 
     Attributes:
         ring: number, operation and label of each.
@@ -248,7 +248,7 @@ class FlightRecorder:
         self.thread = _Label()
 
     def add(self, what: What) -> int:
-        """Keeps an operation that *has been* given: what is marked later comes behind it.
+        """Adds an operation that has been submitted: later marks come after it.
 
         Returns:
             Its number.
@@ -258,24 +258,24 @@ class FlightRecorder:
         return number
 
     def over(self, number: int, device: Device, *queues: Queue) -> None:
-        """The host has seen that these queues are over, as far as they were given by a number."""
+        """Records that the host saw these queues finish, up to an operation number."""
         for queue in queues:
             key = device.index, queue
             self._over[key] = max(number, self._over.get(key, 0))
 
     def labelled(self, label: object) -> object:
-        """What this thread gives from now on is for ``label``, whose text says so; the last one."""
+        """Sets the label of this thread's later operations."""
         before, self.thread.label = self.thread.label, label
         return before
 
     def marked(self, device: Device, queue: Queue, event: Any) -> None:
-        """Keeps a mark that has just been made for whatever reason."""
+        """Records a mark that has just been made for any reason."""
         ring = self.ring
         if ring:
             self._marks.append((ring[-1][0], device, queue, event))
 
     def entries(self, devices: Sequence[Device], *, fresh: bool) -> list[FlightEntry]:
-        """All that is kept, oldest first.
+        """Returns all entries, oldest first.
 
         Args:
             devices: of the whole mesh.
@@ -289,7 +289,7 @@ class FlightRecorder:
         return [self._entry(number, what, label, reached) for number, what, label in given]
 
     def late(self, devices: Sequence[Device]) -> list[Device]:
-        """Whose queues are not empty, looked at as ``entries`` does when it is to be fresh.
+        """Returns the devices whose queues are not empty.
 
         Without those whose queues are known to wait for another device, if any is left then.
         """
@@ -309,7 +309,7 @@ class FlightRecorder:
         return list(dict.fromkeys(device for device, _ in stuck or late))
 
     def drop(self, devices: Sequence[Device]) -> None:
-        """What is not known to be over now never will be, whatever marks say: a mesh is reset."""
+        """Closes open entries for a reset: what is not known to be done stays so."""
         given = self._given()
         reached = self._reached()
         last = given[-1][0] if given else 0
@@ -325,7 +325,7 @@ class FlightRecorder:
         return sorted(_copied(self.ring), key=lambda each: each[0])
 
     def _reached(self) -> dict[_QueueOf, int]:
-        """Up to which number each queue is known to be over."""
+        """Returns the number up to which each queue is known to be done."""
         reached = dict(self._over)
         for last, device, queue, event in _copied(self._marks):
             key = device.index, queue
@@ -353,7 +353,7 @@ class FlightRecorder:
         )
 
     def _look(self, devices: Sequence[Device], last: int) -> list[_Place]:
-        """In a thread of its own: a driver whose queue is full may hold whoever marks it.
+        """Queries marks in a new thread, because a driver whose queue is full may block.
 
         Returns:
             The marks that could be made.
@@ -388,7 +388,7 @@ def _copied(ring: deque[Any]) -> list[Any]:
 
 
 def flight_path(wanted: str) -> str:
-    """Where one mesh writes its flight record: ``flight.json`` gives ``flight.4711-1.json``.
+    """Returns a mesh's path: ``flight.json`` gives ``flight.4711-1.json``.
 
     Of process 4711 the first mesh. What is there and no regular file, such as a device or a FIFO,
     is written to itself.
@@ -423,7 +423,9 @@ def flight_path(wanted: str) -> str:
 
 
 def write_flight(path: str, mesh: str, reason: str, entries: Sequence[FlightEntry]) -> None:
-    """Writes ``{"mesh": …, "reason": …, "entries": [{…}, …]}`` as JSON, whole or not at all.
+    """Writes mesh, reason and entries as JSON, completely or not at all.
+
+    The object is ``{"mesh": …, "reason": …, "entries": [{…}, …]}``.
 
     Never raises: who writes it has worse to tell. A failure is logged.
 
@@ -450,12 +452,12 @@ def write_flight(path: str, mesh: str, reason: str, entries: Sequence[FlightEntr
 
 
 def _is_special(path: Path) -> bool:
-    """Whether something is there that is written to, not replaced: a device or a FIFO."""
+    """Whether the path is a device or a FIFO, which is written to, not replaced."""
     return path.exists() and not (path.is_file() or path.is_dir())
 
 
 def replace_file(target: Path, content: bytes, *, mode: int) -> None:
-    """Makes ``target`` a regular file of this content, whole or not at all; follows no link.
+    """Replaces ``target`` by a regular file, completely or not at all; follows no link.
 
     Args:
         target: what has this name is replaced.
@@ -474,7 +476,7 @@ def replace_file(target: Path, content: bytes, *, mode: int) -> None:
 
 
 def _write_part(target: Path, content: bytes, *, mode: int) -> Path:
-    """A new file of a random name beside ``target``, on disk before it gets its name."""
+    """Writes a new file of a random name beside ``target``, synced to disk."""
     part = target.with_name(f"{target.name}.{secrets.token_hex(8)}.part")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     try:

@@ -1,4 +1,4 @@
-"""Which memory a device may touch; never touches any."""
+"""Checks which memory a device may access."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["can_access", "check_accessible", "check_writable"]
 
 
 def can_access(device: Device, operand: Buffer) -> bool:
-    """Whether a launch of ``device`` may touch ``operand``, which is of the same mesh.
+    """Whether a launch on ``device`` can access ``operand``, which is of the same mesh.
 
     Memory of the same physical device, and of a peer what is of our own pool.
     """
@@ -24,7 +24,7 @@ def can_access(device: Device, operand: Buffer) -> bool:
 
 
 def check_accessible(device: Device, operand: Buffer) -> None:
-    """Raises unless a launch of ``device`` may touch ``operand``.
+    """Raises unless a launch on ``device`` can access ``operand``.
 
     Raises:
         DeviceMismatchError: it is of another mesh, or of a device that is no peer, or a caller's

@@ -1,4 +1,4 @@
-"""What a call with a deadline gave to which devices, and who is late; never acts on it.
+"""Calls with a deadline: their marks, and which devices are late.
 
 Marks are made only for calls that have a deadline: one on each queue when the call begins, one
 before and one after each pack, one when the call has given everything.
@@ -46,7 +46,7 @@ now = time.monotonic
 
 
 def as_deadline(deadline: float | None, name: str = "deadline") -> float | None:
-    """Seconds that device work may take, above 0; None for ever.
+    """Validates a deadline: seconds above 0, or None for no limit.
 
     Raises:
         ValueError: anything else.
@@ -61,7 +61,7 @@ def as_deadline(deadline: float | None, name: str = "deadline") -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class PackInfo:
-    """What travels together, by name.
+    """Names the tensors and packs that are reduced together.
 
     Attributes:
         tensors: places in the batch, in order.
@@ -82,7 +82,7 @@ class PackInfo:
 
 
 class PackInfos(tuple[PackInfo, ...]):
-    """What travels in several batches, whose packs are counted apart."""
+    """Names the packs of several batches, which are counted separately."""
 
     __slots__ = ()
 
@@ -95,7 +95,7 @@ PackInfoLike = PackInfo | PackInfos
 
 
 def together(pack_infos: Iterable[PackInfo]) -> PackInfoLike:
-    """One name for what travels in turn: the stages of a batch, in whatever order, are one."""
+    """Merges the names of what is reduced together: the stages of one batch become one."""
     made: list[PackInfo] = []
     for each in pack_infos:
         index = next((index for index, had in enumerate(made) if _of_one_batch(had, each)), None)
@@ -109,13 +109,13 @@ def together(pack_infos: Iterable[PackInfo]) -> PackInfoLike:
 
 
 def _of_one_batch(had: PackInfo, other: PackInfo) -> bool:
-    """Of two batches of as many packs each, the same pack has different tensors."""
+    """Whether two stages belong to one batch, whose packs have distinct tensors."""
     alike = set(had.packs).isdisjoint(other.packs) or not set(had.tensors).isdisjoint(other.tensors)
     return alike and 0 < had.num_packs == other.num_packs
 
 
 def _numbered(noun: str, numbers: Sequence[int]) -> str:
-    """``"tensor 3"``, ``"tensors 3 to 7"`` or, with gaps, ``"tensors 3, 5, 7"``; 5 at most."""
+    """Names numbers: ``"tensor 3"``, ``"tensors 3 to 7"`` or ``"tensors 3, 5, 7"``."""
     if len(numbers) == 1:
         return f"{noun} {numbers[0]}"
     first, last = numbers[0], numbers[-1]
@@ -140,7 +140,7 @@ class _Mark(NamedTuple):
 
 
 class _Stage(NamedTuple):
-    """A line that every device has to pass.
+    """A point that every device has to pass.
 
     Attributes:
         pack_info: what comes behind the line, or before it; None for the whole call.
@@ -180,7 +180,7 @@ class PendingCall:
     def mark_queues(
         self, pack_info: PackInfoLike | None, *, leaves: bool, devices: Iterable[Device] = ()
     ) -> None:
-        """Marks both queues of these devices (default: all of the call) where they are now."""
+        """Marks the current end of both queues of these devices (default: all of the call)."""
         marks = []
         for device in dict.fromkeys(devices) or self.devices:
             for queue in QUEUES:
@@ -191,12 +191,12 @@ class PendingCall:
 
     @property
     def remaining(self) -> float:
-        """Seconds until the deadline; less than 0 behind it."""
+        """Seconds until the deadline; negative after it."""
         return self._expires - now()
 
     @property
     def is_settled(self) -> bool:
-        """Whether there is nothing more to look at.
+        """Whether the call needs no more checks.
 
         Looks at all marks, also behind one that has not passed: a GPU that has met a fault is
         noticed by being asked.
@@ -206,7 +206,7 @@ class PendingCall:
         return all([mark.passed for mark in self._stages[-1].marks])
 
     def failed_devices(self) -> list[Device]:
-        """Lost devices that never came to the end of what they were given."""
+        """Returns lost devices that have not finished their work."""
         marks = self._stages[-1].marks if self._stages else ()
         return [
             mark.device
@@ -215,7 +215,7 @@ class PendingCall:
         ]
 
     def describe_stall(self) -> str:
-        """Which devices are late, and with what: at the first line that not all have passed."""
+        """Describes which devices are late, at the first stage that some have not passed."""
         for index, stage in enumerate(list(self._stages)):
             late = [mark for mark in stage.marks if not mark.passed]
             if late:
@@ -240,7 +240,7 @@ class PendingCall:
 
 
 class WaitPolicy:
-    """How long the host waits for a device: until it is lost, the mesh dies or a deadline passes.
+    """How long the host waits: until a deadline, a lost device or a failed mesh.
 
     Args:
         device: that it waits for.
@@ -253,7 +253,7 @@ class WaitPolicy:
 
     @property
     def polls(self) -> bool:
-        """Whether to look again and again: a driver's own wait has no end.
+        """Whether to poll instead of waiting in the driver, which has no timeout.
 
         So where there is a deadline, and everywhere in a mesh that has seen one.
         """
@@ -266,20 +266,20 @@ class WaitPolicy:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is no use in waiting any more."""
+        """Whether waiting any longer is useless."""
         mesh_state = self._device.mesh_state
         gone = mesh_state.reason is not None or mesh_state.is_closed
         return gone or self._device.physical in mesh_state.failed or self.is_late
 
     @property
     def remaining(self) -> float | None:
-        """Seconds until the deadline; None for ever."""
+        """Seconds until the deadline; None without one."""
         if self._expires == math.inf:
             return None
         return min(max(0.0, self._expires - now()), threading.TIMEOUT_MAX)
 
     def until(self, done: Callable[[], bool]) -> bool:
-        """Looks until ``done()`` or it is over; whether it was done.
+        """Polls until ``done()`` or the wait is over; returns whether it is done.
 
         What is done in a dead mesh need not be so by itself: an aborted collective ends too.
         """
@@ -293,7 +293,7 @@ class WaitPolicy:
 
 
 class PackScope:
-    """See ``MeshState.pack_scope``. A class: a generator costs every pack three times as much.
+    """See ``MeshState.pack_scope``. A class, because a generator is three times slower.
 
     Without a deadline it costs a label, and no mark.
     """

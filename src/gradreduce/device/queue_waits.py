@@ -1,4 +1,4 @@
-"""Fences of work that is given again, without the calls that made them the first time.
+"""Waits between our queues and callers' streams, for replayed work.
 
 ``adopt`` and ``release`` fence as they go. Who plays a tape passes by neither.
 """
@@ -12,7 +12,7 @@ __all__ = ["block_stream", "wait_for_stream"]
 
 
 def wait_for_stream(device: Device, stream: Stream, *, checked: bool = False) -> None:
-    """The compute queue waits for what a caller's stream holds now, as in ``adopt``.
+    """Makes the compute queue wait for a caller's stream, as ``adopt`` does.
 
     Args:
         device: whose queue.
@@ -29,7 +29,7 @@ def wait_for_stream(device: Device, stream: Stream, *, checked: bool = False) ->
 
 
 def block_stream(device: Device, stream: Stream | None) -> None:
-    """A caller's stream (None: the host) waits for the compute queue, as in ``release``.
+    """Makes a caller's stream (None: the host) wait for the compute queue.
 
     Say ``check_stream`` before the work for which it waits.
     """

@@ -1,4 +1,4 @@
-"""Logical devices that share a physical one, and how one of them works for several.
+"""Waits between the streams of devices, above all of co-located ones.
 
 Co-located devices share launches: one of them, the leader, launches for all. It says
 ``join_streams`` before, so that its queue comes behind theirs, and ``fork_streams`` after, so that
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def by_physical(devices: Sequence[Device]) -> dict[int, tuple[int, ...]]:
-    """Physical device -> the places in ``devices`` of its logical ones; first seen first."""
+    """Maps each physical device to the indices of its logical devices, in order."""
     if len(devices) == 1:
         return {devices[0].physical: (0,)}
     indices: dict[int, list[int]] = {}
@@ -40,7 +40,7 @@ def by_physical(devices: Sequence[Device]) -> dict[int, tuple[int, ...]]:
 
 
 def join_streams(leader: Device, others: Iterable[Device], queue: Queue = "compute") -> None:
-    """What the leader's queue is given from now on comes behind what the others hold so far.
+    """Makes the leader's queue wait for what the others hold so far.
 
     Say it after the last allocation: memory comes in the order of its device's compute queue.
     """
@@ -50,19 +50,19 @@ def join_streams(leader: Device, others: Iterable[Device], queue: Queue = "compu
 
 
 def join_streams_each(leaders: Iterable[Device], others: Iterable[Device], queue: Queue) -> None:
-    """As ``join_streams`` for several leaders; each of the others is marked once for all."""
+    """As ``join_streams`` for several leaders; marks each of the others once."""
     _fenced(_join_streams, dict.fromkeys(leaders), dict.fromkeys(others), queue)
 
 
 def fork_streams(leader: Device, others: Iterable[Device], queue: Queue = "compute") -> None:
-    """What the others launch from now on comes behind what the leader's queue holds so far."""
+    """Makes the others' queues wait for what the leader's queue holds so far."""
     others = dict.fromkeys(others)
     if not _is_all(leader, others, queue):
         _fenced(_fork_streams, (leader,), others, queue)
 
 
 def _is_all(leader: Device, others: dict[Device, None], queue: Queue) -> bool:
-    """Whether there is nobody else: a queue comes behind itself without a fence."""
+    """Whether the leader is the only device, so that no wait is needed."""
     return queue == "compute" and len(others) == 1 and leader in others
 
 
@@ -72,7 +72,7 @@ def _fenced(
     others: Iterable[Device],
     queue: Queue,
 ) -> None:
-    """Fences; on a tape it is kept whole, because each time something else may be left out."""
+    """Queues waits; a command list records them all, as a replay may skip others."""
     again = partial(fence, tuple(leaders), tuple(others), queue)
     mesh_state = again.args[0][0].mesh_state if again.args[0] else None
     if mesh_state is None or mesh_state.command_list is None:
@@ -104,7 +104,7 @@ def _fork_streams(leaders: Sequence[Device], others: Sequence[Device], queue: Qu
 
 
 def ensure_accessible(device: Device, buffer: Buffer, queue: Queue = "compute") -> Buffer:
-    """``buffer`` where launches of ``device`` read it: itself if they reach it, else a copy.
+    """Returns ``buffer`` itself if launches of ``device`` can access it, else a copy.
 
     ``join_streams`` afterwards, with the device of what this returns, and ``fork_streams`` to it;
     and if another queue than ``compute`` copied, its mark must be waited for.
@@ -120,7 +120,7 @@ def ensure_accessible(device: Device, buffer: Buffer, queue: Queue = "compute") 
 
 
 def to_accessible(device: Device, buffer: Buffer) -> Buffer:
-    """As ``ensure_accessible``, by ``copy_over``."""
+    """As ``ensure_accessible``, but copies with ``copy_over``."""
     return buffer if _is_read(device, buffer) else to_local(device, buffer)
 
 
@@ -134,7 +134,7 @@ def to_local(device: Device, buffer: Buffer) -> Buffer:
 
 
 def _is_read(device: Device, buffer: Buffer) -> bool:
-    """Whether launches of ``device`` read it where it lies; raises if its device is lost."""
+    """Whether launches of ``device`` can read it in place; raises if its device is lost."""
     if not can_access(device, buffer):
         return False
     check_accessible(device, buffer)
@@ -142,7 +142,7 @@ def _is_read(device: Device, buffer: Buffer) -> bool:
 
 
 def copy_over(device: Device, dst: Buffer, src: Buffer) -> None:
-    """``device`` copies, and the source's own device comes behind it if a caller may write that.
+    """Copies to ``device``; the source's device waits if a caller may write the source.
 
     Then a fence of that device alone tells the caller's stream that its memory was read. In an
     all-reduce every device comes behind all that read its memory as it is.

@@ -1,4 +1,4 @@
-"""Waits, and threads for work that may block, which a signal handler finds done or not done.
+"""Waits and threads that stay consistent when a signal handler interrupts them.
 
 ``threading.Event`` and ``Thread.start`` are Python code: Ctrl-C in the middle of one leaves its
 inner lock held. Here one C call makes each step.
@@ -18,7 +18,7 @@ __all__ = ["Done", "Waiters", "acquired_in_time", "run_in_thread"]
 
 
 class Done:
-    """As a ``threading.Event`` that is never cleared, for one thread that waits at a time."""
+    """A ``threading.Event`` that is set once, for one waiting thread at a time."""
 
     __slots__ = ("_is_set", "_lock")
 
@@ -45,7 +45,7 @@ class Done:
 
 
 class Waiters:
-    """Those who wait for what a lock guards to become something; in place of a ``Condition``."""
+    """Threads that wait for state that a lock guards; replaces ``Condition``."""
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
@@ -54,7 +54,7 @@ class Waiters:
     def until(
         self, ready: Callable[[], bool], rest: Callable[[], float | None] = lambda: None
     ) -> None:
-        """Returns when ``ready()``, which is asked, and may change it, while the lock is held.
+        """Waits until ``ready()`` is true; it is called with the lock held.
 
         It is asked at first, after each ``notify`` and after ``rest()`` seconds. The caller must
         not hold the lock: while it waits nobody holds it.
@@ -69,13 +69,13 @@ class Waiters:
                 news.get(timeout=rest())
 
     def notify(self) -> None:
-        """Has them ask again; the lock must be held."""
+        """Makes waiting threads check again; the lock must be held."""
         while self._waiters:
             self._waiters.popleft().put(None)
 
 
 def acquired_in_time(lock: Any, seconds: float, call: Callable[[], object]) -> bool:
-    """Calls it while the lock is held, if that is free within so many seconds; whether it was."""
+    """Makes the call under the lock, if it is free in time; returns whether it was."""
     taken: list[bool] = []
     try:
         taken.extend(map(lock.acquire, (True,), (seconds,)))  # taken and listed, or neither
@@ -90,7 +90,7 @@ def acquired_in_time(lock: Any, seconds: float, call: Callable[[], object]) -> b
 def run_in_thread(
     work: Callable[[], object], otherwise: Callable[[], object] | None = None
 ) -> Done:
-    """Has work that may block done by a thread of its own, which the process does not wait for.
+    """Runs work that may block in a daemon thread.
 
     Where no thread can be started ("can't start new thread") the calling one does ``otherwise``,
     by default the work.

@@ -1,4 +1,4 @@
-"""The one thread of a mesh that looks whether calls with a deadline come to their end.
+"""The watchdog thread of a mesh: checks that calls finish before their deadline.
 
 It polls marks and takes no lock of ours; nor does whoever hands it something, or ends it, which
 may be a collected mesh: ``SimpleQueue.put`` may be called anywhere, by the collector too.
@@ -25,7 +25,7 @@ _Inbox = SimpleQueue[PendingCall | Callable[[], None] | None]
 
 
 class Watchdog:
-    """Starts the thread; it ends with its mesh, which it never keeps alive while idle."""
+    """Starts the watchdog thread, which ends with its mesh."""
 
     def __init__(self, mesh_state: MeshState) -> None:
         self._inbox: _Inbox = SimpleQueue()
@@ -39,16 +39,16 @@ class Watchdog:
         finalize(mesh_state, self._inbox.put, None).atexit = False
 
     def take(self, arrived: PendingCall | Callable[[], None]) -> None:
-        """Looks at a call with a deadline from now on; or calls it, once."""
+        """Starts to watch a call with a deadline; or calls a function, once."""
         self._inbox.put(arrived)
 
     def end(self) -> None:
-        """Lets the thread end; does not wait for it."""
+        """Ends the thread; does not wait for it."""
         self._inbox.put(None)
 
 
 def _watch(mesh_state: ReferenceType[MeshState], inbox: _Inbox) -> None:
-    """The thread. Its variables hold a call, and with it the mesh, only while that is open."""
+    """Runs the thread, which keeps the mesh alive only while a call is open."""
     calls: list[PendingCall] = []
     pause = _FIRST_LOOK
     while True:
@@ -73,7 +73,7 @@ def _rest(calls: list[PendingCall], pause: float) -> float:
 
 
 def _looked_at(mesh_state: MeshState | None, calls: list[PendingCall]) -> list[PendingCall]:
-    """Those that are still open; the first that is late, lost or broken ends the mesh."""
+    """Returns calls that are still open; fails the mesh if one is late or lost."""
     if mesh_state is None or mesh_state.reason is not None:
         return []
     try:
@@ -128,7 +128,7 @@ def _progress(pending: PendingCall) -> None:
 
 
 def _told(pending: PendingCall, oldest: PendingCall) -> str:
-    """What is said of a call that is late; it may only stand behind an earlier one that is not."""
+    """Describes a late call, and the earlier one that it waits for."""
     stall = pending.describe_stall()
     text = f"the deadline of {pending.seconds:g} s for {pending.call} passed: {stall}"
     if oldest is not pending:
