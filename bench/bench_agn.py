@@ -115,7 +115,7 @@ class Worker:
     def push(self) -> None:
         """A communication by itself, of what was accumulated, again and again."""
         worker = self.optimizer._worker
-        worker._plan_push(worker._held(), None, worker._inner)
+        worker._plan_push(worker._current_sums(), None, worker._inner)
         assert worker._push is not None
         worker._push.run(worker._next.scalars, lambda: None)
 

@@ -154,7 +154,7 @@ def test_what_holds_devices_says_how_to_copy_it(mesh):
         (Rule("mine"), load),
         (gr.AGNOptimizer(gr.GradientDescentOptimizer(1.0), 1, getter), load),
         (getter.center, load),
-        (getter, "make one for each worker"),
+        (getter, "create one for each worker"),
     ]:
         text = f"^{type(held).__name__} objects cannot be pickled or copied; {re.escape(instead)}"
         for call in (pickle.dumps, copy.deepcopy, copy.copy, lambda one: pickle.dumps([one], 0)):

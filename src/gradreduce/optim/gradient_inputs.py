@@ -17,7 +17,7 @@ from gradreduce.errors import InvalidVariableError, about, brief, listed, repeat
 from gradreduce.reduce.cross_device_ops import CrossDeviceOps
 
 __all__ = [
-    "Near",
+    "Colocated",
     "check_apart",
     "check_float",
     "check_global_step",
@@ -31,7 +31,8 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 Pair = tuple[Any, Variable]
 Given = Part | PerReplica | Mirrored
-Near = tuple[Part, ...]  # for each copy of a variable its gradient, on the same physical device
+# For each copy of a variable, a gradient on the same physical device.
+Colocated = tuple[Part, ...]
 
 
 def check_float(variable: Variable) -> None:
@@ -120,7 +121,7 @@ def to_variables(
     gradients: Sequence[Any],
     variables: Sequence[Variable],
     cross_device_ops: CrossDeviceOps | None,
-) -> list[Near]:
+) -> list[Colocated]:
     """Returns, for each variable, a gradient colocated with each of its copies.
 
     ``PerReplica`` gradients are reduced by MEAN.
@@ -223,7 +224,7 @@ def _check_rows(slices: IndexedSlices, var: Variable) -> None:
         raise ValueError(f"the gradient of {var!r}: {error}") from None
 
 
-def _in_order(grad: Mirrored, var: Variable) -> Near:
+def _in_order(grad: Mirrored, var: Variable) -> Colocated:
     """Returns the gradient's copies in the order of the variable's devices."""
     if grad.devices == var.devices:
         return grad.parts
@@ -231,7 +232,7 @@ def _in_order(grad: Mirrored, var: Variable) -> Near:
     return tuple(by_device[device] for device in var.devices)
 
 
-def _everywhere(grad: Part, var: Variable) -> Near:
+def _everywhere(grad: Part, var: Variable) -> Colocated:
     """Copies a plain gradient to each physical device of its variable where needed."""
     home = device_of(grad)
     if len(var.buffers) == 1 and home.physical == var.buffers[0].device.physical:
@@ -252,7 +253,7 @@ def _moved(grad: Part, device: Device) -> Part:
     return copied
 
 
-def made_dense(gradients: Sequence[Near], variables: Sequence[Variable]) -> list[Near]:
+def made_dense(gradients: Sequence[Colocated], variables: Sequence[Variable]) -> list[Colocated]:
     """Converts sparse gradients to dense ones; one array per physical device."""
     if all([type(part) is Buffer for parts in gradients for part in parts]):
         return list(gradients)
@@ -272,7 +273,7 @@ def made_dense(gradients: Sequence[Near], variables: Sequence[Variable]) -> list
 
 
 def check_apart(
-    variables: Sequence[Variable], gradients: Sequence[Near], written: ops.Ranges
+    variables: Sequence[Variable], gradients: Sequence[Colocated], written: ops.Ranges
 ) -> None:
     """Raises if a gradient shares memory with what the update writes.
 

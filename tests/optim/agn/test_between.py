@@ -327,7 +327,7 @@ def test_a_second_round_waits_again_and_a_lost_worker_ends_its_own(mesh):
     ):
         center.wait_for(2, 0.0)
     center.begin(1)
-    center.lose(1, ValueError("gone"))
+    center.mark_failed(1, ValueError("gone"))
     center.wait_for(2, 0.0)  # it had begun
     center.end(0)
     center.begin(0)

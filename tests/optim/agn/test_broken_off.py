@@ -264,7 +264,7 @@ def test_who_waits_does_not_miss_a_worker_that_is_lost_at_once(mesh):
     waiting = center.start_worker(1, lambda: center.wait_for(2, LIMIT_S))
     with center._lock:
         center.begin(0)
-        center.lose(0, ValueError("gone"))
+        center.mark_failed(0, ValueError("gone"))
     waiting.join(LIMIT_S)
     assert center.lost_workers == (0,)
 

@@ -1,4 +1,4 @@
-"""Accumulated gradient normalization: workers that push the mean of a period to a centre.
+"""Accumulated gradient normalization (AGN): workers push mean gradients to a centre.
 
 Source: tf.contrib.opt.AGNOptimizer (agn_optimizer.md); arXiv 1710.02368.
 """

@@ -1,7 +1,7 @@
-"""The AGN centre: variables and slots that all workers push to and pull from; worker threads.
+"""The AGN centre: shared variables and slots, and the threads of its workers.
 
-Its lock is held while a push is launched and while variables and slots are made; never while a
-kernel is compiled, nor while the host waits for a device.
+Its lock is held while a push is launched and while variables and slots are created, but not while a
+kernel is compiled or the host waits for a device.
 """
 
 from __future__ import annotations
@@ -45,41 +45,43 @@ __all__ = ["PREFIX", "AGNCenter", "StalePushError", "WorkerThread", "process_wid
 
 
 class WorkerThread(threading.Thread):
-    """A thread whose ``join`` raises what ended it; whoever keeps it keeps nothing of the training.
+    """A thread whose ``join`` raises the exception that ended it.
+
+    After it has ended it holds no reference to objects of the training.
 
     Args:
         task_index: of the worker.
-        work: what it does.
-        lose: told that, with the task index.
+        work: function to run.
+        mark_failed: called with the task index and the exception if ``work`` raises.
     """
 
     def __init__(
         self,
         task_index: int,
         work: Callable[[], object],
-        lose: Callable[[int, BaseException], None],
+        mark_failed: Callable[[int, BaseException], None],
     ) -> None:
         super().__init__(name=f"agn-worker-{task_index}", daemon=True)
-        self._task, self._work, self._lose = task_index, work, lose
+        self._task, self._work, self._mark_failed = task_index, work, mark_failed
         self._error: BaseException | None = None
-        self._said = ""  # of it, when it was raised
+        self._said = ""  # text of the error that join() has raised
 
     def run(self) -> None:
-        """The work."""
+        """Runs the worker's function."""
         try:
             self._work()
-        except BaseException as error:  # whoever joins gets it
+        except BaseException as error:  # raised by join()
             self._error = error
-            self._lose(self._task, error)
+            self._mark_failed(self._task, error)
             _let_go(error)
         finally:
-            del self._work, self._lose
+            del self._work, self._mark_failed
 
     def join(self, timeout: float | None = None) -> None:
         """Waits until the worker has ended, and raises the exception that ended it.
 
-        The first time that one itself, which is not kept then: it holds the frames of whoever got
-        it, and so all that these hold. Later a ``RuntimeError`` that names it.
+        The first call raises that exception and drops it, because its traceback refers to frames of
+        the caller. Later calls raise a ``RuntimeError`` with its text.
 
         Args:
             timeout: seconds; afterwards ``is_alive()`` says whether it has ended.
@@ -101,7 +103,7 @@ class WorkerThread(threading.Thread):
 
 
 def _let_go(error: BaseException) -> None:
-    """Of the locals in the frames that it, and what it came behind, has passed."""
+    """Clears the frames in the tracebacks of an error, its causes and contexts."""
     left: list[BaseException | None] = [error]
     known = set()
     while left:
@@ -118,29 +120,29 @@ _log = logging.getLogger("gradreduce.agn")
 
 
 class StalePushError(Exception):
-    """A push was planned for slots that a checkpoint has replaced; nothing was changed."""
+    """A push was planned for slots that a checkpoint has replaced; state is unchanged."""
 
 
 class AGNCenter(NotCopied):
-    """Centre variables and their slots, for the workers of one training.
+    """Centre variables and their slots, shared by the workers of one training.
 
-    A variable is made when the first worker makes its own of that name, with that one's value; the
-    slots of a rule when its first push comes. Whole variables are spread over the devices: each
-    goes to that which holds the fewest bytes, so that pushes of many workers do not queue at one
-    GPU. All methods may be called from any thread.
+    A centre variable is created when the first worker creates its variable of that name, with the
+    same value; slots are created by the first push. Variables are distributed over the devices:
+    each goes to the device with the fewest bytes, so that pushes of many workers do not queue on
+    one GPU. All methods are thread-safe.
 
     Args:
-        mesh: where they lie: a mesh, a part of one, or a device, its name (``"gpu:1"``) or a
-            ``torch.device``, in ``gr.default_mesh()``. Default: all of that.
+        mesh: devices of the variables: a mesh, a part of one, or a device, its name (``"gpu:1"``)
+            or a ``torch.device``, in ``gr.default_mesh()``. Default: all devices of that mesh.
 
     Attributes:
-        devices: those.
-        version: how often its slots were replaced by those of a checkpoint.
-        getters: of its workers, as long as they live.
+        devices: of the variables.
+        version: how often a checkpoint has replaced the slots.
+        getters: weak references to the getters of its workers.
 
     Raises:
         TypeError: ``mesh`` is something else.
-        ValueError: a name of a device that the default mesh has not.
+        ValueError: a name of a device that the default mesh does not have.
     """
 
     _copied_as = "pass its state_dict(), and load that into a new one"
@@ -158,12 +160,12 @@ class AGNCenter(NotCopied):
         self._begun: set[int] = set()
         self._ended: set[int] = set()
         self._unlocked = 0  # pushes that run without locking
-        self._loading: object = None  # who loads, or waits for these to end
+        self._loading: object = None  # the load that runs, or waits for those pushes
         self.getters: weakref.WeakSet[Any] = weakref.WeakSet()
         self._waiters = Waiters(self._mutex)
         self._lost: list[int] = []
 
-    # Asked before each use: in a forked child a thread that holds the lock may not exist.
+    # Check before each use: in a forked child the thread that holds the lock may not exist.
 
     @property
     def _lock(self) -> threading.RLock:
@@ -177,48 +179,49 @@ class AGNCenter(NotCopied):
     # -- members ----------------------------------------------------------------------------------
 
     def variables(self) -> list[Variable]:
-        """Centre variables and their slots, sorted by name."""
+        """Returns centre variables and their slots, sorted by name."""
         with self._lock:
-            kept = [*self._variables.values(), *self.slot_variables()]
-            return sorted(kept, key=lambda each: each.name)
+            found = [*self._variables.values(), *self.slot_variables()]
+            return sorted(found, key=lambda each: each.name)
 
     @property
     def lost_workers(self) -> tuple[int, ...]:
-        """Task indices of the workers that an exception has ended, in that order."""
+        """Task indices of the workers that an exception ended, in that order."""
         with self._lock:
             return tuple(self._lost)
 
     def start_worker(self, task_index: int, work: Callable[[], object]) -> threading.Thread:
-        """Runs a worker in a thread of its own.
+        """Runs a worker in its own thread.
 
         Args:
             task_index: of the worker.
-            work: what it does; called without arguments.
+            work: function to run, called without arguments.
 
         Returns:
-            The running thread, a daemon: join it. Its ``join`` raises the exception that ended the
-            worker, if one did; the others go on, and ``lost_workers`` names it.
+            The running daemon thread; call its ``join``, which raises the exception that ended the
+            worker, if any. Other workers continue, and ``lost_workers`` contains the task index.
 
         Raises:
-            TypeError: a ``task_index`` that is no integer, or ``work`` that cannot be called.
+            TypeError: a ``task_index`` that is not an integer, or ``work`` is not callable.
             ValueError: a negative ``task_index``.
         """
         if not callable(work):
             raise TypeError(f"work={work!r} is not callable")
         number = as_count("task_index", task_index, least=0)
-        self._found(number)
-        worker = WorkerThread(number, work, self.lose)
+        self._not_lost(number)
+        worker = WorkerThread(number, work, self.mark_failed)
         worker.start()
         return worker
 
     def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
-        """Centre variables and their slots, as host data; halves come as float32.
+        """Returns the state of centre variables and slots as host data.
 
-        If all workers lock, of one moment: no push is half in it. Without, a variable and its slots
-        are, and another variable may be a push behind. Waits for the devices.
+        Float16 and bfloat16 are returned as float32. If all workers lock, the state is consistent:
+        it contains each push completely or not at all. Without locking, a variable and its slots
+        are consistent, and another variable may be one push behind. Waits for the devices.
 
         Args:
-            deadline: seconds from now in which the devices must be done, or their mesh dies.
+            deadline: seconds from now; if the devices are not done by then, the mesh has failed.
         """
         seconds = as_deadline(deadline)
         with (
@@ -230,20 +233,21 @@ class AGNCenter(NotCopied):
         return finish(seconds)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        r"""Puts back what ``state_dict`` gave, in this process or another, on any backend.
+        r"""Restores a ``state_dict``, also of another process or backend.
 
-        A centre that refuses pushes, because one failed half way, is whole again. What is refused
-        has changed nothing; an error of a device half way makes the centre refuse pushes. Pushes of
-        workers that run meanwhile come before it, or behind.
+        A centre that rejects pushes, because one failed part-way, is usable again. If the state is
+        invalid, nothing changes; if a device fails part-way, the centre rejects pushes. Concurrent
+        pushes of workers run before or after the load.
 
         Args:
-            state: of a centre with variables of the same names, which workers have made, and with
-                their ``AGNOptimizer``\ s if it has slots. Load the workers behind it.
+            state: of a centre with variables of the same names. Workers must have created these
+                variables, and their ``AGNOptimizer``\ s if there are slots. Load the workers
+                afterwards.
 
         Raises:
-            KeyError: a key is missing or unknown, or a variable that no worker has made.
+            KeyError: a key is missing or unknown, or a variable that no worker has created.
             TypeError: a value of another type.
-            ValueError: another format or rule, slots where no worker has made an
+            ValueError: another format or rule, slots although no worker has an
                 ``AGNOptimizer``, or an array of another shape or dtype.
         """
         self.devices[0].mesh_state.check_process()
@@ -251,7 +255,7 @@ class AGNCenter(NotCopied):
 
         def loaded() -> bool:
             if self._loading is None:
-                self._loading = mine  # from here on pushes that do not lock wait, too
+                self._loading = mine  # from here on pushes without locking wait too
             if self._loading is not mine or self._unlocked:
                 return False
             load = ready_center(self._rule, self._variables, self._slots, state)
@@ -272,8 +276,8 @@ class AGNCenter(NotCopied):
 
     # -- what getters and optimizers ask ----------------------------------------------------------
 
-    def check_reached(self, devices: Sequence[Device]) -> None:
-        """Raises unless a worker's devices are of the same mesh, so that copies get there."""
+    def check_same_mesh(self, devices: Sequence[Device]) -> None:
+        """Raises unless a worker's devices belong to the centre's mesh."""
         for device in devices:
             if device.mesh_state is not self.devices[0].mesh_state:
                 raise DeviceMismatchError(
@@ -282,7 +286,7 @@ class AGNCenter(NotCopied):
                 )
 
     def variable_for(self, name: str, local: Variable) -> Variable:
-        """The centre variable of a name, made like a worker's if it is the first of that name.
+        """Returns the centre variable of a name; the first call creates it from ``local``.
 
         Raises:
             ValueError: it has another shape or dtype.
@@ -291,7 +295,10 @@ class AGNCenter(NotCopied):
             found = self._variables.get(name)
             if found is None:
                 found = self._variables[name] = Variable(
-                    local.buffers[0], f"{PREFIX}/{name}", trainable=False, device=self._emptiest()
+                    local.buffers[0],
+                    f"{PREFIX}/{name}",
+                    trainable=False,
+                    device=self._device_with_fewest_bytes(),
                 )
             elif (found.shape, found.dtype) != (local.shape, local.dtype):
                 raise ValueError(
@@ -300,17 +307,17 @@ class AGNCenter(NotCopied):
                 )
             return found
 
-    def _emptiest(self) -> Device:
+    def _device_with_fewest_bytes(self) -> Device:
         held = dict.fromkeys(self.devices, 0)
         for variable in self._variables.values():
             held[variable.devices[0]] += variable.buffers[0].nbytes
         return min(self.devices, key=lambda device: held[device])
 
     def join(self, optimizer: Optimizer) -> Slots:
-        """The slots of centre variables, whose rule is that of the first optimizer.
+        """Returns the centre's slots; the first optimizer defines the rule.
 
         Raises:
-            ValueError: one of another class, or with other slots or masters.
+            ValueError: an optimizer of another class, or with other slots or masters.
         """
         with self._lock:
             kind, own = type(optimizer), optimizer._slots
@@ -334,10 +341,10 @@ class AGNCenter(NotCopied):
     def prepare(
         self, optimizer: Optimizer, variables: Sequence[Variable]
     ) -> dict[Variable, list[Buffer]]:
-        """Makes the slots of centre variables that are not there yet.
+        """Creates missing slots of centre variables.
 
         Returns:
-            For each variable what an update of it writes, of one moment: see ``Slots.rows``.
+            For each variable the buffers that its update writes; see ``Slots.rows``.
         """
         for variable in variables:
             if optimizer._slots.wants_master(variable):
@@ -351,26 +358,26 @@ class AGNCenter(NotCopied):
             return {variable: slots.rows(variable)[0] for variable in variables}
 
     def slot(self, variable: Variable, name: str) -> Variable | None:
-        """That of a centre variable; None if it was not created."""
+        """Returns a slot of a centre variable, or None."""
         with self._lock:
             return self._slots.by_name.get(name, {}).get(variable) if self._slots else None
 
     def slots_of(self, variable: Variable) -> list[Variable]:
-        """Those of a centre variable that exist."""
+        """Returns the existing slots of a centre variable."""
         with self._lock:
             return self._slots.of(variable) if self._slots else []
 
     def slot_variables(self) -> list[Variable]:
-        """Every slot of a centre variable."""
+        """Returns every slot of every centre variable."""
         with self._lock:
             return self._slots.all() if self._slots else []
 
     def pushing(self, *, use_locking: bool) -> AbstractContextManager[object]:
-        """Inside, the centre is not loaded; with locking, no other worker pushes or pulls."""
-        return self._lock if use_locking else self._among_others()
+        """Context manager around a push: no load meanwhile, and with locking no other push."""
+        return self._lock if use_locking else self._pushing_unlocked()
 
     @contextmanager
-    def _among_others(self) -> Iterator[None]:
+    def _pushing_unlocked(self) -> Iterator[None]:
         self.devices[0].mesh_state.check_process()
 
         def begun() -> bool:
@@ -388,10 +395,10 @@ class AGNCenter(NotCopied):
                 self._waiters.notify()
 
     def check_usable(self, version: int | None = None) -> None:
-        """Raises ``CollectiveError`` if a push failed half way.
+        """Raises ``CollectiveError`` if a push failed part-way.
 
         Args:
-            version: for which a push was planned; ``StalePushError`` if there is another by now.
+            version: for which a push was planned; raises ``StalePushError`` if it has changed.
         """
         if version is not None and version != self.version:
             raise StalePushError("the centre was loaded after the push was planned")
@@ -401,39 +408,39 @@ class AGNCenter(NotCopied):
             )
 
     def half_pushed(self, task: str, error: BaseException) -> None:
-        """From now on pushes are refused."""
+        """Records that a push failed part-way; later pushes raise."""
         self._fault = f"a push failed part-way: {task}: {error!r}"
         error.add_note(
             "A push failed part-way: the centre rejects pushes until load_state_dict restores it."
         )
 
-    # -- workers that come and go ------------------------------------------------------------------
+    # -- registration of workers -------------------------------------------------------------------
 
     def begin(self, task_index: int) -> None:
-        """A worker is there; if it was lost, it is back."""
+        """Registers a worker, which is no longer among ``lost_workers``."""
         with self._lock:
             self._begun.add(task_index)
             self._ended.discard(task_index)
-            self._found(task_index)
+            self._not_lost(task_index)
             self._waiters.notify()
 
     def end(self, task_index: int) -> None:
-        """A worker is done, or lost. When all are that began, the next to come are others."""
+        """Unregisters a worker. After all have ended, workers that begin form a new round."""
         with self._lock:
             self._ended.add(task_index)
-            if self._ended >= self._begun:  # who still waits goes on looking at the old ones
+            if self._ended >= self._begun:  # waiters still hold the old sets
                 self._begun, self._ended = set(), set()
 
-    def _found(self, task_index: int) -> None:
+    def _not_lost(self, task_index: int) -> None:
         with self._lock:
             if task_index in self._lost:
                 self._lost.remove(task_index)
 
     def wait_for(self, num_worker: int, timeout: float) -> None:
-        """Blocks until so many different workers have begun, one that was lost since included.
+        """Blocks until ``num_worker`` workers have begun, including those that failed since.
 
         Raises:
-            DeadlineExceededError: naming who is missing.
+            DeadlineExceededError: some are missing; the message lists them.
         """
         with self._lock:
             here = self._begun
@@ -452,8 +459,8 @@ class AGNCenter(NotCopied):
                 f"[{listed(begun)}]; {num_worker - len(begun)} of [{listed(missing)}] are missing"
             )
 
-    def lose(self, task_index: int, error: BaseException) -> None:
-        """An exception has ended a worker: one warning says so."""
+    def mark_failed(self, task_index: int, error: BaseException) -> None:
+        """Records that an exception ended a worker, and logs one warning."""
         with self._lock:
             if task_index in self._lost:
                 return
@@ -461,7 +468,7 @@ class AGNCenter(NotCopied):
             self.end(task_index)
         _log.warning(
             "worker %d failed, the other workers continue: %s: %s",
-            task_index, type(error).__name__, str(error),  # not itself: a record may be kept
+            task_index, type(error).__name__, str(error),  # as text: a handler may store the record
         )  # fmt: skip
 
 
@@ -469,12 +476,12 @@ _latest: weakref.ref[AGNCenter] | None = None
 _latest_lock = ModuleLock()
 
 
-def process_wide(near: Device, getter: object) -> AGNCenter:
-    """The centre of all getters that name none; it serves as long as one of them lives.
+def process_wide(device: Device, getter: object) -> AGNCenter:
+    """Returns the process-wide centre, which exists as long as one of its getters.
 
     Args:
-        near: a device of the mesh over which it is spread, if it is made now.
-        getter: that asks.
+        device: its mesh has the variables if the centre is created now.
+        getter: registered with the centre.
     """
     global _latest
     with _latest_lock.lock:
@@ -482,7 +489,7 @@ def process_wide(near: Device, getter: object) -> AGNCenter:
         mesh_state = None if center is None else center.devices[0].mesh_state
         gone = mesh_state is None or mesh_state.is_closed or mesh_state.is_inherited
         if center is None or gone or not center.getters:
-            center = AGNCenter(near.mesh)
+            center = AGNCenter(device.mesh)
             _latest = weakref.ref(center)
         center.getters.add(getter)
         return center

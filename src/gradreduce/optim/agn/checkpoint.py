@@ -1,6 +1,6 @@
-"""What a checkpoint of a centre holds, and how one is put back.
+"""Saves and restores the state of an AGN centre as host data.
 
-All of it is host data, as in ``optim/checkpoint.py``; halves come as float32.
+The format follows ``optim/checkpoint.py``: float16 and bfloat16 are saved as float32.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _CENTER = "gradreduce AGN center 1"
 def saved_center(
     rule: str, variables: Mapping[str, Variable], slots: Slots | None
 ) -> Callable[[float | None], dict[str, Any]]:
-    """Queues copies; what it returns downloads them, in so many seconds."""
+    """Queues copies of a centre; the returned function downloads them before a deadline."""
     values = {name: copied(variable.buffers[0]) for name, variable in variables.items()}
     finish = None if slots is None else queued_state(rule, slots, {})
 
     def download(deadline: float | None) -> dict[str, Any]:
         end = end_of(deadline)
         found = {name: downloaded(copy, end) for name, copy in values.items()}
-        kept = None if finish is None else finish(end)
-        return {"format": _CENTER, "variables": found, "optimizer": kept}
+        optimizer = None if finish is None else finish(end)
+        return {"format": _CENTER, "variables": found, "optimizer": optimizer}
 
     return download
 
@@ -48,24 +48,24 @@ def saved_center(
 def ready_center(
     rule: str, variables: Mapping[str, Variable], slots: Slots | None, state: Any
 ) -> Callable[[], None]:
-    """See ``AGNCenter.load_state_dict``: checks all, and has all memory; what it returns loads."""
+    """Validates a centre's state and allocates memory; the returned function loads it."""
     check_keys("state", state, ("format", "variables", "optimizer"))
     check_format(state, _CENTER)
     values = checked_values("state['variables']", state["variables"], variables)
-    kept = plain(state["optimizer"])
-    if kept is not None and slots is None:
+    saved = plain(state["optimizer"])
+    if saved is not None and slots is None:
         raise ValueError("state['optimizer'] has slots; create the workers' AGNOptimizers first")
     made = None
     if slots is not None:
         owners = list(variables.values())
-        given = {} if kept is None else checked_state(rule, slots, owners, kept)
+        given = {} if saved is None else checked_state(rule, slots, owners, saved)
         made = loaded_slots(slots, given)
-    near = placed(values, variables)
+    buffers = placed(values, variables)
 
     def load() -> None:
         if slots is not None and made is not None:
             slots.by_name = made
-        assign(near, variables)
+        assign(buffers, variables)
 
     return load
 
@@ -74,7 +74,7 @@ def ready_center(
 
 
 def check_format(state: Mapping[str, Any], wanted: str) -> None:
-    """Raises ``ValueError`` for a state of something else."""
+    """Raises ``ValueError`` if a state has another format."""
     if plain(state["format"]) != wanted:
         raise ValueError(f"state['format'] is {plain(state['format'])!r}, not {wanted!r}")
 
@@ -86,13 +86,13 @@ def checked_values(
     *,
     all_of_them: bool = True,
 ) -> dict[str, Any]:
-    """Host arrays by the names of variables.
+    """Validates a dictionary of arrays and returns host arrays by variable name.
 
     Args:
-        where: for messages.
-        given: a dictionary.
+        where: name of the dictionary in messages.
+        given: the dictionary.
         variables: by name.
-        all_of_them: whether none may be missing.
+        all_of_them: whether every variable must have an array.
     """
     names = set(variables)
     if not all_of_them and isinstance(given, Mapping):
@@ -108,14 +108,14 @@ def checked_values(
 
 
 def placed(values: Mapping[str, Any], variables: Mapping[str, Variable]) -> dict[str, Buffer]:
-    """Checked host arrays on the first devices of the variables of their names, in new memory."""
+    """Uploads validated host arrays to the first device of each variable."""
     return {
         name: variables[name].devices[0].upload(converted(value, variables[name].dtype))
         for name, value in values.items()
     }
 
 
-def assign(near: Mapping[str, Buffer], variables: Mapping[str, Variable]) -> None:
-    """What was ``placed`` into the variables of their names."""
-    for name, value in near.items():
+def assign(buffers: Mapping[str, Buffer], variables: Mapping[str, Variable]) -> None:
+    """Assigns the result of ``placed`` to the variables."""
+    for name, value in buffers.items():
         variables[name].assign(value)

@@ -1,8 +1,7 @@
-"""A worker's step: the rule and the accumulation in one pass over its variables.
+"""Local steps of a worker: update variables and accumulate gradients in one launch.
 
-``Optimizer`` knows how a rule reaches variables; what is added here is the sum that goes with each.
-A sparse gradient changes the rows that it touches, by the plain rule, and its rows are added to
-those of the sum.
+This extends the updates of ``Optimizer`` by the sum of each variable. A sparse gradient updates its
+rows by the plain rule, and its rows are added to those of the sum.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from gradreduce.arrays.indexed_slices import IndexedSlices
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, Device
 from gradreduce.optim.array_rules import run_python_rule
-from gradreduce.optim.gradient_inputs import Near, made_dense
+from gradreduce.optim.gradient_inputs import Colocated, made_dense
 from gradreduce.optim.optimizer import Optimizer
 from gradreduce.optim.update_plan import Job, Plan, by_kernel
 
@@ -27,22 +26,22 @@ from .variables import Member
 
 __all__ = ["DenseStep", "LocalPlan", "LocalStep", "Step", "is_planned", "mixed"]
 
-# How a copy of a variable is changed: a dense gradient is written to the sum, or added to it; rows.
+# Kinds of updates: a dense gradient is written to the sum, or added to it; sparse rows.
 _FIRST, _LATER, _ROWS = range(3)
 
 
 class LocalPlan(Plan):
-    """Steps of these variables by dense gradients: worked out once.
+    """Reusable plan for local steps of the same variables with dense gradients.
 
     Args:
-        optimizer: whose rule is a kernel; its slots of the variables exist.
+        optimizer: its rule is a kernel; its slots of the variables exist.
         members: the variables; their sums have memory.
-        others: what a gradient may not lie in either; kept, so that none comes to lie there while
-            this plan is in use, whoever loads the centre meanwhile.
-        version: of the centre, of whose slots some of that is.
+        others: other memory that gradients must not overlap. The plan keeps it alive, so that no
+            gradient can be allocated there while the plan is in use.
+        version: of the centre when ``others`` was collected.
 
     Attributes:
-        members: see there.
+        members: the variables.
     """
 
     def __init__(
@@ -71,9 +70,9 @@ class LocalPlan(Plan):
         self.ranges = ops.Ranges([*(each for row in self.written for each in row), *others])
 
     def serves(self, optimizer: Optimizer, variables: Sequence[Variable], version: int) -> bool:
-        """Whether it is of these variables, by this rule, and all memory is where it was.
+        """Whether it is for these variables and this rule, and all its memory is in use.
 
-        Where memory has been given back, gradients may lie now.
+        Gradients may have been allocated in memory that was freed.
         """
         rule = optimizer._kernel
         if rule is None or len(variables) != len(self.variables) or version != self._version:
@@ -87,7 +86,7 @@ class LocalPlan(Plan):
 
     @property
     def first(self) -> bool | None:
-        """Whether gradients are written to the sums, or added; None if a launch cannot do it."""
+        """Whether gradients are written to the sums or added; None if this plan cannot do it."""
         if self._seen != self._changes.count:
             self._seen, self._first = self._changes.count, self._looked()
         return self._first
@@ -101,37 +100,37 @@ class LocalPlan(Plan):
         return firsts.pop() if len(firsts) == 1 else None
 
     def added(self) -> None:
-        """A gradient was written to each sum, or added to it."""
+        """Records that a gradient was written to each sum, or added to it."""
         if self._first:
             for member in self.members:
                 member.total.added()
 
 
 class Step(Protocol):
-    """A step of a worker that has all its memory and every plan, and is not launched yet."""
+    """A local step, with all memory and plans; ``launch`` runs it."""
 
     def sums(self) -> dict[Member, Buffer | SparseSum]:
-        """Where the sum of each variable lies, on its first device, when it is launched."""
+        """Returns the sum of each variable on its first device, as ``launch`` leaves it."""
 
     def launch(self, then: Callable[[], None]) -> None:
-        """All of it; all variables are changed and counted, or their devices are lost.
+        """Updates all variables and counts the step; if it fails part-way, the devices fail.
 
         Args:
-            then: counts.
+            then: called after the launches to count the step.
         """
 
 
 def is_planned(gradients: Sequence[Part], plan: LocalPlan) -> TypeGuard[Sequence[Buffer]]:
-    """Whether they are all dense, and all sums are to be written, or all added to."""
+    """Whether a plan can run with these gradients: all dense, for sums of the same state."""
     return plan.first is not None and {type(part) for part in gradients} == {Buffer}
 
 
 class DenseStep:
-    """A step that was worked out before; see ``Step``.
+    """A step that uses a ``LocalPlan``; see ``Step``.
 
     Args:
         plan: of its variables.
-        gradients: for each copy of each; ``is_planned``.
+        gradients: for each copy of each variable; ``is_planned`` is true.
         scalars: of the rule.
     """
 
@@ -145,11 +144,11 @@ class DenseStep:
         ]
 
     def sums(self) -> dict[Member, Buffer | SparseSum]:
-        """See ``Step``."""
+        """Returns the sums; see ``Step``."""
         return {member: member.total.memory[0] for member in self._plan.members}
 
     def launch(self, then: Callable[[], None]) -> None:
-        """See ``Step``."""
+        """Launches the step; see ``Step``."""
         plan, given = self._plan, (int(bool(self._plan.first)), *self._scalars)
         kernel = plan.kernel
         assert kernel is not None
@@ -161,12 +160,12 @@ class DenseStep:
             then()
 
 
-def mixed(members: Sequence[Member], gradients: Sequence[Near]) -> list[Near | None]:
-    """Of rows that go to a sum that is dense what is added there; None for any other gradient.
+def mixed(members: Sequence[Member], gradients: Sequence[Colocated]) -> list[Colocated | None]:
+    """Converts sparse gradients of dense sums to dense ones; None for other gradients.
 
-    A sum of rows that a dense gradient goes to becomes dense.
+    Makes sparse sums dense that get a dense gradient.
     """
-    found: list[Near | None] = [None] * len(members)
+    found: list[Colocated | None] = [None] * len(members)
     indices = []
     for index, (member, near) in enumerate(zip(members, gradients, strict=True)):
         if not isinstance(near[0], IndexedSlices):
@@ -182,26 +181,26 @@ def mixed(members: Sequence[Member], gradients: Sequence[Near]) -> list[Near | N
 
 
 class LocalStep:
-    """A step by gradients of any kind; see ``Step``.
+    """A step with gradients of any kind; see ``Step``.
 
     Args:
-        optimizer: whose rule; its slots of the variables exist.
+        optimizer: of the rule; its slots of the variables exist.
         members: the variables.
-        gradients: of each, near each of its copies; no dense one whose sum is rows.
-        additions: what ``mixed`` gives for them.
+        gradients: for each variable, colocated with its copies; no dense one for a sparse sum.
+        additions: result of ``mixed`` for them.
         scalars: of the rule.
 
     Attributes:
         devices: of the variables.
-        is_dense: whether a kernel changes whole variables, and nothing else is done.
+        is_dense: whether it consists of kernel launches over whole variables.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         members: Sequence[Member],
-        gradients: Sequence[Near],
-        additions: Sequence[Near | None],
+        gradients: Sequence[Colocated],
+        additions: Sequence[Colocated | None],
         scalars: Sequence[float],
     ) -> None:
         self._dense: list[Member] = []
@@ -230,9 +229,9 @@ class LocalStep:
         self._launches += [_sums(pairs, first=False) for pairs in apart.values()]
 
     def _kind(
-        self, member: Member, gradient: Part, added: Near | None
+        self, member: Member, gradient: Part, added: Colocated | None
     ) -> tuple[int, Sequence[Buffer] | Sequence[None]]:
-        """How it is changed, and the sum of each copy, if that is dense."""
+        """Returns the kind of update, and the sum of each copy if it is dense."""
         if isinstance(gradient, IndexedSlices):
             if added is not None:
                 self._dense.append(member)
@@ -243,14 +242,14 @@ class LocalStep:
         return (_FIRST if member.total.is_first else _LATER), member.total.memory
 
     def sums(self) -> dict[Member, Buffer | SparseSum]:
-        """See ``Step``."""
+        """Returns the sums; see ``Step``."""
         totals = {state: total for state, _, total in self._additions.totals()}
         rows = {member: totals[pending_gradient.state] for member, pending_gradient in self._sparse}
         dense = {member: member.total.memory[0] for member in self._dense}
         return dense | {member: total for member, total in rows.items() if total is not None}
 
     def launch(self, then: Callable[[], None]) -> None:
-        """See ``Step``."""
+        """Launches the step; see ``Step``."""
         mesh_state = self.devices[0].mesh_state
         with mesh_state.launch_lock, mesh_state.fail_on_partial_write(self.devices):
             for launch in self._launches:
@@ -272,7 +271,7 @@ def _launches(
     group: Sequence[tuple[list[Buffer], Part, Buffer | None]],
     scalars: tuple[float, ...],
 ) -> list[Callable[[], None]]:
-    """What changes the copies of one kind on one physical device."""
+    """Returns the launches that update copies of one kind on one physical device."""
     kernel, parts = optimizer._kernel, [part for _, part, _ in group]
     if kernel is None:
         return _by_arrays(optimizer, kind, group)
@@ -288,7 +287,7 @@ def _launches(
 def _by_arrays(
     optimizer: Optimizer, kind: int, group: Sequence[tuple[list[Buffer], Part, Buffer | None]]
 ) -> list[Callable[[], None]]:
-    """As ``_launches``, by a rule on arrays, which is computed here; then the sum by itself."""
+    """Runs a Python rule; returns the launches that copy its results and add to the sums."""
     job = Job([written for written, _, _ in group], [part for _, part, _ in group])
     job.begin()
     ends: list[Callable[[], None]] = [
@@ -303,7 +302,7 @@ def _by_arrays(
 
 
 def _sums(pairs: Sequence[tuple[Buffer, Part]], *, first: bool) -> Callable[[], None]:
-    """Gradients on one physical device into their sums, by themselves."""
+    """Returns a launch that adds gradients to their sums, or writes them there."""
     job = Job([[total] for total, _ in pairs], [part for _, part in pairs])
     for total, part in pairs:
         dtype = buffer_of(part).dtype

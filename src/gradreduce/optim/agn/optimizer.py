@@ -1,7 +1,9 @@
-"""AGN: a worker's steps, and what happens once in a period; see arXiv 1710.02368.
+"""AGNOptimizer: local steps of a worker, and a push to the centre once per period.
+
+See arXiv 1710.02368.
 
 local:  w <- rule(w, g); a <- a + g                 each step, one launch
-global: c <- rule(c, a / period); w <- c; a <- 0    once in a period, one launch on each GPU
+global: c <- rule(c, a / period); w <- c; a <- 0    once per period, one launch per GPU
 """
 
 from __future__ import annotations
@@ -34,45 +36,42 @@ __all__ = ["AGNOptimizer"]
 class AGNOptimizer(Optimizer):
     """Accumulates gradients locally and pushes their mean to the centre once per period.
 
-    One for each worker, with a getter and an inner optimizer of its own; workers are threads, as a
-    rule. Each ``apply_gradients`` changes the worker's variables by the inner rule and adds the
-    gradients up. Every ``communication_period`` of them the sum, divided by the period, changes the
-    centre variables by the same rule, with slots of their own that all workers share, and the
-    worker's variables become what the centre is then; its local progress is given up for that.
-    Adam's powers are the worker's, and advance with both updates. Slots of the worker's variables
-    stay as they are at a pull. A rule on arrays, a subclass's ``_apply``, is computed for the
-    centre while no other worker pushes. Hyperparameters, also those that are callables, are asked
-    twice in a step that communicates: for each of its two updates.
+    Create one for each worker, with its own getter and inner optimizer; workers are usually
+    threads. Each ``apply_gradients`` updates the worker's variables by the inner rule and sums the
+    gradients. Every ``communication_period`` calls, the sum divided by the period updates the
+    centre variables by the same rule, with slots that all workers share. Then the centre variables
+    are copied to the worker's variables and replace its local progress; the slots of the worker's
+    variables are not changed by this pull. Adam's powers belong to the worker and advance with both
+    updates. While a Python rule (a subclass's ``_apply``) updates the centre, no other worker
+    pushes. In a step that communicates, hyperparameters are read twice, once for each update.
 
-    A worker of several replicas calls the loss of ``compute_gradients`` and ``minimize`` once for
-    each, inside ``gr.replica(i)`` with i its place among the worker's devices: there a Variable is
-    that replica's copy, ``PerReplica.get()`` its value, and CuPy's current GPU its own. The
-    gradients are ``PerReplica``, which ``apply_gradients`` reduces by MEAN. Called inside a
-    ``gr.replica``, it is that one's alone.
+    If the worker has several replicas, ``compute_gradients`` and ``minimize`` call the loss once
+    for each, inside ``gr.replica(i)``, with i its index among the worker's devices: there a
+    Variable is that replica's copy, ``PerReplica.get()`` its value, and its GPU is CuPy's current
+    one. The gradients are ``PerReplica``, which ``apply_gradients`` reduces by MEAN. Called inside
+    a ``gr.replica``, they compute the gradients of that replica only.
 
-    What a period has gathered when training ends never gets to the centre; the result of a training
-    is in the centre variables. Periods, rates and ``distance_scale`` may differ between workers.
+    The result of a training is in the centre variables; gradients of an unfinished period are not
+    pushed. Periods, learning rates and ``distance_scale`` may differ between workers.
 
     Args:
         optimizer: the rule for local and centre updates.
-        num_worker: how many workers there are; the hook may wait for them.
-        custom_getter: the worker's ``AGNCustomGetter``, which made the variables.
+        num_worker: number of workers; the hook can wait for them.
+        custom_getter: the worker's ``AGNCustomGetter``, which created the variables.
         communication_period: local steps between two pushes, at least 1.
-        use_locking: whether push, centre update and pull are one step that no other worker that
-            locks sees half done. Without, workers may come between each other's variables; never
-            within one.
+        use_locking: whether push, centre update and pull are atomic for the workers that lock.
+            If not, updates of workers may interleave between variables, never within one.
         name: of the optimizer.
         distance_scale: each element of a mean is divided by ``d**2 / distance_scale + 1``, with d
-            how far the centre has moved since this worker's last pull; about 1e-4 lets many workers
-            with a short period converge. None: no scaling.
-        reset_momentum: whether a pull makes the worker's momentum zero, which belongs to the
-            progress that is given up: the slots that the inner optimizer names ``"momentum"`` or
-            ``"m"``.
+            the distance that the centre has moved since this worker's last pull; about 1e-4 lets
+            many workers with a short period converge. None: no scaling.
+        reset_momentum: whether a pull sets the worker's momentum to zero: the slots that the inner
+            optimizer names ``"momentum"`` or ``"m"``.
 
     Raises:
         ValueError: a period or ``num_worker`` less than 1, a ``distance_scale`` that is not above
-            0 (1.2e-38, as a float32 is), an empty name, a rule that is not that of the centre's
-            other workers, or a getter or inner optimizer of another AGNOptimizer.
+            0 (at least 1.2e-38, the smallest normal float32), an empty name, another rule than the
+            centre's other workers have, or a getter or inner optimizer of another AGNOptimizer.
         TypeError: an argument of another type.
     """
 
@@ -123,12 +122,12 @@ class AGNOptimizer(Optimizer):
 
     @property
     def local_step(self) -> Variable:
-        """How many steps this worker has made: an int32; only to be read."""
+        """Number of steps of this worker, a read-only int32 Variable."""
         return self._worker.step
 
     @property
     def cross_device_ops(self) -> CrossDeviceOps:
-        """Reduces the ``PerReplica`` gradients of a worker that is several replicas; settable."""
+        """Reduces the ``PerReplica`` gradients of a worker with several replicas; can be set."""
         return self._inner.cross_device_ops
 
     @cross_device_ops.setter
@@ -136,18 +135,18 @@ class AGNOptimizer(Optimizer):
         self._inner.cross_device_ops = chosen
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
-        """The slot ``name`` of a worker's or a centre variable; None if it was not created."""
+        """Returns the slot ``name`` of a worker's or a centre variable, or None."""
         found = self._inner.get_slot(var, name)
         return self._center.slot(var, name) if found is None else found
 
     def get_slot_names(self) -> list[str]:
-        """Names of the inner optimizer's slots that exist, sorted."""
+        """Returns the names of the inner optimizer's existing slots, sorted."""
         return self._inner.get_slot_names()
 
     def variables(self) -> list[Variable]:
-        """What the inner optimizer keeps for worker and centre, sorted by name."""
-        kept = [*self._inner.variables(), *self._center.slot_variables()]
-        return sorted(kept, key=lambda each: each.name)
+        """Returns the slots of worker and centre variables, sorted by name."""
+        found = [*self._inner.variables(), *self._center.slot_variables()]
+        return sorted(found, key=lambda each: each.name)
 
     def _differentiated(self, gradients: Callable[[], Pairs]) -> Pairs:
         devices = self._getter.devices
@@ -164,30 +163,31 @@ class AGNOptimizer(Optimizer):
         *,
         deadline: float | None = None,
     ) -> bool:
-        """One local step; every ``communication_period`` of them a push, global update and pull.
+        """Runs a local step and, every ``communication_period`` steps, a push, update and pull.
 
-        A variable without a gradient in the whole period is neither pushed nor pulled. The mean of
-        rows of halves, and that of halves for a rule on arrays, is rounded to the half first.
+        A variable without a gradient in the whole period is neither pushed nor pulled. For float16
+        and bfloat16, the mean of rows, and the mean for a Python rule, is first rounded to that
+        dtype.
 
         Args:
             grads_and_vars: see ``Optimizer.apply_gradients``; variables from the getter.
-            global_step: a Variable that goes up by one with each communication.
+            global_step: a Variable that is incremented by one with each communication.
             name: ignored.
-            deadline: seconds from now in which the devices must be done, or their mesh dies.
+            deadline: seconds from now; if the devices are not done by then, the mesh has failed.
 
         Returns:
             Whether it communicated.
 
         Raises:
-            KeyError: a variable that did not come through the getter.
+            KeyError: a variable that the getter did not create.
             ValueError: see ``Optimizer.apply_gradients``.
             TypeError: see there.
-            CollectiveError: the centre refuses pushes, because one failed half way.
+            CollectiveError: the centre rejects pushes, because one failed part-way.
 
-        What is refused has changed nothing. If a communication fails before it has changed the
-        centre, the local step was made, and the next call makes up for the push before its own,
-        which may be refused then. Ctrl-C waits until the step, and the push that is due with it,
-        are launched and counted.
+        If arguments are invalid, state is unchanged. If a communication fails before it has changed
+        the centre, the local step was made, and the next call first makes the missing push, which
+        may fail too. Ctrl-C takes effect after the step, and the push that belongs to it, are
+        launched and counted.
         """
         seconds = as_deadline(deadline)
         gradients, variables = checked_pairs(grads_and_vars)
@@ -197,26 +197,26 @@ class AGNOptimizer(Optimizer):
         return self._worker.apply(gradients, variables, global_step, seconds)
 
     def prepare(self, variables: Sequence[Variable]) -> None:
-        """Compiles what a step of these variables launches, and makes their slots, here and there.
+        """Compiles the kernels for these variables and creates slots of worker and centre.
 
         Raises:
-            KeyError: a variable that did not come through the getter.
+            KeyError: a variable that the getter did not create.
         """
         self._worker.prepare([self._getter.member(var) for var in variables])
 
     def get_init_op(self, task_index: int) -> Callable[[], None]:
-        """What lets a worker start where the centre is.
+        """Returns a function that copies the centre to this worker.
 
         Args:
             task_index: of the worker.
 
         Returns:
             A callable that copies the centre to the local variables and clears their
-            accumulations. It waits for nobody.
+            accumulations. It does not wait for other workers.
 
         Raises:
-            ValueError: the getter has made no trainable variable, or a negative ``task_index``.
-            TypeError: a ``task_index`` that is no integer.
+            ValueError: the getter has created no trainable variable, or a negative ``task_index``.
+            TypeError: a ``task_index`` that is not an integer.
         """
         as_count("task_index", task_index, least=0)
         if not self._getter.members:
@@ -227,13 +227,13 @@ class AGNOptimizer(Optimizer):
     def make_session_run_hook(
         self, is_chief: bool, task_index: int, *, wait_timeout: float | None = None
     ) -> AGNHook:
-        """A context manager for a worker's training, which starts it at the centre.
+        """Returns a context manager that registers the worker and copies the centre to it.
 
         Args:
-            is_chief: ignored: centre variables have their values since they were made.
+            is_chief: ignored: centre variables are initialized when they are created.
             task_index: of the worker, from 0 on.
-            wait_timeout: seconds to wait until ``num_worker`` different task indices have begun;
-                None waits for nobody.
+            wait_timeout: seconds to wait until ``num_worker`` different task indices have started;
+                None: do not wait.
 
         Raises:
             ValueError: see ``get_init_op``; or a ``wait_timeout`` that is not a number.
@@ -249,40 +249,41 @@ class AGNOptimizer(Optimizer):
         )
 
     def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
-        """The worker, as host data: variables, sums, inner optimizer, ``local_step``.
+        """Returns the state of the worker as host data.
 
-        With the centre's ``state_dict``, taken while no worker steps, training goes on with the
-        same bits. Waits for the devices.
+        It has variables, sums, inner optimizer and ``local_step``. With the centre's
+        ``state_dict``, taken while no worker steps, training continues with the same bits. Waits
+        for the devices.
 
         Args:
-            deadline: seconds from now in which the devices must be done, or their mesh dies.
+            deadline: seconds from now; if the devices are not done by then, the mesh has failed.
 
         """
         seconds = as_deadline(deadline)
-        return saved_worker(self._inner, self._getter.members, self._worker.kept, seconds)
+        return saved_worker(self._inner, self._getter.members, self._worker.state, seconds)
 
     def load_state_dict(
         self, state: Mapping[str, Any], variables: Sequence[Variable] | None = None
     ) -> None:
-        """Puts back what ``state_dict`` gave, in this process or another, on any backend.
+        """Restores a ``state_dict``, also of another process or backend.
 
-        What is refused has changed nothing.
+        On error, state is unchanged.
 
         Args:
             state: of a worker with the same inner rule.
-            variables: ignored: they are the getter's.
+            variables: ignored; the getter's variables are used.
 
         Raises:
-            KeyError: a key is missing or unknown, or a variable that the getter has not.
+            KeyError: a key is missing or unknown, or a variable that the getter did not create.
             TypeError: a value of another type.
             ValueError: another format or rule, or an array of another shape or dtype.
         """
-        self._worker.kept = load_worker(
+        self._worker.state = load_worker(
             self._inner, self._getter.members, state, by_distance=self._worker.by_distance
         )
 
 
-# Of getters and inner optimizers whose worker's AGNOptimizer they belong to, as long as it lives.
+# Getter or inner optimizer -> the AGNOptimizer that uses it.
 _owners: weakref.WeakKeyDictionary[Any, weakref.ref[AGNOptimizer]] = weakref.WeakKeyDictionary()
 
 
@@ -297,7 +298,7 @@ def _check_free(*owned: Any) -> None:
 
 
 def _check_counts(global_step: Variable) -> None:
-    """It is added to when a communication is done: what would be refused then is refused now."""
+    """Raises if ``global_step`` cannot be incremented after a communication."""
     if isinstance(global_step, LazyVariable):
         raise ValueError(f"global_step={global_step!r} is read-only; pass a Variable of your own")
     for device in global_step.devices:

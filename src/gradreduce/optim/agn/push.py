@@ -1,7 +1,7 @@
-"""A communication: the mean of a period goes to the centre, which is updated and pulled.
+"""Pushes the mean gradients of a period to the centre, updates it, and pulls it back.
 
-Where the centre reaches the worker's memory (the same GPU, or a peer) one launch does all of it:
-normalise, update, pull. Elsewhere sums are copied there before, and what it pulled back afterwards.
+If the centre's GPU can access the worker's memory, one launch normalizes, updates and pulls.
+Otherwise sums are copied to the centre before, and the pulled values back afterwards.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from .variables import Member
 __all__ = ["PushConfig", "PushPlan", "Sum"]
 
 Sum = Buffer | SparseSum  # of a period, on the worker's first device
-# Out, sum, what the centre is and what it was: see ``ops.distance_scale``.
+# Output, sum, current centre and centre at the last pull: see ``ops.distance_scale``.
 _Scaling = tuple[Buffer, Buffer, Buffer, Buffer]
-_Move = tuple[Device, Buffer, Buffer]  # who copies, where to, from where
+_Copy = tuple[Device, Buffer, Buffer]  # device that copies, destination, source
 
 
 class PushConfig(NamedTuple):
-    """How a worker communicates.
+    """Settings of a worker's pushes.
 
     Attributes:
-        period: steps between two pushes: what sums are divided by.
-        use_locking: whether no other worker pushes meanwhile.
-        gamma: of the distance scaling; None: there is none.
-        task: who the worker is, for messages.
+        period: steps between two pushes; sums are divided by it.
+        use_locking: whether a push excludes pushes of other workers.
+        gamma: ``distance_scale``, or None.
+        task: name of the worker, for messages.
     """
 
     period: int
@@ -59,73 +59,72 @@ class PushConfig(NamedTuple):
 
 @dataclass(eq=False)
 class DevicePush:
-    """What one communication does on one physical device of the centre.
+    """Launches and copies of one push on one physical device of the centre.
 
     Attributes:
-        leader: whose compute queue launches.
-        takes: launches that take rows out of the worker's memory.
-        inward: copies of the worker's memory to where the leader reaches it.
-        looks: launches that read the centre, into new memory.
+        leader: its compute queue launches.
+        takes: launches that gather rows from the worker's memory.
+        copies_in: copies of the worker's memory to memory that the leader can access.
+        reads: launches that read the centre into new memory.
         others: devices of all operands.
-        begins: launches that take rows of the centre out, in one step with the updates.
+        begins: launches that gather rows of the centre, together with the updates.
         updates: launches that change the centre, given the scalars of the rule.
-        outward: copies of what was pulled.
-        is_staged: whether there is memory for what the leader does not reach.
+        copies_out: copies of the pulled values.
+        is_staged: whether it has staging memory for what the leader cannot access.
     """
 
     leader: Device
     takes: list[Callable[[], None]] = field(default_factory=list)
-    inward: list[_Move] = field(default_factory=list)
-    looks: list[Callable[[], None]] = field(default_factory=list)
+    copies_in: list[_Copy] = field(default_factory=list)
+    reads: list[Callable[[], None]] = field(default_factory=list)
     others: list[Device] = field(default_factory=list)
     begins: list[Callable[[], None]] = field(default_factory=list)
     updates: list[Callable[[tuple[float, ...]], None]] = field(default_factory=list)
-    outward: list[_Move] = field(default_factory=list)
+    copies_out: list[_Copy] = field(default_factory=list)
     is_staged: bool = False
 
-    def near(self, buffer: Buffer) -> Buffer:
-        """Memory of the worker where the leader reads it."""
+    def readable(self, buffer: Buffer) -> Buffer:
+        """Returns the worker's memory, or a staged copy that the leader can read."""
         self.others.append(buffer.device)
         if can_access(self.leader, buffer):
             return buffer
         self.is_staged = True
         staged = self.leader.empty(buffer.shape, buffer.dtype)
-        self.inward.append((self.leader, staged, buffer))
+        self.copies_in.append((self.leader, staged, buffer))
         return staged
 
-    def into(self, buffer: Buffer) -> Buffer:
-        """Where the leader writes what belongs to memory of the worker."""
+    def writable(self, buffer: Buffer) -> Buffer:
+        """Returns the worker's memory, or staging memory that the leader can write."""
         self.others.append(buffer.device)
         if can_access(self.leader, buffer):
             return buffer
         self.is_staged = True
         staged = self.leader.empty(buffer.shape, buffer.dtype)
-        self.outward.append((buffer.device, buffer, staged))
+        self.copies_out.append((buffer.device, buffer, staged))
         return staged
 
     def fenced(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """A launch behind and in front of all whose memory it touches.
+        """Orders a launch between the streams of all devices whose memory it uses.
 
-        It does not know this object: the memory of what knows itself is free only when the garbage
-        collector has come by.
+        The result does not refer to this object: a reference cycle would keep its memory until the
+        garbage collector runs.
         """
         return partial(_fenced, self.leader, self.others, launch)
 
 
 class PushPlan:
-    """One communication of a worker: has its memory and its plans, and is not launched yet.
+    """One push of a worker, with all memory and plans; ``run`` launches it.
 
     Args:
-        center: that it goes to; its slots exist.
+        center: receives the push; its slots are created here.
         optimizer: of the worker; its slots exist.
-        sums: of the variables that a gradient reached in the period; they may be written until
-            ``run``.
-        pulled: of the worker's variables what the centre was at the last pull; for the distance.
-        config: see there.
+        sums: of the variables that have gradients in this period; may be written until ``run``.
+        pulled: for the worker's variables, the centre at the last pull; for the distance.
+        config: settings of the push.
 
     Attributes:
         members: the variables.
-        is_kept: whether it may be run again: it holds no memory that is wanted elsewhere meanwhile.
+        is_reusable: whether it can run again: it holds no temporary memory.
     """
 
     def __init__(
@@ -140,36 +139,36 @@ class PushPlan:
         self._version, self._mine = center.version, optimizer._slots.by_name
         self._center, self._optimizer, self._config = center, optimizer, config
         self._kernel = optimizer._kernel
-        # A checkpoint may have had no slots, and may be loaded at any moment.
+        # A loaded checkpoint may have had no slots, and can be loaded at any time.
         self._rows = center.prepare(optimizer, [member.center for member in sums])
         self._slots = center.join(optimizer)
         self._pulled = pulled
         self._merges: dict[Device, list[tuple[Buffer, Buffer, ops.Segments]]] = {}
-        self._shares: list[DevicePush] = []
-        self._jobs: list[tuple[DevicePush, Job]] = []  # of a rule on arrays
+        self._pushes: list[DevicePush] = []
+        self._jobs: list[tuple[DevicePush, Job]] = []  # of a Python rule
         groups: dict[int, list[tuple[Member, Sum]]] = {}
         for member, total in sums.items():
             groups.setdefault(member.center.devices[0].physical, []).append((member, total))
         for group in groups.values():
-            share = DevicePush(group[0][0].center.devices[0])
-            self._shares.append(share)
+            push = DevicePush(group[0][0].center.devices[0])
+            self._pushes.append(push)
             fused = [(m, s) for m, s in group if isinstance(s, Buffer) and optimizer._kernel]
             if fused:
-                self._plan_fused(share, fused)
+                self._plan_fused(push, fused)
             if len(fused) < len(group):
-                self._plan_by_parts(share, [pair for pair in group if pair not in fused])
+                self._plan_by_parts(push, [pair for pair in group if pair not in fused])
             for member, _ in group:
-                self._plan_copies(share, member)
-        self.is_kept = not any(share.is_staged or share.looks for share in self._shares)
+                self._plan_copies(push, member)
+        self.is_reusable = not any(push.is_staged or push.reads for push in self._pushes)
         self._before = [_merge(device, rows) for device, rows in self._merges.items()]
-        self._before += [take for share in self._shares for take in share.takes]
-        for share in self._shares:
-            share.others[:] = dict.fromkeys(share.others)
+        self._before += [take for push in self._pushes for take in push.takes]
+        for push in self._pushes:
+            push.others[:] = dict.fromkeys(push.others)
 
     # -- plans ------------------------------------------------------------------------------------
 
-    def _plan_fused(self, share: DevicePush, group: Sequence[tuple[Member, Sum]]) -> None:
-        """Dense sums, by a kernel: one launch for all of them."""
+    def _plan_fused(self, push: DevicePush, group: Sequence[tuple[Member, Sum]]) -> None:
+        """Plans one launch for all dense sums, if the rule is a kernel."""
         assert self._optimizer._kernel is not None
         kernel = ops.global_update_of(self._optimizer._kernel)
         rows: list[ops.Update] = []
@@ -178,88 +177,88 @@ class PushPlan:
             assert isinstance(total, Buffer)
             changed = self._rows[member.center]
             mine = self._optimizer._slots.rows(member.local)[0]
-            near = share.near(total)
+            pushed = push.readable(total)
             if self._config.gamma is not None:
-                scaled = share.leader.empty(total.shape, total.dtype)
-                then = share.near(self._pulled[member.local].buffers[0])
-                scalings.append((scaled, near, changed[0], then))
-                near = scaled
-            copies = [share.into(each) for each in mine[: self._num_copies(member)]]
-            rows.append([*changed, *copies, near])
-            share.others.append(changed[0].device)
+                scaled = push.leader.empty(total.shape, total.dtype)
+                then = push.readable(self._pulled[member.local].buffers[0])
+                scalings.append((scaled, pushed, changed[0], then))
+                pushed = scaled
+            copies = [push.writable(each) for each in mine[: self._num_copies(member)]]
+            rows.append([*changed, *copies, pushed])
+            push.others.append(changed[0].device)
             ops.prepare_rule(
-                kernel, share.leader, member.local.dtype, self._slots.state_dtype(member.center)
+                kernel, push.leader, member.local.dtype, self._slots.state_dtype(member.center)
             )
-        self._scale(share, scalings)
+        self._scale(push, scalings)
         written = [row[:-1] for row in rows]
         kinds = {(id(row[0].dtype), id(row[-1].dtype), len(row)) for row in written}
-        writer = LaunchBatch(share.leader, written) if len(kinds) == 1 else None
+        writer = LaunchBatch(push.leader, written) if len(kinds) == 1 else None
 
-        period, leader, others = self._config.period, share.leader, share.others
+        period, leader, others = self._config.period, push.leader, push.others
 
-        # It does not know the visit: see ``fenced``.
+        # No reference to the DevicePush: see ``fenced``.
         def update(scalars: tuple[float, ...]) -> None:
             join_streams(leader, others)
             ops.update_unchecked(kernel, rows, (period, *scalars), leader, writer=writer)
             fork_streams(leader, others)
 
-        share.updates.append(update)
+        push.updates.append(update)
 
-    def _plan_by_parts(self, share: DevicePush, group: Sequence[tuple[Member, Sum]]) -> None:
-        """Rows, and rules on arrays: mean, update and pull by launches of their own."""
-        parts = self._plan_means(share, group)
+    def _plan_by_parts(self, push: DevicePush, group: Sequence[tuple[Member, Sum]]) -> None:
+        """Plans separate launches for mean, update and pull: sparse sums and Python rules."""
+        parts = self._plan_means(push, group)
         members = [member for member, _ in group]
         job = Job([self._rows[member.center] for member in members], parts)
-        for member in members:  # from the centre itself: no launch writes the worker's memory
+        for member in members:  # copied from the centre: no launch writes the worker's memory
             changed = self._rows[member.center]
             mine = self._optimizer._slots.rows(member.local)[0]
             for index in range(self._num_copies(member)):
-                share.outward.append((mine[index].device, mine[index], changed[index]))
+                push.copies_out.append((mine[index].device, mine[index], changed[index]))
         kernel = self._optimizer._kernel
         if kernel is None:
-            self._jobs.append((share, job))
+            self._jobs.append((push, job))
             return
         for member in members:
             state = self._slots.state_dtype(member.center)
-            ops.prepare_rule(kernel, share.leader, member.center.dtype, state)
-        share.begins.append(job.begin)
-        share.updates.append(lambda scalars: job.end(by_kernel(kernel, scalars)))
+            ops.prepare_rule(kernel, push.leader, member.center.dtype, state)
+        push.begins.append(job.begin)
+        push.updates.append(lambda scalars: job.end(by_kernel(kernel, scalars)))
 
-    def _plan_means(self, share: DevicePush, group: Sequence[tuple[Member, Sum]]) -> list[Part]:
-        """For each variable the mean of its gradients near the centre, of its dtype."""
+    def _plan_means(self, push: DevicePush, group: Sequence[tuple[Member, Sum]]) -> list[Part]:
+        """Plans the mean gradient of each variable, on the centre's device and in its dtype."""
         divided: list[tuple[Buffer, Buffer]] = []
         scalings: list[_Scaling] = []
         parts: list[Part] = []
-        taken = _Taken()
+        gather = _RowGather()
         for member, total in group:
             center = member.center.buffers[0]
             rows, indices = (total, None) if isinstance(total, Buffer) else self._merged(total)
-            near = share.near(rows)
+            pushed = push.readable(rows)
             if self._config.gamma is not None:
-                scaled = share.leader.empty(rows.shape, rows.dtype)
+                scaled = push.leader.empty(rows.shape, rows.dtype)
                 now, then = center, self._pulled[member.local].buffers[0]
                 if indices is not None:
-                    now = taken.rows(share.leader, center, indices)
-                    then = taken.rows(then.device, then, indices)
-                scalings.append((scaled, near, now, share.near(then)))
-                near = scaled
-            mean = share.leader.empty(rows.shape, center.dtype)
-            divided.append((mean, near))
-            share.others.append(center.device)
+                    now = gather.rows(push.leader, center, indices)
+                    then = gather.rows(then.device, then, indices)
+                scalings.append((scaled, pushed, now, push.readable(then)))
+                pushed = scaled
+            mean = push.leader.empty(rows.shape, center.dtype)
+            divided.append((mean, pushed))
+            push.others.append(center.device)
             parts.append(mean if indices is None else IndexedSlices.of(mean, indices, center.shape))
-        share.takes += taken.before(share.leader)
-        share.looks += [share.fenced(take) for take in taken.behind(share.leader)]
-        self._scale(share, scalings)
-        for mean, near in divided:
-            ops.prepare_pack(share.leader, mean.dtype, near.dtype)
+        push.takes += gather.before(push.leader)
+        push.reads += [push.fenced(take) for take in gather.behind(push.leader)]
+        self._scale(push, scalings)
+        for mean, pushed in divided:
+            ops.prepare_pack(push.leader, mean.dtype, pushed.dtype)
         outs, sums = (list(column) for column in zip(*divided, strict=True))
         by = float(self._config.period)
-        divide = partial(ops.pack, outs, sums, divisor=by, device=share.leader)
-        share.looks.append(share.fenced(divide))
+        divide = partial(ops.pack, outs, sums, divisor=by, device=push.leader)
+        push.reads.append(push.fenced(divide))
         return parts
 
     def _merged(self, total: SparseSum) -> tuple[Buffer, ops.Indices]:
-        """The rows of a sum in the order of their indices, when ``run`` has merged them."""
+        """Returns memory for the rows of a sum in index order, filled by ``run``."""
         plan, _ = ops.merged_row_index([total.slots], mean=False)
         device = total.values.device
         rows = device.empty((plan.num_segments, *total.values.shape[1:]), total.values.dtype)
@@ -267,83 +266,83 @@ class PushPlan:
         self._merges.setdefault(device, []).append((rows, total.rows, plan))
         return rows, plan.indices
 
-    def _scale(self, share: DevicePush, rows: Sequence[_Scaling]) -> None:
-        """Sums are made small where the centre has moved: one launch."""
+    def _scale(self, push: DevicePush, rows: Sequence[_Scaling]) -> None:
+        """Plans one launch that scales sums down where the centre has moved."""
         if not rows or self._config.gamma is None:
             return
         for _, _, now, _ in rows:
-            ops.prepare_distance_scale(share.leader, now.dtype)
+            ops.prepare_distance_scale(push.leader, now.dtype)
         columns = [list(column) for column in zip(*rows, strict=True)]
-        scale = partial(ops.distance_scale, *columns, gamma=self._config.gamma, device=share.leader)
-        share.looks.append(share.fenced(scale))
+        scale = partial(ops.distance_scale, *columns, gamma=self._config.gamma, device=push.leader)
+        push.reads.append(push.fenced(scale))
 
     def _num_copies(self, member: Member) -> int:
-        """What is pulled of a row of the worker: the variable, and its master."""
+        """Returns the number of buffers to pull per copy: the variable, and its master if any."""
         return 2 if self._slots.wants_master(member.center) else 1
 
-    def _plan_copies(self, share: DevicePush, member: Member) -> None:
-        """From the worker's first device to its others, and to where the distance is kept."""
+    def _plan_copies(self, push: DevicePush, member: Member) -> None:
+        """Plans copies from the worker's first device to its others, and to ``pulled``."""
         first, *others = self._optimizer._slots.rows(member.local)
         for row in others:
             for index in range(self._num_copies(member)):
-                share.outward.append((row[index].device, row[index], first[index]))
+                push.copies_out.append((row[index].device, row[index], first[index]))
         if self._config.gamma is not None:
-            kept = self._pulled[member.local].buffers[0]
-            share.outward.append((kept.device, kept, first[0]))
+            pulled = self._pulled[member.local].buffers[0]
+            push.copies_out.append((pulled.device, pulled, first[0]))
 
     # -- the communication ------------------------------------------------------------------------
 
     def serves(self, sums: Mapping[Member, Sum]) -> bool:
-        """Whether it may be run again, for these: nothing but their values has changed."""
+        """Whether it can run again for these sums: only their values have changed."""
         if self._center.version != self._version:
             return False
         if self._optimizer._slots.by_name is not self._mine:
             return False
-        if self._optimizer._kernel is not self._kernel:  # momentum may have become Nesterov's
+        if self._optimizer._kernel is not self._kernel:  # use_nesterov may have changed
             return False
         pairs = zip(self._places, sums.values(), strict=False)
         return len(sums) == len(self._places) and all([one is two for one, two in pairs])
 
     def run(self, scalars: Sequence[float], then: Callable[[], None]) -> None:
-        """All of it. A failure before the centre is changed has changed nothing.
+        """Launches the push. If it fails before the centre is changed, state is unchanged.
 
         Args:
             scalars: of the rule.
-            then: what the worker makes of it; what fails there has failed half way.
+            then: called after the launches; an error in it means that the push failed part-way.
 
         Raises:
-            CollectiveError: the centre is half updated, by an earlier push.
+            CollectiveError: an earlier push has updated the centre only partly.
         """
         for launch in self._before:
             launch()
-        for share in self._shares:
-            for mover, to, of in share.inward:
+        for push in self._pushes:
+            for mover, to, of in push.copies_in:
                 copy_over(mover, to, of)
-        # A rule on arrays reads the centre and writes it later.
+        # A Python rule reads the centre and writes it later.
         with self._center.pushing(use_locking=self._config.use_locking or bool(self._jobs)):
             self._center.check_usable(self._version)
-            for share in self._shares:
-                for look in share.looks:
-                    look()
-            for share, job in self._jobs:
+            for push in self._pushes:
+                for read in push.reads:
+                    read()
+            for push, job in self._jobs:
                 job.begin()
                 rule = run_python_rule(self._optimizer._apply, self._optimizer._slot_names, job)
-                share.updates.append(partial(_end, job, rule))
+                push.updates.append(partial(_end, job, rule))
             self._launch(tuple(scalars), then)
 
     def _launch(self, scalars: tuple[float, ...], then: Callable[[], None]) -> None:
         mesh_state = self._center.devices[0].mesh_state
         failed = partial(self._center.half_pushed, self._config.task)
-        steps = [self._shares] if self._config.use_locking else [[each] for each in self._shares]
+        steps = [self._pushes] if self._config.use_locking else [[each] for each in self._pushes]
         with ExitStack() as stack:
-            for shares in steps:
+            for pushes in steps:
                 with mesh_state.launch_lock:
-                    for begin in [begin for share in shares for begin in share.begins]:
+                    for begin in [begin for push in pushes for begin in push.begins]:
                         begin()
-                    if shares is steps[0]:  # from here on the centre changes
+                    if pushes is steps[0]:  # from here on the centre changes
                         stack.enter_context(mesh_state.on_partial_failure(failed))
-                    for share in shares:
-                        _updated(share, scalars)
+                    for push in pushes:
+                        _updated(push, scalars)
             then()
 
 
@@ -354,7 +353,7 @@ def _end(job: Job, rule: Rule, scalars: tuple[float, ...]) -> None:
 def _merge(
     device: Device, rows: Sequence[tuple[Buffer, Buffer, ops.Segments]]
 ) -> Callable[[], None]:
-    """Rows of sums into the order of their indices: one launch for all that lie on a device."""
+    """Returns a launch that sorts rows of sums by index, one for each device."""
     outs, values, plans = zip(*rows, strict=True)
     return ops.ready_segment_sum(outs, values, plans, device=device)
 
@@ -365,32 +364,32 @@ def _fenced(leader: Device, others: Sequence[Device], launch: Callable[[], None]
     fork_streams(leader, others)
 
 
-def _updated(share: DevicePush, scalars: tuple[float, ...]) -> None:
-    for update in share.updates:
+def _updated(push: DevicePush, scalars: tuple[float, ...]) -> None:
+    for update in push.updates:
         update(scalars)
-    for mover, to, of in share.outward:
+    for mover, to, of in push.copies_out:
         copy_over(mover, to, of)
 
 
-class _Taken:
-    """Rows of whole arrays, taken out on the device where they lie."""
+class _RowGather:
+    """Gathers rows of arrays on the devices of the arrays."""
 
     def __init__(self) -> None:
         self._of: dict[Device, list[tuple[Buffer, Buffer, ops.Indices]]] = {}
 
     def rows(self, device: Device, whole: Buffer, indices: ops.Indices) -> Buffer:
-        """New memory for these rows; written by what the other two give."""
+        """Returns new memory for rows, filled by the launches of the other two methods."""
         out = device.empty((indices.size, *whole.shape[1:]), whole.dtype)
         ops.prepare_take_rows(device, whole.dtype)
         self._of.setdefault(device, []).append((out, whole, indices))
         return out
 
     def before(self, leader: Device) -> list[Callable[[], None]]:
-        """What takes rows on other devices than the leader."""
+        """Returns launches that gather rows on devices other than the leader."""
         return [self._ready(device) for device in self._of if device is not leader]
 
     def behind(self, leader: Device) -> list[Callable[[], None]]:
-        """What takes rows on the leader."""
+        """Returns launches that gather rows on the leader."""
         return [self._ready(device) for device in self._of if device is leader]
 
     def _ready(self, device: Device) -> Callable[[], None]:

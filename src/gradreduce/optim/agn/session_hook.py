@@ -1,4 +1,4 @@
-"""How a worker comes and goes: it begins, maybe waits for the others, and starts at the centre."""
+"""Session hook of AGN: registers a worker, and starts it from the centre."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["AGNHook"]
 
 
 class AGNHook:
-    """Around a worker's training: a context manager, in which the worker is one of a centre.
+    """Context manager around a worker's training that registers it with the centre.
 
-    Entering is ``begin`` and ``after_create_session``; leaving is ``end``. An exception that leaves
-    it passes on, and the centre counts the worker among its ``lost_workers``.
+    Entering calls ``begin`` and ``after_create_session``, leaving calls ``end``. Exceptions
+    propagate, and the centre adds the worker to its ``lost_workers``.
 
     Args:
         center: of the worker.
         start: copies the centre to the worker.
         task_index: of the worker.
-        num_worker: for how many to wait.
-        wait_timeout: seconds; None waits for nobody.
+        num_worker: number of workers to wait for.
+        wait_timeout: seconds; None: do not wait.
     """
 
     def __init__(
@@ -37,26 +37,26 @@ class AGNHook:
         self._num_worker, self._timeout = num_worker, wait_timeout
 
     def begin(self) -> None:
-        """The worker is there."""
+        """Registers the worker with the centre."""
         self._center.begin(self._task)
 
     def after_create_session(self, session: Any = None, coord: Any = None) -> None:
-        """Waits for the other workers, if it was told to, and starts at the centre.
+        """Waits for the other workers if a timeout was set, and copies the centre.
 
         Args:
             session: ignored; TensorFlow's.
             coord: ignored; TensorFlow's.
 
         Raises:
-            DeadlineExceededError: fewer workers than ``num_worker`` have begun in time; the text
-                names who is missing.
+            DeadlineExceededError: fewer workers than ``num_worker`` have started in time; the
+                message lists the missing ones.
         """
         if self._timeout is not None:
             self._center.wait_for(self._num_worker, self._timeout)
         self._start()
 
     def end(self, session: Any = None) -> None:
-        """The worker is done. When all are, those who begin are of another training.
+        """Unregisters the worker. After all have ended, workers that begin form a new training.
 
         Args:
             session: ignored; TensorFlow's.
@@ -68,7 +68,7 @@ class AGNHook:
         try:
             self.after_create_session()
         except BaseException as error:
-            self._center.lose(self._task, error)
+            self._center.mark_failed(self._task, error)
             raise
         return self
 
@@ -79,5 +79,5 @@ class AGNHook:
         trace: TracebackType | None,
     ) -> None:
         if error is not None:
-            self._center.lose(self._task, error)
+            self._center.mark_failed(self._task, error)
         self.end()

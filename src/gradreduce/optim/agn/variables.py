@@ -1,7 +1,7 @@
-"""An AGN worker's variables: local copies, accumulations, and values computed when they are read.
+"""Variables of an AGN worker: local copies, sums of gradients, and the step counter.
 
-The sum of a period is zero after a push, and ``local_step`` is a number that the host counts. To
-write either at every step would cost a launch that nobody reads.
+The sum of a period is zero after a push, and ``local_step`` is counted on the host. Their buffers
+are written when they are read, which saves a launch in each step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["AGNCustomGetter", "Accumulation", "HostCounter", "LazyVariable", "Me
 
 
 class LazyVariable(Variable):
-    """Whatever reads it asks for its buffers, and so gets the truth.
+    """A read-only Variable whose buffers are computed when they are read.
 
     Args:
         name: of the Variable.
@@ -45,31 +45,31 @@ class LazyVariable(Variable):
 
     @property
     @abstractmethod
-    def _true(self) -> tuple[Buffer, ...]:
-        """Memory that holds what the Variable is."""
+    def _computed_buffers(self) -> tuple[Buffer, ...]:
+        """Buffers with the current value."""
 
     def assign(self, value: Any) -> NoReturn:
-        """Refused: what is assigned would be lost."""
+        """Raises ``TypeError``: the Variable is read-only."""
         raise TypeError(f"{self.name!r} is read-only: only its optimizer writes it")
 
     def assign_add(self, delta: Any) -> NoReturn:
-        """Refused, likewise."""
+        """Raises ``TypeError``: the Variable is read-only."""
         raise TypeError(f"{self.name!r} is read-only: only its optimizer writes it")
 
     @property
     def _buffers(self) -> tuple[Buffer, ...]:  # type: ignore[override]  # which a plain one keeps
-        return self._true
+        return self._computed_buffers
 
 
 class HostCounter(LazyVariable):
-    """An int32 that the host counts.
+    """An int32 counter on the host.
 
     Args:
         name: of the Variable.
-        device: where it is shown.
+        device: of its buffer when it is read.
 
     Attributes:
-        value: what it is.
+        value: the current count.
     """
 
     def __init__(self, name: str, device: Device) -> None:
@@ -79,19 +79,19 @@ class HostCounter(LazyVariable):
         self._shown: tuple[int, Buffer] | None = None
 
     @property
-    def _true(self) -> tuple[Buffer, ...]:
+    def _computed_buffers(self) -> tuple[Buffer, ...]:
         if self._shown is None or self._shown[0] != self.value:
             number = numbers(self.value, as_dtype("int32"))
             self._shown = (self.value, self._device.upload(number))
         return (self._shown[1],)
 
 
-# What the memory of a sum is: of an earlier period or not there, or the sum.
+# Content of the memory of a sum: invalid or not allocated, or the sum.
 _Holds = Literal["nothing", "sum"]
 
 
 class Revision:
-    """How often the sums of a worker became something else than a sum of one gradient more."""
+    """Counts the changes of a worker's sums other than adding one more gradient."""
 
     count = 0
 
@@ -99,19 +99,19 @@ class Revision:
 class Accumulation(LazyVariable):
     """The sum of the gradients of a worker's variable since its last push.
 
-    Of the accumulate type: float32 of halves. It is dense, on each device of the variable, or, as
-    long as every gradient was sparse, the rows that they touched, on the first. Only to be read:
-    whoever does is given rows as an array, and the sum stays what it is, because the centre's
-    update of rows is another than one of an array that is zero elsewhere.
+    Its dtype is the accumulate dtype: float32 for float16 and bfloat16. It is dense, on each device
+    of the variable, or, as long as every gradient was sparse, sparse rows on the first device.
+    Reading a sparse sum returns a dense array but does not make the sum dense, because an update of
+    rows differs from one by an array that is zero elsewhere.
 
     Args:
         local: the worker's variable.
-        name: of this one.
-        changes: of the worker.
+        name: of this Variable.
+        changes: revision of the worker's sums.
 
     Attributes:
-        rows: the sparse sum; None if it is dense, or nothing.
-        changes: see there.
+        rows: the sparse sum; None if the sum is dense or empty.
+        changes: revision of the worker's sums.
     """
 
     def __init__(self, local: Variable, name: str, changes: Revision) -> None:
@@ -123,53 +123,53 @@ class Accumulation(LazyVariable):
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Those of the variable."""
+        """The devices of the worker's variable."""
         return self._local.devices
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the variable."""
+        """The shape of the worker's variable."""
         return self._local.shape
 
     @property
     def dtype(self) -> DType:
-        """The accumulate type."""
+        """The accumulate dtype of the worker's variable."""
         return accumulate_dtype(self._local.dtype)
 
     @property
     def is_empty(self) -> bool:
-        """Whether no gradient came since the last push."""
+        """Whether no gradient was added since the last push."""
         return self.rows is None and self._holds != "sum"
 
     @property
     def is_first(self) -> bool:
-        """Whether a dense gradient is to be written to the memory: what is there is not read."""
+        """Whether the next dense gradient overwrites the memory instead of being added."""
         return self._holds != "sum"
 
     @property
     def memory(self) -> tuple[Buffer, ...]:
-        """The memory for a dense sum on each device; it holds anything if ``is_first``."""
+        """Memory of the dense sum on each device; its content is undefined if ``is_first``."""
         if not self._memory:
             self._memory = tuple(device.empty(self.shape, self.dtype) for device in self.devices)
         return self._memory
 
     @property
     def allocated(self) -> tuple[Buffer, ...]:
-        """As ``memory``, but nothing is made."""
+        """Memory of the dense sum, if it was allocated."""
         return self._memory
 
     def added(self) -> None:
-        """A dense gradient was added, or written."""
+        """Records that a dense gradient was added or written."""
         if self._holds != "sum":
             self._update("sum")
 
     def cleared(self) -> None:
-        """It is zero from now on; launches nothing."""
+        """Resets the sum to zero, without a launch."""
         self._update("nothing")
 
     @property
     def state(self) -> tuple[tuple[Buffer, ...], _Holds, AccumulatorState | None]:
-        """What it is, to be set again if a call is refused that has made it dense."""
+        """The current state; set it to restore the sum after a call that failed."""
         return self._memory, self._holds, self.rows
 
     @state.setter
@@ -182,7 +182,7 @@ class Accumulation(LazyVariable):
         self.changes.count += 1
 
     def pending_gradient(self, gradient: IndexedSlices) -> PendingGradient:
-        """A sparse gradient on its way into the rows; whoever adds it says ``added_rows``."""
+        """Prepares a sparse gradient for addition; call ``added_rows`` after adding it."""
         state = self.rows or AccumulatorState(
             self._local.dtype, self.shape, "SUM", self.devices[:1], False, _NO_OPS, sparse=True
         )
@@ -192,13 +192,13 @@ class Accumulation(LazyVariable):
         return PendingGradient(state, ((0, part),), "native")
 
     def added_rows(self, state: AccumulatorState) -> None:
-        """A sparse gradient was added to these."""
+        """Records that a sparse gradient was added to these rows."""
         if self.rows is not state:
             self._update(self._holds, state)
 
     @property
     def sparse_sum(self) -> SparseSum:
-        """The rows, which there must be."""
+        """The sparse sum; there must be one."""
         assert self.rows is not None
         (total,) = self.rows.totals
         assert isinstance(total, SparseSum)
@@ -206,33 +206,33 @@ class Accumulation(LazyVariable):
 
     @property
     def current(self) -> Buffer | SparseSum:
-        """The sum on the first device, as it is; there must be one."""
+        """The dense or sparse sum on the first device; there must be one."""
         return self.memory[0] if self.rows is None else self.sparse_sum
 
     def make_dense(self) -> None:
-        """Rows become an array, on every device."""
+        """Converts a sparse sum to a dense one, on every device."""
         if self.rows is not None:
             self._memory = self._as_arrays()
             self._update("sum")
 
     def _as_arrays(self) -> tuple[Buffer, ...]:
-        """The rows on every device, with zeros elsewhere, in new memory."""
+        """Returns the sparse sum as new dense arrays on every device."""
         (whole,) = densified([self.merged()])
         return (whole, *(_copied(device, whole) for device in self.devices[1:]))
 
     def merged(self) -> IndexedSlices:
-        """The rows in the order of their indices, in new memory."""
+        """Returns the sparse sum in index order, in new memory."""
         total = self.sparse_sum
         plan, _ = ops.merged_row_index([total.slots], mean=False)
         (rows,) = coalesced([total.rows], [plan])
         return IndexedSlices.of(rows, plan.indices, self.shape)
 
     def update(self, dense: Any | None, rows: IndexedSlices | None) -> None:
-        """What a checkpoint holds, instead of what is there.
+        """Replaces the sum by that of a checkpoint.
 
         Args:
-            dense: on the host; None: it is not dense.
-            rows: on the first device; None: it is not sparse.
+            dense: host array of a dense sum, or None.
+            rows: sparse sum on the first device, or None.
         """
         self.cleared()
         if dense is not None:
@@ -247,10 +247,10 @@ class Accumulation(LazyVariable):
             self.added_rows(state)
 
     @property
-    def _true(self) -> tuple[Buffer, ...]:
+    def _computed_buffers(self) -> tuple[Buffer, ...]:
         if self.rows is not None:
             return self._as_arrays()
-        if self._holds == "nothing":  # a step of the worker may be writing there at this moment
+        if self._holds == "nothing":  # a concurrent step of the worker may be writing to the memory
             return tuple(device.zeros(self.shape, self.dtype) for device in self.devices)
         return self._memory
 
@@ -261,16 +261,16 @@ def _copied(device: Device, buffer: Buffer) -> Buffer:
     return copied
 
 
-_NO_OPS = AllReduceCrossDeviceOps()  # a sum on one device is never reduced
+_NO_OPS = AllReduceCrossDeviceOps()  # unused: a sum on one device is not reduced
 
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A variable of a worker.
+    """The local copy, centre copy and sum of gradients of a worker's variable.
 
     Attributes:
         local: the worker's copy.
-        center: the centre's.
+        center: the centre's copy.
         total: the sum of its gradients since the last push.
     """
 
@@ -280,29 +280,29 @@ class Member:
 
 
 class AGNCustomGetter(NotCopied):
-    """Makes the local, centre and accumulation copies of a worker's variables.
+    """Creates the local, centre and accumulation copies of a worker's variables.
 
-    One for each worker: the ``custom_getter`` of ``gr.get_variable``. A trainable variable ``n``
-    lies on the worker; the centre has ``global_center_variable/n``, made by whichever worker comes
-    first, with that one's value, and the worker ``grad_variable/n``, zero at first. Others lie on
-    the worker, alone. A worker that begins at another value than the centre's wants the hook of its
-    ``AGNOptimizer``, or ``get_init_op``, before its first step.
+    Create one for each worker and pass it as ``custom_getter`` to ``gr.get_variable``. A trainable
+    variable ``n`` is on the worker; its sum of gradients ``grad_variable/n`` starts at zero. The
+    centre has ``global_center_variable/n``; the first worker to create ``n`` sets its value. Other
+    variables are only on the worker. If a worker's initial values differ from the centre's, use the
+    hook of its ``AGNOptimizer``, or ``get_init_op``, before its first step.
 
     Args:
         worker_device: the worker's device, its name (``"gpu:1"``) or a ``torch.device``, in the
-            mesh of ``center``, else in ``gr.default_mesh()``; or its part of a mesh: then its
-            variables are mirrored there, and it is several replicas.
-        center: where the centre variables are. Default: the process-wide centre, spread over the
-            mesh of the getter that comes first; it serves as long as one of its getters lives. So
-            let go of a training's getters before the next begins, or give each its own centre.
+            mesh of ``center``, else in ``gr.default_mesh()``; or a part of a mesh: then the worker
+            has several replicas, and its variables are mirrored there.
+        center: has the centre variables. Default: the process-wide centre, over the mesh of the
+            first getter, which exists as long as one of its getters. So drop the getters of a
+            training before the next one, or give each training its own centre.
 
     Raises:
-        DeviceMismatchError: the worker's device is not of the centre's mesh.
+        DeviceMismatchError: the worker's device does not belong to the centre's mesh.
         TypeError: an argument of another type.
-        ValueError: a name of a device that the mesh has not.
+        ValueError: a name of a device that the mesh does not have.
     """
 
-    _copied_as = "make one for each worker"
+    _copied_as = "create one for each worker"
 
     def __init__(
         self, worker_device: DeviceLike | Mesh, *, center: AGNCenter | None = None
@@ -315,7 +315,7 @@ class AGNCustomGetter(NotCopied):
         for device in self.devices:
             device.mesh_state.check_usable(device)
         self.center = process_wide(self.devices[0], self) if center is None else center
-        self.center.check_reached(self.devices)
+        self.center.check_same_mesh(self.devices)
         self._members: dict[Variable, Member] = {}
         self._made: dict[str, Variable] = {}
         self._changes = Revision()
@@ -334,12 +334,14 @@ class AGNCustomGetter(NotCopied):
         reuse: bool = False,
         **options: Any,
     ) -> Variable:
-        """See ``gr.get_variable``, which calls it; ``reuse`` gives what this getter has made.
+        """Creates a variable; called by ``gr.get_variable``.
+
+        With ``reuse``, returns the variable that this getter has created.
 
         Raises:
-            ValueError: this getter has made a trainable one of this name, which would be the same
-                at the centre, or the centre has one with another shape or dtype. With ``reuse``,
-                see there.
+            ValueError: this getter has already created a trainable variable of this name, or the
+                centre has one with another shape or dtype. With ``reuse``, see
+                ``gr.get_variable``.
         """
         before = self._made.get(name)
         if reuse:
@@ -359,33 +361,34 @@ class AGNCustomGetter(NotCopied):
         return local
 
     def center_variable(self, var: Variable) -> Variable:
-        """The centre copy of a worker's variable: what the last push of any worker made of it.
+        """Returns the centre copy of a worker's variable.
 
-        Pushes go on while it is read: the values of one moment are the centre's ``state_dict``.
+        Pushes continue while it is read; for a consistent state use the centre's ``state_dict``.
 
         Args:
-            var: a variable that came through this getter.
+            var: a variable that this getter created.
 
         Raises:
-            KeyError: another one.
+            KeyError: another variable.
         """
         return self.member(var).center
 
     def accumulation(self, var: Variable) -> Variable:
-        """The sum of the gradients of a worker's variable since its last push; only to be read.
+        """Returns the read-only sum of gradients of a variable since the last push.
 
-        Of float32 for halves. A sum of sparse gradients is shown as an array, and stays sparse.
+        It is float32 for float16 and bfloat16. Reading a sum of sparse gradients returns a dense
+        array; the sum stays sparse.
 
         Args:
-            var: a variable that came through this getter.
+            var: a variable that this getter created.
 
         Raises:
-            KeyError: another one.
+            KeyError: another variable.
         """
         return self.member(var).total
 
     def member(self, var: Variable) -> Member:
-        """All copies of a worker's variable; ``KeyError`` for another one."""
+        """Returns all copies of a worker's variable; ``KeyError`` for another one."""
         found = self._members.get(var) if isinstance(var, Variable) else None
         if found is None:
             raise KeyError(f"{var!r} was not created by this AGNCustomGetter")
@@ -393,5 +396,5 @@ class AGNCustomGetter(NotCopied):
 
     @property
     def members(self) -> list[Member]:
-        """Of every trainable variable, in the order in which they were made."""
+        """All trainable variables with their copies, in the order of creation."""
         return list(self._members.values())

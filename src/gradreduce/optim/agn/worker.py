@@ -1,7 +1,7 @@
-"""What a worker does: a local step, and a communication when one is due; never checks arguments.
+"""Runs the local steps of an AGN worker, and its pushes when they are due.
 
-Before the first launch of a call all of it has its memory, its kernels and its plans. A step by
-dense gradients of the same variables is worked out once, and so is a push that stages nothing.
+All memory, kernels and plans of a call exist before its first launch. A step with dense gradients
+of the same variables is planned once, and so is a push that needs no staging memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gradreduce.arrays.distributed import Part
 from gradreduce.arrays.trace_context import check_unread
 from gradreduce.arrays.variable import Variable
 from gradreduce.device import Buffer, DeferInterrupts, clear, copy_over, deadline_scope
-from gradreduce.optim.gradient_inputs import Near, check_apart, ready_count
+from gradreduce.optim.gradient_inputs import Colocated, check_apart, ready_count
 from gradreduce.optim.optimizer import Optimizer
 from gradreduce.optim.slots import MASTER
 
@@ -30,14 +30,14 @@ from .worker_checkpoint import WorkerState
 __all__ = ["Worker"]
 
 
-class _Next(NamedTuple):
-    """What a push takes and leaves, beside memory.
+class _NextPush(NamedTuple):
+    """Scalars and counters of the next push.
 
     Attributes:
         scalars: of the rule.
-        hyperparameters: the inner optimizer's afterwards.
-        global_step: that counts it, or None.
-        counted: counts it; has all that may fail behind it.
+        hyperparameters: the inner optimizer's after the push.
+        global_step: counts the pushes; or None.
+        counted: increments ``global_step``; cannot fail.
     """
 
     scalars: tuple[float, ...]
@@ -47,18 +47,18 @@ class _Next(NamedTuple):
 
 
 class Worker:
-    """A worker, between two calls.
+    """State and steps of one worker.
 
     Args:
-        inner: its optimizer, of worker and centre.
-        getter: which made its variables.
-        config: it communicates.
-        resets: whether a pull makes its momentum zero.
+        inner: its optimizer, for worker and centre.
+        getter: created its variables.
+        config: of its pushes.
+        resets: whether a pull sets its momentum to zero.
 
     Attributes:
-        step: how many local steps it has made.
-        is_due: whether a push failed before it changed anything, and is to be made.
-        pulled: of its variables what the centre was at the last pull, if the distance counts.
+        step: number of local steps.
+        is_due: whether a push failed before it changed anything, and must be made.
+        pulled: for its variables, the centre at the last pull; used by the distance scaling.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Worker:
         self.pulled: dict[Variable, Variable] = {}
         self._local: LocalPlan | None = None  # of the last dense step
         self._push: PushPlan | None = None  # the next one, or the last, if that may be run again
-        self._next = _Next((), {}, None, ready_count(None))  # for the next push
+        self._next = _NextPush((), {}, None, ready_count(None))  # for the next push
 
     def apply(
         self,
@@ -80,12 +80,12 @@ class Worker:
         global_step: Variable | None,
         seconds: float | None,
     ) -> bool:
-        """See ``AGNOptimizer.apply_gradients``.
+        """Implements ``AGNOptimizer.apply_gradients``, without validating arguments.
 
         Args:
             gradients: one for each variable.
-            variables: none twice.
-            global_step: or None.
+            variables: each once.
+            global_step: counts the pushes; or None.
             seconds: until the deadline, from ``as_deadline``.
         """
         plan, version = self._local, self._center.version
@@ -106,16 +106,16 @@ class Worker:
 
     @property
     def by_distance(self) -> bool:
-        """Whether the centre's distance from the last pull counts."""
+        """Whether gradients are scaled by the distance that the centre has moved."""
         return self._config.gamma is not None
 
     @property
-    def kept(self) -> WorkerState:
-        """For a checkpoint."""
+    def state(self) -> WorkerState:
+        """The state for a checkpoint."""
         return WorkerState(self.step.value, self.is_due, self.pulled)
 
-    @kept.setter
-    def kept(self, loaded: WorkerState) -> None:
+    @state.setter
+    def state(self, loaded: WorkerState) -> None:
         self.step.value, self.is_due = loaded.local_step, loaded.is_due
         self.pulled = loaded.pulled
         self._local = self._push = None
@@ -129,7 +129,7 @@ class Worker:
         members: Sequence[Member],
         plan: LocalPlan | None,
     ) -> Sequence[Part]:
-        """Of each copy of each variable its gradient near it; reduced, if it is of replicas."""
+        """Validates gradients and returns one colocated with each copy of each variable."""
         parts = self._inner._colocated_gradients(gradients, variables, plan)
         if plan is None:
             near = _by_variable(members, parts)
@@ -137,16 +137,16 @@ class Worker:
         return parts
 
     def _written_besides(self, members: Sequence[Member]) -> list[Buffer]:
-        """What a call writes, but for the worker's variables and their slots."""
-        kept = [member.center for member in members] + list(self.pulled.values())
-        kept += [slot for member in members for slot in self._center.slots_of(member.center)]
-        copies = [copy for each in kept for copy in each.buffers]
+        """Returns what a call writes besides the worker's variables and their slots."""
+        written = [member.center for member in members] + list(self.pulled.values())
+        written += [slot for member in members for slot in self._center.slots_of(member.center)]
+        copies = [copy for each in written for copy in each.buffers]
         return copies + [copy for member in members for copy in member.total.allocated]
 
     def _first_step(
         self, members: Sequence[Member], parts: Sequence[Part], global_step: Variable | None
     ) -> None:
-        """Of these variables, which may have no slots yet; none that fails leaves some behind."""
+        """Runs a step of variables that may have no slots yet; removes new slots on error."""
         with self._inner._slots.rollback_on_error():
             self._local = self._step_by(members, parts, None, global_step) or self._local
 
@@ -157,28 +157,28 @@ class Worker:
         plan: LocalPlan | None,
         global_step: Variable | None,
     ) -> LocalPlan | None:
-        """A local step and the communication that is due then; before both all that may fail.
+        """Runs a local step, and the push if one is due; what can fail is done before.
 
         Returns:
-            A plan of the next such steps, if there was none.
+            A plan for later steps like this one, if there was none.
         """
         inner, planned = self._inner, None
-        ahead = _copied(inner)  # whose numbers go on before the step is made
+        ahead = _copied(inner)  # its numbers advance before the step is made
         rows = [(each.total, each.total.state) for each in members if each.total.rows is not None]
         try:
-            scalars, numbers = _of_next(ahead)  # a callable may raise: nothing is made yet
+            scalars, numbers = _of_next(ahead)  # a callable may raise; nothing has been created yet
             if plan is None:
                 self.prepare(members)
             step = self._local_step(members, parts, plan, scalars)
             is_due = not (self.step.value + 1) % self._config.period
             if is_due:
-                self._plan_push(self._held() | step.sums(), global_step, ahead)
+                self._plan_push(self._current_sums() | step.sums(), global_step, ahead)
             if plan is None and isinstance(step, LocalStep) and step.is_dense:
-                version = self._center.version  # before what it counts: a load may come between
+                version = self._center.version  # read before the slots: a load may come between
                 others = self._written_besides(members)
                 planned = LocalPlan(inner, members, others, version)
         except BaseException:
-            for total, state in rows:  # a dense gradient would have made it dense
+            for total, state in rows:  # a dense gradient may have made it dense
                 total.state = state
             raise
 
@@ -196,11 +196,11 @@ class Worker:
         return planned
 
     def prepare(self, members: Sequence[Member]) -> None:
-        """Compiles what a step launches, and makes the slots here and at the centre."""
+        """Compiles the kernels of a step, and creates slots of worker and centre."""
         self._inner.prepare([member.local for member in members])
         self._center.prepare(self._inner, [member.center for member in members])
         for member in members if self._config.gamma is not None else ():
-            # A worker that was never told to start has pulled what its variables are.
+            # Without a start, the worker's initial values count as pulled.
             if member.local not in self.pulled:
                 first, name = member.local.buffers[0], f"pulled/{member.local.name}"
                 self.pulled[member.local] = Variable(first, name, trainable=False)
@@ -219,8 +219,8 @@ class Worker:
 
     # -- a communication --------------------------------------------------------------------------
 
-    def _held(self) -> dict[Member, Sum]:
-        """The sums of the period, so far."""
+    def _current_sums(self) -> dict[Member, Sum]:
+        """Returns the sums of the current period."""
         return {
             member: member.total.current
             for member in self._getter.members
@@ -230,37 +230,37 @@ class Worker:
     def _plan_push(
         self, sums: Mapping[Member, Sum], global_step: Variable | None, ahead: Optimizer
     ) -> None:
-        """Of these; ``_communicate`` runs it.
+        """Plans a push, which ``_communicate`` runs.
 
         Args:
             sums: of the period.
-            global_step: that counts it, or None.
-            ahead: a copy of the inner optimizer, as it is when the push is launched.
+            global_step: counts the pushes; or None.
+            ahead: a copy of the inner optimizer with its state at the push.
         """
         check_unread([var for member in sums for var in (member.local, member.center)])
         if self._push is None or not self._push.serves(sums):
             self._push = PushPlan(self._center, self._inner, sums, self.pulled, self._config)
-        self._next = _Next(*_of_next(ahead), global_step, ready_count(global_step))
+        self._next = _NextPush(*_of_next(ahead), global_step, ready_count(global_step))
 
     def _make_up(self, global_step: Variable | None) -> None:
-        """The push that has failed."""
-        self._plan_push(self._held(), global_step, _copied(self._inner))
+        """Plans and runs a push that has failed before."""
+        self._plan_push(self._current_sums(), global_step, _copied(self._inner))
         self._communicate()
 
     def _communicate(self) -> None:
-        """What is planned."""
+        """Runs the planned push."""
         push, following = self._push, self._next
         assert push is not None
-        if not push.is_kept:
+        if not push.is_reusable:
             self._push = None
         try:
             with DeferInterrupts():
                 push.run(following.scalars, partial(self._pushed, push, following))
-        except StalePushError:  # the centre was loaded meanwhile: another push, of the same sums
+        except StalePushError:  # the centre was loaded meanwhile: push the same sums again
             self._make_up(following.global_step)
 
-    def _pushed(self, push: PushPlan, following: _Next) -> None:
-        """It was launched: all that makes it one push."""
+    def _pushed(self, push: PushPlan, following: _NextPush) -> None:
+        """Updates the worker's state after a push was launched."""
         self.is_due = False
         self._inner._load_hyperparameters(following.hyperparameters)
         for member in push.members:
@@ -270,14 +270,14 @@ class Worker:
         following.counted()
 
     def _reset(self, variables: Sequence[Variable]) -> None:
-        """Momentum of these is zero."""
+        """Sets the momentum of variables to zero."""
         for name in _MOMENTUM & set(self._inner._slot_names):
             for var in variables:
                 for copy in self._inner._slots.by_name[name][var].buffers:
                     clear(copy)
 
     def start(self) -> None:
-        """The worker is where the centre is, and has accumulated nothing."""
+        """Copies the centre to the worker and clears its sums."""
         members = self._getter.members
         check_unread([member.local for member in members])
         mesh_state = self._center.devices[
@@ -299,37 +299,37 @@ class Worker:
             self.is_due = False
 
     def _masters(self, member: Member) -> tuple[Variable | None, Variable | None]:
-        """At the centre and here, if there are."""
+        """Returns the masters at the centre and at the worker, if any."""
         theirs = self._center.slot(member.center, MASTER)
         return theirs, self._inner.get_slot(member.local, MASTER)
 
 
 def _copied(inner: Optimizer) -> Optimizer:
-    """With the same slots, and numbers of its own."""
+    """Returns a copy of an optimizer that shares its slots but not its numbers."""
     ahead = object.__new__(type(inner))
     vars(ahead).update(vars(inner))
     return ahead
 
 
 def _of_next(ahead: Optimizer) -> tuple[tuple[float, ...], dict[str, float]]:
-    """What the rule takes for the next update, and the numbers after it, which are kept."""
+    """Returns the rule's scalars for the next update, and the numbers to save after it."""
     scalars = ahead._scalars()
     ahead._finish()
     return scalars, ahead._saved_hyperparameters()
 
 
 def _copy_everywhere(center: Variable, local: Variable) -> None:
-    """What is at the centre, to each copy at a worker."""
+    """Copies a centre variable to each copy of a worker's variable."""
     (source,) = center.buffers
     for copy in local.buffers:
         copy_over(copy.device, copy, source)
 
 
-def _by_variable(members: Sequence[Member], parts: Sequence[Part]) -> list[Near]:
-    """Gradients of all copies, one variable's together."""
+def _by_variable(members: Sequence[Member], parts: Sequence[Part]) -> list[Colocated]:
+    """Groups gradients of all copies by variable."""
     left = iter(parts)
     return [tuple(islice(left, len(member.local.devices))) for member in members]
 
 
-# Names of slots that hold a direction in which a variable goes on.
+# Names of slots that hold momentum.
 _MOMENTUM = {"momentum", "m"}

@@ -1,4 +1,4 @@
-"""What a checkpoint of a worker holds, and how one is put back; likewise host data."""
+"""Saves and restores the state of an AGN worker as host data."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _MOST_STEPS = 2**31 - 1
 
 @dataclass(frozen=True)
 class WorkerState:
-    """What a worker keeps beside its variables and the inner optimizer.
+    """State of a worker besides its variables and the inner optimizer.
 
     Attributes:
-        local_step: how many steps it has made.
-        is_due: whether a push is to be made up for.
-        pulled: what the centre was at the last pull.
+        local_step: number of steps.
+        is_due: whether a push failed and must be made.
+        pulled: the centre at the last pull.
     """
 
     local_step: int
@@ -57,7 +57,7 @@ _KEYS = ("format", "optimizer", "variables", "sums", "rows", "pulled", "local_st
 def saved_worker(
     inner: Optimizer, members: Sequence[Member], worker: WorkerState, deadline: float | None
 ) -> dict[str, Any]:
-    """See ``AGNOptimizer.state_dict``."""
+    """Returns the state of a worker; see ``AGNOptimizer.state_dict``."""
     end = end_of(deadline)
     owners = {member.local.name: member for member in members}
     by_name([member.local for member in members])
@@ -90,13 +90,13 @@ def saved_worker(
 def load_worker(
     inner: Optimizer, members: Sequence[Member], state: Any, *, by_distance: bool
 ) -> WorkerState:
-    """See ``AGNOptimizer.load_state_dict``.
+    """Validates and restores a worker's state; see ``AGNOptimizer.load_state_dict``.
 
     Args:
         inner: the worker's optimizer.
         members: its variables.
-        state: that is loaded.
-        by_distance: whether sums are scaled by what the centre was at the last pull.
+        state: to load.
+        by_distance: whether the worker has a ``distance_scale``.
     """
     check_keys("state", state, _KEYS)
     check_format(state, _WORKER)
@@ -127,24 +127,24 @@ def load_worker(
     numbers = checked_numbers(
         state["optimizer"], inner._hyperparameter_names, given, inner._slot_start
     )
-    slots, near = loaded_slots(inner._slots, given), placed(values, variables)
-    kept = {}
+    slots, buffers = loaded_slots(inner._slots, given), placed(values, variables)
+    pulled_variables = {}
     for name, value in pulled.items():
         var = variables[name]
-        kept[var] = Variable(
+        pulled_variables[var] = Variable(
             converted(value, var.dtype), f"pulled/{name}", trainable=False, device=var.devices[0]
         )
     inner._slots.by_name = slots
     inner._plan = None
     inner._load_hyperparameters(numbers)
-    assign(near, variables)
+    assign(buffers, variables)
     for name, member in owners.items():
         member.total.update(sums.get(name), rows.get(name))
-    return WorkerState(step, is_due, kept)
+    return WorkerState(step, is_due, pulled_variables)
 
 
 def _checked_counts(state: Mapping[str, Any]) -> tuple[int, bool]:
-    """Its local step, and whether a push is due."""
+    """Validates and returns the local step, and whether a push is due."""
     step = as_count("state['local_step']", plain(state["local_step"]), least=0)
     if step > _MOST_STEPS:
         raise ValueError(f"state['local_step'] is {step}, more than an int32 holds")
@@ -155,7 +155,7 @@ def _checked_counts(state: Mapping[str, Any]) -> tuple[int, bool]:
 
 
 def _checked_rows(given: Any, variables: Mapping[str, Variable]) -> dict[str, IndexedSlices]:
-    """Sparse sums, by the names of variables."""
+    """Validates the sparse sums and returns them by variable name."""
     names = set(given) & set(variables) if isinstance(given, Mapping) else set(variables)
     check_keys("state['rows']", given, sorted(names))
     found = {}
