@@ -92,7 +92,7 @@ def test_the_out_may_be_the_sum(device):
 @pytest.mark.parametrize(
     ("dtypes", "message"),
     [
-        (("float16", "float16", "float16", "float16"), "is no sum for"),
+        (("float16", "float16", "float16", "float16"), "must have the accumulate dtype"),
         (("float32", "float64", "float32", "float32"), "dtypes differ"),
         (("float32", "float32", "float32", "float64"), "dtypes differ"),
         (("int32", "int32", "int32", "int32"), "float dtype"),

@@ -236,14 +236,14 @@ def test_nothing_is_launched_for_nothing(device):
 MISFITS = {
     "a shorter out": (("float64", 15), ("int32", 16), "sizes differ"),
     "a longer out": (("float64", 17), ("int32", 16), "sizes differ"),
-    "a narrower out": (("float32", 16), ("int32", 16), "is float64, and not"),
-    "a wider out": (("float64", 16), ("uint16", 16), "is float32, and not"),
-    "a half": (("float16", 16), ("int8", 16), "is float32, and not"),
-    "an integer out": (("int32", 16), ("int32", 16), "is float64, and not"),
-    "a complex out": (("complex64", 16), ("int64", 16), "is float64, and not"),
-    "a float": (("float32", 16), ("float32", 16), "not of an integer dtype"),
-    "a half input": (("float32", 16), ("bfloat16", 16), "not of an integer dtype"),
-    "a complex input": (("complex64", 16), ("complex64", 16), "not of an integer dtype"),
+    "a narrower out": (("float32", 16), ("int32", 16), "must be float64"),
+    "a wider out": (("float64", 16), ("uint16", 16), "must be float32"),
+    "a half": (("float16", 16), ("int8", 16), "must be float32"),
+    "an integer out": (("int32", 16), ("int32", 16), "must be float64"),
+    "a complex out": (("complex64", 16), ("int64", 16), "must be float64"),
+    "a float": (("float32", 16), ("float32", 16), "must have an integer dtype"),
+    "a half input": (("float32", 16), ("bfloat16", 16), "must have an integer dtype"),
+    "a complex input": (("complex64", 16), ("complex64", 16), "must have an integer dtype"),
 }
 
 

@@ -33,13 +33,13 @@ class TestGlobalUpdate(FormBody):
     @pytest.mark.parametrize(
         ("dtypes", "message"),
         [
-            (("float16", "float16", "float16"), "is no sum for gradients of"),
-            (("float32", "float32", "float64"), "is no sum for gradients of"),
+            (("float16", "float16", "float16"), "must have the accumulate dtype"),
+            (("float32", "float32", "float64"), "must have the accumulate dtype"),
             (("float32", "float64", "float32"), "dtypes differ"),
             (("float16", "float32", "float16", "float16", "float32"), "dtypes differ"),
             (("int32", "int32", "int32"), "float dtype"),
-            (("float64", "float32", "float64", "float32", "float64"), "no float32 master"),
-            (("float32",) * 4, "a row of 4 operands, not 3, or 5 with masters"),
+            (("float64", "float32", "float64", "float32", "float64"), "cannot be a master"),
+            (("float32",) * 4, "a row has 4 operands; expected 3, or 5 with masters"),
         ],
     )
     def test_operands_that_do_not_fit_change_nothing(self, device, dtypes, message):

@@ -29,12 +29,12 @@ class TestLocalUpdate(FormBody):
     @pytest.mark.parametrize(
         ("dtypes", "message"),
         [
-            (("float16", "float16", "float16"), "is no sum for gradients of"),
-            (("float32", "float64", "float32"), "is no sum for gradients of"),
+            (("float16", "float16", "float16"), "must have the accumulate dtype"),
+            (("float32", "float64", "float32"), "must have the accumulate dtype"),
             (("float32", "float32", "float64"), "dtypes differ"),
             (("int32", "int32", "int32"), "float dtype"),
-            (("float64", "float32", "float64", "float64"), "no float32 master"),
-            (("float32", "float32"), "a row of 2 operands, not 3, or 4 with masters"),
+            (("float64", "float32", "float64", "float64"), "cannot be a master"),
+            (("float32", "float32"), "a row has 2 operands; expected 3, or 4 with masters"),
         ],
     )
     def test_operands_that_do_not_fit_change_nothing(self, device, dtypes, message):

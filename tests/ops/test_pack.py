@@ -261,7 +261,7 @@ def test_arguments_that_do_not_fit_change_nothing(device, out, term, divisor):
 
 def test_lists_of_different_lengths_change_nothing(device):
     row = operands(device, random_terms(3, 16, "float32"))
-    with pytest.raises(ValueError, match="pack: 1 outs for 2 inputs"):
+    with pytest.raises(ValueError, match="pack: got 1 outputs for 2 inputs"):
         pack([row[0].buffer], [row[1].buffer, row[2].buffer])
     assert all(operand.unchanged() for operand in row)
 

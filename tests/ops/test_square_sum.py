@@ -70,8 +70,8 @@ def test_what_does_not_fit_changes_nothing(device):
     given, out = Operand(device, random_data((32,), "float64")), blank(device, 16, "float64")
     whole = given.buffer.view(0, (32,))
     for outs, inputs, match in [
-        ([blank(device, 16, "float32").buffer], [whole], "floats go into float64"),
-        ([out.buffer], [device.put(np.ones(3, np.int32))], "floats go into float64"),
+        ([blank(device, 16, "float32").buffer], [whole], "must be float64"),
+        ([out.buffer], [device.put(np.ones(3, np.int32))], "must be float64"),
         ([given.buffer.view(0, (16,))], [whole], "overlaps"),
         ([Operand(device, np.zeros(16), writable=False).buffer], [whole], "read-only"),
     ]:

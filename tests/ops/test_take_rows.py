@@ -69,13 +69,13 @@ def test_nothing_for_nothing(device):
 @pytest.mark.parametrize(
     ("out", "values", "rows", "match"),
     [
-        ("float32 3 4", "float64 9 4", [0, 1, 2], "into"),
-        ("float32 3 4", "float32 9 5", [0, 1, 2], "other sizes"),
-        ("float32 3 4", "float32 9 4", [0, 1], "rows for"),
-        ("float32 3 4", "float32 9 4", [0.0, 1.0, 2.0], "rows for"),
-        ("float32 3 4", "float32 9 4", [0, 1, 9], "leave"),
-        ("float32 3 4", "float32 9 4", [0, -1, 2], "leave"),
-        ("float32", "float32 9", [0], "into"),
+        ("float32 3 4", "float64 9 4", [0, 1, 2], "must have rows of one dtype"),
+        ("float32 3 4", "float32 9 5", [0, 1, 2], "row sizes differ"),
+        ("float32 3 4", "float32 9 4", [0, 1], "expected an int64"),
+        ("float32 3 4", "float32 9 4", [0.0, 1.0, 2.0], "expected an int64"),
+        ("float32 3 4", "float32 9 4", [0, 1, 9], "are out of range"),
+        ("float32 3 4", "float32 9 4", [0, -1, 2], "are out of range"),
+        ("float32", "float32 9", [0], "must have rows of one dtype"),
     ],
 )
 def test_what_does_not_fit_changes_nothing(device, out, values, rows, match):

@@ -1,4 +1,4 @@
-"""Arithmetic on one device: one file per kernel, its launcher and its NumPy twin side by side."""
+"""Arithmetic on one device: per kernel a launcher and its NumPy reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How more terms go into a sum, in place: ``kernels/accumulate_n.cu`` and its twin."""
+"""Adds terms to a sum in place: launcher of ``accumulate_n.cu`` and NumPy reference."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["ACCUMULATE_N", "accumulate_n", "accumulate_unchecked", "prepare_accu
 
 
 def _accumulate_n_reference(table: Sequence[Arrays], num_inputs: int) -> None:
-    """``total = total + in[0] + in[1] + …``, left to right, in the accumulate type of total."""
+    """``total = total + in[0] + in[1] + …``, left to right, in the accumulate dtype of total."""
     for total, *inputs in table:
         wide = accumulate_dtype(total.dtype)
-        # From the second addition on, an input that is the total must be what it was.
+        # From the second addition on, an input that is the total must have its old value.
         late = any(np.may_share_memory(total, term) for term in inputs[1:])
         in_place = total.dtype == wide and not late
         running = total if in_place else total.astype(wide)
@@ -54,11 +54,11 @@ def accumulate_n(
         totals: one per tensor; overwritten. May be one of its inputs exactly.
         inputs: for each tensor at least one term of its size; all terms of one dtype, which is
             the total's or a float that is cast to it.
-        device: whose queue launches; default that of ``totals[0]``. Fences nothing.
-        queue: which of its queues.
+        device: launches on its queue; default that of ``totals[0]``. Adds no stream waits.
+        queue: the queue to launch on.
 
     Raises:
-        ValueError: sizes or dtypes do not fit, or a total overlaps an input partly.
+        ValueError: sizes or dtypes do not match, or a total partly overlaps an input.
     """
     rows = zip(zip(totals), inputs, strict=True)
     for (to, of, _, num_inputs), operands in by_dtype(ACCUMULATE_N, rows).items():
@@ -69,11 +69,11 @@ def accumulate_n(
 def accumulate_unchecked(
     totals: Sequence[Buffer], inputs: Sequence[Buffer], *, device: Device
 ) -> None:
-    """``totals[t] += inputs[t]``, of rows that fit by their making: see ``pack_fitted``."""
+    """``totals[t] += inputs[t]`` without validation; see ``pack_unchecked``."""
     for (to, of, _, _), operands in paired(ACCUMULATE_N, totals, inputs, fitted=True).items():
         device.launch(ACCUMULATE_N, (to, of), operands, (1,))
 
 
 def prepare_accumulate_n(device: Device, total: np.dtype, term: np.dtype) -> None:
-    """Compiles what ``accumulate_n`` with these dtypes launches."""
+    """Compiles the kernel of ``accumulate_n`` for these dtypes."""
     device.prepare(ACCUMULATE_N, (element_of(total).name, element_of(term).name))

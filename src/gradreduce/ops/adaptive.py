@@ -1,4 +1,4 @@
-"""How a gradient changes a variable that remembers its squares: ``kernels/adaptive.cu``, twins."""
+"""Adam, Adagrad and RMSProp: launchers of ``adaptive.cu`` and NumPy references."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def _adam_reference(
     rest2: float,
     epsilon: float,
 ) -> None:
-    """``m += rest1 (grad - m); v += rest2 (grad² - v); var -= rate m / (root(v) + epsilon)``."""
+    """``m += rest1 (grad - m); v += rest2 (grad² - v); var -= rate m / (sqrt(v) + epsilon)``."""
     run_plain(table, RULES["adam"], (rate, rest1, rest2, epsilon))
 
 
 def _adagrad_reference(table: Sequence[Arrays], num_written: int, rate: float) -> None:
-    """``sum += grad²; var -= rate grad / root(sum)``."""
+    """``sum += grad²; var -= rate grad / sqrt(sum)``."""
     run_plain(table, RULES["adagrad"], (rate,))
 
 
@@ -47,7 +47,7 @@ def _rmsprop_reference(
     decay: float,
     epsilon: float,
 ) -> None:
-    """``s += rest (grad² - s); m = decay m + rate grad / root(s + epsilon); var -= m``."""
+    """``s += rest (grad² - s); m = decay m + rate grad / sqrt(s + epsilon); var -= m``."""
     run_plain(table, RULES["rmsprop"], (rate, rest, decay, epsilon))
 
 
@@ -59,7 +59,7 @@ def _rmsprop_centered_reference(
     decay: float,
     epsilon: float,
 ) -> None:
-    """As rmsprop, of the variance: ``c += rest (grad - c)``, ``root(s - c² + epsilon)``."""
+    """As rmsprop with the variance: ``c += rest (grad - c)``, ``sqrt(s - c² + epsilon)``."""
     run_plain(table, RULES["rmsprop_centered"], (rate, rest, decay, epsilon))
 
 
@@ -79,7 +79,7 @@ def adam(
     device: Device | None = None,
     queue: Queue = "compute",
 ) -> None:
-    """``variable -= rate * moment / (root(square) + epsilon)``, when both have moved on.
+    """``variable -= rate * moment / (sqrt(square) + epsilon)``, after updating both means.
 
     ``moment += rest1 * (grad - moment); square += rest2 * (grad * grad - square)``.
 
@@ -87,15 +87,16 @@ def adam(
 
     Args:
         rows: variable, moment, square and gradient. See ``Update``.
-        rate: the learning rate, corrected for the start of the two means.
-        rest1: how much of the moment is new: 1 - beta1.
-        rest2: how much of the square is new: 1 - beta2.
-        epsilon: added to the root.
-        device: whose queue launches; default that of the first variable. Fences nothing.
-        queue: which of its queues.
+        rate: the learning rate, with bias correction.
+        rest1: 1 - beta1.
+        rest2: 1 - beta2.
+        epsilon: added to the square root.
+        device: launches on its queue; default that of the first variable. Adds no stream
+            waits.
+        queue: the queue to launch on.
 
     Raises:
-        ValueError: what ``Update`` says does not hold.
+        ValueError: a row is not as ``Update`` describes.
     """
     update(ADAM, rows, (rate, rest1, rest2, epsilon), device, queue)
 
@@ -107,18 +108,19 @@ def adagrad(
     device: Device | None = None,
     queue: Queue = "compute",
 ) -> None:
-    """``total += grad * grad; variable -= rate * grad / root(total)``.
+    """``total += grad * grad; variable -= rate * grad / sqrt(total)``.
 
     One launch for all rows of the same dtypes.
 
     Args:
         rows: variable, total and gradient. See ``Update``.
         rate: the learning rate.
-        device: whose queue launches; default that of the first variable. Fences nothing.
-        queue: which of its queues.
+        device: launches on its queue; default that of the first variable. Adds no stream
+            waits.
+        queue: the queue to launch on.
 
     Raises:
-        ValueError: what ``Update`` says does not hold.
+        ValueError: a row is not as ``Update`` describes.
     """
     update(ADAGRAD, rows, (rate,), device, queue)
 
@@ -133,7 +135,7 @@ def rmsprop(
     device: Device | None = None,
     queue: Queue = "compute",
 ) -> None:
-    """``moment = decay * moment + rate * grad / root(square + epsilon); variable -= moment``.
+    """``moment = decay * moment + rate * grad / sqrt(square + epsilon); variable -= moment``.
 
     Before that ``square += rest * (grad * grad - square)``.
 
@@ -142,14 +144,15 @@ def rmsprop(
     Args:
         rows: variable, square, moment and gradient. See ``Update``.
         rate: the learning rate.
-        rest: how much of the square is new.
-        decay: how much of the moment stays.
-        epsilon: added to the square, under the root.
-        device: whose queue launches; default that of the first variable. Fences nothing.
-        queue: which of its queues.
+        rest: 1 - the decay of the square.
+        decay: of the moment.
+        epsilon: added to the square, inside the square root.
+        device: launches on its queue; default that of the first variable. Adds no stream
+            waits.
+        queue: the queue to launch on.
 
     Raises:
-        ValueError: what ``Update`` says does not hold.
+        ValueError: a row is not as ``Update`` describes.
     """
     update(RMSPROP, rows, (rate, rest, decay, epsilon), device, queue)
 
@@ -164,22 +167,23 @@ def rmsprop_centered(
     device: Device | None = None,
     queue: Queue = "compute",
 ) -> None:
-    """As ``rmsprop``, of ``square - mean * mean``, which is the variance of gradients.
+    """As ``rmsprop`` with the variance ``square - mean * mean`` instead of ``square``.
 
-    Before that ``mean += rest * (grad - mean)``, as the square.
+    Before that ``mean += rest * (grad - mean)``, like the square.
 
     One launch for all rows of the same dtypes.
 
     Args:
         rows: variable, square, mean, moment and gradient. See ``Update``.
         rate: the learning rate.
-        rest: how much of the square and of the mean is new.
-        decay: how much of the moment stays.
-        epsilon: added to the variance, under the root.
-        device: whose queue launches; default that of the first variable. Fences nothing.
-        queue: which of its queues.
+        rest: 1 - the decay of the square and of the mean.
+        decay: of the moment.
+        epsilon: added to the variance, inside the square root.
+        device: launches on its queue; default that of the first variable. Adds no stream
+            waits.
+        queue: the queue to launch on.
 
     Raises:
-        ValueError: what ``Update`` says does not hold.
+        ValueError: a row is not as ``Update`` describes.
     """
     update(RMSPROP_CENTERED, rows, (rate, rest, decay, epsilon), device, queue)

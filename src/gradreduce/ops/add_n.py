@@ -1,4 +1,4 @@
-"""How many arrays become their sum, in one pass: ``kernels/add_n.cu`` and its twin."""
+"""Sums arrays in one pass: launcher of ``add_n.cu`` and NumPy reference."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .validate import SAME, TO_WIDE, as_elements, by_dtype, paired
 
 __all__ = ["ADD_N", "add_n", "added", "added_on_host", "cast_unchecked", "prepare_add_n"]
 
-# Input counts that are compiled in, so that all loads of a vector are in flight together.
+# Up to this many inputs, the count is a template argument: all loads are in flight together.
 UNROLLED = 8
-SMALL = 4096  # elements: twice as many take as long to add as a Buffer takes to make
+SMALL = 4096  # elements: adding twice as many takes as long as creating a Buffer
 
 
 def _add_n_reference(table: Sequence[Arrays], num_inputs: int) -> None:
-    """``out = in[0] + in[1] + …``, left to right, in the accumulate type of the inputs."""
+    """``out = in[0] + in[1] + …``, left to right, in the accumulate dtype of the inputs."""
     for out, *inputs in table:
         if num_inputs == 1:
             out[...] = inputs[0]
@@ -68,18 +68,18 @@ def add_n(
 ) -> None:
     """``outs[t] = inputs[t][0] + inputs[t][1] + …`` for every tensor t, left to right.
 
-    One launch for all tensors with the same dtypes and number of inputs. Halves are added in
-    float32 and rounded once. With a single input this is a copy, or a cast.
+    One launch for all tensors with the same dtypes and number of inputs. 16-bit floats are
+    added in float32 and rounded once. With a single input this is a copy, or a cast.
 
     Args:
         outs: one per tensor; overwritten. May be one of its inputs exactly.
         inputs: for each tensor at least one term of its size; all terms of one dtype, which is
-            the out's or one that it accumulates.
-        device: whose queue launches; default that of ``outs[0]``. Fences nothing.
-        queue: which of its queues.
+            the output's or one that it accumulates.
+        device: launches on its queue; default that of ``outs[0]``. Adds no stream waits.
+        queue: the queue to launch on.
 
     Raises:
-        ValueError: sizes or dtypes do not fit, or an out overlaps an input partly.
+        ValueError: sizes or dtypes do not match, or an output partly overlaps an input.
     """
     rows = zip(zip(outs), inputs, strict=True)
     for (to, of, _, num_inputs), operands in by_dtype(ADD_N, rows).items():
@@ -88,19 +88,19 @@ def add_n(
 
 
 def cast_unchecked(outs: Sequence[Buffer], inputs: Sequence[Buffer], *, device: Device) -> None:
-    """``outs[t] = inputs[t]``, cast, of rows that fit by their making: see ``pack_fitted``."""
+    """``outs[t] = inputs[t]``, cast, without validation; see ``pack_unchecked``."""
     for (to, of, _, _), operands in paired(ADD_N, outs, inputs, fitted=True).items():
         device.launch(ADD_N, _template(to, of, 1), operands, (1,))
 
 
 def added(terms: Sequence[Buffer], dtype: np.dtype) -> Buffer:
-    """A new Buffer with the sum of ``terms``, left to right, on the device of the first.
+    """Returns the sum of ``terms``, left to right, in a new Buffer on their device.
 
-    As ``add_n`` with nothing left to check: the host's time for a small sum is all its time.
+    As ``add_n`` without validation, which would dominate the host time of a small sum.
 
     Args:
-        terms: at least one; of one size and dtype, and on that device.
-        dtype: of the sum: the terms', or one that accumulates them.
+        terms: at least one; of one size and dtype, on one device.
+        dtype: of the sum: the terms' dtype, or one that accumulates them.
     """
     device = terms[0].device
     out = device.empty(terms[0].shape, dtype)
@@ -114,15 +114,15 @@ def added(terms: Sequence[Buffer], dtype: np.dtype) -> Buffer:
 
 
 def added_on_host(terms: Sequence[Any], device: Device) -> Any:
-    """The sum of small host arrays, left to right, as a new array; None where it is not made so.
+    """Sums small NumPy arrays on the host, left to right; returns None if it cannot.
 
-    Not where ``device`` does not do that, and not where there are less than two terms, or one is
-    no NumPy array, is larger than ``SMALL``, differs from the others or is not as kernels take
-    it: ``added`` takes what is good of these, and its callers refuse the rest.
+    It cannot if ``device`` does not compute on the host, there are fewer than two terms, or a term
+    is not a NumPy array, is larger than ``SMALL``, differs in shape or dtype from the others, or is
+    not contiguous and aligned: then the caller validates, and calls ``added``.
 
     Args:
-        terms: of anything.
-        device: on which a launch is counted.
+        terms: any objects.
+        device: records the launch.
     """
     if len(terms) < 2 or type(terms[0]) is not np.ndarray:
         return None
@@ -146,6 +146,6 @@ def added_on_host(terms: Sequence[Any], device: Device) -> Any:
 
 
 def prepare_add_n(device: Device, out: np.dtype, term: np.dtype, num_inputs: int) -> None:
-    """Compiles what ``add_n`` with these dtypes and this many inputs launches."""
+    """Compiles the kernel of ``add_n`` for these dtypes and this number of inputs."""
     template = _template(element_of(out).name, element_of(term).name, num_inputs)
     device.prepare(ADD_N, template)

@@ -1,4 +1,4 @@
-"""How replicas become their sum, everywhere at once: ``kernels/all_sum.cu`` and its twin."""
+"""Writes the sum of replicas to every output: launcher of ``all_sum.cu``, NumPy reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .validate import FROM_WIDE, SAME, by_dtype, check_divisor
 __all__ = ["ALL_SUM", "all_sum", "prepare_all_sum"]
 
 
-# Elements from which on a look whether an out may hold the sum costs less than one more copy.
+# From this many elements on, checking whether an output can hold the sum is cheaper than a copy.
 LARGE = 1 << 12
 
 
@@ -24,14 +24,14 @@ def _all_sum_reference(
     """``(in[0] + … + in[split-1]) + (in[split] + …)``, divided, into every out."""
     first = split or num_inputs
     wide = accumulate_dtype(table[0][num_outs].dtype)
-    over = np.asarray(divisor, wide)  # an array of no dimension: a scalar takes twice as long
+    over = np.asarray(divisor, wide)  # a zero-dimensional array: a scalar takes twice as long
     largest = max(row[0].size for row in table)
     scratch = np.empty(2 * largest, wide)
     ready = -1
     for row in table:
         outs, inputs = row[:num_outs], row[num_outs:]
         size = outs[0].size
-        if size != ready:  # as a rule tiny tensors are alike, and a view takes as long as a sum
+        if size != ready:  # tiny tensors often have one size, and a view takes as long as a sum
             ready, room, rest = size, scratch[:size], scratch[largest : largest + size]
         holds = size >= LARGE and _may_hold(outs[0], inputs[min(first, 2) :], wide)
         total = outs[0] if holds else room
@@ -48,7 +48,7 @@ def _all_sum_reference(
 
 
 def _may_hold(out: np.ndarray, late: Arrays, wide: np.dtype) -> bool:
-    """Whether the sum may be made in an out: not if that is a term that is read afterwards."""
+    """Whether an output can hold the running sum: not if it is a term read later."""
     return out.dtype == wide and not any(np.may_share_memory(out, term) for term in late)
 
 
@@ -89,26 +89,28 @@ def all_sum(
 ) -> None:
     """Every ``outs[t][j]`` becomes ``(in[0] + … + in[split-1]) + (in[split] + … ) / divisor``.
 
-    (The division is of the whole sum.) Reads each input once and writes each out once: an
-    all-reduce of replicas that one launch can reach. One launch for all tensors with the same
-    dtypes and numbers of outs and inputs.
+    (The division is of the whole sum.) Reads each input once and writes each output once: an
+    all-reduce of replicas that are accessible to one device. One launch for all tensors with the
+    same dtypes and numbers of outputs and inputs.
 
     Args:
         outs: for each tensor t at least one; overwritten. Each may be an input exactly.
         inputs: for each tensor at least one; all of one dtype.
-        split: how many inputs make the first half; 0 adds all left to right.
-        divisor: of the sum, in the accumulate type, before the one rounding; 1 divides nothing.
-        device: whose queue launches; default that of ``outs[0][0]``. Fences nothing.
-        queue: which of its queues.
+        split: number of inputs in the first group; 0 adds all left to right.
+        divisor: of the sum, in the accumulate dtype, before the one rounding; 1 means no division.
+        device: launches on its queue; default that of ``outs[0][0]``. Adds no stream waits.
+        queue: the queue to launch on.
 
     Raises:
-        ValueError: sizes or dtypes do not fit, an out overlaps an input partly, ``split`` leaves
-            a half empty, or integers would be divided.
+        ValueError: sizes or dtypes do not match, an output partly overlaps an input, ``split``
+            leaves a group empty, or integers would be divided.
     """
     for terms in inputs:
         check_divisor("all_sum", divisor, terms)
         if split and not 0 < split < len(terms):
-            raise ValueError(f"all_sum: split={split} of {len(terms)} inputs leaves a half empty")
+            raise ValueError(
+                f"all_sum: split={split} must be between 0 and {len(terms)}, the inputs"
+            )
     rows = zip(outs, inputs, strict=True)
     for (to, of, num_outs, num_inputs), operands in by_dtype(ALL_SUM, rows).items():
         device = device or outs[0][0].device
@@ -117,5 +119,5 @@ def all_sum(
 
 
 def prepare_all_sum(device: Device, out: np.dtype, term: np.dtype) -> None:
-    """Compiles what ``all_sum`` with these dtypes launches."""
+    """Compiles the kernel of ``all_sum`` for these dtypes."""
     device.prepare(ALL_SUM, (element_of(out).name, element_of(term).name))

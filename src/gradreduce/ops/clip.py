@@ -1,4 +1,4 @@
-"""How many tensors are made smaller together: ``kernels/clip.cu`` and its twin."""
+"""Scales tensors down to a norm: launcher of ``clip.cu`` and NumPy reference."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ def clip(
     Args:
         outs: one per tensor; overwritten. May be its input exactly.
         inputs: floats, one per tensor.
-        norm: float64, one element; one that is infinite or NaN makes every out NaN.
+        norm: float64, one element; if it is infinite or NaN, every output is NaN.
         limit: above 0.
-        device: whose queue launches; default that of ``outs[0]``. Fences nothing.
-        queue: which of its queues.
+        device: launches on its queue; default that of ``outs[0]``. Adds no stream waits.
+        queue: the queue to launch on.
 
     Raises:
-        ValueError: sizes or dtypes differ, an out overlaps its input partly or the norm, or is
-            read-only.
+        ValueError: sizes or dtypes differ, or an output partly overlaps its input, overlaps the
+            norm, or is read-only.
     """
     launches: dict[str, list[list[Buffer]]] = {}
     for out, given in zip(outs, inputs, strict=True):
         if given.dtype.name not in FLOATS or given.dtype != out.dtype:
-            raise ValueError(f"clip: {given} into {out}: both must be of one float dtype")
+            raise ValueError(f"clip: input {given} and output {out} must have one float dtype")
         check_apart("clip", out, norm)
         launches.setdefault(given.dtype.name, []).append([out, given])
     if norm.dtype != np.float64 or norm.size != 1:
-        raise ValueError(f"clip: the norm is {norm}, not one float64")
+        raise ValueError(f"clip: norm is {norm}; expected one float64")
     for rows in launches.values():
         check_rows("clip", rows, 1)
     check_writable("clip", outs)
@@ -75,5 +75,5 @@ def clip(
 
 
 def prepare_clip(device: Device, dtype: np.dtype) -> None:
-    """Compiles what ``clip`` of tensors of a dtype launches."""
+    """Compiles the kernel of ``clip`` for a dtype."""
     device.prepare(CLIP, (dtype.name,))

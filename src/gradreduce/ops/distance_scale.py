@@ -1,4 +1,4 @@
-"""Sums made small where the centre has moved: ``kernels/distance_scale.cu`` and its twin."""
+"""Scales sums by how far the center moved: ``distance_scale.cu``, NumPy reference."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ def distance_scale(
     One launch for all tensors of the same dtype.
 
     Args:
-        outs: one per tensor, of its size, in the accumulate type; overwritten. It may be its sum
-            exactly.
-        sums: one per tensor, of the same type.
+        outs: one per tensor, of its size, in the accumulate dtype; overwritten. May be exactly its
+            sum.
+        sums: one per tensor, of the same dtype.
         centers: one per tensor, of a float dtype.
-        pulled: one per tensor, of the same dtype: what the centre was.
+        pulled: one per tensor, of the same dtype: the center as it was pulled.
         gamma: the squared distance that halves a sum; above 0.
-        device: whose queue launches; default that of ``outs[0]``. Fences nothing.
-        queue: which of its queues.
+        device: launches on its queue; default that of ``outs[0]``. Adds no stream waits.
+        queue: the queue to launch on.
 
     Raises:
-        ValueError: dtypes or sizes that do not fit, an operand that overlaps an out, or a
-            ``gamma`` that is not above 0.
+        ValueError: dtypes or sizes do not match, an operand overlaps an output, or ``gamma`` is
+            not above 0.
     """
     if not gamma > 0:
         raise ValueError(f"distance_scale: gamma={gamma} must be above 0")
@@ -69,10 +69,13 @@ def distance_scale(
         dtype = row[2].dtype
         if dtype.name not in FLOATS:
             raise ValueError(
-                f"distance_scale: {row[2]} is not of a float dtype: {', '.join(FLOATS)}"
+                f"distance_scale: {row[2]} must have a float dtype: {', '.join(FLOATS)}"
             )
         if row[0].dtype != accumulate_dtype(dtype):
-            raise ValueError(f"distance_scale: {row[0]} is no sum for {row[2]}")
+            raise ValueError(
+                f"distance_scale: {row[0]} must have the accumulate dtype of {row[2]}, "
+                f"{accumulate_dtype(dtype)}"
+            )
         groups.setdefault(dtype.name, []).append(list(row))
     for rows in groups.values():
         check_rows("distance_scale", rows, 1, leaders=(0, 0, 2, 2))
@@ -84,5 +87,5 @@ def distance_scale(
 
 
 def prepare_distance_scale(device: Device, dtype: np.dtype) -> None:
-    """Compiles what ``distance_scale`` launches for centres of a dtype."""
+    """Compiles the kernel of ``distance_scale`` for centers of a dtype."""
     device.prepare(DISTANCE_SCALE, (dtype.name,))

@@ -1,7 +1,7 @@
-"""How sums of integers become their means: ``kernels/divide.cu`` and its twin.
+"""Divides sums of integers: launcher of ``divide.cu`` and NumPy reference.
 
 Floats are divided in the pass of their last addition, or by ``pack``; integers are added modulo
-2**bits in their own type, and only the whole sum becomes a float.
+2**bits in their own dtype, and only the final sum is converted to a float.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["DIVIDE", "divide", "prepare_divide"]
 
 
 def _divide_reference(table: Sequence[Arrays], divisor: float) -> None:
-    """``out = in / divisor``, in the out's dtype."""
+    """``out = in / divisor``, in the dtype of the output."""
     for out, term in table:
         np.true_divide(term, out.dtype.type(divisor), out=out, dtype=out.dtype)
 
@@ -47,16 +47,16 @@ def divide(
     One launch for all tensors of the same dtypes.
 
     Args:
-        outs: one per tensor, of its size and of ``mean_dtype`` of its dtype; overwritten. Of 64
-            bits it may be its input exactly.
+        outs: one per tensor, of its size and of ``mean_dtype`` of its dtype; overwritten. With 64
+            bits it may be exactly its input.
         inputs: one per tensor, of any integer dtype; only read.
-        divisor: rounded to the out's dtype; 0, infinities and NaN as IEEE 754 has them.
-        device: whose queue launches; default that of ``outs[0]``. Fences nothing.
-        queue: which of its queues.
+        divisor: rounded to the output's dtype; 0, infinities and NaN as in IEEE 754.
+        device: launches on its queue; default that of ``outs[0]``. Adds no stream waits.
+        queue: the queue to launch on.
 
     Raises:
-        ValueError: an input is of no integer dtype, an out is of another dtype than its mean, of
-            another size or read-only, or overlaps its input partly.
+        ValueError: an input is not an integer, an output does not have ``mean_dtype`` or the
+            input's size, is read-only, or partly overlaps its input.
     """
     groups: dict[tuple[int, int], list[Row]] = {}  # by id: hashing a dtype is slow
     for row in zip(outs, inputs, strict=True):
@@ -73,14 +73,14 @@ def divide(
 
 
 def prepare_divide(device: Device, dtype: np.dtype) -> None:
-    """Compiles what ``divide`` launches for inputs of an integer dtype."""
+    """Compiles the kernel of ``divide`` for inputs of an integer dtype."""
     device.prepare(DIVIDE, (mean_dtype(dtype).name, dtype.name))
 
 
 def _template(out: Buffer, term: Buffer) -> tuple[str, str]:
     if term.dtype.kind not in "iu":
-        raise ValueError(f"divide: {term} is not of an integer dtype")
+        raise ValueError(f"divide: input {term} must have an integer dtype")
     mean = mean_dtype(term.dtype)
     if out.dtype != mean:
-        raise ValueError(f"divide: the mean of {term} is {mean}, and not of the dtype of {out}")
+        raise ValueError(f"divide: output {out} must be {mean}, the mean dtype of {term}")
     return mean.name, term.dtype.name

@@ -1,4 +1,4 @@
-"""AGN's push, global update and pull: ``kernels/global_update.cu`` and its twins."""
+"""AGN's global update with each rule: launchers of ``global_update.cu``, NumPy references."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GLOBAL_UPDATES = rule_kernels("global", run_global)
 
 
 def global_update_of(kernel: RuleKernel) -> RuleKernel:
-    """The global form of a rule's kernel."""
+    """The global variant of a rule's kernel."""
     return GLOBAL_UPDATES[kernel.rule]
 
 
@@ -27,20 +27,21 @@ def global_update(
     device: Device | None = None,
     queue: Queue = "compute",
 ) -> None:
-    """Changes variables by a rule and the mean of a sum, and copies them, in one pass.
+    """Updates variables by a rule with the mean of a sum, and copies them, in one pass.
 
     One launch for all rows of the same dtypes.
 
     Args:
         kernel: one of ``GLOBAL_UPDATES``.
-        rows: variable, slots, copy and sum, which is of the accumulate type. A copy
-            has a master if the variable has one: behind it. See ``Update``.
-        period: by which sums are divided.
+        rows: variable, slots, copy and sum, which has the accumulate dtype. If the variable has a
+            master, the copy is followed by one too. See ``Update``.
+        period: divides the sums.
         scalars: of the rule.
-        device: whose queue launches; default that of the first variable. Fences nothing.
-        queue: which of its queues.
+        device: launches on its queue; default that of the first variable. Adds no stream
+            waits.
+        queue: the queue to launch on.
 
     Raises:
-        ValueError: what ``Update`` says does not hold.
+        ValueError: a row is not as ``Update`` describes.
     """
     update(kernel, rows, scalars, device, queue, period)

@@ -1,4 +1,4 @@
-"""AGN's local update, by each rule: ``kernels/local_update.cu`` and its twins."""
+"""AGN's local update with each rule: launchers of ``local_update.cu``, NumPy references."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOCAL_UPDATES = rule_kernels("local", run_local)
 
 
 def local_update_of(kernel: RuleKernel) -> RuleKernel:
-    """The local form of a rule's kernel."""
+    """The local variant of a rule's kernel."""
     return LOCAL_UPDATES[kernel.rule]
 
 
@@ -27,19 +27,20 @@ def local_update(
     device: Device | None = None,
     queue: Queue = "compute",
 ) -> None:
-    """Changes variables by a rule, and adds their gradients up, in one pass.
+    """Updates variables by a rule, and accumulates their gradients, in one pass.
 
     One launch for all rows of the same dtypes.
 
     Args:
         kernel: one of ``LOCAL_UPDATES``.
-        rows: variable, slots, sum and gradient; the sum is of the accumulate type. See ``Update``.
+        rows: variable, slots, sum and gradient; the sum has the accumulate dtype. See ``Update``.
         first: 1: the gradient is written to the sum; 0: added to it.
         scalars: of the rule.
-        device: whose queue launches; default that of the first variable. Fences nothing.
-        queue: which of its queues.
+        device: launches on its queue; default that of the first variable. Adds no stream
+            waits.
+        queue: the queue to launch on.
 
     Raises:
-        ValueError: what ``Update`` says does not hold.
+        ValueError: a row is not as ``Update`` describes.
     """
     update(kernel, rows, scalars, device, queue, first)

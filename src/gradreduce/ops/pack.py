@@ -1,4 +1,4 @@
-"""How tensors get into one flat buffer, and back: ``kernels/pack.cu`` and its twin."""
+"""Copies tensors into a flat buffer and back: launcher of ``pack.cu``, NumPy reference."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ __all__ = ["PACK", "pack", "pack_unchecked", "prepare_pack"]
 
 
 def _pack_reference(table: Sequence[Arrays], divisor: float) -> None:
-    """``out = in / divisor``, and zero where ``in`` has ended."""
+    """``out = in / divisor``, and zeros after the end of ``in``."""
     for out, term in table:
         filled = out if out.size == term.size else out[: term.size]
         if divisor != 1:
             wide = accumulate_dtype(term.dtype)
             term = np.true_divide(term, wide.type(divisor), dtype=wide)
         if filled.itemsize == 2 and term.itemsize == 8 and term.dtype.kind == "f":
-            term = term.astype(np.float32)  # as kernels do, which know no way from double to half
+            term = term.astype(
+                np.float32
+            )  # like the kernel, which has no conversion from double to half
         filled[...] = term
         if filled is not out:
             out[filled.size :] = 0
@@ -50,15 +52,15 @@ def pack(
     One launch for all tensors with the same dtypes.
 
     Args:
-        outs: one per tensor, in a flat buffer as a rule; overwritten. One that is longer than its
-            input gets zeros behind it.
+        outs: one per tensor, usually in a flat buffer; overwritten. One that is longer than its
+            input is filled up with zeros.
         inputs: one per tensor.
-        divisor: in the accumulate type of the input; 1 leaves every bit as it is.
-        device: whose queue launches; default that of ``outs[0]``. Fences nothing.
-        queue: which of its queues.
+        divisor: in the accumulate dtype of the input; 1 means no division.
+        device: launches on its queue; default that of ``outs[0]``. Adds no stream waits.
+        queue: the queue to launch on.
 
     Raises:
-        ValueError: an out is shorter than its input, overlaps it partly, or integers would be
+        ValueError: an output is shorter than its input, partly overlaps it, or integers would be
             divided.
     """
     check_divisor("pack", divisor, inputs)
@@ -70,9 +72,9 @@ def pack(
 def pack_unchecked(
     outs: Sequence[Buffer], inputs: Sequence[Buffer], *, divisor: float, device: Device
 ) -> None:
-    """As ``pack``, of rows that fit by their making, as parts of one layout do: not looked at.
+    """As ``pack`` without validation, for rows that were created to match.
 
-    That took a tenth of the host's time for a reduction of many small tensors.
+    Validation took a tenth of the host time of a reduction of many small tensors.
     """
     check_divisor("pack", divisor, inputs)
     for (to, of, _, _), operands in paired(PACK, outs, inputs, fitted=True).items():
@@ -80,5 +82,5 @@ def pack_unchecked(
 
 
 def prepare_pack(device: Device, out: np.dtype, term: np.dtype) -> None:
-    """Compiles what ``pack`` with these dtypes launches."""
+    """Compiles the kernel of ``pack`` for these dtypes."""
     device.prepare(PACK, (element_of(out).name, element_of(term).name))

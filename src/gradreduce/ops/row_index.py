@@ -1,8 +1,8 @@
-"""Which row of a growing sum holds which index: host data beside the rows; never adds.
+"""Host-side map from indices to the rows of a growing sparse sum.
 
-Rows of a sparse sum lie in the order in which their indices came first, so that a gradient adds to
-those that are there and lays down new ones behind them, and none is ever moved but to grow. They
-are put into the order of their indices once, when they are handed out. Source: own.
+The rows of a sparse sum are in the order in which their indices first arrived: a gradient adds to
+existing rows and appends new ones, and rows are moved only when the memory grows. A take sorts them
+by index. Source: own.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from .segments import Segments, plan_segments
 
 __all__ = ["RowIndex", "alike", "merged_row_index"]
 
-# Gradients whose touched rows are kept as they came: to count each at once would cost a pass over
-# the counts of all rows for every gradient, however few it touches.
+# Number of gradients whose touched rows are kept as lists. Counting each at once would cost a pass
+# over the counts of all rows for every gradient, even if it touches few.
 MAX_TOUCHES = 64
 
 
 @dataclass(frozen=True, eq=False)
 class RowIndex:
-    """Where the rows of a sparse sum lie, and how many gradients touched each.
+    """Maps indices to rows of a sparse sum, and counts the gradients that touched each.
 
     Attributes:
-        indices: int64, ``(num_rows,)``: every index once, rising.
+        indices: int64, ``(num_rows,)``: every index once, ascending.
         places: int64, ``(num_rows,)``: the row of the sum that holds each index.
-        counts: int64: for the first rows of the sum how many gradients touched each, but for
-            those in ``touches``.
-        touches: for each later gradient the rows that it touched, int64, none twice.
+        counts: int64: for the first rows of the sum, the number of gradients that touched each,
+            not counting those in ``touches``.
+        touches: for each later gradient the rows that it touched, int64, without duplicates.
     """
 
     indices: np.ndarray
@@ -42,18 +42,18 @@ class RowIndex:
 
     @classmethod
     def none(cls) -> Self:
-        """Those of a sum without rows."""
+        """The index of a sum without rows."""
         empty = np.empty(0, np.int64)
         return cls(empty, empty, empty, ())
 
     @classmethod
     def of(cls, indices: np.ndarray, counts: np.ndarray) -> Self:
-        """Those of rows that lie in the order of their indices, which rise."""
+        """The index of rows that are sorted by their indices."""
         return cls(indices, np.arange(indices.size), counts, ())
 
     @property
     def num_rows(self) -> int:
-        """Rows of the sum."""
+        """The number of rows of the sum."""
         return self.indices.size
 
     @property
@@ -64,14 +64,14 @@ class RowIndex:
         return found
 
     def touched(self, indices: np.ndarray) -> tuple[Self, np.ndarray]:
-        """After one more gradient, and where its rows go; these slots stay as they are.
+        """Returns the index after one more gradient, and the rows that it adds to.
 
         Args:
-            indices: int64, rising: of the gradient.
+            indices: int64, ascending: of the gradient.
 
         Returns:
-            The new slots, and for each index its row for ``segment_sum``'s ``into``: ``~row`` of
-            one that is there, behind all others the row of one that is not.
+            The new ``RowIndex``, and for each index its row for ``segment_sum``'s ``into``:
+            ``~row`` for an existing row, the number of a new row after all others otherwise.
         """
         at = np.searchsorted(self.indices, indices)
         known = at < self.num_rows
@@ -91,13 +91,13 @@ class RowIndex:
         return type(self)(found, places, counts, touches), np.where(known, ~rows, rows)
 
     def num_touches(self) -> np.ndarray:
-        """How many gradients touched each index, int64, in the order of ``indices``."""
+        """The number of gradients that touched each index, in the order of ``indices``."""
         counts: np.ndarray = _counted(self.counts, self.touches, self.num_rows)[self.places]
         return counts
 
 
 def _counted(counts: np.ndarray, touches: Sequence[np.ndarray], num_rows: int) -> np.ndarray:
-    """By row of the sum, all touches included."""
+    """The number of gradients that touched each row of the sum."""
     total = np.zeros(num_rows, np.int64)
     total[: counts.size] = counts
     for rows in touches:
@@ -106,14 +106,14 @@ def _counted(counts: np.ndarray, touches: Sequence[np.ndarray], num_rows: int) -
 
 
 def merged_row_index(sums: Sequence[RowIndex], *, mean: bool) -> tuple[Segments, Divisor]:
-    """How the rows of several sums, one sum behind the other, become one row for each index.
+    """Plans how the concatenated rows of several sums are merged into one row per index.
 
     Args:
-        sums: at least one; rows of the same index are added in their order.
+        sums: at least one; rows of the same index are added in this order.
         mean: divide each row by the number of gradients that touched it; else by 1.
 
     Returns:
-        The segments, and what divides the sum of each.
+        The segments, and the divisor of each.
     """
     ends = np.cumsum([each.num_rows for each in sums])
     indices = np.concatenate(
@@ -129,7 +129,7 @@ def merged_row_index(sums: Sequence[RowIndex], *, mean: bool) -> tuple[Segments,
 
 
 def alike(divisors: Sequence[Divisor], segments: Sequence[Segments]) -> list[Divisor]:
-    """One number if it is the same for all, else one for each segment: so one launch serves all."""
+    """Expands divisors to arrays unless all are one kind, so that one launch can take all."""
     numbers = {by for by in divisors if isinstance(by, float)}
     if len(numbers) < 2 and all(isinstance(by, float) for by in divisors):
         return list(divisors)

@@ -1,4 +1,4 @@
-"""How rows with the same index become one row: ``kernels/segment_sum.cu`` and its twin."""
+"""Sums rows of the same index: launcher of ``segment_sum.cu`` and NumPy reference."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from .validate import (
 
 __all__ = ["SEGMENT_SUM", "Divisor", "prepare_segment_sum", "ready_segment_sum", "segment_sum"]
 
-# The twin adds the k-th rows of all segments at once while k is below this, and then the rest of
-# each long segment by itself: neither a few long nor many short ones make many NumPy calls.
+# The NumPy reference adds the k-th rows of all segments at once while k is below this, and then the
+# rest of each long segment on its own: both few long and many short ones need few NumPy calls.
 LEVELS = 128
 PART_SIZE = 1 << 16  # elements of a long segment at a time: the scratch stays in the cache
 
-Divisor = float | np.ndarray  # of every segment, or float64 with one for each
+Divisor = float | np.ndarray  # one for all segments, or float64 with one for each
 _Key = tuple[str, str, int, int, float]
 
 
@@ -48,7 +48,7 @@ def _segment_sum_reference(
 ) -> None:
     """``out[into[s]] = (values[order[b]] + … + values[order[e-1]]) / divisors[s]``, b to e.
 
-    A row that is given as ``~row`` is added to.
+    A row that is passed as ``~row`` is added to.
     """
     for out, values, order, *optional, bounds in table:
         values = values.reshape(order.size, -1)
@@ -66,7 +66,7 @@ def _segment_sum_reference(
 
 
 def _put(rows: np.ndarray, into: np.ndarray, total: np.ndarray) -> None:
-    """Into the rows of the out; where ``into`` is negative, on top of what they hold."""
+    """Writes sums to rows of the output; adds to those whose ``into`` is negative."""
     held = into < 0
     if not held.any():
         rows[into] = total
@@ -79,7 +79,7 @@ def _put(rows: np.ndarray, into: np.ndarray, total: np.ndarray) -> None:
 
 
 def _left_to_right(values: np.ndarray, order: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """The sum of every segment, ``(num_segments, width)``, in the accumulate type."""
+    """Sums each segment, to ``(num_segments, width)``, in the accumulate dtype."""
     wide = accumulate_dtype(values.dtype)
     starts, counts = bounds[:-1], np.diff(bounds)
     total: np.ndarray = values[order[starts]].astype(wide, copy=False)
@@ -91,13 +91,13 @@ def _left_to_right(values: np.ndarray, order: np.ndarray, bounds: np.ndarray) ->
         for start in range(bounds[segment] + LEVELS, bounds[segment + 1], step):
             part = order[start : min(start + step, bounds[segment + 1])]
             terms = np.concatenate([total[segment, None], values[part].astype(wide)])
-            # accumulate is left to right by its definition; reduce may add in pairs.
+            # np.add.accumulate adds left to right by definition; np.add.reduce may add in pairs.
             total[segment] = np.add.accumulate(terms, axis=0, dtype=wide)[-1]
     return total
 
 
 def _items(sizes: Sequence[int]) -> int:
-    """A column of a segment is one: of operands out, values, order, …, bounds."""
+    """The number of items of a launch: one for each column of a segment."""
     num_values, num_rows, num_segments = sizes[1], sizes[2], sizes[-1] - 1
     return num_values // num_rows * num_segments if num_rows else 0
 
@@ -124,27 +124,27 @@ def segment_sum(
 ) -> None:
     """``outs[t][into[t][s]]`` becomes the sum of the rows in segment s, for every tensor t.
 
-    Left to right in the order in which the rows came, so the same bits every time. Halves are
+    Adds left to right in the order of the rows, so the result is deterministic. 16-bit floats are
     added in float32 and rounded once. One upload of the plans of all tensors; one launch for
-    those with the same dtypes and divisor that agree in having ``into``.
+    those with the same dtypes and divisor that all have ``into`` or all do not.
 
     Args:
         outs: one per tensor, ``(rows, …)``; overwritten where ``into`` says. Shares no memory
             with ``values``.
-        values: one per tensor, ``(num_rows, …)``; of the out's dtype or one that is cast to it.
+        values: one per tensor, ``(num_rows, …)``; of the output's dtype or one that is cast to it.
         segments: one per tensor, of as many rows as ``values`` has.
-        into: for each tensor the row of the out that each segment becomes, int64, none twice;
-            ``~row`` instead adds the segment's sum to what that row holds, in the accumulate type
-            of the out. None (for one tensor or all): row s is segment s, and there is no other.
-        divisor: of every sum, or one for each tensor: a number, or float64 for each segment. In
-            the accumulate type, before the one rounding; 1 divides nothing.
-        device: whose queue launches; it holds the plans. Default: that of ``outs[0]``. Fences
-            nothing.
-        queue: which of its queues.
+        into: for each tensor the output row of each segment, int64, without duplicates; ``~row``
+            adds the segment's sum to that row instead of overwriting it, in the accumulate dtype of
+            the output. None (for one tensor or all): row s is segment s, and there are no others.
+        divisor: of every sum, or one for each tensor: a number, or a float64 for each segment. In
+            the accumulate dtype, before the one rounding; 1 means no division.
+        device: launches on its queue, and holds the plans; default that of ``outs[0]``. Adds no
+            stream waits.
+        queue: the queue to launch on.
 
     Raises:
-        ValueError: sizes, rows or dtypes do not fit, an out overlaps its values, ``into`` names a
-            row twice or one that the out has not, or integers would be divided.
+        ValueError: sizes, rows or dtypes do not match, an output overlaps its values, ``into`` has
+            a row twice or out of range, or integers would be divided.
     """
     ready_segment_sum(
         outs, values, segments, into=into, divisor=divisor, device=device, queue=queue
@@ -182,17 +182,17 @@ def ready_segment_sum(
 
 
 def prepare_segment_sum(device: Device, out: np.dtype, term: np.dtype) -> None:
-    """Compiles what ``segment_sum`` with these dtypes launches."""
+    """Compiles the kernel of ``segment_sum`` for these dtypes."""
     device.prepare(SEGMENT_SUM, (element_of(out).name, element_of(term).name))
 
 
 class _Row(NamedTuple):
-    """One tensor of a call, checked.
+    """One validated tensor of a call.
 
     Attributes:
-        key: elements, whether it has ``into`` and divisors of its own, the divisor if not.
-        operands: out and values, in the types that kernels know.
-        plan: the arrays that go to the device: order, into, divisors, bounds.
+        key: elements, whether it has ``into`` and its own divisors, the divisor if not.
+        operands: output and values, viewed as element types of the kernels.
+        plan: the arrays to upload: order, into, divisors, bounds.
     """
 
     key: _Key
@@ -207,7 +207,7 @@ def _planned(
     into: Sequence[np.ndarray | None] | None,
     divisor: Divisor | Sequence[Divisor],
 ) -> list[_Row]:
-    """The tensors that have an element to add, after all of them have been checked."""
+    """Validates all tensors, and returns those with at least one element."""
     indices = [None] * len(outs) if into is None else into
     divisors = divisor if isinstance(divisor, Sequence) else [divisor] * len(outs)
     planned = []
@@ -225,18 +225,22 @@ def _planned(
 
 
 def _check_rows(out: Buffer, values: Buffer, plan: Segments, into: np.ndarray | None) -> None:
-    """Raises ``ValueError`` if one tensor's rows do not fit its segments, or the out."""
+    """Raises ``ValueError`` if a tensor's rows do not match its segments or output."""
     num_segments = plan.num_segments
     if not out.shape or values.shape[:1] != (plan.num_rows,):
-        raise ValueError(f"segment_sum: {plan.num_rows} rows in segments, {values} into {out}")
+        raise ValueError(
+            f"segment_sum: segments have {plan.num_rows} rows, values {values}, output {out}"
+        )
     if math.prod(out.shape[1:]) != math.prod(values.shape[1:]):
-        raise ValueError(f"segment_sum: rows of other sizes: {out} and {values}")
+        raise ValueError(f"segment_sum: row sizes differ: {out} and {values}")
     if into is None:
         if out.shape[0] != num_segments:
-            raise ValueError(f"segment_sum: {num_segments} segments into the rows of {out}")
+            raise ValueError(
+                f"segment_sum: {num_segments} segments, but output {out} must have as many rows"
+            )
     elif into.shape != (num_segments,) or into.dtype != np.int64:
         raise ValueError(
-            f"segment_sum: into={reprlib.repr(into)} is not a row for each segment, int64"
+            f"segment_sum: into={reprlib.repr(into)} must be int64 with {num_segments} rows"
         )
     else:
         _check_into(out, into)
@@ -245,32 +249,32 @@ def _check_rows(out: Buffer, values: Buffer, plan: Segments, into: np.ndarray | 
 
 
 def _check_into(out: Buffer, into: np.ndarray) -> None:
-    """Raises ``ValueError`` if it leaves the out, or two sums would go into one row."""
+    """Raises ``ValueError`` if a row is out of range or occurs twice."""
     rows = np.where(into < 0, ~into, into)
     if rows.max(initial=-1) >= out.shape[0]:
-        raise ValueError(f"segment_sum: into={reprlib.repr(into)} leaves {out}")
-    if (np.diff(rows) <= 0).any() and np.unique(rows).size < rows.size:  # rising ones cannot
-        raise ValueError(f"segment_sum: into={reprlib.repr(into)} names a row of {out} twice")
+        raise ValueError(f"segment_sum: into={reprlib.repr(into)} is out of range for {out}")
+    if (np.diff(rows) <= 0).any() and np.unique(rows).size < rows.size:  # ascending rows cannot
+        raise ValueError(f"segment_sum: into={reprlib.repr(into)} has a row of {out} twice")
 
 
 def _check_divisors(values: Buffer, plan: Segments, divisor: Divisor) -> None:
-    """Raises ``ValueError`` if integers would be divided, or there is not one for each segment."""
+    """Raises ``ValueError`` for a division of integers or a wrong number of divisors."""
     if not isinstance(divisor, np.ndarray):
         check_divisor("segment_sum", divisor, [values])
         return
     if values.dtype.kind in "iu":
-        raise ValueError(f"segment_sum: {values.dtype} is not divided (divisor={divisor})")
+        raise ValueError(f"segment_sum: cannot divide {values.dtype} (divisor={divisor})")
     if divisor.shape != (plan.num_segments,) or divisor.dtype != np.float64:
         raise ValueError(
-            f"segment_sum: divisors {divisor.dtype}{list(divisor.shape)} for {plan.num_segments} "
-            "segments: one float64 for each is needed"
+            f"segment_sum: divisor is {divisor.dtype}{list(divisor.shape)}; expected a float64 for "
+            f"each of {plan.num_segments} segments"
         )
 
 
 def _upload(
     tensors: Sequence[Sequence[np.ndarray]], device: Device, queue: Queue
 ) -> list[list[Buffer]]:
-    """Arrays of eight-byte numbers on the device, in one piece, each at a vector boundary."""
+    """Uploads arrays of 8-byte numbers at once, each aligned to a vector boundary."""
     parts = [part for tensor in tensors for part in tensor]
     layout = flat_layout([part.size for part in parts], 8)
     words = np.zeros(layout.size, np.int64)

@@ -1,6 +1,6 @@
-"""Which rows of a sparse array become one: a plan made of the indices on the host; never adds.
+"""Plans on the host which rows of a sparse array are summed.
 
-Source: own. Sorting first gives every row of the result its terms in one fixed order, which
+Source: own. Sorting gives every row of the result its terms in one fixed order, which
 floating-point atomics do not.
 """
 
@@ -13,18 +13,18 @@ import numpy as np
 
 __all__ = ["Indices", "Segments", "each_row", "joined_indices", "plan_segments"]
 
-Indices = np.ndarray  # for rooms that hold indices and import no array library
+Indices = np.ndarray  # for modules that hold indices and do not import NumPy
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Rows with the same index, side by side.
+    """The rows of a sparse array grouped by index.
 
     Attributes:
-        indices: int64, ``(num_segments,)``: every index once, rising.
-        order: int64, ``(num_rows,)``: the rows sorted by index, those of one index as they came.
+        indices: int64, ``(num_segments,)``: every index once, ascending.
+        order: int64, ``(num_rows,)``: the rows, stably sorted by index.
         bounds: int64, ``(num_segments + 1,)``: segment s is ``order[bounds[s]:bounds[s + 1]]``,
-            and holds at least one row.
+            and has at least one row.
     """
 
     indices: np.ndarray
@@ -33,20 +33,20 @@ class Segments:
 
     @property
     def num_rows(self) -> int:
-        """Rows that go into the segments."""
+        """The number of input rows."""
         return self.order.size
 
     @property
     def num_segments(self) -> int:
-        """Rows that come out."""
+        """The number of distinct indices."""
         return self.indices.size
 
 
 def plan_segments(indices: np.ndarray) -> Segments:
-    """The segments of rows with these indices, in ``O(n log n)``.
+    """Groups rows by these indices, in ``O(n log n)``.
 
     Args:
-        indices: int64, ``(num_rows,)``, in any order and as often as they like; only read.
+        indices: int64, ``(num_rows,)``, in any order, with or without duplicates.
     """
     order = np.argsort(indices, kind="stable").astype(np.int64, copy=False)
     ranked = indices[order]
@@ -56,10 +56,10 @@ def plan_segments(indices: np.ndarray) -> Segments:
 
 
 def each_row(num_rows: int) -> Segments:
-    """Every row a segment of its own, in the order in which they are."""
+    """Segments of one row each, in the order of the rows."""
     return Segments(np.arange(num_rows), np.arange(num_rows), np.arange(num_rows + 1))
 
 
 def joined_indices(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The indices of several sparse arrays, one after the other; at least one array."""
+    """Concatenates the indices of at least one sparse array."""
     return np.concatenate(parts)

@@ -1,4 +1,4 @@
-"""How large many tensors are together: ``kernels/square_sum.cu`` and its twin."""
+"""Global norm of tensors: launcher of ``square_sum.cu`` and NumPy reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .validate import FLOATS, check_apart, check_writable
 
 __all__ = ["SQUARE_SUM", "norm_of", "prepare_norm_of", "square_sum"]
 
-STRIDES = 256  # elements that go into one sum, as a rule
+STRIDES = 256  # elements per sum
 _DOUBLE = np.dtype(np.float64)
 
 
@@ -54,25 +54,27 @@ def square_sum(
 ) -> None:
     """``outs[t][p]`` becomes the sum of the squares of every P-th element of ``inputs[t]``, from p.
 
-    P is the size of the out. In a fixed order, so the same bits every time, whatever the geometry.
+    P is the size of the output. The order is fixed, so the result does not depend on the launch.
     One launch for all inputs of the same dtype.
 
     Args:
         outs: float64, one per tensor; overwritten. Shares no memory with its input.
         inputs: floats, one per tensor.
         squared: False adds the elements themselves.
-        rooted: take the root of each sum.
-        device: whose queue launches; default that of ``outs[0]``. Fences nothing.
-        queue: which of its queues.
+        rooted: take the square root of each sum.
+        device: launches on its queue; default that of ``outs[0]``. Adds no stream waits.
+        queue: the queue to launch on.
 
     Raises:
-        ValueError: an input that is no float, an out that is not float64, read-only, or overlaps
-            its input.
+        ValueError: an input is not a float, or an output is not float64, is read-only, or
+            overlaps its input.
     """
     launches: dict[str, list[list[Buffer]]] = {}
     for out, given in zip(outs, inputs, strict=True):
         if given.dtype.name not in FLOATS or out.dtype != _DOUBLE:
-            raise ValueError(f"square_sum: {given} into {out}: floats go into float64")
+            raise ValueError(
+                f"square_sum: input {given} must be a float, output {out} must be float64"
+            )
         check_apart("square_sum", out, given)
         launches.setdefault(given.dtype.name, []).append([out, given])
     check_writable("square_sum", outs)
@@ -82,9 +84,9 @@ def square_sum(
 
 
 def norm_of(inputs: Sequence[Buffer], device: Device) -> Buffer:
-    """The root of the sum of the squares of all elements of all tensors: float64, ``(1,)``, new.
+    """Returns the norm of all elements of all tensors, a new float64 Buffer ``(1,)``.
 
-    A few launches on ``device``, each over less; the host does not wait.
+    A few launches on ``device``, each over fewer elements; the host does not wait.
     """
     sizes = [_num_sums(given.size) for given in inputs]
     flat = device.empty((sum(sizes),), _DOUBLE)
@@ -101,12 +103,12 @@ def norm_of(inputs: Sequence[Buffer], device: Device) -> Buffer:
 
 
 def prepare_norm_of(device: Device, dtype: np.dtype) -> None:
-    """Compiles what ``norm_of`` tensors of a dtype launches."""
+    """Compiles the kernels of ``norm_of`` for a dtype."""
     for each in (dtype, _DOUBLE):
         device.prepare(SQUARE_SUM, (each.name,))
 
 
 def _num_sums(size: int) -> int:
-    """For so many elements; a multiple of 16, so that vectors lie alike in every stride."""
+    """The number of partial sums; a multiple of 16, so that vectors stay aligned."""
     sums = (size + STRIDES - 1) // STRIDES
     return (sums + 15) // 16 * 16

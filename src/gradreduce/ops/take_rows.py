@@ -1,4 +1,4 @@
-"""How rows of an array come to lie side by side: ``kernels/take_rows.cu`` and its twin."""
+"""Gathers rows of arrays: launcher of ``take_rows.cu`` and NumPy reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _take_rows_reference(table: Sequence[Arrays]) -> None:
         np.take(values.reshape(-1, width), rows, axis=0, out=out.reshape(-1, width), mode="clip")
 
 
-# Bits are moved, whatever they mean: complex128 as two numbers.
+# The kernel copies words of this size: complex128 as two words.
 _WORDS = {size: np.dtype(f"uint{8 * size}") for size in (1, 2, 4, 8)}
 
 TAKE_ROWS = Kernel(
@@ -54,13 +54,13 @@ def take_rows(
         values: one per tensor, ``(num_rows, …)``, of the out's dtype; only read.
         rows: for each tensor the number of each row that is taken: int64, ``(num_taken,)``, from 0
             on and below ``num_rows``, in any order.
-        device: whose queue launches; it holds the row numbers. Default: that of ``outs[0]``.
-            Fences nothing.
-        queue: which of its queues.
+        device: launches on its queue, and holds the row numbers; default that of ``outs[0]``.
+            Adds no stream waits.
+        queue: the queue to launch on.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, an out overlaps its values, or a row that the
-            values have not.
+        ValueError: shapes or dtypes do not match, an output overlaps its values, or a row number
+            is out of range.
     """
     ready_take_rows(outs, values, rows, device=device, queue=queue)()
 
@@ -105,7 +105,7 @@ def ready_take_rows(
 
 
 def prepare_take_rows(device: Device, dtype: np.dtype) -> None:
-    """Compiles what ``take_rows`` of a dtype launches."""
+    """Compiles the kernel of ``take_rows`` for a dtype."""
     device.prepare(TAKE_ROWS, (_word(dtype).name,))
 
 
@@ -114,14 +114,17 @@ def _word(dtype: np.dtype) -> np.dtype:
 
 
 def _check(out: Buffer, values: Buffer, rows: Indices) -> None:
-    """Raises ``ValueError`` if one tensor does not fit."""
+    """Raises ``ValueError`` if shapes, dtypes or row numbers of a tensor do not match."""
     if out.dtype != values.dtype or not values.shape or not out.shape:
-        raise ValueError(f"take_rows: rows of {values} into {out}")
+        raise ValueError(f"take_rows: output {out} and values {values} must have rows of one dtype")
     if math.prod(out.shape[1:]) != math.prod(values.shape[1:]):
-        raise ValueError(f"take_rows: rows of other sizes: {out} and {values}")
+        raise ValueError(f"take_rows: row sizes differ: {out} and {values}")
     if rows.dtype != np.int64 or rows.shape != out.shape[:1]:
-        raise ValueError(f"take_rows: {rows.dtype}{list(rows.shape)} rows for {out}")
+        raise ValueError(
+            f"take_rows: rows are {rows.dtype}{list(rows.shape)}; expected an int64 "
+            f"for each row of {out}"
+        )
     if rows.size and not 0 <= rows.min() <= rows.max() < values.shape[0]:
-        raise ValueError(f"take_rows: rows={reprlib.repr(rows)} leave {values}")
+        raise ValueError(f"take_rows: rows={reprlib.repr(rows)} are out of range for {values}")
     check_writable("take_rows", [out])
     check_apart("take_rows", out, values)

@@ -1,4 +1,4 @@
-"""How a gradient changes a variable: ``kernels/update.cu`` and its twins."""
+"""SGD and momentum updates: launchers of ``update.cu`` and NumPy references."""
 
 from __future__ import annotations
 
@@ -51,11 +51,12 @@ def sgd(
     Args:
         rows: variable and gradient. See ``Update``.
         rate: the learning rate.
-        device: whose queue launches; default that of the first variable. Fences nothing.
-        queue: which of its queues.
+        device: launches on its queue; default that of the first variable. Adds no stream
+            waits.
+        queue: the queue to launch on.
 
     Raises:
-        ValueError: what ``Update`` says does not hold.
+        ValueError: a row is not as ``Update`` describes.
     """
     update(SGD, rows, (rate,), device, queue)
 
@@ -75,12 +76,13 @@ def momentum(
     Args:
         rows: variable, moment and gradient. See ``Update``.
         rate: the learning rate.
-        decay: how much of the moment stays.
-        device: whose queue launches; default that of the first variable. Fences nothing.
-        queue: which of its queues.
+        decay: of the moment.
+        device: launches on its queue; default that of the first variable. Adds no stream
+            waits.
+        queue: the queue to launch on.
 
     Raises:
-        ValueError: what ``Update`` says does not hold.
+        ValueError: a row is not as ``Update`` describes.
     """
     update(MOMENTUM, rows, (rate, decay), device, queue)
 
@@ -100,11 +102,12 @@ def nesterov(
     Args:
         rows: variable, moment and gradient. See ``Update``.
         rate: the learning rate.
-        decay: how much of the moment stays.
-        device: whose queue launches; default that of the first variable. Fences nothing.
-        queue: which of its queues.
+        decay: of the moment.
+        device: launches on its queue; default that of the first variable. Adds no stream
+            waits.
+        queue: the queue to launch on.
 
     Raises:
-        ValueError: what ``Update`` says does not hold.
+        ValueError: a row is not as ``Update`` describes.
     """
     update(NESTEROV, rows, (rate, decay), device, queue)

@@ -1,6 +1,6 @@
-"""What updates by a rule share, plain, local and global: launchers, and twins in blocks.
+"""Launchers and NumPy references of update kernels: plain, local and global.
 
-Knows no formula; those are in ``_rules.py``. Source: own.
+The formulas are in ``update_rules.py``. Source: own.
 """
 
 from __future__ import annotations
@@ -29,35 +29,36 @@ __all__ = [
 ]
 
 # The operands of one tensor: the variable, a float; its master, if it has one; the slots of the
-# rule; what the form of the update wants; the gradient, which is only read. They are of one size,
-# and none overlaps another. The gradient has the dtype of the variable, and so have the slots. A
-# master is the float32 of which a half is the rounded value; then the slots are float32 too. One
-# that does not round to its variable is overwritten, not used: the variable was assigned to.
+# rule; the extra operands of the variant; the gradient, which is only read. They have one size, and
+# none overlaps another. Gradient and slots have the dtype of the variable. A master is the float32
+# value that a 16-bit variable is rounded from; then the slots are float32 too. If the master does
+# not round to its variable, the variable was assigned to: the master is overwritten, not used.
 Update = Sequence[Buffer]
 
-# plain: nothing more. local: before the gradient the sum of a period, in the accumulate type.
-# global: the copy that is pulled, and its master if the variable has one; the gradient is the sum.
+# plain: no extra operands. local: before the gradient the sum of a period, in the accumulate dtype.
+# global: the pulled copy, and its master if the variable has one; the gradient is the sum.
 Form = Literal["plain", "local", "global"]
 _MORE: dict[Form, int] = {"plain": 0, "local": 1, "global": 1}
 
-# Elements of a block; as many as the simulation cuts a launch into. SGD, momentum and Adam over 16M
-# float32 in 50 variables, best of 12 in turns on two busy cores, 2026-11: 2^15 10.3, 15.5, 34.2 ms,
-# 2^16 9.6, 14.3, 31.4, 2^17 7.8, 12.7, 29.8; NumPy's own SGD in blocks of 2^15 8.7.
+# Elements of a block; the simulation splits launches into blocks of this size.
+# SGD, momentum and Adam over 16M float32 in 50 variables, best of 12 in turns on two busy cores,
+# 2026-11: 2^15 10.3, 15.5, 34.2 ms, 2^16 9.6, 14.3, 31.4, 2^17 7.8, 12.7, 29.8; NumPy's own
+# SGD in blocks of 2^15 8.7.
 BLOCK_SIZE = 1 << 17
-# Rows below this are put side by side: a NumPy call for each of them takes longer than the copies.
+# Rows below this size are concatenated: a NumPy call for each takes longer than the copies.
 SMALL_SIZE = 1 << 11
 
-# What a twin does to one block: the operands without masters, and scratch.
+# Updates one block: takes the operands without masters, and scratch arrays.
 Block = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], None]
 
 
 @dataclass(frozen=True, eq=False)
 class RuleKernel(Kernel):
-    """A kernel that changes variables by a rule.
+    """A kernel that updates variables by a rule.
 
     Attributes:
-        rule: as NumPy computes it.
-        form: what else it does in the same pass.
+        rule: the NumPy formula.
+        form: the variant: plain, local or global.
     """
 
     rule: Rule = RULES["sgd"]
@@ -65,21 +66,21 @@ class RuleKernel(Kernel):
 
     @property
     def num_plain(self) -> int:
-        """Operands of a row without masters."""
+        """The number of operands of a row without masters."""
         return 2 + self.rule.num_slots + _MORE[self.form]
 
     @property
     def num_masters(self) -> int:
-        """Of a row that has them."""
+        """The number of masters of a row that has them."""
         return 2 if self.form == "global" else 1
 
     def template_of(self, row: Update) -> tuple[str, str]:
-        """Which instantiation serves a row: the dtypes of its variable and of its slots."""
+        """The template arguments for a row: the dtypes of its variable and of its slots."""
         state = row[int(len(row) > self.num_plain)]
         return row[0].dtype.name, state.dtype.name
 
     def leaders(self, *, has_master: bool) -> list[int]:
-        """For each operand of a row that whose dtype it has; the sum leads itself."""
+        """For each operand, the index of the operand whose dtype it must have."""
         state = [int(has_master)] * (self.rule.num_slots + has_master)
         if self.form == "plain":
             return [0, *state, 0]
@@ -90,13 +91,13 @@ class RuleKernel(Kernel):
 
 
 def rule_kernel(name: str, source: str, reference: Callable[..., None], form: Form) -> RuleKernel:
-    """The kernel of a rule in one form.
+    """Creates the kernel of a rule in one variant.
 
     Args:
-        name: of the entry, which ends in that of the rule.
+        name: of the entry function, which ends in that of the rule.
         source: stem of its file.
         reference: see ``Kernel``.
-        form: see above.
+        form: the variant.
     """
     rule = RULES[name.removeprefix(f"{form}_")]
     lead: dict[Form, tuple[str, ...]] = {"plain": (), "local": ("first",), "global": ("period",)}
@@ -119,11 +120,11 @@ def rule_kernel(name: str, source: str, reference: Callable[..., None], form: Fo
 def rule_kernels(
     form: Form, run: Callable[[Sequence[Arrays], Rule, int, Sequence[float]], None]
 ) -> dict[Rule, RuleKernel]:
-    """The kernels of all rules in one form: ``FORM_RULE`` of ``FORM_update.cu``.
+    """Creates the kernels of all rules in one variant: ``FORM_RULE`` of ``FORM_update.cu``.
 
     Args:
         form: local or global.
-        run: their twin, of any rule.
+        run: their NumPy reference, for any rule.
     """
 
     def reference_of(rule: Rule) -> Callable[..., None]:
@@ -141,7 +142,7 @@ def rule_kernels(
 
 
 def run_plain(table: Sequence[Arrays], rule: Rule, scalars: Sequence[float]) -> None:
-    """The twin of a plain update."""
+    """NumPy reference of a plain update."""
 
     def block(operands: Sequence[np.ndarray], scratch: Sequence[np.ndarray]) -> None:
         rule.step(*operands, *scratch, *given)
@@ -151,7 +152,7 @@ def run_plain(table: Sequence[Arrays], rule: Rule, scalars: Sequence[float]) -> 
 
 
 def run_local(table: Sequence[Arrays], rule: Rule, first: int, scalars: Sequence[float]) -> None:
-    """The twin of a local update: the rule, and the gradient into the sum."""
+    """NumPy reference of a local update: the rule, and the gradient added to the sum."""
 
     def block(operands: Sequence[np.ndarray], scratch: Sequence[np.ndarray]) -> None:
         *changed, total, grad = operands
@@ -166,7 +167,7 @@ def run_local(table: Sequence[Arrays], rule: Rule, first: int, scalars: Sequence
 
 
 def run_global(table: Sequence[Arrays], rule: Rule, period: int, scalars: Sequence[float]) -> None:
-    """The twin of a global update: the rule by the mean, and what was changed into the copy."""
+    """NumPy reference of a global update: the rule with the mean, and a copy of the result."""
 
     def block(operands: Sequence[np.ndarray], scratch: Sequence[np.ndarray]) -> None:
         *changed, copy, total = operands
@@ -180,7 +181,7 @@ def run_global(table: Sequence[Arrays], rule: Rule, period: int, scalars: Sequen
 
 
 def _given(table: Sequence[Arrays], scalars: Sequence[float]) -> list[Any]:
-    """The scalars in the accumulate type; as they are, where there is nothing to do."""
+    """The scalars in the accumulate dtype; unchanged if the table is empty."""
     if not table:
         return list(scalars)
     wide = accumulate_dtype(table[0][0].dtype)
@@ -188,13 +189,15 @@ def _given(table: Sequence[Arrays], scalars: Sequence[float]) -> list[Any]:
 
 
 def run_blocks(table: Sequence[Arrays], num_plain: int, block: Block, num_scratch: int) -> None:
-    """``block`` over every row, in blocks, in the accumulate type; masters stand for variables.
+    """Applies ``block`` to every row, block by block, in the accumulate dtype.
+
+    Masters replace their variables.
 
     Args:
-        table: the rows of a launch; all operands but the last are written.
-        num_plain: operands of a row without masters.
-        block: changes the operands of a block, which are without masters.
-        num_scratch: arrays that it wants beside them; they hold anything.
+        table: the rows of a launch; all operands except the last are written.
+        num_plain: number of operands of a row without masters.
+        block: updates the operands of a block, which are without masters.
+        num_scratch: number of scratch arrays, uninitialized.
     """
     if not table:
         return
@@ -229,7 +232,7 @@ def _block_of_masters(
     block: Block,
     spare: Sequence[np.ndarray],
 ) -> None:
-    """``block`` of operands with a master behind the variable, and one behind a copy of it."""
+    """Applies ``block`` to operands with a master after the variable and after its copy."""
     variable, master, *others = work
     unrounded = master.astype(dtype).astype(variable.dtype) == variable
     np.copyto(variable, master, where=unrounded)
@@ -243,7 +246,7 @@ def _block_of_masters(
 
 
 def _put_back(columns: Sequence[Arrays], work: Sequence[np.ndarray]) -> None:
-    """What was worked on side by side, into the operands of all rows that are written."""
+    """Copies a block of concatenated rows back to the operands that are written."""
     ends = list(accumulate([array.size for array in columns[0]]))
     starts = [0, *ends[:-1]]
     for column, array in zip(columns, work, strict=False):
@@ -252,7 +255,7 @@ def _put_back(columns: Sequence[Arrays], work: Sequence[np.ndarray]) -> None:
 
 
 def _blocks(table: Sequence[Arrays]) -> list[tuple[list[Arrays], int]]:
-    """Rows, or parts of rows, that are worked on at once, and their size; small ones together."""
+    """Splits large rows into blocks and combines small ones; returns blocks and sizes."""
     blocks: list[tuple[list[Arrays], int]] = []
     small: list[Arrays] = []
     length = 0
@@ -283,20 +286,20 @@ def update(
     queue: Queue,
     *lead: int,
 ) -> None:
-    """One launch of a rule for each dtype; see the launchers.
+    """Validates rows and launches a rule once for each dtype.
 
     Raises:
-        ValueError: what ``Update`` says does not hold.
+        ValueError: a row is not as ``Update`` describes.
     """
     sizes = (kernel.num_plain, kernel.num_plain + kernel.num_masters)
     for row in rows:
         if len(row) not in sizes:
             raise ValueError(
-                f"{kernel.name}: a row of {len(row)} operands: a variable, "
-                f"{kernel.rule.num_slots} slots and a gradient are needed, and at most a master"
+                f"{kernel.name}: a row has {len(row)} operands; expected a variable, at most one "
+                f"master, {kernel.rule.num_slots} slots and a gradient"
                 if kernel.form == "plain"
-                else f"{kernel.name}: a row of {len(row)} operands, not {sizes[0]}, or {sizes[1]} "
-                "with masters"
+                else f"{kernel.name}: a row has {len(row)} operands; expected {sizes[0]}, or "
+                f"{sizes[1]} with masters"
             )
     for launched in _alike(kernel, rows):
         _check_alike(kernel, launched)
@@ -305,17 +308,19 @@ def update(
 
 
 def _check_alike(kernel: RuleKernel, rows: Sequence[Update]) -> None:
-    """Raises unless these rows, of one launch, fit together."""
+    """Validates the rows of one launch."""
     first, num_operands = rows[0], len(rows[0])
     has_master = num_operands > kernel.num_plain
     _check_template(kernel, first, has_master)
-    # All as if they were written: a rule that reads what it has written is another rule.
+    # Treats all operands as written: a rule must not read what it has written.
     leaders = kernel.leaders(has_master=has_master)
     check_rows(kernel.name, rows, num_operands, leaders=leaders)
     if kernel.form != "plain":
         total = first[-2 if kernel.form == "local" else -1]
         if total.dtype != accumulate_dtype(first[0].dtype):
-            raise ValueError(f"{kernel.name}: {total} is no sum for gradients of {first[0]}")
+            raise ValueError(
+                f"{kernel.name}: sum {total} must have the accumulate dtype of {first[0]}"
+            )
     for index in range(num_operands - 1):
         check_writable(kernel.name, [row[index] for row in rows])
 
@@ -329,11 +334,10 @@ def update_unchecked(
     *,
     writer: LaunchBatch | None = None,
 ) -> None:
-    """As the launchers, of rows that fit by their making: not looked at.
+    """Launches a rule without validation, for rows that were created to match.
 
-    ``scalars`` are all that the kernel takes behind ``num_written``. A ``writer`` of what they
-    write says that they are of the same dtypes, and on ``device``'s compute queue; it launches
-    faster.
+    ``scalars`` are all that the kernel takes after ``num_written``. With a ``writer``, all rows
+    must have the same dtypes and go to the compute queue of ``device``; it launches faster.
     """
     for launched in [rows] if writer is not None else _alike(kernel, rows):
         template, given = kernel.template_of(launched[0]), (len(launched[0]) - 1, *scalars)
@@ -344,7 +348,7 @@ def update_unchecked(
 
 
 def _alike(kernel: RuleKernel, rows: Sequence[Update]) -> list[list[Update]]:
-    """Those that one launch serves, together: of the same dtypes, and all with a master or none."""
+    """Groups rows by launch: of the same dtypes, and all with a master or none."""
     # By id: hashing a dtype is slow.
     if len({(id(row[0].dtype), id(row[1].dtype), len(row)) for row in rows}) == 1:
         return [list(rows)]
@@ -355,13 +359,13 @@ def _alike(kernel: RuleKernel, rows: Sequence[Update]) -> list[list[Update]]:
 
 
 def prepare_rule(kernel: Kernel, device: Device, dtype: np.dtype, state: np.dtype) -> None:
-    """Compiles what a rule launches for variables of one dtype and slots of another."""
+    """Compiles a rule's kernel for variables of one dtype and slots of another."""
     device.prepare(kernel, (dtype.name, state.name))
 
 
 def _check_template(kernel: RuleKernel, row: Update, has_master: bool) -> None:
     found = kernel.template_of(row)
     if found[0] not in FLOATS:
-        raise ValueError(f"{kernel.name}: {row[0]} is not of a float dtype: {', '.join(FLOATS)}")
+        raise ValueError(f"{kernel.name}: {row[0]} must have a float dtype: {', '.join(FLOATS)}")
     if has_master and (found[0] == found[1] or found not in UPDATES):
-        raise ValueError(f"{kernel.name}: {row[1]} is no float32 master of a half, as {row[0]}")
+        raise ValueError(f"{kernel.name}: {row[1]} cannot be a master of {row[0]}")

@@ -1,7 +1,7 @@
-"""The update rules as NumPy computes them: each once, in place, on blocks of the accumulate type.
+"""NumPy formulas of the update rules, in place, on blocks of the accumulate dtype.
 
 A step is called ``step(var, *slots, grad, *scratch, *scalars)`` and changes ``var`` and the slots.
-Source: the formulas of TensorFlow's Apply operations, as the headers of the kernels have them.
+Source: the formulas of TensorFlow's Apply operations, as in the headers of the kernels.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _Array = np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """One rule.
+    """An update rule.
 
     Attributes:
-        step: see above.
-        num_slots: that it keeps for each variable.
-        num_scratch: arrays of a block that it wants beside them; they hold anything.
-        scalars: names of the numbers that it takes.
+        step: the formula; see the module's docstring.
+        num_slots: number of slots of each variable.
+        num_scratch: number of scratch arrays of a block, uninitialized.
+        scalars: names of its hyperparameters.
     """
 
     step: Callable[..., None]
@@ -118,7 +118,7 @@ def _decayed_square(square: _Array, grad: _Array, step: _Array, rest: float) -> 
 def _by_the_root(
     var: _Array, mom: _Array, grad: _Array, step: _Array, by: _Array, rate: float, decay: float
 ) -> None:
-    """``mom = decay mom + rate grad / root(by); var -= mom``."""
+    """``mom = decay mom + rate grad / sqrt(by); var -= mom``."""
     np.sqrt(by, out=by)
     np.multiply(grad, rate, out=step)
     np.true_divide(step, by, out=step)

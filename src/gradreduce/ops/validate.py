@@ -1,6 +1,6 @@
-"""Validates the operands of a launch, and lists the instantiations of each kind of kernel.
+"""Validates the operands of a launch, and lists the template arguments of kernels.
 
-Also views operands as the kernels do: complex as pairs, signed integers as unsigned.
+Also views operands as element types of the kernels: complex as pairs, signed integers as unsigned.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ __all__ = [
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 # <T, T>
 SAME: tuple[Template, ...] = tuple((element, element) for element in ELEMENTS)
-# A gradient into a sum of a wider type (or, with cast=True, of another float).
+# A gradient added to a sum of a wider dtype (or, with cast=True, of another float).
 TO_WIDE: tuple[Template, ...] = tuple(
     (total, term) for total in ("float32", "float64") for term in FLOATS if term != total
 )
-# A float32 sum into the halves it stands for.
+# A float32 sum rounded to a 16-bit float.
 FROM_WIDE: tuple[Template, ...] = (("float16", "float32"), ("bfloat16", "float32"))
-# Every float into every other: what a tensor is and what a link carries are two choices.
+# Every float into every other: the dtype of a tensor and the wire dtype are independent.
 CASTS: tuple[Template, ...] = tuple((out, term) for out in FLOATS for term in FLOATS if out != term)
-# Of an update: a variable, and its slots; of another type where there is a master of that type.
+# Of an update: a variable and its slots, which are float32 if there is a master.
 UPDATES: tuple[Template, ...] = (
     *((element, element) for element in FLOATS),
     *((half, "float32") for half in FLOATS[:2]),
 )
-# Integers into their mean; the only templates that tell signed from unsigned.
+# Integers into their mean; the only templates that distinguish signed from unsigned.
 MEAN: tuple[Template, ...] = tuple(
     (mean_dtype(np.dtype(name)).name, name)
     for name in (f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))
 )
 
 
-# Rows from which on NumPy looks at all of them at once: below, its calls cost more than the looks.
+# From this many rows on they are checked with NumPy: below, its calls cost more than a loop.
 MANY = 12
 
 
 def as_elements(buffers: Sequence[Buffer]) -> list[Buffer]:
-    """The same memory in the types that kernels know."""
+    """Views buffers as element types of the kernels."""
     viewed = []
     for buffer in buffers:
         element = element_of(buffer.dtype)
@@ -79,19 +79,19 @@ def check_rows(
     padded: bool = False,
     leaders: Sequence[int] | None = None,
 ) -> None:
-    """Checks rows of one launch, all at once where they are many.
+    """Validates sizes, dtypes and overlaps of the rows of one launch.
 
     Args:
-        name: the kernel's, for messages.
-        rows: of as many operands each, the written ones first.
-        num_written: how many of each row are.
+        name: of the kernel, for messages.
+        rows: with the same number of operands each, the written ones first.
+        num_written: number of written operands of each row.
         padded: the one written operand may be longer than the one that is read.
-        leaders: for each operand the place of that whose dtype it must have. Default: the first
-            that is written for those, the first that is read for the others.
+        leaders: for each operand the index of the operand whose dtype it must have. Default: the
+            first written one for the written, the first read one for the others.
 
     Raises:
-        ValueError: sizes differ, the dtypes of the written or of the read operands differ among
-            themselves, or a written operand overlaps another one without being exactly it.
+        ValueError: sizes differ, the dtypes of the written or of the read operands differ, or a
+            written operand overlaps another one without being exactly it.
     """
     if not rows:
         return
@@ -124,7 +124,7 @@ def _check_row(name: str, written: Row, read: Row, leaders: Sequence[int]) -> No
 
 def _check_padded(name: str, out: Buffer, term: Buffer) -> None:
     if out.size < term.size:
-        raise ValueError(f"{name}: {out} is shorter than {term}")
+        raise ValueError(f"{name}: output {out} is shorter than input {term}")
     _check_row(name, [out.view(0, term.shape)], [term], (0, 1))
     check_apart(name, out.view(term.size, (out.size - term.size,)), term)
 
@@ -136,7 +136,7 @@ def _same(buffer: Buffer, other: Buffer) -> bool:
 def _all_fit(
     rows: Sequence[Row], num_written: int, leaders: Sequence[int], *, padded: bool
 ) -> bool:
-    """Whether no row can have a fault; if not, one has, or only a look at each row can tell."""
+    """Whether all rows pass; if not, each row must be checked on its own."""
     columns = list(zip(*rows, strict=True))
     starts, ends, sizes = [], [], []
     for leader, column in zip(leaders, columns, strict=True):
@@ -152,7 +152,7 @@ def _all_fit(
     for target in range(num_written):
         for other in range(target + 1, len(columns)):
             apart = (starts[target] >= ends[other]) | (starts[other] >= ends[target])
-            if other >= num_written:  # the very same, or (padded) a cast to as many bytes
+            if other >= num_written:  # exactly the same memory, or (padded) a cast to as many bytes
                 apart |= (starts[target] == starts[other]) & (
                     ends[target] - starts[target] == ends[other] - starts[other]
                 )
@@ -162,16 +162,16 @@ def _all_fit(
 
 
 def check_apart(name: str, target: Buffer, other: Buffer) -> None:
-    """Raises ``ValueError`` if the two share a byte."""
+    """Raises ``ValueError`` if the two buffers overlap."""
     if overlap(target, other):
         raise ValueError(f"{name}: {target} overlaps {other}")
 
 
 class Ranges:
-    """Where disjoint memory lies, to be asked again and again who else is there.
+    """Sorted address ranges of disjoint buffers, for repeated overlap queries.
 
     Args:
-        buffers: none shares a byte with another.
+        buffers: none overlaps another.
     """
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
@@ -182,20 +182,19 @@ class Ranges:
         self._ends = self._starts + sizes[order]
 
     def shared_by(self, buffers: Sequence[Buffer]) -> int | None:
-        """The place of the first buffer that shares a byte with them; None if none does."""
+        """The index of the first of ``buffers`` that overlaps a range; None if none does."""
         starts = np.array([buffer.address for buffer in buffers], np.uint64)
         ends = starts + np.array([buffer.nbytes for buffer in buffers], np.uint64)
-        before = np.searchsorted(self._starts, ends)  # how many begin in front of its end
+        before = np.searchsorted(self._starts, ends)  # how many begin before its end
         shares = (before > 0) & (ends > starts)
         shares &= starts < self._ends[before - 1] if self._ends.size else False
         return int(shares.argmax()) if shares.any() else None
 
 
 def check_writable(name: str, written: Sequence[Buffer]) -> None:
-    """A launch would refuse it too, but an earlier launch of the same call may be out by then.
+    """Raises ``ValueError`` if a written operand is read-only.
 
-    Raises:
-        ValueError: an operand is read-only.
+    A launch checks this too, but only after earlier launches of the same call.
     """
     for target in written:
         if not target.block.writable:
@@ -203,14 +202,13 @@ def check_writable(name: str, written: Sequence[Buffer]) -> None:
 
 
 def check_divisor(name: str, divisor: float, terms: Sequence[Buffer]) -> None:
-    """Integers are added modulo 2**bits; a quotient of that means nothing.
+    """Raises ``ValueError`` if a buffer of integers would be divided.
 
-    Raises:
-        ValueError: a divisor other than 1 for an integer buffer.
+    Integers are added modulo 2**bits; a quotient of that has no meaning.
     """
     for term in terms if divisor != 1 else ():
         if term.dtype.kind in "iu":
-            raise ValueError(f"{name}: {term.dtype} is not divided (divisor={divisor})")
+            raise ValueError(f"{name}: cannot divide {term.dtype} (divisor={divisor})")
 
 
 def by_dtype(
@@ -219,25 +217,25 @@ def by_dtype(
     *,
     padded: bool = False,
 ) -> dict[tuple[str, str, int, int], list[Row]]:
-    """Rows that one launch can serve, together; checked, all of them.
+    """Validates rows, and groups them by launch.
 
     Args:
-        kernel: launched for them.
-        rows: of each tensor what is written and what is read.
+        kernel: to launch.
+        rows: of each tensor the operands that are written and those that are read.
         padded: see ``check_rows``.
 
     Returns:
-        Keyed by the element of the written operands, that of the read ones, and how many of each.
+        Keyed by the element of the written operands, that of the read ones, and the number of each.
 
     Raises:
-        ValueError: what ``check_rows`` says, a row without an out or an input, a read-only out,
-            or a cast that the kernel has no template for.
+        ValueError: as in ``check_rows``; or a row has no output or no input, an output is
+            read-only, or the kernel does not have this cast.
     """
     groups: dict[tuple[int, int, int, int], list[Row]] = {}  # by id: hashing a dtype is slow
     key, group = (0, 0, 0, 0), list[Row]()
     for written, read in rows:
         if not written or not read:
-            raise ValueError(f"{kernel.name}: a tensor without an out or without an input")
+            raise ValueError(f"{kernel.name}: every tensor needs an output and an input")
         found = (id(written[0].dtype), id(read[0].dtype), len(written), len(read))
         if found != key:
             key, group = found, groups.setdefault(found, [])
@@ -258,12 +256,12 @@ def by_dtype(
 def paired(
     kernel: Kernel, outs: Sequence[Buffer], inputs: Sequence[Buffer], *, fitted: bool = False
 ) -> dict[tuple[str, str, int, int], list[Row]]:
-    """As ``by_dtype`` for one out (padded) and one input each: many of two dtypes, as a rule.
+    """As ``by_dtype`` for one output (padded) and one input each.
 
-    ``fitted`` ones are checked only where they are of several dtypes.
+    ``fitted`` rows are validated only if they have several dtypes.
     """
     if len(outs) != len(inputs):
-        raise ValueError(f"{kernel.name}: {len(outs)} outs for {len(inputs)} inputs")
+        raise ValueError(f"{kernel.name}: got {len(outs)} outputs for {len(inputs)} inputs")
     dtypes = {id(out.dtype) for out in outs}, {id(term.dtype) for term in inputs}
     if len(dtypes[0]) != 1 or len(dtypes[1]) != 1:
         return by_dtype(kernel, zip(zip(outs), zip(inputs), strict=True), padded=True)
@@ -278,19 +276,19 @@ def paired(
 
 
 def elements(kernel: Kernel, written: Buffer, read: Buffer) -> tuple[str, str]:
-    """The elements of an out and of an input, for a template.
+    """The elements of an output and of an input, for a template.
 
     Raises:
-        ValueError: a cast that the kernel has no template for.
+        ValueError: the kernel does not have this cast.
     """
     to, of = element_of(written.dtype), element_of(read.dtype)
     if written.dtype != read.dtype and not _casts(kernel, to, of):
-        raise ValueError(f"{kernel.name}: {read} is not cast to {written}")
+        raise ValueError(f"{kernel.name}: cannot cast input {read} to output {written}")
     return to.name, of.name
 
 
 def _casts(kernel: Kernel, to: Element, of: Element) -> bool:
-    """Whether two *different* dtypes fit: one element seen as two dtypes is never converted."""
+    """Whether a kernel casts between two *different* dtypes; views are not converted."""
     pair = (to.name, of.name)
     return (
         to.lanes == of.lanes
