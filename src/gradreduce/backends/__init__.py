@@ -1,4 +1,4 @@
-"""Which devices there are and which backend runs them; never does work.
+"""Opens meshes: picks the backend and the devices.
 
 The only room that reads environment variables, but for ``XDG_CACHE_HOME`` in ``compiled.py``:
 
@@ -57,7 +57,7 @@ def open_mesh(
     strict: bool | None = None,
     schedule_seed: int | None = None,
 ) -> Mesh:
-    """Opens devices. A backend asked for by name never turns into another one.
+    """Opens devices as a mesh; a backend given by name is never replaced by another.
 
     Args:
         devices: how many logical devices, one on each physical one; or the physical device of
@@ -116,7 +116,7 @@ def open_mesh(
 
 
 def _is_one_of(name: Any, names: Container[str]) -> bool:
-    """Whether it is one of these texts; an array compares with none of them."""
+    """Whether it is one of these strings; an array is not."""
     return isinstance(name, str) and name in names
 
 
@@ -128,7 +128,7 @@ def _seed(seed: int) -> int:
 
 
 def _check_alone(processes: str | None) -> None:
-    """Raises in one of several processes, unless the caller knows that no sum leaves it."""
+    """Raises in one of several processes, unless ``processes="none"``."""
     if processes is not None and not _is_one_of(processes, ("none",)):
         raise ValueError(f"processes={brief(processes)} must be None or 'none'")
     launched = _launched(_NUM_PROCESSES, 2)
@@ -142,7 +142,7 @@ def _check_alone(processes: str | None) -> None:
 
 
 def _launched(variables: Sequence[str], minimum: int) -> tuple[str, int] | None:
-    """The first variable that holds a number from ``minimum`` up, as a launcher sets it."""
+    """Returns the first of these variables that a launcher has set to at least ``minimum``."""
     for name in variables:
         text = os.environ.get(name, "")
         if text.isdecimal() and int(text) >= minimum:
@@ -151,7 +151,7 @@ def _launched(variables: Sequence[str], minimum: int) -> tuple[str, int] | None:
 
 
 def _own_gpus(num_gpus: int) -> Sequence[int]:
-    """Every visible GPU; in one of several processes the one of its local rank."""
+    """Returns every visible GPU, or the one of the local rank under a launcher."""
     if num_gpus == 1 or _launched(_NUM_PROCESSES, 2) is None:
         return range(num_gpus)
     launched = _launched(_LOCAL_RANKS, 0)
@@ -215,7 +215,7 @@ def _mesh(
     collective: Callable[[], Collective],
     on_close: Callable[[], None],
 ) -> Mesh:
-    """The whole mesh of new devices."""
+    """Makes the mesh of new devices."""
     mesh = Mesh(made, mesh_state, collective, on_close)
     for device in made:
         device.mesh = mesh
@@ -244,7 +244,7 @@ _default_lock = ModuleLock()
 
 
 def default_mesh() -> Mesh:
-    """The mesh that ``mesh=None`` means: ``open_mesh()``, made once and shared by all callers.
+    """Returns the mesh that ``mesh=None`` means: one ``open_mesh()`` shared by all callers.
 
     A closed one is replaced by a new one at the next call; so is one from before a fork.
 
@@ -318,7 +318,7 @@ def _integer(variable: str, default: int, *, minimum: int = 1) -> int:
 
 
 def _num_cores() -> int:
-    """Cores this process may use; all of the machine's where the system cannot tell (macOS)."""
+    """Returns the cores this process may use (all of the machine's on macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Devices by name: ours, TensorFlow's and PyTorch's."""
+"""Finds devices by name, as written here, in TensorFlow and in PyTorch."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ DeviceLike = Device | str | _TorchDevice
 
 
 def is_device_like(given: object) -> TypeGuard[DeviceLike]:
-    """Whether this is a device, a text or a ``torch.device``, which may name none."""
+    """Whether this is a device, a string or a ``torch.device``."""
     return isinstance(given, Device | str) or _is_torch(given)
 
 
 def as_device(given: object, label: str, mesh: Mesh | None = None) -> Device:
-    """The device that an argument names.
+    """Returns the device that an argument names.
 
     The number in a name is that of the logical device: with several on one GPU it is not the
     GPU's. Simulated devices stand for GPUs and answer to ``"gpu:1"`` too. A ``torch.device`` is a
@@ -69,7 +69,7 @@ def as_device(given: object, label: str, mesh: Mesh | None = None) -> Device:
 
 
 def as_devices(given: object, label: str, mesh: Mesh | None = None) -> tuple[Device, ...]:
-    """As ``as_device``; of a mesh all its devices.
+    """As ``as_device``; returns all devices for a mesh.
 
     Raises:
         TypeError: neither a mesh nor what ``as_device`` takes.
@@ -83,7 +83,7 @@ def as_devices(given: object, label: str, mesh: Mesh | None = None) -> tuple[Dev
 
 
 def _is_torch(given: Any) -> TypeGuard[_TorchDevice]:
-    """By its name: PyTorch is not imported for this."""
+    """Whether this is a ``torch.device``, checked without importing PyTorch."""
     return (type(given).__module__, type(given).__name__) == ("torch", "device")
 
 

@@ -1,4 +1,4 @@
-"""Devices that do nothing and record everything: what a flow *would* launch, copy and gather.
+"""Dry-run devices: record launches, copies and waits without executing them.
 
 The flow itself runs, on Buffers without memory, so its plan is what it does, by construction: no
 second description of it could grow out of date. Nothing is allocated, compiled or waited for.
@@ -48,7 +48,7 @@ Signature = tuple[int, int, bool, int, int, int, tuple[int, ...], np.dtype]
 
 @dataclass(frozen=True, slots=True)
 class Touched:
-    """The memory that one launch, copy, fill or rank of a collective uses; a journal has no room.
+    """The memory that one launch, copy, fill or rank of a collective uses.
 
     Attributes:
         device: whose queue it is in.
@@ -62,7 +62,7 @@ class Touched:
 
 
 def mesh_signature(mesh: Mesh) -> MeshSignature:
-    """All of a mesh that a plan depends on."""
+    """Returns what a plan depends on in a mesh."""
     whole = mesh.devices[0].mesh
     access = whole.mesh_state.peer_access
     peers: Hashable = access if isinstance(access, bool) else frozenset(access)
@@ -70,7 +70,7 @@ def mesh_signature(mesh: Mesh) -> MeshSignature:
 
 
 def signature_of(buffer: Buffer, blocks: dict[int, int]) -> Signature:
-    """All of a Buffer that a plan depends on.
+    """Returns what a plan depends on in a Buffer.
 
     Args:
         buffer: any.
@@ -86,7 +86,7 @@ def signature_of(buffer: Buffer, blocks: dict[int, int]) -> Signature:
 
 
 class DryRunMesh:
-    """A mesh of ghosts like another, and Buffers on it like others.
+    """A mesh of dry-run devices like another mesh, and Buffers like its Buffers.
 
     Attributes:
         mesh: as many devices, on the same physical ones, with the same peer access.
@@ -111,7 +111,7 @@ class DryRunMesh:
         self._blocks: dict[int, Block] = {}
 
     def buffer(self, signature: Signature) -> Buffer:
-        """A Buffer of this outline; those that shared a block share one here."""
+        """Makes a Buffer with this signature; shares a block where the originals did."""
         index, number, owned, nbytes, offset, start, shape, dtype = signature
         if number not in self._blocks:
             device = self.mesh.devices[index]
@@ -121,7 +121,7 @@ class DryRunMesh:
 
 
 class DryRunDevice(Device):
-    """Checks and records as every device does; has neither memory nor queues."""
+    """A device that checks and records calls, and has neither memory nor queues."""
 
     def __init__(
         self,
@@ -136,12 +136,12 @@ class DryRunDevice(Device):
         self._touched = touched
 
     def block(self, nbytes: int, *, start: int = 0, owned: bool = True) -> Block:
-        """A block that no other of its mesh overlaps."""
+        """Makes a block that no other block of its mesh overlaps."""
         address = (next(self._starts) << _ROOM) + start
         return Block(self, None, address, nbytes, owned=owned, writable=True)
 
     def put(self, array: Any, address: int | None = None) -> Buffer:
-        """Refuses: there is no memory."""
+        """Raises: there is no memory."""
         raise DeviceMismatchError(
             f"{self.name} of a plan has no memory for a {type(array).__name__}"
         )
@@ -171,7 +171,7 @@ class DryRunDevice(Device):
         return True
 
     def _prepare(self, kernel: Kernel, template: Template) -> None:
-        """Nothing is compiled."""
+        """Compiles nothing."""
 
     def _is_prepared(self, kernel: Kernel, template: Template) -> bool:
         return True
@@ -180,13 +180,13 @@ class DryRunDevice(Device):
         raise DeviceMismatchError(f"{self.name} of a plan cannot record a capture")
 
     def _recycle(self, raw: Any, nbytes: int) -> None:
-        """Nothing was taken."""
+        """Does nothing: no memory was allocated."""
 
     def _trim(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: there is no pool."""
 
     def _fill_fresh(self, buffer: Buffer) -> None:
-        """There is nothing to fill; nor below to write or wait for."""
+        """Does nothing, as do the methods below that would write or wait."""
 
     def _fill_zero(self, buffer: Buffer) -> None:
         self._touched.append(Touched(self, (), (buffer,)))
@@ -220,7 +220,7 @@ class DryRunDevice(Device):
 
 
 class DryRunCollective(Collective):
-    """Checks and records as every collective does."""
+    """A collective that checks and records calls."""
 
     def __init__(self, touched: list[Touched]) -> None:
         self._touched = touched

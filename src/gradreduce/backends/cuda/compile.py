@@ -1,4 +1,4 @@
-"""The shipped ``.cu`` text, compiled by NVRTC for the GPU at hand; never launches.
+"""Compiles the shipped ``.cu`` files with NVRTC for each GPU.
 
 One lazy program for each instantiation that is asked for: NVRTC takes 0.05 to 0.1 s for it, and
 CuPy keeps the result on disk, keyed by the text (into which headers are pasted) and the options.
@@ -20,7 +20,7 @@ _lock = ModuleLock()
 
 
 def function(kernel: Kernel, template: Template, ordinal: int) -> Any:
-    """The function of one instantiation on the GPU ``ordinal``, which must be current.
+    """Returns the function of one instantiation on the current GPU, ``ordinal``.
 
     Called as ``function(grid, block, arguments, stream=…)``.
 
@@ -38,7 +38,7 @@ def function(kernel: Kernel, template: Template, ordinal: int) -> Any:
 
 
 def is_compiled(kernel: Kernel, template: Template, ordinal: int) -> bool:
-    """Whether ``function`` has nothing to compile or load."""
+    """Whether ``function`` is already compiled and loaded."""
     return (kernel, template, ordinal) in _functions
 
 

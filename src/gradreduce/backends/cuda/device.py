@@ -1,4 +1,4 @@
-"""A logical device on a GPU, through CuPy: two streams, a memory pool, copies and launches.
+"""The CUDA device, through CuPy: two streams, a memory pool, copies and launches.
 
 The two non-blocking streams are made once. Memory comes from a CuPy pool of this device's own,
 always allocated on the compute stream, so that a freed block can be used again at once. A block
@@ -49,7 +49,7 @@ __all__ = ["CudaDevice", "CudaQueues"]
 
 
 class CudaQueues(Device):
-    """What of a ``CudaDevice`` orders its work.
+    """The queues of a ``CudaDevice`` and their waits.
 
     Attributes:
         gpu: makes its GPU the current one.
@@ -65,7 +65,7 @@ class CudaQueues(Device):
         self._streams = {queue: line.stream for queue, line in self._stream_states.items()}
 
     def stream(self, queue: Queue = "compute") -> Any:
-        """The CuPy stream of a queue, for work that this device does not see.
+        """Returns the CuPy stream of a queue, for work that this device does not see.
 
         Take it before each piece of such work, which is behind what came before. From the first
         time on every fence of the queue is given to CUDA, also one that would change nothing.
@@ -77,7 +77,7 @@ class CudaQueues(Device):
         )
 
     def _ready(self, queue: Queue) -> Any:
-        """The stream that is given something now; inside a capture, that which records it."""
+        """Returns the stream to submit to; inside a capture, the stream that records it."""
         capture = self.mesh_state.capture
         if capture is None:
             return self._stream_states[queue].ready()
@@ -85,7 +85,7 @@ class CudaQueues(Device):
         return capture.backend.stream(self.index, queue)
 
     def _submitted(self, queue: Queue) -> None:
-        """Something was given to a queue: ``_ready`` came before it."""
+        """Notes that work was submitted to a queue, after ``_ready``."""
         self._stream_states[queue].submitted()
 
     def _is_capturing(self, stream: Stream) -> bool:
@@ -150,7 +150,7 @@ class CudaQueues(Device):
         return event_of(self.gpu, stream)
 
     def _all_streams(self) -> list[Any]:
-        """Its own, and that of whom it trails: which may use its memory."""
+        """Its own streams, and those it follows lazily: they may use its memory."""
         leader = self._stream_states["compute"].leader
         return [*self._streams.values(), *([] if leader is None else [leader.stream])]
 
@@ -175,19 +175,19 @@ _STREAMS: dict[int, Any] = {}
 def _scalar_arguments(
     kernel: Kernel, scalars: tuple[int | float, ...], exact: str
 ) -> tuple[Any, ...]:
-    """As CuPy wants them: it takes a Python int for a long long whatever the kernel says."""
+    """Converts scalars to the types that the kernel declares, for CuPy."""
     kinds: dict[str, Any] = {"int64": np.int64, "float64": np.float64}
     declared = zip(kernel.scalars, scalars, strict=True)
     return tuple(kinds[kind](value) for (_, kind), value in declared)
 
 
 def _narrowest(row: Row) -> int:
-    """Bytes of an element of the narrowest operand that is worked on element by element."""
+    """Returns the item size of the narrowest elementwise operand."""
     return min(operand.dtype.itemsize for operand in row)
 
 
 class CudaDevice(CudaQueues):
-    """A logical device on the GPU ``physical``; several may share one."""
+    """A logical device on the GPU ``physical``; several may share one GPU."""
 
     defers = True
 
@@ -205,7 +205,7 @@ class CudaDevice(CudaQueues):
         self._tables = Tables(self._place)
 
     def close(self) -> None:
-        """The host waits for what is queued: memory that work still uses must not go elsewhere.
+        """Waits for queued work, so that its memory is not reused too early.
 
         Not for a dead mesh, whose queues may never end: what they may use is never freed.
         """
@@ -217,7 +217,7 @@ class CudaDevice(CudaQueues):
                 self._release_retained()
 
     def __del__(self) -> None:
-        """A mesh that nobody closed: what its queues still use must not be given away."""
+        """Protects memory that queued work still uses, for a mesh that was not closed."""
         if sys.is_finalizing():
             return
         _kept = _STREAMS.pop(id(self), None)  # until this returns
@@ -309,7 +309,7 @@ class CudaDevice(CudaQueues):
         return self._deferred_free.track(block)
 
     def _recycle(self, raw: Any, nbytes: int) -> None:
-        """Dropping the last reference to ``raw`` gives it back to CuPy's pool."""
+        """CuPy's pool takes the memory when the last reference to ``raw`` is dropped."""
 
     def _shortage(self, nbytes: int) -> str:
         near = [each for each in self.mesh.devices if each.physical == self.physical]
@@ -323,7 +323,7 @@ class CudaDevice(CudaQueues):
         )
 
     def _trim(self) -> None:
-        """Frees what queued work still uses, too: cudaFree waits for the GPU."""
+        """Frees memory that queued work still uses, too: cudaFree waits for the GPU."""
         if id(self._pool) in _RETAINED:
             return
         self._catch_up()
@@ -334,7 +334,7 @@ class CudaDevice(CudaQueues):
             self._pool.free_all_blocks()
 
     def _fill_fresh(self, buffer: Buffer) -> None:
-        """GPU memory is handed out dirty."""
+        """Does nothing: fresh GPU memory is not cleared."""
 
     def _fill_zero(self, buffer: Buffer) -> None:
         with self.gpu:
@@ -342,7 +342,7 @@ class CudaDevice(CudaQueues):
         self._submitted("compute")
 
     def _upload(self, dst: Buffer, array: np.ndarray, queue: Queue) -> None:
-        """Through pinned memory, which stays ours until the copy has passed."""
+        """Uploads through pinned memory, which is kept until the copy has finished."""
         if not dst.nbytes:
             return
         stream = self._ready(queue)
@@ -358,7 +358,7 @@ class CudaDevice(CudaQueues):
         self._submitted(queue)
 
     def _drop_staging(self) -> None:
-        """Gives back the pinned memory whose copies are over; other threads may add some now."""
+        """Releases pinned memory whose copies are done; other threads may add some meanwhile."""
         with self._staging_lock:
             while self._staging and self._staging[0][1].done:
                 self._staging.popleft()
@@ -379,7 +379,7 @@ class CudaDevice(CudaQueues):
         return host
 
     def _fetched(self, buffer: Buffer, wait_policy: WaitPolicy) -> np.ndarray | None:
-        """A download without a wait in the driver: a copy to pageable memory is one."""
+        """Downloads without a wait in the driver, which a copy to pageable memory is."""
         stream = self._ready("compute")
         with self.gpu:
             pinned = cupy.cuda.alloc_pinned_memory(max(1, buffer.nbytes))
@@ -462,11 +462,11 @@ class CudaDevice(CudaQueues):
         return bool(event.done)
 
     def _reached(self, event: Any) -> bool:
-        """See ``Backend._reached``: a GPU that met a fault is lost by this."""
+        """See ``Backend._reached``; marks a GPU as lost if it met a fatal error."""
         return self._is_over(runtime.eventQuery(event.ptr))
 
     def _is_over(self, status: int) -> bool:
-        """What a query says; it raises nothing for a GPU that met a fault, and is never 0 then."""
+        """Whether a query says done; a fatal error marks the GPU as lost."""
         if status in FATAL:
             self.mesh_state.mark_failed(self.physical, str(runtime.CUDARuntimeError(status)))
         return status == 0
@@ -479,7 +479,7 @@ class CudaDevice(CudaQueues):
         return True
 
     def _host_waits(self, wait_policy: WaitPolicy, streams: Iterable[Any]) -> bool:
-        """In the driver, which knows no end, only where no deadline was ever given."""
+        """Waits on the host: in the driver only where no deadline was ever set."""
         if not wait_policy.polls:
             with self.gpu:
                 for stream in streams:
@@ -495,7 +495,7 @@ class CudaDevice(CudaQueues):
         return all([self._is_over(status) for status in found])
 
     def _abandon(self, seconds: float) -> bool:
-        """Nothing is dropped: aborted collectives end, and what is behind them runs on."""
+        """Drops nothing: aborted collectives end, and later work runs on."""
         end = time.monotonic() + seconds
         while not self._is_idle():
             if self.physical in self.mesh_state.failed:

@@ -1,4 +1,4 @@
-"""How much of a launch each block and thread of a GPU gets, from what the GPU says of itself.
+"""Launch geometry: how much work each block and thread of a GPU gets.
 
 Source: own. One block for each chunk, so that the hardware's own scheduler shares them out: a
 block that meets a short row ends early and makes room for the next.
@@ -23,7 +23,7 @@ WAVES = 64
 
 @dataclass(frozen=True)
 class Geometry:
-    """The shape of launches on one GPU.
+    """Grid, block and chunk sizes for one GPU.
 
     Attributes:
         warp: threads that run in step.
@@ -37,14 +37,14 @@ class Geometry:
 
     @classmethod
     def of(cls, attributes: Mapping[str, int]) -> Geometry:
-        """From ``cupy.cuda.Device.attributes``."""
+        """Makes the geometry from ``cupy.cuda.Device.attributes``."""
         warp = attributes["WarpSize"]
         share = attributes["MaxThreadsPerMultiProcessor"] // BLOCKS_PER_PROCESSOR
         threads = min(share, attributes["MaxThreadsPerBlock"]) // warp * warp
         return cls(warp, threads, BLOCKS_PER_PROCESSOR * attributes["MultiProcessorCount"])
 
     def chunk_size(self, num_items: int, itemsize: int) -> int:
-        """Items of a chunk: whole vectors for every thread of a block.
+        """Returns the items of a chunk: whole vectors for every thread of a block.
 
         Args:
             num_items: in all rows together.
@@ -59,7 +59,7 @@ class Geometry:
         return chunk
 
     def block(self, num_items: int, num_chunks: int, itemsize: int) -> int:
-        """Threads of a block: as many as the chunks have vectors on average, in whole warps.
+        """Returns the threads of a block: vectors per chunk on average, in whole warps.
 
         A launch of many tiny rows would leave most threads of a full block without work, and so
         the multiprocessor without loads in flight.

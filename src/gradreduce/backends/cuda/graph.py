@@ -1,4 +1,4 @@
-"""A CUDA graph of what the queues of some devices are given; never knows what that is.
+"""Captures the queues of some devices as a CUDA graph.
 
 The streams that record are made for it: CUDA puts whatever any thread gives to a recording stream
 into the graph, and lets nothing wait for it meanwhile. The devices' own streams stay usable.
@@ -25,7 +25,7 @@ __all__ = ["GraphRecording"]
 
 
 class GraphRecording(Recording):
-    """Records the queues of several devices, on one or several GPUs, into one graph.
+    """Records the queues of devices on one or more GPUs into one graph.
 
     Args:
         places: a number for each device, and what makes its GPU current, the first one first.
@@ -43,7 +43,7 @@ class GraphRecording(Recording):
         (self._gpu, self._origin), *self._others = self._streams.values()
 
     def stream(self, index: int, queue: Queue) -> Any:
-        """That records the queue of a device."""
+        """Returns the stream that records the queue of a device."""
         return self._streams[index, queue][1]
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""Which libnccl files this process has loaded, and NCCL's text of its last error.
+"""Finds the libnccl files of this process and NCCL's last error text.
 
 CuPy exposes neither. Only files that are loaded already are asked, and only where
 ``/proc/self/maps`` names them: elsewhere nothing is said.
@@ -19,7 +19,7 @@ _MAPS, _NAME = Path("/proc/self/maps"), "libnccl.so"
 
 
 def error_details() -> str:
-    """What to append to an NCCL error: its last error text, and the files if there are several."""
+    """Returns details for an NCCL error: its last text, and several libnccl files."""
     libraries = list(_libraries())
     texts = dict.fromkeys(text for _, text in libraries if text)
     return "".join(f"; last NCCL error: {text}" for text in texts) + _several(libraries)
@@ -44,7 +44,7 @@ def _several(libraries: list[tuple[str, str]]) -> str:
 
 
 def _libraries() -> Iterator[tuple[str, str]]:
-    """Path and version of each file, and the text of its last error."""
+    """Yields path and version of each file, and the text of its last error."""
     try:
         lines = _MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Collectives by NCCL, one process driving all its GPUs; never decides what is reduced.
+"""Collectives by NCCL: one process drives all its GPUs.
 
 Drives ``cupy.cuda.nccl`` directly: ``cupyx.distributed`` knows no bfloat16 and no mean.
 """
@@ -77,7 +77,7 @@ class _Open(threading.local):
 
 
 class _Cliques:
-    """Communicators that live and die together.
+    """Communicators that are made and aborted together.
 
     Attributes:
         lock: held while one of them is used: every GPU sees the groups of all threads in one order.
@@ -93,7 +93,7 @@ class _Cliques:
         self.aborted = False
 
     def communicators(self) -> list[Any]:
-        """All of them, without a lock."""
+        """Returns all of them, without a lock."""
         return [each for clique in list(self.made.values()) for each in clique]
 
     def check(self) -> None:
@@ -105,7 +105,7 @@ class _Cliques:
 
 
 class NcclCollective(Collective):
-    """One communicator for each physical device of a call, made at the first such call.
+    """NCCL collectives; makes one communicator per physical device at the first call.
 
     A group's calls are kept until it ends and sent together: communicators that are made inside
     an NCCL group are not ready before it ends, and a block that raises must have sent nothing.
@@ -129,7 +129,7 @@ class NcclCollective(Collective):
         sources: Sequence[Buffer] | None = None,
         queue: Queue = "compute",
     ) -> None:
-        """See ``Collective.all_reduce``; complex products, maxima and minima there are none.
+        """See ``Collective.all_reduce``; sums are the only complex reductions.
 
         Raises:
             CollectiveError: beside the others: NCCL has no such operation, or not for this dtype.
@@ -191,7 +191,7 @@ class NcclCollective(Collective):
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """Calls inside are sent as one NCCL group when the outermost block ends; nests."""
+        """Context manager: sends calls inside as one NCCL group; may be nested."""
         if self._open.calls is not None:
             yield
             return
@@ -204,12 +204,12 @@ class NcclCollective(Collective):
         self._send(calls)
 
     def close(self) -> None:
-        """Ends the communicators, off the caller's thread: NCCL's abort can hang."""
+        """Aborts the communicators in another thread, because NCCL's abort can hang."""
         self.abort()
         self.ended(ABORT_SECONDS)
 
     def abort(self) -> None:
-        """Ends the communicators; waits for nothing, not even for a lock.
+        """Aborts the communicators; waits for nothing, not even for a lock.
 
         Whoever holds one may be the one that hangs. All are marked first, so that nobody uses
         one any more, and then aborted, which is what frees them; later calls make new ones.
@@ -220,7 +220,7 @@ class NcclCollective(Collective):
             self._pending.add(run_in_thread(partial(self._abort_cliques, cliques)))
 
     def ended(self, seconds: float) -> bool:
-        """Whether every abort and initialisation is over; waits for them so long.
+        """Whether every abort and initialisation is done; waits for at most ``seconds``.
 
         An initialisation that its caller has left counts.
         """
@@ -231,7 +231,7 @@ class NcclCollective(Collective):
         return not self._pending
 
     def error(self) -> str | None:
-        """What NCCL found wrong by itself since it was asked last; never waits."""
+        """Returns NCCL's asynchronous error since the last call; does not wait."""
         cliques = self._cliques
         cliques.asked = True  # before the question whether they are aborted: no lock is needed
         try:
@@ -261,7 +261,7 @@ class NcclCollective(Collective):
             self._open.calls.append(call)
 
     def _send(self, calls: Sequence[_Call]) -> None:
-        """One NCCL group. Without it a single process that drives many GPUs deadlocks."""
+        """Sends calls as one NCCL group; without it several GPUs of a process deadlock."""
         if not calls:
             return
         kept = [buffer for call in calls for buffer in call.outputs]
@@ -315,7 +315,7 @@ class NcclCollective(Collective):
     def _clique(
         self, cliques: _Cliques, physicals: tuple[int, ...], device: Device
     ) -> Sequence[Any]:
-        """The communicators of these GPUs; makes them at the first call, under the lock.
+        """Returns the communicators of these GPUs; makes them at the first call.
 
         NCCL's initialisation may hang and cannot be interrupted, so a thread of its own is in it:
         the caller comes back when its mesh dies, or by Ctrl-C.
@@ -337,7 +337,7 @@ class NcclCollective(Collective):
     def _initialise(
         self, cliques: _Cliques, physicals: tuple[int, ...], failed: list[Exception]
     ) -> None:
-        """Makes communicators: one group of one call for each rank.
+        """Makes communicators in one NCCL group, one for each rank.
 
         CuPy's ``initAll`` would hold the interpreter lock until it is over, hung or not. Nobody
         else sees them before the group has ended: to abort them earlier would free what NCCL's
@@ -363,7 +363,7 @@ class NcclCollective(Collective):
             self._abort(made)
 
     def _check_async(self, communicator: Any) -> None:
-        """Raises for what NCCL found wrong; that it is not ready yet is no error."""
+        """Raises on an asynchronous NCCL error, except "in progress"."""
         try:
             self._run("asynchronous error", communicator.check_async_error)
         except CollectiveError as error:
@@ -384,7 +384,7 @@ class NcclCollective(Collective):
         self._abort(communicators)
 
     def _abort(self, communicators: Sequence[Any]) -> None:
-        """Ends them, all at once where NCCL can.
+        """Aborts communicators, all at once where NCCL can.
 
         One by one, each waits for all work of its GPU, also of those that are not aborted yet
         (NVIDIA/nccl#1013).
@@ -398,7 +398,7 @@ class NcclCollective(Collective):
     # -- dtypes -----------------------------------------------------------------------------------
 
     def _typed(self, buffer: Buffer, op: str) -> tuple[int, int]:
-        """Count and NCCL type of a buffer as its elements: complex as pairs, int as unsigned.
+        """Returns count and NCCL type of a buffer, by its elements.
 
         Both are right for a sum alone.
         """
@@ -417,13 +417,13 @@ class NcclCollective(Collective):
         return buffer.size * element.lanes, getattr(self._nccl, name)
 
     def _as_bytes(self, buffer: Buffer) -> tuple[int, int]:
-        """Count and NCCL type for what moves and is not added: any dtype will do."""
+        """Returns count and NCCL type of a buffer as bytes, for any dtype."""
         cuda_device(buffer)
         return buffer.nbytes, self._nccl.NCCL_UINT8
 
 
 class SharedNccl:
-    """Makes the collective of one mesh when it is first asked for, and ends it with the mesh."""
+    """Makes the collective of a mesh at the first use; closes it with the mesh."""
 
     def __init__(self, mesh_state: MeshState) -> None:
         self._lock = threading.Lock()
@@ -433,7 +433,7 @@ class SharedNccl:
         mesh_state.library_ended = self._ended
 
     def __call__(self) -> NcclCollective:
-        """The collective.
+        """Returns the collective.
 
         Raises:
             BackendUnavailableError: CuPy finds no libnccl.
@@ -460,14 +460,14 @@ class SharedNccl:
 
 
 def cuda_device(buffer: Buffer) -> CudaDevice:
-    """The GPU device that ``buffer`` lies on."""
+    """Returns the GPU device of ``buffer``."""
     if not isinstance(buffer.device, CudaDevice):
         raise DeviceMismatchError(f"{buffer} is not on a GPU")
     return buffer.device
 
 
 def _nccl() -> Any:
-    """CuPy's NCCL module, which is there, unavailable, where libnccl is not.
+    """Imports CuPy's NCCL module; raises where libnccl is missing.
 
     CuPy then warns; where a filter makes that an error it is what the import raises.
     """

@@ -1,4 +1,4 @@
-"""GPUs, peer access and fatal errors; and one queue of a device with the waits that it needs.
+"""GPUs, peer access and fatal errors; and the stream of each queue with its waits.
 
 To record an event and to wait for it cost the host a microsecond each, and devices that share a GPU
 have many of both. So the end of a queue is recorded once, nobody waits for the same event twice,
@@ -40,7 +40,7 @@ _ALREADY_ENABLED, _TOO_MANY_PEERS = 704, 711
 
 
 def visible_gpus() -> int:
-    """How many GPUs CuPy sees.
+    """Returns how many GPUs CuPy sees.
 
     Raises:
         BackendUnavailableError: no driver, or no GPU.
@@ -55,7 +55,7 @@ def visible_gpus() -> int:
 
 
 def enable_peer_access(physicals: Sequence[int]) -> set[tuple[int, int]]:
-    """Lets GPUs read each other's memory where that works; the pairs that do."""
+    """Enables peer access where it works; returns those pairs."""
     pairs = permutations(physicals, 2)
     return {(here, there) for here, there in pairs if _is_peer(here, there)}
 
@@ -85,7 +85,7 @@ def _is_peer(here: int, there: int) -> bool:
 
 @cache
 def _is_intact(here: int, there: int) -> bool:
-    """Whether a page that is copied to a peer and back is what it was."""
+    """Whether a page copied to a peer and back is unchanged."""
     pool, page = cupy.cuda.MemoryPool(), np.arange(1024, dtype=np.uint32)
     back, nbytes = np.zeros_like(page), page.nbytes
     with cupy.cuda.Device(there):
@@ -123,7 +123,7 @@ _CAPTURE = frozenset(range(900, 909))
 
 
 class Gpu:
-    """Makes a GPU the current one while inside; a fault that it does not survive loses it.
+    """Context manager: makes a GPU current; marks it as lost on a fatal error.
 
     Every driver call of ours is inside of one.
     """
@@ -170,7 +170,7 @@ _CAPTURE_IMPLICIT = 906
 
 
 class StreamState:
-    """One queue.
+    """The stream of one queue, and what it has to wait for.
 
     Whoever gives it something takes ``ready()`` for it, and says ``submitted()`` afterwards:
     another thread that asks for its end in between must not be told later that this was its end.
@@ -203,22 +203,22 @@ class StreamState:
         ] = {}  # of others the last event that it was told to wait for
 
     def ready(self) -> Any:
-        """The stream, behind all that it has to be behind."""
+        """Returns the stream, after submitting all waits that it needs."""
         if self.leader is not None:
             self._catch_up()
         return self.stream
 
     def submitted(self) -> None:
-        """Something was given to the stream; marks from before are its end no more."""
+        """Notes that work was submitted: earlier marks are no longer the stream's end."""
         self._end = object()
 
     def expose(self) -> Any:
-        """As ``ready``, for somebody whose work is not seen here."""
+        """As ``ready``, for a caller whose work is not seen here."""
         self.exposed = True
         return self.ready()
 
     def mark(self) -> Any:
-        """An event at the end of what it holds."""
+        """Records an event at the end of the stream."""
         stream = self.ready()
         end = self._end  # before the event: what is given meanwhile makes it another one
         last, event = self._marked
@@ -228,7 +228,7 @@ class StreamState:
         return event
 
     def wait(self, other: StreamState, event: Any) -> None:
-        """What it is given from now on comes behind an event of another queue."""
+        """Makes later work wait for an event of another queue."""
         if self._behind.get(other) is event:
             return
         stream = self.ready()
@@ -238,7 +238,7 @@ class StreamState:
         self.submitted()
 
     def follow_lazily(self, leader: StreamState) -> bool:
-        """Whether it comes behind what the leader's holds, by the time it is given anything.
+        """Waits for the leader's work only when next used; False: wait now.
 
         Which may be more than the leader's holds now: on one GPU that costs little, and as a rule
         nothing is given to who trails. False: it must wait at once.
@@ -253,14 +253,14 @@ class StreamState:
         return True
 
     def follows_lazily(self, leader: StreamState) -> bool:
-        """Whether it trails, and the leader comes behind all that it holds: no fence is missing."""
+        """Whether it follows lazily, and its leader waits for all its work."""
         if self.leader is not leader:
             return False
         end, event = self._marked
         return end is self._end and leader._behind.get(self) is event
 
     def comes_behind(self, other: StreamState) -> bool:
-        """Whether what it is given from now on comes behind all that the other holds now."""
+        """Whether its later work runs after all that the other queue holds now."""
         with self._lock:
             return not other.exposed and (self.leader is other or other._is_over_for(self))
 
@@ -283,7 +283,7 @@ class StreamState:
 
 
 def event_of(gpu: Any, stream: Stream) -> Any:
-    """An event at the end of what a stream of this GPU holds."""
+    """Records an event at the end of a stream of this GPU."""
     with gpu:  # which the event belongs to, and whose default stream a handle may name
         event = cupy.cuda.Event(disable_timing=True)
         runtime.eventRecord(event.ptr, handle_of(stream))
@@ -291,7 +291,7 @@ def event_of(gpu: Any, stream: Stream) -> Any:
 
 
 def is_capturing(gpu: Any, stream: Stream) -> bool:
-    """Whether a stream of this GPU records a CUDA graph, or must wait for one that does."""
+    """Whether a stream of this GPU is capturing, or must wait for one that is."""
     with gpu:  # whose default stream a handle may name
         try:
             return bool(runtime.streamIsCapturing(handle_of(stream)))

@@ -1,1 +1,1 @@
-"""The simulated backend: devices on the CPU, with true values."""
+"""The simulated backend: devices on the CPU that compute true values."""

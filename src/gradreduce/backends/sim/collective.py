@@ -1,4 +1,4 @@
-"""Collectives over simulated devices: true values, in the order of the mesh; no library."""
+"""Collectives over simulated devices, summed in mesh order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["SimCollective"]
 
 
 class SimCollective(Collective):
-    """Adds in the accumulate type, in mesh order, and rounds once."""
+    """Collectives that sum in the accumulate dtype, in mesh order, and round once."""
 
     def all_reduce(
         self,
@@ -77,7 +77,7 @@ class SimCollective(Collective):
         queue: Queue,
         kept: Sequence[Buffer] = (),
     ) -> None:
-        """Runs the work when every device's queue has come to it; none goes on before."""
+        """Runs the work when every device's queue has reached it; queues wait for each other."""
         devices: list[SimDevice] = [sim_device(buffer) for buffer in buffers]
         first = devices[0]
 

@@ -1,4 +1,4 @@
-"""A device without a GPU: true values from NumPy or from the shipped ``.cu`` text on the CPU.
+"""The simulated device: runs kernels with NumPy, or with ``.cu`` files built for the CPU.
 
 Never pretends: operands are checked, launches, copies and bytes are counted, memory comes from a
 pool and is handed out dirty, as on a GPU.
@@ -59,7 +59,7 @@ CALL_COST = 1 << 11
 
 @dataclass(frozen=True)
 class SimOptions:
-    """How a simulated mesh behaves.
+    """The options of a simulated mesh.
 
     Attributes:
         implementation: a key of ``IMPLEMENTATIONS``: which face of a kernel a launch runs.
@@ -78,7 +78,7 @@ class SimOptions:
 
 
 class SimDevice(Device):
-    """A logical device in host memory. Work runs as its scheduler says: at once, or shuffled."""
+    """A logical device in host memory; its scheduler decides when work runs."""
 
     def __init__(
         self, mesh_state: MeshState, index: int, physical: int, options: SimOptions
@@ -148,14 +148,14 @@ class SimDevice(Device):
         return self.upload(array)
 
     def address_of(self, raw: np.ndarray) -> int:
-        """See ``Device.address_of``: of a caller's array; NumPy needs five times as long to say."""
+        """See ``Device.address_of``; five times as fast as asking NumPy."""
         try:
             return addressof(c_char.from_buffer(raw))  # type: ignore[arg-type]
         except (TypeError, ValueError):  # read-only, empty, or bfloat16
             return raw.ctypes.data
 
     def array(self, buffer: Buffer) -> np.ndarray:
-        """The NumPy array of ``buffer``'s memory; it keeps the block alive."""
+        """Returns the NumPy array of ``buffer``'s memory; it keeps the block alive."""
         if buffer.array is None:
             block = buffer.block
             if block.owned:
@@ -232,7 +232,7 @@ class SimDevice(Device):
         return partial(self.submit, queue, work)
 
     def submit(self, queue: Queue, work: Callable[[], None]) -> None:
-        """Puts work at the end of a queue; inside a capture, of what is kept."""
+        """Submits work to a queue; inside a capture, to the capture."""
         capture = self.mesh_state.capture
         if capture is None:
             self.scheduler.submit((self, queue), work)
@@ -304,7 +304,7 @@ class SimDevice(Device):
     def run_on_host(
         self, kernel: Kernel, row: Sequence[np.ndarray], scalars: Sequence[int | float]
     ) -> bool:
-        """See ``Device.run_on_host``: by the twin, where work is neither deferred nor watched."""
+        """See ``Device.run_on_host``: by the NumPy reference, not inside captures."""
         plain = not (self.defers or self.options.strict or self.options.implementation != "numpy")
         if not plain or self.mesh_state.capture is not None:
             return False
@@ -356,7 +356,7 @@ class SimDevice(Device):
 
 
 class _Shown:
-    """What NumPy makes an array of, and keeps as its base: with it the array keeps the block."""
+    """The base of a NumPy array, which keeps the block alive with the array."""
 
     __slots__ = ("__array_interface__", "block")
 
@@ -376,7 +376,7 @@ def _run(kernel: Kernel, rows: Sequence[Arrays], scalars: Sequence[int | float])
 
 
 def memory_of(buffer: Buffer) -> np.ndarray:
-    """The flat array that work uses. It does *not* keep the block alive.
+    """Returns the flat array that work uses, which does *not* keep the block alive.
 
     As on a GPU: memory that is freed while work still uses it belongs to somebody else by then.
     """
@@ -399,20 +399,20 @@ def memory_of(buffer: Buffer) -> np.ndarray:
 
 
 def read_only(array: np.ndarray) -> np.ndarray:
-    """A view that refuses to be written: a twin that writes an input fails."""
+    """Returns a read-only view: a NumPy reference that writes an input fails."""
     view = array[:]
     view.flags.writeable = False
     return view
 
 
 def recording_of(capture: Capture) -> Replay:
-    """The list that a capture of simulated devices keeps work on."""
+    """Returns the recording of a capture of simulated devices."""
     assert isinstance(capture.backend, Replay)
     return capture.backend
 
 
 def sim_device(buffer: Buffer) -> SimDevice:
-    """The simulated device that ``buffer`` lies on."""
+    """Returns the simulated device of ``buffer``."""
     if not isinstance(buffer.device, SimDevice):
         raise DeviceMismatchError(f"{buffer} is not on a simulated device")
     return buffer.device

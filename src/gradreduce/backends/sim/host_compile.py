@@ -1,4 +1,4 @@
-"""The shipped ``.cu`` text, built for the CPU by g++; never decides what to run.
+"""Builds the shipped ``.cu`` files for the CPU with g++, and caches the builds.
 
 Three builds of the same text:
 
@@ -56,7 +56,7 @@ _LOCK = ModuleLock()
 
 
 class HostKernel:
-    """One kernel's entries in a shared object, callable from any thread (ctypes drops the GIL)."""
+    """The entry points of one kernel in a shared library; calls release the GIL."""
 
     def __init__(self, kernel: Kernel, library: ctypes.CDLL) -> None:
         arguments = [_SCALARS[kind][1] for _, kind in kernel.scalars]
@@ -89,13 +89,13 @@ _loaded: set[tuple[Kernel, str]] = set()
 
 
 def is_loaded(kernel: Kernel, build: str) -> bool:
-    """Whether ``host_kernel`` has nothing to build."""
+    """Whether ``host_kernel`` has already built and loaded it."""
     return (kernel, build) in _loaded
 
 
 @cache
 def host_kernel(kernel: Kernel, build: str) -> HostKernel:
-    """Builds ``kernel`` (or finds the build in the cache) and loads it; blocks for seconds.
+    """Builds and loads ``kernel``, or loads it from the cache; may block for seconds.
 
     Raises:
         BackendUnavailableError: no g++ or a broken one, a build that does not load, or libasan is
@@ -121,7 +121,7 @@ def host_kernel(kernel: Kernel, build: str) -> HostKernel:
 
 
 def _host_text(kernel: Kernel) -> str:
-    """The shipped text, and one C entry for each instantiation, with the layouts asserted."""
+    """Returns the shipped text with one C entry for each instantiation."""
     parts = [kernel_text(kernel.source), '#line 1 "host_compile.py"\n#include <cstddef>\n']
     parts.append(f'static_assert(sizeof(Table) == {TABLE.itemsize}, "Table");\n')
     for field in TABLE.names or ():
@@ -148,7 +148,7 @@ def _host_text(kernel: Kernel) -> str:
 
 
 def find_compiler(build: str) -> str:
-    """The path of g++.
+    """Returns the path of g++.
 
     Raises:
         BackendUnavailableError: there is none.
@@ -164,7 +164,7 @@ def find_compiler(build: str) -> str:
 
 
 def _load(text: str, name: str, build: str) -> ctypes.CDLL:
-    """The shared object of ``text``, from the cache if text, flags and compiler are the same.
+    """Loads the shared library of ``text``, from the cache if nothing has changed.
 
     Raises:
         OSError: it does not load.
@@ -191,7 +191,7 @@ def _load(text: str, name: str, build: str) -> ctypes.CDLL:
 
 
 def _compile(compiler: str, text: str, made: Path, build: str) -> Path:
-    """Builds ``made``, whose source is left beside it.
+    """Builds ``made``, and leaves its source beside it.
 
     Raises:
         RuntimeError: the compiler refused the text.
@@ -210,7 +210,7 @@ def _compile(compiler: str, text: str, made: Path, build: str) -> Path:
 
 @cache
 def _target(compiler: str) -> str:
-    """What the compiler predefines on this CPU: its version and every instruction set.
+    """Returns the compiler's predefined macros: its version and this CPU's instructions.
 
     Raises:
         BackendUnavailableError: the compiler does not run.
@@ -236,7 +236,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _cache_folder() -> Path:
-    """``gradreduce`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``; made if it is not there.
+    """Returns ``gradreduce`` in ``$XDG_CACHE_HOME`` or ``~/.cache``; makes it if missing.
 
     Raises:
         OSError: there is no home, or the folder cannot be made.
@@ -254,7 +254,7 @@ def _cache_folder() -> Path:
 
 @contextmanager
 def _opened_cache(build: str) -> Iterator[Path]:
-    """The cache folder, by a path that names the same folder whatever is renamed meanwhile.
+    """Opens the cache folder, by a path that stays valid when folders are renamed.
 
     Of the sanitized build by its own path: the sanitizer opens the file when it reports an error.
 
@@ -278,12 +278,12 @@ def _opened_cache(build: str) -> Iterator[Path]:
 
 
 def _is_ours(found: os.stat_result) -> bool:
-    """Whether nobody but this user can write a file or folder."""
+    """Whether only this user can write a file or folder."""
     return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _is_valid(path: Path, key: bytes) -> bool:
-    """Whether a file is what this user has built for a key, to its last byte."""
+    """Whether a file is complete and was built by this user for this key."""
     # Not blocking: to open a FIFO would wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
@@ -295,12 +295,12 @@ def _is_valid(path: Path, key: bytes) -> bool:
 
 
 def _checksum(key: bytes, content: bytes) -> bytes:
-    """What stands behind a shared object in its file: of what it was built from, and of itself."""
+    """Returns the checksum at a file's end: of its key and its shared library."""
     return hashlib.sha256(hashlib.sha256(key).digest() + content).digest()
 
 
 def _told(error: OSError) -> str:
-    """What went wrong and where, but for the random name of a part, which is another each time."""
+    """Returns the error and its path, without the random name of a temporary file."""
     path = "" if error.filename is None else str(error.filename)
     where = f": {path}" if path and not path.endswith(".part") else ""
     return (error.strerror or str(error)) + where

@@ -1,4 +1,4 @@
-"""Where a simulated device's memory comes from; never clears any.
+"""The memory pool of a simulated device.
 
 As CuPy's pool does, it keeps freed memory by size and hands it out again as it is, so that code
 which forgets to fill a buffer meets the last owner's values, not zeros.
@@ -18,7 +18,7 @@ START = 256  # bytes; cudaMalloc aligns to at least this
 
 
 class Memory:
-    """A piece of host memory that a pool owns.
+    """A piece of host memory owned by a pool.
 
     Attributes:
         bytes: all of it, from an aligned address on.
@@ -37,7 +37,7 @@ class Memory:
 
 
 class SimPool:
-    """Free lists by size. Counters are for tests: *allocates nothing* means ``grown`` stays.
+    """A memory pool with free lists by size, and counters for tests.
 
     A request takes the smallest free block that holds it and is at most twice as large. Free
     memory is given back to the system when it comes to more than twice what was ever in use. A
@@ -59,7 +59,7 @@ class SimPool:
         self.grown = 0
 
     def allocate(self, nbytes: int) -> Memory:
-        """At least ``nbytes``."""
+        """Allocates at least ``nbytes``."""
         wanted = -(-nbytes // GRANULE) * GRANULE or GRANULE
         with self._lock:
             memory = self._found(wanted)
@@ -74,7 +74,7 @@ class SimPool:
         return memory
 
     def release(self, memory: Memory) -> None:
-        """Takes memory back."""
+        """Returns memory to the pool."""
         size = memory.nbytes
         with self._lock:
             self.live_bytes -= size
@@ -84,7 +84,7 @@ class SimPool:
             self._free.setdefault(size, []).append(memory)
 
     def clear(self) -> None:
-        """Gives everything that is free back to the system."""
+        """Returns all free memory to the system."""
         with self._lock:
             self._clear()
 

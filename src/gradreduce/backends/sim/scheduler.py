@@ -1,4 +1,4 @@
-"""The order in which queues of simulated devices run, and the replay of what was captured.
+"""Schedulers of the queues of simulated devices, and the replay of captures.
 
 ``EagerScheduler`` runs work in the call that submits it. ``RandomScheduler`` runs it later, in a
 seeded random order among all that the waits allow: a missing wait gives a wrong result under some
@@ -31,7 +31,7 @@ _URGE_SECONDS = 1.0
 
 
 class Event:
-    """A place in a queue.
+    """A position in a queue.
 
     Attributes:
         passed: whether the queue has run up to it.
@@ -44,7 +44,7 @@ class Event:
 
 
 class Scheduler(ABC):
-    """The queues of all devices of a mesh. A queue is named by any hashable key.
+    """Runs the queues of all devices of a mesh; any hashable key names a queue.
 
     Attributes:
         defers: whether work may still be waiting when ``submit`` returns.
@@ -54,7 +54,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def submit(self, queue: Hashable, work: Work) -> None:
-        """Puts work at the end of a queue."""
+        """Appends work to a queue."""
 
     @abstractmethod
     def record(self, queue: Hashable) -> Event:
@@ -62,35 +62,35 @@ class Scheduler(ABC):
 
     @abstractmethod
     def wait(self, queue: Hashable, event: Event) -> None:
-        """What comes into the queue from now on runs after ``event``."""
+        """Makes later work of the queue run after ``event``."""
 
     @abstractmethod
     def finish(self, queue: Hashable, wait_policy: WaitPolicy | None = None) -> bool:
-        """Returns when the queue is empty; only this makes the host wait.
+        """Waits on the host until the queue is empty.
 
         Returns:
             False if the patience was over first, or the work was dropped.
         """
 
     def progress(self) -> None:  # noqa: B027  # where work runs at once nothing is left to do
-        """Runs what can run, as devices do by themselves; for who only looks at marks."""
+        """Runs what can run without a host wait, as a GPU does."""
 
     def is_waiting(self, queue: Hashable) -> bool:
-        """Whether a queue can go on only behind an event that has not passed."""
+        """Whether a queue waits for an event that has not passed."""
         return False
 
     def drop(self) -> None:  # noqa: B027
-        """Forgets what has not run, and all its marks count as passed."""
+        """Drops work that has not run; all its marks count as passed."""
 
     def wake(self) -> None:  # noqa: B027
-        """Has those who wait in ``finish`` look at their patience."""
+        """Makes threads that wait in ``finish`` check their wait policy."""
 
     def forget(self, queue: Hashable) -> None:  # noqa: B027  # not all keep any
-        """Drops a queue that nobody uses any more, if it is empty."""
+        """Drops a queue that is not used any more, if it is empty."""
 
 
 class EagerScheduler(Scheduler):
-    """Work runs when it is given, in the thread that gives it, one at a time in each queue.
+    """Runs work when it is submitted, in that thread, one at a time per queue.
 
     What a signal handler gives runs inside the work that it has interrupted.
     """
@@ -119,7 +119,7 @@ class EagerScheduler(Scheduler):
 
 
 class _Passing:
-    """Work that lets an event pass."""
+    """Work that marks an event as passed."""
 
     __slots__ = ("_event",)
 
@@ -131,7 +131,7 @@ class _Passing:
 
 
 class RandomScheduler(Scheduler):
-    """Work runs in a random legal order.
+    """Runs queued work in a random order that the waits allow.
 
     A queue can be told to be stuck (``stall``), as that of a GPU whose kernel never ends.
 
@@ -172,7 +172,7 @@ class RandomScheduler(Scheduler):
             self._queues.setdefault(queue, deque()).append(event)
 
     def finish(self, queue: Hashable, wait_policy: WaitPolicy | None = None) -> bool:
-        """See ``Scheduler.finish``; waits for a queue that is stuck, or for one that waits for it.
+        """See ``Scheduler.finish``; also waits for a stalled queue.
 
         Raises:
             RuntimeError: the queue waits for an event that no queue will pass, or a signal handler
@@ -200,19 +200,19 @@ class RandomScheduler(Scheduler):
         return not late and drops == self._drops
 
     def stall(self, queue: Hashable, after: int = 0) -> None:
-        """From now on nothing in this queue runs, but its next ``after`` entries (waits too)."""
+        """Stalls a queue after its next ``after`` entries (waits too)."""
         with self._lock:
             self._stalled[queue] = after
 
     def resume(self, queue: Hashable) -> None:
-        """What is in this queue may run again."""
+        """Lets a stalled queue run again."""
         with self._lock:
             self._stalled.pop(queue, None)
             self._run_some()
             self._waiters.notify()
 
     def progress(self) -> None:
-        """See ``Scheduler.progress``; gives up where another thread is at it for too long."""
+        """See ``Scheduler.progress``; returns early if another thread holds the lock too long."""
 
         def run() -> None:
             while self._run_one():
@@ -221,7 +221,7 @@ class RandomScheduler(Scheduler):
         acquired_in_time(self._lock, _URGE_SECONDS, run)
 
     def is_waiting(self, queue: Hashable) -> bool:
-        """See ``Scheduler.is_waiting``; False where another thread is at it for too long."""
+        """See ``Scheduler.is_waiting``; False if another thread holds the lock too long."""
         found: list[bool] = []
 
         def look() -> None:
@@ -232,7 +232,7 @@ class RandomScheduler(Scheduler):
         return True in found
 
     def drop(self) -> None:
-        """See ``Scheduler.drop``; no queue is stuck afterwards."""
+        """See ``Scheduler.drop``; no queue is stalled afterwards."""
         with self._lock:
             self._drops += 1
             for line in self._queues.values():
@@ -258,7 +258,7 @@ class RandomScheduler(Scheduler):
             pass
 
     def _run_one(self) -> bool:
-        """Runs the head of a random queue that can go on; False if none can.
+        """Runs the first entry of a random ready queue; False if none is ready.
 
         Whole, as a device does whatever the host is interrupted by; and none inside another.
         """
@@ -293,7 +293,7 @@ class RandomScheduler(Scheduler):
 
 
 class Replay(Recording):
-    """Kept work.
+    """Recorded work of simulated devices, which stands for a CUDA graph.
 
     Args:
         scheduler: that plays it.
@@ -311,7 +311,7 @@ class Replay(Recording):
         """See ``Recording.begin``."""
 
     def abandon(self) -> None:
-        """See ``Recording.abandon``: nobody can play it."""
+        """See ``Recording.abandon``; there is nothing to release."""
 
     def end(self) -> Command:
         """See ``Recording.end``."""
@@ -319,18 +319,18 @@ class Replay(Recording):
         return self._play
 
     def submit(self, queue: Hashable, work: Work) -> None:
-        """Keeps work at the end of a queue."""
+        """Records work at the end of a queue."""
         self._entries.append((self._ours(queue), work, None))
 
     def record(self, queue: Hashable) -> Event:
-        """Keeps a mark of the end of a queue."""
+        """Records a mark at the end of a queue."""
         event = Event()
         self._made[id(event)] = event
         self._entries.append((self._ours(queue), None, event))
         return event
 
     def wait(self, queue: Hashable, event: Event) -> None:
-        """Keeps a wait.
+        """Records a wait.
 
         Raises:
             CaptureError: for an event that was not made inside; CUDA refuses it too.
@@ -363,7 +363,7 @@ class Replay(Recording):
 
 
 def event_wait() -> None:
-    """Stands for the work of a wait, which has none."""
+    """Does nothing: stands for a wait in the list of recorded work."""
 
 
 def _forget(scheduler: Scheduler, queues: tuple[Hashable, ...]) -> None:

@@ -1,4 +1,4 @@
-"""The host threads that stand for the cores of simulated devices; never knows what the work is.
+"""The thread pool that runs launches of simulated devices.
 
 A signal handler may run, and may raise, between any two steps of ``Workers.run`` in the main
 thread. What threads share is therefore changed by single C calls (``SimpleQueue``,
@@ -28,7 +28,7 @@ BLOCK_SIZE = 1 << 17
 
 
 class _Batch:
-    """The jobs of one ``Workers.run``. The thread that claims a job first runs it; no other does.
+    """The jobs of one ``Workers.run``; each is run by one thread.
 
     So the caller needs no thread to come: it runs what nobody else has claimed.
     """
@@ -43,7 +43,7 @@ class _Batch:
         self._failures: list[BaseException] = []
 
     def help(self) -> None:
-        """Runs what is left, in a thread that is not the caller's."""
+        """Runs remaining jobs in a worker thread."""
         me = object()
         for index, job in enumerate(self._jobs):
             if self._claims.setdefault(index, me) is me:
@@ -55,7 +55,7 @@ class _Batch:
                 self._news.put(None)
 
     def run(self) -> None:
-        """Runs what is left in the caller's thread, waits for the rest and raises a failure."""
+        """Runs remaining jobs in the caller's thread, waits, and raises a failure."""
         for index in reversed(range(len(self._jobs))):
             if self._claims.setdefault(index, self) is self:
                 self._jobs[index]()
@@ -67,7 +67,7 @@ class _Batch:
                 self._failures.clear()  # else its frames, which hold this, stay alive
 
     def drop(self) -> None:
-        """Runs nothing more and returns when no job runs; an interruption is raised only then."""
+        """Cancels remaining jobs; returns when none runs, then raises an interruption."""
         interruption: BaseException | None = None
         while True:
             try:
@@ -81,7 +81,7 @@ class _Batch:
             raise interruption
 
     def _wait(self) -> None:
-        """Until the jobs that other threads have claimed have ended; nobody claims any more."""
+        """Waits for the jobs that other threads have started; none starts any more."""
         others = len([owner for owner in self._claims.values() if owner is not self])
         while len(self._ended) < others:  # then the news of one of them is still to come
             self._news.get()
@@ -89,7 +89,7 @@ class _Batch:
 
 
 def _serve(inbox: SimpleQueue[_Batch | None]) -> None:
-    """A thread of ``Workers``, which it does not keep alive."""
+    """Runs a worker thread, which does not keep ``Workers`` alive."""
     while (batch := inbox.get()) is not None:
         batch.help()
 
@@ -100,7 +100,7 @@ def _end(inbox: SimpleQueue[_Batch | None], threads: list[int]) -> None:
 
 
 class Workers:
-    """The host threads that stand for the cores of all simulated devices of a mesh.
+    """The host threads that run launches of all simulated devices of a mesh.
 
     The process does not wait for them when it ends.
     """
@@ -113,7 +113,7 @@ class Workers:
         self._end.atexit = False
 
     def run(self, jobs: Sequence[Callable[[], None]]) -> None:
-        """Runs all jobs, some in the calling thread; raises a failure once none of them runs.
+        """Runs all jobs, some in the calling thread; raises a failure after all have ended.
 
         When it raises, jobs that no thread had begun are left out.
         """
@@ -132,7 +132,7 @@ class Workers:
             raise
 
     def _start(self) -> None:
-        """Starts the threads that are missing, or as many of them as the system allows.
+        """Starts the missing threads, or as many as the system allows.
 
         When two callers come at once it may be some more, which wait for work as the others do.
         """
@@ -144,11 +144,11 @@ class Workers:
             self._threads.extend(map(start_new_thread, *each))
 
     def close(self) -> None:
-        """Has the threads end; does not wait for them."""
+        """Ends the threads; does not wait for them."""
         self._end()
 
     def block_size(self, size: int, *, streams: bool) -> int:
-        """Elements of the blocks into which a twin's row of so many is cut.
+        """Returns the block size for a NumPy reference's row of ``size`` elements.
 
         One that streams has nothing that the cache must hold: four blocks for each thread leave
         none of them without work for long. 64 MB into a sum, in turns with NumPy's ``+=`` on two
@@ -160,7 +160,7 @@ class Workers:
     def shares(
         self, blocks: Sequence[Any], size: int, costs: Sequence[int] | None = None
     ) -> list[Any]:
-        """``blocks`` cut into contiguous parts, one for each thread at most; whole if small.
+        """Splits ``blocks`` into contiguous parts, at most one per thread; small work stays whole.
 
         Args:
             blocks: of work, in their order.
