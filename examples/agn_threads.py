@@ -1,7 +1,7 @@
 """Trains by accumulated gradient normalization, with a thread for each worker.
 
 A worker steps by itself: once in ``--period`` steps it pushes the mean of its gradients to the
-centre and goes on from what the centre is then. It is a device, or several replicas, whose
+center and goes on from what the center is then. It is a device, or several replicas, whose
 gradients an all-reduce adds first. ``AGNWorker`` is the part to copy.
 """
 
@@ -40,7 +40,7 @@ class AGNWorker:
         devices: its replicas'.
         center: shared by all workers, like ``global_step``.
         global_step: counts the pushes.
-        inner: the rule for its own weights and the centre's.
+        inner: the rule for its own weights and the center's.
         options: the flags.
     """
 
@@ -66,7 +66,7 @@ class AGNWorker:
             options.all_reduce, num_packs=options.num_packs, mesh=devices
         )
         self.losses: list[float] = []
-        self.accuracies: list[tuple[int, float]] = []  # of the centre; the first worker's alone
+        self.accuracies: list[tuple[int, float]] = []  # of the center; the first worker's alone
 
     def train(
         self,
@@ -88,7 +88,7 @@ class AGNWorker:
         hook = self.optimizer.make_session_run_hook(
             self.index == 0, self.index, wait_timeout=WAIT_S
         )
-        with hook:  # waits for the others, and starts where the centre is
+        with hook:  # waits for the others, and starts where the center is
             for number in range(1, self.options.steps + 1):
                 if over.is_set():
                     return
@@ -101,7 +101,7 @@ class AGNWorker:
                 ]
                 pairs = zip(gradients, self.variables, strict=True)
                 if self.optimizer.apply_gradients(pairs, self.global_step) and self.index == 0:
-                    # The worker's weights are what the centre was after its push.
+                    # The worker's weights are what the center was after its push.
                     pulled = read_weights(self.variables, 0)
                     self.accuracies.append((number, accuracy(pulled, digits)))
                 advance()

@@ -22,7 +22,7 @@ LEARNING_RATE = 0.3  # of plain descent, with which the seed's rule is the paper
 BATCH_SIZE = 16  # images
 EVALUATE_EVERY = 100  # steps of all workers together
 STEP_TIME = 0.5, 1.5  # the least and the most that a step takes
-NUM_DEVICES = 4  # simulated; workers and centre variables are spread over them
+NUM_DEVICES = 4  # simulated; workers and center variables are spread over them
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Outcome:
     """What a training leaves behind.
 
     Attributes:
-        accuracies: pairs of a step and the centre's test accuracy after it.
+        accuracies: pairs of a step and the center's test accuracy after it.
         staleness: of each push but a worker's first, how many others have pushed since that
             worker's last pull.
-        weights: the centre's, at the end.
+        weights: the center's, at the end.
     """
 
     accuracies: list[tuple[int, float]] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Outcome:
 
 
 class Worker(Protocol):
-    """Computes gradients by weights of its own, and pushes to the centre once in a period."""
+    """Computes gradients by weights of its own, and pushes to the center once in a period."""
 
     def step(self, images: np.ndarray, labels: np.ndarray) -> bool:
         """One batch; whether it communicated."""
@@ -94,7 +94,7 @@ class Center(Protocol):
 
 
 class AGN:
-    """Worker: ``a += g; w -= rate * g``. Centre: ``c -= rate * a / period``; pull."""
+    """Worker: ``a += g; w -= rate * g``. Center: ``c -= rate * a / period``; pull."""
 
     def __init__(self, mesh: gr.Mesh, initial: dict[str, np.ndarray], case: Case) -> None:
         self._center, self._initial, self._case = gr.AGNCenter(mesh), initial, case
@@ -134,7 +134,7 @@ class AGNWorker:
 
 
 class ParameterServer:
-    """The centre of the other methods."""
+    """The center of the other methods."""
 
     def __init__(
         self,

@@ -120,7 +120,7 @@ def in_the_child(calls):
     with gr.open_mesh(2, backend="sim", kernels=sys.argv[1], schedule_seed=seed) as new:
         use(new, "shared")
     assert gr.default_mesh() is not old
-    getter = gr.AGNCustomGetter(gr.default_mesh().devices[0])  # of a centre of this process
+    getter = gr.AGNCustomGetter(gr.default_mesh().devices[0])  # of a center of this process
     gr.get_variable("own", np.zeros(2), custom_getter=getter)
 
 

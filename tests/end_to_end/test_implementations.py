@@ -48,7 +48,7 @@ def steps(mesh: gr.Mesh) -> list[np.ndarray]:
 
 
 def periods(mesh: gr.Mesh) -> list[np.ndarray]:
-    """AGN by every rule: a worker of two replicas, on two GPUs, and its centre on one of them."""
+    """AGN by every rule: a worker of two replicas, on two GPUs, and its center on one of them."""
     found = []
     for optimizer in OPTIMIZERS:
         getter = gr.AGNCustomGetter(mesh[1:3], center=gr.AGNCenter(mesh[0:1]))

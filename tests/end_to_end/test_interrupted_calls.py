@@ -102,7 +102,7 @@ def agn(mesh, warm=1, make=gr.AdamOptimizer, call=None):
     def apply():
         made.apply_gradients([(start, var), (start + 1, other)], step)
 
-    made.prepare([var, other])  # zeros, which a first step that is not made leaves at the centre
+    made.prepare([var, other])  # zeros, which a first step that is not made leaves at the center
     for _ in range(warm):
         apply()
     getter.center_variable(other).assign(start * 3)

@@ -133,8 +133,8 @@ def right_calls() -> dict[str, Callable[[], bool]]:
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_an_interruption_leaves_no_lock_of_a_centre_behind(first):
-    """In the main thread, where Ctrl-C is deferred while a centre is loaded."""
+def test_an_interruption_leaves_no_lock_of_a_center_behind(first):
+    """In the main thread, where Ctrl-C is deferred while a center is loaded."""
     center = gr.AGNCenter(gr.open_mesh(1, backend="sim"))
 
     def call() -> bool:

@@ -1,4 +1,4 @@
-"""Scaling by the distance of the centre on every face, against its formula, bit by bit."""
+"""Scaling by the distance of the center on every face, against its formula, bit by bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GAMMA = 1e-4
 
 
 def row_of(dtype, size, seed=0):
-    """Out, sum, centre and pulled."""
+    """Out, sum, center and pulled."""
     sums = random_terms(2, size, wide_of(np.dtype(dtype)), seed=seed)
     return [*sums, *random_terms(2, size, dtype, seed=seed + 1)]
 

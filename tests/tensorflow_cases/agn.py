@@ -1,4 +1,4 @@
-"""Steps about the AGN optimizer: several workers, one centre."""
+"""Steps about the AGN optimizer: several workers, one center."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _custom_getter(world: World, step: dict[str, Any]) -> Any:
 
 
 def _init_check(world: World, step: dict[str, Any]) -> Any:
-    """The second worker of a centre, whose variable starts elsewhere than the first one's."""
+    """The second worker of a center, whose variable starts elsewhere than the first one's."""
     center = gr.AGNCenter(world.mesh)
     getters = [gr.AGNCustomGetter(device, center=center) for device in world.mesh.devices[:2]]
     starts = ([1.0, 2.0], [3.0, 4.0])
@@ -161,8 +161,8 @@ def _init_check(world: World, step: dict[str, Any]) -> Any:
         for getter, start in zip(getters, starts, strict=True)
     ][1]
     optimizer = gr.AGNOptimizer(gr.GradientDescentOptimizer(0.1), 2, getters[1])
-    centre, total = getters[1].center_variable(local), getters[1].accumulation(local)
-    before, start = centre.numpy(), local.numpy()
+    center, total = getters[1].center_variable(local), getters[1].accumulation(local)
+    before, start = center.numpy(), local.numpy()
     found = {
         "before_local_equals_global": bool((start == before).all()),
         "before_grad_is_zero": not total.numpy().any(),
@@ -170,8 +170,8 @@ def _init_check(world: World, step: dict[str, Any]) -> Any:
     optimizer.get_init_op(1)()
     return {
         **found,
-        "after_local_equals_global": bool((local.numpy() == centre.numpy()).all()),
-        "global_unchanged": bool((centre.numpy() == before).all()),
+        "after_local_equals_global": bool((local.numpy() == center.numpy()).all()),
+        "global_unchanged": bool((center.numpy() == before).all()),
         "after_grad_is_zero": not total.numpy().any(),
     }
 

@@ -117,9 +117,9 @@ def remembered(*dense_shape: int) -> Change:
 def getter_of(*names: str, worker_device: str) -> Change:
     """The three copies of trainable variables; of collections there are none here."""
     sums = {name: f"grad_variable/{name}" for name in names}
-    centre = {name: f"global_center_variable/{name}" for name in names}
+    center = {name: f"global_center_variable/{name}" for name in names}
     devices = dict.fromkeys((*names, *sums.values()), worker_device)
-    found = {"trainable_variables": list(names), "global_map": centre, "grad_map": sums}
+    found = {"trainable_variables": list(names), "global_map": center, "grad_map": sums}
     return gives(r={**found, "devices": devices})
 
 

@@ -108,10 +108,10 @@ def gone(*args, **options):
 
 FENCES = {
     "nobody waits for the worker": (push, "join_streams", gone),
-    "nobody waits for the centre": (push, "fork_streams", gone),
+    "nobody waits for the center": (push, "fork_streams", gone),
     "a local step waits for nobody": (update_plan, "join_streams", gone),
     "nobody waits for a local step": (update_plan, "fork_streams", gone),
-    "sums do not come to the centre": (push, "copy_over", gone),
+    "sums do not come to the center": (push, "copy_over", gone),
 }
 
 

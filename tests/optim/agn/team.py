@@ -1,4 +1,4 @@
-"""Workers of one centre, and a sequential model of them in plain NumPy."""
+"""Workers of one center, and a sequential model of them in plain NumPy."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Worker:
                 for name, var in self.variables.items()}  # fmt: skip
 
     def everything(self) -> dict:
-        """All that there is of worker and centre, by bytes; reading it changes nothing."""
+        """All that there is of worker and center, by bytes; reading it changes nothing."""
         kept = [*self.optimizer.variables(), self.optimizer.local_step]
         found = [(each.name, each) for each in kept]
         for name, var in self.variables.items():
@@ -93,7 +93,7 @@ class Worker:
 
 
 def pair(mesh, period=1, make=None, starts=None, num=2, **options) -> list[Worker]:
-    """Workers of a centre that is spread over the mesh."""
+    """Workers of a center that is spread over the mesh."""
     center = options.pop("center", None) or gr.AGNCenter(mesh)
     make = make or (lambda: gr.GradientDescentOptimizer(0.5))
     starts = {"v": np.zeros(3, "float32")} if starts is None else starts

@@ -68,7 +68,7 @@ def test_a_refused_dense_gradient_leaves_rows_rows(mesh):
             (3, 2),
         )  # fmt: skip
         dense = np.ones((3, 2), "float32")
-        for _ in range(2):  # the centre has momentum in each row, which only a dense update changes
+        for _ in range(2):  # the center has momentum in each row, which only a dense update changes
             optimizer.apply_gradients([(dense, var)])
         rows = [gr.IndexedSlices(np.ones((1, 2), "float32"), [place], (3, 2)) for place in (0, 1)]
         optimizer.apply_gradients([(rows[0], var)])
@@ -83,7 +83,7 @@ def test_a_refused_dense_gradient_leaves_rows_rows(mesh):
 @pytest.mark.parametrize(
     "num_loads", [80, pytest.param(4000, marks=(pytest.mark.exhaustive, pytest.mark.slow))]
 )
-def test_a_centre_is_loaded_while_workers_step(mesh, num_loads):
+def test_a_center_is_loaded_while_workers_step(mesh, num_loads):
     """No worker is refused its own gradient, and no plan of this version knows other slots."""
     center, ended, stepped = gr.AGNCenter(mesh), threading.Event(), threading.Semaphore(0)
     team = [
@@ -121,7 +121,7 @@ def test_a_centre_is_loaded_while_workers_step(mesh, num_loads):
 
 
 def loaded_once(center, state, method) -> None:
-    """``method`` of the centre loads it behind its next call."""
+    """``method`` of the center loads it behind its next call."""
     called = getattr(center, method)
 
     def loading(*given):
@@ -133,7 +133,7 @@ def loaded_once(center, state, method) -> None:
     setattr(center, method, loading)
 
 
-def test_a_plan_that_was_made_while_the_centre_was_loaded_is_made_again(mesh, monkeypatch):
+def test_a_plan_that_was_made_while_the_center_was_loaded_is_made_again(mesh, monkeypatch):
     center = gr.AGNCenter(mesh.devices[0])
     getter, var, optimizer = worker(mesh, center, period=100)
     optimizer.prepare([var])
@@ -165,7 +165,7 @@ def test_no_gradient_lies_where_slots_lay_that_are_loaded_meanwhile(mesh, monkey
     assert optimizer.local_step.numpy() == 2
 
 
-def test_a_centre_is_loaded_without_slots_while_a_push_is_planned(mesh):
+def test_a_center_is_loaded_without_slots_while_a_push_is_planned(mesh):
     center = gr.AGNCenter(mesh)
     getter, var, optimizer = worker(mesh, center)
     state = center.state_dict()
@@ -176,7 +176,7 @@ def test_a_centre_is_loaded_without_slots_while_a_push_is_planned(mesh):
     assert (getter.center_variable(var).numpy() == -1).all()
 
 
-def test_a_push_that_was_planned_before_the_centre_was_loaded_goes_to_the_loaded_one(mesh):
+def test_a_push_that_was_planned_before_the_center_was_loaded_goes_to_the_loaded_one(mesh):
     center = gr.AGNCenter(mesh)
     getter, var, optimizer = worker(mesh, center)
     optimizer.apply_gradients([(ONE, var)])
@@ -220,11 +220,11 @@ def test_a_push_after_slots_were_loaded_pulls_into_those(mesh):
     inner, optimizer, var = workers[0]
     inner.load_state_dict(inner.state_dict(), [var])
     optimizer.apply_gradients([(gradient, var)])
-    # The third push to the centre, and the second of this worker.
+    # The third push to the center, and the second of this worker.
     assert (optimizer.get_slot(var, "master").numpy() == -3 * 2.0**-12).all()
 
 
-def test_a_centre_that_is_loaded_half_way_refuses_until_it_is_whole(mesh, monkeypatch):
+def test_a_center_that_is_loaded_half_way_refuses_until_it_is_whole(mesh, monkeypatch):
     center = gr.AGNCenter(mesh)
     getter, var, optimizer = worker(mesh, center)
     optimizer.apply_gradients([(ONE, var)])

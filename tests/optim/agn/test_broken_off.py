@@ -118,7 +118,7 @@ def test_what_counts_a_push_is_compiled_before_anything_is_changed(own, monkeypa
     assert step.numpy() == 1
 
 
-def test_a_centre_is_not_loaded_inside_a_push_that_does_not_lock(mesh):
+def test_a_center_is_not_loaded_inside_a_push_that_does_not_lock(mesh):
     getter, var, optimizer = made(mesh, use_locking=False)
     optimizer.apply_gradients([(ONE, var)])
     center = getter.center
@@ -138,7 +138,7 @@ def test_a_centre_is_not_loaded_inside_a_push_that_does_not_lock(mesh):
     optimizer.apply_gradients([(ONE, var)])
 
 
-def test_an_optimizer_that_is_refused_leaves_the_centre_free(mesh):
+def test_an_optimizer_that_is_refused_leaves_the_center_free(mesh):
     getter, _, optimizer = made(mesh, gr.AdamOptimizer(0.1))
     other = gr.AGNCustomGetter(mesh.devices[0], center=gr.AGNCenter(mesh))
     with pytest.raises(ValueError, match="is used by another"):
@@ -181,7 +181,7 @@ def test_nothing_that_a_loss_has_read_is_written_in_it(mesh):
 
 
 @pytest.mark.parametrize(("period", "wanted"), [(1, -6.3125), (2, -2.75)])
-def test_a_rule_that_is_changed_is_changed_at_the_centre_too(mesh, period, wanted):
+def test_a_rule_that_is_changed_is_changed_at_the_center_too(mesh, period, wanted):
     inner = gr.MomentumOptimizer(1.0, 0.5)
     _, var, optimizer = made(mesh, inner, period)
     for turn in range(4):
@@ -225,7 +225,7 @@ def test_a_thread_that_failed_keeps_nothing_of_its_training(mesh):
         kept[1].join()
 
 
-def test_a_worker_starts_at_the_centres_masters(mesh):
+def test_a_worker_starts_at_the_centers_masters(mesh):
     inner = gr.GradientDescentOptimizer(2.0**-13, master_dtype="float32")
     getter, var, optimizer = made(mesh, inner, 1, "float16")
     gradient, center = np.ones(2, "float16"), getter.center_variable(var)

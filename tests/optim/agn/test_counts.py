@@ -63,7 +63,7 @@ def test_a_communication_is_one_launch_for_each_gpu_and_dtype(mesh, kind, gamma)
 
 
 def test_ten_pushes_do_not_queue_at_one_device(mesh):
-    """The busiest device of the centre carries no more than its share of the bytes."""
+    """The busiest device of the center carries no more than its share of the bytes."""
     if len(mesh) == 2:
         return
     starts = {f"v{place}": np.zeros(1000, "float32") for place in range(10)}
@@ -104,7 +104,7 @@ def test_memory_of_a_steady_state_does_not_grow(mesh, make, is_sparse, gamma):
 
 
 def test_a_communication_is_worked_out_once_if_it_holds_no_memory(mesh, monkeypatch):
-    """Where the centre does not reach the worker, memory is wanted in it, and only in it."""
+    """Where the center does not reach the worker, memory is wanted in it, and only in it."""
     planned, home = [], mesh.devices[1]
 
     def plan(*given):

@@ -71,7 +71,7 @@ def of_center(center):
 
 
 class Case:
-    """A worker, another, and a centre that lies on other logical devices, before a communication.
+    """A worker, another, and a center that lies on other logical devices, before a communication.
 
     So what fails on those is of the communication.
     """
@@ -113,7 +113,7 @@ class Case:
         return "due"
 
     def check_refused(self):
-        text = r"the centre is only partly updated.*AGNOptimizer: Planted\(.*load_state_dict"
+        text = r"the center is only partly updated.*AGNOptimizer: Planted\(.*load_state_dict"
         with pytest.raises(CollectiveError, match=text):
             self.step(5)
         with pytest.raises(CollectiveError, match=text):
@@ -151,7 +151,7 @@ def test_whatever_fails(mesh, plant, way, method):
         num_gpus = len({device.physical for device in mesh.devices[1:]})
         assert outcomes[0] == "due"
         assert ("half" in outcomes) is (num_gpus > 1 or "rows" in way)
-        assert outcomes == sorted(outcomes), "due until the centre changes"
+        assert outcomes == sorted(outcomes), "due until the center changes"
         # Rows for the distance, that, the mean, rows merged, rows taken out, the rule: the first
         # launch that writes there is behind them.
         assert outcomes.count("due") >= (6 if "rows" in way else 1)
@@ -189,7 +189,7 @@ def test_a_first_step_that_fails_leaves_no_slots_and_owes_nothing(mesh, monkeypa
             assert worker.optimizer.state_dict() == before
             assert worker.optimizer.get_slot_names() == []
         if what == "rate":
-            assert worker.optimizer.variables() == []  # nor at the centre
+            assert worker.optimizer.variables() == []  # nor at the center
     for _ in range(2):
         assert calm.step(grads) is worker.step(grads) is True
     assert worker.everything() == calm.everything()

@@ -1,4 +1,4 @@
-"""What a getter makes, where a centre keeps it, and which centre it is."""
+"""What a getter makes, where a center keeps it, and which center it is."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_the_second_worker_finds_what_the_first_has_made(mesh):
 
 
 def test_a_worker_has_one_variable_of_a_name(mesh):
-    """Two would be one at the centre, which a period would push to twice in one launch."""
+    """Two would be one at the center, which a period would push to twice in one launch."""
     getter = gr.AGNCustomGetter(mesh.devices[0], center=gr.AGNCenter(mesh))
     made(getter)
     with pytest.raises(ValueError, match="this getter has already created a variable named 'v'"):
@@ -124,13 +124,13 @@ def test_whole_variables_go_where_the_fewest_bytes_are(mesh):
     assert min(held.values()) > 0
 
 
-def test_one_device_may_hold_the_centre(mesh):
+def test_one_device_may_hold_the_center(mesh):
     (worker,) = pair(mesh, center=gr.AGNCenter(mesh.devices[1]), num=1,
                      starts={"a": np.zeros(2, "float32"), "b": np.zeros(3, "float32")})  # fmt: skip
     assert {var.devices for var in worker.getter.center.variables()} == {(mesh.devices[1],)}
 
 
-def test_the_process_wide_centre_lives_as_long_as_a_getter_holds_it(mesh):
+def test_the_process_wide_center_lives_as_long_as_a_getter_holds_it(mesh):
     """One training after the other, without meeting each other's values, and no collector."""
     gc.disable()
     try:
@@ -153,7 +153,7 @@ def test_the_process_wide_centre_lives_as_long_as_a_getter_holds_it(mesh):
         gc.enable()
 
 
-def test_trainings_side_by_side_have_centres_of_their_own(mesh):
+def test_trainings_side_by_side_have_centers_of_their_own(mesh):
     teams = [pair(mesh, 2) for _ in range(3)]
     for turn in range(4):
         for place, team in enumerate(teams):
@@ -171,7 +171,7 @@ def test_what_a_getter_is_given(mesh):
             (([mesh.devices[0]],), {}, TypeError, r"worker_device=\[.*\] is not a Mesh, a Device"),
             ((mesh,), {"center": 3}, TypeError, "center=3 is not an AGNCenter"),
             ((other,), {"center": gr.AGNCenter(mesh)}, DeviceMismatchError,
-             "sim:0 of the worker and sim:0 of the centre belong to different"),
+             "sim:0 of the worker and sim:0 of the center belong to different"),
         ]:  # fmt: skip
             with pytest.raises(error, match=text):
                 gr.AGNCustomGetter(*args, **options)
@@ -181,7 +181,7 @@ def test_what_a_getter_is_given(mesh):
         assert kept.center.variables() == []
 
 
-def test_a_device_that_is_closed_makes_no_centre(mesh):
+def test_a_device_that_is_closed_makes_no_center(mesh):
     with gr.open_mesh(1, backend="sim") as closed:
         pass
     with pytest.raises(gr.errors.BackendUnavailableError, match="closed"):

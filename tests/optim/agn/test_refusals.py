@@ -23,7 +23,7 @@ def implementation() -> str:
 
 @pytest.fixture
 def worker(mesh) -> Worker:
-    """In the middle of a period, with slots here and at the centre."""
+    """In the middle of a period, with slots here and at the center."""
     made, _ = pair(mesh, 2, lambda: gr.MomentumOptimizer(0.5, 0.5), STARTS)
     for _ in range(3):
         made.step(ONES)
@@ -60,7 +60,7 @@ def test_hyperparameters_are_set_on_the_inner_optimizer(worker):
         worker.optimizer.learning_rate = 0.1
 
 
-def test_a_centre_has_one_rule(mesh):
+def test_a_center_has_one_rule(mesh):
     center = gr.AGNCenter(mesh)
     pair(mesh, 1, lambda: gr.MomentumOptimizer(0.5, 0.5), STARTS, 1, center=center)
     brought = {
@@ -71,7 +71,7 @@ def test_a_centre_has_one_rule(mesh):
     }  # fmt: skip
     for text, make in brought.items():
         with pytest.raises(ValueError, match=re.escape(
-            f"the centre uses MomentumOptimizer with slots ['momentum']; this worker uses "
+            f"the center uses MomentumOptimizer with slots ['momentum']; this worker uses "
             f"{text}")):  # fmt: skip
             pair(mesh, 1, make, STARTS, 1, center=center)
     nesterov = gr.MomentumOptimizer(0.1, 0.9, use_nesterov=True)
@@ -145,7 +145,7 @@ def test_another_mesh(mesh, worker):
 
 
 def test_a_rule_that_raises_changes_nothing(mesh):
-    """Neither at the worker, nor, later in the period, at the centre."""
+    """Neither at the worker, nor, later in the period, at the center."""
 
     class Picky(Own):
         fails = -1

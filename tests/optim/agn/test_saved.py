@@ -1,4 +1,4 @@
-"""Checkpoints of workers and centres: training goes on with the same bits; the wrong is refused."""
+"""Checkpoints of workers and centers: training goes on with the same bits; the wrong is refused."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ OF_A_WORKER = [
     ((("local_step",), 1.5), TypeError, "state['local_step']=1.5 must be an integer"),
     ((("local_step",), -1), ValueError, "state['local_step']=-1 must be at least 0"),
 ]
-OF_A_CENTRE = [
+OF_A_CENTER = [
     (((), []), TypeError, "state is a list, not a dict from state_dict()"),
     ((("format",), ...), KeyError, "state_dict(): 'format' missing"),
     ((("format",), "x"), ValueError, "not 'gradreduce AGN center 1'"),
@@ -216,7 +216,7 @@ OF_A_CENTRE = [
 ]
 
 
-@pytest.mark.parametrize("which", ["worker", "centre"])
+@pytest.mark.parametrize("which", ["worker", "center"])
 def test_what_is_wrong_changes_nothing(mesh, which):
     team = team_of(mesh, "momentum")
     steps(team, [2, 3, 4, 5, 6, 10, 12])  # a period, and sums of rows in the next
@@ -224,7 +224,7 @@ def test_what_is_wrong_changes_nothing(mesh, which):
     target = team[0].optimizer if which == "worker" else team[0].getter.center
     state = states[1] if which == "worker" else states[0]
     before = [worker.everything() for worker in team], saved(team)
-    for (path, to), error, text in OF_A_WORKER if which == "worker" else OF_A_CENTRE:
+    for (path, to), error, text in OF_A_WORKER if which == "worker" else OF_A_CENTER:
         given = changed(state, *path, to=to, drop=to is ...) if path else to
         with pytest.raises(error, match=re.escape(text)):
             target.load_state_dict(given)

@@ -1,4 +1,4 @@
-"""How workers begin, wait for each other, start at the centre, and are lost."""
+"""How workers begin, wait for each other, start at the center, and are lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ended(*threads):
         assert not thread.is_alive(), "deadlock: a worker did not end"
 
 
-def test_the_init_op_copies_the_centre_and_clears_the_sum(mesh):
+def test_the_init_op_copies_the_center_and_clears_the_sum(mesh):
     first, second = pair(mesh, 2, lambda: gr.MomentumOptimizer(0.5, 0.5))
     for _ in range(2):
         first.step({"v": np.ones(3, "float32")})
@@ -42,7 +42,7 @@ def test_the_init_op_copies_the_centre_and_clears_the_sum(mesh):
     assert second.optimizer.local_step.numpy() == 1
 
 
-def test_every_copy_and_master_starts_at_the_centre(mesh):
+def test_every_copy_and_master_starts_at_the_center(mesh):
     center = gr.AGNCenter(mesh)
     getters = [gr.AGNCustomGetter(home, center=center) for home in (mesh.devices[0], mesh)]
     ours = [gr.get_variable("v", np.full(2, place, "float16"), custom_getter=getter)

@@ -30,7 +30,7 @@ class Run:
     """Every push adds one to the pushing worker's row, of every variable.
 
     Attributes:
-        order: workers, as they came between the centre's others.
+        order: workers, as they came between the center's others.
         pulled: of each worker, for each of its pushes, the variables by name.
     """
 

@@ -14,7 +14,7 @@ def ones(**grads):
 
 
 def followed(worker, grads, shared=None):
-    """Local and centre value after each step."""
+    """Local and center value after each step."""
     found = []
     for grad in grads:
         worker.step(ones(v=grad), global_step=shared)
@@ -113,7 +113,7 @@ def test_minimize(mesh):
     close([each[1:] for each in found], [tuple(each) for each in wanted])
 
 
-def test_a_period_of_one_is_the_centre_after_every_step(mesh):
+def test_a_period_of_one_is_the_center_after_every_step(mesh):
     workers = pair(mesh, 1)
     for turn in range(4):
         worker = workers[turn % 2]

@@ -1,4 +1,4 @@
-"""Accumulated gradient normalization (AGN): workers push mean gradients to a centre.
+"""Accumulated gradient normalization (AGN): workers push mean gradients to a center.
 
 Source: tf.contrib.opt.AGNOptimizer (agn_optimizer.md); arXiv 1710.02368.
 """

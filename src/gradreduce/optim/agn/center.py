@@ -1,4 +1,4 @@
-"""The AGN centre: shared variables and slots, and the threads of its workers.
+"""The AGN center: shared variables and slots, and the threads of its workers.
 
 Its lock is held while a push is launched and while variables and slots are created, but not while a
 kernel is compiled or the host waits for a device.
@@ -124,9 +124,9 @@ class StalePushError(Exception):
 
 
 class AGNCenter(NotCopied):
-    """Centre variables and their slots, shared by the workers of one training.
+    """Center variables and their slots, shared by the workers of one training.
 
-    A centre variable is created when the first worker creates its variable of that name, with the
+    A center variable is created when the first worker creates its variable of that name, with the
     same value; slots are created by the first push. Variables are distributed over the devices:
     each goes to the device with the fewest bytes, so that pushes of many workers do not queue on
     one GPU. All methods are thread-safe.
@@ -179,7 +179,7 @@ class AGNCenter(NotCopied):
     # -- members ----------------------------------------------------------------------------------
 
     def variables(self) -> list[Variable]:
-        """Returns centre variables and their slots, sorted by name."""
+        """Returns center variables and their slots, sorted by name."""
         with self._lock:
             found = [*self._variables.values(), *self.slot_variables()]
             return sorted(found, key=lambda each: each.name)
@@ -214,7 +214,7 @@ class AGNCenter(NotCopied):
         return worker
 
     def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
-        """Returns the state of centre variables and slots as host data.
+        """Returns the state of center variables and slots as host data.
 
         Float16 and bfloat16 are returned as float32. If all workers lock, the state is consistent:
         it contains each push completely or not at all. Without locking, a variable and its slots
@@ -235,12 +235,12 @@ class AGNCenter(NotCopied):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         r"""Restores a ``state_dict``, also of another process or backend.
 
-        A centre that rejects pushes, because one failed part-way, is usable again. If the state is
-        invalid, nothing changes; if a device fails part-way, the centre rejects pushes. Concurrent
+        A center that rejects pushes, because one failed part-way, is usable again. If the state is
+        invalid, nothing changes; if a device fails part-way, the center rejects pushes. Concurrent
         pushes of workers run before or after the load.
 
         Args:
-            state: of a centre with variables of the same names. Workers must have created these
+            state: of a center with variables of the same names. Workers must have created these
                 variables, and their ``AGNOptimizer``\ s if there are slots. Load the workers
                 afterwards.
 
@@ -277,16 +277,16 @@ class AGNCenter(NotCopied):
     # -- what getters and optimizers ask ----------------------------------------------------------
 
     def check_same_mesh(self, devices: Sequence[Device]) -> None:
-        """Raises unless a worker's devices belong to the centre's mesh."""
+        """Raises unless a worker's devices belong to the center's mesh."""
         for device in devices:
             if device.mesh_state is not self.devices[0].mesh_state:
                 raise DeviceMismatchError(
-                    f"{device.name} of the worker and {self.devices[0].name} of the centre belong "
+                    f"{device.name} of the worker and {self.devices[0].name} of the center belong "
                     "to different meshes; pass center=gr.AGNCenter(mesh) with the worker's mesh"
                 )
 
     def variable_for(self, name: str, local: Variable) -> Variable:
-        """Returns the centre variable of a name; the first call creates it from ``local``.
+        """Returns the center variable of a name; the first call creates it from ``local``.
 
         Raises:
             ValueError: it has another shape or dtype.
@@ -303,7 +303,7 @@ class AGNCenter(NotCopied):
             elif (found.shape, found.dtype) != (local.shape, local.dtype):
                 raise ValueError(
                     f"{name!r} is {local.dtype}{list(local.shape)} at this worker, but "
-                    f"{found.dtype}{list(found.shape)} at the centre, as another worker created it"
+                    f"{found.dtype}{list(found.shape)} at the center, as another worker created it"
                 )
             return found
 
@@ -314,7 +314,7 @@ class AGNCenter(NotCopied):
         return min(self.devices, key=lambda device: held[device])
 
     def join(self, optimizer: Optimizer) -> Slots:
-        """Returns the centre's slots; the first optimizer defines the rule.
+        """Returns the center's slots; the first optimizer defines the rule.
 
         Raises:
             ValueError: an optimizer of another class, or with other slots or masters.
@@ -330,7 +330,7 @@ class AGNCenter(NotCopied):
                 self._kind, self._slots.names, self._slots.has_masters
             ):  # fmt: skip
                 raise ValueError(
-                    f"the centre uses {self._rule} with slots {list(self._slots.names)}"
+                    f"the center uses {self._rule} with slots {list(self._slots.names)}"
                     f"{' and masters' if self._slots.has_masters else ''}; this worker uses "
                     f"{'another ' if rule == self._rule and kind is not self._kind else ''}{rule} "
                     f"with {list(own.names)}{' and masters' if own.has_masters else ''}; all "
@@ -341,7 +341,7 @@ class AGNCenter(NotCopied):
     def prepare(
         self, optimizer: Optimizer, variables: Sequence[Variable]
     ) -> dict[Variable, list[Buffer]]:
-        """Creates missing slots of centre variables.
+        """Creates missing slots of center variables.
 
         Returns:
             For each variable the buffers that its update writes; see ``Slots.rows``.
@@ -358,17 +358,17 @@ class AGNCenter(NotCopied):
             return {variable: slots.rows(variable)[0] for variable in variables}
 
     def slot(self, variable: Variable, name: str) -> Variable | None:
-        """Returns a slot of a centre variable, or None."""
+        """Returns a slot of a center variable, or None."""
         with self._lock:
             return self._slots.by_name.get(name, {}).get(variable) if self._slots else None
 
     def slots_of(self, variable: Variable) -> list[Variable]:
-        """Returns the existing slots of a centre variable."""
+        """Returns the existing slots of a center variable."""
         with self._lock:
             return self._slots.of(variable) if self._slots else []
 
     def slot_variables(self) -> list[Variable]:
-        """Returns every slot of every centre variable."""
+        """Returns every slot of every center variable."""
         with self._lock:
             return self._slots.all() if self._slots else []
 
@@ -401,17 +401,17 @@ class AGNCenter(NotCopied):
             version: for which a push was planned; raises ``StalePushError`` if it has changed.
         """
         if version is not None and version != self.version:
-            raise StalePushError("the centre was loaded after the push was planned")
+            raise StalePushError("the center was loaded after the push was planned")
         if self._fault is not None:
             raise CollectiveError(
-                f"the centre is only partly updated: {self._fault}; restore it with load_state_dict"
+                f"the center is only partly updated: {self._fault}; restore it with load_state_dict"
             )
 
     def half_pushed(self, task: str, error: BaseException) -> None:
         """Records that a push failed part-way; later pushes raise."""
         self._fault = f"a push failed part-way: {task}: {error!r}"
         error.add_note(
-            "A push failed part-way: the centre rejects pushes until load_state_dict restores it."
+            "A push failed part-way: the center rejects pushes until load_state_dict restores it."
         )
 
     # -- registration of workers -------------------------------------------------------------------
@@ -477,11 +477,11 @@ _latest_lock = ModuleLock()
 
 
 def process_wide(device: Device, getter: object) -> AGNCenter:
-    """Returns the process-wide centre, which exists as long as one of its getters.
+    """Returns the process-wide center, which exists as long as one of its getters.
 
     Args:
-        device: its mesh has the variables if the centre is created now.
-        getter: registered with the centre.
+        device: its mesh has the variables if the center is created now.
+        getter: registered with the center.
     """
     global _latest
     with _latest_lock.lock:

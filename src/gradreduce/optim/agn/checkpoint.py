@@ -1,4 +1,4 @@
-"""Saves and restores the state of an AGN centre as host data.
+"""Saves and restores the state of an AGN center as host data.
 
 The format follows ``optim/checkpoint.py``: float16 and bfloat16 are saved as float32.
 """
@@ -32,7 +32,7 @@ _CENTER = "gradreduce AGN center 1"
 def saved_center(
     rule: str, variables: Mapping[str, Variable], slots: Slots | None
 ) -> Callable[[float | None], dict[str, Any]]:
-    """Queues copies of a centre; the returned function downloads them before a deadline."""
+    """Queues copies of a center; the returned function downloads them before a deadline."""
     values = {name: copied(variable.buffers[0]) for name, variable in variables.items()}
     finish = None if slots is None else queued_state(rule, slots, {})
 
@@ -48,7 +48,7 @@ def saved_center(
 def ready_center(
     rule: str, variables: Mapping[str, Variable], slots: Slots | None, state: Any
 ) -> Callable[[], None]:
-    """Validates a centre's state and allocates memory; the returned function loads it."""
+    """Validates a center's state and allocates memory; the returned function loads it."""
     check_keys("state", state, ("format", "variables", "optimizer"))
     check_format(state, _CENTER)
     values = checked_values("state['variables']", state["variables"], variables)

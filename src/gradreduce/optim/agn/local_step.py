@@ -38,7 +38,7 @@ class LocalPlan(Plan):
         members: the variables; their sums have memory.
         others: other memory that gradients must not overlap. The plan keeps it alive, so that no
             gradient can be allocated there while the plan is in use.
-        version: of the centre when ``others`` was collected.
+        version: of the center when ``others`` was collected.
 
     Attributes:
         members: the variables.

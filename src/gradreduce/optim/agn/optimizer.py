@@ -1,4 +1,4 @@
-"""AGNOptimizer: local steps of a worker, and a push to the centre once per period.
+"""AGNOptimizer: local steps of a worker, and a push to the center once per period.
 
 See arXiv 1710.02368.
 
@@ -34,15 +34,15 @@ __all__ = ["AGNOptimizer"]
 
 
 class AGNOptimizer(Optimizer):
-    """Accumulates gradients locally and pushes their mean to the centre once per period.
+    """Accumulates gradients locally and pushes their mean to the center once per period.
 
     Create one for each worker, with its own getter and inner optimizer; workers are usually
     threads. Each ``apply_gradients`` updates the worker's variables by the inner rule and sums the
     gradients. Every ``communication_period`` calls, the sum divided by the period updates the
-    centre variables by the same rule, with slots that all workers share. Then the centre variables
+    center variables by the same rule, with slots that all workers share. Then the center variables
     are copied to the worker's variables and replace its local progress; the slots of the worker's
     variables are not changed by this pull. Adam's powers belong to the worker and advance with both
-    updates. While a Python rule (a subclass's ``_apply``) updates the centre, no other worker
+    updates. While a Python rule (a subclass's ``_apply``) updates the center, no other worker
     pushes. In a step that communicates, hyperparameters are read twice, once for each update.
 
     If the worker has several replicas, ``compute_gradients`` and ``minimize`` call the loss once
@@ -51,19 +51,19 @@ class AGNOptimizer(Optimizer):
     one. The gradients are ``PerReplica``, which ``apply_gradients`` reduces by MEAN. Called inside
     a ``gr.replica``, they compute the gradients of that replica only.
 
-    The result of a training is in the centre variables; gradients of an unfinished period are not
+    The result of a training is in the center variables; gradients of an unfinished period are not
     pushed. Periods, learning rates and ``distance_scale`` may differ between workers.
 
     Args:
-        optimizer: the rule for local and centre updates.
+        optimizer: the rule for local and center updates.
         num_worker: number of workers; the hook can wait for them.
         custom_getter: the worker's ``AGNCustomGetter``, which created the variables.
         communication_period: local steps between two pushes, at least 1.
-        use_locking: whether push, centre update and pull are atomic for the workers that lock.
+        use_locking: whether push, center update and pull are atomic for the workers that lock.
             If not, updates of workers may interleave between variables, never within one.
         name: of the optimizer.
         distance_scale: each element of a mean is divided by ``d**2 / distance_scale + 1``, with d
-            the distance that the centre has moved since this worker's last pull; about 1e-4 lets
+            the distance that the center has moved since this worker's last pull; about 1e-4 lets
             many workers with a short period converge. None: no scaling.
         reset_momentum: whether a pull sets the worker's momentum to zero: the slots that the inner
             optimizer names ``"momentum"`` or ``"m"``.
@@ -71,7 +71,7 @@ class AGNOptimizer(Optimizer):
     Raises:
         ValueError: a period or ``num_worker`` less than 1, a ``distance_scale`` that is not above
             0 (at least 1.2e-38, the smallest normal float32), an empty name, another rule than the
-            centre's other workers have, or a getter or inner optimizer of another AGNOptimizer.
+            center's other workers have, or a getter or inner optimizer of another AGNOptimizer.
         TypeError: an argument of another type.
     """
 
@@ -135,7 +135,7 @@ class AGNOptimizer(Optimizer):
         self._inner.cross_device_ops = chosen
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
-        """Returns the slot ``name`` of a worker's or a centre variable, or None."""
+        """Returns the slot ``name`` of a worker's or a center variable, or None."""
         found = self._inner.get_slot(var, name)
         return self._center.slot(var, name) if found is None else found
 
@@ -144,7 +144,7 @@ class AGNOptimizer(Optimizer):
         return self._inner.get_slot_names()
 
     def variables(self) -> list[Variable]:
-        """Returns the slots of worker and centre variables, sorted by name."""
+        """Returns the slots of worker and center variables, sorted by name."""
         found = [*self._inner.variables(), *self._center.slot_variables()]
         return sorted(found, key=lambda each: each.name)
 
@@ -182,10 +182,10 @@ class AGNOptimizer(Optimizer):
             KeyError: a variable that the getter did not create.
             ValueError: see ``Optimizer.apply_gradients``.
             TypeError: see there.
-            CollectiveError: the centre rejects pushes, because one failed part-way.
+            CollectiveError: the center rejects pushes, because one failed part-way.
 
         If arguments are invalid, state is unchanged. If a communication fails before it has changed
-        the centre, the local step was made, and the next call first makes the missing push, which
+        the center, the local step was made, and the next call first makes the missing push, which
         may fail too. Ctrl-C takes effect after the step, and the push that belongs to it, are
         launched and counted.
         """
@@ -197,7 +197,7 @@ class AGNOptimizer(Optimizer):
         return self._worker.apply(gradients, variables, global_step, seconds)
 
     def prepare(self, variables: Sequence[Variable]) -> None:
-        """Compiles the kernels for these variables and creates slots of worker and centre.
+        """Compiles the kernels for these variables and creates slots of worker and center.
 
         Raises:
             KeyError: a variable that the getter did not create.
@@ -205,13 +205,13 @@ class AGNOptimizer(Optimizer):
         self._worker.prepare([self._getter.member(var) for var in variables])
 
     def get_init_op(self, task_index: int) -> Callable[[], None]:
-        """Returns a function that copies the centre to this worker.
+        """Returns a function that copies the center to this worker.
 
         Args:
             task_index: of the worker.
 
         Returns:
-            A callable that copies the centre to the local variables and clears their
+            A callable that copies the center to the local variables and clears their
             accumulations. It does not wait for other workers.
 
         Raises:
@@ -227,10 +227,10 @@ class AGNOptimizer(Optimizer):
     def make_session_run_hook(
         self, is_chief: bool, task_index: int, *, wait_timeout: float | None = None
     ) -> AGNHook:
-        """Returns a context manager that registers the worker and copies the centre to it.
+        """Returns a context manager that registers the worker and copies the center to it.
 
         Args:
-            is_chief: ignored: centre variables are initialized when they are created.
+            is_chief: ignored: center variables are initialized when they are created.
             task_index: of the worker, from 0 on.
             wait_timeout: seconds to wait until ``num_worker`` different task indices have started;
                 None: do not wait.
@@ -251,7 +251,7 @@ class AGNOptimizer(Optimizer):
     def state_dict(self, *, deadline: float | None = None) -> dict[str, Any]:
         """Returns the state of the worker as host data.
 
-        It has variables, sums, inner optimizer and ``local_step``. With the centre's
+        It has variables, sums, inner optimizer and ``local_step``. With the center's
         ``state_dict``, taken while no worker steps, training continues with the same bits. Waits
         for the devices.
 

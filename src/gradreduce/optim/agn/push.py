@@ -1,7 +1,7 @@
-"""Pushes the mean gradients of a period to the centre, updates it, and pulls it back.
+"""Pushes the mean gradients of a period to the center, updates it, and pulls it back.
 
-If the centre's GPU can access the worker's memory, one launch normalizes, updates and pulls.
-Otherwise sums are copied to the centre before, and the pulled values back afterwards.
+If the center's GPU can access the worker's memory, one launch normalizes, updates and pulls.
+Otherwise sums are copied to the center before, and the pulled values back afterwards.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .variables import Member
 __all__ = ["PushConfig", "PushPlan", "Sum"]
 
 Sum = Buffer | SparseSum  # of a period, on the worker's first device
-# Output, sum, current centre and centre at the last pull: see ``ops.distance_scale``.
+# Output, sum, current center and center at the last pull: see ``ops.distance_scale``.
 _Scaling = tuple[Buffer, Buffer, Buffer, Buffer]
 _Copy = tuple[Device, Buffer, Buffer]  # device that copies, destination, source
 
@@ -59,16 +59,16 @@ class PushConfig(NamedTuple):
 
 @dataclass(eq=False)
 class DevicePush:
-    """Launches and copies of one push on one physical device of the centre.
+    """Launches and copies of one push on one physical device of the center.
 
     Attributes:
         leader: its compute queue launches.
         takes: launches that gather rows from the worker's memory.
         copies_in: copies of the worker's memory to memory that the leader can access.
-        reads: launches that read the centre into new memory.
+        reads: launches that read the center into new memory.
         others: devices of all operands.
-        begins: launches that gather rows of the centre, together with the updates.
-        updates: launches that change the centre, given the scalars of the rule.
+        begins: launches that gather rows of the center, together with the updates.
+        updates: launches that change the center, given the scalars of the rule.
         copies_out: copies of the pulled values.
         is_staged: whether it has staging memory for what the leader cannot access.
     """
@@ -119,7 +119,7 @@ class PushPlan:
         center: receives the push; its slots are created here.
         optimizer: of the worker; its slots exist.
         sums: of the variables that have gradients in this period; may be written until ``run``.
-        pulled: for the worker's variables, the centre at the last pull; for the distance.
+        pulled: for the worker's variables, the center at the last pull; for the distance.
         config: settings of the push.
 
     Attributes:
@@ -209,7 +209,7 @@ class PushPlan:
         parts = self._plan_means(push, group)
         members = [member for member, _ in group]
         job = Job([self._rows[member.center] for member in members], parts)
-        for member in members:  # copied from the centre: no launch writes the worker's memory
+        for member in members:  # copied from the center: no launch writes the worker's memory
             changed = self._rows[member.center]
             mine = self._optimizer._slots.rows(member.local)[0]
             for index in range(self._num_copies(member)):
@@ -225,7 +225,7 @@ class PushPlan:
         push.updates.append(lambda scalars: job.end(by_kernel(kernel, scalars)))
 
     def _plan_means(self, push: DevicePush, group: Sequence[tuple[Member, Sum]]) -> list[Part]:
-        """Plans the mean gradient of each variable, on the centre's device and in its dtype."""
+        """Plans the mean gradient of each variable, on the center's device and in its dtype."""
         divided: list[tuple[Buffer, Buffer]] = []
         scalings: list[_Scaling] = []
         parts: list[Part] = []
@@ -267,7 +267,7 @@ class PushPlan:
         return rows, plan.indices
 
     def _scale(self, push: DevicePush, rows: Sequence[_Scaling]) -> None:
-        """Plans one launch that scales sums down where the centre has moved."""
+        """Plans one launch that scales sums down where the center has moved."""
         if not rows or self._config.gamma is None:
             return
         for _, _, now, _ in rows:
@@ -304,21 +304,21 @@ class PushPlan:
         return len(sums) == len(self._places) and all([one is two for one, two in pairs])
 
     def run(self, scalars: Sequence[float], then: Callable[[], None]) -> None:
-        """Launches the push. If it fails before the centre is changed, state is unchanged.
+        """Launches the push. If it fails before the center is changed, state is unchanged.
 
         Args:
             scalars: of the rule.
             then: called after the launches; an error in it means that the push failed part-way.
 
         Raises:
-            CollectiveError: an earlier push has updated the centre only partly.
+            CollectiveError: an earlier push has updated the center only partly.
         """
         for launch in self._before:
             launch()
         for push in self._pushes:
             for mover, to, of in push.copies_in:
                 copy_over(mover, to, of)
-        # A Python rule reads the centre and writes it later.
+        # A Python rule reads the center and writes it later.
         with self._center.pushing(use_locking=self._config.use_locking or bool(self._jobs)):
             self._center.check_usable(self._version)
             for push in self._pushes:
@@ -339,7 +339,7 @@ class PushPlan:
                 with mesh_state.launch_lock:
                     for begin in [begin for push in pushes for begin in push.begins]:
                         begin()
-                    if pushes is steps[0]:  # from here on the centre changes
+                    if pushes is steps[0]:  # from here on the center changes
                         stack.enter_context(mesh_state.on_partial_failure(failed))
                     for push in pushes:
                         _updated(push, scalars)

@@ -1,4 +1,4 @@
-"""Session hook of AGN: registers a worker, and starts it from the centre."""
+"""Session hook of AGN: registers a worker, and starts it from the center."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["AGNHook"]
 
 
 class AGNHook:
-    """Context manager around a worker's training that registers it with the centre.
+    """Context manager around a worker's training that registers it with the center.
 
     Entering calls ``begin`` and ``after_create_session``, leaving calls ``end``. Exceptions
-    propagate, and the centre adds the worker to its ``lost_workers``.
+    propagate, and the center adds the worker to its ``lost_workers``.
 
     Args:
         center: of the worker.
-        start: copies the centre to the worker.
+        start: copies the center to the worker.
         task_index: of the worker.
         num_worker: number of workers to wait for.
         wait_timeout: seconds; None: do not wait.
@@ -37,11 +37,11 @@ class AGNHook:
         self._num_worker, self._timeout = num_worker, wait_timeout
 
     def begin(self) -> None:
-        """Registers the worker with the centre."""
+        """Registers the worker with the center."""
         self._center.begin(self._task)
 
     def after_create_session(self, session: Any = None, coord: Any = None) -> None:
-        """Waits for the other workers if a timeout was set, and copies the centre.
+        """Waits for the other workers if a timeout was set, and copies the center.
 
         Args:
             session: ignored; TensorFlow's.

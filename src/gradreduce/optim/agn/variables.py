@@ -266,11 +266,11 @@ _NO_OPS = AllReduceCrossDeviceOps()  # unused: a sum on one device is not reduce
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """The local copy, centre copy and sum of gradients of a worker's variable.
+    """The local copy, center copy and sum of gradients of a worker's variable.
 
     Attributes:
         local: the worker's copy.
-        center: the centre's copy.
+        center: the center's copy.
         total: the sum of its gradients since the last push.
     """
 
@@ -280,24 +280,24 @@ class Member:
 
 
 class AGNCustomGetter(NotCopied):
-    """Creates the local, centre and accumulation copies of a worker's variables.
+    """Creates the local, center and accumulation copies of a worker's variables.
 
     Create one for each worker and pass it as ``custom_getter`` to ``gr.get_variable``. A trainable
     variable ``n`` is on the worker; its sum of gradients ``grad_variable/n`` starts at zero. The
-    centre has ``global_center_variable/n``; the first worker to create ``n`` sets its value. Other
-    variables are only on the worker. If a worker's initial values differ from the centre's, use the
+    center has ``global_center_variable/n``; the first worker to create ``n`` sets its value. Other
+    variables are only on the worker. If a worker's initial values differ from the center's, use the
     hook of its ``AGNOptimizer``, or ``get_init_op``, before its first step.
 
     Args:
         worker_device: the worker's device, its name (``"gpu:1"``) or a ``torch.device``, in the
             mesh of ``center``, else in ``gr.default_mesh()``; or a part of a mesh: then the worker
             has several replicas, and its variables are mirrored there.
-        center: has the centre variables. Default: the process-wide centre, over the mesh of the
+        center: has the center variables. Default: the process-wide center, over the mesh of the
             first getter, which exists as long as one of its getters. So drop the getters of a
-            training before the next one, or give each training its own centre.
+            training before the next one, or give each training its own center.
 
     Raises:
-        DeviceMismatchError: the worker's device does not belong to the centre's mesh.
+        DeviceMismatchError: the worker's device does not belong to the center's mesh.
         TypeError: an argument of another type.
         ValueError: a name of a device that the mesh does not have.
     """
@@ -340,7 +340,7 @@ class AGNCustomGetter(NotCopied):
 
         Raises:
             ValueError: this getter has already created a trainable variable of this name, or the
-                centre has one with another shape or dtype. With ``reuse``, see
+                center has one with another shape or dtype. With ``reuse``, see
                 ``gr.get_variable``.
         """
         before = self._made.get(name)
@@ -361,9 +361,9 @@ class AGNCustomGetter(NotCopied):
         return local
 
     def center_variable(self, var: Variable) -> Variable:
-        """Returns the centre copy of a worker's variable.
+        """Returns the center copy of a worker's variable.
 
-        Pushes continue while it is read; for a consistent state use the centre's ``state_dict``.
+        Pushes continue while it is read; for a consistent state use the center's ``state_dict``.
 
         Args:
             var: a variable that this getter created.

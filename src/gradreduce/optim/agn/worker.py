@@ -50,7 +50,7 @@ class Worker:
     """State and steps of one worker.
 
     Args:
-        inner: its optimizer, for worker and centre.
+        inner: its optimizer, for worker and center.
         getter: created its variables.
         config: of its pushes.
         resets: whether a pull sets its momentum to zero.
@@ -58,7 +58,7 @@ class Worker:
     Attributes:
         step: number of local steps.
         is_due: whether a push failed before it changed anything, and must be made.
-        pulled: for its variables, the centre at the last pull; used by the distance scaling.
+        pulled: for its variables, the center at the last pull; used by the distance scaling.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Worker:
 
     @property
     def by_distance(self) -> bool:
-        """Whether gradients are scaled by the distance that the centre has moved."""
+        """Whether gradients are scaled by the distance that the center has moved."""
         return self._config.gamma is not None
 
     @property
@@ -196,7 +196,7 @@ class Worker:
         return planned
 
     def prepare(self, members: Sequence[Member]) -> None:
-        """Compiles the kernels of a step, and creates slots of worker and centre."""
+        """Compiles the kernels of a step, and creates slots of worker and center."""
         self._inner.prepare([member.local for member in members])
         self._center.prepare(self._inner, [member.center for member in members])
         for member in members if self._config.gamma is not None else ():
@@ -256,7 +256,7 @@ class Worker:
         try:
             with DeferInterrupts():
                 push.run(following.scalars, partial(self._pushed, push, following))
-        except StalePushError:  # the centre was loaded meanwhile: push the same sums again
+        except StalePushError:  # the center was loaded meanwhile: push the same sums again
             self._make_up(following.global_step)
 
     def _pushed(self, push: PushPlan, following: _NextPush) -> None:
@@ -277,7 +277,7 @@ class Worker:
                     clear(copy)
 
     def start(self) -> None:
-        """Copies the centre to the worker and clears its sums."""
+        """Copies the center to the worker and clears its sums."""
         members = self._getter.members
         check_unread([member.local for member in members])
         mesh_state = self._center.devices[
@@ -299,7 +299,7 @@ class Worker:
             self.is_due = False
 
     def _masters(self, member: Member) -> tuple[Variable | None, Variable | None]:
-        """Returns the masters at the centre and at the worker, if any."""
+        """Returns the masters at the center and at the worker, if any."""
         theirs = self._center.slot(member.center, MASTER)
         return theirs, self._inner.get_slot(member.local, MASTER)
 
@@ -319,7 +319,7 @@ def _of_next(ahead: Optimizer) -> tuple[tuple[float, ...], dict[str, float]]:
 
 
 def _copy_everywhere(center: Variable, local: Variable) -> None:
-    """Copies a centre variable to each copy of a worker's variable."""
+    """Copies a center variable to each copy of a worker's variable."""
     (source,) = center.buffers
     for copy in local.buffers:
         copy_over(copy.device, copy, source)

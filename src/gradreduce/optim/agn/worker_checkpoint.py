@@ -43,7 +43,7 @@ class WorkerState:
     Attributes:
         local_step: number of steps.
         is_due: whether a push failed and must be made.
-        pulled: the centre at the last pull.
+        pulled: the center at the last pull.
     """
 
     local_step: int
