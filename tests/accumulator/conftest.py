@@ -1,4 +1,4 @@
-"""Devices and meshes to accumulate on, and threads that must end in time."""
+"""Devices and meshes for accumulators, and threads that must end in time."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ with this folder's parent on ``PYTHONPATH``. The modules:
   minimal ``ndarray``; ``computing``: NumPy's functions on it.
 * ``graphs``: stream captures, ours and callers', in CUDA's three modes; CUDA graphs.
 * ``nccl``: communicators and groups.
-* ``foreign``, ``foreign_jax``: arrays of PyTorch and JAX on the fake GPUs; ``lending``: calls that
-  read them and leave their streams free to write them.
+* ``foreign``, ``foreign_jax``: arrays of PyTorch and JAX on the fake GPUs; ``caller_tensors``:
+  calls that read such arrays, which their streams overwrite right afterwards.
 * ``plugin``: replaces CuPy; one machine per test module.
 * ``__main__``: ``python -m fake_cupy SCRIPT`` runs any program in this way.
 * ``programs``: random programs with all waits that they need. ``tests/planted_faults`` lists the

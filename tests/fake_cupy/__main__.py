@@ -1,4 +1,4 @@
-"""Runs a program with the fake in CuPy's place: ``python -m fake_cupy SCRIPT …`` or ``-m MODULE``.
+"""Runs a program with the fake instead of CuPy: ``python -m fake_cupy SCRIPT …`` or ``-m MODULE``.
 
 A fault that the program has caused ends the process with status 1, whatever it returned.
 """

@@ -1,4 +1,4 @@
-"""Device memory as CuPy hands it out: pools, pointers, pinned memory, and a minimal ndarray."""
+"""Device memory with the interface of CuPy: pools, pointers, pinned memory, a minimal ndarray."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = [
 
 
 class OutOfMemoryError(MemoryError):
-    """As CuPy's, which knows what its own pool has."""
+    """CuPy's OutOfMemoryError, with the figures of one pool."""
 
     def __init__(self, size, total, limit=0):
         super().__init__(
@@ -51,7 +51,7 @@ class OutOfMemoryError(MemoryError):
 
 
 class _Memory:
-    """An allocation; it goes back to its pool when nobody holds it.
+    """An allocation; it returns to its pool when it is freed.
 
     Raises:
         MemoryError: the GPU has no more.
@@ -75,7 +75,7 @@ class _Memory:
 
 
 class UnownedMemory:
-    """Somebody else's memory, whose owner it keeps alive."""
+    """Memory of another owner, which it keeps alive."""
 
     def __init__(self, ptr, size, owner, device_id=-1):
         check_addresses(ptr)
@@ -102,7 +102,7 @@ class MemoryPointer:
 
 
 class MemoryPool:
-    """Free lists for each stream: memory comes back in the order of the stream it was taken on."""
+    """A pool with one free list per stream: memory is reused in the order of its stream."""
 
     def __init__(self, allocator=None):
         self._sizes = weakref.WeakSet()
@@ -242,7 +242,7 @@ def _checked_queue(machine, what: str, stream):
 
 
 class ndarray(Computing):
-    """As little of ``cupy.ndarray`` as our files and tests use: views, fills, copies, arithmetic.
+    """The part of ``cupy.ndarray`` that our code and tests use: views, fills, copies, arithmetic.
 
     What it does, it does in the order of the current stream.
     """
@@ -323,7 +323,7 @@ class ndarray(Computing):
         return CUDA_DLPACK, self.device.id
 
     def _memory(self) -> np.ndarray:
-        """Its memory as the host sees it."""
+        """The array's memory as a NumPy array."""
         if not self.size:
             return np.empty(self.shape, self.dtype)
         extent = sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))

@@ -1,7 +1,7 @@
-"""NumPy's functions on the fake's arrays: by its two protocols, in the order of the stream.
+"""NumPy's functions on the fake's arrays, with its two protocols, in stream order.
 
-As CuPy's, these arrays refuse to become NumPy's and to stand beside them. What a call gives is new
-memory, also where CuPy gives a view.
+Like CuPy's, these arrays cannot be converted to NumPy's or mixed with them. The result of a call is
+always new memory, also where CuPy returns a view.
 """
 
 from __future__ import annotations

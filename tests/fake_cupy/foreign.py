@@ -1,4 +1,4 @@
-"""What stands for PyTorch on a GPU in the tests: what the door looks at, in order with a stream.
+"""A fake of PyTorch on GPUs: the attributes that conversion reads, and streams.
 
 A test module takes the fixture by assignment: ``torch = foreign.torch``.
 """
@@ -23,7 +23,7 @@ __all__ = ["Tensor", "made_on", "stand_in", "torch"]
 
 
 class Tensor:
-    """What the door looks at in a ``torch.Tensor`` on a GPU."""
+    """The attributes of a ``torch.Tensor`` on a GPU that conversion reads."""
 
     requires_grad = False
     is_cuda = is_leaf = True
@@ -87,7 +87,7 @@ class Tensor:
         return 2, self.array.device.id
 
     def __dlpack__(self, *, stream, max_version=None, copy=None):
-        """The consumer's stream waits for the producer's, by driver calls that nobody counts."""
+        """Makes the consumer's stream wait for the producer's; these calls are not counted."""
         assert self.dtype != "bfloat16", "DLPack of 16-bit views only"
         assert stream, "0 is no stream of DLPack's"
         if stream == cupy.cuda.Stream.ptds.ptr:

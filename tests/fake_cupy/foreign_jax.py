@@ -1,4 +1,4 @@
-"""What stands for JAX on GPUs in the tests: arrays that never change, on a stream of JAX's own.
+"""A fake of JAX on GPUs: arrays that never change, on JAX's own stream.
 
 It asks DLPack for what JAX 0.11 asks for, and keeps what an operation reads until that is over.
 """
@@ -15,7 +15,7 @@ __all__ = ["Array", "stand_in"]
 
 
 class _Gpu:
-    """JAX's two streams on a GPU: what it computes on, and what waits for arrays that come in."""
+    """JAX's two streams on a GPU: one computes, one waits for input arrays."""
 
     def __init__(self, gpu: int) -> None:
         self.id = gpu
@@ -34,7 +34,7 @@ class _Gpu:
 
 
 class Array:
-    """What the door looks at in a ``jax.Array`` on a GPU, and a little arithmetic."""
+    """The attributes of a ``jax.Array`` on a GPU that conversion reads, and some arithmetic."""
 
     def __init__(self, array, home: _Gpu) -> None:
         self._array = array

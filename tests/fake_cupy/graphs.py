@@ -1,8 +1,8 @@
-"""Stream capture and graphs: what a recording stream is given is kept, checked, and played later.
+"""Stream capture and CUDA graphs: records, checks and replays the calls of capturing streams.
 
-What CUDA refuses to a thread while a capture goes on raises CUDA's error, and invalidates the
-capture; what no thread may do at all is a fault at once. A play is ordered by nothing but the
-graph's own edges and the stream that it is launched on.
+A call that CUDA forbids to a thread during a capture raises CUDA's error and invalidates the
+capture; a call that no thread may make is a fault at once. A replay is ordered only by the graph's
+edges and by the stream on which it is launched.
 """
 
 from __future__ import annotations

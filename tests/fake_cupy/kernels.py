@@ -1,6 +1,6 @@
-"""``RawModule``, ``RawKernel`` and ``Function``: the shipped text, run on the fake GPUs.
+"""``RawModule``, ``RawKernel`` and ``Function``: runs the CUDA sources on the fake GPUs.
 
-Takes what CuPy 14.2 takes as an argument and, unlike CUDA, checks it against the kernel.
+Takes the arguments that CuPy 14.2 takes and, unlike CUDA, checks them against the kernel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CompileException(Exception):
 
 @dataclass(frozen=True)
 class Declared:
-    """What the caller says a launch touches.
+    """The operands that the caller declares for a launch.
 
     Attributes:
         written: byte ranges ``(start, end)`` that it may write.
@@ -136,7 +136,7 @@ class Function:
             tables = _tables(machine, contents)
 
             def work(call: Call) -> None:
-                # Before it runs, because a kernel that follows a dead table ends the process.
+                # Before it runs, because a kernel that reads a freed table ends the process.
                 machine.check(call, [(start, start + 8, READ) for start, _ in tables])
                 touched, wild = self._entry.run(contents, grid[0], block[0])
                 if wild:

@@ -1,12 +1,12 @@
-"""In which order the streams of the fake GPUs run, and which of their uses of memory are ordered.
+"""Runs the streams of the fake GPUs in a random valid order, and finds unordered memory uses.
 
-Every call that queues work has a *clock*: for each queue, how many of its calls are sure to be
-over before this one begins (stream order, event waits, waits of the host). Two uses of the same
-bytes, one of them a write, are a fault unless one's clock covers the other. That is found whatever
-order the seed happened to choose; the order is for what clocks cannot see.
+Every call that queues work has a *clock*: for each queue, how many of its calls are known to be
+finished before this one starts (by stream order, event waits and host waits). Two uses of the same
+bytes, one of them a write, are a fault unless one's clock covers the other. This finds a missing
+wait in every order that the seed chooses; the random order finds what clocks cannot see.
 
 A fault is kept and raised again by every later call and by ``settle``, because Python swallows
-what is raised while an object dies.
+errors raised while an object is freed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Clock = dict[object, int]
 
 
 class Fault(AssertionError):
-    """What the code under test did wrong."""
+    """An error of the code under test."""
 
 
 class Call:
@@ -228,7 +228,7 @@ class Machine:
             self.host = joined(self.host, call.clock)
 
     def check_alive(self, gpu: int) -> None:
-        """Raises what a GPU that has failed answers."""
+        """Raises the error of a failed GPU."""
         if gpu in self.freed:
             raise self.freed[gpu]
 
@@ -334,7 +334,7 @@ class Machine:
         return chunk
 
     def free_later(self, chunk: Chunk, home: Queue | None) -> None:
-        """Called while an object dies, so without a lock: the next call from outside frees it."""
+        """Called while an object is freed, so without a lock; the next outside call frees it."""
         self._dying.append((chunk, home))
 
     def _bury(self) -> None:
@@ -421,7 +421,7 @@ class Machine:
 
 
 def joined(clock: Clock, other: Clock) -> Clock:
-    """What either clock covers."""
+    """The union of two clocks."""
     both = dict(clock)
     for queue, index in other.items():
         if both.get(queue, 0) < index:
@@ -433,14 +433,14 @@ _current: list[Machine] = []
 
 
 def current() -> Machine:
-    """The machine whose GPUs the fake CuPy sees now."""
+    """The machine that the fake CuPy uses now."""
     if not _current:
         _current.append(Machine())
     return _current[0]
 
 
 def install(machine: Machine) -> Machine:
-    """Puts a new machine in the place of the old one, whose objects are dead from now on."""
+    """Replaces the current machine; objects of the old one must not be used again."""
     for old in _current:
         old.retired = True
     _current[:] = [machine]

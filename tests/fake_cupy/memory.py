@@ -1,7 +1,7 @@
-"""Where the memory of the fake GPUs lies, who owns which bytes of it, and who used them last.
+"""The memory of the fake GPUs: who owns which bytes, and who used them last.
 
-One stretch of host memory for the whole process: so many bytes for each GPU, then pinned memory.
-Addresses are real, so that kernels built for the host run on them.
+One range of host memory for the whole process: a fixed size per GPU, then pinned memory. Addresses
+are real, so that kernels compiled for the CPU can use them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GAP = 512  # bytes between two slots that belong to nobody, so that an overrun i
 
 
 class Region:
-    """The stretch of memory; pages come into being when they are touched."""
+    """The range of memory; its pages are allocated on first use."""
 
     def __init__(self) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -76,7 +76,7 @@ class Generation:
 
 
 class Slot:
-    """What one ``cudaMalloc`` gave.
+    """The memory of one ``cudaMalloc``.
 
     Attributes:
         pool: that asked for it.

@@ -1,7 +1,7 @@
 """``cupy.cuda.nccl``: communicators of one process, and the rules of their groups.
 
-The sum is made in the accumulate type, in the order of the ranks, and rounded once, as the
-simulated collective does; NCCL promises no order. A fault is what would hang, or mix up data.
+Adds in the accumulate type in the order of the ranks and rounds once, like the simulated
+collective; NCCL promises no order. A call that would hang or mix up data is a fault.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _identities = count(1)
 
 @dataclass
 class Library:
-    """What a test may change of libnccl.
+    """The settings of libnccl that a test may change.
 
     Attributes:
         version: as ``get_version`` spells it.
@@ -232,7 +232,7 @@ class NcclCommunicator:
                 raise NcclError(self.async_result)
 
     def abort(self):
-        """Collectives that have not run never do; who waits in them goes on."""
+        """Drops collectives that have not run, and ends the waits for them."""
         self._end("abort")
         if not _local.depth:
             _let_go([self])

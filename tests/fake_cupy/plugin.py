@@ -1,7 +1,7 @@
-"""A pytest plugin that puts the fake in CuPy's place: ``-p fake_cupy.plugin``.
+"""A pytest plugin that replaces CuPy by the fake: ``-p fake_cupy.plugin``.
 
-One machine for each test module, because meshes may live as long; after every test its queues are
-run and its faults raised. A test that wants another takes ``new_machine``.
+Each test module has one machine, because meshes may live as long. After every test its queues are
+run and its faults raised. The fixture ``new_machine`` makes another one for a test.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _runtime() -> types.ModuleType:
 
 
 def inject() -> None:
-    """Makes ``import cupy`` give the fake, whether or not CuPy is installed."""
+    """Makes ``import cupy`` import the fake, whether or not CuPy is installed."""
     runtime = _runtime()
     arrays.ndarray.__module__ = "cupy"  # by which interop.py knows it
     nccl_module = _module(
@@ -142,7 +142,7 @@ def inject() -> None:
 
 
 def declare_launches() -> None:
-    """Holds every launch of the CUDA backend to what ``Kernel.writes`` says."""
+    """Checks every launch of the CUDA backend against ``Kernel.writes``."""
     from gradreduce.backends.cuda.device import CudaDevice
 
     launch = CudaDevice._launch
@@ -161,7 +161,7 @@ def declare_launches() -> None:
 
 
 def fresh(seed: int = SEED, **options) -> Machine:
-    """A new machine in the place of the old one, whose last faults are not raised."""
+    """Replaces the machine by a new one; faults of the old one are not raised."""
     gc.collect()
     surface.forget()
     nccl.forget()

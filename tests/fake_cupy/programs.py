@@ -1,7 +1,7 @@
-"""Random programs over the public calls of devices, with every fence that the contract asks for.
+"""Random programs of public calls of devices, with all waits that the contract requires.
 
-What a program keeps in NumPy beside each buffer is what the buffer must hold. A program that the
-machine finds fault with shows a fault of the backend, or of the machine.
+For each buffer a program keeps the expected content as a NumPy array. A fault in such a program is
+a fault of the backend, or of the machine.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Program:
     # -- what the contract leaves to the caller ---------------------------------------------------
 
     def fence(self, device: Device, queue: str, *values: Value, copying: bool = False) -> None:
-        """``queue`` waits for all who used the values; copies wait for compute by themselves."""
+        """``queue`` waits for all queues that used the values; copies wait for compute anyway."""
         users = set().union(*(value.users for value in values))
         if not copying:
             users |= {(value.buffer.device, "compute") for value in values}
@@ -209,7 +209,7 @@ class Program:
         assert (found == value.holds).all(), f"{value.buffer} holds {found}, not {value.holds}"
 
     def foreign(self) -> None:
-        """An array of CuPy's own, whose owner drops it at once."""
+        """An array of CuPy, which its owner drops at once."""
         import cupy
 
         device, holds = self.device(), self.data(self.random.choice(SIZES))
@@ -261,7 +261,7 @@ class Program:
         self.values += ranks
 
     def reduce(self) -> None:
-        """The whole all-reduce of three tensors a device."""
+        """A whole all-reduce of three tensors per device."""
         sizes = [self.random.choice(SIZES) for _ in range(3)]
         rows = [[self.data(size) for size in sizes] for _ in self.mesh.devices]
         grads = [

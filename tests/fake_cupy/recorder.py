@@ -1,7 +1,7 @@
-"""The shipped text, built so that every load and store is seen; which bytes a launch touched.
+"""Builds the CUDA sources so that every load and store of a launch is recorded.
 
-g++ -fsanitize=thread puts a call before every access; ``recorder.cpp`` takes the place of the
-ThreadSanitizer that would answer them. Six times the time of the plain build.
+g++ -fsanitize=thread inserts a call before every access; ``recorder.cpp`` replaces the
+ThreadSanitizer behind these calls. Takes six times as long as the plain build.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_RUNS = 1 << 16
 
 
 class Refused(RuntimeError):
-    """g++ does not take the text; its messages are the text of the error."""
+    """g++ rejects the source; the text is g++'s message."""
 
 
 class _Parameter(ctypes.Structure):

@@ -1,4 +1,4 @@
-"""Whether the fake is called as CuPy is: signatures recorded from CuPy 14.2, compared both ways.
+"""Compares the signatures of the fake with those recorded from CuPy 14.2, in both directions.
 
 The first line of the docstring of CuPy's compiled callables holds their C-typed signature.
 ``python -m fake_cupy.signatures`` with the real CuPy compares it with the record;

@@ -1,6 +1,6 @@
-"""What our CUDA files use of ``cupy`` and ``cupy.cuda``, on the machine of the moment.
+"""The parts of ``cupy`` and ``cupy.cuda`` that the CUDA backend uses, on the current machine.
 
-Objects remember their machine: one that is used after its machine has ended is a fault.
+Objects remember their machine; using one after its machine was replaced is a fault.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class Stream(_BaseStream):
             self.ptr = machine.add_queue(self.device_id, "stream").handle
 
     def __del__(self):
-        # No lock while an object dies. What it holds still runs, but nobody may name it again.
+        # No lock while an object is freed. Its work still runs, but nothing may refer to it again.
         if getattr(self, "ptr", NULL) not in (NULL, PER_THREAD):
             self._machine.destroyed.add(self.ptr)
 

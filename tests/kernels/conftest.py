@@ -1,4 +1,4 @@
-"""The fixtures of the faces."""
+"""Fixtures: the implementations of a kernel."""
 
 from support.implementations import ASKED, device, geometric_device, implementation
 

@@ -1,4 +1,4 @@
-"""Some variables on the way to be trained, and all that they hold."""
+"""Variables that an optimizer trains, and their whole state."""
 
 from __future__ import annotations
 

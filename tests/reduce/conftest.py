@@ -1,4 +1,4 @@
-"""The meshes that an algorithm runs on, and the packs it is given."""
+"""Meshes and packs for tests of all-reduce algorithms."""
 
 from collections.abc import Sequence
 

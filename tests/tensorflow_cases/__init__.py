@@ -1,7 +1,7 @@
-"""What TensorFlow 1.x does, as cases: ``tests/data/tensorflow_cases.json``, and who runs them.
+"""Runs the cases that TensorFlow 1.14 computed: ``tests/data/tensorflow_cases.json``.
 
 The file holds facts: steps in a small vocabulary, and what TensorFlow 1.14 gave for them. Its own
-keys say how values, errors and tolerances are written. The rooms:
+keys say how values, errors and tolerances are written. The modules:
 
 * ``encoding``: the file's arrays as NumPy's, and whether what a step gave is what is expected.
 * ``runner``: one case, step by step; ``world``: what the steps of a case share.

@@ -1,4 +1,4 @@
-"""A mesh on either face of the kernels, and what ``device=`` may be."""
+"""A mesh with either implementation of the kernels, and valid values of ``device=``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the CUDA backend: on real GPUs, and on the fake CuPy in a pytest process of their own.
+"""Tests of the CUDA backend: on real GPUs, and on the fake CuPy in a separate pytest process.
 
 The files in ``SHARED`` hold bodies for both, marked by the GPUs that they need, as everywhere; in
 a run without a GPU they skip. What looks into the fake, or needs a machine that is not there, is

@@ -17,8 +17,17 @@ import numpy as np
 import pytest
 from device.contract import data
 from fake_cupy import foreign
+from fake_cupy.caller_tensors import (
+    CASES,
+    SHAPE,
+    SUM,
+    check_overwritten,
+    dropped,
+    ended,
+    on,
+    overwrite,
+)
 from fake_cupy.foreign import Tensor
-from fake_cupy.lending import CASES, SHAPE, SUM, dropped, ended, lend, on, overwrite
 from fake_cupy.machine import Machine
 from support.exact_data import same
 
@@ -51,7 +60,7 @@ def mesh(here, monkeypatch) -> Iterator[Mesh]:
 @pytest.mark.whole_product  # some planted faults show in one order only
 @pytest.mark.parametrize("call", CASES, ids=lambda call: call.__name__)
 def test_what_a_call_has_read_may_be_overwritten(mesh, torch, call):
-    lend(torch, mesh, call)
+    check_overwritten(torch, mesh, call)
 
 
 def test_what_was_put_into_a_value_earlier_is_read_as_it_is_by_then(mesh, torch):

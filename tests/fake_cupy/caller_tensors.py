@@ -1,7 +1,7 @@
-"""Calls that read a caller's tensors, and leave its streams free to write them: what they give.
+"""Calls that read a caller's tensors, which its streams overwrite right afterwards.
 
-For tests of the fences with callers' streams. These are PyTorch's, one on each GPU; nobody
-synchronises, so the clocks of the machine find what is missing.
+For tests of the waits between our queues and callers' streams: PyTorch's, one on each GPU. Nothing
+synchronizes the devices, so the clocks of the machine find a missing wait.
 """
 
 from __future__ import annotations
@@ -19,7 +19,17 @@ from gradreduce.device import Mesh
 
 from .foreign import Tensor, made_on
 
-__all__ = ["CASES", "SHAPE", "SUM", "dropped", "ended", "lend", "on", "overwrite", "values"]
+__all__ = [
+    "CASES",
+    "SHAPE",
+    "SUM",
+    "check_overwritten",
+    "dropped",
+    "ended",
+    "on",
+    "overwrite",
+    "values",
+]
 
 SHAPE = (7, 30)
 SUM = gr.ReduceOp.SUM
@@ -27,7 +37,7 @@ Check = Callable[[], Any]
 
 
 class Shown:
-    """An array of a library that shows nothing but ``__cuda_array_interface__``."""
+    """An array of a library that has only ``__cuda_array_interface__``."""
 
     __cuda_array_interface__: dict[str, Any] = {}  # noqa: RUF012  # of the class, as libraries do
 
@@ -39,14 +49,14 @@ class Shown:
 
 
 def values(seed: int = 0) -> np.ndarray:
-    """Whole numbers, whose sums are exact."""
+    """Integers as floats, whose sums are exact."""
     return np.arange(210, dtype=np.float32).reshape(SHAPE) * (seed + 1)
 
 
-def lend(torch, mesh: Mesh, call: Callable[..., Check]) -> None:
-    """One call, after which its tensors are overwritten before its result is looked at.
+def check_overwritten(torch, mesh: Mesh, call: Callable[..., Check]) -> None:
+    """Makes one call and overwrites its tensors before checking the result.
 
-    Nor does anybody else hold them then: until its next call they would be memory too many.
+    Also checks that nothing holds the tensors after the call, which would waste memory.
     """
     tensors, others = (
         [on(torch, each.physical, values(place)) for place, each in enumerate(mesh)]
@@ -62,7 +72,7 @@ def lend(torch, mesh: Mesh, call: Callable[..., Check]) -> None:
 
 
 def dropped(torch, mesh: Mesh, kind: str) -> None:
-    """Results that their stream still reads when nobody else knows them any more."""
+    """Drops results while their stream still reads them."""
     device = mesh.devices[0]
     for turn in range(3):
         theirs = torch.stream if kind == "torch" else cupy.cuda.Stream(non_blocking=True)
