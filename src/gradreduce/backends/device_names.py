@@ -32,12 +32,12 @@ class _TorchDevice(Protocol):
 DeviceLike = Device | str | _TorchDevice
 
 
-def is_device_like(given: object) -> TypeGuard[DeviceLike]:
+def is_device_like(value: object) -> TypeGuard[DeviceLike]:
     """Whether this is a device, a string or a ``torch.device``."""
-    return isinstance(given, Device | str) or _is_torch(given)
+    return isinstance(value, Device | str) or _is_torch(value)
 
 
-def as_device(given: object, label: str, mesh: Mesh | None = None) -> Device:
+def as_device(value: object, label: str, mesh: Mesh | None = None) -> Device:
     """Returns the device that an argument names.
 
     The number in a name is that of the logical device: with several on one GPU it is not the
@@ -45,7 +45,7 @@ def as_device(given: object, label: str, mesh: Mesh | None = None) -> Device:
     GPU, and means the first logical device there.
 
     Args:
-        given: a device; ``"gpu:1"`` or ``"sim:0"``; TensorFlow's ``"/gpu:1"`` and
+        value: a device; ``"gpu:1"`` or ``"sim:0"``; TensorFlow's ``"/gpu:1"`` and
             ``"/device:GPU:1"``, with or without a job, replica and task in front, which are not
             looked at; or ``torch.device("cuda:1")``.
         label: what errors write before it: ``"device="``.
@@ -55,36 +55,36 @@ def as_device(given: object, label: str, mesh: Mesh | None = None) -> Device:
         TypeError: none of these.
         ValueError: not such a name, or the mesh has no such device.
     """
-    if isinstance(given, Device):
-        return given
-    if not isinstance(given, str) and not _is_torch(given):
-        raise TypeError(f"{label}{brief(given)} is not {_DEVICE}")
+    if isinstance(value, Device):
+        return value
+    if not isinstance(value, str) and not _is_torch(value):
+        raise TypeError(f"{label}{brief(value)} is not {_DEVICE}")
     whole = (default_mesh() if mesh is None else mesh).devices[0].mesh
-    found = _named(given, label, whole) if isinstance(given, str) else _torch_device(given, whole)
+    found = _named(value, label, whole) if isinstance(value, str) else _torch_device(value, whole)
     if found is None:
         raise ValueError(
-            f"{label}{brief(given)} is not a device of {whole}, which has {len(whole)}"
+            f"{label}{brief(value)} is not a device of {whole}, which has {len(whole)}"
         )
     return found
 
 
-def as_devices(given: object, label: str, mesh: Mesh | None = None) -> tuple[Device, ...]:
+def as_devices(value: object, label: str, mesh: Mesh | None = None) -> tuple[Device, ...]:
     """As ``as_device``; returns all devices for a mesh.
 
     Raises:
         TypeError: neither a mesh nor what ``as_device`` takes.
         ValueError: what ``as_device`` raises.
     """
-    if isinstance(given, Mesh):
-        return given.devices
-    if not is_device_like(given):
-        raise TypeError(f"{label}{brief(given)} is not a Mesh, {_DEVICE}")
-    return (as_device(given, label, mesh),)
+    if isinstance(value, Mesh):
+        return value.devices
+    if not is_device_like(value):
+        raise TypeError(f"{label}{brief(value)} is not a Mesh, {_DEVICE}")
+    return (as_device(value, label, mesh),)
 
 
-def _is_torch(given: Any) -> TypeGuard[_TorchDevice]:
+def _is_torch(value: Any) -> TypeGuard[_TorchDevice]:
     """Whether this is a ``torch.device``, checked without importing PyTorch."""
-    return (type(given).__module__, type(given).__name__) == ("torch", "device")
+    return (type(value).__module__, type(value).__name__) == ("torch", "device")
 
 
 def _named(name: str, label: str, whole: Mesh) -> Device | None:
@@ -99,6 +99,6 @@ def _named(name: str, label: str, whole: Mesh) -> Device | None:
     return whole.devices[number]
 
 
-def _torch_device(given: _TorchDevice, whole: Mesh) -> Device | None:
-    there = whole.by_physical.get(-1 if given.index is None else given.index, ())
-    return whole.devices[there[0]] if given.type == "cuda" and there else None
+def _torch_device(value: _TorchDevice, whole: Mesh) -> Device | None:
+    there = whole.by_physical.get(-1 if value.index is None else value.index, ())
+    return whole.devices[there[0]] if value.type == "cuda" and there else None

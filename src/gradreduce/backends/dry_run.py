@@ -37,7 +37,7 @@ from gradreduce.errors import DeviceMismatchError
 
 __all__ = ["DryRunMesh", "MeshSignature", "Signature", "Touched", "mesh_signature", "signature_of"]
 
-_ROOM = 44  # bits: blocks of up to 16 TiB lie this far apart
+_ADDRESS_BITS = 44  # bits: blocks of up to 16 TiB lie this far apart
 
 # Logical devices' physical ones, backend, and peer access: all that a flow asks of a mesh.
 MeshSignature = tuple[tuple[int, ...], str, Hashable]
@@ -137,7 +137,7 @@ class DryRunDevice(Device):
 
     def block(self, nbytes: int, *, start: int = 0, owned: bool = True) -> Block:
         """Makes a block that no other block of its mesh overlaps."""
-        address = (next(self._starts) << _ROOM) + start
+        address = (next(self._starts) << _ADDRESS_BITS) + start
         return Block(self, None, address, nbytes, owned=owned, writable=True)
 
     def put(self, array: Any, address: int | None = None) -> Buffer:

@@ -29,7 +29,7 @@ def reset(devices: Sequence[Device], timeout: float | None) -> None:
         stuck = [device for device in alive if not device._abandon(rest.seconds)]
         rest.need(not stuck, f"these queues have not finished: {names_of(stuck)}")
 
-    def revive() -> None:
+    def clear_failure() -> None:
         if mesh_state.reason is None:
             return
         rest.need(
@@ -43,7 +43,7 @@ def reset(devices: Sequence[Device], timeout: float | None) -> None:
         mesh_state.clear_failure()
 
     rest.need(
-        acquired_in_time(mesh_state.reset_lock, rest.seconds, revive),
+        acquired_in_time(mesh_state.reset_lock, rest.seconds, clear_failure),
         "another thread is resetting it",
     )
 

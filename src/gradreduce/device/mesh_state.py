@@ -146,7 +146,7 @@ class MeshState(CaptureState):
         if physical in self.failed:
             return
         self.failed[physical] = reason
-        self._tell(partial(self._wake, physical))
+        self._notify(partial(self._wake, physical))
 
     # -- what a thread does -----------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class MeshState(CaptureState):
         nobody's promise anyway.
         """
 
-        def lose(error: BaseException) -> None:
+        def mark_all_failed(error: BaseException) -> None:
             if self.reason is not None:
                 return
             found = list(dict.fromkeys(devices))
@@ -228,7 +228,7 @@ class MeshState(CaptureState):
                 self.mark_failed(device.physical, f"a call failed half way: {error!r}")
             error.add_note(f"The call failed half way: {names} cannot be used any more.")
 
-        return self.on_partial_failure(lose)
+        return self.on_partial_failure(mark_all_failed)
 
     def note_partial(self, note: str) -> AbstractContextManager[None]:
         """Context manager: adds ``note`` to an error that comes half way through."""
@@ -285,7 +285,7 @@ class MeshState(CaptureState):
             pending_call.mark_queues(None, leaves=False)
             yield
             pending_call.mark_queues(None, leaves=True)
-            pending_call.given = True
+            pending_call.submitted = True
         except BaseException:
             pending_call.dropped = True
             raise
@@ -305,7 +305,7 @@ class MeshState(CaptureState):
         if self.flight_path:
             run_in_thread(partial(self._write_flight, reason)).wait(_WRITE_SECONDS)
         self._last_reason = self.reason = reason
-        self._tell(self._notify_waiters)
+        self._notify(self._notify_waiters)
 
     def abort_wait(self, what: str, device: Device, wait_policy: WaitPolicy) -> Exception:
         """Returns the error of a host wait that ended early; the mesh has failed then."""
@@ -361,7 +361,7 @@ class MeshState(CaptureState):
         entries = self.flight_recorder.entries((), fresh=False)
         write_flight(self.flight_path, f"{self.backend}, process {self._pid}", reason, entries)
 
-    def _tell(self, call: Callable[[], None]) -> None:
+    def _notify(self, call: Callable[[], None]) -> None:
         """Calls it in a new thread, or in the watchdog's if no thread can start.
 
         Else the calling thread, though it may hold a lock that others wait for.

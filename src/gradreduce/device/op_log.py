@@ -282,21 +282,21 @@ class FlightRecorder:
             fresh: mark every queue now and look whether the marks pass at once, for some
                 milliseconds; otherwise only marks that were made anyway are looked at.
         """
-        given = self._given()
-        if fresh and given:
-            self._look(devices, given[-1][0])
+        submitted = self._submitted()
+        if fresh and submitted:
+            self._look(devices, submitted[-1][0])
         reached = self._reached()
-        return [self._entry(number, what, label, reached) for number, what, label in given]
+        return [self._entry(number, what, label, reached) for number, what, label in submitted]
 
     def late(self, devices: Sequence[Device]) -> list[Device]:
         """Returns the devices whose queues are not empty.
 
         Without those whose queues are known to wait for another device, if any is left then.
         """
-        given = self._given()
+        submitted = self._submitted()
         passed = {
             (device.index, queue)
-            for _, device, queue, event in self._look(devices, given[-1][0] if given else 0)
+            for _, device, queue, event in self._look(devices, submitted[-1][0] if submitted else 0)
             if device._reached(event)
         }
         late = [
@@ -310,9 +310,9 @@ class FlightRecorder:
 
     def drop(self, devices: Sequence[Device]) -> None:
         """Closes open entries for a reset: what is not known to be done stays so."""
-        given = self._given()
+        submitted = self._submitted()
         reached = self._reached()
-        last = given[-1][0] if given else 0
+        last = submitted[-1][0] if submitted else 0
         for device in devices:
             for queue in QUEUES:
                 key = device.index, queue
@@ -321,7 +321,7 @@ class FlightRecorder:
         self._marks.clear()
         self._over = reached
 
-    def _given(self) -> list[tuple[int, What, object]]:
+    def _submitted(self) -> list[tuple[int, What, object]]:
         return sorted(_copied(self.ring), key=lambda each: each[0])
 
     def _reached(self) -> dict[_QueueOf, int]:

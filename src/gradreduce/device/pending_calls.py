@@ -160,7 +160,7 @@ class PendingCall:
         call: its name.
         seconds: the deadline, as it was given.
         devices: that it works on.
-        given: whether the call has given all its work to the devices.
+        submitted: whether the call has given all its work to the devices.
         dropped: whether nobody wants to know any more: the call has raised.
         generation: of the mesh; after a reset nobody wants to know of calls before it.
     """
@@ -173,7 +173,7 @@ class PendingCall:
         self.seconds = seconds
         self._expires = now() + seconds
         self.devices = tuple(dict.fromkeys(devices))
-        self.given = False
+        self.submitted = False
         self.dropped = False
         self._stages: list[_Stage] = []
 
@@ -195,13 +195,13 @@ class PendingCall:
         return self._expires - now()
 
     @property
-    def is_settled(self) -> bool:
+    def is_resolved(self) -> bool:
         """Whether the call needs no more checks.
 
         Looks at all marks, also behind one that has not passed: a GPU that has met a fault is
         noticed by being asked.
         """
-        if self.dropped or not self.given:
+        if self.dropped or not self.submitted:
             return self.dropped
         return all([mark.passed for mark in self._stages[-1].marks])
 
@@ -220,7 +220,7 @@ class PendingCall:
             late = [mark for mark in stage.marks if not mark.passed]
             if late:
                 return self._late(index, stage, late)
-        if self.given:
+        if self.submitted:
             return "every device has finished meanwhile"
         return "the call itself has not submitted all its work to the devices"
 

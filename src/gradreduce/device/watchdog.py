@@ -85,7 +85,7 @@ def _looked_at(mesh_state: MeshState | None, calls: list[PendingCall]) -> list[P
 
 def _judged(mesh_state: MeshState, calls: list[PendingCall]) -> list[PendingCall]:
     ours = [pending for pending in calls if pending.generation == mesh_state.generation]
-    open_ones = [pending for pending in ours if not pending.is_settled]
+    open_ones = [pending for pending in ours if not pending.is_resolved]
     checks: tuple[Callable[[], str | None], ...] = (
         mesh_state.library_error,
         lambda: _loss(mesh_state, open_ones),
@@ -117,8 +117,8 @@ def _lateness(calls: list[PendingCall]) -> str | None:
     for pending in calls:
         if pending.remaining <= 0:
             _progress(pending)
-            if not pending.is_settled:
-                return _told(pending, next(each for each in calls if not each.is_settled))
+            if not pending.is_resolved:
+                return _describe(pending, next(each for each in calls if not each.is_resolved))
     return None
 
 
@@ -127,7 +127,7 @@ def _progress(pending: PendingCall) -> None:
         device._progress()
 
 
-def _told(pending: PendingCall, oldest: PendingCall) -> str:
+def _describe(pending: PendingCall, oldest: PendingCall) -> str:
     """Describes a late call, and the earlier one that it waits for."""
     stall = pending.describe_stall()
     text = f"the deadline of {pending.seconds:g} s for {pending.call} passed: {stall}"

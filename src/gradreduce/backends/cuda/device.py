@@ -143,8 +143,10 @@ class CudaQueues(Device):
 
     def _comes_behind(self, device: Device, queue: Queue) -> bool:
         assert isinstance(device, CudaQueues)
-        near = device.physical == self.physical  # and lost with it, if ever
-        return near and self._stream_states["compute"].comes_behind(device._stream_states[queue])
+        same_gpu = device.physical == self.physical  # and lost with it, if ever
+        return same_gpu and self._stream_states["compute"].comes_behind(
+            device._stream_states[queue]
+        )
 
     def _event(self, stream: Stream) -> Any:
         return event_of(self.gpu, stream)
@@ -254,9 +256,9 @@ class CudaDevice(CudaQueues):
             self._wait_for_stream(stream)
         address, nbytes = array.data.ptr, array.nbytes
         if self.external_buffers is not None and writable:
-            lent = self.external_buffers.find(address, nbytes)
-            if lent is not None:
-                return Buffer(lent, address - lent.address, array.shape, dtype)
+            block = self.external_buffers.find(address, nbytes)
+            if block is not None:
+                return Buffer(block, address - block.address, array.shape, dtype)
         block = Block(self, array, address, nbytes, owned=False, writable=writable)
         return Buffer(self._deferred_free.track(block), 0, array.shape, dtype, array)
 
@@ -312,10 +314,12 @@ class CudaDevice(CudaQueues):
         """CuPy's pool takes the memory when the last reference to ``raw`` is dropped."""
 
     def _shortage(self, nbytes: int) -> str:
-        near = [each for each in self.mesh.devices if each.physical == self.physical]
+        colocated = [each for each in self.mesh.devices if each.physical == self.physical]
         with self.gpu:
             free, total = runtime.memGetInfo()
-            held = sum(each._pool.total_bytes() for each in near if isinstance(each, CudaDevice))
+            held = sum(
+                each._pool.total_bytes() for each in colocated if isinstance(each, CudaDevice)
+            )
         return (
             f"{self.name}: GPU {self.physical} cannot allocate {nbytes:,} bytes: {free:,} of "
             f"{total:,} are free, this mesh holds {held:,}. To free memory, drop Buffers, or "

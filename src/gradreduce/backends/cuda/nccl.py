@@ -265,8 +265,8 @@ class NcclCollective(Collective):
         if not calls:
             return
         kept = [buffer for call in calls for buffer in call.outputs]
-        given = [(call.name, call.buffers, call.queue) for call in calls]
-        self._submit(partial(self._group, calls), given, kept)
+        entries = [(call.name, call.buffers, call.queue) for call in calls]
+        self._submit(partial(self._group, calls), entries, kept)
 
     def _group(self, calls: Sequence[_Call]) -> None:
         cliques = self._cliques

@@ -111,9 +111,9 @@ class SimDevice(Device):
             if address is None and may_be_external(array):
                 address = self.address_of(array)
             if address is not None:
-                lent = self.external_buffers.find(address, array.nbytes)
-                if lent is not None:
-                    return Buffer(lent, address - lent.address, array.shape, dtype)
+                block = self.external_buffers.find(address, array.nbytes)
+                if block is not None:
+                    return Buffer(block, address - block.address, array.shape, dtype)
         block = Block(self, array, address, array.nbytes, owned=False, writable=writable)
         if self.defers:
             self._deferred_free.track(block)
@@ -159,8 +159,8 @@ class SimDevice(Device):
         if buffer.array is None:
             block = buffer.block
             if block.owned:
-                shown = np.asarray(_Shown(buffer))
-                buffer.array = shown if shown.dtype is buffer.dtype else shown.view(buffer.dtype)
+                view = np.asarray(_ArrayInterface(buffer))
+                buffer.array = view if view.dtype is buffer.dtype else view.view(buffer.dtype)
             else:
                 whole = block.raw.reshape(-1).view(np.uint8)
                 part = whole[buffer.offset : buffer.offset + buffer.nbytes]
@@ -355,7 +355,7 @@ class SimDevice(Device):
         return True
 
 
-class _Shown:
+class _ArrayInterface:
     """The base of a NumPy array, which keeps the block alive with the array."""
 
     __slots__ = ("__array_interface__", "block")

@@ -184,7 +184,7 @@ def _load(text: str, name: str, build: str) -> ctypes.CDLL:
                 replace_file(folder / entry, content + _checksum(key, content), mode=0o600)
                 return ctypes.CDLL(str(folder / entry))
         except OSError as error:
-            _warn_once(_told(error))
+            _warn_once(_failure_text(error))
             return ctypes.CDLL(str(made))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -299,7 +299,7 @@ def _checksum(key: bytes, content: bytes) -> bytes:
     return hashlib.sha256(hashlib.sha256(key).digest() + content).digest()
 
 
-def _told(error: OSError) -> str:
+def _failure_text(error: OSError) -> str:
     """Returns the error and its path, without the random name of a temporary file."""
     path = "" if error.filename is None else str(error.filename)
     where = f": {path}" if path and not path.endswith(".part") else ""

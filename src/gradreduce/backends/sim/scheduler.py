@@ -27,7 +27,7 @@ __all__ = ["EagerScheduler", "Event", "RandomScheduler", "Replay", "Scheduler", 
 
 Work = Callable[[], None]
 # The watchdog waits for no lock for ever.
-_URGE_SECONDS = 1.0
+_PROGRESS_SECONDS = 1.0
 
 
 class Event:
@@ -218,7 +218,7 @@ class RandomScheduler(Scheduler):
             while self._run_one():
                 pass
 
-        acquired_in_time(self._lock, _URGE_SECONDS, run)
+        acquired_in_time(self._lock, _PROGRESS_SECONDS, run)
 
     def is_waiting(self, queue: Hashable) -> bool:
         """See ``Scheduler.is_waiting``; False if another thread holds the lock too long."""
@@ -228,7 +228,7 @@ class RandomScheduler(Scheduler):
             line = self._queues.get(queue, deque())
             found.append(len(line) > 0 and not self._can_run(line))
 
-        acquired_in_time(self._lock, _URGE_SECONDS, look)
+        acquired_in_time(self._lock, _PROGRESS_SECONDS, look)
         return True in found
 
     def drop(self) -> None:
