@@ -112,7 +112,7 @@ def test_a_plain_gradient_is_added_where_it_lies(accumulator, mesh):
 
 def test_a_replica_that_the_mesh_has_not_is_an_error(mesh):
     """A host array would silently go to the first device."""
-    text = f"replica {len(mesh)} of a mesh of {len(mesh)} devices"
+    text = f"replica {len(mesh)}: the mesh has {len(mesh)} devices"
     rows = gr.IndexedSlices(np.ones((1, 2), np.float32), [0], (5, 2))
     for home in (mesh, mesh[:1], mesh.devices[1]):
         dense = gr.ConditionalAccumulator("float32", device=home)

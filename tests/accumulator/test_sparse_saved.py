@@ -278,7 +278,7 @@ WRONG = {
     "floats": (with_sum(indices=np.array([1.0, 4.0])), TypeError,
                f"{SUM}: indices must be integers, got float64"),
     "fewer": (with_sum(indices=np.array([1])), InvalidArgumentError,
-              f"{SUM}: 1 indices for 2 rows"),
+              f"{SUM}: got 1 indices for 2 rows"),
     "of no rows": (with_sum(values=np.float32(1)), InvalidArgumentError,
                    f"{SUM}: values cannot be 0-dim"),
     "wide rows": (with_sum(values=np.ones((2, 3), "float32")), InvalidArgumentError,

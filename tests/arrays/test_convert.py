@@ -77,7 +77,7 @@ def test_as_kind_is_a_name_of_a_library_that_is_there():
 
 
 def test_simulated_memory_is_no_cupy_array(device):
-    with pytest.raises(ValueError, match="cannot be a CuPy array"):
+    with pytest.raises(ValueError, match="cannot be converted to a CuPy array"):
         from_buffer(device.empty((2,), "float32"), "cupy")
 
 
@@ -175,7 +175,7 @@ def test_numbers_become_the_dtype_that_is_wanted(device, dtype):
     ids=repr,
 )
 def test_numbers_that_would_lose_their_kind_are_refused(device, value, dtype):
-    with pytest.raises(ValueError, match=f"where {dtype} is wanted"):
+    with pytest.raises(ValueError, match=f"cannot convert .* numbers to {dtype}"):
         to_buffer(value, device, dtype=as_dtype(dtype))
 
 
@@ -186,7 +186,7 @@ def test_numbers_that_would_lose_their_kind_are_refused(device, value, dtype):
     ids=repr,
 )  # fmt: skip
 def test_numbers_out_of_range_are_refused(device, value, dtype):
-    with pytest.raises(ValueError, match=f"outside the range of {dtype}"):
+    with pytest.raises(ValueError, match=f"out of range for {dtype}"):
         to_buffer(value, device, dtype=as_dtype(dtype))
 
 

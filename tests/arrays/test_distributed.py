@@ -123,7 +123,10 @@ def test_get_means_the_replica_of_the_thread(mesh, make):
     part = make(arrays(2), mesh[1:])
     with gr.replica(1):
         assert part.get()[0] == 1  # the replica's number, not the device's
-    with gr.replica(2), pytest.raises(ValueError, match=r"^there is no replica 2 of 2$"):
+    with (
+        gr.replica(2),
+        pytest.raises(ValueError, match=r"^there is no replica 2: the value has 2 replicas$"),
+    ):
         part.get()
 
 
@@ -137,11 +140,9 @@ def test_values_are_a_sequence_of_arrays_in_the_order_of_devices(mesh, make):
             assert value[index] is not value and np.shares_memory(value[index], given[place])
         assert np.shares_memory(found, given[place])
     assert [found[0] for found in value[1:]] == [1, 2]
-    with pytest.raises(IndexError, match=r"^there is no replica 3 of 3$"):
+    with pytest.raises(IndexError, match=r"^there is no replica 3: the value has 3 replicas$"):
         value[3]
-    with pytest.raises(
-        TypeError, match=r"^an index must be .*; the value on a device is value\.get\("
-    ):
+    with pytest.raises(TypeError, match=r"^an index must be .*; use value\.get\("):
         value[mesh.devices[0]]
     rows = gr.IndexedSlices(np.ones((1, 2), np.float32), [3], (5, 2))
     sparse = make([rows] * 3, mesh)
@@ -236,7 +237,7 @@ def test_threads_have_replicas_of_their_own(mesh):
 
 @pytest.mark.parametrize("index", [-1, 1.0, "0", None, True, np.True_])
 def test_a_replica_is_an_index(index):
-    with pytest.raises(ValueError, match="must be an integer from 0 up"), gr.replica(index):
+    with pytest.raises(ValueError, match="must be a non-negative integer"), gr.replica(index):
         pass
     assert current_replica() is None
 
@@ -270,9 +271,9 @@ def test_a_device_is_named_once(mesh, make):
 @BOTH
 def test_a_buffer_lies_where_it_lies(mesh, make):
     given = [owned(device, array) for device, array in zip(mesh.devices, arrays(), strict=True)]
-    with pytest.raises(DeviceMismatchError, match="is the value for sim:0"):
+    with pytest.raises(DeviceMismatchError, match="was passed as the value for sim:0"):
         make(given[::-1], mesh)
-    with pytest.raises(DeviceMismatchError, match="is the value for sim:1"):
+    with pytest.raises(DeviceMismatchError, match="was passed as the value for sim:1"):
         make([arrays()[0], given[0], arrays()[2]], mesh)
 
 
@@ -280,13 +281,13 @@ def test_a_buffer_lies_where_it_lies(mesh, make):
 def test_all_devices_are_of_one_mesh(mesh, make):
     with MeshCase((0, 1)).open() as other:
         strangers = [mesh.devices[0], other.devices[1]]
-        with pytest.raises(DeviceMismatchError, match="not all of one mesh"):
+        with pytest.raises(DeviceMismatchError, match="do not all belong to one mesh"):
             make(arrays(2), devices=strangers)
-        with pytest.raises(DeviceMismatchError, match="not all of one mesh"):
+        with pytest.raises(DeviceMismatchError, match="do not all belong to one mesh"):
             make(arrays(2), mesh, devices=other.devices)
-        with pytest.raises(DeviceMismatchError, match="not all of one mesh"):
+        with pytest.raises(DeviceMismatchError, match="do not all belong to one mesh"):
             make([owned(device, arrays()[0]) for device in strangers])
-        with pytest.raises(DeviceMismatchError, match="of another mesh"):
+        with pytest.raises(DeviceMismatchError, match="to another mesh"):
             make([owned(other.devices[0], arrays()[0]), *arrays()[1:]], mesh)
 
 

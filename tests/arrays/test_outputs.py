@@ -83,7 +83,7 @@ def test_what_lies_in_a_flat_buffer_is_written_on_its_block(mesh):
     assert (out.buffer.block, out.buffer.address) == (view.block, view.address)
     assert same(write(mesh.devices[1], array), array)
     assert same(view.numpy(), array)
-    with refused(mesh, DeviceMismatchError, "in a flat buffer of sim:1; the result lies on sim:0"):
+    with refused(mesh, DeviceMismatchError, "in a flat buffer of sim:1; expected one on sim:0"):
         as_out(array, mesh.devices[0], SHAPE, FLOAT)
 
 
@@ -92,7 +92,7 @@ def test_a_buffer_is_itself(mesh):
     out = as_out(buffer, mesh.devices[1], SHAPE, FLOAT)
     assert out.buffer is buffer
     release_outputs([out])
-    with refused(mesh, DeviceMismatchError, "the result lies on sim:0"):
+    with refused(mesh, DeviceMismatchError, "expected one on sim:0"):
         as_out(buffer, mesh.devices[0], SHAPE, FLOAT)
 
 
@@ -124,8 +124,8 @@ def array_of(library: str):
 
 
 REFUSED = {
-    "shape": (np.zeros((5, 3), FLOAT), ValueError, r"is float32\[5, 3\]; .* is float32\[3, 5\]"),
-    "dtype": (np.zeros(SHAPE), ValueError, r"is float64\[3, 5\]; .* is float32\[3, 5\]"),
+    "shape": (np.zeros((5, 3), FLOAT), ValueError, r"is float32\[5, 3\]; expected float32\[3, 5\]"),
+    "dtype": (np.zeros(SHAPE), ValueError, r"is float64\[3, 5\]; expected float32\[3, 5\]"),
     "bool": (np.zeros(SHAPE, bool), TypeError, "cannot be added"),
     "read-only": (fixed(), ValueError, "read-only"),
     "strided": (np.zeros((3, 10), FLOAT)[:, ::2], ValueError, "not dense, or not aligned"),
@@ -133,8 +133,8 @@ REFUSED = {
     "misaligned": (
         np.zeros(61, np.uint8)[1:].view(FLOAT).reshape(SHAPE), ValueError, "not aligned",
     ),
-    "list": ([[0.0] * 5] * 3, TypeError, "list is no array"),
-    "jax": (array_of("jaxlib"), TypeError, "Array is never written"),
+    "list": ([[0.0] * 5] * 3, TypeError, "list is not an array"),
+    "jax": (array_of("jaxlib"), TypeError, "Array is immutable"),
     "masked": (np.ma.zeros(SHAPE, FLOAT), TypeError, "mask"),
     "none": (None, TypeError, "NoneType is not an array"),
 }  # fmt: skip
@@ -155,14 +155,12 @@ def test_numbers_and_buffers_that_cannot_be_written_are_refused(plain):
         as_out(device.put(fixed()), device, SHAPE, FLOAT)
     numba = array_of("numba")
     type(numba).__cuda_array_interface__ = {"shape": SHAPE, "typestr": "<f4"}
-    with refused(plain, TypeError, "shows no current stream: wrap it"):
+    with refused(plain, TypeError, "has no current stream that can be queried: wrap it"):
         as_out(numba, device, SHAPE, FLOAT)
     cupys = array_of("cupy")
     cupys.device, cupys.flags = SimpleNamespace(id=3), SimpleNamespace(c_contiguous=True)
     cupys.data = SimpleNamespace(ptr=0)
-    with refused(
-        plain, DeviceMismatchError, "the out is on GPU 3; the result lies on <device sim:0"
-    ):
+    with refused(plain, DeviceMismatchError, "out is on GPU 3; expected it on <device sim:0"):
         as_out(cupys, device, SHAPE, FLOAT)
 
 
@@ -171,21 +169,21 @@ def test_tensors_that_cannot_be_written_are_refused(plain):
     torch = importlib.import_module("torch")
     leaf = torch.zeros(SHAPE, requires_grad=True)
     refusals = [
-        (leaf, ValueError, r"needs grad: pass its \.detach\(\)"),
+        (leaf, ValueError, r"requires grad: pass its \.detach\(\)"),
         (torch.zeros(3, 10)[:, ::2], ValueError, "not dense, or not aligned"),
         (torch.zeros(1, 5).expand(3, 5), ValueError, "not dense, or not aligned"),
-        (torch.zeros(SHAPE, device="meta"), DeviceMismatchError, "the out is on meta"),
-        (torch.zeros(SHAPE).to_sparse(), ValueError, "does not hold its values"),
+        (torch.zeros(SHAPE, device="meta"), DeviceMismatchError, "out is on meta"),
+        (torch.zeros(SHAPE).to_sparse(), ValueError, "is a sparse tensor or a lazy view"),
         (torch.zeros(SHAPE, dtype=torch.bool), TypeError, "cannot be added"),
     ]
     for tensor, error, match in refusals:
         with refused(plain, error, match):
             as_out(tensor, plain.devices[0], SHAPE, FLOAT)
-    with torch.no_grad(), refused(plain, ValueError, "needs grad"):
+    with torch.no_grad(), refused(plain, ValueError, "requires grad"):
         with torch.enable_grad():
             middle = leaf * 2
         as_out(middle, plain.devices[0], SHAPE, FLOAT)
     conjugate = torch.zeros(SHAPE, dtype=torch.complex64).conj()
-    with refused(plain, ValueError, "does not hold its values"):
+    with refused(plain, ValueError, "is a sparse tensor or a lazy view"):
         as_out(conjugate, plain.devices[0], SHAPE, np.dtype("complex64"))
     assert not leaf.detach().numpy().any()

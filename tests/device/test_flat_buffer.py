@@ -311,7 +311,7 @@ def test_arrays_that_nobody_can_fill_are_refused(mesh, monkeypatch):
     flat = mesh.flat_buffer(SHAPES, "float32")
     with refused(mesh, ValueError, "output_type='tensor' is not one of"):
         flat.arrays("tensor")
-    for name, why in (("jax", "JAX arrays are never written"), ("cupy", "is simulated")):
+    for name, why in (("jax", "JAX arrays are immutable"), ("cupy", "is simulated")):
         monkeypatch.delitem(sys.modules, name, raising=False)
         with refused(mesh, ValueError, f"output_type='{name}': {name} is not imported"):
             flat.arrays(name)
@@ -520,9 +520,12 @@ def test_a_gradient_that_does_not_fit_its_view_is_refused_and_nothing_is_changed
 
     at = len(mesh) - 1
     for change, why in (
-        (grow, rf"parameters\[{at}\]\[3\] is float32\[3\], its view in the flat buffer is float32"),
-        (make_sparse, rf"parameters\[{at}\]\[3\]\.grad has the layout torch.sparse_coo"),
-        (swap, rf"parameters\[{at}\]\[.\] is float64.*make a flat buffer of the new"),
+        (
+            grow,
+            rf"parameters\[{at}\]\[3\] is float32\[3\], but its view in the flat buffer is float32",
+        ),
+        (make_sparse, rf"parameters\[{at}\]\[3\]\.grad has layout torch.sparse_coo"),
+        (swap, rf"parameters\[{at}\]\[.\] is float64.*make a new flat buffer for the new"),
     ):
         change(parameters[-1][3])
         for step in steps:
@@ -543,11 +546,15 @@ def test_what_cannot_be_attached_is_refused_and_what_is_there_is_kept(mesh):
     scaled = [*others[0][:3], others[0][3] * 2]
     double = [*others[0][:3], others[0][3].detach().double()]
     for given, kind, why in (
-        (others[:-1], ValueError, r"parameters must be 4 for each of .* it has \["),
-        ([row[:3] for row in others], ValueError, r"must be 4 for each of .* it has \[3"),
-        ([shared, *others[1:]], ValueError, r"parameters\[0\]\[3\] is parameters\[0\]\[1\], which"),
+        (others[:-1], ValueError, r"parameters must have 4 for each of .* it has \["),
+        ([row[:3] for row in others], ValueError, r"must have 4 for each of .* it has \[3"),
+        (
+            [shared, *others[1:]],
+            ValueError,
+            r"parameters\[0\]\[3\] is the same tensor as parameters\[0\]\[1\], which",
+        ),
         ([scaled, *others[1:]], ValueError, r"parameters\[0\]\[3\] is computed from other tens"),
-        ([double, *others[1:]], ValueError, r"parameters\[0\]\[3\] is float64\[4\], its view"),
+        ([double, *others[1:]], ValueError, r"parameters\[0\]\[3\] is float64\[4\], but its view"),
         ([[np.ones(4)] * 4, *others[1:]], TypeError, r"parameters\[0\]\[0\] is ndarray, no tensor"),
         (["wxyz", *others[1:]], TypeError, r"parameters\[0\]\[0\] is str, no tensor"),
         ([torch.nn.ReLU()], TypeError, r"parameters\[0\] is ReLU; pass the parameters of each"),

@@ -102,7 +102,7 @@ def test_add_n_needs_to_know_how_large_they_are(mesh):
 def test_accumulate_n_takes_none(mesh):
     sparse, dense = small([1], [[5, 6]], (3, 2)), np.ones((3, 2), "float32")
     for inputs in ([sparse], [sparse, sparse], [dense, sparse], (sparse, dense)):
-        with refused(mesh, ValueError, "accumulate_n takes no IndexedSlices"):
+        with refused(mesh, ValueError, "accumulate_n does not accept IndexedSlices"):
             gr.accumulate_n(inputs)
 
 

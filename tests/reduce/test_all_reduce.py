@@ -135,7 +135,7 @@ def test_tensors_without_a_gradient_stay_without(mesh):
     assert all(entry["a"] == 3 and same(entry["b"], total) for entry in found)
     if len(mesh) > 6:
         some = [[array if replica == 6 else None] for replica, array in enumerate(arrays)]
-        why = r"^grads\[0, 1, 2, 3, 4 and \d more\]\[0\] is None, grads\[6\]\[0\] is not: pass"
+        why = r"^grads\[0, 1, 2, 3, 4 and \d more\]\[0\] is None, but grads\[6\]\[0\] is not: pass"
         with refused(mesh, ValueError, why):
             ops.all_reduce(some)
 
@@ -211,7 +211,7 @@ def test_a_nest_of_arrays_is_refused():
     with gr.open_mesh(2, backend="sim") as mesh, mesh.journal() as journal:
         ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
         for nest in ([ones, ones], {"b": ones}, (ones,)):
-            with pytest.raises(ValueError, match=r"grads\[0\]\['a'\] is a nest of arrays"):
+            with pytest.raises(ValueError, match=r"grads\[0\]\['a'\] is a container of arrays"):
                 ops.all_reduce([{"a": nest}, {"a": nest}])
         assert journal.records == []
 

@@ -230,9 +230,7 @@ def test_an_input_of_another_tensor_or_part_of_ones_own_is_no_out():
             ops.batch_reduce(SUM, pairs, out=[across, fresh[1]])
         with pytest.raises(ValueError, match="out 1 overlaps value 0: replica 0; an out"):
             ops.batch_reduce(SUM, pairs, out=[fresh[0], first])
-        with pytest.raises(
-            ValueError, match="output_type='buffer': the results are the arrays of out"
-        ):
+        with pytest.raises(ValueError, match="output_type='buffer' cannot be combined with out"):
             ops.batch_reduce(SUM, pairs, out=[first, second], output_type="buffer")
         with pytest.raises(ValueError, match="one entry for each of 2"):
             ops.batch_reduce(SUM, pairs, out=[first])
@@ -242,7 +240,7 @@ def test_an_input_of_another_tensor_or_part_of_ones_own_is_no_out():
 def test_rows_are_refused():
     with MeshCase((0, 0)).open() as opened:
         rows = gr.PerReplica([gr.IndexedSlices(np.ones((1, 2), np.float32), [0])] * 2, opened)
-        with pytest.raises(ValueError, match="out 0 cannot be given: its value holds Ind"):
+        with pytest.raises(ValueError, match="out 0 is not supported: its value contains Ind"):
             gr.HierarchicalCopyAllReduce(mesh=opened).reduce(
                 SUM, rows, opened, out=[np.zeros((1, 2), np.float32)] * 2
             )
@@ -308,7 +306,7 @@ def test_an_error_in_the_middle_says_that_out_is_half_written(monkeypatch):
         with pytest.raises(MemoryError) as caught:
             ops.batch_reduce(MEAN, pairs, out=outs)
         assert caught.value.__notes__ == [
-            "This came half way through: what `out` names may hold a part of the results."
+            "The error came in the middle: the arrays of `out` may hold a part of the results."
         ]
         monkeypatch.undo()
         monkeypatch.setattr(pipeline, "lay_out", fails)

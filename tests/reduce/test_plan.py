@@ -222,7 +222,7 @@ def test_bad_arguments_are_those_of_the_reduction():
         value, alone = dense(mesh, (3,), "float32"), dense(other, (3,), "float32")
         for pairs, text in (
             ([], "there is no tensor to reduce"),
-            ([(value, value), (alone, alone)], "these are of 2"),
+            ([(value, value), (alone, alone)], "these are on 2"),
             ([(value, "sim:7")], "destination 0: 'sim:7' is no device"),
             ([value], "must be a tuple of size 2"),
         ):

@@ -275,8 +275,8 @@ def test_what_cannot_be_read_again_is_refused():
         apart = dense(other, (4,), "float32", 1)
         for pairs, text in (
             ([], "there is no tensor to reduce"),
-            ([(value, value), (apart, apart)], "these are of 2"),
-            ([(sparse, sparse)], "value 0 holds IndexedSlices"),
+            ([(value, value), (apart, apart)], "these are on 2"),
+            ([(sparse, sparse)], "value 0 contains IndexedSlices"),
             ([(value, "sim:8")], "destination 0"),
         ):
             with refused(mesh, ValueError, text):

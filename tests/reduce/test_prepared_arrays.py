@@ -93,7 +93,9 @@ def test_arrays_of_jax_are_read_and_never_written():
     with MeshCase((0, 1)).open() as mesh:
         value = gr.PerReplica([numpy.arange(5.0), numpy.ones(5)], mesh)
         ops = gr.HierarchicalCopyAllReduce()
-        with refused(mesh, ValueError, "value 0: results of kind 'jax' are no arrays"):
+        with refused(
+            mesh, ValueError, "value 0: later calls cannot overwrite results of kind 'jax'"
+        ):
             ops.prepare(SUM, [(value, value)])
         step = ops.prepare(SUM, [(value, value)], output_type="numpy")
         assert same(step()[0].values[1], np.arange(1, 6, dtype=np.float32))

@@ -121,7 +121,7 @@ def test_what_no_call_could_write_is_refused(way):
                 with pytest.raises(ValueError, match=why):
                     ops(SUM, [(value, value)], out=out)
             with pytest.raises(
-                ValueError, match=r"output_type='numpy': the results are the arrays"
+                ValueError, match=r"output_type='numpy' cannot be combined with out"
             ):
                 ops(SUM, [(value, value)], output_type="numpy", out=fit)
         assert not journal.records

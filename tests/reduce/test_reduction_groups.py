@@ -235,19 +235,19 @@ def test_what_was_prepared_for_other_halves_is_not_taken_for_these(halves):
         (5, "reduction_groups=5 must be two lists of replica numbers"),
         ("01", "reduction_groups='01' must be two lists"),
         ([], "must be two lists"),
-        ([0, 1], "0 is no list of replica numbers"),
+        ([0, 1], "0 must be a list of replica numbers"),
         ([[0], [1], [2]], "must be two lists"),
         ([[0, 1]], "must be two lists"),
         ({0: [0], 1: [1]}, "must be two lists"),
-        ([[0], "1"], "'1' is no list of replica numbers"),
-        ([[0], None], "None is no list of replica numbers"),
-        ([[0], {1}], "{1} is no list of replica numbers"),
-        ([[0], [1.0]], "1.0 is no integer from 0 up"),
-        ([[0], [True]], "True is no integer from 0 up"),
-        ([[0], [np.True_]], "is no integer from 0 up"),
-        ([[0], [-1]], "-1 is no integer from 0 up"),
-        ([[0], ["1"]], "'1' is no integer from 0 up"),
-        ([[0], [[1]]], "[1] is no integer from 0 up"),
+        ([[0], "1"], "'1' must be a list of replica numbers"),
+        ([[0], None], "None must be a list of replica numbers"),
+        ([[0], {1}], "{1} must be a list of replica numbers"),
+        ([[0], [1.0]], "1.0 must be a non-negative integer"),
+        ([[0], [True]], "True must be a non-negative integer"),
+        ([[0], [np.True_]], "must be a non-negative integer"),
+        ([[0], [-1]], "-1 must be a non-negative integer"),
+        ([[0], ["1"]], "'1' must be a non-negative integer"),
+        ([[0], [[1]]], "[1] must be a non-negative integer"),
         ([[], []], "names no replica"),
         ([[0, 1], [1, 2]], "names replica 1 twice"),
         ([[0, 0, 0], [1]], "names replica 0 twice"),
@@ -267,7 +267,7 @@ def test_what_is_no_topology_is_refused_at_construction(reduction_groups, says):
 
 
 def test_a_huge_replica_number_makes_no_huge_list():
-    with pytest.raises(ValueError, match="names 1000000000000 and leaves out most below it"):
+    with pytest.raises(ValueError, match="names replica 1000000000000 and leaves out most"):
         gr.HierarchicalCopyAllReduce(reduction_groups=([0], [10**12]))
 
 
@@ -278,7 +278,7 @@ def test_nccl_chooses_its_own_topology(reduction_groups):
         lambda: gr.AllReduceCrossDeviceOps("nccl", reduction_groups=reduction_groups),
     ):
         with pytest.raises(
-            ValueError, match=r"reduction_groups=.* is for 'hierarchical_copy'; 'nccl'"
+            ValueError, match=r"reduction_groups=.* is only for 'hierarchical_copy'; 'nccl'"
         ):
             make()
     with pytest.raises(TypeError, match="reduction_groups"):

@@ -109,7 +109,7 @@ def test_the_launch_is_that_of_the_replica(mesh):
     with mesh.journal() as journal, gr.replica(1):
         gr.add_n([np.ones(3), np.ones(3)])
     assert [record.device for record in journal.records] == [1]
-    with pytest.raises(ValueError, match="replica 2 of a mesh of 2"), gr.replica(2):
+    with pytest.raises(ValueError, match="replica 2: the mesh has 2"), gr.replica(2):
         gr.add_n([np.ones(3), np.ones(3)])
 
 

@@ -208,7 +208,7 @@ def test_a_value_of_slices_shows_them(mesh):
     assert value.primary.indices.tolist() == rows_of(0)[1].tolist()
     assert value.get(mesh.devices[2]).dense_shape == (ROWS, 3)
     assert repr(value).startswith("PerReplica(sim:0: 2 rows of float32[10, 3], sim:1: 0 rows of")
-    with pytest.raises(TypeError, match="holds IndexedSlices"):
+    with pytest.raises(TypeError, match="contains IndexedSlices"):
         _ = value.buffers
 
 

@@ -128,7 +128,7 @@ FAULTS = {
         ("hierarchical_copy", [0, 1, 2], True),
     ),
     "what peers read: end": (hierarchical, "fork_streams", ("hierarchical_copy", [0, 1, 2], True)),
-    "what is copied": (hierarchical, "_arrived", ("hierarchical_copy", [0, 1, 2], False)),
+    "what is copied": (hierarchical, "_wait_for_copies", ("hierarchical_copy", [0, 1, 2], False)),
 }
 
 

@@ -1,6 +1,6 @@
-"""What one public call fences with its caller's streams: each once, in, out and on leaving.
+"""Orders one public call with its caller's streams, each stream once per device and direction.
 
-Knows handles of streams, and whose queue; never an array, nor the library that it is of.
+Knows handles of streams and the devices whose queues they are ordered with, but no arrays.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _Place = tuple[Device, int]  # whose compute queue, and the handle of a caller's
 
 
 class _Scope:
-    """Of the outermost ``StreamScope`` of a thread.
+    """State of the outermost ``StreamScope`` of a thread.
 
     Attributes:
         checked: GPUs, and streams there that are not capturing a CUDA graph.
         fenced: with which streams, and whether they wait for us (True) or we for them.
-        lent: whose arrays came in, with what is current there: the stream, which must not end
-            before it has been told to wait, and whether an array was read already.
+        lent: the current streams of the libraries whose arrays were passed in: each stream, which
+            must not end before it has been told to wait, and whether an array was read already.
         frame: in which it was opened.
-        read: callers' arrays that came in to be read, or were read.
+        read: callers' arrays that were passed in to be read, or were read.
     """
 
     __slots__ = ("checked", "fenced", "frame", "lent", "read")
@@ -51,7 +51,7 @@ class _Scope:
 
 
 class _Mine(threading.local):
-    """This thread's open scope, and that which an ``SuspendedScope`` has put away."""
+    """This thread's open scope, and the one that a ``SuspendedScope`` has suspended."""
 
     scope: _Scope | None = None
     suspended: _Scope | None = None
@@ -61,27 +61,27 @@ _mine = _Mine()
 
 
 class StreamScope(ContextDecorator):
-    """Inside, this thread fences each foreign stream once per device and direction; nests.
+    """Context in which each caller's stream is synchronized once per device and direction.
 
-    A fence is two driver calls, and a call may bring hundreds of arrays. One serves those that
-    come in, because all of them were given before the call began, and one those that go out, if
-    all work is queued before the first leaves: so no launch belongs between two that go out, and
-    the caller's own code inside only in an ``SuspendedScope``. Not so where only the sharing itself
-    makes a stream wait (JAX's).
+    Contexts nest; the outermost counts. A wait between streams is two driver calls, and a call may
+    have hundreds of arrays. One wait serves all inputs, because they existed before the call
+    began, and one all outputs, if all work is queued before the first is returned: so no launch
+    belongs between two outputs, and the caller's own code inside only in a ``SuspendedScope``.
+    Not so where only the sharing itself makes a stream wait (JAX's).
 
-    The caller may overwrite what came in as soon as the call has returned: whichever stream lent
-    an array, and was given none, waits on leaving for our queue. So whatever reads belongs inside.
+    The caller may overwrite inputs as soon as the call has returned: each stream that has an input
+    and no output waits for our queue at the end. So everything that reads belongs inside.
 
     Args:
-        reads: False for what takes arrays in, to be read by a later call: only those that had to
-            be copied were read.
+        reads: False where arrays are only stored, to be read by a later call: only those that had
+            to be copied were read.
     """
 
     def __init__(self, *, reads: bool = True) -> None:
         self._reads = reads
 
     def _recreate_cm(self) -> Self:
-        """One for each call of what it decorates, in each thread."""
+        """Returns a new scope for each call of the decorated function."""
         return type(self)(reads=self._reads)
 
     def __enter__(self) -> None:
@@ -103,9 +103,9 @@ class StreamScope(ContextDecorator):
 
 
 def _is_open(scope: _Scope, frame: FrameType | None) -> bool:
-    """False for a scope that was never closed: Ctrl-C came in front of the first line that does.
+    """Whether a scope is in use; False if Ctrl-C came before the line that closes it.
 
-    What it fenced is nothing to a later call.
+    What it synchronized does not count for a later call.
     """
     while frame is not None:
         if frame is scope.frame:
@@ -115,10 +115,10 @@ def _is_open(scope: _Scope, frame: FrameType | None) -> bool:
 
 
 class SuspendedScope:
-    """Inside a ``StreamScope``, around the caller's own code: its calls are calls by themselves.
+    """Suspends the ``StreamScope`` around the caller's own code, whose calls open their own.
 
-    What it gave its streams meanwhile is not fenced yet, and it may have read what went out. What
-    comes in inside, but not in a call of its own, is handed back by the call around it.
+    That code may queue work on its streams that nothing waits for yet, and read outputs. Inputs
+    that it passes outside a call of its own are released by the suspended scope.
     """
 
     def __enter__(self) -> None:
@@ -139,7 +139,7 @@ class SuspendedScope:
 
 
 def unfenced(device: Device, stream: Stream | None, *, leaving: bool) -> Stream | None:
-    """``stream``, or None if this call has fenced it already."""
+    """Returns ``stream``, or None if this call has synchronized with it already."""
     scope = _mine.scope
     if scope is None or stream is None:
         return stream
@@ -151,7 +151,7 @@ def unfenced(device: Device, stream: Stream | None, *, leaving: bool) -> Stream 
 
 
 def unchecked(device: Device, stream: Stream | None) -> bool:
-    """Whether this call asks about ``stream`` for the first time: its caller checks it then."""
+    """Whether this call has not checked ``stream`` for graph capture yet; then it should."""
     scope = _mine.scope
     if scope is None:
         return True
@@ -163,7 +163,7 @@ def unchecked(device: Device, stream: Stream | None) -> bool:
 
 
 def record_input(device: Device, stream: Stream, *, read: bool = False) -> None:
-    """``stream`` lent an array to ``device`` that this call reads, or has ``read`` (a copy)."""
+    """Notes that this call reads an array of ``stream``, or has ``read`` it (copied) already."""
     scope = _mine.scope or _mine.suspended
     if scope is not None:
         index = (device, handle_of(stream))
@@ -172,7 +172,7 @@ def record_input(device: Device, stream: Stream, *, read: bool = False) -> None:
 
 
 def is_read(block: Block) -> None:
-    """This call reads a caller's array: it is held until its stream is told to wait for us."""
+    """Keeps a caller's array alive until its stream has been told to wait for this call."""
     scope = _mine.scope or _mine.suspended
     if scope is not None and not block.owned:
         block.remains.raw = block.raw
@@ -180,15 +180,15 @@ def is_read(block: Block) -> None:
 
 
 def is_read_later(block: Block) -> None:
-    """Work after this call reads a caller's array too: it is held until that work is over."""
+    """Keeps a caller's array alive beyond this call, since later work reads it too."""
     if _mine.scope is not None and hasattr(block, "remains"):
         _mine.scope.read.discard(block.remains)
 
 
 def release_inputs() -> None:
-    """All that this call reads is queued: the streams that lent it wait from now on.
+    """Makes the streams of all inputs wait for the queued work that reads them.
 
-    For a block that defers Ctrl-C, behind which one may come in front of the end of the call.
+    For a block that defers Ctrl-C, since an interrupt after it may come before the call ends.
     """
     scope = _mine.scope
     if scope is not None and scope.lent:
@@ -198,10 +198,10 @@ def release_inputs() -> None:
 
 
 def _release_inputs(scope: _Scope, reads: bool) -> None:
-    """The streams that lent arrays wait for the queues that read them.
+    """Makes the streams of all inputs wait for the queues that read them.
 
-    So nothing but their blocks holds those arrays any more: until the next call they would be one
-    step's gradients too many.
+    From then on only their blocks hold those arrays. Otherwise one step's gradients would stay in
+    memory until the next call.
     """
     told = reads
     for (device, handle), (stream, read) in scope.lent.items():

@@ -1,8 +1,8 @@
-"""How a caller's array becomes a Buffer, and a Buffer the caller's array; never copies needlessly.
+"""Converts arrays of NumPy, CuPy, PyTorch and JAX to Buffers and back, without copies if possible.
 
-The only room that knows other array libraries, with ``interop_gpu.py`` for arrays on GPUs. It
-never imports one: an array of theirs exists only if the caller has, so they are found in
-``sys.modules``. On the simulation arrays cross as NumPy arrays on the same host memory.
+The only module that knows other array libraries, with ``convert_gpu.py`` for arrays on GPUs. It
+never imports one: their arrays exist only if the caller has imported the library, so it is found
+in ``sys.modules``. On simulated devices arrays are passed as NumPy arrays on the same host memory.
 
 bfloat16 crosses as a 16-bit view: neither NumPy's DLPack nor PyTorch's ``numpy()`` knows it.
 """
@@ -64,10 +64,10 @@ _kinds: dict[type, Kind] = {
 
 
 def kind_of(value: Any) -> Kind:
-    """Which kind of array a result for ``value`` is.
+    """Returns the kind of array that a result for ``value`` has.
 
     Raises:
-        TypeError: nothing that can be an array.
+        TypeError: ``value`` cannot be an array.
     """
     found = _kinds.get(type(value))
     if found is None:
@@ -86,46 +86,52 @@ def _kind_of_class(cls: type) -> Kind:
             return kind
     if hasattr(cls, "__cuda_array_interface__"):  # Numba, RMM, ...: what CuPy would make of it
         return "cuda"
-    hint = getattr(cls, "_instead", "")  # of what the autodiff room makes
+    hint = getattr(cls, "_instead", "")  # of traced values of ``autodiff``
     raise TypeError(f"{cls.__name__} is not an array, a list of numbers or a Buffer{hint}")
 
 
 def as_result_kind(output_type: str | None, kind: Kind, device: Device | None = None) -> Kind:
-    """``output_type``, if a caller named one, else ``kind``.
+    """Returns the kind of the results: ``output_type`` if given, else ``kind``.
 
     Raises:
-        ValueError: an unknown name, a library that is not imported, or CuPy for what will lie on
-            ``device``, in host memory.
+        ValueError: an unknown name, a library that is not imported, or CuPy for a simulated
+            ``device``.
     """
     if output_type is None:
         return kind
     if output_type not in _AS_KINDS:
         raise ValueError(f"output_type={brief(output_type)} is not one of {_AS_KINDS}")
     if output_type in ("cupy", "torch", "jax") and output_type not in sys.modules:
-        raise ValueError(f"output_type={brief(output_type)}: {output_type} is not imported")
+        raise ValueError(
+            f"output_type={brief(output_type)}: {output_type} is not imported; import it first"
+        )
     if output_type == "cupy" and device is not None and device.mesh_state.backend == "sim":
-        raise ValueError(f"output_type='cupy': {device.name} is simulated, in host memory")
+        raise ValueError(
+            f"output_type='cupy': {device.name} is simulated and its memory is on the host; CuPy "
+            "arrays need a GPU"
+        )
     if output_type == "torch" and kind == "coo":
         return kind
     return output_type  # type: ignore[return-value]  # one of the literals, checked above
 
 
 def is_array(value: Any) -> bool:
-    """Whether ``value`` has a dtype of its own; lists and Python numbers take what is wanted."""
+    """Whether ``value`` has a dtype of its own; lists and Python numbers have none."""
     return hasattr(value, "dtype")
 
 
 def axis_order(array: Any) -> tuple[int, ...] | None:
-    """The order of its axes in which a dense array is contiguous; None if that is its own, or none.
+    """Returns the axis order in which an array is contiguous; None for C order or gaps.
 
-    Of a channels_last tensor (0, 2, 3, 1). Of NumPy's, CuPy's and PyTorch's arrays; else None.
+    For a channels_last tensor (0, 2, 3, 1). None too for arrays of other libraries than NumPy,
+    CuPy and PyTorch.
     """
     try:
         kind = kind_of(array)
         if kind == "torch":
             _check_tensor(array)
     except TypeError:
-        return None  # whoever takes it in says why
+        return None  # whoever converts it says why
     if kind == "torch":
         if array.layout is not sys.modules["torch"].strided or array.is_contiguous():
             return None
@@ -143,7 +149,7 @@ def axis_order(array: Any) -> tuple[int, ...] | None:
 
 
 def common_order(arrays: Sequence[Any]) -> tuple[int, ...] | None:
-    """That of ``axis_order``, if all have it and agree in shape and dtype; else None."""
+    """Returns the ``axis_order`` that all arrays share, with equal shape and dtype; else None."""
     order = axis_order(arrays[0])
     if order is None:
         return None
@@ -152,25 +158,25 @@ def common_order(arrays: Sequence[Any]) -> tuple[int, ...] | None:
 
 
 def in_order(array: Any, order: tuple[int, ...]) -> Any:
-    """A view of an array of any library with its axes in another order."""
+    """Returns a view of an array of any library with its axes in another order."""
     return array.permute(order) if kind_of(array) == "torch" else array.transpose(order)
 
 
 def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
-    """What undoes ``in_order``."""
+    """Returns the order that undoes ``in_order``."""
     return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
 def is_coo(value: Any) -> bool:
-    """Whether it is a tensor of ``torch.sparse_coo``."""
+    """Whether ``value`` is a ``torch.sparse_coo`` tensor."""
     return getattr(value, "is_sparse", False) is True and hasattr(value, "sparse_dim")
 
 
 def shape_and_dtype(array: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Of an array of any library, or a Buffer; the dtype in NumPy's word.
+    """Returns shape and NumPy dtype of an array of any library, or of a Buffer.
 
     Raises:
-        TypeError: no array, or a dtype that cannot be added.
+        TypeError: not an array, or a dtype that cannot be added.
     """
     kind = kind_of(array)
     if kind == "cuda":
@@ -183,9 +189,9 @@ def shape_and_dtype(array: Any) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def host_array(value: Any) -> np.ndarray:
-    """``value`` in host memory, of any dtype; maybe the caller's own memory, so only read it.
+    """Returns ``value`` as a NumPy array of any dtype, possibly on the caller's memory.
 
-    Waits for the device of a Buffer or a GPU array.
+    Only to be read. Waits for the device of a Buffer or a GPU array.
 
     Raises:
         TypeError: no array, number or nested list; or one without values of its own in memory.
@@ -202,12 +208,12 @@ def host_array(value: Any) -> np.ndarray:
         _check_tensor(value)
         value = value.detach().cpu()
         if value.dtype is sys.modules["torch"].bfloat16:
-            value = value.float()  # NumPy knows no half of PyTorch's
+            value = value.float()  # NumPy has no bfloat16
     return np.asarray(value)
 
 
 def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> Buffer:
-    """``value`` as a Buffer: shared where that is possible.
+    """Converts ``value`` to a Buffer, on the same memory where possible.
 
     The caller may overwrite it, in the order of the stream that was current in its library, when
     the ``StreamScope`` around this has ended; so what reads it must be queued by then.
@@ -224,8 +230,8 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
         DeviceMismatchError: a Buffer of another mesh, or an array on a GPU outside the mesh.
         TypeError: a dtype that cannot be added, no array at all, or one without values of its own
             in memory: a tensor of a subclass, nested or sparse; an array that JAX is tracing.
-        ValueError: a tensor that needs grad, an array that JAX has deleted, a nested list that is
-            ragged, or numbers that are not of ``dtype``.
+        ValueError: a tensor that requires grad, an array that JAX has deleted, a nested list that
+            is ragged, or numbers that are not of ``dtype``.
     """
     if type(value) is np.ndarray:
         buffer = device.put(value)
@@ -234,17 +240,17 @@ def to_buffer(value: Any, device: Device, *, dtype: np.dtype | None = None) -> B
     kind = kind_of(value)
     if kind == "buffer":
         if value.device.mesh_state is not device.mesh_state:
-            raise DeviceMismatchError(f"{value} is of another mesh than {device.name}")
+            raise DeviceMismatchError(f"{value} belongs to another mesh than {device.name}")
         given: Buffer = value
         return given
     buffer = _entered(value, kind, device, dtype)
-    if buffer.array_owner is None:  # whoever copied an array itself has said so
+    if buffer.array_owner is None:  # set already where the array was copied
         buffer.array_owner = _array_owner(buffer, kind)
     return buffer
 
 
 def _array_owner(buffer: Buffer, kind: Kind) -> str:
-    """Our pool's memory is that of a copy, but for a flat buffer that a library was lent."""
+    """Returns who owns a Buffer's array: "copy" for pool memory that is no flat buffer."""
     block = buffer.block
     return "copy" if block.owned and block.gaps is None else kind
 
@@ -266,7 +272,7 @@ def _entered(value: Any, kind: Kind, device: Device, dtype: np.dtype | None) -> 
 
 
 def from_buffer(buffer: Buffer, kind: Kind) -> Any:
-    """``buffer`` as an array of ``kind``, on the same memory where there is a way.
+    """Converts ``buffer`` to an array of ``kind``, on the same memory where possible.
 
     Copied are: NumPy arrays of a GPU's memory, tensors of memory that is read-only, and JAX arrays
     where JAX itself copies (bfloat16 in host memory, memory that is not aligned as it likes, and
@@ -283,7 +289,7 @@ def from_buffer(buffer: Buffer, kind: Kind) -> Any:
     if device.mesh_state.backend != "sim":
         return from_gpu(buffer, kind)
     if kind in ("cupy", "cuda"):
-        raise ValueError(f"{buffer} lies in host memory: it cannot be a CuPy array")
+        raise ValueError(f"{buffer} is in host memory and cannot be converted to a CuPy array")
     array = device.release(buffer)
     if kind == "torch":
         return _to_torch(array)
@@ -291,7 +297,7 @@ def from_buffer(buffer: Buffer, kind: Kind) -> Any:
 
 
 def numbers(value: Any, dtype: np.dtype | None) -> np.ndarray:
-    """A number or nested list as a host array of ``dtype``; None: of NumPy's choice.
+    """Converts a number or nested list to a host array of ``dtype``, by default NumPy's choice.
 
     Raises:
         TypeError: a dtype that cannot be added.
@@ -301,22 +307,22 @@ def numbers(value: Any, dtype: np.dtype | None) -> np.ndarray:
     if dtype is not None:
         kinds = {"f": "fiub", "c": "cfiub", "i": "iub", "u": "iub", "V": "fiub"}
         if array.size and array.dtype.kind not in kinds[dtype.kind]:
-            raise ValueError(f"numbers of {array.dtype} where {dtype} is wanted")
+            raise ValueError(f"cannot convert {array.dtype} numbers to {dtype}")
         numbers, array = array, converted(array, dtype)
         if dtype.kind in "iu" and (array != numbers).any():
-            raise ValueError(f"numbers outside the range of {dtype}: {brief(value)}")
+            raise ValueError(f"numbers out of range for {dtype}: {brief(value)}")
     as_dtype(array.dtype)
     return array
 
 
 def converted(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """A host array in another dtype; what is too large for it becomes infinite."""
+    """Casts a host array to another dtype; floats that are too large become infinite."""
     with np.errstate(over="ignore"):
         return array.astype(dtype)
 
 
 class _FlatConverter:
-    """How flat buffers cross: see ``device/flat_buffer.py``."""
+    """Converts views of flat buffers to arrays and back: see ``device/flat_buffer.py``."""
 
     def shared(
         self, buffers: Sequence[Sequence[Buffer]], output_type: str | None
@@ -326,21 +332,23 @@ class _FlatConverter:
         kind = as_result_kind(output_type, "native", device)
         if kind == "jax":
             raise ValueError(
-                "output_type='jax': JAX arrays are never written, so nobody can fill them"
+                "output_type='jax': JAX arrays are immutable and cannot be filled in place"
             )
         if kind == "numpy" and device is not None and device.mesh_state.backend != "sim":
-            raise ValueError(f"output_type='numpy': {device.name} is a GPU, which NumPy cannot see")
+            raise ValueError(
+                f"output_type='numpy': {device.name} is a GPU, whose memory NumPy cannot access"
+            )
         with StreamScope():
             return [[from_buffer(buffer, kind) for buffer in row] for row in buffers]
 
     def to_buffers(self, buffers: Sequence[Buffer], output_type: str | None) -> None:
-        """Our queues wait for the library's current streams; a host array is ready as it is."""
+        """Makes our queues wait for the library's current streams; host arrays are ready."""
         for buffer in buffers:
             if buffer.device.mesh_state.backend != "sim" and output_type != "buffer":
                 fence_in(buffer, as_result_kind(output_type, "native"))
 
     def from_buffers(self, buffers: Sequence[Buffer], output_type: str | None) -> None:
-        """The library's current streams wait for our queues; for a host array the host does."""
+        """Makes the library's current streams wait for our queues; host arrays: the host waits."""
         for buffer in buffers:
             if output_type != "buffer":
                 hand_over(buffer, as_result_kind(output_type, "native"))
@@ -360,7 +368,7 @@ class _FlatConverter:
         counts, wanted = [len(row) for row in rows], [len(row) for row in views]
         if counts != wanted:
             raise ValueError(
-                f"parameters must be {wanted[0]} for each of {len(wanted)} devices, one for each "
+                f"parameters must have {wanted[0]} for each of {len(wanted)} devices, one for each "
                 f"tensor of the flat buffer; it has {brief(counts)}"
             )
         seen: dict[int, str] = {}
@@ -370,31 +378,31 @@ class _FlatConverter:
                 _check_parameter(parameter, name)
                 if id(parameter) in seen:
                     raise ValueError(
-                        f"{name} is {seen[id(parameter)]}, which can have only one gradient: name "
-                        "a parameter that is shared once"
+                        f"{name} is the same tensor as {seen[id(parameter)]}, which can have only "
+                        "one gradient: list a shared parameter once"
                     )
                 seen[id(parameter)] = name
         return [_Gradients(*each) for each in zip(range(len(rows)), rows, views, strict=True)]
 
 
 def _check_parameter(parameter: Any, name: str) -> None:
-    """Raises unless PyTorch keeps a ``.grad`` for it that can be a view."""
+    """Raises unless it is a PyTorch tensor whose ``.grad`` can be a view."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(parameter, torch.Tensor):
-        raise TypeError(f"{name} is {type(parameter).__name__}, no tensor of PyTorch")
+        raise TypeError(f"{name} is {type(parameter).__name__}; pass a PyTorch tensor")
     try:
         _check_tensor(parameter)
     except TypeError as error:
         raise about(name, error) from None
     if not parameter.is_leaf:
         raise ValueError(
-            f"{name} is computed from other tensors (is_leaf is False), and gets no .grad; pass "
+            f"{name} is computed from other tensors (is_leaf is False) and gets no .grad; pass "
             "the parameter itself"
         )
 
 
 class _Gradients:
-    """The parameters whose ``.grad`` lie in the flat buffer of one device.
+    """Keeps the ``.grad`` of parameters as views of one device's flat buffer.
 
     Holds no parameter and no view: both hold the block, which holds this.
 
@@ -415,7 +423,7 @@ class _Gradients:
         ]
 
     def replaced(self) -> list[tuple[int, Any, Any]]:
-        """Tensor, parameter and gradient of each that is not its view; see ``Attached``."""
+        """Finds the parameters whose ``.grad`` is no longer their view; see ``Attached``."""
         found = []
         for tensor, (owner, view, address) in enumerate(self._rows):  # at each play: only compares
             parameter = owner()
@@ -431,22 +439,24 @@ class _Gradients:
         return found
 
     def _check(self, tensor: int, given: Any, name: str) -> None:
-        """Raises unless the view could be this gradient, or that of this parameter."""
+        """Raises unless the view has the shape, dtype and device of this gradient or parameter."""
         device, _, shape, dtype = self._spans[tensor]
         if given.layout is not sys.modules["torch"].strided:
-            raise ValueError(f"{name} has the layout {given.layout}; pass dense gradients")
+            raise ValueError(f"{name} has layout {given.layout}; only dense gradients are allowed")
         found = shape_and_dtype(given)
         if found != (shape, dtype):
             raise ValueError(
-                f"{name} is {found[1]}{list(found[0])}, its view in the flat buffer is "
-                f"{dtype}{list(shape)}; make a flat buffer of the new shapes and dtype"
+                f"{name} is {found[1]}{list(found[0])}, but its view in the flat buffer is "
+                f"{dtype}{list(shape)}; make a new flat buffer for the new shapes and dtype"
             )
         wanted = ("cuda", device.physical) if device.mesh_state.backend == "cuda" else ("cpu", None)
         if (given.device.type, given.device.index) != wanted:
-            raise DeviceMismatchError(f"{name} is on {given.device}, its view on {device.name}")
+            raise DeviceMismatchError(
+                f"{name} is on {given.device}, but its view is on {device.name}"
+            )
 
     def attach_again(self, block: Block, replaced: list[tuple[int, Any, Any]]) -> None:
-        """See ``Attached``; in the order of PyTorch's current stream, which our queue is behind."""
+        """Replaces gradients by their views, on PyTorch's current stream; see ``Attached``."""
         with StreamScope():
             for tensor, parameter, grad in replaced:
                 buffer = Buffer(block, *self._spans[tensor][1:])
@@ -464,11 +474,11 @@ class _Gradients:
 
 
 def _no_view() -> None:
-    """There is none yet."""
+    """Stands for the view of a parameter that has none yet."""
 
 
 def hand_over(buffer: Buffer, kind: Kind) -> None:
-    """Whoever uses this memory next as an array of ``kind`` comes behind what is queued for it."""
+    """Makes users of ``buffer`` as an array of ``kind`` wait for the work queued on it."""
     if buffer.device.mesh_state.backend == "sim":
         buffer.device.release(buffer)
     else:
@@ -486,14 +496,14 @@ _tensors: dict[type, str] = {}  # of each class of tensors, once: why it is refu
 
 
 def _check_tensor(tensor: Any) -> None:
-    """Raises ``TypeError`` unless its memory holds its values."""
+    """Raises ``TypeError`` unless the tensor is a plain one, whose memory holds its values."""
     why = _tensors.get(type(tensor))
     if why is None:
         why = _tensors[type(tensor)] = _why_refused(type(tensor))
     if why:
         raise TypeError(why)
     if getattr(tensor, "is_nested", False):
-        raise TypeError("a nested tensor is no array: pass .to_padded_tensor(0), or its parts")
+        raise TypeError("nested tensors are not arrays: pass .to_padded_tensor(0), or the parts")
 
 
 def _why_refused(cls: type) -> str:
@@ -501,19 +511,19 @@ def _why_refused(cls: type) -> str:
         return ""
     names = [ancestor.__name__ for ancestor in cls.__mro__]
     if "DTensor" in names:
-        return "a DTensor is spread over processes: pass .to_local()"
+        return "a DTensor is distributed over processes: pass .to_local()"
     if "FakeTensor" in names:
         return "a FakeTensor has no values: call this outside FakeTensorMode and torch.compile"
     if "NestedTensor" in names:
-        return "a nested tensor is no array: pass .to_padded_tensor(0), or its parts"
+        return "nested tensors are not arrays: pass .to_padded_tensor(0), or the parts"
     return (
-        f"{cls.__name__} is a subclass of torch.Tensor, and its memory may hold other values: pass "
+        f"{cls.__name__} is a subclass of torch.Tensor, whose memory may hold other values: pass "
         "a plain tensor, such as .as_subclass(torch.Tensor)"
     )
 
 
 def _check_traced(array: Any) -> None:
-    """Raises ``TypeError`` for what JAX computes with while it traces a function."""
+    """Raises ``TypeError`` for a value that JAX is tracing."""
     if any(ancestor.__name__ == "Tracer" for ancestor in type(array).__mro__):
         raise TypeError(
             f"{type(array).__name__} is traced by JAX and has no values yet: call this outside "
@@ -524,43 +534,43 @@ def _check_traced(array: Any) -> None:
 def _from_torch(tensor: Any, device: Device) -> Buffer:
     _check_tensor(tensor)
     if tensor.requires_grad:
-        raise ValueError("the tensor needs grad: pass tensor.detach()")
+        raise ValueError("the tensor requires grad: pass tensor.detach()")
     try:
         array = tensor.numpy()
-    except (TypeError, RuntimeError):  # whatever is not plain host memory that NumPy knows
+    except (TypeError, RuntimeError):  # not plain host memory of a dtype that NumPy has
         return _from_special_torch(tensor, device)
     return device.put(array, tensor.data_ptr())
 
 
 def _from_special_torch(tensor: Any, device: Device) -> Buffer:
-    """A tensor that PyTorch does not show as a NumPy array: on a GPU, bfloat16, a lazy view."""
+    """Converts a tensor without ``.numpy()``: on a GPU, bfloat16, or a lazy view."""
     torch = sys.modules["torch"]
     if tensor.layout is not torch.strided:
-        raise TypeError(f"a tensor of layout {tensor.layout} is not an array: pass .to_dense()")
+        raise TypeError(f"a tensor with layout {tensor.layout} is not an array: pass .to_dense()")
     if tensor.is_conj() or tensor.is_neg():
         buffer = _from_torch(tensor.resolve_conj().resolve_neg(), device)
         buffer.array_owner = "copy"
         return buffer
     if not tensor.is_cuda and tensor.device.type != "cpu":
         raise DeviceMismatchError(f"the tensor is on {tensor.device}; pass one on cpu or cuda")
-    halves = tensor.dtype is torch.bfloat16
-    if halves:
+    is_bfloat16 = tensor.dtype is torch.bfloat16
+    if is_bfloat16:
         tensor = tensor.view(torch.int16)
     if tensor.is_cuda:
         stream = torch.cuda.current_stream(tensor.device).cuda_stream
-        return adopt_foreign(tensor, device, stream, dtype=BFLOAT16 if halves else None)
+        return adopt_foreign(tensor, device, stream, dtype=BFLOAT16 if is_bfloat16 else None)
     try:
         array, address = tensor.numpy(), tensor.data_ptr()
     except (TypeError, RuntimeError) as error:  # in torch.func, quantized, ...
         why = str(error).partition("\n")[0]
-        raise TypeError(f"the tensor cannot be seen as an array: PyTorch says {why!r}") from None
-    return device.put(array.view(BFLOAT16) if halves else array, address)
+        raise TypeError(f"the tensor cannot be read as an array: PyTorch says {why!r}") from None
+    return device.put(array.view(BFLOAT16) if is_bfloat16 else array, address)
 
 
 def _to_torch(array: Any) -> Any:
-    """A host array as a tensor on the same memory."""
+    """Converts a host array to a tensor on the same memory; a read-only one is copied."""
     torch = sys.modules["torch"]
-    if not array.flags.writeable:  # tensors know no such thing: theirs would be written
+    if not array.flags.writeable:  # tensors cannot be read-only
         array = array.copy()
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(_INT16)).view(torch.bfloat16)
@@ -575,19 +585,21 @@ def _from_jax(array: Any, device: Device) -> Buffer:
     try:
         indices = array.devices()
     except RuntimeError as error:  # deleted, or donated to a jitted function
-        raise ValueError(f"the array has no memory any more: JAX says {str(error)!r}") from None
+        raise ValueError(f"the JAX array was deleted or donated: {str(error)!r}") from None
     if len(indices) != 1:
-        raise ValueError(f"the JAX array is spread over {len(indices)} devices")
+        raise ValueError(
+            f"the JAX array is sharded over {len(indices)} devices; pass one that is on one device"
+        )
     (index,) = indices
     if index.platform == "cpu":
         return device.put(np.asarray(array))
     if index.platform not in ("gpu", "cuda"):
-        raise DeviceMismatchError(f"the JAX array is on {index}")
+        raise DeviceMismatchError(f"the JAX array is on {index}; pass one on cpu or gpu")
     return adopt_foreign(array, device, writable=False)  # JAX shows no stream
 
 
 def _to_jax(array: Any) -> Any:
-    """A host array as a JAX array, on the same memory if JAX takes it."""
+    """Converts a host array to a JAX array, on the same memory if JAX accepts it."""
     jax = sys.modules["jax"]
     if array.dtype == BFLOAT16 or not array.flags.writeable:
         with jax.default_device(jax.devices("cpu")[0]):  # its own may be a GPU

@@ -1,7 +1,7 @@
-"""Arrays in GPU memory through the door: shared by DLPack, fenced with their library's stream.
+"""Shares GPU arrays of CuPy, PyTorch, JAX and others with Buffers, in stream order.
 
-The only room that looks at a foreign stream. Imports no array library: a GPU array exists only if
-its library is in ``sys.modules``, and CuPy is there on every CUDA mesh.
+The only module that queries streams of other libraries. Imports no array library: a GPU array
+exists only if its library is in ``sys.modules``, and CuPy is there on every CUDA mesh.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NOWHERE = nullcontext()
 
 
 def adopt_cupy(array: Any, device: Device) -> Buffer:
-    """A CuPy array as a Buffer on its own GPU; our queue waits for CuPy's current stream."""
+    """Wraps a CuPy array as a Buffer on its GPU; our queue waits for CuPy's current stream."""
     return _adopt(array, device, _current(int(array.device.id)))
 
 
@@ -58,7 +58,7 @@ def adopt_foreign(
     dtype: np.dtype | None = None,
     writable: bool = True,
 ) -> Buffer:
-    """Another library's GPU array as a Buffer on its own GPU.
+    """Wraps another library's GPU array as a Buffer on its GPU.
 
     Shared by DLPack where the library speaks it, else by ``__cuda_array_interface__``.
 
@@ -77,7 +77,7 @@ def adopt_foreign(
         TypeError: it is shared in neither way.
     """
     if device.mesh_state.backend != "cuda":
-        raise DeviceMismatchError(f"the array is on a GPU, {device.name} is simulated")
+        raise DeviceMismatchError(f"the array is on a GPU, but {device.name} is simulated")
     if unchecked(device, stream):  # DLPack makes CuPy's stream wait
         _check_streams(device, stream)
     shared = _by_dlpack(array) or _by_interface(array)
@@ -89,9 +89,9 @@ def adopt_foreign(
 
 
 def reading(buffers: Iterable[Buffer]) -> None:
-    """What callers lent before this call, as the values of a ``PerReplica``, is read by it now.
+    """Orders a call behind the streams of callers' arrays that it reads, such as a PerReplica's.
 
-    In order with the stream that is current in its library now, as if it came in by this call.
+    Behind the stream that is current in their library now, as if they were passed in this call.
     """
     lent = [buffer for buffer in buffers if buffer.array_owner in OWNED_BY_CALLER]
     for kind, device in {(buffer.array_owner, buffer.device) for buffer in lent}:
@@ -106,12 +106,12 @@ def reading(buffers: Iterable[Buffer]) -> None:
 
 
 def download_foreign(array: Any) -> np.ndarray:
-    """A host copy of a GPU array of CuPy, or of a library that is shared as CuPy's; waits for it.
+    """Copies a GPU array of any library to the host, and waits for it.
 
     Needs no mesh.
 
     Raises:
-        TypeError: it is shared in no way that we know.
+        TypeError: it has neither DLPack nor ``__cuda_array_interface__``.
     """
     cupy = sys.modules["cupy"]
     if isinstance(array, cupy.ndarray):
@@ -142,7 +142,7 @@ class _Shared(NamedTuple):
 
 
 def _by_dlpack(array: Any) -> _Shared | None:
-    """None if it is not shared like this."""
+    """Shares an array by DLPack; None if it does not support that."""
     if not hasattr(array, "__dlpack__"):
         return None
     try:
@@ -153,15 +153,18 @@ def _by_dlpack(array: Any) -> _Shared | None:
 
 
 def _by_interface(array: Any) -> _Shared:
-    """``__cuda_array_interface__`` version 3, which names the stream to wait for, if any.
+    """Shares an array by ``__cuda_array_interface__`` version 3, which names its stream, if any.
 
     CuPy's own conversion would make the *host* wait for that stream.
     """
     shown = getattr(array, "__cuda_array_interface__", None)
     if shown is None:
-        raise TypeError(f"{type(array).__name__} shares its GPU memory in no way that we know")
+        raise TypeError(
+            f"the GPU memory of {type(array).__name__} cannot be shared by DLPack or by "
+            "__cuda_array_interface__"
+        )
     if shown.get("mask") is not None:
-        raise TypeError("a masked array would lose its mask")
+        raise TypeError("a masked array would lose its mask: pass an array without one")
     cupy = sys.modules["cupy"]
     dtype, shape, strides = np.dtype(shown["typestr"]), shown["shape"], shown.get("strides")
     address, read_only = shown["data"]
@@ -179,17 +182,19 @@ def _by_interface(array: Any) -> _Shared:
 def _adopt(
     array: Any, device: Device, stream: Stream | None, *, once: bool = True, writable: bool = True
 ) -> Buffer:
-    """A CuPy array as a Buffer of the mesh; its queue waits for ``stream``, ``once`` a call.
+    """Wraps a CuPy array as a Buffer of the mesh, whose queue waits for ``stream``.
 
     And ``stream`` for ours when the call ends, unless nobody ever writes the array (JAX's).
     """
     gpu = int(array.device.id)
     if device.mesh_state.backend != "cuda":
-        raise DeviceMismatchError(f"the array is on GPU {gpu}, {device.name} is simulated")
+        raise DeviceMismatchError(f"the array is on GPU {gpu}, but {device.name} is simulated")
     near = [device, *device.mesh.devices]
     home = next((each for each in near if each.physical == gpu), None)
     if home is None:
-        raise DeviceMismatchError(f"the array is on GPU {gpu}, outside the mesh {device.mesh}")
+        raise DeviceMismatchError(
+            f"the array is on GPU {gpu}, which is not in the mesh {device.mesh}"
+        )
     if array.flags.c_contiguous:
         fenced = unfenced(home, stream, leaving=False) if once else stream
         buffer = home.adopt(array, fenced, writable=writable)
@@ -214,13 +219,13 @@ def _adopt(
 
 
 def _check_streams(device: Device, stream: Stream | None) -> None:
-    """Raises ``CaptureError`` if ``stream``, or CuPy's current one, is capturing a CUDA graph."""
+    """Raises ``CaptureError`` if ``stream`` or CuPy's current one is capturing a CUDA graph."""
     for each in {_current(device.physical), stream} - {None}:
         device.check_stream(each)
 
 
 def _wait(stream: Any, other: Stream, gpu: int) -> None:
-    """A CuPy stream waits for what another stream of its GPU holds."""
+    """Makes a CuPy stream wait for the work queued on another stream of its GPU."""
     cuda = sys.modules["cupy"].cuda
     with cuda.Device(gpu):  # the event's, and whose default streams the two handles may name
         handle, event = handle_of(other), cuda.Event(disable_timing=True)
@@ -231,7 +236,7 @@ def _wait(stream: Any, other: Stream, gpu: int) -> None:
 
 
 def _current(gpu: int) -> Stream:
-    """CuPy's current stream on a GPU."""
+    """Returns CuPy's current stream on a GPU."""
     return sys.modules["cupy"].cuda.get_current_stream(gpu)
 
 
@@ -239,17 +244,17 @@ def _current(gpu: int) -> Stream:
 
 
 def fence_in(buffer: Buffer, kind: Kind) -> None:
-    """Our queue waits for the stream that is current in the library of ``kind``."""
+    """Makes our queue wait for the current stream of the library of ``kind``."""
     wait_for_stream(buffer.device, current_of(buffer.device, kind))
 
 
 def fence_out(buffer: Buffer, kind: Kind) -> None:
-    """The stream that is current in the library of ``kind`` waits for our queue."""
+    """Makes the current stream of the library of ``kind`` wait for our queue."""
     _released(buffer, current_of(buffer.device, kind))
 
 
 def current_of(device: Device, kind: str) -> Stream:
-    """The current stream in the library of ``kind``; CuPy's but for PyTorch.
+    """Returns the current stream of the library of ``kind``: PyTorch's own, else CuPy's.
 
     CuPy's as its object, which keeps the stream until what was shown to it can be used anew.
     PyTorch's by its handle: those of its own never end.
@@ -260,7 +265,7 @@ def current_of(device: Device, kind: str) -> Stream:
 
 
 def on_gpu_of(device: Device | None) -> AbstractContextManager[Any]:
-    """Inside, CuPy computes on the GPU of ``device``; on the simulation nothing changes."""
+    """Context in which CuPy uses the GPU of ``device``; no effect on simulated devices."""
     if device is None or device.mesh_state.backend != "cuda":
         return _NOWHERE
     gpu: AbstractContextManager[Any] = sys.modules["cupy"].cuda.Device(device.physical)
@@ -268,7 +273,7 @@ def on_gpu_of(device: Device | None) -> AbstractContextManager[Any]:
 
 
 def from_gpu(buffer: Buffer, kind: Kind) -> Any:
-    """GPU memory as an array of ``kind``; the stream current in its library waits for ours."""
+    """Converts GPU memory to an array of ``kind``, whose library's stream waits for ours."""
     if kind == "numpy":
         return buffer.numpy()
     if kind == "torch":

@@ -1,4 +1,4 @@
-"""What crosses rooms: one array on each device of several; never adds or moves one."""
+"""PerReplica and Mirrored: one array on each of several devices."""
 
 from __future__ import annotations
 
@@ -66,14 +66,17 @@ class DistributedValues(NotCopied):
 
     Raises:
         ValueError: no value, another number of values than devices, a device named twice, or one
-            that the mesh has not.
+            that is not in the mesh.
         DeviceMismatchError: a Buffer that does not lie on its device, or devices of two meshes.
-        TypeError: a value that is no array or cannot be added, or a device that is none.
-            What is wrong with one value is told with its replica's number.
+        TypeError: a value that is not an array or cannot be added, or a device that is not one.
+            An error about one value names its replica.
     """
 
     _copied_as = "pass NumPy arrays, [buffer.numpy() for buffer in value.buffers]"
-    _instead = "; AllReduceCrossDeviceOps().reduce(op, value, value) adds replicas; value[0] is one"
+    _instead = (
+        "; use AllReduceCrossDeviceOps().reduce(op, value, value) to sum the replicas, or value[0] "
+        "for one of them"
+    )
 
     _key: Any = _NO_KEY  # of the tensor of ``all_reduce``'s grads
     _kept: dict[Part, Any] | None = None  # the arrays of ``keep_arrays``
@@ -97,7 +100,7 @@ class DistributedValues(NotCopied):
             raise TypeError(f"mesh={brief(mesh)} must be a Mesh; gr.open_mesh() opens one")
         values = _listed(values)
         if not values:
-            raise ValueError("values is empty; one array for each device is needed")
+            raise ValueError("values is empty; pass one array for each device")
         if mesh is not None and devices is None and _lie_there(values, mesh):
             self._parts, self._devices, self._kind = values, mesh.devices, "buffer"
             self._is_sparse = False
@@ -106,7 +109,7 @@ class DistributedValues(NotCopied):
         self._devices = _devices(values, mesh, devices)
         if len(values) != len(self._devices):
             raise ValueError(
-                f"{len(values)} values for {len(self._devices)} devices: one for each is needed"
+                f"got {len(values)} values for {len(self._devices)} devices; pass one for each"
             )
         order = common_order(values)
         if order is None:
@@ -134,7 +137,7 @@ class DistributedValues(NotCopied):
 
     @classmethod
     def of(cls, parts: Sequence[Part], kind: Kind = "buffer", form: Form = None) -> Self:
-        """Wraps Buffers, or IndexedSlices of Buffers, that already lie on one device each.
+        """Wraps Buffers, or IndexedSlices of Buffers, one on each device.
 
         Args:
             parts: with a ``form``, their axes are in this order.
@@ -153,14 +156,14 @@ class DistributedValues(NotCopied):
 
     @classmethod
     def of_grads(cls, grads: Sequence[Any], key: Any, mesh: Mesh) -> Self:
-        """Of ``grads[device][key]``; errors name it so."""
+        """Wraps ``grads[device][key]`` of every device; errors use these names."""
         made = cls.__new__(cls)
         made._key = key
         made.__init__([entry[key] for entry in grads], mesh)  # type: ignore[misc]
         return made
 
     def name_of(self, place: int, replica: int | None = None, of: str = "grads") -> str:
-        """What an error calls this value, or one of its replicas.
+        """Returns the name of this value, or of one of its replicas, for error messages.
 
         Args:
             place: of this value in its batch.
@@ -173,7 +176,7 @@ class DistributedValues(NotCopied):
         return name if replica is None else f"{name}: replica {replica}"
 
     def keep_arrays(self, arrays: Sequence[Any] | None = None) -> None:
-        """Gives the same arrays as ``values`` from here on, without a new fence.
+        """Makes ``values`` return these arrays from now on, without synchronizing again.
 
         Args:
             arrays: on the Buffers' own memory; default what ``values`` makes now.
@@ -196,24 +199,24 @@ class DistributedValues(NotCopied):
 
     @property
     def _own(self) -> tuple[Any, ...]:
-        """What is on the memory of ``values``: ``parts``, or Buffers with their axes turned."""
+        """The parts on the memory of ``values``: ``parts``, or Buffers in memory order."""
         return self._lying or self._parts or ()
 
     @property
     def form(self) -> Form:
-        """How ``values`` differ from what ``as_it_lies`` holds."""
+        """The axis order of ``values`` in memory; None for C order."""
         return self._form
 
     def forget_copies(self) -> None:
-        """Makes ``parts`` anew when they are asked for, where they are copies of ``values``.
+        """Drops ``parts`` that are copies of ``values``; the next use copies again.
 
-        Each call that reads ``parts`` says it first: the arrays may have been written since.
+        Each call that reads ``parts`` calls this first: the arrays may have been written since.
         """
         if self._lying:
             self._parts = None
 
     def as_it_lies(self) -> DistributedValues:
-        """The same values, with their axes in the order of ``form`` if there is one: no copy."""
+        """Returns the same values with axes in memory order (``form``), without copies."""
         if self.form is None:
             return self
         made = type(self).of(self._lying, self._kind)
@@ -221,7 +224,7 @@ class DistributedValues(NotCopied):
         return made
 
     def alone(self) -> Self:
-        """The first value by itself."""
+        """Returns a value with the first replica only."""
         return type(self).of(self._own[:1], self._kind, self._form)
 
     @property
@@ -239,7 +242,7 @@ class DistributedValues(NotCopied):
             TypeError: a value is IndexedSlices; see ``parts``.
         """
         if self.is_sparse:
-            raise TypeError(f"{self} holds IndexedSlices, whose rows have indices: see .parts")
+            raise TypeError(f"{self} contains IndexedSlices, which are no Buffers: use .parts")
         return self.parts  # type: ignore[return-value]  # all dense: seen just now
 
     @property
@@ -254,7 +257,7 @@ class DistributedValues(NotCopied):
 
     @property
     def kind(self) -> Kind:
-        """Which kind of array ``values`` holds: that of the first value given."""
+        """The kind of the arrays in ``values``: that of the first value given."""
         return self._kind
 
     @property
@@ -279,15 +282,18 @@ class DistributedValues(NotCopied):
             device: a device, its name (``"gpu:1"``) or a ``torch.device``.
 
         Raises:
-            ValueError: no value lies on ``device``, or there are not so many replicas.
-            TypeError: no device.
+            ValueError: no value lies on ``device``, or ``gr.replica`` names a replica that this
+                value does not have.
+            TypeError: ``device`` is not a device.
         """
         if device is None:
             index = current_replica()
             if index is None:
                 return self.primary
             if index >= len(self._devices):
-                raise ValueError(f"there is no replica {index} of {len(self._devices)}")
+                raise ValueError(
+                    f"there is no replica {index}: the value has {len(self._devices)} replicas"
+                )
             return self._shown(self._own[index])
         found = as_device(device, "device=", self.mesh)
         if found not in self._devices:
@@ -308,19 +314,21 @@ class DistributedValues(NotCopied):
         try:
             part = self._own[place]
         except IndexError:
-            raise IndexError(f"there is no replica {place} of {len(self)}") from None
+            raise IndexError(
+                f"there is no replica {place}: the value has {len(self)} replicas"
+            ) from None
         except TypeError:
             raise TypeError(
-                f"an index must be the number of a replica, or a slice, not {brief(place)}; the "
-                "value on a device is value.get(device)"
+                f"an index must be a replica number or a slice, not {brief(place)}; use "
+                "value.get(device) for the value on a device"
             ) from None
         return self._shown(part)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         if len(self) > 1:
             raise TypeError(
-                f"a {type(self).__name__} of {len(self)} devices is not one array: take that of a "
-                "replica, value[0], or all of them, value.values"
+                f"a {type(self).__name__} of {len(self)} devices is not one array: use value[0] "
+                "for one replica, or value.values for all"
             )
         if copy is False:
             raise ValueError(
@@ -328,14 +336,14 @@ class DistributedValues(NotCopied):
             )
         (part,) = self._own
         if isinstance(part, IndexedSlices):
-            raise TypeError(f"{self} holds IndexedSlices: pass value[0].to_dense()")
+            raise TypeError(f"{self} contains IndexedSlices: pass value[0].to_dense()")
         array = part.numpy()
         if self._form is not None:
             array = array.transpose(inverse(self._form))
         return array if dtype is None else array.astype(dtype)
 
     def _shown(self, part: Part) -> Any:
-        """As the caller's kind of array."""
+        """Returns a part as an array of the caller's kind."""
         if self._kept is not None:
             return self._kept[part]
         if not isinstance(part, Buffer):
@@ -376,7 +384,7 @@ def _listed(values: Any) -> tuple[Any, ...]:
 
 
 def _lie_there(values: tuple[Any, ...], mesh: Mesh) -> bool:
-    """Whether these are Buffers, each on its device: asked first, for there is nothing to do."""
+    """Whether these are Buffers that already lie on the devices of the mesh, in order."""
     if not all([type(value) is Buffer for value in values]):
         return False
     return tuple([value.device for value in values]) == mesh.devices
@@ -405,25 +413,27 @@ def _devices(
     mesh_states = {device.mesh_state for device in (*found, *(mesh or ()))}
     if len(mesh_states) > 1:
         names = listed(device.name for device in found)
-        raise DeviceMismatchError(f"devices {names} are not all of one mesh, mesh={brief(mesh)}")
+        raise DeviceMismatchError(
+            f"devices {names} do not all belong to one mesh; mesh={brief(mesh)}"
+        )
     return found
 
 
 def device_of(part: Part) -> Device:
-    """Where a Buffer, or IndexedSlices of a Buffer, lies."""
+    """Returns the device of a Buffer, or of IndexedSlices of a Buffer."""
     device = part.device
     assert device is not None
     return device
 
 
 def buffer_of(part: Part) -> Buffer:
-    """A Buffer itself, or the rows of IndexedSlices of a Buffer."""
+    """Returns a Buffer itself, or the rows of IndexedSlices of a Buffer."""
     buffer: Buffer = part if isinstance(part, Buffer) else part.values
     return buffer
 
 
 def _own_device(value: Any) -> Any:
-    """That of a Buffer or of a Buffer's rows; None of an array, which is put on one."""
+    """Returns the device of a Buffer or of a Buffer's rows; None for other arrays."""
     return value.device if isinstance(value, Buffer | IndexedSlices) else None
 
 
@@ -438,5 +448,5 @@ def _placed(value: Any, device: Device) -> Part:
 def _placed_array(value: Any, device: Device) -> Buffer:
     buffer = to_buffer(value, device)
     if buffer.device is not device:
-        raise DeviceMismatchError(f"{buffer} is the value for {device.name}")
+        raise DeviceMismatchError(f"{buffer} was passed as the value for {device.name}")
     return buffer

@@ -1,4 +1,4 @@
-"""Rows of a larger array, each with its index: what a sparse gradient is; never crosses devices.
+"""IndexedSlices: rows of a larger array with their indices, the form of a sparse gradient.
 
 Indices are host data: they are checked, sorted and merged on the host, and only the plan of an
 addition goes to a device. Source: tf.IndexedSlices.
@@ -73,10 +73,10 @@ class IndexedSlices:
             values = host_array(values)
         shape, self._dtype = shape_and_dtype(values)
         if not shape:
-            raise InvalidArgumentError("values cannot be 0-dimensional: its rows have the indices")
+            raise InvalidArgumentError("values cannot be 0-dimensional: indices number its rows")
         if len(rows) != shape[0]:
             raise InvalidArgumentError(
-                f"{len(rows)} indices for {shape[0]} rows of values: one for each row is needed"
+                f"got {len(rows)} indices for {shape[0]} rows of values; pass one for each row"
             )
         self._dense_shape = _as_dense_shape(dense_shape, shape)
         check_indices(rows, self._dense_shape)
@@ -87,7 +87,7 @@ class IndexedSlices:
     def of(
         cls, values: Any, indices: Indices, dense_shape: tuple[int, ...] | None
     ) -> IndexedSlices:
-        """Wraps what has been checked; ``indices``, int64, is read-only from then on."""
+        """Makes IndexedSlices without checks; ``indices``, int64, becomes read-only."""
         made = cls.__new__(cls)
         indices.flags.writeable = False
         made._values, made._indices, made._dense_shape = values, indices, dense_shape
@@ -101,12 +101,12 @@ class IndexedSlices:
 
     @property
     def indices(self) -> Indices:
-        """The row number of each: a NumPy array, int64, read-only."""
+        """The row number of each row of ``values``: a read-only int64 NumPy array."""
         return self._indices
 
     @property
     def dense_shape(self) -> tuple[int, ...] | None:
-        """Of the whole array; None if unknown, -1 in its first place if only that is."""
+        """Shape of the whole array; None if unknown, -1 as first entry if only that is unknown."""
         return self._dense_shape
 
     @property
@@ -126,24 +126,24 @@ class IndexedSlices:
 
     @property
     def device(self) -> Device | None:
-        """The logical device of a Buffer's values; None of an array, which is put on one later."""
+        """The logical device of ``values`` if they are a Buffer, else None."""
         return self._values.device if isinstance(self._values, Buffer) else None
 
     @property
     def kind(self) -> Kind:
-        """Which kind of array the values are."""
+        """The kind of array that the values are."""
         return "coo" if self._was_coo else kind_of(self._values)
 
     @StreamScope()
     def coalesce(self, *, output_type: str | None = None) -> IndexedSlices:
-        """The same array with every index once, rising.
+        """Adds rows of the same index; the result has each index once, in rising order.
 
         Rows of the same index are added in the order in which they came, so that the bits are the
-        same every time; halves in float32, rounded once.
+        same every time; float16 and bfloat16 in float32, rounded once.
 
         Args:
-            output_type: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the
-                values of the result are instead of what these are.
+            output_type: kind of the result's values: ``"numpy"``, ``"cupy"``, ``"torch"``,
+                ``"jax"`` or ``"buffer"``. Default: the kind of ``values``.
 
         Returns:
             New IndexedSlices on the values' device (an array's: that of ``gr.replica``, else the
@@ -156,7 +156,7 @@ class IndexedSlices:
 
     @StreamScope()
     def to_dense(self, *, output_type: str | None = None) -> Any:
-        """The whole array: rows of the same index added as by ``coalesce``, zeros elsewhere.
+        """Returns the whole array: rows of the same index added, zeros elsewhere.
 
         Args:
             output_type: see ``coalesce``.
@@ -171,20 +171,20 @@ class IndexedSlices:
         return from_buffer(densified([self.placed()])[0], kind)
 
     def placed(self) -> IndexedSlices:
-        """The same rows as a Buffer: an array's on the device of ``gr.replica``, else the first."""
+        """Puts the rows into a Buffer, on the device of ``gr.replica``, else the first."""
         (rows,) = on_current_devices([self._values])
         return IndexedSlices.of(rows, self._indices, self._dense_shape)
 
     def shown(self, kind: Kind) -> Any:
-        """The same rows, a Buffer, as an array of ``kind``; of "coo" a ``torch.sparse_coo``."""
+        """Converts rows in a Buffer to ``kind``; "coo" makes a ``torch.sparse_coo`` tensor."""
         made = IndexedSlices.of(from_buffer(self._values, kind), self._indices, self._dense_shape)
         return made.as_coo() if kind == "coo" else made
 
     def as_coo(self) -> Any:
-        """A tensor of ``torch.sparse_coo`` of values that are a tensor, on their memory.
+        """Converts rows that are a tensor to ``torch.sparse_coo``, on the same memory.
 
-        It is coalesced if every index comes once, rising. Without a known ``dense_shape`` there is
-        none: then these rows.
+        The tensor is coalesced if every index comes once, in rising order. Without a known
+        ``dense_shape`` returns these IndexedSlices.
         """
         if not self.is_known:
             return self
@@ -208,21 +208,21 @@ class IndexedSlices:
 
 
 def as_slices(given: Any) -> Any:
-    """The rows of a tensor of ``torch.sparse_coo``, coalesced or not; anything else as it is.
+    """Converts a ``torch.sparse_coo`` tensor to IndexedSlices; returns anything else unchanged.
 
     Raises:
-        ValueError: a tensor of another ``sparse_dim`` than 1, or that needs grad.
+        ValueError: a tensor of another ``sparse_dim`` than 1, or that requires grad.
     """
     if not is_coo(given):
         return given
     tensor = given
     if tensor.sparse_dim() != 1:
         raise ValueError(
-            f"a sparse tensor of sparse_dim {tensor.sparse_dim()} has no rows; pass one of "
+            f"a sparse tensor with sparse_dim {tensor.sparse_dim()} has no rows; pass one with "
             "sparse_dim 1, or .to_dense()"
         )
     if tensor.requires_grad:
-        raise ValueError("the tensor needs grad: pass tensor.detach()")
+        raise ValueError("the tensor requires grad: pass tensor.detach()")
     made = IndexedSlices(tensor._values(), tensor._indices()[0], tuple(tensor.shape))
     made._was_coo = True
     return made
@@ -235,7 +235,7 @@ def coalesced(
     outs: Sequence[Buffer] | None = None,
     divisors: Sequence[Divisor] | None = None,
 ) -> list[Buffer]:
-    """The rows of each segment added, for many tensors: ``(num_segments, …)``.
+    """Adds the rows of each segment, for many tensors: ``(num_segments, …)``.
 
     Args:
         values: the rows of each tensor.
@@ -254,7 +254,7 @@ def coalesced(
 
 
 def densified(slices: Sequence[IndexedSlices]) -> list[Buffer]:
-    """The whole arrays of many IndexedSlices whose values are Buffers: new Buffers.
+    """Makes the whole arrays of many IndexedSlices of Buffers, in new Buffers.
 
     Raises:
         ValueError: a ``dense_shape`` is unknown.
@@ -262,8 +262,8 @@ def densified(slices: Sequence[IndexedSlices]) -> list[Buffer]:
     for each in slices:
         if not each.is_known:
             raise ValueError(
-                f"dense_shape of {each} is unknown: it says how large an array is; give it to "
-                "IndexedSlices"
+                f"dense_shape of {each} is unknown, but the dense array needs it: pass dense_shape "
+                "to IndexedSlices"
             )
     outs = [each.values.device.zeros(each.dense_shape, each.dtype) for each in slices]
     segments = [plan_segments(each.indices) for each in slices]
@@ -278,7 +278,7 @@ def _summed(
     into: Sequence[Indices | None],
     divisors: Sequence[Divisor],
 ) -> list[Buffer]:
-    """``ops.segment_sum`` on each physical device: one upload, and one launch for each dtype."""
+    """Runs ``ops.segment_sum`` on each physical device: one upload, one launch per dtype."""
     devices = [out.device for out in outs]
     for here in by_physical(devices).values():
         sharing = [devices[index] for index in here]
@@ -307,7 +307,7 @@ def check_indices(indices: Indices, dense_shape: tuple[int, ...] | None) -> None
 
 
 def _as_indices(given: Any) -> Indices:
-    """A copy on the host, int64 and read-only, of what is one row number for each row."""
+    """Copies row numbers to a read-only int64 array on the host, and checks them."""
     indices = host_array(given)
     if isinstance(given, list | tuple) and not given:  # which says nothing of its dtype
         indices = indices.astype("int64")
@@ -326,11 +326,11 @@ def _as_indices(given: Any) -> Indices:
 
 
 def _looked_up(inner: IndexedSlices, outer: Indices) -> Indices:
-    """The indices of rows that are named by their place in ``outer``."""
+    """Returns the row numbers of nested IndexedSlices, whose indices point into ``outer``."""
     if inner.dense_shape is not None and inner.dense_shape[0] not in (UNKNOWN, len(outer)):
         raise InvalidArgumentError(
-            f"{len(outer)} indices for values of dense_shape {inner.dense_shape}: one for each row "
-            "is needed"
+            f"got {len(outer)} indices for values of dense_shape {inner.dense_shape}; pass one for "
+            "each row"
         )
     check_indices(inner.indices, (len(outer),))
     found: Indices = outer[inner.indices]
@@ -339,7 +339,7 @@ def _looked_up(inner: IndexedSlices, outer: Indices) -> Indices:
 
 
 def _as_dense_shape(given: Any, values_shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """``dense_shape`` as a tuple, after it has been compared with the shape of the values."""
+    """Returns ``dense_shape`` as a tuple, checked against the shape of the values."""
     if given is None:
         return None
     entries = given if isinstance(given, list | tuple) else host_array(given).tolist()
@@ -349,7 +349,8 @@ def _as_dense_shape(given: Any, values_shape: tuple[int, ...]) -> tuple[int, ...
         raise TypeError(f"dense_shape={brief(given)} must be a list of integers, or None") from None
     if not shape or min(shape[1:], default=0) < 0 or shape[0] < UNKNOWN:
         raise InvalidArgumentError(
-            f"dense_shape={shape} must have a dimension, and no negative one but -1 as its first"
+            f"dense_shape={shape} must have at least one dimension, none negative except -1 as the "
+            "first"
         )
     if shape[1:] != values_shape[1:]:
         raise InvalidArgumentError(

@@ -1,7 +1,6 @@
-"""How a caller's array is written in place: as a Buffer, and then given back; never reads one.
+"""Lets a call write its results into arrays that the caller passed as ``out=``.
 
-What ``out=`` names comes through here, and only here. What comes in as an input is ``interop.py``'s
-and never written.
+Only arrays of ``out=`` are written. Inputs are converted in ``convert.py`` and never written.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ class Out(NamedTuple):
         array: as it came.
         kind: of array.
         buffer: what to write, of its shape and dtype on the device asked for. On the array's own
-            memory, except where ``copied`` is given.
-        copied: the array, where its own memory cannot be written: it is not in C's order, or work
-            is deferred and nobody could order it with the host. ``buffer`` is fresh there, and
-            copied to it by ``release_outputs``.
+            memory, except where ``copied`` is set.
+        copied: the array, where its own memory cannot be written: it is not in C order, or
+            commands are deferred and cannot be ordered with the host. ``buffer`` is new memory
+            then, and ``release_outputs`` copies it to the array.
     """
 
     array: Any
@@ -52,7 +51,7 @@ class Out(NamedTuple):
 
     @property
     def address(self) -> int:
-        """Where the caller's own memory begins."""
+        """Address of the caller's own memory."""
         if self.copied is None:
             return self.buffer.address
         if self.kind == "torch" and not isinstance(self.copied, np.ndarray):
@@ -69,7 +68,7 @@ def as_out(
     dtype: np.dtype,
     order: tuple[int, ...] | None = None,
 ) -> Out:
-    """``array`` as a Buffer that may be written; say ``release_outputs`` when all is queued.
+    """Wraps a caller's array as a Buffer to write; call ``release_outputs`` when all is queued.
 
     Our compute queue waits for the stream that is current in the array's library, once for each
     ``StreamScope``. What lies in a flat buffer of ``device`` is written on the block of that.
@@ -83,27 +82,30 @@ def as_out(
         order: of the axes of the array in what is written; None: its own.
 
     Raises:
-        TypeError: no array, or one that is never written (JAX's) or whose library shows no current
-            stream.
-        ValueError: another shape or dtype; read-only, not dense, a tensor that needs grad
+        TypeError: not an array, an immutable one (JAX's), or one whose library has no current
+            stream to query.
+        ValueError: another shape or dtype; read-only, not dense, a tensor that requires grad
             (outside ``torch.no_grad()``, or no leaf), or a lazy view of one.
         DeviceMismatchError: it lies elsewhere, or in the flat buffer of another device.
     """
     kind = kind_of(array)
     if kind in ("jax", "cuda") or not hasattr(array, "dtype"):
-        why = {"jax": "is never written", "cuda": "shows no current stream: wrap it as CuPy's"}
-        told = why.get(kind, "is no array")
-        raise TypeError(f"{type(array).__name__} {told}; it cannot be an out")
+        reasons = {
+            "jax": "is immutable",
+            "cuda": "has no current stream that can be queried: wrap it with cupy.asarray",
+        }
+        reason = reasons.get(kind, "is not an array")
+        raise TypeError(f"{type(array).__name__} {reason}; it cannot be used as out")
     found = shape_and_dtype(array)
     wanted = shape if order is None else tuple([shape[axis] for axis in inverse(order)])
     if found != (wanted, dtype):
-        raise ValueError(
-            f"the out is {found[1]}{list(found[0])}; the result is {dtype}{list(wanted)}"
-        )
+        raise ValueError(f"out is {found[1]}{list(found[0])}; expected {dtype}{list(wanted)}")
     if kind == "buffer":
         return Out(array, kind, _checked_buffer(array, device))
     if kind == "native" and not isinstance(array, np.ndarray):
-        raise TypeError(f"{type(array).__name__} is a number, no array; it cannot be an out")
+        raise TypeError(
+            f"{type(array).__name__} is a number, not an array; it cannot be used as out"
+        )
     seen = array if order is None else in_order(array, order)
     if kind == "torch":
         return _torch_out(seen, device)._replace(array=array)
@@ -114,10 +116,10 @@ def as_out(
 
 
 def release_outputs(outs: Iterable[Out]) -> None:
-    """Whoever uses these arrays next comes behind what is queued: their current streams wait.
+    """Makes the users of these arrays wait for the queued work: their current streams wait.
 
-    For host arrays the host waits, and where work is deferred it copies now. Buffers are in the
-    order of their queues as it is. Call it once, when everything is launched.
+    For host arrays the host waits, and where commands are deferred it copies now. Buffers are
+    ordered by their queues already. Call it once, when everything is launched.
     """
     with StreamScope():
         for out in outs:
@@ -133,22 +135,22 @@ def release_outputs(outs: Iterable[Out]) -> None:
 
 
 def tensors_of(outs: Iterable[Out]) -> list[Any]:
-    """The arrays among them whose library counts how often they were written."""
+    """Returns the PyTorch tensors among them, whose version counter counts writes."""
     found = [out.array for out in outs if out.kind == "torch" and not isinstance(out.array, Buffer)]
     return [tensor for tensor in found if not tensor.is_inference()]
 
 
 def count_writes(tensors: Sequence[Any]) -> None:
-    """So that autograd sees it, should it have kept one of them for a backward pass."""
+    """Increments the tensors' version counters, so that autograd notices the writes."""
     for tensor in tensors:
         sys.modules["torch"].autograd.graph.increment_version(tensor)
 
 
 def _checked_buffer(buffer: Buffer, device: Device) -> Buffer:
     if buffer.device is not device:
-        raise DeviceMismatchError(f"the out is {buffer}; the result lies on {device.name}")
+        raise DeviceMismatchError(f"out is {buffer}; expected one on {device.name}")
     if not buffer.block.writable:
-        raise ValueError(f"{buffer} is read-only; it cannot be an out")
+        raise ValueError(f"{buffer} is read-only; it cannot be used as out")
     return buffer
 
 
@@ -156,16 +158,16 @@ def _torch_out(tensor: Any, device: Device) -> Out:
     torch = sys.modules["torch"]
     if tensor.requires_grad and (torch.is_grad_enabled() or not tensor.is_leaf):
         raise ValueError(
-            "the out is a tensor that needs grad: pass its .detach(), or call in torch.no_grad()"
+            "out is a tensor that requires grad: pass its .detach(), or call in torch.no_grad()"
         )
     plain = tensor.detach()
     if plain.layout is not torch.strided or plain.is_conj() or plain.is_neg():
-        raise ValueError("the out is a tensor whose memory does not hold its values as they are")
+        raise ValueError("out is a sparse tensor or a lazy view: pass a plain dense tensor")
     if plain.is_cuda:
         lies = plain.device.index, plain.data_ptr()
         return Out(tensor, "torch", *_gpu_buffer(plain, plain.is_contiguous(), lies, device))
     if plain.device.type != "cpu":
-        raise DeviceMismatchError(f"the out is on {plain.device}; the result lies on {device.name}")
+        raise DeviceMismatchError(f"out is on {plain.device}; expected it on {device.name}")
     if plain.dtype is torch.bfloat16:
         host = plain.view(torch.int16).numpy().view(BFLOAT16)
     else:
@@ -176,7 +178,7 @@ def _torch_out(tensor: Any, device: Device) -> Out:
 def _gpu_buffer(
     array: Any, contiguous: bool, lies: tuple[int, int], device: Device
 ) -> tuple[Buffer, Any]:
-    """A CuPy array or tensor on its own memory and None; if not contiguous, a fresh one and it.
+    """Wraps a GPU array; returns a Buffer and None, or a new Buffer and the array to copy to.
 
     Args:
         array: dense.
@@ -186,28 +188,28 @@ def _gpu_buffer(
     """
     gpu, address = lies
     if device.mesh_state.backend == "sim" or gpu != device.physical:
-        raise DeviceMismatchError(f"the out is on GPU {gpu}; the result lies on {device}")
-    _check_lent(address, array.nbytes, device)
+        raise DeviceMismatchError(f"out is on GPU {gpu}; expected it on {device}")
+    _check_flat_buffer(address, array.nbytes, device)
     if not contiguous:
         _check_dense(array)
         shape, dtype = shape_and_dtype(array)
         return device.empty(shape, dtype), array
     buffer = to_buffer(array, device)
     if not buffer.block.writable:
-        raise ValueError("the out is read-only")
+        raise ValueError("out is read-only; pass a writable array")
     return buffer, None
 
 
 def _host_buffer(host: np.ndarray, device: Device) -> tuple[Buffer, np.ndarray | None]:
-    """On the array's own memory and None; or, where that cannot be, a fresh one and the array."""
+    """Wraps a host array; returns a Buffer and None, or a new Buffer and the array to copy to."""
     if device.mesh_state.backend != "sim":
-        raise DeviceMismatchError(f"the out is in host memory; the result lies on {device}")
+        raise DeviceMismatchError(f"out is in host memory; expected it on {device}")
     if not host.flags.writeable:
-        raise ValueError("the out is read-only")
+        raise ValueError("out is read-only; pass a writable array")
     contiguous = host.flags.c_contiguous and host.flags.aligned
     if not contiguous:
         _check_dense(host)
-    _check_lent(host.__array_interface__["data"][0], host.nbytes, device)
+    _check_flat_buffer(host.__array_interface__["data"][0], host.nbytes, device)
     if contiguous:
         buffer = device.adopt(host)
         if not device.defers or buffer.block.owned:
@@ -216,16 +218,16 @@ def _host_buffer(host: np.ndarray, device: Device) -> tuple[Buffer, np.ndarray |
 
 
 def _check_dense(array: Any) -> None:
-    """Raises ``ValueError`` for an array whose memory holds anything else between its elements."""
+    """Raises ``ValueError`` for an array with gaps between its elements."""
     if axis_order(array) is None:
         raise ValueError(
-            "the out is not dense, or not aligned: pass one without gaps, such as a contiguous or "
-            "channels_last array"
+            "out is not dense, or not aligned: pass an array without gaps, such as a contiguous or "
+            "channels_last one"
         )
 
 
-def _check_lent(address: int, nbytes: int, device: Device) -> None:
-    """Raises where it would be written past the queue that orders the use of a flat buffer."""
+def _check_flat_buffer(address: int, nbytes: int, device: Device) -> None:
+    """Raises if the memory belongs to a flat buffer of another device, ordered by its queue."""
     for other in device.mesh.devices:
         if (
             other is not device
@@ -233,5 +235,5 @@ def _check_lent(address: int, nbytes: int, device: Device) -> None:
             and other.external_buffers.find(address, nbytes)
         ):
             raise DeviceMismatchError(
-                f"the out lies in a flat buffer of {other.name}; the result lies on {device.name}"
+                f"out lies in a flat buffer of {other.name}; expected one on {device.name}"
             )

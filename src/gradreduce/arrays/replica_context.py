@@ -1,4 +1,4 @@
-"""Which replica a thread works for, and where its arrays lie; never adds or moves one."""
+"""The replica that a thread works for (``gr.replica``), and the device of its arrays."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ _device: ContextVar[Device | None] = ContextVar("gradreduce_device", default=Non
 
 @contextmanager
 def replica(index: int) -> Iterator[None]:
-    """Inside, this thread works for replica ``index``: reads of mirrored values give its copy.
+    """Context in which this thread works for replica ``index`` and reads its copies.
 
-    An array that is no Buffer lies on this replica's device. Nests; other threads are not
-    affected.
+    Mirrored values and Variables are read from the copy of this replica, and arrays that are no
+    Buffers are put on its device. Contexts nest; other threads are not affected.
 
     Args:
         index: place of the device in the mesh, from 0.
 
     Raises:
-        ValueError: ``index`` is not an integer from 0 up.
+        ValueError: ``index`` is not a non-negative integer.
     """
     try:
         number = as_index(index)
     except TypeError:
         number = -1
     if number < 0:
-        raise ValueError(f"replica index {brief(index)} must be an integer from 0 up")
+        raise ValueError(f"replica index {brief(index)} must be a non-negative integer")
     with replica_on(None, number):
         yield
 
 
 @contextmanager
 def replica_on(device: Device | None, index: int) -> Iterator[None]:
-    """As ``replica``, of a worker whose devices are a part of a mesh.
+    """Like ``replica``, for a worker whose devices are a part of a mesh.
 
     Args:
         device: of this replica; None: the device of that index in the mesh.
@@ -64,25 +64,26 @@ def replica_on(device: Device | None, index: int) -> Iterator[None]:
 
 
 def current_replica() -> int | None:
-    """The index of the innermost ``gr.replica`` of this thread; None outside any."""
+    """Returns the index of this thread's innermost ``gr.replica``; None outside any."""
     return _replica.get()
 
 
 def on_current_devices(values: Sequence[Any]) -> list[Buffer]:
-    """Each, to be read, on the device of the enclosing ``gr.replica``, else on device 0.
+    """Puts values to be read on the device of the enclosing ``gr.replica``, else on device 0.
 
-    Buffers stay. Of ``gr.default_mesh()``; a GPU array stays on its GPU, see ``interop.to_buffer``.
+    Buffers stay where they are. The mesh is ``gr.default_mesh()``; a GPU array stays on its GPU,
+    see ``convert.to_buffer``.
 
     Raises:
-        TypeError: one is no array.
-        ValueError: the mesh has not so many replicas.
+        TypeError: one is not an array.
+        ValueError: the mesh has fewer replicas.
     """
     device: Device | None = None
     placed = []
     for index, value in enumerate(values):
         if not isinstance(value, Buffer):
             try:
-                kind_of(value)  # before a mesh is opened for what is no array
+                kind_of(value)  # raises before a mesh is opened
                 device = current_device() if device is None else device
                 value = to_buffer(value, device)
             except (TypeError, ValueError) as error:
@@ -93,14 +94,14 @@ def on_current_devices(values: Sequence[Any]) -> list[Buffer]:
 
 
 def current_device(mesh: Mesh | None = None) -> Device:
-    """That of the enclosing ``gr.replica`` in ``mesh``, else its first.
+    """Returns the device of the enclosing ``gr.replica`` in ``mesh``, else its first.
 
     Args:
         mesh: default, inside a loss, that of the first Variable that it has read, whose device
             takes the place of the first; elsewhere ``gr.default_mesh()``.
 
     Raises:
-        ValueError: the mesh has not so many replicas.
+        ValueError: the mesh has fewer replicas.
     """
     own = _device.get()
     if mesh is None and own is not None:
@@ -113,5 +114,5 @@ def current_device(mesh: Mesh | None = None) -> Device:
     devices = (mesh or default_mesh()).devices
     index = current_replica() or 0
     if index >= len(devices):
-        raise ValueError(f"there is no replica {index} of a mesh of {len(devices)} devices")
+        raise ValueError(f"there is no replica {index}: the mesh has {len(devices)} devices")
     return devices[index]

@@ -1,4 +1,4 @@
-"""How small host arrays enter that come again and again: many in one upload; never launches."""
+"""Staging memory: uploads many small host arrays in one copy, call after call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL_BYTES = 1 << 13
 
 
 class Staging(threading.local):
-    """Memory for the small ones among these arrays: each thread its own, kept for the next time.
+    """Keeps staging memory for the small arrays of repeated calls, for each thread its own.
 
     Args:
         wanted: of each array.
@@ -36,7 +36,7 @@ class Staging(threading.local):
         self._flats: list[tuple[Buffer, np.ndarray]] = []
 
     def staged(self, arrays: Sequence[Any]) -> list[Buffer] | None:
-        """Buffers with these NumPy arrays, the small ones copied; None if one is anything else.
+        """Returns these NumPy arrays as Buffers, small ones copied; None if one is anything else.
 
         The next call in this thread overwrites them, in the order of the compute queues.
         """
@@ -82,6 +82,6 @@ class Staging(threading.local):
 
 
 def is_nobodys(array: np.ndarray) -> bool:
-    """Whether its memory is surely NumPy's own, and not that of a Variable, which shows it."""
+    """Whether NumPy owns the array's memory, so that it is no view of a Variable."""
     base = array.base
     return base is None or (type(base) is np.ndarray and base.base is None)

@@ -1,8 +1,8 @@
-"""Which loss a thread is computing, and how it reads Variables; never differentiates.
+"""The loss that a thread is computing, and how it reads Variables.
 
-NumPy's functions find a traced value by NumPy's own protocols. Functions of ours that may be given
-one (``gr.add_n``) are ``traceable``: they hand a call over in the same way. NumPy hands over too
-what is to be made beside one, as ``np.asarray(x, like=variable)``: ``made_like``.
+NumPy's functions find a traced value by NumPy's own protocols. Our functions that accept one
+(``gr.add_n``) are ``traceable``: they dispatch a call in the same way. NumPy also dispatches
+``np.asarray(x, like=variable)``: ``made_like``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _R = TypeVar("_R")
 
 
 class Reader(Protocol):
-    """What a loss reads Variables by.
+    """Interface through which a loss reads Variables.
 
     Attributes:
         home: of the first copy that was read; where arrays of the loss lie that are no Buffers.
@@ -45,10 +45,10 @@ class Reader(Protocol):
     home: Device | None
 
     def read(self, variable: Any, copy: Buffer, output_type: str | None) -> Any:
-        """The value of one copy of a Variable, as what the loss differentiates by."""
+        """Returns the value of one copy of a Variable, traced by the loss."""
 
     def check_unread(self, variables: Iterable[Any]) -> None:
-        """See the function of that name."""
+        """See the function ``check_unread``."""
 
 
 # Of a thread or, within one, of an asyncio task: several losses may be computed at once.
@@ -56,15 +56,15 @@ _reader: ContextVar[Reader | None] = ContextVar("gradreduce_reader", default=Non
 
 
 def current_reader() -> Reader | None:
-    """That of the innermost loss which this thread is computing; None outside any."""
+    """Returns the ``Reader`` of the innermost loss of this thread; None outside any."""
     return _reader.get()
 
 
 def check_unread(variables: Iterable[Any]) -> None:
-    """Raises if one is written inside a loss that has read it: the tape holds its memory.
+    """Raises if the current loss has read one of these Variables, so it must not be written.
 
     Raises:
-        RuntimeError: which.
+        RuntimeError: it has; the tape holds the Variable's memory. The message names it.
     """
     reader = _reader.get()
     if reader is not None:
@@ -73,7 +73,7 @@ def check_unread(variables: Iterable[Any]) -> None:
 
 @contextmanager
 def reading_by(reader: Reader | None) -> Iterator[None]:
-    """Inside, this thread's Variables are read by ``reader``; whatever comes, not afterwards."""
+    """Context in which this thread's Variables are read by ``reader``."""
     before = _reader.get()
     _reader.set(reader)
     try:
@@ -83,28 +83,28 @@ def reading_by(reader: Reader | None) -> Iterator[None]:
 
 
 class Traceable:
-    """What answers for itself when a ``traceable`` function is given it: see NumPy's NEP 18."""
+    """Base of values that handle ``traceable`` functions themselves: see NumPy's NEP 18."""
 
     __slots__ = ()
 
     def __array_function__(
         self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Does the call."""
+        """Runs ``function`` on arguments that contain this value."""
         raise NotImplementedError
 
 
 def holds_traceable(given: Any) -> bool:
-    """Whether an argument is ``Traceable``, or a list or tuple of which an element is."""
+    """Whether an argument is ``Traceable``, or a list or tuple with a ``Traceable`` element."""
     within = given if isinstance(given, list | tuple) else (given,)
     return any(isinstance(each, Traceable) for each in within)
 
 
 def made_like(function: Callable[..., Any], args: Any, kwargs: dict[str, Any], array: Any) -> Any:
-    """What NumPy's ``function`` makes beside a plain ``array``, of its library.
+    """Runs NumPy's creating ``function`` with ``like=array``, a plain array.
 
-    For a call that NumPy hands over because of ``like=``, which it has taken away: nothing among
-    its arguments is ``Traceable``.
+    For a call that NumPy dispatches because of ``like=``, which it has removed: none of its
+    arguments is ``Traceable``.
 
     Raises:
         NotImplementedError: it has no ``like=``; a Traceable lies deeper in its arguments.
@@ -112,8 +112,8 @@ def made_like(function: Callable[..., Any], args: Any, kwargs: dict[str, Any], a
     name = function.__name__
     if name not in _CREATING:
         raise NotImplementedError(
-            f"np.{name} of nested lists has no rule of differentiation here; use np.stack and "
-            "np.concatenate, or return a PyTorch tensor from the loss: then PyTorch differentiates"
+            f"np.{name} of nested lists cannot be differentiated; use np.stack and np.concatenate, "
+            "or return a PyTorch tensor from the loss: then PyTorch differentiates it"
         )
     if hasattr(array, "__array_function__"):
         kwargs = {**kwargs, "like": array}
@@ -121,9 +121,9 @@ def made_like(function: Callable[..., Any], args: Any, kwargs: dict[str, Any], a
 
 
 def traceable(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """``function``, which a traced value or a Variable among its arguments does instead.
+    """Decorates ``function`` so that traced values and Variables handle the call.
 
-    They are looked for among the arguments and in lists and tuples of them.
+    They are found among the arguments and in lists and tuples of them.
     """
 
     @wraps(function)

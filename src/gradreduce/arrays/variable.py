@@ -1,6 +1,6 @@
-"""What is trained: named arrays that live on one device or mirrored on several.
+"""Variables: named arrays that are trained, on one device or mirrored on several.
 
-Never computes: arithmetic with a Variable is that of its value, see ``arithmetic.py``.
+Arithmetic with a Variable is that of its value, see ``variable_operators.py``.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _numbers = itertools.count()
 
 
 class Variable(NotCopied, Readable):
-    """A named array that is changed in place, with one equal copy on each of its devices.
+    """A named array that is changed in place, with an equal copy on each device.
 
-    ``variable == 1.0`` compares identity, as a key of a dictionary needs it; to compare the numbers
-    write ``variable.read() == 1.0`` or ``np.equal(variable, 1.0)``.
+    ``variable == 1.0`` compares identity, since Variables are keys of dictionaries; to compare the
+    numbers write ``variable.read() == 1.0`` or ``np.equal(variable, 1.0)``.
 
     Args:
         initial_value: an array, number or nested list; copied.
@@ -66,8 +66,9 @@ class Variable(NotCopied, Readable):
             0 of the default mesh.
 
     Raises:
-        TypeError: a dtype that cannot be added, no array, no device, or a name that is no string.
-        ValueError: ``trainable`` with a dtype that is no float, or a device that the mesh has not.
+        TypeError: a dtype that cannot be added, ``initial_value`` is not an array, ``device`` is
+            not a device, or ``name`` is not a string.
+        ValueError: ``trainable`` with a dtype that is not a float, or a device outside the mesh.
     """
 
     _copied_as = "pass variable.numpy(), and make a new Variable of it"
@@ -101,7 +102,7 @@ class Variable(NotCopied, Readable):
     def filled_like(
         cls, variable: Variable, name: str, value: float = 0.0, *, dtype: DType | None = None
     ) -> Variable:
-        """One number everywhere, of a variable's shape on its devices, not trainable; a slot.
+        """Makes a slot: a non-trainable Variable like another one, filled with one number.
 
         Args:
             variable: whose shape and devices.
@@ -120,7 +121,7 @@ class Variable(NotCopied, Readable):
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
-        """The copy on each device; what optimizers write. Not to be kept across an update."""
+        """The copy on each device, which optimizers write. Do not keep it across an update."""
         return self._buffers
 
     @property
@@ -130,26 +131,26 @@ class Variable(NotCopied, Readable):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of each copy."""
+        """Shape of each copy."""
         return self._buffers[0].shape
 
     @property
     def ndim(self) -> int:
-        """Of each copy."""
+        """Number of dimensions of each copy."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """Of each copy, in elements."""
+        """Number of elements of each copy."""
         return math.prod(self.shape)
 
     @property
     def dtype(self) -> DType:
-        """Of each copy."""
+        """NumPy dtype of each copy."""
         return self._buffers[0].dtype
 
     def numpy(self, *, deadline: float | None = None) -> Any:
-        """A host copy, of the replica that the enclosing ``gr.replica`` names, else the first.
+        """Copies the value of the current ``gr.replica``, else the first copy, to the host.
 
         Waits for the device, ``deadline`` seconds or for ever; see ``Device.download``, which
         raises. Later updates do not change it.
@@ -158,7 +159,7 @@ class Variable(NotCopied, Readable):
 
     @StreamScope()
     def array(self, output_type: str | None = None) -> Any:
-        """A view of the memory itself, of the replica that ``gr.replica`` names, else the first.
+        """Returns a view of the memory of the current ``gr.replica``, else of the first copy.
 
         Nothing is copied. The stream that is current in the library waits for our queue; later
         updates write the same memory, behind what that stream held when it lent their gradients.
@@ -176,15 +177,18 @@ class Variable(NotCopied, Readable):
         buffer = self._current()
         kind = as_result_kind(output_type, "native", buffer.device)
         if kind == "jax":
-            raise ValueError("output_type='jax': JAX arrays never change, and this memory does")
+            raise ValueError(
+                "output_type='jax': JAX arrays are immutable and cannot be views of a Variable"
+            )
         if kind == "numpy" and buffer.device.mesh_state.backend != "sim":
             raise ValueError(
-                f"output_type='numpy': {buffer.device.name} is a GPU, which NumPy cannot see"
+                f"output_type='numpy': {buffer.device.name} is a GPU, whose memory NumPy cannot "
+                "access"
             )
         return from_buffer(buffer, kind)
 
     def read(self, output_type: str | None = None) -> Any:
-        """The value to compute with, of the replica that the enclosing ``gr.replica`` names.
+        """Returns the value to compute with, of the current ``gr.replica``, else the first copy.
 
         NumPy's functions and operators read a Variable by themselves, and so do PyTorch's
         functions. Inside a loss that is being differentiated the value is traced, on the memory of
@@ -193,9 +197,9 @@ class Variable(NotCopied, Readable):
         in.)
 
         Args:
-            output_type: ``"torch"`` is a tensor, by which PyTorch differentiates a loss that
-                returns a tensor; default an array of NumPy, on GPUs of CuPy. Outside a loss also
-                ``"numpy"``, ``"cupy"``, ``"jax"`` or ``"buffer"``.
+            output_type: kind of the array returned. ``"torch"``: a tensor, with which PyTorch
+                differentiates a loss that returns a tensor. Default: NumPy, on GPUs CuPy. Outside a
+                loss also ``"numpy"``, ``"cupy"``, ``"jax"`` or ``"buffer"``.
 
         Raises:
             ValueError: an unknown ``output_type``, or a library that is not imported.
@@ -217,11 +221,11 @@ class Variable(NotCopied, Readable):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         if copy is False:
-            raise ValueError("a Variable is copied to the host: copy=False cannot be had")
+            raise ValueError("copy=False is not possible: a Variable is copied to the host")
         if current_reader() is not None and self.dtype.kind in "fV":
             raise TypeError(
-                f"{brief(self)} cannot become a plain array or number inside a loss, where its "
-                "gradient would be lost; variable.numpy() is a constant"
+                f"{brief(self)} cannot become a plain array or number inside a loss, because its "
+                "gradient would be lost; use variable.numpy() for a constant"
             )
         array = self.numpy()
         return array if dtype is None else array.astype(dtype)
@@ -234,7 +238,7 @@ class Variable(NotCopied, Readable):
 
     @StreamScope()
     def assign(self, value: Any) -> Variable:
-        """Overwrites every copy.
+        """Overwrites every copy with ``value``.
 
         Args:
             value: of the variable's shape; a number, a list, an array of its dtype, or another
@@ -254,12 +258,12 @@ class Variable(NotCopied, Readable):
 
     @StreamScope()
     def assign_add(self, delta: Any) -> Variable:
-        """Adds ``delta`` to every copy; otherwise as ``assign``."""
+        """Adds ``delta`` to every copy; otherwise like ``assign``."""
         self._ready_add(delta)()
         return self
 
     def _ready_add(self, delta: Any) -> Callable[[], None]:
-        """Checks, copies and compiles for ``assign_add``; what is returned only launches it."""
+        """Checks, copies and compiles for ``assign_add``; returns a function that launches it."""
         check_unread([self])
         given = [self._checked(delta, buffer) for buffer in self._buffers]
         near = [
@@ -282,7 +286,7 @@ class Variable(NotCopied, Readable):
 
     @contextmanager
     def _all_copies(self) -> Iterator[None]:
-        """Inside, all copies are written, or none; then another thread's turn."""
+        """Context that writes all copies or none, under the launch lock."""
         mesh_state = self._buffers[0].device.mesh_state
         with (
             DeferInterrupts(),
@@ -293,7 +297,7 @@ class Variable(NotCopied, Readable):
             release_inputs()
 
     def _apart(self, source: Buffer) -> Buffer:
-        """``source``, or a copy of it where it is this variable's own memory."""
+        """Returns ``source``, or a copy of it if it overlaps this variable's memory."""
         if not any(overlap(source, buffer) for buffer in self._buffers):
             return source
         copied = source.device.empty(source.shape, source.dtype)
@@ -321,8 +325,8 @@ class Variable(NotCopied, Readable):
         reading([given])
         if (given.shape, given.dtype) != (self.shape, self.dtype):
             raise ValueError(
-                f"the value is {given.dtype}{list(given.shape)}, the variable {brief(self.name)} "
-                f"is {self.dtype}{list(self.shape)}"
+                f"the value is {given.dtype}{list(given.shape)}, but the variable "
+                f"{brief(self.name)} is {self.dtype}{list(self.shape)}"
             )
         return given
 
@@ -337,7 +341,7 @@ def get_variable(
     reuse: bool = False,
     custom_getter: Callable[..., Variable] | None = None,
 ) -> Variable:
-    """A Variable by its name, made by a custom getter where one is given (tf.get_variable).
+    """Makes a Variable, or finds one by name; calls a custom getter if given (tf.get_variable).
 
     Args:
         name: of the variable.
@@ -365,18 +369,18 @@ def get_variable(
     if not isinstance(name, str):
         raise TypeError(f"name={brief(name)} must be a string")
     if not name:
-        raise ValueError("a variable must have a name")
+        raise ValueError("name is empty; a variable must have a name")
     reuse = as_flag("reuse", reuse)
     options = {"shape": shape, "dtype": dtype, "reuse": reuse or None}
     given = {name: value for name, value in options.items() if value is not None}
     if custom_getter is None:
-        return _got(name, initial_value, trainable=trainable, **given)
+        return _make_or_find(name, initial_value, trainable=trainable, **given)
     if not callable(custom_getter):
-        raise TypeError(f"custom_getter={brief(custom_getter)} cannot be called")
-    made = custom_getter(_got, name, initial_value, trainable=trainable, **given)
+        raise TypeError(f"custom_getter={brief(custom_getter)} is not callable")
+    made = custom_getter(_make_or_find, name, initial_value, trainable=trainable, **given)
     if not isinstance(made, Variable):
         raise TypeError(
-            f"custom_getter={brief(custom_getter)} made {brief(made)}, which is no Variable"
+            f"custom_getter={brief(custom_getter)} returned {brief(made)}; return a Variable"
         )
     return made
 
@@ -384,7 +388,7 @@ def get_variable(
 _by_name: weakref.WeakValueDictionary[str, Variable] = weakref.WeakValueDictionary()
 
 
-def _got(
+def _make_or_find(
     name: str,
     initial_value: Any = None,
     *,
@@ -394,23 +398,27 @@ def _got(
     reuse: bool = False,
     device: DeviceLike | Mesh | None = None,
 ) -> Variable:
-    """What makes a Variable in the end, or finds it; see ``get_variable``."""
+    """Makes a Variable, or finds it with ``reuse``; see ``get_variable``."""
     if reuse:
         return reused(_by_name.get(name), name, initial_value, shape, dtype)
     if shape is not None:
         if not callable(initial_value):
-            raise ValueError(f"shape={brief(shape)} of {name!r}: initial_value must be an "
-                             "initializer, called with a shape")  # fmt: skip
+            raise ValueError(
+                f"shape={brief(shape)} of {name!r}: initial_value must be an initializer, which is "
+                "called with the shape"
+            )
         shape = tuple(shape)
         dtype = as_dtype("float32" if dtype is None else dtype)
         initial_value = initial_value(shape, dtype=dtype)
     elif callable(initial_value):
         initial_value = initial_value()
     elif initial_value is None:
-        raise ValueError(f"initial_value of {name!r} is missing: give an array or a callable")
+        raise ValueError(f"initial_value of {name!r} is missing: pass an array or a callable")
     made = Variable(initial_value, name, trainable=trainable, dtype=dtype, device=device)
     if shape is not None and made.shape != shape:
-        raise ValueError(f"the initializer of {name!r} gave {made.shape} for shape={shape}")
+        raise ValueError(
+            f"the initializer of {name!r} returned shape {made.shape}; expected shape={shape}"
+        )
     _by_name[name] = made
     return made
 
@@ -418,9 +426,9 @@ def _got(
 def reused(
     found: Variable | None, name: str, initial_value: Any, shape: Any, dtype: Any
 ) -> Variable:
-    """``found``, a variable to be used again, if there is one and it is what is asked for."""
+    """Returns ``found``, the variable to reuse, after checking its shape and dtype."""
     if found is None:
-        raise ValueError(f"reuse=True: get_variable has made no {name!r} that still lives")
+        raise ValueError(f"reuse=True: get_variable has made no {name!r} that still exists")
     if is_array(initial_value):
         given = shape_and_dtype(initial_value)
         shape = given[0] if shape is None else shape
@@ -456,7 +464,7 @@ def _filled(device: Device, shape: tuple[int, ...], dtype: DType, value: float) 
 
 
 def _near(device: Device, source: Buffer) -> Buffer:
-    """``source``, or a copy of it if it lies on another device."""
+    """Returns ``source``, or a copy of it on ``device`` if it is on another one."""
     if source.device is device:
         return source
     copied = device.empty(source.shape, source.dtype)
@@ -465,7 +473,7 @@ def _near(device: Device, source: Buffer) -> Buffer:
 
 
 def _copied(value: Any, device: Device, dtype: DType) -> Buffer:
-    """A Buffer of our own with ``value`` cast to ``dtype``."""
+    """Copies ``value``, cast to ``dtype``, into a new Buffer."""
     given = to_buffer(value, device, dtype=dtype)
     reading([given])
     if given.dtype != dtype:

@@ -1,6 +1,6 @@
-"""How a Variable takes part in arithmetic: it is read first, and its value does the rest.
+"""Operators of a Variable: it is read first, then its value computes.
 
-Inside a loss the value is a traced one, elsewhere a plain array. Never computes anything itself.
+Inside a loss the value is a traced one, elsewhere a plain array.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _after(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _library(other: Any) -> str | None:
-    """As whose array a value is read beside ``other``; None: as NumPy's or CuPy's."""
+    """Returns the library whose array is read to compute with ``other``; None: NumPy or CuPy."""
     try:
         kind = kind_of(other)
     except TypeError:  # a traced value, say
@@ -55,18 +55,18 @@ def _method(name: str) -> Callable[..., Any]:
         return getattr(self.read(), name)(*args, **kwargs)
 
     call.__name__ = name
-    call.__doc__ = "As of an array, of what ``read`` gives."
+    call.__doc__ = "See the method of NumPy's arrays; called on the value that ``read`` returns."
     return call
 
 
-def _refused(self: Any, other: Any) -> NoReturn:
-    raise TypeError("a Variable is written by assign and assign_add, not in place by an operator")
+def _reject_in_place(self: Any, other: Any) -> NoReturn:
+    raise TypeError("a Variable cannot be changed in place: use assign or assign_add")
 
 
 class Readable(Traceable):
-    """Operators and protocols of what has to be read before it can be computed with.
+    """Operators and array protocols of an object that is read before it is computed with.
 
-    ``==`` compares identity, as of any object that is a key of a dictionary.
+    ``==`` compares identity, since Variables are keys of dictionaries.
     """
 
     __array_priority__ = 1000  # above CuPy's 100
@@ -74,15 +74,15 @@ class Readable(Traceable):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """Of the value."""
+        """Shape of the value."""
 
     @abstractmethod
     def read(self, output_type: str | None = None) -> Any:
-        """The value."""
+        """Returns the value."""
 
     @abstractmethod
     def _beside(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """What NumPy's ``function`` makes where the value lies, without reading it."""
+        """Runs NumPy's creating ``function`` on the value's device, without reading the value."""
 
     __add__, __radd__ = _before(operator.add), _after(operator.add)
     __sub__, __rsub__ = _before(operator.sub), _after(operator.sub)
@@ -97,8 +97,8 @@ class Readable(Traceable):
     __gt__, __ge__ = _before(operator.gt), _before(operator.ge)
     __getitem__ = _before(operator.getitem)
     __neg__, __pos__, __abs__ = _alone(operator.neg), _alone(operator.pos), _alone(abs)
-    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ipow__ = __imatmul__ = _refused
-    __ifloordiv__ = __imod__ = _refused
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ipow__ = __imatmul__ = _reject_in_place
+    __ifloordiv__ = __imod__ = _reject_in_place
 
     T = property(_alone(operator.attrgetter("T")), doc="The transposed value.")
     mT = property(_alone(_swapped), doc="The value with its last two axes swapped.")
@@ -118,13 +118,11 @@ class Readable(Traceable):
     if not TYPE_CHECKING:  # which would believe that it has whatever is asked for
 
         def __getattr__(self, name: str) -> NoReturn:
-            hint = (
-                "" if name.startswith("_") else ": variable.read() and variable.numpy() are arrays"
-            )
+            hint = "" if name.startswith("_") else "; use variable.read() or variable.numpy()"
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        _refused(self, value)
+        _reject_in_place(self, value)
 
     def __len__(self) -> int:
         shape = self.shape
@@ -133,7 +131,7 @@ class Readable(Traceable):
         return int(shape[0])
 
     def __bool__(self) -> bool:
-        """True, as of any object that is a key of a dictionary, whatever its numbers."""
+        """True, whatever the value, as for any object without a truth value of its own."""
         return True
 
     def __iter__(self) -> Iterator[Any]:
@@ -141,7 +139,7 @@ class Readable(Traceable):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if _is_readable(kwargs.get("out")) or (method == "at" and _is_readable(inputs[0])):
-            _refused(self, None)
+            _reject_in_place(self, None)
         return getattr(ufunc, method)(*[_read(each) for each in inputs], **kwargs)
 
     def __array_function__(
@@ -150,24 +148,24 @@ class Readable(Traceable):
         if not any(holds_traceable(each) for each in (*args, *kwargs.values())):
             return self._beside(function, args, kwargs)
         if _writes_readable(function, args, kwargs):
-            _refused(self, None)
+            _reject_in_place(self, None)
         named = {name: _read(each) for name, each in kwargs.items()}
         return function(*[_read(each) for each in args], **named)
 
     def __cupy_override_elementwise_kernel__(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        """CuPy's own functions, which do not know NumPy's protocols, ask this."""
+        """Runs CuPy's own kernels, which do not use NumPy's protocols, on the value."""
         if any(map(_is_readable, (kwargs.get("out"), *args[getattr(kernel, "nin", len(args)) :]))):
-            _refused(self, None)
+            _reject_in_place(self, None)
         return kernel(*[_read(each) for each in args], **kwargs)
 
     @classmethod
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """In PyTorch's functions it is a tensor, in a loss one on its own memory."""
+        """Runs PyTorch functions on the value as a tensor; in a loss, on the Variable's memory."""
         kwargs = kwargs or {}
         if _writes_tensor(function, args, kwargs):
-            _refused(cls, None)
+            _reject_in_place(cls, None)
         named = {name: _read(each, "torch") for name, each in kwargs.items()}
         return function(*[_read(each, "torch") for each in args], **named)
 
@@ -176,7 +174,7 @@ class Readable(Traceable):
 
 
 def _read(given: Any, output_type: str | None = None) -> Any:
-    """An argument with what is readable in it read; in a list or tuple too."""
+    """Replaces Variables in an argument, list or tuple by their values."""
     if isinstance(given, Readable):
         return given.read(output_type)
     if isinstance(given, list | tuple) and any(isinstance(each, Readable) for each in given):
@@ -186,13 +184,13 @@ def _read(given: Any, output_type: str | None = None) -> Any:
 
 
 def _is_readable(given: Any) -> bool:
-    """Whether something is readable, or an element of a list or tuple is."""
+    """Whether an argument, or an element of a list or tuple, is ``Readable``."""
     within = given if isinstance(given, list | tuple) else (given,)
     return any(isinstance(each, Readable) for each in within)
 
 
 def _writes_readable(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a function of NumPy's would write a copy of what is read, which nobody sees."""
+    """Whether a NumPy function would write a Variable, and so only a copy of its value."""
     index = _place_of_out(function)
     if _is_readable(args[index] if 0 <= index < len(args) else kwargs.get("out")):
         return True
@@ -204,7 +202,7 @@ def _writes_readable(function: Callable[..., Any], args: Any, kwargs: dict[str, 
 
 @lru_cache(maxsize=1024)
 def _place_of_out(function: Callable[..., Any]) -> int:
-    """Where among its positional arguments ``out`` is; -1: nowhere."""
+    """Returns the position of ``out`` among the positional arguments; -1 if it is none."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -216,7 +214,7 @@ def _place_of_out(function: Callable[..., Any]) -> int:
 
 
 def _writes_tensor(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
-    """The same of PyTorch's: those in place end in an underscore, by its convention."""
+    """Whether a PyTorch function would write a Variable; in-place names end in an underscore."""
     name = getattr(function, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     if in_place or kwargs.get("inplace"):

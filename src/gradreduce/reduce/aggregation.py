@@ -58,7 +58,7 @@ _Move = tuple[Buffer, Buffer]  # rows: where to, and where they are
 
 
 def kind_of_term(term: Any) -> Kind:
-    """Which kind of array a result for ``term`` is: of IndexedSlices, that of the values.
+    """Returns the kind of array of a term; for IndexedSlices, that of the values.
 
     Raises:
         TypeError: neither IndexedSlices nor an array.
@@ -67,12 +67,12 @@ def kind_of_term(term: Any) -> Kind:
 
 
 def all_sparse(terms: Sequence[Any]) -> TypeGuard[Sequence[IndexedSlices]]:
-    """Whether no term is a dense array."""
+    """Whether all terms are IndexedSlices."""
     return all(isinstance(term, IndexedSlices) for term in terms)
 
 
 def known_shape(term: Buffer | IndexedSlices, *, alone: bool = False) -> tuple[int, ...]:
-    """The shape of a term, made dense if it is sparse.
+    """Returns the shape of a term; for IndexedSlices, that of the whole array.
 
     Raises:
         ValueError: it is the only term and its ``dense_shape`` is unknown.
@@ -82,12 +82,15 @@ def known_shape(term: Buffer | IndexedSlices, *, alone: bool = False) -> tuple[i
         return term.shape
     if term.dense_shape is None or not term.is_known:
         error = ValueError if alone else TypeError
-        raise error(f"dense_shape of {term} is unknown: it says how large the sum is")
+        raise error(
+            f"dense_shape of {term} is unknown, but the sum needs it: pass dense_shape to "
+            "IndexedSlices"
+        )
     return term.dense_shape
 
 
 def with_dense(terms: Sequence[Buffer | IndexedSlices]) -> list[Buffer]:
-    """The terms in their order, those that are sparse made dense, all of them together.
+    """Returns the terms in order as dense Buffers; sparse ones are converted together.
 
     Args:
         terms: Buffers, and IndexedSlices of Buffers whose ``dense_shape`` is known.
@@ -98,7 +101,7 @@ def with_dense(terms: Sequence[Buffer | IndexedSlices]) -> list[Buffer]:
 
 
 def concatenated(terms: Sequence[IndexedSlices], kind: Kind) -> Any:
-    """The rows of all terms, one term after the other, on the device of the first one.
+    """Concatenates the rows of all terms, on the device of the first one.
 
     One launch copies all that it reaches. ``dense_shape`` is that of the first term; the others'
     are not compared with it, but no index may leave it.
@@ -117,7 +120,7 @@ def concatenated(terms: Sequence[IndexedSlices], kind: Kind) -> Any:
 
 
 def joined(placed: Sequence[IndexedSlices], home: Device) -> IndexedSlices:
-    """As ``concatenated``, of IndexedSlices of Buffers; new memory on ``home``."""
+    """Concatenates the rows of IndexedSlices of Buffers, in new memory on ``home``."""
     parts: list[Buffer] = [term.values for term in placed]
     for index, part in enumerate(parts):
         if part.dtype != parts[0].dtype:
@@ -137,7 +140,7 @@ def joined(placed: Sequence[IndexedSlices], home: Device) -> IndexedSlices:
 
 
 def rows_together(groups: Sequence[tuple[Device, Sequence[Buffer]]]) -> list[Buffer]:
-    """For each group new memory on its device that holds its rows, one Buffer behind the other.
+    """Concatenates the rows of each group of Buffers, in new memory on its device.
 
     One launch on each device copies all that it reaches. What it does not reach comes in one copy
     from each other device, packed there if it is several.
@@ -169,7 +172,7 @@ def rows_together(groups: Sequence[tuple[Device, Sequence[Buffer]]]) -> list[Buf
 
 
 def _arrived(home: Device, moves: Sequence[_Move]) -> list[_Move]:
-    """The same rows on ``home``, by way of two flat buffers; all come from one device."""
+    """Copies rows of one device to ``home`` through two flat buffers."""
     source = moves[0][1].device
     pack_buffers: dict[DType, list[_Move]] = {}
     for move in moves:
@@ -188,14 +191,14 @@ def _arrived(home: Device, moves: Sequence[_Move]) -> list[_Move]:
 
 
 def _pack(device: Device, moves: Sequence[_Move]) -> None:
-    """One launch by ``device``, which reaches all of it."""
+    """Copies all moves in one launch by ``device``, which can access all of them."""
     others = [part.device for _, part in moves]
     join_streams(device, others)
     ops.pack([into for into, _ in moves], [part for _, part in moves], device=device)
     fork_streams(device, others)
 
 
-_END = object()  # of what is read as it comes
+_END = object()  # marks the end of an iterator
 
 
 class AggregationMethod(enum.IntEnum):
@@ -219,7 +222,7 @@ class AggregationMethod(enum.IntEnum):
 
 
 def as_aggregation_method(method: AggregationMethod | int | None) -> AggregationMethod:
-    """The member for 0, 1, 2 or a member; ``None`` is DEFAULT.
+    """Returns the member for 0, 1, 2 or a member; ``None`` is DEFAULT.
 
     Raises:
         ValueError: anything else.
@@ -236,15 +239,15 @@ def as_aggregation_method(method: AggregationMethod | int | None) -> Aggregation
 
 
 def aggregator_of(method: AggregationMethod) -> type[Aggregator]:
-    """What adds the terms of one device as they come."""
+    """Returns the class that adds the terms of one device by this method."""
     return _AGGREGATORS[method]
 
 
 @traceable
 def add_n(inputs: Sequence[Any], name: str | None = None, *, output_type: str | None = None) -> Any:
-    """The sum of ``inputs``, left to right (tf.add_n).
+    """Sums ``inputs`` left to right (tf.add_n).
 
-    Halves are added in float32 and rounded once.
+    float16 and bfloat16 are added in float32 and rounded once.
 
     Args:
         inputs: list or tuple of arrays of one shape and dtype (nothing is broadcast). A single
@@ -252,8 +255,8 @@ def add_n(inputs: Sequence[Any], name: str | None = None, *, output_type: str | 
             several devices are added per device first. IndexedSlices are made dense, a single
             one too.
         name: ignored; TensorFlow's name of the operation.
-        output_type: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the
-            result is instead of the kind of the first input.
+        output_type: kind of the result: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or
+            ``"buffer"``. Default: the kind of the first input.
 
     Returns:
         A new array of the kind of the first input; no input is written.
@@ -281,7 +284,7 @@ def accumulate_n(
     *,
     output_type: str | None = None,
 ) -> Any:
-    """The sum of ``inputs`` in one buffer, in the order of the list (tf.accumulate_n).
+    """Sums ``inputs`` into one buffer, in the order of the list (tf.accumulate_n).
 
     Args:
         inputs: list or tuple of arrays of one shape and dtype. A single one is returned itself
@@ -290,8 +293,8 @@ def accumulate_n(
         shape: what their shape must be, a list of integers; None entries fit any extent.
         tensor_dtype: what their dtype must be.
         name: ignored; TensorFlow's name of the operation.
-        output_type: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the
-            result is instead of the kind of the first input.
+        output_type: kind of the result: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or
+            ``"buffer"``. Default: the kind of the first input.
 
     Returns:
         A new array of the kind of the first input; no input is written.
@@ -304,7 +307,9 @@ def accumulate_n(
     """
     _check_inputs(inputs, "Tensor")
     if _any_sparse(inputs):
-        raise ValueError("accumulate_n takes no IndexedSlices; add_n does, or pass .to_dense()")
+        raise ValueError(
+            "accumulate_n does not accept IndexedSlices: use add_n, or pass .to_dense()"
+        )
     if len(inputs) == 1 and shape is None and tensor_dtype is None:
         return _alone(inputs[0], output_type)
     kind = as_result_kind(output_type, kind_of_term(inputs[0]))
@@ -325,7 +330,7 @@ def aggregate(
     *,
     output_type: str | None = None,
 ) -> Any:
-    """The gradient that ``terms`` make, combined by an aggregation method.
+    """Sums the terms of one gradient by an aggregation method.
 
     Args:
         terms: arrays of one shape and dtype; ``None`` among them is left out. What is no list or
@@ -334,7 +339,7 @@ def aggregate(
             over. Those of one device are added there, the partial sums on that of the first term.
             IndexedSlices among arrays are made dense, then added like them.
         method: an ``AggregationMethod``, its number, or None for DEFAULT.
-        output_type: what the result is instead of the kind of the first term; see ``add_n``.
+        output_type: kind of the result; see ``add_n``. Default: the kind of the first term.
 
     Returns:
         A new array of the kind of the first term; a single term itself (a copy, if ``output_type``
@@ -374,7 +379,7 @@ def _aggregate(
     dtype_error: type[Exception],
     kind: Kind,
 ) -> Any:
-    """All terms there: checked before anything is launched. The result is of ``kind``."""
+    """Sums a list of terms, checked before anything is launched."""
     if method is AggregationMethod.EXPERIMENTAL_ACCUMULATE_N and _any_sparse(terms):
         method = AggregationMethod.EXPERIMENTAL_TREE
     tree = method is AggregationMethod.EXPERIMENTAL_TREE
@@ -382,27 +387,27 @@ def _aggregate(
         made = ops.added_on_host(terms, current_device())
         if made is not None:
             return made
-    spread = MultiDeviceSum(_AGGREGATORS[method], dtype_error)
+    total = MultiDeviceSum(_AGGREGATORS[method], dtype_error)
     with StreamScope():
-        buffers = _checked(terms, spread)
+        buffers = _checked(terms, total)
         home = buffers[0].device
         if not [buffer for buffer in buffers if buffer.device is not home]:
             return from_buffer(aggregate_buffers([buffers], home, tree=tree)[0], kind)
         for buffer in buffers:
-            spread.push(buffer)
-        return from_buffer(spread.result(), kind)
+            total.push(buffer)
+        return from_buffer(total.result(), kind)
 
 
-def _checked(terms: Sequence[Any], spread: MultiDeviceSum) -> list[Buffer]:
-    """All terms as Buffers, once they agree; sparse ones made dense."""
+def _checked(terms: Sequence[Any], total: MultiDeviceSum) -> list[Buffer]:
+    """Checks that all terms agree, and returns them as dense Buffers."""
     if _any_sparse(terms):
         placed = [_on_current_device(term) for term in terms]
         for term in placed:
-            spread.check(known_shape(term, alone=len(placed) == 1), term.dtype)
+            total.check(known_shape(term, alone=len(placed) == 1), term.dtype)
         return with_dense(placed)
     buffers = on_current_devices(terms)
     for buffer in buffers:
-        spread.check(buffer.shape, buffer.dtype)
+        total.check(buffer.shape, buffer.dtype)
     return buffers
 
 
@@ -410,34 +415,34 @@ def _checked(terms: Sequence[Any], spread: MultiDeviceSum) -> list[Buffer]:
 def _aggregate_lazily(
     terms: Iterable[Any], method: AggregationMethod, output_type: str | None
 ) -> Any:
-    """As they come: no reference to a term outlives what the method needs of it."""
-    spread = MultiDeviceSum(_AGGREGATORS[method], _dtype_error(method))
+    """Sums the terms of an iterator, keeping each only as long as the method needs it."""
+    total = MultiDeviceSum(_AGGREGATORS[method], _dtype_error(method))
     kind: Kind = "native"
     held: list[Any] = []  # the first term, which is itself if alone; sparse ones, while all are
-    for term in _given_aside(terms):
+    for term in _iterate_suspended(terms):
         if term is None:
             continue
         term = as_slices(term)
         found = kind_of_term(term)
-        if not held and not spread.count:
+        if not held and not total.count:
             kind = as_result_kind(output_type, found)
             held.append(term)
         elif held and all_sparse([held[0], term]):
             held.append(term)
         else:
             while held:
-                _push(spread, held.pop(0))
-            _push(spread, term)
+                _push(total, held.pop(0))
+            _push(total, term)
         del term  # before the next one is made
     if len(held) == 1:
         return _alone(held[0], output_type)
     if held:
         return concatenated(held, kind)
-    return from_buffer(spread.result(), kind) if spread.count else None
+    return from_buffer(total.result(), kind) if total.count else None
 
 
-def _given_aside(terms: Iterable[Any]) -> Iterator[Any]:
-    """The same, made by the caller's own code."""
+def _iterate_suspended(terms: Iterable[Any]) -> Iterator[Any]:
+    """Iterates over ``terms`` outside the ``StreamScope``: the caller's code makes them."""
     left = iter(terms)
     while True:
         with SuspendedScope():
@@ -449,7 +454,7 @@ def _given_aside(terms: Iterable[Any]) -> Iterator[Any]:
 
 
 def _alone(term: Any, output_type: str | None) -> Any:
-    """A single term itself; a copy, if ``output_type`` names another kind than it is of."""
+    """Returns a single term itself; a copy if ``output_type`` names another kind."""
     kind = kind_of_term(term)
     wanted = as_result_kind(output_type, kind)
     if wanted == kind or (kind == "native" and wanted == "numpy" and is_array(term)):
@@ -463,13 +468,13 @@ def _alone(term: Any, output_type: str | None) -> Any:
         return from_buffer(made, wanted)
 
 
-def _push(spread: MultiDeviceSum, term: Any) -> None:
-    """Checks one of several terms, then adds it."""
+def _push(total: MultiDeviceSum, term: Any) -> None:
+    """Checks one term, then adds it."""
     placed = _on_current_device(term)
-    spread.check(known_shape(placed), placed.dtype)
+    total.check(known_shape(placed), placed.dtype)
     if isinstance(placed, IndexedSlices):
-        spread.use_tree()
-    spread.push(with_dense([placed])[0])
+        total.use_tree()
+    total.push(with_dense([placed])[0])
 
 
 def _any_sparse(terms: Sequence[Any]) -> bool:
@@ -477,12 +482,12 @@ def _any_sparse(terms: Sequence[Any]) -> bool:
 
 
 def _on_current_device(term: Any) -> Buffer | IndexedSlices:
-    """See ``values.on_current_devices``; IndexedSlices stay what they are, with a Buffer."""
+    """Puts a term on its device: a Buffer, or IndexedSlices of a Buffer."""
     return term.placed() if isinstance(term, IndexedSlices) else on_current_devices([term])[0]
 
 
 def _described(inputs: Any) -> str:
-    """Shortly: thousands of arrays make a message of megabytes."""
+    """Describes wrong inputs briefly, for an error message."""
     if not isinstance(inputs, list | tuple):
         return f"one {type(inputs).__name__}{getattr(inputs, '_instead', '')}"
     if not inputs:
@@ -494,17 +499,17 @@ def _described(inputs: Any) -> str:
 def _check_promised(
     terms: Sequence[Buffer], shape: Sequence[int | None] | None, dtype: Any
 ) -> None:
-    """Raises if a shape is not ``shape``, or the dtype of the first not ``dtype``."""
+    """Raises unless all shapes match ``shape``, and the dtype of the first is ``dtype``."""
     wanted = None if shape is None else _as_shape(shape)
     for term in terms:
         if wanted is not None and not compatible(term.shape, wanted):
             raise ValueError(f"Shapes {term.shape} and {brief(wanted)} are not compatible")
     if dtype is not None and terms[0].dtype != as_dtype(dtype):
-        raise TypeError(f"tensor_dtype is {dtype}, the inputs are {terms[0].dtype}")
+        raise TypeError(f"tensor_dtype is {dtype}, but the inputs are {terms[0].dtype}")
 
 
 def _as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
-    """Raises ``TypeError`` unless it is a sequence of integers and Nones."""
+    """Returns ``shape`` as a tuple of integers and Nones; raises ``TypeError`` otherwise."""
     try:
         return tuple(None if entry is None else as_index(entry) for entry in shape)
     except TypeError:
@@ -514,7 +519,7 @@ def _as_shape(shape: Sequence[int | None]) -> tuple[int | None, ...]:
 
 
 def _dtype_error(method: AggregationMethod) -> type[Exception]:
-    """What terms of several dtypes raise."""
+    """Returns the error type for terms of different dtypes."""
     accumulated = method is AggregationMethod.EXPERIMENTAL_ACCUMULATE_N
     return MixedDtypesError if accumulated else TypeError
 

@@ -1,7 +1,7 @@
-"""How terms become one gradient as they come, or many gradients at once; knows no user array.
+"""Aggregators: sum terms pushed one by one, or the terms of many gradients at once.
 
-The order of additions is a method's alone: ADD_N and ACCUMULATE_N add left to right, TREE in pairs,
-and pairs of pairs, as a binary counter carries: after 6 terms it holds (t0..t3) and (t4+t5).
+The method alone sets the order of additions: ADD_N and ACCUMULATE_N add left to right, TREE in
+pairs, and pairs of pairs, as a binary counter carries: after 6 terms it holds (t0..t3) and (t4+t5).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["AddN", "Aggregator", "MultiDeviceSum", "OneBuffer", "Tree", "aggrega
 
 
 class Aggregator(ABC):
-    """Terms of one shape and dtype on one device, pushed one by one.
+    """Base class: sums terms of one shape and dtype on one device, pushed one by one.
 
     A term is borrowed: it is never written, and dropped as soon as it is added. Sums are of the
     accumulate type until the end.
@@ -32,15 +32,15 @@ class Aggregator(ABC):
 
     @abstractmethod
     def push(self, term: Buffer) -> None:
-        """Takes the next term."""
+        """Adds the next term."""
 
     @abstractmethod
     def total(self, dtype: DType) -> Buffer:
-        """The sum, rounded once to ``dtype``; a lone term itself. At least one was pushed."""
+        """Returns the sum, rounded once to ``dtype``; a single term itself."""
 
 
 class AddN(Aggregator):
-    """All terms in one launch, which needs all of them at once."""
+    """Sums all terms in one launch; keeps them until then."""
 
     def __init__(self) -> None:
         self._terms: list[Buffer] = []
@@ -55,7 +55,7 @@ class AddN(Aggregator):
 
 
 class OneBuffer(Aggregator):
-    """Into a single buffer: at most three are alive, while the second term makes it."""
+    """Sums into a single buffer; at most three buffers are alive at a time."""
 
     def __init__(self) -> None:
         self._first: Buffer | None = None
@@ -84,21 +84,21 @@ class OneBuffer(Aggregator):
         return _rounded(self._total, dtype)
 
     def as_tree(self) -> Tree:
-        """Goes on in pairs; what was added so far counts as one pair. This one is done."""
+        """Returns a ``Tree`` that continues this sum, which counts as one pair."""
         tree = Tree()
         tree._sums[:] = [self._first, self._total]
         return tree
 
 
 class Tree(Aggregator):
-    """In pairs, and pairs of pairs: the error grows with log n, and so does the memory.
+    """Sums in pairs, and pairs of pairs: error and memory grow with log n.
 
     With n > 2 terms at most ⌈log2 n⌉ + 1 buffers of the accumulate type are alive, the term just
     pushed included: a pair goes into the sum of the pair before it, unless there is none.
     """
 
     def __init__(self) -> None:
-        # [k]: the sum of 2**k terms, ours from k = 1 on; [0]: a term that waits for the next
+        # [k]: the sum of 2**k terms, our memory from k = 1 on; [0]: a term that waits for the next
         self._sums: list[Buffer | None] = [None, None]
 
     def push(self, term: Buffer) -> None:
@@ -108,14 +108,14 @@ class Tree(Aggregator):
             sums[0] = term
             return
         left, sums[0] = sums[0], None
-        wide = accumulate_dtype(term.dtype)
+        acc_dtype = accumulate_dtype(term.dtype)
         carried = sums[1]
-        if carried is not None and term.dtype == wide:
+        if carried is not None and term.dtype == acc_dtype:
             ops.all_sum([[carried]], [[carried, left, term]], split=1)
             sums[1] = None
             level = 2
         else:
-            carried = _empty_like(term, wide)
+            carried = _empty_like(term, acc_dtype)
             ops.add_n([carried], [[left, term]])
             level = 1
         while level < len(sums) and (older := sums[level]) is not None:
@@ -127,7 +127,7 @@ class Tree(Aggregator):
         sums[level] = carried
 
     def total(self, dtype: DType) -> Buffer:
-        """See ``Aggregator.total``; what is left is joined from the small end."""
+        """See ``Aggregator.total``; remaining sums are added from the smallest one."""
         left = [held for held in self._sums if held is not None]
         total = left[0]
         for older in left[1:]:
@@ -137,10 +137,10 @@ class Tree(Aggregator):
 
 
 class MultiDeviceSum:
-    """The terms of one gradient, wherever they lie.
+    """Sums the terms of one gradient on any number of devices.
 
-    Those of one device are added there; the partial sums are pulled to the device of the first
-    term and added in the order in which their devices appeared.
+    Terms on one device are added there; the partial sums are copied to the device of the first
+    term, if it cannot read them, and added in the order in which their devices appeared.
 
     Args:
         aggregator: adds those of one device.
@@ -161,7 +161,7 @@ class MultiDeviceSum:
         self._parts: dict[Device, Aggregator] = {}
 
     def check(self, shape: tuple[int, ...], dtype: DType) -> None:
-        """Raises unless a term of this shape and dtype is as the first one was."""
+        """Raises unless a term has the shape and dtype of the first one."""
         if self._like is None:
             self._like = (shape, dtype)
         wanted_shape, wanted_dtype = self._like
@@ -178,7 +178,7 @@ class MultiDeviceSum:
         self._checked += 1
 
     def use_tree(self) -> None:
-        """Adds what comes from here on in pairs, if it went into a single buffer so far."""
+        """Adds later terms in pairs, if the method is ``OneBuffer``."""
         if self._aggregator is OneBuffer:
             self._aggregator = Tree
             for device, part in self._parts.items():
@@ -186,7 +186,7 @@ class MultiDeviceSum:
                 self._parts[device] = part.as_tree()
 
     def push(self, term: Buffer) -> None:
-        """Adds it on its own device."""
+        """Adds a term on its own device."""
         part = self._parts.get(term.device)
         if part is None:
             part = self._parts[term.device] = self._aggregator()
@@ -194,17 +194,17 @@ class MultiDeviceSum:
         self.count += 1
 
     def result(self) -> Buffer:
-        """The sum, on the device of the first term."""
+        """Returns the sum, on the device of the first term."""
         (home, first), *others = self._parts.items()
         assert self._like is not None
         dtype = self._like[1]
         if not others:
             return first.total(dtype)
         joined = OneBuffer()
-        wide = accumulate_dtype(dtype)
-        joined.push(first.total(wide))
+        acc_dtype = accumulate_dtype(dtype)
+        joined.push(first.total(acc_dtype))
         for device, part in others:
-            near = ensure_accessible(home, part.total(wide))
+            near = ensure_accessible(home, part.total(acc_dtype))
             join_streams(home, [near.device])
             joined.push(near)
             fork_streams(home, [device])
@@ -214,14 +214,14 @@ class MultiDeviceSum:
 def aggregate_buffers(
     gradients: Sequence[Sequence[Buffer]], device: Device, *, tree: bool = False
 ) -> list[Buffer]:
-    """Each list of terms becomes one gradient; the same launches serve all of them.
+    """Sums each list of terms; the same launches serve all of them.
 
-    All terms are there, so adding them left to right is one pass whatever the method.
+    All terms are given, so adding them left to right is one pass for every method.
 
     Args:
         gradients: for each gradient its terms, at least one, all of one shape and dtype.
-        device: whose queue launches; it reaches all terms. Comes behind the queues of the terms'
-            devices, and they behind it.
+        device: launches; it can access all terms. Its queue waits for the queues of the terms'
+            devices, and they wait for it.
         tree: add in pairs instead of left to right.
 
     Returns:
@@ -260,7 +260,7 @@ def aggregate_buffers(
 
 
 def _sum_tree(gradients: Sequence[Sequence[Buffer]], device: Device) -> list[Buffer]:
-    """Pairs, then pairs of pairs; the launches of a level serve all gradients.
+    """Sums in pairs, then pairs of pairs; the launches of a level serve all gradients.
 
     A pair of terms makes a new buffer; a later pair goes into its left one, which is ours. The
     additions are those of ``Tree``, level by level. Sums stay in the accumulate type.

@@ -1,4 +1,4 @@
-"""Who adds what where: the all-reduce algorithms, by name."""
+"""Table of the all-reduce algorithms by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .nccl_all_reduce import nccl
 
 __all__ = ["ALGORITHMS"]
 
-# Each takes the jobs and, if it takes a topology at all, one from `as_topology`.
+# Each takes the jobs and, if it supports them, reduction groups from `as_reduction_groups`.
 ALGORITHMS: dict[str, Callable[..., None]] = {
     "nccl": nccl,
     "hierarchical_copy": hierarchical_copy,

@@ -70,40 +70,40 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             and is needed on two physical GPUs or more.
         num_packs: if not 0, all tensors of a dtype lie end to end in one flat buffer that is
             reduced in this many packs. Between GPUs one pack of 8 MiB or more (smaller ones share)
-            is gathered while the one before it travels.
+            is packed while the one before it is transferred.
         agg_small_grads_max_bytes: if this and the next are above 0 and ``num_packs`` is 0, tensors
             of at most this many bytes are reduced in groups.
         agg_small_grads_max_group: how many tensors a group has at most.
         mesh: where ``all_reduce`` puts its arrays. Default: ``gr.default_mesh()``.
-        reduction_groups: of ``"hierarchical_copy"``: two lists of replica numbers, in place of its
-            halves. Replica i lies on the i-th of a value's devices. The first list is added left
-            to right, the second likewise, then the two sums; islands of devices with fast links
-            inside make good lists. One of them may be empty. Every value that is all-reduced must
-            have exactly the replicas named; what is added on one device, for other destinations
-            or IndexedSlices, is added left to right. Default: the first n // 2 of n, and the rest.
+        reduction_groups: for ``"hierarchical_copy"``: two lists of replica numbers. Replica i lies
+            on the i-th of a value's devices. The first list is added left to right, the second
+            likewise, then the two sums; devices with fast links among them make a good list. One
+            of the lists may be empty. Every value that is all-reduced must have exactly the
+            replicas named; values that are added on one device, for other destinations or
+            IndexedSlices, are added left to right. Default: the first n // 2 of n, and the rest.
         wire_dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``: the dtype in which real floats
-            travel between devices in an all-reduce, whatever they are. They are cast as they are
-            packed, and back as they are unpacked. Default: each in its own dtype. See below.
+            are transferred between devices in an all-reduce. They are cast as they are packed, and
+            back as they are unpacked. Default: each in its own dtype. See below.
 
     With a ``wire_dtype`` terms are rounded to it once and their sum once more; on the way our own
-    kernels add in float32, NCCL in the wire's dtype. For MEAN a half wire carries x / n, so that no
+    kernels add in float32, NCCL in the wire's dtype. For MEAN a 16-bit wire carries x / n, so no
     sum overflows whose mean does not; a term beyond float16's 65504 does. With t the terms (x, or
-    x / n for MEAN on a half wire), u the wire's unit roundoff (2**-11 for float16, 2**-8 for
+    x / n for MEAN on a 16-bit wire), u the wire's unit roundoff (2**-11 for float16, 2**-8 for
     bfloat16, 2**-24 for float32) and e half its smallest positive number (2**-25 for float16, below
     float32's own for the others), a result of hierarchical_copy differs from the exact one by at
     most ``(2.01 * u + n * 2**-23) * sum(|t|) + (n + 1) * e``, divided by n for MEAN where the wire
     is float32, and by the rounding to its own dtype where that does not hold every value of the
     wire. (GPUs flush what is subnormal in float32 to zero: e is 2**-127 there for the others.) A
     sum beyond what the wire or the dtype holds becomes infinite. NCCL rounds up to n - 1 more sums:
-    ``(n + 1) * u`` in the place of ``2.01 * u``. A cast of float64 to a half goes by way of
-    float32. The bits are the same on every placement, as without; where GPUs are no peers, sums of
-    half of the replicas cross in float32. What is added on one device (other destinations,
-    IndexedSlices), integers and complex numbers travel as they are.
+    ``(n + 1) * u`` instead of ``2.01 * u``. A cast of float64 to a 16-bit type goes through
+    float32. The bits are the same on every placement, as without; between GPUs that are not peers,
+    the sum of a group is transferred in float32. Values that are added on one device (other
+    destinations, IndexedSlices), integers and complex numbers are transferred in their own dtype.
 
     Raises:
-        ValueError: an unknown algorithm, a number that is negative or no integer, a ``mesh`` that
-            is none, a topology that is none, leaves a replica out, names one twice or is meant
-            for NCCL, which chooses its own, or a ``wire_dtype`` that is none of the three.
+        ValueError: an unknown algorithm, a number that is negative or not an integer, a ``mesh``
+            that is not a Mesh, ``reduction_groups`` that are not two lists, leave a replica out,
+            name one twice or are given for NCCL, which chooses its own, or another ``wire_dtype``.
     """
 
     _elementwise = True
@@ -126,8 +126,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         self.mesh = checked_mesh(mesh)
         if reduction_groups is not None and all_reduce_alg != "hierarchical_copy":
             raise ValueError(
-                f"reduction_groups={brief(reduction_groups)} is for 'hierarchical_copy'; "
-                f"{all_reduce_alg!r} has its own"
+                f"reduction_groups={brief(reduction_groups)} is only for 'hierarchical_copy'; "
+                f"{all_reduce_alg!r} chooses its own"
             )
         self.settings = Settings(
             all_reduce_alg,
@@ -138,46 +138,46 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             _as_wire(wire_dtype),
         )
 
-    def _told(self) -> list[str]:
+    def _repr_fields(self) -> list[str]:
         settings = self.settings
-        told = [settings.all_reduce_alg, f"num_packs={settings.num_packs}"]
+        fields = [settings.all_reduce_alg, f"num_packs={settings.num_packs}"]
         if settings.agg_small_grads_max_bytes:
-            told.append(f"agg_small_grads_max_bytes={settings.agg_small_grads_max_bytes}")
-            told.append(f"agg_small_grads_max_group={settings.agg_small_grads_max_group}")
+            fields.append(f"agg_small_grads_max_bytes={settings.agg_small_grads_max_bytes}")
+            fields.append(f"agg_small_grads_max_group={settings.agg_small_grads_max_group}")
         if settings.reduction_groups is not None:
-            told.append(f"reduction_groups={settings.reduction_groups}")
+            fields.append(f"reduction_groups={settings.reduction_groups}")
         if settings.wire_dtype is not None:
-            told.append(f"wire_dtype={settings.wire_dtype}")
-        return told
+            fields.append(f"wire_dtype={settings.wire_dtype}")
+        return fields
 
     @property
     def all_reduce_alg(self) -> str:
-        """The algorithm's name."""
+        """Name of the all-reduce algorithm."""
         return self.settings.all_reduce_alg
 
     @property
     def num_packs(self) -> int:
-        """Into how many packs a flat buffer is cut; 0: none is made."""
+        """Number of packs of a flat buffer; 0: tensors are not packed together."""
         return self.settings.num_packs
 
     @property
     def agg_small_grads_max_bytes(self) -> int:
-        """Up to how many bytes a tensor is grouped."""
+        """Largest tensor, in bytes, that is grouped with others."""
         return self.settings.agg_small_grads_max_bytes
 
     @property
     def agg_small_grads_max_group(self) -> int:
-        """How many tensors a group has at most."""
+        """Largest number of tensors in a group."""
         return self.settings.agg_small_grads_max_group
 
     @property
     def reduction_groups(self) -> ReductionGroups | None:
-        """The halves that were given."""
+        """The two lists of replica numbers that were given, or None."""
         return self.settings.reduction_groups
 
     @property
     def wire_dtype(self) -> DType | None:
-        """In which real floats travel; None: each in its own."""
+        """The dtype in which real floats are transferred; None: each in its own."""
         return self.settings.wire_dtype
 
     @StreamScope()
@@ -191,7 +191,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         out: Sequence[Any] | None = None,
         deadline: float | None = None,
     ) -> Any:
-        """Combines ``grads[device][tensor]``, one batch for all; the same nesting comes back.
+        """Combines ``grads[device][tensor]`` over the devices, and returns the same nesting.
 
         Args:
             grads: for each device of the mesh, in order, a list, tuple or dict of arrays or
@@ -199,8 +199,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 that is None on every device stays None.
             op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``.
             coalesce: add rows of the same index of IndexedSlices.
-            output_type: what the results are instead of the kind of each tensor's first array; see
-                ``batch_reduce``.
+            output_type: kind of the results; see ``batch_reduce``. Default: the kind of each
+                tensor's first array.
             out: arrays that the results are written into, nested as ``grads``, which may be
                 ``grads`` itself; see ``batch_reduce``. What it holds for a tensor that is None on
                 every device stays as it is.
@@ -243,7 +243,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         *,
         coalesce: bool = False,
     ) -> ReducePlan:
-        """What ``batch_reduce`` of the same arguments would do: print it, or count with it.
+        """Returns what ``batch_reduce`` of the same arguments would do: print it.
 
         Nothing is launched, copied or compiled. Equal shapes, dtypes, settings and meshes give
         the same plan, which is remembered; so does the same place of tensors in a flat buffer.
@@ -270,17 +270,18 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         coalesce: bool = False,
         deadline: float | None = None,
     ) -> Profile:
-        """Where the time of a ``batch_reduce`` of the same arguments goes: print it.
+        """Measures where the time of a ``batch_reduce`` of the same arguments goes: print it.
 
-        The plan with a floor for each stage (its bytes over the rate at which this mesh copies)
-        beside what the journal counted. Does the reduction twice, drops the results, and waits for
-        the devices; the first time on a mesh it measures copies too, for a second at most.
+        Shows the plan, with a lower bound for the time of each stage (its bytes over this mesh's
+        copy bandwidth), beside what the journal counted. Does the reduction twice, drops the
+        results, and waits for the devices; the first time on a mesh it measures the copy bandwidth
+        too, for a second at most.
 
         Args:
             reduce_op: see ``batch_reduce``.
             value_destination_pairs: see ``batch_reduce``; at least one.
             coalesce: see ``batch_reduce``.
-            deadline: seconds from now for all of that, or the mesh dies.
+            deadline: seconds from now for all of that, else the mesh is marked as failed.
 
         Raises:
             ValueError, DeviceMismatchError, TypeError, BackendUnavailableError, CollectiveError:
@@ -296,7 +297,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             return profile_of(planned, mesh, reduce)
 
     def _plannable(self, reduce_op: ReduceOp, pairs: Sequence[tuple[Any, Any]]) -> list[Request]:
-        """Checked, all of them, with the devices on which they are all-reduced."""
+        """Checks the arguments of ``plan`` and ``profile``, and the devices."""
         requests = checked_requests(pairs, reduce_op, self.mesh, elementwise=True)
         for request in requests:
             if request.is_all_reduced:
@@ -313,41 +314,44 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         out: Sequence[Any] | None = None,
         deadline: float | None = None,
     ) -> PreparedStep:
-        """Works a ``batch_reduce`` out once, to be done many times at little cost to the host.
+        """Prepares a ``batch_reduce`` that is called many times, at little host time per call.
 
-        Does it once, too. See ``PreparedStep`` for what its calls read and overwrite.
+        Runs it once. See ``PreparedStep`` for what its calls read and overwrite.
 
         Args:
             reduce_op: see ``batch_reduce``.
             value_destination_pairs: see ``batch_reduce``; at least one, of dense Buffers or
                 arrays that are shared, not copied, all of one mesh.
-            output_type: what the results are instead of the kind of each value's first array.
+            output_type: kind of the results. Default: the kind of each value's first array.
             out: the arrays that each call writes, which are the results then; see
                 ``batch_reduce``. On simulated devices with ``schedule_seed=`` Buffers alone.
             deadline: of this first time; see ``batch_reduce``.
 
         Raises:
             ValueError: what ``batch_reduce`` raises, no pair, values of several meshes, arrays
-                that had to be copied, or results of JAX, whose arrays are never written, or of
-                NumPy from a GPU.
+                that had to be copied, or results that are JAX arrays, which are immutable, or
+                NumPy arrays of a GPU's values.
             DeviceMismatchError, TypeError: what ``batch_reduce`` raises for an ``out``.
         """
-        steady = self._steady(reduce_op, value_destination_pairs, output_type, out)
+        arguments = self._step_arguments(reduce_op, value_destination_pairs, output_type, out)
         with deadline_scope(
-            "prepare", as_deadline(deadline), steady.requests[0].value.mesh.devices
+            "prepare", as_deadline(deadline), arguments.requests[0].value.mesh.devices
         ):
-            return PreparedStep(*steady)
+            return PreparedStep(*arguments)
 
-    def _steady(
+    def _step_arguments(
         self,
         reduce_op: ReduceOp,
         pairs: Sequence[tuple[Any, Any]],
         output_type: str | None,
         out: Any,
-    ) -> _Steady:
-        """What a step is made of, checked; nothing is launched."""
+    ) -> _StepArguments:
+        """Checks the arguments of ``prepare`` and ``capture``; launches nothing."""
         if output_type is not None and out is not None:
-            raise ValueError(f"output_type={brief(output_type)}: the results are the arrays of out")
+            raise ValueError(
+                f"output_type={brief(output_type)} cannot be combined with out, whose arrays are "
+                "the results"
+            )
         outs: list[list[Out]] = []
         with StreamScope():  # around inputs and outs: their streams are fenced once
             requests = checked_requests(pairs, reduce_op, self.mesh, elementwise=True, out=out)
@@ -356,7 +360,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         kinds = [row[0].kind for row in outs] or result_kinds(requests, output_type)
         check_preparable(requests, kinds, outs)
         reduce = partial(self.reduce_batch, reduce_op, requests, coalesce=False)
-        return _Steady(requests, kinds, reduce, outs)
+        return _StepArguments(requests, kinds, reduce, outs)
 
     @StreamScope()
     def capture(
@@ -368,7 +372,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         out: Sequence[Any] | None = None,
         deadline: float | None = None,
     ) -> CapturedStep:
-        """As ``prepare``, and each call is one CUDA graph; in the simulation, a list replayed.
+        """Like ``prepare``, but each call launches one CUDA graph.
 
         Args:
             reduce_op: see ``batch_reduce``.
@@ -380,18 +384,18 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         Raises:
             ValueError, DeviceMismatchError, TypeError: what ``prepare`` raises.
             CollectiveError: ``"nccl"`` over several physical devices of this process; not launched.
-            CaptureError: inside a capture, or two physical devices are no peers: nothing was
+            CaptureError: inside a capture, or two physical devices are not peers: nothing was
                 launched; or CUDA cannot make the graph.
         """
-        steady = self._steady(reduce_op, value_destination_pairs, output_type, out)
-        for index, request in enumerate(steady.requests):
+        arguments = self._step_arguments(reduce_op, value_destination_pairs, output_type, out)
+        for index, request in enumerate(arguments.requests):
             crosses = len(by_physical(request.devices)) > 1 and request.is_all_reduced
             if crosses and self.all_reduce_alg == "nccl":
                 raise CollectiveError(f"value {index}: {NOT_CAPTURED}")
         with deadline_scope(
-            "capture", as_deadline(deadline), steady.requests[0].value.mesh.devices
+            "capture", as_deadline(deadline), arguments.requests[0].value.mesh.devices
         ):
-            return CapturedStep(*steady)
+            return CapturedStep(*arguments)
 
     def reduce_buffers(
         self,
@@ -401,9 +405,9 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         out_dtypes: Sequence[DType] | None = None,
         consume: ExitStack | None = None,
     ) -> list[tuple[Buffer, ...]]:
-        """The flow itself: ``gradients[tensor][replica]`` become their sum, divided.
+        """Sums ``gradients[tensor][replica]`` and divides the sums.
 
-        See ``reduce_flow.reduce_buffers``. A subclass with a ``reduce_batch`` of its own is asked.
+        See ``pipeline.reduce_buffers``. A subclass that overrides ``reduce_batch`` uses that.
         """
         if not is_all_reduce(self):
             return super().reduce_buffers(gradients, divisor=divisor, out_dtypes=out_dtypes)
@@ -412,23 +416,23 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         )
 
     def compile_for(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
-        """Compiles all that ``reduce_buffers`` may launch; see ``reduce_flow.compile_for``."""
+        """Compiles all kernels of ``reduce_buffers``; see ``pipeline.compile_for``."""
         compile_for(self.settings, devices, dtype, out_dtype)
 
     def reduce_batch(
         self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
     ) -> list[tuple[Part, ...]]:
-        """See ``CrossDeviceOps.reduce_batch``."""
+        """Reduces checked requests; see ``CrossDeviceOps.reduce_batch``."""
         return reduce_requests(self.settings, reduce_op, requests, coalesce=coalesce)
 
 
 def is_all_reduce(ops: CrossDeviceOps) -> bool:
-    """Whether it reduces by the all-reduce of this file, and not in a way of its own."""
+    """Whether ``ops`` uses this all-reduce, and does not override ``reduce_batch``."""
     return type(ops).reduce_batch is AllReduceCrossDeviceOps.reduce_batch
 
 
-class _Steady(NamedTuple):
-    """The arguments of a ``PreparedStep``."""
+class _StepArguments(NamedTuple):
+    """Checked arguments of a ``PreparedStep``."""
 
     requests: list[Request]
     kinds: list[Kind]
@@ -462,8 +466,8 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
 class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     """``AllReduceCrossDeviceOps`` by hierarchical copy, with ``num_packs`` packs (at least 0).
 
-    ``reduction_groups``, two lists of replica numbers, names other halves than the first n // 2
-    replicas and the rest; see ``AllReduceCrossDeviceOps``.
+    ``reduction_groups``, two lists of replica numbers, replaces the default groups, the first
+    n // 2 replicas and the rest; see ``AllReduceCrossDeviceOps``.
     """
 
     def __init__(
@@ -485,11 +489,11 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
 
 @cache
 def shared_ops() -> AllReduceCrossDeviceOps:
-    """The one that those use who were given none; what shares it can travel together."""
+    """Returns the shared default instance; gradients reduced by it can share packs."""
     return AllReduceCrossDeviceOps()
 
 
-def all_reduce(  # noqa: PLR0913  # what is asked in one line
+def all_reduce(  # noqa: PLR0913  # the options of a one-line call
     grads: Sequence[Any],
     op: ReduceOp = ReduceOp.MEAN,
     *,
@@ -500,7 +504,9 @@ def all_reduce(  # noqa: PLR0913  # what is asked in one line
     wire_dtype: str | DType | None = None,
     deadline: float | None = None,
 ) -> Any:
-    """``AllReduceCrossDeviceOps(mesh=mesh).all_reduce(grads, op)``, in one line.
+    """Combines ``grads[device][tensor]`` over the devices of a mesh, in one call.
+
+    The same as ``AllReduceCrossDeviceOps(mesh=mesh).all_reduce(grads, op)``.
 
     Args:
         grads: ``grads[device][tensor]``, lists, tuples or dicts of arrays or IndexedSlices. A
@@ -508,11 +514,13 @@ def all_reduce(  # noqa: PLR0913  # what is asked in one line
         op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``.
         mesh: whose devices. Default: ``gr.default_mesh()``.
         coalesce: add rows of the same index of IndexedSlices.
-        output_type: what the results are instead of the kind of each tensor's first array.
+        output_type: kind of the results: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or
+            ``"buffer"``. Default: the kind of each tensor's first array.
         out: arrays that the results are written into, nested as ``grads``.
-        wire_dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``: in which dtype floats travel;
-            see ``AllReduceCrossDeviceOps``.
-        deadline: seconds from now in which the devices must be done, or the mesh dies.
+        wire_dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``: the dtype in which floats are
+            transferred; see ``AllReduceCrossDeviceOps``.
+        deadline: seconds from now within which the devices must finish, else the mesh is marked as
+            failed.
 
     Returns:
         The combined arrays, nested as they came. New memory; or ``out``.
@@ -531,7 +539,7 @@ def all_reduce(  # noqa: PLR0913  # what is asked in one line
 def _prepare_step(
     flat: FlatBuffer, op: ReduceOp, cross_device_ops: Any, deadline: float | None
 ) -> PreparedStep:
-    """See ``FlatBuffer.prepare_all_reduce``."""
+    """Makes the step of ``FlatBuffer.prepare_all_reduce``."""
     ops = shared_ops() if cross_device_ops is None else cross_device_ops
     if not isinstance(ops, AllReduceCrossDeviceOps):
         raise ValueError(

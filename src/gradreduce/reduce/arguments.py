@@ -1,4 +1,4 @@
-"""Whether the arguments of a reduction fit, before anything is launched; never reduces."""
+"""Checks the arguments of a reduction, before anything is launched."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ _CONTAINERS = (list, tuple, dict)
 
 
 class Request(NamedTuple):  # a frozen dataclass takes three times as long to make
-    """One value of a batch and where its result goes, checked.
+    """One checked value of a batch, and the devices and memory of its result.
 
     Attributes:
         value: its replicas, alike.
         devices: of the result, in its order.
         matches: whether these are the value's own devices.
         out: where the result goes, on each of the devices; None: into new memory.
-        form: how the arrays of the result differ from Buffers of the shapes of ``value``.
+        form: the axis order in memory of the result's arrays; None for C order.
     """
 
     value: DistributedValues
@@ -73,12 +73,12 @@ class Request(NamedTuple):  # a frozen dataclass takes three times as long to ma
 
     @property
     def is_all_reduced(self) -> bool:
-        """Whether it can be: IndexedSlices have no common place for a row."""
+        """Whether the value is all-reduced: dense, and its result goes to its own devices."""
         return self.matches and not self.value.is_sparse
 
 
 def devices_of(requests: Sequence[Request]) -> list[Device]:
-    """Of all values and results; once each."""
+    """Returns the devices of all values and results, each once."""
     found: dict[Device, None] = {}
     for request in requests:
         found.update(dict.fromkeys(request.value.devices))
@@ -87,7 +87,7 @@ def devices_of(requests: Sequence[Request]) -> list[Device]:
 
 
 def batches_of(requests: Sequence[Request], reduce_op: ReduceOp) -> list[list[int]]:
-    """Places of the requests that are all-reduced, those together that can be.
+    """Groups the indices of the requests that can be all-reduced together.
 
     They have the same devices; and the means of integers are apart, since they are divided after
     their addition, not in it.
@@ -108,14 +108,14 @@ def checked_requests(
     elementwise: bool = False,
     out: Any = None,
 ) -> list[Request]:
-    """Every pair, after all of them have been checked; see ``CrossDeviceOps.batch_reduce``.
+    """Checks all pairs of ``CrossDeviceOps.batch_reduce`` and makes requests of them.
 
     Args:
         pairs: see there.
         reduce_op: see there.
         mesh: see there.
-        elementwise: whether values may be reduced with their axes in the order of their memory.
-        out: see there; not checked. What it names must lie in the same order then.
+        elementwise: whether values may be reduced with their axes in memory order.
+        out: see there; not checked. Its arrays must have the same memory order then.
     """
     check_op("reduce_op", reduce_op)
     requests: list[Request] = []
@@ -148,7 +148,7 @@ def checked_requests(
 def as_reduced(
     value: DistributedValues, place: int, out: Any = None
 ) -> tuple[DistributedValues, Form]:
-    """The value as it lies, if what ``out`` names for it lies so too; and the form of the result.
+    """Returns the value with axes in memory order, if ``out`` allows it, and the result's form.
 
     Args:
         value: checked.
@@ -159,13 +159,13 @@ def as_reduced(
     if form is None:
         return value, form
     if out is not None and not (
-        isinstance(out, list | tuple) and place < len(out) and _lies_so(out[place], form)
+        isinstance(out, list | tuple) and place < len(out) and _has_order(out[place], form)
     ):
         return value, None
     return value.as_it_lies(), form
 
 
-def _lies_so(entry: Any, order: tuple[int, ...]) -> bool:
+def _has_order(entry: Any, order: tuple[int, ...]) -> bool:
     if isinstance(entry, DistributedValues):
         return entry.form == order
     return isinstance(entry, list | tuple) and all(axis_order(each) == order for each in entry)
@@ -179,22 +179,22 @@ def check_op(name: str, op: Any) -> None:
 
 
 def as_count(name: str, number: Any) -> int:
-    """An integer from 0 up, of any library; anything else is a ``ValueError``."""
+    """Returns a non-negative integer of any library; raises ``ValueError`` otherwise."""
     with suppress(TypeError):
         if as_index(number) >= 0:
             return as_index(number)
-    raise ValueError(f"{name}={brief(number)} must be an integer from 0 up")
+    raise ValueError(f"{name}={brief(number)} must be a non-negative integer")
 
 
 def checked_mesh(mesh: Any) -> Mesh | None:
-    """A mesh, or None where it is left open."""
+    """Returns a mesh or None; raises ``ValueError`` otherwise."""
     if mesh is not None and not isinstance(mesh, Mesh):
-        raise ValueError(f"mesh={brief(mesh)} is no mesh of devices")
+        raise ValueError(f"mesh={brief(mesh)} must be a Mesh; gr.open_mesh() opens one")
     return mesh
 
 
 def checked_pairs(pairs: Any) -> Sequence[tuple[Any, Any]]:
-    """A list or tuple of 2-tuples; anything else is a ``ValueError``."""
+    """Returns a list or tuple of pairs; raises ``ValueError`` otherwise."""
     if not isinstance(pairs, list | tuple):
         kind = type(pairs).__name__
         raise ValueError(f"value_destination_pairs must be a list or a tuple of pairs, not {kind}")
@@ -207,22 +207,22 @@ def checked_pairs(pairs: Any) -> Sequence[tuple[Any, Any]]:
 
 
 def _as_distributed(value: Any, place: int, mesh: Mesh | None) -> DistributedValues:
-    """The value of a pair; an array is its own only replica, anything else a ``ValueError``."""
+    """Returns the value of a pair as ``DistributedValues``; an array has one replica."""
     if isinstance(value, DistributedValues):
         return value
     return _alone(value, f"value {place}", mesh)
 
 
 def single_value(tensor: Any, what: str, mesh: Mesh | None) -> DistributedValues:
-    """What ``broadcast`` copies, as a value of one replica where it lies now.
+    """Returns what ``broadcast`` copies, as a value with one replica on its own device.
 
     Args:
-        tensor: as it came.
+        tensor: as it was passed.
         what: its name in errors.
         mesh: see ``CrossDeviceOps``.
 
     Raises:
-        ValueError: no array, or several replicas that may differ.
+        ValueError: not an array, or several replicas that may differ.
         TypeError: a dtype that cannot be added.
     """
     if isinstance(tensor, Mirrored) or (
@@ -239,12 +239,12 @@ def single_value(tensor: Any, what: str, mesh: Mesh | None) -> DistributedValues
 
 
 def _alone(value: Any, what: str, mesh: Mesh | None) -> PerReplica:
-    """An array on its own device: a host array on that of ``gr.replica``, else the first."""
+    """Wraps an array on its own device; a host array goes to that of ``gr.replica``."""
     if isinstance(value, Buffer):
         return PerReplica.of([value])
     if not isinstance(value, IndexedSlices) and not is_array(value):
         raise ValueError(
-            f"{what} is {type(value).__name__}, neither a PerReplica, an array nor IndexedSlices"
+            f"{what} is {type(value).__name__}; pass a PerReplica, an array or IndexedSlices"
         )
     try:
         return _placed_alone(value, mesh)
@@ -266,7 +266,7 @@ def _placed_alone(value: Any, mesh: Mesh | None) -> PerReplica:
 
 
 def _check_replicas(value: DistributedValues, place: int) -> None:
-    """Raises ``ValueError`` for replicas that differ, naming value and replica."""
+    """Raises ``ValueError`` for replicas that differ in shape or dtype."""
     parts = value.parts
     first = parts[0]
     shape, dtype = first.shape, first.dtype
@@ -281,7 +281,7 @@ def _check_replicas(value: DistributedValues, place: int) -> None:
             name = value.name_of(place, replica)
             other = value.name_of(place, 0).rpartition(": ")[2]
             raise ValueError(
-                f"{name} is {_written(found)}, {other} is {_written(wanted)}; replicas must agree "
+                f"{name} is {_as_text(found)}, {other} is {_as_text(wanted)}; replicas must agree "
                 "in shape and dtype"
             )
         if isinstance(part, IndexedSlices):
@@ -289,7 +289,7 @@ def _check_replicas(value: DistributedValues, place: int) -> None:
 
 
 def _check_usable(value: DistributedValues, usable: set[Device]) -> None:
-    """Raises ``BackendUnavailableError`` for a device that is lost; ``usable`` are not asked."""
+    """Raises ``BackendUnavailableError`` for a failed device; those in ``usable`` are skipped."""
     for device in value.devices:
         if device not in usable:
             device.mesh_state.check_usable(device)
@@ -304,7 +304,7 @@ def _check_indices(part: IndexedSlices, first: Part, what: str) -> None:
 
 
 def _signature(part: Part, value: DistributedValues) -> tuple[DType, tuple[int, ...] | None, str]:
-    """In what all replicas must agree: of IndexedSlices alone, in the shape of a row."""
+    """Returns what all replicas must agree in: dtype and shape, or the shape of a row."""
     if isinstance(part, Buffer):
         return part.dtype, part.shape, ""
     if all(isinstance(other, IndexedSlices) for other in value.parts):
@@ -314,16 +314,16 @@ def _signature(part: Part, value: DistributedValues) -> tuple[DType, tuple[int, 
     return part.dtype, part.dense_shape, ""
 
 
-def _written(outline: tuple[DType, tuple[int, ...] | None, str]) -> str:
-    dtype, shape, rows = outline
+def _as_text(signature: tuple[DType, tuple[int, ...] | None, str]) -> str:
+    dtype, shape, rows = signature
     return f"{dtype}{'[?]' if shape is None else list(shape)}{rows}"
 
 
 def destination_devices(destination: Any, place: int, mesh: Mesh) -> tuple[Device, ...]:
-    """The devices that a destination names, in its order.
+    """Returns the devices that a destination names, in its order.
 
     Raises:
-        ValueError: it names none, one twice, or one that ``mesh`` has not.
+        ValueError: it names no device, one twice, or one that is not in ``mesh``.
     """
     if isinstance(destination, DistributedValues | Variable | Mesh):
         devices = tuple(destination.devices)
@@ -332,8 +332,8 @@ def destination_devices(destination: Any, place: int, mesh: Mesh) -> tuple[Devic
         if not given or not all(is_device_like(each) and each != "" for each in given):
             raise ValueError(
                 f"destination {place} is {brief(destination)}: it must be a PerReplica, Mirrored, "
-                "Variable, Mesh, device, name of a device, torch.device, or list of these three, "
-                "and not empty"
+                "Variable, Mesh, device, device name, torch.device, or a non-empty list of the "
+                "last three"
             )
         devices = tuple([as_device(each, f"destination {place}: ", mesh) for each in given])
         if len(set(devices)) != len(devices):
@@ -341,13 +341,15 @@ def destination_devices(destination: Any, place: int, mesh: Mesh) -> tuple[Devic
             raise ValueError(f"destination {place} names a device twice: {twice}")
     for device in devices:
         if device.mesh_state is not mesh.mesh_state:
-            raise DeviceMismatchError(f"destination {place}: {device} is of another mesh")
+            raise DeviceMismatchError(
+                f"destination {place}: {device} belongs to another mesh than the value"
+            )
         device.mesh_state.check_usable(device)
     return devices
 
 
 def named_mesh(destination: Any) -> Mesh | None:
-    """Whose devices it names, before it is checked; None for names alone."""
+    """Returns the mesh of an unchecked destination; None if it has only names of devices."""
     listed = destination if isinstance(destination, list | tuple) else [destination]
     for each in listed:
         if isinstance(each, DistributedValues | Variable | Mesh):
@@ -358,7 +360,7 @@ def named_mesh(destination: Any) -> Mesh | None:
 
 
 def checked_nest(grads: Any, mesh: Mesh) -> list[Any]:
-    """The keys (or places) of the tensors, equal for every device."""
+    """Returns the keys (or indices) of the tensors, after checking that all devices agree."""
     _check_entries("grads", grads, len(mesh.devices), f" of {mesh}")
     keys = [keys_of(entry, replica) for replica, entry in enumerate(grads)]
     for replica, found in enumerate(keys):
@@ -367,7 +369,7 @@ def checked_nest(grads: Any, mesh: Mesh) -> list[Any]:
 
 
 def keys_of_arrays(grads: Sequence[Any], keys: Sequence[Any]) -> list[Any]:
-    """The keys of those that are not None on every device.
+    """Returns the keys of the tensors that are not None.
 
     Raises:
         ValueError: one is None on some devices only.
@@ -378,8 +380,8 @@ def keys_of_arrays(grads: Sequence[Any], keys: Sequence[Any]) -> list[Any]:
         if 0 < len(missing) < len(grads):
             there = next(replica for replica in range(len(grads)) if replica not in missing)
             raise ValueError(
-                f"grads[{listed(missing)}][{brief(key)}] is None, grads[{there}][{brief(key)}] is "
-                "not: pass zeros where a replica has no gradient, or None on every replica"
+                f"grads[{listed(missing)}][{brief(key)}] is None, but grads[{there}][{brief(key)}] "
+                "is not: pass zeros where a replica has no gradient, or None on every replica"
             )
         if not missing:
             found.append(key)
@@ -387,7 +389,7 @@ def keys_of_arrays(grads: Sequence[Any], keys: Sequence[Any]) -> list[Any]:
 
 
 def outs_of(out: Any, grads: Sequence[Any], keys: Sequence[Any]) -> list[list[Any]]:
-    """Of each key the arrays of a nest like ``grads``; anything else is a ``ValueError``."""
+    """Returns the arrays of ``out`` for each key, after checking its nesting."""
     _check_entries("out", out, len(grads), ", as grads has")
     for replica, (entry, like) in enumerate(zip(out, grads, strict=True)):
         found = keys_of(entry, replica, "out")
@@ -412,7 +414,7 @@ def _check_entries(name: str, given: Any, count: int, why: str) -> None:
 def _check_alike(
     name: str, entry: Any, keys: Sequence[Any], other: str, like: Any, wanted: Sequence[Any]
 ) -> None:
-    """Raises ``ValueError`` unless two entries are of one type and have the same keys."""
+    """Raises ``ValueError`` unless two entries have the same type and keys."""
     differs = f"{name} has other tensors than {other}"
     if type(entry) is not type(like):
         raise ValueError(f"{differs}: it is a {type(entry).__name__}, not a {type(like).__name__}")
@@ -428,14 +430,14 @@ def _check_alike(
 
 
 def _is_nest(value: Any) -> bool:
-    """Whether this is a container of arrays; a list of numbers is an array."""
+    """Whether this is a container of arrays; a list of numbers counts as an array."""
     if isinstance(value, _CONTAINERS):
         return isinstance(value, dict) or any(is_array(each) for each in value)
     return False
 
 
 def nests(like: Sequence[Any], keys: Sequence[Any], values: Sequence[Sequence[Any]]) -> Any:
-    """``values[key][replica]`` nested as ``like[replica][key]``, each in its own order of keys."""
+    """Nests ``values[key][replica]`` like ``like[replica][key]``, with each entry's key order."""
     if not isinstance(like[0], dict):
         rows = zip(*values, strict=True) if keys else [()] * len(like)
         made = [nested(entry, list(row)) for entry, row in zip(like, rows, strict=True)]
@@ -451,7 +453,7 @@ def nests(like: Sequence[Any], keys: Sequence[Any], values: Sequence[Sequence[An
 
 
 def nested(like: Any, parts: list[Any]) -> Any:
-    """``parts`` in a list, tuple, named tuple or dict like ``like``, by its own order of keys."""
+    """Puts ``parts`` into a container like ``like``: list, tuple, named tuple or dict."""
     if isinstance(like, dict):
         return dict(zip(like, parts, strict=True))
     if hasattr(like, "_fields"):
@@ -460,14 +462,14 @@ def nested(like: Any, parts: list[Any]) -> Any:
 
 
 def keys_of(entry: Any, replica: int, name: str = "grads") -> list[Any]:
-    """The keys of a dict, or the places of a list or tuple, each of one array."""
+    """Returns the keys of a dict, or the indices of a list or tuple, of arrays."""
     if isinstance(entry, _CONTAINERS):
         keys = list(entry) if isinstance(entry, dict) else list(range(len(entry)))
         for key in keys:
             if _is_nest(entry[key]):
                 raise ValueError(
-                    f"{name}[{replica}][{brief(key)}] is a nest of arrays, not an array; put all "
-                    "arrays of a device into one list or dict"
+                    f"{name}[{replica}][{brief(key)}] is a container of arrays, not an array; put "
+                    "all arrays of a device into one list or dict"
                 )
         return keys
     raise ValueError(

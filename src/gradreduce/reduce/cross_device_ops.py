@@ -1,4 +1,4 @@
-"""What every reduction across devices takes and gives; one device at a time, it adds by itself.
+"""CrossDeviceOps, the base of reductions across devices, and ReductionToOneDevice.
 
 Sources: tf.distribute.CrossDeviceOps and ReductionToOneDevice (all_reduce_cross_device_ops.md).
 """
@@ -47,24 +47,24 @@ __all__ = ["CrossDeviceOps", "ReductionToOneDevice", "result_kinds"]
 
 
 class CrossDeviceOps(ABC):
-    """Base of what combines values across devices (tf.distribute.CrossDeviceOps).
+    """Base class of reductions across devices (tf.distribute.CrossDeviceOps).
 
     Checks arguments; a subclass implements ``reduce_batch``.
 
     Attributes:
-        mesh: where host arrays are put that come without a device. None: the mesh of the devices
-            that the destination names, else ``gr.default_mesh()``.
+        mesh: where host arrays without a device are put. None: the mesh of the devices that the
+            destination names, else ``gr.default_mesh()``.
     """
 
     mesh: Mesh | None = None
     _elementwise = False  # whether ``reduce_batch`` may get arrays with their axes in another order
 
     def __repr__(self) -> str:
-        told = [*self._told(), *([] if self.mesh is None else [f"mesh={self.mesh!r}"])]
-        return f"<{type(self).__name__}{' ' if told else ''}{', '.join(told)}>"
+        shown = [*self._repr_fields(), *([] if self.mesh is None else [f"mesh={self.mesh!r}"])]
+        return f"<{type(self).__name__}{' ' if shown else ''}{', '.join(shown)}>"
 
-    def _told(self) -> list[str]:
-        """What ``repr`` says beside the class and the mesh."""
+    def _repr_fields(self) -> list[str]:
+        """Returns what ``repr`` shows besides the class and the mesh."""
         return []
 
     def reduce(
@@ -78,7 +78,7 @@ class CrossDeviceOps(ABC):
         out: Any = None,
         deadline: float | None = None,
     ) -> Mirrored:
-        """Combines the replicas of one value; see ``batch_reduce``. ``out`` is that of one."""
+        """Combines the replicas of one value; see ``batch_reduce``."""
         pairs = [(per_replica_value, destinations)]
         outs = None if out is None else [out]
         return self.batch_reduce(
@@ -109,10 +109,10 @@ class CrossDeviceOps(ABC):
 
         Args:
             reduce_op: ``ReduceOp.SUM`` or ``ReduceOp.MEAN``. MEAN is true division by the number
-                of replicas, in the accumulate type, before the one rounding (NCCL adds halves in
-                their own type: a sum may overflow though its mean would not). Integers are added
-                modulo 2**bits; their means are of the sum that gives, and floats: those of 8 and 16
-                bits become float32, of 32 and 64 bits float64.
+                of replicas, in the accumulate type, before the one rounding (NCCL adds float16 and
+                bfloat16 in their own type: a sum may overflow though its mean would not). Integers
+                are added modulo 2**bits; their means are of that sum, and floats: those of 8 and
+                16 bits become float32, of 32 and 64 bits float64.
             value_destination_pairs: list or tuple of pairs. A value is a ``PerReplica`` or
                 ``Mirrored`` whose replicas agree in shape and dtype, or one array of any library,
                 Buffer or IndexedSlices, which is its own only replica. A destination only names
@@ -121,16 +121,17 @@ class CrossDeviceOps(ABC):
                 of these three. Names are looked up in the mesh of the value.
             coalesce: add rows of the same index, where all replicas are IndexedSlices. Otherwise
                 the rows of all replicas stand one after the other, and MEAN divides each of them.
-            output_type: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or ``"buffer"``: what the
-                arrays of the results are instead of the kind of the value's.
+            output_type: kind of the result arrays: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"``
+                or ``"buffer"``. Default: the kind of the value's arrays.
             out: where the results go: for each pair a ``PerReplica``, ``Mirrored``, list or tuple
                 of arrays, one on each device of the result, in its order; dense, writable, of
                 the result's shape and dtype. An array may be a replica of this value, which is
                 then reduced in place, and overlaps nothing else. Without copies between where
                 it can be: for arrays in a ``mesh.flat_buffer``, or of one GPU, or of our own
                 memory, and with strides as the value has. Not for IndexedSlices.
-            deadline: seconds from now in which the devices must be done, or the mesh dies. The
-                first call for a dtype compiles, and connects GPUs, inside of them.
+            deadline: seconds from now within which the devices must finish, else the mesh is
+                marked as failed. The first call for a dtype compiles, and connects GPUs, within
+                this time.
 
         Returns:
             One ``Mirrored`` for each pair, in order; on the value's devices in the value's order
@@ -150,12 +151,12 @@ class CrossDeviceOps(ABC):
             TypeError: a dtype that cannot be added.
             BackendUnavailableError: NCCL is needed, on two physical GPUs or more, and missing,
                 or the mesh was closed. Nothing was launched.
-            CollectiveError: NCCL failed, or the mesh is dead: a deadline passed before. A call
-                whose own deadline passes has returned, as a rule; what waits for its results
+            CollectiveError: NCCL failed, or the mesh has failed: a deadline passed before. A call
+                whose own deadline passes has usually returned; then waiting for its results
                 raises, and every later call.
-            MemoryError, BackendUnavailableError: memory ran out, or a device died, in the middle:
-                then ``out`` may hold a part of the results, of which the error has a note. Without
-                ``out`` nothing of the caller's was written.
+            MemoryError, BackendUnavailableError: memory ran out, or a device failed, in the
+                middle: then ``out`` may hold a part of the results, which the error's note says.
+                Without ``out`` no array of the caller's was written.
         """
         seconds = as_deadline(deadline)
         if out is None:
@@ -168,11 +169,14 @@ class CrossDeviceOps(ABC):
             with (
                 deadline_scope("batch_reduce", seconds, involved),
                 SuspendedScope(),
-            ):  # a class of the caller's own
+            ):  # may be a subclass of the caller's
                 reduced = self.reduce_batch(reduce_op, requests, coalesce=coalesce)
             return mirrored(requests, reduced, kinds)
         if output_type is not None:
-            raise ValueError(f"output_type={brief(output_type)}: the results are the arrays of out")
+            raise ValueError(
+                f"output_type={brief(output_type)} cannot be combined with out, whose arrays are "
+                "the results"
+            )
         requests = checked_requests(
             value_destination_pairs, reduce_op, self.mesh, elementwise=self._elementwise, out=out
         )
@@ -195,13 +199,13 @@ class CrossDeviceOps(ABC):
         out: Any = None,
         deadline: float | None = None,
     ) -> Any:
-        """Copies ``tensor`` to every destination; waits for no device.
+        """Copies ``tensor`` to every destination, without waiting for a device.
 
         Args:
             tensor: an array of any library, a Buffer, IndexedSlices, a ``Mirrored``, or a
                 ``PerReplica`` of one device; or a list or tuple of these. Not written.
             destinations: see ``batch_reduce``; of each tensor the same.
-            output_type: what the arrays of the result are instead of the kind of ``tensor``.
+            output_type: kind of the result arrays. Default: the kind of ``tensor``.
             out: where the copies go: see ``batch_reduce``, for one value; of a list of tensors a
                 list of such. An array may be ``tensor`` itself. Not for IndexedSlices.
             deadline: see ``batch_reduce``.
@@ -212,17 +216,20 @@ class CrossDeviceOps(ABC):
             arrays, and the host waits where these lie in host memory.
 
         Raises:
-            ValueError: a wrong destination, what is no array, or an ``out`` that does not fit.
-                Nothing was launched.
+            ValueError: a wrong destination, a tensor that is not an array, or an ``out`` that does
+                not fit. Nothing was launched.
             DeviceMismatchError: destinations, or arrays of ``out``, on other devices or meshes.
             TypeError: a dtype that cannot be added.
             BackendUnavailableError: the mesh was closed.
-            CollectiveError: the mesh is dead.
+            CollectiveError: the mesh has failed.
         """
         seconds = as_deadline(deadline)
         many = isinstance(tensor, list | tuple)
         if out is not None and output_type is not None:
-            raise ValueError(f"output_type={brief(output_type)}: the results are the arrays of out")
+            raise ValueError(
+                f"output_type={brief(output_type)} cannot be combined with out, whose arrays are "
+                "the results"
+            )
         if not many:
             out = None if out is None else [out]
         requests = self._to_copy(tensor if many else [tensor], destinations, out, many=many)
@@ -242,7 +249,7 @@ class CrossDeviceOps(ABC):
     def _to_copy(
         self, tensors: Sequence[Any], destinations: Any, out: Any, *, many: bool
     ) -> list[Request]:
-        """A request for each tensor, whose only replica it is."""
+        """Makes a request for each tensor, as a value with one replica."""
         requests = []
         for index, tensor in enumerate(tensors):
             name = f"tensor[{index}]" if many else "tensor"
@@ -256,10 +263,10 @@ class CrossDeviceOps(ABC):
     def reduce_batch(
         self, reduce_op: ReduceOp, requests: list[Request], *, coalesce: bool
     ) -> list[tuple[Part, ...]]:
-        """For each request an array on each of its devices, in new memory.
+        """Reduces checked requests: for each an array on each of its devices, in new memory.
 
-        Accumulators call it too, with their locks held, for the sum of what each device has added
-        up: so it waits for no other thread, and takes nothing from an accumulator.
+        Accumulators call it too, with their locks held, for the sum of their devices' partial
+        sums: so it must not wait for another thread, nor call an accumulator.
         """
 
     def reduce_buffers(
@@ -270,20 +277,20 @@ class CrossDeviceOps(ABC):
         out_dtypes: Sequence[DType] | None = None,
         consume: ExitStack | None = None,
     ) -> list[tuple[Buffer, ...]]:
-        """What accumulators call: the sum of ``gradients[tensor][replica]`` on every device.
+        """Sums ``gradients[tensor][replica]`` on every device, for accumulators.
 
         Args:
             gradients: of real floats.
             divisor: of each sum, in the dtype of ``gradients``.
             out_dtypes: of the results, one for each tensor. Default: that of its gradients.
             consume: not None: ``gradients`` may be overwritten, see
-                ``reduce_flow.reduce_buffers``; here they never are.
+                ``pipeline.reduce_buffers``; here they never are.
         """
         requests = []
         for row in gradients:
             value = PerReplica.of(row, "native")
             requests.append(Request(value, value.devices, True))
-        with SuspendedScope():  # a class of the caller's own
+        with SuspendedScope():  # may be a subclass of the caller's
             sums = self.reduce_batch(ReduceOp.SUM, requests, coalesce=False)
         dtypes = out_dtypes or [row[0].dtype for row in gradients]
         flat = [(buffer_of(part), dtype) for row, dtype in zip(sums, dtypes, strict=True)
@@ -292,7 +299,7 @@ class CrossDeviceOps(ABC):
         return [tuple([next(made) for _ in row]) for row in sums]
 
     def compile_for(self, devices: Sequence[Device], dtype: DType, out_dtype: DType) -> None:
-        """Compiles what is known beforehand of what ``reduce_buffers`` launches.
+        """Compiles the kernels of ``reduce_buffers`` that are known in advance.
 
         Args:
             devices: of the gradients.
@@ -305,24 +312,24 @@ class CrossDeviceOps(ABC):
 
 
 class ReductionToOneDevice(CrossDeviceOps):
-    """Adds all replicas on one device, left to right, and copies the result out.
+    """Adds all replicas on one device, left to right, and copies the result to the others.
 
-    For values of few devices, and where there are no links to speak of
+    For values on few devices, and for devices without fast links
     (tf.distribute.ReductionToOneDevice).
 
     Args:
-        reduce_to_device: where to add, a device, the name of one or a ``torch.device``, in the
-            mesh of the value; default the first destination.
-        accumulation_fn: how: called with the list of a value's replicas, arrays of its own kind
-            on that device, and gives their sum, an array of their shape and dtype; it changes
-            none. Default: ``gr.add_n``'s own sum. Not called for IndexedSlices.
-        mesh: where host arrays are put that come without a device.
+        reduce_to_device: where to add: a device, a device name or a ``torch.device``, in the mesh
+            of the value; default the first destination.
+        accumulation_fn: called with the list of a value's replicas, arrays of its own kind on that
+            device; returns their sum, an array of their shape and dtype, and changes none.
+            Default: the sum of ``gr.add_n``. Not called for IndexedSlices.
+        mesh: where host arrays without a device are put.
 
     Raises:
-        ValueError: ``reduce_to_device`` is no device and no name, ``accumulation_fn`` cannot be
-            called, or ``mesh`` is none. A call also raises it, before anything is launched, for
-            a name that the value's mesh has not; and, when it has added other values of the
-            batch already, for a sum by ``accumulation_fn`` of another shape or dtype.
+        ValueError: ``reduce_to_device`` is not a device or a name, ``accumulation_fn`` is not
+            callable, or ``mesh`` is not a Mesh. A call also raises it, before anything is
+            launched, for a name that is not in the value's mesh; and, after it has added other
+            values of the batch, for a sum by ``accumulation_fn`` of another shape or dtype.
     """
 
     def __init__(
@@ -333,15 +340,17 @@ class ReductionToOneDevice(CrossDeviceOps):
         mesh: Mesh | None = None,
     ) -> None:
         if reduce_to_device is not None and not is_device_like(reduce_to_device):
-            raise ValueError(f"reduce_to_device={brief(reduce_to_device)} is no device and no name")
+            raise ValueError(
+                f"reduce_to_device={brief(reduce_to_device)} must be a device or a device name"
+            )
         if accumulation_fn is not None and not callable(accumulation_fn):
-            raise ValueError(f"accumulation_fn={brief(accumulation_fn)} cannot be called")
+            raise ValueError(f"accumulation_fn={brief(accumulation_fn)} is not callable")
         self.reduce_to_device = reduce_to_device
         self.accumulation_fn = accumulation_fn
         self._elementwise = accumulation_fn is None
         self.mesh = checked_mesh(mesh)
 
-    def _told(self) -> list[str]:
+    def _repr_fields(self) -> list[str]:
         where, how = self.reduce_to_device, self.accumulation_fn
         given = {"reduce_to_device": where, "accumulation_fn": how}
         return [f"{name}={value!r}" for name, value in given.items() if value is not None]
@@ -369,7 +378,7 @@ class ReductionToOneDevice(CrossDeviceOps):
 
 
 def _copied(place: int, request: Request) -> tuple[Part, ...]:
-    """The only replica of a value on each of the request's devices."""
+    """Copies the only replica of a value to each of the request's devices."""
     (part,) = request.value.parts
     with device_of(part).mesh_state.pack_scope(PackInfo((place,))):
         return copied_to(part, request.devices, request.out)
@@ -378,7 +387,7 @@ def _copied(place: int, request: Request) -> tuple[Part, ...]:
 def mirrored(
     requests: Sequence[Request], reduced: Sequence[tuple[Part, ...]], kinds: Sequence[Kind]
 ) -> list[Mirrored]:
-    """The results, in the form of the values."""
+    """Wraps the results as ``Mirrored`` values with the axis order of the inputs."""
     return [
         Mirrored.of(parts, kind, request.form)
         for request, parts, kind in zip(requests, reduced, kinds, strict=True)
@@ -386,7 +395,7 @@ def mirrored(
 
 
 def result_kinds(requests: Sequence[Request], output_type: str | None) -> list[Kind]:
-    """What the arrays of each result are; raises as ``as_result_kind`` does."""
+    """Returns the kind of array of each result; raises as ``as_result_kind`` does."""
     return [
         as_result_kind(output_type, request.value.kind, request.devices[0]) for request in requests
     ]

@@ -1,9 +1,9 @@
-"""All-reduce in two halves: who adds what where, without a collective library.
+"""All-reduce by hierarchical copy: adds replicas in two groups, without a collective library.
 
 The order of additions is a function of the number n of replicas alone: the first n // 2 replicas
-in mesh order make one half, the rest the other, each is added left to right, then the two halves
-(n = 5: (r0+r1) + ((r2+r3)+r4)). A topology names other halves, and their order. Everything else
-here decides how bytes travel.
+in mesh order make one group, the rest the other, each is added left to right, then the two sums
+(n = 5: (r0+r1) + ((r2+r3)+r4)). ``reduction_groups`` names other groups, and their order.
+Everything else here decides how bytes are transferred.
 
 Source: hierarchical copy of tf.contrib.distribute.AllReduceCrossDeviceOps, which leaves out the
 last replica of an odd number; here any number works.
@@ -33,13 +33,13 @@ from .stages import Job, Stage, Steps, run_stages
 
 __all__ = ["SLICE_BYTES", "Slice", "hierarchical_copy", "plan_slices", "works_in_place"]
 
-# Packs that travel together and are at least this are shared out by bytes, so that every link
-# works; below it, one device for a whole pack saves launches. To be measured on links.
+# Packs of one stage of at least this many bytes are divided among the devices, so that every link
+# is used; below it, one device for a whole pack saves launches. To be measured on links.
 SLICE_BYTES = 64 * 1024
 
 
 class Slice(NamedTuple):
-    """A part of a pack and the replica on whose device it is added.
+    """A part of a pack, and the replica whose device adds it.
 
     Attributes:
         job: which pack.
@@ -57,7 +57,7 @@ class Slice(NamedTuple):
 def plan_slices(
     packs: Sequence[tuple[int, int]], mains: Sequence[int], slice_bytes: int = SLICE_BYTES
 ) -> list[Slice]:
-    """Which device adds which part of which pack, of those that travel together.
+    """Plans which device adds which part of which pack of a stage.
 
     End to end they are cut into one run of equal bytes for each physical device. (Each pack cut
     for itself would load the links no better, and make as many slices as packs times devices.)
@@ -77,8 +77,8 @@ def plan_slices(
         unit = ALIGNMENT // itemsize
         start = 0
         while start < size:
-            room = total * (part + 1) // len(mains) - before  # bytes of this pack up to its end
-            stop = size if room >= size * itemsize else room // itemsize // unit * unit
+            limit = total * (part + 1) // len(mains) - before  # bytes of this pack up to its end
+            stop = size if limit >= size * itemsize else limit // itemsize // unit * unit
             if stop > start:
                 slices.append(Slice(job, mains[part], start, stop))
                 start = stop
@@ -94,24 +94,24 @@ def hierarchical_copy(
     *,
     stages: Sequence[Stage] = (),
 ) -> None:
-    """Reduces every job; the same bits on every placement, whatever the packs and slices.
+    """Reduces every job, with the same bits for every placement, packs and slices.
 
-    Where all replicas are within reach of each other, each main device reads all inputs of its
-    slices and writes all outs, in one launch for each stage. Where not, halves are added apart,
-    from what a launch reaches where it lies, and copied.
+    If all devices are peers, each main device reads all inputs of its slices and writes all outs,
+    in one launch for each stage. If not, the two groups are added apart, with copies of the memory
+    that a launch cannot access.
 
     Args:
         jobs: on the same devices, all of them.
-        reduction_groups: the halves, in place of the first n // 2 replicas and the rest.
+        reduction_groups: the two groups, instead of the first n // 2 replicas and the rest.
         stages: see ``run_stages``.
 
     Raises:
-        ValueError: the topology is one of another number of replicas. Nothing was launched.
+        ValueError: ``reduction_groups`` names another number of replicas. Nothing was launched.
     """
     if not jobs:
         return
     devices = [buffer.device for buffer in jobs[0].inputs]
-    halves = reduction_groups_of(len(devices), reduction_groups)
+    groups = reduction_groups_of(len(devices), reduction_groups)
     mains = [places[0] for places in by_physical(devices).values()]
     direct = all(_reaches(devices[main], devices) for main in mains)
 
@@ -123,8 +123,8 @@ def hierarchical_copy(
             for part in plan_slices(packs, mains)
         ]
         if direct:
-            return _direct(work, devices, halves, queue)
-        return _staged([_Staged(*each, devices, halves) for each in work], devices, queue)
+            return _direct(work, devices, groups, queue)
+        return _staged([_Staged(*each, devices, groups) for each in work], devices, queue)
 
     with devices[0].mesh_state.launch_lock:
         run_stages(stages, len(jobs), steps_of)
@@ -135,10 +135,10 @@ def _narrower(job: Job) -> int:
 
 
 def works_in_place(devices: Sequence[Device]) -> bool:
-    """Whether a failure on the way leaves the inputs as they were, outs being inputs or not.
+    """Whether inputs can be outs: a failure before the first launch leaves them unchanged.
 
-    Where every device reaches every other nothing is allocated after the first launch. Staged,
-    something is, and may fail when a part has been reduced already.
+    If all devices are peers, nothing is allocated after the first launch. Otherwise memory is
+    allocated later, which may fail when a part has been reduced already.
     """
     return all(_reaches(device, devices) for device in devices)
 
@@ -150,12 +150,12 @@ def _reaches(main: Device, devices: Sequence[Device]) -> bool:
 def _direct(
     work: Sequence[tuple[int, Job]],
     devices: Sequence[Device],
-    halves: ReductionGroups,
+    groups: ReductionGroups,
     queue: Queue,
 ) -> Steps:
-    """One launch for each main device and divisor: read n, write n."""
-    order = [*halves[0], *halves[1]]
-    split = len(halves[0]) if all(halves) else 0
+    """Launches one kernel for each main device and divisor: reads n buffers, writes n."""
+    order = [*groups[0], *groups[1]]
+    split = len(groups[0]) if all(groups) else 0
     by_main: dict[tuple[int, float], list[Job]] = {}
     for main, job in work:
         by_main.setdefault((main, job.divisor), []).append(job)
@@ -176,49 +176,49 @@ def _direct(
 
 
 class _Staged:
-    """One slice where no launch reaches everything: what one does not reach is copied to it.
+    """Reduces one slice where devices are not all peers: copies memory that is not accessible.
 
-    The main device adds the half of its own replica, the k-th of that half; the other half is
+    The main device adds the group of its own replica, the k-th of that group; the other group is
     added on the device of *its* k-th replica (k modulo its size).
     """
 
     def __init__(
-        self, main: int, job: Job, devices: Sequence[Device], halves: ReductionGroups
+        self, main: int, job: Job, devices: Sequence[Device], groups: ReductionGroups
     ) -> None:
-        half, other = halves
-        if main not in half:
-            half, other = other, half
+        group, other = groups
+        if main not in group:
+            group, other = other, group
         self._job, self._main, self._devices = job, main, devices
         self.leader = devices[main]
-        self.partner = devices[other[half.index(main) % len(other)]] if other else self.leader
-        self._halves = [(self.leader, half)] + ([(self.partner, other)] if other else [])
+        self.partner = devices[other[group.index(main) % len(other)]] if other else self.leader
+        self._groups = [(self.leader, group)] + ([(self.partner, other)] if other else [])
         self._near: list[list[Buffer]] = []
         self._partials: list[Buffer] = []
 
-    def bring(self, queue: Queue) -> None:
-        """Copies the replicas of each half to where they are added, if they are out of reach."""
-        for device, half in self._halves:
+    def copy_inputs(self, queue: Queue) -> None:
+        """Copies the replicas of each group to the device that adds them, if not accessible."""
+        for device, group in self._groups:
             self._near.append(
-                [ensure_accessible(device, self._job.inputs[index], queue) for index in half]
+                [ensure_accessible(device, self._job.inputs[index], queue) for index in group]
             )
 
-    def add_halves(self, queue: Queue) -> None:
-        """Adds each half, and copies the other one to the main device, if it is out of reach.
+    def add_groups(self, queue: Queue) -> None:
+        """Adds each group, and copies the other sum to the main device, if not accessible.
 
-        A lone replica is exact as it is: it crosses in its own dtype.
+        A single replica is exact as it is: it is copied in its own dtype.
         """
-        for (device, _), near in zip(self._halves, self._near, strict=True):
-            partial = near[0] if len(near) == 1 else _half_sum(device, near)
+        for (device, _), near in zip(self._groups, self._near, strict=True):
+            partial = near[0] if len(near) == 1 else _group_sum(device, near)
             self._partials.append(ensure_accessible(self.leader, partial, queue))
         self._near.clear()
 
     def add_both(self, queue: Queue) -> None:
-        """Adds the two halves, into all outs nearby, and copies the sum to each other GPU."""
+        """Adds the two sums into all outs of this GPU, and copies the result to each other GPU."""
         job, leader = self._job, self.leader
         near = by_physical(self._devices)[leader.physical]
         partials = self._partials
         if len({partial.dtype for partial in partials}) > 1:  # one launch reads one dtype
-            partials = [_half_sum(leader, [partial]) for partial in partials]
+            partials = [_group_sum(leader, [partial]) for partial in partials]
         sharing = [self._devices[replica] for replica in near]
         sharing += [partial.device for partial in partials]
         join_streams(leader, sharing)
@@ -237,7 +237,7 @@ class _Staged:
                 first.device.copy(first, job.outs[self._main], queue=queue)
 
     def fan_out(self) -> None:
-        """Copies what came to another GPU to the logical devices that share it."""
+        """Copies the result on each other GPU to the logical devices that share it."""
         for physical, indices in by_physical(self._devices).items():
             if physical != self.leader.physical:
                 for index in indices[1:]:
@@ -246,38 +246,38 @@ class _Staged:
 
 
 def _staged(work: Sequence[_Staged], devices: Sequence[Device], queue: Queue) -> Steps:
-    """All slices side by side, a step at a time.
+    """Runs all slices together, a step at a time.
 
     Done one after the other, each would wait for the last copies of the one before it.
     """
     for part in work:
-        part.bring(queue)
+        part.copy_inputs(queue)
     yield
-    _arrived(devices, queue)
+    _wait_for_copies(devices, queue)
     for part in work:
-        part.add_halves(queue)
+        part.add_groups(queue)
     yield
-    _arrived([part.leader for part in work], queue)
+    _wait_for_copies([part.leader for part in work], queue)
     for part in work:
         part.add_both(queue)
     yield
-    _arrived(devices, queue)
+    _wait_for_copies(devices, queue)
     for part in work:
         part.fan_out()
 
 
-def _arrived(devices: Sequence[Device], queue: Queue) -> None:
-    """What comes next on the compute queues comes behind what has been copied."""
+def _wait_for_copies(devices: Sequence[Device], queue: Queue) -> None:
+    """Makes the compute queues wait for the copies on ``queue``."""
     for device in dict.fromkeys(devices) if queue != "compute" else ():
         device.wait(device.mark(queue))
 
 
-def _half_sum(device: Device, near: Sequence[Buffer]) -> Buffer:
-    """What ``device`` reaches, added left to right on it, in the accumulate type."""
-    wide = accumulate_dtype(near[0].dtype)
-    if len(near) == 1 and near[0].dtype == wide:
+def _group_sum(device: Device, near: Sequence[Buffer]) -> Buffer:
+    """Adds buffers that ``device`` can access left to right, in the accumulate type."""
+    acc_dtype = accumulate_dtype(near[0].dtype)
+    if len(near) == 1 and near[0].dtype == acc_dtype:
         return near[0]
-    total = device.empty(near[0].shape, wide)
+    total = device.empty(near[0].shape, acc_dtype)
     sharing = [buffer.device for buffer in near]
     join_streams(device, sharing)
     ops.add_n([total], [near], device=device)

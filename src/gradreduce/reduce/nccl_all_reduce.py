@@ -1,4 +1,4 @@
-"""All-reduce by a collective library: one rank for each physical device.
+"""All-reduce by NCCL: one rank for each physical device.
 
 Replicas that share a physical device are folded into one buffer first, in mesh order, rounded to
 the tensor's dtype so that the link carries no more bytes than the tensor has; the library adds
@@ -39,7 +39,7 @@ SHARED_GROUP_BYTES = 1024 * 1024
 
 
 def plan_groups(nbytes: Sequence[int]) -> list[list[int]]:
-    """Which packs share a group call.
+    """Plans which packs share a group call.
 
     Args:
         nbytes: of each pack, one rank's buffer.
@@ -62,14 +62,14 @@ def plan_groups(nbytes: Sequence[int]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class _Part:
-    """One job on one physical device.
+    """Memory of one job on one physical device.
 
     Attributes:
         folded: the sum of the replicas there, on the device of the first; the library adds those
             of all physical devices into it.
         source: what it adds: the lone replica there, or the sum itself.
-        gathered: room for what all physical devices have folded, a row for each rank; None where
-            the library adds.
+        gathered: memory for the sums of all physical devices, a row for each rank; None where the
+            library adds.
     """
 
     folded: Buffer
@@ -78,7 +78,7 @@ class _Part:
 
     @property
     def terms(self) -> tuple[Buffer, ...]:
-        """What is still to be added when the library is done, in the order of the ranks."""
+        """The buffers still to be added after the collective, in the order of the ranks."""
         if self.gathered is None:
             return (self.folded,)
         num_ranks, size = self.gathered.shape
@@ -86,7 +86,7 @@ class _Part:
 
 
 def nccl(jobs: Sequence[Job], *, stages: Sequence[Stage] = ()) -> None:
-    """Reduces every job through the mesh's collective; ``plan_groups`` says in which calls.
+    """Reduces every job by the mesh's collective library, in the calls of ``plan_groups``.
 
     All memory is asked for, and the library looked for, before the first launch: where that
     fails nothing was changed.
@@ -117,7 +117,7 @@ def nccl(jobs: Sequence[Job], *, stages: Sequence[Stage] = ()) -> None:
 
 
 def _near(jobs: Sequence[Job]) -> Steps:
-    """Jobs on one physical device: read n, write n."""
+    """Reduces jobs on one physical device: reads n buffers, writes n."""
     _finish([(job, job.inputs) for job in jobs], range(len(jobs[0].inputs)))
     yield
 
@@ -129,7 +129,7 @@ def _far(
     collective: Collective,
     queue: Queue,
 ) -> Steps:
-    """Jobs of several physical devices; ``parts`` of each of them, ``sharing`` its replicas."""
+    """Reduces jobs over several physical devices; ``sharing`` are the replicas of each."""
     leaders = [jobs[0].inputs[indices[0]].device for indices in sharing]
     for indices, near in zip(sharing, parts, strict=True):
         _fold(jobs, near, indices)
@@ -147,28 +147,28 @@ def _far(
 
 
 def check_library(devices: Sequence[Device]) -> None:
-    """Raises ``BackendUnavailableError`` where a library is needed and missing.
+    """Raises ``BackendUnavailableError`` if a collective library is needed and missing.
 
-    For those who launch something before they call ``nccl``.
+    For callers that launch something before they call ``nccl``.
     """
     if len(by_physical(devices)) > 1:
         _ = devices[0].mesh.collective
 
 
 def connect(devices: Sequence[Device]) -> None:
-    """Makes ready what ``nccl`` calls for replicas on these devices; may take seconds, once."""
+    """Connects these devices for ``nccl``; the first time may take seconds."""
     indices = by_physical(devices).values()
     if len(indices) > 1:
         devices[0].mesh.collective.connect([devices[first] for first, *_ in indices])
 
 
 def _is_gathered(dtype: DType) -> bool:
-    """Whether the library only carries it: NCCL has no 16-bit integers, so we add them."""
+    """Whether the library only gathers this dtype: NCCL cannot add 16-bit integers."""
     return dtype.kind in "iu" and dtype.itemsize == 2
 
 
 def _part(job: Job, places: Sequence[int], num_ranks: int) -> _Part:
-    """The memory for one job on the device of ``places[0]``; launches nothing."""
+    """Allocates the memory of one job on the device of ``places[0]``; launches nothing."""
     first, out = job.inputs[places[0]], job.outs[places[0]]
     gathers = _is_gathered(first.dtype)
     gathered = first.device.empty((num_ranks, first.size), first.dtype) if gathers else None
@@ -180,7 +180,7 @@ def _part(job: Job, places: Sequence[int], num_ranks: int) -> _Part:
 
 
 def _fold(jobs: Sequence[Job], parts: Sequence[_Part], places: Sequence[int]) -> None:
-    """Adds the replicas on one physical device, where they are several."""
+    """Adds the replicas on one physical device, if there are several."""
     if len(places) == 1:
         return
     sharing = [jobs[0].inputs[index].device for index in places]
@@ -194,7 +194,7 @@ def _fold(jobs: Sequence[Job], parts: Sequence[_Part], places: Sequence[int]) ->
 
 
 def _cross(collective: Collective, ranks: Sequence[_Part], queue: Queue) -> None:
-    """One job over all physical devices."""
+    """Calls the collective for one job, over all physical devices."""
     folded = [part.folded for part in ranks]
     sources = [part.source for part in ranks]
     gathered = [part.gathered for part in ranks if part.gathered is not None]
@@ -205,7 +205,7 @@ def _cross(collective: Collective, ranks: Sequence[_Part], queue: Queue) -> None
 
 
 def _finish(finished: Sequence[tuple[Job, tuple[Buffer, ...]]], places: Sequence[int]) -> None:
-    """Adds what is left, divides, and writes every out on the devices of ``places``."""
+    """Adds the remaining terms, divides, and writes every out on the devices of ``places``."""
     devices = [finished[0][0].outs[index].device for index in places]
     leader = devices[0]
     join_streams(leader, devices)

@@ -1,7 +1,7 @@
-"""How the replicas of a value are added on one device, and one array is handed out to many.
+"""Adds the replicas of a value on one device, and copies one array to many devices.
 
-The way of whatever cannot be all-reduced: destinations other than the value's own devices, and
-IndexedSlices, whose rows have no common place. Source: tf.distribute.ReductionToOneDevice.
+Used for what cannot be all-reduced: destinations other than the value's own devices, and
+IndexedSlices, whose rows differ. Source: tf.distribute.ReductionToOneDevice.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def added_on(
     accumulate: Accumulate | None = None,
     kind: Kind = "buffer",
 ) -> Part:
-    """The sum or mean of one value's replicas, left to right; new memory on ``device``.
+    """Adds one value's replicas left to right, in new memory on ``device``; sum or mean.
 
     Of IndexedSlices alone: the rows of all replicas, one after the other.
 
@@ -53,11 +53,11 @@ def added_on(
         parts: the replicas, in order; alike.
         mean: divide by their number: every row, where all are IndexedSlices.
         coalesce: add rows of the same index, if all are IndexedSlices.
-        accumulate: adds arrays instead, given as a list; ``device`` is where they lie.
-        kind: of the arrays that it gets.
+        accumulate: the caller's function that adds a list of arrays on ``device``, or None.
+        kind: of the arrays passed to it.
 
     Raises:
-        ValueError: what ``accumulate`` gave is not of the replicas' shape and dtype.
+        ValueError: ``accumulate`` returned another shape or dtype than the replicas'.
     """
     sparse = [part for part in parts if isinstance(part, IndexedSlices)]
     divisor = len(parts) if mean else 1
@@ -68,7 +68,7 @@ def added_on(
     dense = with_dense(parts)
     if accumulate is None:
         buffers = [to_accessible(device, buffer) for buffer in dense]
-    else:  # which may launch whatever it likes
+    else:  # the caller's function may launch anything
         near = [to_local(device, buffer) for buffer in dense]
         buffers = [_accumulated(device, near, accumulate, kind)]
     total = device.empty(buffers[0].shape, buffers[0].dtype)
@@ -77,7 +77,7 @@ def added_on(
 
 
 def quotients(sums: Sequence[Buffer], divisor: float) -> list[Buffer]:
-    """The true quotients of integers, floats in new memory; co-located ones share a launch."""
+    """Divides integers to floats in new memory; buffers on one GPU share a launch."""
     outs = [total.device.empty(total.shape, mean_dtype(total.dtype)) for total in sums]
     for indices, leader in _together(outs):
         here = [outs[index] for index in indices]
@@ -86,7 +86,7 @@ def quotients(sums: Sequence[Buffer], divisor: float) -> list[Buffer]:
 
 
 def divided(sums: Sequence[Buffer], divisor: float, dtypes: Sequence[DType]) -> list[Buffer]:
-    """Sums of floats over a number, rounded to ``dtypes``, in new memory; likewise."""
+    """Divides sums of floats and rounds to ``dtypes``, in new memory; shares launches."""
     outs = [
         total.device.empty(total.shape, dtype) for total, dtype in zip(sums, dtypes, strict=True)
     ]
@@ -97,7 +97,7 @@ def divided(sums: Sequence[Buffer], divisor: float, dtypes: Sequence[DType]) -> 
 
 
 def _together(buffers: Sequence[Buffer]) -> Iterator[tuple[tuple[int, ...], Device]]:
-    """For each GPU the places of its buffers, and whose queue is to launch for all of them."""
+    """Yields for each GPU the indices of its buffers, and the device that launches for them."""
     devices = [buffer.device for buffer in buffers]
     for indices in by_physical(devices).values():
         sharing = [devices[index] for index in indices]
@@ -107,7 +107,7 @@ def _together(buffers: Sequence[Buffer]) -> Iterator[tuple[tuple[int, ...], Devi
 
 
 def broadcast_values(part: Part, devices: Sequence[Device]) -> tuple[Part, ...]:
-    """Equal arrays on each of ``devices``: ``part`` itself on its own, copies elsewhere."""
+    """Returns ``part`` on each of ``devices``: itself on its own device, copies elsewhere."""
     if isinstance(part, Buffer):
         return _copies(part, devices, keep=True)
     return _with_rows(part, _copies(part.values, devices, keep=True))
@@ -116,7 +116,7 @@ def broadcast_values(part: Part, devices: Sequence[Device]) -> tuple[Part, ...]:
 def copied_to(
     part: Part, devices: Sequence[Device], out: Sequence[Buffer] | None = None
 ) -> tuple[Part, ...]:
-    """Equal arrays on each of ``devices``: in ``out``, else in new memory everywhere.
+    """Copies ``part`` to each of ``devices``: into ``out``, else into new memory.
 
     ``out`` is for a Buffer alone, and may hold it.
     """
@@ -126,7 +126,7 @@ def copied_to(
 
 
 def _with_rows(slices: IndexedSlices, copies: Sequence[Buffer]) -> tuple[Part, ...]:
-    """The same indices, which are host data and nobody's to change, for each copy of the rows."""
+    """Makes IndexedSlices of each copy of the rows, with the same read-only indices."""
     return tuple(IndexedSlices.of(rows, slices.indices, slices.dense_shape) for rows in copies)
 
 
@@ -137,7 +137,7 @@ def _copies(
     keep: bool,
     out: Sequence[Buffer] | None = None,
 ) -> tuple[Buffer, ...]:
-    """One copy crosses to each other GPU; one launch serves what shares one."""
+    """Copies once to each other GPU; one launch copies to all logical devices of a GPU."""
     outs = out or [
         source if keep and device is source.device else device.empty(source.shape, source.dtype)
         for device in devices
@@ -156,7 +156,7 @@ def _copies(
 def _write(
     outs: Sequence[Buffer], inputs: Sequence[Buffer], divisor: float, device: Device
 ) -> None:
-    """Every out becomes the sum of the inputs, divided: one launch by ``device``."""
+    """Writes the sum of the inputs, divided, to every out: one launch by ``device``."""
     sharing = [buffer.device for buffer in (*outs, *inputs)]
     join_streams(device, sharing)
     ops.all_sum([outs], [inputs], divisor=divisor, device=device)
@@ -184,14 +184,14 @@ def _quotient_of_rows(rows: IndexedSlices, divisor: float) -> IndexedSlices:
 def _accumulated(
     device: Device, buffers: Sequence[Buffer], accumulate: Accumulate, kind: Kind
 ) -> Buffer:
-    """What the caller's function makes of the replicas, where launches of ``device`` read it."""
+    """Runs the caller's function on the replicas; returns its sum where ``device`` can read it."""
     like = buffers[0]
     made = accumulate([from_buffer(buffer, kind) for buffer in buffers])
     kind_of(made)
     total = to_buffer(made, device)
     if (total.shape, total.dtype) != (like.shape, like.dtype):
         raise ValueError(
-            f"accumulation_fn made {total.dtype}{list(total.shape)} of "
-            f"{like.dtype}{list(like.shape)}"
+            f"accumulation_fn returned {total.dtype}{list(total.shape)}; expected "
+            f"{like.dtype}{list(like.shape)}, as its inputs are"
         )
     return to_accessible(device, total)

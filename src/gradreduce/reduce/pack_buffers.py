@@ -1,4 +1,4 @@
-"""How tensors get into flat buffers and out of them again, as a plan says; never plans.
+"""Packs tensors into flat buffers and unpacks them, as a ``FlatPlan`` says.
 
 A flat buffer that its tensors already are (``mesh.flat_buffer``) is used where it lies.
 """
@@ -41,7 +41,7 @@ _Move = tuple[Device, list[Buffer], list[Buffer]]
 
 @dataclass(frozen=True)
 class Options:
-    """What the flow may do with memory.
+    """What a reduction may overwrite, and where its results go.
 
     Attributes:
         consume: gradients may be overwritten, and what lies between them in a flat buffer.
@@ -79,7 +79,7 @@ class PackBuffers:
 
     @property
     def is_moved(self) -> bool:
-        """Whether anything is moved into them or out of them."""
+        """Whether anything is packed into them or unpacked."""
         cast = self.results is not None and self.results[0] is not self.outs[0]
         return cast or any(each is not None for each in (*self.filling, *self.given))
 
@@ -91,11 +91,11 @@ def lay_out(
     options: Options,
     divisors: Sequence[float],
 ) -> list[PackBuffers]:
-    """The memory of each plan on every device; asks for what is missing, moves nothing.
+    """Allocates the flat buffers of each plan on every device; packs nothing yet.
 
-    Nothing will be moved where the tensors lie in one flat buffer already, or where one travels
-    alone, in the dtype in which it travels; unless it is a caller's memory that another physical
-    device must read: a peer reads our pool's only.
+    Tensors need not be packed if they lie in one flat buffer already, or if one is reduced alone
+    in its own dtype; except a caller's memory that another physical device must read: peers can
+    access only memory of our pool.
 
     Args:
         plans: from ``plan_packing``.
@@ -108,49 +108,51 @@ def lay_out(
         Flat buffers, in the order of ``plans``.
     """
     owned_only = len(by_physical(devices)) > 1
-    # Of what is given or may be overwritten much is no new memory, and nobody knows yet how much.
+    # With ``given`` or ``consume`` much needs no new memory, and it is not known yet how much.
     fresh = options.given is None and not options.consume
-    room = _Room(plans if fresh else ())
+    allocator = _Allocator(plans if fresh else ())
     made = []
     for plan, divisor in zip(plans, divisors, strict=True):
         pack_buffers = None
         if fresh and divisor == 1 and not plan.together:
-            pack_buffers = _left_alone(plan, gradients[plan.tensors[0]], devices, room, owned_only)
+            pack_buffers = _read_in_place(
+                plan, gradients[plan.tensors[0]], devices, allocator, owned_only
+            )
         made.append(
             pack_buffers
-            or _laid_out(plan, divisor, gradients, devices, options, (room, owned_only))
+            or _allocate(plan, divisor, gradients, devices, options, (allocator, owned_only))
         )
     return made
 
 
-def _left_alone(
+def _read_in_place(
     plan: FlatPlan,
     replicas: Sequence[Buffer],
     devices: Sequence[Device],
-    room: _Room,
+    allocator: _Allocator,
     owned_only: bool,
 ) -> PackBuffers | None:
-    """As ``_laid_out`` for a tensor that is read where it lies, in a third of the time.
+    """Like ``_allocate`` for a tensor that is read in place, in a third of the time.
 
-    Into new memory of its dtype. None where it is not that simple.
+    The result goes to new memory of its dtype. None in other cases.
     """
     if not plan.wire == plan.dtype == plan.out_dtype:
         return None
     if owned_only and not all([each.block.owned for each in replicas]):
         return None
-    outs = tuple([room.take(plan, device, plan.dtype) for device in devices])
+    outs = tuple([allocator.take(plan, device, plan.dtype) for device in devices])
     nothing = (None,) * len(devices)
     return PackBuffers(plan, tuple(replicas), outs, outs, nothing, nothing)
 
 
-class _Room:
-    """New memory for the flat buffers of one call.
+class _Allocator:
+    """Allocates new memory for the flat buffers of one call.
 
-    What travels alone lies in one allocation for each device and dtype, as what travels together
-    does: to ask the pool for each tensor, and to give it back, takes longer than all the rest.
+    Tensors that are reduced alone share one allocation for each device and dtype, like packed
+    ones: allocating and freeing each tensor takes longer than all the rest.
 
     Args:
-        plans: of all that is asked for; what travels alone and is not among them stands alone.
+        plans: all plans to allocate; a tensor reduced alone that is not among them gets its own.
     """
 
     def __init__(self, plans: Sequence[FlatPlan]) -> None:
@@ -159,7 +161,7 @@ class _Room:
         self._parts: dict[tuple[Device, int], dict[int, Buffer]] = {}
 
     def take(self, plan: FlatPlan, device: Device, dtype: DType) -> Buffer:
-        """A buffer for all of a plan."""
+        """Returns a buffer for a whole plan."""
         if not plan.together:
             key = (device, id(dtype))
             if key not in self._parts:
@@ -182,15 +184,15 @@ class _Room:
         return {id(plan): part for plan, part in zip(plans, parts, strict=True)}
 
 
-def _laid_out(
+def _allocate(
     plan: FlatPlan,
     divisor: float,
     gradients: Sequence[Sequence[Buffer]],
     devices: Sequence[Device],
     options: Options,
-    memory: tuple[_Room, bool],
+    memory: tuple[_Allocator, bool],
 ) -> PackBuffers:
-    room, owned_only = memory
+    allocator, owned_only = memory
     replicas = range(len(devices))
     given = options.given
     tensors = [[gradients[tensor][replica] for tensor in plan.tensors] for replica in replicas]
@@ -202,7 +204,7 @@ def _laid_out(
         filling.append(tensors[replica] if flat is None else None)
         ours = flat is None or options.consume
         if flat is None:
-            flat = room.take(plan, device, plan.wire)
+            flat = allocator.take(plan, device, plan.wire)
         inputs.append(flat)
         out = None
         if targets is not None and options.in_place and _is_written(plan):
@@ -210,9 +212,9 @@ def _laid_out(
         leaving.append(targets[replica] if targets is not None and out is None else None)
         if out is None and ours and plan.wire == plan.sum_dtype:
             out = flat
-        outs.append(room.take(plan, device, plan.sum_dtype) if out is None else out)
+        outs.append(allocator.take(plan, device, plan.sum_dtype) if out is None else out)
     return PackBuffers(
-        plan, tuple(inputs), tuple(outs), _results(plan, outs, room, given is not None),
+        plan, tuple(inputs), tuple(outs), _results(plan, outs, allocator, given is not None),
         tuple(filling), tuple(leaving), divisor,
     )  # fmt: skip
 
@@ -222,18 +224,18 @@ def _is_written(plan: FlatPlan) -> bool:
 
 
 def _results(
-    plan: FlatPlan, outs: Sequence[Buffer], room: _Room, given: bool
+    plan: FlatPlan, outs: Sequence[Buffer], allocator: _Allocator, given: bool
 ) -> tuple[Buffer, ...] | None:
-    """Flat buffers of the results; the outs themselves unless their dtype is another."""
+    """Returns the flat buffers of the results: the outs themselves if their dtype is right."""
     if given:
         return None
     if _is_written(plan):
         return tuple(outs)
-    return tuple(room.take(plan, out.device, plan.out_dtype) for out in outs)
+    return tuple(allocator.take(plan, out.device, plan.out_dtype) for out in outs)
 
 
 def fill(parts: Iterable[tuple[PackBuffers, int, int]]) -> None:
-    """Moves tensors into ranges of flat buffers: one launch for each physical device and dtype.
+    """Packs tensors into ranges of flat buffers: one launch per physical device and dtype.
 
     Args:
         parts: flat buffers, and the first and last but one element of a range of each.
@@ -254,7 +256,7 @@ def fill(parts: Iterable[tuple[PackBuffers, int, int]]) -> None:
 
 
 def unpack_into(parts: Iterable[tuple[PackBuffers, int, int]]) -> None:
-    """Moves sums from ranges of the outs to where the results go; see ``fill``."""
+    """Unpacks sums from ranges of the outs to where the results go; see ``fill``."""
     moves: list[_Move] = []
     for pack_buffers, start, stop in parts:
         for replica, out in enumerate(pack_buffers.outs):
@@ -280,7 +282,7 @@ def pack(
     *,
     consume: bool,
 ) -> list[PackBuffers]:
-    """``lay_out``, and ``fill`` at once."""
+    """Allocates flat buffers and packs tensors into them: ``lay_out``, then ``fill``."""
     made = lay_out(plans, gradients, devices, Options(consume), [1] * len(plans))
     fill((pack_buffers, 0, pack_buffers.plan.layout.size) for pack_buffers in made)
     return made
@@ -289,7 +291,7 @@ def pack(
 def unpack(
     pack_buffers: Sequence[PackBuffers], shapes: Sequence[tuple[int, ...]]
 ) -> list[tuple[Buffer, ...]]:
-    """The reduced tensors: views of the flat results, ``[tensor][replica]`` in batch order."""
+    """Returns the reduced tensors, views of the flat results: ``[tensor][replica]``."""
     found: list[tuple[Buffer, ...]] = [()] * len(shapes)
     for flat in pack_buffers:
         inside = [shapes[tensor] for tensor in flat.plan.tensors]
@@ -304,7 +306,7 @@ def unpack(
 
 
 def _parts_of(tensors: Sequence[Buffer], pieces: Sequence[Piece]) -> list[Buffer]:
-    """Of each tensor in a range the part that is in it."""
+    """Returns the part of each tensor that lies in a range."""
     found = []
     for index, _, _, first, last in pieces:
         tensor = tensors[index]
@@ -314,12 +316,12 @@ def _parts_of(tensors: Sequence[Buffer], pieces: Sequence[Piece]) -> list[Buffer
 
 
 def move_into(given: Sequence[tuple[Buffer, Buffer]]) -> None:
-    """Copies each second into its first, on the same device: one launch for each physical one."""
+    """Copies each second buffer into its first: one launch per physical device."""
     _move([(out.device, [out], [part]) for out, part in given], 1)
 
 
 def _move(moves: Sequence[_Move], divisor: float) -> None:
-    """One launch for each physical device and dtype."""
+    """Copies and divides buffers: one launch per physical device and dtype."""
     devices = [device for device, _, _ in moves]
     for indices in by_physical(devices).values():
         leader = devices[indices[0]]
@@ -337,9 +339,9 @@ def _move(moves: Sequence[_Move], divisor: float) -> None:
 def _already_flat(
     plan: FlatPlan, tensors: Sequence[Buffer], owned_only: bool, *, written: bool = False
 ) -> Buffer | None:
-    """The flat buffer in which the tensors lie just as planned; None if they do not.
+    """Returns the flat buffer in which the tensors already lie as planned; None if they do not.
 
-    One that is written has no gaps, unless they are nobody's.
+    One that is written has no gaps, or gaps that belong to no tensor.
     """
     if not plan.together:
         return _alone(tensors[0], owned_only)
@@ -366,14 +368,14 @@ def _already_flat(
 
 
 def _alone(tensor: Buffer, owned_only: bool) -> Buffer | None:
-    """What travels alone is a flat buffer itself."""
+    """Returns a tensor that is reduced alone as a flat buffer, if it can be read in place."""
     if tensor.size and owned_only and not tensor.block.owned:
         return None
     return tensor if len(tensor.shape) == 1 else tensor.parts((0,), ((tensor.size,),))[0]
 
 
 def _in_gaps(plan: FlatPlan, tensors: Sequence[Buffer], block: Block) -> bool:
-    """Whether all that lies behind the tensors, as planned, is nobody's: some may be cut short."""
+    """Whether the planned gaps behind the tensors belong to no other tensor."""
     gaps = block.gaps or {}
     itemsize = tensors[0].dtype.itemsize
     return all(

@@ -1,4 +1,4 @@
-"""Which tensors travel together, and in what order they set out; never touches a device.
+"""Plans which tensors share a flat buffer, its packs, and the stages of their transfer.
 
 A plan is a value: it depends on sizes, dtypes and settings, never on data or devices. A *flat
 buffer* holds tensors of one dtype end to end; a *pack* is a range of it that is reduced as one
@@ -28,25 +28,25 @@ __all__ = [
 ]
 
 # Moved packs share a stage until they are this many bytes of one replica. A stage costs the host
-# two launches and a few fences on each device, about 100 us for eight GPUs at what a launch was
-# measured to cost elsewhere (5 us); 8 MiB travel 35 us at 400 GB/s. From that arithmetic, to be
+# two launches and a few waits on each device, about 100 us for eight GPUs at what a launch was
+# measured to cost elsewhere (5 us); 8 MiB take 35 us at 400 GB/s. From that arithmetic, to be
 # measured on links.
 STAGE_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class FlatPlan:
-    """One flat buffer.
+    """Layout of one flat buffer: its tensors, dtypes and packs.
 
     Attributes:
         tensors: places in the batch of the tensors in it, in order.
         dtype: of the gradients in it.
-        wire: the dtype in which they travel.
+        wire: the dtype in which they are transferred.
         out_dtype: of the results.
         layout: where each tensor lies, in elements; on vector boundaries in all dtypes.
         packs: ``(start, stop)`` elements of each pack, in order, none empty; on vector boundaries
             in all dtypes too.
-        together: False for a tensor that travels alone and need not be moved into a flat buffer.
+        together: False for a tensor that is reduced alone and need not be copied to a flat buffer.
     """
 
     tensors: tuple[int, ...]
@@ -62,21 +62,21 @@ class FlatPlan:
 
     @property
     def sum_dtype(self) -> DType:
-        """In which a sum is written, and travels back: the narrower of the wire and the results.
+        """Dtype in which a sum is written and sent back: the narrower of wire and results.
 
-        A kernel rounds a sum of a wider type once, to the result; a wider result is cast where it
-        has arrived.
+        A kernel rounds a sum of a wider type once, to the result; a wider result is cast on its
+        own device.
         """
         return sum_dtype_of(self.wire, self.out_dtype)
 
     @property
     def has_gaps(self) -> bool:
-        """Whether some bytes of the flat buffer are no tensor's."""
+        """Whether some bytes of the flat buffer belong to no tensor."""
         return self.layout.size != sum(self.layout.sizes)
 
     def pieces(self, start: int, stop: int) -> tuple[Piece, ...]:
-        """The tensors, or parts of them, in a range of the flat buffer; in order."""
-        if (start, stop) not in self._found:  # kept here: to hash a plan is to look at all of it
+        """Returns the tensors, or parts of them, in a range of the flat buffer, in order."""
+        if (start, stop) not in self._found:  # cached here: hashing a plan reads all of it
             self._found[start, stop] = _pieces(self.layout, start, stop)
         return self._found[start, stop]
 
@@ -111,22 +111,22 @@ def _pieces(layout: FlatLayout, start: int, stop: int) -> tuple[Piece, ...]:
 
 
 def wire_of(dtype: DType, wire: DType | None) -> DType:
-    """In which dtype a tensor travels: only real floats are cast."""
+    """Returns the dtype in which a tensor is transferred: only real floats are cast."""
     return dtype if wire is None or not is_real_float(dtype) else wire
 
 
 def sum_dtype_of(wire: DType, out_dtype: DType) -> DType:
-    """See ``FlatPlan.sum_dtype``."""
+    """Returns the dtype of a sum: see ``FlatPlan.sum_dtype``."""
     return out_dtype if out_dtype.itemsize < wire.itemsize else wire
 
 
 def is_real_float(dtype: DType) -> bool:
-    """Whether this is a float that any other float can be cast to (bfloat16 has kind ``V``)."""
+    """Whether this is a real floating-point dtype (bfloat16 has kind ``V``)."""
     return dtype.kind not in "iuc"
 
 
 def is_half(dtype: DType) -> bool:
-    """Whether this is a float of two bytes, in which a sum of many may overflow or lose much."""
+    """Whether this is a 16-bit float, in which a sum of many may overflow or lose much."""
     return dtype.itemsize == 2 and is_real_float(dtype)
 
 
@@ -139,13 +139,13 @@ def plan_packing(
     small_max_group: int,
     wire: DType | None = None,
 ) -> tuple[FlatPlan, ...]:
-    """Which tensors of a batch share a flat buffer, and how it is cut into packs.
+    """Plans which tensors of a batch share a flat buffer, and how it is cut into packs.
 
     1. ``num_packs`` above 0: one flat buffer for each dtype, tensors in batch order, cut into
        that many packs that are equal to within 16 bytes; fewer if there are fewer 16-byte units.
     2. Otherwise, with both ``small`` limits above 0: tensors of at most ``small_max_bytes`` are
        grouped by dtype, in batch order, at most ``small_max_group`` to a group.
-    3. What is left travels alone; so does the only member of a group.
+    3. All other tensors are reduced alone, and so is the only member of a group.
 
     Args:
         sizes: elements of each tensor of the batch.
@@ -153,7 +153,7 @@ def plan_packing(
         num_packs: see above.
         small_max_bytes: see above.
         small_max_group: see above.
-        wire: in which real floats travel; default each in its own dtype.
+        wire: dtype in which real floats are transferred; default each in its own dtype.
 
     Returns:
         The plans; every tensor of the batch is in exactly one.
@@ -188,7 +188,7 @@ def _small_groups(
     max_bytes: int,
     max_group: int,
 ) -> list[list[int]]:
-    """Groups of small tensors in the order of their first members, each of the rest alone."""
+    """Groups small tensors, in the order of their first members; the others stay alone."""
     groups: list[list[int]] = []
     open_group: list[int] | None = None
     for tensor in tensors:
@@ -203,7 +203,7 @@ def _small_groups(
 
 
 def _cut(size: int, itemsize: int, num_packs: int) -> tuple[tuple[int, int], ...]:
-    """``size`` elements in at most ``num_packs`` ranges (at least one) of whole 16-byte units."""
+    """Cuts ``size`` elements into 1 to ``num_packs`` ranges of whole 16-byte units."""
     unit = ALIGNMENT // itemsize
     units = -(-size // unit)
     count = min(max(1, num_packs), units)
@@ -212,14 +212,14 @@ def _cut(size: int, itemsize: int, num_packs: int) -> tuple[tuple[int, int], ...
 
 
 def plan_stages(packs: Sequence[tuple[int, bool]], stage_bytes: int) -> list[list[int]]:
-    """Which packs are gathered and travel together; a stage is gathered while another travels.
+    """Plans the stages: one is packed while the one before it is transferred.
 
     Args:
         packs: of each, the bytes of one replica, and whether it must be moved at all.
         stage_bytes: moved packs share a stage until they are this many bytes.
 
     Returns:
-        Places of the packs of each stage. What need not be moved sets out with the first.
+        Indices of the packs of each stage. Packs that need not be moved are in the first.
     """
     stages: list[list[int]] = [[]]
     filled = 0

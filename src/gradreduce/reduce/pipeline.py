@@ -1,4 +1,4 @@
-"""The flow of one call across devices: plan, pack, all-reduce, unpack; never checks arguments."""
+"""The pipeline of a reduction across devices: plan, pack, all-reduce, unpack."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Settings:
-    """How an ``AllReduceCrossDeviceOps`` reduces: its arguments, checked; see there."""
+    """Checked arguments of an ``AllReduceCrossDeviceOps``; see there."""
 
     all_reduce_alg: str
     num_packs: int
@@ -65,9 +65,9 @@ class Settings:
 def reduce_requests(
     settings: Settings, reduce_op: ReduceOp, requests: Sequence[Request], *, coalesce: bool
 ) -> list[tuple[Part, ...]]:
-    """All dense values of the same devices in one batch; one by one what goes elsewhere.
+    """Reduces checked requests: dense values on the same devices in one batch, others singly.
 
-    What a request's ``out`` names is written, as a rule: ``copy_to_out`` sees to the rest.
+    Results go to a request's ``out`` where possible; ``copy_to_out`` copies the others.
     """
     results: list[tuple[Part, ...]] = [()] * len(requests)
     batches = batches_of(requests, reduce_op)
@@ -91,7 +91,7 @@ def reduce_requests(
 
 
 def _compile_batch(settings: Settings, reduce_op: ReduceOp, requests: Sequence[Request]) -> None:
-    """Compiles all that one batch may launch; raises where it cannot be reduced."""
+    """Compiles all kernels of one batch; raises if it cannot be reduced."""
     check_devices(settings, requests[0].devices)
     devices = requests[0].value.devices
     for dtype in dict.fromkeys(request.value.buffers[0].dtype for request in requests):
@@ -100,7 +100,7 @@ def _compile_batch(settings: Settings, reduce_op: ReduceOp, requests: Sequence[R
 
 
 def _compile_one(reduce_op: ReduceOp, request: Request) -> None:
-    """Compiles what adds one dense value on one device and hands it out."""
+    """Compiles the kernels that add one dense value on one device and copy the result."""
     dtype = request.value.buffers[0].dtype
     devices = (*request.value.devices, *request.devices)
     key = ("one", tuple(device.index for device in devices), dtype)
@@ -113,7 +113,7 @@ def _compile_one(reduce_op: ReduceOp, request: Request) -> None:
 
 
 def _compile_rest(reduce_op: ReduceOp, devices: Sequence[Device], dtype: DType) -> None:
-    """Compiles the division of integers, and the copies into what a caller gave."""
+    """Compiles the division of integers, and the copies into the caller's ``out``."""
     counts = reduce_op is ReduceOp.MEAN and dtype.kind in "iu"
     key = ("rest", tuple(device.index for device in devices), dtype, counts)
     prepared = devices[0].mesh_state.prepared
@@ -134,7 +134,7 @@ def _reduce_dense(
     places: Sequence[int],
     out: Sequence[tuple[Buffer, ...]] | None,
 ) -> list[tuple[Buffer, ...]]:
-    """One batch. The means of integers are floats: they are added, then divided."""
+    """Reduces one batch of dense values; means of integers are added, then divided."""
     num_replicas = len(gradients[0])
     mean = reduce_op is ReduceOp.MEAN
     counts = mean and gradients[0][0].dtype.kind in "iu"
@@ -150,12 +150,12 @@ def _reduce_dense(
 def copy_to_out(
     requests: Sequence[Request], reduced: Sequence[tuple[Part, ...]]
 ) -> list[tuple[Part, ...]]:
-    """The results where the requests want them: what lies elsewhere is copied there."""
+    """Copies results to the requests' ``out`` where they lie elsewhere."""
     rows: list[tuple[Buffer, Buffer]] = []
     for request, parts in zip(requests, reduced, strict=True):
         for out, part in zip(request.out or (), parts, strict=bool(request.out)):
             if out is not part:
-                assert isinstance(part, Buffer), "IndexedSlices were refused"
+                assert isinstance(part, Buffer), "IndexedSlices were rejected"
                 rows.append((out, part))
     move_into(rows)
     return [request.out or parts for request, parts in zip(requests, reduced, strict=True)]
@@ -169,7 +169,7 @@ def reduce_to_one(
     coalesce: bool,
     accumulate: Accumulate | None = None,
 ) -> tuple[Part, ...]:
-    """Adds one value on ``home`` and hands the result out to the request's devices."""
+    """Adds one value on ``home`` and copies the result to the request's devices."""
     value = request.value
     total = added_on(
         home,
@@ -187,7 +187,7 @@ def _flat_plans(
     gradients: Sequence[Sequence[Buffer]],
     out_dtypes: Sequence[DType] | None = None,
 ) -> tuple[FlatPlan, ...]:
-    """Which tensors of one batch share a flat buffer, and its packs; see ``plan_packing``."""
+    """Plans the flat buffers of one batch and their packs; see ``plan_packing``."""
     dtypes = [replicas[0].dtype for replicas in gradients]
     return plan_packing(
         tuple(replicas[0].size for replicas in gradients),
@@ -209,7 +209,7 @@ def reduce_buffers(
     out: Sequence[Sequence[Buffer]] | None = None,
     places: Sequence[int] | None = None,
 ) -> list[tuple[Buffer, ...]]:
-    """``gradients[tensor][replica]`` become their sum, divided.
+    """Sums ``gradients[tensor][replica]`` across devices, and divides the sums.
 
     Args:
         settings: how.
@@ -218,12 +218,12 @@ def reduce_buffers(
         divisor: of every sum.
         out_dtypes: of the results; default those of the gradients.
         consume: not None: the gradients may be overwritten and become the results' memory. If
-            they are, the devices are lost when anything fails between the first launch and the end
-            of this ``ExitStack``: nobody could tell sums from gradients.
+            they are, the devices are marked as failed when anything fails between the first launch
+            and the end of this ``ExitStack``: sums and gradients could not be told apart.
         out: ``out[tensor][replica]``, where the results go, of their dtype; each apart from all
             others, and from all gradients but its own. Default: new memory.
-        places: what the tensors are called in errors and in the flight record; default their
-            places here.
+        places: numbers of the tensors in errors and in the flight record; default their indices
+            here.
 
     Returns:
         ``[tensor][replica]``, all replicas of a tensor equal; ``out``'s own if it was given.
@@ -240,8 +240,10 @@ def reduce_buffers(
         compile_for(settings, devices, plan.dtype, plan.out_dtype)
     in_place = settings.all_reduce_alg != "hierarchical_copy" or works_in_place(devices)
     options = Options(consume is not None and in_place, out, in_place)
-    pack_buffers = lay_out(plans, gradients, devices, options, _early(settings, plans, divisor))
-    jobs, stages = _set_out(pack_buffers, divisor, devices, places or range(len(gradients)))
+    pack_buffers = lay_out(
+        plans, gradients, devices, options, _pack_divisors(settings, plans, divisor)
+    )
+    jobs, stages = _jobs_and_stages(pack_buffers, divisor, devices, places or range(len(gradients)))
     reduction_groups = (
         {} if settings.reduction_groups is None else {"reduction_groups": settings.reduction_groups}
     )
@@ -258,33 +260,33 @@ def reduce_buffers(
 def laid_out(
     settings: Settings, reduce_op: ReduceOp, gradients: Sequence[Sequence[Buffer]]
 ) -> list[PackBuffers]:
-    """The memory in which one batch of ``reduce_requests`` is reduced; nothing is moved."""
+    """Allocates the memory in which one batch of ``reduce_requests`` is reduced."""
     plans = _flat_plans(settings, gradients)
     devices = [buffer.device for buffer in gradients[0]]
-    early = _early(settings, plans, _divisor_of(reduce_op, gradients))
+    early = _pack_divisors(settings, plans, _divisor_of(reduce_op, gradients))
     return lay_out(plans, gradients, devices, Options(), early)
 
 
 def _divisor_of(reduce_op: ReduceOp, gradients: Sequence[Sequence[Buffer]]) -> float:
-    """Of the sums of one batch, all of which are floats or all integers."""
+    """Returns the divisor of the sums of one batch, which are all floats or all integers."""
     counts = gradients[0][0].dtype.kind in "iu"
     return len(gradients[0]) if reduce_op is ReduceOp.MEAN and not counts else 1
 
 
-def _early(settings: Settings, plans: Sequence[FlatPlan], divisor: float) -> list[float]:
-    """By what terms are divided where they are packed: in a half the sum of them may overflow."""
+def _pack_divisors(settings: Settings, plans: Sequence[FlatPlan], divisor: float) -> list[float]:
+    """Returns the divisors applied at packing: on a 16-bit wire the sum may overflow."""
     return [
         divisor if plan.wire == settings.wire_dtype and is_half(plan.wire) else 1 for plan in plans
     ]
 
 
-def _set_out(
+def _jobs_and_stages(
     pack_buffers: Sequence[PackBuffers],
     divisor: float,
     devices: Sequence[Device],
     places: Sequence[int],
 ) -> tuple[list[Job], list[Stage]]:
-    """A job for each pack, and in which stages they travel; one where nothing leaves its GPU."""
+    """Returns a job for each pack, and their stages; one stage if all are on one GPU."""
     packs = [(each, start, stop) for each in pack_buffers for start, stop in each.plan.packs]
     jobs = [
         Job(each.inputs, each.outs, divisor if each.divisor == 1 else 1).part(start, stop)
@@ -300,19 +302,19 @@ def _set_out(
     stages = []
     for group in groups:
         parts = [packs[index] for index in group]
-        pack_info = _travel(parts, group, len(packs), places)
+        pack_info = _pack_info(parts, group, len(packs), places)
         watched = partial(devices[0].mesh_state.pack_scope, pack_info, devices)
         stages.append(Stage(group, partial(fill, parts), partial(unpack_into, parts), watched))
     return jobs, stages
 
 
-def _travel(
+def _pack_info(
     parts: Sequence[tuple[PackBuffers, int, int]],
     group: Sequence[int],
     num_packs: int,
     places: Sequence[int],
 ) -> PackInfo:
-    """The packs of a stage, counted from 1, and their tensors by name."""
+    """Returns the packs of a stage, counted from 1, and their tensors."""
     if len(group) == num_packs:
         return PackInfo(places, range(1, num_packs + 1), num_packs)
     inside = {
@@ -326,9 +328,9 @@ def _travel(
 def compile_for(
     settings: Settings, devices: Sequence[Device], dtype: DType, out_dtype: DType
 ) -> None:
-    """Compiles all that ``reduce_buffers`` may launch, and connects the devices for NCCL.
+    """Compiles all kernels of ``reduce_buffers``, and connects the devices for NCCL.
 
-    Not done while a lock is held; and what fails here has launched nothing.
+    Not called while a lock is held; if it fails, nothing was launched.
 
     Args:
         settings: how it reduces.
@@ -337,7 +339,7 @@ def compile_for(
         out_dtype: of the results.
 
     Raises:
-        ValueError: the topology is one of another number of replicas.
+        ValueError: ``reduction_groups`` names another number of replicas.
         BackendUnavailableError: NCCL is needed, on two physical GPUs or more, and missing.
         CollectiveError: NCCL cannot connect them.
     """
@@ -358,7 +360,7 @@ def compile_for(
     check_devices(settings, devices)
     total = sum_dtype_of(wire, out_dtype)
     counts = {
-        len(half) for half in reduction_groups_of(len(devices), settings.reduction_groups)
+        len(group) for group in reduction_groups_of(len(devices), settings.reduction_groups)
     } - {0}
     if settings.all_reduce_alg == "nccl":
         counts = set()
@@ -366,16 +368,16 @@ def compile_for(
     for device in devices:
         for out, term in dict.fromkeys([(wire, dtype), (out_dtype, total)]):
             ops.prepare_pack(device, out, term)
-        wide = accumulate_dtype(wire)
-        for out, term in dict.fromkeys([(total, wire), (wire, wire), (total, wide)]):
+        acc_dtype = accumulate_dtype(wire)
+        for out, term in dict.fromkeys([(total, wire), (wire, wire), (total, acc_dtype)]):
             ops.prepare_all_sum(device, out, term)
         for count in counts:
-            ops.prepare_add_n(device, wide, wire, count)
+            ops.prepare_add_n(device, acc_dtype, wire, count)
     prepared.add(key)
 
 
 def check_devices(settings: Settings, devices: Sequence[Device]) -> None:
-    """Raises unless the replicas on these devices can be reduced; launches nothing."""
+    """Raises unless replicas on these devices can be reduced."""
     reduction_groups_of(len(devices), settings.reduction_groups)
     if settings.all_reduce_alg == "nccl":
         check_library(devices)

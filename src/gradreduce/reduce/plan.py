@@ -1,6 +1,6 @@
-"""What a reduction will do, told before it is done: which tensors travel together, and how.
+"""Plans: what a reduction will launch, copy and transfer, found by a dry run.
 
-A plan is a value. It comes of the flow itself, run over ghosts (``backends/dry_run.py``), and
+A plan is a value. The pipeline itself runs on dry-run devices (``backends/dry_run.py``). A plan
 depends on shapes, dtypes, settings and mesh, and on which tensors already lie in one flat buffer.
 """
 
@@ -37,22 +37,22 @@ _Rows = tuple[bytes | int, tuple[int, ...] | None] | None
 
 @dataclass(frozen=True)
 class PlannedPack:
-    """What travels as one.
+    """One pack of a plan: tensors that are reduced together.
 
     Attributes:
-        tensors: places in the batch of the tensors that lie in it, in order; the first and the
+        tensors: indices in the batch of the tensors that lie in it, in order; the first and the
             last may lie in the neighbouring pack too.
         dtype: of all of them.
-        wire: the dtype in which they travel.
-        nbytes: of one replica's pack as it travels, gaps between tensors included.
+        wire: the dtype in which they are transferred.
+        nbytes: of one replica's pack as it is transferred, gaps between tensors included.
         way: ``"hierarchical_copy"``, ``"nccl"`` or ``"one device"``.
         devices: logical indices of those whose replicas are added.
-        moved: on how many devices the tensors are moved into a flat buffer first; on the others
+        moved: on how many devices the tensors are packed into a flat buffer first; on the others
             they lie in one, or alone, and are read where they lie.
         crossing: how bytes get from one physical device to another. ``"none"``: they need not.
-            ``"direct"``: the launches that add read and write the peers' memory (added on one
-            device they only read it; what is handed out is copied). ``"copies"``: what is out of
-            a launch's reach is copied into memory nearby. ``"collective"``: the library's way.
+            ``"direct"``: the launches that add read and write the peers' memory (on one device
+            they only read it, and the result is copied). ``"copies"``: memory that a launch
+            cannot access is copied first. ``"collective"``: by the collective library.
     """
 
     tensors: tuple[int, ...]
@@ -67,7 +67,7 @@ class PlannedPack:
 
 @dataclass(frozen=True)
 class ReducePlan:
-    """What one ``batch_reduce`` does; ``print`` it.
+    """The plan of one ``batch_reduce``: packs and counts; ``print`` it.
 
     Attributes:
         packs: in the order in which they are reduced, as far as there is one.
@@ -91,7 +91,7 @@ class ReducePlan:
 
     @classmethod
     def of(cls, packs: Sequence[PlannedPack], journal: Journal, mesh: MeshSignature) -> ReducePlan:
-        """From what the ghosts recorded."""
+        """Makes a plan of what the dry run recorded."""
         ranks = len(journal.of("collective"))
         return cls(
             tuple(packs), journal.launches, journal.copies, ranks, journal.bytes, mesh[0], mesh[1]
@@ -106,17 +106,18 @@ class ReducePlan:
         for index, pack in enumerate(self.packs):
             lines.append(
                 f"  {index:4} {pack.way:18}{pack.dtype!s:10}{pack.nbytes:14,} bytes of each of "
-                f"{len(pack.devices)} replicas{_travels(pack)}: tensors {_ranges(pack.tensors)}"
+                f"{len(pack.devices)} replicas{_transfer_text(pack)}: tensors "
+                f"{_ranges(pack.tensors)}"
             )
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What the ghosts were given, one by one.
+    """The plan of a dry run with its records.
 
     Attributes:
-        plan: what came of it.
+        plan: the plan.
         records: all of them, in order.
         touched: the memory of each launch, copy, fill and rank of a collective, in that order.
     """
@@ -128,11 +129,11 @@ class DryRun:
 
 @dataclass(frozen=True)
 class RequestSignature:
-    """All of a request that a plan depends on.
+    """Everything in a request that a plan depends on: its shapes, memory and devices.
 
     Attributes:
-        parts: of each replica, its Buffer (of IndexedSlices, that of the rows) and, of
-            IndexedSlices, what tells its indices and the dense shape.
+        parts: for each replica its Buffer's signature (for IndexedSlices, that of the rows) and,
+            for IndexedSlices, the indices and the dense shape.
         devices: logical indices of the result's.
         matches: see ``Request``.
     """
@@ -149,7 +150,7 @@ def plan_of(
     *,
     coalesce: bool,
 ) -> ReducePlan:
-    """What a reduction of these requests would do.
+    """Returns the plan of a reduction of these requests.
 
     Args:
         settings: how.
@@ -160,9 +161,9 @@ def plan_of(
     Raises:
         ValueError: there is none, or they are of several meshes.
     """
-    outlines = _signatures_of(requests, coalesce=coalesce)
+    signatures = _signatures_of(requests, coalesce=coalesce)
     mesh = mesh_signature(_mesh_of(requests))
-    return _planned(settings, reduce_op, mesh, outlines, coalesce=coalesce)
+    return _planned(settings, reduce_op, mesh, signatures, coalesce=coalesce)
 
 
 def dry_run_of(
@@ -172,18 +173,18 @@ def dry_run_of(
     *,
     coalesce: bool,
 ) -> DryRun:
-    """All that a reduction of these requests would give the devices; see ``plan_of``."""
-    outlines = _signatures_of(requests, coalesce=coalesce)
+    """Runs a reduction of these requests on dry-run devices; see ``plan_of``."""
+    signatures = _signatures_of(requests, coalesce=coalesce)
     mesh = mesh_signature(_mesh_of(requests))
-    return _rehearsed(settings, reduce_op, mesh, outlines, coalesce=coalesce)
+    return _dry_run(settings, reduce_op, mesh, signatures, coalesce=coalesce)
 
 
 def _mesh_of(requests: Sequence[Request]) -> Mesh:
     meshes = {request.value.mesh.mesh_state: request.value.mesh for request in requests}
     if not meshes:
-        raise ValueError("there is no tensor to reduce; at least one is needed")
+        raise ValueError("there is no tensor to reduce; pass at least one")
     if len(meshes) > 1:
-        raise ValueError(f"a plan is of values of one mesh: these are of {len(meshes)}")
+        raise ValueError(f"the values of a plan must be on one mesh: these are on {len(meshes)}")
     (mesh,) = meshes.values()
     return mesh
 
@@ -193,23 +194,23 @@ def _planned(
     settings: Settings,
     reduce_op: ReduceOp,
     mesh: MeshSignature,
-    outlines: tuple[RequestSignature, ...],
+    signatures: tuple[RequestSignature, ...],
     *,
     coalesce: bool,
 ) -> ReducePlan:
-    return _rehearsed(settings, reduce_op, mesh, outlines, coalesce=coalesce).plan
+    return _dry_run(settings, reduce_op, mesh, signatures, coalesce=coalesce).plan
 
 
-def _rehearsed(
+def _dry_run(
     settings: Settings,
     reduce_op: ReduceOp,
     mesh: MeshSignature,
-    outlines: tuple[RequestSignature, ...],
+    signatures: tuple[RequestSignature, ...],
     *,
     coalesce: bool,
 ) -> DryRun:
     dry_run_mesh = DryRunMesh(mesh)
-    requests = _dry_run_requests(dry_run_mesh, outlines)
+    requests = _dry_run_requests(dry_run_mesh, signatures)
     packs = []
     for places in batches_of(requests, reduce_op):
         gradients = [requests[index].value.buffers for index in places]
@@ -228,7 +229,7 @@ def _rehearsed(
 
 
 def _signatures_of(requests: Sequence[Request], *, coalesce: bool) -> tuple[RequestSignature, ...]:
-    """The outline of each request; those that share memory do so in their outlines."""
+    """Returns the signature of each request, with the memory that they share."""
     blocks: dict[int, int] = {}
     made = []
     for request in requests:
@@ -250,11 +251,11 @@ def _signature(
 
 
 def _dry_run_requests(
-    dry_run_mesh: DryRunMesh, outlines: Sequence[RequestSignature]
+    dry_run_mesh: DryRunMesh, signatures: Sequence[RequestSignature]
 ) -> list[Request]:
-    """Requests of these outlines, over ghosts."""
+    """Makes requests with these signatures, on dry-run devices."""
     made = []
-    for signature in outlines:
+    for signature in signatures:
         parts = [_dry_run_buffers(dry_run_mesh, *part) for part in signature.parts]
         devices = tuple(dry_run_mesh.mesh.devices[index] for index in signature.devices)
         made.append(Request(PerReplica.of(parts), devices, signature.matches))
@@ -273,7 +274,7 @@ def _dry_run_buffers(dry_run_mesh: DryRunMesh, signature: Signature, rows: _Rows
 def _packs_of(
     pack_buffers: Sequence[PackBuffers], places: Sequence[int], way: str, devices: Sequence[int]
 ) -> list[PlannedPack]:
-    """The packs of flat buffers.
+    """Describes the packs of flat buffers.
 
     Args:
         pack_buffers: of the tensors of one batch.
@@ -305,7 +306,7 @@ def _packs_of(
 
 
 def _crossing(way: str, devices: Sequence[Device]) -> str:
-    """See ``PlannedPack``."""
+    """Returns how bytes cross between physical devices: see ``PlannedPack``."""
     if len(by_physical(devices)) == 1:
         return "none"
     if way == "nccl":
@@ -313,11 +314,11 @@ def _crossing(way: str, devices: Sequence[Device]) -> str:
     return "direct" if works_in_place(devices) else "copies"
 
 
-def _travels(pack: PlannedPack) -> str:
-    """How, in words."""
-    told = [] if pack.wire == pack.dtype else [f"as {pack.wire}"]
+def _transfer_text(pack: PlannedPack) -> str:
+    """Describes how a pack is transferred."""
+    words = [] if pack.wire == pack.dtype else [f"as {pack.wire}"]
     if pack.moved:
-        told.append(f"packed on {pack.moved} devices")
+        words.append(f"packed on {pack.moved} devices")
     crossings = {
         "none": "on one physical device",
         "direct": "read and written by their peers",
@@ -326,11 +327,11 @@ def _travels(pack: PlannedPack) -> str:
     }
     if (pack.way, pack.crossing) == ("one device", "direct"):
         crossings["direct"] = "read by the device that adds them"
-    return ", ".join(["", *told, crossings[pack.crossing]])
+    return ", ".join(["", *words, crossings[pack.crossing]])
 
 
 def _pack_of_one(request: Request, place: int) -> PlannedPack:
-    """A value that is added on one device and travels alone."""
+    """Describes a value that is added on one device."""
     rows = _rows_of(request.value.parts[0])
     indices = tuple(device.index for device in request.value.devices)
     return PlannedPack(
@@ -340,7 +341,7 @@ def _pack_of_one(request: Request, place: int) -> PlannedPack:
 
 
 def _crossing_to_one(request: Request) -> str:
-    """See ``PlannedPack``."""
+    """Returns how bytes reach the one device that adds: see ``PlannedPack``."""
     home = request.devices[0]
     away = [part for part in request.value.parts if _rows_of(part).device.physical != home.physical]
     if not away and len(by_physical(request.devices)) == 1:
@@ -351,7 +352,7 @@ def _crossing_to_one(request: Request) -> str:
 
 
 def _is_read(home: Device, part: Part, is_mixed: bool) -> bool:
-    """Whether launches of ``home`` read a replica where it lies."""
+    """Whether launches of ``home`` can read a replica in place."""
     rows = _rows_of(part)
     if is_mixed and isinstance(part, IndexedSlices):  # made dense first, in memory of our own
         return home.mesh_state.peers(home.physical, rows.device.physical)
@@ -363,7 +364,7 @@ def _rows_of(part: Part) -> Buffer:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """``0-3, 7``: many tensors are named shortly."""
+    """Formats numbers as ranges, such as ``0-3, 7``."""
     found: list[list[int]] = []
     for number in numbers:
         if found and found[-1][1] + 1 == number:

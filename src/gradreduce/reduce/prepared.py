@@ -1,7 +1,7 @@
 """Prepared and captured reductions: planned once, run many times.
 
 The pipeline runs once while the devices record a ``CommandList`` (``device/command_list.py``). That
-fixes which tensors travel together, the pointer tables, the kernels and all memory. Each call then
+fixes the packs, the pointer tables, the kernels and all memory. Each call then
 waits once for each library, device and stream whose arrays it uses, in both directions.
 """
 
@@ -37,7 +37,7 @@ from .arguments import Request, devices_of
 from .out_arguments import as_results
 from .pipeline import copy_to_out
 
-__all__ = ["Border", "CapturedStep", "PreparedStep", "check_preparable"]
+__all__ = ["CapturedStep", "PreparedStep", "StreamBoundary", "check_preparable"]
 
 
 _LENDING = ("torch", "cupy")  # JAX's arrays never change: those that came in are ready for good
@@ -45,14 +45,14 @@ _ON_HOST = ("native", "numpy", "torch")
 _ON_GPU = ("native", "torch", "cupy", "cuda")
 
 
-class Border:
-    """Which libraries lend memory to a piece of work, and which are given its results.
+class StreamBoundary:
+    """Orders repeated work with the streams of the libraries whose arrays it reads and writes.
 
     Args:
-        lenders: kind of the lending library and device, of every array; Buffers are nobody's.
-        takers: likewise of the results. The work ends with every one of its devices behind all
-            of it: so one of them speaks for its GPU. Lenders are fenced like takers, because they
-            may write their arrays again.
+        lenders: kind of library and device of every input array; Buffers have no library.
+        takers: the same for the results. The work ends with each of its devices waiting for all
+            of it, so one device of a GPU is enough. Libraries of inputs wait like those of
+            results, because they may write their arrays again.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Border:
                 self._given.append((kind, device))
 
     def enter(self) -> None:
-        """Our compute queues wait for what the callers' streams that are current now hold.
+        """Makes our compute queues wait for the callers' current streams.
 
         Raises:
             CaptureError: one of these, or of those that will wait for us, is capturing a CUDA
@@ -88,7 +88,7 @@ class Border:
             wait_for_stream(device, current_of(device, kind), checked=True)
 
     def leave(self, results: Iterable[Buffer] = ()) -> None:
-        """Those streams wait for our compute queues; for arrays in host memory the host does.
+        """Makes those streams wait for our compute queues; for host arrays the host waits.
 
         Args:
             results: whose arrays are read there from here on, and may be dropped meanwhile.
@@ -106,27 +106,26 @@ class Border:
 
 
 class PreparedStep(NotCopied):
-    """Does the same reduction of the same arrays again, whatever they hold by then.
+    """A reduction that is planned once and repeated on the same arrays.
 
-    Made by ``AllReduceCrossDeviceOps.prepare``. A call asks for no memory, checks no argument and
-    does no work for each tensor; what it launches and copies is what ``batch_reduce`` does.
+    Made by ``AllReduceCrossDeviceOps.prepare``. A call allocates no memory, checks no argument and
+    does no work for each tensor; its launches and copies are those of ``batch_reduce``.
 
-    The arrays that were given are read anew by each call: fill them in place. So are the results
-    written: **each call returns the same arrays**, and what an earlier call returned is
-    overwritten. Any thread may call; calls come one after the other.
+    Each call reads the given arrays again: fill them in place. It also writes the same results:
+    **each call returns the same arrays**, and overwrites what an earlier call returned. Any thread
+    may call; calls run one after the other.
 
-    Arrays of other libraries on GPUs are read behind what their library's current stream holds at
-    the call; what it is given afterwards finds the results ready, and may fill the arrays anew. A
-    call with results in host memory, NumPy's or PyTorch's on simulated devices, returns when they
-    are written.
+    Arrays of other libraries on GPUs are read in the order of their library's current stream at
+    the call; later work on that stream sees the results, and may fill the arrays again. A call
+    with results in host memory, NumPy's or PyTorch's on simulated devices, returns when they are
+    written.
 
-    With ``out`` the results are the arrays that were given, which each call writes behind what
-    their library's current stream holds then.
+    With ``out`` the results are the given arrays, which each call writes in the order of their
+    library's current stream.
 
     Where it reads or writes a flat buffer with attached parameters (``FlatBuffer.attach``), a call
-    first attaches gradients again that are not the views any more, and comes between what
-    PyTorch's current stream holds and what it is given afterwards, in whatever form the tensors
-    were passed.
+    first attaches gradients again that are no longer the views, and runs in the order of PyTorch's
+    current stream, in whatever form the tensors were passed.
 
     Attributes:
         results: one ``Mirrored`` for each pair.
@@ -151,14 +150,14 @@ class PreparedStep(NotCopied):
         self._held = [request.value for request in requests]  # what is read stays alive
         for buffer in _buffers_of(requests, outs):
             is_read_later(buffer.block)
-        self._border = _border_of(requests, kinds, outs)
+        self._boundary = _boundary_of(requests, kinds, outs)
         self._tensors = tensors_of(each for row in outs for each in row)
-        self._pack_buffers = _flats_of(requests, outs)
+        self._pack_buffers = _flat_blocks_of(requests, outs)
         attach_again(self._pack_buffers)
         writers = [("torch", block.device) for block in self._pack_buffers]  # of attached gradients
-        self._attached = Border(writers, writers)
-        borders = self._borders()
-        for each in borders:
+        self._attached = StreamBoundary(writers, writers)
+        boundaries = self._boundaries()
+        for each in boundaries:
             each.enter()
         with self._mesh_state.recording_commands(self._command_list):
             reduced = copy_to_out(requests, reduce())
@@ -172,7 +171,9 @@ class PreparedStep(NotCopied):
         self.results: list[Mirrored] = as_results(requests, outs)
         if outs:
             count_writes(self._tensors)
-        for each in borders if outs else borders[1:]:  # new results are fenced as arrays are made
+        for each in (
+            boundaries if outs else boundaries[1:]
+        ):  # new results are fenced as arrays are made
             each.leave()
         made = () if outs else zip(requests, reduced, kinds, strict=True)
         with StreamScope():
@@ -185,19 +186,20 @@ class PreparedStep(NotCopied):
         return f"<{type(self).__name__} of {len(self._held)} values on {names}>"
 
     def __call__(self, *, deadline: float | None = None) -> list[Mirrored]:
-        """Reduces again; does not wait for the devices, unless results lie in host memory.
+        """Reduces again; waits for the devices only if results lie in host memory.
 
         Args:
-            deadline: seconds from now in which the devices must be done, or the mesh dies.
+            deadline: seconds from now within which the devices must finish, else the mesh is
+                marked as failed.
 
         Returns:
             ``results``, whose memory is overwritten in the order of their devices' queues.
 
         Raises:
-            BackendUnavailableError: the mesh is closed, or one of its devices is lost.
-            CollectiveError: the mesh is dead; after ``mesh.reset()`` the step works again.
-            ValueError: ``deadline`` is no number above 0, or the ``.grad`` of an attached
-                parameter is of another shape or dtype. Nothing was changed.
+            BackendUnavailableError: the mesh is closed, or one of its devices has failed.
+            CollectiveError: the mesh has failed; after ``mesh.reset()`` the step works again.
+            ValueError: ``deadline`` is not a number above 0, or the ``.grad`` of an attached
+                parameter has another shape or dtype. Nothing was changed.
             CaptureError: inside a capture.
         """
         seconds = as_deadline(deadline)
@@ -205,7 +207,7 @@ class PreparedStep(NotCopied):
         for device in self._devices if self._mesh_state.failed else ():
             self._mesh_state.check_usable(device)
         attach_again(self._pack_buffers)
-        borders = self._borders()
+        boundaries = self._boundaries()
         if self.flat is not None:
             self.flat.adopt()
         with (
@@ -213,27 +215,27 @@ class PreparedStep(NotCopied):
             self._lock,
             self._mesh_state.launch_lock,
         ):
-            for each in borders:
+            for each in boundaries:
                 each.enter()
             if self._read is not self._mesh_state.last_read:  # somebody copies; maybe from a result
                 self._read = self._mesh_state.last_read
                 wait_for_readers(self._written)
             self._play()
         count_writes(self._tensors)
-        for each in borders:
+        for each in boundaries:
             each.leave(self._given)  # which may wait: no lock is held by then
         if self.flat is not None:
             self.flat.release(deadline=deadline)
         return self.results
 
-    def _borders(self) -> list[Border]:
-        """That of the arrays given; that of PyTorch, where it writes Buffers: attached gradients.
+    def _boundaries(self) -> list[StreamBoundary]:
+        """Returns the boundary of the arrays, and that of PyTorch for attached gradients.
 
         A step of ``FlatBuffer.prepare_all_reduce`` is fenced by its flat buffer.
         """
         if self.flat is None and any([block.attached is not None for block in self._pack_buffers]):
-            return [self._border, self._attached]
-        return [self._border]
+            return [self._boundary, self._attached]
+        return [self._boundary]
 
     def _play(self) -> None:
         flight = self._mesh_state.flight_recorder
@@ -245,7 +247,7 @@ class PreparedStep(NotCopied):
 
 
 class CapturedStep(PreparedStep):
-    """A ``PreparedStep`` that is given to the devices as one piece.
+    """A ``PreparedStep`` that each call submits as one CUDA graph.
 
     Made by ``AllReduceCrossDeviceOps.capture``: on GPUs a CUDA graph, whose launch costs the host
     the same however much is in it; in the simulation a list that is replayed under the same rules
@@ -267,7 +269,9 @@ class CapturedStep(PreparedStep):
         speakers: dict[int, Device] = {}
         for device in self._devices:
             speakers.setdefault(device.physical, device)
-        self._border = _border_of(requests, kinds, outs, lambda device: speakers[device.physical])
+        self._boundary = _boundary_of(
+            requests, kinds, outs, lambda device: speakers[device.physical]
+        )
         with self._capture.recorded():
             self._capture.play(self._command_list)
 
@@ -276,24 +280,24 @@ class CapturedStep(PreparedStep):
 
 
 def _buffers_of(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> list[Buffer]:
-    """What a step reads, and what is given to be written."""
+    """Returns the Buffers that a step reads, and those of ``out`` that it writes."""
     read = [buffer for request in requests for buffer in request.value.buffers]
     return [*read, *(each.buffer for row in outs for each in row)]
 
 
-def _flats_of(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> list[Block]:
-    """The memory of the flat buffers that a step reads or writes."""
+def _flat_blocks_of(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> list[Block]:
+    """Returns the memory blocks of the flat buffers that a step reads or writes."""
     blocks = dict.fromkeys(buffer.block for buffer in _buffers_of(requests, outs))
     return [block for block in blocks if block.gaps is not None]
 
 
-def _border_of(
+def _boundary_of(
     requests: Sequence[Request],
     kinds: Sequence[Kind],
     outs: Sequence[Sequence[Out]],
     speaker: Callable[[Device], Device] = lambda device: device,
-) -> Border:
-    """Who lends the values of a step, and who is given its results; whose queues wait for them."""
+) -> StreamBoundary:
+    """Makes the boundary with the libraries of a step's values and results."""
     lenders = [
         (buffer.array_owner, speaker(buffer.device))
         for request in requests
@@ -302,32 +306,35 @@ def _border_of(
     ]
     written = [(each.kind, speaker(each.buffer.device)) for row in outs for each in row]
     if outs:  # whose owners may still read or write them
-        return Border([*lenders, *written], written)
+        return StreamBoundary([*lenders, *written], written)
     takers = [
         (kind, speaker(device))
         for request, kind in zip(requests, kinds, strict=True)
         for device in request.devices
     ]
-    return Border(lenders, takers)
+    return StreamBoundary(lenders, takers)
 
 
 def check_preparable(
     requests: Sequence[Request], kinds: Sequence[Kind], outs: Sequence[Sequence[Out]] = ()
 ) -> None:
-    """Raises ``ValueError`` for what a later call could not read or write again.
+    """Raises ``ValueError`` for arrays that later calls could not read or write again.
 
-    That is what is no array in its own memory, and values of several meshes.
+    Those are arrays that had to be copied, and values of several meshes.
     """
     _check_written(outs)
     mesh_states = {request.value.mesh.mesh_state for request in requests}
     if not mesh_states:
         raise ValueError("there is no tensor to reduce; at least one is needed")
     if len(mesh_states) > 1:
-        raise ValueError(f"a step is of values of one mesh: these are of {len(mesh_states)}")
+        raise ValueError(
+            f"the values of a step must be on one mesh: these are on {len(mesh_states)}"
+        )
     for index, (request, kind) in enumerate(zip(requests, kinds, strict=True)):
         if request.value.is_sparse:
             raise ValueError(
-                f"value {index} holds IndexedSlices: which rows there are is known each time anew"
+                f"value {index} contains IndexedSlices, whose rows may change with each call: only "
+                "dense values can be prepared"
             )
         for replica, buffer in enumerate(request.value.buffers):
             why = _UNREADABLE.get(buffer.array_owner)
@@ -336,8 +343,8 @@ def check_preparable(
         on_gpu = request.devices[0].mesh_state.backend == "cuda"
         if not outs and (kind == "jax" or (kind == "numpy" and on_gpu)):
             raise ValueError(
-                f"value {index}: results of kind {kind!r} are no arrays that each call could "
-                "write again; say output_type="
+                f"value {index}: later calls cannot overwrite results of kind {kind!r}; pass "
+                "another output_type"
             )
 
 
@@ -346,19 +353,19 @@ def _check_written(outs: Sequence[Sequence[Out]]) -> None:
         for replica, each in enumerate(row):
             if each.copied is not None:
                 why = (
-                    "is in host memory, where work that waits in queues could not write it: with "
-                    "schedule_seed= give Buffers"
+                    "is in host memory, which deferred commands cannot write: with schedule_seed= "
+                    "pass Buffers"
                     if each.buffer.device.defers
-                    else "has other strides than the value, or is not in C's order as its replicas "
-                    "are: a step writes the arrays themselves; give dense ones of the same strides"
+                    else "does not have the strides of its value's replicas: a step writes the "
+                    "arrays themselves; pass dense ones with the same strides"
                 )
                 raise ValueError(f"out {index}: replica {replica} {why}")
 
 
 _UNREADABLE: dict[str | None, str] = {
-    "copy": "could not be shared, and was copied: a later call would read the copy. Shared are "
-    "contiguous arrays, or dense ones of the same strides, where their device is; on GPUs those in "
-    "GPU memory, and on simulated devices with schedule_seed= none",
-    "cuda": "is of a library that shows no current stream, behind which a later call could read "
-    "it: pass cupy.asarray of it",
+    "copy": "could not be shared and was copied, so later calls would read the copy. Pass arrays "
+    "on their device that are contiguous, or dense with the same strides; on GPUs arrays in GPU "
+    "memory, on simulated devices with schedule_seed= Buffers",
+    "cuda": "is of a library whose current stream cannot be queried, so later calls could not wait "
+    "for it: pass cupy.asarray of it",
 }

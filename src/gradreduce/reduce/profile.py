@@ -1,4 +1,4 @@
-"""Profiles a reduction: its plan, the time that copies of its bytes would take, and what it did.
+"""Profiles a reduction: its plan, lower bounds for its time, and what was measured.
 
 The plan comes from a dry run; the floor of a stage is its bytes divided by the copy bandwidth that
 is measured on this mesh; what was done is counted by the journal.
@@ -38,11 +38,11 @@ ROUNDS = 5  # of which the fastest counts: the rates are for floors
 
 
 class CopyBandwidth:
-    """Rates of one mesh in bytes per second, each measured when it is first asked for.
+    """Copy bandwidth of a mesh in bytes per second, measured when first needed.
 
-    To ask may take a second, waits for the devices, and is in the journals that are open. On the
-    simulation all devices share the host's memory: one rate, np.copyto's by one thread, is that of
-    all of them and of the links between.
+    Measuring may take a second, waits for the devices, and is in the journals that are open. On
+    simulated devices all memory is the host's: one rate, np.copyto's by one thread, is used for
+    all devices and links.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class CopyBandwidth:
         self._lock = threading.RLock()
 
     def memory(self, device: Device) -> float:
-        """Bytes read and written, together, by copies inside a physical device."""
+        """Returns bytes per second, read plus written, of copies inside a physical device."""
         key = 0 if device.mesh_state.backend == "sim" else device.physical
         with self._lock:
             if key not in self._memory:
@@ -59,7 +59,7 @@ class CopyBandwidth:
             return self._memory[key]
 
     def link(self, device: Device, source: Device) -> float:
-        """Bytes that cross from one physical device to another, by copies that ``device`` makes."""
+        """Returns bytes per second of copies by ``device`` from another physical device."""
         if device.mesh_state.backend == "sim":
             return self.memory(device) / 2
         key = (source.physical, device.physical)
@@ -73,7 +73,7 @@ _found: WeakKeyDictionary[MeshState, CopyBandwidth] = WeakKeyDictionary()
 
 
 def copy_bandwidth(mesh: Mesh) -> CopyBandwidth:
-    """Those of a mesh and all its parts."""
+    """Returns the bandwidths of a mesh, shared by all its parts."""
     return _found.setdefault(mesh.mesh_state, CopyBandwidth())
 
 
@@ -101,7 +101,7 @@ _COUNTED = ("launch", "copy", "collective", "fill")
 
 @dataclass(frozen=True)
 class Counts:
-    """What a journal says of a stage.
+    """Launches, copies, collectives and bytes that a journal counted in a stage.
 
     Attributes:
         launches: kernel launches.
@@ -117,7 +117,7 @@ class Counts:
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Counts:
-        """Of these records."""
+        """Counts these records."""
         kinds = Counter(record.kind for record in records)
         crossed = ("launch", "copy", "collective")
         nbytes = sum(record.nbytes for record in records if record.kind in crossed)
@@ -126,7 +126,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a stage moves, by plan.
+    """Bytes that a stage moves according to the plan, by device and link.
 
     Attributes:
         read: physical device -> bytes read in its memory, by whatever device.
@@ -140,7 +140,7 @@ class Traffic:
 
     @classmethod
     def sum(cls, parts: Iterable[Traffic]) -> Traffic:
-        """All of them together."""
+        """Adds the traffic of several parts."""
         read: Counter[int] = Counter()
         written: Counter[int] = Counter()
         links: Counter[tuple[int, int]] = Counter()
@@ -152,22 +152,22 @@ class Traffic:
 
     @property
     def memory(self) -> dict[int, int]:
-        """Physical device -> bytes read and written in its memory."""
+        """Bytes read and written in the memory of each physical device."""
         return dict(Counter(self.read) + Counter(self.written))
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One of ``STAGES``.
+    """One of ``STAGES``: planned and measured counts, bytes, and a lower bound of its time.
 
     Attributes:
-        name: ``pack``: tensors into flat buffers. ``all-reduce``: whatever adds or divides, on one
-            device too. ``unpack``: results out of flat buffers, as a rule views, which are nothing
-            to do. ``copies``: from device to device.
-        planned: as the ghosts counted it.
-        done: as the journal did.
-        traffic: by plan.
-        floor_seconds: in which nothing faster than a copy can do it.
+        name: ``pack``: tensors into flat buffers. ``all-reduce``: everything that adds or divides,
+            on one device too. ``unpack``: results out of flat buffers; usually views, which need
+            no work. ``copies``: from device to device.
+        planned: counts of the dry run.
+        done: counts of the journal.
+        traffic: according to the plan.
+        floor_seconds: lower bound of its time: its bytes at the speed of a copy.
     """
 
     name: str
@@ -179,10 +179,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Profile:
-    """A plan, its floors, and what was done; ``print`` it.
+    """A reduction's plan with lower bounds for its time, and what was measured; ``print`` it.
 
     Attributes:
-        plan: which tensors travel together.
+        plan: which tensors are reduced together.
         stages: in the order of ``STAGES``.
         floor_seconds: of all stages together: those of different devices and links may overlap.
         seconds: from the call until all devices had finished.
@@ -206,16 +206,16 @@ class Profile:
         return "\n".join([str(self.plan), *self._table(), *self._rates(), *self._end()])
 
     def _table(self) -> Iterator[str]:
-        """A line for each stage: planned counts, and where they differ, those of the journal."""
+        """Yields a line for each stage: planned counts and, if different, the journal's."""
         head = ("launches", "copies", "ranks", "MB leave", "MB read", "MB written", "floor ms")
         yield f"  {'stage':12}" + "".join(f"{word:>12}" for word in head)
         for stage in self.stages:
             planned, done = stage.planned, stage.done
             cells = [
-                _beside(f"{planned.launches}", f"{done.launches}"),
-                _beside(f"{planned.copies}", f"{done.copies}"),
-                _beside(f"{planned.collectives}", f"{done.collectives}"),
-                _beside(_megabytes(planned.bytes), _megabytes(done.bytes)),
+                _cell(f"{planned.launches}", f"{done.launches}"),
+                _cell(f"{planned.copies}", f"{done.copies}"),
+                _cell(f"{planned.collectives}", f"{done.collectives}"),
+                _cell(_megabytes(planned.bytes), _megabytes(done.bytes)),
                 _megabytes(sum(stage.traffic.read.values())),
                 _megabytes(sum(stage.traffic.written.values())),
                 f"{stage.floor_seconds * 1e3:.4f}",
@@ -223,7 +223,7 @@ class Profile:
             yield f"  {stage.name:12}" + "".join(f"{cell:>12}" for cell in cells)
 
     def _rates(self) -> Iterator[str]:
-        """What each device and link has to move, and how fast it copies."""
+        """Yields a line for each device and link: its bytes and its copy bandwidth."""
         total = Traffic.sum(stage.traffic for stage in self.stages)
         for physical, nbytes in sorted(total.memory.items()):
             rate = self.memory_rates[physical]
@@ -253,13 +253,13 @@ class Profile:
 
 
 def profile_of(dry_run: DryRun, mesh: Mesh, reduce: Callable[[], object]) -> Profile:
-    """Does the reduction, and sets it beside its plan.
+    """Runs the reduction, and compares it with its plan.
 
     Args:
         dry_run: of ``reduce``.
         mesh: of the values.
-        reduce: does it and gives the results, which are dropped. Called twice: what the first call
-            compiles, connects or takes from the system is no part of what is measured.
+        reduce: runs it and returns the results, which are dropped. Called twice, so that what the
+            first call compiles, connects or allocates is not measured.
     """
     whole = mesh.devices[0].mesh
     rates = copy_bandwidth(whole)
@@ -273,7 +273,7 @@ def profile_of(dry_run: DryRun, mesh: Mesh, reduce: Callable[[], object]) -> Pro
     ended = time.perf_counter()
     del results
     planned = _by_stage(dry_run)
-    done = _like(planned, [each for each in journal.records if each.kind in _COUNTED])
+    done = _assign_stages(planned, [each for each in journal.records if each.kind in _COUNTED])
     firsts = {device.physical: device for device in reversed(whole.devices)}
     stages = []
     for name in STAGES:
@@ -295,7 +295,7 @@ def profile_of(dry_run: DryRun, mesh: Mesh, reduce: Callable[[], object]) -> Pro
 
 
 def _floor(traffic: Traffic, firsts: Mapping[int, Device], rates: CopyBandwidth) -> float:
-    """Devices and links work side by side; simulated devices are one memory, links included."""
+    """Returns the lower bound of a time; devices and links overlap, except simulated ones."""
     memory = [nbytes / rates.memory(firsts[each]) for each, nbytes in traffic.memory.items()]
     if next(iter(firsts.values())).mesh_state.backend == "sim":
         return sum(memory)
@@ -310,7 +310,7 @@ def _floor(traffic: Traffic, firsts: Mapping[int, Device], rates: CopyBandwidth)
 
 
 def _by_stage(dry_run: DryRun) -> dict[str, list[tuple[Record, Traffic]]]:
-    """Stage -> what the ghosts were given in it, and what that moves."""
+    """Returns for each stage the records of the dry run, and the bytes that they move."""
     found: dict[str, list[tuple[Record, Traffic]]] = {name: [] for name in STAGES}
     touched = iter(dry_run.touched)
     added: set[int] = set()  # blocks with sums in them, or copies of sums
@@ -343,7 +343,7 @@ def _reads(memory: Touched, blocks: set[int]) -> bool:
 
 
 def _traffic(record: Record, memory: Touched) -> Traffic:
-    """Of one launch, copy or fill."""
+    """Returns the traffic of one launch, copy or fill."""
     home = memory.device.physical
     read: Counter[int] = Counter()
     written: Counter[int] = Counter()
@@ -361,7 +361,7 @@ def _traffic(record: Record, memory: Touched) -> Traffic:
 
 
 def _collectives(ranks: Sequence[tuple[Record, Touched]]) -> Iterator[tuple[Record, Traffic]]:
-    """The ranks of one call stand side by side, and each sends to the next, as in a ring."""
+    """Yields the traffic of each rank of a collective: each sends to the next, as in a ring."""
     calls: list[list[tuple[Record, Touched]]] = []
     for record, memory in ranks:
         index = memory.device.physical
@@ -382,16 +382,16 @@ def _collectives(ranks: Sequence[tuple[Record, Touched]]) -> Iterator[tuple[Reco
 
 
 def _sent(record: Record, num_ranks: int) -> int:
-    """Bytes that a rank of a ring sends to the next."""
+    """Returns the bytes that a rank of a ring sends to the next."""
     if record.name == "all_reduce":
         return 2 * (num_ranks - 1) * record.nbytes // num_ranks
     return (num_ranks - 1) * record.nbytes
 
 
-def _like(
+def _assign_stages(
     planned: Mapping[str, Sequence[tuple[Record, Traffic]]], records: Sequence[Record]
 ) -> dict[str, list[Record]]:
-    """The journal's records in the stages of their twins in the plan."""
+    """Puts the journal's records into the stages of equal records of the plan."""
     stages: defaultdict[Record, list[str]] = defaultdict(list)
     for name, parts in planned.items():
         for record, _ in parts:
@@ -412,11 +412,11 @@ def _differences(planned: Iterable[Record], done: Iterable[Record]) -> Iterator[
             yield f"{word}: {count} x {record}"
 
 
-# -- words -----------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------
 
 
-def _beside(planned: str, done: str) -> str:
-    """One word where both say the same."""
+def _cell(planned: str, done: str) -> str:
+    """Formats a planned and a measured count; one number if they are equal."""
     return planned if planned == done else f"{planned}, not {done}"
 
 

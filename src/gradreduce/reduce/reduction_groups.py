@@ -1,4 +1,4 @@
-"""Which replicas make the two halves of hierarchical_copy; never looks at a device."""
+"""Checks ``reduction_groups``: the two groups of replicas that hierarchical_copy adds."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from gradreduce.errors import brief, listed
 
 __all__ = ["ReductionGroups", "as_reduction_groups", "reduction_groups_of"]
 
-# Replica numbers of the first half and of the second, each in the order of its additions.
+# Replica numbers of the first group and of the second, each in the order of its additions.
 ReductionGroups = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def as_reduction_groups(reduction_groups: Any) -> ReductionGroups:
-    """Two lists of replica numbers, checked as far as they can be without any devices.
+    """Checks two lists of replica numbers, as far as possible without knowing the devices.
 
     Raises:
-        ValueError: something else, a number that is no integer from 0 up, one that is named
+        ValueError: something else, a number that is not a non-negative integer, one that is named
             twice, or one left out below the largest: no number of replicas fits that.
     """
     if not isinstance(reduction_groups, list | tuple) or len(reduction_groups) != 2:
         raise ValueError(
             f"reduction_groups={brief(reduction_groups)} must be two lists of replica numbers"
         )
-    first, second = (_as_half(reduction_groups, half) for half in reduction_groups)
+    first, second = (_as_group(reduction_groups, group) for group in reduction_groups)
     named = sorted((*first, *second))
-    if named and named[-1] >= 2 * len(named) + 8:  # not to make a list of what is left out
+    if named and named[-1] >= 2 * len(named) + 8:  # a list of the missing ones would be too long
         raise ValueError(
-            f"reduction_groups={brief(reduction_groups)} names {named[-1]} and leaves out most "
-            "below it"
+            f"reduction_groups={brief(reduction_groups)} names replica {named[-1]} and leaves out "
+            "most replicas below it"
         )
     if not named:
         raise ValueError(f"reduction_groups={brief(reduction_groups)} names no replica")
@@ -53,10 +53,10 @@ def as_reduction_groups(reduction_groups: Any) -> ReductionGroups:
 def reduction_groups_of(
     num_replicas: int, reduction_groups: ReductionGroups | None = None
 ) -> ReductionGroups:
-    """Two groups: those of ``reduction_groups``, else the first n // 2 replicas and the rest.
+    """Returns ``reduction_groups`` if given, else the first n // 2 replicas and the rest.
 
     Raises:
-        ValueError: the topology is one of another number of replicas.
+        ValueError: ``reduction_groups`` names another number of replicas.
     """
     if reduction_groups is None:
         split = num_replicas // 2
@@ -76,13 +76,13 @@ def reduction_groups_of(
     return reduction_groups
 
 
-def _as_half(reduction_groups: Any, half: Any) -> tuple[int, ...]:
-    if not isinstance(half, list | tuple | range):
+def _as_group(reduction_groups: Any, group: Any) -> tuple[int, ...]:
+    if not isinstance(group, list | tuple | range):
         raise ValueError(
-            f"reduction_groups={brief(reduction_groups)}: {brief(half)} is no list of replica "
+            f"reduction_groups={brief(reduction_groups)}: {brief(group)} must be a list of replica "
             "numbers"
         )
-    return tuple(_as_number(reduction_groups, number) for number in half)
+    return tuple(_as_number(reduction_groups, number) for number in group)
 
 
 def _as_number(reduction_groups: Any, number: Any) -> int:
@@ -90,7 +90,8 @@ def _as_number(reduction_groups: Any, number: Any) -> int:
         if as_index(number) >= 0:
             return as_index(number)
     raise ValueError(
-        f"reduction_groups={brief(reduction_groups)}: {brief(number)} is no integer from 0 up"
+        f"reduction_groups={brief(reduction_groups)}: {brief(number)} must be a non-negative "
+        "integer"
     )
 
 

@@ -1,4 +1,4 @@
-"""What an all-reduce algorithm is asked to do, and in which stages; never does it."""
+"""Jobs of an all-reduce algorithm, and the stages in which they overlap."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from gradreduce.device import Buffer, Queue
 
 __all__ = ["Job", "Stage", "Steps", "run_stages"]
 
-# What one stage does, in steps: where it yields, it waits for what travels, and another may work.
+# The work of one stage, in steps: at each yield it waits for transfers, and others may work.
 Steps = Iterator[None]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One pack: every out becomes the sum of all inputs, divided.
+    """The reduction of one pack: every out becomes the sum of all inputs, divided.
 
     Attributes:
         inputs: one for each replica, in mesh order, on its device; all of one size and dtype.
@@ -29,7 +29,7 @@ class Job:
     divisor: float = 1
 
     def part(self, start: int, stop: int) -> Job:
-        """The job for the elements from ``start`` to ``stop``."""
+        """Returns the job for the elements from ``start`` to ``stop``."""
         if start == 0 and stop == self.inputs[0].size:
             return self
         starts, shapes = (start,), ((stop - start,),)
@@ -41,18 +41,18 @@ class Job:
 
 
 def _nothing() -> None:
-    """Nothing has to be moved."""
+    """Does nothing, where nothing has to be packed or unpacked."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Packs that are gathered together, travel together and are spread together.
+    """Packs that are packed, transferred and unpacked together.
 
     Attributes:
-        jobs: their places in the list of jobs.
-        pack: gives the compute queues what fills the jobs' inputs.
-        unpack: gives them what takes the sums out of the jobs' outs.
-        watched: around whatever is given for it: who watches wants to know for what it is.
+        jobs: their indices in the list of jobs.
+        pack: submits the launches that fill the jobs' inputs, on the compute queues.
+        unpack: submits the launches that copy the sums out of the jobs' outs.
+        watched: context around each step, which labels it in errors and the flight record.
     """
 
     jobs: Sequence[int]
@@ -64,17 +64,17 @@ class Stage:
 def run_stages(
     stages: Sequence[Stage], num_jobs: int, steps_of: Callable[[Sequence[int], Queue], Steps]
 ) -> None:
-    """Gives all stages to the devices, so that one is gathered while the one before it travels.
+    """Runs all stages so that one is packed while the one before it is transferred.
 
-    What travels does so on the transfer queues, what is gathered, added up and spread works on the
-    compute queues. There a stage's gathering is given *before* the last step of the stage ahead of
-    it, which waits for what travels and would hold up all that is behind it. A lone stage has
-    nothing to overlap with: it stays on the compute queues and needs no fence between the two.
+    Transfers run on the transfer queues; packing, sums and unpacking on the compute queues. There
+    a stage is packed *before* the last step of the stage ahead of it, which waits for transfers
+    and would delay all work behind it. A single stage has nothing to overlap with: it stays on
+    the compute queues and needs no waits between the two.
 
     Args:
-        stages: in order; none means one of all jobs, with nothing to gather or to spread.
+        stages: in order; none means one of all jobs, with nothing to pack or unpack.
         num_jobs: how many jobs there are.
-        steps_of: called with the jobs of a stage and the queue on which to travel.
+        steps_of: called with the jobs of a stage and the queue for transfers.
     """
     stages = stages or [Stage(range(num_jobs))]
     queue: Queue = "transfer" if len(stages) > 1 else "compute"
@@ -84,7 +84,7 @@ def run_stages(
         if waiting:
             stage = waiting.pop()
             running.insert(0, (stage, _steps(stage, queue, steps_of)))
-        running = [(stage, steps) for stage, steps in running if _goes_on(stage, steps)]
+        running = [(stage, steps) for stage, steps in running if _advance(stage, steps)]
 
 
 def _steps(stage: Stage, queue: Queue, steps_of: Callable[[Sequence[int], Queue], Steps]) -> Steps:
@@ -93,8 +93,8 @@ def _steps(stage: Stage, queue: Queue, steps_of: Callable[[Sequence[int], Queue]
     stage.unpack()
 
 
-def _goes_on(stage: Stage, steps: Steps) -> bool:
-    """Takes one step; False if it was the last."""
+def _advance(stage: Stage, steps: Steps) -> bool:
+    """Runs one step; returns False if it was the last."""
     with stage.watched():
         for _ in steps:
             return True

@@ -87,7 +87,7 @@ def test_the_text_names_both(place, method):
     with gr.open_mesh(1, backend="sim") as mesh, pytest.raises(gr.errors.DeviceMismatchError):
         getattr(variable, method)(mesh.devices[0].put(np.ones(2, "float32")))
     step = gr.Variable(1, trainable=False, device=place)
-    with pytest.raises(ValueError, match="int64 is wanted"):
+    with pytest.raises(ValueError, match="cannot convert float64 numbers to int64"):
         getattr(step, method)(1.5)
     assert int(step) == 1
 
@@ -173,7 +173,7 @@ _OVER = {
 def test_numpy_does_not_write_a_copy_that_nobody_sees(write):
     with gr.open_mesh(1, backend="sim") as mesh:
         variable = gr.Variable([[1.0, 2.0], [3.0, 4.0]], device=mesh)
-        with pytest.raises(TypeError, match="written by assign and assign_add"):
+        with pytest.raises(TypeError, match="use assign or assign_add"):
             write(variable)
         assert variable.numpy().tolist() == [[1.0, 2.0], [3.0, 4.0]]
 
@@ -201,7 +201,7 @@ def test_torch_does_not_either(place):
         lambda: torch.nn.functional.relu(variable, inplace=True),
         lambda: torch.relu_(variable),
     ):
-        with pytest.raises(TypeError, match="written by assign and assign_add"):
+        with pytest.raises(TypeError, match="use assign or assign_add"):
             write()
     assert variable.numpy().tolist() == [1.0, 2.0]
     assert torch.ones(2).add_(variable).tolist() == [2.0, 3.0]

@@ -255,9 +255,9 @@ def test_outs_elsewhere_are_refused(here, mesh, torch):
     array = cupy.asarray(data((7, 30)))
     lent = mesh.flat_buffer([(7, 30)], "float32").arrays()[1][0]
     refusals = [
-        (array, far, DeviceMismatchError, "the out is on GPU 0; the result lies on <device cuda:2"),
-        (Tensor(array), far, DeviceMismatchError, "the out is on GPU 0"),
-        (np.zeros((7, 30), "f4"), device, DeviceMismatchError, "the out is in host memory"),
+        (array, far, DeviceMismatchError, "out is on GPU 0; expected it on <device cuda:2"),
+        (Tensor(array), far, DeviceMismatchError, "out is on GPU 0"),
+        (np.zeros((7, 30), "f4"), device, DeviceMismatchError, "out is in host memory"),
         (lent, device, DeviceMismatchError, "in a flat buffer of cuda:1"),
         (cupy.asarray(data((7, 60)))[:, ::2], device, ValueError, "not dense, or not aligned"),
         (

@@ -192,7 +192,7 @@ def test_arrays_of_a_prepared_step_that_failed_are_held(mesh, torch, monkeypatch
     ops = gr.HierarchicalCopyAllReduce(mesh=mesh)
     step = ops.prepare(SUM, [(gr.PerReplica(tensors, mesh), mesh)], output_type="buffer")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prepared.Border, "leave", interrupt)
+        patch.setattr(prepared.StreamBoundary, "leave", interrupt)
         step()
     lent = [ref(tensor.array) for tensor in tensors]
     del tensors, step

@@ -12,7 +12,7 @@ from fake_cupy import machine
 from support.exact_data import same
 
 import gradreduce as gr
-from gradreduce.reduce.prepared import Border
+from gradreduce.reduce.prepared import StreamBoundary
 
 pytestmark = pytest.mark.fake_cupy
 SHAPES = [(5, 3), (400,), (7,)]
@@ -217,7 +217,7 @@ def test_a_fence_that_is_missing_is_a_fault(side, new_machine, monkeypatch):
     ):
         library = Library("cupy")
         step, arrays = prepared(library, mesh)
-        monkeypatch.setattr(Border, side, lambda *given: None)
+        monkeypatch.setattr(StreamBoundary, side, lambda *given: None)
         for row in arrays:
             for array in row:
                 fill(library, array, 2)
@@ -237,7 +237,7 @@ def test_what_is_not_shared_or_has_no_stream_is_refused(mesh):
         for array, why in (
             (np.ones((4, 4), np.float32), "could not be shared"),
             (whole[:, ::2], "could not be shared"),
-            (other, "shows no current stream"),
+            (other, "whose current stream cannot be queried"),
         ):
             value = gr.PerReplica([array], devices=mesh.devices[:1])
             with pytest.raises(ValueError, match=f"value 0: replica 0 .*{why}"):
