@@ -95,13 +95,13 @@ GPU_FLOORS = (
 
 
 def host(size: int) -> np.ndarray:
-    """Small whole numbers: sums and means of a few are exact."""
+    """Returns arrays of small integers, whose sums and means are exact."""
     pattern = np.random.default_rng(0).integers(-64, 64, min(size, 2**16)).astype(np.float32)
     return np.resize(pattern, size)
 
 
 def check(name: str, found: Any, wanted: np.ndarray) -> None:
-    """Raises unless a result is right."""
+    """Raises if a result is wrong."""
     if not np.array_equal(found.numpy() if hasattr(found, "numpy") else found, wanted):
         raise AssertionError(f"{name} is not what NumPy makes it")
 
@@ -121,34 +121,34 @@ class Bench:
         self.cases: dict[str, Case] = {}
 
     def implementations(self) -> Iterator[tuple[str, Device]]:
-        """The name of each implementation, and its device."""
+        """Maps the name of each implementation to its device."""
         for implementation, mesh in self.meshes.items():
             yield implementation, mesh.devices[0]
 
     def operand(self, device: Device, array: np.ndarray) -> Any:
-        """A gradient as it lies there: a NumPy array in host memory, a Buffer on a GPU."""
+        """Returns a gradient for a device: a NumPy array in host memory, a Buffer on a GPU."""
         return device.put(array) if self.on_gpu else array
 
     def after(self, before: Call, call: Call) -> Call:
-        """A call behind another, which a GPU's clock, with many calls in a row, times too."""
+        """Returns a call with a preparation, which a GPU clock measures too."""
         return partial(both, before, call) if self.on_gpu else After(before, call)
 
     def keep(self, case: Case) -> None:
-        """Prints a case and remembers it."""
+        """Prints and stores a case."""
         case.show()
         self.cases[case.name] = case
 
     def large(
         self, name: str, size: int, units: int, ours: Mapping[str, Call], peers: Mapping[str, Call]
     ) -> None:
-        """Measures candidates beside a copy that moves so many times the gradient's bytes."""
+        """Measures candidates and a copy that moves a multiple of the gradient's bytes."""
         calls = {OURS + implementation: call for implementation, call in ours.items()}
         calls |= peers
         nbytes = units * 4 * size
         self.keep(Case(name, f"{size} float32", nbytes, self.clock.measure(calls, nbytes)))
 
     def peer_calls(self, operation: str, *operands: Sequence[np.ndarray]) -> dict[str, Call]:
-        """The candidates of all peers for an operation."""
+        """Returns the candidates of all peers for an operation."""
         calls: dict[str, Call] = {}
         for peer in self.peers:
             calls |= peer.calls(operation, *operands)
@@ -157,7 +157,7 @@ class Bench:
     # -- large gradients --------------------------------------------------------------------------
 
     def apply(self, size: int) -> None:
-        """One more gradient into a sum that is there: reads two, writes one."""
+        """Adds a gradient to an existing sum: two reads, one write."""
         gradient = host(size)
         ours: dict[str, Call] = {}
         for implementation, device in self.implementations():
@@ -168,7 +168,7 @@ class Bench:
         self.large(APPLY, size, 3, ours, self.peer_calls("accumulate", [host(size), gradient]))
 
     def first_apply(self, size: int) -> None:
-        """The first gradient after a take, which is copied into new memory."""
+        """Adds the first gradient after a take, which copies it to new memory."""
         gradient, out = host(size), np.empty(size, np.float32)
         ours: dict[str, Call] = {}
         for implementation, device in self.implementations():
@@ -185,7 +185,7 @@ class Bench:
         self.large(FIRST, size, 2, ours, peers)
 
     def take(self, size: int) -> None:
-        """The mean of two, in place; on a GPU the two applies are in the time."""
+        """Takes the mean of two gradients in place; on a GPU the time includes both applies."""
         gradient = host(size)
         ours: dict[str, Call] = {}
         for implementation, device in self.implementations():
@@ -200,7 +200,7 @@ class Bench:
         self.large(TAKE, size, 7 if self.on_gpu else 2, ours, peers)
 
     def scaled(self, gradient: np.ndarray) -> Call:
-        """NumPy's pass over a sum of two that was just made, as ours was."""
+        """Returns NumPy's division of a new sum of two arrays."""
         total = np.empty_like(gradient)
         sums = [partial(np.copyto, total, gradient), partial(np.add, total, gradient, total)]
         return After(partial(both, *sums), partial(np.true_divide, total, np.float32(2), total))
@@ -208,7 +208,7 @@ class Bench:
     # -- the host's time --------------------------------------------------------------------------
 
     def small(self) -> None:
-        """What a call costs the host when there is next to nothing to add."""
+        """Measures the host time of a call with tiny arrays."""
         gradient = host(1)
         calls: dict[str, Call] = {}
         if not self.on_gpu:
@@ -234,7 +234,7 @@ class Bench:
         self.keep(Case(SMALL, "1 float32, host us of a call", figures=figures))
 
     def many(self) -> None:
-        """All gradients of a model in one call."""
+        """Adds all gradients of a model in one call."""
         number = QUICK_MANY if self.quick else len(resnet50())
         gradients = [host(MANY_SIZE) for _ in range(number)]
         calls: dict[str, Call] = {}
@@ -258,14 +258,14 @@ class Bench:
         self.keep(Case(MANY, f"{number} x {MANY_SIZE} float32 in one call", figures=figures))
 
     def settle(self) -> None:
-        """Waits for a GPU that was given much and never waited for."""
+        """Waits until a GPU has done its queued work."""
         if self.on_gpu:
             self.meshes["cuda"].synchronize()
 
     # -- sparse gradients -------------------------------------------------------------------------
 
     def sparse(self, rows: int) -> None:
-        """Rows into rows that are there, and their means in the order of the indices."""
+        """Adds rows to existing rows, and takes their means in index order."""
         num_indices = rows * INDICES // ROWS
         values = host(rows * WIDTH).reshape(rows, WIDTH)
         indices = np.random.default_rng(1).integers(0, num_indices, rows)
@@ -295,24 +295,24 @@ class Bench:
 
 
 def both(first: Call, second: Call) -> None:
-    """One after the other."""
+    """Calls functions one after the other."""
     first()
     second()
 
 
 def repeated(call: Call, times: int) -> None:
-    """Calls so often."""
+    """Calls a function a number of times."""
     for _ in range(times):
         call()
 
 
 def apply_next(accumulator: gr.ConditionalAccumulator, gradient: Any, steps: Iterator[int]) -> None:
-    """As a loop does that takes after each gradient: the step goes on by one each time."""
+    """Applies with increasing steps, like a loop that takes after each gradient."""
     accumulator.apply_grad(gradient, next(steps))
 
 
 def by_sorting(indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The indices, each once and rising, and the sums of their rows."""
+    """Returns the sorted unique indices and the sums of their rows."""
     order = np.argsort(indices, kind="stable")
     ranked = indices[order]
     starts = np.flatnonzero(np.append(True, ranked[1:] != ranked[:-1]))
@@ -320,13 +320,13 @@ def by_sorting(indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def add_sorted(total: np.ndarray, indices: np.ndarray, values: np.ndarray) -> None:
-    """What a user of NumPy does whom np.add.at is too slow."""
+    """Adds rows by sorting, NumPy's faster alternative to ``np.add.at``."""
     places, rows = by_sorting(indices, values)
     total[places] += rows
 
 
 def all_cases(bench: Bench) -> list[Callable[[], None]]:
-    """In the order in which they run; each frees its arrays when it ends."""
+    """Returns the cases in order; each frees its arrays when it ends."""
     size = QUICK_SIZE if bench.quick else GPU_SIZE if bench.on_gpu else SIZE
     return [
         partial(bench.apply, size),
@@ -342,7 +342,7 @@ def all_cases(bench: Bench) -> list[Callable[[], None]]:
 
 
 def measured(found: dict[str, Mesh], *, quick: bool) -> dict[str, Any]:
-    """Runs all cases; what there is to report, as JSON knows it."""
+    """Runs all cases and returns a report for JSON."""
     load = os.getloadavg()[0]
     bench = Bench(found, quick=quick)
     print(f"{', '.join(found)}; load average {load:.2f}")

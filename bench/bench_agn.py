@@ -113,7 +113,7 @@ class Worker:
         self.optimizer.apply_gradients(self.pairs)
 
     def push(self) -> None:
-        """A communication by itself, of what was accumulated, again and again."""
+        """Pushes the accumulated sums, without a local step."""
         worker = self.optimizer._worker
         worker._plan_push(worker._current_sums(), None, worker._inner)
         assert worker._push is not None
@@ -136,17 +136,17 @@ class Bench:
         self.size, self.sizes = size, sizes_of(size, QUICK_VARIABLES if quick else NUM_VARIABLES)
 
     def implementations(self) -> Iterator[tuple[str, Device]]:
-        """The name of each implementation, and its device."""
+        """Maps the name of each implementation to its device."""
         for implementation, mesh in self.meshes.items():
             yield implementation, mesh.devices[0]
 
     def keep(self, case: Case) -> None:
-        """Prints a case and remembers it."""
+        """Prints and stores a case."""
         case.show()
         self.cases[case.name] = case
 
     def local(self, rule: str) -> None:
-        """A local step over a whole model: the rule and the accumulation."""
+        """Measures a local step over a whole model: update and accumulation."""
         make, units, _ = RULES[rule]
         calls, absent = find_agn_peers(rule, self.sizes, place="cuda" if self.on_gpu else "cpu")
         self.absent |= absent
@@ -160,7 +160,7 @@ class Bench:
         self.measure(rule, {**workers, **calls}, units)
 
     def push(self) -> None:
-        """Normalizes, updates the center, pulls."""
+        """Measures a push: normalize, update the center, pull."""
         calls: dict[str, Call] = {}
         for implementation, device in self.implementations():
             worker = Worker(RULES["sgd"][0], device, self.sizes, NEVER)
@@ -169,14 +169,14 @@ class Bench:
         self.measure(PUSH, calls, PUSH_UNITS)
 
     def measure(self, name: str, calls: dict[str, Call], units: int) -> None:
-        """Of so many passes over all variables."""
+        """Measures calls that read or write all variables ``units`` times."""
         nbytes = units * 4 * self.size
         took = self.clock.measure(calls, nbytes)
         text = f"{self.size} float32 in {len(self.sizes)} variables, {units} units"
         self.keep(Case(name, text, nbytes, took))
 
     def tiny(self) -> None:
-        """What a step costs the host when there is next to nothing to change."""
+        """Measures the host time of a step with tiny variables."""
         number = QUICK_TINY if self.quick else len(resnet50())
         calls: dict[str, Call] = {}
         figures: dict[str, float] = {}
@@ -197,7 +197,7 @@ class Bench:
         self.keep(Case(TINY, f"{number} x {TINY_SIZE} float32, host us", figures=figures))
 
     def spread(self) -> None:
-        """Threads push at the same time; all of a simulated mesh without peers, so bytes show."""
+        """Measures concurrent pushes on a simulated mesh without peer access."""
         size = QUICK_SIZE if self.quick else SPREAD_SIZE
         sizes = sizes_of(size, QUICK_VARIABLES * 4 if self.quick else NUM_VARIABLES)
         figures: dict[str, float] = {}
@@ -210,7 +210,7 @@ class Bench:
 
 
 def pushed(num_devices: int, sizes: Sequence[int]) -> tuple[float, float]:
-    """Ten workers push once: the seconds, and the share of the busiest center device."""
+    """Lets ten workers push once; returns seconds and the busiest device's share of bytes."""
     places = CENTER_DEVICES + WORKERS
     with gr.open_mesh(places, backend="sim", peer_access=False, strict=False) as mesh:
         center = gr.AGNCenter(mesh[0:num_devices])
@@ -257,7 +257,7 @@ def checked(rule: str, workers: Sequence[Worker]) -> None:
 
 
 def all_cases(bench: Bench) -> list[Callable[[], None]]:
-    """In the order in which they run; each frees its arrays when it ends."""
+    """Returns the cases in order; each frees its arrays when it ends."""
     cases: list[Callable[[], None]] = [partial(bench.local, rule) for rule in RULES]
     cases += [bench.push, bench.tiny]
     return cases if bench.on_gpu else [*cases, bench.spread]
@@ -267,7 +267,7 @@ def all_cases(bench: Bench) -> list[Callable[[], None]]:
 
 
 def measured(found: dict[str, Mesh], *, quick: bool) -> dict[str, Any]:
-    """Runs all cases; what there is to report, as JSON knows it."""
+    """Runs all cases and returns a report for JSON."""
     load = os.getloadavg()[0]
     bench = Bench(found, quick=quick)
     print(f"{', '.join(found)}; load average {load:.2f}")

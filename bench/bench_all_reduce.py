@@ -92,7 +92,7 @@ Tensors = list[list[np.ndarray]]  # [tensor][replica]
 
 
 def hosts(shapes: Sequence[tuple[int, ...]]) -> Tensors:
-    """Replicas of small whole numbers: their sums, and a quarter of each, are exact."""
+    """Returns replicas of small integers, whose sums and means are exact."""
     random = np.random.default_rng(0)
     pattern = random.integers(-64, 64, 2**16 + 1).astype(np.float32)
     made = []
@@ -104,7 +104,7 @@ def hosts(shapes: Sequence[tuple[int, ...]]) -> Tensors:
 
 
 def check(name: str, results: Sequence[Sequence[np.ndarray]], tensors: Tensors) -> None:
-    """Raises unless every result is the mean of its replicas, on every device."""
+    """Raises if a result on a device is not the mean of its replicas."""
     for place, (replicas, found) in enumerate(zip(tensors, results, strict=True)):
         wanted = sum(replicas[1:], replicas[0]) / np.float32(len(replicas))
         for index, result in enumerate(found):
@@ -126,7 +126,7 @@ class Steps:
         self.tensors = tensors
 
     def pairs(self, way: str) -> list[tuple[Any, Any]]:
-        """What is reduced, where it lies for this way."""
+        """Returns the inputs, in the memory that this way uses."""
         if way == FLAT:
             shapes = [replicas[0].shape for replicas in self.tensors]
             views = self.mesh.flat_buffer(shapes, "float32").views
@@ -139,12 +139,12 @@ class Steps:
         return [(value, value) for value in (gr.PerReplica(each, self.mesh) for each in placed)]
 
     def ops(self, way: str) -> gr.AllReduceCrossDeviceOps:
-        """What reduces; a flat buffer is one pack."""
+        """Returns the ``CrossDeviceOps`` of a way; a flat buffer is one pack."""
         num_packs = 0 if way == NO_PACKS else 1
         return gr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs, mesh=self.mesh)
 
     def plain(self, way: str) -> Call:
-        """A call with everything that a user pays for, over Buffers."""
+        """Returns a plain ``batch_reduce`` call of Buffers."""
         call = partial(self.ops(way).batch_reduce, gr.ReduceOp.MEAN, self.pairs(way))
         results = [value.values for value in call()]
         check(f"{self.implementation}, {way}", [[each.numpy() for each in row] for row in results],
@@ -152,11 +152,11 @@ class Steps:
         return call
 
     def prepared(self, way: str) -> Call:
-        """The same, worked out once."""
+        """Returns a prepared step of Buffers."""
         return self.ops(way).prepare(gr.ReduceOp.MEAN, self.pairs(way))
 
     def of_numpy(self, way: str) -> Call:
-        """Of the user's own arrays, in and out."""
+        """Returns a call with NumPy inputs and outputs."""
         grads = [list(column) for column in zip(*self.tensors, strict=True)]
         call = partial(self.ops(way).all_reduce, grads)
         check(f"{self.implementation}, {way}, NumPy", list(zip(*call(), strict=True)), self.tensors)
@@ -174,24 +174,24 @@ class CpuBench:
         self.cases: dict[str, Case] = {}
 
     def run(self) -> None:
-        """All cases; each frees its arrays when it ends."""
+        """Runs all cases; each frees its arrays when it ends."""
         self.resnet()
         self.tiny()
         for nbytes in QUICK_SWEEP_BYTES if self.quick else SWEEP_BYTES:
             self.one(nbytes)
 
     def keep(self, case: Case) -> None:
-        """Prints a case and remembers it."""
+        """Prints and stores a case."""
         case.show()
         self.cases[case.name] = case
 
     def steps(self, tensors: Tensors) -> Iterator[Steps]:
-        """The candidates of each implementation."""
+        """Returns the candidates of each implementation."""
         for implementation, mesh in self.meshes.items():
             yield Steps(implementation, mesh, tensors)
 
     def reduced(self, name: str, tensors: Tensors, calls: dict[str, Call]) -> None:
-        """Measures candidates, and the copy that is the line, in turns."""
+        """Measures candidates and a copy as the baseline, in turns."""
         nbytes = sum(replicas[0].nbytes for replicas in tensors)
         moved = 2 * NUM_DEVICES * nbytes
         took = self.clock.measure(calls, moved)
@@ -199,7 +199,7 @@ class CpuBench:
         self.keep(Reduced(name, words, moved, took, {}, nbytes, NUM_DEVICES))
 
     def resnet(self) -> None:
-        """The gradients of a model, as a step has them."""
+        """Reduces the gradients of a model."""
         shapes = resnet50()
         if self.quick:
             shapes = [(min(math.prod(shape), QUICK_SIZE),) for shape in shapes[:QUICK_TENSORS]]
@@ -215,7 +215,7 @@ class CpuBench:
         self.reduced(RESNET, tensors, calls)
 
     def tiny(self) -> None:
-        """What a tensor costs the host when there is next to nothing in it."""
+        """Measures the host time per tensor with tiny tensors."""
         tensors = hosts([(TINY_SIZE,)] * (QUICK_TENSORS if self.quick else len(resnet50())))
         calls: dict[str, Call] = {}
         for steps in self.steps(tensors):
@@ -229,7 +229,7 @@ class CpuBench:
         self.keep(Case(TINY, words, figures=figures))
 
     def one(self, nbytes: int) -> None:
-        """One tensor, from what costs nothing but the call to what only memory bounds."""
+        """Reduces one tensor, from sizes bound by the call to sizes bound by memory."""
         tensors = hosts([(nbytes // 4,)])
         calls: dict[str, Call] = {}
         for steps in self.steps(tensors):
@@ -242,7 +242,7 @@ class CpuBench:
 
 
 def has_gpu() -> bool:
-    """Whether CuPy is installed and sees one."""
+    """Returns whether CuPy is installed and finds a GPU."""
     if importlib.util.find_spec("cupy") is None:
         return False
     import cupy
@@ -251,7 +251,7 @@ def has_gpu() -> bool:
 
 
 def on_cpu(*, quick: bool) -> CpuBench:
-    """Both implementations."""
+    """Runs the cases on simulated devices with both implementations."""
     with ExitStack() as stack:
         meshes = {
             implementation: stack.enter_context(
@@ -265,14 +265,14 @@ def on_cpu(*, quick: bool) -> CpuBench:
 
 
 def on_gpu(*, quick: bool) -> GpuBench:
-    """One GPU as eight logical devices, and all GPUs where there are several."""
+    """Runs the cases on one GPU as eight logical devices, and on all GPUs."""
     bench = GpuBench(quick=quick)
     bench.run()
     return bench
 
 
 def measured(*, quick: bool) -> dict[str, Any]:
-    """Runs all cases; what there is to report, as JSON knows it."""
+    """Runs all cases and returns a report for JSON."""
     load = os.getloadavg()[0]
     gpu = has_gpu()
     print(f"{'cuda' if gpu else ', '.join(IMPLEMENTATIONS)}; load average {load:.2f}")

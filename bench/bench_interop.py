@@ -29,7 +29,7 @@ BUDGETS = {"numpy": ("in_and_out_us", 5.0), "torch": ("in_and_out_us", 5.0), "ja
 
 
 def microseconds(call: Callable[[], Any], number: int) -> float:
-    """The best of several loops: what the call costs when nothing disturbs it."""
+    """Returns the time of a call, the best of several loops."""
     return min(timeit.repeat(call, number=number, repeat=REPEATS)) / number * 1e6
 
 
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measured(fewer: int) -> dict[str, dict[str, float]]:
-    """Library -> its figures, from so many times fewer calls than a measurement needs."""
+    """Measures each library; ``fewer`` divides the number of calls."""
     host = np.zeros(100, np.float32)
     figures = {"numpy": measure("numpy", host, np.asarray, 20_000 // fewer)}
     if importlib.util.find_spec("torch"):

@@ -79,7 +79,7 @@ GPU_FLOORS = (
 
 
 def hosts(count: int, size: int, dtype: str = "float32") -> list[np.ndarray]:
-    """Arrays of random numbers, each in memory of its own."""
+    """Returns arrays of random numbers in separate memory."""
     pattern = np.random.default_rng(0).standard_normal(min(size, 2**16)).astype(as_dtype(dtype))
     return [np.resize(pattern, size) for _ in range(count)]
 
@@ -96,13 +96,13 @@ class Bench:
         self.cases: dict[str, Case] = {}
 
     def devices(self) -> Iterator[tuple[str, Device]]:
-        """The name of each implementation, and its device."""
+        """Maps the name of each implementation to its device."""
         for implementation, mesh in self.meshes.items():
             yield OURS + implementation, mesh.devices[0]
 
     def case(self, name: str, size: str, nbytes: int, ours: dict[str, Call],
              operation: str, *operands: Sequence[np.ndarray]) -> None:  # fmt: skip
-        """Measures our candidates, the peers' and a copy of as many bytes, in turns."""
+        """Measures our candidates, the peers' and a copy of the same number of bytes, in turns."""
         calls = dict(ours)
         for peer in self.peers:
             calls |= peer.calls(operation, *operands)
@@ -116,14 +116,14 @@ class Bench:
         self.keep(Case(name, size, nbytes, took, figures))
 
     def keep(self, case: Case) -> None:
-        """Prints a case and remembers it."""
+        """Prints and stores a case."""
         case.show()
         self.cases[case.name] = case
 
     # -- cases ------------------------------------------------------------------------------------
 
     def add_n(self, name: str, size: int, dtype: str) -> None:
-        """One large sum, inputs left as they are."""
+        """Adds large arrays out of place."""
         arrays = hosts(NUM_TERMS, size, dtype)
         ours: dict[str, Call] = {}
         for implementation, device in self.devices():
@@ -132,7 +132,7 @@ class Bench:
         self.case(name, f"{NUM_TERMS} x {size} {dtype}", nbytes, ours, "add_n", arrays)
 
     def accumulate_n(self, size: int) -> None:
-        """One term into a sum, in place."""
+        """Adds one term to a sum in place."""
         arrays = hosts(2, size)
         ours: dict[str, Call] = {}
         for implementation, device in self.devices():
@@ -142,7 +142,7 @@ class Bench:
         self.case(ACCUMULATE, f"{size} float32", nbytes, ours, "accumulate", arrays)
 
     def all_sum(self, size: int) -> None:
-        """The sum of all into all, in two halves."""
+        """Adds all inputs into all outputs, in two groups."""
         inputs, outs = hosts(NUM_TERMS, size), hosts(NUM_TERMS, size)
         ours: dict[str, Call] = {}
         for implementation, device in self.devices():
@@ -153,7 +153,7 @@ class Bench:
         self.case(ALL_SUM, words, nbytes, ours, "all_sum", outs, inputs)
 
     def pack(self, name: str, sizes: Sequence[int]) -> None:
-        """Many tensors into one flat buffer, by one launch."""
+        """Packs many tensors into a flat buffer by one launch."""
         arrays = [hosts(1, size)[0] for size in sizes]
         ours: dict[str, Call] = {}
         for implementation, device in self.devices():
@@ -163,7 +163,7 @@ class Bench:
         self.case(name, *self._moved(sizes), ours, "pack", flat, arrays)
 
     def unpack(self, sizes: Sequence[int]) -> None:
-        """A flat buffer into given tensors, by one launch."""
+        """Unpacks a flat buffer into tensors by one launch."""
         arrays = [hosts(1, size)[0] for size in sizes]
         ours: dict[str, Call] = {}
         for implementation, device in self.devices():
@@ -174,7 +174,7 @@ class Bench:
         self.case(UNPACK, *self._moved(sizes), ours, "unpack", flat, arrays)
 
     def scale(self, sizes: Sequence[int]) -> None:
-        """Every tensor times a number, in place, by one launch."""
+        """Scales every tensor in place by one launch."""
         arrays = [hosts(1, size)[0] for size in sizes]
         ours: dict[str, Call] = {}
         for implementation, device in self.devices():
@@ -183,11 +183,11 @@ class Bench:
         self.case(SCALE, *self._moved(sizes), ours, "scale", arrays)
 
     def _moved(self, sizes: Sequence[int]) -> tuple[str, int]:
-        """In words what float32 tensors of these sizes are; bytes to read and write them once."""
+        """Describes float32 tensors, and returns the bytes to read and write them once."""
         return f"{len(sizes)} tensors, {sum(sizes)} float32", 2 * 4 * sum(sizes)
 
     def _flat(self, device: Device, arrays: Sequence[np.ndarray]) -> tuple[list[Buffer], ...]:
-        """The parts of a flat buffer, and the tensors that belong there."""
+        """Returns the views of a flat buffer, and the tensors for them."""
         layout = flat_layout([array.size for array in arrays], 4)
         flat = device.zeros((layout.size,), "float32")
         places = zip(layout.offsets, layout.spans, strict=True)
@@ -195,7 +195,7 @@ class Bench:
         return parts, [device.put(array) for array in arrays]
 
     def many(self, count: int) -> None:
-        """Many small sums, by one launch."""
+        """Adds many small tensors by one launch."""
         columns = [hosts(count, MANY_SIZE) for _ in range(NUM_TERMS)]
         ours: dict[str, Call] = {}
         for implementation, device in self.devices():
@@ -207,7 +207,7 @@ class Bench:
         self.case(ADD_MANY, words, nbytes, ours, "many", *columns)
 
     def segment_sum(self, rows: int) -> None:
-        """Rows of a sparse gradient that have the same index; with the plan and without."""
+        """Adds rows of the same index of a sparse gradient, with planning and without."""
         num_indices = rows * INDICES // ROWS
         values = hosts(1, rows * WIDTH)[0].reshape(rows, WIDTH)
         indices = np.random.default_rng(1).integers(0, num_indices, rows)
@@ -226,7 +226,7 @@ class Bench:
         self.case(SEGMENTS, words, nbytes, ours, "segment_sum", [values], [indices], [out])
 
     def small(self) -> None:
-        """What a call costs the host when there is next to nothing to add."""
+        """Measures the host time of a call with tiny arrays."""
         arrays = hosts(3, 100)
         peer = self.peers[0] if self.peers else None
         calls: dict[str, Call] = peer.calls("add_n", arrays) if peer else {}
@@ -246,7 +246,7 @@ class Bench:
         self.keep(Case(SMALL, "add_n 3 x 100 float32", figures=figures))
 
     def memory(self, size: int) -> None:
-        """What a sum on the host takes beside its output, in MiB."""
+        """Measures the extra memory of a sum on the host, in MiB."""
         arrays = hosts(NUM_TERMS, size)
         figures = {}
         for implementation, mesh in self.meshes.items():
@@ -262,7 +262,7 @@ class Bench:
 
 
 def all_cases(bench: Bench) -> list[Callable[[], None]]:
-    """In the order in which they run; each frees its arrays when it ends."""
+    """Returns the cases in order; each frees its arrays when it ends."""
     large = GPU_SIZE if bench.on_gpu else CPU_SIZE
     half, count, rows = CPU_SIZE, MANY, ROWS
     if bench.quick:
@@ -290,7 +290,7 @@ def all_cases(bench: Bench) -> list[Callable[[], None]]:
 
 
 def meshes() -> dict[str, Mesh]:
-    """The GPU, or both implementations of a simulated device."""
+    """Opens the GPU, or a simulated device with both implementations."""
     if importlib.util.find_spec("cupy") is not None:
         import cupy
 
@@ -314,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measured(found: dict[str, Mesh], *, quick: bool) -> dict[str, Any]:
-    """Runs all cases; what there is to report, as JSON knows it."""
+    """Runs all cases and returns a report for JSON."""
     load = os.getloadavg()[0]
     bench = Bench(found, quick=quick)
     print(f"{', '.join(found)}; load average {load:.2f}")

@@ -87,7 +87,7 @@ def hosts(sizes: Sequence[int], value: float) -> list[np.ndarray]:
 
 
 class Step:
-    """One optimizer over variables on one device, and what it is given."""
+    """An optimizer with variables and gradients on one device."""
 
     def __init__(
         self,
@@ -121,17 +121,17 @@ class Bench:
         self.cases: dict[str, Case] = {}
 
     def implementations(self) -> Iterator[tuple[str, Device]]:
-        """The name of each implementation, and its device."""
+        """Maps the name of each implementation to its device."""
         for implementation, mesh in self.meshes.items():
             yield implementation, mesh.devices[0]
 
     def keep(self, case: Case) -> None:
-        """Prints a case and remembers it."""
+        """Prints and stores a case."""
         case.show()
         self.cases[case.name] = case
 
     def rule(self, rule: str) -> None:
-        """A step over a whole model."""
+        """Measures a step over a whole model."""
         make, units = RULES[rule]
         size = QUICK_SIZE if self.quick else GPU_SIZE if self.on_gpu else SIZE
         sizes = sizes_of(size, QUICK_VARIABLES if self.quick else NUM_VARIABLES)
@@ -153,7 +153,7 @@ class Bench:
         self.keep(Case(rule, f"{size} float32 in {len(sizes)} variables", nbytes, took))
 
     def tiny(self) -> None:
-        """What a step costs the host when there is next to nothing to change."""
+        """Measures the host time of a step with tiny variables."""
         number = QUICK_TINY if self.quick else len(resnet50())
         calls: dict[str, Call] = {}
         figures: dict[str, float] = {}
@@ -174,7 +174,7 @@ class Bench:
         self.keep(Case(TINY, f"{number} x {TINY_SIZE} float32, host us of a step", figures=figures))
 
     def sparse(self) -> None:
-        """Rows of a table: merged, taken, updated, put back."""
+        """Measures a sparse update of a table: merge, gather, update, scatter."""
         rows = QUICK_ROWS if self.quick else ROWS
         shape = (NUM_ROWS * rows // ROWS, WIDTH)
         indices = np.random.default_rng(0).integers(0, shape[0], rows)
@@ -205,7 +205,7 @@ def checked(rule: str, steps: Sequence[Step]) -> None:
 
 
 def all_cases(bench: Bench) -> list[Callable[[], None]]:
-    """In the order in which they run; each frees its arrays when it ends."""
+    """Returns the cases in order; each frees its arrays when it ends."""
     return [*(partial(bench.rule, rule) for rule in RULES), bench.tiny, bench.sparse]
 
 
@@ -213,7 +213,7 @@ def all_cases(bench: Bench) -> list[Callable[[], None]]:
 
 
 def measured(found: dict[str, Mesh], *, quick: bool) -> dict[str, Any]:
-    """Runs all cases; what there is to report, as JSON knows it."""
+    """Runs all cases and returns a report for JSON."""
     load = os.getloadavg()[0]
     bench = Bench(found, quick=quick)
     print(f"{', '.join(found)}; load average {load:.2f}")

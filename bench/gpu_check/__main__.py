@@ -1,4 +1,4 @@
-"""The command line of ``bench/gpu_check.sh``: which sections, and where their files go."""
+"""The command line of ``bench/gpu_check.sh``."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ class Asked:
 
     @property
     def name(self) -> str:
-        """As on the command line."""
+        """The section and part, as on the command line."""
         return f"{self.section}:{self.part}" if self.part else self.section
 
     @property
     def stem(self) -> str:
-        """For the name of a file."""
+        """The name, for use in a file name."""
         return "-".join("".join(c if c.isalnum() else " " for c in self.name).split())
 
 
 def positive(text: str) -> float:
-    """Reads a number of seconds."""
+    """Parses a positive number of seconds."""
     seconds = float(text)
     if not seconds > 0:
         raise ValueError
@@ -70,7 +70,7 @@ def positive(text: str) -> float:
 
 
 def asked_by(word: str, benches: Path) -> list[Asked]:
-    """What a word of the command line asks for; ``first`` is all of its steps.
+    """Parses SECTION[:PART]; ``first`` means all of its steps.
 
     Raises:
         ValueError: there is no such section, or it has no such part.
@@ -95,7 +95,7 @@ def asked_by(word: str, benches: Path) -> list[Asked]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; a wrong one ends the program with status 2."""
+    """Parses the flags; exits with status 2 if one is wrong."""
     parser = argparse.ArgumentParser(
         prog="bench/gpu_check.sh", description="Runs everything that needs a GPU.",
     )  # fmt: skip
@@ -122,7 +122,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def headed(name: str, gpu: Gpu, limit: float) -> dict[str, Any]:
-    """What the record of a section says before anything has run."""
+    """Returns the header of a section's record."""
     return {
         "section": name,
         "gpu": gpu.name,
@@ -138,7 +138,7 @@ def headed(name: str, gpu: Gpu, limit: float) -> dict[str, Any]:
 
 
 def opened(asked: Sequence[Asked], gpu: Gpu, limit: float) -> dict[Asked, Record]:
-    """A record for each section, all there before the first begins."""
+    """Creates a record for each section before the first one runs."""
     folder = Path(os.environ.get("OUT") or ROOT / "bench" / "results")
     folder.mkdir(parents=True, exist_ok=True)
     slug = "-".join("".join(c if c.isalnum() else " " for c in gpu.name.lower()).split())
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def summary(records: Collection[Record], gpu: Gpu, stop: Stop) -> int:
-    """Prints how each section ended, and where its file is; the exit status."""
+    """Prints status and file of each section, and returns the exit status."""
     print("\n=== sections", flush=True)
     for record in records:
         print(f"{record.status:<8} {record.path}  {record.reason}".rstrip(), flush=True)

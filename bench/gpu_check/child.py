@@ -19,7 +19,7 @@ GRACE_SECONDS = 3.0  # from SIGTERM to SIGKILL
 
 
 class Stop:
-    """Whether somebody asked this program to end.
+    """Records signals that ask this program to end.
 
     A flag, not an exception: raised between the start of a child and the line that keeps it, an
     exception would leave the child to itself.
@@ -33,11 +33,11 @@ class Stop:
 
     @property
     def reason(self) -> str:
-        """The signal's name; empty as long as none came."""
+        """The signal's name; empty if none came."""
         return signal.Signals(self.number).name if self.number else ""
 
     def listen(self) -> None:
-        """From now on SIGTERM, SIGINT and SIGHUP set the flag and do nothing else."""
+        """Installs handlers of SIGTERM, SIGINT and SIGHUP that only set the flag."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._heard)
 
@@ -47,7 +47,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended.
+    """The result of a command.
 
     Attributes:
         status: its exit status; negative if a signal ended it.
@@ -96,7 +96,7 @@ def run(
 
 
 def _wait(process: subprocess.Popen[bytes], deadline: float, stop: Stop) -> bool:
-    """Whether the command has ended by itself, in time."""
+    """Waits; returns whether the command ended by itself, in time."""
     while True:
         with suppress(subprocess.TimeoutExpired):
             process.wait(LOOK_SECONDS)
@@ -106,7 +106,7 @@ def _wait(process: subprocess.Popen[bytes], deadline: float, stop: Stop) -> bool
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the whole group: what the command started may outlive it."""
+    """Kills the whole process group, with children of the command."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""How fast the GPU copies its own memory: the line that other figures are read beside.
+"""Measures the rate of copies within GPU memory, the baseline of other figures.
 
     python -m gpu_check.copy_rate [--json FILE] [--quick]
 
@@ -22,7 +22,7 @@ ROUNDS = 5
 
 
 def rates(nbytes: int) -> list[float]:
-    """GB/s of each round, read and written bytes together."""
+    """Returns the GB/s of each round, counting reads and writes."""
     pool = cupy.cuda.MemoryPool()
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
@@ -41,7 +41,7 @@ def rates(nbytes: int) -> list[float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints and keeps the figures."""
+    """Measures, prints and saves the figures."""
     options = options_of(__doc__, arguments)
     nbytes = QUICK_NBYTES if options.quick else NBYTES
     found = sorted(rates(nbytes))

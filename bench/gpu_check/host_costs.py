@@ -1,4 +1,4 @@
-"""What single calls of the driver take of the host, through CuPy as we call it.
+"""Measures the host time of single driver calls through CuPy.
 
     python -m gpu_check.host_costs [--json FILE] [--quick]
 
@@ -28,7 +28,7 @@ CALLS, QUICK_CALLS = 200, 2
 
 
 class Launched:
-    """A compiled kernel that keeps the arguments of its last call.
+    """A compiled kernel that records the arguments of its last call.
 
     Args:
         entry: CuPy's.
@@ -45,7 +45,7 @@ class Launched:
 
 
 def launch_of(device: Device, buffers: Sequence[Buffer]) -> tuple[Any, tuple[Any, ...]]:
-    """CuPy's kernel of an ``add_n``, and what it is called with."""
+    """Returns CuPy's kernel of an ``add_n`` and its arguments."""
     find = backend.function
     backend.function = lambda *words: Launched(find(*words))
     try:
@@ -58,7 +58,7 @@ def launch_of(device: Device, buffers: Sequence[Buffer]) -> tuple[Any, tuple[Any
 
 
 def launches(device: Any, buffers: Sequence[Buffer]) -> dict[str, Call]:
-    """The same launch with its table in either form, and in a graph."""
+    """Returns a launch with its table as a struct, as a pointer, and in a graph."""
     entry, (grid, block, arguments) = launch_of(device, buffers)
     table, *scalars = arguments
     stream = device._ready("compute")
@@ -79,7 +79,7 @@ def launches(device: Any, buffers: Sequence[Buffer]) -> dict[str, Call]:
 
 
 def graph_of(device: Device, buffers: Sequence[Buffer]) -> Capture:
-    """One ``add_n`` as a graph."""
+    """Captures one ``add_n`` as a graph."""
     capture = Capture([device])
     with capture.recorded():
         ops.add_n(buffers[:1], [buffers[1:]], device=device)
@@ -87,7 +87,7 @@ def graph_of(device: Device, buffers: Sequence[Buffer]) -> Capture:
 
 
 def events(device: Any) -> dict[str, Call]:
-    """What fences are made of."""
+    """Returns the event calls of a fence."""
     stream = device._ready("compute")
     event = cupy.cuda.Event(disable_timing=True)
     event.record(stream)
@@ -115,7 +115,7 @@ def _entered(gpu: Any) -> None:
 
 
 def measured(*, quick: bool) -> dict[str, float]:
-    """What -> microseconds of a call."""
+    """Returns the microseconds of each kind of call."""
     with gr.open_mesh(1, backend="cuda") as mesh:
         (device,) = mesh.devices
         buffers = [device.zeros((SIZE,), "float32") for _ in range(4)]
@@ -136,7 +136,7 @@ def measured(*, quick: bool) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints and keeps the figures."""
+    """Measures, prints and saves the figures."""
     options = options_of(__doc__, arguments)
     figures = measured(quick=options.quick)
     for name, figure in figures.items():

@@ -1,4 +1,4 @@
-"""Which GPU there is, and which versions drive it; as a program it looks, with CuPy.
+"""Identifies the GPU and its software versions; as a program, with CuPy.
 
 ``python -m gpu_check.identify FILE`` writes what it found to FILE; exit status 1 if there is no
 GPU, with the reason there. It runs as a child because a broken driver may never answer.
@@ -26,7 +26,7 @@ FAKE = Gpu("fake", versions={"python": platform.python_version()})
 
 
 def find(work: Path, stop: Stop) -> Gpu:
-    """The GPU of this machine, or why there is none.
+    """Returns the GPU of this machine, or the reason why there is none.
 
     Args:
         work: a scratch folder.
@@ -50,7 +50,7 @@ def find(work: Path, stop: Stop) -> Gpu:
 
 
 def commit() -> str | None:
-    """The commit of the repository, with ``+`` behind it if files have changed since."""
+    """Returns the commit of the repository, with ``+`` if files have changed."""
     try:
         head = _git("rev-parse", "HEAD")
         changed = _git("status", "--porcelain", "--untracked-files=no")
@@ -66,7 +66,7 @@ def _git(*arguments: str) -> str:
 
 
 def sources() -> str:
-    """Sixteen hexadecimal digits that change with any byte of ``src`` and ``kernels``.
+    """Returns a hash of all files in ``src`` and ``kernels``, 16 hexadecimal digits.
 
     They say what ran also where a commit does not: in a copy, or with changed files.
     """
@@ -79,7 +79,7 @@ def sources() -> str:
 
 
 def _look() -> dict[str, Any]:
-    """What CuPy says of GPU 0, as the arguments of ``Gpu``."""
+    """Returns CuPy's data of GPU 0 as arguments of ``Gpu``."""
     # CuPy warns of its own install: a library that is not found, a second copy of itself.
     warnings.simplefilter("ignore")
     try:

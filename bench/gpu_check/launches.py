@@ -1,4 +1,4 @@
-"""Launches one kernel three times at a size that fills a GPU; what a profiler looks at.
+"""Launches one kernel three times at a size that fills a GPU, for a profiler.
 
 python -m gpu_check.launches add_n|pack|all_sum|local_sgd [--json FILE] [--quick]
 """
@@ -27,13 +27,13 @@ Launch = Callable[[], object]
 
 
 def add_n(mesh: Mesh, size: int) -> Launch:
-    """Eight terms into one sum."""
+    """Adds eight terms."""
     out, *terms = (mesh.devices[0].zeros((size,), "float32") for _ in range(1 + NUM_TERMS))
     return lambda: ops.add_n([out], [terms])
 
 
 def pack(mesh: Mesh, size: int) -> Launch:
-    """The gradients of ResNet-50 into one flat buffer."""
+    """Packs the gradients of ResNet-50 into a flat buffer."""
     shapes = [(min(size, math.prod(shape)),) for shape in resnet50()]
     tensors = [mesh.devices[0].zeros(shape, "float32") for shape in shapes]
     (parts,) = mesh.flat_buffer(shapes, "float32").views
@@ -41,7 +41,7 @@ def pack(mesh: Mesh, size: int) -> Launch:
 
 
 def all_sum(mesh: Mesh, size: int) -> Launch:
-    """Eight terms into eight outs, in halves."""
+    """Adds eight inputs into eight outputs, in two groups."""
     outs, inputs = (
         [mesh.devices[0].zeros((size,), "float32") for _ in range(NUM_TERMS)] for _ in range(2)
     )
@@ -49,7 +49,7 @@ def all_sum(mesh: Mesh, size: int) -> Launch:
 
 
 def local_sgd(mesh: Mesh, size: int) -> Launch:
-    """AGN's local step of one variable: variable, sum and gradient."""
+    """Runs AGN's local step of one variable."""
     row = [mesh.devices[0].zeros((size,), "float32") for _ in range(3)]
     kernel = next(each for each in LOCAL_UPDATES.values() if each.name == "local_sgd")
     return lambda: ops.local_update(kernel, [row], first=0, scalars=(0.1,))
@@ -59,7 +59,7 @@ LAUNCHES = {each.__name__: each for each in (add_n, pack, all_sum, local_sgd)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Launches it, and says how often."""
+    """Launches the kernel and reports the number of launches."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kernel", choices=LAUNCHES)
     parser.add_argument("--json", type=Path, help="where the figures go")

@@ -1,4 +1,4 @@
-"""Several NCCL ranks on one GPU, in one process or in several, with values that are known.
+"""Tests NCCL with several ranks on one GPU, in one process or several.
 
     python -m gpu_check.ranks version|together|apart|hang|cost NUM_RANKS REPORT [--quick]
 
@@ -56,7 +56,7 @@ APART = {
 
 @dataclass(frozen=True)
 class Ranks:
-    """What a way is asked for.
+    """Arguments of a way to run the ranks.
 
     Attributes:
         count: of the ranks.
@@ -69,12 +69,12 @@ class Ranks:
     sizes: tuple[int, ...]
 
     def write(self, compared: int) -> None:
-        """Keeps how many results were compared, all of them right."""
+        """Writes the number of compared results, all correct, to the report."""
         _write(self.report, {"ranks": self.count, "compared": compared, "dtypes": DTYPES})
 
 
 class SharingCollective(NcclCollective):
-    """Ours, on ranks that it refuses as a rule: several on one GPU, or in other processes.
+    """``NcclCollective`` without its check that each rank has its own GPU.
 
     Args:
         communicator: of the one rank that this process has; None if it has all of them.
@@ -86,17 +86,17 @@ class SharingCollective(NcclCollective):
             self._cliques.made[(0,)] = [communicator]
 
     def _check(self, name: str, buffers: Sequence[Buffer], written: Sequence[Buffer]) -> None:
-        """Two buffers on one GPU are two ranks here."""
+        """Accepts several buffers on one GPU, one per rank."""
 
     def _check_broadcast(self, buffers: Sequence[Buffer], root: int) -> None:
-        """The root may be a rank of another process."""
+        """Accepts a root rank in another process."""
 
     def _check_gather(self, outputs: Sequence[Buffer], inputs: Sequence[Buffer]) -> None:
-        """The outputs have room for the inputs of other processes too."""
+        """Accepts outputs with room for the inputs of other processes."""
 
 
 def values(size: int, dtype: str, rank: int) -> np.ndarray[Any, Any]:
-    """What a rank brings: whole numbers from 0 to 7; complex ones have two different parts."""
+    """Returns the input of a rank: integers from 0 to 7, complex ones with different parts."""
     row = (np.arange(size) + rank) % 8
     made = row - 1j * (row % 3) if dtype.startswith("complex") else row
     return made.astype(as_dtype(dtype))
@@ -105,7 +105,7 @@ def values(size: int, dtype: str, rank: int) -> np.ndarray[Any, Any]:
 def compare(
     collective: NcclCollective, devices: Sequence[Device], ours: Sequence[int], ranks: Ranks
 ) -> int:
-    """Every collective, dtype and size, with ``==``; how many results were compared.
+    """Tests every collective, dtype and size; returns the number of compared results.
 
     Args:
         collective: that is tried.
@@ -131,7 +131,7 @@ def compare(
 def _all_reduce(
     collective: NcclCollective, devices: Sequence[Device], brought: Any, total: Any
 ) -> None:
-    """Two in one group, as an all-reduce of two packs sends them."""
+    """Runs two all-reduces in one group, as for two packs."""
     first, second = (_uploaded(devices, brought) for _ in range(2))
     with collective.group():
         collective.all_reduce(first)
@@ -156,7 +156,7 @@ def _all_gather(
 
 
 def _refusals(collective: NcclCollective, devices: Sequence[Device]) -> None:
-    """A dtype that NCCL does not have is refused by name, before anything is sent."""
+    """Tests that a dtype without NCCL support raises an error with its name."""
     for dtype in NOT_NCCLS:
         buffers = _uploaded(devices, [values(4, dtype, 0)] * len(devices))
         try:
@@ -183,7 +183,7 @@ def _equal(buffers: Sequence[Buffer], wanted: Any, name: str) -> None:
 
 
 def together(ranks: Ranks) -> int:
-    """All ranks in this process, on GPU 0."""
+    """Runs all ranks in this process, on GPU 0."""
     with open_mesh([0] * ranks.count, backend="cuda") as mesh:
         collective = SharingCollective()
         compared = compare(collective, mesh.devices, range(ranks.count), ranks)
@@ -194,7 +194,7 @@ def together(ranks: Ranks) -> int:
 
 
 def apart(ranks: Ranks, way: str = "rank") -> int:
-    """Starts the ranks; when one fails the others, which would wait for it, are ended."""
+    """Starts a process per rank; if one fails, kills the others."""
     with tempfile.TemporaryDirectory() as folder:
         reports = [Path(folder) / f"{rank}.json" for rank in range(ranks.count)]
         started: list[Popen[bytes]] = []
@@ -215,12 +215,12 @@ def apart(ranks: Ranks, way: str = "rank") -> int:
 
 
 def hang(ranks: Ranks) -> int:
-    """See ``hanging_rank``."""
+    """Starts the ranks of ``hanging_rank``."""
     return apart(ranks, "hanging")
 
 
 def _started(way: str, rank: int, ranks: Ranks) -> Popen[bytes]:
-    """A process for one rank, which NCCL takes for a host of its own."""
+    """Starts a process for one rank, with its own host name for NCCL."""
     import cupy
 
     quick = ("--quick",) if ranks.sizes == QUICK_SIZES else ()
@@ -231,7 +231,7 @@ def _started(way: str, rank: int, ranks: Ranks) -> Popen[bytes]:
 
 
 def one_rank(rank: int, ranks: Ranks) -> int:
-    """One rank of several processes."""
+    """Runs one rank of several processes."""
     with open_mesh([0], backend="cuda") as mesh:
         (device,) = mesh.devices
         communicator = _communicator(device, rank, ranks)
@@ -244,7 +244,7 @@ def one_rank(rank: int, ranks: Ranks) -> int:
 
 
 def hanging_rank(rank: int, ranks: Ranks) -> int:
-    """Rank 0 reduces once more than the others.
+    """Runs a rank; rank 0 calls one more all-reduce than the others.
 
     Its deadline must pass, the abort end, the GPU come free, and the mesh work after a reset.
     """
@@ -286,7 +286,7 @@ def _communicator(device: Device, rank: int, ranks: Ranks) -> Any:
 
 
 def _identity(path: Path, rank: int) -> bytes:
-    """NCCL's id of the ranks' meeting: rank 0 makes it, the others wait for it."""
+    """Returns NCCL's unique id, which rank 0 creates and the others read."""
     from cupy.cuda import nccl
 
     if rank == 0:
@@ -306,7 +306,7 @@ def _await(path: Path, what: str) -> None:
 
 
 def version(ranks: Ranks) -> int:
-    """Which NCCL CuPy has found."""
+    """Returns the NCCL version that CuPy found."""
     from cupy.cuda import nccl
 
     if not nccl.available:
@@ -317,7 +317,7 @@ def version(ranks: Ranks) -> int:
 
 
 def cost(ranks: Ranks) -> int:
-    """The host's time of one small all-reduce, ours and NCCL's own; all ranks in this process."""
+    """Measures the host time of a small all-reduce, ours and NCCL's."""
     from cupy.cuda import nccl
 
     quick = ranks.sizes == QUICK_SIZES
@@ -352,7 +352,7 @@ def _write(report: Path, figures: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Goes one of the ways; 1 if a rank failed."""
+    """Runs one of the ways; returns 1 if a rank failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("way", help="version, together, apart, hang or cost")
     parser.add_argument("num_ranks", type=int)

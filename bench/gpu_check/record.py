@@ -20,7 +20,7 @@ PASSED, FAILED, STOPPED, SKIPPED = "passed", "failed", "stopped", "skipped"
 
 @dataclass(frozen=True)
 class Result:
-    """How one check ended.
+    """The result of a check.
 
     Attributes:
         name: of the check.
@@ -40,7 +40,7 @@ class Result:
 
 
 class Record:
-    """What one section has shown so far.
+    """The results of a section so far.
 
     Args:
         path: the file.
@@ -59,25 +59,25 @@ class Record:
         self._save()
 
     def begin(self, name: str) -> None:
-        """A check has been started: should the run be killed now, it is what was stopped."""
+        """Records that a check has started, in case the run is killed."""
         if self._start is None:
             self._start = time.monotonic()
         self.reason = f"the run ended during {name!r}"
         self._save([Result(name, STOPPED, reason="the run ended during it")])
 
     def add(self, result: Result) -> None:
-        """A check has ended."""
+        """Records the result of a check."""
         self.results.append(result)
         self.reason = f"the run ended after {result.name!r}"
         self._save()
 
     def skip(self, reason: str) -> None:
-        """The section cannot run here."""
+        """Records that the section cannot run here."""
         self.status, self.reason = SKIPPED, reason
         self._save()
 
     def finish(self, stopped: str = "") -> None:
-        """The section has ended; ``stopped`` says why, if it was before all checks had."""
+        """Records the end of the section; ``stopped`` is the reason if it ended early."""
         outcomes = [result.outcome for result in self.results]
         self.status = next((one for one in (FAILED, STOPPED, PASSED) if one in outcomes), SKIPPED)
         self.reason = next(

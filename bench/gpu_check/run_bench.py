@@ -1,4 +1,4 @@
-"""Section ``bench``: the rate of a plain copy, and every benchmark that there is.
+"""Section ``bench``: the rate of a plain copy, and every benchmark.
 
 A benchmark is a file ``bench_*.py`` that takes ``--json FILE`` and ``--quick``; bench/README.md
 says what the two mean.
@@ -15,7 +15,7 @@ __all__ = ["bench", "program", "script"]
 
 
 def bench(setting: Setting) -> Checks:
-    """The copy first: other figures are read beside it. Each has an equal share of the time."""
+    """Runs the copy rate, then every benchmark, with equal time limits."""
     chosen = setting.part or "bench_*.py"
     names = [path.name for path in sorted(setting.benches.glob(chosen))]
     seconds = setting.limit / (1 + len(names))
@@ -25,7 +25,7 @@ def bench(setting: Setting) -> Checks:
 
 
 def script(name: str, seconds: float) -> Section:
-    """A benchmark."""
+    """Runs a benchmark script."""
 
     def run(setting: Setting) -> Checks:
         report = scratch(setting, name, ".json")
@@ -36,7 +36,7 @@ def script(name: str, seconds: float) -> Section:
 
 
 def program(name: str, module: str, seconds: float, *words: str, **environment: str) -> Section:
-    """A module of ``gpu_check`` that takes ``--json FILE`` and ``--quick`` too.
+    """Runs a module of ``gpu_check`` that takes ``--json FILE`` and ``--quick``.
 
     Args:
         name: of the check.

@@ -1,4 +1,4 @@
-"""Section ``example``: the digits, on eight logical devices of one GPU and of the simulation.
+"""Section ``example``: trains on eight logical devices, on one GPU and simulated.
 
 The networks must end as good as each other. Not with the same bits: each backend computes its
 gradients by its own library, and cuBLAS adds the products of a matrix in an order of its own. (On
@@ -30,7 +30,7 @@ BELOW_GOAL = 1  # the example's exit status when the accuracy is below its goal
 
 
 def example(setting: Setting) -> Checks:
-    """Trains with each algorithm on either backend, and compares the two."""
+    """Trains with each algorithm on both backends, and compares them."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         yield skipped("the digits", f"not installed: {', '.join(missing)}")
@@ -61,7 +61,7 @@ def _training(setting: Setting, algorithm: str, backend: str) -> Check:
 
 
 def table_of(output: str) -> Mapping[str, Any]:
-    """What the example's closing table says of the training."""
+    """Parses the table that the example prints."""
     rows = dict(re.findall(r"^│\s*(\S.*?)\s*│\s*(\S.*?)\s*│$", output, re.MULTILINE))
     return {
         "accuracy": float(rows["test accuracy"]),

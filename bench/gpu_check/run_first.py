@@ -29,7 +29,7 @@ STRICT = {"PYTHONWARNINGS": "error"}
 
 
 def failed_assertion(setting: Setting) -> Checks:
-    """In a process of its own, whose CUDA context it ruins."""
+    """Runs the failed assertion in its own process, whose CUDA context it breaks."""
     name = "a failed assertion of PyTorch"
     if setting.fake:
         yield skipped(name, "PyTorch does not know the fake GPU")
@@ -82,11 +82,11 @@ FIRST: Mapping[str, tuple[Section, ...]] = {
 
 
 def first(setting: Setting) -> Checks:
-    """One step."""
+    """Runs one step."""
     for section in FIRST[setting.part]:
         yield from section(setting)
 
 
 def step_of(word: str) -> str | None:
-    """The step with this number, this name, or both."""
+    """Returns the step with this number, this name, or both."""
     return next((step for step in FIRST if word in (step, *step.split("-", 1))), None)

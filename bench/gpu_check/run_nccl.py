@@ -1,4 +1,4 @@
-"""Section ``nccl``: real NCCL with several ranks, though there is one GPU.
+"""Section ``nccl``: real NCCL with several ranks on one GPU.
 
 NCCL refuses two ranks on one GPU ("Duplicate GPU detected"), but for two ways:
 
@@ -33,7 +33,7 @@ NUM_RANKS = (2, 4)
 
 
 def nccl(setting: Setting) -> Checks:
-    """Asks NCCL for its version, then goes the ways that this version has."""
+    """Runs the checks that the installed NCCL version supports."""
     found = yield _check(setting, "NCCL's version", "version")
     yield from one_rank(setting)
     for num_ranks in NUM_RANKS:
@@ -52,17 +52,17 @@ def nccl(setting: Setting) -> Checks:
 
 
 def version(setting: Setting) -> Checks:
-    """Which NCCL there is."""
+    """Checks the NCCL version."""
     yield _check(setting, "NCCL's version", "version")
 
 
 def one_rank(setting: Setting) -> Checks:
-    """One rank in one process."""
+    """Runs one rank in one process."""
     yield _check(setting, "one process, 1 rank", "together", 1)
 
 
 def apart(setting: Setting, num_ranks: int = 2) -> Checks:
-    """A process for each rank."""
+    """Runs a process for each rank."""
     if not setting.fake:
         yield _check(setting, f"a process for each of {num_ranks} ranks", "apart", num_ranks)
         return

@@ -1,4 +1,4 @@
-"""What NVIDIA's profiler ``ncu`` counts of one launch of a kernel; for the section ``first``."""
+"""Counters of NVIDIA's profiler ``ncu`` for one launch, for section ``first``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def counters(kernel: str, seconds: float) -> Section:
 
 
 def metrics_of(kernel: str, output: str) -> Mapping[str, float | str]:
-    """Our name -> the figure, from ncu's table among what the program prints.
+    """Parses ncu's table in the output of a program; returns figures by our names.
 
     Raises:
         ValueError: a metric is missing, or of another kernel.

@@ -1,4 +1,4 @@
-"""Section ``sanitize``: NVIDIA's compute-sanitizer over a few launches of the commonest kernels.
+"""Section ``sanitize``: compute-sanitizer on a few launches of common kernels.
 
 Under it a launch is many times as slow, so that only small sets end in time. Our kernels have no
 shared memory and no barrier: racecheck has little to find. Every block is a ``cudaMalloc`` of its
@@ -26,7 +26,7 @@ RUNS = {
 
 
 def sanitizer(*names: str) -> Section:
-    """Tries the tool on a trivial program, then runs these of its tools one after another."""
+    """Runs a trivial program under compute-sanitizer, then each of its tools."""
 
     def run(setting: Setting) -> Checks:
         tool = find_tool(TOOL)

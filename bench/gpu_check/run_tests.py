@@ -28,7 +28,7 @@ MOST_NAMES = 50  # of tests that failed
 
 
 def tests(setting: Setting) -> Checks:
-    """Collects the tests, then runs file after file; what is large has more time."""
+    """Collects the tests, then runs each file; large ones have more time."""
     paths = (setting.part,) if setting.part else FAKE_PATHS if setting.fake else ("tests",)
     collect = setting.pytest("-q", "--collect-only", "-m", setting.mark, *paths)
     found = yield Check("collection", collect, COLLECT_SECONDS, read=counts_of)
@@ -39,7 +39,7 @@ def tests(setting: Setting) -> Checks:
 
 
 def file(path: str, seconds: float, keyword: str = "") -> Section:
-    """As ``run_file``; on the fake the tests are only collected."""
+    """Runs a file of tests; with the fake CuPy it only collects them."""
 
     def run(setting: Setting) -> Checks:
         if not setting.fake:
@@ -53,7 +53,7 @@ def file(path: str, seconds: float, keyword: str = "") -> Section:
 
 
 def run_file(path: str, seconds: float, keyword: str = "") -> Section:
-    """The tests of a file.
+    """Runs the tests of a file.
 
     Args:
         path: of the file.
@@ -80,13 +80,13 @@ def _chosen(keyword: str) -> tuple[str, ...]:
 
 
 def counts_of(output: str) -> Mapping[str, int]:
-    """File -> how many of its tests were chosen, from ``pytest -qq --collect-only``."""
+    """Parses ``pytest -qq --collect-only``; returns the number of tests per file."""
     lines = re.findall(r"^(\S+\.py): (\d+)$", output, re.MULTILINE)
     return {path: int(count) for path, count in lines}
 
 
 def summary_of(report: Path, output: str) -> Mapping[str, Any]:
-    """How many tests there were and how they ended, from pytest's JUnit report."""
+    """Parses pytest's JUnit report; returns the number of tests per outcome."""
     suites = ElementTree.parse(report).getroot().iter("testsuite")
     totals: dict[str, int] = {}
     for suite in suites:

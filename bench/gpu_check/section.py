@@ -39,7 +39,7 @@ def _no_figures(output: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Check:
-    """One command.
+    """A command to run, with its limits.
 
     Attributes:
         name: for the record; checks of the same name run the same.
@@ -63,7 +63,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a section has found out by itself, from results that it has."""
+    """A result that a section derives from other results."""
 
     name: str
     outcome: str
@@ -72,7 +72,7 @@ class Verdict:
 
 
 def skipped(name: str, reason: str) -> Verdict:
-    """A check that cannot be made here."""
+    """Returns the result of a check that cannot run here."""
     return Verdict(name, SKIPPED, reason=reason)
 
 
@@ -83,7 +83,7 @@ Done = MutableMapping[str, tuple[str, Result]]  # check -> the section that ran 
 
 @dataclass(frozen=True)
 class Limit:
-    """Until when a section may run.
+    """The time limit of a section.
 
     Attributes:
         seconds: that it has.
@@ -95,7 +95,7 @@ class Limit:
 
     @property
     def reason(self) -> str:
-        """Why the section was ended early; empty while there is time."""
+        """The reason for ending the section early; empty while there is time."""
         over = time.monotonic() >= self.deadline
         return f"its limit of {self.seconds:g} s" if over else ""
 
@@ -103,7 +103,7 @@ class Limit:
 def run_section(
     section: Section, record: Record, setting: Setting, stop: Stop, done: Done | None = None
 ) -> None:
-    """Runs all checks of a section, or those for which there is time.
+    """Runs the checks of a section within its time limit.
 
     Args:
         section: makes the checks.
@@ -185,7 +185,7 @@ def _result(
 
 
 def _add(record: Record, result: Result) -> None:
-    """Keeps it, with a line for whoever watches, and the end of the output of what went wrong."""
+    """Records a result and prints it, with the end of the output of a failure."""
     record.add(result)
     words = f"{result.name:<50} {result.outcome:<8} {result.seconds:7.1f} s  {result.reason}"
     print(words.rstrip(), flush=True)
@@ -194,13 +194,13 @@ def _add(record: Record, result: Result) -> None:
 
 
 def report_of(path: Path, output: str) -> Mapping[str, Any]:
-    """The figures that a program has left in a JSON file."""
+    """Reads the figures that a program wrote to a JSON file."""
     figures: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return figures
 
 
 def needing(library: str, section: Section, name: str) -> Section:
-    """A check that needs a library with GPUs; skipped where there is none."""
+    """Wraps checks that need a library with GPU support; skips them without it."""
 
     def run(setting: Setting) -> Checks:
         if importlib.util.find_spec(library) is None:
@@ -214,13 +214,13 @@ def needing(library: str, section: Section, name: str) -> Section:
 
 
 def find_tool(name: str) -> str | None:
-    """The path of one of CUDA's tools, also where its folder is not on PATH."""
+    """Returns the path of a CUDA tool, also if it is not on PATH."""
     usual = [path for pattern in USUAL_FOLDERS for path in sorted(Path("/").glob(pattern))]
     newest_first = map(str, reversed(usual))
     return shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), *newest_first)))
 
 
 def scratch(setting: Setting, name: str, suffix: str) -> Path:
-    """Where a check of this name may leave a file."""
+    """Returns the path of a temporary file for a check."""
     plain = "".join(letter if letter.isalnum() else "-" for letter in name)
     return setting.work / f"{plain}{suffix}"

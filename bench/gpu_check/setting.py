@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Gpu:
-    """The first GPU, and what drives it.
+    """The first GPU, with its software versions.
 
     Attributes:
         name: as the driver gives it; ``fake`` for the stand-in, ``none`` where there is no GPU.
@@ -35,7 +35,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Setting:
-    """One run.
+    """The settings of a run.
 
     Attributes:
         fake: whether the stand-in of ``tests/fake_cupy`` is CuPy.
@@ -54,34 +54,34 @@ class Setting:
     part: str = ""
 
     def python(self, *arguments: str) -> tuple[str, ...]:
-        """See ``python``."""
+        """Returns the command of a Python process; see ``python``."""
         return python(*arguments, fake=self.fake)
 
     @property
     def quick(self) -> tuple[str, ...]:
-        """The flag for sizes that only show that a program runs."""
+        """The flag for tiny sizes, if the run is fake."""
         return ("--quick",) if self.fake else ()
 
     @property
     def mark(self) -> str:
-        """Of the tests that these GPUs can run: what one can, or what fewer need than there are."""
+        """The pytest mark expression of the tests that these GPUs can run."""
         return "gpu or multi_gpu" if self.gpu.count > 1 else "gpu and not multi_gpu"
 
     def pytest(self, *arguments: str) -> tuple[str, ...]:
-        """The command of a pytest run in which a missing GPU is a failure."""
+        """Returns the command of a pytest run in which a missing GPU is a failure."""
         plugin = ("-p", "fake_cupy.plugin") if self.fake else ()
         plain = ("-q", "-p", "no:cacheprovider", "--require-gpu")
         return (sys.executable, "-P", "-m", "pytest", *plugin, *plain, *arguments)
 
 
 def python(*arguments: str, fake: bool) -> tuple[str, ...]:
-    """The command of a Python process; ``arguments`` begin with a script, or with ``-m``."""
+    """Returns the command of a Python process; ``arguments`` begin with a script or ``-m``."""
     stand_in = ("-m", "fake_cupy") if fake else ()
     return (sys.executable, "-P", *stand_in, *arguments)
 
 
 def environment(*, fake: bool, work: Path) -> dict[str, str]:
-    """Of every child: the caller's, without what would change a result."""
+    """Returns the environment of child processes, without variables that change results."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GRADREDUCE_")}
     path = kept.get("PYTHONPATH", "")
     if fake:

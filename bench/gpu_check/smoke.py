@@ -1,4 +1,4 @@
-"""The shortest use of a GPU: an array to it, a sum there, and back.
+"""Smoke test: uploads two arrays to the GPU, adds them, downloads the sum.
 
 python -W error -m gpu_check.smoke [--json FILE] [--quick]
 """

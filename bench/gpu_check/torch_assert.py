@@ -1,4 +1,4 @@
-"""What our calls say after a failed assertion of a PyTorch kernel: the device is lost.
+"""Tests our errors after a failed assertion in a PyTorch kernel: the device is lost.
 
     python -m gpu_check.torch_assert [--json FILE] [--quick]
 
@@ -21,14 +21,14 @@ SIZE = 1000
 
 
 def fail_assertion() -> None:
-    """Gives the GPU a kernel of PyTorch's that asserts what is not so."""
+    """Launches a PyTorch kernel with a failing assertion."""
     torch = importlib.import_module("torch")
     index = torch.tensor([SIZE], device="cuda")
     torch.ones(1, device="cuda")[index]
 
 
 def said_after(fail: Callable[[], None]) -> list[str]:
-    """What each call of ours said behind it, on two logical devices of the GPU."""
+    """Returns the errors of our later calls on two logical devices of the GPU."""
     with gr.open_mesh([0, 0], backend="cuda") as mesh:
         buffers = [device.upload(np.ones(SIZE, np.float32)) for device in mesh]
         mesh.synchronize()
@@ -38,7 +38,7 @@ def said_after(fail: Callable[[], None]) -> list[str]:
 
 
 def lost(call: Callable[[], object]) -> str:
-    """What a call on a lost device says.
+    """Returns the error of a call on a lost device.
 
     Raises:
         AssertionError: nothing.
@@ -51,7 +51,7 @@ def lost(call: Callable[[], object]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints and keeps what was said."""
+    """Prints and saves the errors."""
     options = options_of(__doc__, arguments)
     said = said_after(fail_assertion)
     print(*said, sep="\n")

@@ -1,4 +1,4 @@
-"""A pytest plugin: every block of GPU memory is a ``cudaMalloc`` of its own.
+"""Pytest plugin that allocates each block of GPU memory by its own ``cudaMalloc``.
 
 ``-p gpu_check.unpooled``, with a real CuPy. compute-sanitizer knows the ends of allocations; those
 of the blocks that CuPy's pool cuts out of one allocation it does not know.
@@ -14,20 +14,20 @@ __all__ = ["Unpooled"]
 
 
 class Unpooled:
-    """What our device uses of ``cupy.cuda.MemoryPool``, without a pool.
+    """Replacement for ``cupy.cuda.MemoryPool`` without pooling.
 
     Freeing is ``cudaFree``, which waits for the GPU, so that no work loses its memory.
     """
 
     def malloc(self, size: int) -> Any:
-        """Fresh memory of exactly this size, on the current GPU."""
+        """Allocates memory of exactly this size on the current GPU."""
         return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
 
     def free_all_blocks(self) -> None:
-        """There are none."""
+        """Does nothing: there are no cached blocks."""
 
     def total_bytes(self) -> int:
-        """That it holds for later."""
+        """The bytes of cached blocks: none."""
         return 0
 
 

@@ -1,4 +1,4 @@
-"""Which libraries and tools are installed, and how the GPUs are linked; imports no library.
+"""Lists installed libraries and tools, and the links between the GPUs.
 
 python -m gpu_check.versions [--json FILE] [--quick]
 """
@@ -23,7 +23,7 @@ SMI_SECONDS = 30.0
 
 
 def packages() -> dict[str, str]:
-    """Name -> version, of what is installed."""
+    """Returns the versions of installed packages and tools."""
     found = {one.metadata["Name"]: one.version for one in metadata.distributions()}
     named = {name: version for name, version in found.items() if name is not None}
     chosen = {name for name in named if any(word in name.lower() for word in WORDS)}
@@ -31,7 +31,7 @@ def packages() -> dict[str, str]:
 
 
 def reduction_groups() -> str:
-    """How the GPUs are linked, as ``nvidia-smi`` draws it; or why it does not."""
+    """Returns the topology that ``nvidia-smi`` prints, or the reason if it fails."""
     tool = find_tool("nvidia-smi")
     if tool is None:
         return "nvidia-smi is not installed"
@@ -44,7 +44,7 @@ def reduction_groups() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints and keeps what it finds."""
+    """Prints and saves the findings."""
     options = options_of(__doc__, arguments)
     found = {
         "python": platform.python_version(),

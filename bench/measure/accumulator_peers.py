@@ -1,4 +1,4 @@
-"""TensorFlow's own conditional accumulator, called eagerly; nothing where it is not installed.
+"""TensorFlow's conditional accumulator, called eagerly, if it is installed.
 
 Steps and numbers are Python integers, as a training loop has them; the gradient is a tensor that is
 there already.
@@ -21,7 +21,7 @@ CYCLE, DROP = "tf apply + take", "tf drop"
 
 
 def find_accumulator_peer(gradient: np.ndarray) -> tuple[dict[str, Call], dict[str, str]]:
-    """Its cycle and its drop of one gradient; and why there is none."""
+    """Returns its calls for one gradient, and the reason if there are none."""
     if importlib.util.find_spec("tensorflow") is None:
         return {}, {"tensorflow": "not installed"}
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

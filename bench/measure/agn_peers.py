@@ -1,4 +1,4 @@
-"""A local step of AGN by PyTorch's optimizers and one addition, and by NumPy in blocks."""
+"""Peers of AGN's local step: PyTorch's optimizers plus an addition, and NumPy in blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAYS = {way: f"torch {way} and add" for way in ("foreach", "fused")}
 def find_agn_peers(
     rule: str, sizes: Sequence[int], *, place: str
 ) -> tuple[dict[str, Call], dict[str, str]]:
-    """Each way of ``torch.optim`` for a rule, and ``_foreach_add_`` behind it; why there is none.
+    """Returns ``torch.optim`` steps plus ``_foreach_add_``, and the reasons for missing ones.
 
     Args:
         rule: ``"sgd"``, ``"momentum"`` or ``"adam"``.
@@ -48,7 +48,7 @@ def _both(step: Call, add: Call) -> None:
 
 
 def local_sgd_in_blocks(sizes: Sequence[int]) -> Call:
-    """Five units as a careful user of NumPy moves them: three passes over blocks in the cache."""
+    """Returns a local step in NumPy: three passes over blocks that fit in the cache."""
     scratch = np.empty(BLOCK_SIZE, np.float32)
     rate = np.float32(0.1)
     blocks: list[Any] = []

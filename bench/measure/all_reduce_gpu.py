@@ -1,4 +1,4 @@
-"""All-reduce on GPUs: eight logical devices on one, two NCCL ranks on one, and all there are.
+"""All-reduce on GPUs: eight logical devices, two NCCL ranks on one GPU, and all GPUs.
 
 One GPU: times are the GPU's, by events on the stream of the first logical device, which works for
 all of them; the line is a copy from device to device. Several GPUs: calls back to back until all
@@ -54,12 +54,12 @@ STUBBED = "with a driver that does nothing; no GPU was there, 2026-11"
 
 
 def on_one(nbytes: int) -> str:
-    """The case of one tensor of so many bytes on eight logical devices of one GPU."""
+    """Returns the case name of one tensor on eight logical devices of one GPU."""
     return f"one tensor, {nbytes} bytes, {NUM_LOGICAL} on one GPU"
 
 
 def on_several(nbytes: int) -> str:
-    """The case of one tensor of so many bytes on all GPUs."""
+    """Returns the case name of one tensor on all GPUs."""
     return f"one tensor, {nbytes} bytes, each on a GPU"
 
 
@@ -82,7 +82,7 @@ GPU_FLOORS = (
 
 
 class GpuBench:
-    """What is measured where there is a GPU."""
+    """The measurements on machines with a GPU."""
 
     def __init__(self, *, quick: bool) -> None:
         self.quick = quick
@@ -90,20 +90,20 @@ class GpuBench:
         self.cases: dict[str, Case] = {}
 
     def run(self) -> None:
-        """All cases."""
+        """Runs all cases."""
         self.one_gpu()
         self.ranks()
         self.all_gpus()
 
     def keep(self, case: Case) -> None:
-        """Prints a case and remembers it."""
+        """Prints and stores a case."""
         case.show()
         self.cases[case.name] = case
 
     # -- one GPU --------------------------------------------------------------------------------
 
     def one_gpu(self) -> None:
-        """Replicas that share a GPU: no link has a part in it."""
+        """Reduces replicas on the same GPU, without a link."""
         peers, self.absent = find_peers(on_gpu=True)
         with gr.open_mesh([0] * NUM_LOGICAL, backend="cuda") as mesh:
             clock = clock_of(mesh, quick=self.quick)
@@ -121,7 +121,7 @@ class GpuBench:
             self._resnet(mesh, clock)
 
     def _resnet(self, mesh: Mesh, clock: Clock) -> None:
-        """A step of a model: how long it takes the GPU, and the host."""
+        """Measures GPU and host time for the gradients of a model."""
         shapes = resnet50()
         if self.quick:
             shapes = [(min(math.prod(shape), QUICK_SIZE),) for shape in shapes[:QUICK_TENSORS]]
@@ -163,7 +163,7 @@ class GpuBench:
     # -- NCCL on one GPU ------------------------------------------------------------------------
 
     def ranks(self) -> None:
-        """Two ranks on one GPU, in a process of their own that is ended if it hangs."""
+        """Measures two ranks on one GPU, in a child process with a deadline."""
         from cupy.cuda import nccl
 
         if not nccl.available or nccl.get_version() < FIRST_TO_SHARE:
@@ -186,7 +186,7 @@ class GpuBench:
     # -- several GPUs ---------------------------------------------------------------------------
 
     def all_gpus(self) -> None:
-        """One replica on each GPU, by NCCL, beside NCCL called directly."""
+        """Measures NCCL with one replica per GPU, compared with direct calls of NCCL."""
         import cupy
 
         count = cupy.cuda.runtime.getDeviceCount()
@@ -215,7 +215,7 @@ class GpuBench:
 
 
 class RawNccl:
-    """No more than NCCL needs: a group of one call for each GPU."""
+    """Direct NCCL all-reduce: a group with one call per GPU."""
 
     def __init__(self, mesh: Mesh) -> None:
         from cupy.cuda import nccl
@@ -224,7 +224,7 @@ class RawNccl:
         self._communicators = nccl.NcclCommunicator.initAll([device.physical for device in mesh])
 
     def arguments(self, value: gr.PerReplica) -> list[tuple[Any, tuple[Any, ...]]]:
-        """The GPU of each rank and the arguments of its call, in place."""
+        """Prepares the arguments of each rank's in-place call."""
         number, add = self._nccl.NCCL_FLOAT32, self._nccl.NCCL_SUM
         made = []
         for buffer in value.buffers:
@@ -235,7 +235,7 @@ class RawNccl:
         return made
 
     def all_reduce(self, ranks: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
-        """One group."""
+        """Runs one group."""
         self._nccl.groupStart()
         for communicator, (gpu, arguments) in zip(self._communicators, ranks, strict=True):
             with gpu:
@@ -244,7 +244,7 @@ class RawNccl:
 
 
 def back_to_back(mesh: Mesh, calls: Mapping[str, Call], number: int) -> dict[str, Took]:
-    """The median of rounds of so many calls, until all is done; the host's, until they return."""
+    """Returns the median time of a call until the GPU is done, and until it returns."""
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for _ in range(ROUNDS if number > QUICK_CALLS else 1):
         for name, call in calls.items():
@@ -265,7 +265,7 @@ def back_to_back(mesh: Mesh, calls: Mapping[str, Call], number: int) -> dict[str
 def _one_tensor(
     mesh: Mesh, nbytes: int, algorithm: str, op: gr.ReduceOp
 ) -> tuple[gr.AllReduceCrossDeviceOps, list[tuple[Any, Any]]]:
-    """What reduces, and one tensor of zeros on each device; the first call of it is done."""
+    """Returns a ``CrossDeviceOps`` after a first call, and its inputs."""
     value = gr.PerReplica([device.zeros((nbytes // 4,), "float32") for device in mesh], mesh)
     ops = gr.AllReduceCrossDeviceOps(algorithm, 0, mesh=mesh)
     pairs = [(value, value)]
@@ -276,7 +276,7 @@ def _one_tensor(
 def _ways(
     ops: gr.AllReduceCrossDeviceOps, name: str, pairs: Sequence[tuple[Any, Any]]
 ) -> dict[str, Call]:
-    """Plain, prepared, and captured where that can be done."""
+    """Returns plain, prepared and, where possible, captured calls."""
     made: dict[str, Call] = {
         name: partial(ops.batch_reduce, gr.ReduceOp.MEAN, pairs),
         f"{name}, prepared": ops.prepare(gr.ReduceOp.MEAN, pairs),
@@ -288,7 +288,7 @@ def _ways(
 
 
 def _is_fake() -> bool:
-    """Whether CuPy is the stand-in of the tests."""
+    """Returns whether CuPy is the fake of the tests."""
     import cupy
 
     return bool(getattr(cupy, "FAKE", False))

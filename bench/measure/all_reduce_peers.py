@@ -1,4 +1,4 @@
-"""The mean of replicas of many tensors, on every device, by other libraries on the CPU.
+"""Peers of all-reduce on the CPU: the mean of replicas of many tensors.
 
 ``found`` are candidates that have taken their operands; ``absent`` says why a library is left out.
 
@@ -32,7 +32,7 @@ Tensors = Sequence[Sequence[np.ndarray]]  # [tensor][replica]
 
 
 def find_all_reduce_peers(tensors: Tensors) -> tuple[dict[str, Call], dict[str, str]]:
-    """The candidates of those that are installed, and why each of the others is left out."""
+    """Returns the candidates of installed libraries, and the reasons for missing ones."""
     found: dict[str, Call] = {"numpy sum, copies": _numpy(tensors)}
     absent: dict[str, str] = {}
     makers: dict[str, Callable[[Tensors], dict[str, Call]]] = {
@@ -108,5 +108,5 @@ def _tensorflow(tensors: Tensors) -> dict[str, Call]:
 
 
 def _values(reduce: Callable[[], Sequence[Any]]) -> list[Any]:
-    """What a ``tf.function`` may return."""
+    """Returns a value that a ``tf.function`` can return."""
     return [mirrored.values for mirrored in reduce()]

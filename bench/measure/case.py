@@ -32,13 +32,13 @@ class Case:
     figures: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, candidate: str) -> float | None:
-        """Of a candidate; None if it was left out."""
+        """Returns the time of a candidate; None if it was left out."""
         took = self.took.get(candidate)
         return None if took is None else took.seconds
 
     @property
     def peers(self) -> Mapping[str, float]:
-        """Candidate -> seconds, of those that are neither ours nor the copy."""
+        """Returns the seconds of each candidate of a peer."""
         return {
             name: took.seconds
             for name, took in self.took.items()
@@ -59,12 +59,12 @@ class Case:
             print(f"  {name:34} {figure:10.4g}")
 
     def as_json(self) -> dict[str, Any]:
-        """With nothing but what ``json`` knows."""
+        """Returns the case for JSON."""
         return asdict(self)
 
 
 def _of_host(took: Took) -> str:
-    """The host's time, where it is not the time itself."""
+    """Formats the host time if it differs from the measured time."""
     if took.host_seconds == took.seconds:
         return ""
     bound = ", the GPU waited for it" if took.host_bound else ""

@@ -1,4 +1,4 @@
-"""How long a call takes, in turns with others and with a copy of as many bytes.
+"""Clocks for calls, measured in turns with others and with a copy of the same size.
 
 On a GPU the time is the GPU's: events around calls queued back to back, behind copies that keep
 the GPU busy until the host has queued them all. A host that needs longer to give work than the GPU
@@ -53,7 +53,7 @@ class Took:
 
 @dataclass(frozen=True)
 class After:
-    """A call that something comes before, each time; the host's clock does not time that.
+    """A call with a preparation before each; the host clock excludes the preparation.
 
     Attributes:
         before: it.
@@ -68,7 +68,7 @@ class After:
         return self.call()
 
     def seconds(self) -> float:
-        """That the call takes."""
+        """The measured seconds."""
         self.before()
         start = time.perf_counter()
         self.call()
@@ -76,10 +76,10 @@ class After:
 
 
 class Clock(Protocol):
-    """Of the host, or of a GPU."""
+    """Interface of a clock of the host or of a GPU."""
 
     def measure(self, calls: Mapping[str, Call], nbytes: int) -> dict[str, Took]:
-        """The time of every candidate and of ``copy``, all called in turns after a warm-up.
+        """Measures every candidate and ``copy``, in turns after a warm-up.
 
         Args:
             calls: the candidates.
@@ -88,7 +88,7 @@ class Clock(Protocol):
 
 
 def clock_of(mesh: Mesh, *, quick: bool) -> Clock:
-    """The clock for work on the first device of a mesh."""
+    """Returns the clock for work on the first device of a mesh."""
     return GpuClock(mesh.devices[0], quick=quick) if mesh.backend == "cuda" else HostClock(quick)
 
 
@@ -100,7 +100,7 @@ def host_seconds(
     rounds: int = HOST_ROUNDS,
     loops: int = 1,
 ) -> dict[str, float]:
-    """The host's time of one call of each candidate: the best of several loops of ``number`` calls.
+    """Returns the host time of a call of each candidate: the best of several loops.
 
     The best, not the median: a few microseconds are doubled by whatever else the machine does.
     """
@@ -110,7 +110,7 @@ def host_seconds(
 
 
 def _seconds(call: Call, number: int) -> float:
-    """That so many calls take, one after the other."""
+    """Returns the seconds of a number of calls."""
     if isinstance(call, After):
         return sum([call.seconds() for _ in range(number)])
     start = time.perf_counter()
@@ -120,7 +120,7 @@ def _seconds(call: Call, number: int) -> float:
 
 
 class HostClock:
-    """Of work that is done when the call returns.
+    """Clock for calls that are done when they return.
 
     Args:
         quick: few rounds.
@@ -142,7 +142,7 @@ class HostClock:
         self._copy_threads = copy_threads
 
     def measure(self, calls: Mapping[str, Call], nbytes: int) -> dict[str, Took]:
-        """See ``Clock``."""
+        """Measures in turns; see ``Clock``."""
         taken = self.in_turns({**calls, "copy": HostCopy(nbytes, self._copy_threads)})
         told = {name: self._of_rounds(times) for name, times in taken.items()}
         return {name: Took(seconds, seconds) for name, seconds in told.items()}
@@ -150,7 +150,7 @@ class HostClock:
     def in_turns(
         self, calls: Mapping[str, Call], number: int = 1, loops: int = 1
     ) -> dict[str, list[float]]:
-        """The seconds of ``number`` calls of each candidate: loops of all rounds, in turns."""
+        """Returns the seconds of ``number`` calls of each candidate, in turns."""
         taken: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(WARM_UPS + self._rounds):
             for name, call in calls.items():
@@ -162,7 +162,7 @@ class HostClock:
 
 
 class HostCopy:
-    """A plain copy, by a thread for each core or by so many; half of ``nbytes`` is read."""
+    """Returns a multi-threaded copy in host memory; half of ``nbytes`` is read."""
 
     def __init__(self, nbytes: int, threads: int | None = None) -> None:
         if threads is None:
@@ -178,7 +178,7 @@ class HostCopy:
 
 
 class GpuClock:
-    """Of the compute stream of a device, in whose order all candidates work.
+    """Clock for work on the compute stream of a GPU.
 
     CuPy's current stream is that stream while they are called; who uses another library has it
     use the stream too.
@@ -198,7 +198,7 @@ class GpuClock:
         self._most_fills = math.ceil(FILL_SECONDS / self._fill_seconds) if not quick else 2
 
     def measure(self, calls: Mapping[str, Call], nbytes: int) -> dict[str, Took]:
-        """See ``Clock``."""
+        """Measures in turns; see ``Clock``."""
         candidates = {**calls, "copy": self._copy_of(nbytes)}
         self._cuda.Device(self._device.physical).synchronize()  # operands come on other streams
         plans = {name: self._plan(call) for name, call in candidates.items()}
@@ -213,13 +213,13 @@ class GpuClock:
         return {name: _median(batches) for name, batches in taken.items()}
 
     def _copy_of(self, nbytes: int) -> Call:
-        """From the device to itself; half of ``nbytes`` is read."""
+        """Returns a copy within the device; half of ``nbytes`` is read."""
         source: Buffer = self._device.zeros((max(1, nbytes // 2),), "uint8")
         target: Buffer = self._device.zeros((max(1, nbytes // 2),), "uint8")
         return partial(self._device.copy, target, source)
 
     def _plan(self, call: Call) -> tuple[int, int]:
-        """How often a candidate is called back to back, and behind how many copies."""
+        """Returns the number of calls back to back, and of copies before them."""
         for _ in range(WARM_UPS):
             self._batch(call, 1, 0)
         host = self._batch(call, 1, 1).host_seconds
@@ -228,7 +228,7 @@ class GpuClock:
         return number, min(fills, self._most_fills)
 
     def _batch(self, call: Call, number: int, fills: int) -> Took:
-        """One call of ``number`` back to back.
+        """Measures one of ``number`` calls back to back.
 
         The stream is the one that the device itself gives work to. ``device.stream()`` would mark
         it as shown to a caller for good: no fence is left out then, and no memory is recycled.
@@ -252,7 +252,7 @@ class GpuClock:
 
 
 def _median(batches: Sequence[Took]) -> Took:
-    """Of those for which the GPU never waited, if there are any."""
+    """Returns the measurements during which the GPU never waited, if any."""
     chosen = [took for took in batches if not took.host_bound] or batches
     return Took(
         statistics.median(took.seconds for took in chosen),

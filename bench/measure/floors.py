@@ -26,7 +26,7 @@ SIGNS: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": ope
 
 @dataclass(frozen=True)
 class Floor:
-    """A promise about one figure of one case.
+    """A bound for one figure of one case.
 
     Attributes:
         name: what is promised.
@@ -47,7 +47,7 @@ class Floor:
     peers: tuple[str, ...] = ()
 
     def check(self, cases: Mapping[str, Case], absent: Mapping[str, str]) -> dict[str, Any]:
-        """As an object for JSON: the floor, the figure, and whether it ``holds``.
+        """Returns a JSON object: the floor, the figure, and whether it ``holds``.
 
         ``holds`` is None where there is nothing to compare with; ``without`` are those of its
         peers that were left out.
@@ -65,7 +65,7 @@ class Floor:
 def kept(
     floors: tuple[Floor, ...], cases: Mapping[str, Case], absent: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Checks and prints all floors; ``absent`` are the libraries that were left out, and why."""
+    """Checks and prints all floors; ``absent`` maps missing libraries to reasons."""
     print("\nfloors")
     found = [floor.check(cases, absent) for floor in floors]
     for one in found:
@@ -102,12 +102,12 @@ def times_the_peer(peer: str, implementation: str) -> Figure:
 
 
 def of_the_copy(implementation: str) -> Figure:
-    """Our rate as a part of the rate of a copy that moves as many bytes."""
+    """Our bandwidth divided by that of a copy of the same size."""
     return times_the_peer("copy", implementation)
 
 
 def over_the_peer(peer: str, implementation: str) -> Figure:
-    """Our time in times of one peer's."""
+    """Our time divided by one peer's."""
 
     def figure(case: Case) -> float | None:
         rate = times_the_peer(peer, implementation)(case)
@@ -117,12 +117,12 @@ def over_the_peer(peer: str, implementation: str) -> Figure:
 
 
 def over_the_copy(implementation: str) -> Figure:
-    """Our time in times of a copy that moves as many bytes."""
+    """Our time divided by that of a copy of the same size."""
     return over_the_peer("copy", implementation)
 
 
 def counted(name: str) -> Figure:
-    """What the case has counted."""
+    """A figure that the case counted."""
 
     def figure(case: Case) -> float | None:
         return case.figures.get(name)

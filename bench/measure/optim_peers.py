@@ -1,4 +1,4 @@
-"""One update by PyTorch's optimizers, and by NumPy in blocks; nothing where PyTorch is missing."""
+"""Peers of an optimizer's update: PyTorch's optimizers, and NumPy in blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCK_SIZE = 1 << 15  # elements: 128 KiB of float32, and as much of scratch
 def find_optim_peers(
     rule: str, values: Sequence[np.ndarray], gradients: Sequence[np.ndarray], *, place: str
 ) -> tuple[dict[str, Call], dict[str, str]]:
-    """Each way of ``torch.optim`` that it has for a rule; and why there is none.
+    """Returns the ``torch.optim`` steps of a rule, and the reasons for missing ones.
 
     Args:
         rule: ``"sgd"``, ``"momentum"`` or ``"adam"``.
@@ -59,7 +59,7 @@ def find_optim_peers(
 
 
 def on_our_stream(torch: Any, place: str, step: Call) -> None:
-    """Calls it; on a GPU in the order of the stream that is measured, CuPy's current one."""
+    """Returns a call that runs on CuPy's current stream on a GPU."""
     with contextlib.ExitStack() as stack:
         if place == "cuda":
             current = importlib.import_module("cupy").cuda.get_current_stream()
@@ -70,7 +70,7 @@ def on_our_stream(torch: Any, place: str, step: Call) -> None:
 
 
 def sgd_in_blocks(values: Sequence[np.ndarray], gradients: Sequence[np.ndarray]) -> Call:
-    """What a careful user of NumPy writes: two passes over blocks that stay in the cache."""
+    """Returns an update in NumPy: two passes over blocks that fit in the cache."""
     scratch = np.empty(BLOCK_SIZE, np.float32)
     rate = np.float32(0.1)
     blocks = [
@@ -89,7 +89,7 @@ def sgd_in_blocks(values: Sequence[np.ndarray], gradients: Sequence[np.ndarray])
 
 
 def sizes_of(size: int, number: int) -> list[int]:
-    """So many tensors of ``size`` elements in all, of unequal sizes."""
+    """Returns the unequal sizes of tensors with ``size`` elements in total."""
     shares = np.sqrt(np.arange(1, number + 1))
     ends = np.floor(np.cumsum(shares) / math.fsum(shares) * size).astype(int)
     ends[-1] = size

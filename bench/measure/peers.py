@@ -1,4 +1,4 @@
-"""The same work by other libraries; every one leaves its inputs as they are.
+"""The same operations by other libraries (peers), out of place.
 
 A peer is asked for an operation by name and gives its candidates, none where it has no such
 operation. What is written is there before the clock starts, unless the operation makes it.
@@ -25,20 +25,20 @@ SPLIT = 4  # inputs in the first half of an all_sum
 
 
 class Peer:
-    """A library that could be used instead of ours. A method per operation; none is needed."""
+    """A library to compare with, with an optional method per operation."""
 
     name = ""
 
     def take(self, host: np.ndarray) -> Any:
-        """A host array as the library's own, on the device that is measured."""
+        """Converts a host array to the library's array on the measured device."""
         raise NotImplementedError
 
     def takes(self, dtype: np.dtype) -> bool:
-        """Whether it adds this dtype."""
+        """Returns whether it can add this dtype."""
         return True
 
     def calls(self, operation: str, *operands: Sequence[np.ndarray]) -> Calls:
-        """Its candidates for an operation.
+        """Returns its candidates for an operation.
 
         Args:
             operation: ``add_n``, ``accumulate``, ``many``, ``all_sum``, ``pack``, ``unpack``,
@@ -53,7 +53,7 @@ class Peer:
 
 
 def find_peers(*, on_gpu: bool) -> Peers:
-    """Those that are installed, and why each of the others is left out."""
+    """Returns the installed peers, and the reasons for missing ones."""
     wanted: list[tuple[str, Callable[[], Peer]]] = [
         ("cupy" if on_gpu else "numpy", partial(ArrayPeer, "cupy" if on_gpu else "numpy")),
         ("torch", partial(TorchPeer, "cuda" if on_gpu else "cpu")),
@@ -74,11 +74,11 @@ def find_peers(*, on_gpu: bool) -> Peers:
 
 
 class Unfit(Exception):
-    """A library that is installed and cannot do it."""
+    """Raised if an installed library cannot be measured."""
 
 
 class ArrayPeer(Peer):
-    """NumPy, or CuPy on the current stream: their interfaces are the same."""
+    """NumPy, or CuPy on the current stream."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -128,7 +128,7 @@ class ArrayPeer(Peer):
 
 
 class TorchPeer(Peer):
-    """PyTorch: the chain of a user, and its calls for lists of tensors, which are for GPUs."""
+    """PyTorch: single operations, and on GPUs its functions for lists of tensors."""
 
     name = "torch"
 
@@ -152,7 +152,7 @@ class TorchPeer(Peer):
         return {name: partial(self._on_current_stream, call) for name, call in calls.items()}
 
     def _on_current_stream(self, call: Call) -> Any:
-        """In the order of CuPy's current stream."""
+        """Runs a call on CuPy's current stream."""
         pointer = importlib.import_module("cupy").cuda.get_current_stream().ptr
         with self._torch.cuda.stream(self._torch.cuda.ExternalStream(pointer)):
             return call()
@@ -236,7 +236,7 @@ class TensorFlowPeer(Peer):
 
 
 def _chain(arrays: Sequence[Any]) -> Any:
-    """One addition after the other, the first into a new array."""
+    """Adds arrays one by one; the first sum is a new array."""
     total = arrays[0] + arrays[1]
     for array in arrays[2:]:
         total += array
@@ -265,7 +265,7 @@ def _for_each(call: Callable[..., Any], *lists: Sequence[Any]) -> None:
 
 
 def _all_sum(copy: Callable[..., Any], outs: Sequence[Any], inputs: Sequence[Any]) -> None:
-    """Both halves, their sum, and the copies of it."""
+    """Adds all inputs in two groups, and copies the sum to each output."""
     total = _chain(inputs[:SPLIT])
     total += _chain(inputs[SPLIT:])
     for out in outs:
@@ -273,7 +273,7 @@ def _all_sum(copy: Callable[..., Any], outs: Sequence[Any], inputs: Sequence[Any
 
 
 def _parts(flat: Any, sizes: Sequence[int]) -> list[Any]:
-    """Views of a flat array, one after the other."""
+    """Returns consecutive views of a flat array."""
     starts = [0, *np.cumsum(sizes).tolist()]
     return [flat[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 

@@ -1,4 +1,4 @@
-"""What was found out about one all-reduce, as a table and as JSON.
+"""The measurements of one all-reduce, as a table and as JSON.
 
 Bandwidths are those of nccl-tests: ``algbw`` is the bytes of one replica over the time, ``busbw``
 is ``algbw * 2 (n - 1) / n``, what each of n devices sends over its link if all links work alike;
@@ -17,18 +17,18 @@ __all__ = ["Reduced", "algbw", "busbw"]
 
 
 def algbw(nbytes: int, seconds: float) -> float:
-    """Bytes per second: those of one replica, over the time."""
+    """Algorithm bandwidth: bytes of one replica per second."""
     return nbytes / seconds
 
 
 def busbw(nbytes: int, seconds: float, num_replicas: int) -> float:
-    """Bytes per second, with the factor of an all-reduce."""
+    """Bus bandwidth: algorithm bandwidth times the factor of an all-reduce."""
     return algbw(nbytes, seconds) * 2 * (num_replicas - 1) / num_replicas
 
 
 @dataclass(frozen=True)
 class Reduced(Case):
-    """One all-reduce at one size; ``nbytes`` of a ``Case`` are what the line reads and writes.
+    """One all-reduce at one size; ``nbytes`` is what the baseline copy moves.
 
     Attributes:
         replica_nbytes: of one replica, all tensors together.
@@ -51,7 +51,7 @@ class Reduced(Case):
             print(f"  {name:48} {figure:10.4g}")
 
     def row(self, name: str, took: Took) -> str:
-        """One candidate's figures; the copy has no bandwidth of an all-reduce."""
+        """Formats one candidate's figures; the copy has no all-reduce bandwidth."""
         bandwidths = f"{'':7} {'':7}"
         if name != "copy":
             nbytes, seconds = self.replica_nbytes, took.seconds
@@ -64,7 +64,7 @@ class Reduced(Case):
         return f"{self.replica_nbytes:11} {took.seconds * 1e3:9.4f} {bandwidths} {part} {host}"
 
     def as_json(self) -> dict[str, Any]:
-        """See ``Case.as_json``; bandwidths too, in bytes per second."""
+        """Returns the case for JSON, with bandwidths in bytes per second."""
         rates = {
             name: {
                 "algbw": algbw(self.replica_nbytes, took.seconds),

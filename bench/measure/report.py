@@ -1,4 +1,4 @@
-"""How a benchmark ends: its figures in a file, and exit status 1 if a floor is broken."""
+"""Reports of benchmarks: a JSON file, and exit status 1 if a floor is broken."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["finish", "keep", "options_of", "report_of"]
 
 
 class Measured(Protocol):
-    """What a benchmark has found.
+    """The results of a benchmark.
 
     Attributes:
         cases: what was timed, by name.
@@ -28,7 +28,7 @@ class Measured(Protocol):
 
 
 def options_of(doc: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """``--json FILE`` and ``--quick``, which every benchmark takes."""
+    """Parses ``--json FILE`` and ``--quick``, the flags of every benchmark."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="where the figures go")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: only shows that it runs")
@@ -36,7 +36,7 @@ def options_of(doc: str | None, arguments: Sequence[str] | None) -> argparse.Nam
 
 
 def keep(figures: Mapping[str, Any], path: Path | None) -> None:
-    """Writes figures to a file, if it is wanted."""
+    """Writes figures to a file if one was given."""
     if path is not None:
         path.write_text(json.dumps(figures), encoding="utf-8")
 
@@ -49,7 +49,7 @@ def report_of(
     *,
     quick: bool,
 ) -> dict[str, Any]:
-    """Says which libraries are absent, and checks the floors: a report, as JSON knows it.
+    """Prints missing libraries, checks the floors, and returns a report for JSON.
 
     Args:
         implementations: of the kernels that were timed.
@@ -70,7 +70,7 @@ def report_of(
 
 
 def finish(report: Mapping[str, Any], path: Path | None) -> None:
-    """Writes the report, if it is wanted, and exits with 1 if one of its floors is broken."""
+    """Writes the report if asked, and exits with 1 if a floor is broken."""
     keep(report, path)
     broken = [one["floor"] for one in report["floors"] if one["holds"] is False]
     if broken:

@@ -9,7 +9,7 @@ STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
 
 
 def resnet50() -> list[tuple[int, ...]]:
-    """161 tensors, 25,557,032 elements: behind each convolution its normalisation's two."""
+    """Returns 161 shapes with 25,557,032 elements, in the order of the layers."""
     shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
     width = 64
     for planes, num_blocks in STAGES:

@@ -13,7 +13,7 @@ IMPLEMENTATIONS = ("numpy", "compiled")
 
 
 def one_device() -> dict[str, Mesh]:
-    """The GPU, or both implementations of a simulated device; to be closed."""
+    """Opens the GPU, or a simulated device with both implementations; close them."""
     if importlib.util.find_spec("cupy") is not None:
         import cupy
 
