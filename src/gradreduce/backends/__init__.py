@@ -1,11 +1,11 @@
 """Opens meshes: picks the backend and the devices.
 
-The only room that reads environment variables, but for ``XDG_CACHE_HOME`` in ``compiled.py``:
+The only module that reads environment variables, except ``XDG_CACHE_HOME``:
 
 * ``GRADREDUCE_BACKEND``: ``sim`` or ``cuda``, when ``open_mesh`` is given none.
 * ``GRADREDUCE_SIM_DEVICES``: how many simulated devices, when it is given none (default 4).
 * ``GRADREDUCE_SIM_STRICT``: ``1`` fills fresh simulated memory with NaN.
-* ``GRADREDUCE_FLIGHT_RECORD``: ``flight.json``; when a mesh dies its flight record is written to
+* ``GRADREDUCE_FLIGHT_RECORD``: ``flight.json``; when a mesh fails its flight record is written to
   ``flight.<process>-<mesh>.json`` beside it, or to ``/dev/stderr``, a device or a FIFO itself.
 * ``GRADREDUCE_SIM_THREADS``: host threads that run simulated launches (default: the cores).
 * What launchers of several processes set: torchrun ``WORLD_SIZE`` and ``LOCAL_RANK``, Open MPI
@@ -71,8 +71,8 @@ def open_mesh(
             stay inside each process.
         peer_access: simulation only: whether a launch may touch another physical device's memory.
             Without it every byte is copied. Or the pairs of physical devices that have it.
-        kernels: simulation only: which face of a kernel a launch runs. ``"numpy"``, the twin;
-            ``"compiled"``, the shipped ``.cu`` text built by g++; for tests ``"exact"`` and
+        kernels: simulation only: what runs a kernel. ``"numpy"``: its NumPy reference;
+            ``"compiled"``: the shipped ``.cu`` text built by g++; for tests ``"exact"`` and
             ``"sanitized"``, builds with a GPU's geometry.
         strict: simulation only: fill fresh memory with NaN (integers: 0xA5 bytes). Default
             ``GRADREDUCE_SIM_STRICT``, else no.

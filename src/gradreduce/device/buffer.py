@@ -54,7 +54,7 @@ Stream = Any  # a caller's: a raw handle, or the backend's own object, which kee
 User = Queue | Stream
 # Handles of default streams: of the GPU that is current, the second of each thread its own.
 LEGACY, PER_THREAD = 1, 2
-MAX_READERS = 16  # ranges of a block that are told apart
+MAX_READERS = 16  # ranges of a block that are tracked separately
 ALIGNMENT = 16  # bytes: one vector access of a kernel, and what NCCL wants of a buffer's start
 
 
@@ -64,7 +64,7 @@ class Block:
     Attributes:
         device: the logical device it is on.
         raw: the backend's own handle; it keeps the memory alive. None once that is given back.
-        address: of its first byte; None at first where only the device can tell, which is asked
+        address: of its first byte; None at first where only the device knows it, which is asked
             by whoever needs it: NumPy takes a microsecond to say it, and a small sum never does.
         nbytes: its size.
         owned: from our pool (True), or adopted from a caller's array (False).
@@ -76,8 +76,8 @@ class Block:
         readers: of each range of bytes the last copy that reads it on each queue, marked; the next
             writer waits.
         touched: queues other than its home queue that used it, and callers' streams that were
-            shown it; when the block dies with any, its memory is parked until they have passed.
-        remains: what is left of it when it has died; not set where nobody asks.
+            shown it; if the block is freed with any, its memory is held until they have passed.
+        remains: what is left of it when it is freed; not set where nobody asks.
     """
 
     __slots__ = (
@@ -192,7 +192,7 @@ class Buffer(NotCopied):
         address: of the first element; a device address on a GPU.
         block: the memory it looks into.
         offset: of the first element in the block, in bytes.
-        array_owner: of a Buffer that the door made, and of its views: the kind of array whose
+        array_owner: of a Buffer made from an argument, and of its views: the kind of array whose
             memory it is, or ``"copy"`` if it holds a copy of one; None for every other.
     """
 
@@ -359,7 +359,7 @@ def flat_layout(sizes: Sequence[int], itemsize: int) -> FlatLayout:
     """Lays out tensors of ``sizes`` elements one after another, aligned to 16 bytes.
 
     Args:
-        sizes: elements of each tensor, in order; zero is allowed and takes no room.
+        sizes: elements of each tensor, in order; zero is allowed and takes no space.
         itemsize: bytes of an element. Give the *narrower* of two dtypes to get offsets in
             elements that are 16-byte boundaries in both.
     """

@@ -1,8 +1,8 @@
 """Records the commands of one thread, so that they can be submitted again.
 
-A flow runs once while a tape is open. Each launch, copy, fence and collective is kept as a function
-that gives it to its queue again, with the arguments, tables and memory of the first time: to play
-the tape asks for no memory, checks no operand and builds no table.
+A reduction runs once while a command list is open. Each launch, copy, wait and collective is kept
+as a function that submits it again, with the arguments, tables and memory of the first time: to
+play the list allocates nothing, checks no operand and builds no table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Command", "CommandList", "Span", "spans_of", "wait_for_readers"]
 Command = Callable[[], None]
 
 
-# A block, and the first and last byte in it that work which is given again may write.
+# A block, and the first and last byte in it that work which is submitted again may write.
 Span = tuple[Block, int, int]
 
 
@@ -51,7 +51,7 @@ class CommandList:
 
     def __init__(self) -> None:
         self._entries: list[tuple[Command, tuple[Record, ...]]] = []
-        self._kept: dict[int, Any] = {}  # blocks, alive as long as the tape
+        self._kept: dict[int, Any] = {}  # blocks, alive as long as the list
         # id of a mark -> the mark, where its event is at each play, its place, whether waited for
         self._marks: dict[int, tuple[Mark, list[Any], int]] = {}
         self._waited: set[int] = set()

@@ -24,12 +24,12 @@ _Shown = tuple[FreedBlock, list[tuple["Device", User]]]
 class DeferredFree:
     """Freed blocks of one device whose memory may still be in use.
 
-    Takes no lock: blocks die anywhere, in any thread, and what is called then is C. A finalizer of
-    ours could be cut short by Ctrl-C, and the memory would be free while work still uses it.
+    Takes no lock: blocks are freed anywhere, in any thread, and what is called then is C. A Python
+    finalizer could be cut short by Ctrl-C, and the memory would be free while work still uses it.
 
     Attributes:
         held: all whose memory is not free, those of living blocks too.
-        freed: those of blocks that have died since the last ``drain``.
+        freed: those of blocks that were freed since the last ``drain``.
     """
 
     def __init__(self) -> None:
@@ -69,9 +69,9 @@ class DeferredFree:
     def drain(self, home: Device) -> None:
         """Returns to the pool of ``home`` the memory that no queue uses any more.
 
-        What another queue has used waits, parked, until that queue has passed the place where it
+        What another queue has used is held until that queue has passed the place where it
         is now: only then may the compute queue, in whose order the pool hands memory out, write it.
-        So does what a caller's stream was shown, whose own order nobody else knows.
+        So is what a caller's stream was shown, whose own order nobody else knows.
         """
         try:
             if len(self._awaiting_leader) > MAX_AWAITING_LEADER:
@@ -92,7 +92,7 @@ class DeferredFree:
     def join(self, home: Device, wait: Callable[[Any], None]) -> None:
         """Returns all deferred memory to the pool: the home queue waits for the marks.
 
-        A caller's memory stays parked: its next user is in nobody's order that we know.
+        A caller's memory stays deferred: the order of its next user is unknown.
         """
         with suppress(IndexError):
             for _ in range(len(self._deferred)):

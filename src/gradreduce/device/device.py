@@ -69,14 +69,14 @@ class Backend(ABC):
 
     @abstractmethod
     def _wait_for_stream(self, stream: Stream) -> None:
-        """Makes the compute queue wait for a foreign stream."""
+        """Makes the compute queue wait for a caller's stream."""
 
     @abstractmethod
     def _block_stream(self, stream: Stream | None) -> None:
-        """Makes a foreign stream, or the host, wait for the compute queue."""
+        """Makes a caller's stream, or the host, wait for the compute queue."""
 
     def _is_capturing(self, stream: Stream) -> bool:
-        """Whether a foreign stream records a CUDA graph, or must wait for one that does."""
+        """Whether a caller's stream records a CUDA graph, or must wait for one that does."""
         return False
 
     @abstractmethod
@@ -168,7 +168,7 @@ class Backend(ABC):
         """Whether its compute queue follows another one lazily."""
         return False
 
-    def _catch_up(self) -> None:  # noqa: B027  # who trails nobody has nothing to do
+    def _catch_up(self) -> None:  # noqa: B027  # most follow nobody lazily
         """Makes its compute queue wait now for those it follows lazily."""
 
     def _comes_behind(self, device: Device, queue: Queue) -> bool:
@@ -212,7 +212,7 @@ class Device(NotCopied, Backend):
         index: logical number, the place in the whole mesh.
         physical: number of the physical device (the GPU ordinal).
         mesh: the whole mesh that it was opened with.
-        freed: memory of blocks that have died, until ``drain`` takes it back.
+        freed: memory of freed blocks, until ``drain`` takes it back.
         external_buffers: its flat buffers, whose memory comes back as arrays of other libraries;
             None: none.
         defers: whether work may still be waiting when the call that gave it has returned.
@@ -339,7 +339,7 @@ class Device(NotCopied, Backend):
 
         Args:
             array: in host memory, or on this device's GPU.
-            address: of its first element, from a caller who knows it: a library may tell faster
+            address: of its first element, from a caller who knows it: a library may know it faster
                 than NumPy does.
         """
 
@@ -383,10 +383,10 @@ class Device(NotCopied, Backend):
 
         Args:
             buffer: of this device, or one in its reach.
-            deadline: seconds from now; when they are over first, the mesh dies.
+            deadline: seconds from now; if they pass first, the mesh fails.
 
         Raises:
-            CollectiveError: the deadline passed, or the mesh died meanwhile.
+            CollectiveError: the deadline passed, or the mesh failed meanwhile.
             BackendUnavailableError: the device was lost meanwhile.
         """
         wait_policy = self._endless if deadline is None else self._wait_policy(deadline)
@@ -529,10 +529,10 @@ class Device(NotCopied, Backend):
         """Blocks the host until both queues are empty.
 
         Args:
-            deadline: seconds from now; when they are over first, the mesh dies.
+            deadline: seconds from now; if they pass first, the mesh fails.
 
         Raises:
-            CollectiveError: the deadline passed, or the mesh died meanwhile.
+            CollectiveError: the deadline passed, or the mesh failed meanwhile.
             BackendUnavailableError: the device was lost meanwhile.
         """
         wait_policy = self._endless if deadline is None else self._wait_policy(deadline)

@@ -1,7 +1,7 @@
 """Element types, the dtype each is accumulated in, and argument conversion.
 
-One table for the whole library. A kernel knows eight *elements*: two halves, two floats and four
-unsigned integers. Everything else is one of those looked at differently: adding int32 modulo
+One table for the whole library. A kernel knows eight *elements*: two 16-bit floats, two floats
+and four unsigned integers. Everything else is a view as one of those: adding int32 modulo
 2**32 is adding uint32 (and signed overflow is undefined in C++, unsigned is not), adding
 complex64 is adding pairs of float32. Only where integers are divided does the sign count.
 """
@@ -33,7 +33,7 @@ __all__ = [
     "mean_dtype",
 ]
 
-DType = np.dtype  # for rooms that name a dtype and import no array library
+DType = np.dtype  # for modules that name a dtype and import no array library
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -64,7 +64,7 @@ ELEMENTS: dict[str, tuple[str, str]] = {
     "uint64": ("u64", "uint64"),
 }
 # What a template argument may be named -> its type in the .cu text. The signed integers are no
-# elements: a kernel that is not told otherwise sees unsigned ones in their place.
+# elements: by default a kernel sees unsigned ones in their place.
 C_TYPES: dict[str, str] = {
     **{name: c_type for name, (c_type, _) in ELEMENTS.items()},
     **{f"int{bits}": f"i{bits}" for bits in (8, 16, 32, 64)},

@@ -21,12 +21,12 @@ class ExternalBuffers:
     """The flat buffers of one device, found by address.
 
     Memory that lies in a live block is that block's: two live blocks share none, and the block
-    keeps its own. A block that is dead, or dying in another thread, is never found, so memory that
-    was freed and handed out anew is not taken for the old.
+    keeps its own. A freed block, or one being freed in another thread, is never found, so memory
+    that was freed and allocated again is not taken for the old.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # of those who add; blocks die, and are looked for, without
+        self._lock = threading.RLock()  # for adding; blocks are freed, and looked up, without
         # In the order of their addresses; replaced as a whole, so that a reader needs no lock.
         self._known: tuple[list[int], list[ref[Block]]] = ([], [])
 

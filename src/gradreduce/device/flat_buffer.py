@@ -188,7 +188,7 @@ class FlatBuffer:
             op: ``ReduceOp.MEAN`` or ``ReduceOp.SUM``.
             cross_device_ops: an ``AllReduceCrossDeviceOps``. Default: one by NCCL, in one pack.
             deadline: of this first time: seconds from now in which the devices must be done, or
-                the mesh dies.
+                the mesh fails.
 
         Returns:
             A ``PreparedStep``. Its ``results`` are one ``Mirrored`` for each tensor, of the views.
@@ -208,11 +208,11 @@ class FlatBuffer:
         ``.grad`` that was replaced is its view again.
 
         Args:
-            deadline: seconds from now in which the devices must be done, or the mesh dies.
+            deadline: seconds from now in which the devices must be done, or the mesh fails.
 
         Raises:
             BackendUnavailableError: the mesh is closed, or a device lost. Nothing was cleared.
-            CollectiveError: the mesh is dead, or died while the host waited.
+            CollectiveError: the mesh has failed, or failed while the host waited.
             ValueError: ``deadline`` is no number above 0, or an attached gradient does not fit;
                 see ``attach``.
         """
@@ -245,11 +245,11 @@ class FlatBuffer:
         On the simulation, where a host array has no stream, the host waits.
 
         Args:
-            deadline: seconds from now in which the devices must be done, or the mesh dies.
+            deadline: seconds from now in which the devices must be done, or the mesh fails.
 
         Raises:
             BackendUnavailableError: the mesh is closed, or a device lost.
-            CollectiveError: the mesh is dead, or died while the host waited.
+            CollectiveError: the mesh has failed, or failed while the host waited.
             ValueError: ``deadline`` is no number above 0.
         """
         seconds = as_deadline(deadline)

@@ -23,7 +23,7 @@ __all__ = ["OPTIONS", "Arrays", "Kernel", "Template", "kernel_text", "kernels_fo
 Arrays = Sequence[np.ndarray]
 Template = tuple[str | int, ...]
 
-# Of NVRTC. -fmad=false: the twins round after every operation. CuPy appends -ftz=true to every
+# Of NVRTC. -fmad=false: the references round after every operation. CuPy appends -ftz=true to every
 # build, so subnormals are flushed on a GPU and kept by NumPy.
 OPTIONS = ("-std=c++17", "-fmad=false")
 
@@ -39,11 +39,11 @@ class Kernel:
     work a row is; its operands may have different sizes.
 
     Attributes:
-        name: the entry in the ``.cu`` file; the twin is ``_<name>_twin``.
+        name: the entry in the ``.cu`` file; the reference is ``_<name>_reference``.
         source: stem of the file in ``kernels/`` that holds the entry.
-        reference: the NumPy face: ``reference(rows, *scalars)``. The rows of an elementwise kernel
-            may be cut anywhere along their elements; all others come whole. Several threads may
-            call it, each with rows of its own.
+        reference: the NumPy reference: ``reference(rows, *scalars)``. The rows of an elementwise
+            kernel may be cut anywhere along their elements; all others come whole. Several threads
+            may call it, each with rows of its own.
         scalars: ``(name, "int64" | "float64")`` of every argument after the table, in order.
         templates: every instantiation that a host build holds, as template arguments: names of
             ``C_TYPES`` and integers. NVRTC compiles what is asked for, when it is asked for.
@@ -51,8 +51,8 @@ class Kernel:
             of the scalar that says so. Everything behind them is only read.
         items: the items of work that operands of these sizes make: what the chunks of the table
             count. None: elementwise, one for each element of the first operand.
-        streams: whether the twin needs no scratch for a row of two operands of one dtype in which
-            that is added: it goes over each of them once.
+        streams: whether the reference needs no scratch for a row of two operands of one dtype in
+            which that is added: it goes over each of them once.
     """
 
     name: str

@@ -101,10 +101,10 @@ class Mesh(NotCopied):
         """Blocks the host until every queue of every device is empty.
 
         Args:
-            deadline: seconds from now, for all of them; when they are over first, the mesh dies.
+            deadline: seconds from now, for all of them; if they pass first, the mesh fails.
 
         Raises:
-            CollectiveError: the deadline passed, or the mesh died meanwhile.
+            CollectiveError: the deadline passed, or the mesh failed meanwhile.
             BackendUnavailableError: a device was lost, or the mesh closed.
         """
         seconds = as_deadline(deadline)
@@ -118,7 +118,7 @@ class Mesh(NotCopied):
         """Returns the last 1,000 operations of the whole mesh, oldest first.
 
         Always kept. Which of them are done is worked out now: ``done`` is False for what is not
-        known to be over. Never waits for a device, also where the mesh is dead or closed.
+        known to be over. Waits for no device, and works on a failed or closed mesh.
 
         Raises:
             CaptureError: inside a capture, where no device can be asked.
@@ -133,12 +133,12 @@ class Mesh(NotCopied):
         """Makes the whole mesh usable again after a deadline has passed.
 
         Waits until the communicators are aborted and the queues empty. On the simulation what
-        never ran is dropped. Communicators are made anew at their next use. **What unfinished work
+        never ran is dropped. Communicators are made again at their next use. **What unfinished work
         would have written is undefined**: Buffers, Variables and results of the time before hold
         whatever they hold. Accumulators over these devices are empty afterwards, at the global
         step that they had. Prepared steps can be called again. Lost devices stay lost.
 
-        A mesh that is not dead is left as it is. Calls of other threads should have come back
+        A mesh that has not failed is left as it is. Calls of other threads should have come back
         (they raise) before.
 
         Args:
@@ -146,7 +146,7 @@ class Mesh(NotCopied):
 
         Raises:
             CollectiveError: a device or communicator does not come to its end in time; named. The
-                mesh is still dead, and may be reset later.
+                mesh cannot be used yet, and may be reset later.
             BackendUnavailableError: the mesh is closed.
             CaptureError: inside a capture.
             ValueError: ``timeout`` is no number above 0.

@@ -39,7 +39,7 @@ class _ThreadState(threading.local):
 
 # What is called when a mesh is closed, and when it is reset.
 _Listener = tuple[Callable[[Any], None], Callable[[Any], None]]
-# Writing the flight record must not keep a dead mesh looking alive on a file system that hangs.
+# Writing the flight record must not delay the failure of a mesh on a file system that hangs.
 _WRITE_SECONDS = 2.0
 
 
@@ -52,20 +52,20 @@ class MeshState(CaptureState):
             ``peers``.
         prepared: what was compiled for its devices, so that nobody asks twice.
         on_wake: what to call, in a thread of its own, so that who waits in a queue looks again.
-        on_death: what to call when the mesh dies, in that thread; it must not wait.
+        on_death: what to call when the mesh fails, in that thread; it must not wait.
         library_error: what the collective library says is wrong, for the watchdog, which asks it.
-        library_ended: whether the library has let go of what it did when the mesh died, within so
+        library_ended: whether the library has ended what it did when the mesh failed, within so
             many seconds.
         recorder: where devices write what they did.
         flight_recorder: the last operations given to the devices, always.
-        flight_path: where it is written when the mesh dies; empty: nowhere.
+        flight_path: where it is written when the mesh fails; empty: nowhere.
         launch_lock: held around each collective group and each multi-device plan, so that every
             device sees those of all threads in one order.
-        order_lock: held for a moment while a queue is told whom to come behind.
+        order_lock: held for a moment while a wait of a queue is set.
         failed: physical devices that are of no more use, and why.
         last_read: another object after each copy that a writer must wait for.
-        reason: why the mesh is dead; None while it is not.
-        failure_reported: set when the mesh is dead and all that waited for it are woken.
+        reason: why the mesh has failed; None while it has not.
+        failure_reported: set when the mesh has failed and all waiting threads are woken.
         reset_lock: held by the one thread that makes it usable again.
         generation: how often the mesh was made usable again.
         is_closed: whether it was closed.
@@ -117,7 +117,7 @@ class MeshState(CaptureState):
 
         Args:
             key: with its ``devices``.
-            on_close: when the mesh is closed or dies, or one of the key's devices is lost: who
+            on_close: when the mesh is closed or fails, or one of the key's devices is lost: who
                 waits for work on them would wait for ever.
             on_reset: when the mesh is made usable again: what the key keeps in device memory may
                 be half written.
@@ -215,7 +215,7 @@ class MeshState(CaptureState):
         """Context manager: marks the devices as lost if an in-place update fails half way.
 
         If it fails half way the state is half of the old and half of the new, and nobody may use
-        it. A mesh that is dead is not told so again: what its memory holds after a reset is
+        it. A failed mesh does not fail again: what its memory holds after a reset is
         nobody's promise anyway.
         """
 
@@ -237,7 +237,7 @@ class MeshState(CaptureState):
     def pack_scope(self, pack_info: PackInfoLike, devices: Iterable[Device] = ()) -> PackScope:
         """Context manager: labels this thread's work with the packs that it is for.
 
-        So says the flight record and, if the call has a deadline, the error. On a tape it is kept.
+        The flight record and the error of a deadline contain the label. A command list keeps it.
 
         Args:
             pack_info: what.
@@ -296,7 +296,7 @@ class MeshState(CaptureState):
         """Marks the mesh as failed: every later use raises with the first reason.
 
         Takes no lock. Who waits is woken by another thread, which takes those that it needs; the
-        flight record is written before anybody can see that the mesh is dead.
+        flight record is written before anybody can see that the mesh has failed.
         """
         deaths = self._deaths
         deaths.append(reason)
@@ -390,7 +390,7 @@ class MeshState(CaptureState):
 
         Raises:
             BackendUnavailableError: it is lost, or what ``check_open`` raises.
-            CollectiveError: its mesh is dead.
+            CollectiveError: its mesh has failed.
         """
         if self.is_closed or self._forks != forks[0]:
             self.check_open()

@@ -137,7 +137,7 @@ class Recorder:
     """Passes each record to every open journal; costs one check if none is open.
 
     Args:
-        keep: is given what is done again from a tape, besides.
+        keep: also gets what is replayed from a command list.
     """
 
     def __init__(self, keep: Callable[[Record], object]) -> None:
@@ -178,7 +178,7 @@ class Recorder:
 _log = logging.getLogger(__name__)
 _numbers = count(1)  # of the files of this process
 LENGTH = 1000  # operations
-_MARKS = 256  # events kept: enough to tell two queues of 64 devices apart
+_MARKS = 256  # events kept: enough to distinguish two queues of 64 devices
 _LOOK_SECONDS = 0.005  # for marks that are made to see how far the queues are
 QUEUES: tuple[Queue, ...] = ("compute", "transfer")
 
@@ -201,7 +201,7 @@ class FlightEntry:
         tensors: what it is for: ``"pack 3 of 8 (tensors 5 to 9)"``; empty where nobody said.
         queue: ``compute`` or ``transfer``.
         done: whether it is known to be over. What was not when the mesh was reset never is: the
-            simulation has dropped it, and what GPUs did of it in a dead mesh is worth nothing.
+            simulation has dropped it, and what GPUs did of it in a failed mesh is worth nothing.
     """
 
     sequence: int
@@ -365,7 +365,7 @@ class FlightRecorder:
                 for queue in QUEUES:
                     try:
                         made.append((last, device, queue, device._mark(queue)))
-                    except Exception:  # a lost device tells nothing, and that is no news here
+                    except Exception:  # a lost device cannot be queried
                         continue
                 device._progress()
 
@@ -413,7 +413,7 @@ def flight_path(wanted: str) -> str:
             raise OSError("it is a symbolic link; name the file itself")
         number = f"{os.getpid()}-{next(_numbers)}"
         target = target.with_name(f"{target.stem}.{number}{target.suffix}")
-        _write_part(target, b"", mode=0o600).unlink()  # as it will be when the mesh dies
+        _write_part(target, b"", mode=0o600).unlink()  # as it will be when the mesh fails
     except OSError as error:
         raise ValueError(
             f"GRADREDUCE_FLIGHT_RECORD={wanted!r} cannot be written: {error.strerror or error}; "
@@ -427,12 +427,12 @@ def write_flight(path: str, mesh: str, reason: str, entries: Sequence[FlightEntr
 
     The object is ``{"mesh": …, "reason": …, "entries": [{…}, …]}``.
 
-    Never raises: who writes it has worse to tell. A failure is logged.
+    Does not raise: its caller has a worse error to report. A failure is logged.
 
     Args:
         path: from ``flight_path``.
         mesh: which one.
-        reason: why it is dead.
+        reason: why it failed.
         entries: of its record.
     """
     target = Path(path)

@@ -143,8 +143,8 @@ class _Stage(NamedTuple):
     """A point that every device has to pass.
 
     Attributes:
-        pack_info: what comes behind the line, or before it; None for the whole call.
-        leaves: whether the line is behind what travels.
+        pack_info: the packs after the point, or before it; None for the whole call.
+        leaves: whether the point is after the packs; else it is before them.
         marks: on every queue of every device.
     """
 
@@ -281,7 +281,7 @@ class WaitPolicy:
     def until(self, done: Callable[[], bool]) -> bool:
         """Polls until ``done()`` or the wait is over; returns whether it is done.
 
-        What is done in a dead mesh need not be so by itself: an aborted collective ends too.
+        What is done in a failed mesh need not be so by itself: an aborted collective ends too.
         """
         pause = _FIRST_PAUSE
         while not done():

@@ -1,6 +1,6 @@
 """Waits between our queues and callers' streams, for replayed work.
 
-``adopt`` and ``release`` fence as they go. Who plays a tape passes by neither.
+``adopt`` and ``release`` queue these waits at once. A replay calls neither.
 """
 
 from __future__ import annotations

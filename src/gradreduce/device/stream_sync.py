@@ -144,7 +144,7 @@ def _is_read(device: Device, buffer: Buffer) -> bool:
 def copy_over(device: Device, dst: Buffer, src: Buffer) -> None:
     """Copies to ``device``; the source's device waits if a caller may write the source.
 
-    Then a fence of that device alone tells the caller's stream that its memory was read. In an
+    Then one wait of that device makes the caller's stream wait until its memory was read. In an
     all-reduce every device comes behind all that read its memory as it is.
     """
     device.copy(dst, src)

@@ -104,7 +104,7 @@ def _loss(mesh_state: MeshState, calls: list[PendingCall]) -> str | None:
         return None
     for pending in calls:
         if pending.failed_devices():
-            _progress(pending)  # what the others can still do tells them from it
+            _progress(pending)  # lets the other devices finish what they can
         gone = pending.failed_devices()
         if gone:
             why = mesh_state.failed[gone[0].physical]

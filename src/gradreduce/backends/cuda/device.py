@@ -166,8 +166,8 @@ class CudaQueues(Device):
 
 # Between two looks at a queue that must come to its end before a mesh is usable again.
 _LOOK_SECONDS = 1e-3
-# What queues of dead meshes may use for ever, from their death on: in the middle of a collection of
-# garbage it would be too late. Nothing of it is freed before its queues have come to their end.
+# What queues of failed meshes may use for ever, from their failure on: in the middle of a
+# garbage collection it would be too late. None of it is freed before its queues have finished.
 _RETAINED: dict[int, Any] = {}
 # The streams of each device until its ``__del__``, before which a collection might end them.
 _STREAMS: dict[int, Any] = {}
@@ -209,7 +209,7 @@ class CudaDevice(CudaQueues):
     def close(self) -> None:
         """Waits for queued work, so that its memory is not reused too early.
 
-        Not for a dead mesh, whose queues may never end: what they may use is never freed.
+        Not for a failed mesh, whose queues may never end: what they may use is never freed.
         """
         with suppress(BackendUnavailableError):  # a lost device has nothing left to wait for
             if self.mesh_state.reason is None:

@@ -1,7 +1,7 @@
 """Launch geometry: how much work each block and thread of a GPU gets.
 
 Source: own. One block for each chunk, so that the hardware's own scheduler shares them out: a
-block that meets a short row ends early and makes room for the next.
+block that meets a short row ends early and frees its SM for the next.
 """
 
 from __future__ import annotations

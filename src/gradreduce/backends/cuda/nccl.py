@@ -318,7 +318,7 @@ class NcclCollective(Collective):
         """Returns the communicators of these GPUs; makes them at the first call.
 
         NCCL's initialisation may hang and cannot be interrupted, so a thread of its own is in it:
-        the caller comes back when its mesh dies, or by Ctrl-C.
+        the caller comes back when its mesh fails, or by Ctrl-C.
         """
         cliques.check()
         if physicals not in cliques.made:

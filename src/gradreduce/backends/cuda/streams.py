@@ -149,7 +149,7 @@ class Gpu:
         if error is None:
             self._device.__exit__()
             return
-        with suppress(runtime.CUDARuntimeError):  # a dead device is not left, either
+        with suppress(runtime.CUDARuntimeError):  # this fails on a failed device, too
             self._device.__exit__()
         if getattr(error, "status", 0) in FATAL:
             self._owner.mark_failed(str(error))
@@ -173,7 +173,7 @@ class StreamState:
     """The stream of one queue, and what it has to wait for.
 
     Whoever gives it something takes ``ready()`` for it, and says ``submitted()`` afterwards:
-    another thread that asks for its end in between must not be told later that this was its end.
+    another thread that asks for its end in between must not later take this for its end.
 
     Args:
         gpu: makes its GPU the current one.
@@ -182,7 +182,7 @@ class StreamState:
     Attributes:
         stream: CuPy's.
         leader: the queue on the same GPU behind which comes whatever this one is given from now
-            on; None where it has been told so already.
+            on; None where it waits already.
         exposed: whether the stream was handed out. What it holds is not known here from then on:
             nothing is left out.
     """
@@ -198,9 +198,7 @@ class StreamState:
         self._lock = lock
         self._end = object()  # another one after whatever was given
         self._marked: tuple[object, Any] = (None, None)  # an end, and the event there
-        self._behind: dict[
-            StreamState, Any
-        ] = {}  # of others the last event that it was told to wait for
+        self._behind: dict[StreamState, Any] = {}  # of others the last event that it waits for
 
     def ready(self) -> Any:
         """Returns the stream, after submitting all waits that it needs."""
@@ -241,13 +239,13 @@ class StreamState:
         """Waits for the leader's work only when next used; False: wait now.
 
         Which may be more than the leader's holds now: on one GPU that costs little, and as a rule
-        nothing is given to who trails. False: it must wait at once.
+        nothing is submitted to the follower. False: it must wait at once.
         """
         if self.exposed:
             return False
         with self._lock:  # nobody is on the way behind an end of the leader's that was earlier
             if self.leader is not leader:
-                leader.ready()  # nobody trails who trails it
+                leader.ready()  # no chains of lazy followers
                 self.ready()
                 self.leader = leader
         return True

@@ -46,7 +46,7 @@ from .workers import BLOCK_SIZE, Workers
 
 __all__ = ["IMPLEMENTATIONS", "SimDevice", "SimOptions", "memory_of", "sim_device"]
 
-# kernels= -> build of the .cu text (None: the NumPy twin)
+# kernels= -> build of the .cu text (None: the NumPy reference)
 IMPLEMENTATIONS: dict[str, str | None] = {
     "numpy": None,
     "compiled": "fast",
@@ -62,7 +62,7 @@ class SimOptions:
     """The options of a simulated mesh.
 
     Attributes:
-        implementation: a key of ``IMPLEMENTATIONS``: which face of a kernel a launch runs.
+        implementation: a key of ``IMPLEMENTATIONS``: what runs a kernel.
         strict: fill fresh memory with NaN (integers: 0xA5 bytes) instead of leaving it as it is.
         workers: the threads that run launches.
         scheduler: runs the queues of all devices of the mesh.

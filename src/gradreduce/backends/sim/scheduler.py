@@ -26,7 +26,7 @@ __all__ = ["EagerScheduler", "Event", "RandomScheduler", "Replay", "Scheduler", 
 
 
 Work = Callable[[], None]
-# The watchdog waits for no lock for ever.
+# How long the watchdog waits for the lock.
 _PROGRESS_SECONDS = 1.0
 
 
@@ -69,7 +69,7 @@ class Scheduler(ABC):
         """Waits on the host until the queue is empty.
 
         Returns:
-            False if the patience was over first, or the work was dropped.
+            False if ``wait_policy`` ended the wait first, or the work was dropped.
         """
 
     def progress(self) -> None:  # noqa: B027  # where work runs at once nothing is left to do
@@ -133,7 +133,7 @@ class _Passing:
 class RandomScheduler(Scheduler):
     """Runs queued work in a random order that the waits allow.
 
-    A queue can be told to be stuck (``stall``), as that of a GPU whose kernel never ends.
+    ``stall`` makes a queue hang, like a GPU whose kernel never ends.
 
     Args:
         seed: of the order. Seed 0 is fully lazy: nothing runs before the host waits. Seed 1 is
@@ -150,7 +150,7 @@ class RandomScheduler(Scheduler):
         self._stalled: dict[Hashable, int] = {}  # queue -> what it may still run
         self._drops = 0
         self._runs = False  # whether work is being chosen or run
-        # Re-entrant: work never submits work, but a dying block may be drained inside a call.
+        # Re-entrant: work never submits work, but a freed block may be drained inside a call.
         self._lock = threading.RLock()
         self._waiters = Waiters(self._lock)
 

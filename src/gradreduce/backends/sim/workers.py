@@ -20,10 +20,10 @@ __all__ = ["BLOCK_SIZE", "SPREAD_SIZE", "Workers"]
 
 # Handing work to another thread costs about 50 us: below this many elements one thread is faster.
 SPREAD_SIZE = 1 << 18
-# Elements of a twin's block: few enough for its scratch to stay in the cache and for every launch
-# that is spread over threads to be cut, enough for threads not to wait for each other's turn with
-# the interpreter. 8-term add of 8M float32 on two cores, in turns, 2026-11: 2^14 23 ms, 2^16
-# 14.0 ms, 2^17 12.2 ms, 2^18 11.3 ms, 2^20 11.5 ms; 2^17 is faster than 2^16 at smaller sizes too.
+# Elements of a reference's block: few enough for its scratch to stay in the cache and for every
+# launch that is spread over threads to be cut, enough for threads not to wait for each other's
+# turn with the interpreter. 8-term add of 8M float32 on two cores, in turns, 2026-11: 2^14 23 ms,
+# 2^16 14.0 ms, 2^17 12.2 ms, 2^18 11.3 ms, 2^20 11.5 ms; 2^17 beats 2^16 at smaller sizes too.
 BLOCK_SIZE = 1 << 17
 
 
