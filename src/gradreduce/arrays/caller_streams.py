@@ -103,7 +103,7 @@ class StreamScope(ContextDecorator):
 
 
 def _is_open(scope: _Scope, frame: FrameType | None) -> bool:
-    """Whether a scope is in use; False if Ctrl-C came before the line that closes it.
+    """Whether a scope is in use; False if Ctrl-C kept it from being closed.
 
     What it synchronized does not count for a later call.
     """
@@ -172,7 +172,7 @@ def record_input(device: Device, stream: Stream, *, read: bool = False) -> None:
 
 
 def is_read(block: Block) -> None:
-    """Keeps a caller's array alive until its stream has been told to wait for this call."""
+    """Keeps a caller's array alive until its stream waits for this call."""
     scope = _mine.scope or _mine.suspended
     if scope is not None and not block.owned:
         block.remains.raw = block.raw

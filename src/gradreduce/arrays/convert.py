@@ -1,4 +1,4 @@
-"""Converts arrays of NumPy, CuPy, PyTorch and JAX to Buffers and back, without copies if possible.
+"""Converts arrays of NumPy, CuPy, PyTorch and JAX to Buffers and back.
 
 The only module that knows other array libraries, with ``convert_gpu.py`` for arrays on GPUs. It
 never imports one: their arrays exist only if the caller has imported the library, so it is found
@@ -121,7 +121,7 @@ def is_array(value: Any) -> bool:
 
 
 def axis_order(array: Any) -> tuple[int, ...] | None:
-    """Returns the axis order in which an array is contiguous; None for C order or gaps.
+    """Returns the axis order that makes an array contiguous; None for C order or gaps.
 
     For a channels_last tensor (0, 2, 3, 1). None too for arrays of other libraries than NumPy,
     CuPy and PyTorch.
@@ -297,7 +297,7 @@ def from_buffer(buffer: Buffer, kind: Kind) -> Any:
 
 
 def numbers(value: Any, dtype: np.dtype | None) -> np.ndarray:
-    """Converts a number or nested list to a host array of ``dtype``, by default NumPy's choice.
+    """Converts a number or nested list to a host array of ``dtype``.
 
     Raises:
         TypeError: a dtype that cannot be added.
@@ -478,7 +478,7 @@ def _no_view() -> None:
 
 
 def hand_over(buffer: Buffer, kind: Kind) -> None:
-    """Makes users of ``buffer`` as an array of ``kind`` wait for the work queued on it."""
+    """Makes the library of ``kind`` wait for the work queued on ``buffer``."""
     if buffer.device.mesh_state.backend == "sim":
         buffer.device.release(buffer)
     else:
@@ -568,7 +568,7 @@ def _from_special_torch(tensor: Any, device: Device) -> Buffer:
 
 
 def _to_torch(array: Any) -> Any:
-    """Converts a host array to a tensor on the same memory; a read-only one is copied."""
+    """Converts a host array to a tensor, on the same memory if it is writable."""
     torch = sys.modules["torch"]
     if not array.flags.writeable:  # tensors cannot be read-only
         array = array.copy()
@@ -599,7 +599,7 @@ def _from_jax(array: Any, device: Device) -> Buffer:
 
 
 def _to_jax(array: Any) -> Any:
-    """Converts a host array to a JAX array, on the same memory if JAX accepts it."""
+    """Converts a host array to a JAX array, without a copy if JAX can."""
     jax = sys.modules["jax"]
     if array.dtype == BFLOAT16 or not array.flags.writeable:
         with jax.default_device(jax.devices("cpu")[0]):  # its own may be a GPU

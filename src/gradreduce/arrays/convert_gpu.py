@@ -46,7 +46,7 @@ _NOWHERE = nullcontext()
 
 
 def adopt_cupy(array: Any, device: Device) -> Buffer:
-    """Wraps a CuPy array as a Buffer on its GPU; our queue waits for CuPy's current stream."""
+    """Wraps a CuPy array as a Buffer that waits for CuPy's current stream."""
     return _adopt(array, device, _current(int(array.device.id)))
 
 
@@ -89,9 +89,10 @@ def adopt_foreign(
 
 
 def reading(buffers: Iterable[Buffer]) -> None:
-    """Orders a call behind the streams of callers' arrays that it reads, such as a PerReplica's.
+    """Makes a call wait for the streams of callers' arrays that it reads.
 
-    Behind the stream that is current in their library now, as if they were passed in this call.
+    Those are the current streams of their libraries, as if the arrays (of a ``PerReplica``, say)
+    were passed in this call.
     """
     lent = [buffer for buffer in buffers if buffer.array_owner in OWNED_BY_CALLER]
     for kind, device in {(buffer.array_owner, buffer.device) for buffer in lent}:

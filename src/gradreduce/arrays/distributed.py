@@ -370,7 +370,7 @@ class PerReplica(DistributedValues):
 
 
 class Mirrored(DistributedValues):
-    """A value that is the same on every device, such as a gradient after the all-reduce."""
+    """A value that is equal on every device, such as a gradient after the all-reduce."""
 
 
 def _listed(values: Any) -> tuple[Any, ...]:

@@ -106,7 +106,7 @@ class IndexedSlices:
 
     @property
     def dense_shape(self) -> tuple[int, ...] | None:
-        """Shape of the whole array; None if unknown, -1 as first entry if only that is unknown."""
+        """Shape of the whole array; None, or -1 as first entry, if unknown."""
         return self._dense_shape
 
     @property

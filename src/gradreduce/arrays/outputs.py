@@ -178,7 +178,7 @@ def _torch_out(tensor: Any, device: Device) -> Out:
 def _gpu_buffer(
     array: Any, contiguous: bool, lies: tuple[int, int], device: Device
 ) -> tuple[Buffer, Any]:
-    """Wraps a GPU array; returns a Buffer and None, or a new Buffer and the array to copy to.
+    """Wraps a GPU array as a Buffer; returns it and the array to copy to, or None.
 
     Args:
         array: dense.
@@ -201,7 +201,7 @@ def _gpu_buffer(
 
 
 def _host_buffer(host: np.ndarray, device: Device) -> tuple[Buffer, np.ndarray | None]:
-    """Wraps a host array; returns a Buffer and None, or a new Buffer and the array to copy to."""
+    """Wraps a host array as a Buffer; returns it and the array to copy to, or None."""
     if device.mesh_state.backend != "sim":
         raise DeviceMismatchError(f"out is in host memory; expected it on {device}")
     if not host.flags.writeable:
@@ -227,7 +227,7 @@ def _check_dense(array: Any) -> None:
 
 
 def _check_flat_buffer(address: int, nbytes: int, device: Device) -> None:
-    """Raises if the memory belongs to a flat buffer of another device, ordered by its queue."""
+    """Raises if the memory belongs to a flat buffer of another device."""
     for other in device.mesh.devices:
         if (
             other is not device

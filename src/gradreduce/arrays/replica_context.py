@@ -69,10 +69,10 @@ def current_replica() -> int | None:
 
 
 def on_current_devices(values: Sequence[Any]) -> list[Buffer]:
-    """Puts values to be read on the device of the enclosing ``gr.replica``, else on device 0.
+    """Puts values on the device of the enclosing ``gr.replica``, else on device 0.
 
-    Buffers stay where they are. The mesh is ``gr.default_mesh()``; a GPU array stays on its GPU,
-    see ``convert.to_buffer``.
+    Used for values to be read. Buffers stay where they are, and a GPU array stays on its GPU, see
+    ``convert.to_buffer``. The mesh is ``gr.default_mesh()``.
 
     Raises:
         TypeError: one is not an array.

@@ -61,10 +61,10 @@ def current_reader() -> Reader | None:
 
 
 def check_unread(variables: Iterable[Any]) -> None:
-    """Raises if the current loss has read one of these Variables, so it must not be written.
+    """Raises if the current loss has read one of these Variables.
 
     Raises:
-        RuntimeError: it has; the tape holds the Variable's memory. The message names it.
+        RuntimeError: it must not be written, because the tape holds its memory.
     """
     reader = _reader.get()
     if reader is not None:

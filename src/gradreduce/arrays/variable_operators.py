@@ -162,7 +162,7 @@ class Readable(Traceable):
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Runs PyTorch functions on the value as a tensor; in a loss, on the Variable's memory."""
+        """Runs PyTorch functions on the value as a tensor."""
         kwargs = kwargs or {}
         if _writes_tensor(function, args, kwargs):
             _reject_in_place(cls, None)
@@ -190,7 +190,7 @@ def _is_readable(given: Any) -> bool:
 
 
 def _writes_readable(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a NumPy function would write a Variable, and so only a copy of its value."""
+    """Whether a NumPy function would write to a copy of a Variable's value."""
     index = _place_of_out(function)
     if _is_readable(args[index] if 0 <= index < len(args) else kwargs.get("out")):
         return True

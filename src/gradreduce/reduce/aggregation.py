@@ -103,7 +103,7 @@ def with_dense(terms: Sequence[Buffer | IndexedSlices]) -> list[Buffer]:
 def concatenated(terms: Sequence[IndexedSlices], kind: Kind) -> Any:
     """Concatenates the rows of all terms, on the device of the first one.
 
-    One launch copies all that it reaches. ``dense_shape`` is that of the first term; the others'
+    One launch copies all that it can access. ``dense_shape`` is that of the first term; the others'
     are not compared with it, but no index may leave it.
 
     Args:
@@ -142,7 +142,7 @@ def joined(placed: Sequence[IndexedSlices], home: Device) -> IndexedSlices:
 def rows_together(groups: Sequence[tuple[Device, Sequence[Buffer]]]) -> list[Buffer]:
     """Concatenates the rows of each group of Buffers, in new memory on its device.
 
-    One launch on each device copies all that it reaches. What it does not reach comes in one copy
+    One launch on each device copies all that it can access. Other rows come in one copy
     from each other device, packed there if it is several.
 
     Args:
@@ -415,7 +415,7 @@ def _checked(terms: Sequence[Any], total: MultiDeviceSum) -> list[Buffer]:
 def _aggregate_lazily(
     terms: Iterable[Any], method: AggregationMethod, output_type: str | None
 ) -> Any:
-    """Sums the terms of an iterator, keeping each only as long as the method needs it."""
+    """Sums the terms of an iterator, keeping each only as long as needed."""
     total = MultiDeviceSum(_AGGREGATORS[method], _dtype_error(method))
     kind: Kind = "native"
     held: list[Any] = []  # the first term, which is itself if alone; sparse ones, while all are

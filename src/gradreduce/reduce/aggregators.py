@@ -24,7 +24,7 @@ __all__ = ["AddN", "Aggregator", "MultiDeviceSum", "OneBuffer", "Tree", "aggrega
 
 
 class Aggregator(ABC):
-    """Base class: sums terms of one shape and dtype on one device, pushed one by one.
+    """Base class: sums terms on one device that are pushed one by one.
 
     A term is borrowed: it is never written, and dropped as soon as it is added. Sums are of the
     accumulate type until the end.

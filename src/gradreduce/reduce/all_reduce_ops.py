@@ -353,7 +353,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 "the results"
             )
         outs: list[list[Out]] = []
-        with StreamScope():  # around inputs and outs: their streams are fenced once
+        with StreamScope():  # for inputs and outs: one wait for each stream
             requests = checked_requests(pairs, reduce_op, self.mesh, elementwise=True, out=out)
             if out is not None:
                 requests, outs = with_outs(requests, out, reduce_op)

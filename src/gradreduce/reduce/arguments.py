@@ -148,7 +148,7 @@ def checked_requests(
 def as_reduced(
     value: DistributedValues, place: int, out: Any = None
 ) -> tuple[DistributedValues, Form]:
-    """Returns the value with axes in memory order, if ``out`` allows it, and the result's form.
+    """Returns the value in memory order, if ``out`` allows it, and the result's form.
 
     Args:
         value: checked.
@@ -304,7 +304,7 @@ def _check_indices(part: IndexedSlices, first: Part, what: str) -> None:
 
 
 def _signature(part: Part, value: DistributedValues) -> tuple[DType, tuple[int, ...] | None, str]:
-    """Returns what all replicas must agree in: dtype and shape, or the shape of a row."""
+    """Returns dtype and shape (or shape of a row) for comparing replicas."""
     if isinstance(part, Buffer):
         return part.dtype, part.shape, ""
     if all(isinstance(other, IndexedSlices) for other in value.parts):
@@ -462,7 +462,7 @@ def nested(like: Any, parts: list[Any]) -> Any:
 
 
 def keys_of(entry: Any, replica: int, name: str = "grads") -> list[Any]:
-    """Returns the keys of a dict, or the indices of a list or tuple, of arrays."""
+    """Returns the keys of a dict, or the indices of a list, of arrays."""
     if isinstance(entry, _CONTAINERS):
         keys = list(entry) if isinstance(entry, dict) else list(range(len(entry)))
         for key in keys:

@@ -312,7 +312,7 @@ class CrossDeviceOps(ABC):
 
 
 class ReductionToOneDevice(CrossDeviceOps):
-    """Adds all replicas on one device, left to right, and copies the result to the others.
+    """Adds all replicas on one device, left to right, and copies the result out.
 
     For values on few devices, and for devices without fast links
     (tf.distribute.ReductionToOneDevice).

@@ -213,7 +213,7 @@ class _Staged:
         self._near.clear()
 
     def add_both(self, queue: Queue) -> None:
-        """Adds the two sums into all outs of this GPU, and copies the result to each other GPU."""
+        """Adds the two sums, and copies the result to each other GPU."""
         job, leader = self._job, self.leader
         near = by_physical(self._devices)[leader.physical]
         partials = self._partials

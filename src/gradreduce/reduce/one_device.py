@@ -1,4 +1,4 @@
-"""Adds the replicas of a value on one device, and copies one array to many devices.
+"""Adds a value's replicas on one device, and copies one array to many devices.
 
 Used for what cannot be all-reduced: destinations other than the value's own devices, and
 IndexedSlices, whose rows differ. Source: tf.distribute.ReductionToOneDevice.
@@ -49,7 +49,7 @@ def added_on(
     Of IndexedSlices alone: the rows of all replicas, one after the other.
 
     Args:
-        device: where it is added; what its launches cannot reach is copied there first.
+        device: where it is added; what its launches cannot access is copied there first.
         parts: the replicas, in order; alike.
         mean: divide by their number: every row, where all are IndexedSlices.
         coalesce: add rows of the same index, if all are IndexedSlices.
@@ -97,7 +97,7 @@ def divided(sums: Sequence[Buffer], divisor: float, dtypes: Sequence[DType]) -> 
 
 
 def _together(buffers: Sequence[Buffer]) -> Iterator[tuple[tuple[int, ...], Device]]:
-    """Yields for each GPU the indices of its buffers, and the device that launches for them."""
+    """Yields for each GPU its buffers' indices, and the device that launches."""
     devices = [buffer.device for buffer in buffers]
     for indices in by_physical(devices).values():
         sharing = [devices[index] for index in indices]
@@ -137,7 +137,7 @@ def _copies(
     keep: bool,
     out: Sequence[Buffer] | None = None,
 ) -> tuple[Buffer, ...]:
-    """Copies once to each other GPU; one launch copies to all logical devices of a GPU."""
+    """Copies a Buffer once to each other GPU, then to its logical devices."""
     outs = out or [
         source if keep and device is source.device else device.empty(source.shape, source.dtype)
         for device in devices

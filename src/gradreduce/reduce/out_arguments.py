@@ -81,7 +81,7 @@ def _as_result(request: Request, outs: Sequence[Out]) -> Mirrored:
 
 
 def _listed(request: Request, entry: Any) -> Sequence[Any]:
-    """Returns the arrays of an entry of ``out``, one for each device of the result, in order."""
+    """Returns the arrays of an entry of ``out``, one for each device."""
     if isinstance(entry, DistributedValues):
         entry = entry.as_it_lies() if request.form else entry  # of the same order then
         found = dict(zip(entry.devices, entry.buffers, strict=True))
@@ -121,7 +121,7 @@ def _outs_of(request: Request, place: int, arrays: Sequence[Any], reduce_op: Red
 
 
 def _as_input(out: Out, request: Request) -> Out:
-    """Uses the Buffer of an input, if ``out`` is that input: so both share its block and waits."""
+    """Uses the Buffer of an input if ``out`` is the same memory."""
     for part in request.value.buffers:
         same = part.device is out.buffer.device and part.nbytes == out.buffer.nbytes
         if same and part.block.writable and part.address == out.buffer.address:
@@ -156,7 +156,7 @@ def _check_apart(requests: Sequence[Request], outs: Sequence[Sequence[Out]]) -> 
 def _overlapping(
     part: Buffer, place: int, spans: Sequence[tuple[int, int, int]], starts: Sequence[int]
 ) -> int | None:
-    """Returns the index of an out that overlaps this input, unless they are the same memory."""
+    """Returns the index of an out that partly overlaps this input, or None."""
     begin, end = part.address, part.address + part.nbytes
     at = max(0, bisect_left(starts, begin) - 1)
     while begin < end and at < len(spans) and spans[at][0] < end:

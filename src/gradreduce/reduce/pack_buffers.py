@@ -132,7 +132,7 @@ def _read_in_place(
     allocator: _Allocator,
     owned_only: bool,
 ) -> PackBuffers | None:
-    """Like ``_allocate`` for a tensor that is read in place, in a third of the time.
+    """Like ``_allocate``, but faster, for a tensor that is read in place.
 
     The result goes to new memory of its dtype. None in other cases.
     """
@@ -339,7 +339,7 @@ def _move(moves: Sequence[_Move], divisor: float) -> None:
 def _already_flat(
     plan: FlatPlan, tensors: Sequence[Buffer], owned_only: bool, *, written: bool = False
 ) -> Buffer | None:
-    """Returns the flat buffer in which the tensors already lie as planned; None if they do not.
+    """Returns the flat buffer in which the tensors already lie as planned, or None.
 
     One that is written has no gaps, or gaps that belong to no tensor.
     """
@@ -368,7 +368,7 @@ def _already_flat(
 
 
 def _alone(tensor: Buffer, owned_only: bool) -> Buffer | None:
-    """Returns a tensor that is reduced alone as a flat buffer, if it can be read in place."""
+    """Returns a single tensor as a flat buffer, if it can be read in place."""
     if tensor.size and owned_only and not tensor.block.owned:
         return None
     return tensor if len(tensor.shape) == 1 else tensor.parts((0,), ((tensor.size,),))[0]

@@ -62,7 +62,7 @@ class FlatPlan:
 
     @property
     def sum_dtype(self) -> DType:
-        """Dtype in which a sum is written and sent back: the narrower of wire and results.
+        """Dtype in which a sum is written: the narrower of wire and results.
 
         A kernel rounds a sum of a wider type once, to the result; a wider result is cast on its
         own device.
@@ -75,7 +75,7 @@ class FlatPlan:
         return self.layout.size != sum(self.layout.sizes)
 
     def pieces(self, start: int, stop: int) -> tuple[Piece, ...]:
-        """Returns the tensors, or parts of them, in a range of the flat buffer, in order."""
+        """Returns the tensors, or parts of them, in a range of the flat buffer."""
         if (start, stop) not in self._found:  # cached here: hashing a plan reads all of it
             self._found[start, stop] = _pieces(self.layout, start, stop)
         return self._found[start, stop]
@@ -126,7 +126,7 @@ def is_real_float(dtype: DType) -> bool:
 
 
 def is_half(dtype: DType) -> bool:
-    """Whether this is a 16-bit float, in which a sum of many may overflow or lose much."""
+    """Whether this is a 16-bit float, whose sums may overflow or lose precision."""
     return dtype.itemsize == 2 and is_real_float(dtype)
 
 
@@ -139,7 +139,7 @@ def plan_packing(
     small_max_group: int,
     wire: DType | None = None,
 ) -> tuple[FlatPlan, ...]:
-    """Plans which tensors of a batch share a flat buffer, and how it is cut into packs.
+    """Plans which tensors of a batch share a flat buffer, and its packs.
 
     1. ``num_packs`` above 0: one flat buffer for each dtype, tensors in batch order, cut into
        that many packs that are equal to within 16 bytes; fewer if there are fewer 16-byte units.

@@ -268,7 +268,7 @@ def laid_out(
 
 
 def _divisor_of(reduce_op: ReduceOp, gradients: Sequence[Sequence[Buffer]]) -> float:
-    """Returns the divisor of the sums of one batch, which are all floats or all integers."""
+    """Returns the divisor of the sums of one batch, of floats or of integers."""
     counts = gradients[0][0].dtype.kind in "iu"
     return len(gradients[0]) if reduce_op is ReduceOp.MEAN and not counts else 1
 
@@ -286,7 +286,7 @@ def _jobs_and_stages(
     devices: Sequence[Device],
     places: Sequence[int],
 ) -> tuple[list[Job], list[Stage]]:
-    """Returns a job for each pack, and their stages; one stage if all are on one GPU."""
+    """Returns a job for each pack, and the stages in which they overlap."""
     packs = [(each, start, stop) for each in pack_buffers for start, stop in each.plan.packs]
     jobs = [
         Job(each.inputs, each.outs, divisor if each.divisor == 1 else 1).part(start, stop)

@@ -242,7 +242,7 @@ def _signatures_of(requests: Sequence[Request], *, coalesce: bool) -> tuple[Requ
 def _signature(
     part: Part,
     blocks: dict[int, int],
-    coalesce: bool,  # handed on
+    coalesce: bool,
 ) -> tuple[Signature, _Rows]:
     if isinstance(part, Buffer):
         return signature_of(part, blocks), None

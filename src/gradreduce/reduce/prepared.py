@@ -161,7 +161,7 @@ class PreparedStep(NotCopied):
             each.enter()
         with self._mesh_state.recording_commands(self._command_list):
             reduced = copy_to_out(requests, reduce())
-            # A play comes behind the one before it: its copies read what this one writes.
+            # A call waits for the one before it: its copies read what this one writes.
             join_streams(self._devices[0], self._devices)
             fork_streams(self._devices[0], self._devices)
         self._command_list.close()
@@ -231,7 +231,7 @@ class PreparedStep(NotCopied):
     def _boundaries(self) -> list[StreamBoundary]:
         """Returns the boundary of the arrays, and that of PyTorch for attached gradients.
 
-        A step of ``FlatBuffer.prepare_all_reduce`` is fenced by its flat buffer.
+        A step of ``FlatBuffer.prepare_all_reduce`` is synchronized by its flat buffer.
         """
         if self.flat is None and any([block.attached is not None for block in self._pack_buffers]):
             return [self._boundary, self._attached]
@@ -242,7 +242,7 @@ class PreparedStep(NotCopied):
         label = flight.labelled(None)
         try:
             self._command_list.play(self._mesh_state.recorder)
-        finally:  # a play that fails leaves its pack's label behind
+        finally:  # a call that fails leaves its pack's label set
             flight.labelled(label)
 
 

@@ -310,7 +310,7 @@ def _floor(traffic: Traffic, firsts: Mapping[int, Device], rates: CopyBandwidth)
 
 
 def _by_stage(dry_run: DryRun) -> dict[str, list[tuple[Record, Traffic]]]:
-    """Returns for each stage the records of the dry run, and the bytes that they move."""
+    """Returns for each stage the dry run's records and their traffic."""
     found: dict[str, list[tuple[Record, Traffic]]] = {name: [] for name in STAGES}
     touched = iter(dry_run.touched)
     added: set[int] = set()  # blocks with sums in them, or copies of sums
@@ -361,7 +361,7 @@ def _traffic(record: Record, memory: Touched) -> Traffic:
 
 
 def _collectives(ranks: Sequence[tuple[Record, Touched]]) -> Iterator[tuple[Record, Traffic]]:
-    """Yields the traffic of each rank of a collective: each sends to the next, as in a ring."""
+    """Yields the traffic of each rank of a collective, as in a ring."""
     calls: list[list[tuple[Record, Touched]]] = []
     for record, memory in ranks:
         index = memory.device.physical
