@@ -50,7 +50,7 @@ def test_a_sum_of_peers_by_hand(rates):
     assert added.floor_seconds == told.floor_seconds == 6 * 32 / MEMORY  # one memory for all
     for name in ("pack", "unpack", "copies"):
         assert stages_of(told)[name].planned == stages_of(told)[name].done == Counts()
-    assert told.memory_rates == dict.fromkeys(range(3), MEMORY)
+    assert told.memory_bandwidth == dict.fromkeys(range(3), MEMORY)
     assert 0 < told.host_seconds <= told.seconds
     text = str(told)
     assert "link 2 to 0: 0.000 MB, at 0.00 GB/s 3200.0000 ms" in text

@@ -379,7 +379,7 @@ def saved_state(state: AccumulatorState, deadline: float | None) -> dict[str, An
     made["partial_sums"] = [
         None if copy is None else sums.downloaded(copy, _rest(end)) for copy in copies
     ]
-    if mesh_state.has_died(generation):  # and was reset before a download could fail
+    if mesh_state.has_failed(generation):  # and was reset before a download could fail
         raise CollectiveError(
             "the mesh failed while the state of an accumulator was saved; load an older checkpoint"
         )
@@ -407,7 +407,7 @@ def load_state(state: AccumulatorState, given: Mapping[str, Any]) -> None:
     with state.lock:
         state.check_open()
         state.check_devices()
-        if mesh_state.has_died(generation):  # then reset: uploads may be incomplete
+        if mesh_state.has_failed(generation):  # then reset: uploads may be incomplete
             raise CollectiveError(
                 "the mesh failed while the state of an accumulator was loaded; load it again"
             )

@@ -273,10 +273,10 @@ def _merged(states: Sequence[AccumulatorState]) -> list[tuple[IndexedSlices, ...
     shapes = [
         (plan.num_segments, *rows.shape[1:]) for rows, plan in zip(values, plans, strict=True)
     ]
-    outs, flats = _room(states, shapes)
+    outs, flat_buffers = _room(states, shapes)
     coalesced(values, plans, outs=outs, divisors=alike(divisors, plans))
     found: list[Sequence[Part]] = [(out,) for out in outs]
-    for flat, offsets in flats:
+    for flat, offsets in flat_buffers:
         copies = broadcast_values(flat, states[next(iter(offsets))].devices)
         for index, offset in offsets.items():
             found[index] = [buffer_of(copy).view(offset, shapes[index]) for copy in copies]
@@ -302,14 +302,14 @@ def _room(
             groups.setdefault((state.devices, state.dtype), []).append(index)
         else:
             outs[index] = state.devices[0].empty(shapes[index], state.dtype)
-    flats = []
+    flat_buffers = []
     for (devices, dtype), indices in groups.items():
         layout = flat_layout([math.prod(shapes[index]) for index in indices], dtype.itemsize)
         flat = devices[0].empty((layout.size,), dtype)
         offsets = dict(zip(indices, layout.offsets, strict=True))
-        flats.append((flat, offsets))
+        flat_buffers.append((flat, offsets))
         outs.update((index, flat.view(offset, shapes[index])) for index, offset in offsets.items())
-    return [outs[index] for index in range(len(states))], flats
+    return [outs[index] for index in range(len(states))], flat_buffers
 
 
 def _brought_together(

@@ -40,13 +40,13 @@ class _Scope:
         read: callers' arrays that were passed in to be read, or were read.
     """
 
-    __slots__ = ("checked", "fenced", "frame", "lent", "read")
+    __slots__ = ("checked", "fenced", "frame", "inputs", "read")
 
     def __init__(self, frame: FrameType) -> None:
         self.frame = frame
         self.checked: set[tuple[int, Stream | None]] = set()
         self.fenced: set[tuple[bool, Device, int]] = set()
-        self.lent: dict[_Place, tuple[Stream, bool]] = {}
+        self.inputs: dict[_Place, tuple[Stream, bool]] = {}
         self.read: set[FreedBlock] = set()
 
 
@@ -98,7 +98,7 @@ class StreamScope(ContextDecorator):
         if self._outer is not None:
             return
         scope, _mine.scope = _mine.scope, None
-        if scope is not None and scope.lent:
+        if scope is not None and scope.inputs:
             _release_inputs(scope, self._reads)
 
 
@@ -167,8 +167,8 @@ def record_input(device: Device, stream: Stream, *, read: bool = False) -> None:
     scope = _mine.scope or _mine.suspended
     if scope is not None:
         index = (device, handle_of(stream))
-        first, was_read = scope.lent.get(index, (stream, False))
-        scope.lent[index] = (first, read or was_read)
+        first, was_read = scope.inputs.get(index, (stream, False))
+        scope.inputs[index] = (first, read or was_read)
 
 
 def is_read(block: Block) -> None:
@@ -191,9 +191,9 @@ def release_inputs() -> None:
     For a block that defers Ctrl-C, since an interrupt after it may come before the call ends.
     """
     scope = _mine.scope
-    if scope is not None and scope.lent:
+    if scope is not None and scope.inputs:
         _release_inputs(scope, True)
-        scope.lent.clear()
+        scope.inputs.clear()
         scope.read.clear()
 
 
@@ -204,7 +204,7 @@ def _release_inputs(scope: _Scope, reads: bool) -> None:
     memory until the next call.
     """
     told = reads
-    for (device, handle), (stream, read) in scope.lent.items():
+    for (device, handle), (stream, read) in scope.inputs.items():
         if not (reads or read) or (True, device, handle) in scope.fenced:
             continue
         if device.mesh_state.capture is None:  # else each call of what is captured does it

@@ -94,14 +94,14 @@ def reading(buffers: Iterable[Buffer]) -> None:
     Those are the current streams of their libraries, as if the arrays (of a ``PerReplica``, say)
     were passed in this call.
     """
-    lent = [buffer for buffer in buffers if buffer.array_owner in OWNED_BY_CALLER]
-    for kind, device in {(buffer.array_owner, buffer.device) for buffer in lent}:
+    external = [buffer for buffer in buffers if buffer.array_owner in OWNED_BY_CALLER]
+    for kind, device in {(buffer.array_owner, buffer.device) for buffer in external}:
         if kind is not None and device.mesh_state.backend == "cuda":
             stream = current_of(device, kind)
             if unfenced(device, stream, leaving=False) is not None:
                 wait_for_stream(device, stream)
             record_input(device, stream)
-    for buffer in lent:
+    for buffer in external:
         if buffer.device.mesh_state.backend == "cuda":
             is_read(buffer.block)
 
@@ -294,6 +294,6 @@ def _to_torch(buffer: Buffer) -> Any:
     return torch.from_dlpack(shared)
 
 
-def _released(buffer: Buffer, taker: Stream) -> Any:
-    buffer.block.is_shown(taker)
-    return buffer.device.release(buffer, unfenced(buffer.device, taker, leaving=True))
+def _released(buffer: Buffer, consumer: Stream) -> Any:
+    buffer.block.is_shown(consumer)
+    return buffer.device.release(buffer, unfenced(buffer.device, consumer, leaving=True))

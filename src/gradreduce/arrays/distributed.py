@@ -81,7 +81,7 @@ class DistributedValues(NotCopied):
     _key: Any = _NO_KEY  # of the tensor of ``all_reduce``'s grads
     _kept: dict[Part, Any] | None = None  # the arrays of ``keep_arrays``
     _is_sparse: bool | None = None
-    lent: bool = False  # whether any may be a caller's memory
+    external: bool = False  # whether any may be a caller's memory
     _form: Form = None
     _given: tuple[Any, ...] = ()  # the arrays that ``_lying`` are of, if a caller gave them
     _lying: tuple[Part, ...] = ()  # Buffers whose axes are in the order of ``_form``
@@ -104,7 +104,7 @@ class DistributedValues(NotCopied):
         if mesh is not None and devices is None and _lie_there(values, mesh):
             self._parts, self._devices, self._kind = values, mesh.devices, "buffer"
             self._is_sparse = False
-            self.lent = any([each.array_owner is not None for each in values])
+            self.external = any([each.array_owner is not None for each in values])
             return
         self._devices = _devices(values, mesh, devices)
         if len(values) != len(self._devices):
@@ -120,7 +120,7 @@ class DistributedValues(NotCopied):
         first = values[0]
         kind: Kind = first.kind if isinstance(first, IndexedSlices) else kind_of(first)
         self._kind = "coo" if is_coo(first) else kind
-        self.lent = any(
+        self.external = any(
             [type(each) is not Buffer or each.array_owner is not None for each in values]
         )
 
@@ -220,7 +220,7 @@ class DistributedValues(NotCopied):
         if self.form is None:
             return self
         made = type(self).of(self._lying, self._kind)
-        made._key, made.lent = self._key, self.lent
+        made._key, made.external = self._key, self.external
         return made
 
     def alone(self) -> Self:

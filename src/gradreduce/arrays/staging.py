@@ -33,7 +33,7 @@ class Staging(threading.local):
         self._wanted = wanted
         self._host: list[np.ndarray | None] | None = None  # of each array, if it is small
         self._parts: list[Buffer | None] = []  # likewise, on its device
-        self._flats: list[tuple[Buffer, np.ndarray]] = []
+        self._flat_buffers: list[tuple[Buffer, np.ndarray]] = []
 
     def staged(self, arrays: Sequence[Any]) -> list[Buffer] | None:
         """Returns these NumPy arrays as Buffers, small ones copied; None if one is anything else.
@@ -54,14 +54,14 @@ class Staging(threading.local):
                 found.append(part)
             else:
                 return None
-        for flat, filled in self._flats:
+        for flat, filled in self._flat_buffers:
             flat.device.upload(filled, out=flat)
         return found
 
     def _made(self) -> list[np.ndarray | None]:
         host: list[np.ndarray | None] = [None] * len(self._wanted)
         self._parts = [None] * len(self._wanted)
-        self._flats = []
+        self._flat_buffers = []
         indices: dict[tuple[Device, str], list[int]] = {}
         for index, (device, dtype, shape) in enumerate(self._wanted):
             if math.prod(shape) * dtype.itemsize <= SMALL_BYTES:
@@ -71,7 +71,7 @@ class Staging(threading.local):
             dtype = self._wanted[group[0]][1]
             layout = flat_layout([math.prod(shape) for shape in shapes], dtype.itemsize)
             flat, array = device.empty((layout.size,), dtype), np.zeros(layout.size, dtype)
-            self._flats.append((flat, array))
+            self._flat_buffers.append((flat, array))
             for index, start, size, shape in zip(
                 group, layout.offsets, layout.sizes, shapes, strict=True
             ):

@@ -396,7 +396,7 @@ class Device(NotCopied, Backend):
         generation = self.mesh_state.generation
         host = self._download(buffer, wait_policy)
         # A collective that is aborted lets its queue go on: what comes behind it is worth nothing.
-        if host is None or self.mesh_state.has_died(generation):
+        if host is None or self.mesh_state.has_failed(generation):
             raise self.mesh_state.abort_wait(f"a download of {buffer}", self, wait_policy)
         self.mesh_state.flight_recorder.over(number, self, "compute")
         return host
@@ -539,7 +539,7 @@ class Device(NotCopied, Backend):
         self.mesh_state.check_free(self, "synchronize")
         number = self._record("sync", "", self.index)
         generation = self.mesh_state.generation
-        if not self._synchronize(wait_policy) or self.mesh_state.has_died(generation):
+        if not self._synchronize(wait_policy) or self.mesh_state.has_failed(generation):
             raise self.mesh_state.abort_wait("synchronize", self, wait_policy)
         self.mesh_state.flight_recorder.over(number, self, "compute", "transfer")
         self.drain()

@@ -247,7 +247,7 @@ class MeshState(CaptureState):
 
     # -- deadlines --------------------------------------------------------------------------------
 
-    def has_died(self, generation: int) -> bool:
+    def has_failed(self, generation: int) -> bool:
         """Whether the mesh has failed since that generation, even if it was reset."""
         return self.reason is not None or self.generation != generation
 

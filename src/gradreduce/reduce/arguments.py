@@ -140,8 +140,8 @@ def checked_requests(
             last = (destination, value)
             named = value.devices if matches else devices
             requests.append(Request(value, named, matches, None, form))
-        lent = [request.value for request in requests if request.value.lent]
-        reading(buffer_of(part) for value in lent for part in value.parts)
+        external = [request.value for request in requests if request.value.external]
+        reading(buffer_of(part) for value in external for part in value.parts)
     return requests
 
 

@@ -113,7 +113,7 @@ def hierarchical_copy(
     devices = [buffer.device for buffer in jobs[0].inputs]
     groups = reduction_groups_of(len(devices), reduction_groups)
     mains = [places[0] for places in by_physical(devices).values()]
-    direct = all(_reaches(devices[main], devices) for main in mains)
+    direct = all(_can_access(devices[main], devices) for main in mains)
 
     def steps_of(places: Sequence[int], queue: Queue) -> Steps:
         together = [jobs[index] for index in places]
@@ -140,10 +140,10 @@ def works_in_place(devices: Sequence[Device]) -> bool:
     If all devices are peers, nothing is allocated after the first launch. Otherwise memory is
     allocated later, which may fail when a part has been reduced already.
     """
-    return all(_reaches(device, devices) for device in devices)
+    return all(_can_access(device, devices) for device in devices)
 
 
-def _reaches(main: Device, devices: Sequence[Device]) -> bool:
+def _can_access(main: Device, devices: Sequence[Device]) -> bool:
     return all(main.mesh_state.peers(main.physical, device.physical) for device in devices)
 
 

@@ -49,25 +49,25 @@ class StreamBoundary:
     """Orders repeated work with the streams of the libraries whose arrays it reads and writes.
 
     Args:
-        lenders: kind of library and device of every input array; Buffers have no library.
-        takers: the same for the results. The work ends with each of its devices waiting for all
+        producers: kind of library and device of every input array; Buffers have no library.
+        consumers: the same for the results. The work ends with each of its devices waiting for all
             of it, so one device of a GPU is enough. Libraries of inputs wait like those of
             results, because they may write their arrays again.
     """
 
     def __init__(
-        self, lenders: Iterable[tuple[str, Device]], takers: Iterable[tuple[str, Device]]
+        self, producers: Iterable[tuple[str, Device]], consumers: Iterable[tuple[str, Device]]
     ) -> None:
-        self._lenders = [
+        self._producers = [
             (kind, device)
-            for kind, device in dict.fromkeys(lenders)
+            for kind, device in dict.fromkeys(producers)
             if kind in _LENDING and device.mesh_state.backend == "cuda"
         ]
         self._given: list[tuple[str, Device]] = []  # on GPUs
         self._shown: list[Device] = []  # in host memory
-        self._takers: dict[tuple[str, Device], object] = {}  # the stream of the last call
+        self._consumers: dict[tuple[str, Device], object] = {}  # the stream of the last call
         indices: set[tuple[bool, int]] = set()
-        for kind, device in dict.fromkeys((*takers, *self._lenders)):
+        for kind, device in dict.fromkeys((*consumers, *self._producers)):
             if device.mesh_state.backend != "cuda":
                 if kind in _ON_HOST and device not in self._shown:
                     self._shown.append(device)
@@ -84,7 +84,7 @@ class StreamBoundary:
         """
         for kind, device in self._given:
             device.check_stream(current_of(device, kind))
-        for kind, device in self._lenders:
+        for kind, device in self._producers:
             wait_for_stream(device, current_of(device, kind), checked=True)
 
     def leave(self, results: Iterable[Buffer] = ()) -> None:
@@ -94,13 +94,13 @@ class StreamBoundary:
             results: whose arrays are read there from here on, and may be dropped meanwhile.
         """
         for kind, device in self._given:
-            taker = current_of(device, kind)
-            block_stream(device, taker)
-            if self._takers.get((kind, device)) != taker:  # not again at each call
-                self._takers[kind, device] = taker
+            consumer = current_of(device, kind)
+            block_stream(device, consumer)
+            if self._consumers.get((kind, device)) != consumer:  # not again at each call
+                self._consumers[kind, device] = consumer
                 for result in results:
                     if result.device.physical == device.physical:
-                        result.block.is_shown(taker)
+                        result.block.is_shown(consumer)
         for device in self._shown:
             block_stream(device, None)
 
@@ -298,7 +298,7 @@ def _boundary_of(
     speaker: Callable[[Device], Device] = lambda device: device,
 ) -> StreamBoundary:
     """Makes the boundary with the libraries of a step's values and results."""
-    lenders = [
+    producers = [
         (buffer.array_owner, speaker(buffer.device))
         for request in requests
         for buffer in request.value.buffers
@@ -306,13 +306,13 @@ def _boundary_of(
     ]
     written = [(each.kind, speaker(each.buffer.device)) for row in outs for each in row]
     if outs:  # whose owners may still read or write them
-        return StreamBoundary([*lenders, *written], written)
-    takers = [
+        return StreamBoundary([*producers, *written], written)
+    consumers = [
         (kind, speaker(device))
         for request, kind in zip(requests, kinds, strict=True)
         for device in request.devices
     ]
-    return StreamBoundary(lenders, takers)
+    return StreamBoundary(producers, consumers)
 
 
 def check_preparable(

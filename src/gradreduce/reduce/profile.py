@@ -187,9 +187,9 @@ class Profile:
         floor_seconds: of all stages together: those of different devices and links may overlap.
         seconds: from the call until all devices had finished.
         host_seconds: until the call returned.
-        memory_rates: physical device -> bytes read and written per second, by copies; of the
+        memory_bandwidth: physical device -> bytes read and written per second, by copies; of the
             devices of the plan.
-        link_rates: (from, to) of physical devices -> bytes per second; of the links of the plan.
+        link_bandwidth: (from, to) of physical devices -> bytes per second, for links of the plan.
         differences: one line for each record that only the plan or only the journal has.
     """
 
@@ -198,12 +198,12 @@ class Profile:
     floor_seconds: float
     seconds: float
     host_seconds: float
-    memory_rates: Mapping[int, float]
-    link_rates: Mapping[tuple[int, int], float]
+    memory_bandwidth: Mapping[int, float]
+    link_bandwidth: Mapping[tuple[int, int], float]
     differences: tuple[str, ...]
 
     def __str__(self) -> str:
-        return "\n".join([str(self.plan), *self._table(), *self._rates(), *self._end()])
+        return "\n".join([str(self.plan), *self._table(), *self._bandwidth_lines(), *self._end()])
 
     def _table(self) -> Iterator[str]:
         """Yields a line for each stage: planned counts and, if different, the journal's."""
@@ -222,18 +222,18 @@ class Profile:
             ]
             yield f"  {stage.name:12}" + "".join(f"{cell:>12}" for cell in cells)
 
-    def _rates(self) -> Iterator[str]:
+    def _bandwidth_lines(self) -> Iterator[str]:
         """Yields a line for each device and link: its bytes and its copy bandwidth."""
         total = Traffic.sum(stage.traffic for stage in self.stages)
         for physical, nbytes in sorted(total.memory.items()):
-            rate = self.memory_rates[physical]
+            rate = self.memory_bandwidth[physical]
             yield (
                 f"  device {physical}: {_megabytes(total.read.get(physical, 0))} MB read, "
                 f"{_megabytes(total.written.get(physical, 0))} MB written, at "
                 f"{rate / 1e9:.2f} GB/s {nbytes / rate * 1e3:.4f} ms"
             )
         for (source, target), nbytes in sorted(total.links.items()):
-            rate = self.link_rates[source, target]
+            rate = self.link_bandwidth[source, target]
             yield (
                 f"  link {source} to {target}: {_megabytes(nbytes)} MB, at {rate / 1e9:.2f} GB/s "
                 f"{nbytes / rate * 1e3:.4f} ms"
@@ -262,7 +262,7 @@ def profile_of(dry_run: DryRun, mesh: Mesh, reduce: Callable[[], object]) -> Pro
             first call compiles, connects or allocates is not measured.
     """
     whole = mesh.devices[0].mesh
-    rates = copy_bandwidth(whole)
+    bandwidth = copy_bandwidth(whole)
     reduce()
     whole.synchronize()
     with whole.journal() as journal:
@@ -279,28 +279,28 @@ def profile_of(dry_run: DryRun, mesh: Mesh, reduce: Callable[[], object]) -> Pro
     for name in STAGES:
         records = [record for record, _ in planned[name]]
         traffic = Traffic.sum(part for _, part in planned[name])
-        floor = _floor(traffic, firsts, rates)
+        floor = _floor(traffic, firsts, bandwidth)
         stages.append(Stage(name, Counts.of(records), Counts.of(done[name]), traffic, floor))
     total = Traffic.sum(stage.traffic for stage in stages)
     return Profile(
         plan=dry_run.plan,
         stages=tuple(stages),
-        floor_seconds=_floor(total, firsts, rates),
+        floor_seconds=_floor(total, firsts, bandwidth),
         seconds=ended - start,
         host_seconds=returned - start,
-        memory_rates={each: rates.memory(firsts[each]) for each in total.memory},
-        link_rates={(of, to): rates.link(firsts[to], firsts[of]) for of, to in total.links},
+        memory_bandwidth={each: bandwidth.memory(firsts[each]) for each in total.memory},
+        link_bandwidth={(of, to): bandwidth.link(firsts[to], firsts[of]) for of, to in total.links},
         differences=tuple(_differences(dry_run.records, journal.records)),
     )
 
 
-def _floor(traffic: Traffic, firsts: Mapping[int, Device], rates: CopyBandwidth) -> float:
+def _floor(traffic: Traffic, firsts: Mapping[int, Device], bandwidth: CopyBandwidth) -> float:
     """Returns the lower bound of a time; devices and links overlap, except simulated ones."""
-    memory = [nbytes / rates.memory(firsts[each]) for each, nbytes in traffic.memory.items()]
+    memory = [nbytes / bandwidth.memory(firsts[each]) for each, nbytes in traffic.memory.items()]
     if next(iter(firsts.values())).mesh_state.backend == "sim":
         return sum(memory)
     links = [
-        nbytes / rates.link(firsts[target], firsts[source])
+        nbytes / bandwidth.link(firsts[target], firsts[source])
         for (source, target), nbytes in traffic.links.items()
     ]
     return max([*memory, *links], default=0.0)

@@ -316,4 +316,4 @@ def test_a_reduction_is_explained(monkeypatch, placement, algorithm):
         assert told.differences == ()
         assert told.plan.launches == sum(stage.done.launches for stage in told.stages) > 0
         assert told.floor_seconds > 0
-        assert set(told.memory_rates) == set(placement)
+        assert set(told.memory_bandwidth) == set(placement)

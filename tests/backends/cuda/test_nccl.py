@@ -353,7 +353,7 @@ def test_simulated_buffers_are_refused(here):
             lambda: collective.broadcast(buffers, 0),
             lambda: collective.all_gather(outputs, buffers),
         ):
-            with pytest.raises(DeviceMismatchError, match="not lie on a GPU"):
+            with pytest.raises(DeviceMismatchError, match="is not on a GPU"):
                 call()
 
 
