@@ -167,7 +167,7 @@ def test_a_traced_value_is_not_written_and_not_lost(v):
     for loss, match in [
         (into_an_array, "stop_gradient"),
         (in_place, "write a = a"),
-        (item, "cannot be written"),
+        (item, "cannot write into"),
         (lambda: np.sum(np.asarray(v * 2)), "stop_gradient"),
         (lambda: np.sum(np.array([v[0], v[1]])), "np.stack"),
         (lambda: np.sum(np.asarray(v)), "numpy"),

@@ -126,7 +126,7 @@ def defined(
 def _placed(
     device: DeviceLike | Mesh | None, shared: AccumulatorState | None, mesh: Mesh | None
 ) -> tuple[tuple[Device, ...], bool]:
-    """The devices of an accumulator, and whether it keeps a sum on each device of a mesh."""
+    """The devices of an accumulator, and whether they are a mesh."""
     if shared is not None:
         mesh = shared.devices[0].mesh
         if device is None:

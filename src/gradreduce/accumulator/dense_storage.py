@@ -218,7 +218,7 @@ def _add(together: _Kernel, alone: _Kernel, rows: Sequence[_Row]) -> None:
 
 
 def _make_room(fresh: Sequence[_Addition]) -> None:
-    """Allocates new sums back to back in flat buffers, so that a take need not pack them."""
+    """Allocates new sums back to back in flat buffers, which a take need not pack."""
     if len(fresh) == 1 and not fresh[0].state.over_mesh:  # no take packs it
         (one,) = fresh
         one.total = one.device.empty(one.gradients[0].shape, accumulate_dtype(one.state.dtype))

@@ -1,6 +1,6 @@
-"""How a loss becomes gradients: a tape over NumPy's dispatch protocols, and functions for losses.
+"""Automatic differentiation of NumPy losses, and functions for losses.
 
-Never updates a Variable. ``tape.py`` is the place to start reading.
+Start reading with ``tape.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What becomes of the terms that reach one tensor: combined as they come, by one method.
+"""Accumulates the terms of a tensor's gradient by an aggregation method.
 
-ADD_N and IndexedSlices are held until the end and put in the order of the forward uses; TREE and
-ACCUMULATE_N add a term when it comes, and let go of it.
+ADD_N and IndexedSlices are held until the end and sorted in the order of the forward uses; TREE and
+ACCUMULATE_N add a term when it arrives, and release it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Order = tuple[int, int]  # of the use: which node, and which of its operands
 
 
 class TermAccumulator:
-    """The terms of one tensor's gradient, pushed one by one.
+    """Accumulates the terms of one tensor's gradient, pushed one by one.
 
-    A term is borrowed: it is never written, and another tensor may have the same.
+    A term is only read: another tensor may have the same term.
 
     Args:
         method: how dense terms are combined; see ``AggregationMethod``.
-        keep_rows: whether terms that are all IndexedSlices stay so; else they are made dense.
+        keep_rows: whether the gradient is IndexedSlices if all terms are; else it is dense.
 
     Attributes:
-        home: where the first term lay, and the gradient will.
+        home: the device of the first term, and of the gradient.
     """
 
     __slots__ = ("_held", "_keep_rows", "_kind", "_method", "_spread", "home")
@@ -46,12 +46,12 @@ class TermAccumulator:
         self.home: Device | None = None
 
     def push(self, term: Any, order: Order, device: Device) -> None:
-        """Takes the next term; None is left out.
+        """Adds the next term; None is ignored.
 
         Args:
             term: an array, a traced value, or IndexedSlices.
             order: of the use that it comes from.
-            device: where it lies, if it does not say so itself.
+            device: the term's device, if the term does not have one itself.
         """
         if term is None:
             return
@@ -73,7 +73,7 @@ class TermAccumulator:
             self._add(term, device)
 
     def result(self) -> Any:
-        """The gradient: a lone term itself, new memory for a sum; None without any."""
+        """Returns the gradient: a single term itself, or a new sum; None without terms."""
         if self._spread is not None:
             spread, self._spread = self._spread, None
             with StreamScope():
@@ -86,7 +86,7 @@ class TermAccumulator:
         rows = [term for _, term, _ in held if isinstance(term, IndexedSlices)]
         if len(rows) == len(held) and len({device for _, _, device in held}) == 1:
             return aggregate(rows, self._method)
-        held = [(order, _dense(term), device) for order, term, device in held]  # calls that end
+        held = [(order, _dense(term), device) for order, term, device in held]  # before the scope
         with StreamScope():
             spread = MultiDeviceSum(aggregator_of(self._method))
             buffers = [to_buffer(term, device) for _, term, device in held]
@@ -96,7 +96,7 @@ class TermAccumulator:
             return from_buffer(spread.result(), kind_of_term(held[0][1]))
 
     def _taken(self, rows: IndexedSlices) -> Any:
-        """Rows as a term: themselves, or dense. ACCUMULATE_N is TREE from here on."""
+        """Keeps rows as a term or converts them to dense; ACCUMULATE_N becomes TREE."""
         if self._method is AggregationMethod.EXPERIMENTAL_ACCUMULATE_N:
             self._method = AggregationMethod.EXPERIMENTAL_TREE
             if self._spread is not None:
@@ -104,7 +104,7 @@ class TermAccumulator:
         return rows if self._keep_rows else rows.to_dense()
 
     def _streams(self) -> bool:
-        """Whether what is held is added at once."""
+        """Whether terms are added as they arrive."""
         if self._method is AggregationMethod.ADD_N:
             return False
         terms = [term for _, term, _ in self._held]
@@ -113,13 +113,13 @@ class TermAccumulator:
         return not all(isinstance(term, IndexedSlices) for term in terms)
 
     def _add(self, term: Any, device: Device) -> None:
-        """Adds one; its library's stream comes behind that, so that it may end."""
+        """Adds one term; its library's stream then waits for that, so it may be freed."""
         assert self._spread is not None
         with StreamScope():
             buffer = to_buffer(_dense(term), device)
             self._spread.check(buffer.shape, buffer.dtype)
             self._spread.push(buffer)
-            is_read_later(buffer.block)  # maybe, by the next push
+            is_read_later(buffer.block)  # possibly by the next push
 
 
 def _dense(term: Any) -> Any:

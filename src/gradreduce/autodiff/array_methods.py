@@ -1,7 +1,6 @@
-"""What users write behind a dot: the methods and operators of arrays, as NumPy's functions.
+"""The methods and operators of NumPy arrays, implemented by NumPy's functions.
 
-Never decides how anything is differentiated: each ends in ``__array_ufunc__`` or
-``__array_function__`` of the class that has them.
+Each ends in ``__array_ufunc__`` or ``__array_function__`` of its class, which differentiates it.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ __all__ = ["ArrayMethods", "astype", "index_into", "stop_gradient"]
 
 @traceable
 def astype(x: Any, dtype: Any) -> Any:
-    """``x`` in another dtype."""
+    """Converts ``x`` to another dtype."""
     return x.astype(dtype)
 
 
 @traceable
 def index_into(x: Any, index: Any) -> Any:
-    """``x[index]``: basic or fancy, as NumPy tells them apart."""
+    """``x[index]``, with basic or advanced indexing as in NumPy."""
     return x[index]
 
 
 @traceable
 def stop_gradient(x: Any) -> Any:
-    """The plain value of ``x``, which the loss takes as a constant (tf.stop_gradient).
+    """Returns the plain value of ``x``, as a constant (tf.stop_gradient).
 
     Args:
-        x: a traced value, a Variable, an array, PyTorch's tensor or JAX's array, or a list of them.
-            Of a Variable in a loss of PyTorch's, ``variable.read("torch")``.
+        x: a traced value, a Variable, an array, a PyTorch tensor or a JAX array, or a list of them.
+            In a PyTorch loss, pass ``variable.read("torch")`` of a Variable.
 
     Returns:
-        The array itself, on the memory that a Variable may have. Only read it.
+        The array itself, possibly in the memory of a Variable. Do not write to it.
     """
     if isinstance(x, list | tuple):
         within = [stop_gradient(each) for each in x]
@@ -52,7 +51,7 @@ def stop_gradient(x: Any) -> Any:
 
 
 def _forwarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The method of the name of a NumPy function, whose arguments it has in the same order."""
+    """Makes a method that calls a NumPy function with the same arguments."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return function(self, *args, **kwargs)
@@ -63,12 +62,12 @@ def _forwarded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replacing(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """An operator such as ``+=``, which binds the name to a new value."""
+    """Makes an operator such as ``+=`` that binds the name to a new value."""
     return lambda self, other: self._replaced(operation(self, other))
 
 
 class ArrayMethods(NDArrayOperatorsMixin):
-    """Operators, methods and attributes of an array that knows its ``shape`` and ``dtype``."""
+    """Base class with the operators, methods and attributes of a NumPy array."""
 
     __slots__ = ()
     __hash__ = None  # type: ignore[assignment]  # as of an array: == compares elements
@@ -83,11 +82,11 @@ class ArrayMethods(NDArrayOperatorsMixin):
 
     @abstractmethod
     def _replaced(self, made: Any) -> Any:
-        """What is bound to the name by ``self += x``, which has made ``made``.
+        """Returns the value that ``self += x`` binds to the name; ``made`` is ``self + x``.
 
         Raises:
-            NotImplementedError: the same of an array would change another value.
-            ValueError: it is of another shape.
+            NotImplementedError: NumPy would also change another value.
+            ValueError: ``made`` has another shape.
         """
 
     __iadd__, __isub__ = _replacing(operator.add), _replacing(operator.sub)
@@ -131,8 +130,8 @@ class ArrayMethods(NDArrayOperatorsMixin):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise TypeError(
-            "a traced value cannot be written: build the whole by np.where, np.concatenate or "
-            "np.stack"
+            "cannot write into a traced value: build the whole array with np.where, np.concatenate "
+            "or np.stack"
         )
 
     def __bool__(self) -> bool:
@@ -203,11 +202,11 @@ class ArrayMethods(NDArrayOperatorsMixin):
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and hasattr(np.ndarray, name):
             raise NoMethodError(
-                f"ndarray.{name} has no rule of differentiation here; use NumPy's functions, or "
-                "return a PyTorch tensor from the loss: then PyTorch differentiates"
+                f"ndarray.{name} has no derivative rule; use NumPy's functions, or return a "
+                "PyTorch tensor from the loss, which PyTorch differentiates"
             )
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
 
 class NoMethodError(NotImplementedError, AttributeError):
-    """A method of arrays without a rule; an AttributeError too, so that ``hasattr`` is False."""
+    """A method without a derivative rule; an AttributeError too, for ``hasattr``."""

@@ -1,6 +1,6 @@
-"""How gradients go back through what a loss did: the second half of ``tape.py``'s story.
+"""The backward pass: propagates gradients through the recorded nodes of a loss.
 
-Decides which node's turn it is, and with it the order of terms; ``TermAccumulator`` adds them.
+It determines the order of nodes, and with it the order of terms; ``TermAccumulator`` adds them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["backward"]
 
 
 def backward(roots: list[Node], gradient: Any, new_terms: Callable[[], TermAccumulator]) -> None:
-    """Pushes each leaf's terms of ``gradient``, of the root, into its ``TermAccumulator``.
+    """Propagates a gradient from the root, and pushes terms into each leaf's accumulator.
 
     Args:
-        roots: the node of the loss alone; taken out, so that what a node holds ends with its turn,
-            if nobody else has it.
-        gradient: of its shape and dtype.
-        new_terms: makes what combines the terms of a tensor in between.
+        roots: a list with the node of the loss; it is removed, so that nodes are freed after their
+            turn.
+        gradient: of the loss, with its shape and dtype.
+        new_terms: creates the accumulator of an intermediate tensor.
     """
     root = roots.pop()
     last = root.number
@@ -54,12 +54,11 @@ def backward(roots: list[Node], gradient: Any, new_terms: Callable[[], TermAccum
 
 
 def _schedule(root: Node) -> tuple[dict[int, int], dict[int, int]]:
-    """What ``backward`` must know of each node before ``root``, by its number.
+    """Computes the number of terms and the turn of each node before ``root``.
 
     Returns:
-        How many terms it gets; and its turn: the number of the first node behind it, or itself,
-        that uses a tensor which has several uses. Of two nodes the one that leads to an earlier
-        use goes first.
+        By node number: how many terms it gets; and its turn: the smallest number of a node, it or
+        one before it, that uses a tensor with several uses. Nodes of a smaller turn go first.
     """
     awaited = {root.number: 0}
     parents: dict[int, list[int]] = {}
@@ -81,7 +80,7 @@ def _schedule(root: Node) -> tuple[dict[int, int], dict[int, int]]:
 
 
 def _as_operand(term: Any, node: Node) -> Any:
-    """A term in the dtype of its tensor, where an operation has mixed dtypes."""
+    """Converts a term to the dtype of its tensor, after operations of mixed dtypes."""
     if term is None or term.dtype == node.dtype:
         return term
     return term.astype(node.dtype)

@@ -1,7 +1,7 @@
-"""How PyTorch and JAX differentiate a loss that is theirs; imports neither.
+"""Gradients of PyTorch and JAX losses, computed by these libraries; imports neither.
 
-A loss of PyTorch's has returned a tensor, and JAX's is asked for by name, so that the library is in
-``sys.modules``.
+A PyTorch loss has returned a tensor, and a JAX loss is requested by ``engine="jax"``: the
+library is already in ``sys.modules``.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from gradreduce.errors import InvalidVariableError
 
 __all__ = ["JaxLoss", "as_jax", "detached", "is_tensor", "tensor_gradients"]
 
-# After how many calls with a cache of their own all of them are cleared: JAX keeps thousands, and
-# one of a loss with one jitted function takes 0.3 MB (JAX 0.10.2, 2026-11).
+# All JAX caches are cleared after this many calls with a cache of their own: JAX keeps thousands,
+# and that of a loss with one jitted function takes 0.3 MB (JAX 0.10.2, 2026-11).
 _MOST_KEPT = 64
 _num_kept = itertools.count(1)
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether it is a tensor of PyTorch's."""
+    """Whether a value is a PyTorch tensor."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def detached(value: Any) -> Any:
-    """A tensor of PyTorch's or an array of JAX's as a constant; anything else as it is."""
+    """Detaches a PyTorch tensor or JAX array; returns anything else unchanged."""
     if is_tensor(value):
         return value.detach()
     jax = sys.modules.get("jax")
@@ -43,13 +43,13 @@ def detached(value: Any) -> Any:
 
 
 def tensor_gradients(loss: Any, leaves: Sequence[Any], grad_loss: Any) -> list[Any]:
-    """The gradient of a tensor with respect to each leaf, None where it does not reach one.
+    """Returns the gradient of a PyTorch loss for each leaf, None without a dependency.
 
-    Nobody's ``.grad`` is touched.
+    Does not change ``.grad`` of any tensor.
 
     Raises:
-        InvalidVariableError: the loss is no tensor of floats.
-        ValueError: ``grad_loss`` is not of its shape.
+        InvalidVariableError: the loss is not a tensor of floats.
+        ValueError: ``grad_loss`` has another shape than the loss.
     """
     torch = sys.modules["torch"]
     if not loss.is_floating_point():
@@ -57,7 +57,8 @@ def tensor_gradients(loss: Any, leaves: Sequence[Any], grad_loss: Any) -> list[A
     seed = None if grad_loss is None else torch.as_tensor(grad_loss, dtype=loss.dtype)
     if seed is not None and seed.shape != loss.shape:
         raise ValueError(
-            f"grad_loss is of shape {tuple(seed.shape)}, the loss of shape {tuple(loss.shape)}"
+            f"grad_loss has shape {tuple(seed.shape)}; expected that of the loss, "
+            f"{tuple(loss.shape)}"
         )
     if not leaves or not loss.requires_grad:
         return [None] * len(leaves)
@@ -67,17 +68,16 @@ def tensor_gradients(loss: Any, leaves: Sequence[Any], grad_loss: Any) -> list[A
 
 
 class JaxLoss:
-    """A loss that is differentiated by ``jax.value_and_grad``.
+    """Differentiates a loss by ``jax.value_and_grad``.
 
-    What JAX traces for itself (of ``jax.jit``, ``jax.lax.scan``, ``jax.checkpoint``) it keeps, with
-    the values that were read meanwhile as constants, or as tracers of a call that is over. So a
-    loss has a cache of its own, which it shares with other losses, and nothing is kept there that
-    has read a Variable: one that does is called again, with a cache for that call alone. Then all
-    is compiled anew in each call.
+    JAX caches what it traces in ``jax.jit``, ``jax.lax.scan`` and ``jax.checkpoint``, with values
+    read meanwhile as constants, or as tracers of a call that has ended. So losses use a cache of
+    their own, which must not hold anything that has read a Variable: a loss that reads one inside
+    is called again with a cache for that call only, and everything is compiled in each call.
 
     Args:
-        loss: called twice: first on shapes alone, which tells what it reads, then traced. Once or
-            twice more if it reads a Variable inside what JAX keeps.
+        loss: called twice: first with shapes only, to find what it reads, then traced. Once or
+            twice more if it reads a Variable inside a function that JAX caches.
 
     Raises:
         ValueError: JAX is not imported.
@@ -85,21 +85,23 @@ class JaxLoss:
 
     def __init__(self, loss: Callable[[], Any]) -> None:
         if "jax" not in sys.modules:
-            raise ValueError('engine="jax": jax is not imported')
+            raise ValueError('engine="jax" needs JAX: import jax before this call')
         self._loss = loss
         self._arrays: dict[Buffer, Any] = {}
         self._variables: dict[Buffer, Any] = {}
-        self._tracers: dict[Buffer, Any] | None = None  # what copies are while it is traced
+        self._tracers: dict[Buffer, Any] | None = (
+            None  # the tracers of copies while the loss is traced
+        )
         self._unread: set[Buffer] = set()
-        self._is_inside = False  # whether one was read inside what JAX keeps
-        self._keeps = False  # whether that may be, in this call
-        self._top: Any = None  # what traces the loss itself; None: nothing has to
+        self._is_inside = False  # whether a Variable was read in a cached function
+        self._keeps = False  # whether this call allows that
+        self._top: Any = None  # the trace of the loss itself, if any
 
     def add(self, copy: Buffer, array: Any, variable: Any) -> None:
-        """A copy of a Variable that the loss has read: one to differentiate by.
+        """Adds a copy of a Variable that the loss reads and that gets a gradient.
 
         Raises:
-            RuntimeError: the loss reads others than when it was called first.
+            RuntimeError: the loss did not read it in its first call.
         """
         if self._tracers is not None:
             raise _other_reads(variable)
@@ -107,16 +109,16 @@ class JaxLoss:
         self._variables[copy] = variable
 
     def value(self, copy: Buffer, array: Any) -> Any:
-        """What a copy is at the moment: ``array``, or the tracer of one to differentiate by.
+        """Returns what the loss gets for a copy: ``array``, or its tracer.
 
-        Of such a one while the shapes are asked for: zeros, which JAX makes where it traces, so
-        that nothing which it keeps holds the array.
+        In the first call these are zeros made by JAX while it traces, so that its caches do not
+        hold the array.
         """
         if not self._keeps and _tracing_to_keep() not in (None, self._top):
             self._is_inside = True
             raise RuntimeError(
                 "a Variable was read inside jax.jit, jax.lax.scan, jax.lax.cond or jax.checkpoint, "
-                "which would keep its value: read it outside and pass it in"
+                "which would cache its value: read it outside and pass it as an argument"
             )
         self._unread.discard(copy)
         if self._tracers is not None:
@@ -124,19 +126,19 @@ class JaxLoss:
         return sys.modules["jax"].lax.full_like(array, 0) if copy in self._arrays else array
 
     def gradients(self, grad_loss: Any) -> list[tuple[Buffer, Any]]:
-        """That of each copy which the loss reads.
+        """Returns the gradient of each copy that the loss reads.
 
-        A gradient is of the Variable's dtype, also where JAX without x64 has made float32 of it.
+        A gradient has the Variable's dtype, even if JAX without x64 computed in float32.
 
         Raises:
-            RuntimeError: the loss does not read the same when it is called again; or, with a JAX
-                that has no ``make_user_context``, reads a Variable inside what JAX keeps.
+            RuntimeError: the loss reads other Variables in its second call; or, if JAX does not
+                have ``make_user_context``, reads a Variable in a function that JAX caches.
         """
         contexts = _contexts()
         try:
             with contexts("a loss of gradreduce's"):
                 found = self._gradients(grad_loss)
-        except Exception:  # the loss may have made another one of it
+        except Exception:  # the loss may have converted the error
             if not self._is_inside or contexts is _no_context:
                 raise
         else:
@@ -166,13 +168,13 @@ class JaxLoss:
         if not copies:
             return []
         differentiate = jax.value_and_grad(total)
-        if self._keeps:  # else what is kept would hold arrays, not only their shapes
+        if self._keeps:  # else the cache would hold arrays, not only shapes
             differentiate = jax.jit(differentiate)
         with _contexts()(object()) if self._keeps else nullcontext():
             _, found = differentiate([self._arrays[copy] for copy in copies])
         for copy in self._unread:
             raise _other_reads(self._variables[copy])
-        jax.block_until_ready(found)  # JAX still reads the Variables, which may be written next
+        jax.block_until_ready(found)  # JAX still reads the Variables, which may be written now
         return [
             (copy, _in_dtype(gradient, self._variables[copy].dtype))
             for copy, gradient in zip(copies, found, strict=True)
@@ -192,7 +194,8 @@ class JaxLoss:
                 seed = jnp.asarray(grad_loss, value.dtype)
                 if seed.shape != value.shape:
                     raise ValueError(
-                        f"grad_loss is of shape {seed.shape}, the loss of shape {value.shape}"
+                        f"grad_loss has shape {seed.shape}; expected that of the loss, "
+                        f"{value.shape}"
                     )
                 value = value * seed
             total = total + jnp.sum(value)
@@ -200,33 +203,33 @@ class JaxLoss:
 
 
 def _as_term(term: Any) -> Any:
-    """What a loss returned, as an array; a tuple of JAX's (loss, aux) is none."""
+    """Converts what a loss returned to an array; a tuple (loss, aux) is an error."""
     try:
         if not isinstance(term, list | tuple):
             return sys.modules["jax"].numpy.asarray(term)
     except (TypeError, ValueError):
         pass
     raise InvalidVariableError(
-        f"the loss returned {type(term).__name__}; it must return a number, an array of JAX's, or "
-        "an iterator of them"
+        f"the loss returned {type(term).__name__}; it must return a number, a JAX array, or an "
+        "iterator of them"
     )
 
 
 def _other_reads(variable: Any) -> RuntimeError:
     return RuntimeError(
-        f'engine="jax" calls a loss again, and it did not read {variable!r} both times: its '
-        "gradient would be lost. Read the same Variables by variable.read in every call"
+        f'engine="jax" calls a loss twice, and it read {variable!r} only once: read the same '
+        "Variables with variable.read in every call"
     )
 
 
 def _tracing_to_keep() -> Any:
-    """What makes a program of all that is computed now; None where it is just computed."""
+    """The current JAX trace; None if operations are computed directly."""
     jax = sys.modules["jax"]
     number = jax.lax.neg(sys.modules["numpy"].float32(0))
     if not isinstance(number, jax.core.Tracer):
         return None
     trace = number._trace
-    return getattr(trace, "main", None) or trace  # JAX before 0.4.36 makes one for each operation
+    return getattr(trace, "main", None) or trace  # JAX before 0.4.36 creates one for each operation
 
 
 def _no_context(value: Any) -> Any:
@@ -235,13 +238,13 @@ def _no_context(value: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def _contexts() -> Callable[[Any], Any]:
-    """Context managers inside which JAX keeps apart what it keeps, by their argument."""
+    """JAX's factory of context managers with separate caches, if it has one."""
     make: Any = getattr(sys.modules["jax"], "make_user_context", None)
     return _no_context if make is None else make()
 
 
 def as_jax(copy: Buffer) -> Any:
-    """A copy of a Variable as a JAX array on its memory, also while JAX traces."""
+    """A JAX array that shares the memory of a copy, also while JAX traces."""
     with StreamScope(), sys.modules["jax"].ensure_compile_time_eval():
         return from_buffer(copy, "jax")
 

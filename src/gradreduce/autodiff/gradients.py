@@ -1,7 +1,7 @@
-"""How one call of a loss becomes gradients of Variables; never updates one.
+"""Computes the gradients of one call of a loss with respect to Variables.
 
-The loss reads Variables through a ``Reading``, which gives what the loss asks for: values of the
-tape, PyTorch's tensors, or JAX's arrays.
+The loss reads Variables through a ``_Reading``, which returns traced values, PyTorch tensors or JAX
+arrays.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["ENGINES", "Engine", "gradients_of"]
 Engine = Literal["jax"]
 ENGINES = ("jax",)
 _ALLOWED = ("float16", "bfloat16", "float32", "float64")
-assert rules, "imported for the tables that it fills"
+assert rules, "imported because it fills the registry"
 
 
 def gradients_of(
@@ -44,23 +44,23 @@ def gradients_of(
     grad_loss: Any = None,
     engine: Engine | None = None,
 ) -> list[tuple[Any, Variable]]:
-    """The gradient of ``loss`` with respect to each variable.
+    """Computes the gradient of ``loss`` with respect to each variable.
 
     Args:
         loss: takes no argument; returns what it computed from Variables, or an iterator of terms.
-        variables: by which to differentiate; None: the trainable ones that the loss reads, in the
-            order of first reading.
+        variables: to differentiate with respect to; None: the trainable ones that the loss reads,
+            in the order of first reading.
         method: how the terms of a gradient are combined.
-        grad_loss: the gradient of what ``loss`` returns, of its shape; default ones.
+        grad_loss: the gradient of the result of ``loss``, of its shape; default: ones.
         engine: see ``Optimizer.compute_gradients``.
 
     Returns:
-        Pairs. A gradient is an array that is nobody else's, IndexedSlices, or None.
+        Pairs of gradient and variable. A gradient is a new array, IndexedSlices, or None.
 
     Raises:
-        InvalidVariableError: the loss returned no number and no array of floats.
-        ValueError: ``grad_loss`` is not of its shape or no real numbers, or there is no variable.
-        NotImplementedError: one call inside another, of which PyTorch or JAX differentiates one.
+        InvalidVariableError: the loss did not return a number or an array of floats.
+        ValueError: ``grad_loss`` has another shape or is not real, or there is no variable.
+        NotImplementedError: nested calls of which PyTorch or JAX differentiates one.
     """
     grad_loss = _checked_seed(grad_loss)
     outer = current_reader()
@@ -80,9 +80,9 @@ def gradients_of(
 
 
 def _terms_of(loss: Callable[[], Any]) -> Iterator[list[Any]]:
-    """What the loss returns; or, of an iterator, one term after the other.
+    """Yields the result of the loss; of an iterator, one term after the other.
 
-    Each in a list of its own, from which it is taken: so nobody else keeps what it was made of.
+    Each is in a list, which the caller empties, so that no other reference keeps it alive.
     """
     held = [loss()]
     if not hasattr(held[0], "__next__"):
@@ -95,11 +95,11 @@ def _terms_of(loss: Callable[[], Any]) -> Iterator[list[Any]]:
 
 
 class _Reading:
-    """How one call of a loss reads Variables, and what has come of it.
+    """Records which Variables one call of a loss reads, and collects their gradients.
 
     Attributes:
         home: see ``Reader``.
-        trace: of this call.
+        trace: the trace of this call.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class _Reading:
         self._is_outer = False  # whether an inner call has read a Variable through this one
 
     def read(self, variable: Variable, copy: Buffer, output_type: str | None) -> Any:
-        """See ``Reader.read``; of a variable that nobody asked for, the plain value."""
+        """See ``Reader.read``; returns the plain value of a variable without a gradient."""
         self._seen.add(variable)
         if self.home is None:
             self.home = copy.device
@@ -145,24 +145,25 @@ class _Reading:
         return leaf
 
     def note_inner(self) -> None:
-        """An inner call differentiates what it reads through this one, as only the tape can see."""
+        """Notes that an inner call reads Variables through this one; needs the tape."""
         if self._jax is not None:
             raise _not_nested()
         self._is_outer = True
 
     def check_unread(self, variables: Iterable[Variable]) -> None:
-        """See ``loss_context.check_unread``."""
+        """See ``trace_context.check_unread``."""
         for variable in variables:
             if variable in self._seen:
                 raise RuntimeError(
-                    f"{variable!r} is written inside a loss that has read it, whose gradients may "
-                    "need what it was: write it after the loss, or read it by variable.numpy()"
+                    f"{variable!r} is written inside a loss that has read it, and its gradients "
+                    "may need the old value: write it after the loss, or read it with "
+                    "variable.numpy()"
                 )
         if self._outer is not None:
             self._outer.check_unread(variables)
 
     def differentiate(self, values: list[Any], grad_loss: Any) -> None:
-        """Pushes the terms that one value of the loss, taken out of the list, gives."""
+        """Differentiates one value of the loss, which is removed from the list."""
         value = resolve(values.pop())
         if is_tensor(value):
             self._differentiate_tensor(value, grad_loss)
@@ -177,18 +178,18 @@ class _Reading:
         backward(roots, seed, lambda: TermAccumulator(self._method))
 
     def differentiate_jax(self, loss: Callable[[], Any], grad_loss: Any) -> None:
-        """As ``differentiate``, by JAX."""
+        """Differentiates the loss by JAX."""
         self._jax = JaxLoss(loss)
         for index, (copy, gradient) in enumerate(self._jax.gradients(grad_loss)):
             variable, _ = self._tensors[copy]
             self._terms_of(variable).push(gradient, (index, 0), copy.device)
 
     def pairs(self, variables: Sequence[Variable] | None) -> list[tuple[Any, Variable]]:
-        """Each variable with its gradient, whose memory is the caller's alone."""
+        """Each variable with its gradient, in memory that the caller owns."""
         if variables is None:
             variables = [variable for variable in self._terms if variable.trainable]
         if not variables:
-            raise ValueError("No variables to optimize: the loss read none that is trainable")
+            raise ValueError("No variables to optimize: the loss read no trainable Variable")
         seen: set[int] = set()
         found: dict[Variable, Any] = {}
         for variable in variables:
@@ -199,9 +200,9 @@ class _Reading:
         return [(found[variable], variable) for variable in variables]
 
     def close(self) -> None:
-        """What the loss made is plain data from here on; updates come behind what it read."""
+        """Ends the trace: its values become plain data, and updates wait for its reads."""
         self.trace.closed = True
-        if self._jax is not None:  # which has been waited for
+        if self._jax is not None:  # the host has waited for JAX
             return
         _follow(self._leaves, "native")
         _follow(self._tensors, "torch")
@@ -218,7 +219,7 @@ class _Reading:
         return terms
 
     def _read_tensor(self, variable: Variable, copy: Buffer) -> Any:
-        """A tensor on the variable's memory, by which PyTorch differentiates."""
+        """A PyTorch tensor that shares the variable's memory and requires a gradient."""
         if copy not in self._tensors:
             with StreamScope():
                 tensor = from_buffer(copy, "torch")
@@ -239,7 +240,9 @@ class _Reading:
 
     def _read_jax(self, variable: Variable, copy: Buffer) -> Any:
         if self._jax is None:
-            raise ValueError('a Variable is read as a JAX array: pass engine="jax"')
+            raise ValueError(
+                'a Variable is read as a JAX array: pass engine="jax" to compute_gradients'
+            )
         if copy not in self._tensors:
             self._tensors[copy] = (variable, as_jax(copy))
             if self._is_wanted(variable):
@@ -250,23 +253,23 @@ class _Reading:
 
 def _not_nested() -> NotImplementedError:
     return NotImplementedError(
-        "a gradient inside a loss would be lost where PyTorch or JAX differentiates either: write "
-        "both losses in NumPy's functions, or take the inner one by torch.autograd.grad(..., "
+        "nested gradients cannot be computed if PyTorch or JAX differentiates one of the losses: "
+        "write both in NumPy's functions, or compute the inner one with torch.autograd.grad(..., "
         "create_graph=True) or jax.grad"
     )
 
 
 def _follow(copies: Iterable[Buffer], kind: Kind) -> None:
-    """What writes these copies next comes behind what the library of ``kind`` has queued."""
+    """Orders later writes of these copies behind queued work of the library ``kind``."""
     for copy in copies:
         if copy.device.mesh_state.backend != "sim":
-            # On a device that is lost nothing can be written any more.
+            # A failed device cannot be written any more.
             with suppress(BackendUnavailableError, CollectiveError):
                 fence_in(copy, kind)
 
 
 def _plain(copy: Buffer) -> Any:
-    """A copy of a Variable as an array on its own memory, which nobody may write."""
+    """A read-only array that shares the memory of a copy of a Variable."""
     with StreamScope():
         array = from_buffer(copy, "native")
     if isinstance(array, np.ndarray):
@@ -279,8 +282,8 @@ def _check_loss(value: Any) -> None:
     """Raises unless it is a number or an array of floats."""
     if isinstance(value, bool | str) or not (is_array(value) or isinstance(value, int | float)):
         raise InvalidVariableError(
-            f"the loss returned {type(value).__name__}; it must return a number or an array that "
-            "it computed from Variables, or an iterator of them"
+            f"the loss returned {type(value).__name__}; it must return a number or an array "
+            "computed from Variables, or an iterator of them"
         )
     if is_array(value) and str(value.dtype) not in _ALLOWED:
         raise InvalidVariableError(
@@ -289,7 +292,7 @@ def _check_loss(value: Any) -> None:
 
 
 def _checked_seed(grad_loss: Any) -> Any:
-    """``grad_loss`` with its Variables read, which is done as around the loss, not inside."""
+    """Validates ``grad_loss``, and reads its Variables outside of the loss."""
     if grad_loss is None:
         return None
     given = resolve(grad_loss)
@@ -297,7 +300,7 @@ def _checked_seed(grad_loss: Any) -> Any:
         check_operand(given)
     name = str(given.dtype if is_array(given) else np.asarray(given).dtype)
     if not any(kind in name for kind in ("float", "int", "bool")):
-        raise ValueError(f"grad_loss is of dtype {name}: it must be real numbers")
+        raise ValueError(f"grad_loss has dtype {name}; it must be real numbers")
     return given
 
 
@@ -314,14 +317,16 @@ def _seed(value: Any, grad_loss: Any) -> Any:
             host = isinstance(base, np.generic)
             given = np.asarray(given) if host else np.asarray(given, like=base)
     if given.shape != value.shape:
-        raise ValueError(f"grad_loss is of shape {given.shape}, the loss of shape {value.shape}")
+        raise ValueError(
+            f"grad_loss has shape {given.shape}; expected that of the loss, {value.shape}"
+        )
     return given.astype(value.dtype)  # a copy: a gradient may be this very array
 
 
 def _own(gradient: Any, seen: set[int]) -> Any:
-    """A gradient in memory that no other gradient and no operand has.
+    """Copies a gradient unless it has memory of its own.
 
-    A rule may hand on an array as it is, to several operands, or a view of it.
+    A rule may return its input, for several operands, or a view of it.
     """
     if isinstance(gradient, IndexedSlices):
         rows = _own(gradient.values, seen)

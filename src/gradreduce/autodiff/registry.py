@@ -1,4 +1,4 @@
-"""What is known of each operation: tables that the rules fill and the tape reads."""
+"""Registry of derivative rules: the rule modules fill it, and the tape reads it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 __all__ = ["COMPOSED", "CONSTANT", "JOINS", "RULES", "VIEWS", "VJP", "Maker"]
 
-VJP = Callable[[Any], Any]  # a gradient of the result → a term of one operand's, or None
-Maker = Callable[..., VJP]  # makes one, when its operand is known to be traced
+VJP = Callable[[Any], Any]  # gradient of the result → term of one operand's gradient, or None
+Maker = Callable[..., VJP]  # creates a VJP; called only if its operand is traced
 
-#: What an operation's rule is: given the result and the arguments, one ``Maker`` for each
-#: positional argument; that of a list of arrays is asked with the place in the list.
+#: The rule of an operation: takes the result and the arguments, returns one ``Maker`` for each
+#: positional argument; that of a list of arrays is called with the index in the list.
 RULES: dict[Any, Callable[..., Sequence[Maker]]] = {}
-#: Operations whose result may lie in the memory of their first operand.
+#: Operations whose result may be a view of their first operand.
 VIEWS: set[Any] = set()
 #: Operations of a list of arrays.
 JOINS: set[Any] = set()
-#: Operations whose result does not change, or only in steps, with their arguments.
+#: Operations whose result is constant or piecewise constant.
 CONSTANT: set[Any] = set()
-#: Operations that are written in terms of others.
+#: Operations that are implemented by other operations.
 COMPOSED: dict[Any, Callable[..., Any]] = {}

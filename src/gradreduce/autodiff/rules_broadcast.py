@@ -1,6 +1,6 @@
-"""How a gradient gets back the shape that broadcasting or a reduction has changed.
+"""Helpers of rules: undo the change of shape by broadcasting or reductions.
 
-Halves are added in float32 and rounded once, as by the kernels of ``ops``.
+16-bit floats are added in float32 and rounded once, as by the kernels of ``ops``.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ Shape = tuple[int, ...]
 
 
 def shape_of(x: Any) -> Shape:
-    """Of an array or a list; of a Python number none."""
+    """The shape of an array or a list; () for a Python number."""
     return tuple(np.shape(x) if isinstance(x, list | tuple) else getattr(x, "shape", ()))
 
 
 def is_half(x: Any) -> bool:
-    """Whether it is an array of float16 or bfloat16."""
+    """Whether ``x`` is an array of float16 or bfloat16."""
     return str(getattr(x, "dtype", "")) in ("float16", "bfloat16")
 
 
 def widened(x: Any) -> Any:
-    """Halves in float32; anything else as it is."""
+    """Converts float16 and bfloat16 to float32; returns anything else unchanged."""
     return astype(x, np.float32) if is_half(x) else x
 
 
 def total(x: Any, axis: Any = None, *, keepdims: bool = False) -> Any:
-    """``np.sum``, of whose halves NumPy would round every addition."""
+    """``np.sum`` that adds 16-bit floats in float32 and rounds once."""
     if not is_half(x):
         return np.sum(x, axis=axis, keepdims=keepdims)
     return astype(np.sum(x, axis=axis, dtype=np.float32, keepdims=keepdims), x.dtype)
 
 
 def like(term: Any, shape: Shape) -> Any:
-    """``term`` summed over the axes along which an operand of ``shape`` was broadcast."""
+    """Sums ``term`` over the axes along which an operand of ``shape`` was broadcast."""
     given = shape_of(term)
     if given == shape:
         return term
@@ -66,18 +66,18 @@ def like(term: Any, shape: Shape) -> Any:
 
 
 def scaled(operand: Any, vjp: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """``vjp`` with its terms in the operand's shape; keeps the shape of it, not the operand."""
+    """Wraps ``vjp`` to return terms in the operand's shape; does not hold the operand."""
     shape = shape_of(operand)
     return lambda g: like(vjp(g), shape)
 
 
 def normalized(axis: int, ndim: int) -> int:
-    """An axis counted from the front."""
+    """Converts a negative axis to a nonnegative one."""
     return axis + ndim if axis < 0 else axis
 
 
 def reduced_axes(axis: Any, ndim: int) -> tuple[int, ...]:
-    """Those that a reduction takes away, counted from the front."""
+    """The axes that a reduction removes, nonnegative."""
     if axis is None:
         return tuple(range(ndim))
     axes: Sequence[int] = axis if isinstance(axis, tuple | list) else (axis,)
@@ -85,11 +85,11 @@ def reduced_axes(axis: Any, ndim: int) -> tuple[int, ...]:
 
 
 def kept_shape(shape: Shape, axis: Any) -> Shape:
-    """What a reduction of ``shape`` gives with keepdims."""
+    """The shape of a reduction of ``shape`` with keepdims."""
     axes = reduced_axes(axis, len(shape))
     return tuple(1 if index in axes else extent for index, extent in enumerate(shape))
 
 
 def spread(g: Any, shape: Shape, axis: Any) -> Any:
-    """The gradient of a sum over ``axis``, at each element of ``shape``: a view."""
+    """Broadcasts the gradient of a sum over ``axis`` to ``shape``, as a view."""
     return np.broadcast_to(np.reshape(g, kept_shape(shape, axis)), shape)

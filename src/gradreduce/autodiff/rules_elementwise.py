@@ -1,4 +1,4 @@
-"""Rules of operations that work element by element, with broadcasting."""
+"""Derivative rules of elementwise operations, with broadcasting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LN2, LN10 = math.log(2.0), math.log(10.0)
 
 
 def one(function: Any, vjp: Callable[[Any, Any], VJP]) -> None:
-    """A rule of one operand; ``vjp(out, x)`` holds whichever of the two it needs."""
+    """Registers a rule of one operand; ``vjp(out, x)`` holds only what it needs."""
 
     def rule(out: Any, x: Any, **kwargs: Any) -> tuple[Maker]:
         return (lambda: vjp(out, x),)
@@ -27,7 +27,7 @@ def one(function: Any, vjp: Callable[[Any, Any], VJP]) -> None:
 def two(
     function: Any, left: Callable[[Any, Any, Any], VJP], right: Callable[[Any, Any, Any], VJP]
 ) -> None:
-    """A rule of two operands, which are broadcast."""
+    """Registers a rule of two operands, which are broadcast."""
 
     def rule(out: Any, x1: Any, x2: Any, **kwargs: Any) -> tuple[Maker, Maker]:
         return (
@@ -39,17 +39,17 @@ def two(
 
 
 def itself(g: Any) -> Any:
-    """The pull of what only adds."""
+    """The VJP of an operand that is only added."""
     return g
 
 
 def chosen(mask: Any, g: Any) -> Any:
-    """``g`` where ``mask`` says, zero elsewhere; not g * mask, which makes nan of inf * 0."""
+    """``g`` where ``mask`` is true, else zero; unlike g * mask also for inf."""
     return np.where(mask, g, np.zeros_like(g))
 
 
 def _array(x: Any) -> Any:
-    """A list as an array; a number stays one, which has no dtype of its own."""
+    """Converts a list to an array; a Python number stays, because it has no dtype."""
     return np.asarray(x) if isinstance(x, list | tuple) else x
 
 
@@ -74,7 +74,7 @@ def _power_right(out: Any, x: Any, y: Any) -> VJP:
 
 
 def _larger(out: Any, x: Any, y: Any) -> VJP:
-    first = x >= y  # of equal ones the first has all of it, as in TensorFlow
+    first = x >= y  # of equal values the first gets all, as in TensorFlow
     return lambda g: chosen(first, g)
 
 
@@ -94,7 +94,7 @@ def _rest_smaller(out: Any, x: Any, y: Any) -> VJP:
 
 
 def _number(first: Callable[[Any, Any], Any], *, of_first: bool) -> Callable[..., VJP]:
-    """The pull of ``np.fmax`` and ``np.fmin``, whose result beside a NaN is the number."""
+    """The VJP of ``np.fmax`` and ``np.fmin``, which ignore a NaN operand."""
 
     def vjp(out: Any, x: Any, y: Any) -> VJP:
         mask = first(x, y) | np.isnan(y)
@@ -109,7 +109,7 @@ def _sign_of(out: Any, x: Any) -> VJP:
     return lambda g: g * sign
 
 
-# Each pull names what it holds: of exp the result, of log the operand, of add neither.
+# Each VJP holds only what it uses: exp the result, log the operand, add neither.
 one(np.negative, lambda out, x: lambda g: -g)
 one(np.positive, lambda out, x: itself)
 one(np.copy, lambda out, x: itself)
@@ -200,7 +200,7 @@ def _clip(
     def below() -> VJP:
         mask = a < low
         if high is not None:
-            mask = mask & (low <= high)  # of ends in the other order the result is the high one
+            mask = mask & (low <= high)  # if low > high, the result is high
         return lambda g: chosen(mask, g)
 
     def above() -> VJP:
@@ -217,7 +217,7 @@ def _astype(out: Any, x: Any, dtype: Any) -> tuple[Maker]:
 
 
 def _full_like(a: Any, fill_value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of a traced number that fills it too."""
+    """``np.full_like``, also with a traced fill value."""
     ones = np.ones_like(a, *args, **kwargs)
     return astype(ones * fill_value, ones.dtype)
 

@@ -1,9 +1,9 @@
-"""Rules of what reads a part of an array: slices, rows, and elements named by integers or masks.
+"""Derivative rules of indexing: slices, rows, integer arrays and masks.
 
-What was read twice is added. The places are worked out on the host, and the elements are added by
-``ops.segment_sum``, in the order in which they were read: the same bits every time, on NumPy's
-arrays and on CuPy's, which have no ``np.add.at``. Rows that a gather took from a Variable stay
-rows: ``IndexedSlices``.
+Gradients of elements that were read twice are added. Positions are computed on the host, and
+``ops.segment_sum`` adds the elements in the order in which they were read: deterministic for NumPy
+and CuPy arrays, which have no ``np.add.at``. The gradient of rows gathered from a Variable is
+``IndexedSlices``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Shape = tuple[int, ...]
 
 @traceable
 def embedding_lookup(params: Any, ids: Any) -> Any:
-    """The rows ``ids`` of ``params`` (tf.nn.embedding_lookup).
+    """Returns the rows ``ids`` of ``params`` (tf.nn.embedding_lookup).
 
     The gradient of a Variable that is only looked up is ``IndexedSlices``: a row for each id, in
-    their order, whether an id comes twice or not.
+    order, also for duplicate ids.
 
     Args:
         params: a Variable, or an array ``(rows, …)``.
@@ -45,7 +45,7 @@ def embedding_lookup(params: Any, ids: Any) -> Any:
 
     Raises:
         TypeError: ``params`` has no rows, or ``ids`` are not integers.
-        InvalidArgumentError: (a ``ValueError``) one is negative or not below the number of rows.
+        InvalidArgumentError: (a ``ValueError``) an id is negative or not below the number of rows.
     """
     if not getattr(params, "shape", ()):
         kind = type(params).__name__
@@ -63,7 +63,7 @@ def embedding_lookup(params: Any, ids: Any) -> Any:
 
 @traceable
 def rows_added(values: Any, rows: Any, shape: Shape) -> Any:
-    """Zeros of ``shape`` to which ``values[k]`` is added at row ``rows[k]``."""
+    """Adds ``values[k]`` to row ``rows[k]`` of zeros of ``shape``."""
     return _added_by_segments(values, rows, shape)
 
 
@@ -73,7 +73,7 @@ def _added_by_segments(values: Any, rows: Any, shape: Shape) -> Any:
 
 @traceable
 def put_back(values: Any, index: Any, shape: Shape) -> Any:
-    """Zeros of ``shape`` with ``values`` at a basic index."""
+    """Writes ``values`` to a basic index of zeros of ``shape``."""
     whole = np.zeros_like(values, shape=shape)
     whole[index] = values
     return whole
@@ -88,7 +88,7 @@ def _put_back(out: Any, values: Any, index: Any, shape: Shape) -> tuple[Maker]:
 
 
 def _scattered(g: Any, flat: Any, shape: Shape) -> Any:
-    """The elements of ``g``, added at the places ``flat`` of an array of ``shape``."""
+    """Adds the elements of ``g`` at the flat positions of zeros of ``shape``."""
     size = math.prod(shape)
     return np.reshape(rows_added(np.reshape(g, (-1,)), flat, (size,)), shape)
 
@@ -99,7 +99,7 @@ def _is_basic(index: Any) -> bool:
 
 
 def _on_host(index: Any) -> Any:
-    """An index whose arrays are NumPy's."""
+    """Converts the arrays of an index to NumPy."""
     if isinstance(index, tuple):
         return tuple(_on_host(each) for each in index)
     if isinstance(index, _BASIC):
@@ -121,7 +121,7 @@ def _index_into(out: Any, x: Any, index: Any) -> tuple[Maker]:
 
 
 def _gathered(shape: Shape, rows: Any) -> VJP:
-    """To the rows of an array of ``shape``: IndexedSlices, unless the gradient is traced."""
+    """The VJP of gathering rows: IndexedSlices, unless the gradient is traced."""
 
     def vjp(g: Any) -> Any:
         if isinstance(g, Traceable):
@@ -145,7 +145,7 @@ def _embedding_lookup(out: Any, params: Any, ids: Any) -> tuple[Maker]:
 def _take(
     out: Any, a: Any, indices: Any, axis: Any = None, _out: Any = None, mode: str = "raise"
 ) -> tuple[Maker]:
-    """Along the first axis: rows. As by ``np.take``, an index may count from the end."""
+    """The rule of ``np.take``; along the first axis it gathers rows."""
     shape = shape_of(a)
     flat = axis is None
     along = 0 if flat else normalized(axis, len(shape))

@@ -1,4 +1,4 @@
-"""Rules of products of matrices and tensors."""
+"""Derivative rules of matrix and tensor products."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .unsupported import no_rule
 
 
 def _matmul(out: Any, x1: Any, x2: Any, **kwargs: Any) -> tuple[Maker, Maker]:
-    """Vectors are matrices of one row, or one column, for the time being."""
+    """The rule of ``np.matmul``; treats vectors as matrices of one row or column."""
     x1, x2 = _array(x1), _array(x2)
     left, right = x1.shape, x2.shape
 
@@ -35,7 +35,7 @@ def _matmul(out: Any, x1: Any, x2: Any, **kwargs: Any) -> tuple[Maker, Maker]:
 
 
 def _array(x: Any) -> Any:
-    """A list as an array; arrays of any library stay."""
+    """Converts a list to an array; returns arrays of any library unchanged."""
     return x if hasattr(x, "ndim") else np.asarray(x)
 
 
@@ -49,7 +49,7 @@ def _dot(a: Any, b: Any) -> Any:
 
 
 def _scalar(a: Any, b: Any) -> bool:
-    """Whether one of the two has no axis."""
+    """Whether one of the operands is zero-dimensional."""
     return not shape_of(a) or not shape_of(b)
 
 
@@ -69,7 +69,7 @@ def _vdot(a: Any, b: Any) -> Any:
 
 
 def _axes(axes: Any, left: int, right: int) -> tuple[list[int], list[int]]:
-    """Over which axes of each operand ``tensordot`` adds, counted from the front."""
+    """The axes of each operand over which ``tensordot`` sums, nonnegative."""
     if isinstance(axes, Sequence | np.ndarray):
         first, second = axes
         return [normalized(int(x), left) for x in np.ravel(first)], [
@@ -101,10 +101,10 @@ def _tensordot(out: Any, a: Any, b: Any, axes: Any = 2) -> tuple[Maker, Maker]:
 
 
 def _labels(subscripts: str, operands: Sequence[Any]) -> tuple[list[str], str]:
-    """The letters of each operand and of the result, the ellipsis spelled out.
+    """The letters of each operand and of the result, with the ellipsis expanded.
 
     Raises:
-        NotImplementedError: a letter twice in one operand.
+        NotImplementedError: a letter occurs twice in one operand.
     """
     given, arrow, result = subscripts.replace(" ", "").partition("->")
     terms = given.split(",")
@@ -144,7 +144,7 @@ def _einsum(out: Any, subscripts: Any, *operands: Any, **kwargs: Any) -> tuple[M
 
         def vjp(g: Any) -> Any:
             found = np.einsum(formula, g, *rest)
-            if len(kept) < len(mine):  # a letter of this operand alone, over which it was added
+            if len(kept) < len(mine):  # a letter of this operand only, which was summed over
                 extents = iter(shape_of(found))
                 open_shape = [next(extents) if x in kept else 1 for x in range(len(mine))]
                 found = np.reshape(found, open_shape)

@@ -1,7 +1,7 @@
-"""Functions that losses are made of and NumPy has not, each with its rule.
+"""Functions for losses that NumPy does not have, with their derivative rules.
 
-All take NumPy's arrays, CuPy's, Variables and traced values, and keep the dtype; those that add
-compute halves in float32 and round once.
+All take NumPy and CuPy arrays, Variables and traced values, and keep the dtype; those that sum
+compute 16-bit floats in float32 and round once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["logsumexp", "relu", "sigmoid", "softmax_cross_entropy"]
 
 @traceable
 def relu(x: Any) -> Any:
-    """``max(x, 0)``; its slope at 0 is 0."""
+    """``max(x, 0)``; its derivative at 0 is 0."""
     return np.maximum(x, 0)
 
 
@@ -40,21 +40,21 @@ def logsumexp(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
     Args:
         x: an array.
         axis: None for all, an integer or a tuple of them.
-        keepdims: as of ``np.sum``.
+        keepdims: as in ``np.sum``.
     """
     if is_half(x):
         return astype(logsumexp(widened(x), axis, keepdims), x.dtype)
     shape = shape_of(x)
     top = np.max(x, axis=axis, keepdims=True)
     top = np.where(np.isfinite(top), top, np.zeros_like(top))  # inf - inf would be nan
-    with np.errstate(divide="ignore"):  # of -inf alone
+    with np.errstate(divide="ignore"):  # if all are -inf
         found = np.log(np.sum(np.exp(x - top), axis=axis, keepdims=True)) + top
     return found if keepdims else np.reshape(found, _reduced(shape, axis))
 
 
 @traceable
 def softmax_cross_entropy(logits: Any, labels: Any) -> Any:
-    """How far ``softmax(logits)`` is from ``labels``, for each example.
+    """Cross entropy of ``softmax(logits)`` and ``labels``, for each example.
 
     Args:
         logits: ``(…, classes)``.
@@ -62,12 +62,12 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Any:
             ``(…, classes)`` floats, the probability of each class.
 
     Returns:
-        The losses, ``(…,)``, of the dtype of ``logits``.
+        The losses, ``(…,)``, in the dtype of ``logits``.
 
     Raises:
-        ValueError: shapes that do not fit.
-        InvalidArgumentError: (a ``ValueError``) a class below 0, or not below the number of
-            classes. Of labels on a GPU nobody waits to find out: their loss is 0.
+        ValueError: the shapes do not match.
+        InvalidArgumentError: (a ``ValueError``) a class is negative or not below the number of
+            classes. Labels on a GPU are not checked, and their loss is 0.
     """
     labels = _array(labels, logits)
     _check_classes(labels, logits.shape[-1])
@@ -80,7 +80,7 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Any:
 
 
 def _array(labels: Any, logits: Any) -> Any:
-    """Labels of a list as an array that lies where ``logits`` do."""
+    """Converts a list of labels to an array of the library of ``logits``."""
     return labels if hasattr(labels, "dtype") else np.asarray(np.asarray(labels), like=logits)
 
 
@@ -101,23 +101,23 @@ def _reduced(shape: tuple[int, ...], axis: Any) -> tuple[int, ...]:
 
 
 def _as_probabilities(logits: Any, labels: Any) -> Any:
-    """``labels`` as an array of the shape and dtype of ``logits``."""
+    """Converts ``labels`` to an array of the shape and dtype of ``logits``."""
     shape, labels = shape_of(logits), _array(labels, logits)
     if labels.dtype.kind not in "iub":
         if shape_of(labels) != shape:
-            raise ValueError(f"labels have the shape {shape_of(labels)}, the logits {shape}")
+            raise ValueError(f"labels have shape {shape_of(labels)}; expected {shape}, as logits")
         return labels if labels.dtype == logits.dtype else labels.astype(logits.dtype)
     if shape_of(labels) != shape[:-1]:
         raise ValueError(
-            f"integer labels have the shape {shape_of(labels)}; logits {shape} need a class for "
-            f"each example, {shape[:-1]}"
+            f"integer labels have shape {shape_of(labels)}; logits of shape {shape} need "
+            f"{shape[:-1]}, a class for each example"
         )
     classes = np.arange(shape[-1], like=labels)
     return (labels[..., None] == classes).astype(logits.dtype)
 
 
 def _rounded(term: Any, of: Any) -> Any:
-    """What was computed in float32 for halves ``of``, in their dtype."""
+    """Converts a term that was computed in float32 back to the dtype of ``of``."""
     return astype(term, of.dtype) if is_half(of) else term
 
 
@@ -127,7 +127,7 @@ def _logsumexp(out: Any, x: Any, axis: Any = None, keepdims: bool = False) -> tu
     def vjp(g: Any) -> Any:
         if not is_half(x):
             return np.reshape(g, kept) * np.exp(x - np.reshape(out, kept))
-        wide = widened(x)  # the result is rounded: its slope is that of the sum
+        wide = widened(x)  # out is rounded: recompute it in float32
         share = np.exp(wide - logsumexp(wide, axis, keepdims=True))
         return _rounded(np.reshape(g, kept) * share, x)
 

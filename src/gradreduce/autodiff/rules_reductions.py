@@ -1,4 +1,4 @@
-"""Rules of operations that take axes away, and of sums that run along one."""
+"""Derivative rules of reductions and cumulative sums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .unsupported import no_rule
 
 
 def _only(name: str, **extras: Any) -> None:
-    """Raises for what the rules do not know."""
+    """Raises for arguments that the rules do not support."""
     for key, value in extras.items():
         if value is not None and value is not True:
             raise no_rule(f"np.{name}(..., {key}=)")
@@ -27,9 +27,9 @@ def _num_reduced(shape: tuple[int, ...], axis: Any) -> int:
 
 
 def _over(g: Any, count: float) -> Any:
-    """``g / count`` in the dtype of ``g``, of which NumPy 1 makes float64 if it is a number.
+    """``g / count`` in the dtype of ``g``; NumPy 1 would return float64 for a scalar.
 
-    Halves end at 65504, so that a count beyond would be infinite.
+    float16 ends at 65504, so a larger count would be infinite.
     """
     share = g / count if count < 60_000 else g * (1 / count)
     return share if share.dtype == g.dtype else share.astype(g.dtype)
@@ -75,7 +75,7 @@ def _max(
     initial: Any = None,
     where: Any = True,
 ) -> tuple[Maker]:
-    """Also of min. Equal largest ones share the gradient evenly, as in TensorFlow."""
+    """The rule of max and min; equal extremes share the gradient, as in TensorFlow."""
     _only("max", initial=initial, where=where)
     kept = kept_shape(shape_of(a), axis)
 
@@ -98,7 +98,7 @@ def _prod(
     initial: Any = None,
     where: Any = True,
 ) -> tuple[Maker]:
-    """The product of the others: of those before it and those behind, without a division."""
+    """The rule of ``np.prod``; multiplies the other elements, without a division."""
     _only("prod", initial=initial, where=where)
     shape = shape_of(a)
     axes = reduced_axes(axis, len(shape))
@@ -116,7 +116,7 @@ def _prod(
 
 
 def _product_before(x: Any) -> Any:
-    """Of each element those before it along the last axis, in a logarithm of steps."""
+    """The product of all earlier elements along the last axis, in O(log n) steps."""
     product = np.concatenate([np.ones_like(x[..., :1]), x[..., :-1]], axis=-1)
     step = 1
     while step < x.shape[-1]:
@@ -135,11 +135,11 @@ def _centred(a: Any, axis: Any) -> Any:
 def _deviation(
     name: str, factor: Callable[[Any], Callable[[Any, float], Any]]
 ) -> Callable[..., tuple[Maker]]:
-    """The rule of ``np.var`` or ``np.std``: a factor times how far each element is off the mean.
+    """Makes the rule of ``np.var`` or ``np.std``: a factor times ``a - mean(a)``.
 
     Args:
         name: which of the two.
-        factor: given the result, makes what gets the gradient and the count, and gives the factor.
+        factor: takes the result, and returns a function from gradient and count to the factor.
     """
 
     def rule(
@@ -168,7 +168,7 @@ def _of_var(out: Any) -> Callable[[Any, float], Any]:
 
 
 def _of_std(out: Any) -> Callable[[Any, float], Any]:
-    """Zero where all are equal, which is where it has no slope."""
+    """The factor of ``np.std``; zero if all are equal, where it has no derivative."""
     return lambda g, count: _over(g / np.where(out == 0, np.ones_like(out), out), count)
 
 

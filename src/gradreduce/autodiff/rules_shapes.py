@@ -1,4 +1,4 @@
-"""Rules of operations that move elements and leave them as they are."""
+"""Derivative rules of operations that move or copy elements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .unsupported import no_rule
 
 
 def _reshaped(out: Any, a: Any, *args: Any, **kwargs: Any) -> tuple[Maker]:
-    """Of every operation that gives the same elements in the same order."""
+    """The rule of operations that keep the elements and their order."""
     if any(isinstance(each, str) and each != "C" for each in (*args, *kwargs.values())):
         raise no_rule("np.reshape(..., order=) other than 'C'")
     shape = shape_of(a)
@@ -85,12 +85,12 @@ def _stack(out: Any, arrays: Sequence[Any], axis: int = 0, _out: Any = None) -> 
 
 
 def _of_rows(vjps: Sequence[VJP]) -> VJP:
-    """That of an array whose rows were joined, as the elements of a list are."""
+    """The VJP of an array whose rows were joined like elements of a list."""
     return lambda g: np.stack([vjp(g) for vjp in vjps])
 
 
 def _repeat(a: Any, repeats: Any, axis: int | None = None) -> Any:
-    """Of every element as often."""
+    """``np.repeat`` with one count for all elements."""
     if not isinstance(repeats, int | np.integer):
         raise no_rule("np.repeat(..., repeats=) other than one integer")
     if axis is None:
@@ -149,9 +149,9 @@ def _split(ary: Any, indices_or_sections: Any, axis: int = 0) -> list[Any]:
 def _sum_of(
     out: Any, inputs: Sequence[Any], *args: Any, output_type: str | None = None, **kwargs: Any
 ) -> tuple[Maker]:
-    """Of ``add_n`` and its like: each term has the whole gradient."""
+    """The rule of ``add_n`` and the like: each term gets the whole gradient."""
     if output_type not in (None, "numpy", "cupy"):
-        raise no_rule(f"a sum of terms output_type={output_type!r}")
+        raise no_rule(f"a sum with output_type={output_type!r}")
     return (lambda item: lambda g: g,)
 
 
@@ -166,7 +166,7 @@ def _trace(a: Any) -> Any:
 
 def _diagonal(a: Any) -> Any:
     if a.ndim != 2:
-        raise no_rule("np.diagonal of what is no matrix")
+        raise no_rule("np.diagonal of an array that is not a matrix")
     indices = np.arange(min(a.shape))
     return a[indices, indices]
 

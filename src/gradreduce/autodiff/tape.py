@@ -1,29 +1,27 @@
-"""How a loss in plain NumPy is differentiated: what it did is written down, and walked backwards.
+"""Reverse-mode differentiation of NumPy losses: records operations on a tape.
 
-**Forward.** A Variable that a loss reads becomes a ``Traced`` value. NumPy asks such a value what
-to do with it: ``np.tanh(x)`` calls its ``__array_ufunc__``, ``np.sum(x)`` its
-``__array_function__``, and operators and methods end in one of the two. Each time ``apply`` does
-the operation on the plain arrays, by the same NumPy function, which CuPy's arrays answer in turn,
-and asks the operation's *rule* how a change of the result goes back to each operand. The result is
-a new ``Traced`` value: the array, and a ``Node`` that knows its parents and, for each, a function
-from the gradient of the result to a *term* of the gradient of the parent. Such a function holds
-only the operands that it needs; the node itself holds no array, so that a value ends when neither
-the loss nor a rule needs it.
+**Forward.** A Variable that a loss reads becomes a ``Traced`` value. NumPy dispatches to such a
+value: ``np.tanh(x)`` calls its ``__array_ufunc__``, ``np.sum(x)`` its ``__array_function__``, and
+operators and methods call one of the two. ``apply`` then calls the same NumPy function on the plain
+arrays (which dispatches to CuPy for CuPy arrays), and the operation's *rule* for the derivatives.
+The result is a new ``Traced`` value: the array, and a ``Node`` with its parents and, for each, a
+function from the gradient of the result to a *term* of the gradient of the parent. Such a function
+holds only the operands that it needs; the node itself holds no array, so that a value is freed when
+neither the loss nor a rule needs it.
 
-**Backward.** A tensor that was used n times gets n terms. ``walk.py`` starts at the loss with its
-gradient. Of all nodes whose terms have all come it takes the one that leads to the earliest use of
-a tensor, has its terms combined to its gradient, and hands each parent its term. So the terms of
-one tensor come in the order of its uses, as far as no use waits for a later one, as the steps of a
-recurrent network do; ``TermAccumulator`` combines them, by the AggregationMethod of the call, as
-they come.
+**Backward.** A tensor that was used n times gets n terms. ``backward.py`` starts at the loss with
+its gradient. Among all nodes whose terms are complete, it picks the one that leads to the earliest
+use of a tensor, combines its terms to its gradient, and computes a term for each parent. So the
+terms of one tensor arrive in the order of its uses, unless a use depends on a later one, as in a
+recurrent network; ``TermAccumulator`` combines them as they arrive, by the AggregationMethod.
 
-**Twice.** A loss may compute gradients itself. Each call is a ``Trace`` with a level, one above
-that of the call around it; an operation belongs to the highest trace among its operands, which sees
-the values of the others as plain arrays, and they may in turn be traced values of an outer one.
-Rules are written with NumPy's functions, so that the outer trace sees the inner walk like any
+**Nested.** A loss may compute gradients itself. Each call is a ``Trace`` with a level, one above
+that of the enclosing call. An operation belongs to the highest trace among its operands; it sees
+the values of the others as plain arrays, which may be traced values of an enclosing call. Rules are
+written with NumPy's functions, so that the outer trace records the inner backward pass like any
 other arithmetic.
 
-Nothing here is shared between threads, and nothing outlives a call but what it has returned.
+Nothing here is shared between threads, and only the results outlive a call.
 """
 
 from __future__ import annotations
@@ -61,11 +59,11 @@ class Trace:
     """One call of a loss.
 
     Args:
-        outer: the call around it.
+        outer: the enclosing call.
 
     Attributes:
-        level: how many calls are around it.
-        closed: whether it is over; what it made is then plain data.
+        level: the number of enclosing calls.
+        closed: whether it has ended; its values are then plain data.
     """
 
     __slots__ = ("closed", "level", "num_nodes")
@@ -76,24 +74,24 @@ class Trace:
         self.num_nodes = 0
 
     def leaf(self, value: Any, device: Device, terms: TermAccumulator) -> Traced:
-        """A value to differentiate by; ``terms`` gathers its gradient."""
+        """Creates a leaf, whose gradient ``terms`` accumulates."""
         node = Node(self, value, device, (), ())
         node.terms = terms
         return Traced(value, node)
 
 
 class Node:
-    """How a traced value was made; holds neither the value nor its gradient.
+    """A recorded operation; holds neither its result nor the gradient.
 
     Attributes:
-        trace: of which call.
-        number: how many nodes of the trace were made before.
+        trace: the call that it belongs to.
+        number: of earlier nodes of the trace.
         shape: of the value.
         dtype: of the value.
-        device: the logical device that it is thought to lie on: that of its first parent.
-        parents: of the operands that are traced.
-        vjps: for each, from this gradient to a term of its.
-        terms: of a leaf, where its terms go.
+        device: the logical device of the value: that of its first parent.
+        parents: the nodes of the traced operands.
+        vjps: for each parent, maps the gradient of this node to a term of the parent's.
+        terms: of a leaf, accumulates its terms.
     """
 
     __slots__ = ("device", "dtype", "number", "parents", "shape", "terms", "trace", "vjps")
@@ -116,12 +114,12 @@ class Node:
 
 
 class Traced(ArrayMethods, Traceable):
-    """An array whose uses a loss writes down. Never written; arithmetic makes new ones.
+    """A traced array: operations on it are recorded and return new traced arrays.
 
     Attributes:
-        value: the array: NumPy's, CuPy's, or a traced value of the call around this one.
-        node: how it was made.
-        is_view: whether it lies in the memory of another, which ``+=`` on arrays would change too.
+        value: a NumPy or CuPy array, or a traced value of the enclosing call.
+        node: the recorded operation.
+        is_view: whether it shares memory with another value, which NumPy's ``+=`` would change.
     """
 
     __slots__ = ("is_view", "node", "value")
@@ -144,12 +142,12 @@ class Traced(ArrayMethods, Traceable):
         return self.node.dtype
 
     def copy(self, order: str = "C") -> Traced:
-        """As of an array; of the same memory, which is never written."""
+        """As of an array; shares the memory, because traced values are immutable."""
         return Traced(self.value, self.node)
 
     def _replaced(self, made: Any) -> Any:
         if not self.shape:
-            return made  # as of one of NumPy's numbers, whose += makes another
+            return made  # as for a NumPy scalar, whose += creates a new one
         if self.is_view and not self.node.trace.closed:
             raise view_written()
         if made.shape != self.shape:
@@ -187,7 +185,7 @@ class Traced(ArrayMethods, Traceable):
         return apply(function, args, kwargs)
 
     def __cupy_override_elementwise_kernel__(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        """CuPy's own functions, which do not know NumPy's protocols, ask this."""
+        """Called by CuPy's own functions, which do not use NumPy's protocols."""
         function = getattr(np, str(kernel.name).removeprefix("cupy_"), None)
         if isinstance(function, np.ufunc):
             if len(args) > function.nin:
@@ -224,26 +222,26 @@ class Traced(ArrayMethods, Traceable):
 
 
 def _after_loss(given: Traced, what: str) -> Any:
-    """The plain data that a traced value has become with the end of its loss."""
+    """Returns the plain data of a traced value after the end of its loss."""
     plain = resolve(given)
     if isinstance(plain, Traced):
         raise TypeError(
-            f"a traced value cannot become {what} inside its loss, where its gradient would be "
-            "lost: np.stack joins several, gr.autodiff.stop_gradient(x) is the plain value"
+            f"cannot convert a traced value to {what} inside its loss, because its gradient would "
+            "be lost: join several with np.stack, or pass gr.autodiff.stop_gradient(x)"
         )
     return plain
 
 
 def _is_open(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operand is traced by a loss that is being computed."""
+    """Whether an operand is traced by a loss that has not ended."""
     given = [resolve(each) for each in (*args, *kwargs.values())]
     return _highest(given) is not None
 
 
 def _resolve_all(kwargs: dict[str, Any], out: Any) -> dict[str, Any]:
-    """Named arguments as plain data, where the result is written to ``out``."""
+    """Resolves keyword arguments to plain data, if the result is written to ``out``."""
     if any(isinstance(each, Traced) for each in (out if isinstance(out, tuple) else (out,))):
-        raise TypeError("a traced value cannot be written, after its loss either")
+        raise TypeError("a traced value cannot be written, not even after its loss")
     return {name: resolve(given) for name, given in kwargs.items()}
 
 
@@ -251,9 +249,9 @@ _REDUCED = {np.add: np.sum, np.multiply: np.prod, np.maximum: np.max, np.minimum
 
 
 def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """``function(*args, **kwargs)`` of which some operands are traced: a traced value.
+    """Calls ``function`` with traced operands, and records it; returns a traced value.
 
-    A plain one where nothing of it can change: comparisons, integers.
+    The result of comparisons and of integers is a plain value.
 
     Raises:
         NotImplementedError: ``function`` has no rule, or the result is complex.
@@ -285,7 +283,7 @@ def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _vjp(function: Any, makers: Sequence[Maker], place: int, item: int | None) -> VJP:
-    """That of one operand: an argument, or the element of a list of arrays."""
+    """The VJP of one operand: an argument, or an element of a list of arrays."""
     if place >= len(makers):
         raise no_rule(f"{name_of(function)} with a traced argument {place}")
     if item is None:
@@ -296,17 +294,17 @@ def _vjp(function: Any, makers: Sequence[Maker], place: int, item: int | None) -
 
 
 def _is_part(value: Any, of: Any) -> bool:
-    """Whether an array lies in the memory of another."""
+    """Whether an array is a view of another."""
     value, of = _unwrap(value), _unwrap(of)
     base = getattr(value, "base", None)
     return base is not None and (base is of or base is getattr(of, "base", None))
 
 
 def _by_rule(function: Any, rule: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What a rule says; of arguments that it has not, that there is none."""
+    """Calls a rule; raises ``no_rule`` for arguments that it does not have."""
     try:
         return rule(*args, **kwargs)
-    except TypeError:  # to bind them first would cost as much as the operation
+    except TypeError:  # binding them first would cost as much as the operation
         try:
             inspect.signature(rule).bind(*args, **kwargs)
         except TypeError as error:
@@ -315,7 +313,7 @@ def _by_rule(function: Any, rule: Any, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Operands given by name, by their place in the rule, whose parameters are named alike."""
+    """Moves operands passed by name to their position in the rule's parameters."""
     check_operand([*kwargs.values()])
     if not any(holds_traceable(given) for given in kwargs.values()):
         return args, kwargs
@@ -336,7 +334,7 @@ def _bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _unwrap(given: Any) -> Any:
-    """An argument that nothing can be differentiated by, as a plain array."""
+    """The plain array of an argument that needs no gradient."""
     given = resolve(given)
     while isinstance(given, Traced):
         given = given.value
@@ -344,7 +342,7 @@ def _unwrap(given: Any) -> Any:
 
 
 def resolve(given: Any) -> Any:
-    """An argument with its Variables read, and what an earlier loss has left as plain data."""
+    """Reads the Variables of an argument, and unwraps values of losses that have ended."""
     if isinstance(given, Traced):
         while isinstance(given, Traced) and given.node.trace.closed:
             given = given.value
@@ -368,7 +366,7 @@ def _highest(args: Sequence[Any]) -> Trace | None:
 
 
 def _plain(given: Any, top: Trace, place: int, operands: list[tuple[int, int | None, Node]]) -> Any:
-    """An argument as ``top`` sees it, below its own level; its operands are noted."""
+    """Unwraps values of ``top`` in an argument, and appends their nodes to ``operands``."""
     if isinstance(given, Traced):
         if given.node.trace is not top:
             return given

@@ -1,7 +1,4 @@
-"""What a loss must not do, because its gradient would be lost or wrong, and how it is told.
-
-Never differentiates.
-"""
+"""Errors for operations in a loss whose gradient would be lost or wrong."""
 
 from __future__ import annotations
 
@@ -24,14 +21,14 @@ __all__ = [
     "would_write",
 ]
 
-#: Of functions whose ``out`` may be given by its place: which place.
+#: The position of ``out`` in functions that take it as a positional argument.
 _OUT_PLACES = {
     np.sum: 3, np.mean: 3, np.prod: 3, np.var: 3, np.std: 3, np.cumsum: 3,
     np.max: 2, np.amax: 2, np.min: 2, np.amin: 2, np.clip: 3, np.take: 3,
     np.concatenate: 2, np.stack: 2, np.dot: 2, np.outer: 2, np.trace: 5,
     np.argmax: 2, np.argmin: 2, np.all: 2, np.any: 2, np.round: 2, np.around: 2, np.fix: 1,
 }  # fmt: skip
-#: Of ufuncs: what changes no more than the dtype and the layout of the result.
+#: Keywords of ufuncs that change only the dtype and the layout of the result.
 _HARMLESS = frozenset({"dtype", "casting", "order", "subok"})
 _PLAIN = frozenset(
     {np.ndarray, np.float16, np.float32, np.float64, np.int64, float, int, bool, slice, type(None)}
@@ -39,61 +36,60 @@ _PLAIN = frozenset(
 
 
 class WriteError(NotImplementedError, TypeError):
-    """A loss writes into an array what it computed."""
+    """A loss writes a traced value into an array."""
 
 
 def no_rule(name: str) -> NotImplementedError:
-    """What an operation without a rule raises."""
+    """The error of an operation without a derivative rule."""
     return NotImplementedError(
-        f"{name} has no rule of differentiation here; write it in other operations, wrap what "
-        "needs no gradient in gr.autodiff.stop_gradient(...), or return a PyTorch tensor from the "
-        "loss (gr.Variables are tensors in torch functions): then PyTorch differentiates"
+        f"{name} has no derivative rule; express it by other operations, wrap values that need no "
+        "gradient in gr.autodiff.stop_gradient(...), or return a PyTorch tensor from the loss, "
+        "which PyTorch differentiates (torch functions accept a gr.Variable as a tensor)"
     )
 
 
 def name_of(function: Any) -> str:
-    """As users write it."""
+    """The name of a function as users write it."""
     module = getattr(function, "__module__", None) or ""
     prefix = "gr" if module.startswith("gradreduce") else "np" + module.removeprefix("numpy")
     return f"{prefix}.{getattr(function, '__name__', function)}"
 
 
 def out_of(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Into what a function is to write its result, by name or by place; None: a new array."""
+    """The ``out`` argument of a call, by name or by position; None for a new array."""
     out = kwargs.get("out")
     index = _OUT_PLACES.get(function)
     return args[index] if out is None and index is not None and len(args) > index else out
 
 
 def would_write(name: str) -> WriteError:
-    """What ``out=`` raises, and ``a += b`` of an array ``a`` that is not traced."""
+    """The error of ``out=``, and of ``a += b`` if ``a`` is not traced."""
     return WriteError(
-        f"{name} would write a traced value, or into one: a loss has no out= and no a += b of an "
-        "array; write a = a + b"
+        f"{name} would write into an array: a loss does not support out=, or a += b of an array "
+        "a that is not traced; write a = a + b"
     )
 
 
 def view_written() -> WriteError:
-    """What ``a += b`` raises of a part of another traced value, which NumPy would change too."""
+    """The error of ``a += b`` if ``a`` is a view of another traced value."""
     return WriteError(
-        "a += b, where a is a part or another shape of a traced value, would leave that value as "
-        "it is, and NumPy would not: write a = a + b, and build the whole by np.where, "
-        "np.concatenate or np.stack"
+        "a += b is not supported if a is a view of a traced value, which NumPy would change too: "
+        "write a = a + b, and build the whole array with np.where, np.concatenate or np.stack"
     )
 
 
 def check_keywords(ufunc: Any, kwargs: dict[str, Any]) -> None:
-    """Raises for what changes the meaning of a ufunc, which its rule does not know."""
+    """Raises for keywords of a ufunc that its rule does not support."""
     for key, value in kwargs.items():
         if key not in _HARMLESS and not (key == "where" and value is True):
             raise no_rule(f"{name_of(ufunc)}(..., {key}=)")
 
 
 def check_operand(given: Any) -> None:
-    """Raises for an array, or a list of some, whose own arithmetic is not that of NumPy's arrays.
+    """Raises for arrays whose arithmetic differs from NumPy's.
 
     Raises:
-        TypeError: a tensor of PyTorch's, a masked array, an np.matrix.
+        TypeError: a PyTorch tensor, a masked array or an np.matrix, also in a list.
     """
     if type(given) in _PLAIN:
         return
@@ -102,15 +98,15 @@ def check_operand(given: Any) -> None:
             check_operand(each)
     elif isinstance(given, np.ndarray):
         if isinstance(given, np.matrix):
-            raise TypeError("an np.matrix is multiplied otherwise: pass np.asarray(matrix)")
+            raise TypeError("np.matrix is not supported: pass np.asarray(matrix)")
         if hasattr(given, "mask"):
-            raise TypeError("a masked array would lose its mask: pass .filled(0)")
+            raise TypeError("masked arrays are not supported: pass .filled(0)")
     elif is_tensor(given):
         raise beside_tensor()
 
 
 def is_float(function: Any, value: Any) -> bool:
-    """Whether a result can change with its operands; integers are constants."""
+    """Whether a result is differentiable: floats are, integers are constants."""
     if not hasattr(value, "dtype") or is_tensor(value):
         raise no_rule(f"{name_of(function)} with {type(value).__name__} as its result")
     if value.dtype.kind == "c":
@@ -121,8 +117,8 @@ def is_float(function: Any, value: Any) -> bool:
 
 
 def beside_tensor() -> TypeError:
-    """What a traced value and a tensor in one operation raise."""
+    """The error of an operation on a traced value and a PyTorch tensor."""
     return TypeError(
-        "a value that NumPy's tape traces has come together with a PyTorch tensor: in such a loss "
+        "an operation mixes a traced NumPy value and a PyTorch tensor: in a PyTorch loss "
         'write variable.read("torch") * 2 instead of variable * 2'
     )

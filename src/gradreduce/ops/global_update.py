@@ -27,7 +27,7 @@ def global_update(
     device: Device | None = None,
     queue: Queue = "compute",
 ) -> None:
-    """Updates variables by a rule with the mean of a sum, and copies them, in one pass.
+    """Updates variables by a rule with a mean gradient, and copies them, in one pass.
 
     One launch for all rows of the same dtypes.
 

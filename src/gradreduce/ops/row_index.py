@@ -129,7 +129,7 @@ def merged_row_index(sums: Sequence[RowIndex], *, mean: bool) -> tuple[Segments,
 
 
 def alike(divisors: Sequence[Divisor], segments: Sequence[Segments]) -> list[Divisor]:
-    """Expands divisors to arrays unless all are one kind, so that one launch can take all."""
+    """Expands divisors to arrays if they differ, so that one launch takes all."""
     numbers = {by for by in divisors if isinstance(by, float)}
     if len(numbers) < 2 and all(isinstance(by, float) for by in divisors):
         return list(divisors)

@@ -167,7 +167,7 @@ def run_local(table: Sequence[Arrays], rule: Rule, first: int, scalars: Sequence
 
 
 def run_global(table: Sequence[Arrays], rule: Rule, period: int, scalars: Sequence[float]) -> None:
-    """NumPy reference of a global update: the rule with the mean, and a copy of the result."""
+    """NumPy reference of a global update: the rule with the mean, and a copy."""
 
     def block(operands: Sequence[np.ndarray], scratch: Sequence[np.ndarray]) -> None:
         *changed, copy, total = operands
