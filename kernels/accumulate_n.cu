@@ -1,7 +1,7 @@
 // accumulate_n: total[t][i] = total[t][i] + in[t][0][i] + … + in[t][num_inputs-1][i], in place
 // order    left to right, the total first; one rounding per add, one at the store
-// types    <Total, In>: adds in the accumulate type of Total, to which each input is cast
-// aliasing an input may be the total exactly (then it counts as it was before the launch)
+// types    <Total, In>: adds in the accumulate dtype of Total, to which each input is cast
+// aliasing an input may be the total exactly (then its value before the launch is added)
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   none on rows, inputs or elements
 // reference src/gradreduce/ops/accumulate_n.py, bit-equal except subnormals (-ftz=true)

@@ -1,9 +1,9 @@
-// adam:    m += rest1*(grad - m); v += rest2*(grad*grad - v); var -= rate*m / (root(v) + epsilon)
-// adagrad: sum += grad*grad; var -= rate*grad / root(sum)
-// rmsprop: s += rest*(grad*grad - s); m = decay*m + rate*grad / root(s + epsilon); var -= m
-// rmsprop_centered: likewise, of the variance: c += rest*(grad - c), root(s - c*c + epsilon)
+// adam:    m += rest1*(grad - m); v += rest2*(grad*grad - v); var -= rate*m / (sqrt(v) + epsilon)
+// adagrad: sum += grad*grad; var -= rate*grad / sqrt(sum)
+// rmsprop: s += rest*(grad*grad - s); m = decay*m + rate*grad / sqrt(s + epsilon); var -= m
+// rmsprop_centered: likewise with the variance: c += rest*(grad - c), sqrt(s - c*c + epsilon)
 // order    as written, left to right, one rounding per operation (-fmad=false), one at each store
-// types    <T, State>: halves computed in float; State, of the slots, is T, or float with a master
+// types    <T, State>: 16-bit T computed in float; State (of the slots) is T, or float with a master
 // aliasing none: variable, master, slots and gradient are different arrays
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   none on rows or elements; num_written is that of T and State: operands before grad

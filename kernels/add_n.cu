@@ -1,6 +1,6 @@
 // add_n: out[t][i] = in[t][0][i] + in[t][1][i] + … + in[t][num_inputs-1][i], for every row t
-// order    left to right; one rounding per add in the accumulate type of In, one at the store
-// types    <Out, In, N>: halves accumulate in float; Out may be wider or narrower than In (a cast)
+// order    left to right; one rounding per add in the accumulate dtype of In, one at the store
+// types    <Out, In, N>: 16-bit types accumulate in float; Out may be wider or narrower than In (a cast)
 //          N: inputs known when compiled (their loads are in flight together); 0: any number
 // aliasing out may be any input exactly: every thread reads all inputs at i before it writes i
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices

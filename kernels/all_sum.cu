@@ -1,12 +1,12 @@
 // all_sum: every out[t][j][i] = ((in[0] + … + in[split-1]) + (in[split] + … + in[n-1])) / divisor
-// order    each half left to right, then the halves; split 0: one half. Divided (truly) if the
-//          divisor is not 1, in the accumulate type of In, before the one rounding at the store
-// types    <Out, In>: halves accumulate in float; integers take divisor 1 only
+// order    each group left to right, then both; split 0: one group. Divided (truly) if the
+//          divisor is not 1, in the accumulate dtype of In, before the one rounding at the store
+// types    <Out, In>: 16-bit types accumulate in float; integers take divisor 1 only
 // aliasing any out may be any in exactly: every thread reads all inputs at i before it writes i
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   none on rows, outputs, inputs or elements
 // reference src/gradreduce/ops/all_sum.py, bit-equal except subnormals (CuPy builds with -ftz=true)
-// source   own; the halves are those of hierarchical copy (all_reduce_cross_device_ops.md)
+// source   own; the groups are those of hierarchical copy (all_reduce_cross_device_ops.md)
 #include "common.cuh"
 
 template <typename Out, typename In> struct AllSum {

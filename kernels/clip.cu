@@ -1,6 +1,6 @@
 // clip: out[t][i] = in[t][i] * factor, with factor = limit * min(1 / norm, 1 / limit)
-// order    the factor in double, rounded to the accumulate type of T; one product, one store
-// types    <T>: halves multiplied in float; norm is one double in device memory
+// order    the factor in double, rounded to the accumulate dtype of T; one product, one store
+// types    <T>: 16-bit types multiplied in float; norm is one double in device memory
 // aliasing out may be in exactly
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   none; a norm that is infinite or NaN makes every element NaN

@@ -1,4 +1,4 @@
-// What kernels share: element types, 16-byte vectors, the pointer table and its loop.
+// Shared by all kernels: element types, 16-byte vectors, the pointer table and its loop.
 // No CUDA header is included: NVRTC carries none, and a host compiler needs none. The same text
 // is built three times: by NVRTC for a GPU, by g++ "exact" (every block and thread of a launch in
 // turn) and by g++ "fast" (GRADREDUCE_FAST: one thread, which the compiler may vectorise).
@@ -26,7 +26,7 @@ typedef unsigned long long u64;
 #define TABLE_ARGUMENT const Table
 #define UNROLL _Pragma("GCC unroll 16")
 #define NO_UNROLL
-#define INDEPENDENT _Pragma("GCC ivdep")  // operands alias exactly or not at all: the launcher saw to it
+#define INDEPENDENT _Pragma("GCC ivdep")  // operands alias exactly or not at all: checked by the launcher
 struct Dim3 { unsigned int x, y, z; };
 #if defined(GRADREDUCE_FAST)
 static constexpr Dim3 threadIdx = {0, 0, 0}, blockIdx = {0, 0, 0}, blockDim = {1, 1, 1}, gridDim = {1, 1, 1};

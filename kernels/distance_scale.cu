@@ -1,6 +1,6 @@
 // distance_scale: out = sum / (away * away / gamma + 1), away = center - pulled
 // order    as written, one rounding per operation (-fmad=false), one at the store
-// types    <T>: of center and pulled; halves computed in float, and the sum and out are float of them
+// types    <T>: of center and pulled; 16-bit types computed in float, sum and out are then float
 // aliasing out may be the sum exactly; all others are different arrays
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   none on rows or elements; gamma is above 0

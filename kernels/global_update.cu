@@ -6,7 +6,7 @@
 // global_rmsprop:  likewise
 // global_rmsprop_centered: likewise
 // order    the rule's, one rounding per operation (-fmad=false); the mean by a true division
-// types    <T, State>: see update.cu; the sum is T, or float of halves
+// types    <T, State>: see update.cu; the sum is T, or float for 16-bit T
 // aliasing none: variable, master, slots, copy, its master and sum are different arrays
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   none on rows or elements; period is 1 or more

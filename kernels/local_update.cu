@@ -6,10 +6,10 @@
 // local_rmsprop:  likewise
 // local_rmsprop_centered: likewise
 // order    the rule's, one rounding per operation (-fmad=false); the sum left to right
-// types    <T, State>: see update.cu; the sum is T, or float of halves
+// types    <T, State>: see update.cu; the sum is T, or float for 16-bit T
 // aliasing none: variable, master, slots, sum and gradient are different arrays
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
-// limits   none on rows or elements; first is 1 or 0: the sum is written, or read too
+// limits   none on rows or elements; first is 1 or 0: the sum is overwritten, or added to
 // reference src/gradreduce/ops/local_update.py, bit-equal except subnormals (CuPy builds with -ftz=true)
 // source   TensorFlow's AGNOptimizer (agn_optimizer.md): local update and accumulation
 #include "rules.cuh"

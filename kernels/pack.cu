@@ -1,10 +1,10 @@
 // pack: out[t][i] = in[t][i] / divisor for i < size of in[t], and 0 from there to the size of out[t]
-// order    one quotient, one rounding to Out (both left away where they change nothing)
-// types    <Out, In>: divided in the accumulate type of In; a double becomes a half by way of float;
+// order    one quotient, one rounding to Out (both omitted if they change nothing)
+// types    <Out, In>: divided in the accumulate dtype of In; double to 16-bit by way of float;
 //          integers take divisor 1 only
 // aliasing out and in may be the same exactly
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
-// limits   none; the other way (unpack) is the same kernel with the rows turned round
+// limits   none; unpacking is the same kernel with out and in exchanged
 // reference src/gradreduce/ops/pack.py, bit-equal except subnormals (CuPy builds with -ftz=true)
 // source   own
 #include "common.cuh"
@@ -23,7 +23,7 @@ template <typename Out, typename In> struct Pack {
     }
 
     template <int LANES> DEVICE void at(i64 i) const {
-        if (LANES > 1 && i + LANES > in_size) {  // the vector that reaches into the gap
+        if (LANES > 1 && i + LANES > in_size) {  // the vector across the end of in
             for (i64 l = i; l < i + LANES; ++l) at<1>(l);
             return;
         }

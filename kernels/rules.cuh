@@ -91,20 +91,20 @@ template <typename Acc> struct CenteredRmsProp {
     }
 };
 
-// ---- what a rule changes -------------------------------------------------------------------------
+// ---- operands of a rule -------------------------------------------------------------------------
 
 template <typename A, typename B> struct is_same { static constexpr bool value = false; };
 template <typename A> struct is_same<A, A> { static constexpr bool value = true; };
 
-// The operands that begin a row: var, [master,] slots. State is T, or float beside a half: then a
-// master goes before the slots and stands for the variable, as long as it rounds to it; if not, the
-// variable was assigned to, and counts.
+// The operands that begin a row: var, [master,] slots. State is T, or float with a 16-bit T: then a
+// master precedes the slots and replaces the variable, as long as it rounds to it; if not, the
+// variable was assigned to, and is used.
 template <template <typename> class Rule, typename T, typename State> struct Changed {
     static constexpr bool GROUPED = false;
     static constexpr bool MASTER = !is_same<T, State>::value;
     typedef typename accumulate<T>::type Acc;
     static constexpr int SLOTS = Rule<Acc>::SLOTS;
-    static constexpr int NEXT = 1 + MASTER + SLOTS;  // the operand behind them
+    static constexpr int NEXT = 1 + MASTER + SLOTS;  // the operand after them
     T* var;
     State* state[1 + SLOTS];  // the master (or nothing), and the slots
     Rule<Acc> rule;
@@ -117,7 +117,7 @@ template <template <typename> class Rule, typename T, typename State> struct Cha
         for (int k = 1; k <= SLOTS; ++k) state[k] = row.operand<State>(MASTER + k);
     }
 
-    // What the variable is then, unrounded.
+    // The updated variable, unrounded.
     template <int LANES>
     DEVICE Lanes<Acc, LANES> by(i64 i, const Lanes<Acc, LANES>& grad) const {
         Lanes<Acc, LANES> v = load<Acc, LANES>(var, i), slots[1 + SLOTS];

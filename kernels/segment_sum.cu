@@ -1,9 +1,9 @@
 // segment_sum: out[t][into[s]] = (values[t][order[b]] + … + values[t][order[e-1]]) / divisors[s]
 // order    left to right from b = bounds[s] to e = bounds[s+1], b < e; one rounding per add in the
-//          accumulate type of In; divided (truly) there if not by 1; where into[s] is ~row, cast to
-//          the accumulate type of Out and added to what the row holds; one rounding at the store
-// types    <Out, In>: halves accumulate in float; integers take divisor 1 only; indices are i64
-// aliasing none: out shares no byte with the operands behind it, and no row comes twice in into
+//          accumulate dtype of In; divided (truly) there if not by 1; where into[s] is ~row, cast to
+//          the accumulate dtype of Out and added to the row; one rounding at the store
+// types    <Out, In>: 16-bit types accumulate in float; integers take divisor 1 only; indices are i64
+// aliasing none: out does not overlap later operands, and into has no row twice
 // launch   1-D, any grid and block; blocks stride over chunks of (segment, column); 64-bit indices
 // limits   none; without has_into into[s] is s, without has_divisors divisors[s] is divisor
 // reference src/gradreduce/ops/segment_sum.py, bit-equal except subnormals (-ftz=true)
@@ -33,7 +33,7 @@ template <typename Out, typename In> struct SegmentSum {
     }
 
     template <int LANES> DEVICE void at(i64 i) const {
-        if (LANES > 1 && width % LANES) {  // a vector would reach into the next row
+        if (LANES > 1 && width % LANES) {  // a vector would cross into the next row
             for (i64 l = i; l < i + LANES; ++l) at<1>(l);
             return;
         }

@@ -1,9 +1,9 @@
 // square_sum: out[p] = in[p]^2 + in[p + P]^2 + in[p + 2P]^2 + …, where P is the size of out
 // order    left to right, from zero, in double; the squares too
-// types    <In>: out is double; squared 0: of the elements themselves; rooted: the root of the sum
-// aliasing none: out shares no byte with in
+// types    <In>: out is double; squared 0: of the elements themselves; rooted: the square root of the sum
+// aliasing none: out does not overlap in
 // launch   1-D, any grid and block; blocks stride over chunks of out's elements; 64-bit indices
-// limits   none; out may be longer than in, then what is behind it is zero
+// limits   none; out may be longer than in; its rest is then zero
 // reference src/gradreduce/ops/square_sum.py, bit-equal but for subnormal float32 (-ftz=true)
 // source   own; tf.global_norm for the operation
 #include "common.cuh"
@@ -32,7 +32,7 @@ template <typename In> struct SquareSum {
     }
 
     template <int LANES> DEVICE void at(i64 i) const {
-        if (LANES > 1 && stride % LANES) {  // every other stride would begin between two vectors
+        if (LANES > 1 && stride % LANES) {  // every other stride would be misaligned
             for (i64 l = i; l < i + LANES; ++l) at<1>(l);
             return;
         }

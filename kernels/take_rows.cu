@@ -1,7 +1,7 @@
 // take_rows: out[t][k][column] = in[t][rows[k]][column]
 // order    nothing is added
-// types    <T>: unsigned words, whatever they mean; rows are i64
-// aliasing none: out shares no byte with the operands behind it
+// types    <T>: unsigned words of any dtype; rows are i64
+// aliasing none: out does not overlap later operands
 // launch   1-D, any grid and block; blocks stride over chunks of out's elements; 64-bit indices
 // limits   none; a row may be taken more than once
 // reference src/gradreduce/ops/take_rows.py, bit-equal
@@ -23,7 +23,7 @@ template <typename T> struct TakeRows {
     }
 
     template <int LANES> DEVICE void at(i64 i) const {
-        if (LANES > 1 && width % LANES) {  // a vector would reach into the next row
+        if (LANES > 1 && width % LANES) {  // a vector would cross into the next row
             for (i64 l = i; l < i + LANES; ++l) at<1>(l);
             return;
         }

@@ -2,7 +2,7 @@
 // momentum: mom = decay * mom + grad; var -= rate * mom
 // nesterov: mom = decay * mom + grad; var -= rate * grad + rate * decay * mom
 // order    as written, one rounding per operation (-fmad=false), one at each store
-// types    <T, State>: halves computed in float; State, of the slots, is T, or float with a master
+// types    <T, State>: 16-bit T computed in float; State (of the slots) is T, or float with a master
 // aliasing none: variable, master, slots and gradient are different arrays
 // launch   1-D, any grid and block; blocks stride over chunks; 64-bit indices
 // limits   none on rows or elements; num_written is that of T and State: operands before grad
