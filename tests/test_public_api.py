@@ -35,6 +35,15 @@ def test_every_public_name_is_documented():
     assert not missing
 
 
+def test_first_docstring_lines_have_at_most_15_words():
+    long = {}
+    for name, found in golden_files.public_objects():
+        lines = (inspect.getdoc(found) or "").splitlines()
+        if lines and len(lines[0].split()) > 15:
+            long[name] = lines[0]
+    assert not long
+
+
 def test_dir_shows_public_names_and_modules_alone():
     assert sorted(dir(gr)) == sorted([*gr.__all__, "__version__"])
     assert {name for name in dir(gr) if inspect.ismodule(getattr(gr, name))} == {

@@ -1,0 +1,225 @@
+"""Names, messages and first docstring lines use standard terms of CUDA, NCCL, PyTorch and NumPy.
+
+The tables list retired words, and the places where such a word is a term of the field.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import gradreduce
+
+PACKAGE = Path(gradreduce.__file__).parent
+
+# Retired words, each with what to write in its place.
+RETIRED = {
+    "adversary": "random schedule",
+    "aside": "suspend",
+    "blame": "describe_stall",
+    "cargo": "PackInfo",
+    "casualties": "failed_devices",
+    "dead die died dies": "failed; freed (of memory)",
+    "door doors": "validation",
+    "face faces": "implementation",
+    "fabric": "MeshState",
+    "flats": "pack_buffers, flat buffers",
+    "ghost ghosts": "dry_run",
+    "halves": "reduction groups",
+    "house houses room rooms": "package, module",
+    "lend lender lenders lends lent": "external",
+    "mourn mourned mourning": "notify_waiters",
+    "parked parking": "deferred_free",
+    "rehearsal": "DryRun",
+    "revive revived": "clear_failure",
+    "seam seams": "backend interface",
+    "shuffled": "RandomScheduler",
+    "spine": "main path",
+    "taker takers": "consumer",
+    "topology": "reduction_groups",
+    "trail trails": "follow_lazily",
+    "twin twins": "NumPy reference",
+    "urge urged": "progress",
+}
+# Retired in names alone: in a sentence some of them are plain English.
+RETIRED_IN_NAMES = {
+    "arrivals": "gradient inputs",
+    "become becomes": "update",
+    "border": "StreamBoundary",
+    "bring brought": "ensure_accessible",
+    "came_in": "record_input",
+    "captures": "CaptureState",
+    "due": "deadline_scope",
+    "emptied": "reset",
+    "fetch pull": "to_local",
+    "gather gathered": "join_streams",
+    "gave give": "submit",
+    "given": "(leave it out)",
+    "hand_back handed": "release, broadcast",
+    "joint": "multi",
+    "landed": "copy_to_out",
+    "lose loses": "mark_failed",
+    "near": "colocated",
+    "one_call": "StreamScope",
+    "outline": "Signature",
+    "patience": "WaitPolicy",
+    "push": "PushPlan (AGN only)",
+    "rate rates": "lr, bandwidth",
+    "reaches": "peer_access",
+    "refusals refuse": "unsupported",
+    "rest1": "one_minus_beta1",
+    "root": "sqrt",
+    "scatter": "fork_streams",
+    "serve served": "take_queue",
+    "settled": "resolve",
+    "shown": "as_result",
+    "spread": "unpack_into",
+    "ticket": "PendingTake",
+    "told": "note_partial",
+    "travel": "PackInfo",
+    "walk": "backward",
+    "watch": "PendingCall",
+    "wide": "acc_dtype",
+}
+
+# A retired word -> the names in which it is a term of the field, or plain English; ``PATH*`` stands
+# for all names of the files whose path begins so.
+LAWFUL = {
+    "due": "is_due",  # the time of an AGN push
+    "gather": "all_gather _check_gather optim/agn/*",  # the collective, and by index
+    "gathered": "_gathered _is_gathered gathered",
+    "push": "optim/agn/* _push push",  # of AGN, and of a term onto a sum
+    "rate": "learning_rate",
+    "room": "_make_room _room room",  # free memory
+    "root": "root",  # of a broadcast, and of a graph
+    "serve": "_serve serve_held serve_joint",  # takes in a queue
+    "watch": "_watch",  # of a watchdog
+    "wide": "process_wide",
+}
+# The same in messages and first docstring lines, as patterns.
+LAWFUL_TEXT = {
+    "room": r"(?:no|make) room\b",  # free memory
+    "halves": r"halves",  # float16 and bfloat16
+}
+# Names that are not changed yet: they cross folders, or stand in code that will be rewritten.
+NOT_YET = {
+    "brought": "_brought_together brought",
+    "given": "*",
+    "joint": "joint serve_joint",
+    "near": "_near near",
+    "rate": "ops/* reduce/profile*",
+    "rest1": "rest1",
+    "root": "_by_the_root",
+    "shown": "_Shown _shown is_shown shown shown_to",
+    "spread": "SPREAD_SIZE _spread spread",
+    "told": "told",
+    "wide": "*",
+}
+
+
+def words(name: str) -> list[str]:
+    """The lower-case words of an identifier."""
+    return [word.lower() for word in re.split(r"_+|(?<=[a-z0-9])(?=[A-Z])", name) if word]
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Every identifier that a file defines or assigns."""
+    found = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                found.add(name)
+            case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
+                found.add(name)
+            case ast.alias(asname=str(name)):
+                found.add(name)
+    return found
+
+
+def texts(tree: ast.Module) -> Iterator[str]:
+    """First lines of docstrings, and all other literals."""
+    docstrings = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            match node.body:
+                case [ast.Expr(value=ast.Constant(value=str(text)) as constant), *_]:
+                    docstrings.add(constant)
+                    yield text.strip().partition("\n")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node not in docstrings and type(node.value) is str:
+            yield node.value
+
+
+def instead_of(retired: dict[str, str]) -> dict[str, str]:
+    """Retired word -> what to write, from a table of lists of words."""
+    return {word: instead for listed, instead in retired.items() for word in listed.split()}
+
+
+IN_TEXTS = instead_of(RETIRED)
+IN_NAMES = {**IN_TEXTS, **instead_of(RETIRED_IN_NAMES)}
+TEXT = re.compile(rf"(?i)\b(?:{'|'.join(IN_TEXTS)})\b")
+NAME = re.compile(rf"_(?:{'|'.join(IN_NAMES)})(?=_)")
+
+
+def retired_names(path: str, tree: ast.Module) -> Iterator[str]:
+    """What is wrong with the names of a file, its own and its folder's included."""
+    for name in sorted({*defined(tree), *path.removesuffix(".py").split("/")}):
+        for found in NAME.findall(f"_{'_'.join(words(name))}_"):
+            word = found[1:]
+            if not is_lawful(path, name, word):
+                yield f"{path}: {name}: write {IN_NAMES[word]} for {word!r}"
+
+
+def is_lawful(path: str, name: str, word: str) -> bool:
+    """Whether one of the tables names this identifier, or its folder."""
+    places = f"{LAWFUL.get(word, '')} {NOT_YET.get(word, '')}".split()
+    return name in places or any(
+        place.endswith("*") and path.startswith(place[:-1]) for place in places
+    )
+
+
+def retired_texts(path: str, tree: ast.Module) -> Iterator[str]:
+    """What is wrong with the messages and the first docstring lines of a file."""
+    for text in texts(tree):
+        for found in TEXT.finditer(text):
+            word = found[0].lower()
+            plain = re.finditer(LAWFUL_TEXT.get(word, r"(?!)"), text, re.IGNORECASE)
+            if not any(one.start() <= found.start() < one.end() for one in plain):
+                yield f"{path}: {text.strip()!r}: write {IN_TEXTS[word]} for {word!r}"
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        yield path.relative_to(PACKAGE).as_posix(), tree
+
+
+def test_names_and_texts_use_no_retired_word():
+    wrong = [
+        found
+        for path, tree in sources()
+        for found in (*retired_names(path, tree), *retired_texts(path, tree))
+    ]
+    assert not wrong, "\n".join(["", *wrong])
+
+
+def test_a_retired_word_is_found_wherever_it_stands():
+    tree = ast.parse(
+        '"""Has a twin."""\n\n'
+        "def send_cargo(hand_back, *, MAX_GHOSTS=0):\n"
+        '    """Does it.\n\n    Its twin too."""\n'
+        "    self.is_lent = mourned = hand_back.parking\n"
+        "    raise ValueError(f'a dead mesh: {mourned}')\n"
+    )
+    names = [line.split(": ")[1] for line in retired_names("ops/door.py", tree)]
+    assert names == ["MAX_GHOSTS", "door", "hand_back", "is_lent", "mourned", "send_cargo"]
+    texts_ = [line.split(": write")[0] for line in retired_texts("ops/add.py", tree)]
+    assert texts_ == ["ops/add.py: 'Has a twin.'", "ops/add.py: 'a dead mesh:'"]
+
+
+def test_lawful_words_are_lawful_in_their_places_alone():
+    tree = ast.parse("def all_gather(gather): 'No room for halves, in a room.'")
+    assert [line.split(": ")[1] for line in retired_names("device/mesh.py", tree)] == ["gather"]
+    assert [line.rpartition(" ")[2] for line in retired_texts("ops/add.py", tree)] == ["'room'"]
