@@ -291,7 +291,7 @@ class Case(NamedTuple):
             with (
                 caller_streams.StreamScope()
             ):  # fences of the call that was interrupted are none of this one
-                assert caller_streams._mine.scope.frame is sys._getframe()
+                assert caller_streams._thread.scope.frame is sys._getframe()
             state = world.shown()
             states = [before for before, _ in expected]
             assert state in states, f"at place {place} it is neither made nor not made"

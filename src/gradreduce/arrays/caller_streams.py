@@ -34,7 +34,7 @@ class _Scope:
     Attributes:
         checked: GPUs, and streams there that are not capturing a CUDA graph.
         fenced: with which streams, and whether they wait for us (True) or we for them.
-        lent: the current streams of the libraries whose arrays were passed in: each stream, which
+        inputs: the current streams of the libraries whose arrays were passed in: each stream, which
             must not end before it has been told to wait, and whether an array was read already.
         frame: in which it was opened.
         read: callers' arrays that were passed in to be read, or were read.
@@ -50,14 +50,14 @@ class _Scope:
         self.read: set[FreedBlock] = set()
 
 
-class _Mine(threading.local):
+class _ThreadScopes(threading.local):
     """This thread's open scope, and the one that a ``SuspendedScope`` has suspended."""
 
     scope: _Scope | None = None
     suspended: _Scope | None = None
 
 
-_mine = _Mine()
+_thread = _ThreadScopes()
 
 
 class StreamScope(ContextDecorator):
@@ -85,9 +85,9 @@ class StreamScope(ContextDecorator):
         return type(self)(reads=self._reads)
 
     def __enter__(self) -> None:
-        self._outer, frame = _mine.scope, sys._getframe(1)
+        self._outer, frame = _thread.scope, sys._getframe(1)
         if self._outer is None or not _is_open(self._outer, frame):
-            self._outer, _mine.scope = None, _Scope(frame)
+            self._outer, _thread.scope = None, _Scope(frame)
 
     def __exit__(
         self,
@@ -97,7 +97,7 @@ class StreamScope(ContextDecorator):
     ) -> None:
         if self._outer is not None:
             return
-        scope, _mine.scope = _mine.scope, None
+        scope, _thread.scope = _thread.scope, None
         if scope is not None and scope.inputs:
             _release_inputs(scope, self._reads)
 
@@ -122,10 +122,10 @@ class SuspendedScope:
     """
 
     def __enter__(self) -> None:
-        self._outer = _mine.suspended
-        self._scope = _mine.scope
+        self._outer = _thread.suspended
+        self._scope = _thread.scope
         if self._scope is not None:
-            _mine.suspended, _mine.scope = self._scope, None
+            _thread.suspended, _thread.scope = self._scope, None
 
     def __exit__(
         self,
@@ -135,12 +135,12 @@ class SuspendedScope:
     ) -> None:
         if self._scope is not None:
             self._scope.fenced.clear()
-            _mine.suspended, _mine.scope = self._outer, self._scope
+            _thread.suspended, _thread.scope = self._outer, self._scope
 
 
 def unfenced(device: Device, stream: Stream | None, *, leaving: bool) -> Stream | None:
     """Returns ``stream``, or None if this call has synchronized with it already."""
-    scope = _mine.scope
+    scope = _thread.scope
     if scope is None or stream is None:
         return stream
     index = (leaving, device, handle_of(stream))
@@ -152,7 +152,7 @@ def unfenced(device: Device, stream: Stream | None, *, leaving: bool) -> Stream 
 
 def unchecked(device: Device, stream: Stream | None) -> bool:
     """Whether this call has not checked ``stream`` for graph capture yet; then it should."""
-    scope = _mine.scope
+    scope = _thread.scope
     if scope is None:
         return True
     index = (device.physical, stream)
@@ -164,7 +164,7 @@ def unchecked(device: Device, stream: Stream | None) -> bool:
 
 def record_input(device: Device, stream: Stream, *, read: bool = False) -> None:
     """Notes that this call reads an array of ``stream``, or has ``read`` it (copied) already."""
-    scope = _mine.scope or _mine.suspended
+    scope = _thread.scope or _thread.suspended
     if scope is not None:
         index = (device, handle_of(stream))
         first, was_read = scope.inputs.get(index, (stream, False))
@@ -173,7 +173,7 @@ def record_input(device: Device, stream: Stream, *, read: bool = False) -> None:
 
 def is_read(block: Block) -> None:
     """Keeps a caller's array alive until its stream waits for this call."""
-    scope = _mine.scope or _mine.suspended
+    scope = _thread.scope or _thread.suspended
     if scope is not None and not block.owned:
         block.remains.raw = block.raw
         scope.read.add(block.remains)
@@ -181,8 +181,8 @@ def is_read(block: Block) -> None:
 
 def is_read_later(block: Block) -> None:
     """Keeps a caller's array alive beyond this call, since later work reads it too."""
-    if _mine.scope is not None and hasattr(block, "remains"):
-        _mine.scope.read.discard(block.remains)
+    if _thread.scope is not None and hasattr(block, "remains"):
+        _thread.scope.read.discard(block.remains)
 
 
 def release_inputs() -> None:
@@ -190,7 +190,7 @@ def release_inputs() -> None:
 
     For a block that defers Ctrl-C, since an interrupt after it may come before the call ends.
     """
-    scope = _mine.scope
+    scope = _thread.scope
     if scope is not None and scope.inputs:
         _release_inputs(scope, True)
         scope.inputs.clear()
@@ -203,15 +203,15 @@ def _release_inputs(scope: _Scope, reads: bool) -> None:
     From then on only their blocks hold those arrays. Otherwise one step's gradients would stay in
     memory until the next call.
     """
-    told = reads
+    waiting = reads
     for (device, handle), (stream, read) in scope.inputs.items():
         if not (reads or read) or (True, device, handle) in scope.fenced:
             continue
         if device.mesh_state.capture is None:  # else each call of what is captured does it
-            # On a device that is lost, or never comes to an end, nothing can be in time.
+            # A device that has failed or hangs cannot make its readers wait.
             try:
                 block_stream(device, stream)
             except (BackendUnavailableError, CollectiveError):
-                told = False
-    for freed in scope.read if told else ():
+                waiting = False
+    for freed in scope.read if waiting else ():
         freed.raw = None

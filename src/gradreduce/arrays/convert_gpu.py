@@ -60,7 +60,7 @@ def adopt_foreign(
 ) -> Buffer:
     """Wraps another library's GPU array as a Buffer on its GPU.
 
-    Shared by DLPack where the library speaks it, else by ``__cuda_array_interface__``.
+    Shared by DLPack where the library supports it, else by ``__cuda_array_interface__``.
 
     Args:
         array: of PyTorch, JAX, or whatever shows one of the two.
@@ -130,8 +130,8 @@ class _Shared(NamedTuple):
 
     Attributes:
         array: a CuPy array on the same memory.
-        stream: behind whose present end it is ready; None if it is already.
-        once: whether one fence with that stream serves all arrays of a call. Not after DLPack,
+        stream: to wait for before it is read; None if it is ready.
+        once: whether one wait for that stream serves all arrays of a call. Not after DLPack,
             which made the stream wait for this very array only now.
         read_only: whether its library says so.
     """
@@ -185,7 +185,7 @@ def _adopt(
 ) -> Buffer:
     """Wraps a CuPy array as a Buffer of the mesh, whose queue waits for ``stream``.
 
-    And ``stream`` for ours when the call ends, unless nobody ever writes the array (JAX's).
+    And ``stream`` for ours when the call ends, unless the array is immutable (JAX's).
     """
     gpu = int(array.device.id)
     if device.mesh_state.backend != "cuda":
@@ -209,11 +209,9 @@ def _adopt(
     with array.device:  # CuPy copies to the current GPU, in the order of its current stream
         if stream is not None and stream is not current:
             _wait(current, stream, gpu)
-            record_input(
-                home, stream, read=True
-            )  # by CuPy's stream, behind which ours is from here on
+            record_input(home, stream, read=True)  # by CuPy's stream, which ours waits for
         array = array.copy()
-    # Never fenced before: the copy is younger.
+    # Always wait: the copy is newer than any earlier wait.
     buffer = home.adopt(array, current, writable=writable)
     buffer.array_owner = "copy"
     return buffer

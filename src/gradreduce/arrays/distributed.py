@@ -215,7 +215,7 @@ class DistributedValues(NotCopied):
         if self._lying:
             self._parts = None
 
-    def as_it_lies(self) -> DistributedValues:
+    def in_memory_order(self) -> DistributedValues:
         """Returns the same values with axes in memory order (``form``), without copies."""
         if self.form is None:
             return self

@@ -49,7 +49,7 @@ class Staging(threading.local):
                 return None
             if here is None or part is None:
                 found.append(to_buffer(array, device))
-            elif is_nobodys(array):
+            elif is_owned_by_numpy(array):
                 here[...] = array
                 found.append(part)
             else:
@@ -81,7 +81,7 @@ class Staging(threading.local):
         return host
 
 
-def is_nobodys(array: np.ndarray) -> bool:
+def is_owned_by_numpy(array: np.ndarray) -> bool:
     """Whether NumPy owns the array's memory, so that it is no view of a Variable."""
     base = array.base
     return base is None or (type(base) is np.ndarray and base.base is None)

@@ -162,7 +162,7 @@ def as_reduced(
         isinstance(out, list | tuple) and place < len(out) and _has_order(out[place], form)
     ):
         return value, None
-    return value.as_it_lies(), form
+    return value.in_memory_order(), form
 
 
 def _has_order(entry: Any, order: tuple[int, ...]) -> bool:

@@ -83,7 +83,7 @@ def _as_result(request: Request, outs: Sequence[Out]) -> Mirrored:
 def _listed(request: Request, entry: Any) -> Sequence[Any]:
     """Returns the arrays of an entry of ``out``, one for each device."""
     if isinstance(entry, DistributedValues):
-        entry = entry.as_it_lies() if request.form else entry  # of the same order then
+        entry = entry.in_memory_order() if request.form else entry  # of the same order then
         found = dict(zip(entry.devices, entry.buffers, strict=True))
         if set(found) != set(request.devices):
             names = [listed(d.name for d in each.devices) for each in (entry, request)]

@@ -40,7 +40,10 @@ from .pipeline import copy_to_out
 __all__ = ["CapturedStep", "PreparedStep", "StreamBoundary", "check_preparable"]
 
 
-_LENDING = ("torch", "cupy")  # JAX's arrays never change: those that came in are ready for good
+_SHARED_KINDS = (
+    "torch",
+    "cupy",
+)  # JAX's arrays never change: those that came in are ready for good
 _ON_HOST = ("native", "numpy", "torch")
 _ON_GPU = ("native", "torch", "cupy", "cuda")
 
@@ -61,16 +64,16 @@ class StreamBoundary:
         self._producers = [
             (kind, device)
             for kind, device in dict.fromkeys(producers)
-            if kind in _LENDING and device.mesh_state.backend == "cuda"
+            if kind in _SHARED_KINDS and device.mesh_state.backend == "cuda"
         ]
         self._given: list[tuple[str, Device]] = []  # on GPUs
-        self._shown: list[Device] = []  # in host memory
+        self._host_consumers: list[Device] = []  # in host memory
         self._consumers: dict[tuple[str, Device], object] = {}  # the stream of the last call
         indices: set[tuple[bool, int]] = set()
         for kind, device in dict.fromkeys((*consumers, *self._producers)):
             if device.mesh_state.backend != "cuda":
-                if kind in _ON_HOST and device not in self._shown:
-                    self._shown.append(device)
+                if kind in _ON_HOST and device not in self._host_consumers:
+                    self._host_consumers.append(device)
             elif kind in _ON_GPU and (kind == "torch", device.physical) not in indices:
                 indices.add((kind == "torch", device.physical))
                 self._given.append((kind, device))
@@ -101,7 +104,7 @@ class StreamBoundary:
                 for result in results:
                     if result.device.physical == device.physical:
                         result.block.is_shown(consumer)
-        for device in self._shown:
+        for device in self._host_consumers:
             block_stream(device, None)
 
 
@@ -171,9 +174,7 @@ class PreparedStep(NotCopied):
         self.results: list[Mirrored] = as_results(requests, outs)
         if outs:
             count_writes(self._tensors)
-        for each in (
-            boundaries if outs else boundaries[1:]
-        ):  # new results are fenced as arrays are made
+        for each in boundaries if outs else boundaries[1:]:  # new results are synchronized below
             each.leave()
         made = () if outs else zip(requests, reduced, kinds, strict=True)
         with StreamScope():
@@ -266,11 +267,11 @@ class CapturedStep(PreparedStep):
         self._capture = Capture(devices_of(requests))  # raises before anything is launched
         super().__init__(requests, kinds, reduce, outs)
         # A call gathers all devices of a GPU in the first: what that waits for, all wait for.
-        speakers: dict[int, Device] = {}
+        first_devices: dict[int, Device] = {}
         for device in self._devices:
-            speakers.setdefault(device.physical, device)
+            first_devices.setdefault(device.physical, device)
         self._boundary = _boundary_of(
-            requests, kinds, outs, lambda device: speakers[device.physical]
+            requests, kinds, outs, lambda device: first_devices[device.physical]
         )
         with self._capture.recorded():
             self._capture.play(self._command_list)
@@ -295,20 +296,20 @@ def _boundary_of(
     requests: Sequence[Request],
     kinds: Sequence[Kind],
     outs: Sequence[Sequence[Out]],
-    speaker: Callable[[Device], Device] = lambda device: device,
+    device_of_gpu: Callable[[Device], Device] = lambda device: device,
 ) -> StreamBoundary:
     """Makes the boundary with the libraries of a step's values and results."""
     producers = [
-        (buffer.array_owner, speaker(buffer.device))
+        (buffer.array_owner, device_of_gpu(buffer.device))
         for request in requests
         for buffer in request.value.buffers
         if buffer.array_owner is not None
     ]
-    written = [(each.kind, speaker(each.buffer.device)) for row in outs for each in row]
+    written = [(each.kind, device_of_gpu(each.buffer.device)) for row in outs for each in row]
     if outs:  # whose owners may still read or write them
         return StreamBoundary([*producers, *written], written)
     consumers = [
-        (kind, speaker(device))
+        (kind, device_of_gpu(device))
         for request, kind in zip(requests, kinds, strict=True)
         for device in request.devices
     ]
