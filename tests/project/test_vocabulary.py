@@ -88,7 +88,7 @@ RETIRED_IN_NAMES = {
 # for all names of the files whose path begins so.
 LAWFUL = {
     "due": "is_due",  # the time of an AGN push
-    "gather": "all_gather _check_gather optim/agn/*",  # the collective, and by index
+    "gather": "all_gather _check_gather _gather_rows optim/agn/*",  # the collective, and by index
     "gathered": "_gathered _is_gathered gathered",
     "push": "optim/agn/* _push push",  # of AGN, and of a term onto a sum
     "rate": "learning_rate",
@@ -105,11 +105,10 @@ LAWFUL_TEXT = {
 }
 # Names that are not changed yet: they cross folders, or stand in code that will be rewritten.
 NOT_YET = {
-    "brought": "_brought_together brought",
     "given": "*",
     "joint": "joint serve_joint",
     "near": "_near near",
-    "rate": "ops/* reduce/profile*",
+    "rate": "ops/*",
     "rest1": "rest1",
     "root": "_by_the_root",
     "shown": "_Shown _shown is_shown shown shown_to",

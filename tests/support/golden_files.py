@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import gradreduce as gr
 
 DATA = Path(__file__).parent.parent / "data"
+PACKAGE = Path(gr.__file__).parent
 
 
 # --- public names ---------------------------------------------------------------------------------
@@ -87,7 +89,46 @@ def public_objects() -> Iterator[tuple[str, Any]]:
                 yield f"{name}.{member}", bound
 
 
-FILES = {"public_api.txt": public_api}
+# --- error messages -------------------------------------------------------------------------------
+
+FIELD = "{…}"
+
+
+def template(text: ast.expr) -> str:
+    """The text of an expression, with a field in the place of what is known at run time alone."""
+    match text:
+        case ast.Constant(value=str(value)):
+            return value
+        case ast.JoinedStr(values=parts):
+            return "".join(map(template, parts))
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return template(left) + template(right)
+    return FIELD
+
+
+def messages_of(tree: ast.Module) -> Iterator[str]:
+    """The messages of the errors that a file makes or raises, each with the name of its class."""
+    raised = {node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            text = ", ".join(template(argument) for argument in node.args)
+            if (node in raised or name.endswith("Error")) and text.replace(FIELD, "").strip(", "):
+                yield f"{name}: {' '.join(text.split())}"
+
+
+def error_messages() -> list[str]:
+    """A line for every message of an error, sorted: the file, the class, the text."""
+    return sorted(
+        {
+            f"{path.relative_to(PACKAGE).as_posix()}: {message}"
+            for path in PACKAGE.rglob("*.py")
+            for message in messages_of(ast.parse(path.read_text(encoding="utf-8")))
+        }
+    )
+
+
+FILES = {"public_api.txt": public_api, "error_messages.txt": error_messages}
 
 
 def text_of(name: str) -> str:

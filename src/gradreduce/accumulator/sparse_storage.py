@@ -269,7 +269,7 @@ def _merged(states: Sequence[AccumulatorState]) -> list[tuple[IndexedSlices, ...
         segments, by = merged_row_index([total.slots for total in totals], mean=mean)
         plans.append(segments)
         divisors.append(by)
-    values = _brought_together(states, sums)
+    values = _gather_rows(states, sums)
     shapes = [
         (plan.num_segments, *rows.shape[1:]) for rows, plan in zip(values, plans, strict=True)
     ]
@@ -312,7 +312,7 @@ def _room(
     return [outs[index] for index in range(len(states))], flat_buffers
 
 
-def _brought_together(
+def _gather_rows(
     states: Sequence[AccumulatorState], sums: Sequence[Sequence[SparseSum]]
 ) -> list[Buffer]:
     """Copies the rows of each state's sums back to back to its first device."""
@@ -325,5 +325,5 @@ def _brought_together(
         else:
             there.append(None)
             groups.append((state.devices[0], rows))
-    brought = iter(rows_together(groups))
-    return [next(brought) if rows is None else rows for rows in there]
+    gathered = iter(rows_together(groups))
+    return [next(gathered) if rows is None else rows for rows in there]

@@ -226,17 +226,17 @@ class Profile:
         """Yields a line for each device and link: its bytes and its copy bandwidth."""
         total = Traffic.sum(stage.traffic for stage in self.stages)
         for physical, nbytes in sorted(total.memory.items()):
-            rate = self.memory_bandwidth[physical]
+            bandwidth = self.memory_bandwidth[physical]
             yield (
                 f"  device {physical}: {_megabytes(total.read.get(physical, 0))} MB read, "
                 f"{_megabytes(total.written.get(physical, 0))} MB written, at "
-                f"{rate / 1e9:.2f} GB/s {nbytes / rate * 1e3:.4f} ms"
+                f"{bandwidth / 1e9:.2f} GB/s {nbytes / bandwidth * 1e3:.4f} ms"
             )
         for (source, target), nbytes in sorted(total.links.items()):
-            rate = self.link_bandwidth[source, target]
+            bandwidth = self.link_bandwidth[source, target]
             yield (
-                f"  link {source} to {target}: {_megabytes(nbytes)} MB, at {rate / 1e9:.2f} GB/s "
-                f"{nbytes / rate * 1e3:.4f} ms"
+                f"  link {source} to {target}: {_megabytes(nbytes)} MB, at "
+                f"{bandwidth / 1e9:.2f} GB/s {nbytes / bandwidth * 1e3:.4f} ms"
             )
 
     def _end(self) -> Iterator[str]:
